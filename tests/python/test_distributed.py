@@ -127,6 +127,19 @@ def check_cases(rank, ranks, schemes=("ring", "all_gather", "ulysses")):
                     check(dict(scheme=scheme, layout=layout, **rule))
 
 
+def check_heads_in_parts(rank, ranks):
+    """As the heads of long sequences are exchanged."""
+    from flashjit import _chunks
+    global HEADS, HEADS_KV
+    usual = _chunks.TILES_OF_PART, HEADS, HEADS_KV
+    _chunks.TILES_OF_PART, HEADS, HEADS_KV = 0, 8, 4
+    try:
+        check_cases(rank, ranks, ("ulysses",))
+        check_dropout(rank, ranks, ("ulysses",))
+    finally:
+        _chunks.TILES_OF_PART, HEADS, HEADS_KV = usual
+
+
 def check_on_gpus(rank, ranks):
     """Fewer cases, as their kernels are compiled first."""
     causal, window, sinks, _, documents = rules(whole(device_of(rank))[0].shape[2])[1:6]
@@ -375,10 +388,12 @@ def peak(call, device):
     return max(itertools.accumulate(size for _, size in changes), default=math.inf)  # at times it has seen nothing
 
 
-def check_memory(rank, ranks):
-    """The formula of tools/docs/distributed.md."""
+def check_memory(rank, ranks, tiles=None):
+    """The formula of tools/docs/distributed.md. tiles: that ulysses wants of each part of its heads."""
     import flashjit.distributed as fd
-    from flashjit import simulator
+    from flashjit import _chunks, simulator
+    usual = _chunks.TILES_OF_PART
+    _chunks.TILES_OF_PART = usual if tiles is None else tiles
     device = device_of(rank)
     # On a GPU so many heads that no kernel splits its queries, for which it has another workspace.
     rows, dim, all_heads = (16384, 128, ((32, 8), (16, 16))) if device.type == "cuda" else (128, 32, ((8, 2), (4, 4)))
@@ -403,6 +418,7 @@ def check_memory(rank, ranks):
                         break
                 assert abs(most.item() / formula - 1) < 0.05, (
                     f"{scheme}, {heads}/{heads_kv} heads, backward {backward}: {most.item()} bytes, the formula says {formula}")
+    _chunks.TILES_OF_PART = usual
 
 
 def check_negated_views(rank, ranks):
@@ -536,6 +552,13 @@ def test_three_ranks():
     spawn("check_cases", 3, ("ring", "all_gather"))
 
 
+def test_heads_in_parts():
+    from flashjit._chunks import parts_of_heads
+    assert [parts_of_heads(2, tokens, 32, 8) for tokens in (65535, 65536)] == [1, 2]
+    assert parts_of_heads(2, 1 << 20, 32, 2) == parts_of_heads(4, 1 << 20, 8, 2) == parts_of_heads(2, 1 << 20, 6, 6) == 1
+    spawn("check_heads_in_parts", 2)
+
+
 def test_ulysses_inside_of_a_ring():
     spawn("check_two_levels", 4)
 
@@ -548,9 +571,9 @@ def test_dropout_of_two_levels():
     spawn("check_dropout", 4, ("two_level",), ("zigzag", "striped"))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_memory_is_the_formula_s(ranks):
-    spawn("check_memory", ranks)
+@pytest.mark.parametrize("ranks, tiles", [(2, None), (2, 0), (4, None)])
+def test_memory_is_the_formula_s(ranks, tiles):
+    spawn("check_memory", ranks, tiles)
 
 
 @pytest.mark.parametrize("name", ["check_programs", "check_programs_of_documents", "check_refusals", "check_disagreement",
@@ -626,7 +649,7 @@ def ring_in_turn(q, k, v, dout, ranks, layout):
                     dkvs[owner].add(i, piece.keys, parts[i])
         dqs.append(dq.of(0))
     whole = [outs, dqs, *([dkv.of(i) for dkv in dkvs] for i in range(2))]
-    return [in_order(torch.stack(x), layout).to(q.dtype) for x in whole]
+    return [in_order(x, layout).to(q.dtype) for x in whole]
 
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])

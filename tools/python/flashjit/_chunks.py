@@ -35,3 +35,14 @@ def chunks(rank: int, ranks: int, rows: int, layout: str) -> tuple[Chunk, ...]:
     if rank == ranks - 1:  # whose two blocks are neighbours
         return (Chunk(0, rows, rank * half),)
     return Chunk(0, half, rank * half), Chunk(half, rows, (2 * ranks - 1 - rank) * half)
+
+
+#: Tiles of 128 keys that keep a GPU's multiprocessors busy nearly to a kernel's end.
+TILES_OF_PART = 1024
+
+
+def parts_of_heads(ranks: int, tokens: int, heads: int, heads_kv: int) -> int:
+    """In how many parts ranks exchange their heads, so that one's transfers run beside another's kernels: two, if each rank's heads
+    divide and a part's kernels fill a GPU. tokens: of all sequences."""
+    each, each_kv = heads // ranks, max(1, heads_kv // ranks)
+    return 2 if each % 2 == each_kv % 2 == 0 and each_kv // 2 * tokens >= TILES_OF_PART * 128 else 1

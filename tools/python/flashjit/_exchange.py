@@ -11,23 +11,54 @@ from torch import Tensor
 from .errors import InvalidArgument
 
 
+#: Ranks of a group, and tensors that go there or come from there.
+Peers = Sequence[tuple[int, Sequence[Tensor]]]
+
+
+def _start(sent: Peers, arriving: Peers, group: Any) -> Any:
+    """One batch of transfers."""
+    everyone: Any = dist.group.WORLD
+    place = lambda rank: dist.get_global_rank(group or everyone, rank)
+    operations = [dist.P2POp(dist.isend, x, place(rank), group) for rank, tensors in sent for x in tensors]
+    operations += [dist.P2POp(dist.irecv, x, place(rank), group) for rank, tensors in arriving for x in tensors]
+    return dist.batch_isend_irecv(operations) if operations else []
+
+
 class Travel:
     """Tensors on their way to the next rank, while the previous one's come in."""
 
     def __init__(self, tensors: Sequence[Tensor], group: Any) -> None:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         self.arriving = [torch.empty_like(x) for x in tensors]
-        everyone: Any = dist.group.WORLD
-        place = lambda step: dist.get_global_rank(group or everyone, (rank + step) % ranks)
-        operations = [dist.P2POp(dist.isend, x, place(1), group) for x in tensors]
-        operations += [dist.P2POp(dist.irecv, x, place(-1), group) for x in self.arriving]
         self.sent = tensors  # until they have arrived
-        self.work = dist.batch_isend_irecv(operations)
+        self.work = _start([((rank + 1) % ranks, tensors)], [((rank - 1) % ranks, self.arriving)], group)
 
     def wait(self) -> list[Tensor]:
         for work in self.work:
             work.wait()
         return self.arriving
+
+
+class Exchange:
+    """Tensors on their way to each rank, while those of each rank come in. What a rank has for itself stays where it is."""
+
+    def __init__(self, to: Sequence[Sequence[Tensor]], places: Sequence[Sequence[Tensor]], group: Any) -> None:
+        """to[i]: what goes to rank i, and places[i]: where what comes from it is put; this rank's own are not touched."""
+        rank = dist.get_rank(group)
+        others = [i for i in range(dist.get_world_size(group)) if i != rank]
+        self.sent = [(i, [x.contiguous() for x in to[i]]) for i in others]  # until they have arrived
+        self.places = [(i, list(places[i])) for i in others]
+        self.arriving = [(i, [x if x.is_contiguous() else x.new_empty(x.shape) for x in places[i]]) for i in others]
+        self.work = _start(self.sent, self.arriving, group)
+
+    def wait(self) -> None:
+        for work in self.work:
+            work.wait()
+        for (_, places), (_, arrived) in zip(self.places, self.arriving):
+            for place, x in zip(places, arrived):
+                if place is not x:
+                    place.copy_(x)
+        self.sent = self.arriving = self.places = self.work = []  # their memory
 
 
 class Gathering:

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._chunks import Chunk, chunks
-from ._exchange import AllToAll, Gathering, Travel, scattered_sum
+from ._chunks import Chunk, chunks, parts_of_heads
+from ._exchange import AllToAll, Exchange, Gathering, Travel, scattered_sum
 from ._pieces import Piece, Rule
 from ._plans import NO_RNG, Placed, Plan, Rng, contiguous, plan_of, readable
 from ._problem import read_problem
-from ._shards import ByRank, InOrder, by_rank, in_order
+from ._shards import by_rank, copy_rows, in_order
 from .errors import InvalidArgument
 
 
@@ -274,36 +274,143 @@ class AllGather(torch.autograd.Function):
         return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, None
 
 
-class Whole(torch.autograd.Function):
-    """All rows of some heads, which are one piece."""
+class Part(NamedTuple):
+    """One of `parts` equal parts of each rank's heads: their rows come from all ranks, and go back."""
+
+    job: Job
+    index: int
+    parts: int
+
+    def of_rank(self, x: Tensor, rank: int) -> Tensor:
+        """A rank's heads of [batch, heads, ...] or [heads]; where there are fewer than ranks, the one that its queries have."""
+        dim, parts = min(1, x.dim() - 1), self.job.ranks * self.parts
+        heads = x.shape[dim]
+        return x.narrow(dim, (rank * self.parts + self.index) * heads // parts, max(1, heads // parts))
+
+    def mine(self, x: Tensor) -> Tensor:
+        return self.of_rank(x, self.job.rank)
+
+    def piece(self, q: Tensor) -> Piece:
+        """Of all rows of this rank's heads."""
+        rows, first = Chunk(0, q.shape[2], 0), (self.job.rank * self.parts + self.index) * q.shape[1]
+        piece, = self.job.rule._replace(head=first).pieces((rows,), (rows,), q.device)
+        return piece
+
+
+class Spreading:
+    """All ranks' rows of this rank's heads on their way here."""
+
+    def __init__(self, part: Part, shards: Sequence[Tensor]) -> None:
+        self.layout = part.job.layout
+        to = [[part.of_rank(x, rank) for x in shards] for rank in range(part.job.ranks)]
+        own = to[part.job.rank]
+        self.parts = [own if mine is own else [x.new_empty(x.shape) for x in own] for mine in to]
+        self.exchange = Exchange(to, self.parts, part.job.group)
+
+    def wait(self) -> list[Tensor]:
+        """By position."""
+        self.exchange.wait()
+        parts, self.parts = self.parts, []  # their memory
+        return [in_order(of_ranks, self.layout) for of_ranks in zip(*parts)]
+
+
+class Returning:
+    """All ranks' heads of this rank's rows on their way back, part after part."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.shards: list[Tensor] = []
+        self.exchange: Union[Exchange, None] = None
+
+    def send(self, part: Part, tensors: Sequence[Tensor]) -> None:
+        """Of a part's heads all rows by position."""
+        job = self.job
+        self.shards = self.shards or [
+            x.new_empty(x.shape[0], x.shape[1] * job.ranks * part.parts, x.shape[2] // job.ranks, x.shape[3]) for x in tensors]
+        places = [[part.of_rank(x, rank) for x in self.shards] for rank in range(job.ranks)]
+        own = places[job.rank]
+        self.wait()  # for the memory of what has left
+        to = [own if place is own else [x.new_empty(x.shape) for x in own] for place in places]
+        for rank, rows in enumerate(to):
+            for shard, x in zip(rows, tensors):
+                copy_rows(shard, x, rank, job.ranks, job.layout)
+        self.exchange = Exchange(to, places, job.group)
+
+    def wait(self) -> list[Tensor]:
+        """The shards."""
+        if self.exchange:
+            self.exchange.wait()
+        return self.shards
+
+
+class Heads(torch.autograd.Function):
+    """Each rank computes all rows of its share of the heads. The transfers of a part run beside the kernels of another."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
-        rows = Chunk(0, q.shape[2], 0)
-        ctx.piece, = job.rule.pieces((rows,), (rows,), q.device)
-        out, lse = compute(q, k, v, job.rng, ctx.piece, q.dtype, sinks=sinks)
-        _end_forward(ctx, job, q, k, v, sinks, out, lse)
-        return out, lse
+        count = parts_of_heads(job.ranks, q.shape[0] * q.shape[2] * job.ranks, q.shape[1], k.shape[1])
+        parts = [Part(job, index, count) for index in range(count)]
+        coming = [Spreading(part, (q, k, v)) for part in parts]
+        saved: list[Tensor] = []
+        back = Returning(job)
+        for part, spreading in zip(parts, coming):
+            rows, keys, values = spreading.wait()
+            out, lse = compute(rows, keys, values, job.rng, part.piece(rows), q.dtype, sinks=None if sinks is None else part.mine(sinks))
+            back.send(part, [out, lse[..., None]])
+            saved += [rows, keys, values, out, lse]
+        out, lse = back.wait()
+        _end_forward(ctx, job, sinks, *saved)
+        ctx.parts, ctx.heads_kv = parts, k.shape[1]
+        return out, lse[..., 0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Union[Tensor, None], dlse: Union[Tensor, None]) -> Any:
-        saved, _, k, v = _begin_backward(ctx, dout, dlse)
-        grads, dsinks = saved.gradients(k, v, ctx.piece, fp32=False)
-        return *grads, None if dsinks is None else dsinks.to(saved.sinks.dtype), None
+        sinks, *saved = ctx.saved_tensors
+        job: Job = ctx.job
+        given = [x.resolve_neg() for x in (dout, None if dlse is None else dlse[..., None]) if x is not None]
+        coming = [Spreading(part, given) for part in ctx.parts]
+        dsinks, back = None if sinks is None else torch.zeros_like(sinks), Returning(job)
+
+        def of_part(part: Part, spreading: Spreading, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
+            arrived = spreading.wait()
+            of_lse = None if dlse is None else arrived.pop()[..., 0]
+            rows = Saved(q, out, lse, arrived.pop() if arrived else torch.zeros_like(out), of_lse,
+                         None if sinks is None else part.mine(sinks), job.rng)
+            return rows.gradients(k, v, part.piece(q), fp32=False)
+        for part, spreading in zip(ctx.parts, coming):
+            tensors, saved = saved[:5], saved[5:]
+            grads, of_sinks = of_part(part, spreading, *tensors)
+            back.send(part, grads)
+            if dsinks is not None:
+                part.mine(dsinks).copy_(of_sinks)
+            del grads  # their memory
+        dq, *dkv = back.wait()
+        if ctx.heads_kv < job.ranks:  # each of its heads went to several
+            dkv = [x.unflatten(1, (ctx.heads_kv, -1)).sum(2) for x in dkv]
+        return dq, *dkv, dsinks, None
+
+
+def _check_heads(q: Tensor, k: Tensor, ranks: int) -> None:
+    heads, heads_kv = q.shape[1], k.shape[1]
+    if heads % ranks:
+        raise InvalidArgument(f"q has {heads} heads for {ranks} ranks: ulysses gives each rank as many; use ring or all_gather.")
+    if heads_kv % ranks and ranks % heads_kv:
+        raise InvalidArgument(f"k has {heads_kv} heads for {ranks} ranks: one must divide the other for ulysses; use ring "
+                              "or all_gather.")
+
+
+def ulysses(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
+    _check_heads(q, k, job.ranks)
+    return Heads.apply(q, k, v, sinks, job)
 
 
 def share_heads(q: Tensor, k: Tensor, v: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
     """[ranks, batch, heads / ranks, rows, dim] each: this rank's heads of all ranks' rows."""
     ranks = dist.get_world_size(group)
-    heads, heads_kv = q.shape[1], k.shape[1]
-    if heads % ranks:
-        raise InvalidArgument(f"q has {heads} heads for {ranks} ranks: ulysses gives each rank as many; use ring or all_gather.")
-    if heads_kv % ranks:
-        if ranks % heads_kv:
-            raise InvalidArgument(f"k has {heads_kv} heads for {ranks} ranks: one must divide the other for ulysses; use ring "
-                                  "or all_gather.")
-        k, v = (x.repeat_interleave(ranks // heads_kv, 1) for x in (k, v))  # each rank's queries have one head of K
+    _check_heads(q, k, ranks)
+    if k.shape[1] < ranks:
+        k, v = (x.repeat_interleave(ranks // k.shape[1], 1) for x in (k, v))  # each rank's queries have one head of K
     return tuple(AllToAll.apply(x.unflatten(1, (ranks, -1)).movedim(1, 0), group) for x in (q, k, v))  # type: ignore[return-value]
 
 
@@ -312,24 +419,11 @@ def return_heads(x: Tensor, group: Any) -> Tensor:
     return AllToAll.apply(x, group).movedim(0, 1).flatten(1, 2)
 
 
-def own_heads(job: Job, heads: int) -> Rule:
-    """The rule for this rank's share of the heads."""
-    return job.rule._replace(head=heads // job.ranks * job.rank)
-
-
-def ulysses(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
-    shared = [InOrder.apply(x, job.layout) for x in share_heads(q, k, v, job.group)]
-    own_sinks = None if sinks is None else sinks.chunk(job.ranks)[job.rank]
-    out, lse = Whole.apply(*shared, own_sinks, job._replace(rule=own_heads(job, q.shape[1])))
-    out, lse = (return_heads(ByRank.apply(x, job.ranks, job.layout), job.group) for x in (out, lse[..., None]))
-    return out, lse[..., 0]
-
-
 def ring_of_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job, inner: Any) -> tuple[Tensor, Tensor]:
     """Two levels: the ranks of `inner` share the heads of their rows, which are neighbours, and those of job.group go round."""
     heads = job._replace(layout="contiguous", group=inner)
     shared = [x.movedim(0, 2).flatten(2, 3) for x in share_heads(q, k, v, inner)]
     own_sinks = None if sinks is None else sinks.chunk(heads.ranks)[heads.rank]
-    out, lse = Ring.apply(*shared, own_sinks, job._replace(rule=own_heads(heads, q.shape[1])))
+    out, lse = Ring.apply(*shared, own_sinks, job._replace(rule=job.rule._replace(head=q.shape[1] // heads.ranks * heads.rank)))
     out, lse = (return_heads(x.unflatten(2, (heads.ranks, -1)).movedim(2, 0), inner) for x in (out, lse[..., None]))
     return out, lse[..., 0]

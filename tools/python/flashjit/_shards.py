@@ -1,7 +1,7 @@
 """Tensors of a shared sequence: by position, and by rank."""
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Sequence, Union
 
 import torch
 from torch import Tensor
@@ -16,64 +16,39 @@ def positions(rank: int, ranks: int, rows: int, layout: str = "zigzag") -> Tenso
     return torch.cat([c.first + c.step * torch.arange(c.rows) for c in chunks(rank, ranks, rows, layout)])
 
 
-def in_order(parts: Tensor, layout: str) -> Tensor:
-    """Rows by position, [batch, heads, all rows, dim], of all ranks' shards, [ranks, batch, heads, rows, dim]."""
-    ranks, batch, heads, rows, dim = parts.shape
-    if layout == "striped":
-        return parts.movedim(0, 3).flatten(2, 3)
-    result = parts.new_empty(batch, heads, ranks * rows, dim)
-    to, of = _wide(result, parts)
-    for rank in range(ranks):
-        for c in chunks(rank, ranks, rows, layout):
-            to[:, :, c.first:c.last + 1] = of[rank, :, :, c.begin:c.end]
+def in_order(parts: Union[Sequence[Tensor], Tensor], layout: str) -> Tensor:
+    """Rows by position, [batch, heads, all rows, dim], of all ranks' shards, [batch, heads, rows, dim] each."""
+    batch, heads, rows, dim = parts[0].shape
+    result = parts[0].new_empty(batch, heads, len(parts) * rows, dim)
+    for rank, part in enumerate(parts):
+        to, of = _wide(result, part)
+        for c in chunks(rank, len(parts), rows, layout):
+            to[:, :, c.first:c.last + 1:c.step] = of[:, :, c.begin:c.end]
     return result
 
 
 def by_rank(x: Tensor, ranks: int, layout: str) -> Tensor:
-    """The inverse of in_order()."""
+    """The inverse of in_order(): [ranks, batch, heads, rows, dim]."""
     batch, heads, all_rows, dim = x.shape
-    rows = all_rows // ranks
-    if layout == "striped":
-        return x.unflatten(2, (rows, ranks)).movedim(3, 0)
-    result = x.new_empty(ranks, batch, heads, rows, dim)
-    to, of = _wide(result, x)
+    result = x.new_empty(ranks, batch, heads, all_rows // ranks, dim)
     for rank in range(ranks):
-        for c in chunks(rank, ranks, rows, layout):
-            to[rank, :, :, c.begin:c.end] = of[:, :, c.first:c.last + 1]
+        copy_rows(result[rank], x, rank, ranks, layout)
     return result
+
+
+def copy_rows(to: Tensor, x: Tensor, rank: int, ranks: int, layout: str) -> None:
+    """A rank's shard of rows by position."""
+    to, of = _wide(to, x)
+    for c in chunks(rank, ranks, to.shape[2], layout):
+        to[:, :, c.begin:c.end] = of[:, :, c.first:c.last + 1:c.step]
 
 
 def _wide(*tensors: Tensor) -> Sequence[Tensor]:
     """The same memory in elements of 16 bytes, where it can be, as PyTorch copies slices element by element."""
-    if all(x.numel() and x.is_contiguous() and x.shape[-1] * x.element_size() % 16 == x.data_ptr() % 16 == 0 for x in tensors):
-        return [x.view(torch.complex128) for x in tensors]
-    return tensors
-
-
-class InOrder(torch.autograd.Function):
-    """in_order() with gradients: one copy, where each slice's own gradient would be of all rows."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, layout: str) -> Tensor:
-        ctx.ranks, ctx.layout = parts.shape[0], layout
-        return in_order(parts, layout)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ByRank.apply(grad, ctx.ranks, ctx.layout), None
-
-
-class ByRank(torch.autograd.Function):
-    """by_rank() with gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int, layout: str) -> Tensor:
-        ctx.layout = layout
-        return by_rank(x, ranks, layout)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return InOrder.apply(grad, ctx.layout), None, None
+    def can_be(x: Tensor) -> bool:
+        sizes = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+        return x.numel() > 0 and x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in sizes)
+    return [x.view(torch.complex128) for x in tensors] if all(map(can_be, tensors)) else tensors
 
 
 def check_layout(layout: str, ranks: int, rows: int) -> None:

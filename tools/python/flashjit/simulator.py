@@ -15,7 +15,7 @@ import sys
 from numbers import Integral
 from typing import Any, Callable, NamedTuple, Sequence, Union
 
-from ._chunks import LAYOUTS, Chunk, chunks
+from ._chunks import LAYOUTS, Chunk, chunks, parts_of_heads
 from .errors import InvalidArgument
 
 SCHEMES = ("ring", "all_gather", "ulysses", "two_level")
@@ -188,10 +188,21 @@ def memory_bytes(problem: Problem, ranks: int, scheme: str, backward: bool = Fal
         return inputs + gathered + q + fp32 * gathered + (parts if on_gpu else max(parts, fp32 * (gathered + kv)))
     ranks_of_heads = ranks if scheme == "ulysses" else inner
     spread = q + kv * max(1, ranks_of_heads / problem.heads_kv)
-    if scheme == "ulysses":  # what came, in order, and O on its way; or O, dO and the gradients
-        return inputs + spread + (spread + 2 * q + accumulator if backward else max(spread, 3 * q))
+    if scheme == "ulysses":
+        parts = _parts_of_heads(problem, ranks)
+        away = (ranks - 1) / ranks / parts  # of a part, what is another rank's
+        several = parts > 1
+        if not backward:  # Q, K and V of the last part as they come; or all of O, by head and by row
+            return inputs + spread + max(away * spread + several * (2 * q - q / parts + away * q), 2 * q + away * q)
+        # At the last part's kernel dO, gradients and what has left before; then the gradients by head and by row.
+        kernel = several * (1 + away) * spread + (q + spread + accumulator) / parts
+        return inputs + spread + q + max(kernel, spread + spread / parts + away * spread)
     own = problem._replace(heads=max(1, problem.heads // inner), heads_kv=max(1, problem.heads_kv // inner))
     return inputs + memory_bytes(own, ranks // inner, "ring", backward, on_gpu=on_gpu)
+
+
+def _parts_of_heads(problem: Problem, ranks: int) -> int:
+    return parts_of_heads(ranks, problem.batch * problem.tokens, problem.heads, problem.heads_kv)
 
 
 class _Run:
@@ -318,12 +329,33 @@ class _Run:
         self.together(bytes * (ranks - 1) / ranks, ranks, ranks - 1, group)
 
     def ulysses(self) -> None:
-        everyone = range(self.ranks)
-        self._share_heads(everyone, self.backward)
-        whole = Chunk(0, self.problem.tokens, 0)
-        for rank in everyone:
-            self.compute(rank, pairs(whole, whole, self.problem.causal, self.problem.window), 1 / self.ranks)
-        self._share_heads(everyone, not self.backward)
+        problem, ranks = self.problem, self.ranks
+        parts = _parts_of_heads(problem, ranks) if ranks > 1 else 1
+        o = problem.q_bytes(self.rows) / parts
+        qkv = o + problem.kv_bytes(self.rows) * max(1, ranks / problem.heads_kv) / parts
+        come, leave = (o, qkv) if self.backward else (qkv, o)
+        seen = pairs(*[Chunk(0, problem.tokens, 0)] * 2, problem.causal, problem.window)
+        link, arrived = 0.0, []
+        for _ in range(parts):
+            link = self._exchange(link, come)
+            arrived.append(link)
+        for at in arrived:
+            for rank in range(ranks):
+                self.now[rank] = max(self.now[rank], at)
+                self.copy(rank, 2 * come if ranks > 1 else 0)
+                self.compute(rank, seen, 1 / ranks / parts)
+                self.copy(rank, 2 * leave if ranks > 1 else 0)
+            link = self._exchange(max(link, *self.now), leave)
+        self.now = [max(link, now) for now in self.now]
+
+    def _exchange(self, begin: float, bytes: float) -> float:
+        """The end of an all-to-all of all ranks."""
+        if self.ranks == 1:
+            return begin
+        end = self.transfer(begin, bytes * (self.ranks - 1) / self.ranks, self.ranks, self.ranks - 1)
+        if self.keep:
+            self.events += [Event(rank, "send", begin, end) for rank in range(self.ranks)]
+        return end
 
     def two_level(self) -> None:
         groups = [list(range(first, first + self.inner)) for first in range(0, self.ranks, self.inner)]

@@ -33,6 +33,7 @@ class Machine(NamedTuple):
     port_bytes: float = 42e9  # the same between hosts
     port_latency: float = 25e-6
     launch: float = 8e-6  # of a kernel that has nothing to do
+    head_start: float = 30e-6  # of a ring's transfer before the kernels beside it
     rate_of_parts: float = 0.96  # of a ring's kernels, and all_gather's backward ones, beside those of a whole sequence
     capacity: float = 79e9  # bytes of a GPU's memory
 
@@ -148,7 +149,7 @@ def _check(problem: Problem, ranks: int, layout: str, machine: Machine, schemes:
     if problem.heads % problem.heads_kv:
         raise InvalidArgument(f"problem.heads is {problem.heads} and problem.heads_kv {problem.heads_kv}: give a multiple of it.")
     for name, value in machine._asdict().items():
-        may_be_zero = name in ("link_latency", "port_latency", "launch", "capacity")
+        may_be_zero = name in ("link_latency", "port_latency", "launch", "head_start", "capacity")
         if not (isinstance(value, (int, float)) and (value > 0 or may_be_zero and value == 0)):
             raise InvalidArgument(f"machine.{name} is {value!r}: give a number {'of at least' if may_be_zero else 'above'} 0.")
     if layout not in LAYOUTS:
@@ -266,6 +267,7 @@ class _Run:
                 arrived = [self.transfer(max(starts[place], starts[place - 1], link[place]), block, self.ranks)
                            for place in range(count)]
                 link = list(arrived)
+                self._let_transfers_begin(leaders)
                 if self.keep:
                     self.events += [Event(leaders[place], "send", max(starts[place], starts[place - 1]), arrived[place])
                                     for place in range(count)]
@@ -288,6 +290,7 @@ class _Run:
                 ends = [self.now[rank] for rank in leaders]
                 coming = [self.transfer(max(ends[place], ends[place - 1], link[place]), sums, self.ranks) for place in range(count)]
                 link = list(coming)
+                self._let_transfers_begin(leaders)
         for place, rank in enumerate(leaders):
             self.now[rank] = max(self.now[rank], coming[place])
             if count > 1:
@@ -295,6 +298,10 @@ class _Run:
         for group in members:
             for rank in group[1:]:
                 self.now[rank], self.busy[rank] = self.now[group[0]], self.busy[group[0]]
+
+    def _let_transfers_begin(self, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self.now[rank] += self.machine.head_start
 
     def all_gather(self) -> None:
         problem, ranks = self.problem, self.ranks

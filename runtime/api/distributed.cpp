@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <functional>
 #include <initializer_list>
 #include <limits>
@@ -25,6 +26,10 @@
 
 namespace flashjit {
 namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr std::chrono::microseconds kHeadStart{30};  ///< of NCCL's kernels, which take about 20 to begin
 
 /// Rows of a tensor [b, h, rows, dim] in memory.
 struct Rows {
@@ -102,7 +107,7 @@ struct SharedAttention::Impl {
   void *comm, *heads_comm;
   std::shared_ptr<const device::Nccl> nccl;
   std::shared_ptr<const device::Driver> driver;
-  device::Event step_begins, travel_begins, arrived, sums_ready;
+  device::Event step_begins, arrived, sums_ready;
   int peers = 1, peer = 0;                     ///< those that share heads
   int rank = 0, ranks = 1;                     ///< those that share the rows of `s`
   std::vector<RowChunk> segments;              ///< of this rank's rows
@@ -121,7 +126,6 @@ struct SharedAttention::Impl {
         nccl(device::Nccl::open(library.empty() ? environment.nccl : library)),
         driver(device::Driver::open(environment.libcuda)),
         step_begins(driver),
-        travel_begins(driver),
         arrived(driver),
         sums_ready(driver) {
     check_spec();
@@ -440,13 +444,10 @@ struct SharedAttention::Impl {
   }
 
   void wait(CUstream stream, const device::Event& event) const { event.make_wait(stream); }
-  /// A block goes to the next rank, and the previous one's comes in, when `stream` has come here. Kernels
-  /// that took all multiprocessors before NCCL's has begun would hold it up, and its peers with it: they wait
-  /// for its turn.
+  /// A block goes to the next rank, and the previous one's comes in, when `stream` has come here.
   void travel(const KvBlock& from, const KvBlock& to, int element, CUstream stream, CUstream copies) const {
     step_begins.record(stream);
     wait(copies, step_begins);
-    travel_begins.record(copies);
     const int next = (rank + 1) % ranks, previous = (rank + ranks - 1) % ranks;
     using N = device::Nccl;
     nccl->check(nccl->group_start(), "ncclGroupStart");
@@ -455,7 +456,15 @@ struct SharedAttention::Impl {
     nccl->check(nccl->recv(to.k, k_bytes(element), N::kBytes, previous, comm, copies), "ncclRecv");
     nccl->check(nccl->recv(to.v, v_bytes(element), N::kBytes, previous, comm, copies), "ncclRecv");
     nccl->check(nccl->group_end(), "ncclGroupEnd");
-    wait(stream, travel_begins);
+    let_transfers_begin(stream);
+  }
+  /// What `stream` gets next begins kHeadStart later. Where kernels take all multiprocessors before NCCL's,
+  /// it waits for their end, and the peers' NCCL, which waits for it, holds multiprocessors of theirs.
+  void let_transfers_begin(CUstream stream) const {
+    const auto pause = [](void*) {
+      for (const auto begin = Clock::now(); Clock::now() - begin < kHeadStart;) continue;
+    };
+    driver->check(driver->launch_host_func(stream, pause, nullptr), "cuLaunchHostFunc");
   }
   void gather(const KvBlock& mine, const KvBlock& all, CUstream stream, CUstream copies) const {
     step_begins.record(stream);

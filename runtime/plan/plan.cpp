@@ -128,7 +128,8 @@ void require_launchable(const ExecutionPlan& plan) {
     if (launch.blocks > kMaxBlocks) {
       throw Error(
           ErrorCode::invalid_argument,
-          fmt::format("{} with {} needs {} thread blocks in one launch; {} are allowed: split the batch",
+          fmt::format("{} with {} needs {} thread blocks in one launch; {} are allowed: give a call fewer "
+                      "sequences, heads or queries",
                       to_string(plan.shape), to_string(plan.config), launch.blocks, kMaxBlocks));
     }
   }

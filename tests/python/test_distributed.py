@@ -235,6 +235,14 @@ def check_refusals(rank, ranks):
             (flashjit.Unsupported, "requires a gradient", dict(score_mod=lambda s, b, h, i, j: s * slopes[h]))):
         with pytest.raises(error, match=words):
             fd.distributed_attention(*mine, **given)
+    for words, call in (("group is 3: give a process group", lambda: fd.distributed_attention(*mine, group=3)),
+                        ("dim is 5, but x is .1, 4, 24, 16.", lambda: fd.shard(mine[0], 5)),
+                        ("dim is -5, but x is", lambda: fd.unshard(mine[0], -5)),
+                        ("ranks is 0: give 1 or more", lambda: fd.positions(0, 0, 4)),
+                        ("rank is 2, ranks 2", lambda: fd.positions(2, 2, 4)),
+                        ("which inner_ranks must divide", lambda: fd.positions(0, 3, 4, inner_ranks=2))):
+        with pytest.raises(flashjit.InvalidArgument, match=words):
+            call()
     q, k, v = mine
     for words, tensors in (("q has 24 rows and k 48", (q, torch.cat((k, k), 2), torch.cat((v, v), 2))),
                            ("q has 24 rows and v 48", (q, k, torch.cat((v, v), 2))),

@@ -1173,6 +1173,8 @@ def test_docstrings_tell_shapes():
      "max_seqlen_q", ValueError),
     (dict(cu_seqlens_q=torch.zeros(2, dtype=torch.int32), cu_seqlens_kv=torch.zeros(2, dtype=torch.int32), max_seqlen_q=9,
           max_seqlen_kv=13), "its batch is 1", ValueError),
+    (dict(cu_seqlens_q=torch.zeros(0, dtype=torch.int32), cu_seqlens_kv=torch.zeros(0, dtype=torch.int32), max_seqlen_q=9,
+          max_seqlen_kv=13), "cu_seqlens_q is empty: it needs one number", ValueError),
     (dict(max_seqlen_q=9), "belong to cu_seqlens", ValueError),
     (dict(block_mask=torch.zeros(1, 1)), "BlockMap", TypeError),
     (dict(block_mask=BlockMap(torch.ones(2, 2, dtype=torch.bool), 128)), "block", ValueError),

@@ -106,6 +106,10 @@ TEST_F(PackOfAModel, SaysWhatIsMissing) {
   says("32/8 heads, pages of 16, bf16", "has no head dimension");
   says("32/8 heads, d128, bf16", "has no cache");
   says("32/8 heads, d128, pages of 16", "has no type");
+  says("32/8 heads, d128, pages of 16, bf16, fp16", "names its type twice");
+  says("32/8 heads, d128, pages of 16, slots, bf16", "names its cache twice");
+  says("32/8 heads, d128, d64, pages of 16, bf16", "names its head dimension twice");
+  says("32/8 heads, 8 heads, d128, pages of 16, bf16", "names its heads twice");
   says("x/8 heads, d128, pages of 16, bf16", "the query heads");
   says("32/5 heads, d128, pages of 16, bf16", "multiple");
   says("32/8 heads, d128, pages of 999, bf16", "999");

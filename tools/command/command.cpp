@@ -9,6 +9,10 @@
 #include <chrono>
 #include <cstdio>
 #include <fstream>
+#include <string>
+#include <string_view>
+
+#include "support/file.hpp"
 
 namespace flashjit::command {
 
@@ -151,14 +155,20 @@ void require_attention(const AttentionSpec& spec) {
 }
 
 std::vector<Problem> read_suite(const std::filesystem::path& path) {
-  std::ifstream file(path);  // not read_file(): it may be a pipe
-  std::string text;
-  for (std::string line; std::getline(file, line);) text += line + '\n';
-  if (!file.is_open() || file.bad())
+  const auto refuse = [&](std::string_view why) {
     throw Error(ErrorCode::io,
-                fmt::format("cannot read the suite file '{}'; give a text file with \"spec [shape]\" "
-                            "on each line",
-                            path.string()));
+                fmt::format("{} the suite file '{}'; give a text file with \"spec [shape]\" on "
+                            "each line",
+                            why, path.string()));
+  };
+  std::ifstream file(path);  // not read_file(): it may be a pipe
+  std::string text, block(1 << 16, '\0');
+  do {
+    file.read(block.data(), static_cast<std::streamsize>(block.size()));
+    text.append(block, 0, static_cast<std::size_t>(file.gcount()));
+    if (text.size() > kStoredFileLimit) refuse("cannot take more than 64 MiB of");
+  } while (file);
+  if (!file.is_open() || file.bad()) refuse("cannot read");
   return autotune::parse_suite(text, path.string());
 }
 

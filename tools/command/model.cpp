@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <set>
 #include <string>
+#include <utility>
 
 #include "support/text.hpp"
 
@@ -61,21 +62,26 @@ void read_heads(std::string_view phrase, ModelText& model) {
 ModelText read_model(std::string_view text) {
   constexpr std::string_view kPages = "pages of ", kKv = "kv ";
   ModelText model;
+  const auto set = [&](std::string& part, std::string value, std::string_view what) {
+    if (!part.empty()) refuse_model(text, fmt::format("names its {} twice", what));
+    part = std::move(value);
+  };
   for (const std::string_view phrase : phrases_of(text)) {
-    if (phrase.ends_with(" heads"))
+    if (phrase.ends_with(" heads")) {
+      if (model.heads_q != 0) refuse_model(text, "names its heads twice");
       read_heads(phrase, model);
-    else if (phrase.starts_with(kPages))
-      model.cache = fmt::format(":pages{}", phrase.substr(kPages.size()));
+    } else if (phrase.starts_with(kPages))
+      set(model.cache, fmt::format(":pages{}", phrase.substr(kPages.size())), "cache");
     else if (phrase == "slots")
-      model.cache = ":cache";
+      set(model.cache, ":cache", "cache");
     else if (phrase.starts_with(kKv))
       model.codes += fmt::format(":kv{}", phrase.substr(kKv.size()));
     else if (phrase == "key_scales")
       model.codes += fmt::format(":{}", phrase);
     else if (phrase == "fp16" || phrase == "bf16" || phrase == "fp32")
-      model.dtype = phrase;
+      set(model.dtype, std::string(phrase), "type");
     else if (phrase.size() > 1 && phrase[0] == 'd' && phrase[1] >= '0' && phrase[1] <= '9')
-      model.dims = phrase;
+      set(model.dims, std::string(phrase), "head dimension");
     else if (phrase.starts_with("mask{") || phrase.starts_with("causal"))
       model.mask = fmt::format(":{}", phrase);
     else if (phrase == "shared_prefix")

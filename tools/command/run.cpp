@@ -193,8 +193,10 @@ void add_run(CLI::App& app, Context& context) {
   command->add_option("--scale", options->scale, "softmax_scale; default 1 / sqrt(head_dim)");
   command->add_option("--dropout-p", options->dropout_p,
                       "Dropout probability in [0, 1); for specs with dropout");
-  command->add_option("--seed", options->seed, "Seed of the dropout mask; default 0");
-  command->add_option("--offset", options->offset, "Offset of the dropout mask; default 0");
+  command->add_option("--seed", options->seed, "Seed of the dropout mask; default 0")
+      ->check(CLI::NonNegativeNumber);
+  command->add_option("--offset", options->offset, "Offset of the dropout mask; default 0")
+      ->check(CLI::NonNegativeNumber);
   command->add_option("--config", options->config, "Tile configuration to use instead of the chosen one");
   command
       ->add_option("--out-dir", options->out_dir,

@@ -147,8 +147,9 @@ void add_verify(CLI::App& app, Context& context) {
                       "repeatable");
   command->add_option("--config", options->config, "Verify this tile configuration");
   command->add_flag("--all-configs", options->all_configs, "Verify every configuration of the search space");
-  command->add_option("--seed", options->seed,
-                      "Seed of the random inputs; default a new one, which is printed");
+  command
+      ->add_option("--seed", options->seed, "Seed of the random inputs; default a new one, which is printed")
+      ->check(CLI::NonNegativeNumber);
   command->add_option("--device", options->device, "CUDA device, counted from 0 (default)");
 }
 

@@ -615,6 +615,8 @@ def _check_fixed(q: Tensor, k: Tensor, fixed: Fixed, problem: Problem) -> None:
     batch = q.shape[0]
     if fixed.cu_seqlens_q is not None:
         batch = fixed.cu_seqlens_q.numel() - 1
+        if batch < 0:
+            raise InvalidArgument("cu_seqlens_q is empty: it needs one number more than there are sequences.")
         if q.shape[0] != 1:
             raise InvalidArgument(f"q is {list(q.shape)}: with cu_seqlens its batch is 1, and the sequences lie one behind "
                                   "the other, [1, heads, all rows, head_dim].")

@@ -52,12 +52,22 @@ def _groups(group: Any) -> _Groups:
             raise InvalidArgument(f"group is a mesh of {group.ndim} dimensions: give one of one dimension, or of two, where "
                                   "the ranks of the second share heads.")
         return _Groups(*(group.get_group(i) for i in range(group.ndim)))
-    return _Groups(*group) if isinstance(group, (tuple, list)) else _Groups(group)
+    groups = tuple(group) if isinstance(group, (tuple, list)) else (group,)
+    if len(groups) not in (1, 2) or not all(x is None or isinstance(x, dist.ProcessGroup) for x in groups):
+        raise InvalidArgument(f"group is {group!r}: give a process group, a device mesh, or two process groups, (outer, inner).")
+    return _Groups(*groups)
 
 
 def positions(rank: int, ranks: int, rows: int, layout: str = "zigzag", inner_ranks: int = 1) -> Tensor:
     """The position in the whole sequence of each row of a rank's shard, int64 [rows]: for rotary embeddings and losses. With two
     levels ranks that differ in rank % inner_ranks alone share heads."""
+    for name, value, least in (("rank", rank, 0), ("ranks", ranks, 1), ("rows", rows, 0), ("inner_ranks", inner_ranks, 1)):
+        check_whole(name, value)
+        if value < least:
+            raise InvalidArgument(f"{name} is {value}: give {least} or more.")
+    if rank >= ranks or ranks % inner_ranks:
+        raise InvalidArgument(f"rank is {rank}, ranks {ranks} and inner_ranks {inner_ranks}: rank must be less than ranks, which "
+                              "inner_ranks must divide.")
     outer, inner = divmod(rank, inner_ranks)
     return _positions(outer, ranks // inner_ranks, rows * inner_ranks, layout)[inner * rows:(inner + 1) * rows]
 
@@ -65,6 +75,7 @@ def positions(rank: int, ranks: int, rows: int, layout: str = "zigzag", inner_ra
 def shard(x: Tensor, dim: int = 2, *, layout: str = "zigzag", group: Any = None) -> Tensor:
     """This rank's rows of a whole tensor, along `dim`, whose size must divide into the ranks; zigzag: into twice as many."""
     groups = _groups(group)
+    _check_dim(x, dim)
     outer, rows = dist.get_world_size(groups.outer), x.shape[dim]
     check_layout(layout, outer, rows)
     if rows % groups.ranks:
@@ -76,9 +87,16 @@ def shard(x: Tensor, dim: int = 2, *, layout: str = "zigzag", group: Any = None)
     return x.index_select(dim, mine.to(x.device))
 
 
+def _check_dim(x: Tensor, dim: Any) -> None:
+    check_whole("dim", dim)
+    if not -x.dim() <= dim < x.dim():
+        raise InvalidArgument(f"dim is {dim}, but x is {list(x.shape)}: give one of its dimensions.")
+
+
 def unshard(x: Tensor, dim: int = 2, *, layout: str = "zigzag", group: Any = None) -> Tensor:
     """The whole tensor, from all ranks' shards. No gradients."""
     groups = _groups(group)
+    _check_dim(x, dim)
     x = x.detach().movedim(dim, 0)
     if groups.inner is not None:
         x = Gathering(x, groups.inner).wait().flatten(0, 1)

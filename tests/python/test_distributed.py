@@ -127,15 +127,15 @@ def check_cases(rank, ranks, schemes=("ring", "all_gather", "ulysses")):
                     check(dict(scheme=scheme, layout=layout, **rule))
 
 
-def check_heads_in_parts(rank, ranks):
-    """As the heads of long sequences are exchanged."""
+def check_in_parts(rank, ranks, check, *arguments):
+    """Another check, with as many heads as are exchanged in two parts, as those of long sequences are."""
     from flashjit import _chunks
     global HEADS, HEADS_KV
     usual = _chunks.TILES_OF_PART, HEADS, HEADS_KV
-    _chunks.TILES_OF_PART, HEADS, HEADS_KV = 0, 8, 4
+    _chunks.TILES_OF_PART, HEADS, HEADS_KV = 0, 4 * ranks, 2 * ranks
     try:
-        check_cases(rank, ranks, ("ulysses",))
-        check_dropout(rank, ranks, ("ulysses",))
+        assert _chunks.parts_of_heads(ranks, 48, HEADS, HEADS_KV) == 2
+        globals()[check](rank, ranks, *arguments)
     finally:
         _chunks.TILES_OF_PART, HEADS, HEADS_KV = usual
 
@@ -396,20 +396,18 @@ def peak(call, device):
     return max(itertools.accumulate(size for _, size in changes), default=math.inf)  # at times it has seen nothing
 
 
-def check_memory(rank, ranks, tiles=None):
-    """The formula of tools/docs/distributed.md. tiles: that ulysses wants of each part of its heads."""
+def check_memory(rank, ranks, batch=1):
+    """The formula of tools/docs/distributed.md."""
     import flashjit.distributed as fd
-    from flashjit import _chunks, simulator
-    usual = _chunks.TILES_OF_PART
-    _chunks.TILES_OF_PART = usual if tiles is None else tiles
+    from flashjit import simulator
     device = device_of(rank)
     # On a GPU so many heads that no kernel splits its queries, for which it has another workspace.
     rows, dim, all_heads = (16384, 128, ((32, 8), (16, 16))) if device.type == "cuda" else (128, 32, ((8, 2), (4, 4)))
     for heads, heads_kv in all_heads:
-        make = lambda heads: torch.randn(1, heads, rows, dim, dtype=torch.bfloat16, device=device)
+        make = lambda heads: torch.randn(batch, heads, rows, dim, dtype=torch.bfloat16, device=device)
         q, k, v, dout = make(heads).requires_grad_(), make(heads_kv).requires_grad_(), make(heads_kv).requires_grad_(), make(heads)
         inputs = q.nbytes + k.nbytes + v.nbytes
-        problem = simulator.Problem(rows * ranks, heads, heads_kv, dim)
+        problem = simulator.Problem(rows * ranks, heads, heads_kv, dim, batch)
         for scheme in ("ring", "all_gather", "ulysses"):
             attend = lambda: fd.distributed_attention(q, k, v, scheme=scheme, causal=True)
             forward = lambda: torch.no_grad()(attend)()
@@ -426,7 +424,6 @@ def check_memory(rank, ranks, tiles=None):
                         break
                 assert abs(most.item() / formula - 1) < 0.05, (
                     f"{scheme}, {heads}/{heads_kv} heads, backward {backward}: {most.item()} bytes, the formula says {formula}")
-    _chunks.TILES_OF_PART = usual
 
 
 def check_negated_views(rank, ranks):
@@ -436,8 +433,10 @@ def check_negated_views(rank, ranks):
     negated = [torch.complex(x, -x).conj().imag.requires_grad_() for x in mine]
     assert all(x.is_neg() for x in negated)
     inputs = [x.requires_grad_() for x in mine[:3]]
+    sinks = torch.linspace(-1, 2, HEADS, device=device_of(rank))
     for scheme in ("ring", "all_gather", "ulysses"):
-        outs = [fd.distributed_attention(*x[:3], scheme=scheme, causal=True) for x in (inputs, negated)]
+        outs = [fd.distributed_attention(*x[:3], scheme=scheme, causal=True, sinks=s)
+                for x, s in ((inputs, sinks), (negated, torch._neg_view(-sinks)))]
         grads = [torch.autograd.grad(out, x[:3], dout.detach()) for out, x, dout in zip(outs, (inputs, negated), (mine[3], negated[3]))]
         assert all(torch.equal(a, b) for a, b in zip((outs[0], *grads[0]), (outs[1], *grads[1]))), scheme
 
@@ -564,7 +563,10 @@ def test_heads_in_parts():
     from flashjit._chunks import parts_of_heads
     assert [parts_of_heads(2, tokens, 32, 8) for tokens in (65535, 65536)] == [1, 2]
     assert parts_of_heads(2, 1 << 20, 32, 2) == parts_of_heads(4, 1 << 20, 8, 2) == parts_of_heads(2, 1 << 20, 6, 6) == 1
-    spawn("check_heads_in_parts", 2)
+    assert parts_of_heads(1, 1 << 20, 32, 8) == 1
+    spawn("check_in_parts", 2, "check_cases", ("ulysses",))
+    spawn("check_in_parts", 2, "check_dropout", ("ulysses",))
+    spawn("check_in_parts", 4, "check_cases", ("ulysses",))
 
 
 def test_ulysses_inside_of_a_ring():
@@ -579,9 +581,14 @@ def test_dropout_of_two_levels():
     spawn("check_dropout", 4, ("two_level",), ("zigzag", "striped"))
 
 
-@pytest.mark.parametrize("ranks, tiles", [(2, None), (2, 0), (4, None)])
-def test_memory_is_the_formula_s(ranks, tiles):
-    spawn("check_memory", ranks, tiles)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_memory_is_the_formula_s(ranks):
+    spawn("check_memory", ranks)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_memory_of_heads_in_parts(batch):
+    spawn("check_in_parts", 2, "check_memory", batch)
 
 
 @pytest.mark.parametrize("name", ["check_programs", "check_programs_of_documents", "check_refusals", "check_disagreement",

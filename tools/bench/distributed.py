@@ -2,8 +2,8 @@
 
 bf16, 32 heads and 8 of K and V, head dimension 128, causal, zigzag: the forward pass, and both passes, of ring, all_gather,
 ulysses, and from four GPUs on two_level with pairs of GPUs inside, against attention() on one GPU, and against what
-flashjit.simulator predicts of them. The time of a call is the slowest rank's mean of four in a row, from one barrier to all ranks'
-ends; medians count. Results are checked against one GPU's first.
+flashjit.simulator predicts of them. The time of a call is the slowest rank's, from one barrier to all ranks' ends; of calls under
+1.25 s it is the mean of four in a row. Medians count. Results are checked against one GPU's first.
 
     python3 tools/bench/distributed.py --lib build/libflashjit.so --csv tools/bench/results/h100_distributed.csv
     python3 tools/bench/distributed.py --lib build/libflashjit.so --gpus 2,4,8 --tokens 65536,262144,1048576 \

@@ -421,9 +421,9 @@ def return_heads(x: Tensor, group: Any) -> Tensor:
 
 def ring_of_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job, inner: Any) -> tuple[Tensor, Tensor]:
     """Two levels: the ranks of `inner` share the heads of their rows, which are neighbours, and those of job.group go round."""
-    heads = job._replace(layout="contiguous", group=inner)
+    heads = job._replace(group=inner)
     shared = [x.movedim(0, 2).flatten(2, 3) for x in share_heads(q, k, v, inner)]
-    own_sinks = None if sinks is None else sinks.chunk(heads.ranks)[heads.rank]
+    own_sinks = None if sinks is None else Part(heads, 0, 1).mine(sinks)
     out, lse = Ring.apply(*shared, own_sinks, job._replace(rule=job.rule._replace(head=q.shape[1] // heads.ranks * heads.rank)))
     out, lse = (return_heads(x.unflatten(2, (heads.ranks, -1)).movedim(2, 0), inner) for x in (out, lse[..., None]))
     return out, lse[..., 0]

@@ -151,6 +151,7 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "aut
                                       dropout_p=dropout_p, no_score_mod=score_mod is None, no_mask_mod=mask_mod is None, cu_seqlens=documents,
                                       no_sinks=sinks is None, return_lse=return_lse), rng, groups)
     _check_sizes(q, k, v, sinks)
+    sinks = None if sinks is None else sinks.resolve_neg()
     check_layout(layout, dist.get_world_size(groups.outer), q.shape[2] * groups.ranks)
     _check_documents(documents, q, layout, groups.ranks)
     _check_captures(score_mod, mask_mod)

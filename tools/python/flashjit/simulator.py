@@ -192,12 +192,13 @@ def memory_bytes(problem: Problem, ranks: int, scheme: str, backward: bool = Fal
     if scheme == "ulysses":
         parts = _parts_of_heads(problem, ranks)
         away = (ranks - 1) / ranks / parts  # of a part, what is another rank's
+        back = away * (2 if problem.batch > 1 else 1)  # with several sequences also where it comes in
         several = parts > 1
         if not backward:  # Q, K and V of the last part as they come; or all of O, by head and by row
-            return inputs + spread + max(away * spread + several * (2 * q - q / parts + away * q), 2 * q + away * q)
+            return inputs + spread + max(away * spread + several * (2 * q - q / parts + back * q), 2 * q + back * q)
         # At the last part's kernel dO, gradients and what has left before; then the gradients by head and by row.
-        kernel = several * (1 + away) * spread + (q + spread + accumulator) / parts
-        return inputs + spread + q + max(kernel, spread + spread / parts + away * spread)
+        kernel = several * (1 + back) * spread + (q + spread + accumulator) / parts
+        return inputs + spread + q + max(kernel, spread + spread / parts + back * spread)
     own = problem._replace(heads=max(1, problem.heads // inner), heads_kv=max(1, problem.heads_kv // inner))
     return inputs + memory_bytes(own, ranks // inner, "ring", backward, on_gpu=on_gpu)
 
@@ -337,7 +338,7 @@ class _Run:
 
     def ulysses(self) -> None:
         problem, ranks = self.problem, self.ranks
-        parts = _parts_of_heads(problem, ranks) if ranks > 1 else 1
+        parts = _parts_of_heads(problem, ranks)
         o = problem.q_bytes(self.rows) / parts
         qkv = o + problem.kv_bytes(self.rows) * max(1, ranks / problem.heads_kv) / parts
         come, leave = (o, qkv) if self.backward else (qkv, o)

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple, Sequence, Union
 
 import torch
 import torch.distributed as dist
@@ -278,21 +278,21 @@ class Part(NamedTuple):
     """One of `parts` equal parts of each rank's heads: their rows come from all ranks, and go back."""
 
     job: Job
-    index: int
+    number: int
     parts: int
 
     def of_rank(self, x: Tensor, rank: int) -> Tensor:
         """A rank's heads of [batch, heads, ...] or [heads]; where there are fewer than ranks, the one that its queries have."""
         dim, parts = min(1, x.dim() - 1), self.job.ranks * self.parts
         heads = x.shape[dim]
-        return x.narrow(dim, (rank * self.parts + self.index) * heads // parts, max(1, heads // parts))
+        return x.narrow(dim, (rank * self.parts + self.number) * heads // parts, max(1, heads // parts))
 
     def mine(self, x: Tensor) -> Tensor:
         return self.of_rank(x, self.job.rank)
 
     def piece(self, q: Tensor) -> Piece:
         """Of all rows of this rank's heads."""
-        rows, first = Chunk(0, q.shape[2], 0), (self.job.rank * self.parts + self.index) * q.shape[1]
+        rows, first = Chunk(0, q.shape[2], 0), (self.job.rank * self.parts + self.number) * q.shape[1]
         piece, = self.job.rule._replace(head=first).pieces((rows,), (rows,), q.device)
         return piece
 
@@ -349,7 +349,7 @@ class Heads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
         count = parts_of_heads(job.ranks, q.shape[0] * q.shape[2] * job.ranks, q.shape[1], k.shape[1])
-        parts = [Part(job, index, count) for index in range(count)]
+        parts = [Part(job, number, count) for number in range(count)]
         coming = [Spreading(part, (q, k, v)) for part in parts]
         saved: list[Tensor] = []
         back = Returning(job)

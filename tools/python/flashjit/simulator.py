@@ -342,7 +342,8 @@ class _Run:
         o = problem.q_bytes(self.rows) / parts
         qkv = o + problem.kv_bytes(self.rows) * max(1, ranks / problem.heads_kv) / parts
         come, leave = (o, qkv) if self.backward else (qkv, o)
-        seen = pairs(*[Chunk(0, problem.tokens, 0)] * 2, problem.causal, problem.window)
+        whole = Chunk(0, problem.tokens, 0)
+        seen = pairs(whole, whole, problem.causal, problem.window)
         link, arrived = 0.0, []
         for _ in range(parts):
             link = self._exchange(link, come)

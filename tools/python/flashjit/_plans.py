@@ -83,7 +83,7 @@ NO_RNG: Rng = (0, 0)
 class Placed(NamedTuple):
     """Of a call that has a block of a larger problem's mask, with ":dropout_place" among its options."""
 
-    rng: Union[tuple[int, int], Tensor]
+    rng: "Rng"
     place: tuple[int, ...]  # _library.DropoutPlace
 
 

@@ -55,7 +55,8 @@ class State:
 
     def __init__(self, q: Tensor, dim_v: int) -> None:
         self.q, self.dim_v = q, dim_v
-        self.out, self.lse = None, None
+        self.out: Union[Tensor, None] = None
+        self.lse: Union[Tensor, None] = None
 
     def add(self, piece: Piece, dtype: torch.dtype, k: Tensor, v: Tensor, rng: Rng, reserved_sms: int) -> None:
         """Joins the keys of a piece. dtype: of O from now on, with the last one."""
@@ -76,7 +77,7 @@ class State:
             lse.copy_(joined)
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        if self.out is None:
+        if self.out is None or self.lse is None:
             self.out = self.q.new_zeros((*self.q.shape[:3], self.dim_v), dtype=torch.float32)
             self.lse = self.q.new_full(self.q.shape[:3], -math.inf, dtype=torch.float32)
         return self.out, self.lse
@@ -86,8 +87,8 @@ class _Call(NamedTuple):
     """What a piece's plan is called with."""
 
     plan: Plan
-    qkv: tuple[Tensor, ...]
-    rest: tuple[Any, ...]  # the fixed tensors, the values and the random numbers' seed
+    qkv: tuple[Tensor, Tensor, Tensor]
+    rest: tuple[Any, Any, Any]  # the fixed tensors, the values and the random numbers' seed
 
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, piece: Piece, sinks: Union[Tensor, None], rng: Rng, reserved_sms: int = 0,
@@ -136,9 +137,10 @@ class Sums:
             self.add(i, piece.keys, parts[1 + i])
 
     def of(self, index: int) -> Tensor:
-        if self.sums[index] is None:
-            self.sums[index] = torch.zeros(self.like[index].shape, dtype=torch.float32, device=self.like[index].device)
-        return self.sums[index]
+        total = self.sums[index]
+        if total is None:
+            total = self.sums[index] = torch.zeros(self.like[index].shape, dtype=torch.float32, device=self.like[index].device)
+        return total
 
 
 class Saved(NamedTuple):
@@ -195,7 +197,7 @@ class Ring(torch.autograd.Function):
             reserved = job.reserved_sms if travel else 0
             for piece in pieces:
                 dtype = q.dtype if sinks is None and piece is last[0] else torch.float32
-                state.add(piece, dtype, *block, job.rng, reserved)
+                state.add(piece, dtype, block[0], block[1], job.rng, reserved)
             block, travel = travel.wait() if travel else block, None
         out, lse = state.whole()
         if sinks is not None:  # which all keys share
@@ -210,16 +212,18 @@ class Ring(torch.autograd.Function):
     def backward(ctx: Any, dout: Union[Tensor, None], dlse: Union[Tensor, None]) -> Any:
         saved, q, k, v = _begin_backward(ctx, dout, dlse)
         job: Job = ctx.job
-        dsinks = None if saved.sinks is None else _sink_gradients(saved)
+        dsinks = None if saved.sinks is None else _sink_gradients(saved, saved.sinks)
         saved = saved._replace(sinks=None)
-        dq, sums, coming = Sums(q), [], None
+        dq = Sums(q)
+        sums: list[Tensor] = []
+        coming: Union[Travel, None] = None
         block = [k.contiguous(), v.contiguous()]
         for step in range(job.ranks):
             travel = Travel(block, job.group) if step + 1 < job.ranks else None
             dkv = Sums(k, v)
             for piece in job.pieces_with((job.rank - step) % job.ranks, q):
                 reserved = job.reserved_sms if travel or coming else 0
-                parts, _ = saved.gradients(*block, piece, reserved_sms=reserved)
+                parts, _ = saved.gradients(block[0], block[1], piece, reserved_sms=reserved)
                 dq.add(0, piece.rows, parts[0])
                 dkv.add_keys(piece, parts)
                 del parts  # their memory
@@ -227,18 +231,19 @@ class Ring(torch.autograd.Function):
             if coming:  # the sums of the ranks that had this block before
                 for total, before in zip(sums, coming.wait()):
                     total.add_(before)
-                coming = before = None  # their memory
+                coming = None
+                del before  # their memory
             coming = Travel(sums, job.group) if job.ranks > 1 else None
             block, travel = travel.wait() if travel else block, None
         dk, dv = coming.wait() if coming else sums
         return dq.of(0).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
 
 
-def _sink_gradients(saved: Saved) -> Tensor:
+def _sink_gradients(saved: Saved, sinks: Tensor) -> Tensor:
     """Of this rank's rows: the sink has the weight exp(sink - LSE), and no value."""
     d = (saved.dout.float() * saved.out.float()).sum(-1)
-    weight = (saved.sinks.float()[None, :, None] - saved.lse).exp()
-    return (weight * ((0 if saved.dlse is None else saved.dlse) - d)).sum((0, 2)).to(saved.sinks.dtype)
+    weight = (sinks.float()[None, :, None] - saved.lse).exp()
+    return (weight * ((0 if saved.dlse is None else saved.dlse) - d)).sum((0, 2)).to(sinks.dtype)
 
 
 class AllGather(torch.autograd.Function):
@@ -261,7 +266,8 @@ class AllGather(torch.autograd.Function):
         saved, q, k, v = _begin_backward(ctx, dout, dlse)
         job: Job = ctx.job
         keys, values = (in_order(x.wait(), job.layout) for x in [Gathering(k, job.group), Gathering(v, job.group)])
-        dq, dkv, dsinks = torch.empty_like(q), Sums(keys, values), None
+        dq, dkv = torch.empty_like(q), Sums(keys, values)
+        dsinks: Union[Tensor, None] = None
         for piece in job.pieces_with_all(q):
             parts, of_sinks = saved.gradients(keys, values, piece)
             dq[:, :, piece.rows.begin:piece.rows.end] = parts[0]
@@ -270,7 +276,8 @@ class AllGather(torch.autograd.Function):
             if of_sinks is not None:
                 dsinks = of_sinks if dsinks is None else dsinks + of_sinks
         dk, dv = (scattered_sum(by_rank(dkv.of(i), job.ranks, job.layout), job.group) for i in range(2))
-        dsinks = None if saved.sinks is None else dsinks.to(saved.sinks.dtype)
+        if saved.sinks is not None and dsinks is not None:
+            dsinks = dsinks.to(saved.sinks.dtype)
         return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, None
 
 

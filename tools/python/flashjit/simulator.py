@@ -214,7 +214,8 @@ class _Run:
                  keep_events: bool) -> None:
         self.problem, self.ranks, self.layout, self.backward, self.machine, self.inner = (
             problem, ranks, layout, backward, machine, inner)
-        self.now, self.busy, self.events, self.keep = [0.0] * ranks, [0.0] * ranks, [], keep_events
+        self.now, self.busy, self.keep = [0.0] * ranks, [0.0] * ranks, keep_events
+        self.events: list[Event] = []
         self.rows = problem.tokens // ranks
 
     def _take(self, rank: int, what: str, seconds: float) -> None:

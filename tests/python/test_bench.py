@@ -386,15 +386,17 @@ def test_eight_bits_are_measured_against_what_their_codes_mean(eight_bits):
     assert eight_bits.beyond([far, {**far, "kernel": "0.026"}, {**far, "method": "fa3"}]) == [far]
 
 
-def test_the_scaling_run_works_on_the_cpu(plot, tmp_path):
+@pytest.mark.parametrize("mask, given", [("causal", []), ("full", ["--full"])])
+def test_the_scaling_run_works_on_the_cpu(plot, tmp_path, mask, given):
     """Of four ranks and all schemes, from the command to the table."""
     path = tmp_path / "scaling.csv"
-    run = subprocess.run([sys.executable, BENCH / "distributed.py", "--cpu", "--gpus", "4", "--tokens", "16", "--repeats", "1", "--csv", path],
+    run = subprocess.run([sys.executable, BENCH / "distributed.py", "--cpu", "--gpus", "4", "--tokens", "16", "--repeats", "1", "--csv", path, *given],
                          capture_output=True, text=True, timeout=300, env=child.environment(FLASHJIT_LIBRARY=_library.library_path()))
     assert run.returncode == 0, run.stdout + run.stderr
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["scheme"], row["pass"]) for row in rows] == [(scheme, passes) for scheme in plot.SCHEMES for passes in ("forward", "both")]
+    assert {row["mask"] for row in rows} == {mask} and f"| 0k | {mask} | `ring` | both |" in plot.shared_section(rows)
     assert all(float(row["ms"]) > 0 and float(row["predicted_ms"]) > 0 for row in rows)
     assert "| `two_level` | both |" in plot.scaling_section(rows, "scaling.png")
     pytest.importorskip("matplotlib")

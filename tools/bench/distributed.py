@@ -1,8 +1,8 @@
 """Measure attention over a sequence that GPUs of one host share: flashjit.distributed over NCCL.
 
-bf16, 32 heads and 8 of K and V, head dimension 128, causal, zigzag: the forward pass, and both passes, of ring, all_gather,
-ulysses, and from four GPUs on two_level with pairs of GPUs inside, against attention() on one GPU, and against what
-flashjit.simulator predicts of them. The time of a call is the slowest rank's, from one barrier to all ranks' ends; of calls under
+bf16, 32 heads and 8 of K and V, head dimension 128, a causal mask or with --full none, zigzag: the forward pass, and both passes,
+of ring, all_gather, ulysses, and from four GPUs on two_level with pairs of GPUs inside, against attention() on one GPU, and against
+what flashjit.simulator predicts of them. The time of a call is the slowest rank's, from one barrier to all ranks' ends; of calls under
 1.25 s it is the mean of four in a row. Medians count. Results are checked against one GPU's first.
 
     python3 tools/bench/distributed.py --lib build/libflashjit.so --csv tools/bench/results/h100_distributed.csv
@@ -41,7 +41,7 @@ HEADS, HEADS_KV, DIM, LAYOUT, INNER = 32, 8, 128, "zigzag", 2
 IN_A_ROW = 4  # calls, as a model has them: the host prepares one while the GPU computes another
 LONG = 5.0  # seconds of a call of which one is measured: check() has compiled it
 PROFILED = 65536  # tokens from which ranks' kernels are compared
-FIELDS = ("device", "ranks", "tokens", "scheme", "reserved_sms", "pass", "ms", "alone_ms", "scaling", "imbalance", "predicted_ms",
+FIELDS = ("device", "ranks", "tokens", "mask", "scheme", "reserved_sms", "pass", "ms", "alone_ms", "scaling", "imbalance", "predicted_ms",
           "memory_gb", "formula_gb")
 
 
@@ -69,13 +69,17 @@ CALLS = {"forward": Shard.forward, "both": Shard.both_passes}
 class Team:
     """The ranks of one run."""
 
-    def __init__(self, rank, ranks, device):
-        self.rank, self.ranks, self.device = rank, ranks, device
+    def __init__(self, rank, ranks, device, causal=True):
+        self.rank, self.ranks, self.device, self.causal = rank, ranks, device, causal
         self.pairs = dist.device_mesh.init_device_mesh(device.type, (ranks // INNER, INNER)) if ranks % INNER == 0 and ranks > INNER else None
 
     def attend(self, scheme, **given):
         group = self.pairs if scheme == "two_level" else None
-        return lambda q, k, v: fd.distributed_attention(q, k, v, scheme=scheme, layout=LAYOUT, causal=True, group=group, **given)
+        return lambda q, k, v: fd.distributed_attention(q, k, v, scheme=scheme, layout=LAYOUT, causal=self.causal, group=group, **given)
+
+    def one(self, q, k, v):
+        """On this rank's GPU alone."""
+        return flashjit.attention(q, k, v, causal=self.causal)
 
     def synchronize(self):
         if self.device.type == "cuda":
@@ -121,15 +125,11 @@ class Team:
         return [scheme for scheme in wanted if scheme != "two_level" or self.pairs is not None]
 
 
-def one(q, k, v):
-    return flashjit.attention(q, k, v, causal=True)
-
-
 def check(team, args):
     """Every scheme's results on a shorter sequence, against one GPU's: the largest difference, relative to the largest element."""
     tokens = min(16384, *args.tokens)
     whole = Shard(tokens, 1, 0, team.device)
-    expected = [one(whole.q, whole.k, whole.v).detach(), *whole.both_passes(one)]
+    expected = [team.one(whole.q, whole.k, whole.v).detach(), *whole.both_passes(team.one)]
     worst = 0.0
     for scheme in team.schemes(args.schemes):
         group = team.pairs if scheme == "two_level" else None
@@ -149,14 +149,14 @@ def alone(team, tokens, args):
     try:
         shard = Shard(tokens, 1, team.rank, team.device)
         for name, run in CALLS.items():
-            found[name], _ = team.measured(lambda: run(shard, one), args.repeats)
+            found[name], _ = team.measured(lambda: run(shard, team.one), args.repeats)
     except torch.OutOfMemoryError:  # on all ranks alike
         pass
     return found
 
 
 def row_of(team, tokens, scheme, reserved, name, seconds, alone_seconds, imbalance, memory):
-    problem = simulator.Problem(tokens, HEADS, HEADS_KV, DIM)
+    problem = simulator.Problem(tokens, HEADS, HEADS_KV, DIM, causal=team.causal)
     both = name == "both"
     inner = INNER if scheme == "two_level" else 1
     predicted = sum(simulator.simulate(problem, team.ranks, scheme, LAYOUT, backward=backward, inner=inner).seconds
@@ -167,7 +167,7 @@ def row_of(team, tokens, scheme, reserved, name, seconds, alone_seconds, imbalan
     device = torch.cuda.get_device_name() if team.device.type == "cuda" else "CPU"
     milliseconds = lambda x: f"{x * 1e3:.3f}" if x else ""
     return dict(zip(FIELDS, (
-        device, team.ranks, tokens, scheme, reserved, name, milliseconds(seconds), milliseconds(alone_seconds),
+        device, team.ranks, tokens, "causal" if team.causal else "full", scheme, reserved, name, milliseconds(seconds), milliseconds(alone_seconds),
         f"{alone_seconds / seconds:.3f}" if alone_seconds else "", f"{imbalance:.3f}" if imbalance else "", milliseconds(predicted),
         f"{memory / 1e9:.3f}" if memory else "", f"{formula / 1e9:.3f}")))
 
@@ -204,7 +204,7 @@ def run(rank, ranks, folder, args):
         torch.cuda.set_device(rank)
         device = torch.device("cuda", rank)
         dist.init_process_group("nccl", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks, device_id=device)
-    team = Team(rank, ranks, device)
+    team = Team(rank, ranks, device, not args.full)
     begin = time.perf_counter()
     worst = check(team, args)
     if rank == 0:
@@ -236,6 +236,7 @@ def main():
     parser.add_argument("--csv")
     parser.add_argument("--gpus", type=numbers, help="how many, such as 2,4,8; default all")
     parser.add_argument("--cpu", action="store_true", help="processes on the CPU instead, over gloo")
+    parser.add_argument("--full", action="store_true", help="no causal mask")
     parser.add_argument("--tokens", type=numbers, default=[32768, 131072, 262144])
     parser.add_argument("--schemes", type=lambda text: text.split(","), default=list(simulator.SCHEMES))
     parser.add_argument("--reserved-sms", type=numbers, default=[0], help="of ring, such as 0,16")

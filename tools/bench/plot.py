@@ -501,9 +501,9 @@ def plans_section(rows, png):
 def shared_section(rows):
     """tools/docs/distributed.md"""
     left = lambda row: "" if int(row.get("reserved_sms") or 0) == 0 else f", {row['reserved_sms']} SMs left"
-    lines = [[f"{int(row['tokens']) >> 10}k", f"`{row['scheme']}`{left(row)}", row["pass"], row["alone_ms"], row["ms"],
+    lines = [[f"{int(row['tokens']) >> 10}k", row["mask"], f"`{row['scheme']}`{left(row)}", row["pass"], row["alone_ms"], row["ms"],
               row["predicted_ms"], row["scaling"], row["memory_gb"], row["formula_gb"]] for row in rows]
-    return markdown(["tokens", "scheme", "passes", "one GPU, ms", f"{rows[0]['ranks']} GPUs, ms", "predicted, ms", "times as fast",
+    return markdown(["tokens", "mask", "scheme", "passes", "one GPU, ms", f"{rows[0]['ranks']} GPUs, ms", "predicted, ms", "times as fast",
                      "peak, GB", "formula, GB"], lines)
 
 

@@ -29,7 +29,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::microseconds kHeadStart{30};  ///< of NCCL's kernels, which take about 20 to begin
+constexpr std::chrono::microseconds kHeadStart{30};  ///< of NCCL's kernels before those of a step
 
 /// Rows of a tensor [b, h, rows, dim] in memory.
 struct Rows {

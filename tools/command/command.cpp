@@ -166,7 +166,8 @@ std::vector<Problem> read_suite(const std::filesystem::path& path) {
   do {
     file.read(block.data(), static_cast<std::streamsize>(block.size()));
     text.append(block, 0, static_cast<std::size_t>(file.gcount()));
-    if (text.size() > kStoredFileLimit) refuse("cannot take more than 64 MiB of");
+    if (text.size() > kStoredFileLimit)
+      refuse(fmt::format("cannot take more than {} MiB of", kStoredFileLimit >> 20));
   } while (file);
   if (!file.is_open() || file.bad()) refuse("cannot read");
   return autotune::parse_suite(text, path.string());

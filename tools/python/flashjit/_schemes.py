@@ -297,10 +297,14 @@ class Part(NamedTuple):
     def mine(self, x: Tensor) -> Tensor:
         return self.of_rank(x, self.job.rank)
 
+    def rule(self, heads: int) -> Rule:
+        """For this rank's heads, so many."""
+        return self.job.rule._replace(head=(self.job.rank * self.parts + self.number) * heads)
+
     def piece(self, q: Tensor) -> Piece:
         """Of all rows of this rank's heads."""
-        rows, first = Chunk(0, q.shape[2], 0), (self.job.rank * self.parts + self.number) * q.shape[1]
-        piece, = self.job.rule._replace(head=first).pieces((rows,), (rows,), q.device)
+        rows = Chunk(0, q.shape[2], 0)
+        piece, = self.rule(q.shape[1]).pieces((rows,), (rows,), q.device)
         return piece
 
 
@@ -428,9 +432,9 @@ def return_heads(x: Tensor, group: Any) -> Tensor:
 
 def ring_of_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job, inner: Any) -> tuple[Tensor, Tensor]:
     """Two levels: the ranks of `inner` share the heads of their rows, which are neighbours, and those of job.group go round."""
-    heads = job._replace(group=inner)
+    heads = Part(job._replace(group=inner), 0, 1)
     shared = [x.movedim(0, 2).flatten(2, 3) for x in share_heads(q, k, v, inner)]
-    own_sinks = None if sinks is None else Part(heads, 0, 1).mine(sinks)
-    out, lse = Ring.apply(*shared, own_sinks, job._replace(rule=job.rule._replace(head=q.shape[1] // heads.ranks * heads.rank)))
-    out, lse = (return_heads(x.unflatten(2, (heads.ranks, -1)).movedim(2, 0), inner) for x in (out, lse[..., None]))
+    own_sinks = None if sinks is None else heads.mine(sinks)
+    out, lse = Ring.apply(*shared, own_sinks, job._replace(rule=heads.rule(shared[0].shape[1])))
+    out, lse = (return_heads(x.unflatten(2, (heads.job.ranks, -1)).movedim(2, 0), inner) for x in (out, lse[..., None]))
     return out, lse[..., 0]

@@ -511,7 +511,7 @@ def draw_scaling(rows, path):
     """Measured, and dashed as predicted."""
     plt = pyplot()
     rows = [row for row in rows if row["pass"] == "both" and row["scaling"]]
-    lengths = list(dict.fromkeys(row["tokens"] for row in rows))
+    lengths, ranks = list(dict.fromkeys(row["tokens"] for row in rows)), sorted({int(row["ranks"]) for row in rows})
     figure, axes = plt.subplots(1, len(lengths), figsize=(5 * len(lengths), 4), sharey=True, layout="constrained", squeeze=False)
     for axis, tokens in zip(axes[0], lengths):
         for scheme, color in SCHEMES.items():
@@ -521,6 +521,7 @@ def draw_scaling(rows, path):
             axis.plot([n for n, _, _ in points], [times / n for n, _, times in points], color=color, linestyle="--")
         axis.set_title(f"{int(tokens) >> 10}k tokens", fontsize=12)
         axis.set_xscale("log", base=2)
+        axis.set_xticks(ranks, ranks)
         axis.set_xlabel("GPUs", fontsize=11)
         axis.set_ylim(0, 1.1)
         axis.grid(color="#dddddd", linewidth=0.7)

@@ -5,22 +5,24 @@
 namespace flashjit::test {
 namespace {
 
-class EightBitsTest : public GpuTest {};
-
-TEST_F(EightBitsTest, AreWithinTheirLimits) {
+std::vector<EightBits> problems() {
   constexpr AttentionShape kShapes[] = {{2, 8, 2, 333, 700}, {3, 4, 4, 1, 2000}, {2, 6, 3, 600, 129}};
-  std::size_t i = 0;
+  std::vector<EightBits> all;
   for (const AttentionSpec& spec : covering_specs_of_products_of_codes()) {
     if (spec.has_cache() || spec.row_max) continue;  // which cache_test.cpp has, or the command has not
     if (spec.kv_lengths && spec.mask == causal()) continue;  // which has two meanings
-    check_eight_bits({to_string(spec).c_str(), kShapes[i++ % std::size(kShapes)]});
+    all.push_back({to_string(spec), kShapes[all.size() % std::size(kShapes)]});
   }
+  for (const char* spec : {"fwd:bf16:d128:kve4m3:q_codes:causal", "fwd:fp16:d256:kve4m3:q_codes"})
+    all.push_back({spec, {1, 1, 1, 64, 40000}});
+  return all;
 }
 
-TEST_F(EightBitsTest, OfLongRowsAreWithinTheirLimits) {
-  for (const char* spec : {"fwd:bf16:d128:kve4m3:q_codes:causal", "fwd:fp16:d256:kve4m3:q_codes"})
-    check_eight_bits({spec, {1, 1, 1, 64, 40000}});
-}
+class EightBitsTest : public GpuTestWith<EightBits> {};
+
+TEST_P(EightBitsTest, AreWithinTheirLimits) { check_eight_bits(GetParam()); }
+
+INSTANTIATE_TEST_SUITE_P(All, EightBitsTest, testing::ValuesIn(problems()));
 
 }  // namespace
 }  // namespace flashjit::test

@@ -18,21 +18,28 @@ TEST_F(Invariance, ASequenceIsTheSameAlone) {
       expect_same_alone(runtime.get(), {spec, {9, 8, 2, queries, 3000}});
 }
 
-class Fp32Out : public GpuTest {};
-
-TEST_F(Fp32Out, IsWhatIsRounded) {
-  TemporaryRuntime runtime;
+std::vector<InvariantCase> fp32_outs() {
+  std::vector<InvariantCase> all;
   for (const char* spec :
        {"bf16:d64", "bf16:d128:causal", "fp16:d72x40", "bf16:d256", "fp16:d192x128:causal"})
     for (const AttentionShape& shape : {AttentionShape{2, 4, 2, 333, 500}, AttentionShape{1, 4, 2, 1, 5000},
                                         AttentionShape{3, 4, 4, 9, 2000}})
-      expect_fp32_out(runtime.get(), {spec, shape});
+      all.push_back({spec, shape});
   for (const char* spec : {"bf16:d64:causal:cache", "bf16:d128:cache:invariant"})
-    for (const std::int64_t queries : {1, 70})
-      expect_fp32_out(runtime.get(), {spec, {3, 8, 2, queries, 9000}, {9000, 0, 77}});
+    for (const std::int64_t queries : {1, 70}) all.push_back({spec, {3, 8, 2, queries, 9000}, {9000, 0, 77}});
   for (const char* config : {"sm80:br64:bc64:w4", "sm80:br64:bc32:w4:min_blocks2:split", "simt:br32:bc32:w4"})
-    expect_fp32_out(runtime.get(), {"bf16:d64x40:causal", {2, 4, 2, 300, 500}, {}, config});
+    all.push_back({"bf16:d64x40:causal", {2, 4, 2, 300, 500}, {}, config});
+  return all;
 }
+
+class Fp32Out : public GpuTestWith<InvariantCase> {};
+
+TEST_P(Fp32Out, IsWhatIsRounded) {
+  TemporaryRuntime runtime;
+  expect_fp32_out(runtime.get(), GetParam());
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Fp32Out, testing::ValuesIn(fp32_outs()));
 
 }  // namespace
 }  // namespace flashjit::test

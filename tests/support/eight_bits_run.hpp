@@ -3,6 +3,9 @@
 
 #include <fmt/format.h>
 
+#include <ostream>
+#include <string>
+
 #include "plan/family.hpp"
 #include "tests/support/gpu_support.hpp"
 #include "tests/support/run_command.hpp"
@@ -10,9 +13,12 @@
 namespace flashjit::test {
 
 struct EightBits {
-  const char* spec;
+  std::string spec;
   AttentionShape shape;
 };
+inline void PrintTo(const EightBits& test, std::ostream* out) {
+  *out << test.spec << " " << to_string(test.shape);
+}
 
 /// In the families that take it, with their heuristics' tiles; of this GPU, or of one that the emulator
 /// plays.

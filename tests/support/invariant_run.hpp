@@ -15,6 +15,9 @@ struct InvariantCase {
   std::vector<std::int32_t> lengths = {};
   const char* config = "";  ///< "": the heuristic's
 };
+inline void PrintTo(const InvariantCase& test, std::ostream* out) {
+  *out << test.spec << " " << to_string(test.shape) << " " << test.config;
+}
 
 class InvariantRun {
  public:

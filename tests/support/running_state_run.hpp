@@ -1,6 +1,7 @@
 // Calls whose keys join a running state. A fifth of the rows have none: their LSE is -inf, and their O NaN.
 #pragma once
 
+#include <ostream>
 #include <string>
 
 #include "tests/support/attention_case.hpp"
@@ -12,6 +13,9 @@ struct RunningStateCase {
   AttentionShape shape;
   const char* config = "";  ///< empty: the planner's choices of all families that can
 };
+inline void PrintTo(const RunningStateCase& test, std::ostream* out) {
+  *out << test.spec << " " << to_string(test.shape) << " " << test.config;
+}
 
 inline void expect_joins(Runtime& runtime, const RunningStateCase& test, Family family, unsigned seed) {
   AttentionCase given{.spec = parse_spec(std::string(test.spec) + ":running_state"),

@@ -221,7 +221,15 @@ __device__ __forceinline__ void multiply_add(Result<T, kDim>& result, const Shar
     load_chunk<T::kThreads, T::kColumns, kDim>(shared.columns, b, first_column, chunk);
     __syncthreads();
     const bool holds_columns = chunk * kChunk + T::lane() * kColumnsPerLane < kDim;
-    if (holds_columns) multiply_add_chunk<T>(result.at[chunk], shared);
+    if (!holds_columns) continue;
+    // A tile is summed by itself: in one sum over all tiles rounding errors would grow with their number.
+    float sums[T::kM][kColumnsPerLane] = {};
+    multiply_add_chunk<T>(sums, shared);
+#pragma unroll
+    for (int i = 0; i < T::kM; ++i) {
+#pragma unroll
+      for (int c = 0; c < kColumnsPerLane; ++c) result.at[chunk][i][c] += sums[i][c];
+    }
   }
 }
 

@@ -226,6 +226,7 @@ const std::vector<Problems>& problems() {
        {{2, 20, 2, 3, 70}},
        Layout::bhsd,
        {simt}},
+      {"sums_of_many_queries", "fp32:d64", {{1, 64, 1, 128, 1}}, Layout::bhsd, {simt}},
       {"wide_dims", "bf16:d320x264:causal", {{1, 2, 2, 50, 70}}, Layout::padded, {simt}},
       {"wide", "fp16:d256:causal", {{1, 4, 2, 150, 200}}, Layout::bhsd, {sm90}, "", "sm90:br64:bc64:w8"},
       {"wide_cluster", "bf16:d256", {{2, 2, 1, 150, 200}}, Layout::bhsd, {sm90}, "", "sm90:br64:bc128:w8:s2"},

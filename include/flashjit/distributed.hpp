@@ -59,15 +59,16 @@ struct SharedForwardArgs {
   const float* sinks = nullptr;  ///< [heads_q]
 };
 
-/// `out` and `lse` are the forward pass's. To gradients of captures and sinks this rank's part of the sum
-/// over ranks is ADDED.
+/// `out` and `lse` are the forward pass's; dout and dq are like q, or where V has other columns dout like
+/// out, dk and dv like k and v. What SharedForwardArgs has is given alike. To gradients of captures and sinks
+/// this rank's part of the sum over ranks is ADDED: zero them first.
 struct SharedBackwardArgs {
   const void *q = nullptr, *k = nullptr, *v = nullptr, *out = nullptr;
   const float* lse = nullptr;
   const void* dout = nullptr;
   void *dq = nullptr, *dk = nullptr, *dv = nullptr;
   std::optional<float> softmax_scale = {};
-  Workspace workspace = {};
+  Workspace workspace = {};  ///< at least workspace_bytes(Pass::backward), 256-byte aligned
   double dropout_p = 0.0;
   std::uint64_t seed = 0, offset = 0;
   std::span<const Capture> captures = {};
@@ -89,9 +90,11 @@ class FLASHJIT_API SharedAttention {
   SharedAttention(SharedAttention&&) noexcept;
   SharedAttention& operator=(SharedAttention&&) noexcept;
 
-  /// Compiles and loads the pass's kernels, and compares what the ranks were given: throws
-  /// Error(invalid_argument) on all of them where they differ. Waits for the other ranks.
+  /// Compiles and loads the pass's kernels, and compares the SharedSequence that the ranks were given, but
+  /// not what forward() and backward() are given: throws Error(invalid_argument) on all ranks where they
+  /// differ. Waits for the other ranks.
   void prepare(Pass pass, Workspace workspace, Stream stream);
+  /// Bytes of device memory that a call of this pass needs besides the shards.
   std::size_t workspace_bytes(Pass pass) const;
 
   /// Kernels on `stream`, transfers on `copies`, which may be the same. Both passes are called by all ranks.

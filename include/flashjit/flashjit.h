@@ -212,13 +212,14 @@ typedef struct flashjit_partial_state {
  * stays right while lengths and tables change. */
 typedef struct flashjit_forward_args {
   size_t struct_size;
-  flashjit_tensor q, k, v;      /**< read only */
-  flashjit_tensor out;          /**< of Q's type; with "fp32_out" in the spec, fp32; in memory of its own */
-  float* lse;                   /**< [batch, heads_q, seqlen_q] contiguous; null: not wanted */
-  const float* softmax_scale;   /**< on the host; null: 1 / sqrt(head_dim) */
-  const int32_t* kv_lengths;    /**< [batch] on the device, with "kvlen", "cache" or "pages" in the spec */
+  flashjit_tensor q, k, v; /**< read only */
+  flashjit_tensor out;     /**< of Q's type; with "fp32_out" in the spec, fp32; in memory of its own */
+  float* lse; /**< [batch, heads_q, seqlen_q] contiguous, natural log of the row sums; null: not wanted */
+  const float* softmax_scale;   /**< on the host, finite and > 0; null: 1 / sqrt(head_dim) */
+  const int32_t* kv_lengths;    /**< [batch] on the device, with "kvlen": keys from there on are padding; with
+                                   "cache" or "pages": the keys of each sequence */
   flashjit_block_map block_map; /**< with "map..." in the spec */
-  double dropout_p;             /**< in [0, 1), with "dropout" in the spec */
+  double dropout_p;             /**< in [0, 1), with "dropout" in the spec; rounded to a multiple of 2^-15 */
   uint64_t seed, offset;        /**< of the dropout mask */
   void* workspace;              /**< 256-byte aligned device memory */
   size_t workspace_bytes;       /**< at least flashjit_workspace_bytes() */
@@ -506,7 +507,8 @@ typedef struct flashjit_shared_sequence {
 } flashjit_shared_sequence;
 
 /** Of this rank: q, out [batch, heads_q, rows, ...], k, v [batch, heads_kv, rows, ...], contiguous, 16-byte
- * aligned, and lse with batch * heads_q * rows floats, in an order of its own, which the backward pass takes.
+ * aligned, and lse [chunks, batch, heads_q, rows / chunks] with one chunk, or with zigzag two; with
+ * documents, and where ranks share heads, as flashjit/distributed.hpp says.
  */
 typedef struct flashjit_shared_forward_args {
   size_t struct_size;

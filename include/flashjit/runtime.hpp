@@ -121,7 +121,8 @@ struct ForwardArgs {
 
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's, `out` and dO of Q's type;
 /// gradients have their tensor's sizes, and its type, or with spec.fp32_grads fp32, and memory of their own.
-/// With spec.add_grads they are added to.
+/// With spec.add_grads they are added to. Members that ForwardArgs has mean the same, and are given what the
+/// forward pass was given; the workspace is that of a spec with Pass::backward.
 struct BackwardArgs {
   ConstTensorView q, k, v, out;
   const float* lse = nullptr;  ///< [b, hq, sq] contiguous
@@ -161,7 +162,8 @@ struct RopeView {
   float theta = 0;                            ///< without tables; 0 and no tables: nothing is rotated
   int dims = 0;                               ///< a multiple of 16; 0: all of head_dim
   bool interleaved = false;                   ///< pairs of dimensions (2i, 2i + 1); else (i, i + dims / 2)
-  const std::int32_t* positions = nullptr;    ///< one for each row, on the device; null: its key's number
+  const std::int32_t* positions = nullptr;    ///< on the device, [b, n] of n rows each, with varlen [rows],
+                                              ///< for K and Q alike; null: their keys' numbers
 };
 
 /// Arguments of append(): new rows of K and V, which are rotated and stored into a cache, and those of Q,
@@ -205,9 +207,9 @@ struct MergeArgs {
 struct QuantiseArgs {
   ConstTensorView x;  ///< Q, K or V [b, h, s, d], or a pool of pages; of the spec's type
   TensorView codes;   ///< of x's sizes, of spec.kv_dtype
-  /// Written. Of sizes 1: one for all; else those of x, in the place of sequences or of pages its b; heads
-  /// may be a divisor of its h, as Q's are KV heads. One for each row where rows are s; all are then x's
-  /// sizes.
+  /// Written. Its sizes say what shares a scale: {1, 1, 1, 1} the tensor, {b, 1, h, 1} a head of a sequence,
+  /// {1, b, h, 1} a head of a page; with s in the last place, a row. Without rows, h may be a divisor of x's
+  /// heads, such as the KV heads of Q.
   ScaleView scale;
   /// Rows are multiplied by an orthogonal matrix first: blocks of a Hadamard matrix, of the largest power of
   /// two that divides d. Of Q and K alike it leaves Q K^T as it is, and outliers of some dimensions smaller.
@@ -297,11 +299,13 @@ class FLASHJIT_API Runtime {
 
   /// Stores new rows of K and V into a cache, rotated, and in 8 bits where that has them; and rotates those
   /// of Q. The spec is forward()'s: of it element types, head dimensions, varlen, cache, pages and key_scales
-  /// are read.
+  /// are read. Needs no workspace. Throws Error as forward() does.
   void append(const AttentionSpec& spec, const AppendArgs& args, Stream stream);
-  /// Joins partial states. Of the spec, element type and head_dim_v are read.
+  /// Joins partial states. Of the spec, element type and head_dim_v are read. Needs no workspace. Throws
+  /// Error as forward() does.
   void merge(const AttentionSpec& spec, const MergeArgs& args, Stream stream);
-  /// Makes codes of 8 bits of a tensor. Of the spec, element types and head_dim are read.
+  /// Makes codes of 8 bits of a tensor. Of the spec, element types and head_dim are read. Needs no workspace.
+  /// Throws Error as forward() does.
   void quantise(const AttentionSpec& spec, const QuantiseArgs& args, Stream stream);
 
   /// Compiles and loads now on the current device, e.g. before a graph capture. spec.pass chooses the pass.
@@ -326,7 +330,8 @@ class FLASHJIT_API Runtime {
   TileLists build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
                         Stream stream);
 
-  /// Whether some family supports the problem on the current device, or why none does.
+  /// Whether some family supports the problem on the current device, or why none does. Throws
+  /// Error(no_driver) or Error(no_device).
   Support supports(const AttentionSpec& spec, const AttentionShape& shape);
 
   /// Ends the tuning of RuntimeOptions::tune_in_background for good: waits for the current compilation or

@@ -66,7 +66,7 @@ struct AttentionSpec {
   bool batch_invariant = false;
   /// V is K's first head_dim_v columns, as in latent attention: the forward pass loads them once. Its v must
   /// be k's memory with k's strides. The backward pass does not differ; the gradient of that memory is dK +
-  /// dV.
+  /// dV. Not with kv_dtype.
   bool shared_kv = false;
   /// Q is of kv_dtype, too, e4m3 or e5m2: codes times a scale, which a KV head's queries share. O is of
   /// dtype.
@@ -74,7 +74,7 @@ struct AttentionSpec {
   /// Sparse tokens: the heads that share a head of K and V attend to the keys that a list of each query names
   /// at the call, and to no others. Each entry is a key of its own, also where two are equal; -1, and what is
   /// no key of the sequence, is none. Masks and scores see a key's number as its position. Not with a block
-  /// map, dropout or `deterministic`.
+  /// map, dropout, q_codes or, in the backward pass, `deterministic`.
   bool indices = false;
   /// Backward only: dQ, dK and dV are fp32, and added to what is there: parts of a gradient, as of keys that
   /// are on several GPUs.

@@ -129,7 +129,8 @@ using ConstScaleView = BasicScaleView<const float>;
 inline constexpr int kMaxCaptureDims = 6;
 
 /// A value for a name declared by the score or mask program: a tensor in device memory, or a scalar. The
-/// caller owns names and memory, which must outlive the call; nothing is copied.
+/// caller owns both; nothing is copied. Names must live until the call returns, memory until its kernels have
+/// ended.
 struct Capture {
   std::string_view name;
   const void* data = nullptr;  ///< of a tensor, aligned to its element
@@ -168,7 +169,8 @@ struct Capture {
   static Capture number(std::string_view name, double value) { return {.name = name, .scalar = value}; }
 };
 
-/// Device memory lent for one call.
+/// Device memory lent for one call, until its kernels have ended on the stream. Calls on several streams need
+/// one each.
 struct Workspace {
   void* data = nullptr;  ///< 256-byte aligned
   std::size_t bytes = 0;

@@ -36,7 +36,8 @@ enum class DType : std::uint8_t {
   int8,
 };
 
-/// Element type of a captured tensor. Programs read integers as int and booleans as bool.
+/// Element type of a captured tensor. Programs read int64 as int64, other integers as int, booleans as bool
+/// and floats as float.
 enum class ElementType : std::uint8_t { fp32, fp16, bf16, int32, int64, int16, int8, uint8, boolean };
 
 /// Kernel families, in order of preference. Each is named after the instructions it needs.

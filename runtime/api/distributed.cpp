@@ -417,7 +417,9 @@ struct SharedAttention::Impl {
       forward_places(counted);
     else
       backward_places(counted);
-    return counted.used();
+    Places compared(nullptr);  // by compare_ranks()
+    compared.take((std::max(ranks, peers) + 1) * sizeof(std::uint64_t));
+    return std::max(counted.used(), compared.used());
   }
   void check_workspace(Pass pass, const Workspace& given) const {
     const std::size_t needed = workspace_bytes(pass);
@@ -700,7 +702,6 @@ struct SharedAttention::Impl {
     if (!communicator) return;
     const auto [me, count] = place_in(communicator);
     std::vector<std::uint64_t> all(count);
-    if ((count + 1) * sizeof(own) > workspace.bytes) return;  // a problem too small to matter
     const auto place = reinterpret_cast<CUdeviceptr>(workspace.data);
     driver->check(driver->memcpy_htod(place, &own, sizeof(own)), "cuMemcpyHtoD");
     nccl->check(nccl->all_gather(workspace.data, static_cast<char*>(workspace.data) + sizeof(own),

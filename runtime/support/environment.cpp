@@ -25,7 +25,8 @@ constexpr std::array<EnvironmentVariable, 12> kVariables{{
      "on (default): compile kernels that are in no pack and not in the cache; off: never compile."},
     {"FLASHJIT_TEMPLATE_DIR", "Folder of kernel templates to use instead of the embedded ones."},
     {"FLASHJIT_NVRTC",
-     "Path of libnvrtc, 12.1 or newer. Default: the loader's path, then the toolkit's usual places."},
+     "Path of libnvrtc, 12.1 or newer, or of its folder. Default: the loader's path, then the toolkit's "
+     "usual places."},
     {"FLASHJIT_LIBCUDA", "Path of libcuda, the driver's library. Default: the loader's path."},
     {"FLASHJIT_NCCL", "Path of libnccl, for sequences that GPUs share. Default: the loader's path."},
     {"FLASHJIT_CHECK_INDICES",

@@ -540,7 +540,7 @@ def scaling_section(rows, png):
         times = [f"{float(of[n]['scaling']):.2f}" if n in of and of[n]["scaling"] else "-" for n in ranks]
         lines.append([f"{int(tokens) >> 10}k", f"`{scheme}`", passes, *times])
     table = markdown(["tokens", "scheme", "passes", *(f"{n} GPUs" for n in ranks)], lines)
-    return "\n\n".join(["One sequence on GPUs of one host, as times as fast as one of them:", f"![shares of linear speed]({link(png, BENCHMARKS)})", table])
+    return "\n\n".join(["Speed on several GPUs of one host, as a multiple of one GPU's:", f"![shares of linear speed]({link(png, BENCHMARKS)})", table])
 
 
 def replace(path, name, text):

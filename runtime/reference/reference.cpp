@@ -430,7 +430,7 @@ void take_results_of_all_keys(const Context& context, std::int64_t task, HeadFor
   const Matrix out = slice(problem.out, context.q_rows(task), fwd.out.columns);
   for (std::int64_t i = 0; i < fwd.p.rows; ++i) {
     const double lse = problem.lse[task * context.shape.seqlen_q + i];
-    if (!(lse > fwd.lse[i] + 1e-3 + 1e-6 * std::abs(lse))) continue;
+    if (!(lse > fwd.lse[i] + 1e-6 * (1 + std::abs(lse)))) continue;
     const double share = std::exp(fwd.lse[i] - lse);
     for (std::int64_t j = 0; j < fwd.p.columns; ++j) fwd.p[i][j] *= share;
     for (std::int64_t j = 0; j < out.columns; ++j) fwd.out[i][j] = out[i][j];

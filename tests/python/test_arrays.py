@@ -370,3 +370,21 @@ def test_an_output_that_has_memory_of_an_input_is_refused():
     with pytest.raises(flashjit.InvalidArgument, match="out is written, but has memory of v"):
         flashjit.forward(q, k, v, out=memory[1100:1612].reshape(q.shape))
     flashjit.forward(q, k, v, out=memory[1536:2048].reshape(q.shape))
+
+
+def test_gradients_that_are_added_begin_with_zeros():
+    rng = np.random.default_rng(3)
+    q, k, v, dout = (rng.standard_normal((1, 2, 40, 16), np.float32) for _ in range(4))
+    out, lse = flashjit.forward(q, k, v)
+    np.full((64, 64, 64), np.nan, np.float32)  # memory that the gradients may get
+    added = flashjit.backward(q, k, v, out, lse, dout, options="add_grads")
+    for a, b in zip(added, flashjit.backward(q, k, v, out, lse, dout)):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("given", [dict(seed=-1), dict(seed=2**64), dict(offset=2**64), dict(max_seqlen_q=2**40), dict(scale=10**400),
+                                   dict(options="causal\0x"), dict(options="\ud800"), dict(captures={1: 2.0})], ids=str)
+def test_numbers_and_texts_that_the_library_cannot_hold_are_refused(given):
+    q = np.zeros((1, 2, 8, 16), np.float32)
+    with pytest.raises(flashjit.Error):
+        flashjit.forward(q, q, q, **given)

@@ -441,6 +441,39 @@ def check_negated_views(rank, ranks):
         assert all(torch.equal(a, b) for a, b in zip((outs[0], *grads[0]), (outs[1], *grads[1]))), scheme
 
 
+def check_small_weights(rank, ranks):
+    """Keys on other ranks that have little of a row's softmax still count in its D, and a sink of -inf is none."""
+    import flashjit
+    import flashjit.distributed as fd
+    q, k, v, dout = whole(device_of(rank))
+    inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+    sinks = torch.full((HEADS,), -math.inf, device=q.device, requires_grad=True)
+    mask = lambda b, h, i, j: (i >= j) & (i > 0)  # the first row sees nothing
+    alone = flashjit.attention(*inputs, scale=1.0, mask_mod=mask)
+    wanted = [alone, *torch.autograd.grad(alone, inputs, dout)]
+    mine = [fd.shard(x).requires_grad_() for x in (q, k, v)]
+    for scheme in ("ring", "all_gather", "ulysses"):
+        for given in ([], [sinks]):
+            out = fd.distributed_attention(*mine, scheme=scheme, scale=1.0, mask_mod=mask, sinks=given[0] if given else None)
+            found = [out, *torch.autograd.grad(out, mine + given, fd.shard(dout))]
+            assert max(errors(found[:4], [fd.shard(x) for x in wanted], wanted)) < 2e-5, (scheme, len(given))
+            assert not given or found[4].eq(0).all(), scheme
+
+
+def check_groups_after_refusals(rank, ranks):
+    """What only a step's kernel refuses, while blocks are under way, leaves the group as it was."""
+    import flashjit
+    import flashjit.distributed as fd
+    mine = [fd.shard(x) for x in whole(device_of(rank))[:3]]
+    for scheme in ("ring", "all_gather", "ulysses"):
+        for given in (dict(mask_mod="q >= kv"), dict(score_mod=lambda s, b, h, i, j: torch.atan(s)), dict(mask_mod=[1])):
+            with pytest.raises(flashjit.Error), torch.no_grad():
+                fd.distributed_attention(*mine, scheme=scheme, **given)
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            assert total.item() == ranks, (scheme, given)
+
+
 def list_kernels(rank, ranks, checks):
     """The kernels that checks launch on GPUs: (spec, shape, whether backward); nothing is computed."""
     global is_small, errors
@@ -592,7 +625,8 @@ def test_memory_of_heads_in_parts(batch):
 
 
 @pytest.mark.parametrize("name", ["check_programs", "check_programs_of_documents", "check_refusals", "check_disagreement",
-                                  "check_a_training_step", "check_compile", "check_autocast", "check_negated_views", "check_checkpointed_dropout"])
+                                  "check_a_training_step", "check_compile", "check_autocast", "check_negated_views", "check_checkpointed_dropout",
+                                  "check_small_weights", "check_groups_after_refusals"])
 def test_two_ranks(name):
     spawn(name, 2)
 

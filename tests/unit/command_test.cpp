@@ -273,6 +273,25 @@ TEST_F(Command, RunRefusesWhatItWouldIgnore) {
       run("run --cpu --spec 'bf16:d16:score{w: float; w * score}' --scalar w=1 --scalar w=2 " + files);
   EXPECT_EQ(twice.code, 2);
   EXPECT_TRUE(contains(twice.err, "scalar 'w' is given twice")) << twice.err;
+  const std::string bias = " --capture bias=" + file("bias.npy");
+  npy::write(file("bias.npy"), npy::from_doubles(npy::Type::float32, {7}, std::vector<double>(7)));
+  const CommandResult tensors =
+      run("run --cpu --spec 'bf16:d16:score{bias: fp32 1d; score + bias[kv]}'" + bias + bias + " " + files);
+  EXPECT_EQ(tensors.code, 2);
+  EXPECT_TRUE(contains(tensors.err, "tensor 'bias' is given twice")) << tensors.err;
+  const CommandResult shared = run("run --cpu --spec bf16:d16:shared_kv " + files);
+  EXPECT_EQ(shared.code, 2);
+  EXPECT_TRUE(contains(shared.err, "V is the first 16 columns of K")) << shared.err;
+  std::filesystem::copy_file(file("k.npy"), file("v.npy"), std::filesystem::copy_options::overwrite_existing);
+  EXPECT_EQ(run("run --cpu --spec bf16:d16:shared_kv " + files).code, 0);
+}
+
+TEST_F(Command, SeedsHave64Bits) {
+  write_inputs();
+  const CommandResult result = run("run --cpu --spec bf16:d16 --seed 18446744073709551616 " + inputs() +
+                                   " --out-dir " + file("results"));
+  EXPECT_EQ(result.code, 2);
+  EXPECT_TRUE(contains(result.err, "no whole number below 2^64")) << result.err;
 }
 
 TEST_F(Command, RunKeepsFilesUnlessForced) {

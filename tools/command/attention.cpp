@@ -422,7 +422,14 @@ reference::Problem read_problem(const AttentionSpec& spec, const InputFiles& fil
   }
   if (!files.kv_lengths.empty()) problem.kv_lengths = read_lengths(files.kv_lengths, "batch");
   if (!files.sinks.empty()) problem.sinks = read_sinks(files.sinks);
-  for (const std::string& text : files.captures) problem.captures.push_back(read_capture(spec, text));
+  for (const std::string& text : files.captures) {
+    reference::Captured capture = read_capture(spec, text);
+    if (std::ranges::find(problem.captures, capture.name, &reference::Captured::name) !=
+        problem.captures.end())
+      throw Error(ErrorCode::invalid_argument,
+                  fmt::format("the tensor '{}' is given twice; give it once", capture.name));
+    problem.captures.push_back(std::move(capture));
+  }
   set_scalars(problem, files.scalars);
   if (!files.block_map.empty()) read_map(files.block_map, problem);
   return problem;

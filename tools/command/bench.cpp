@@ -119,6 +119,12 @@ void print_table(const std::vector<Measurement>& measurements) {
   table.print();
 }
 
+void check_written(const std::ofstream& file, const std::string& path) {
+  if (!file)
+    throw Error(ErrorCode::io,
+                fmt::format("cannot write '{}'; give --csv a file in a folder that can be written", path));
+}
+
 /// Rows are added to a file that is there, so that a series of runs makes one file.
 void append_csv(const std::string& path, const std::vector<Measurement>& measurements,
                 const std::string& device) {
@@ -139,15 +145,14 @@ void append_csv(const std::string& path, const std::vector<Measurement>& measure
                         m.choice.source, m.ms, m.teraflops(), m.work.operations, m.work.bytes);
   }
   file.flush();
-  if (!file) {
-    throw Error(ErrorCode::io,
-                fmt::format("cannot write '{}'; give --csv a file in a folder that can be written", path));
-  }
+  check_written(file, path);
 }
 
 int bench(const BenchCommand& command, bool json) {
   if (command.all_configs && !command.config.empty())
     throw Error(ErrorCode::invalid_argument, "--config and --all-configs exclude each other; give one");
+  if (!command.csv.empty())
+    check_written(std::ofstream(command.csv, std::ios::app), command.csv);  // before the work
   std::vector<autotune::Problem> problems;
   for (const AttentionSpec& spec : parse_passes(command.spec)) {
     require_attention(spec);

@@ -3,10 +3,13 @@
 #include <fmt/format.h>
 #include <signal.h>
 #include <unistd.h>
+#include <charconv>
 
 #include <algorithm>
 #include <atomic>
+#include <charconv>
 #include <chrono>
+#include <cstdint>
 #include <cstdio>
 #include <fstream>
 #include <string>
@@ -171,6 +174,16 @@ std::vector<Problem> read_suite(const std::filesystem::path& path) {
   } while (file);
   if (!file.is_open() || file.bad()) refuse("cannot read");
   return autotune::parse_suite(text, path.string());
+}
+
+CLI::Validator whole_number() {
+  return {[](const std::string& text) {
+            std::uint64_t value = 0;
+            const auto [stop, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+            const bool whole = error == std::errc() && stop == text.data() + text.size();
+            return whole ? std::string() : fmt::format("{} is no whole number below 2^64", quoted(text));
+          },
+          "UINT64"};
 }
 
 std::string format_bytes(std::uintmax_t bytes) {

@@ -104,6 +104,9 @@ void require_attention(const AttentionSpec& spec);
 /// parse_suite() of a file. Throws Error(io) too.
 std::vector<Problem> read_suite(const std::filesystem::path& path);
 
+/// Of an option's text: a whole number below 2^64.
+CLI::Validator whole_number();
+
 /// "1.5 MiB".
 std::string format_bytes(std::uintmax_t bytes);
 /// "12.3": three significant digits, for tables.

@@ -47,6 +47,13 @@ reference::Problem problem_of(const RunOptions& options, Layout layout) {
   problem.seed = options.seed;
   problem.offset = options.offset;
   check_problem(problem);
+  const AttentionSpec& spec = problem.spec;
+  if (spec.shared_kv && problem.v != reference::first_columns(problem.k, spec.head_dim, spec.v_dim()))
+    throw Error(
+        ErrorCode::invalid_argument,
+        fmt::format("the spec has shared_kv, so V is the first {} columns of K, and --v has others; give "
+                    "--v those, or leave shared_kv out",
+                    spec.v_dim()));
   return problem;
 }
 
@@ -193,10 +200,9 @@ void add_run(CLI::App& app, Context& context) {
   command->add_option("--scale", options->scale, "softmax_scale; default 1 / sqrt(head_dim)");
   command->add_option("--dropout-p", options->dropout_p,
                       "Dropout probability in [0, 1); for specs with dropout");
-  command->add_option("--seed", options->seed, "Seed of the dropout mask; default 0")
-      ->check(CLI::NonNegativeNumber);
+  command->add_option("--seed", options->seed, "Seed of the dropout mask; default 0")->check(whole_number());
   command->add_option("--offset", options->offset, "Offset of the dropout mask; default 0")
-      ->check(CLI::NonNegativeNumber);
+      ->check(whole_number());
   command->add_option("--config", options->config, "Tile configuration to use instead of the chosen one");
   command
       ->add_option("--out-dir", options->out_dir,

@@ -149,7 +149,7 @@ void add_verify(CLI::App& app, Context& context) {
   command->add_flag("--all-configs", options->all_configs, "Verify every configuration of the search space");
   command
       ->add_option("--seed", options->seed, "Seed of the random inputs; default a new one, which is printed")
-      ->check(CLI::NonNegativeNumber);
+      ->check(whole_number());
   command->add_option("--device", options->device, "CUDA device, counted from 0 (default)");
 }
 

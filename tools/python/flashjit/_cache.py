@@ -11,8 +11,8 @@ from torch import Tensor
 from . import _library
 from ._checks import check_number, check_whole
 from ._library import AppendArgs, MergeArgs, PartialState, Rope, spec_handle
-from ._plans import (ELEMENTS, KEEP_PLANS, KV_TYPES, SPEC_TYPES, check_alike, check_device, check_memory, dense_strides, describe,
-                     has_rows, is_watched, launch, readable, scales_struct, signature, tensor_struct)
+from ._plans import (ELEMENTS, KEEP_PLANS, KV_TYPES, SPEC_TYPES, check_alike, check_device, check_four_dims, check_memory,
+                     dense_strides, describe, has_rows, is_watched, launch, readable, scales_struct, signature, tensor_struct)
 from ._rope import check_angles, check_both_tables, readable_angles, rope_struct
 from ._scales import in_four_dims, kv_options
 from ._transforms import refuse_batched
@@ -77,6 +77,8 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, kv_lengths
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.values()):
         raise Unsupported("append() has no gradients: call it under torch.no_grad(), or give tensors that require none.")
     refuse_batched("append()", *tensors.values(), *given)
+    if q is not None:
+        check_four_dims("q", q)
     if q is not None and q_out is None:
         q_out = torch.empty_strided(q.shape, dense_strides(q.shape, q.stride()), dtype=q.dtype, device=q.device)
     run = torch.ops.flashjit.append if torch.compiler.is_compiling() or is_watched() else _append
@@ -302,7 +304,7 @@ torch.library.register_autograd("flashjit::merge", _merge_gradient, setup_contex
 
 
 def _check_states(states: Any) -> list[tuple[Tensor, Tensor]]:
-    if not isinstance(states, Iterable):
+    if not isinstance(states, Iterable) or isinstance(states, Tensor):
         raise WrongType(f"states is a {type(states).__name__}: give a list of pairs (O, LSE).")
     pairs = list(states)
     if not 1 <= len(pairs) <= 8:

@@ -5,14 +5,17 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from .errors import WrongType
+from .errors import InvalidArgument, WrongType
 
+_LARGEST = 2**1023  # that a float holds for sure
 _NUMBERS = frozenset({float, int})  # without a look at the abstract classes, which takes longer than all else here
 
 
 def check_number(name: str, value: Any) -> None:
     if type(value) not in _NUMBERS and not isinstance(value, Real):
         raise WrongType(f"{name} is a {type(value).__name__}: give a Python number.")
+    if type(value) is int and abs(value) > _LARGEST:
+        raise InvalidArgument(f"{name} has {len(str(value))} digits: give a number that a float can hold.")
 
 
 def check_whole(name: str, value: Any) -> None:
@@ -23,6 +26,8 @@ def check_whole(name: str, value: Any) -> None:
 def check_text(name: str, value: Any) -> None:
     if not isinstance(value, str):
         raise WrongType(f"{name} is a {type(value).__name__}: give a str.")
+    if "\0" in value or not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+        raise InvalidArgument(f"{name} is {value!r}: give text without NUL and halves of surrogate pairs.")
 
 
 def check_mapping(name: str, value: Any) -> None:

@@ -1,8 +1,9 @@
 """What ranks send each other, on PyTorch's process groups."""
 from __future__ import annotations
 
+import contextlib
 import weakref
-from typing import Any, Sequence
+from typing import Any, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,18 @@ class Travel:
         for work in self.work:
             work.wait()
         return self.arriving
+
+
+@contextlib.contextmanager
+def beside(*transfers: Any) -> Iterator[None]:
+    """Work beside transfers. Where it raises an error they are waited for, too: all ranks may go on using the group."""
+    try:
+        yield
+    except Exception:
+        for transfer in transfers:
+            if transfer:
+                transfer.wait()
+        raise
 
 
 class Exchange:

@@ -66,6 +66,9 @@ class TileLists:
         """Of device memory."""
         return sum(built.bytes for built in self.built if built)
 
+    def __reduce__(self) -> Any:
+        raise Unsupported("TileLists are on a device, for this process: they cannot be copied or pickled; make them anew.")
+
     def __repr__(self) -> str:
         return f"<flashjit.TileLists for {' and '.join(built.text for built in self.built if built)}>"
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._chunks import Chunk, chunks, parts_of_heads
-from ._exchange import AllToAll, Exchange, Gathering, Travel, scattered_sum
+from ._exchange import AllToAll, Exchange, Gathering, Travel, beside, scattered_sum
 from ._pieces import Piece, Rule
 from ._plans import NO_RNG, Placed, Plan, Rng, contiguous, plan_of, readable
 from ._problem import read_problem
@@ -195,14 +195,15 @@ class Ring(torch.autograd.Function):
         for step, pieces in enumerate(steps):
             travel = Travel(block, job.group) if step + 1 < job.ranks else None
             reserved = job.reserved_sms if travel else 0
-            for piece in pieces:
-                dtype = q.dtype if sinks is None and piece is last[0] else torch.float32
-                state.add(piece, dtype, block[0], block[1], job.rng, reserved)
+            with beside(travel):
+                for piece in pieces:
+                    dtype = q.dtype if sinks is None and piece is last[0] else torch.float32
+                    state.add(piece, dtype, block[0], block[1], job.rng, reserved)
             block, travel = travel.wait() if travel else block, None
         out, lse = state.whole()
         if sinks is not None:  # which all keys share
             joined = torch.logaddexp(lse, sinks.float()[None, :, None])
-            out, lse = out * (lse - joined).exp()[..., None], joined
+            out, lse = out * _weight(lse, joined)[..., None], joined
         out = out.to(q.dtype)
         _end_forward(ctx, job, q, k, v, sinks, out, lse)
         return out, lse
@@ -221,12 +222,13 @@ class Ring(torch.autograd.Function):
         for step in range(job.ranks):
             travel = Travel(block, job.group) if step + 1 < job.ranks else None
             dkv = Sums(k, v)
-            for piece in job.pieces_with((job.rank - step) % job.ranks, q):
-                reserved = job.reserved_sms if travel or coming else 0
-                parts, _ = saved.gradients(block[0], block[1], piece, reserved_sms=reserved)
-                dq.add(0, piece.rows, parts[0])
-                dkv.add_keys(piece, parts)
-                del parts  # their memory
+            reserved = job.reserved_sms if travel or coming else 0
+            with beside(travel, coming):
+                for piece in job.pieces_with((job.rank - step) % job.ranks, q):
+                    parts, _ = saved.gradients(block[0], block[1], piece, reserved_sms=reserved)
+                    dq.add(0, piece.rows, parts[0])
+                    dkv.add_keys(piece, parts)
+                    del parts  # their memory
             sums = [dkv.of(i).contiguous() for i in range(2)]
             if coming:  # the sums of the ranks that had this block before
                 for total, before in zip(sums, coming.wait()):
@@ -239,10 +241,15 @@ class Ring(torch.autograd.Function):
         return dq.of(0).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
 
 
+def _weight(logit: Tensor, lse: Tensor) -> Tensor:
+    """0 of what is -inf, also where all is."""
+    return torch.where(logit.isneginf(), 0.0, (logit - lse).exp())
+
+
 def _sink_gradients(saved: Saved, sinks: Tensor) -> Tensor:
     """Of this rank's rows: the sink has the weight exp(sink - LSE), and no value."""
     d = (saved.dout.float() * saved.out.float()).sum(-1)
-    weight = (sinks.float()[None, :, None] - saved.lse).exp()
+    weight = _weight(sinks.float()[None, :, None], saved.lse)
     return (weight * ((0 if saved.dlse is None else saved.dlse) - d)).sum((0, 2)).to(sinks.dtype)
 
 
@@ -366,7 +373,8 @@ class Heads(torch.autograd.Function):
         back = Returning(job)
         for part, spreading in zip(parts, coming):
             rows, keys, values = spreading.wait()
-            out, lse = compute(rows, keys, values, job.rng, part.piece(rows), q.dtype, sinks=None if sinks is None else part.mine(sinks))
+            with beside(*coming):
+                out, lse = compute(rows, keys, values, job.rng, part.piece(rows), q.dtype, sinks=None if sinks is None else part.mine(sinks))
             back.send(part, [out, lse[..., None]])
             saved += [rows, keys, values, out, lse]
         out, lse = back.wait()
@@ -391,7 +399,8 @@ class Heads(torch.autograd.Function):
             return rows.gradients(k, v, part.piece(q), fp32=False)
         for part, spreading in zip(ctx.parts, coming):
             tensors, saved = saved[:5], saved[5:]
-            grads, of_sinks = of_part(part, spreading, *tensors)
+            with beside(*coming):
+                grads, of_sinks = of_part(part, spreading, *tensors)
             back.send(part, grads)
             if dsinks is not None:
                 part.mine(dsinks).copy_(of_sinks)
@@ -406,7 +415,7 @@ def _check_heads(q: Tensor, k: Tensor, ranks: int) -> None:
     heads, heads_kv = q.shape[1], k.shape[1]
     if heads % ranks:
         raise InvalidArgument(f"q has {heads} heads for {ranks} ranks: ulysses gives each rank as many; use ring or all_gather.")
-    if heads_kv % ranks and ranks % heads_kv:
+    if not heads_kv or heads_kv % ranks and ranks % heads_kv:
         raise InvalidArgument(f"k has {heads_kv} heads for {ranks} ranks: one must divide the other for ulysses; use ring "
                               "or all_gather.")
 

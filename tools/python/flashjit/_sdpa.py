@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._attention import attention
+from ._checks import check_number
 from ._plans import ELEMENTS, describe
 from .errors import InvalidArgument, WrongType
 
@@ -97,7 +98,9 @@ def supported(q: Tensor, k: Tensor, v: Tensor, scale: Union[float, None]) -> tup
     if scale is None:
         if dim % 8 or not dim:
             scale = 1 / math.sqrt(dim) if dim else 1.0
-    elif scale <= 0:
+    else:
+        check_number("scale", scale)
+    if scale is not None and scale <= 0:
         q, scale = (-q, -scale) if scale else (q * 0, 1.0)
     return _padded(q), _padded(k), _padded(v), scale
 

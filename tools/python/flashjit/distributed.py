@@ -5,6 +5,7 @@ gradients come back as shards. A mask, a window or a program means what it means
 """
 from __future__ import annotations
 
+import math
 from numbers import Integral
 from typing import Any, Iterable, NamedTuple, Sequence, Union
 
@@ -144,7 +145,7 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "aut
     q, k, v = (x.resolve_neg() for x in autocast(q, k, v))
     if scheme == "auto":
         scheme = _fastest(q, k, layout, causal, window, groups)
-    _check_arguments(q, scheme, causal, window, dropout_p, reserved_sms, groups)
+    _check_arguments(q, scheme, causal, window, scale, dropout_p, reserved_sms, groups)
     rng = draw_rng(q) if dropout_p else NO_RNG
     documents = None if cu_seqlens is None else _documents(cu_seqlens)
     _check_everywhere((q, k, v), dict(scheme=scheme, layout=layout, causal=causal, window=window, scale=scale,
@@ -154,6 +155,8 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "aut
     sinks = None if sinks is None else sinks.resolve_neg()
     check_layout(layout, dist.get_world_size(groups.outer), q.shape[2] * groups.ranks)
     _check_documents(documents, q, layout, groups.ranks)
+    if not q.shape[2]:  # no document has a row
+        documents = None
     _check_captures(score_mod, mask_mod)
     job = Job(Rule(bool(causal), window, scale, score_mod, mask_mod, documents, dropout_p, 0, q.shape[1]), layout, groups.outer, rng,
               reserved_sms)
@@ -177,7 +180,7 @@ def _fastest(q: Tensor, k: Tensor, layout: str, causal: bool, window: Union[int,
         return "ring"
 
 
-def _check_arguments(q: Tensor, scheme: str, causal: bool, window: Union[int, None], dropout_p: float,
+def _check_arguments(q: Tensor, scheme: str, causal: bool, window: Union[int, None], scale: Union[float, None], dropout_p: float,
                      reserved_sms: int, groups: _Groups) -> None:
     if scheme not in SCHEMES:
         raise InvalidArgument(f"scheme is {scheme!r}: give one of {', '.join(SCHEMES)}.")
@@ -188,6 +191,10 @@ def _check_arguments(q: Tensor, scheme: str, causal: bool, window: Union[int, No
     if window is not None and (not causal or not isinstance(window, Integral) or window < 1):
         raise InvalidArgument(f"window is {window} and causal is {causal}: a window is of 1 key or more, with causal=True.")
     check_number("dropout_p", dropout_p)
+    if scale is not None:
+        check_number("scale", scale)
+        if not 0 < scale < math.inf:
+            raise InvalidArgument(f"scale is {scale}: it must be finite and above 0.")
     check_whole("reserved_sms", reserved_sms)
     if reserved_sms < 0:
         raise InvalidArgument(f"reserved_sms is {reserved_sms}: give 0 or more.")

@@ -82,7 +82,8 @@ def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, dlse: Any
     """dQ, dK and dV from dO, with what forward() was given and gave.
 
     dout: like out. dlse: the gradient of lse, like lse; None: there is none. dq, dk, dv: like q, k and v, or float32 with
-        "fp32_grads" in options; made where left out, as forward() makes out.
+        "fp32_grads" or "add_grads" in options; made where left out, as forward() makes out, or with "add_grads", which adds to what is
+        there, of zeros.
     capture_grads: by name, for programs that declare "grad": float32, contiguous, the capture's sizes; added to.
     dsinks: float32 [heads_q], added to. lists: of build_lists(backward=True). All else: see forward().
 
@@ -92,8 +93,10 @@ def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, dlse: Any
     call = _Call({"q": q, "k": k, "v": v, "out": out, "lse": lse, **gradients}, options, dropout_p, captures,
                  dict(kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, sinks=sinks), block_map,
                  max_seqlen_q, max_seqlen_kv, stream, capture_grads)
-    grad_type = "fp32" if "fp32_grads" in _outside_braces(options).split(":") else call.views["q"].type
-    results = [call.made(given, name, call.views[name[1:]].size, grad_type, q)
+    asked = _outside_braces(options).split(":")
+    added = "add_grads" in asked
+    grad_type = "fp32" if added or "fp32_grads" in asked else call.views["q"].type
+    results = [call.made(given, name, call.views[name[1:]].size, grad_type, q, filled=added)
                for name, given in (("dq", dq), ("dk", dk), ("dv", dv))]
     args = BackwardArgs(struct_size=ctypes.sizeof(BackwardArgs), lse=call.views["lse"].contiguous_pointer("lse"),
                         **call.tensors("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
@@ -183,8 +186,8 @@ class _Call:
         if len(offsets) != 1 or offsets == (0,):
             raise InvalidArgument(f"cu_seqlens_q has shape {list(offsets)}: it must have [sequences + 1].")
         for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
-            if value < 0:
-                raise InvalidArgument(f"{name} is {value}: it must be 0 or more.")
+            if not 0 <= value < 2**31:
+                raise InvalidArgument(f"{name} is {value}: it must be 0 or more, and less than 2^31.")
         self.batch = self.views["cu_seqlens_q"].size[0] - 1 if varlen else 0
         self.lengths = (max_seqlen_q, max_seqlen_kv) if varlen else (0, 0)
         self.shape = (self.batch if varlen else q.size[0], q.size[1], k.size[1], max_seqlen_q if varlen else q.size[2],
@@ -219,6 +222,7 @@ class _Call:
             if name not in captures:
                 raise InvalidArgument(f"capture_grads has {name!r}, which captures has not: remove it.")
         for struct, (name, value) in zip(self.captures, captures.items()):
+            check_text("a name in captures", name)
             struct.name = name.encode()
             if isinstance(value, (int, float)):
                 struct.scalar = value
@@ -234,10 +238,10 @@ class _Call:
                 label = f"capture_grads[{name!r}]"
                 struct.grad = self.written(label, grads[name], seen.size, "fp32").contiguous_pointer(label)
 
-    def made(self, given: Any, name: str, size: Sequence[int], type: str, like: Any, unused: float = 0.0) -> Any:
-        """`given`, or a new array of q's library. unused: the value of what no kernel writes."""
+    def made(self, given: Any, name: str, size: Sequence[int], type: str, like: Any, unused: float = 0.0, filled: bool = False) -> Any:
+        """`given`, or a new array of q's library. unused: the value of what no kernel writes, or with `filled` of all."""
         array = _empty(like, size, type, name) if given is None else given
-        if given is None and self.varlen and (self.batch == 0 or unused):
+        if given is None and (filled or self.varlen and (self.batch == 0 or unused)):
             array[...] = unused
         self.written(name, array, size, type)
         return array
@@ -267,8 +271,10 @@ class _Call:
 
     def common(self, scale: Union[float, None], dropout_p: float, seed: int, offset: int) -> dict[str, Any]:
         members: dict[str, Any] = {name: self.views[name].contiguous_pointer(name) for name in self.fixed}
-        check_whole("seed", seed)
-        check_whole("offset", offset)
+        for name, value in (("seed", seed), ("offset", offset)):
+            check_whole(name, value)
+            if not 0 <= value < 2**64:
+                raise InvalidArgument(f"{name} is {value}: it must be 0 or more, and less than 2^64.")
         members.update(dropout_p=dropout_p, seed=seed, offset=offset, batch_size=self.batch, max_seqlen_q=self.lengths[0],
                        max_seqlen_kv=self.lengths[1], capture_count=len(self.captures),
                        captures=ctypes.addressof(self.captures) if len(self.captures) else None,

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 #include <signal.h>
 #include <unistd.h>
-#include <charconv>
 
 #include <algorithm>
 #include <atomic>

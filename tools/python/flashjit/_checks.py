@@ -15,7 +15,7 @@ def check_number(name: str, value: Any) -> None:
     if type(value) not in _NUMBERS and not isinstance(value, Real):
         raise WrongType(f"{name} is a {type(value).__name__}: give a Python number.")
     if type(value) is int and abs(value) > _LARGEST:
-        raise InvalidArgument(f"{name} has {len(str(value))} digits: give a number that a float can hold.")
+        raise InvalidArgument(f"{name} is an int of {value.bit_length()} bits: give a number that a float can hold.")
 
 
 def check_whole(name: str, value: Any) -> None:

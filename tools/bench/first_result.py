@@ -45,8 +45,8 @@ def with_flashjit(scratch, wheel):
     """Returns the rendered source of the kernel."""
     python = scratch / "venv" / "bin" / "python"
     timed("python3 -m venv", [sys.executable, "-m", "venv", scratch / "venv"])
-    timed("pip install flashjit-*.whl numpy nvidia-cuda-nvrtc", [python, "-m", "pip", "install", "-q", "--no-cache-dir", wheel, "numpy",
-                                                           "nvidia-cuda-nvrtc"])
+    timed("pip install flashjit-*.whl numpy nvidia-cuda-nvrtc",
+          [python, "-m", "pip", "install", "-q", "--no-cache-dir", wheel, "numpy", "nvidia-cuda-nvrtc"])
     cache = dict(FLASHJIT_CACHE_DIR=str(scratch / "cache"))
     timed("import flashjit, a result of the CPU reference", [python, "-c", RESULT], **cache)
     timed(f"first kernel, {SPEC} for sm_90a", [python, "-m", "flashjit", "pack", "--spec", SPEC, "--arch", "sm_90a", "--out",

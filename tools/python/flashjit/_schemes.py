@@ -373,7 +373,7 @@ class Heads(torch.autograd.Function):
         back = Returning(job)
         for part, spreading in zip(parts, coming):
             rows, keys, values = spreading.wait()
-            with beside(*coming):
+            with beside(*coming, back):
                 out, lse = compute(rows, keys, values, job.rng, part.piece(rows), q.dtype, sinks=None if sinks is None else part.mine(sinks))
             back.send(part, [out, lse[..., None]])
             saved += [rows, keys, values, out, lse]
@@ -399,7 +399,7 @@ class Heads(torch.autograd.Function):
             return rows.gradients(k, v, part.piece(q), fp32=False)
         for part, spreading in zip(ctx.parts, coming):
             tensors, saved = saved[:5], saved[5:]
-            with beside(*coming):
+            with beside(*coming, back):
                 grads, of_sinks = of_part(part, spreading, *tensors)
             back.send(part, grads)
             if dsinks is not None:

@@ -100,8 +100,8 @@ def supported(q: Tensor, k: Tensor, v: Tensor, scale: Union[float, None]) -> tup
             scale = 1 / math.sqrt(dim) if dim else 1.0
     else:
         check_number("scale", scale)
-    if scale is not None and scale <= 0:
-        q, scale = (-q, -scale) if scale else (q * 0, 1.0)
+        if scale <= 0:
+            q, scale = (-q, -scale) if scale else (q * 0, 1.0)
     return _padded(q), _padded(k), _padded(v), scale
 
 

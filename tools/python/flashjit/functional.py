@@ -50,16 +50,16 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
 
     Returns (out, lse). Raises flashjit.Error.
     """
-    if row_max is not None and "row_max" not in _outside_braces(options).split(":"):
+    if row_max is not None and "row_max" not in _options_in(options):
         options += ":row_max"
-    if state is not None and "running_state" not in _outside_braces(options).split(":"):
+    if state is not None and "running_state" not in _options_in(options):
         options += ":running_state"
     call = _Call({"q": q, "k": k, "v": v}, options, dropout_p, captures,
                  dict(kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, sinks=sinks), block_map,
                  max_seqlen_q, max_seqlen_kv, stream)
     batch, heads_q, _, seqlen_q, _ = call.shape
     sizes = call.views["q"].size
-    out_type = "fp32" if "fp32_out" in _outside_braces(options).split(":") else call.views["q"].type
+    out_type = "fp32" if "fp32_out" in _options_in(options) else call.views["q"].type
     out = call.made(out, "out", (*sizes[:3], call.views["v"].size[3]), out_type, q)
     lse = call.made(lse, "lse", (batch, heads_q, seqlen_q), "fp32", q, -math.inf)
     args = ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), lse=call.views["lse"].contiguous_pointer("lse"),
@@ -93,7 +93,7 @@ def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, dlse: Any
     call = _Call({"q": q, "k": k, "v": v, "out": out, "lse": lse, **gradients}, options, dropout_p, captures,
                  dict(kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, sinks=sinks), block_map,
                  max_seqlen_q, max_seqlen_kv, stream, capture_grads)
-    asked = _outside_braces(options).split(":")
+    asked = _options_in(options)
     added = "add_grads" in asked
     grad_type = "fp32" if added or "fp32_grads" in asked else call.views["q"].type
     results = [call.made(given, name, call.views[name[1:]].size, grad_type, q, filled=added)
@@ -195,7 +195,7 @@ class _Call:
         self._check_sizes()
         dims = f"{q.size[3]}" if q.size[3] == v.size[3] else f"{q.size[3]}x{v.size[3]}"
         given = {"dropout_p": dropout_p > 0, "cu_seqlens_q": varlen, **dict.fromkeys(self.fixed, True)}
-        outside = _outside_braces(options).split(":")
+        outside = _options_in(options)
         more = [option for option in _library.options_of(given, _library.spec_options()).split(":") if option not in outside]
         self.spec = ":".join([q.type, f"d{dims}", *filter(None, [options.strip(":"), *more])])
 
@@ -318,13 +318,14 @@ def _device(seen: View) -> str:
     return seen.device[0] if seen.device[0] == "cpu" else f"{seen.device[0]}:{seen.device[1]}"
 
 
-def _outside_braces(text: str) -> str:
+def _options_in(text: str) -> list[str]:
+    """Without what programs have in their braces."""
     depth, kept = 0, []
     for character in text:
         depth += (character == "{") - (character == "}")
         if depth == 0:
             kept.append(character)
-    return "".join(kept)
+    return "".join(kept).split(":")
 
 
 _NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "uint8": "uint8"}

@@ -149,6 +149,17 @@ std::size_t MaskAnalysis::count_bounds() const {
   return count;
 }
 
+bool MaskAnalysis::bounds_first_key() const {
+  return std::ranges::any_of(conjuncts_, [&](const Conjunct& conjunct) {
+    const std::optional<Comparison> condition = comparison_of(conjunct);
+    if (!condition) return false;
+    const long long factor = condition->difference.kv;
+    return condition->relation == Relation::zero
+               ? factor != 0
+               : condition->relation == Relation::at_most_zero && factor < 0;
+  });
+}
+
 void MaskAnalysis::find_conjuncts(int place, bool negated) {
   const Op op = graph_.node(place).op;
   const std::vector<int>& args = graph_[place].args;

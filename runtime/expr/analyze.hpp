@@ -49,6 +49,8 @@ class MaskAnalysis {
   /// How many affine comparisons tell all: a query attends to exactly what they leave of the keys, an
   /// interval. 0: other conditions do, or comparisons of sides that may wrap.
   std::size_t bounds() const { return bounds_; }
+  /// Whether kv_bounds() may begin after key 0, as behind a window.
+  bool bounds_first_key() const;
   /// Whether intervals say too often "partial", so that pairs are evaluated when lists are made.
   bool evaluate_tiles() const { return evaluate_; }
   /// Places of the values that depend on one position alone, whose bounds over a tile are found by evaluating

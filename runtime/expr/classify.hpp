@@ -86,8 +86,8 @@ class TileWalk {
   std::map<int, typename Domain::Interval> intervals_;
 };
 
-/// The bounds of a mask that is not listed: the positions of one kind, keys if `of_keys`, that some position
-/// of a range of the other kind meets. A Domain narrows, or prints what narrows:
+/// A mask's bounds: the positions of one kind, keys if `of_keys`, that some position of a range of the other
+/// kind meets. Conditions of a listed mask may rule out more. A Domain narrows, or prints what narrows:
 ///   void keep_if(place, negated)                 by a condition that is the same for all pairs
 ///   void keep(Comparison, factor, Affine others) the difference is factor * position + others
 template <class Domain>
@@ -97,11 +97,11 @@ void narrow_bounds(const Graph& graph, const MaskAnalysis& mask, bool of_keys, D
       domain.keep_if(conjunct.place, conjunct.negated);
       continue;
     }
-    const Comparison comparison = *mask.comparison_of(conjunct);
-    if (comparison.relation == Relation::not_zero) continue;
-    Affine others = comparison.difference;
+    const std::optional<Comparison> comparison = mask.comparison_of(conjunct);
+    if (!comparison || comparison->relation == Relation::not_zero) continue;
+    Affine others = comparison->difference;
     const long long factor = std::exchange(of_keys ? others.kv : others.q, 0);
-    domain.keep(comparison, factor, others);
+    domain.keep(*comparison, factor, others);
   }
 }
 

@@ -64,6 +64,7 @@ struct ProgramFacts {
   bool has_mask = false;  ///< some pairs may not attend
   MaskTraits mask;
   int mask_bounds = 0;                      ///< see MaskAnalysis::bounds()
+  bool mask_bounds_first_key = false;       ///< see MaskAnalysis::bounds_first_key()
   bool evaluates_tiles = false;             ///< see MaskAnalysis::evaluate_tiles()
   int mask_block_q = 0, mask_block_kv = 0;  ///< see block_of()
   bool mask_terms = false;                  ///< the mask reads tensors by one position, and is emitted as one

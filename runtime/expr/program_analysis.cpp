@@ -108,6 +108,7 @@ ProgramFacts ProgramAnalysis::facts() const {
                    .q_reads = count(mask_.q_reads()),
                    .kv_reads = count(mask_.kv_reads())},
           .mask_bounds = static_cast<int>(mask_.bounds()),
+          .mask_bounds_first_key = mask_.bounds_first_key(),
           .evaluates_tiles = mask_.evaluate_tiles(),
           .mask_block_q = block_of(graph_, mask_root_, kUsesQ),
           .mask_block_kv = block_of(graph_, mask_root_, kUsesKv),
@@ -125,25 +126,16 @@ ProgramFacts facts_of(const ScoreProgram& score, const MaskProgram& mask, const 
 }
 
 std::vector<Constant> constants_of(const ProgramFacts& facts) {
-  return {{"kHasScore", facts.has_score},
-          {"kHasMask", facts.has_mask},
-          {"kScoreGrad", facts.has_slope},
-          {"kBiasTile", facts.bias_tile.has_value()},
-          {"kScoreRowTerm", facts.row_term},
-          {"kScoreColumnTerm", facts.column_term},
-          {"kScoreLine", facts.score_is_line},
-          {"kFarScores", facts.far_scores},
-          {"kMaskBounds", facts.mask_bounds},
-          {"kListed", facts.mask.listed},
-          {"kEvaluateTiles", facts.evaluates_tiles},
-          {"kMaskBlockQ", facts.mask_block_q},
-          {"kMaskBlockKv", facts.mask_block_kv},
-          {"kMaskUsesHead", facts.mask.uses_head},
-          {"kMaskTerms", facts.mask_terms},
-          {"kMaskRowTerms", facts.mask.q_reads},
-          {"kMaskColumnTerms", facts.mask.kv_reads},
-          {"kCaptureGrads", facts.capture_grads},
-          {"kDifferenceGrads", facts.difference_grads},
+  return {{"kHasScore", facts.has_score},          {"kHasMask", facts.has_mask},
+          {"kScoreGrad", facts.has_slope},         {"kBiasTile", facts.bias_tile.has_value()},
+          {"kScoreRowTerm", facts.row_term},       {"kScoreColumnTerm", facts.column_term},
+          {"kScoreLine", facts.score_is_line},     {"kFarScores", facts.far_scores},
+          {"kMaskBounds", facts.mask_bounds},      {"kMaskBoundsFirstKey", facts.mask_bounds_first_key},
+          {"kListed", facts.mask.listed},          {"kEvaluateTiles", facts.evaluates_tiles},
+          {"kMaskBlockQ", facts.mask_block_q},     {"kMaskBlockKv", facts.mask_block_kv},
+          {"kMaskUsesHead", facts.mask.uses_head}, {"kMaskTerms", facts.mask_terms},
+          {"kMaskRowTerms", facts.mask.q_reads},   {"kMaskColumnTerms", facts.mask.kv_reads},
+          {"kCaptureGrads", facts.capture_grads},  {"kDifferenceGrads", facts.difference_grads},
           {"kBiasTileGrad", facts.bias_tile_grad}};
 }
 

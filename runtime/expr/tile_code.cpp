@@ -178,7 +178,7 @@ std::string classify_tile_body(HeadCode& head, const MaskAnalysis& mask) {
 std::string bounds_body(HeadCode& head, const MaskAnalysis& mask, BoundsKind kind) {
   const std::string length = kind.of_keys ? "head.seqlen_kv" : "head.seqlen_q";
   BoundsText text(head, kind.of_all);
-  if (!mask.listed()) narrow_bounds(head.graph(), mask, kind.of_keys, text);
+  if (!mask.listed() || kind.of_keys) narrow_bounds(head.graph(), mask, kind.of_keys, text);
   if (text.lines().empty()) return fmt::format("    return {{0, {}}};\n", length);
   const std::string all = fmt::format("{{0, {} - 1LL}}", length);
   return (kind.of_keys ? positions(text.lines(), "flashjit::interval_of(q_range)", all)

@@ -42,6 +42,17 @@ __device__ __forceinline__ int slot_of_key(const Params& p, int b, int kv) {
     return page_of_key<P>(p, b, kv) * P::kPageRows + kv % P::kPageRows;
 }
 
+/// Whether a mask, such as a window, may leave pages behind. An engine frees these, so that the table may
+/// name any page for them: they are not read.
+template <class P>
+constexpr bool kLeavesPages = P::kPageRows > 0 && P::kMaskBoundsFirstKey;
+/// The first key that any query of a range attends to.
+template <class P>
+__device__ __forceinline__ int first_key_of(const Params& p, const typename P::Head& head, Range q) {
+  if constexpr (kLeavesPages<P>) return P::kv_bounds(p, head, q).begin;
+  return 0;
+}
+
 /// Whether K and V are codes with scales.
 template <class P>
 constexpr bool kScaledKv = sizeof(typename P::KvElement) == 1;

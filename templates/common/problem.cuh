@@ -91,6 +91,7 @@ struct ExampleProblem {
   // How many bounds the mask consists of: the keys of a query are then kv_bounds() of it alone. 0: the mask
   // is something else.
   static constexpr int kMaskBounds = 0;
+  static constexpr bool kMaskBoundsFirstKey = false;  // kv_bounds() may begin after key 0
   // The mask is the same for all pairs of so many queries and keys, from multiples of these on; 0: for all.
   static constexpr int kMaskBlockQ = 0;
   static constexpr int kMaskBlockKv = 0;

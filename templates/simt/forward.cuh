@@ -126,11 +126,13 @@ __device__ void forward(const Params& p) {
   const auto head = sequence.head(p, h);
   const Range q_range = tile_range(work.tile, Problem::kBr, sequence.seqlen_q(p));
   if (Problem::kVarlen && q_range.begin == q_range.end) return;
-  const int kv_end = sequence.seqused_kv(p);
+  const int kv_end = sequence.seqused_kv(p), kv_begin = first_key_of<Problem>(p, head, q_range);
   const ScaledQMatrix<Problem> q{q_matrix<Problem, QElement<Problem>>(sequence, p.q, h, q_range.end),
                                  q_scale<Problem>(p, work.b, h_kv)};
-  const ScaledKvMatrix<Problem> k{kv_matrix(p, sequence, p.k, h_kv, kv_end), {p, p.k_scale, sequence, h_kv}};
-  const ScaledKvMatrix<Problem> v{kv_matrix(p, sequence, p.v, h_kv, kv_end), {p, p.v_scale, sequence, h_kv}};
+  const ScaledKvMatrix<Problem> k{kv_matrix(p, sequence, p.k, h_kv, kv_end, kv_begin),
+                                  {p, p.k_scale, sequence, h_kv}};
+  const ScaledKvMatrix<Problem> v{kv_matrix(p, sequence, p.v, h_kv, kv_end, kv_begin),
+                                  {p, p.v_scale, sequence, h_kv}};
   const Shared shared = shared_memory<T>();
 
   Result<T, Problem::kHeadDimV> out = {};

@@ -62,18 +62,19 @@ template <class T>
 struct Matrix {
   using Element = T;
   static constexpr bool kScaled = false;
+  static constexpr int begin = 0;
   Element* data;
   long long stride;
   int end;
   __device__ __forceinline__ Element* row(int n) const { return data + n * stride; }
 };
-/// The same of K or V, or of their gradients.
+/// The same of K or V, or of their gradients; rows before `begin` read as zero, too.
 template <class Problem, class T = typename Problem::KvElement>
 struct KvMatrix {
   using Element = T;
   static constexpr bool kScaled = false;
   KvSource<Problem, Element> source;
-  int end;
+  int end, begin = 0;
   __device__ __forceinline__ Element* row(int n) const { return source.row(n); }
 };
 /// Q, whose elements may be codes.
@@ -100,8 +101,9 @@ __device__ __forceinline__ Matrix<Element> q_matrix(const Sequence<Problem>& seq
 template <class Problem, class Element = typename Problem::KvElement>
 __device__ __forceinline__ KvMatrix<Problem, Element> kv_matrix(const Params& p,
                                                                 const Sequence<Problem>& sequence,
-                                                                const TensorParam& tensor, int h, int end) {
-  return {{p, tensor, sequence, h}, end};
+                                                                const TensorParam& tensor, int h, int end,
+                                                                int begin = 0) {
+  return {{p, tensor, sequence, h}, end, begin};
 }
 
 /// Copies columns [chunk * kChunk, ...) of kRows rows from `first` on to shared memory, as floats. Columns
@@ -117,15 +119,15 @@ __device__ __forceinline__ void load_chunk(float* shared, const Rows& from, int 
 #pragma unroll 2
   for (int row = threadIdx.x / kPieces; row < kRows; row += kThreads / kPieces) {
     Piece value = {};
-    if (first + row < from.end)
-      value = *reinterpret_cast<const Piece*>(from.row(first + row) + chunk * kChunk + column);
+    const bool exists = first + row >= from.begin && first + row < from.end;
+    if (exists) value = *reinterpret_cast<const Piece*>(from.row(first + row) + chunk * kChunk + column);
     Float4* to = reinterpret_cast<Float4*>(shared + row * kChunkStride + column);
 #pragma unroll
     for (int e = 0; e < kElements; e += 4) {
       to[e / 4] = {{to_float(value.at[e]), to_float(value.at[e + 1]), to_float(value.at[e + 2]),
                     to_float(value.at[e + 3])}};
       if constexpr (Rows::kScaled) {
-        const float scale = first + row < from.end ? from.scale(first + row) : 0.0f;
+        const float scale = exists ? from.scale(first + row) : 0.0f;
         for (float& x : to[e / 4].at) x *= scale;
       }
     }

@@ -42,12 +42,13 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
   for_each_work_tile(smem, [&](const WorkTile<P>& work) {
     const int h_kv = work.h / p.qhead_per_kvhead();
     const auto begin_of = [&](int i) { return tile_of_entry<P>(work.kv_tiles.entry(i)) * P::kBc; };
-    int page = KvTilePlace<P>::page_of_tile(p, work.sequence, begin_of(work.count() - 1));
+    const int first_key = work.first_key(p);
+    int page = KvTilePlace<P>::page_of_tile(p, work.sequence, begin_of(work.count() - 1), first_key);
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
       // The KV tile: the next of the work tile's range or list.
       const int entry = work.kv_tiles.entry(i), begin = tile_of_entry<P>(entry) * P::kBc;
-      const KvTilePlace<P> tile(p, work.sequence, page, h_kv, begin);
+      const KvTilePlace<P> tile(p, work.sequence, page, h_kv, begin, first_key);
       if constexpr (kPart != KvPart::v) {
         barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
         if constexpr (kProducerPostsEntries<P> && !kConvertsKv<P>)
@@ -62,7 +63,8 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
                                                     smem.bias_tile(n), work.q_begin, begin);
       }
       // The page table is read a tile ahead of its copies.
-      if (kPaged<P> && i > 0) page = KvTilePlace<P>::page_of_tile(p, work.sequence, begin_of(i - 1));
+      if (kPaged<P> && i > 0)
+        page = KvTilePlace<P>::page_of_tile(p, work.sequence, begin_of(i - 1), first_key);
       constexpr bool kVFollows = !kSharesRows<P> && kPart != KvPart::v;
       if (kVFollows && n > 0) load_v(n - 1);
       loaded = tile;

@@ -203,6 +203,12 @@ struct WorkTile : WorkTileHeads<P::kPackGqa> {
   }
   __device__ int count() const { return kv_tiles.count; }
   __device__ int kv_begin(int i) const { return kv_tiles.tile(i) * P::kBc; }
+  /// The first key that may be read: see kLeavesPages.
+  __device__ int first_key(const Params& p) const {
+    if constexpr (!kLeavesPages<P>) return 0;
+    const int end = min(q_begin + queries_per_tile<P>(p), sequence.seqlen_q(p));
+    return first_key_of<P>(p, sequence.head(p, h), {q_begin, end});
+  }
 };
 
 }  // namespace flashjit::sm90

@@ -27,11 +27,15 @@ __device__ __forceinline__ void visit_kv_tiles(const ForwardStorage<P>& smem, co
   if (n > 0) visit_v(before, n - 1);
 }
 
-/// The keys of a KV tile, of which `valid` exist.
+/// The keys of a KV tile, of which `valid` exist, and the first `skipped` may be in pages that were left.
 template <class P>
 struct TileKeys {
   Sequence<P> sequence;
-  int h_kv = 0, begin = 0, valid = 0;
+  int h_kv = 0, begin = 0, valid = 0, skipped = 0;
+
+  __device__ __forceinline__ bool has(int row) const {
+    return (!kLeavesPages<P> || row >= skipped) && row < valid;
+  }
 };
 
 /// Starts the copies of the keys' scales, which count as one of each lane's arrivals on `full`. By a warp.
@@ -44,12 +48,12 @@ __device__ __forceinline__ void copy_key_scales(float* to, const KvScales<P>& fr
 #pragma unroll
   for (int own = 0; own < kOwn; ++own) {
     const int row = own * 32 + lane;
-    scales[own] = row < keys.valid ? from.of_key(keys.begin + row) : from.some();
+    scales[own] = keys.has(row) ? from.of_key(keys.begin + row) : from.some();
   }
 #pragma unroll
   for (int own = 0; own < kOwn; ++own)
     if (const int row = own * 32 + lane; P::kBc % 32 == 0 || row < P::kBc)
-      copy_async_4(shared_address(to + row), scales[own], row < keys.valid);
+      copy_async_4(shared_address(to + row), scales[own], keys.has(row));
   barrier_arrive_after_copies(full);
 }
 
@@ -61,7 +65,7 @@ __device__ __forceinline__ void load_key_scales(const Params& p, const ForwardSt
       [&](const WorkTile<P>& work, int i, int n) {
         const int begin = work.kv_begin(i);
         const TileKeys<P> keys{work.sequence, work.h / p.qhead_per_kvhead(), begin,
-                               min(work.sequence.seqused_kv(p) - begin, P::kBc)};
+                               min(work.sequence.seqused_kv(p) - begin, P::kBc), work.first_key(p) - begin};
         barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
         copy_key_scales(smem.code_scales(smem.code_tile_k(n)),
                         KvScales<P>(p, p.k_scale, keys.sequence, keys.h_kv), keys, smem.k_landed(n));

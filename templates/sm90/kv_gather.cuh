@@ -18,7 +18,8 @@ struct GatheredKeys {
   int slot[kOwn];
 
   __device__ __forceinline__ GatheredKeys() {}
-  __device__ __forceinline__ GatheredKeys(const Params& p, const WorkTile<P>& work, int begin, int warp) {
+  __device__ __forceinline__ GatheredKeys(const Params& p, const WorkTile<P>& work, int begin, int first_key,
+                                          int warp) {
     const int seqused_kv = work.sequence.seqused_kv(p), lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {
@@ -26,7 +27,7 @@ struct GatheredKeys {
       int kv = begin + at;
       if constexpr (P::kIndices)
         kv = at < P::kBc ? IndexList<P>(p, work.sequence, work.h_kv, work.q_begin).key(kv) : -1;
-      else if (kv >= seqused_kv)
+      else if (kv >= seqused_kv || (kLeavesPages<P> && kv < first_key))
         kv = -1;
       slot[own] = kv >= 0 ? slot_of_key<P>(p, work.sequence.b, kv) : -1;
     }
@@ -123,10 +124,10 @@ __device__ __forceinline__ void gather_kv(const Params& p, const ForwardStorage<
   };
   int n = 0;
   for_each_work_tile(smem, [&](const WorkTile<P>& work) {
-    const int h_kv = work.h / p.qhead_per_kvhead();
+    const int h_kv = work.h / p.qhead_per_kvhead(), first_key = work.first_key(p);
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
-      const Tile tile{GatheredKeys<P>(p, work, work.kv_begin(i), warp), work.sequence, h_kv};
+      const Tile tile{GatheredKeys<P>(p, work, work.kv_begin(i), first_key, warp), work.sequence, h_kv};
       barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
       if constexpr (P::kIndices) tile.keys.publish(smem.present_keys(n), smem.k_full(n), warp);
       if constexpr (kTileInParts<P>) {

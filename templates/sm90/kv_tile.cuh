@@ -27,30 +27,36 @@ struct KvTilePlace {
   int row = 0, head = 0, batch = 0;
 
   __device__ __forceinline__ KvTilePlace() {}
-  /// `page`: from page_of_tile().
+  /// `page`: from page_of_tile(); `first_key`: the work tile's.
   __device__ __forceinline__ KvTilePlace(const Params& p, const Sequence<P>& sequence, int page, int h_kv,
-                                         int begin)
+                                         int begin, int first_key)
       : head(h_kv), batch(page) {
     if constexpr (kPaged<P>) {
-      const int kv = first_key(begin);
+      const int kv = first_row(begin);
       row = kv % P::kPageRows;
       // Rows of a page that does not exist come as zeros.
-      batch = kv < sequence.seqused_kv(p) ? existing_page(p, page) : p.page_table.count;
+      batch = has_keys(p, sequence, kv, first_key) ? existing_page(p, page) : p.page_table.count;
     } else {
       row = sequence.kv_row(begin);
     }
   }
   /// The batch index of K and V; with pages the table's entry for the lane's box, if that has keys.
-  static __device__ __forceinline__ int page_of_tile(const Params& p, const Sequence<P>& sequence,
-                                                     int begin) {
+  static __device__ __forceinline__ int page_of_tile(const Params& p, const Sequence<P>& sequence, int begin,
+                                                     int first_key) {
     if constexpr (!kPaged<P>) return P::kCache ? page_of_key<P>(p, sequence.b, 0) : sequence.batch();
-    const int kv = first_key(begin);
-    return kv < sequence.seqused_kv(p) ? table_entry<P>(p, sequence.b, kv) : 0;
+    const int kv = first_row(begin);
+    return has_keys(p, sequence, kv, first_key) ? table_entry<P>(p, sequence.b, kv) : 0;
   }
 
  private:
-  static __device__ __forceinline__ int first_key(int begin) {
+  static __device__ __forceinline__ int first_row(int begin) {
     return begin + static_cast<int>(threadIdx.x) % 32 * kKvBoxRows<P>;
+  }
+  /// Whether a box, whose first key is `kv`, has keys that a work tile reads.
+  static __device__ __forceinline__ bool has_keys(const Params& p, const Sequence<P>& sequence, int kv,
+                                                  int first_key) {
+    if (kLeavesPages<P> && kv + kKvBoxRows<P> <= first_key) return false;
+    return kv < sequence.seqused_kv(p);
   }
 };
 

@@ -49,6 +49,26 @@ std::vector<CacheCase> cases() {
       {"bf16:d64:kve4m3:causal:varlen:pages64:shared_prefix", {4, 4, 2, 1, 500}, PoolLayout::nhd},
       {"bf16:d64:kve4m3:causal:varlen:pages64:key_scales:shared_prefix", {4, 4, 2, 1, 500}, PoolLayout::nhd},
   };
+  // A query sees 20 keys; pages in front of these are freed.
+  const std::string window = "mask{q + seqlen_kv - seqlen_q - kv < 20 && kv <= q + seqlen_kv - seqlen_q}",
+                    listed =
+                        "mask{q + seqlen_kv - seqlen_q - kv < 20 && kv <= q + seqlen_kv - seqlen_q && "
+                        "(kv + q) % 5 != 3}";
+  struct Freed {
+    std::string spec;
+    AttentionShape shape;
+  };
+  const std::vector<Freed> freed = {
+      {"bf16:d64:pages16:" + window, {3, 4, 2, 1, 300}},
+      {"fp16:d128:pages16:" + window, {3, 4, 2, 5, 300}},
+      {"bf16:d64:varlen:pages16:" + window, {4, 4, 2, 40, 300}},
+      {"bf16:d64:varlen:pages3:" + window, {4, 4, 2, 7, 200}},
+      {"fp16:d96x64:varlen:pages16:" + listed, {4, 4, 2, 40, 300}},
+      {"bf16:d576x512:pages16:shared_kv:" + window, {3, 16, 1, 2, 200}},
+      {"bf16:d64:kve4m3:pages16:" + window, {3, 4, 2, 5, 300}},
+      {"fp16:d128:kve4m3:pages16:key_scales:" + window, {3, 4, 1, 3, 300}},
+      {"bf16:d128:kve4m3:q_codes:key_scales:varlen:pages16:" + window, {4, 8, 2, 7, 300}},
+  };
   std::vector<CacheCase> all;
   for (const Family family : {Family::simt, Family::sm80, Family::sm90})
     for (const Kind& kind : kinds) {
@@ -60,6 +80,13 @@ std::vector<CacheCase> cases() {
                      .slot_table = seed % 2 == 1,
                      .seed = seed});
     }
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+    for (const Freed& kind : freed)
+      all.push_back({.spec = parse_spec(kind.spec),
+                     .shape = kind.shape,
+                     .family = family,
+                     .seed = static_cast<unsigned>(all.size()),
+                     .window = 20});
   for (const Family family : {Family::simt, Family::sm80, Family::sm90})
     for (const Kind& kind : prefixes)
       all.push_back({.spec = parse_spec(kind.spec),

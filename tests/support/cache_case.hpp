@@ -1,5 +1,6 @@
 // A cache in slots or pages, as an engine keeps it: pages in any order, NaN in every row that is no key, and
-// in a table, behind a sequence's pages, numbers of pages that do not exist.
+// in a table, behind a sequence's pages and in front of a window, numbers of pages that do not exist or are
+// another's.
 #pragma once
 
 #include <fmt/format.h>
@@ -36,6 +37,7 @@ struct CacheCase {
   bool slot_table = false;  ///< of slots: they are in no order
   bool own_scales = false;  ///< with key_scales: each key has its own
   unsigned seed = 0;
+  int window = 0;      ///< the mask's: whole pages in front of it are freed
   int q_exponent = 0;  ///< Q is 2^q_exponent as large as usual, the scale of scores as much smaller
 };
 
@@ -193,7 +195,14 @@ inline Cache make_cache(const CacheCase& test) {
   cache.table_stride = cache.columns + 2;
   if (tabled) cache.table.assign(batch * cache.table_stride, std::numeric_limits<std::int32_t>::max());
   for (std::int64_t b = 0; b < batch; ++b) {
+    const std::int64_t own_queries =
+        spec.varlen ? problem.cu_seqlens_q[b + 1] - problem.cu_seqlens_q[b] : seqlen_q;
+    const std::int64_t first = problem.kv_lengths[b] - own_queries - test.window + 1;  // that a query sees
     for (std::int64_t n = 0; n < problem.kv_lengths[b]; ++n) {
+      if (test.window != 0 && (n / rows + 1) * rows <= first) {
+        cache.table[b * cache.table_stride + n / rows] = n / rows % 2 == 0 ? -1 : order[pages - 1];
+        continue;
+      }
       const bool shares = (n / rows + 1) * rows <= problem.prefix_length;  // the whole page
       const std::int32_t page = order[(shares ? 0 : b) * of_sequence + n / rows];
       if (tabled) cache.table[b * cache.table_stride + n / rows] = page;

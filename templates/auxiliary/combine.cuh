@@ -57,10 +57,12 @@ __device__ void combine(const Params& p) {
   for (int split = lane; split < p.num_splits; split += 32) sum += weight_of(lse_at(split));
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lanes);
-  const float lse = far ? far_highest(highest) : sum > 0.0f ? shift + logf(sum) : -infinity();
+  const float lse = !has_keys(sum)      ? -infinity()
+                    : far && sum == sum ? far_highest(highest)
+                                        : shift + logf(sum);
   RowEnd end = with_sink<P>(p, h, lse);
   const float of_state = join_state<P>(p, true, row, end);
-  const float factor = sum > 0.0f ? end.factor / sum : 0.0f;
+  const float factor = has_keys(sum) ? end.factor / sum : 0.0f;
 
   float4 o[kLaneChunks] = {};
 #pragma unroll 8
@@ -92,7 +94,7 @@ __device__ void combine(const Params& p) {
   }
   if (p.lse != nullptr && threadIdx.x == 0) p.lse[row] = end.lse;
   if constexpr (P::kRowMax)
-    if (threadIdx.x == 0) p.row_max[row] = row_max_of_splits<P>(p, row);
+    if (threadIdx.x == 0) p.row_max[row] = largest_or_nan(row_max_of_splits<P>(p, row), sum);
 }
 
 }  // namespace flashjit::auxiliary

@@ -22,8 +22,8 @@ __device__ __forceinline__ float join_state(const Params& p, bool exists, long l
   if constexpr (!P::kRunningState) return 0.0f;
   const float before = exists ? p.lse_state[row] : -infinity();
   __syncwarp();
+  if (!exists || (before == -infinity() && end.lse == -infinity())) return 0.0f;
   const float highest = fmaxf(before, end.lse);
-  if (highest == -infinity()) return 0.0f;
   const float of_state = expf(before - highest), of_keys = expf(end.lse - highest), sum = of_state + of_keys;
   end.lse = highest + logf(sum);
   end.factor *= of_keys / sum;

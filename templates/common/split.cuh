@@ -48,8 +48,9 @@ __device__ __forceinline__ float far_highest(float lse) {
   const int bits = __float_as_int(lse) & ~0xfff;
   return __int_as_float(bits == static_cast<int>(0xff7ff000u) ? bits | 0xfff : bits);
 }
-/// The sum; 0 where the highest is not that of `highest`, another such LSE.
+/// The sum; 0 where the highest is not that of `highest`, another such LSE. NaN stays NaN.
 __device__ __forceinline__ float far_sum(float lse, float highest) {
+  if (lse != lse) return lse;
   const int bits = __float_as_int(lse);
   return (bits ^ __float_as_int(highest)) >> 12 != 0 ? 0.0f
                                                      : exp2f(static_cast<float>(bits & 0xfff) / 128.0f);

@@ -103,7 +103,7 @@ __device__ __forceinline__ void finish_rows(const Params& p, const Sequence<Prob
 #pragma unroll
   for (int i = 0; i < T::kM; ++i) {
     const float sum = sum_over_lanes(rows.sum[i]);
-    const bool nothing = rows.max[i] == -infinity();
+    const bool nothing = !has_keys(sum);
     const int row = first + T::row(i);
     RowEnd row_end = end_of_row<Problem>(p, h, nothing ? -infinity() : rows.max[i] + logf(sum));
     const float of_state = join_state<Problem>(p, row < end, row_of_lse + row, row_end);
@@ -111,7 +111,8 @@ __device__ __forceinline__ void finish_rows(const Params& p, const Sequence<Prob
     if constexpr (Problem::kRunningState)
       add_state(out, i, sequence.template q_pointer<float>(p.o_state, h, row), of_state);
     if (p.lse && T::lane() == 0 && row < end) p.lse[row_of_lse + row] = row_end.lse;
-    if (Problem::kRowMax && T::lane() == 0 && row < end) p.row_max[row_of_lse + row] = rows.max[i];
+    if (Problem::kRowMax && T::lane() == 0 && row < end)
+      p.row_max[row_of_lse + row] = largest_or_nan(rows.max[i], sum);
   }
 }
 

@@ -60,14 +60,14 @@ __device__ void forward_of_indices(const Params& p) {
 #pragma unroll
   for (int i = 0; i < T::kM; ++i) {
     const float sum = sum_over_lanes(state.sum[i]);
-    const bool nothing = state.max[i] == -infinity(), exists = T::row(i) < rows.count;
+    const bool nothing = !has_keys(sum), exists = T::row(i) < rows.count;
     const int h = exists ? rows.h + T::row(i) : rows.h;
     const RowEnd end = end_of_row<Problem>(p, h, nothing ? -infinity() : state.max[i] + logf(sum));
     scale_row(out, i, nothing ? 0.0f : end.factor / sum);
     if (!exists || T::lane() != 0) continue;
     const long long row = rows.sequence.lse_row(p, h) + rows.q;
     if (p.lse) p.lse[row] = end.lse;
-    if constexpr (Problem::kRowMax) p.row_max[row] = state.max[i];
+    if constexpr (Problem::kRowMax) p.row_max[row] = largest_or_nan(state.max[i], sum);
   }
   store_result(out, rows.template matrix<OutElement<Problem>>(p.o), 0);
 }

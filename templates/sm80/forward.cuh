@@ -191,13 +191,13 @@ __device__ void forward(const Params& p) {
         if constexpr (P::kRowMax)
           if (lane % 4 == 0 && q < seqlen_q)
             row_max_of<P>(p, split)[sequence.lse_row(p, h) + q] =
-                largest_score<P>(p, row_max[mt][half], scales.k);
+                largest_or_nan(largest_score<P>(p, row_max[mt][half], scales.k), sum);
         const float of_products =
             Policy::kCodeProducts
                 ? sum
                 : sum_of_products<Element>(sum, shift_rest<P>(row_max[mt][half], scale_log2));
         scale[half] =
-            sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / of_products * end.factor * scales.v : 0.0f;
+            has_keys(sum) ? (P::kDropout ? p.keep_scale : 1.0f) / of_products * end.factor * scales.v : 0.0f;
       }
       if constexpr (kJoinsState<P>) {
         const int q = q_begin + warp_row(mt) + lane / 4;

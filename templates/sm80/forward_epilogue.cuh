@@ -36,7 +36,7 @@ __device__ __forceinline__ float row_lse(const Params& p, float max, float sum, 
   const float highest = largest_score<P>(p, max, k_scale);
   if constexpr (P::kSplit && P::kFarScores)
     if (sum > 0.0f && is_far(max)) return far_lse(max, sum);
-  return sum > 0.0f ? highest + (log2f(sum) - shift_rest<P>(max, scale_log2)) * kLn2 : -infinity();
+  return has_keys(sum) ? highest + (log2f(sum) - shift_rest<P>(max, scale_log2)) * kLn2 : -infinity();
 }
 
 /// Scales an m16 tile of O and adds the running state's; `scale` becomes 1.

@@ -34,7 +34,7 @@ __device__ __forceinline__ void store_heads(const Params& p, const Sequence<P>& 
     const RowEnd end = end_of_row<P>(p, of_row, row_lse<P>(p, max[half], sum[half], scale_log2, 1.0f));
     if (p.lse != nullptr && threadIdx.x % 4 == 0) p.lse[sequence.lse_row(p, of_row) + q] = end.lse;
     const float of_products = sum_of_products<Element>(sum[half], shift_rest<P>(max[half], scale_log2));
-    const float scale = sum[half] > 0.0f ? end.factor / of_products : 0.0f;
+    const float scale = has_keys(sum[half]) ? end.factor / of_products : 0.0f;
     OutElement<P>* to = sequence.template q_pointer<OutElement<P>>(p.o, of_row, q) +
                         column_part<P>() * kOt * 8 + threadIdx.x % 4 * 2;
 #pragma unroll

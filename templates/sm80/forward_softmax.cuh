@@ -222,8 +222,8 @@ __device__ __forceinline__ void multiply_qk(ForwardScores<P>& s,
 }
 
 /// O += P V for 16 of the keys. `scales` are where those of the tile's keys are, with kKeyScales. `after` is
-/// not negative: its sign in the address makes the products wait for it; otherwise ptxas starts them all at
-/// once and no exponential runs beside them.
+/// not negative, nor is a NaN that ex2.approx makes: its sign in the address makes the products wait for it;
+/// otherwise ptxas starts them all at once and no exponential runs beside them.
 template <class P, int kMt, int kOt>
 __device__ __forceinline__ void multiply_pv(float (&o)[kMt][kOt][4], const unsigned (&p_fragments)[kMt][4],
                                             unsigned v_tile, const float* scales, int k, float after) {

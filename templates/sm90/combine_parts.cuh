@@ -74,8 +74,8 @@ __device__ __forceinline__ void store_joined(const Params& p, const Sequence<P>&
   constexpr int kChunks = JoinedParts<P>::kChunks, kLaneChunks = JoinedParts<P>::kLaneChunks;
   const int thread = static_cast<int>(threadIdx.x) % 32;
   const float sum = joined.sum;
-  const RowEnd row_end = with_sink<P>(p, place.h, sum > 0.0f ? joined.highest + logf(sum) : -infinity());
-  const float factor = sum > 0.0f ? row_end.factor / sum : 0.0f;
+  const RowEnd row_end = with_sink<P>(p, place.h, has_keys(sum) ? joined.highest + logf(sum) : -infinity());
+  const float factor = has_keys(sum) ? row_end.factor / sum : 0.0f;
   OutElement<P>* to = sequence.template q_pointer<OutElement<P>>(p.o, place.h, place.q);
 #pragma unroll
   for (int i = 0; i < kLaneChunks; ++i) {

@@ -108,9 +108,10 @@ __device__ __forceinline__ StateFactors finalize_rows(const Params& p, const Wor
                         : __fmul_rn(rows.max[half], rows.times_k_scale(p.softmax_scale, half));
     const float factor = exponent_factor<P>(rows.max[half], to_log2[half]);
     const float rest = fmaf(rows.max[half], factor, -__fmul_rn(rows.max[half], factor));
-    lse[half] = sum > 0.0f ? highest[half] + (log2_approx(of_scores) - rest) * kLn2 : -infinity();
+    lse[half] = has_keys(sum) ? highest[half] + (log2_approx(of_scores) - rest) * kLn2 : -infinity();
     if constexpr (P::kSplit && P::kFarScores)
       if (sum > 0.0f && is_far(highest[half])) lse[half] = far_lse(highest[half], of_scores);
+    if constexpr (P::kRowMax) highest[half] = largest_or_nan(highest[half], sum);
     RowEnd end = end_of_row<P>(p, work.h, lse[half]);
     if constexpr (kPlacesRows<P> && P::kSinks)
       if (work.split == kWhole)
@@ -122,7 +123,8 @@ __device__ __forceinline__ StateFactors finalize_rows(const Params& p, const Wor
     }
     lse[half] = end.lse;
     const float of_products = kCodeProducts<P> ? sum : sum_of_products<ProductElement<P>>(sum, rest);
-    scale[half] = sum > 0.0f ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, of_products) * end.factor : 0.0f;
+    scale[half] =
+        has_keys(sum) ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, of_products) * end.factor : 0.0f;
     scale[half] = rows.times_v_scale(scale[half]);
   }
   if constexpr (kPlacesRows<P>) {

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <bit>
 #include <cctype>
 #include <charconv>
 #include <cmath>
@@ -151,10 +152,13 @@ std::uint64_t special_register(const std::string& name) {
 
 float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x; }
 
+/// A NaN that instructions of PTX for fp32 make is 0x7fffffff, whatever NaN they are given.
+float canonical(float x) { return std::isnan(x) ? std::bit_cast<float>(0x7fffffffu) : x; }
+
 template <float (*function)(float)>
 void unary(const Instruction& of, Frame& frame) {
   const float x = flushed(frame.get_float(of.arguments[1]));
-  frame.set_float(of.arguments[0], flushed(function(x)));
+  frame.set_float(of.arguments[0], canonical(flushed(function(x))));
 }
 float reciprocal_root(float x) { return 1 / std::sqrt(x); }
 

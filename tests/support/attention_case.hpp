@@ -446,8 +446,10 @@ class AttentionRun {
   void use(Stream stream) { stream_ = stream; }
   /// What the last forward pass made.
   std::vector<double> out() const { return out_.get(); }
-  /// What the last backward pass made.
-  std::vector<double> dv() const { return grads_[2].get(); }
+  std::vector<double> lse() const { return decode(DType::fp32, lse_.content()); }
+  std::vector<double> row_max() const { return decode(DType::fp32, row_max_.content()); }
+  /// What the last backward pass made: dQ, dK, dV.
+  std::vector<double> grad(int which) const { return grads_[which].get(); }
 
   /// Whether the reference's results are finite in both precisions, and so set limits.
   bool has_limits() const {

@@ -32,13 +32,23 @@ class CacheRun {
         out_(cache_.problem.q.size() / test.spec.head_dim * test.spec.v_dim() * size_of(test.spec.dtype)),
         lse_(exact_.lse.size() * sizeof(float)) {}
 
-  /// Launches into poisoned outputs and compares O and LSE.
-  void check(Runtime& runtime, const std::optional<TileConfig>& config = {}) {
+  const Cache& cache() const { return cache_; }
+  std::vector<double> out() const { return decode(test_.spec.out_type(), out_.content()); }
+  std::vector<double> lse() const { return decode(DType::fp32, lse_.content()); }
+  /// Gives later launches another Q, as values or codes.
+  void put_q(const std::vector<double>& q) { q_ = to_device(test_.spec.q_type(), q); }
+
+  /// Launches into outputs of any content.
+  void launch(Runtime& runtime, const std::optional<TileConfig>& config = {}) {
     if (config) runtime.prepare(test_.spec, test_.shape, *config);
     const GuardedMemory work(runtime.workspace_bytes(test_.spec, test_.shape));
     runtime.forward(test_.spec, args(work), nullptr);
     gpu().context->synchronize();
     EXPECT_TRUE(out_.guards_intact() && lse_.guards_intact() && work.guards_intact());
+  }
+  /// Launches and compares O and LSE.
+  void check(Runtime& runtime, const std::optional<TileConfig>& config = {}) {
+    launch(runtime, config);
     const auto [error, limit] =
         reference::judge(decode(test_.spec.dtype, out_.content()), exact_.out, rounded_.out, 2);
     EXPECT_LE(error, limit) << "out";

@@ -49,7 +49,7 @@ struct AttentionSpec {
   /// varlen only Q is packed. Forward only; not with kv_lengths, which are padding: masks then see the padded
   /// length.
   bool cache = false;
-  /// Rows of a page, 1 to 256, where the cache's rows are in pages that a page table names; 0: in slots, one
+  /// Rows of a page, 1 or more, where the cache's rows are in pages that a page table names; 0: in slots, one
   /// for each sequence. Pages are a cache without `cache` being set.
   int pages = 0;
   /// Of K and V: unless it is set, that of Q and O; else one of 8 bits: e4m3, e5m2, int8. K and V are then

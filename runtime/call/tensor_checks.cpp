@@ -192,6 +192,8 @@ void check_page_table(const AttentionSpec& spec, const AttentionShape& shape, co
     return;
   }
   check_pointer("page_table", table.data, alignof(std::int32_t));
+  if (spec.pages != 0 && k.size[0] > kMaxInt / spec.pages)
+    refuse("{} has {} pages of {} rows: give at most 2^31 - 1 rows in all.", k_name, k.size[0], spec.pages);
   if (table.sequences != shape.batch)
     refuse("page_table has {} rows, but there are {} sequences: give a row for each.", table.sequences,
            shape.batch);

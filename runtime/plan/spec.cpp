@@ -27,7 +27,7 @@ namespace {
 
 constexpr int kMinHeadDim = 8, kMaxHeadDim = 576, kMaxHeadDimV = 512, kHeadDimStep = 8;
 constexpr int kScaledDimStep = 16;  // with K and V of 8 bits, which are copied 16 bytes at a time
-constexpr int kMostPageRows = 256;
+constexpr int kMostPageRows = 1 << 30;
 constexpr int kMinBlock = 16, kMaxBlock = 256, kBlockStep = 16;
 constexpr std::int64_t kMaxInt = std::numeric_limits<std::int32_t>::max();
 // Kernels count queries and keys in 32 bits, and their last tile reaches past the end.
@@ -339,8 +339,7 @@ void AttentionSpec::validate() const {
         "so leave kv_lengths out");
   }
   if (pages < 0 || pages > kMostPageRows)
-    refuse("pages is {}; it must be the rows of a page, from 1 to {}, or 0 for a cache without pages", pages,
-           kMostPageRows);
+    refuse("pages is {}; it must be the rows of a page, 1 or more, or 0 for a cache without pages", pages);
   const bool cached = has_cache();
   if (cached && kv_lengths) {
     refuse(

@@ -21,6 +21,8 @@ std::vector<CacheCase> cases() {
       {"fp16:d576x512:causal:varlen:pages64:shared_kv", {3, 16, 1, 3, 450}, PoolLayout::hnd},
       {"bf16:d64:causal:pages3", {3, 4, 2, 1, 100}, PoolLayout::nhd},
       {"fp16:d96:sinks:pages256", {3, 8, 2, 1, 400}, PoolLayout::hnd},
+      {"bf16:d64:causal:varlen:pages400", {3, 4, 2, 5, 900}, PoolLayout::nhd},
+      {"fp16:d64:pages257", {3, 4, 2, 3, 600}, PoolLayout::hnd},
       {"fp16:d72x40:causal:varlen:pages1", {4, 4, 2, 70, 200}, PoolLayout::nhd},
       {"bf16:d128:sinks:pages12", {3, 8, 1, 2, 300}, PoolLayout::interleaved},
       {"bf16:d576x512:causal:pages1:shared_kv", {3, 16, 1, 2, 150}, PoolLayout::nhd},

@@ -194,9 +194,9 @@ def _check(tensors: dict[str, Any], given: _Given) -> None:
     if table is not None and (table.dtype != torch.int32 or table.dim() not in (1, 2) or table.shape[0] != sequences):
         raise InvalidArgument(f"page_table is {describe(table)}: it must be int32 [{sequences}, pages of the longest sequence], or "
                               f"[{sequences}] for the slot of each sequence.")
-    if table is not None and table.dim() == 2 and k_cache.shape[2] not in range(1, 257):
-        raise InvalidArgument(f"k_cache is {list(k_cache.shape)}: with a page_table its third size is the rows of a page, from 1 to "
-                              "256; where it has slots for whole sequences, give a page_table of one dimension, or none.")
+    if table is not None and table.dim() == 2 and k_cache.shape[2] == 0:
+        raise InvalidArgument(f"k_cache is {list(k_cache.shape)}: with a page_table its third size is the rows of a page, 1 or "
+                              "more; where it has slots for whole sequences, give a page_table of one dimension, or none.")
     _check_written_scales(given)
     wanted = {"kv_lengths": sequences, "cu_seqlens_q": sequences + 1}
     for name, size in wanted.items():

@@ -641,8 +641,8 @@ def _check_fixed(q: Tensor, k: Tensor, fixed: Fixed, problem: Problem) -> None:
                                   "a list of keys for each query and head of k.")
         check_memory("indices", indices)
     table = fixed.page_table
-    if table is not None and table.dim() == 2 and k.shape[2] not in range(1, 257):
-        raise InvalidArgument(f"k is {list(k.shape)}: with a page_table its third size is the rows of a page, from 1 to 256; "
+    if table is not None and table.dim() == 2 and k.shape[2] == 0:
+        raise InvalidArgument(f"k is {list(k.shape)}: with a page_table its third size is the rows of a page, 1 or more; "
                               "where k has slots for whole sequences, give cache=True, or a page_table of one dimension.")
     if table is not None and (table.dtype != torch.int32 or table.dim() not in (1, 2) or table.shape[0] != batch):
         raise InvalidArgument(f"page_table is {describe(table)}: it must be int32 [{batch}, pages of the longest sequence], or "

@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "api/versioned_struct.hpp"
+#include "api/read_struct.hpp"
 #include "flashjit/distributed.hpp"
 #include "flashjit/flashjit.h"
 #include "flashjit/flashjit.hpp"
@@ -161,11 +161,6 @@ std::span<const flashjit::Capture> captures(const CArgs& c, Captures& room) {
                 fmt::format("capture_count is {}: programs declare at most {} tensors and {} scalars.",
                             c.capture_count, flashjit::kMaxCaptures, flashjit::kMaxScalars));
   if (c.capture_count > 0) required(c.captures, "captures", "give capture_count of them");
-  if (c.capture_count > 0 && c.struct_size < sizeof(CArgs))
-    throw Error(
-        ErrorCode::invalid_argument,
-        "captures come from a program built with an older flashjit.h, whose flashjit_capture had room for "
-        "fewer dimensions: build it with the one that belongs to this library.");
   for (std::size_t i = 0; i < c.capture_count; ++i) {
     required(c.captures[i].name, "the name of a capture", "give the name that the program declares");
     room[i] = capture(c.captures[i]);
@@ -205,24 +200,6 @@ flashjit::ListArgs list_args(const flashjit_list_args& c, Captures& room) {
           .captures = captures(c, room),
           .cu_seqlens_q = c.cu_seqlens_q,
           .cu_seqlens_kv = c.cu_seqlens_kv};
-}
-
-/// The struct with the sizes that former versions of the header gave it.
-flashjit_forward_args read(const flashjit_forward_args* args) {
-  return flashjit::read_struct(
-      "flashjit_forward_args", args,
-      {offsetof(flashjit_forward_args, captures), offsetof(flashjit_forward_args, lists),
-       offsetof(flashjit_forward_args, rng_state), offsetof(flashjit_forward_args, page_table),
-       offsetof(flashjit_forward_args, k_scale), offsetof(flashjit_forward_args, q_scale),
-       offsetof(flashjit_forward_args, indices), offsetof(flashjit_forward_args, dropout_place),
-       offsetof(flashjit_forward_args, prefix_length), offsetof(flashjit_forward_args, state)});
-}
-flashjit_backward_args read(const flashjit_backward_args* args) {
-  return flashjit::read_struct(
-      "flashjit_backward_args", args,
-      {offsetof(flashjit_backward_args, captures), offsetof(flashjit_backward_args, lists),
-       offsetof(flashjit_backward_args, rng_state), offsetof(flashjit_backward_args, indices),
-       offsetof(flashjit_backward_args, dropout_place)});
 }
 
 flashjit::ForwardArgs forward_args(const flashjit_forward_args& c, Captures& room) {
@@ -279,8 +256,7 @@ flashjit::RopeView view(const flashjit_rope& rope) {
 }
 
 flashjit::AppendArgs append_args(const flashjit_append_args* given) {
-  const auto c =
-      flashjit::read_struct("flashjit_append_args", given, {offsetof(flashjit_append_args, k_scale)});
+  const auto c = flashjit::read_struct("flashjit_append_args", given);
   return {.k = view(c.k),
           .v = view(c.v),
           .k_cache = view(c.k_cache),
@@ -316,8 +292,7 @@ flashjit::MergeArgs merge_args(const flashjit_merge_args* given, States& room) {
 }
 
 flashjit::QuantiseArgs quantise_args(const flashjit_quantise_args* given) {
-  const auto c =
-      flashjit::read_struct("flashjit_quantise_args", given, {offsetof(flashjit_quantise_args, rope)});
+  const auto c = flashjit::read_struct("flashjit_quantise_args", given);
   return {.x = view(c.x),
           .codes = view(c.codes),
           .scale = view(c.scale),
@@ -337,8 +312,7 @@ flashjit::Pass shared_pass(flashjit_pass pass) {
 }
 
 flashjit::SharedSequence shared_sequence(const flashjit_spec* spec, const flashjit_shared_sequence* given) {
-  const auto c = flashjit::read_struct("flashjit_shared_sequence", given,
-                                       {offsetof(flashjit_shared_sequence, heads_communicator)});
+  const auto c = flashjit::read_struct("flashjit_shared_sequence", given);
   if (c.scheme < FLASHJIT_RING || c.scheme > FLASHJIT_ULYSSES)
     throw Error(ErrorCode::invalid_argument,
                 fmt::format("scheme is {}: give FLASHJIT_RING (0), FLASHJIT_ALL_GATHER (1) or "
@@ -416,10 +390,7 @@ std::optional<bool> tuning(flashjit_tuning tuning) {
 flashjit::RuntimeOptions runtime_options(const flashjit_options* given) {
   flashjit::RuntimeOptions options;
   if (!given) return options;
-  const auto c =
-      flashjit::read_struct("flashjit_options", given,
-                            {offsetof(flashjit_options, nvrtc), offsetof(flashjit_options, cache_limit),
-                             offsetof(flashjit_options, tune_in_background)});
+  const auto c = flashjit::read_struct("flashjit_options", given);
   if (c.cache_dir) options.cache_dir = c.cache_dir;
   if (c.pack_count > 0) required(c.packs, "packs", "give pack_count paths");
   for (std::size_t i = 0; i < c.pack_count; ++i)
@@ -529,7 +500,8 @@ flashjit_status flashjit_forward(flashjit_runtime* runtime, const flashjit_spec*
                                  const flashjit_forward_args* args, CUstream_st* stream) noexcept {
   return guarded([&] {
     Captures room;
-    get(runtime).forward(get(spec, FLASHJIT_FORWARD), forward_args(read(args), room), stream);
+    get(runtime).forward(get(spec, FLASHJIT_FORWARD),
+                         forward_args(flashjit::read_struct("flashjit_forward_args", args), room), stream);
   });
 }
 
@@ -537,7 +509,8 @@ flashjit_status flashjit_backward(flashjit_runtime* runtime, const flashjit_spec
                                   const flashjit_backward_args* args, CUstream_st* stream) noexcept {
   return guarded([&] {
     Captures room;
-    get(runtime).backward(get(spec, FLASHJIT_BACKWARD), backward_args(read(args), room), stream);
+    get(runtime).backward(get(spec, FLASHJIT_BACKWARD),
+                          backward_args(flashjit::read_struct("flashjit_backward_args", args), room), stream);
   });
 }
 
@@ -616,7 +589,8 @@ flashjit_status flashjit_reference_forward(const flashjit_spec* spec,
                                            const flashjit_forward_args* args) noexcept {
   return guarded([&] {
     Captures room;
-    flashjit::reference_forward(get(spec, FLASHJIT_FORWARD), forward_args(read(args), room));
+    flashjit::reference_forward(get(spec, FLASHJIT_FORWARD),
+                                forward_args(flashjit::read_struct("flashjit_forward_args", args), room));
   });
 }
 
@@ -624,7 +598,8 @@ flashjit_status flashjit_reference_backward(const flashjit_spec* spec,
                                             const flashjit_backward_args* args) noexcept {
   return guarded([&] {
     Captures room;
-    flashjit::reference_backward(get(spec, FLASHJIT_BACKWARD), backward_args(read(args), room));
+    flashjit::reference_backward(get(spec, FLASHJIT_BACKWARD),
+                                 backward_args(flashjit::read_struct("flashjit_backward_args", args), room));
   });
 }
 
@@ -678,8 +653,7 @@ flashjit_status flashjit_shared_forward(flashjit_shared_attention* shared,
                                         const flashjit_shared_forward_args* args, CUstream_st* stream,
                                         CUstream_st* copies) noexcept {
   return guarded([&] {
-    const auto c = flashjit::read_struct("flashjit_shared_forward_args", args,
-                                         {offsetof(flashjit_shared_forward_args, captures)});
+    const auto c = flashjit::read_struct("flashjit_shared_forward_args", args);
     Captures room;
     get(shared).forward(shared_args<flashjit::SharedForwardArgs>(c, room), stream, copies);
   });
@@ -689,8 +663,7 @@ flashjit_status flashjit_shared_backward(flashjit_shared_attention* shared,
                                          const flashjit_shared_backward_args* args, CUstream_st* stream,
                                          CUstream_st* copies) noexcept {
   return guarded([&] {
-    const auto c = flashjit::read_struct("flashjit_shared_backward_args", args,
-                                         {offsetof(flashjit_shared_backward_args, captures)});
+    const auto c = flashjit::read_struct("flashjit_shared_backward_args", args);
     Captures room;
     auto read = shared_args<flashjit::SharedBackwardArgs>(c, room);
     read.dout = c.dout;

@@ -1,5 +1,5 @@
 //! The part of flashjit's C interface that a forward pass needs, as `flashjit/flashjit.h` declares it. Null and 0 mean what they
-//! mean there; `struct_size` is the size of the struct, by which newer libraries know what older callers have.
+//! mean there; `struct_size` is the size of the struct, by which the library refuses callers built for another version.
 
 #![no_std]
 #![allow(non_camel_case_types)]

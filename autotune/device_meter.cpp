@@ -403,8 +403,7 @@ struct DeviceMeter::Impl {
   // One Runtime a candidate: a Runtime holds one configuration a problem.
   std::mutex mutex;
   AttentionSpec spec;
-  using Runtimes = std::map<std::string, std::shared_ptr<Runtime>>;  // by the configuration's text
-  Runtimes runtimes, set_aside;  // of `spec`; those set aside are not used while all is compiled anew
+  std::map<std::string, std::shared_ptr<Runtime>> runtimes;  // for `spec`, by the configuration's text
 
   Impl(const device::Context& c, MeterOptions o)
       : context(c),
@@ -421,19 +420,11 @@ struct DeviceMeter::Impl {
     const std::lock_guard lock(mutex);
     if (spec != problem.spec) {
       runtimes.clear();
-      set_aside.clear();
       spec = problem.spec;
     }
     std::shared_ptr<Runtime>& slot = runtimes[to_string(config)];
     if (!slot) slot = std::make_shared<Runtime>(options.runtime);
     return slot;
-  }
-
-  void compile_anew(bool on) {
-    const std::lock_guard lock(mutex);
-    Runtimes &from = on ? runtimes : set_aside, &to = on ? set_aside : runtimes;
-    to.merge(from);
-    from.clear();  // what is in both
   }
 
   Inputs& inputs_of(const Problem& problem) {
@@ -523,8 +514,6 @@ KernelReport DeviceMeter::prepare(const Problem& problem, const TileConfig& conf
   impl_->context.make_current_apart();
   return impl_->runtime(problem, config)->prepare(problem.spec, problem.shape, config);
 }
-
-void DeviceMeter::compile_anew(bool on) { impl_->compile_anew(on); }
 
 device::GpuState DeviceMeter::state() { return impl_->sensors.read(); }
 

@@ -35,7 +35,6 @@ class DeviceMeter : public Meter {
   KernelReport prepare(const Problem& problem, const TileConfig& config) override;
   Comparison compare(const Problem& problem, const TileConfig& reference,
                      std::span<const TileConfig> candidates, int rounds) override;
-  void compile_anew(bool on) override;
   device::GpuState state() override;
 
  private:

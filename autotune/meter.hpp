@@ -39,10 +39,6 @@ class Meter {
   virtual Comparison compare(const Problem& problem, const TileConfig& reference,
                              std::span<const TileConfig> candidates, int rounds) = 0;
 
-  /// While on, nothing that was compiled before is used, so that a search takes as long as the first time.
-  /// Called while nothing is prepared.
-  virtual void compile_anew(bool /*on*/) {}
-
   /// The GPU's clocks and temperature; call it right after a measurement, while they are those of the
   /// measurement. Unknown, unless the meter has a GPU that reports it.
   virtual device::GpuState state() { return {}; }

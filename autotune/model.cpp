@@ -16,7 +16,7 @@ namespace {
 using plan::ComputedBy;
 
 // Clocks and bytes of one multiprocessor. Fitted to the H100's figures in tools/bench/results and NOTES.md;
-// `flashjit tune --study` shows how well they order candidates.
+// tools/bench/tuner_study.py shows how well they order candidates.
 constexpr double kSharedBytesPerClock = 128;
 constexpr double kL2BytesPerClock = 40;
 constexpr double kReducedBytesPerClock = 16;  // dQ's additions in global memory

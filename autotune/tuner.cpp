@@ -101,12 +101,12 @@ class Search {
         timings_(order_.size()),
         prepared_(order_.size(), false) {
     for (std::size_t i = 0; i < order_.size(); ++i) timings_[i] = {order_[i], 0, not_reached("interrupted")};
-    prune();
     const double share = options_.share * static_cast<double>(order_.size());
     limit_ = options_.exhaustive ? order_.size() : std::max(static_cast<std::size_t>(share), kFewest);
     if (options_.max_candidates) limit_ = std::min(limit_, options_.max_candidates);
     limit_ = std::min(limit_, order_.size());
     for (const TileConfig& config : options_.leads) add_lead(config);
+    prune();
   }
 
   /// Takes over what an earlier run settled under the same conditions; of other conditions the best is a
@@ -197,13 +197,14 @@ class Search {
     return configs;
   }
 
-  /// What the model expects little of is left out before anything is known.
+  /// Leaves out what the model expects little of, except for the heuristic's choice and the leads.
   void prune() {
     if (options_.prune <= 0) return;
     const std::vector<double> ms = predicted();
     const double least = std::ranges::min(ms);
     for (std::size_t i = 0; i < order_.size(); ++i) {
-      if (order_[i] == heuristic_ || ms[i] <= options_.prune * least) continue;
+      if (order_[i] == heuristic_ || std::ranges::find(leads_, i) != leads_.end()) continue;
+      if (ms[i] <= options_.prune * least) continue;
       timings_[i].skipped = fmt::format("{}predicted {:.1f} times slower", kLeftOut, ms[i] / least);
       settled_now_.insert(i);
       strategy_.rule_out(i);

@@ -36,7 +36,7 @@ struct Event {
 struct TuneOptions {
   std::vector<Family> families = {};  ///< empty: every family that can do the problem
   bool exhaustive = false;            ///< measure every candidate
-  double prune = 0;     ///< leave out what is predicted this many times slower than the best; 0: nothing
+  double prune = 0;     ///< leave out what is predicted this many times slower than the best; 0: none
   double share = 0.15;  ///< of the candidates: the most that are measured, but at least kFewest
   std::size_t max_candidates = 0;  ///< the most that are measured, where that is fewer; 0: no such limit
   double budget_seconds = 0;       ///< for one problem, from the start of tune(); 0: no limit

@@ -16,12 +16,17 @@ def environment(**more):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **{name: str(value) for name, value in more.items()}}
 
 
-def command(*arguments, **more):
-    """What python -m flashjit did, with the wheel's command, or the one beside the library under test. more: variables."""
+def built_command():
+    """The wheel's command, or the one beside the library under test."""
     built = pathlib.Path(os.environ.get("FLASHJIT_COMMAND") or _library.PACKAGE / "native" / "flashjit")
     if not built.exists():
         built = _library.library_path().parent / "tools" / "flashjit"
     if not built.exists():
         pytest.skip("the command is not built: build the target flashjit_command")
+    return built
+
+
+def command(*arguments, **more):
+    """What python -m flashjit did. more: variables."""
     return subprocess.run([sys.executable, "-m", "flashjit", *map(str, arguments)], capture_output=True, text=True, timeout=60,
-                          env=environment(FLASHJIT_COMMAND=built, **more))
+                          env=environment(FLASHJIT_COMMAND=built_command(), **more))

@@ -147,6 +147,52 @@ def test_the_portable_family_is_measured_with_its_own_tiles(compare, fake_gpu, t
         assert taken == {name: compare.sm80_tiles(point)[name, point.dim] for name in compare.PASSES}, point.label()
 
 
+@pytest.fixture
+def tuner_study(variants):
+    return importlib.import_module("tuner_study")
+
+
+def test_the_tuner_is_compared_with_measuring_everything(tuner_study, plot):
+    times = {"a": 1.0, "b": 1.02, "c": 2.0, "d": 0}
+    timings = [{"config": config, "ms": ms, "predicted_ms": 3 * ms} for config, ms in times.items()]
+    heat = {"first": 40, "last": 61, "least": 39, "most": 61}
+    searched = {"spec": "fwd:bf16:d64", "shape": "b1:hq1:hkv1:sq8:skv8", "candidates": 40, "measured": 6,
+                "seconds": 4.321, "best": "b", "heuristic": "c", "clock_mhz": None, "celsius": {**heat, "least": 30},
+                "slowed_by": "the power limit"}
+    everything = {**searched, "best": "a", "timings": timings, "drift": 0.01, "celsius": heat, "slowed_by": ""}
+    row = tuner_study.row(searched, everything, {"config": "d", "config_source": "heuristic"})
+    assert (row["choice_slower"], row["heuristic_slower"], row["untuned_slower"]) == ("1.020", "2.000", "")
+    assert (row["best_ms"], row["untuned_by"], row["rank_correlation"]) == ("1.00000", "heuristic", "1.0000")
+    assert (row["clock_mhz_least"], row["celsius_least"], row["celsius_most"]) == ("", 30, 61)
+    assert row["slowed_by"] == "the power limit"
+    table = plot.tuner_section([row, {**row, "untuned_slower": "1.000"}])
+    assert "| the tuner's choice | 1.020 | 1.020 | 0 of 2 |" in table
+    assert "| a shape without its own record | 1.000 | 1.000 | 1 of 1 |" in table
+
+
+def test_ranks_are_correlated(tuner_study):
+    assert tuner_study.rank_correlation([1, 2, 3, 4, 5], [2, 1, 4, 3, 5]) == pytest.approx(0.8)
+    assert tuner_study.rank_correlation([1, 1, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9487, abs=1e-4)
+    assert tuner_study.rank_correlation([1], [1]) == tuner_study.rank_correlation([1, 1], [1, 2]) == 0
+
+
+def test_the_tuner_is_studied_by_its_command(tuner_study, fake_gpu, tmp_path, monkeypatch):
+    """Over the drivers of tests/fake. Each problem is the other's nearest record."""
+    monkeypatch.setenv("FLASHJIT_NVRTC", str(fake_gpu.folder / "libflashjit_fake_nvrtc.so"))
+    problems = [("fwd:fp32:d32", f"b{batch}:hq4:hkv4:sq256:skv256") for batch in (1, 2)]
+    rows = list(tuner_study.study([str(child.built_command())], problems, tmp_path, ["--families", "simt"]))
+    assert [row["shape"] for row in rows] == [shape for _, shape in problems]
+    assert [row["untuned"] for row in rows] == [row["choice"] for row in reversed(rows)]
+    for row in rows:
+        assert row["untuned_by"] == "record" and float(row["choice_slower"]) >= 1
+        assert row["measured"] < row["candidates"]
+
+
+def test_the_suite_of_the_study_names_pass_and_shape(tuner_study):
+    problems = tuner_study.suite(tuner_study.SUITE)
+    assert len(problems) == 34 and all(spec[:4] in ("fwd:", "bwd:") and shape[0] == "b" for spec, shape in problems)
+
+
 def test_other_problems_are_a_table(plot):
     row = {"pass": "fwd", "dtype": "bf16", "head_dim": 64, "causal": 1, "batch": 4, "heads": 32, "heads_kv": 8, "seqlen": 4096,
            "flashjit_ms": "0.8", "sm80_ms": "1.0", "cudnn_ms": "1.0", "fa2_ms": "1.009", "fa3_ms": "", "fa4_ms": "0.72"}

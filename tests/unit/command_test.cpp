@@ -84,7 +84,7 @@ TEST_F(Command, BadUsageExitsWith2AndSaysWhy) {
       {"verify --spec bf16:d16 --shape b1:hq1:hkv1:sq8:skv8 --seed -1", "--seed"},
       {"tune --spec bf16:d16 --shape b1:hq1:hkv1:sq8:skv8 --report /no/such/folder/page.html",
        "/no/such/folder"},
-      {"tune --spec bf16:d16 --shape b1:hq1:hkv1:sq8:skv8 --study a.md --exhaustive", "--exhaustive"},
+      {"tune --spec bf16:d16 --shape b1:hq1:hkv1:sq8:skv8 --prune -1", "--prune"},
       {"tune --spec bf16:d16 --shape b1:hq1:hkv1:sq8:skv8 --families sm70", "sm70"},
       {"tune --spec bf16:d16", "--shape"},
       {"inspect", "--spec"},

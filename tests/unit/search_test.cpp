@@ -83,6 +83,28 @@ TEST(Search, ALeadIsMeasuredFirst) {
     EXPECT_TRUE(config == configs.front() || config == configs.back());
 }
 
+TEST(Search, PruningLeavesOutWhatTheModelExpectsLittleOfButNotLeads) {
+  const Problem problem = sampled_problems()[4];
+  const Setting setting = setting_of("sm_80");
+  const Model model(problem, setting.device);
+  const std::vector<TileConfig> all = candidates(model);
+  const auto predicted = [&](const TileConfig& config) { return model.predict(config).ms; };
+  const double least = predicted(std::ranges::min(all, {}, predicted));
+  test::MadeUpGpu gpu(problem, setting.device, 1);
+  const auto lead = std::ranges::find_if(
+      all, [&](const TileConfig& config) { return predicted(config) > 3 * least && !gpu.spills(config); });
+  ASSERT_NE(lead, all.end());
+  TuneOptions options;
+  options.exhaustive = true;
+  options.prune = 2;
+  options.leads = {*lead};
+  for (const plan::Timing& timing : tune(problem, setting, gpu, options).record.timings) {
+    const bool hopeless = predicted(timing.config) > 2 * least && timing.config != *lead;
+    EXPECT_EQ(timing.skipped.starts_with("left out: predicted"), hopeless) << to_string(timing.config);
+    EXPECT_EQ(timing.ms > 0, !hopeless && !gpu.spills(timing.config)) << to_string(timing.config);
+  }
+}
+
 TEST(Search, ARecordOfAnotherDeviceIsALeadAndItsTimingsAreNot) {
   const Problem problem = sampled_problems()[0];
   const Setting setting = setting_of("sm_80");

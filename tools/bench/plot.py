@@ -7,7 +7,7 @@ The sections between the markers <!-- name --> and <!-- /name --> are replaced:
 
     README.md                  peers    picture and ratios of compare.py's h100_dense.csv
     tools/docs/benchmarks.md   figures  the same, and *_other.csv, *_few.csv, *_sparse.csv
-    tools/docs/tuning.md       tuner    h100_tuner.csv of `flashjit tune --study`
+    tools/docs/tuning.md       tuner    h100_tuner.csv of tuner_study.py
     tools/docs/serving.md      figures  h100_serving.csv of serving.py
     tools/docs/distributed.md  plans    plans.csv of `python3 -m flashjit.simulator --tokens 131072,1048576,4194304 --csv`
                                figures  h100_distributed.csv of distributed.py
@@ -433,7 +433,7 @@ def tuner_section(rows):
     lines = []
     for name, column in (("the tuner's choice", "choice_slower"), ("the heuristic alone", "heuristic_slower"),
                          ("a shape without its own record", "untuned_slower")):
-        slower = [float(row[column]) for row in rows]
+        slower = [float(row[column]) for row in rows if row[column]]  # empty: what cannot be measured
         lines.append([name, f"{statistics.geometric_mean(slower):.3f}", f"{max(slower):.3f}",
                       f"{sum(time <= 1.01 for time in slower)} of {len(slower)}"])
     seconds = [float(row["seconds"]) for row in rows]

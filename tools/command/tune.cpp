@@ -22,15 +22,14 @@
 #include "support/environment.hpp"
 #include "support/file.hpp"
 #include "tools/parts/report.hpp"
-#include "tools/parts/study.hpp"
 
 namespace flashjit::command {
 namespace {
 
 struct TuneCommand {
   std::vector<std::string> specs, shapes, families, devices;
-  std::string suite, cache_dir, report, study, ship;
-  double budget_seconds = 0;
+  std::string suite, cache_dir, report, ship;
+  double budget_seconds = 0, prune = 0;
   double map_density = autotune::kDefaultMapDensity;
   std::size_t max_candidates = 0;
   bool force = false, exhaustive = false;
@@ -107,6 +106,7 @@ autotune::TuneOptions options_of(const TuneCommand& command, double budget_secon
   options.budget_seconds = budget_seconds;
   options.force = command.force;
   options.exhaustive = command.exhaustive;
+  options.prune = command.prune;
   options.map_density = command.map_density;
   options.stop = interrupted;
   return options;
@@ -245,7 +245,7 @@ Json range_json(const std::optional<autotune::Range>& range) {
   return {{"first", range->first}, {"last", range->last}, {"least", range->least}, {"most", range->most}};
 }
 
-Json tuned_json(const Tuned& tuned) {
+Json tuned_json(const Tuned& tuned, const DeviceInfo& device, double map_density) {
   Json json{{"spec", to_string(tuned.problem.spec)}, {"shape", to_string(tuned.problem.shape)}};
   if (!tuned.ok()) {
     json["failure"] = tuned.failure;
@@ -264,15 +264,18 @@ Json tuned_json(const Tuned& tuned) {
                {"celsius", range_json(result.conditions.celsius)},
                {"slowed_by", autotune::slowed_text(result.conditions.slowed_by)},
                {"ending", to_string(result.ending)}});
+  const autotune::Model model({result.record.spec, result.record.shape}, device, map_density);
   for (const plan::Timing& timing : result.record.timings) {
-    json["timings"].push_back(
-        {{"config", to_string(timing.config)}, {"ms", timing.ms}, {"skipped", timing.skipped}});
+    json["timings"].push_back({{"config", to_string(timing.config)},
+                               {"ms", timing.ms},
+                               {"predicted_ms", model.predict(timing.config).ms},
+                               {"skipped", timing.skipped}});
   }
   return json;
 }
 
 void print_results(const std::vector<Tuned>& all, const autotune::Setting& setting, const std::string& folder,
-                   bool json) {
+                   const TuneCommand& command, bool json) {
   if (!json) {
     print_table(all);
     fmt::print("{}, driver {}, {}; records in {}\n", setting.device.name, setting.driver, setting.nvrtc,
@@ -280,56 +283,13 @@ void print_results(const std::vector<Tuned>& all, const autotune::Setting& setti
     return;
   }
   Json problems = Json::array();
-  for (const Tuned& tuned : all) problems.push_back(tuned_json(tuned));
+  for (const Tuned& tuned : all) problems.push_back(tuned_json(tuned, setting.device, command.map_density));
   print_json({{"device", setting.device.name},
               {"arch", setting.device.arch},
               {"driver", setting.driver},
               {"nvrtc", setting.nvrtc},
               {"cache_dir", folder},
               {"problems", std::move(problems)}});
-}
-
-void write_study(const std::string& file, const std::vector<autotune::StudyRow>& rows,
-                 const autotune::Setting& setting) {
-  write_file_atomically(file, autotune::study_markdown(rows, setting));
-  write_file_atomically(std::filesystem::path(file).replace_extension(".csv"), autotune::study_csv(rows));
-}
-
-/// Tunes and then measures everything; writes a page and the rows as CSV next to it, again after each
-/// problem.
-int study(const TuneCommand& command, const std::vector<autotune::Problem>& problems,
-          const std::shared_ptr<const device::Driver>& driver, int ordinal) {
-  const device::PrimaryContext gpu(driver, ordinal);
-  const autotune::Setting setting = autotune::read_setting(gpu);
-  autotune::DeviceMeter meter(gpu, {.map_density = command.map_density});
-  const double end = seconds_now() + command.budget_seconds;
-  std::vector<autotune::StudyRow> rows;
-  Shared shared;
-  for (const autotune::Problem& problem : problems) {
-    if (interrupted() || (command.budget_seconds > 0 && seconds_now() > end)) break;
-    Reporter reporter(problem, ordinal, shared);
-    autotune::TuneOptions options = options_of(command, 0);
-    options.exhaustive = false;
-    options.report = std::ref(reporter);
-    try {
-      rows.push_back(autotune::study(problem, setting, meter, options));
-    } catch (const Error& error) {
-      if (is_fatal(error.code())) throw;
-      warn(fmt::format("{} {}: {}", to_string(problem.spec), to_string(problem.shape), error.message()));
-      continue;
-    }
-    reporter.end(rows.back().conditions);
-    if (interrupted()) rows.pop_back();  // not all of it was measured
-    autotune::compare_untuned(rows, setting.device);
-    write_study(command.study, rows, setting);
-  }
-  // Only now is known what each shape would take without its record.
-  for (autotune::StudyRow& row : rows)
-    if (!interrupted()) autotune::measure_untuned(row, meter);
-  write_study(command.study, rows, setting);
-  fmt::print("{}", autotune::study_markdown(rows, setting));
-  if (rows.size() < problems.size()) warn(fmt::format("{} of {} problems", rows.size(), problems.size()));
-  return interrupted() ? kInterrupted : rows.size() == problems.size() ? kOk : kCheckFailed;
 }
 
 /// The ordinals that --device names.
@@ -458,17 +418,11 @@ std::vector<plan::TuningRecord> records_of(const std::vector<Tuned>& all) {
 int tune(const TuneCommand& command, bool json) {
   const std::vector<autotune::Problem> problems = problems_of(command);
   const std::string folder = cache_folder(command);
-  if (!command.study.empty() && (command.exhaustive || !command.report.empty() || !command.ship.empty()))
-    throw Error(ErrorCode::invalid_argument,
-                "--study measures everything and keeps no records; give it without --exhaustive, --report "
-                "and --ship");
   require_folder_of(command.report, "--report");
-  require_folder_of(command.study, "--study");
   require_folder_of(command.ship, "--ship");
   options_of(command, 0);  // a wrong family is reported before a GPU is looked for
   const std::shared_ptr<const device::Driver> driver = chosen_driver();
   const std::vector<int> devices = ordinals(command.devices, *driver);
-  if (!command.study.empty()) return study(command, problems, driver, devices.front());
 
   interrupted();  // from here on Ctrl-C is a question that is asked between candidates
   TuneRun run(command, problems, folder);
@@ -479,7 +433,7 @@ int tune(const TuneCommand& command, bool json) {
     throw;
   }
   const std::vector<Tuned> all = run.results();
-  print_results(all, run.setting(), folder, json);
+  print_results(all, run.setting(), folder, command, json);
   if (!command.report.empty())
     write_file_atomically(command.report,
                           autotune::report_html(reported(all), run.setting().device, command.map_density));
@@ -514,13 +468,13 @@ void add_tune(CLI::App& app, Context& context) {
       ->delimiter(',');
   command->add_flag("--exhaustive", options->exhaustive,
                     "Measure every candidate, not the promising ones alone");
+  command
+      ->add_option("--prune", options->prune,
+                   "Leave out candidates that the model expects to be this many times slower than the best")
+      ->check(CLI::NonNegativeNumber);
   command->add_option("--max-candidates", options->max_candidates,
                       "The most candidates that are measured a problem. Default: 15%, at least 6");
   command->add_option("--report", options->report, "Write a page (HTML) on what was measured");
-  command->add_option(
-      "--study", options->study,
-      "Measure how good the search is: a page (Markdown) and beside it the rows (CSV); keeps no "
-      "records");
   command->add_option("--ship", options->ship,
                       "Write the choices as a file for runtime/plan/shipped, which the library embeds");
   command->add_option("--map-density", options->map_density,

@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <numeric>
 #include <set>
 
 #include "plan/family.hpp"
 #include "plan/plan.hpp"
-#include "tools/parts/study.hpp"
 
 namespace flashjit::autotune {
 namespace {
@@ -50,6 +50,20 @@ void put(std::string& page, fmt::format_string<Args...> format, Args&&... args) 
 std::string resources(const plan::Timing& timing) {
   if (timing.registers == 0) return "";
   return fmt::format(", {} registers, {} bytes spilled", timing.registers, timing.spill_bytes);
+}
+
+std::vector<double> ranks(const std::vector<double>& values) {
+  std::vector<std::size_t> order(values.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::ranges::sort(order, {}, [&](std::size_t i) { return values[i]; });
+  std::vector<double> rank(values.size());
+  for (std::size_t begin = 0; begin < order.size();) {
+    std::size_t end = begin;
+    while (end < order.size() && values[order[end]] == values[order[begin]]) ++end;
+    for (std::size_t i = begin; i < end; ++i) rank[order[i]] = static_cast<double>(begin + end - 1) / 2;
+    begin = end;
+  }
+  return rank;
 }
 
 std::vector<plan::Timing> by_time(const plan::TuningRecord& record) {
@@ -308,6 +322,18 @@ be had; the framed one was chosen. Hover for the configuration, registers and sp
 )html";
 
 }  // namespace
+
+double rank_correlation(const std::vector<double>& a, const std::vector<double>& b) {
+  const std::vector<double> x = ranks(a), y = ranks(b);
+  const double middle = (static_cast<double>(x.size()) - 1) / 2;
+  double xy = 0, xx = 0, yy = 0;
+  for (std::size_t i = 0; i < std::min(x.size(), y.size()); ++i) {
+    xy += (x[i] - middle) * (y[i] - middle);
+    xx += (x[i] - middle) * (x[i] - middle);
+    yy += (y[i] - middle) * (y[i] - middle);
+  }
+  return xx > 0 && yy > 0 ? xy / std::sqrt(xx * yy) : 0;
+}
 
 Cell cell_of(const Model& model, const plan::TuningRecord& record, Family family, int br, int bc) {
   Cell cell;

@@ -38,4 +38,8 @@ struct Cell {
 /// The cell of Br x Bc in the map of a family.
 Cell cell_of(const Model& model, const plan::TuningRecord& record, Family family, int br, int bc);
 
+/// Spearman's rank correlation; equal values share their rank. 0 for fewer than two values, or if one side is
+/// constant.
+double rank_correlation(const std::vector<double>& a, const std::vector<double>& b);
+
 }  // namespace flashjit::autotune

@@ -1,23 +1,20 @@
-// The study of the tuner and the page on what was measured, on made-up GPUs.
-#include "tools/parts/study.hpp"
+// The page on what was measured, on a made-up GPU, and the suites of problems.
+#include "tools/parts/report.hpp"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <map>
-#include <mutex>
 #include <string>
-#include <thread>
 
+#include "autotune/tuner.hpp"
 #include "flashjit/flashjit.hpp"
 #include "plan/plan.hpp"
 #include "plan/shipped.hpp"
 #include "support/file.hpp"
 #include "tests/support/expectations.hpp"
 #include "tests/support/made_up_gpu.hpp"
-#include "tools/parts/report.hpp"
 #include "tools/parts/suite.hpp"
 
 namespace flashjit::autotune {
@@ -31,11 +28,6 @@ Problem problem_of(const char* spec, const char* shape) {
   return {parse_spec(spec).normalized(), parse_shape(shape)};
 }
 
-StudyRow row_of(const Problem& problem, const Setting& setting, unsigned seed = 1) {
-  test::MadeUpGpu gpu(problem, setting.device, seed);
-  return study(problem, setting, gpu);
-}
-
 TEST(RankCorrelation, OfKnownRanks) {
   EXPECT_DOUBLE_EQ(rank_correlation({1, 2, 3, 4}, {10, 20, 30, 400}), 1);
   EXPECT_DOUBLE_EQ(rank_correlation({1, 2, 3, 4}, {4, 3, 2, 1}), -1);
@@ -44,159 +36,6 @@ TEST(RankCorrelation, OfKnownRanks) {
   EXPECT_EQ(rank_correlation({1}, {1}), 0);
   EXPECT_EQ(rank_correlation({}, {}), 0);
   EXPECT_EQ(rank_correlation({1, 1}, {1, 2}), 0);
-}
-
-TEST(Study, ComparesTheSearchWithEverything) {
-  const Setting setting = setting_of("sm_80");
-  const Problem problem = problem_of("fwd:bf16:d128:causal", "b1:hq16:hkv16:sq1024:skv1024");
-  test::MadeUpGpu gpu(problem, setting.device, 1);
-  const StudyRow row = study(problem, setting, gpu);
-  EXPECT_LT(row.measured, gpu.measured()) << "the rest is measured, too";
-  EXPECT_LE(row.share(), 0.15);
-  ASSERT_TRUE(row.slower(row.chosen.best));
-  EXPECT_LE(*row.slower(row.chosen.best), 1.02);
-  ASSERT_TRUE(row.slower(row.heuristic));
-  EXPECT_NEAR(*row.slower(row.heuristic) / *row.slower(row.chosen.best),
-              gpu.true_ms(row.heuristic) / gpu.true_ms(row.chosen.best), 0.02);
-  EXPECT_GT(row.correlation, 0.5) << "the made-up GPU is the model with some twists";
-  EXPECT_FALSE(row.slower(parse_config("sm80:br16:bc16:w1"))) << "was not measured";
-
-  // What the model expects nothing of is left out, all else is settled.
-  const Model model(problem, setting.device);
-  double least = INFINITY;
-  for (const TileConfig& config : candidates(model)) least = std::min(least, model.predict(config).ms);
-  for (const plan::Timing& timing : row.exhaustive.timings) {
-    const bool hopeless = model.predict(timing.config).ms > kStudyPrune * least;
-    EXPECT_EQ(timing.skipped.starts_with("left out: predicted"), hopeless && timing.ms == 0)
-        << to_string(timing.config) << " " << timing.skipped;
-    if (!hopeless && !gpu.spills(timing.config)) {
-      EXPECT_GT(timing.ms, 0) << to_string(timing.config);
-    }
-  }
-}
-
-/// A GPU on which one configuration spills, and that notes what was prepared while all is compiled anew.
-class Noting : public test::MadeUpGpu {
- public:
-  using MadeUpGpu::MadeUpGpu;
-  TileConfig spilling = {};
-  std::vector<TileConfig> prepared_anew, prepared_later;
-  bool anew = false;
-
-  KernelReport prepare(const Problem& problem, const TileConfig& config) override {
-    KernelReport report = MadeUpGpu::prepare(problem, config);
-    if (config == spilling) report.entries.front().spill_bytes = 96;
-    const std::lock_guard lock(mutex_);
-    (anew ? prepared_anew : prepared_later).push_back(config);
-    return report;
-  }
-  void compile_anew(bool on) override { anew = on; }
-
- private:
-  std::mutex mutex_;
-};
-
-TEST(Study, WhatTheRuntimeWouldTakeIsMeasuredWhateverTheTunerThinksOfIt) {
-  const Setting setting = setting_of("sm_80");
-  const Problem problem = problem_of("fwd:bf16:d128:causal", "b1:hq16:hkv16:sq1024:skv1024");
-  Noting gpu(problem, setting.device, 1);
-  gpu.spilling = candidates(Model(problem, setting.device)).front();
-  StudyRow row = study(problem, setting, gpu);
-  ASSERT_EQ(row.heuristic, gpu.spilling);
-  const auto true_ratio = [&](const TileConfig& config) {
-    return gpu.true_ms(config) / gpu.true_ms(row.exhaustive.best);
-  };
-  ASSERT_TRUE(row.slower(row.heuristic));
-  EXPECT_NEAR(*row.slower(row.heuristic) / *row.slower(row.exhaustive.best), true_ratio(row.heuristic), 0.02);
-
-  // What a near shape's record might name: a candidate of which the model expects nothing.
-  const auto hopeless = std::ranges::find_if(row.exhaustive.timings, [](const plan::Timing& timing) {
-    return timing.skipped.starts_with("left out: predicted");
-  });
-  ASSERT_NE(hopeless, row.exhaustive.timings.end());
-  row.untuned = hopeless->config;
-  EXPECT_FALSE(row.slower(row.untuned));
-  measure_untuned(row, gpu);
-  ASSERT_TRUE(row.slower(row.untuned));
-  EXPECT_NEAR(*row.slower(row.untuned) / *row.slower(row.exhaustive.best), true_ratio(row.untuned),
-              0.02 * true_ratio(row.untuned));
-}
-
-TEST(Study, TheSearchCompilesAnewAndTheReferenceNeedNot) {
-  const Setting setting = setting_of("sm_80");
-  const Problem problem = problem_of("fwd:bf16:d64", "b1:hq8:hkv8:sq1024:skv1024");
-  Noting gpu(problem, setting.device, 1);
-  const StudyRow row = study(problem, setting, gpu);
-  for (const plan::Timing& timing : row.chosen.timings)
-    if (timing.ms > 0) {
-      EXPECT_NE(std::ranges::find(gpu.prepared_anew, timing.config), gpu.prepared_anew.end())
-          << to_string(timing.config);
-    }
-  EXPECT_GT(gpu.prepared_later.size(), row.measured) << "all the rest";
-  EXPECT_FALSE(gpu.anew);
-}
-
-/// A GPU that heats and slows down with every question.
-class Heating : public test::MadeUpGpu {
- public:
-  using MadeUpGpu::MadeUpGpu;
-  int asked = 0;
-
-  device::GpuState state() override {
-    ++asked;
-    return {2000 - asked, 30 + asked, 0x4};
-  }
-};
-
-TEST(Study, TellsUnderWhichConditionsARowWasMeasured) {
-  const Setting setting = setting_of("sm_80");
-  const Problem problem = problem_of("fwd:bf16:d64", "b1:hq8:hkv8:sq1024:skv1024");
-  Heating gpu(problem, setting.device, 1);
-  const StudyRow row = study(problem, setting, gpu);
-  EXPECT_EQ(row.conditions.clock_mhz, (Range{1999, 2000 - gpu.asked, 2000 - gpu.asked, 1999}));
-  const std::string page = study_markdown({row}, setting), csv = study_csv({row});
-  expect_in(fmt::format("| {}..1999 | 31..{} | the power limit |\n", 2000 - gpu.asked, 30 + gpu.asked), page);
-  expect_in(fmt::format(",{},1999,31,{},\"the power limit\"\n", 2000 - gpu.asked, 30 + gpu.asked), csv);
-}
-
-TEST(Study, AnUntunedShapeTakesTheOthersRecords) {
-  const Setting setting = setting_of("sm_80");
-  std::vector<StudyRow> rows{row_of(problem_of("fwd:bf16:d64", "b1:hq8:hkv8:sq1024:skv1024"), setting),
-                             row_of(problem_of("fwd:bf16:d64", "b2:hq8:hkv8:sq1024:skv1024"), setting),
-                             row_of(problem_of("bwd:bf16:d64", "b1:hq8:hkv8:sq1024:skv1024"), setting)};
-  compare_untuned(rows, setting.device);
-  EXPECT_EQ(rows[0].untuned, rows[1].chosen.best);
-  EXPECT_EQ(rows[1].untuned, rows[0].chosen.best);
-  EXPECT_TRUE(rows[0].untuned_by_record);
-  EXPECT_EQ(rows[2].untuned, rows[2].heuristic);
-  EXPECT_FALSE(rows[2].untuned_by_record);
-
-  const std::string page = study_markdown(rows, setting);
-  expect_in("3 problems", page);
-  expect_in(fmt::format("a host of {} cores", std::thread::hardware_concurrency()), page);
-  expect_in("| candidates measured | 15% a problem, or 6 |", page);
-  for (const StudyRow& row : rows) expect_in("`" + to_string(row.problem.spec) + "`", page);
-  const std::string csv = study_csv(rows);
-  EXPECT_EQ(std::ranges::count(csv, '\n'), 4);
-  expect_in("| - | - |  |\n", page);  // these GPUs do not tell how warm they are
-  const std::string header = csv.substr(0, csv.find('\n'));
-  const std::string last = csv.substr(csv.rfind('\n', csv.size() - 2) + 1);
-  EXPECT_EQ(std::ranges::count(header, ','), std::ranges::count(last, ','));
-}
-
-TEST(Study, AChoiceThatIsTooSlowIsToldSo) {
-  const Setting setting = setting_of("sm_80");
-  std::vector<StudyRow> rows{row_of(problem_of("fwd:bf16:d64", "b1:hq8:hkv8:sq1024:skv1024"), setting)};
-  compare_untuned(rows, setting.device);
-  const auto line = [&] {
-    const std::string page = study_markdown(rows, setting);
-    const std::size_t at = page.find("| choice, times slower");
-    return page.substr(at, page.find('\n', at) - at);
-  };
-  EXPECT_TRUE(line().ends_with("| yes |")) << line();
-  const auto slowest = std::ranges::max_element(rows[0].exhaustive.timings, {}, &plan::Timing::ms);
-  rows[0].chosen.best = slowest->config;
-  EXPECT_TRUE(line().ends_with("| no |")) << line();
 }
 
 /// The problems of a suite file whose lines all have a shape.

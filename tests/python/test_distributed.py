@@ -5,6 +5,7 @@ import itertools
 import math
 import multiprocessing
 import os
+import pathlib
 import queue
 import sys
 import tempfile
@@ -19,6 +20,7 @@ import torch.distributed as dist  # noqa: E402
 if not dist.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
 
+BENCH = pathlib.Path(__file__).resolve().parents[2] / "tools" / "bench"
 HEADS, HEADS_KV = 4, 2
 LAYOUTS = ("contiguous", "zigzag", "striped")
 is_small = True  # of tensors on the CPU
@@ -399,7 +401,8 @@ def peak(call, device):
 def check_memory(rank, ranks, batch=1):
     """The formula of tools/docs/distributed.md."""
     import flashjit.distributed as fd
-    from flashjit import simulator
+    sys.path.append(str(BENCH))
+    import simulator
     device = device_of(rank)
     # On a GPU so many heads that no kernel splits its queries, for which it has another workspace.
     rows, dim, all_heads = (16384, 128, ((32, 8), (16, 16))) if device.type == "cuda" else (128, 32, ((8, 2), (4, 4)))

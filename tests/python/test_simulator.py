@@ -1,11 +1,18 @@
-"""flashjit.simulator: its counts against counting, and what any timeline must keep to."""
+"""tools/bench/simulator.py: its counts against counting, and what any timeline must keep to."""
+import pathlib
 import random
+import sys
 
 import pytest
-from flashjit import simulator
-from flashjit._chunks import Chunk, chunks
-from flashjit.errors import InvalidArgument
-from flashjit.simulator import Machine, Problem, pairs, simulate
+
+pytest.importorskip("torch")
+from flashjit import distributed  # noqa: E402
+from flashjit._chunks import Chunk, chunks  # noqa: E402
+from flashjit.errors import InvalidArgument  # noqa: E402
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "tools" / "bench"))
+import simulator  # noqa: E402
+from simulator import Machine, Problem, pairs, simulate  # noqa: E402
 
 
 def test_pairs_are_those_that_attend():
@@ -68,8 +75,8 @@ def test_the_command_names_mistakes(arguments, words, capsys):
 
 
 def test_the_documented_command_runs(capsys):
-    command = next(line for line in simulator.__doc__.splitlines() if "-m flashjit.simulator" in line)
-    assert simulator.main(command.split("flashjit.simulator")[1].replace(",512", "").split()) == 0
+    command = next(line for line in simulator.__doc__.splitlines() if "simulator.py --tokens" in line)
+    assert simulator.main(command.split("simulator.py")[1].replace(",512", "").split()) == 0
     assert "ring" in capsys.readouterr().out
 
 
@@ -86,14 +93,29 @@ def test_a_slow_link_is_what_a_ring_waits_for():
 
 
 def test_the_best_scheme_depends_on_the_machine():
+    def fastest(problem, ranks=8, **options):
+        return simulator.plans(problem, ranks, **options)[0].scheme
     problem = Problem(262144)
-    assert simulator.best(problem, 8) == "ulysses"
+    assert fastest(problem) == "ulysses"
     odd = problem._replace(heads=30, heads_kv=10)  # which do not divide into 8 ranks
-    assert simulator.best(odd, 8) == "all_gather" and simulator.best(odd, 8, machine=Machine(link_bytes=30e9)) == "ring"
-    small = Machine(capacity=3 * problem.q_bytes(32768))
-    assert simulator.plans(problem, 8, machine=small) == [] and simulator.best(problem, 8, machine=small) == "ring"
-    across = [plan.scheme for plan in simulator.plans(Problem(1 << 20), 64, backward=True)]
-    assert across[0] == "two_level"
+    assert fastest(odd) == "all_gather" and fastest(odd, machine=Machine(link_bytes=30e9)) == "ring"
+    assert simulator.plans(problem, 8, machine=Machine(capacity=3 * problem.q_bytes(32768))) == []
+    assert fastest(Problem(1 << 20), 64, backward=True) == "two_level"
+
+
+@pytest.mark.parametrize("heads, heads_kv", [(32, 8), (32, 32), (40, 8), (28, 4), (8, 1)])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("backward", [False, True])
+def test_auto_is_nearly_the_fastest(heads, heads_kv, ranks, backward):
+    chosen = distributed._fastest(heads, heads_kv, ranks, backward)
+    for tokens in (131072, 1048576):
+        found = {plan.scheme: plan.seconds for plan in simulator.plans(Problem(tokens, heads, heads_kv), ranks, backward=backward)}
+        assert found[chosen] < 1.05 * min(found.values()), found
+
+
+def test_auto_does_without_heads_that_divide():
+    assert distributed._fastest(28, 4, 8, True) == "ring" and distributed._fastest(28, 4, 2, True) == "ulysses"
+    assert distributed._fastest(28, 0, 7, True) == "ring"  # refused later, on all ranks
 
 
 def test_the_command_line(capsys):

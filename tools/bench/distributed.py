@@ -2,7 +2,7 @@
 
 bf16, 32 heads and 8 of K and V, head dimension 128, a causal mask or with --full none, zigzag: the forward pass, and both passes,
 of ring, all_gather, ulysses, and from four GPUs on two_level with pairs of GPUs inside, against attention() on one GPU, and against
-what flashjit.simulator predicts of them. The time of a call is the slowest rank's, from one barrier to all ranks' ends; of calls under
+what simulator.py predicts of them. The time of a call is the slowest rank's, from one barrier to all ranks' ends; of calls under
 1.25 s it is the mean of four in a row. Medians count. Results are checked against one GPU's first.
 
     python3 tools/bench/distributed.py --lib build/libflashjit.so --csv tools/bench/results/h100_distributed.csv
@@ -35,7 +35,7 @@ except ImportError as error:
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "python"))
 import flashjit  # noqa: E402
 import flashjit.distributed as fd  # noqa: E402
-from flashjit import simulator  # noqa: E402
+import simulator  # noqa: E402
 
 HEADS, HEADS_KV, DIM, LAYOUT, INNER = 32, 8, 128, "zigzag", 2
 IN_A_ROW = 4  # calls, as a model has them: the host prepares one while the GPU computes another

@@ -9,7 +9,7 @@ The sections between the markers <!-- name --> and <!-- /name --> are replaced:
     tools/docs/benchmarks.md   figures  the same, and *_other.csv, *_few.csv, *_sparse.csv
     tools/docs/tuning.md       tuner    h100_tuner.csv of tuner_study.py
     tools/docs/serving.md      figures  h100_serving.csv of serving.py
-    tools/docs/distributed.md  plans    plans.csv of `python3 -m flashjit.simulator --tokens 131072,1048576,4194304 --csv`
+    tools/docs/distributed.md  plans    plans.csv of `simulator.py --tokens 131072,1048576,4194304 --csv`
                                figures  h100_distributed.csv of distributed.py
     tools/docs/benchmarks.md   scaling  h100_scaling.csv of distributed.py on up to eight GPUs, where that was run
     tools/docs/paper.md        figures  h100_paper.csv and h100_paper_figure.csv of paper.py
@@ -481,7 +481,7 @@ def draw_plans(rows, path):
         axis.grid(color="#dddddd", linewidth=0.7)
     axes[0].set_ylabel("share of linear speed", fontsize=11)
     axes[0].legend(frameon=False, fontsize=11)
-    figure.suptitle("Predicted by flashjit.simulator: both passes, bf16, 32/8 heads, d128, causal, hosts of 8 H100", fontsize=13)
+    figure.suptitle("Predicted by simulator.py: both passes, bf16, 32/8 heads, d128, causal, hosts of 8 H100", fontsize=13)
     figure.savefig(path, dpi=100)
 
 

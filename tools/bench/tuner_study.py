@@ -128,7 +128,7 @@ def study(command, problems, work, options=()):
         spec, shape = problem
         arguments = ["inspect", "--spec", spec, "--shape", shape, "--source"]
         untuned = run(command, arguments, others[problem])["kernels"][0]
-        # The search's record is in the folder, and the nearest of the others is a lead, which is never left out.
+        # The search's record is in the folder, and the nearest of the others is a lead: never left out.
         everything = tune(
             command, problem, folder, others[problem], "--exhaustive", "--prune", PRUNE, *options
         )

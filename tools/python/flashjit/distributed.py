@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import simulator
 from ._attention import draw_rng
 from ._checks import check_number, check_whole
 from ._chunks import LAYOUTS, Chunk, chunks
@@ -119,8 +118,9 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "aut
     scheme: "ring": K and V go round, a step's kernels run while the next block travels, and O and LSE are joined in float32;
         blocks of which nothing is visible are passed on uncomputed. "all_gather": every rank gathers K and V once.
         "ulysses": an all-to-all gives each rank all rows of its share of the heads: heads_q must divide into the ranks.
-        "two_level": ulysses between the ranks of the inner group, a ring between those of the outer one. "auto": with two groups
-        two_level, else the one that flashjit.simulator finds to be the fastest on H100s.
+        "two_level": ulysses between the ranks of the inner group, a ring between those of the outer one. "auto": two_level with two
+        groups; with one, all_gather in a forward pass alone where it sends less than ulysses, else ulysses, or ring where the
+        heads do not divide into the ranks.
     causal: a query sees the keys at its own position and before. window: and no more than so many of them.
     dropout_p: probability to drop a pair; seeded by PyTorch's generator, which all ranks seed alike. The mask is that of attention()
         on the whole sequence.
@@ -144,7 +144,8 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "aut
         check_four_dims(name, x)
     q, k, v = (x.resolve_neg() for x in autocast(q, k, v))
     if scheme == "auto":
-        scheme = _fastest(q, k, layout, causal, window, groups)
+        backward = torch.is_grad_enabled() and q.requires_grad
+        scheme = "two_level" if groups.inner is not None else _fastest(q.shape[1], k.shape[1], groups.ranks, backward)
     _check_arguments(q, scheme, causal, window, scale, dropout_p, reserved_sms, groups)
     rng = draw_rng(q) if dropout_p else NO_RNG
     documents = None if cu_seqlens is None else _documents(cu_seqlens)
@@ -169,15 +170,12 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "aut
     return (out, lse) if return_lse else out
 
 
-def _fastest(q: Tensor, k: Tensor, layout: str, causal: bool, window: Union[int, None], groups: _Groups) -> str:
-    if groups.inner is not None:
-        return "two_level"
-    problem = simulator.Problem(q.shape[2] * groups.ranks, q.shape[1], k.shape[1], q.shape[3], q.shape[0], causal, window,
-                                q.element_size())
-    try:
-        return simulator.best(problem, groups.ranks, layout=layout, backward=torch.is_grad_enabled() and q.requires_grad)
-    except InvalidArgument:  # which the checks of all ranks name: none must wait for this one
-        return "ring"
+def _fastest(heads: int, heads_kv: int, ranks: int, backward: bool) -> str:
+    """The scheme that "auto" takes with one group."""
+    if not backward and ranks * heads_kv < heads + heads_kv:  # all ranks' K and V have fewer bytes than a rank's Q, K, V and O
+        return "all_gather"
+    divides = heads % ranks == 0 and heads_kv > 0 and (heads_kv % ranks == 0 or ranks % heads_kv == 0)
+    return "ulysses" if divides else "ring"
 
 
 def _check_arguments(q: Tensor, scheme: str, causal: bool, window: Union[int, None], scale: Union[float, None], dropout_p: float,

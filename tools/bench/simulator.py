@@ -1,6 +1,6 @@
 """How long attention over a shared sequence takes, by scheme and number of ranks, without a GPU.
 
-    python3 -m flashjit.simulator --tokens 262144 --ranks 8,64,512
+    python3 tools/bench/simulator.py --tokens 262144 --ranks 8,64,512
 
 A rank's kernels, its memory's copies and its links are each one after the other; a step of a ring begins when its block is there
 and the step before has ended, on both sides. The rates of a Machine are those that kernels and links reach, not their peaks.
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import argparse
 import csv
-import functools
 import itertools
+import os
 import sys
 from numbers import Integral
 from typing import Any, Callable, NamedTuple, Sequence, Union
 
-from ._chunks import LAYOUTS, Chunk, chunks, parts_of_heads
-from .errors import InvalidArgument
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "python"))
+from flashjit._chunks import LAYOUTS, Chunk, chunks, parts_of_heads  # noqa: E402
+from flashjit.errors import InvalidArgument  # noqa: E402
 
 SCHEMES = ("ring", "all_gather", "ulysses", "two_level")
 
@@ -406,14 +407,6 @@ def _inner_ranks(problem: Problem, ranks: int, machine: Machine) -> int:
                if ranks % n == 0 and problem.heads % n == 0 and (problem.heads_kv % n == 0 or n % problem.heads_kv == 0))
 
 
-@functools.lru_cache(maxsize=256)
-def best(problem: Problem, ranks: int, *, layout: Union[str, None] = None, backward: bool = False, machine: Machine = Machine(),
-         schemes: tuple[str, ...] = SCHEMES[:3]) -> str:
-    """The name of the fastest scheme in plans(); "ring" where there is none."""
-    found = plans(problem, ranks, layout=layout, backward=backward, machine=machine, schemes=schemes)
-    return found[0].scheme if found else "ring"
-
-
 FIELDS: dict[str, Callable[[Plan], Any]] = {
     "ranks": lambda p: p.ranks, "scheme": lambda p: p.scheme, "layout": lambda p: p.layout,
     "ms": lambda p: f"{p.seconds * 1e3:.3f}", "efficiency": lambda p: f"{p.efficiency:.3f}",
@@ -425,7 +418,7 @@ def whole_numbers(text: str) -> list[int]:
 
 
 def main(arguments: Union[Sequence[str], None] = None) -> int:
-    parser = argparse.ArgumentParser(prog="python3 -m flashjit.simulator", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="simulator.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=whole_numbers, default=[131072], help="lengths of the whole sequence; default 131072")
     parser.add_argument("--ranks", type=whole_numbers, default=[8, 16, 32, 64, 128, 256, 512, 1024])
     parser.add_argument("--heads", type=int, default=32)

@@ -138,18 +138,5 @@ TEST_F(Pack, RefusesAFolderThatIsAFile) {
   EXPECT_EQ(read_file(pack()), "mine");
 }
 
-TEST_F(Pack, TheMainJobPacksWithoutAGpuAndFindsItsKernelsAgain) {
-  const std::string job = "job --json --data " FLASHJIT_SOURCE_DIR "/tests/data --pack " + pack();
-  const CommandResult first = run(job);
-  ASSERT_EQ(first.code, 0) << first.err;
-  EXPECT_TRUE(first.json()["ok"].get<bool>());
-  EXPECT_EQ(first.json()["kernels"].size(), 8u);
-  EXPECT_FALSE(first.json()["checks"].empty());
-  const CommandResult second = run(job);
-  ASSERT_EQ(second.code, 0) << second.err;
-  const nlohmann::json report = second.json();
-  for (const auto& kernel : report["kernels"]) EXPECT_EQ(kernel["state"], "already there");
-}
-
 }  // namespace
 }  // namespace flashjit

@@ -56,7 +56,7 @@ class Command : public ::testing::Test {
 TEST_F(Command, HelpOfEverySubcommandShowsAnExample) {
   EXPECT_EQ(run("--help").code, 0);
   for (const char* name : {"run", "verify", "tune", "bench", "pack", "cache", "cache list", "cache show",
-                           "cache verify", "cache prune", "cache clear", "inspect", "doctor", "job"}) {
+                           "cache verify", "cache prune", "cache clear", "inspect", "doctor"}) {
     const CommandResult help = run(fmt::format("{} --help", name));
     EXPECT_EQ(help.code, 0) << name;
     EXPECT_TRUE(contains(help.out, "Example:")) << name;
@@ -95,7 +95,10 @@ TEST_F(Command, BadUsageExitsWith2AndSaysWhy) {
       {"cache clear", "--yes"},
       {"cache list --dir /no/such/folder", "/no/such/folder"},
       {"cache show 00", "00"},
-      {"job --data /no/such/folder", "/no/such/folder"},
+      {"verify --spec bf16:d32 --data /no/such/folder", "/no/such/folder"},
+      {"verify --spec bf16:d32", "--data"},
+      {"verify --spec bf16:d32:varlen --data " FLASHJIT_SOURCE_DIR "/tests/data", "varlen"},
+      {"verify --spec bf16:d64 --data " FLASHJIT_SOURCE_DIR "/tests/data", "head dimension"},
   };
   for (const auto& [arguments, named] : cases) {
     const CommandResult result = run(arguments);
@@ -162,6 +165,20 @@ TEST_F(Command, RunTakesTheShippedLayers) {
   EXPECT_EQ(npy::read(file("results/out.npy")).shape, q.shape);
   for (const char* name : {"out.npy", "lse.npy", "dq.npy", "dk.npy", "dv.npy"})
     for (double value : result(name)) ASSERT_TRUE(std::isfinite(value)) << name;
+}
+
+TEST_F(Command, VerifyComputesTheShippedLayers) {
+  const CommandResult done =
+      run("verify --cpu --json --spec bf16:d32:map32x32 --data " FLASHJIT_SOURCE_DIR "/tests/data");
+  ASSERT_EQ(done.code, 0) << done.err;
+  const nlohmann::json kernels = done.json()["kernels"];
+  ASSERT_EQ(kernels.size(), 4u) << "two passes of two layers";
+  EXPECT_EQ(kernels[3]["spec"], "bwd:bf16:d32:map32x32");
+  EXPECT_EQ(kernels[3]["inputs"], "layer5");
+  EXPECT_EQ(kernels[3]["shape"], "b1:hq12:hkv12:sq180:skv180");
+  for (const auto& kernel : kernels)
+    for (const auto& output : kernel["outputs"])
+      EXPECT_GT(output["limit"], 0) << kernel.dump() << " real inputs are no zeros";
 }
 
 TEST_F(Command, RunOnTheCpuGivesTheReferencesResults) {

@@ -1,4 +1,4 @@
-// Kernels built without a GPU, the way the runtime builds them: shared by pack, inspect and job.
+// Kernels built without a GPU, the way the runtime builds them: shared by pack and inspect.
 #pragma once
 
 #include <memory>

@@ -53,7 +53,6 @@ void add_pack(CLI::App& app, Context& context);
 void add_cache(CLI::App& app, Context& context);
 void add_inspect(CLI::App& app, Context& context);
 void add_doctor(CLI::App& app, Context& context);
-void add_job(CLI::App& app, Context& context);
 
 /// Whether Ctrl-C was pressed since the first question. Until then, and at the second Ctrl-C, it ends the
 /// process: long work that can keep what it has asks between steps and returns kInterrupted.

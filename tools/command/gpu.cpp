@@ -227,18 +227,7 @@ class TensorMaker {
   std::int64_t batch_, batch_kv_, rows_q_, rows_kv_;
 };
 
-/// Milliseconds that the stream spends on what `work` puts there.
-template <class Work>
-double timed(const DriverHandle& driver, const device::StreamOwner& stream, Work work) {
-  const device::Event start(driver), end(driver);
-  start.record(stream.get());
-  work();
-  end.record(stream.get());
-  stream.synchronize();
-  return end.ms_since(start);
-}
-
-/// A problem in device memory. Each pass returns its milliseconds.
+/// A problem in device memory.
 class ProblemOnGpu {
  public:
   ProblemOnGpu(Runtime& runtime, const device::PrimaryContext& gpu, const reference::Problem& problem)
@@ -259,7 +248,7 @@ class ProblemOnGpu {
         extras_(gpu.driver(), problem),
         stream_(gpu.driver()) {}
 
-  double forward(Results& results) {
+  void forward(Results& results) {
     AttentionSpec spec = problem_.spec;
     spec.pass = Pass::forward;
     const bool cached = spec.has_cache();
@@ -282,15 +271,15 @@ class ProblemOnGpu {
       args.state.out.data = extras_.state_out.data();
     }
     gpu_.synchronize();  // the copies and fills are on another stream
-    const double spent = timed(gpu_.driver(), stream_, [&] { runtime_.forward(spec, args, stream_.get()); });
+    runtime_.forward(spec, args, stream_.get());
+    stream_.synchronize();
     results.out = out_.values();
     results.lse = lse_.values();
     results.row_max = row_max_.values();
-    return spent;
   }
 
   /// After forward().
-  double backward(Results& results) {
+  void backward(Results& results) {
     const AttentionSpec& spec = problem_.spec;
     const std::int64_t d = spec.head_dim, d_v = spec.v_dim();
     const DeviceTensor dout = make_.like_q(spec.dtype, d_v, problem_.dout);
@@ -314,14 +303,14 @@ class ProblemOnGpu {
     set_common(args, problem_, extras_);
     args.dsinks = static_cast<float*>(dsinks.data());
     gpu_.synchronize();
-    const double spent = timed(gpu_.driver(), stream_, [&] { runtime_.backward(spec, args, stream_.get()); });
+    runtime_.backward(spec, args, stream_.get());
+    stream_.synchronize();
     results.dq = dq.values();
     results.dk = dk.values();
     results.dv = dv.values();
     const std::vector<float> sinks_grad = device::download<float>(dsinks);
     results.dsinks.assign(sinks_grad.begin(), sinks_grad.end());
     results.capture_grads = extras_.captures.grads();
-    return spent;
   }
 
  private:
@@ -349,13 +338,11 @@ RuntimeOptions runtime_options() {
   return options;
 }
 
-Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const reference::Problem& problem,
-                   LaunchTimes* times) {
+Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const reference::Problem& problem) {
   ProblemOnGpu on_gpu(runtime, gpu, problem);
   Results results;
-  LaunchTimes spent{.forward = on_gpu.forward(results)};
-  if (problem.spec.pass == Pass::backward) spent.backward = on_gpu.backward(results);
-  if (times) *times = spent;
+  on_gpu.forward(results);
+  if (problem.spec.pass == Pass::backward) on_gpu.backward(results);
   return results;
 }
 

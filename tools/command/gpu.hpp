@@ -16,15 +16,8 @@ std::shared_ptr<const device::Driver> chosen_driver();
 /// Options of a runtime that logs through warn() and tunes nothing by itself.
 RuntimeOptions runtime_options();
 
-/// What the launches of a problem took, in milliseconds between events.
-struct LaunchTimes {
-  double forward = 0, backward = 0;
-};
-
 /// Uploads the problem, fills every output and the workspace with NaN, runs the forward and, where the spec
-/// says so, the backward pass, and brings the results back. Prepare the kernels before where the times
-/// matter.
-Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const reference::Problem& problem,
-                   LaunchTimes* times = nullptr);
+/// says so, the backward pass, and brings the results back.
+Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const reference::Problem& problem);
 
 }  // namespace flashjit::command

@@ -63,8 +63,7 @@ int command(int argc, char** argv) {
       "failure.");
 
   Context context;
-  for (auto add :
-       {add_run, add_verify, add_tune, add_bench, add_pack, add_cache, add_inspect, add_doctor, add_job})
+  for (auto add : {add_run, add_verify, add_tune, add_bench, add_pack, add_cache, add_inspect, add_doctor})
     add(app, context);
 
   const int parsed = parse(app, context, argc, argv);

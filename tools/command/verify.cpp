@@ -1,8 +1,11 @@
-// flashjit verify: kernels of this GPU against the CPU reference, on fresh random inputs.
+// flashjit verify: kernels of this GPU against the CPU reference, on fresh random inputs or on those of
+// files.
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <memory>
+#include <optional>
 #include <random>
 
 #include "attention.hpp"
@@ -14,16 +17,22 @@ namespace flashjit::command {
 namespace {
 
 struct VerifyOptions {
-  std::string spec, shape, config;
+  std::string spec, shape, data, config;
   std::vector<std::string> scalars;
-  bool all_configs = false;
+  bool all_configs = false, cpu = false;
   std::optional<std::uint64_t> seed;
   int device = 0;
 };
 
+/// What a spec is verified on.
+struct Inputs {
+  std::string name;  ///< "random", or the layer in --data: "layer0"
+  reference::Problem problem;
+};
+
 /// One kernel's results against the reference.
 struct Verification {
-  std::string spec, config;
+  std::string spec, shape, inputs, config;
   std::vector<Comparison> comparisons;
   std::string failure;  ///< why it could not run; empty when it did
 
@@ -48,28 +57,92 @@ std::vector<Comparison> of_pass(std::vector<Comparison> comparisons, Pass pass) 
   return comparisons;
 }
 
-std::vector<Verification> verify_pass(const VerifyOptions& options, const AttentionSpec& spec,
-                                      const AttentionShape& shape, std::uint64_t seed,
-                                      const device::PrimaryContext& gpu) {
-  reference::Problem problem = random_problem(spec, shape, seed);
-  set_scalars(problem, options.scalars);
+/// "layer0" for each layer0_q.npy of a folder.
+std::vector<std::string> layers_in(const std::filesystem::path& folder) {
+  constexpr std::string_view kEnding = "_q.npy";
+  std::vector<std::string> layers;
+  std::error_code problem;
+  for (const auto& file : std::filesystem::directory_iterator(folder, problem)) {
+    const std::string name = file.path().filename().string();
+    if (name.ends_with(kEnding)) layers.push_back(name.substr(0, name.size() - kEnding.size()));
+  }
+  if (layers.empty())
+    throw Error(ErrorCode::io,
+                fmt::format("'{}' holds no layer: wanted are layer0_q.npy, layer0_k.npy, layer0_v.npy and "
+                            "layer0_dout.npy; give --data flashjit's tests/data",
+                            folder.string()));
+  std::ranges::sort(layers);
+  return layers;
+}
+
+/// Q, K, V and dO of files; what else the spec has is random.
+reference::Problem problem_of_layer(const AttentionSpec& spec, const std::filesystem::path& folder,
+                                    const std::string& layer, std::uint64_t seed) {
+  if (spec.varlen || spec.shared_kv)
+    throw Error(ErrorCode::invalid_argument,
+                "--data has sequences of one length, and V apart from K: leave varlen and shared_kv out");
+  const auto file = [&](const char* tensor) {
+    return (folder / fmt::format("{}_{}.npy", layer, tensor)).string();
+  };
+  InputFiles files{.q = file("q"), .k = file("k"), .v = file("v")};
+  if (spec.pass == Pass::backward) files.dout = file("dout");
+  reference::Problem read = read_problem(spec, files, Layout::bhsd);
+  reference::Problem problem = random_problem(spec, read.shape, seed);
+  for (auto tensor :
+       {&reference::Problem::q, &reference::Problem::k, &reference::Problem::v, &reference::Problem::dout,
+        &reference::Problem::q_scale, &reference::Problem::k_scale, &reference::Problem::v_scale})
+    problem.*tensor = std::move(read.*tensor);
+  return problem;
+}
+
+std::vector<Inputs> inputs_of(const VerifyOptions& options, const AttentionSpec& spec, std::uint64_t seed) {
+  std::vector<Inputs> all;
+  if (options.data.empty())
+    all.push_back({"random", random_problem(spec, parse_shape(options.shape), seed)});
+  else
+    for (const std::string& layer : layers_in(options.data))
+      all.push_back({layer, problem_of_layer(spec, options.data, layer, seed)});
+  for (Inputs& inputs : all) set_scalars(inputs.problem, options.scalars);
+  return all;
+}
+
+std::vector<double> fp32(std::vector<double> values) {
+  for (double& value : values) value = reference::round_to(DType::fp32, value);
+  return values;
+}
+
+std::vector<Verification> verify_on(const VerifyOptions& options, const Inputs& inputs,
+                                    const device::PrimaryContext* gpu) {
+  const reference::Problem& problem = inputs.problem;
+  const AttentionSpec& spec = problem.spec;
+  const AttentionShape& shape = problem.shape;
   const Results exact = reference_results(problem);
   const Results rounded = reference_results(problem, reference::Precision::rounded);
+  Verification verification{to_string(spec), to_string(shape), inputs.name, "CPU", {}, {}};
+  if (!gpu) {
+    Results computed = rounded;
+    computed.lse = fp32(exact.lse);  // kernels keep these in fp32 whatever the spec's type is
+    computed.row_max = fp32(exact.row_max);
+    verification.comparisons = of_pass(compare(computed, exact, rounded, problem), spec.pass);
+    return {verification};
+  }
   Runtime runtime(runtime_options());
   std::vector<Verification> verifications;
   for (const std::optional<TileConfig>& config : configs_of(options, spec, runtime.device())) {
     if (interrupted()) break;
-    Verification verification{to_string(spec), config ? to_string(*config) : "", {}, {}};
+    verification.config = config ? to_string(*config) : "";
+    verification.comparisons.clear();
+    verification.failure.clear();
     try {
       verification.config = to_string(runtime.prepare(spec, shape, config).config);
       verification.comparisons =
-          of_pass(compare(run_on_gpu(runtime, gpu, problem), exact, rounded, problem), spec.pass);
+          of_pass(compare(run_on_gpu(runtime, *gpu, problem), exact, rounded, problem), spec.pass);
     } catch (const Error& error) {
       // With one configuration the error says it all; among many the others still count.
       if (!options.all_configs || error.code() == ErrorCode::cuda) throw;
       verification.failure = error.message();
     }
-    verifications.push_back(std::move(verification));
+    verifications.push_back(verification);
   }
   return verifications;
 }
@@ -77,22 +150,21 @@ std::vector<Verification> verify_pass(const VerifyOptions& options, const Attent
 Json verification_json(const Verification& verification) {
   Json outputs = Json::array();
   for (const Comparison& comparison : verification.comparisons) outputs.push_back(to_json(comparison));
-  return {{"spec", verification.spec},
-          {"config", verification.config},
-          {"ok", verification.ok()},
-          {"outputs", std::move(outputs)},
+  return {{"spec", verification.spec},      {"shape", verification.shape}, {"inputs", verification.inputs},
+          {"config", verification.config},  {"ok", verification.ok()},     {"outputs", std::move(outputs)},
           {"failure", verification.failure}};
 }
 
 void print_table(const std::vector<Verification>& verifications) {
-  Table table({"spec", "config", "output", "error", "limit", "ok"});
+  Table table({"spec", "inputs", "config", "output", "error", "limit", "ok"});
   for (const Verification& verification : verifications) {
     for (const Comparison& comparison : verification.comparisons)
-      table.add({verification.spec, verification.config, comparison.output,
+      table.add({verification.spec, verification.inputs, verification.config, comparison.output,
                  fmt::format("{:.3g}", comparison.error), fmt::format("{:.3g}", comparison.limit),
                  comparison.ok() ? "yes" : "NO"});
     if (!verification.failure.empty())
-      table.add({verification.spec, verification.config, "-", "-", "-", "NO: " + verification.failure});
+      table.add({verification.spec, verification.inputs, verification.config, "-", "-", "-",
+                 "NO: " + verification.failure});
   }
   table.print();
 }
@@ -102,14 +174,17 @@ int verify(const VerifyOptions& options, bool json) {
     throw Error(ErrorCode::invalid_argument, "--config and --all-configs exclude each other; give one");
   const std::vector<AttentionSpec> specs = parse_passes(options.spec);
   std::ranges::for_each(specs, require_attention);
-  const AttentionShape shape = parse_shape(options.shape);
-  shape.validate();
+  if (options.data.empty()) parse_shape(options.shape).validate();
   const std::uint64_t seed = options.seed ? *options.seed : std::random_device()();
-  const device::PrimaryContext gpu(chosen_driver(), options.device);
+  std::vector<Inputs> all;
+  for (const AttentionSpec& spec : specs)
+    for (Inputs& inputs : inputs_of(options, spec, seed)) all.push_back(std::move(inputs));
+  std::optional<device::PrimaryContext> gpu;
+  if (!options.cpu) gpu.emplace(chosen_driver(), options.device);
 
   std::vector<Verification> verifications;
-  for (const AttentionSpec& spec : specs)
-    for (Verification& verification : verify_pass(options, spec, shape, seed, gpu))
+  for (const Inputs& inputs : all)
+    for (Verification& verification : verify_on(options, inputs, gpu ? &*gpu : nullptr))
       verifications.push_back(std::move(verification));
   bool ok = true;
   Json list = Json::array();
@@ -118,10 +193,11 @@ int verify(const VerifyOptions& options, bool json) {
     list.push_back(verification_json(verification));
   }
   if (json) {
-    print_json({{"shape", to_string(shape)}, {"seed", seed}, {"ok", ok}, {"kernels", std::move(list)}});
+    print_json({{"seed", seed}, {"ok", ok}, {"kernels", std::move(list)}});
   } else {
     print_table(verifications);
-    fmt::print("{} kernels on {}, seed {}: {}\n", verifications.size(), to_string(shape), seed,
+    fmt::print("{} {}, seed {}: {}\n", verifications.size(),
+               options.cpu ? "computations of the CPU in the spec's type" : "kernels", seed,
                ok ? "all within their limits" : "NOT all within their limits");
   }
   if (interrupted()) return kInterrupted;
@@ -140,8 +216,12 @@ void add_verify(CLI::App& app, Context& context) {
       ->add_option("--spec", options->spec,
                    "What is computed; both passes unless it begins with fwd: or bwd:")
       ->required();
-  command->add_option("--shape", options->shape, "Batch, heads and lengths: b2:hq4:hkv2:sq200:skv333")
-      ->required();
+  CLI::App* inputs = command->add_option_group("inputs");
+  inputs->add_option("--shape", options->shape,
+                     "Batch, heads and lengths of random inputs: b2:hq4:hkv2:sq200:skv333");
+  inputs->add_option("--data", options->data,
+                     "Folder with layer<N>_{q,k,v,dout}.npy, [batch, heads, length, dim], instead");
+  inputs->require_option(1);
   command->add_option("--scalar", options->scalars,
                       "name=value of a scalar that a program declares; else random, as captured tensors are; "
                       "repeatable");
@@ -150,6 +230,8 @@ void add_verify(CLI::App& app, Context& context) {
   command
       ->add_option("--seed", options->seed, "Seed of the random inputs; default a new one, which is printed")
       ->check(whole_number());
+  command->add_flag("--cpu", options->cpu,
+                    "Compute in the spec's type on the CPU instead: the errors that set the limits");
   command->add_option("--device", options->device, "CUDA device, counted from 0 (default)");
 }
 

@@ -19,15 +19,6 @@ if not flashjit._library.library_path().exists():
 os.environ.setdefault("FLASHJIT_CACHE_DIR", str(ROOT / "build" / "test-cache"))
 
 
-@pytest.fixture(scope="session")
-def programs():
-    """Skips where the library cannot read general programs yet."""
-    try:
-        flashjit._library.spec_handle("fp32:d8:score{score * 2.0}")
-    except flashjit.Error as error:
-        pytest.skip(f"this library has no general programs: {error}")
-
-
 class FakeGpu:
     """The driver of tests/fake, which launches nothing, under a runtime of its own."""
 

@@ -147,7 +147,7 @@ def test_dropout_is_a_function_of_seed_and_offset():
     assert (run(seed=1) != run(seed=2)).any() and (run(seed=1) != run(seed=1, offset=4)).any()
 
 
-def test_programs_with_captures(programs):
+def test_programs_with_captures():
     q, k, v, dout = arrays()
     slopes = np.array([0.5, 0.25, 0.125, 0], np.float32)
     grad = np.zeros(4, np.float32)

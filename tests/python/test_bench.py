@@ -62,7 +62,7 @@ def all_cases(variants, length=LENGTH):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
-def test_both_compute_the_same_attention(variants, programs, monkeypatch):
+def test_both_compute_the_same_attention(variants, monkeypatch):
     monkeypatch.setattr(variants, "WINDOW", 50)
     torch.manual_seed(1)
     q, k, v = (torch.randn(1, HEADS, LENGTH, 16) for _ in range(3))
@@ -84,6 +84,18 @@ def test_the_gallery_shows_what_is_measured(variants, gallery):
         for text in filter(None, (attention.mask, attention.score)):
             text = text.replace(" grad;", ";")
             assert text in parts or (text == "kv <= q + seqlen_kv - seqlen_q" and parts.endswith(":causal")), name
+
+
+def test_the_gallerys_pictures_are_of_the_library(gallery):
+    pictures = {attention.name: attention for attention in gallery.attentions()}
+    row, column = np.arange(128)[:, None], np.arange(128)[None]
+    assert np.array_equal(~np.isnan(pictures["Causal"].picture()), (column <= row)[None])
+    assert np.array_equal(~np.isnan(pictures["Sliding window"].picture()[0]), (column <= row) & (row - column < 16))
+    alibi = np.where(column <= row, np.exp2(-0.5) * 64 * (column - row), np.nan)
+    np.testing.assert_allclose(pictures["ALiBi"].picture()[0], alibi, rtol=1e-6)
+    heads = pictures["Window that grows with the head"].picture()
+    assert [int((~np.isnan(head[-1])).sum()) for head in heads] == [4, 8, 16, 32]
+    np.testing.assert_allclose(gallery.softcapped("50.0 * tanh(score / 50.0)", [50.0]), 50 * np.tanh(1), rtol=1e-6)
 
 
 def test_tiles_are_counted(variants):

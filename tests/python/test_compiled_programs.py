@@ -37,7 +37,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_compiled_programs_are_those_of_eager_mode(programs, name, dynamic):
+def test_compiled_programs_are_those_of_eager_mode(name, dynamic):
     torch._dynamo.reset()
     run = torch.compile(CASES[name], backend="eager", fullgraph=True, dynamic=dynamic)
     for length in (8, 11) if dynamic else (8,):
@@ -47,7 +47,7 @@ def test_compiled_programs_are_those_of_eager_mode(programs, name, dynamic):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_compiled_programs_within_a_checkpoint(programs, name, dynamic):
+def test_compiled_programs_within_a_checkpoint(name, dynamic):
     """Whole graphs, though tracing sets what is outside of the checkpoint while it is at work."""
     torch._dynamo.reset()
     bias = torch.randn(64, requires_grad=True)
@@ -63,7 +63,7 @@ def test_compiled_programs_within_a_checkpoint(programs, name, dynamic):
 
 
 @pytest.mark.parametrize("kind", [int, float])
-def test_a_number_that_changes_compiles_once_more_and_no_more(programs, kind):
+def test_a_number_that_changes_compiles_once_more_and_no_more(kind):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     step = lambda q, k, v, w: flashjit.attention(q, k, v, score_mod=lambda s, b, h, i, j: s * w + i)
@@ -75,7 +75,7 @@ def test_a_number_that_changes_compiles_once_more_and_no_more(programs, kind):
     assert counts[1:] == [counts[1]] * 4
 
 
-def test_a_length_that_changes_compiles_no_other_kernel(programs):
+def test_a_length_that_changes_compiles_no_other_kernel():
     """The program has no length in it, and gradients go through the graph."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -93,7 +93,7 @@ def test_a_length_that_changes_compiles_no_other_kernel(programs):
     assert counts == [counts[0]] * 3
 
 
-def test_other_modes_see_what_they_saw(programs):
+def test_other_modes_see_what_they_saw():
     """Tracing changes for itself alone which functions torch hands over to modes: F.tanh calls a method and nothing else."""
     class Seen(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, arguments=(), named=None):

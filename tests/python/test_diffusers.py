@@ -15,7 +15,6 @@ from flashjit import _plans  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.usefixtures("programs")
 
 
 @pytest.fixture(autouse=True)

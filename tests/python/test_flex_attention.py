@@ -16,7 +16,7 @@ from flashjit.flex_attention import (AuxRequest, BlockMask, and_masks, create_bl
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, H, S, D = 2, 4, 48, 16
-pytestmark = [pytest.mark.usefixtures("programs"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
 @pytest.fixture(autouse=True)

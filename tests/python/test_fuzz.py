@@ -287,7 +287,7 @@ def compare(name, got, exact, rounded, dtype, factor, more=0.0):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", range(SEED, SEED + RUNS))
-def test_a_random_problem(programs, device, seed):
+def test_a_random_problem(device, seed):
     case = draw(device, random.Random(seed))
     print(case)  # which pytest shows where it fails
     problem = Problem(case, seed)

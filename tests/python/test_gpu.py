@@ -282,7 +282,7 @@ def positions(queries=200, keys=333):
     return torch.arange(queries, device=DEVICE)[:, None], torch.arange(keys, device=DEVICE)[None]
 
 
-def test_captures_with_gradients(programs):
+def test_captures_with_gradients():
     q, k, v = tensors()
     slopes = (torch.rand(4, device=DEVICE) * 0.1).requires_grad_()
     documents = (torch.arange(333, device=DEVICE) // 60).int()
@@ -299,13 +299,13 @@ def test_captures_with_gradients(programs):
     ("prefix", lambda b, h, q, kv: (kv < 40) | (q >= kv), lambda i, j: (j < 40) | (i >= j)),
     ("dilated", lambda b, h, q, kv: (q - kv) % 3 == 0, lambda i, j: (i - j) % 3 == 0),
 ])
-def test_masks(programs, name, mask, keep):
+def test_masks(name, mask, keep):
     q, k, v = tensors()
     check(lambda: flashjit.attention(q, k, v, mask_mod=mask), lambda dtype: reference(q, k, v, keep(*positions()), dtype=dtype),
           (q, k, v))
 
 
-def test_scalars_need_no_new_kernel(programs):
+def test_scalars_need_no_new_kernel():
     q, k, v = tensors()
     i, j = positions()
     for window in (20, 70):
@@ -324,7 +324,7 @@ def test_the_largest_score_of_each_query(queries, keys):
     torch.testing.assert_close(out, flashjit.attention(q, k, v, causal=True), atol=1e-2, rtol=1e-2)
 
 
-def test_flex_attention_s_block_mask(programs):
+def test_flex_attention_s_block_mask():
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     q, k, v = tensors(queries=256, keys=256)
     mask = flex.create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 100), None, None, 256, 256, device=DEVICE)
@@ -354,7 +354,7 @@ def test_compile(options):
 
 
 @needs_compiler
-def test_compile_with_programs(programs):
+def test_compile_with_programs():
     q, k, v = tensors()
     slopes = (torch.rand(4, device=DEVICE) * 0.1).requires_grad_()
     i, j = positions()
@@ -735,7 +735,7 @@ def test_jax():
     torch.testing.assert_close(out, want)
 
 
-def test_pytorch_s_signature(programs):
+def test_pytorch_s_signature():
     q, k, v = (x.detach().half() for x in tensors(heads_kv=4))
     mask = torch.rand(2, 1, 200, 333, device=DEVICE) > 0.3
     bias = torch.randn(4, 200, 333, device=DEVICE, dtype=torch.float16)
@@ -814,7 +814,7 @@ def refused(function, change, match):
     (lambda q, k, v: dict(kv_lengths=freed(ints(9, 9))), "no memory any more|is null"),
     (lambda q, k, v: captured(freed(torch.rand(4, device=DEVICE))), "no memory any more|is null"),
 ])
-def test_bad_input_leaves_the_gpu_well(programs, change, match):
+def test_bad_input_leaves_the_gpu_well(change, match):
     refused(flashjit.attention, change, match)
 
 
@@ -832,7 +832,7 @@ def test_bad_input_leaves_the_gpu_well(programs, change, match):
     (lambda q, k, v: dict(k=k[:1]), "batch"),
     (lambda q, k, v: dict(lse=torch.empty(2, 4, 100, device=DEVICE)), r"it must be fp32 \[2, 4, 200\]"),
 ])
-def test_bad_input_of_forward_leaves_the_gpu_well(programs, change, match):
+def test_bad_input_of_forward_leaves_the_gpu_well(change, match):
     refused(flashjit.forward, change, match)
 
 
@@ -843,11 +843,11 @@ def test_bad_input_of_forward_leaves_the_gpu_well(programs, change, match):
     (flashjit.attention, lambda q, k, v: captured(torch.rand(4, device="cuda:1")), "the captured tensor s on cuda:1"),
     (flashjit.forward, lambda q, k, v: dict(v=v.to("cuda:1")), "q is on cuda:0 and v on cuda:1"),
 ])
-def test_tensors_of_two_gpus_are_refused(programs, function, change, match):
+def test_tensors_of_two_gpus_are_refused(function, change, match):
     refused(function, change, match)
 
 
-def test_captures_freed_between_calls_are_refused(programs):
+def test_captures_freed_between_calls_are_refused():
     """Where all else is known to be right from the call before."""
     q, k, v = (x.detach() for x in tensors())
     slopes = torch.rand(4, device=DEVICE)
@@ -949,7 +949,7 @@ def same(some, others):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_attention_takes_lists(programs, dim):
+def test_attention_takes_lists(dim):
     """Of documents, in both passes and under no_grad: the same bits as with lists of each call's own."""
     q, k, v = tensors(dim=dim)
     slopes = torch.rand(4, device=DEVICE, requires_grad=True)
@@ -969,7 +969,7 @@ def test_attention_takes_lists(programs, dim):
         flashjit.attention(q, k, v, causal=True, lists=lists)
 
 
-def test_lists_of_a_block_map_and_of_packed_sequences(programs):
+def test_lists_of_a_block_map_and_of_packed_sequences():
     q, k, v = (x.detach() for x in tensors(queries=256, keys=384))
     blocks = BlockMap(torch.rand(2, 4, 2, 3, device=DEVICE) > 0.4, 128)
     cu = [torch.tensor(x, device=DEVICE, dtype=torch.int32) for x in ([0, 100, 256], [0, 150, 384])]
@@ -983,7 +983,7 @@ def test_lists_of_a_block_map_and_of_packed_sequences(programs):
         flashjit.attention(q, k, v, block_mask=other, lists=TileLists(q, k, v, block_mask=blocks))
 
 
-def test_lists_need_no_workspace_and_no_wait(programs):
+def test_lists_need_no_workspace_and_no_wait():
     q, k, v = (x.detach() for x in tensors(queries=4096, keys=4096))
     given = dict(mask_mod=documents(500, 4096)[1])
     lists = TileLists(q, k, v, **given)
@@ -1004,7 +1004,7 @@ def test_lists_need_no_workspace_and_no_wait(programs):
 
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_compiled_code_takes_lists(programs, mode):
+def test_compiled_code_takes_lists(mode):
     """CUDA graphs copy their inputs, of which nothing is known: right there, too."""
     q, k, v = tensors()
     dout = torch.randn_like(q)
@@ -1024,7 +1024,7 @@ def test_compiled_code_takes_lists(programs, mode):
         torch.testing.assert_close(results[1], results[0])
 
 
-def test_graph_capture_with_lists(programs):
+def test_graph_capture_with_lists():
     """The graph's own work holds no list making: other lists in the same memory are what a replay sees."""
     q, k, v = (x.detach() for x in tensors())
     document, mask = documents()
@@ -1043,7 +1043,7 @@ def test_graph_capture_with_lists(programs):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_lists_of_another_gpu_are_refused(programs):
+def test_lists_of_another_gpu_are_refused():
     q, k, v = (x.detach() for x in tensors())
     given = dict(captures={"n": 7}, mask_mod="q % n == kv % n")
     elsewhere = TileLists(*(x.to("cuda:1") for x in (q, k, v)), **given)

@@ -59,7 +59,7 @@ ZERO_DIVIDES = ("//", "%", "fmod", "trunc")
 
 
 @pytest.mark.parametrize("name", TRACED)
-def test_traced_operations_are_pytorch_s(programs, name):
+def test_traced_operations_are_pytorch_s(name):
     """Where PyTorch refuses types, so may flashjit; where it does not, both give the same."""
     operation, compared = TRACED[name], 0
     for x in DTYPES:
@@ -99,7 +99,7 @@ LANGUAGE = {"bool": torch.bool, "int": torch.int32, "int64": torch.int64, "float
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_text_operations_are_those_of_ints_floats_and_bools(programs, name):
+def test_text_operations_are_those_of_ints_floats_and_bools(name):
     operation, compared = TEXTS[name], 0
     call = "{}(x[q], y[q])" if name.isalpha() else "(x[q] {} y[q])"
     for x in DTYPES:
@@ -179,7 +179,7 @@ class RandomProgram:
                                                      f"F.gelu(s + {x}) + torch.sin({y} + s)", f"torch.exp(-abs({x} + s)) - F.softplus(s * {y})")
 
 
-def test_random_programs_are_pytorch_s(programs):
+def test_random_programs_are_pytorch_s():
     """For a few seconds; FLASHJIT_FUZZ_SEED repeats one."""
     given = os.environ.get("FLASHJIT_FUZZ_SEED")
     first = int(given) if given else time.time_ns() % 10**9

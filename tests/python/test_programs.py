@@ -58,12 +58,12 @@ ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_scores(programs, name):
+def test_scores(name):
     check_score(SCORES[name])
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_activations_and_their_slopes(programs, name):
+def test_activations_and_their_slopes(name):
     function = ACTIVATIONS[name]
     score_mod = lambda s, b, h, q, kv: function(s)
     torch.testing.assert_close(of_library(score_mod), function(raw_scores()))
@@ -88,11 +88,11 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_masks(programs, name):
+def test_masks(name):
     check_mask(MASKS[name])
 
 
-def test_traces_are_read_by_the_library(programs):
+def test_traces_are_read_by_the_library():
     for function in SCORES.values():
         flashjit._library.spec_handle("fp32:d8" + flashjit.trace(function).options())
     for function in MASKS.values():
@@ -224,7 +224,7 @@ def test_a_misspelt_name_is_shown_with_its_capture():
         flashjit.trace("score + slopes[h]", None, {"slope": torch.rand(4)})
 
 
-def test_the_words_of_the_language_are_known(programs):
+def test_the_words_of_the_language_are_known():
     for word in program_module.WORDS - {"size"}:
         with pytest.raises(flashjit.Error, match="a program|means something"):
             flashjit._library.spec_handle(f"fp32:d8:score{{{word}: int; score + {word} * missing}}")
@@ -266,7 +266,7 @@ def test_messages_of_the_library_have_the_names_of_the_function_s_variables():
             flashjit.attention(q, q, q, **program)
 
 
-def test_long_rows_are_summed(programs):
+def test_long_rows_are_summed():
     row = torch.randn(4, 256)
     check_score(lambda s, b, h, q, kv: s + row[q].sum() / 16)
 
@@ -315,15 +315,15 @@ READS = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_reads_are_pytorch_s(programs, name):
+def test_reads_are_pytorch_s(name):
     check_score(READS[name])
 
 
-def test_a_branch_on_a_size_is_python_s(programs):
+def test_a_branch_on_a_size_is_python_s():
     check_score(lambda s, b, h, q, kv: s + table[kv] if table.shape[0] > 3 and len(matrix) == 4 else s)
 
 
-def test_sizes_are_the_call_s(programs):
+def test_sizes_are_the_call_s():
     """One kernel, whose program has no size in it, serves tensors of all sizes."""
     def make(table):
         return lambda s, b, h, q, kv: s + table[(3 * q + kv) % len(table)] + table[q - kv] * (table.shape[0] + q % table.size(0))
@@ -339,7 +339,7 @@ def test_a_size_of_what_is_not_read_takes_no_tensor():
     assert program.tensors == () and program.scalars == (7,)
 
 
-def test_what_is_read_and_not_used_is_nobody_s_business(programs):
+def test_what_is_read_and_not_used_is_nobody_s_business():
     """Neither in a branch that folds away, nor in a condition alone, does a tensor need a gradient or a value."""
     unused, hidden, limit = (torch.randn(5, requires_grad=True) for _ in range(3))
 
@@ -355,7 +355,7 @@ def test_what_is_read_and_not_used_is_nobody_s_business(programs):
     assert grads[0] is not None and all(x is None or not x.any() for x in grads[1:])
 
 
-def test_small_ints_wrap_and_booleans_are_no_numbers(programs):
+def test_small_ints_wrap_and_booleans_are_no_numbers():
     small, flags = torch.tensor([0, 1, 200, 255, 7], dtype=torch.uint8), torch.tensor([True, False, True, True, False])
     signed = torch.tensor([-128, -1, 0, 1, 127], dtype=torch.int8)
     check_score(lambda s, b, h, q, kv: s + (small[q] - small[kv]) + (flags[q] + flags[kv]) + flags[q] * flags[kv])
@@ -363,7 +363,7 @@ def test_small_ints_wrap_and_booleans_are_no_numbers(programs):
     check_mask(lambda b, h, q, kv: (small[q] - small[kv] < 100) & (flags[q] + flags[kv]))
 
 
-def test_int64s_are_exact(programs):
+def test_int64s_are_exact():
     """Ids that differ in their upper half are different, times that are far from zero have differences."""
     ids = torch.tensor([5, 2**32 + 5, 2**62 + 5, 2**62 + 2**33 + 5, 2**62 + 6])
     times = torch.tensor([1_700_000_000_000_000 + 1_500_000 * i for i in range(5)])
@@ -384,7 +384,7 @@ class Settings:
     window = 2
 
 
-def test_a_trace_is_not_older_than_what_it_read(programs, monkeypatch):
+def test_a_trace_is_not_older_than_what_it_read(monkeypatch):
     """Whatever a function looks at: sizes, attributes of classes, modules and functions, elements, what it imports."""
     import types
     module = types.ModuleType("settings")
@@ -417,7 +417,7 @@ def scaled_by(settings, s, b, h, q, kv):
     return s * settings.window
 
 
-def test_a_trace_is_not_older_than_a_size(programs):
+def test_a_trace_is_not_older_than_a_size():
     def make(t):
         return [lambda s, b, h, q, kv: s + len(t), lambda s, b, h, q, kv: s + t.shape[0], lambda s, b, h, q, kv: s + t.size(0),
                 lambda s, b, h, q, kv: s + t.numel(), lambda s, b, h, q, kv: s + t[len(t) - 1], lambda s, b, h, q, kv: s + t[-1],

@@ -218,7 +218,7 @@ TRANSFORMS = ["grad", "vjp", "jacrev", "vmap", "vmap of q", "vmap of grad", "vma
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("kind", ["plain", "sinks", "sdpa", "captures"])
-def test_transforms_of_torch_func(programs, transform, kind):
+def test_transforms_of_torch_func(transform, kind):
     q, k, v = (x.detach() for x in tensors(batch=1 if kind == "captures" else 2, heads=2, heads_kv=2, queries=3, keys=4))
     sinks, bias = torch.tensor([0.5, -1.0]), torch.randn(1, 2, 3, 4)
     attend = {"plain": lambda q, k, v: flashjit.attention(q, k, v, causal=True),
@@ -234,7 +234,7 @@ def test_transforms_of_torch_func(programs, transform, kind):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def test_transforms_reach_captures_and_sinks(programs):
+def test_transforms_reach_captures_and_sinks():
     q, k, v = (x.detach() for x in tensors(queries=3, keys=4))
     sinks, slopes = torch.linspace(-1, 2, 4), torch.rand(4)
     distance = (torch.arange(4) - torch.arange(3)[:, None]).double()
@@ -319,7 +319,7 @@ def test_key_padding_and_block_map():
           lambda: reference(q, k, v, keep), (q, k, v))
 
 
-def test_flex_attention_s_block_mask(programs):
+def test_flex_attention_s_block_mask():
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     q, k, v = tensors(queries=64, keys=64)
     mask = flex.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
@@ -344,7 +344,7 @@ def causal_mod(b, h, q, kv):
 
 @pytest.mark.parametrize("block", [8, 16, 100, 512, (16, 100), "whole"])
 @pytest.mark.parametrize("heads", [None, 4])
-def test_flex_attention_s_blocks_of_any_size(programs, block, heads):
+def test_flex_attention_s_blocks_of_any_size(block, heads):
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     q, k, v = tensors(queries=130, keys=210)
     shift = torch.tensor([0, 50, -20, 3])
@@ -368,7 +368,7 @@ def keep_of(kinds, block, mod, queries, keys):
 
 @pytest.mark.parametrize("block", [8, 16, 20])
 @pytest.mark.parametrize("through", ["eager", "compiled"])
-def test_flex_attention_s_mask_holds_in_partial_blocks_alone(programs, block, through):
+def test_flex_attention_s_mask_holds_in_partial_blocks_alone(block, through):
     torch.manual_seed(2)
     q, k, v = tensors(queries=40, keys=56)
     kinds = torch.randint(0, 3, (2, 4, -(-40 // block), -(-56 // block)))
@@ -379,7 +379,7 @@ def test_flex_attention_s_mask_holds_in_partial_blocks_alone(programs, block, th
     check(lambda: run(q, k, v), lambda: reference(q, k, v, keep_of(kinds, block, causal_mod, 40, 56)), (q, k, v))
 
 
-def test_a_block_mask_and_another_mask_hold_together(programs):
+def test_a_block_mask_and_another_mask_hold_together():
     q, k, v = tensors(queries=32, keys=32)
     near = lambda b, h, q, kv: q - kv < 5
     mask = flex_blocks([[1, 0], [2, 1]], 16, causal_mod)
@@ -404,7 +404,7 @@ def test_a_block_mask_of_another_length_is_refused():
         flashjit.attention(q, k, v, block_mask=short)
 
 
-def test_a_block_mask_is_traced_once(programs, monkeypatch):
+def test_a_block_mask_is_traced_once(monkeypatch):
     from flashjit import programs as module
     q, k, v = tensors(queries=32, keys=48)
     mask = flex_blocks(torch.tensor([[2, 1, 0], [2, 2, 1]]), 16, causal_mod, (32, 48))
@@ -415,7 +415,7 @@ def test_a_block_mask_is_traced_once(programs, monkeypatch):
 
 
 @pytest.mark.parametrize("write", [torch.Tensor.copy_, lambda table, new: table.data.copy_(new)], ids=["copy_", "data"])
-def test_a_block_mask_that_is_rewritten_in_place_is_read_again(programs, write):
+def test_a_block_mask_that_is_rewritten_in_place_is_read_again(write):
     """As a decode loop does with static buffers; of what is written through .data, or by a CUDA graph, autograd counts no version."""
     q, k, v = tensors(queries=32, keys=48)
     kinds = torch.tensor([[2, 0, 0], [1, 2, 0]])
@@ -452,7 +452,7 @@ def test_a_running_state(dtype):
 
 
 @pytest.mark.parametrize("with_grad", [False, True])
-def test_the_largest_score_of_each_query(programs, with_grad):
+def test_the_largest_score_of_each_query(with_grad):
     """As QK-clip wants it, without a gradient of its own, and without sinks."""
     q, k, v = tensors(queries=40, keys=56)
     scores = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3) * q.shape[3] ** -0.5 * 3).detach()
@@ -533,7 +533,7 @@ def test_sinks():
     assert half.grad.dtype == torch.bfloat16
 
 
-def test_captures_with_gradients(programs):
+def test_captures_with_gradients():
     q, k, v = tensors()
     slopes, bias = torch.rand(4, requires_grad=True), torch.randn(2, 1, 9, 13).expand(2, 4, 9, 13).requires_grad_()
     table, cap = torch.randint(0, 2, (13,), dtype=torch.int32), torch.tensor(5.0)
@@ -553,7 +553,7 @@ def test_captures_with_gradients(programs):
             x if x is not cap else torch.tensor(5.0) for x in (c.cell_contents for c in score.__closure__)]))))).any()
 
 
-def test_texts_with_captures(programs):
+def test_texts_with_captures():
     q, k, v = tensors()
     slopes = torch.rand(4, requires_grad=True)
     distance = (torch.arange(13) - torch.arange(9)[:, None]).double()
@@ -570,7 +570,7 @@ def documents(keys=13, tokens=4):
     return document, lambda b, h, q, kv: document[q] == document[kv]
 
 
-def test_lists_serve_many_calls(programs):
+def test_lists_serve_many_calls():
     q, k, v = tensors()
     document, mask = documents()
     slopes = torch.rand(4, requires_grad=True)
@@ -600,7 +600,7 @@ def test_lists_of_a_block_map_and_of_packed_sequences():
     assert torch.equal(flashjit.attention(q, k, v, lists=TileLists(q, k, v, **cu), **cu), flashjit.attention(q, k, v, **cu))
 
 
-def test_lists_that_do_not_belong_are_refused(programs):
+def test_lists_that_do_not_belong_are_refused():
     q, k, v = tensors()
     mask = documents()[1]
     lists = TileLists(q, k, v, mask_mod=mask)
@@ -627,7 +627,7 @@ def test_lists_that_do_not_belong_are_refused(programs):
         TileLists(q, k[:1], v)
 
 
-def test_lists_of_the_forward_pass_alone(programs):
+def test_lists_of_the_forward_pass_alone():
     q, k, v = tensors()
     mask = documents()[1]
     with torch.no_grad():
@@ -640,7 +640,7 @@ def test_lists_of_the_forward_pass_alone(programs):
         assert all(map(torch.equal, got, want))
 
 
-def test_lists_in_checkpoints(programs):
+def test_lists_in_checkpoints():
     from torch.utils.checkpoint import checkpoint
     q, k, v = tensors()
     mask = documents()[1]
@@ -664,7 +664,7 @@ def compiled_steps():
     return torch.compile(step, backend=counter, fullgraph=True), step, counter
 
 
-def test_compiled_code_takes_other_lists_without_compiling_again(programs):
+def test_compiled_code_takes_other_lists_without_compiling_again():
     q, k, v = tensors()
     run, step, counter = compiled_steps()
     for tokens in (4, 3, 5):
@@ -674,7 +674,7 @@ def test_compiled_code_takes_other_lists_without_compiling_again(programs):
     assert counter.frame_count == 1
 
 
-def test_compiled_code_does_not_depend_on_what_re_keeps(programs):
+def test_compiled_code_does_not_depend_on_what_re_keeps():
     """Its cache of patterns is what other code left there."""
     q, k, v = tensors()
     run, step, _ = compiled_steps()
@@ -695,7 +695,7 @@ class ImportsMore(types.ModuleType):
         return super().__getattribute__(name)
 
 
-def test_compiled_code_does_not_ask_which_modules_there_are(programs):
+def test_compiled_code_does_not_ask_which_modules_there_are():
     q, k, v = tensors()
     run, _, _ = compiled_steps()
     document = documents(tokens=4)[0]
@@ -708,7 +708,7 @@ def test_compiled_code_does_not_ask_which_modules_there_are(programs):
             del sys.modules[name]
 
 
-def test_compiled_code_refuses_lists_that_do_not_belong(programs):
+def test_compiled_code_refuses_lists_that_do_not_belong():
     q, k, v = tensors()
     run, _, _ = compiled_steps()
     document = documents()[0]
@@ -720,7 +720,7 @@ def test_compiled_code_refuses_lists_that_do_not_belong(programs):
         compiled(lambda q, k, v: flashjit.attention(q, k, v, lists=TileLists(q, k, v)))(q, k, v)
 
 
-def test_the_operators_are_sound_with_lists(programs):
+def test_the_operators_are_sound_with_lists():
     q, k, v = tensors()
     lists = TileLists(q, k, v, causal=True)
     arguments = (q, k, v, *[None] * 12, *lists.memory, [], [], [], ":causal", None, 0.0, 0, 0, False, "")
@@ -788,7 +788,7 @@ def on_gpu_with_documents():
     return q, k, v, dict(mask_mod=documents(512, 100)[1], score_mod=lambda s, b, h, q, kv: s + slopes[h] * (kv - q))
 
 
-def test_lists_spare_launches_and_workspace(on_fake_gpu, programs):
+def test_lists_spare_launches_and_workspace(on_fake_gpu):
     q, k, v, given = on_gpu_with_documents()
     launches = on_fake_gpu.launches
     attention = lambda **more: flashjit.attention(q, k, v, **given, **more)
@@ -812,7 +812,7 @@ def test_lists_spare_launches_and_workspace(on_fake_gpu, programs):
         attention()
 
 
-def test_lists_of_the_forward_pass_alone_leave_the_backward_pass_its_own(on_fake_gpu, programs):
+def test_lists_of_the_forward_pass_alone_leave_the_backward_pass_its_own(on_fake_gpu):
     q, k, v, given = on_gpu_with_documents()
     forward = TileLists(q, k, v, **given, backward=False)
     launches = lambda call, **more: on_fake_gpu.launches(lambda: call(q, k, v, **given, **more).sum().backward())
@@ -822,7 +822,7 @@ def test_lists_of_the_forward_pass_alone_leave_the_backward_pass_its_own(on_fake
     assert launches(compiled(flashjit.attention), lists=forward) == launches(flashjit.attention, lists=forward)
 
 
-def test_lists_outlive_their_object_until_the_backward_pass(on_fake_gpu, programs):
+def test_lists_outlive_their_object_until_the_backward_pass(on_fake_gpu):
     q, k, v, given = on_gpu_with_documents()
     kept = TileLists(q, k, v, **given)
     want = on_fake_gpu.launches(flashjit.attention(q, k, v, **given, lists=kept).sum().backward)
@@ -836,7 +836,7 @@ def test_lists_outlive_their_object_until_the_backward_pass(on_fake_gpu, program
         assert on_fake_gpu.launches(out.sum().backward) == want
 
 
-def test_lists_of_other_tiles_are_refused(on_fake_gpu, programs):
+def test_lists_of_other_tiles_are_refused(on_fake_gpu):
     q, k, v, given = on_gpu_with_documents()
     lists = TileLists(q, k, v, **given)
     plan = next(iter(_plans._plans.values()))
@@ -878,7 +878,7 @@ def test_autocast_on_the_cpu(call):
 
 
 @pytest.mark.parametrize("loss", [torch.Tensor.sum, lambda out: out.square().sum()])
-def test_double_backward_is_refused(programs, loss):
+def test_double_backward_is_refused(loss):
     q, k, v = tensors()
     slopes = torch.rand(4, requires_grad=True)
     scores = dict(score_mod="score + s[h]", captures={"s": slopes})
@@ -944,7 +944,7 @@ def test_compile_with_all_tensors():
         torch.testing.assert_close(a, b)
 
 
-def test_compile_with_programs(programs):
+def test_compile_with_programs():
     q, k, v = tensors()
     slopes, cap = torch.rand(4, requires_grad=True), torch.tensor(5.0)
 
@@ -957,7 +957,7 @@ def test_compile_with_programs(programs):
         (s + slopes.double()[:, None, None] * distance) / 5)), (q, k, v, slopes))
 
 
-def test_compile_with_numbers_as_captures(programs):
+def test_compile_with_numbers_as_captures():
     q, k, v = tensors()
     distance = torch.arange(13) - torch.arange(9)[:, None]
     check(lambda: compiled(lambda q, k, v, window: flashjit.attention(
@@ -965,7 +965,7 @@ def test_compile_with_numbers_as_captures(programs):
             q, k, v, distance < 4), (q, k, v))
 
 
-def test_compile_may_be_the_first_to_trace_a_program(programs):
+def test_compile_may_be_the_first_to_trace_a_program():
     text = """import torch, flashjit.torch
 q = torch.randn(1, 1, 4, 8)
 run = torch.compile(lambda q: flashjit.attention(q, q, q, score_mod=lambda s, b, h, i, j: s * 2), backend="aot_eager",
@@ -987,7 +987,7 @@ def test_an_older_pytorch_is_refused_with_what_is_needed():
     assert f'torch = ["torch>={oldest}"]' in project.read_text()
 
 
-def test_dropout_in_compiled_code_without_gradients(programs):
+def test_dropout_in_compiled_code_without_gradients():
     """With gradients enabled and tensors that require none: the graph has no backward pass."""
     q, k, v = (x.detach() for x in tensors())
     torch._dynamo.reset()
@@ -1261,7 +1261,7 @@ def test_prepare_refuses_what_attention_refuses():
         flashjit.torch.prepare([1.0], k, v)
 
 
-def test_freed_captures_are_refused(programs):
+def test_freed_captures_are_refused():
     q, k, v = tensors()
     slopes = torch.rand(4)
     slopes.untyped_storage().resize_(0)
@@ -1269,7 +1269,7 @@ def test_freed_captures_are_refused(programs):
         flashjit.attention(q, k, v, score_mod="score + s[h]", captures={"s": slopes})
 
 
-def test_captures_freed_between_calls_are_refused(programs):
+def test_captures_freed_between_calls_are_refused():
     q, k, v = tensors()
     slopes = torch.rand(4)
     call = lambda: flashjit.attention(q, k, v, score_mod=lambda s, b, h, q, kv: s + slopes[h])
@@ -1296,7 +1296,7 @@ def test_forward_refuses_what_requires_gradients(name):
         flashjit.forward(**given)
 
 
-def test_forward_and_backward_refuse_captures_that_require_gradients(programs):
+def test_forward_and_backward_refuse_captures_that_require_gradients():
     given, program = needs_no_gradient()
     out, lse = flashjit.forward(**given, **program)
     program["captures"]["s"].requires_grad_()
@@ -1307,7 +1307,7 @@ def test_forward_and_backward_refuse_captures_that_require_gradients(programs):
             call()
 
 
-def test_deterministic_mode_takes_gradients_of_captures(programs):
+def test_deterministic_mode_takes_gradients_of_captures():
     q, k, v = tensors()
     slopes = torch.rand(4, requires_grad=True)
     torch.use_deterministic_algorithms(True)
@@ -1366,7 +1366,7 @@ def test_sdpa_takes_any_scale(scale):
 @pytest.mark.parametrize("sizes", [dict(dim=0), dict(dim=1), dict(dim_v=0), dict(dim_v=1), dict(keys=0), dict(queries=0),
                                    dict(batch=0)], ids=str)
 @pytest.mark.parametrize("mask", [None, "boolean", "additive"])
-def test_sdpa_of_few_or_no_columns_keys_and_queries(programs, sizes, mask):
+def test_sdpa_of_few_or_no_columns_keys_and_queries(sizes, mask):
     q, k, v = tensors(**{"heads_kv": 4, **sizes})
     shape = q.shape[0], 1, q.shape[2], k.shape[2]
     given = {None: None, "boolean": torch.ones(shape, dtype=torch.bool), "additive": torch.randn(shape, requires_grad=True)}[mask]
@@ -1375,7 +1375,7 @@ def test_sdpa_of_few_or_no_columns_keys_and_queries(programs, sizes, mask):
     same_as_pytorch(q, k, v, attn_mask=given)
 
 
-def test_sdpa_with_a_mask_that_alone_requires_a_gradient(programs):
+def test_sdpa_with_a_mask_that_alone_requires_a_gradient():
     q, k, v = (x.detach() for x in tensors(heads_kv=4))
     mask = torch.randn(9, 13, requires_grad=True)
     same_as_pytorch(q, k, v, attn_mask=mask)
@@ -1387,7 +1387,7 @@ def test_sdpa_with_a_mask_that_alone_requires_a_gradient(programs):
 
 @pytest.mark.parametrize("shape", [(9, 13), (1, 13), (2, 1, 1, 13), (2, 1, 9, 13), (4, 9, 13), (2, 4, 9, 13), (1, 1, 9, 1), (1,)])
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
-def test_sdpa_with_masks(programs, shape, kind):
+def test_sdpa_with_masks(shape, kind):
     q, k, v = tensors(heads_kv=4)
     torch.manual_seed(1)
     mask = torch.randn(shape) if kind == "additive" else torch.rand(shape) > 0.3

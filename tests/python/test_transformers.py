@@ -52,7 +52,7 @@ def test_the_same_results_and_gradients(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
-def test_padding(programs, name):
+def test_padding(name):
     ours, own = (model.eval() for model in pair(name))
     ids = torch.randint(0, 99, (2, 17), device=DEVICE)
     mask = torch.ones_like(ids)
@@ -112,7 +112,7 @@ def test_generation():
     assert torch.equal(a, b)
 
 
-def test_whole_graphs_of_torch_compile(programs):
+def test_whole_graphs_of_torch_compile():
     ours, own = (model.eval() for model in pair("llama"))
     torch._dynamo.reset()
     compiled = torch.compile(ours, backend="eager", fullgraph=True)
@@ -126,7 +126,7 @@ def test_whole_graphs_of_torch_compile(programs):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
-def test_its_own_flash_attention_2(programs, name):
+def test_its_own_flash_attention_2(name):
     """Whole, padded and packed batches, windows and soft-caps, gradients, and tokens generated."""
     script = pathlib.Path(__file__).parent / "transformers_flash.py"
     done = subprocess.run([sys.executable, script, name], capture_output=True, text=True, timeout=300, env=child.environment())

@@ -1,8 +1,8 @@
 """Draw a gallery of attentions, each made by a line of flashjit's language, and write the table of tools/docs/gallery.md.
 
-    python3 tools/bench/gallery.py
+    FLASHJIT_LIBRARY=build/libflashjit.so python3 tools/bench/gallery.py
 
-NumPy computes each picture from the very text in its title; matplotlib draws it. With a table of speeds measured by
+flashjit's reference computes each picture from the very text in its title; matplotlib draws it. With a table of speeds measured by
 tools/bench/variants.py, picture and section show them next to FlexAttention's:
 
     FLASHJIT_CACHE_DIR=$(mktemp -d) python3 tools/bench/variants.py --lib build/libflashjit.so \\
@@ -23,99 +23,12 @@ try:
     import numpy as np
 except ImportError as error:
     sys.exit(f"gallery: NumPy is needed: {error}")
+sys.path.insert(0, os.path.join(ROOT, "tools", "python"))
+import flashjit  # noqa: E402
 
 PAGE = os.path.join(ROOT, "tools", "docs", "gallery.md")
 PIXELS = 128  # of a picture's side, at most
 BLUE, GREY = "#0072B2", "#EEEEEE"
-
-
-# --- the language, on arrays: declarations, then an expression by C's precedence ---
-
-
-def divide(a, b):
-    """Of ints towards zero, by zero 0."""
-    if a.dtype.kind == "f" or b.dtype.kind == "f":
-        return a / b
-    return np.where(b == 0, 0, np.trunc(a / np.where(b == 0, 1, b))).astype(np.int64)
-
-
-OPERATORS = [  # those that bind loosest first
-    {"||": np.logical_or}, {"&&": np.logical_and}, {"|": np.bitwise_or}, {"^": np.bitwise_xor}, {"&": np.bitwise_and},
-    {"==": np.equal, "!=": np.not_equal},
-    {"<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal},
-    {"<<": lambda a, b: a << (b & 31), ">>": lambda a, b: a >> (b & 31)},
-    {"+": np.add, "-": np.subtract},
-    {"*": np.multiply, "/": divide, "%": lambda a, b: np.where(b == 0, 0, a - divide(a, b) * b)},
-]
-UNARY = {"-": np.negative, "~": np.invert, "!": np.logical_not}
-FUNCTIONS = {"select": np.where, "min": np.minimum, "max": np.maximum, "rsqrt": lambda x: 1 / np.sqrt(x),
-             "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "to_float": lambda x: x.astype(float),
-             "to_int": lambda x: np.trunc(x).astype(np.int64), "to_bool": lambda x: x != 0,
-             **{name: getattr(np, name) for name in ("abs", "floor", "exp", "exp2", "log", "log2", "sqrt", "tanh", "sin",
-                                                     "cos")}}
-TOKEN = re.compile(r"\s*(\d+\.?\d*(?:e[+-]?\d+)?|\w+|\|\||&&|[=!<>]=|<<|>>|\S)")
-
-
-class Evaluator:
-    """Value of a program's text, with arrays as the values of names."""
-
-    def __init__(self, text, names):
-        self.names, self.tokens = names, TOKEN.findall(text.split(";")[-1])
-
-    def value(self):
-        result = self.choice()
-        if self.tokens:
-            raise ValueError(f"the program goes on with {self.tokens}")
-        return result
-
-    def take(self, *wanted):
-        """The next token if it is one of those."""
-        return self.tokens.pop(0) if self.tokens and self.tokens[0] in wanted else None
-
-    def require(self, token):
-        if not self.take(token):
-            raise ValueError(f"'{token}' is missing before {self.tokens}")
-
-    def choice(self):
-        condition = self.binary(0)
-        if not self.take("?"):
-            return condition
-        a = self.choice()
-        self.require(":")
-        return np.where(condition, a, self.choice())
-
-    def binary(self, level):
-        if level == len(OPERATORS):
-            return self.unary()
-        left = self.binary(level + 1)
-        while token := self.take(*OPERATORS[level]):
-            left = OPERATORS[level][token](left, self.binary(level + 1))
-        return left
-
-    def unary(self):
-        if token := self.take(*UNARY):
-            return UNARY[token](self.unary())
-        if self.take("("):
-            result = self.choice()
-            self.require(")")
-            return result
-        token = self.tokens.pop(0)
-        if token[0].isdigit():
-            return np.float64(token) if "." in token or "e" in token else np.int64(token)
-        if token in FUNCTIONS:
-            self.require("(")
-            return FUNCTIONS[token](*self.list(")"))
-        if self.take("["):
-            tensor, indices = self.names[token], self.list("]")
-            return tensor[tuple(np.clip(i, 0, size - 1) for i, size in zip(indices, tensor.shape))]
-        return self.names[token]
-
-    def list(self, end):
-        items = [self.choice()]
-        while self.take(","):
-            items.append(self.choice())
-        self.require(end)
-        return items
 
 
 # --- the attentions ---
@@ -139,20 +52,42 @@ class Attention:
         """What the user writes."""
         return self.score if self.score else self.mask
 
-    def evaluate(self, text, h):
+    def on_pixels(self, text):
+        """The program on every n-th position, with captured tensors in fp32."""
         step = max(1, self.length // PIXELS)
-        position = np.arange(0, self.length, step, dtype=np.int64)
-        n = np.int64(self.length)
-        return Evaluator(text, {"q": position[:, None], "kv": position[None, :], "h": np.int64(h), "b": np.int64(0),
-                                "seqlen_q": n, "seqlen_kv": n, "score": np.zeros((len(position),) * 2), **self.names}
-                         ).value()
+        text = re.sub(r"\b[bf][fp]16\b", "fp32", text.replace(" grad;", ";"))
+        return re.sub(r"\b(q|kv|seqlen_q|seqlen_kv)\b", rf"(\1 * {step})", text) if step > 1 else text
 
-    def picture(self, h):
-        """Scores of a head where all products are 0, NaN where pairs do not attend."""
-        shape = (min(self.length, PIXELS),) * 2
-        scores = self.evaluate(self.score, h) if self.score else 1.0
-        attends = self.evaluate(self.mask, h) if self.mask else True
-        return np.broadcast_to(np.where(attends, scores, np.nan), shape)
+    def captures(self, text):
+        """The values of the names that a program declares."""
+        types = {"f": np.float32, "i": np.int32}
+        return {name: value.astype(types.get(value.dtype.kind, value.dtype)) if isinstance(value, np.ndarray) else value
+                for name, value in self.names.items() if f"{name}:" in text}
+
+    def picture(self):
+        """[heads, pixels, pixels]: scores where all products are 0, NaN where pairs do not attend."""
+        pixels = min(self.length, PIXELS)
+        q = np.zeros((1, self.heads, pixels, 8), np.float32)
+        each_key = np.broadcast_to(np.eye(pixels, dtype=np.float32), (1, self.heads, pixels, pixels)).copy()
+        picture = np.ones(each_key.shape[1:])
+        if self.score:
+            options = f"score{{{self.on_pixels(self.score)}}}:mask{{only: int; kv == only}}"
+            scores = [flashjit.forward(q, q, q, options=options, captures={**self.captures(self.score), "only": key})[1]
+                      for key in range(pixels)]
+            picture = np.stack(scores, -1)[0]
+        if self.mask:
+            options = f"mask{{{self.on_pixels(self.mask)}}}"
+            out, _ = flashjit.forward(q, q, each_key, options=options, captures=self.captures(self.mask))
+            picture[out[0] == 0] = np.nan
+        return picture
+
+
+def softcapped(text, scores):
+    """A program's result for each score."""
+    q = np.zeros((1, 1, len(scores), 8), np.float32)
+    q[0, 0, :, 0] = scores
+    return flashjit.forward(q, np.eye(1, 8, dtype=np.float32)[None, None], q[:, :, :1], scale=1.0,
+                            options=f"score{{{text}}}")[1][0, 0]
 
 
 def runs(count, length, seed):
@@ -168,7 +103,7 @@ def attentions():
         Attention("Causal", causal, length=8192, case="causal"),
         Attention("Sliding window", "q >= kv && q - kv < 1024", length=8192, case="window"),
         Attention("Window and first tokens", "window: int; kv <= q && (q - kv < window || kv < 4)", tiles=INTERVALS,
-                  names={"window": np.int64(14)}, case="first_tokens"),
+                  names={"window": 14}, case="first_tokens"),
         Attention("Padding", "valid: bool 2d; valid[b, kv]", tiles=INTERVALS, names={"valid": np.arange(64)[None] < 40},
                   case="padding"),
         Attention("Left padding", "start: int32 1d; kv >= start[b] && kv <= q", names={"start": np.array([24])},
@@ -177,7 +112,7 @@ def attentions():
         Attention("Documents", "ids: int32 1d; q >= kv && ids[q] == ids[kv]", tiles=INTERVALS, length=8192,
                   names={"ids": runs(16, 8192, 3)}, case="documents"),
         Attention("Block-causal", "kv / 8 <= q / 8", tiles=INTERVALS, case="block_causal"),
-        Attention("Dilated", "step: int; kv <= q && (q - kv) % step == 0", tiles=PAIRS, names={"step": np.int64(3)},
+        Attention("Dilated", "step: int; kv <= q && (q - kv) % step == 0", tiles=PAIRS, names={"step": 3},
                   case="dilated"),
         Attention("Strided (Sparse Transformer)", "kv <= q && (q - kv < 8 || (q - kv) % 8 == 0)", tiles=PAIRS, case="strided"),
         Attention("2-D neighbourhood", "abs(q / 64 - kv / 64) <= 8 && abs(q % 64 - kv % 64) <= 8", tiles=INTERVALS,
@@ -241,14 +176,13 @@ def draw(rows, path):
         if attention.case == "softcap":  # depends on no position
             x = np.linspace(-150, 150, 201)
             axis.plot(x, x, color="#999999", linestyle="--", linewidth=1)
-            axis.plot(x, Evaluator(attention.score, {"score": x}).value(), color=BLUE, linewidth=3)
+            axis.plot(x, softcapped(attention.score, x), color=BLUE, linewidth=3)
             axis.set_ylim(-80, 80)
             axis.set_aspect(300 / 160)
             axis.tick_params(labelsize=8)
         else:
             side = int(attention.heads ** 0.5)
-            heads = [np.pad(attention.picture(h), 1 if side > 1 else 0, constant_values=np.nan)
-                     for h in range(attention.heads)]
+            heads = [np.pad(head, 1 if side > 1 else 0, constant_values=np.nan) for head in attention.picture()]
             picture = np.block([heads[row * side:(row + 1) * side] for row in range(side)])
             axis.imshow(picture, cmap=scores if attention.score else plain, interpolation="nearest")
             axis.set_xticks([])

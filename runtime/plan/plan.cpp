@@ -147,8 +147,8 @@ Support supports(const AttentionSpec& given, const DeviceInfo& device) {
   return first_able(spec, device) ? Support::yes() : Support::no(every_reason(spec, device));
 }
 
-ComputedProblem fold_gqa(const AttentionSpec& spec, const AttentionShape& shape) {
-  ComputedProblem problem{{spec.normalized(), shape}};
+Problem fold_gqa(const AttentionSpec& spec, const AttentionShape& shape) {
+  Problem problem{spec.normalized(), shape};
   AttentionSpec& computed = problem.spec;
   const bool grouped = shape.seqlen_q == 1 && shape.heads_q > shape.heads_kv && shape.heads_kv > 0;
   // The last query sees every key.
@@ -159,7 +159,6 @@ ComputedProblem fold_gqa(const AttentionSpec& spec, const AttentionShape& shape)
   computed.mask = {};
   problem.shape.seqlen_q = shape.heads_q / shape.heads_kv;
   problem.shape.heads_q = shape.heads_kv;
-  problem.fold_gqa = true;
   return problem;
 }
 
@@ -168,13 +167,13 @@ ExecutionPlan make_plan(const AttentionSpec& given_spec, const AttentionShape& g
                         const std::optional<TileConfig>& given, const Checks& checks) {
   given_spec.validate();
   given_shape.validate();
-  const ComputedProblem problem = fold_gqa(given_spec, given_shape);
+  const Problem problem = fold_gqa(given_spec, given_shape);
   const AnalysedSpec spec(problem.spec, checks);
   Choice choice = choose(spec, problem.shape, device, records, given);
   const FamilyTraits& family = traits(choice.config.family);
   ExecutionPlan plan{family.kernel(spec, choice.config)};
   plan.shape = problem.shape;
-  plan.fold_gqa = problem.fold_gqa;
+  plan.fold_gqa = problem.shape != given_shape;
   plan.config_source = std::move(choice.source);
   plan.tuned_nvrtc = std::move(choice.nvrtc);
   plan.launches = launches_of(plan, plan.shape);

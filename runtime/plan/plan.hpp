@@ -21,11 +21,9 @@ struct Problem {
 };
 /// What is computed: the problem with a normalized spec, or with the query heads that share K and V folded
 /// into queries of one head, which so reads K and V once. That is done to the forward pass of one query a
-/// head, as when tokens are generated, where all heads are treated alike.
-struct ComputedProblem : Problem {
-  bool fold_gqa = false;
-};
-ComputedProblem fold_gqa(const AttentionSpec& spec, const AttentionShape& shape);
+/// head, as when tokens are generated, where all heads are treated alike. The shape tells whether it was
+/// done.
+Problem fold_gqa(const AttentionSpec& spec, const AttentionShape& shape);
 
 /// Everything about a call that does not depend on its pointers: a kernel at a shape.
 struct ExecutionPlan : KernelPlan {

@@ -5,7 +5,6 @@
 #include <initializer_list>
 
 #include "plan/family.hpp"
-#include "plan/takes_dtype.hpp"
 #include "plan/tiles.hpp"
 #include "templates/simt/layout.cuh"
 
@@ -60,10 +59,9 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& config) {
 }
 
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
-  if (Support taken =
-          takes_dtype({DType::fp16, DType::bf16, DType::fp32}, {DType::e4m3, DType::e5m2, DType::int8}, spec);
-      !taken)
-    return taken;
+  if (spec.dtype != DType::fp16 && spec.dtype != DType::bf16 && spec.dtype != DType::fp32)
+    return Support::no(
+        fmt::format("its kernels take fp16, bf16 and fp32, the spec has {}", to_string(spec.dtype)));
   if (device.compute_capability >= kOldestCapability) return Support::yes();
   return Support::no(fmt::format("{} has compute capability {}.{}; {} needs 7.5 or newer", device.name,
                                  device.compute_capability / 10, device.compute_capability % 10,

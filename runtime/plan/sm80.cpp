@@ -5,7 +5,6 @@
 #include <array>
 #include <initializer_list>
 
-#include "plan/takes_dtype.hpp"
 #include "plan/tensor_core.hpp"
 #include "plan/tiles.hpp"
 #include "templates/sm80/layout.cuh"
@@ -74,9 +73,8 @@ bool multiplies_codes(const AnalysedSpec& spec, const DeviceInfo& device) {
 
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
-  if (Support taken = takes_dtype({DType::fp16, DType::bf16}, {DType::e4m3, DType::e5m2, DType::int8}, spec);
-      !taken)
-    return taken;
+  if (spec.dtype != DType::fp16 && spec.dtype != DType::bf16)
+    return Support::no(fmt::format("its kernels take fp16 and bf16, the spec has {}", to_string(spec.dtype)));
   if (spec.has_scales() && sm80::is_wide(spec.head_dim, spec.v_dim()))
     return Support::no(fmt::format("K and V of 8 bits are for head dimensions up to {}, not {} and {}",
                                    sm80::kMostNarrowColumns, spec.head_dim, spec.v_dim()));

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "plan/sm90.hpp"
-#include "plan/takes_dtype.hpp"
 #include "plan/tensor_core.hpp"
 #include "plan/tiles.hpp"
 #include "plan/wgmma.hpp"
@@ -214,9 +213,8 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (device.arch != "sm_90a")
     return Support::no(fmt::format("needs wgmma and TMA of sm_90a, the device is {}", device.arch));
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
-  if (Support taken = takes_dtype({DType::fp16, DType::bf16}, {DType::e4m3, DType::e5m2, DType::int8}, spec);
-      !taken)
-    return taken;
+  if (spec.dtype != DType::fp16 && spec.dtype != DType::bf16)
+    return Support::no(fmt::format("its kernels take fp16 and bf16, the spec has {}", to_string(spec.dtype)));
   if (Support able = supports_q_codes(spec); !able) return able;
   if (spec.has_scales() && std::max(spec.head_dim, spec.v_dim()) > kMostColumns)
     return Support::no(fmt::format("K and V of 8 bits are for head dimensions up to {}, not {} and {}",

@@ -256,6 +256,16 @@ TEST(Plan, EveryWideHeadDimensionHasTilesOnTensorCores) {
       }
 }
 
+TEST(Plan, FamiliesRefuseElementTypesThatTheyLack) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const std::string reasons = supports(parse_spec("fwd:e4m3:d64"), h100).reason;
+  for (const char* reason : {"sm90: its kernels take fp16 and bf16, the spec has e4m3",
+                             "sm80: its kernels take fp16 and bf16, the spec has e4m3",
+                             "simt: its kernels take fp16, bf16 and fp32, the spec has e4m3"})
+    EXPECT_NE(reasons.find(reason), std::string::npos) << reasons;
+  EXPECT_EQ(make_plan(parse_spec("fwd:fp32:d64"), kShape, h100, {}).config.family, Family::simt);
+}
+
 TEST(Plan, TheSpecIsNormalized) {
   const ExecutionPlan plan = make_plan({.head_dim = 64, .deterministic = true}, kShape, kA100, {});
   EXPECT_EQ(plan.spec.head_dim_v, 64);
@@ -269,8 +279,7 @@ TEST(Plan, OneQueryOfGroupedHeadsIsATileOfTheirQueries) {
   };
   for (const char* spec :
        {"fwd:bf16:d128", "fwd:bf16:d128:causal", "fwd:bf16:d128:kvlen", "fwd:bf16:d128:causal:kvlen:det"}) {
-    const ComputedProblem made = problem(spec, shape), again = fold_gqa(made.spec, made.shape);
-    EXPECT_TRUE(made.fold_gqa && !again.fold_gqa) << spec;
+    const Problem made = problem(spec, shape), again = fold_gqa(made.spec, made.shape);
     EXPECT_EQ(made.shape, packed) << spec;
     EXPECT_TRUE(made.spec.mask.empty()) << spec;
     EXPECT_EQ(made.spec.kv_lengths, parse_spec(spec).kv_lengths);

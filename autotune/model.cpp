@@ -15,8 +15,8 @@ namespace {
 
 using plan::ComputedBy;
 
-// Clocks and bytes of one multiprocessor. Fitted to the H100's figures in tools/bench/results and NOTES.md;
-// tools/bench/tuner_study.py shows how well they order candidates.
+// Clocks and bytes of one multiprocessor. Fitted to the H100's figures in tools/bench/results and
+// templates/sm90/NOTES.md; tools/bench/tuner_study.py shows how well they order candidates.
 constexpr double kSharedBytesPerClock = 128;
 constexpr double kL2BytesPerClock = 40;
 constexpr double kReducedBytesPerClock = 16;  // dQ's additions in global memory

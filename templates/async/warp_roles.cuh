@@ -5,7 +5,7 @@
 namespace flashjit {
 
 /// True for one thread of a full warp. ptxas recognises a branch on it as a single thread, and emits no loop
-/// around each TMA instruction (NOTES: "the loading thread by elect.sync").
+/// around each TMA instruction (../sm90/NOTES.md#order-of-a-step-registers).
 __device__ __forceinline__ bool elected() {
   unsigned yes;
   asm volatile(

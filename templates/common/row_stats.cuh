@@ -111,7 +111,7 @@ __device__ __forceinline__ void find_row_stats(const Params& p, const Sequence<P
   const int lane = threadIdx.x % 32, part = lane % kLanesOfRow;
   const int row = first + lane / kLanesOfRow, own_row = row + part * kRowsAtOnce;
   const RowStats stats = load_row_stats<P>(p, head, own_row, sequence.seqlen_q(p));
-  // Two turns at once where that is all and registers suffice: NOTES.md, beside the products.
+  // Two turns at once where that is all and registers suffice: ../sm90/NOTES.md#beside-the-products.
   constexpr int kTurns = (RowChunks<P>::kChunks + kLanesOfRow - 1) / kLanesOfRow;
   constexpr int kAtOnce = P::kArch >= 90 && kTurns == 2 ? 2 : 1;
   RowChunks<P> chunks[kAtOnce];

@@ -1,5 +1,5 @@
 // What the backward pass decides when it is compiled: how CTAs and warpgroups share a tile, and every
-// switch that was measured (H100, tools/bench/NOTES.md). To tune the kernel, begin here.
+// switch that was measured (H100, NOTES.md). To tune the kernel, begin here.
 #pragma once
 
 #include "flashjit/common/tile_walk.cuh"

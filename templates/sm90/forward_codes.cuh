@@ -191,7 +191,7 @@ __device__ __forceinline__ void add_pv(OAccumulator<P>& o, const POperand<P>& co
 
 /// Whether a warpgroup's turn ends when it has P, and not when S has started: then one's softmax runs beside
 /// the other's products. Three warpgroups have too little time for such turns above 64 columns.
-/// tools/bench/NOTES.md#products-of-8-bits
+/// NOTES.md#products-of-8-bits
 template <class P>
 constexpr bool kTurnEndsWithP = P::kWarps / 4 == 2 || P::kHeadDim <= 64;
 

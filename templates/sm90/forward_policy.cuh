@@ -1,5 +1,5 @@
 // Every compile-time switch of the forward pass: what it decides, and the measurement that decided it (H100,
-// tools/bench/NOTES.md). To tune the kernel, begin here.
+// NOTES.md). To tune the kernel, begin here.
 #pragma once
 
 #include "flashjit/common/kv_source.cuh"

@@ -1,8 +1,7 @@
 """Measure what FlashAttention's first paper shows (Dao et al., 2022), from our kernels, on one GPU, in two to three minutes.
 
 Its figure 2: operations, memory traffic and time of standard attention, which writes S and P, beside ours, forward and
-backward (GPT-2 medium: 1k tokens, 16 heads of 64, batch 64); traffic and time of the forward pass over Bc with one Br;
-time of block-sparse attention over the share of the blocks at 4k. Traffic is counted by ncu, where it is found and allowed
+backward (GPT-2 medium: 1k tokens, 16 heads of 64, batch 64); time of block-sparse attention over the share of the blocks at 4k. Traffic is counted by ncu, where it is found and allowed
 to; else the least that must be moved is computed, and the column traffic says "computed".
 
 The tables of its appendix: fp16, batch 16, 8 heads of 64, lengths 128 to 64k, forward and backward, with dropout, with a
@@ -37,7 +36,6 @@ BATCH, HEADS, DIM = 16, 8, 64
 LENGTHS = tuple(2 ** i for i in range(7, 17))
 DROPOUT = 0.1
 GPT2 = (64, 16, 1024, DIM)  # batch, heads, length and head dimension of the figure's model
-BLOCKS = (16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)  # Bc, of which a family has some
 SPARSE_LENGTH, DENSITIES = 4096, (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 BACKENDS = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION,
             "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}  # math last: it leaves little memory
@@ -50,7 +48,7 @@ MARKER = "spin_kernel"  # what torch.cuda._sleep() launches
 
 TABLE = ["pass", "dropout", "mask", "batch", "heads", "head_dim", "seqlen", *(f"{name}_ms" for name in NAMES),
          *(f"{name}_mb" for name in NAMES), "notes"]
-FIGURE = ["part", "who", "pass", "config", "bc", "density", "batch", "heads", "head_dim", "seqlen", "ms", "gigaoperations",
+FIGURE = ["part", "who", "pass", "density", "batch", "heads", "head_dim", "seqlen", "ms", "gigaoperations",
           "device_gb", "l2_gb", "traffic"]
 
 
@@ -243,23 +241,6 @@ def traffic_cases(runtime):
                    gigaoperations=2.0 * products * rows * length * dim / 1e9, least_gb=least / 1e9)
 
 
-def block_cases():
-    """Our forward pass with one Br and each Bc that the family has; a runtime for each, which keeps one choice for a problem."""
-    inputs = tensors(*GPT2)
-    batch, heads, length, dim = GPT2
-    hopper = torch.cuda.get_device_capability()[0] == 9
-    for bc in BLOCKS:
-        config = f"sm90:br128:bc{bc}:w8:s2" if hopper else f"sm80:br128:bc{bc}:w4"
-        try:
-            problem = Ours(abi.Runtime(), f"fp16:d{dim}", *inputs, tiles={("fwd", dim): config}, passes=("fwd",))
-            problem.forward()
-        except Exception as error:
-            print(f"figure 2: {config} does not run: {why(error)}", flush=True)
-            continue
-        yield Case(problem.forward, part="bc", who="flashjit", **{"pass": "fwd"}, config=config, bc=bc, **sizes(*GPT2),
-                   gigaoperations=4.0 * batch * heads * length * length * dim / 1e9)
-
-
 def density_cases(runtime):
     """Our two passes at 4k with a share of the blocks, at random, and dense."""
     size = (BATCH, HEADS, SPARSE_LENGTH, DIM)
@@ -274,13 +255,9 @@ def density_cases(runtime):
         yield Case(call, part="density" if parts else "dense", who="flashjit", **{"pass": "both"}, density=kept, **sizes(*size))
 
 
-def counted_cases(runtime):
-    return [*traffic_cases(runtime), *block_cases()]
-
-
 def run_counted(runtime):
     """What the process under ncu runs: each case behind a marker."""
-    cases = counted_cases(runtime)
+    cases = list(traffic_cases(runtime))
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
     for case in cases:
@@ -344,7 +321,7 @@ def traffic(case, counted):
 
 
 def figure(runtime, report, library):
-    cases = counted_cases(runtime)
+    cases = list(traffic_cases(runtime))
     for case in cases:
         case.row["ms"] = medians({"": case.call})[""]
     counted_by, missing = counters(library, len(cases)) if library else ([], "not asked for")

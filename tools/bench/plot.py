@@ -149,25 +149,16 @@ def draw(rows, path):
 
 
 def draw_paper(table, figure, path):
-    """Six panels: what standard attention moves and takes beside ours; over Bc; over density; time and memory over length."""
+    """Five panels: what standard attention moves and takes next to ours; over density; time and memory over length."""
     figure_2, axes = pyplot().subplots(2, 3, figsize=(15, 8), layout="constrained")
-    (traffic, times, blocks), (density, lengths, memory) = axes
+    traffic, times, density, lengths, memory, empty = axes.flat
+    empty.remove()
     standard = [row for row in figure if row["part"] == "standard"]
     names = [PAPER_NAMES[row["who"]] for row in standard]
     traffic.bar(names, [float(row["device_gb"] or 0) for row in standard], color="#0072B2")
     traffic.set_title(f"device memory traffic, {traffic_source(standard)}, GB")
     times.bar(names, [float(row["ms"]) for row in standard], color="#0072B2")
     times.set_title("forward and backward, ms (GPT-2 medium)")
-    by_bc = sorted((row for row in figure if row["part"] == "bc"), key=lambda row: int(row["bc"]))
-    blocks.plot([int(row["bc"]) for row in by_bc], [float(row["ms"]) for row in by_bc], **LINES["flashjit"])
-    counted = [row for row in by_bc if row["l2_gb"]]
-    if counted:
-        beside = blocks.twinx()
-        beside.plot([int(row["bc"]) for row in counted], [float(row["l2_gb"]) for row in counted], color="#D55E00", marker="s")
-        beside.set_ylabel("L2 traffic, GB", color="#D55E00")
-        beside.set_ylim(bottom=0)
-    blocks.set_title("forward over Bc, Br 128, ms" + ("" if by_bc else ": not measured"))
-    blocks.set_ylim(bottom=0)
     sparse = [row for row in figure if row["part"] == "density"]
     density.plot([100 * float(row["density"]) for row in sparse], [float(row["ms"]) for row in sparse], **LINES["flashjit"])
     for row in figure:
@@ -186,7 +177,7 @@ def draw_paper(table, figure, path):
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_xticks(values(table, "seqlen"), [short(length) for length in values(table, "seqlen")])
-    for axis in axes.flat:
+    for axis in (traffic, times, density, lengths, memory):
         axis.grid(color="#dddddd", linewidth=0.7)
         axis.set_axisbelow(True)
     figure_2.suptitle(f"What FlashAttention's first paper measures: {origin(table)}", fontsize=14)
@@ -237,25 +228,19 @@ def paper_section(table, figure):
     number = lambda row, name: f"{float(row[name]):.4g}" if row[name] else "-"
     lines = [[PAPER_NAMES[row["who"]], *(number(row, name) for name in ("gigaoperations", "device_gb", "l2_gb", "ms"))]
              for row in standard]
-    parts = [f"![Six panels]({link(os.path.join(RESULTS, 'h100_paper.png'), PAPER)})", f"{origin(table)}.", "## Figure 2",
+    parts = [f"![Five panels]({link(os.path.join(RESULTS, 'h100_paper.png'), PAPER)})", f"{origin(table)}.", "## Figure 2",
              f"GPT-2 medium: 1k tokens, 16 heads of 64, batch 64; forward and backward. Traffic: {traffic_source(standard)}.",
              markdown(["", "Gop (computed)", "device memory, GB", "L2, GB", "ms"], lines)]
-    by_bc = [[row["config"], row["bc"], *(number(row, name) for name in ("device_gb", "l2_gb", "ms"))]
-             for row in figure if row["part"] == "bc"]
-    if by_bc:
-        parts += ["The forward pass of the same model with one Br and each Bc:",
-                  markdown(["", "Bc", "device memory, GB", "L2, GB", "ms"], by_bc)]
     by_density = [[f"{100 * float(row['density']):.1f}%" if row["part"] == "density" else "dense", number(row, "ms")]
                   for row in figure if row["part"] in ("density", "dense")]
     parts += ["Block-sparse at 4k (batch 16, 8 heads of 64; 128x128 blocks at random), both passes:",
               markdown(["blocks kept", "ms"], by_density), "## Times, ms",
-              "fp16, batch 16, 8 heads of 64. \"both\" is the sum. OOM: out of memory; -: not supported, or too slow to be run."]
-    for dropout in values(table, "dropout"):
-        for mask in values(table, "mask"):
-            with_ = [name for name, on in (("dropout", float(dropout)), ("mask", int(mask))) if on]
-            parts += [f"### {' and '.join(with_).capitalize() or 'Neither dropout nor mask'}", paper_table(
-                table, [("forward", "ms", ("fwd",)), ("backward", "ms", ("bwd",)), ("both", "ms", ("fwd", "bwd"))],
-                dropout=dropout, mask=mask)]
+              textwrap.fill("fp16, batch 16, 8 heads of 64; both passes. OOM: out of memory; -: not supported, or too slow to be "
+                            f"run. [The CSV]({link(os.path.join(RESULTS, 'h100_paper.csv'), PAPER)}) has each pass, and "
+                            "dropout and mask alone.", 118, break_on_hyphens=False)]
+    for title, choose in (("Neither dropout nor mask", min), ("Dropout and mask", max)):
+        variant = {name: choose(values(table, name)) for name in ("dropout", "mask")}
+        parts += [f"{title}:", paper_table(table, [("", "ms", ("fwd", "bwd"))], **variant)]
     parts += ["## Memory, MB", "Both passes, with dropout and mask, beyond Q, K, V and dO.", paper_table(
         table, [("", "mb", ("bwd",))], dropout=max(values(table, "dropout")), mask=max(values(table, "mask")))]
     return "\n\n".join(parts)

@@ -169,7 +169,8 @@ TEST(Links, FindingsThatSourcesCiteAreInTheNotesBesideThem) {
   for (const fs::path& source : files({".cpp", ".hpp", ".h", ".cuh", ".py"})) {
     if (source.filename() == "links_test.cpp") continue;
     for (const std::string& citation : citations(source)) {
-      if (fault(kRoot / "README.md", citation) != "") EXPECT_EQ(fault(source, citation), "");
+      const bool from_root = fault(kRoot / "README.md", citation).empty();
+      EXPECT_EQ(from_root ? "" : fault(source, citation), "");
       ++count;
     }
   }
@@ -183,7 +184,7 @@ TEST(Links, EveryFindingOfTheNotesIsCited) {
       cited.insert(citation.substr(std::min(citation.find('#') + 1, citation.size())));
   for (const char* page : {"templates/sm80/NOTES.md", "templates/sm90/NOTES.md"})
     for (const std::string& line : read_lines(kRoot / page))
-      if (line.starts_with("### ")) EXPECT_TRUE(cited.contains(slug(line.substr(4)))) << page << ": " << line;
+      EXPECT_TRUE(!line.starts_with("### ") || cited.contains(slug(line.substr(4)))) << page << line;
 }
 
 TEST(Links, FaultsAreFound) {

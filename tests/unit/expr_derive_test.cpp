@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <limits>
+#include <random>
 
 #include "expr/derive.hpp"
 #include "expr/evaluate.hpp"
@@ -145,6 +146,36 @@ TEST(Derive, TheArmThatIsNotTakenMayBeInfinite) {
   EXPECT_EQ(slope("2.0 * select(score > 0.0, sqrt(score), score)", 0), 2);
 }
 
+TEST(Derive, ABranchThatIsNotTakenHandsNothingOnHoweverSteepTheFunctionAroundIt) {
+  for (const char* guarded :
+       {"sqrt(max(score, 0.0))", "sqrt(max(0.0, score))", "pow(max(score, 0.0), 0.5)",
+        "sqrt(min(max(score, 0.0), 4.0))", "sqrt(score > 0.0 ? score : 0.0)",
+        "sqrt(max(score, 0.0) + max(score - 1.0, 0.0))", "exp(-1.0 / max(score, 0.0))",
+        "-sqrt(2.0 * max(score, 0.0)) / 3.0", "log(max(score, 0.0)) < 0.0 ? 1.0 : score * 0.0"})
+    EXPECT_EQ(slope(guarded, -1), 0) << guarded;
+  EXPECT_DOUBLE_EQ(slope("sqrt(max(score, 0.0))", 4), 0.25);
+  EXPECT_DOUBLE_EQ(slope("pow(max(score, 0.0), 0.5)", 4), 0.25);
+  EXPECT_EQ(slope("sqrt(max(0.0, score))", 0), 0);
+}
+
+TEST(Derive, FollowsTheValueWhereOneOfTwoIsNaN) {
+  EXPECT_EQ(slope("max(-10.0, log(score))", -2), 0);
+  EXPECT_EQ(slope("max(log(score), -10.0)", -2), 0);
+  EXPECT_EQ(slope("min(log(score), 3.0 * score)", -2), 3);
+  EXPECT_EQ(slope("min(3.0 * score, log(score))", -2), 3);
+  EXPECT_EQ(slope("max(log(score), 3.0 * score)", 0.5), 1.5 < std::log(0.5) ? 2 : 3);
+}
+
+/// The derivative is as long as its program, not as its paths.
+TEST(Derive, OfSharedNodesIsShared) {
+  Expr x = score;
+  for (int i = 0; i < 7; ++i) x = sqrt(max(x, 0.0) + max(-x, 0.0)) + 0.5 * x;
+  Graph graph;
+  const int own = graph.add(x.pointer());
+  graph.add(derivative(x.pointer(), make_name(Name::score)));
+  EXPECT_LT(graph.size(), 20 * own) << own;
+}
+
 TEST(Derive, ReadsWithGradAreFoundOnce) {
   const Expr e = parse("g: fp32 2d grad; f: fp32 1d; score * g[h, q] + g[h, q] * f[q] + g[h, kv]");
   EXPECT_EQ(reads_with_grad(e.pointer()).size(), 2u);
@@ -159,6 +190,87 @@ double by_differences(Function f) {
   const bool smooth =
       std::fabs(fine - coarse) < 1e-6 * size && std::fabs(fine - one_sided) < 1e-3 * std::fabs(fine) + 2e-5;
   return smooth ? fine : NAN;
+}
+
+/// Steep functions with guards inside of them and around them, without products of two such, whose slopes may
+/// be infinity times zero in earnest. Guards give zero to the constant at their
+/// kink, where other guards may put them.
+class GuardedProgram {
+ public:
+  explicit GuardedProgram(unsigned seed) : random_(seed) {}
+
+  Expr make(int depth) {
+    if (depth == 0) return pick(2) ? Expr(score) : score * 0.5 + 0.25;
+    const Expr x = make(depth - 1);
+    switch (pick(6)) {
+      case 0:
+        return x + make(depth - 1) * 0.75;
+      case 1:
+        return x * 0.5 - 1.0;
+      case 2:
+        return select(x > 0.0, steep(x), constant());
+      case 3:
+        return pick(2) ? max(constant(), steep(x)) : min(steep(x), constant());
+      default:
+        return steep(guarded(x));
+    }
+  }
+
+ private:
+  int pick(unsigned count) { return static_cast<int>(random_() % count); }
+  Expr constant() { return Expr(static_cast<float>(pick(5) - 2)); }
+  Expr guarded(const Expr& x) {
+    switch (pick(5)) {
+      case 0:
+        return max(Expr(0.0), x);
+      case 1:
+        return max(Expr(0.0), -x);
+      case 2:
+        return select(x > 0.0, x, Expr(0.0));
+      case 3:
+        return max(Expr(0.0), x) + max(Expr(0.0), x - 1.0);
+      default:
+        return min(max(Expr(0.0), x), Expr(2.0));
+    }
+  }
+  Expr steep(const Expr& x) {
+    switch (pick(6)) {
+      case 0:
+        return pow(x, Expr(0.5));
+      case 1:
+        return 1.0 / (1.0 + rsqrt(x));
+      case 2:
+        return tanh(log(x));
+      case 3:
+        return sigmoid(rsqrt(x));
+      default:
+        return sqrt(x);
+    }
+  }
+
+  std::mt19937 random_;
+};
+
+TEST(Derive, GuardedProgramsMatchDifferences) {
+  int checked = 0;
+  for (unsigned seed = 0; seed < 3000; ++seed) {
+    const NodePtr root = GuardedProgram(seed).make(1 + static_cast<int>(seed % 4)).pointer();
+    Evaluation evaluation({}, Floats::exact);
+    const int place = evaluation.add(root);
+    const int slope = evaluation.add(derivative(root, make_name(Name::score)));
+    for (const double at : {-1.3, -0.37, 0.21, 1.7}) {
+      const std::vector<Value> values = evaluation.run({.score = at});
+      if (!(std::fabs(values[place].real) < 1e3)) continue;
+      const double expected =
+          by_differences([&](double step) { return evaluation.run({.score = at + step})[place].real; });
+      if (std::isnan(expected)) continue;
+      ++checked;
+      EXPECT_NEAR(values[slope].real, expected, 1e-4 * (1 + std::fabs(expected)))
+          << to_string(Expr(root)) << "\nat " << at << " is "
+          << to_string(Expr(derivative(root, make_name(Name::score))));
+    }
+  }
+  EXPECT_GT(checked, 5000);
 }
 
 TEST(Derive, RandomProgramsMatchDifferences) {

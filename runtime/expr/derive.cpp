@@ -119,6 +119,7 @@ class Derivative {
   }
   NodePtr quotient(const NodePtr& gradient, const NodePtr& b) {
     if (is_literal(*b) && std::isfinite(1 / b->real)) return times(gradient, make_real(1 / b->real));
+    if (!depends(b)) return product(gradient, make_node(Op::divide, Type::real, {make_real(1), b}));
     return scaled(gradient, [&](const NodePtr& arm) { return make_node(Op::divide, Type::real, {arm, b}); });
   }
 
@@ -132,6 +133,7 @@ class Derivative {
     if (has_zero_arm(*b)) return in_other_arm(*b, [&](const NodePtr& arm) { return times(a, arm); });
     if (depends(b) && !depends(a)) return times(b, a);
     if (is_real(*b, -1)) return negated(a);
+    if (is_real(*a, -1)) return negated(b);
     const auto has_constant = [&](const NodePtr& node) {
       return node->op == Op::multiply && depends(node) && !depends(node->args[1]);
     };
@@ -185,7 +187,7 @@ class Derivative {
   void add(const NodePtr& arg, const NodePtr& gradient) {
     if (!depends(arg)) return;
     NodePtr& all = gradients_[graph_.add(arg)];
-    all = sum(all, gradient);
+    all = sum(gradient, all);
   }
 
   /// A zero exponent has no slope in a zero base, nor a zero base in the exponent.

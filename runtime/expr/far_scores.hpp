@@ -5,9 +5,10 @@
 
 namespace flashjit::expr {
 
-/// Whether a score program may give numbers that are -infinity once they are exponents of 2, as additive
-/// masks of finfo.min do: by a literal, or by a tensor of fp32 or bf16 or a float scalar that is added to the
-/// score or chosen instead of it.
+/// Whether a score program may give finite numbers of -1e37 and less, as additive masks of finfo.min do: they
+/// are -infinity once they are exponents of 2. The bounds of each operation tell, whatever calls give.
+/// Scores, and captured floats that multiply scores, positions or distances (temperatures, ALiBi's slopes),
+/// are taken to be 1e6 at most, and divisors that programs compute 1e-6 at least.
 bool may_be_far(const Graph& graph, int root);
 
 }  // namespace flashjit::expr

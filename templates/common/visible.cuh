@@ -123,8 +123,9 @@ __device__ __forceinline__ float largest_or_nan(float largest, float sum) {
   return sum != sum ? sum : largest;
 }
 
-/// Whether a row's highest score is next to the least float, as additive masks put it, or -infinity.
-__device__ __forceinline__ bool is_far(float highest) { return highest < -2e38f; }
+/// Whether a row's highest score is next to the least float, as additive masks and parts of them put it, or
+/// -infinity.
+__device__ __forceinline__ bool is_far(float highest) { return highest < -1e30f; }
 
 /// What takes the scores of a row to exponents of a power of two: `factor`, unless all that the row has seen
 /// lie next to the least float, as additive masks put them. log2(e) times the highest would then be

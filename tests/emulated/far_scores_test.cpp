@@ -2,12 +2,16 @@
 // mean of V, as PyTorch's is.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <string>
 #include <vector>
 
+#include "expr/declarations.hpp"
+#include "expr/evaluate.hpp"
 #include "tests/support/attention_case.hpp"
+#include "tests/support/far_program.hpp"
 
 namespace flashjit::test {
 namespace {
@@ -18,6 +22,9 @@ constexpr std::int64_t kPadded = 70;    // queries
 struct Masked {
   const char *name, *score;
   std::vector<std::int64_t> size;  ///< of the tensor `pad`; without: the program reads none
+
+  bool has_number() const { return std::string(score).find("least:") != std::string::npos; }
+  bool times_number() const { return has_number() && !size.empty(); }
 };
 
 const std::vector<Masked>& masked() {
@@ -28,6 +35,8 @@ const std::vector<Masked>& masked() {
       {"product", "pad: fp32 1d; score + pad[q] * 3.3895313e38", {140}},
       {"select", "q < 70 ? -3.3895313e38 : score", {}},
       {"number", "least: float; select(q < 70, least, score)", {}},
+      {"times_number", "pad: int32 1d; least: float; score + to_float(pad[q]) * least", {140}},
+      {"one_minus", "pad: int32 1d; least: float; score + (1.0 - to_float(1 - pad[q])) * least", {140}},
   };
   return all;
 }
@@ -36,13 +45,16 @@ const std::vector<Masked>& masked() {
 /// -infinity.
 reference::Captured pad_of(const Masked& given) {
   const bool product = std::string(given.name) == "product";
+  const bool times = given.times_number();
   std::int64_t count = 1;
   for (const std::int64_t size : given.size) count *= size;
   reference::Captured pad{"pad", given.size, std::vector<double>(count)};
   const std::int64_t keys = count / given.size[0];
   for (std::int64_t i = 0; i < count; ++i) {
     const bool far = i / keys < kPadded || (keys > 1 && i % 3 == 0);
-    pad.values[i] = far                      ? (product ? -1 : kLeast)
+    pad.values[i] = far                      ? (product ? -1
+                                                : times ? 1
+                                                        : kLeast)
                     : keys > 1 && i % 7 == 0 ? -std::numeric_limits<double>::infinity()
                                              : 0;
   }
@@ -54,9 +66,12 @@ AttentionCase case_of(const Masked& given, Family family, bool split) {
                      .shape = {1, 2, 1, 140, 200},
                      .family = family,
                      .variant = given.name};
-  if (!given.size.empty()) test.captures = [given](const auto&) { return std::vector{pad_of(given)}; };
-  if (std::string(given.name) == "number")
-    test.captures = [](const auto&) { return std::vector<reference::Captured>{{"least", {}, {kLeast}}}; };
+  test.captures = [given](const auto&) {
+    std::vector<reference::Captured> captures;
+    if (!given.size.empty()) captures.push_back(pad_of(given));
+    if (given.has_number()) captures.push_back({"least", {}, {kLeast}});
+    return captures;
+  };
   if (split) test.variant += "_split";
   return test;
 }
@@ -84,6 +99,86 @@ TEST_P(FarScores, GiveTheMeanOfV) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Attention, FarScores, testing::ValuesIn(cases()),
+                         [](const auto& test) { return name_of(test.param); });
+
+constexpr std::int64_t kQueries = 70, kKeys = 90;
+
+AttentionCase random_case(unsigned seed, Family family) {
+  AttentionCase test{.spec = parse_spec("bf16:d64"),
+                     .shape = {1, 2, 1, kQueries, kKeys},
+                     .family = family,
+                     .variant = "random",
+                     .seed = seed};
+  test.spec.score = ScoreProgram(FarProgram(seed).make());
+  test.captures = [seed, score = test.spec.score](const auto&) {
+    std::vector<reference::Captured> captures;
+    const std::vector<expr::Declaration> declared = expr::declarations(score, {});
+    for (const FarProgram::Value& value : FarProgram::values(seed, kQueries, kKeys))
+      if (std::ranges::find(declared, value.name, &expr::Declaration::name) != declared.end())
+        captures.push_back({value.name, value.size, value.values});
+    return captures;
+  };
+  return test;
+}
+
+/// The largest score of each row in fp32, as kernels compute it; NaN where one is.
+std::vector<double> largest_scores(const reference::Problem& problem) {
+  std::vector<expr::Bound> bound;
+  for (const reference::Captured& captured : problem.captures)
+    bound.push_back({captured.name, captured.size, captured.values});
+  expr::Evaluation evaluation(bound, expr::Floats::rounded);
+  const int place = evaluation.add(problem.spec.score.tree());
+  std::vector<double> largest;
+  for (int row = 0; row < 2 * kQueries; ++row) {
+    double most = -std::numeric_limits<double>::infinity();
+    for (int kv = 0; kv < kKeys && !std::isnan(most); ++kv) {
+      double dot = 0;
+      for (int d = 0; d < 64; ++d) dot += problem.q[row * 64 + d] * problem.k[kv * 64 + d];
+      const double score = evaluation
+                               .run({.h = row / static_cast<int>(kQueries),
+                                     .q = row % static_cast<int>(kQueries),
+                                     .kv = kv,
+                                     .seqlen_q = kQueries,
+                                     .seqlen_kv = kKeys,
+                                     .score = dot / 8})[place]
+                               .real;
+      most = std::isnan(score) ? score : std::max(most, score);
+    }
+    largest.push_back(most);
+  }
+  return largest;
+}
+
+class FarPrograms : public SupportedCase {};
+
+/// Largest scores of more than 2^30 in size that are not next to the least float stay out of it: exponents
+/// have no room there.
+TEST_P(FarPrograms, HaveAFiniteLseWhereTheLargestScoreIs) {
+  const AttentionCase& test = GetParam();
+  TemporaryRuntime runtime;
+  AttentionRun run(test);
+  const std::vector<double> lse =
+      run.launch_for_lse(runtime.get(), heuristic(test.family, test.spec, test.shape, Pass::forward));
+  const std::vector<double> largest = largest_scores(run.problem());
+  int judged = 0;
+  for (std::size_t row = 0; row < lse.size(); ++row) {
+    if (!std::isfinite(largest[row]) || (std::fabs(largest[row]) > 0x1p30 && largest[row] > -1e30)) continue;
+    ++judged;
+    EXPECT_NEAR(lse[row], largest[row], 6 + 1e-5 * std::fabs(largest[row]))
+        << "row " << row << " of " << test.spec.score.text();
+  }
+  EXPECT_GT(judged, 0) << test.spec.score.text();
+}
+
+std::vector<AttentionCase> random_cases() {
+  std::vector<AttentionCase> all;
+  for (const unsigned seed : {0u, 1u, 2u, 20u})
+    for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+      all.push_back(random_case(seed, family));
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Random, FarPrograms, testing::ValuesIn(random_cases()),
                          [](const auto& test) { return name_of(test.param); });
 
 class LargeScores : public SupportedCase {};

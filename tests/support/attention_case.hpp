@@ -474,6 +474,12 @@ class AttentionRun {
     check_row_max();
   }
 
+  /// Launches the forward pass and gives its LSE, for programs that set no limits.
+  std::vector<double> launch_for_lse(Runtime& runtime, const TileConfig& config) {
+    launch_forward(runtime, config, static_cast<float*>(lse_.data()));
+    return decode(DType::fp32, lse_.content());
+  }
+
   /// Launches without an LSE; O must have the same bits as with it. check_forward() must have run.
   void check_forward_without_lse(Runtime& runtime, const TileConfig& config) {
     SCOPED_TRACE("forward without LSE");

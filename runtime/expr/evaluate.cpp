@@ -23,8 +23,10 @@ Int integer_operation(Op op, Int a, Int b) {
     case Op::logical_not:
       return !a;
     case Op::add:
+      if constexpr (sizeof(Int) > 4) return saturate_add(a, b);
       return wrap_add(a, b);
     case Op::subtract:
+      if constexpr (sizeof(Int) > 4) return saturate_subtract(a, b);
       return wrap_subtract(a, b);
     case Op::multiply:
       return wrap_multiply(a, b);

@@ -219,7 +219,8 @@ Folded compare_saturated(Op op, const Expr& a, const Expr& b) {
   if (!left || !is_moderate(*left)) return {};
   return apply(op, {*left, to_int(b)});
 }
-/// kv <= q + offset[b] as kv - q <= offset[b], a bound that masks know.
+/// kv <= q + offset[b] as kv - q <= offset[b], a bound that masks know. The sum saturates, and kv - q is no
+/// extreme int.
 Folded compare_moved(Op op, const Expr& a, const Expr& b) {
   const Folded left = narrow(a);
   if (!left || left->node().op != Op::name || b.node().op != Op::add) return {};

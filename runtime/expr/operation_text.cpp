@@ -148,6 +148,23 @@ std::string_view function_name(Op op) {
   }
 }
 
+/// Empty: the function is one of ints, too.
+std::string_view int64_function(const Node& node) {
+  if (node.type != Type::int64) return "";
+  switch (node.op) {
+    case Op::add:
+      return "saturate_add";
+    case Op::subtract:
+      return "saturate_subtract";
+    case Op::min:
+      return "lesser";
+    case Op::max:
+      return "greater";
+    default:
+      return "";
+  }
+}
+
 std::string filled(std::string_view pattern, const std::vector<std::string>& args) {
   return fmt::format(fmt::runtime(pattern), args[0], args.size() > 1 ? args[1] : "");
 }
@@ -168,8 +185,8 @@ std::string converted(const Node& node, const std::string& arg) {
 std::string operation_text(const Node& node, const std::vector<std::string>& args, Style style) {
   if (node.op == Op::select) return fmt::format("{} ? {} : {}", args[0], args[1], args[2]);
   if (info(node.op).takes == Takes::any) return converted(node, args[0]);
-  if (node.type == Type::int64 && (node.op == Op::min || node.op == Op::max))
-    return fmt::format("flashjit::{}({}, {})", node.op == Op::min ? "lesser" : "greater", args[0], args[1]);
+  if (const std::string_view name = int64_function(node); !name.empty())
+    return fmt::format("flashjit::{}({}, {})", name, args[0], args[1]);
   const std::string_view pattern = node.type == Type::boolean ? bool_pattern(node.op)
                                    : node.type == Type::real  ? float_pattern(node.op, style)
                                                               : int_pattern(node.op);

@@ -118,17 +118,27 @@ constexpr int wrap_shift_left(int a, int count) {
 }
 constexpr int wrap_shift_right(int a, int count) { return a >> (count & 31); }
 
-/// The same of 64 bits.
-constexpr long long wrap_add(long long a, long long b) {
-  return static_cast<long long>(static_cast<unsigned long long>(a) + static_cast<unsigned long long>(b));
+/// Sums and differences of 64 bits saturate: a limit of INT64_MAX plus a position is no limit still, and
+/// comparisons of such sums may be moved to ints.
+constexpr long long saturate_add(long long a, long long b) {
+  const long long sum =
+      static_cast<long long>(static_cast<unsigned long long>(a) + static_cast<unsigned long long>(b));
+  const bool overflows = ((a ^ sum) & (b ^ sum)) < 0;
+  return overflows ? a >> 63 ^ 0x7fffffffffffffffLL : sum;
 }
-constexpr long long wrap_subtract(long long a, long long b) {
-  return static_cast<long long>(static_cast<unsigned long long>(a) - static_cast<unsigned long long>(b));
+constexpr long long saturate_subtract(long long a, long long b) {
+  const long long rest =
+      static_cast<long long>(static_cast<unsigned long long>(a) - static_cast<unsigned long long>(b));
+  const bool overflows = ((a ^ b) & (a ^ rest)) < 0;
+  return overflows ? a >> 63 ^ 0x7fffffffffffffffLL : rest;
 }
+/// All else is the same as of 32 bits.
 constexpr long long wrap_multiply(long long a, long long b) {
   return static_cast<long long>(static_cast<unsigned long long>(a) * static_cast<unsigned long long>(b));
 }
-constexpr long long wrap_negate(long long a) { return wrap_subtract(0LL, a); }
+constexpr long long wrap_negate(long long a) {
+  return static_cast<long long>(0ull - static_cast<unsigned long long>(a));
+}
 constexpr long long wrap_abs(long long a) { return a < 0 ? wrap_negate(a) : a; }
 constexpr long long wrap_divide(long long a, long long b) {
   if (b == 0) return 0;

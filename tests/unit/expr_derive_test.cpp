@@ -85,6 +85,24 @@ TEST(Evaluate, Int64sAreExact) {
   EXPECT_EQ(value("q < t[3] && kv <= q + t[0]"), 1);
 }
 
+TEST(Evaluate, Int64SumsSaturate) {
+  Evaluation evaluation({}, Floats::exact);
+  const Expr least = to_int64(Expr(INT32_MIN)) * to_int64(Expr(INT32_MIN)) * to_int64(Expr(-2)),
+             most = ~least;
+  const Expr one = to_int64(q);
+  const auto value = [&](const Expr& e) {
+    const int place = evaluation.add(e.pointer());
+    return evaluation.run({.q = 1})[place].integer;
+  };
+  EXPECT_EQ(value(least), INT64_MIN);
+  EXPECT_EQ(value(most + one), INT64_MAX);
+  EXPECT_EQ(value(least + most + one), 0);
+  EXPECT_EQ(value(least - one), INT64_MIN);
+  EXPECT_EQ(value(most - least), INT64_MAX);
+  EXPECT_EQ(value(most - one - most), -1);
+  EXPECT_EQ(value(-least), INT64_MIN);
+}
+
 TEST(Evaluate, FunctionsAreThoseOfTheLibrary) {
   const Point p{.q = 5, .score = 0.7};
   EXPECT_DOUBLE_EQ(real("sigmoid(score)", p), 1 / (1 + std::exp(-0.7)));

@@ -30,6 +30,36 @@ TEST(ExprFold, ComparisonsOfInt64sAreOfInts) {
   EXPECT_EQ(folded("to_int64(q) >= to_int64(kv)"), "q >= kv");
 }
 
+/// Whichever side has the sum, and however large it is.
+TEST(ExprFold, ComparisonsOfInt64SumsKeepTheirValues) {
+  const std::vector<std::int64_t> size = {9}, exact = {INT64_MAX,
+                                                       INT64_MAX - 1,
+                                                       INT64_MAX - INT32_MAX,
+                                                       INT64_MIN,
+                                                       INT64_MIN + 1,
+                                                       INT64_MIN + INT32_MAX,
+                                                       1LL + INT32_MAX,
+                                                       -3,
+                                                       0};
+  const std::vector<double> values(exact.begin(), exact.end());
+  for (const char* op : {"<", "<=", ">", ">=", "==", "!="})
+    for (const char* sides :
+         {"to_int64(kv) {} to_int64(q) + l[b]", "l[b] + to_int64(q) {} to_int64(kv)", "q + l[b] {} kv + l[h]",
+          "to_int64(kv) {} to_int64(q) - l[b]", "kv + l[b] {} q + 3", "to_int64(kv - q) {} l[b] + l[h]"}) {
+      std::string text = std::string("l: int64 1d; ") + sides;
+      text.replace(text.find("{}"), 2, op);
+      const NodePtr mask = parse(text).pointer();
+      Evaluation evaluation({{"l", size, values, exact}}, Floats::rounded);
+      const int before = evaluation.add(mask), after = evaluation.add(fold(mask));
+      for (int i = 0; i < 81 * 25; ++i) {
+        constexpr std::int32_t kPositions[] = {0, 1, 2, 7, INT32_MAX - 1};
+        const std::vector<Value> found = evaluation.run(
+            {.b = i % 9, .h = i / 9 % 9, .q = kPositions[i / 81 % 5], .kv = kPositions[i / 405]});
+        ASSERT_EQ(found[before].integer, found[after].integer) << text << " of " << i;
+      }
+    }
+}
+
 TEST(ExprFold, IntsWrapAndZeroDividesToZero) {
   expect_folded({{"2147483647 + 1", "-2147483648"},
                  {"-2147483648 - 1", "2147483647"},

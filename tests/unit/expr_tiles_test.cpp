@@ -235,6 +235,60 @@ Expr affine_mask(std::mt19937& random) {
   return pick(6) ? mask : mask && scalar_int("window") > 0;
 }
 
+TEST(Tiles, RandomMasksOfExtremeCapturesAreClassifiedSoundly) {
+  for (unsigned seed = 0; seed < 4000; ++seed) {
+    std::vector<Given> given = tame_captures(seed);
+    std::mt19937 random(seed);
+    for (Given& one : given) {
+      const ElementType type = one.declaration.type;
+      const double most = type == ElementType::int64 ? 0x1p63 : type == ElementType::int32 ? 2147483647 : 0;
+      for (double& value : one.values)
+        if (most > 0 && random() % 2) value = random() % 2 ? most : -most - (most < 0x1p63);
+    }
+    const Expr mask = seed % 2 ? affine_mask(random) : TameProgram(seed, given).mask();
+    check_mask(mask.pointer(), given, seed);
+    ASSERT_FALSE(HasFatalFailure()) << seed << ": " << to_string(mask);
+  }
+}
+
+/// Comparisons of int64 sums, as of limits that are no limit, in conjunctions and disjunctions.
+Expr int64_mask(std::mt19937& random) {
+  const auto pick = [&](int count) { return static_cast<int>(random() % static_cast<unsigned>(count)); };
+  const auto side = [&] {
+    const Expr positions[] = {q, kv, kv - q, q + 1, seqlen_kv};
+    const Expr indices[] = {b, h, q, kv};
+    const Expr limit = tensor("limits", ElementType::int64, 1)[indices[pick(4) * pick(2)]];
+    const Expr position = to_int64(positions[pick(5)]);
+    return pick(4) == 0 ? position : pick(4) == 0 ? limit : pick(3) ? position + limit : position - limit;
+  };
+  constexpr Op kOps[] = {Op::less, Op::less_equal, Op::greater, Op::greater_equal, Op::equal, Op::not_equal};
+  Expr mask = apply(kOps[pick(6)], {side(), side()});
+  for (int parts = pick(3); parts > 0; --parts) {
+    const Expr next = apply(kOps[pick(6)], {side(), side()});
+    mask = pick(3) ? mask && next : mask || next;
+  }
+  return mask;
+}
+
+TEST(Tiles, MasksOfExtremeInt64sAreClassifiedSoundly) {
+  for (unsigned seed = 0; seed < 3000; ++seed) {
+    std::mt19937 random(seed);
+    const Expr mask = int64_mask(random);
+    constexpr double kLimits[] = {0x1p63, -0x1p63, 0x1p31, -0x1p31, 0x1p62, 5, -3, 0};  // 2^63 saturates
+    Given limits = test::given("limits", ElementType::int64, {5});
+    for (int i = 0; i < 5; ++i) limits.values.push_back(kLimits[random() % 8]);
+    check_mask(mask.pointer(), {limits}, seed);
+    ASSERT_FALSE(HasFatalFailure()) << seed << ": " << to_string(mask);
+    Evaluation evaluation(bounds_of({limits}), Floats::rounded);
+    const int before = evaluation.add(mask.pointer()), after = evaluation.add(prepared_mask(mask.pointer()));
+    for (int i = 0; i < 100; ++i) {
+      const std::vector<Value> values =
+          evaluation.run({.b = 1, .h = 3, .q = i % 10, .kv = i / 10, .seqlen_q = 10, .seqlen_kv = 10});
+      ASSERT_EQ(values[before].integer, values[after].integer) << seed << ": " << to_string(mask);
+    }
+  }
+}
+
 TEST(Tiles, AffineConjunctionsHaveSoundBounds) {
   int exact = 0, tiles = 0, told_by_bounds = 0;
   for (unsigned seed = 0; seed < 4000; ++seed) {

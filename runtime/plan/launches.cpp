@@ -95,7 +95,7 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
     case Step::combine_dkdv:
       return shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, kCombinedRows);
     case Step::ordered_capture_grads:
-      return std::min(heads * q_tiles * kv_tiles, kMostOrderedBlocks);
+      return std::min(std::min(heads * q_tiles, kMostOrderedBlocks) * kv_tiles, kMostOrderedBlocks);
     case Step::append:
       return kernel.spec.varlen ? shape.seqlen_q : shape.batch * shape.seqlen_q;
     case Step::clear_scales:

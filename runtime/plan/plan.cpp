@@ -19,23 +19,6 @@ struct Choice {
   std::string nvrtc = {};
 };
 
-const FamilyTraits* first_able(const AnalysedSpec& spec, const DeviceInfo& device) {
-  for (const FamilyTraits& family : families()) {
-    if (family.supports(spec, device)) return &family;
-  }
-  return nullptr;
-}
-
-std::string every_reason(const AnalysedSpec& spec, const DeviceInfo& device) {
-  std::string out = fmt::format("no kernel family can do {} on {}", to_string(spec), device.arch);
-  const char* separator = ": ";
-  for (const FamilyTraits& family : families()) {
-    out += fmt::format("{}{}: {}", separator, to_string(family.family), family.supports(spec, device).reason);
-    separator = "; ";
-  }
-  return out;
-}
-
 Support admits(const AnalysedSpec& spec, const TileConfig& config, const DeviceInfo& device) {
   const FamilyTraits& family = traits(config.family);
   const Support able = family.supports(spec, device);
@@ -50,6 +33,38 @@ AttentionShape without_batch(const AttentionShape& shape) {
   return {kManySequences, shape.heads_q, shape.heads_kv, 4096, 4096};
 }
 
+/// The tiles that a family would choose, or why it can do nothing here: none may fit the device.
+struct Chosen {
+  TileConfig config;
+  Support support;
+};
+Chosen chosen_by(const FamilyTraits& family, const AnalysedSpec& spec, const AttentionShape& shape,
+                 const DeviceInfo& device) {
+  if (const Support able = family.supports(spec, device); !able) return {{}, able};
+  const TileConfig config =
+      family.heuristic(spec, spec.batch_invariant ? without_batch(shape) : shape, device);
+  return {config, family.admits(spec, config, device)};
+}
+
+/// By the first family that can.
+std::optional<TileConfig> first_chosen(const AnalysedSpec& spec, const AttentionShape& shape,
+                                       const DeviceInfo& device) {
+  for (const FamilyTraits& family : families())
+    if (const Chosen chosen = chosen_by(family, spec, shape, device); chosen.support) return chosen.config;
+  return std::nullopt;
+}
+
+std::string every_reason(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+  std::string out = fmt::format("no kernel family can do {} on {}", to_string(spec), device.arch);
+  const char* separator = ": ";
+  for (const FamilyTraits& family : families()) {
+    out += fmt::format("{}{}: {}", separator, to_string(family.family),
+                       chosen_by(family, spec, shape, device).support.reason);
+    separator = "; ";
+  }
+  return out;
+}
+
 Choice choose(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
               const TuningRecords& records, const std::optional<TileConfig>& given) {
   if (given) {
@@ -60,9 +75,11 @@ Choice choose(const AnalysedSpec& spec, const AttentionShape& shape, const Devic
     }
     return {*given, "given"};
   }
-  const FamilyTraits* able = first_able(spec, device);
-  if (!able) throw Error(ErrorCode::unsupported, every_reason(spec, device));
-  if (spec.batch_invariant) return {able->heuristic(spec, without_batch(shape), device), "heuristic"};
+  const auto by_heuristic = [&]() -> Choice {
+    if (const auto config = first_chosen(spec, shape, device)) return {*config, "heuristic"};
+    throw Error(ErrorCode::unsupported, every_reason(spec, shape, device));
+  };
+  if (spec.batch_invariant) return by_heuristic();
   // A record may come from another version or a smaller sibling of the device, or from a shape whose tiles
   // are worth sharing where this one's are not.
   const auto usable = [&](const TileConfig& config) {
@@ -72,7 +89,7 @@ Choice choose(const AnalysedSpec& spec, const AttentionShape& shape, const Devic
     const char* lead = match.same_shape ? kTunedElsewhere : "tuned for a near shape";
     return {match.record->best, match.exact ? kTuned : lead, match.record->nvrtc};
   }
-  return {able->heuristic(spec, shape, device), "heuristic"};
+  return by_heuristic();
 }
 
 /// KV tiles of a head that blocks take, each part of one counted.
@@ -144,7 +161,8 @@ Support supports(const AttentionSpec& given, const DeviceInfo& device) {
     return Support::no(error.message());
   }
   const AnalysedSpec spec = given;
-  return first_able(spec, device) ? Support::yes() : Support::no(every_reason(spec, device));
+  constexpr AttentionShape kAny = {1, 16, 16, 4096, 4096};
+  return first_chosen(spec, kAny, device) ? Support::yes() : Support::no(every_reason(spec, kAny, device));
 }
 
 Problem fold_gqa(const AttentionSpec& spec, const AttentionShape& shape) {
@@ -193,6 +211,7 @@ ExecutionPlan make_plan(const AttentionSpec& given_spec, const AttentionShape& g
     if (entry.persistent) launch.blocks = std::min(launch.blocks, blocks_at_once(entry, device));
     launch.blocks *= entry.cluster;
   }
+  require_launchable(plan);
   if (plan.schedule.stream_k) plan.head_lanes = head_lanes(plan, plan.shape, splits);
   plan.lpt_heads = lpt_heads(plan, device);
   plan.heads_cleared = heads_cleared(plan, device);

@@ -155,11 +155,14 @@ TileConfig config(int br, int bc, int warps, int stages, bool q_in_registers = f
           .d_split = d_split};
 }
 
-/// What tiles meet is shared. Keys by two blocks a multiprocessor, which hide each other's waits: registers
-/// of four warps allow it.
-TileConfig with_split(const AnalysedSpec& spec, TileConfig c) {
+constexpr int kReservedBytes = 1024;  // of a block
+
+/// What tiles meet is shared. Keys by two blocks a multiprocessor, which hide each other's waits, where both
+/// fit: registers of four warps allow it.
+TileConfig with_split(const AnalysedSpec& spec, TileConfig c, const DeviceInfo& device) {
   c.split = true;
-  if (spec.pass == Pass::forward) c.min_blocks = c.warps <= 4 ? 2 : 1;
+  const bool two_fit = 2 * (shared_bytes(spec, c) + kReservedBytes) <= device.shared_per_sm;
+  if (spec.pass == Pass::forward) c.min_blocks = c.warps <= 4 && two_fit ? 2 : 1;
   return c;
 }
 
@@ -221,7 +224,7 @@ std::vector<TileConfig> forward_preferences_of_products_of_codes(const AnalysedS
 /// waits. K and V are then converted once.
 constexpr int kRowsOfOneWarp = 16;
 TileConfig one_warp_tile(const AnalysedSpec& spec, const DeviceInfo& device, int bc, int stages) {
-  constexpr int kReservedBytes = 1024, kMostBlocks = 8;  // of a block; of registers for as many
+  constexpr int kMostBlocks = 8;  // of registers for as many
   TileConfig c = config(kRowsOfOneWarp, bc, 1, stages);
   c.min_blocks = std::clamp(device.shared_per_sm / (shared_bytes(spec, c) + kReservedBytes), 1, kMostBlocks);
   return c;
@@ -339,7 +342,7 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
   if (std::max(spec.head_dim, spec.v_dim()) > sm80::kMostNarrowColumns) {
     for (const TileConfig& c : wide_space()) {
       consider(c);
-      if (forward && c.br <= 64) consider(with_split(spec, c));
+      if (forward && c.br <= 64) consider(with_split(spec, c, device));
     }
     return found;
   }
@@ -354,7 +357,7 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
           for (const int bc : kForwardColumns)
             for (const bool q_in_registers : {false, true})
               consider(config(br, bc, warps, stages, q_in_registers));
-        for (const int bc : {32, 64}) consider(with_split(spec, config(64, bc, warps, stages)));
+        for (const int bc : {32, 64}) consider(with_split(spec, config(64, bc, warps, stages), device));
       } else {
         for (const int br : kBackwardRows)
           for (const int bc : kBackwardColumns)
@@ -362,7 +365,7 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
       }
     }
   if (!forward)
-    for (const TileConfig& c : preferences(spec, device)) consider(with_split(spec, c));
+    for (const TileConfig& c : preferences(spec, device)) consider(with_split(spec, c, device));
   if (spec.has_scales())
     for (const int bc : {32, 64})
       for (const int stages : {2, 3, 4})
@@ -443,12 +446,12 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
     c.split = gains_by_split(spec, shape, c, device);
     if (admits(spec, c, device)) return c;
   }
-  TileConfig best;
-  std::int64_t most = -1;
   const std::vector<TileConfig> choices = preferences(spec, device);
+  TileConfig best = choices.back();
+  std::int64_t most = -1;
   for (const TileConfig& c : choices) {
     if (!admits(spec, c, device)) continue;
-    if (const TileConfig shared = with_split(spec, c);
+    if (const TileConfig shared = with_split(spec, c, device);
         spec.pass == Pass::backward && num_splits(spec, shape, shared, device) > 1)
       return shared;
     const std::int64_t blocks = hot_blocks(spec, shape, c);
@@ -457,7 +460,7 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
   }
   const bool few_wide_rows = spec.pass == Pass::forward && is_wide(spec) && shape.seqlen_q <= kRowsOfOneWarp;
   const TileConfig shared =
-      with_split(spec, few_wide_rows ? config(kRowsOfOneWarp, 32, 4, 1, false, 4) : choices.back());
+      with_split(spec, few_wide_rows ? config(kRowsOfOneWarp, 32, 4, 1, false, 4) : choices.back(), device);
   return gains_by_split(spec, shape, shared, device) ? shared : best;
 }
 

@@ -394,6 +394,16 @@ void AttentionShape::validate() const {
   if (heads_kv == 0 ? heads_q != 0 : heads_q % heads_kv != 0) {
     refuse("heads_q is {} and heads_kv is {}; heads_q must be a multiple of heads_kv", heads_q, heads_kv);
   }
+  // No memory holds so much, and what planning multiplies these with fits into 64 bits.
+  constexpr std::int64_t kMostRows = std::int64_t{1} << 48;
+  const std::int64_t heads = batch * std::max(heads_q, heads_kv);  // each below 2^31
+  if (const std::int64_t length = std::max({seqlen_q, seqlen_kv, std::int64_t{1}});
+      heads > kMostRows / length)
+    refuse(
+        "{} has {} heads in all, of {} rows; batch * heads * length is at most 2^48, so that no size "
+        "overflows: give "
+        "smaller sizes",
+        to_string(*this), heads, length);
 }
 
 std::string to_string(const AttentionSpec& given) {

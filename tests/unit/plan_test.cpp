@@ -5,8 +5,10 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <chrono>
 #include <functional>
+#include <random>
 #include <tuple>
 
 #include "plan/workspace.hpp"
@@ -46,6 +48,87 @@ TEST(Families, BestFirst) {
 
 TEST(Families, AnUnknownFamilyIsNamed) {
   expect_in("unknown(9)", failure(ErrorCode::internal, [] { traits(static_cast<Family>(9)); }));
+}
+
+TEST(Plan, ShapesThatNoMemoryHoldsAreRefused) {
+  constexpr std::int64_t kMost = 2147483647;
+  for (const AttentionShape& shape :
+       {AttentionShape{kMost, kMost, kMost, 2147482624, 2147482624},
+        AttentionShape{459739, 2594424, 648606, 1955847304, 0}, AttentionShape{1 << 20, 1 << 20, 1, 257, 1},
+        AttentionShape{1 << 20, 1 << 20, 1, 1, 257}, AttentionShape{kMost, 0, kMost, 1, 1 << 20}})
+    expect_in("at most 2^48", failure(ErrorCode::invalid_argument, [&] { shape.validate(); }));
+  EXPECT_NO_THROW((AttentionShape{1 << 14, 1 << 14, 1, 1 << 20, 1}.validate()));
+}
+
+/// Sums and products of sizes fit wherever validate() lets a shape pass; run with -fsanitize=undefined, too.
+TEST(Plan, ShapesAtTheLimitsHaveAPlanOrARefusal) {
+  std::mt19937 random(1);
+  const auto one_of = [&](const auto& values) { return values[random() % std::size(values)]; };
+  constexpr std::int64_t kCounts[] = {0, 1, 2, 7, 1 << 12, 1 << 20, 2147483647};
+  constexpr std::int64_t kLengths[] = {0, 1, 3, 128, 1 << 17, 1 << 24, 2147482624};
+  const char* const specs[] = {"fwd:fp16:d32",
+                               "fwd:bf16:d128:causal",
+                               "bwd:bf16:d64:det",
+                               "bwd:fp32:d64:sinks",
+                               "fwd:fp16:d64:varlen",
+                               "bwd:bf16:d64:mask{doc: int32 2d; doc[b, q] == doc[b, kv]}",
+                               "bwd:bf16:d64:det:score{t: fp32 1d grad; score + t[h]}",
+                               "fwd:bf16:d64:indices",
+                               "fwd:bf16:d128:map64",
+                               "merge:fp16:d64"};
+  int planned = 0;
+  for (int i = 0; i < 1500; ++i) {
+    const std::int64_t heads_kv = one_of(kCounts);
+    const AttentionShape shape{one_of(kCounts),
+                               std::min(heads_kv * one_of(kCounts), std::int64_t{2147483647}), heads_kv,
+                               one_of(kLengths), one_of(kLengths)};
+    const char *spec = one_of(specs), *arch = one_of(std::array{"sm_75", "sm_80", "sm_86", "sm_90a"});
+    SCOPED_TRACE(fmt::format("{} {} {}", spec, to_string(shape), arch));
+    try {
+      const ExecutionPlan plan = make_plan(parse_spec(spec), shape, DeviceInfo::parse(arch), {});
+      ++planned;
+      for (const Launch& launch : plan.launches) {
+        ASSERT_GE(launch.blocks, 0);
+        ASSERT_LE(launch.blocks, 2147483647);
+      }
+    } catch (const Error& error) {
+      ASSERT_EQ(error.code(), ErrorCode::invalid_argument) << error.message();
+    }
+  }
+  EXPECT_GT(planned, 300);
+}
+
+/// Devices with less shared memory than their architecture's common product: others' parts, or made up.
+TEST(Plan, DevicesOfLittleSharedMemoryHaveAPlanThatFitsOrARefusal) {
+  for (const char* arch : {"sm_75", "sm_80", "sm_86", "sm_90", "sm_90a", "sm_100", "sm_120"})
+    for (const int kilobytes : {16, 48, 64, 99, 164, 227}) {
+      DeviceInfo device = DeviceInfo::parse(arch);
+      device.shared_per_block = kilobytes * 1024;
+      device.shared_per_sm = std::max(device.shared_per_block + 1024, std::min(device.shared_per_sm, 65536));
+      for (const char* text :
+           {"fwd:bf16:d64", "fwd:bf16:d512", "bwd:bf16:d512", "fwd:bf16:d264x344", "bwd:fp16:d576x512",
+            "fwd:bf16:d128:kve4m3", "fwd:bf16:d256:causal", "bwd:bf16:d256", "fwd:fp32:d512",
+            "fwd:fp16:d576x512:pages64:shared_kv", "fwd:fp16:d128:indices", "bwd:bf16:d128:indices"})
+        for (const std::int64_t queries : {1, 16, 4096}) {
+          SCOPED_TRACE(fmt::format("{} {} {}", arch, kilobytes, text));
+          const AttentionSpec spec = parse_spec(text);
+          const Support support = supports(spec, device);
+          try {
+            const ExecutionPlan plan = make_plan(spec, {1, 16, 16, queries, 4096}, device, {});
+            EXPECT_GT(plan.config.br, 0);
+            for (const Entry& entry : plan.entries) {
+              EXPECT_LE(entry.shared_bytes, device.shared_per_block);
+              EXPECT_LE(entry.min_blocks * (entry.shared_bytes + 1024), device.shared_per_sm + 1023)
+                  << to_string(plan.config);
+            }
+            EXPECT_TRUE(support || queries != 4096) << support.reason;
+          } catch (const Error& error) {
+            EXPECT_EQ(error.code(), ErrorCode::unsupported) << error.message();
+            expect_in("bytes of shared memory", error.message());
+            EXPECT_TRUE(!support || queries != 4096);
+          }
+        }
+    }
 }
 
 TEST(Plan, TheFirstAbleFamilyDoesIt) {

@@ -188,7 +188,8 @@ void reference_append(const AttentionSpec& spec, const AppendArgs& args) {
 
 void reference_quantise(const AttentionSpec& spec, const QuantiseArgs& args) {
   check_arguments(spec, args);
-  const auto [batch, heads, rows, dim] = args.x.size;
+  // No structured binding: clang 14 has none in lambdas.
+  const std::int64_t batch = args.x.size[0], heads = args.x.size[1], rows = args.x.size[2];
   const std::int64_t group = heads / std::max<std::int64_t>(args.scale.size[2], 1);
   const Rotation rotation(spec, args.rope);
   const auto row_at = [&](std::int64_t row) {

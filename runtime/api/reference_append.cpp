@@ -134,7 +134,11 @@ struct Weights {
 
 Weights weights_of(const MergeArgs& args, std::int64_t row) {
   Weights weights;
-  for (const PartialState& state : args.states) weights.lse = std::max<double>(weights.lse, state.lse[row]);
+  for (const PartialState& state : args.states)
+    if (const double lse = state.lse[row]; std::isnan(lse) || lse > weights.lse)
+      weights.lse = lse;
+    else if (std::isnan(weights.lse))
+      break;
   if (std::isinf(weights.lse) && weights.lse < 0) return weights;
   const double highest = weights.lse;
   double sum = 0;

@@ -63,22 +63,29 @@ struct NamedScales {
   }
 };
 
-/// K or V of a cache as slots in order, [batch, heads, seqlen_kv, dim]: zeros behind a sequence's keys.
+using Missing = std::vector<reference::KeyPlace>;
+
+/// The page that has a key, or its slot; -1: the table names no page of the cache.
+std::int64_t page_of(const ForwardArgs& args, std::int64_t b, std::int64_t page_rows, std::int64_t n) {
+  const PageTableView& table = args.page_table;
+  const std::int64_t stride = table.stride ? table.stride : table.columns;
+  const std::int64_t page = table.data ? table.data[b * stride + n / page_rows] : b;
+  return page < args.k.size[0] ? std::max<std::int64_t>(page, -1) : -1;
+}
+
+/// K or V of a cache as slots in order, [batch, heads, seqlen_kv, dim]: zeros past a sequence's keys, and for
+/// keys without a page, which are noted.
 std::vector<double> gather_cache(const AttentionSpec& spec, const AttentionShape& shape,
                                  const ForwardArgs& args, const ConstTensorView& pool,
-                                 const NamedScales& scales) {
+                                 const NamedScales& scales, Missing& missing) {
   const DType type = spec.kv_type();
-  const PageTableView& table = args.page_table;
   const std::int64_t page_rows = spec.pages ? spec.pages : pool.size[2], dim = pool.size[3];
-  const std::int64_t stride = table.stride ? table.stride : table.columns;
   std::vector<double> values(static_cast<std::size_t>(shape.batch * shape.heads_kv * shape.seqlen_kv * dim));
   for (std::int64_t b = 0; b < shape.batch; ++b)
     for (std::int64_t n = 0; n < std::min<std::int64_t>(args.kv_lengths[b], shape.seqlen_kv); ++n) {
-      const std::int64_t page = table.data ? table.data[b * stride + n / page_rows] : b;
-      if (page < 0 || page >= pool.size[0])
-        refuse("page_table names page {} for key {} of sequence {}, but k has {} pages: give one of them.",
-               page, n, b, pool.size[0]);
-      for (std::int64_t h = 0; h < shape.heads_kv; ++h) {
+      const std::int64_t page = page_of(args, b, page_rows, n);
+      if (page < 0) missing.push_back({b, n});
+      for (std::int64_t h = 0; page >= 0 && h < shape.heads_kv; ++h) {
         const double scale = spec.has_scales() ? scales.at(b, page, h, n % page_rows) : 1;
         for (std::int64_t i = 0; i < dim; ++i)
           values[((b * shape.heads_kv + h) * shape.seqlen_kv + n) * dim + i] =
@@ -88,6 +95,29 @@ std::vector<double> gather_cache(const AttentionSpec& spec, const AttentionShape
       }
     }
   return values;
+}
+
+/// Pages that no query's window reaches may have been freed, so that the table has anything in their place.
+void refuse_missing_pages(const reference::Problem& problem, const ForwardArgs& args,
+                          const Missing& missing) {
+  const auto key = reference::first_attended(problem, missing);
+  if (!key) return;
+  const PageTableView& table = args.page_table;
+  const std::int64_t stride = table.stride ? table.stride : table.columns;
+  refuse("page_table names page {} for key {} of sequence {}, but k has {} pages: give one of them.",
+         table.data[key->b * stride + (problem.spec.pages ? key->kv / problem.spec.pages : 0)], key->kv,
+         key->b, args.k.size[0]);
+}
+
+/// The shape with room for the longest sequence of a cache, not for what its table or its slots could hold.
+AttentionShape used_shape(const AttentionSpec& spec, const ForwardArgs& args) {
+  AttentionShape shape = shape_of(spec, args);
+  if (!spec.has_cache() || spec.has_block_map()) return shape;
+  std::int64_t longest = 0;
+  for (std::int64_t b = 0; b < shape.batch; ++b)
+    longest = std::max<std::int64_t>(longest, args.kv_lengths[b]);
+  shape.seqlen_kv = std::min(shape.seqlen_kv, longest);
+  return shape;
 }
 
 /// Which packed sequence has a row; the last has those that belong to none.
@@ -111,9 +141,9 @@ void scale_rows(const AttentionSpec& spec, const ForwardArgs& args, const ConstT
 }
 
 /// K or V as the reference takes them.
-std::vector<double> gather_kv(const AttentionSpec& spec, const ForwardArgs& args,
-                              const ConstTensorView& tensor, const NamedScales& scales) {
-  if (spec.has_cache()) return gather_cache(spec, shape_of(spec, args), args, tensor, scales);
+std::vector<double> gather_kv(const AttentionSpec& spec, const AttentionShape& shape, const ForwardArgs& args,
+                              const ConstTensorView& tensor, const NamedScales& scales, Missing& missing) {
+  if (spec.has_cache()) return gather_cache(spec, shape, args, tensor, scales, missing);
   std::vector<double> values = gather(spec.kv_type(), tensor);
   if (spec.has_scales()) scale_rows(spec, args, tensor, scales, values);
   return values;
@@ -176,6 +206,7 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
   const std::vector<expr::Declaration> declared = expr::declarations(normalized.score, normalized.mask);
   check_captures(declared, args.captures, pass);
 
+  Missing missing;
   reference::Problem problem{.spec = spec,
                              .shape = shape_of(spec, args),
                              .softmax_scale = args.softmax_scale,
@@ -184,9 +215,11 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
                              .offset = args.rng_state ? args.rng_state[1] : args.offset,
                              .dropout_place = args.dropout_place};
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
+    problem.shape = used_shape(spec, args);
     problem.q = gather_q(spec, args);
-    problem.k = gather_kv(spec, args, args.k, {"k_scale", args.k_scale});
-    problem.v = gather_kv(spec, args, args.v, {"v_scale", args.v_scale});
+    problem.k = gather_kv(spec, problem.shape, args, args.k, {"k_scale", args.k_scale}, missing);
+    missing.clear();  // V's are the same
+    problem.v = gather_kv(spec, problem.shape, args, args.v, {"v_scale", args.v_scale}, missing);
     if (args.prefix_length) problem.prefix_length = *args.prefix_length;
     if (spec.running_state) {
       problem.state_out = gather(DType::fp32, args.state.out);
@@ -225,6 +258,7 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
     const auto declaration = std::ranges::find(declared, capture.name, &expr::Declaration::name);
     problem.captures.push_back(captured(capture, declaration->type));
   }
+  if constexpr (std::is_same_v<Args, ForwardArgs>) refuse_missing_pages(problem, args, missing);
   reference::check_offsets(problem);
   reference::check_prefix(problem);
   return problem;

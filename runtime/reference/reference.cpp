@@ -164,13 +164,18 @@ struct Context {
     if (!spec.varlen) return {task * shape.seqlen_q, shape.seqlen_q};
     return packed(problem.cu_seqlens_q, batch_of(task), head_of(task), packed_q, shape.seqlen_q);
   }
+  /// Without rows past the sequence's length: what they hold does not matter, nor takes time.
   Rows kv_rows(std::int64_t task) const {
     const std::int64_t b = batch_of(task), h = kv_head_of(task);
-    if (spec.cache)
-      return {(b * shape.heads_kv + h) * shape.seqlen_kv,
-              std::clamp<std::int64_t>(problem.kv_lengths[b], 0, shape.seqlen_kv)};
-    if (!spec.varlen) return {(b * shape.heads_kv + h) * shape.seqlen_kv, shape.seqlen_kv};
-    return packed(problem.cu_seqlens_kv, b, h, packed_kv, shape.seqlen_kv);
+    if (packs_kv()) return packed(problem.cu_seqlens_kv, b, h, packed_kv, shape.seqlen_kv);
+    const std::int64_t length = spec.has_lengths()
+                                    ? std::clamp<std::int64_t>(problem.kv_lengths[b], 0, shape.seqlen_kv)
+                                    : shape.seqlen_kv;
+    return {(b * shape.heads_kv + h) * shape.seqlen_kv, length};
+  }
+  /// What programs see as seqlen_kv.
+  std::int64_t seqlen_kv(std::int64_t task) const {
+    return spec.cache || packs_kv() ? kv_rows(task).count : shape.seqlen_kv;
   }
   /// All rows of Q, and of K: [batch, heads, length], or [heads, packed rows].
   std::int64_t q_count() const { return count_rows(spec.varlen, shape.heads_q, packed_q, shape.seqlen_q); }
@@ -179,7 +184,7 @@ struct Context {
   bool packs_kv() const { return spec.varlen && !spec.cache; }
 
   Point point(std::int64_t task, std::int64_t q, std::int64_t kv) const {
-    return {batch_of(task), head_of(task), kv_head_of(task), q, kv, q_rows(task).count, kv_rows(task).count};
+    return {batch_of(task), head_of(task), kv_head_of(task), q, kv, q_rows(task).count, seqlen_kv(task)};
   }
   /// The head's sink; -inf, which adds nothing, without sinks.
   double sink(std::int64_t task) const { return spec.sinks ? problem.sinks[head_of(task)] : -kInfinity; }
@@ -319,21 +324,41 @@ struct Head {
 
 /// One head's forward pass, with what the backward pass uses again.
 struct HeadForward {
-  Matrix s;        ///< what the score program is given
-  Matrix p;        ///< after the softmax, before dropout
-  Matrix dropped;  ///< what dropout multiplies P with
+  Matrix s;                   ///< what the score program is given
+  Matrix p;                   ///< after the softmax, before dropout
+  Matrix dropped;             ///< what dropout multiplies P with
+  std::vector<bool> attends;  ///< of each pair
   Matrix out;
   std::vector<double> lse, row_max;
+
+  explicit HeadForward(Matrix products)
+      : s(std::move(products)),
+        p(s.rows, s.columns),
+        dropped(s.rows, s.columns),
+        out(0, 0),
+        lse(s.rows),
+        row_max(s.rows) {}
 };
+
+/// The largest score of a row, or `first`; NaN where one is NaN or infinity, next to which no other has a
+/// share.
+double largest_of(const double* row, std::int64_t columns, double first) {
+  double largest = first;
+  for (std::int64_t j = 0; j < columns; ++j)
+    if (std::isnan(row[j]) || row[j] > largest)
+      largest = row[j];
+    else if (std::isnan(largest))
+      break;
+  return largest == kInfinity ? kNaN : largest;
+}
 
 /// Replaces a row of scores by its softmax, in which `sink` is one more score, and returns its LSE. A row of
 /// -inf becomes zeros.
 double softmax(double* row, std::int64_t columns, double sink) {
-  const double largest =
-      std::accumulate(row, row + columns, sink, [](double a, double b) { return std::max(a, b); });
+  const double largest = largest_of(row, columns, sink);
   if (largest == -kInfinity) {
     std::fill_n(row, columns, 0.0);
-    return -kInfinity;
+    return largest;
   }
   double sum = std::exp(sink - largest);
   for (std::int64_t j = 0; j < columns; ++j) sum += row[j] = std::exp(row[j] - largest);
@@ -341,38 +366,44 @@ double softmax(double* row, std::int64_t columns, double sink) {
   return largest + std::log(sum);
 }
 
+/// With an LSE of NaN, P is NaN where the query attends, and zero at all other keys.
+void spoil_row(HeadForward& fwd, std::int64_t i) {
+  for (std::int64_t j = 0; j < fwd.p.columns; ++j)
+    fwd.p[i][j] = fwd.attends[i * fwd.p.columns + j] ? kNaN : 0.0;
+}
+
 HeadForward forward_head(const Context& context, const Arithmetic& arithmetic, const Head& head,
                          std::int64_t task) {
-  Matrix s = arithmetic.product(head.q, transpose(head.k));
-  Matrix p(s.rows, s.columns), dropped(s.rows, s.columns);
-  std::vector<double> lse(s.rows), row_max(s.rows, -kInfinity);
-  for (std::int64_t i = 0; i < s.rows; ++i) {
-    for (std::int64_t j = 0; j < s.columns; ++j) {
+  HeadForward fwd(arithmetic.product(head.q, transpose(head.k)));
+  for (std::int64_t i = 0; i < fwd.s.rows; ++i) {
+    double *const s = fwd.s[i], *const p = fwd.p[i];
+    for (std::int64_t j = 0; j < fwd.s.columns; ++j) {
       const Point at = context.point(task, i, j);
-      s[i][j] = arithmetic.rounded_score(context.scale * s[i][j]);
+      s[j] = arithmetic.rounded_score(context.scale * s[j]);
       const bool attends = context.attends(at);
-      p[i][j] = !attends                       ? -kInfinity
-                : context.programs.has_score() ? arithmetic.rounded_score(context.programs.score(at, s[i][j]))
-                                               : s[i][j];
-      dropped[i][j] = attends ? context.dropout_factor(task, i, j) : 0.0;
+      p[j] = !attends                       ? -kInfinity
+             : context.programs.has_score() ? arithmetic.rounded_score(context.programs.score(at, s[j]))
+                                            : s[j];
+      fwd.dropped[i][j] = attends ? context.dropout_factor(task, i, j) : 0.0;
+      fwd.attends.push_back(attends);
     }
-    row_max[i] = std::accumulate(p[i], p[i] + p.columns, -kInfinity,
-                                 [](double a, double b) { return std::max(a, b); });
+    fwd.row_max[i] = largest_of(p, fwd.p.columns, -kInfinity);
     if (context.spec.indices)  // keys that are named twice count twice
-      for (std::int64_t j = 0; j < p.columns; ++j)
-        if (p[i][j] != -kInfinity) p[i][j] += std::log(context.named(task, i, j));
-    lse[i] = softmax(p[i], p.columns, context.sink(task));
+      for (std::int64_t j = 0; j < fwd.p.columns; ++j)
+        if (p[j] != -kInfinity) p[j] += std::log(context.named(task, i, j));
+    fwd.lse[i] = softmax(p, fwd.p.columns, context.sink(task));
+    if (std::isnan(fwd.lse[i])) spoil_row(fwd, i);
   }
   if (context.spec.q_codes)
-    arithmetic.round_to_codes(p);
+    arithmetic.round_to_codes(fwd.p);
   else
-    arithmetic.round(p);
-  Matrix kept = p;
-  for (std::size_t i = 0; i < kept.values.size(); ++i) kept.values[i] *= dropped.values[i];
+    arithmetic.round(fwd.p);
+  Matrix kept = fwd.p;
+  for (std::size_t i = 0; i < kept.values.size(); ++i) kept.values[i] *= fwd.dropped.values[i];
   arithmetic.round(kept);
-  Matrix out = arithmetic.product(kept, head.v);
-  arithmetic.round(out);
-  return {std::move(s), std::move(p), std::move(dropped), std::move(out), std::move(lse), std::move(row_max)};
+  fwd.out = arithmetic.product(kept, head.v);
+  arithmetic.round(fwd.out);
+  return fwd;
 }
 
 /// Joins O and LSE with those of other keys, where the problem has them.
@@ -422,17 +453,19 @@ void through_score_program(const Context& context, const Arithmetic& arithmetic,
   }
 }
 
-/// Where the problem has LSE and O of more keys than its own, those are the softmax's. LSE in fp32 that is
-/// the same but for its rounding changes nothing.
+/// Where the problem has LSE and O of more keys than its own, those are the softmax's; NaN is of some such
+/// key. LSE in fp32 that is the same but for its rounding changes nothing.
 void take_results_of_all_keys(const Context& context, std::int64_t task, HeadForward& fwd) {
   const Problem& problem = context.problem;
   if (problem.lse.empty()) return;
   const Matrix out = slice(problem.out, context.q_rows(task), fwd.out.columns);
   for (std::int64_t i = 0; i < fwd.p.rows; ++i) {
     const double lse = problem.lse[task * context.shape.seqlen_q + i];
-    if (!(lse > fwd.lse[i] + 1e-6 * (1 + std::abs(lse)))) continue;
+    const bool of_more = std::isnan(lse) || lse > fwd.lse[i] + 1e-6 * (1 + std::abs(lse));
+    if (!of_more || std::isnan(fwd.lse[i])) continue;
     const double share = std::exp(fwd.lse[i] - lse);
     for (std::int64_t j = 0; j < fwd.p.columns; ++j) fwd.p[i][j] *= share;
+    if (std::isnan(lse)) spoil_row(fwd, i);
     for (std::int64_t j = 0; j < out.columns; ++j) fwd.out[i][j] = out[i][j];
     fwd.lse[i] = lse;
   }
@@ -454,7 +487,7 @@ HeadBackward backward_head(const Context& context, const Arithmetic& arithmetic,
     double d = -context.dlse(task, i, fwd.lse[i]);
     for (std::int64_t j = 0; j < dout.columns; ++j) d += dout[i][j] * fwd.out[i][j];
     for (std::int64_t j = 0; j < ds.columns; ++j) {
-      if (context.spec.indices && fwd.p[i][j] == 0) {  // V of a key that no list names may be NaN
+      if (fwd.p[i][j] == 0) {  // V of a key that the query does not attend to may be NaN
         ds[i][j] = 0;
         continue;
       }
@@ -535,6 +568,17 @@ std::int64_t first_unlike(const std::vector<double>& values, const AttentionShap
 }
 
 }  // namespace
+
+std::optional<KeyPlace> first_attended(const Problem& problem, const std::vector<KeyPlace>& keys) {
+  const Context context(problem);
+  for (const KeyPlace& key : keys)
+    for (std::int64_t h = 0; h < context.shape.heads_q; ++h) {
+      const std::int64_t task = key.b * context.shape.heads_q + h, queries = context.q_rows(task).count;
+      for (std::int64_t q = 0; q < queries; ++q)
+        if (context.attends(context.point(task, q, key.kv))) return key;
+    }
+  return std::nullopt;
+}
 
 void check_prefix(const Problem& problem) {
   const std::int64_t prefix = problem.prefix_length;

@@ -57,8 +57,8 @@ enum class Precision : std::uint8_t {
 
 struct Forward {
   std::vector<double> out;  ///< [batch, heads_q, seqlen_q, head_dim_v]
-  std::vector<double> lse;  ///< [batch, heads_q, seqlen_q]; -inf for rows that attend to nothing, NaN past a
-                            ///< packed sequence's end
+  std::vector<double> lse;  ///< [batch, heads_q, seqlen_q]; -inf for rows that attend to nothing, NaN where a
+                            ///< score of a key that they attend to is NaN, and past a packed sequence's end
   std::vector<double> row_max;  ///< like lse: the largest score, without sinks
 };
 struct Backward {
@@ -83,6 +83,13 @@ void check_offsets(const Problem& problem);
 /// The same of one cu_seqlens, whose sequences have at most `longest` of `rows` rows.
 void check_offsets(const char* name, const std::vector<std::int32_t>& offsets, std::int64_t rows,
                    std::int64_t longest);
+
+/// A key of a sequence.
+struct KeyPlace {
+  std::int64_t b, kv;
+};
+/// The first of `keys` that some query attends to. Looks at neither Q, K nor V.
+std::optional<KeyPlace> first_attended(const Problem& problem, const std::vector<KeyPlace>& keys);
 
 /// With spec.shared_prefix, throws Error(invalid_argument) unless the sequences have the prefix in common, as
 /// prefix_length says.

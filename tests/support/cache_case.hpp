@@ -136,9 +136,10 @@ inline Cache make_cache(const CacheCase& test) {
       problem.q[i] = cache.q[i] * scale;
     }
   }
+  const std::int64_t kv_rows = batch * heads_kv * seqlen_kv;
   const auto kv_values = [&](int dim) {
-    if (!spec.has_scales()) return values(batch * heads_kv * seqlen_kv * dim);
-    std::vector<double> codes(batch * heads_kv * seqlen_kv * dim);
+    if (!spec.has_scales()) return values(kv_rows * dim);
+    std::vector<double> codes(kv_rows * dim);
     for (double& code : codes) code = random_code(kv_type, random);
     return codes;
   };

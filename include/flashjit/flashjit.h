@@ -88,7 +88,8 @@ typedef struct flashjit_options {
   size_t pack_count;
   flashjit_jit jit;
   const char* template_dir;                  /**< null: the embedded templates */
-  void (*log)(void* user, const char* line); /**< receives one line at a time; null: stderr */
+  void (*log)(void* user, const char* line); /**< receives one line at a time, from any thread; may call the
+                                                library; null: stderr */
   void* log_user;
   const char* nvrtc;    /**< libnvrtc or its folder; null: FLASHJIT_NVRTC, else the usual places */
   uint64_t cache_limit; /**< bytes of kernels in cache_dir at which the least recently used are removed; 0:

@@ -252,7 +252,9 @@ struct RuntimeOptions {
   /// because build_lists() builds lists for one configuration: tune those beforehand. Default
   /// FLASHJIT_TUNE_IN_BACKGROUND, else false.
   std::optional<bool> tune_in_background = {};
-  std::function<void(std::string_view)> log = {};  ///< receives one line at a time; default stderr
+  /// Receives one line at a time, from any thread; default stderr. It may call the library. What it throws,
+  /// and what stderr does not take, is dropped: a log never fails a call.
+  std::function<void(std::string_view)> log = {};
 };
 
 /// Where a kernel came from.

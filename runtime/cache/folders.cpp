@@ -63,7 +63,7 @@ bool make_own_folder(const fs::path& root, std::string_view name) {
 // Whether the file or folder is not locked; while `action` runs, it cannot be.
 template <class Action>
 void when_free(const fs::path& path, Action action) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  const int fd = open_apart(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
   if (fd < 0) return;
   if (::flock(fd, LOCK_EX | LOCK_NB) == 0) action();
   ::close(fd);
@@ -155,7 +155,7 @@ TemporaryFolder::TemporaryFolder(const fs::path& parent) {
   for (int attempt = 0; attempt < kFolderAttempts; ++attempt) {
     path_ = parent / unique_suffix();
     if (std::string cause = make_private_folders(path_); !cause.empty()) throw Error(ErrorCode::io, cause);
-    fd_ = ::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    fd_ = open_apart(path_, O_RDONLY | O_DIRECTORY);
     const bool taken = fd_ >= 0 && ::flock(fd_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
     if (!taken && is_real_folder(path_)) return;
     if (fd_ >= 0) ::close(fd_);

@@ -55,7 +55,7 @@ Store::Lock Store::lock(const std::string& arch, const std::string& key, double 
   const auto deadline = begin + std::chrono::duration<double>(timeout_seconds);
   bool told = false;
   do {
-    const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+    const int fd = open_apart(path, O_RDWR | O_CREAT | O_NOFOLLOW, 0600);
     if (fd < 0) return {};
     if (::flock(fd, LOCK_EX | LOCK_NB) == 0) {
       if (still_named(fd, path)) return {fd, path};

@@ -150,14 +150,19 @@ KernelLibrary::Ready KernelLibrary::compile(const Request& request, const compil
     if (Ready ready = from_cache(request, compiler.tag())) return ready;
   }
   const CompiledKernel kernel = compiler.compile(request.source);
+  if (cache_) cache_->store(request.source, request.digest, kernel);
+  Ready ready = load(request, kernel, KernelOrigin::compiled);
+  tell_of(request.source, kernel);
+  return ready;
+}
+
+void KernelLibrary::tell_of(const KernelSource& source, const CompiledKernel& kernel) const {
   settings_.log(fmt::format("compiled {} for {} in {:.0f} ms; `flashjit pack` or a kept cache avoids this",
-                            to_string(request.source.spec), request.source.arch, kernel.compile_ms));
-  if (spills_in_main_loop(kernel, request.source.entries))
+                            to_string(source.spec), source.arch, kernel.compile_ms));
+  if (spills_in_main_loop(kernel, source.entries))
     settings_.log(
         fmt::format("{} with {} spills registers on {}; `flashjit tune` finds a configuration that does not",
-                    to_string(request.source.spec), to_string(request.source.config), request.source.arch));
-  if (cache_) cache_->store(request.source, request.digest, kernel);
-  return load(request, kernel, KernelOrigin::compiled);
+                    to_string(source.spec), to_string(source.config), source.arch));
 }
 
 KernelLibrary::Ready KernelLibrary::load(const Request& request, const CompiledKernel& kernel,

@@ -58,6 +58,8 @@ class KernelLibrary {
   Ready from_stores(const Request& request);
   Ready from_cache(const Request& request, const std::string& compiler_tag);
   Ready compile(const Request& request, const compile::Compiler& compiler);
+  /// Logs what was compiled. Comes last: a log may be slow.
+  void tell_of(const KernelSource& source, const CompiledKernel& kernel) const;
   Ready load(const Request& request, const CompiledKernel& kernel, KernelOrigin origin);
   Ready try_load(const Request& request, const CompiledKernel& kernel, KernelOrigin origin);
   const render::TemplateSet& templates();

@@ -2,26 +2,61 @@
 
 #include <fmt/format.h>
 
-#include <cstdio>
+#include <deque>
 #include <memory>
 #include <mutex>
+#include <utility>
+
+#include "support/stderr.hpp"
+#include "support/text.hpp"
 
 namespace flashjit {
 namespace {
 
-/// Lines from several threads do not mix.
+/// Hands lines to a log, one at a time. A line that comes meanwhile, from another thread or from the log
+/// itself, is left to the thread that is inside the log: so nobody waits for a log that calls the library.
+class Lines {
+ public:
+  explicit Lines(Log log) : log_(std::move(log)) {}
+
+  void add(std::string_view line) {
+    std::unique_lock lock(mutex_);
+    waiting_.push_back(printable(line));
+    if (busy_) return;
+    busy_ = true;
+    while (!waiting_.empty()) {
+      const std::string next = std::move(waiting_.front());
+      waiting_.pop_front();
+      lock.unlock();
+      hand_over(next);
+      lock.lock();
+    }
+    busy_ = false;
+  }
+
+ private:
+  /// A log that fails is no reason for the work to fail.
+  void hand_over(const std::string& line) noexcept {
+    try {
+      log_(line);
+    } catch (...) {
+    }
+  }
+
+  const Log log_;
+  std::mutex mutex_;
+  std::deque<std::string> waiting_;
+  bool busy_ = false;  // a thread is inside the log, or about to be
+};
+
 Log one_at_a_time(Log log) {
-  auto mutex = std::make_shared<std::mutex>();
-  return [mutex, log = std::move(log)](std::string_view line) {
-    const std::lock_guard lock(*mutex);
-    log(line);
-  };
+  return [lines = std::make_shared<Lines>(std::move(log))](std::string_view line) { lines->add(line); };
 }
 
 Log choose_log(const RuntimeOptions& options, const Environment& environment) {
   if (options.log) return one_at_a_time(options.log);
-  if (environment.quiet) return [](std::string_view) {};
-  return one_at_a_time([](std::string_view line) { fmt::print(stderr, "flashjit: {}\n", line); });
+  if (environment.quiet || !stderr_is_open()) return [](std::string_view) {};
+  return one_at_a_time([](std::string_view line) { write_to_stderr(fmt::format("flashjit: {}\n", line)); });
 }
 
 }  // namespace

@@ -26,7 +26,7 @@ std::string last_error() { return std::generic_category().message(errno); }
 class Descriptor {
  public:
   Descriptor(const std::filesystem::path& path, int flags, ::mode_t mode = 0)
-      : fd_(::open(path.c_str(), flags | O_CLOEXEC, mode)) {}
+      : fd_(open_apart(path, flags, mode)) {}
   Descriptor(const Descriptor&) = delete;
   Descriptor& operator=(const Descriptor&) = delete;
   ~Descriptor() { close(); }
@@ -58,6 +58,16 @@ bool write_and_close(Descriptor& file, std::string_view bytes) {
 }
 
 }  // namespace
+
+int open_apart(const std::filesystem::path& path, int flags, unsigned mode) {
+  const int fd = ::open(path.c_str(), flags | O_CLOEXEC, mode);
+  if (fd < 0 || fd > STDERR_FILENO) return fd;
+  const int apart = ::fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  const int cause = errno;
+  ::close(fd);
+  errno = cause;
+  return apart;
+}
 
 std::string read_file(const std::filesystem::path& path, std::uintmax_t limit) {
   // Without O_NONBLOCK, opening a pipe would wait for a writer before its kind can be asked.

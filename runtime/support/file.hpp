@@ -9,6 +9,10 @@
 
 namespace flashjit {
 
+/// ::open() with O_CLOEXEC, and never the number of a standard stream that is closed: what the process prints
+/// must not go into the file. -1 and errno where it fails.
+int open_apart(const std::filesystem::path& path, int flags, unsigned mode = 0);
+
 /// Larger than any file that flashjit keeps in a store or a pack. One that is larger is not ours, and must
 /// not exhaust the memory.
 inline constexpr std::uintmax_t kStoredFileLimit = 64u << 20;

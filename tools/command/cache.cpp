@@ -11,6 +11,7 @@
 #include "cache/folders.hpp"
 #include "support/environment.hpp"
 #include "support/file.hpp"
+#include "support/stderr.hpp"
 #include "support/text.hpp"
 #include "tools/parts/manifest.hpp"
 #include "tools/parts/sha256.hpp"
@@ -178,8 +179,8 @@ void confirm(const CacheOptions& options, const std::filesystem::path& folder) {
   if (isatty(STDIN_FILENO) == 0)
     throw Error(ErrorCode::invalid_argument,
                 "clear removes every kernel; pass --yes where there is no terminal to ask");
-  fmt::print(stderr, "Remove every kernel{} in {}? [y/N] ", options.records ? " and tuning record" : "",
-             folder.string());
+  write_to_stderr(fmt::format("Remove every kernel{} in {}? [y/N] ",
+                              options.records ? " and tuning record" : "", folder.string()));
   std::string answer;
   std::getline(std::cin, answer);
   if (answer != "y" && answer != "yes")

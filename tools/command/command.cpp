@@ -15,6 +15,7 @@
 #include <string_view>
 
 #include "support/file.hpp"
+#include "support/stderr.hpp"
 
 namespace flashjit::command {
 
@@ -73,7 +74,7 @@ void print_json(const Json& document) {
   fmt::print("{}\n", document.dump(2, ' ', false, Json::error_handler_t::replace));
 }
 
-void warn(std::string_view message) { fmt::print(stderr, "flashjit: {}\n", message); }
+void warn(std::string_view message) { write_to_stderr(fmt::format("flashjit: {}\n", message)); }
 
 Table::Table(std::vector<std::string> header) { rows_.push_back(std::move(header)); }
 
@@ -127,7 +128,7 @@ Progress::Progress(std::string what, std::size_t total, bool lines_only)
       start_(seconds_now()) {}
 
 Progress::~Progress() {
-  if (terminal_ && done_ > 0) std::fputc('\n', stderr);
+  if (terminal_ && done_ > 0) write_to_stderr("\n");
 }
 
 void Progress::step(std::string_view item) { at(done_ + 1, total_, item); }
@@ -136,16 +137,15 @@ void Progress::at(std::size_t done, std::size_t total, std::string_view item) {
   done_ = done;
   total_ = total;
   if (!terminal_) {
-    fmt::print(stderr, "{} {}/{}: {}\n", what_, done_, total_, item);
+    write_to_stderr(fmt::format("{} {}/{}: {}\n", what_, done_, total_, item));
     return;
   }
   constexpr std::size_t kBar = 24;
   const std::size_t filled = total_ ? std::min(kBar, kBar * done_ / total_) : kBar;
   const double left = (seconds_now() - start_) / static_cast<double>(std::max<std::size_t>(done_, 1)) *
                       static_cast<double>(total_ > done_ ? total_ - done_ : 0);
-  fmt::print(stderr, "\r\033[K{} [{}{}] {}/{}, {:.0f} s left: {}", what_, std::string(filled, '#'),
-             std::string(kBar - filled, '.'), done_, total_, left, item.substr(0, 60));
-  std::fflush(stderr);
+  write_to_stderr(fmt::format("\r\033[K{} [{}{}] {}/{}, {:.0f} s left: {}", what_, std::string(filled, '#'),
+                              std::string(kBar - filled, '.'), done_, total_, left, item.substr(0, 60)));
 }
 
 void require_attention(const AttentionSpec& spec) {

@@ -1,11 +1,14 @@
 // The `flashjit` command: parses, runs the chosen subcommand, and turns errors into messages and exit codes.
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <exception>
 
 #include "command.hpp"
+#include "support/stderr.hpp"
 #include "support/text.hpp"
 
 namespace flashjit::command {
@@ -13,7 +16,7 @@ namespace {
 
 void report(const Context& context, ErrorCode code, const std::string& message, const std::string& detail) {
   warn(message);
-  if (!detail.empty()) fmt::print(stderr, "{}\n", detail);
+  if (!detail.empty()) write_to_stderr(fmt::format("{}\n", detail));
   if (!context.json) return;
   print_json({{"error", {{"code", to_string(code)}, {"message", message}, {"detail", detail}}}});
 }
@@ -54,6 +57,13 @@ int parse(CLI::App& app, Context& context, int argc, char** argv) {
   }
 }
 
+/// Takes the numbers of standard streams that are closed, so that no file gets one, and what is printed with
+/// it. The wrong way round: to use the stream fails as before.
+void keep_closed_streams_closed() {
+  for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+    if (::fcntl(stream, F_GETFD) == -1) ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY);
+}
+
 int command(int argc, char** argv) {
   CLI::App app("Attention kernels generated, compiled at run time, tuned and cached.", "flashjit");
   app.set_version_flag("--version", fmt::format("flashjit {}", library_version()));
@@ -79,6 +89,7 @@ int command(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   try {
+    flashjit::command::keep_closed_streams_closed();
     return flashjit::command::command(argc, argv);
   } catch (const std::exception& error) {
     flashjit::command::warn(error.what());

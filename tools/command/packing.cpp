@@ -7,6 +7,7 @@
 #include <mutex>
 #include <thread>
 
+#include "support/stderr.hpp"
 #include "support/text.hpp"
 
 namespace flashjit::command {
@@ -124,7 +125,7 @@ void warn_of_failures(const std::vector<PackItem>& items, const std::vector<Pack
   for (std::size_t i = 0; i < items.size(); ++i) {
     if (outcomes[i].state != State::failed) continue;
     warn(fmt::format("{}: {}", to_string(items[i]), outcomes[i].message));
-    if (!outcomes[i].detail.empty()) fmt::print(stderr, "{}\n", outcomes[i].detail);
+    if (!outcomes[i].detail.empty()) write_to_stderr(fmt::format("{}\n", outcomes[i].detail));
   }
 }
 

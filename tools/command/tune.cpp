@@ -21,6 +21,7 @@
 #include "plan/shipped.hpp"
 #include "support/environment.hpp"
 #include "support/file.hpp"
+#include "support/stderr.hpp"
 #include "tools/parts/report.hpp"
 
 namespace flashjit::command {
@@ -171,7 +172,7 @@ class Reporter {
     const std::lock_guard lock(shared_.mutex);
     progress_.reset();  // ends the bar's line
     const std::string text = to_string(conditions);
-    if (!text.empty()) fmt::print(stderr, "{}: {}\n", what_, text);
+    if (!text.empty()) write_to_stderr(fmt::format("{}: {}\n", what_, text));
   }
 
  private:

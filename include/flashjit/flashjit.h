@@ -370,13 +370,14 @@ FLASHJIT_C_API const char* flashjit_version(void) FLASHJIT_NOEXCEPT;
 FLASHJIT_C_API const char* flashjit_status_name(flashjit_status status) FLASHJIT_NOEXCEPT;
 
 /** For bindings, which write a spec's text from a call's arguments: the `index`-th option that is on or off,
- * and the argument that turns it on, such as "kvlen" and "kv_lengths". Returns 0 if there are no more,
- * else 1. */
+ * and the argument that turns it on, such as "kvlen" and "kv_lengths"; either may be null. Returns 0 if
+ * there are no more, else 1. */
 FLASHJIT_C_API int32_t flashjit_spec_option(size_t index, const char** option,
                                             const char** argument) FLASHJIT_NOEXCEPT;
 
 /** The message of the last failed call on this thread; "" if none failed. Valid until the next failure on
- * this thread. Never null. The message belongs to its thread: after dlclose() the library stays loaded until
+ * this thread. Never null; "" also where the thread's objects are gone, as in an atexit handler. The message
+ * belongs to its thread: after dlclose() the library stays loaded until
  * the threads that asked for it, or failed, have ended. */
 FLASHJIT_C_API const char* flashjit_last_error_message(void) FLASHJIT_NOEXCEPT;
 /** Long details of that error, such as a compiler's log; often "". */

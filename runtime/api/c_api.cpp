@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -42,18 +43,26 @@ struct LastError {
   std::string message, detail;
 };
 
-/// Per thread, because C has no other place for a message.
-LastError& last_error() {
-  thread_local LastError error;
-  return error;
+/// Per thread, because C has no other place for a message. Null when the thread's objects are gone: an atexit
+/// handler or a destructor may call the library even then, and gets the status alone.
+LastError* last_error() noexcept {
+  thread_local bool gone = false;  // has no destructor, so it can be read to the last
+  struct Owned : LastError {
+    ~Owned() { gone = true; }
+  };
+  if (gone) return nullptr;
+  thread_local Owned error;
+  return &error;
 }
 
 flashjit_status keep_error(ErrorCode code, const char* message, const char* detail) noexcept {
-  try {
-    last_error().message = message;
-    last_error().detail = detail;
-  } catch (...) {
-    last_error() = {};  // no memory for the message; there is still the status
+  if (LastError* last = last_error()) {
+    try {
+      last->message = message;
+      last->detail = detail;
+    } catch (...) {
+      last->message.clear(), last->detail.clear();  // no memory for the message; there is still the status
+    }
   }
   return static_cast<flashjit_status>(code);
 }
@@ -456,13 +465,20 @@ const char* flashjit_status_name(flashjit_status status) noexcept {
 
 int32_t flashjit_spec_option(size_t index, const char** option, const char** argument) noexcept {
   if (index >= flashjit::plan::kSpecOptions.size()) return 0;
-  *option = flashjit::plan::kSpecOptions[index].text.data();  // texts of the program, which end with 0
-  *argument = flashjit::plan::kSpecOptions[index].argument.data();
+  // Texts of the program, which end with 0.
+  if (option) *option = flashjit::plan::kSpecOptions[index].text.data();
+  if (argument) *argument = flashjit::plan::kSpecOptions[index].argument.data();
   return 1;
 }
 
-const char* flashjit_last_error_message(void) noexcept { return last_error().message.c_str(); }
-const char* flashjit_last_error_detail(void) noexcept { return last_error().detail.c_str(); }
+const char* flashjit_last_error_message(void) noexcept {
+  const LastError* last = last_error();
+  return last ? last->message.c_str() : "";
+}
+const char* flashjit_last_error_detail(void) noexcept {
+  const LastError* last = last_error();
+  return last ? last->detail.c_str() : "";
+}
 
 flashjit_status flashjit_runtime_create(const flashjit_options* options,
                                         flashjit_runtime** runtime) noexcept {
@@ -486,11 +502,12 @@ flashjit_status flashjit_spec_create(const char* text, flashjit_spec** spec) noe
     flashjit::AttentionSpec parsed =
         flashjit::parse_spec(&required(text, "text", "give a spec such as \"bf16:d128:causal\""));
     parsed.validate();
-    created = new flashjit_spec;
+    auto made = std::make_unique<flashjit_spec>();
     for (int pass = FLASHJIT_FORWARD; pass <= FLASHJIT_QUANTISE; ++pass) {
-      created->of_pass[pass] = parsed;
-      created->of_pass[pass].pass = static_cast<flashjit::Pass>(pass);
+      made->of_pass[pass] = parsed;
+      made->of_pass[pass].pass = static_cast<flashjit::Pass>(pass);
     }
+    created = made.release();
   });
 }
 

@@ -10,6 +10,7 @@
 
 #include "flashjit/error.hpp"
 #include "support/text.hpp"
+#include "support/until_unload.hpp"
 
 namespace flashjit::plan {
 
@@ -93,15 +94,15 @@ std::string shipped_text(const std::vector<TuningRecord>& records) {
 }
 
 const std::vector<TuningRecord>& shipped_records() {
-  static const std::vector<TuningRecord> kRecords = [] {
+  static const std::vector<TuningRecord>& records = until_unload([] {
     std::vector<TuningRecord> all;
     for (const auto& [name, text] : embedded_record_texts()) {
       std::vector<TuningRecord> of_file = parse_shipped(text);
       std::ranges::move(of_file, std::back_inserter(all));
     }
     return all;
-  }();
-  return kRecords;
+  }());
+  return records;
 }
 
 }  // namespace flashjit::plan

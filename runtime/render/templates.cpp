@@ -5,6 +5,7 @@
 
 #include "flashjit/error.hpp"
 #include "render/render.hpp"
+#include "support/until_unload.hpp"
 
 namespace flashjit::render {
 
@@ -45,11 +46,11 @@ void check_shared_headers(const std::map<std::string, std::string>& texts, const
 }  // namespace
 
 const TemplateSet& TemplateSet::embedded() {
-  static const TemplateSet set = [] {
+  static const TemplateSet& set = until_unload([] {
     TemplateSet made;
     made.texts_ = embedded_template_texts();
     return made;
-  }();
+  }());
   return set;
 }
 

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -57,6 +58,7 @@ struct FakeDriver {
   static constexpr std::intptr_t kFirstContext = 0xc0;
   int compute_capability = 90;
   CUresult init_result = CUDA_SUCCESS, load_result = CUDA_SUCCESS, launch_result = CUDA_SUCCESS;
+  bool throws_at_launch = false;           ///< what no driver does: an error that is not one of flashjit's
   std::size_t unknown_pointers_below = 0;  ///< addresses that are no CUDA memory
   int owner_of_pointers = 0;
   CUresult encode_result = CUDA_SUCCESS;
@@ -85,6 +87,7 @@ struct FakeDriver {
     device = 0;
     compute_capability = 90;
     init_result = load_result = launch_result = CUDA_SUCCESS;
+    throws_at_launch = false;
     unknown_pointers_below = 0;
     owner_of_pointers = 0;
     encode_result = ctx_result = CUDA_SUCCESS;
@@ -350,6 +353,7 @@ struct FakeDriver {
     d.launch_kernel_ex = [](const CUlaunchConfig* config, CUfunction, void** parameters, void**) {
       FakeDriver& fake = state();
       const std::lock_guard lock(fake.mutex);
+      if (fake.throws_at_launch) throw std::runtime_error("thrown by the fake driver");
       if (fake.launch_result != CUDA_SUCCESS) return fake.launch_result;
       fake.clock_ms += launch_ms(config->gridDimX, config->blockDimX) * (1 + fake.heat);
       fake.launches.push_back({config->gridDimX, config->blockDimX, config->sharedMemBytes, config->hStream,

@@ -144,8 +144,11 @@ TEST_F(CAbiErrors, Cuda) {
 }
 
 TEST_F(CAbiErrors, Internal) {
-  options_.log = [](void*, const char*) { throw std::runtime_error("thrown by the caller's log"); };
-  expect(FLASHJIT_INTERNAL, "thrown by the caller's log", runtime().get());
+  const auto r = runtime();
+  fake().throws_at_launch = true;
+  expect(FLASHJIT_INTERNAL, "thrown by the fake driver", r.get());
+  fake().throws_at_launch = false;
+  expect_that_it_works(r.get());
 }
 
 TEST_F(CAbiErrors, TheCacheLimitIsPassedOn) {

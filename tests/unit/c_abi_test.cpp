@@ -64,6 +64,11 @@ TEST_F(CAbi, VersionAndStatusNames) {
   EXPECT_STREQ(flashjit_status_name(-1), "unknown");
 }
 
+TEST_F(CAbi, TheArgumentsOfSpecOptionMayBeNull) {
+  EXPECT_EQ(flashjit_spec_option(0, nullptr, nullptr), 1);
+  EXPECT_EQ(flashjit_spec_option(1u << 20, nullptr, nullptr), 0);
+}
+
 TEST_F(CAbi, OptionsOfASpecAreParsed) {
   const char *option = nullptr, *argument = nullptr;
   std::size_t count = 0;

@@ -37,7 +37,8 @@ class Thread {
   void run(const std::stop_token& stop) {
     for (;;) {
       std::unique_lock lock(mutex_);
-      if (!changed_.wait(lock, stop, [&] { return !jobs_.empty(); })) return;
+      changed_.wait(lock, stop, [&] { return !jobs_.empty(); });
+      if (stop.stop_requested()) return;  // with jobs in the queue, too
       const BackgroundJob job = std::move(jobs_.front());
       jobs_.pop_front();
       lock.unlock();

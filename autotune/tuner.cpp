@@ -280,6 +280,8 @@ class Search {
     std::vector<std::size_t> batch = first_batch();
     const std::size_t ahead = 2 * kBatch;
     while (done_ < limit_ && !batch.empty()) {
+      // Before anything compiles that would have to be waited for.
+      if (const auto ending = asked_to_stop()) return leave(*ending), *ending;
       for (const std::size_t i : batch) kernels.want(i);
       // While these are measured, idle threads compile what would come next if all went as expected.
       for (const std::size_t i : strategy_.next(ahead, kWorthwhile)) kernels.want(i);
@@ -443,6 +445,7 @@ class Search {
       const Comparison compared = compare(*reference_, configs, rounds);
       reference_ms.push_back(compared.reference_ms);
       for (std::size_t i = 0; i < all.size(); ++i) ratios[i].push_back(compared.ratios.at(i));
+      if (options_.stop && options_.stop()) break;
     }
     rescale(median(reference_ms) / timings_[*reference_].ms);
     finalists_.insert(*reference_);

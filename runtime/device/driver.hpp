@@ -96,4 +96,21 @@ class Driver {
   [[noreturn]] void fail(CUresult result, std::string_view what) const;
 };
 
+/// While it lives, the calling thread may do what a graph that another thread captures forbids to all
+/// threads, such as loading code or freeing memory. Without it the call fails, and so does the capture.
+class ApartFromCaptures {
+ public:
+  explicit ApartFromCaptures(const Driver& driver) : driver_(driver) { exchange(); }
+  ~ApartFromCaptures() { exchange(); }
+  ApartFromCaptures(const ApartFromCaptures&) = delete;
+  ApartFromCaptures& operator=(const ApartFromCaptures&) = delete;
+
+ private:
+  /// An error of the driver is the next call's, too, which reports it.
+  void exchange() { driver_.thread_exchange_stream_capture_mode(&mode_); }
+
+  const Driver& driver_;
+  CUstreamCaptureMode mode_ = CU_STREAM_CAPTURE_MODE_RELAXED;
+};
+
 }  // namespace flashjit::device

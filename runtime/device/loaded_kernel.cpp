@@ -42,6 +42,7 @@ LoadedImage::LoadedImage(std::shared_ptr<const Driver> driver, const std::string
 }
 
 LoadedImage::~LoadedImage() {
+  const ApartFromCaptures apart(*driver_);
   // At process exit the driver may be gone first and says so with an error; nothing is left to unload then.
   driver_->library_unload(library_);
 }
@@ -49,6 +50,7 @@ LoadedImage::~LoadedImage() {
 LoadedKernel::LoadedKernel(std::shared_ptr<const Driver> driver, const std::string& cubin,
                            std::vector<plan::Entry> entries)
     : driver_(std::move(driver)), entries_(std::move(entries)) {
+  const ApartFromCaptures apart(*driver_);
   // Each where an allocation of its own begins, as the driver expects of a file's bytes.
   for (const std::string_view image : images(cubin)) images_.emplace_back(driver_, std::string(image));
   for (const plan::Entry& entry : entries_) {
@@ -69,6 +71,7 @@ const LoadedImage* LoadedKernel::image_of(const plan::Entry& entry) const {
 }
 
 void LoadedKernel::make_ready(CUdevice device) const {
+  const ApartFromCaptures apart(*driver_);
   for (std::size_t i = 0; i < entries_.size(); ++i) {
     driver_->check(driver_->kernel_set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                                  entries_[i].shared_bytes, kernels_[i], device),

@@ -20,7 +20,7 @@ class Context {
   CUcontext context() const { return context_; }
   /// Makes the context current on the calling thread.
   void make_current() const { driver_->check(driver_->ctx_set_current(context_), "cuCtxSetCurrent"); }
-  /// The same for a thread whose work is no part of a graph that another thread captures, in whatever mode.
+  /// The same for a thread that from now on is as under ApartFromCaptures.
   void make_current_apart() const {
     make_current();
     CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;

@@ -63,6 +63,19 @@ struct FakeDriver {
   int owner_of_pointers = 0;
   CUresult encode_result = CUDA_SUCCESS;
   CUresult ctx_result = CUDA_SUCCESS;  ///< of cuCtxSetCurrent
+  /// While a graph is captured in the global mode, what is unsafe fails and spoils it, in any thread that is
+  /// not relaxed.
+  std::atomic<bool> captures_globally = false, capture_spoilt = false;
+  static inline thread_local CUstreamCaptureMode capture_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+  static CUresult unsafe() {
+    if (!state().captures_globally || capture_mode == CU_STREAM_CAPTURE_MODE_RELAXED) return CUDA_SUCCESS;
+    state().capture_spoilt = true;
+    return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+  }
+  template <class... Arguments>
+  static CUresult unsafe_and_nothing_else(Arguments...) {
+    return unsafe();
+  }
   std::vector<Launch> launches;
   std::vector<EncodedMap> encoded;
   int libraries_loaded = 0, libraries_unloaded = 0, functions_touched = 0, pointers_asked = 0;
@@ -83,7 +96,7 @@ struct FakeDriver {
   void reset() {
     const std::lock_guard lock(mutex);
     has_context = true;
-    capturing = false;
+    capturing = captures_globally = capture_spoilt = false;
     device = 0;
     compute_capability = 90;
     init_result = load_result = launch_result = CUDA_SUCCESS;
@@ -116,6 +129,7 @@ struct FakeDriver {
     set_memory(*fake);
     set_streams(*fake);
     set_events(*fake);
+    set_captures(*fake);
     set_library(*fake);
     set_launch(*fake);
     return fake;
@@ -213,6 +227,7 @@ struct FakeDriver {
       return CUDA_SUCCESS;
     };
     d.mem_alloc = [](CUdeviceptr* address, std::size_t bytes) {
+      if (const CUresult result = unsafe(); result != CUDA_SUCCESS) return result;
       FakeDriver& fake = state();
       const std::lock_guard lock(fake.mutex);
       *address = fake.next_address;
@@ -221,7 +236,7 @@ struct FakeDriver {
     };
     d.memcpy_htod = [](CUdeviceptr target, const void* source, std::size_t bytes) {
       remember_upload(target, source, bytes);
-      return CUDA_SUCCESS;
+      return unsafe();
     };
     d.memcpy_htod_async = [](CUdeviceptr target, const void* source, std::size_t bytes, CUstream) {
       remember_upload(target, source, bytes);
@@ -282,9 +297,32 @@ struct FakeDriver {
     };
   }
 
+  static void set_captures(device::Driver& d) {
+    d.thread_exchange_stream_capture_mode = [](CUstreamCaptureMode* mode) {
+      std::swap(*mode, capture_mode);
+      return CUDA_SUCCESS;
+    };
+    d.stream_begin_capture = [](CUstream, CUstreamCaptureMode mode) {
+      state().capture_spoilt = false;
+      state().captures_globally = mode == CU_STREAM_CAPTURE_MODE_GLOBAL;
+      return CUDA_SUCCESS;
+    };
+    d.stream_end_capture = [](CUstream, CUgraph* graph) {
+      state().captures_globally = false;
+      *graph = nullptr;
+      return state().capture_spoilt ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED : CUDA_SUCCESS;
+    };
+    d.ctx_synchronize = unsafe_and_nothing_else;
+    d.stream_synchronize = unsafe_and_nothing_else;
+    d.event_synchronize = unsafe_and_nothing_else;
+    d.mem_free = unsafe_and_nothing_else;
+    d.memcpy_dtoh = unsafe_and_nothing_else;
+  }
+
   static void set_library(device::Driver& d) {
     d.library_load_data = [](CUlibrary* library, const void*, CUjit_option*, void**, unsigned,
                              CUlibraryOption*, void**, unsigned) {
+      if (const CUresult result = unsafe(); result != CUDA_SUCCESS) return result;
       FakeDriver& fake = state();
       const std::lock_guard lock(fake.mutex);
       if (fake.load_result == CUDA_SUCCESS) ++fake.libraries_loaded;
@@ -295,11 +333,11 @@ struct FakeDriver {
       FakeDriver& fake = state();
       const std::lock_guard lock(fake.mutex);
       ++fake.libraries_unloaded;
-      return CUDA_SUCCESS;
+      return unsafe();
     };
     d.library_get_kernel = [](CUkernel* kernel, CUlibrary, const char*) {
       *kernel = nullptr;
-      return CUDA_SUCCESS;
+      return unsafe();
     };
     d.kernel_get_attribute = [](int* value, CUfunction_attribute, CUkernel, CUdevice) {
       *value = 1;
@@ -313,14 +351,14 @@ struct FakeDriver {
     };
     d.kernel_get_function = [](CUfunction* function, CUkernel) {
       *function = nullptr;
-      return CUDA_SUCCESS;
+      return unsafe();
     };
     d.func_get_attribute = [](int* value, CUfunction_attribute, CUfunction) {
       FakeDriver& fake = state();
       const std::lock_guard lock(fake.mutex);
       ++fake.functions_touched;
       *value = 1;
-      return CUDA_SUCCESS;
+      return unsafe();
     };
   }
 

@@ -451,6 +451,72 @@ TEST_F(Service, BackgroundTuningIsNeverOnTheCallersStreamAndKeepsToTheFamily) {
   EXPECT_GT(of_tuning, 100);
 }
 
+/// A graph that this thread captures, in the mode that forbids most to other threads.
+class Capture {
+ public:
+  Capture(const device::Driver& driver, CUstream stream) : driver_(driver), stream_(stream) {
+    driver_.check(driver_.stream_begin_capture(stream_, CU_STREAM_CAPTURE_MODE_GLOBAL),
+                  "cuStreamBeginCapture");
+  }
+  CUresult end() {
+    CUgraph graph = nullptr;
+    return driver_.stream_end_capture(stream_, &graph);
+  }
+
+ private:
+  const device::Driver& driver_;
+  CUstream stream_;
+};
+
+TEST_F(Service, WhatAThreadLoadsSpoilsNoCaptureOfAnother) {
+  const auto driver = FakeDriver::driver();
+  Capture capture(*driver, nullptr);
+  std::thread([&] {
+    const auto runtime = engine();
+    runtime->prepare_both(spec(), kShape);
+    runtime->forward(spec(), forward_args(), nullptr);
+  }).join();  // unloads, too
+  EXPECT_EQ(fake().libraries_unloaded, fake().libraries_loaded);
+  EXPECT_EQ(capture.end(), CUDA_SUCCESS);
+  std::thread([] { EXPECT_EQ(FakeDriver::capture_mode, CU_STREAM_CAPTURE_MODE_GLOBAL); }).join();
+  engine()->prepare(spec(), kShape, {});
+  EXPECT_EQ(FakeDriver::capture_mode, CU_STREAM_CAPTURE_MODE_GLOBAL) << "as the caller had it";
+}
+
+TEST_F(Service, TuningInTheBackgroundSpoilsNoCapture) {
+  const Variable libcuda("FLASHJIT_LIBCUDA", test::built(FLASHJIT_FAKE_CUDA));
+  test::fake_cuda().reset();
+  const device::PrimaryContext context(device::Driver::open(test::built(FLASHJIT_FAKE_CUDA)));
+  const device::StreamOwner callers(context.driver());
+  Settings tuning = settings();
+  tuning.tune_in_background = true;
+  Engine runtime(tuning, context.driver());
+  int captures = 0;
+  for (; !log_.has("tuned ") && !log_.has("cannot tune") && captures < 1000000; ++captures) {
+    if (captures == 0) runtime.forward(spec(), forward_args(), callers.get());
+    Capture capture(*context.driver(), callers.get());
+    runtime.forward(spec(), forward_args(), callers.get());
+    ASSERT_EQ(capture.end(), CUDA_SUCCESS) << captures;
+  }
+  EXPECT_TRUE(log_.has("tuned ")) << log_.text();
+  EXPECT_GT(captures, 10);
+}
+
+TEST_F(Service, TuningInTheBackgroundEndsWithoutTheShapesThatWait) {
+  const Variable libcuda("FLASHJIT_LIBCUDA", test::built(FLASHJIT_FAKE_CUDA));
+  test::fake_cuda().reset();
+  const device::PrimaryContext context(device::Driver::open(test::built(FLASHJIT_FAKE_CUDA)));
+  Settings tuning = settings();
+  tuning.tune_in_background = true;
+  auto runtime = std::make_unique<Engine>(tuning, context.driver());
+  const Variable slow("FAKE_NVRTC_MS", "250");
+  for (int i = 0; i < 12; ++i) runtime->prepare(spec(), {1, 2, 2, 128, 1024 + 128 * i}, {});
+  const auto begin = std::chrono::steady_clock::now();
+  runtime.reset();
+  // A few times what one compile takes; each shape that waits would add one.
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(1500));
+}
+
 TEST_F(Service, ARuntimeThatWasNeverTunedTakesWhatShips) {
   const plan::TuningRecord& shipped = plan::shipped_records().front();
   const KernelReport report = engine()->prepare(shipped.spec, shipped.shape, {});

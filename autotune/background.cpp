@@ -11,6 +11,7 @@
 
 #include "autotune/device_meter.hpp"
 #include "autotune/tuner.hpp"
+#include "cache/folders.hpp"
 #include "cache/store.hpp"
 
 namespace flashjit {
@@ -71,13 +72,12 @@ class Thread {
     options.compile_threads = kCompileThreads;
     options.stop = [&] { return stop.stop_requested(); };
     const autotune::Problem problem{job.spec, job.shape};
+    // Without a log: the calls' store of this folder has said what is wrong with it.
+    const cache::Store store(settings_.cache_dir, cache::Store::Access::cache);
+    const bool keeps = !settings_.cache_dir.empty() && store.is_usable(cache::kTuningFolder);
     const autotune::TuneResult result =
-        settings_.cache_dir.empty()
-            ? autotune::tune(problem, setting, meter, options)
-            : autotune::tune_into(
-                  cache::Store(settings_.cache_dir, cache::Store::Access::read_write, settings_.log)
-                      .records_folder(),
-                  problem, setting, meter, options);
+        keeps ? autotune::tune_into(store.records_folder(), problem, setting, meter, options)
+              : autotune::tune(problem, setting, meter, options);
     if (!result.has_best() || stop.stop_requested()) return;
     adopt_(job, result.record.best);
     settings_.log(fmt::format("tuned {} at {} in the background: {} takes {:.4f} ms, {} measured in {:.1f} s",

@@ -105,6 +105,14 @@ std::vector<fs::path> unfinished_manifests(const fs::path& root) {
   return files;
 }
 
+// Where a folder that is not there would be made, with the folders on the way to it.
+fs::path existing_parent(fs::path folder) {
+  std::error_code error;
+  do folder = folder.has_parent_path() ? folder.parent_path() : fs::path(".");
+  while (!fs::exists(folder, error) && folder != "." && folder.has_relative_path());
+  return folder;
+}
+
 }  // namespace
 
 bool is_arch_name(std::string_view name) {
@@ -126,6 +134,25 @@ fs::path link_on_the_way(const fs::path& root, std::string_view name) {
   for (const fs::path& path : {root, root / name})
     if (is_link(path)) return path;
   return {};
+}
+
+std::string why_foreign(const fs::path& folder) {
+  const ::uid_t user = ::geteuid();
+  const auto another = [](const fs::path& path, ::uid_t owner) {
+    return fmt::format("'{}' belongs to another user (uid {})", path.string(), owner);
+  };
+  struct stat named {
+  }, target{};
+  if (::lstat(folder.c_str(), &named) != 0) {
+    const fs::path parent = existing_parent(folder);
+    const bool fits = ::stat(parent.c_str(), &target) != 0 || target.st_uid == user || target.st_uid == 0;
+    return fits ? std::string() : another(parent, target.st_uid);
+  }
+  if (named.st_uid != user) return another(folder, named.st_uid);
+  if (::stat(folder.c_str(), &target) != 0) return {};  // a link to nothing holds nothing
+  if (target.st_uid != user) return another(folder, target.st_uid);
+  if ((target.st_mode & (S_IWGRP | S_IWOTH)) == 0) return {};
+  return fmt::format("other users may write to '{}' (mode {:o})", folder.string(), target.st_mode & 07777);
 }
 
 std::vector<EntryFolder> entry_folders(const fs::path& root) {

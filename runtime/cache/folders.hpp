@@ -33,6 +33,11 @@ struct EntryFolder {
 /// lies behind a link belongs to others: it is read, and never changed.
 std::filesystem::path link_on_the_way(const std::filesystem::path& root, std::string_view name);
 
+/// Why what a folder holds cannot be taken for this user's own, as the code in a cache must be; empty: it
+/// can. Another user owns it, or a link that it is, or its group or all others may write to it. Where there
+/// is none, the folder that it would be made in decides, which may be the system's.
+std::string why_foreign(const std::filesystem::path& folder);
+
 /// Every entry's folder below `root`, sorted; what does not bear an entry's name is passed
 /// over, and so is an architecture's folder that is a link to somewhere else.
 std::vector<EntryFolder> entry_folders(const std::filesystem::path& root);

@@ -45,7 +45,9 @@ Store::Lock::~Lock() {
 }
 
 Store::Lock Store::lock(const std::string& arch, const std::string& key, double timeout_seconds) const {
-  if (folder_.empty() || access_ == Access::read_only || !is_arch_name(arch) || !is_key_name(key)) return {};
+  if (folder_.empty() || access_ == Access::read_only || !is_arch_name(arch) || !is_key_name(key) ||
+      !is_usable(arch))
+    return {};
   const std::filesystem::path folder = root() / kLockFolder;
   if (!link_on_the_way(root(), kLockFolder).empty() || !make_private_folders(folder).empty()) return {};
   const std::filesystem::path path = folder / fmt::format("{}-{}.lock", arch, key);

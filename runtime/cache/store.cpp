@@ -62,6 +62,11 @@ CompiledKernel read_entry(const fs::path& entry, const KernelSource& source, con
   return make_kernel(std::move(meta), std::move(cubin));
 }
 
+// An entry may be older than what its folder allows now.
+void require_own(const fs::path& entry) {
+  if (const std::string cause = why_foreign(entry); !cause.empty()) damaged("{}", cause);
+}
+
 bool is_sound(const fs::path& entry, const KernelSource& source, const std::string& digest) {
   try {
     read_entry(entry, source, digest);
@@ -184,7 +189,22 @@ const fs::path& Store::folder() const { return folder_; }
 
 fs::path Store::root() const { return folder_ / kVersionFolder; }
 
-bool Store::may_remove() const { return access_ == Access::read_write && !is_link(root()); }
+bool Store::may_remove() const { return access_ != Access::read_only && !is_link(root()); }
+
+bool Store::is_usable(std::string_view name) const {
+  if (access_ != Access::cache) return true;
+  for (const fs::path& path : {folder_, root(), root() / name}) {
+    const std::string cause = why_foreign(path);
+    if (cause.empty()) continue;
+    if (!state_->foreign.test_and_set())
+      warn(
+          fmt::format("the kernel cache '{}' is not used, kernels are kept in memory only: {}; set "
+                      "FLASHJIT_CACHE_DIR to a folder of your own that only you can write (chmod 700)",
+                      folder_.string(), cause));
+    return false;
+  }
+  return true;
+}
 
 fs::path Store::records_folder() const { return root() / kTuningFolder; }
 
@@ -194,7 +214,7 @@ void Store::warn(std::string_view line) const {
 
 std::optional<CompiledKernel> Store::load(const KernelSource& source, const std::string& digest,
                                           const std::string& compiler_tag) const {
-  if (folder_.empty() || !is_arch_name(source.arch)) return {};
+  if (folder_.empty() || !is_arch_name(source.arch) || !is_usable(source.arch)) return {};
   const fs::path arch_folder = root() / source.arch;
   const std::vector<std::string> keys = compiler_tag.empty()
                                             ? keys_by_any_compiler(arch_folder, digest)
@@ -204,8 +224,9 @@ std::optional<CompiledKernel> Store::load(const KernelSource& source, const std:
     std::error_code error;
     if (!is_key_name(key) || !fs::exists(entry, error)) continue;
     try {
+      if (access_ == Access::cache) require_own(entry);
       CompiledKernel kernel = read_entry(entry, source, digest);
-      if (access_ == Access::read_write) touch(root(), {source.arch, key, entry});
+      if (access_ != Access::read_only) touch(root(), {source.arch, key, entry});
       return kernel;
     } catch (const std::exception& cause) {
       if (!fs::exists(entry, error)) continue;  // removed meanwhile
@@ -217,7 +238,7 @@ std::optional<CompiledKernel> Store::load(const KernelSource& source, const std:
 }
 
 bool Store::store(const KernelSource& source, const std::string& digest, const CompiledKernel& kernel) {
-  if (folder_.empty() || access_ == Access::read_only) return false;
+  if (folder_.empty() || access_ == Access::read_only || !is_usable(source.arch)) return false;
   const std::string key = entry_key(digest, kernel.compiler);
   const fs::path entry = root() / source.arch / key;
   try {

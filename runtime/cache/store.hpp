@@ -43,13 +43,18 @@ using Log = std::function<void(std::string_view)>;
 /// every failure to write is reported once; neither throws. What a link in it leads to is read, not changed.
 class Store {
  public:
-  enum class Access : std::uint8_t { read_write, read_only };
+  /// A cache is read and written where no other user could have put code into it, see why_foreign(); else it
+  /// says so once and is empty. What a path names on purpose, a pack, is read and written wherever it is.
+  enum class Access : std::uint8_t { cache, read_write, read_only };
   /// `limit`: bytes of kernels at which store() prunes; by default none. Each process counts by itself, again
   /// after every 64th of the limit that it stored: by so much each they may be over it together.
   Store(std::filesystem::path folder, Access access, Log log = {},
         std::uintmax_t limit = std::numeric_limits<std::uintmax_t>::max());
 
   const std::filesystem::path& folder() const;
+  /// Whether the folder of this name in it, an architecture's or kTuningFolder, may be used: always, but for
+  /// a cache.
+  bool is_usable(std::string_view name) const;
   /// The entry of this source made by this compiler; with an empty tag, by any compiler.
   /// A damaged or foreign entry is a miss with a warning.
   std::optional<CompiledKernel> load(const KernelSource& source, const std::string& digest,
@@ -94,7 +99,7 @@ class Store {
  private:
   /// What this process knows of the folder; copies of a store share it.
   struct State {
-    std::atomic_flag write_failed;  // warned of already
+    std::atomic_flag write_failed, foreign;  // warned of already
     Once looked;
     std::mutex counting;
     std::uintmax_t bytes = 0;      // of all kernels: when they were last counted, and what was stored since

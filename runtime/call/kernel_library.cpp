@@ -4,6 +4,7 @@
 
 #include <chrono>
 
+#include "cache/folders.hpp"
 #include "plan/shipped.hpp"
 #include "support/text.hpp"
 
@@ -82,7 +83,7 @@ KernelLibrary::KernelLibrary(const Settings& settings) : settings_(settings) {
   for (const std::string& pack : settings.packs)
     packs_.emplace_back(pack, cache::Store::Access::read_only, settings.log);
   if (!settings.cache_dir.empty())
-    cache_.emplace(settings.cache_dir, cache::Store::Access::read_write, settings.log, settings.cache_limit);
+    cache_.emplace(settings.cache_dir, cache::Store::Access::cache, settings.log, settings.cache_limit);
 }
 
 KernelLibrary::Result KernelLibrary::get(const plan::KernelPlan& kernel, const DeviceInfo& info,
@@ -211,7 +212,7 @@ const plan::TuningRecords& KernelLibrary::records() {
     std::vector<std::string> warnings;
     for (const cache::EmbeddedStore& pack : embedded_) found.load(pack.records(), &warnings);
     for (const cache::Store& pack : packs_) found.load(pack.records_folder(), &warnings);
-    if (cache_) found.load(cache_->records_folder(), &warnings);
+    if (cache_ && cache_->is_usable(cache::kTuningFolder)) found.load(cache_->records_folder(), &warnings);
     // Without a compiler they would name kernels that no pack has.
     if (settings_.jit)
       for (const plan::TuningRecord& record : plan::shipped_records())

@@ -98,7 +98,8 @@ bool on_or_off(const Get& get, const char* name, bool otherwise) {
 std::span<const EnvironmentVariable> environment_variables() { return kVariables; }
 
 Environment read_environment() {
-  return read_environment([](const char* name) -> const char* { return std::getenv(name); });
+  // A setuid program's user must not choose the code that runs in it.
+  return read_environment([](const char* name) -> const char* { return ::secure_getenv(name); });
 }
 
 Environment read_environment(const Get& get) {

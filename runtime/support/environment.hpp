@@ -34,7 +34,9 @@ struct Environment {
   bool quiet = false;
 };
 
-/// Throws Error(invalid_argument) for a value that is not allowed. `get` replaces getenv in tests.
+/// Throws Error(invalid_argument) for a value that is not allowed. Of a program that is
+/// setuid, or otherwise runs with more rights than its caller, nothing is read. `get` replaces getenv in
+/// tests.
 Environment read_environment();
 Environment read_environment(const std::function<const char*(const char*)>& get);
 

@@ -21,6 +21,10 @@ class KeptLog {
   std::function<void(std::string_view)> writer() {
     return [this](std::string_view line) { add(line); };
   }
+  void clear() {
+    const std::lock_guard lock(mutex_);
+    text_.clear();
+  }
   std::string text() const {
     const std::lock_guard lock(mutex_);
     return text_;

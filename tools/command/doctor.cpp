@@ -141,6 +141,12 @@ void examine_folders(Examination& found) {
     found.add("cache", Verdict::note,
               "no folder: HOME is not set; kernels are compiled in every process until "
               "FLASHJIT_CACHE_DIR is set");
+  else if (const std::string cause = cache::why_foreign(environment.cache_dir); !cause.empty())
+    found.add(
+        "cache", Verdict::note,
+        cause +
+            "; it is not used, and kernels are kept in memory only: set FLASHJIT_CACHE_DIR to a folder of "
+            "your own that only you can write");
   else if (!writable(environment.cache_dir))
     found.add("cache", Verdict::note,
               count_kernels(found, environment.cache_dir) +

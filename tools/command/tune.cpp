@@ -14,6 +14,7 @@
 #include "autotune/device_meter.hpp"
 #include "autotune/tuner.hpp"
 #include "build.hpp"
+#include "cache/folders.hpp"
 #include "cache/store.hpp"
 #include "command.hpp"
 #include "gpu.hpp"
@@ -87,6 +88,11 @@ std::string cache_folder(const TuneCommand& command) {
     throw Error(ErrorCode::invalid_argument,
                 "there is no cache folder to keep tuning records in; give --dir or set FLASHJIT_CACHE_DIR");
   }
+  if (const std::string cause = cache::why_foreign(folder); !cause.empty())
+    throw Error(ErrorCode::io,
+                fmt::format("no tuning records are kept in '{}', as no call would read them: {}; "
+                            "give --dir a folder of your own that only you can write",
+                            folder, cause));
   return folder;
 }
 

@@ -1442,3 +1442,99 @@ def test_results_that_do_not_depend_on_the_batch():
     for i in range(3):
         alone = flashjit.attention(q[i:i + 1], k[i:i + 1], v[i:i + 1], kv_lengths=lengths[i:i + 1], **given)
         assert all(torch.equal(x[0], y[i]) for x, y in zip(alone, together))
+
+
+# Saved tensors that come back otherwise than they went, as trainers offload activations.
+
+
+class Wrapped(torch.Tensor):
+    """A subclass that hooks give back: each operator sees what it wraps."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        bare = lambda x: x.inner if isinstance(x, Wrapped) else x
+        args, kwargs = torch.utils._pytree.tree_map(bare, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def misaligned(x):
+    return torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+
+
+def columns_first(x):
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() else x.clone()
+
+
+def through_bytes(x):
+    """As from a file, where elements may begin anywhere."""
+    if x.numel() == 0 or x.dtype == torch.bool:
+        return x.clone()
+    memory = bytearray(1 + x.numel() * x.element_size())
+    memory[1:] = bytes(x.contiguous().reshape(-1).view(torch.uint8).tolist())
+    return torch.frombuffer(memory, dtype=x.dtype, offset=1).view(x.shape)
+
+
+GIVEN_BACK = {"contiguous": lambda x: x.clone(memory_format=torch.contiguous_format),
+              "misaligned": misaligned, "columns first": columns_first, "bytes": through_bytes,
+              "a subclass": lambda x: Wrapped(x.clone()),
+              "another type": lambda x: x.double() if x.is_floating_point() else x.long(),
+              "parameters": lambda x: torch.nn.Parameter(x.clone(), requires_grad=False)}
+
+SAVED_FORMS = {
+    "plain": dict(causal=True),
+    "sinks": dict(sinks=torch.linspace(-1, 1, 4).requires_grad_()),
+    "kv_lengths": dict(kv_lengths=torch.tensor([3, 9], dtype=torch.int32)),
+    "program": dict(score_mod=lambda s, b, h, i, j: s + SLOPES[h] * (j - i) * FACTOR + BIAS[i, j]),
+    "block map": dict(block_mask=BlockMap(torch.eye(1, dtype=torch.int32), 128)),
+    "dropout": dict(dropout_p=0.4),
+    "indices": dict(indices=torch.arange(4, dtype=torch.int32).expand(2, 9, 2, 4).contiguous()),
+    "fp32 O": dict(out_dtype=torch.float32),
+    "LSE": dict(return_lse=True),
+    "v_columns": dict(v_columns=8),
+    "packed": dict(cu_seqlens_q=torch.tensor([0, 4, 9], dtype=torch.int32), max_seqlen_q=5,
+                   cu_seqlens_kv=torch.tensor([0, 5, 9], dtype=torch.int32), max_seqlen_kv=5),
+}
+SLOPES = torch.rand(6, 4).t()[:, 2].requires_grad_()
+BIAS = torch.rand(9, 9).t().requires_grad_()
+FACTOR = torch.tensor(0.25)
+
+
+@pytest.mark.parametrize("back", GIVEN_BACK)
+@pytest.mark.parametrize("form", SAVED_FORMS)
+def test_saved_tensors_may_come_back_otherwise(programs, form, back):
+    named, dtype = SAVED_FORMS[form], torch.bfloat16 if form == "fp32 O" else torch.float32
+    torch.manual_seed(0)
+    packed = torch.randn(1 if form == "packed" else 2, 9, 4, 32, dtype=dtype).requires_grad_()
+    leaves = [packed, SLOPES, BIAS, *([named["sinks"]] if "sinks" in named else [])]
+
+    def gradients(hooks):
+        heads = packed.transpose(1, 2)
+        q, k, v = heads[..., :16], heads[:, 1:3, :, 8:24], heads[:, ::2, :, 16:]
+        torch.manual_seed(1)
+        with hooks:
+            out = flashjit.attention(q, k, None if form == "v_columns" else v, **named)
+        results = out if isinstance(out, tuple) else (out,)
+        loss = sum((x.double() * torch.linspace(0, 1, x.numel()).view(x.shape)).sum() for x in results)
+        return torch.autograd.grad(loss, leaves, allow_unused=True)
+    wanted = gradients(contextlib.nullcontext())
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, GIVEN_BACK[back])
+    for a, b in zip(wanted, gradients(hooks)):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_a_saved_tensor_of_another_size_is_refused():
+    q, k, v = tensors()
+    shortened = lambda x: x[..., :4] if x.shape[-1] == 9 else x
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, shortened):
+        out = flashjit.attention(q, k, v)
+    with pytest.raises(flashjit.InvalidArgument, match=r"lse is float32 \[2, 4, 4\].* was \[2, 4, 9\]"):
+        out.sum().backward()

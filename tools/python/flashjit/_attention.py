@@ -11,8 +11,8 @@ from ._blocks import read_blocks
 from ._lists import TileLists, check_lists
 from ._operators import draw, through_operator
 from ._peers import refuse_unknown
-from ._plans import (KV_TYPES, NO_RNG, NOTHING, SPEC_TYPES, Fixed, Plan, Problem, Rng, contiguous, describe, is_watched,
-                     plan_of, readable)
+from ._plans import (KV_TYPES, NO_RNG, NOTHING, PLAIN, SPEC_TYPES, Fixed, Layout, Plan, Problem, Rng, contiguous,
+                     describe, is_watched, plan_of, readable)
 from ._problem import autocast, check_types, plain_problem, read_problem
 from ._scales import with_scales
 from ._tracing import torch_mode
@@ -20,7 +20,6 @@ from ._transforms import refuse_second, refuse_tangents
 from .errors import InvalidArgument, Unsupported, WrongType
 from .programs import named_as_written
 
-PLAIN = frozenset({Tensor, torch.nn.Parameter})
 torch_mode()  # makes its class now: torch.compile, which may be the first to trace a program, cannot
 
 
@@ -99,10 +98,10 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
     """
     if unknown:
         refuse_unknown(unknown)
-    if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
+    compiling = torch.compiler.is_compiling()
+    if compiling or torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q, k, v)
     v = _value_of(k, v, v_columns)
-    compiling = torch.compiler.is_compiling()
     plain = not compiling and type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN
     if not plain and not compiling:
         check_types(q, k, v)
@@ -283,7 +282,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Union[Tensor, None], dlse: Union[Tensor, None] = None) -> Any:
-        dout, dlse = (x if x is None else x.resolve_neg() for x in (dout, dlse))
+        if dout is not None and dout.is_neg():
+            dout = dout.resolve_neg()
+        if dlse is not None and dlse.is_neg():
+            dlse = dlse.resolve_neg()
         if not torch.is_grad_enabled():
             return _gradients(ctx.call, dout, dlse, *ctx.saved_tensors)
         saved = ctx.saved_tensors
@@ -295,6 +297,8 @@ class _Attention(torch.autograd.Function):
 def _gradients(call: _Call, dout: Union[Tensor, None], dlse: Union[Tensor, None], q: Tensor, k: Tensor, v: Tensor,
                out: Tensor, lse: Tensor, *rest: Any) -> Any:
     """Those of what _Attention.forward() is given, in its order."""
+    if not call.plan.reads_saved(q, k, v, out, lse, rest):
+        return _gradients_by_operator(call, dout, dlse, q, k, v, out, lse, *rest)
     lists = None if call.lists is None else call.lists.built[1]
     if not rest:
         grads, _, _ = call.plan.backward(dout, dlse, q, k, v, out, lse, NOTHING, (), call.rng, lists)
@@ -303,9 +307,43 @@ def _gradients(call: _Call, dout: Union[Tensor, None], dlse: Union[Tensor, None]
     fixed = Fixed(*given) if any(x is not None for x in given) else NOTHING
     values = [next(captures) if x is None else x for x in call.values]
     grads, dsinks, dvalues = call.plan.backward(dout, dlse, q, k, v, out, lse, fixed, values, call.rng, lists)
+    return (None, *grads, *Fixed(sinks=dsinks), *_of_captures(call, dvalues))
+
+
+def _of_captures(call: _Call, dvalues: Sequence[Tensor]) -> list[Union[Tensor, None]]:
+    """A gradient or None for each captured tensor."""
     by_place = dict(zip(call.plan.grad_places, dvalues))
-    of_captures = [by_place.get(i) for i, x in enumerate(call.values) if x is None]
-    return (None, *grads, *Fixed(sinks=dsinks), *of_captures)
+    return [by_place.get(i) for i, x in enumerate(call.values) if x is None]
+
+
+def _gradients_by_operator(call: _Call, dout: Union[Tensor, None], dlse: Union[Tensor, None],
+                           *saved: Union[Tensor, None]) -> Any:
+    """_gradients() of saved tensors that hooks gave back with other strides, elsewhere, or as a subclass: the operator
+    makes a plan for what it is given, and a subclass may dispatch it."""
+    plan, layouts = call.plan, iter(call.plan.saved)
+    moved = [x if x is None else _moved(x, next(layouts), plan) for x in saved]
+    (q, k, v, out, lse), rest = moved[:5], moved[5:]
+    fixed, captures = rest[:len(NOTHING)] or NOTHING, rest[len(NOTHING):]
+    problem = plan.problem
+    options = problem.options.removesuffix(":shared_kv")  # K and V may have memory of their own now
+    rng: Any = call.rng if problem.dropout_p else None
+    if isinstance(rng, tuple):
+        rng = torch.tensor([x - (x >> 63 << 64) for x in rng], device=plan.device)  # int64 of the same bits
+    numbers = [float(x) for x in call.values if x is not None]
+    grads = torch.ops.flashjit.attention_backward(
+        dout, dlse, q, k, v, out, lse, *fixed, rng, None, None if call.lists is None else call.lists.memory[1], captures,
+        numbers, list(problem.names), options, problem.scale, float(problem.dropout_p), problem.max_seqlen_q,
+        problem.max_seqlen_kv, problem.cached, problem.out_type)
+    dqkv, others = grads[:3], grads[3:]
+    if not rest:
+        return (None, *dqkv)
+    dsinks = None if fixed[4] is None else others.pop(0)
+    return (None, *dqkv, *Fixed(sinks=dsinks), *_of_captures(call, others))
+
+
+def _moved(tensor: Tensor, layout: Layout, plan: Plan) -> Tensor:
+    """To the device and the type in which it was saved."""
+    return tensor.to(plan.device if layout.index == plan.index else "cpu", layout.dtype)
 
 
 class _WithoutGradient(torch.autograd.Function):

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ._lists import built_at
-from ._plans import (NO_RNG, NOTHING, Fixed, Plan, Problem, Rng, contiguous, dense_strides, names_with_grad, out_dtype_of, plan_of,
-                     readable)
+from ._plans import (NO_RNG, NOTHING, Fixed, Plan, Problem, Rng, aligned, contiguous, dense_strides, describe, laid_out,
+                     names_with_grad, out_dtype_of, plan_of, readable)
 from ._transforms import refuse_second, through_transforms
+from .errors import InvalidArgument
 
 _FIXED_SCHEMA = ("Tensor? block_map, Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks, "
                  "Tensor? indices, Tensor? page_table, Tensor? prefix_length, Tensor? k_scale, Tensor? v_scale, Tensor? q_scale, ")
@@ -82,8 +83,10 @@ def _unpack(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]) -> _Unpac
     """An operator's arguments, and their plan."""
     given, (rng, *lists), rest = arguments[:_FIXED], arguments[_FIXED:_FIXED + 3], arguments[_FIXED + 3:]
     captures, numbers, names, options, scale, dropout_p, max_q, max_kv, cached, out_type = rest
-    fixed = contiguous(Fixed(*given)) if any(x is not None for x in given) else NOTHING
-    values = (*captures, *numbers)
+    fixed = NOTHING
+    if any(x is not None for x in given):
+        fixed = contiguous(Fixed(*[x if x is None else aligned(x) for x in given]))
+    values = (*map(aligned, captures), *numbers)
     q, k, v = readable(q, "q"), readable(k, "k"), readable(v, "v")
     plan = plan_of(q, k, v, fixed, values, Problem(options, scale, dropout_p, max_q, max_kv, tuple(names), cached, out_type))
     if rng is None:
@@ -108,9 +111,13 @@ def _operator_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple
 def _operator_backward(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
                        *arguments: Any) -> list[Tensor]:
     plan, qkv, fixed, values, rng, lists = _unpack(q, k, v, arguments)
-    if out.stride() != plan.out_stride or out.data_ptr() % 16:
-        out = torch.empty_strided(plan.out_size, plan.out_stride, dtype=out.dtype, device=out.device).copy_(out)
-    grads, dsinks, dvalues = plan.backward(dout, dlse, *qkv, out, lse.contiguous(), fixed, values, rng, built_at(lists[1]))
+    for name, x, size in (("out", out, plan.out_size), ("lse", lse, plan.lse_size)):
+        if tuple(x.shape) != size:
+            raise InvalidArgument(f"{name} is {describe(x)} in the backward pass, and was {list(size)}: hooks of saved "
+                                  "tensors must give back the same sizes.")
+    out = laid_out(out.to(plan.out_dtype), plan.out_size, plan.out_stride)
+    lse = aligned(lse.to(torch.float32).contiguous())
+    grads, dsinks, dvalues = plan.backward(dout, dlse, *qkv, out, lse, fixed, values, rng, built_at(lists[1]))
     return [*grads, *([] if dsinks is None else [dsinks]), *dvalues]
 
 

@@ -7,10 +7,11 @@ import ctypes
 import functools
 import logging
 import math
-from typing import Any, Mapping, NamedTuple, Sequence, Union
+from typing import Any, Iterable, Mapping, NamedTuple, Sequence, Union
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import assert_size_stride  # in C: a fraction of what comparing stride() takes
 
 from . import _library
 from ._library import BackwardArgs, Capture, ForwardArgs, Handle, ListArgs, library, runtime, spec_handle
@@ -28,6 +29,7 @@ KV_TYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: 
 ELEMENTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "int32",
             torch.int64: "int64", torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8", torch.bool: "bool"}
 KEEP_PLANS = 4096
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
 class Fixed(NamedTuple):
@@ -62,6 +64,15 @@ class Problem(NamedTuple):
     cached: bool = False  # K and V are a cache's pages or slots
     out_type: str = ""  # the spec's type where Q is of 8 bits: that of O, unless that is fp32
     reserved_sms: int = 0  # multiprocessors left to others
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    index: int  # of its GPU; negative on the CPU
 
 
 class Lent(NamedTuple):
@@ -171,6 +182,7 @@ class Plan:
                               lambda *given, **named: torch.empty_strided(*given, **named).zero_())
         self.reads = _strides_are_read(q) and _strides_are_read(k) and _strides_are_read(v)
         self.grads = [(tuple(t.shape), dense_strides(t.shape, t.stride())) for t in (q, k, v)]
+        self.saved = self._layouts_of_saved((q, k, v), (*fixed, *values))
         dims = f"{q.shape[3]}" if q.shape[3] == v.shape[3] else f"{q.shape[3]}x{v.shape[3]}"
         self.spec_text = f"{problem.out_type or SPEC_TYPES[q.dtype]}:d{dims}{problem.options}"
         self.spec = _spec_of(self.spec_text, q, v)
@@ -180,6 +192,33 @@ class Plan:
         self.prepared_both = False
         self.workspace_forward = 0
         self.workspace_backward: Union[int, None] = 0
+
+    def _layouts_of_saved(self, tensors: Sequence[Tensor], others: Sequence[Any]) -> list["Layout"]:
+        """Q, K, V, O, LSE and the tensors among the others: what the backward pass reads."""
+        heads, rows = (max(1, size) for size in self.lse_size[1:])
+        return [*[layout_of(x) for x in tensors],
+                Layout(self.out_size, self.out_stride, self.out_dtype, self.index),
+                Layout(self.lse_size, (heads * rows, rows, 1), torch.float32, self.index),
+                *[layout_of(x) for x in others if isinstance(x, Tensor)]]
+
+    def reads_saved(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+                    rest: Sequence[Union[Tensor, None]]) -> bool:
+        """Whether saved tensors are as they were saved. Hooks may return others, such as contiguous copies."""
+        index, dtype, (of_q, of_k, of_v, of_out, of_lse, *of_rest) = self.index, self.dtype, self.saved
+        try:  # not a loop, which takes a microsecond more
+            assert_size_stride(q, of_q.size, of_q.stride)
+            assert_size_stride(k, of_k.size, of_k.stride)
+            assert_size_stride(v, of_v.size, of_v.stride)
+            assert_size_stride(out, of_out.size, of_out.stride)
+            assert_size_stride(lse, of_lse.size, of_lse.stride)
+        except AssertionError:
+            return False
+        return (q.dtype is dtype and k.dtype is dtype and v.dtype is dtype and out.dtype is self.out_dtype
+                and lse.dtype is torch.float32 and type(out) is type(lse) is Tensor
+                and type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN
+                and (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % 16 == lse.data_ptr() % 4 == 0
+                and q.get_device() == k.get_device() == v.get_device() == out.get_device() == lse.get_device() == index
+                and (not of_rest or all(map(_is_laid_out, filter(_is_tensor, rest), of_rest))))
 
     def _make_captures(self, values: tuple[Any, ...]) -> None:
         self.captures = (Capture * len(values))()
@@ -372,8 +411,8 @@ class Plan:
         words[_B_LSE] = lse.data_ptr()
         if dout is None:
             dout = torch.zeros_like(out)
-        dout = readable(dout, "the gradient of the output")
-        if dout.stride() != self.out_stride:
+        if dout.stride() != self.out_stride or dout.data_ptr() % 16:
+            dout = readable(dout, "the gradient of the output")
             words[_B_DOUT_STRIDE:_B_DOUT_STRIDE + 4] = array.array("Q", dout.stride())
         words[_B_DOUT] = dout.data_ptr()
         if dlse is not None:
@@ -467,6 +506,32 @@ def readable(tensor: Tensor, name: str) -> Tensor:
 @functools.lru_cache(maxsize=None)
 def say_once(text: str) -> None:
     logging.getLogger("flashjit").warning(text)
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where its elements begin at no multiples of their size, as in a file that is mapped."""
+    return tensor if tensor.data_ptr() % tensor.element_size() == 0 else tensor.clone()
+
+
+def _is_tensor(value: Any) -> bool:
+    return value is not None
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.get_device())
+
+
+def _is_laid_out(tensor: Tensor, layout: Layout) -> bool:
+    return (type(tensor) in PLAIN and tensor.stride() == layout.stride and tensor.shape == layout.size
+            and tensor.dtype is layout.dtype and tensor.get_device() == layout.index
+            and tensor.data_ptr() % tensor.element_size() == 0)
+
+
+def laid_out(tensor: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """The tensor, or a copy with these strides that kernels read."""
+    if tensor.stride() == tuple(stride) and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def contiguous(fixed: Fixed) -> Fixed:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ._chunks import Chunk, chunks, parts_of_heads
 from ._exchange import AllToAll, Exchange, Gathering, Travel, beside, scattered_sum
 from ._pieces import Piece, Rule
-from ._plans import NO_RNG, Placed, Plan, Rng, contiguous, plan_of, readable
+from ._plans import NO_RNG, Placed, Plan, Rng, contiguous, laid_out, plan_of, readable
 from ._problem import read_problem
 from ._shards import by_rank, copy_rows, in_order
 from .errors import InvalidArgument
@@ -163,9 +163,7 @@ class Saved(NamedTuple):
         def of_rows(x: Tensor) -> Tensor:
             x = x[:, :, rows.begin:rows.end]
             return x.contiguous() if packed is None else packed.padded(x)
-        out = _cut(self.out, rows)
-        if out.stride() != plan.out_stride or out.data_ptr() % 16:
-            out = torch.empty_strided(plan.out_size, plan.out_stride, dtype=out.dtype, device=out.device).copy_(out)
+        out = laid_out(_cut(self.out, rows), plan.out_size, plan.out_stride)
         found, dsinks, _ = plan.backward(_cut(self.dout, rows), None if self.dlse is None else of_rows(self.dlse), *qkv, out,
                                          of_rows(self.lse), *rest)
         return found, dsinks

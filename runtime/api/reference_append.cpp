@@ -8,6 +8,7 @@
 #include "call/append_arguments.hpp"
 #include "flashjit/reference.hpp"
 #include "reference/reference.hpp"
+#include "support/refuse.hpp"
 
 namespace flashjit {
 namespace {
@@ -47,7 +48,12 @@ std::vector<NewRow> new_rows(const AttentionSpec& spec, const AppendArgs& args) 
   for (std::int64_t b = 0; b < shape.batch; ++b) {
     const std::int64_t begin = spec.varlen ? offsets[b] : 0,
                        end = spec.varlen ? offsets[b + 1] : shape.seqlen_q;
-    const std::int64_t length = std::max(args.kv_lengths[b], 0);
+    const std::int64_t length = args.kv_lengths[b];
+    if (length < 0 || length > shape.seqlen_kv)
+      refuse(
+          "kv_lengths has {} for sequence {}, with its new keys: give 0 to {}, the most that there is room "
+          "for.",
+          length, b, shape.seqlen_kv);
     for (std::int64_t s = begin; s < end; ++s)
       rows.push_back({spec.varlen ? 0 : b, s, b, length - (end - s)});
   }
@@ -56,7 +62,7 @@ std::vector<NewRow> new_rows(const AttentionSpec& spec, const AppendArgs& args) 
 
 /// The page that has a key's row, or the slot; negative where there is no place for it.
 std::int64_t page_of(const AttentionSpec& spec, const AppendArgs& args, const NewRow& row) {
-  if (row.key < 0 || row.key >= shape_of(spec, args).seqlen_kv) return -1;
+  if (row.key < 0) return -1;
   const PageTableView& table = args.page_table;
   if (!table.data) return row.sequence;
   const std::int64_t stride = table.stride ? table.stride : table.columns;

@@ -63,6 +63,14 @@ struct NamedScales {
   }
 };
 
+/// Number of keys of each sequence, which a launch cannot see, and cuts.
+void check_lengths(const AttentionShape& shape, const std::int32_t* lengths) {
+  for (std::int64_t b = 0; b < shape.batch; ++b)
+    if (lengths[b] < 0 || lengths[b] > shape.seqlen_kv)
+      refuse("kv_lengths has {} for sequence {}: give 0 to {}, the most keys that a sequence may have.",
+             lengths[b], b, shape.seqlen_kv);
+}
+
 using Missing = std::vector<reference::KeyPlace>;
 
 /// The page that has a key, or its slot; -1: the table names no page of the cache.
@@ -214,6 +222,7 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
                              .seed = args.rng_state ? args.rng_state[0] : args.seed,
                              .offset = args.rng_state ? args.rng_state[1] : args.offset,
                              .dropout_place = args.dropout_place};
+  if (spec.has_lengths()) check_lengths(problem.shape, args.kv_lengths);
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
     problem.shape = used_shape(spec, args);
     problem.q = gather_q(spec, args);

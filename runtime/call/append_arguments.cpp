@@ -71,6 +71,17 @@ void check_apart(const char* written_name, const ConstTensorView& written, int w
   refuse("{} overlaps {}: give the very same tensor, or memory of its own.", written_name, read_name);
 }
 
+/// One memory may be both caches where both get the same rows, as latents have them. Else one's rows are
+/// lost.
+void check_caches(const AttentionSpec& spec, const AppendArgs& args) {
+  const bool same_rows = same_memory(args.k, args.v) && same_memory(args.k_cache, args.v_cache) &&
+                         args.k_scale.data == args.v_scale.data && !rotates(args.rope);
+  if (same_rows) return;
+  const int size = size_of(spec.kv_type());
+  const Placed k("k_cache", args.k_cache, size), v("v_cache", args.v_cache, size);
+  flashjit::check_apart({&k, 1}, {&v, 1});
+}
+
 void check_new_rows(const AttentionSpec& spec, const AppendArgs& args) {
   if (spec.varlen) {
     if (args.k.size[0] != 1)
@@ -203,6 +214,7 @@ void check_arguments(const AttentionSpec& spec, const AppendArgs& args) {
       spec.pages != 0 ? Size{spec.pages, "spec.pages"} : Size{args.k_cache.size[2], "k_cache"};
   check_tensor("k_cache", args.k_cache, {pages, heads, page_rows, d}, cached_size, Access::write);
   check_tensor("v_cache", args.v_cache, {pages, heads, page_rows, dv}, cached_size, Access::write);
+  check_caches(spec, args);
   check_q(spec, args);
   const AttentionShape shape = shape_of(spec, args);
   check_heads(shape);

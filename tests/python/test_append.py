@@ -297,3 +297,65 @@ def test_vmap_is_refused_with_what_to_do(function):
             "quantise": lambda x, lse, lengths: flashjit.quantise(x)}[function]
     with pytest.raises(flashjit.Unsupported, match=f"{function}.. does not work under torch.vmap: call it outside"):
         torch.vmap(call)(x, lse, lengths)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def test_autocast_gives_new_rows_the_type_of_the_cache():
+    caches = [torch.zeros(2, 2, 8, 16, dtype=torch.bfloat16, device=DEVICE) for _ in range(4)]
+    k, v, q = (torch.randn(2, 2, 1, 16, device=DEVICE) for _ in range(3))
+    with torch.autocast(DEVICE.partition(":")[0], dtype=torch.bfloat16):
+        turned = flashjit.append(k, v.bfloat16(), *caches[:2], kv_lengths=ints(3, 8), q=q, theta=100.0)
+    want = flashjit.append(*(x.bfloat16() for x in (k, v)), *caches[2:], kv_lengths=ints(3, 8), q=q.bfloat16(), theta=100.0)
+    torch.testing.assert_close([turned, *caches[:2]], [want, *caches[2:]], rtol=0, atol=0)
+
+
+def test_one_memory_for_both_caches():
+    cache, rows = torch.zeros(2, 1, 8, 32, device=DEVICE), torch.randn(2, 1, 2, 32, device=DEVICE)
+    flashjit.append(rows, rows[..., :16], cache, cache[..., :16], kv_lengths=ints(2, 7))  # latents
+    torch.testing.assert_close(torch.stack([cache[0, :, :2], cache[1, :, 5:7]]), rows, rtol=0, atol=0)
+    for named in (dict(theta=100.0), {}):
+        with pytest.raises(flashjit.InvalidArgument, match="k_cache is written, but has memory of v_cache"):
+            flashjit.append(rows, rows if named else rows.clone(), cache, cache, kv_lengths=ints(2, 7), **named)
+    with pytest.raises(flashjit.InvalidArgument, match="k_cache is written, but has memory of v_cache"):
+        flashjit.append(rows[:1], rows[:1], cache[:1, :, :4], cache[:1, :, 2:6], kv_lengths=ints(2))
+
+
+@pytest.mark.parametrize("dims", [(59, 59), (20, 16), (16, 4)])
+def test_head_dims_that_are_no_multiples_of_eight(dims):
+    def case(*dims):
+        torch.manual_seed(0)
+        return [torch.randn(2, 2, rows, dim, device=DEVICE) for rows in (8, 2) for dim in dims]
+    k_cache, v_cache, k, v = case(*dims)
+    q = k.clone()
+    want_k, want_v = k_cache.clone(), v_cache.clone()
+    turned = flashjit.append(k, v, k_cache, v_cache, kv_lengths=ints(3, 8), q=q, theta=100.0, rope_dims=16)
+    rotated = [x[..., :16].contiguous() for x in (k, q)]
+    narrow = torch.zeros(2, 2, 8, 16, device=DEVICE)
+    flashjit.append(rotated[0], rotated[0], narrow, narrow.clone(), kv_lengths=ints(3, 8), q=rotated[1], q_out=rotated[1], theta=100.0)
+    for b, first in ((0, 1), (1, 6)):
+        want_k[b, :, first:first + 2] = torch.cat([narrow[b, :, first:first + 2], k[b, ..., 16:]], -1)
+        want_v[b, :, first:first + 2] = v[b]
+    torch.testing.assert_close([k_cache, v_cache], [want_k, want_v], rtol=0, atol=0)
+    torch.testing.assert_close(turned, torch.cat([rotated[1], q[..., 16:]], -1), rtol=0, atol=0)
+
+
+def test_states_with_head_dims_that_are_no_multiples_of_eight():
+    outs, lses = torch.randn(2, 1, 2, 5, 20, device=DEVICE), torch.randn(2, 1, 2, 5, device=DEVICE)
+    out, lse = flashjit.merge(list(zip(outs, lses)))
+    weights = torch.softmax(lses, 0)
+    torch.testing.assert_close(out, (weights[..., None] * outs).sum(0))
+    torch.testing.assert_close(lse, torch.logsumexp(lses, 0))
+
+
+def test_messages_are_in_the_caller_s_words():
+    k, cache = torch.randn(2, 2, 1, 16, device=DEVICE), torch.zeros(2, 2, 8, 16, device=DEVICE)
+    twice = torch.randn(8, 16, device=DEVICE)
+    with pytest.raises(flashjit.InvalidArgument, match=r"cos has 16 columns, for rows of 16: .*at most 8, .*torch.cat\(\[cos"):
+        flashjit.append(k, k, cache, cache.clone(), kv_lengths=ints(1, 2), cos=twice, sin=twice)
+    if DEVICE == "cpu":  # on a GPU nobody looks
+        for lengths, given in ((ints(1, 9), 9), (ints(1, -1), -1)):
+            with pytest.raises(flashjit.InvalidArgument, match=f"kv_lengths has {given} for sequence 1.*give 0 to 8"):
+                flashjit.append(k, k, cache, cache.clone(), kv_lengths=lengths)

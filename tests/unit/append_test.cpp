@@ -65,6 +65,26 @@ TEST(Append, SoundArgumentsPass) {
             "accepted");
 }
 
+TEST(Append, CachesThatShareMemoryGetTheSameRows) {
+  const auto shared = [](auto&& change) {
+    return refusal([&](auto&, auto& args) {
+      args.v_cache = args.k_cache, args.v = args.k, args.rope = {};
+      change(args);
+    });
+  };
+  EXPECT_EQ(shared([](auto&) {}), "accepted");
+  constexpr const char* kLoses = "k_cache is written, but has memory of v_cache";
+  expect_says(shared([](auto& args) { args.v.data = address(0x20000); }), {kLoses, "memory of its own"});
+  expect_says(shared([](auto& args) { args.rope = {.theta = 100.0f}; }), {kLoses});
+  expect_says(shared([](auto& args) { args.v_cache.data = address(0x100100); }), {kLoses});
+  // K and V of a page behind each other.
+  EXPECT_EQ(refusal([](auto&, auto& args) {
+              args.k_cache.stride[0] = args.v_cache.stride[0] = 2 * 16 * 2 * 64;
+              args.v_cache.data = address(0x100000 + 16 * 2 * 64 * 2);
+            }),
+            "accepted");
+}
+
 TEST(Append, WrongArgumentsAreNamed) {
   expect_says(refusal([](auto& spec, auto&) { spec = parse_spec("bf16:d64:varlen"); }),
               {"no cache", "spec.pages"});

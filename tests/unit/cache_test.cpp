@@ -269,6 +269,46 @@ void expect_read_as_in_order(const CacheCase& test) {
   for (std::size_t i = 0; i < out.size(); ++i) ASSERT_EQ(out[i], static_cast<float>(expected.out[i])) << i;
 }
 
+/// A cache of two pages of four rows, one sequence and one query: the reference's complaint, or its O.
+std::string read_with(const char* spec, std::int32_t length, std::array<std::int32_t, 3> table,
+                      std::vector<float>* result = nullptr) {
+  constexpr int kDim = 16, kRows = 4;
+  std::vector<float> k(2 * kRows * kDim, 0.0f), v(k.size()), q(kDim, 1.0f), out(kDim);
+  std::iota(v.begin(), v.end(), 0.0f);
+  ForwardArgs args{.q = ConstTensorView::bhsd(q.data(), 1, 1, 1, kDim),
+                   .k = ConstTensorView::bhsd(k.data(), 2, 1, kRows, kDim),
+                   .v = ConstTensorView::bhsd(v.data(), 2, 1, kRows, kDim),
+                   .out = TensorView::bhsd(out.data(), 1, 1, 1, kDim)};
+  args.kv_lengths = &length;
+  args.page_table = {table.data(), 1, 3};
+  try {
+    reference_forward(parse_spec(spec), args);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  if (result) *result = out;
+  return "accepted";
+}
+
+/// Engines free pages that a window has left behind, and write -1 into the table.
+TEST(Cache, TheReferenceNeedsThePagesThatQueriesSee) {
+  constexpr const char* kWindow = "fp32:d16:pages4:mask{kv > q + seqlen_kv - seqlen_q - 4}";
+  std::vector<float> whole, freed;
+  EXPECT_EQ(read_with(kWindow, 8, {0, 1, 0}, &whole), "accepted");
+  EXPECT_EQ(read_with(kWindow, 8, {-1, 1, -1}, &freed), "accepted");
+  EXPECT_EQ(whole, freed);
+  EXPECT_EQ(freed[0], 88.0f);  // the mean of the second page's rows
+  expect_says(read_with(kWindow, 7, {-1, 1, 0}), {"page_table names page -1 for key 3 of sequence 0"});
+  expect_says(read_with("fp32:d16:pages4", 5, {0, 2, 0}),
+              {"page 2 for key 4 of sequence 0", "give one of its pages"});
+}
+
+TEST(Cache, TheReferenceRefusesLengthsThatNothingHasRoomFor) {
+  EXPECT_EQ(read_with("fp32:d16:pages4", 0, {0, 1, 0}), "accepted");
+  expect_says(read_with("fp32:d16:pages4", 13, {0, 1, 0}), {"kv_lengths has 13 for sequence 0", "0 to 12"});
+  expect_says(read_with("fp32:d16:pages4", -1, {0, 1, 0}), {"kv_lengths has -1"});
+}
+
 /// On a device nothing can say so: kernels may read the prefix from the first sequence's pages for all.
 TEST(Cache, TheReferenceSaysWhatSequencesDoNotShare) {
   constexpr int kDim = 16, kRows = 4;

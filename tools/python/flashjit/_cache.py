@@ -2,17 +2,20 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Sequence, Union
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library
 from ._checks import check_number, check_whole
 from ._library import AppendArgs, MergeArgs, PartialState, Rope, spec_handle
 from ._plans import (ELEMENTS, KEEP_PLANS, KV_TYPES, SPEC_TYPES, check_alike, check_device, check_four_dims, check_memory,
-                     dense_strides, describe, has_rows, is_watched, launch, readable, scales_struct, signature, tensor_struct)
+                     dense_strides, describe, has_rows, is_watched, launch, readable, say_once, scales_struct, signature,
+                     tensor_struct)
 from ._rope import check_angles, check_both_tables, readable_angles, rope_struct
 from ._scales import in_four_dims, kv_options
 from ._transforms import refuse_batched
@@ -48,7 +51,8 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, kv_lengths
 
     k, v: [sequences, heads_kv, n, head_dim]: new row i of sequence b becomes its key kv_lengths[b] - n + i. With cu_seqlens_q,
         int32 [sequences + 1], they are packed, [1, heads_kv, all rows, head_dim].
-    k_cache, v_cache: attention()'s k and v, which are written: pages with a page_table of two dimensions, else slots.
+    k_cache, v_cache: attention()'s k and v, which are written: pages with a page_table of two dimensions, else slots. They share
+        memory only where both get the same rows, unrotated, as latents do.
     kv_lengths: int32 [sequences]: how many keys each sequence has, WITH the new ones, as attention() wants it next.
     page_table: as of attention(): int32 [sequences, pages of the longest], or the slot of each; None: slots in order.
     q: like k, with heads_q heads. q_out: where the rotated rows go, which may be q; None: a new tensor.
@@ -63,12 +67,15 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, kv_lengths
         that its largest element becomes the largest code.
 
     Rows without a sequence, without a place in the cache or without a row in the tables are left out: nothing is written for
-    them, in q_out neither. Before a CUDA graph is captured, call it once. No gradients. Raises flashjit.Error.
+    them, in q_out neither. On the CPU lengths beyond the cache are refused. Before a CUDA graph is captured, call it once. No gradients. Raises flashjit.Error.
     """
     tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "q": q, "q_out": q_out}
     given = _Given(kv_lengths, page_table, cos, sin, positions, cu_seqlens_q, in_four_dims("k_scale", k_scale, True),
                    in_four_dims("v_scale", v_scale, True))
     _check_kinds(tensors, given)
+    if torch._C._is_any_autocast_enabled() or torch.compiler.is_compiling():
+        k, v, q = _autocast(k_cache, k, v, q)
+        tensors.update(k=k, v=v, q=q)
     if theta is not None:
         check_number("theta", theta)
     for name, value in (("rope_dims", rope_dims), ("max_seqlen_kv", max_seqlen_kv)):
@@ -82,8 +89,37 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, kv_lengths
     if q is not None and q_out is None:
         q_out = torch.empty_strided(q.shape, dense_strides(q.shape, q.stride()), dtype=q.dtype, device=q.device)
     run = torch.ops.flashjit.append if torch.compiler.is_compiling() or is_watched() else _append
+    if (k.shape[-1] % 8 or v.shape[-1] % 8) and k_cache.dtype in SPEC_TYPES:
+        run = functools.partial(_append_padded, run)
     run(k, v, k_cache, v_cache, q, q_out, *given, float(theta or 0), rope_dims or 0, bool(interleaved), max_seqlen_kv or 0)
     return q_out
+
+
+def _autocast(k_cache: Tensor, *tensors: Any) -> list[Any]:
+    """Under torch.autocast new rows get the type of the cache; where that has 8 bits, autocast's."""
+    def converted(x: Any) -> Any:
+        if x is None or x.dtype not in SPEC_TYPES or not torch.is_autocast_enabled(x.device.type):
+            return x
+        return x.to(k_cache.dtype if k_cache.dtype in SPEC_TYPES else torch.get_autocast_dtype(x.device.type))
+    return [converted(x) for x in tensors]
+
+
+def _append_padded(run: Any, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, q: Union[Tensor, None],
+                   q_out: Union[Tensor, None], *rest: Any) -> None:
+    """Where kernels have no such head_dim, to copies of the caches with more columns, which are copied back."""
+    if k_cache.data_ptr() == v_cache.data_ptr() or k.dim() != 4 or v.dim() != 4 or k_cache.dim() != 4 or v_cache.dim() != 4:
+        raise InvalidArgument(f"k is {describe(k)}, k_cache {describe(k_cache)} and v_cache {describe(v_cache)}: each needs four "
+                              "dimensions, and with a head_dim that is no multiple of 8 a memory of its own.")
+    say_once(f"k_cache and v_cache are copied in each call of append(): head dimensions {k.shape[3]} and {v.shape[3]} are no "
+             "multiples of 8. Make caches with more columns to save the time.")
+    padded = [None if x is None else F.pad(x, (0, -x.shape[3] % 8)) for x in (k, v, k_cache, v_cache, q, q_out)]
+    given, (theta, rope_dims, *others) = rest[:len(_Given._fields)], rest[len(_Given._fields):]
+    if theta and not rope_dims:
+        rope_dims = k.shape[3]
+    run(*padded, *given, theta, rope_dims, *others)
+    for x, made in zip((k_cache, v_cache, q_out), (padded[2], padded[3], padded[5])):
+        if x is not None:
+            x.copy_(made[..., :x.shape[3]])
 
 
 torch.library.define("flashjit::append",
@@ -204,7 +240,7 @@ def _check(tensors: dict[str, Any], given: _Given) -> None:
         if tensor is not None and (tensor.dtype != torch.int32 or tuple(tensor.shape) != (size,)):
             raise InvalidArgument(f"{name} is {describe(tensor)}: it must be int32 [{size}].")
     rows = k.shape[0] * k.shape[2]
-    check_angles(k.dtype, rows, given.cos, given.sin, given.positions)
+    check_angles(k.dtype, rows, given.cos, given.sin, given.positions, k.shape[3])
 
 
 def _check_written_scales(given: _Given) -> None:
@@ -234,6 +270,10 @@ def merge(states: Sequence[tuple[Tensor, Tensor]], *, dtype: Union[torch.dtype, 
         raise WrongType(f"dtype is {dtype}: give torch.float16, torch.bfloat16 or torch.float32, or None for that of the states.")
     outs, lses = [out for out, _ in pairs], [lse for _, lse in pairs]
     refuse_batched("merge()", *outs, *lses)
+    dim = outs[0].shape[3]
+    if dim % 8:
+        out, lse = merge([(F.pad(out, (0, -dim % 8)), lse) for out, lse in pairs], dtype=dtype)
+        return out[..., :dim], lse
     if (torch.compiler.is_compiling() or is_watched()
             or torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses)) or any(x.is_neg() for x in (*outs, *lses))):
         return torch.ops.flashjit.merge(outs, lses, dtype)  # type: ignore[no-any-return]

@@ -95,7 +95,7 @@ def _quantise(x: Tensor, codes: Tensor, scale: Tensor, hadamard: bool, cos: Unio
            rope_dims, interleaved)
     call = _calls.get(key)
     if call is None:
-        check_angles(x.dtype, x.shape[0] * x.shape[2], *angles)
+        check_angles(x.dtype, x.shape[0] * x.shape[2], *angles, x.shape[3])
         sizes = (1, 1, 1, 1) if scale.dim() == 0 else (scale.shape[0], 1, scale.shape[1], scale.shape[2] if scale.dim() == 3 else 1)
         strides = (sizes[2] * sizes[3], 0, sizes[3], 1)
         args = QuantiseArgs(struct_size=ctypes.sizeof(QuantiseArgs), x=tensor_struct(x.shape, x.stride()),

@@ -388,3 +388,44 @@ def test_numbers_and_texts_that_the_library_cannot_hold_are_refused(given):
     q = np.zeros((1, 2, 8, 16), np.float32)
     with pytest.raises(flashjit.Error):
         flashjit.forward(q, q, q, **given)
+
+
+def test_jax_s_arrays_are_not_written():
+    """They are taken for unchangeable, and so are those that share their memory."""
+    array = type("ArrayImpl", (Foreign,), {"__module__": "jaxlib._jax"})
+    q, k, v, _ = arrays()
+    out, lse, workspace = np.zeros((2, 4, 9, 8), np.float32), np.empty((2, 4, 9), np.float32), np.zeros(64, np.uint8)
+    flashjit.forward(array(q), array(k), array(v), out=out, lse=lse)
+    np.testing.assert_allclose(out, expected(q, k, v)[0], atol=1e-6)
+    for named in (dict(out=array(out), lse=lse), dict(out=out, lse=array(lse))):
+        with pytest.raises(flashjit.InvalidArgument, match="(out|lse) is an array of JAX, where arrays never change: give"):
+            flashjit.forward(q, k, v, **named)
+    with pytest.raises(flashjit.InvalidArgument, match="dq is an array of JAX"):
+        flashjit.backward(q, k, v, out, lse, out, dq=array(np.empty_like(q)))
+
+
+def test_jax_s_tracers_are_refused():
+    class DynamicJaxprTracer:
+        def __dlpack__(self):
+            raise AssertionError
+    with pytest.raises(flashjit.WrongType, match="q is a DynamicJaxprTracer, which has no memory: under jax.jit"):
+        flashjit.forward(DynamicJaxprTracer(), *arrays()[1:3])
+
+
+def test_tensors_that_require_gradients_where_none_are_recorded():
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(x).requires_grad_() for x in arrays()[:3])
+    with pytest.raises(flashjit.InvalidArgument, match="q requires gradients.*torch.no_grad"):
+        flashjit.forward(q, k, v)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            out, lse = flashjit.forward(q, k, v)
+            grads = flashjit.backward(q, k, v, out, lse, torch.ones_like(out))
+    want = torch.autograd.grad(flashjit.attention(q, k, v).sum(), (q, k, v))
+    torch.testing.assert_close(list(grads), list(want))
+
+
+def test_a_number_of_numpy_is_captured():
+    q, k, v, _ = arrays()
+    out, _ = flashjit.forward(q, k, v, options="score{w: float; score * w}", captures={"w": np.float32(2)})
+    np.testing.assert_allclose(out, flashjit.forward(q, k, v, scale=2 * 16 ** -0.5)[0], atol=1e-6)

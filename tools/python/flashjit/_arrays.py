@@ -39,6 +39,9 @@ def view(array: Any, name: str, stream: int = 0) -> View:
     if hasattr(array, "__array_interface__"):
         return _interface_view(array.__array_interface__, array, ("cpu", 0), name)
     if hasattr(array, "__dlpack__"):
+        if not hasattr(array, "__dlpack_device__"):  # as what stands for arrays under JAX's transformations
+            raise WrongType(f"{name} is a {type(array).__name__}, which has no memory: under jax.jit, grad and vmap call flashjit "
+                            "outside, or through jax.pure_callback().")
         return _dlpack_view(array, name, stream)
     if hasattr(array, "__cuda_array_interface__"):
         return _interface_view(array.__cuda_array_interface__, array, ("cuda", _device_of(array)), name)
@@ -55,10 +58,11 @@ def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _torch_view(tensor: Any, name: str) -> View:
+    import torch
     from ._tracing import element_type
-    if tensor.requires_grad:
+    if tensor.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(f"{name} requires gradients, which flashjit.forward() and backward() do not record: call "
-                              "flashjit.attention(), or give its detach().")
+                              "flashjit.attention(), or these under torch.no_grad().")
     if tensor.is_neg():
         raise InvalidArgument(f"{name} is a view whose memory holds the negated numbers: give its resolve_neg().")
     if tensor.device.type not in ("cuda", "cpu"):
@@ -121,4 +125,9 @@ def _dlpack_view(array: Any, name: str, stream: int) -> View:
     size = tuple(tensor.shape[i] for i in range(tensor.ndim))
     stride = tuple(tensor.strides[i] for i in range(tensor.ndim)) if tensor.strides else _contiguous(size)
     return View((tensor.data or 0) + tensor.byte_offset, element, size, stride,
-                ("cuda", int(index)) if on_gpu else ("cpu", 0), False, (array, capsule))
+                ("cuda", int(index)) if on_gpu else ("cpu", 0), is_of_jax(array), (array, capsule))
+
+
+def is_of_jax(array: Any) -> bool:
+    """Whether it is an array of JAX, which takes arrays for unchangeable and shares their memory."""
+    return type(array).__module__.partition(".")[0] in ("jax", "jaxlib")

@@ -18,6 +18,14 @@ def check_number(name: str, value: Any) -> None:
         raise InvalidArgument(f"{name} is an int of {value.bit_length()} bits: give a number that a float can hold.")
 
 
+def python_number(value: Any) -> Any:
+    """One of NumPy's numbers as Python's; other values as they are."""
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        value = value.item()
+        return float(value) if type(value).__module__ == "numpy" else value  # longdouble is its own item()
+    return value
+
+
 def check_whole(name: str, value: Any) -> None:
     if type(value) is not int and not isinstance(value, Integral):
         raise WrongType(f"{name} is a {type(value).__name__}: give a Python int.")

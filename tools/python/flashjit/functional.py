@@ -11,8 +11,8 @@ import sys
 from typing import Any, Mapping, Sequence, Union
 
 from . import _library
-from ._arrays import View, view
-from ._checks import check_mapping, check_number, check_text, check_whole
+from ._arrays import View, is_of_jax, view
+from ._checks import check_mapping, check_number, check_text, check_whole, python_number
 from ._library import BackwardArgs, ForwardArgs, Handle, ListArgs, library, runtime, spec_handle
 from .errors import InvalidArgument, Unsupported, WrongType
 
@@ -224,6 +224,7 @@ class _Call:
         for struct, (name, value) in zip(self.captures, captures.items()):
             check_text("a name in captures", name)
             struct.name = name.encode()
+            value = python_number(value)
             if isinstance(value, (int, float)):
                 struct.scalar = value
                 continue
@@ -254,8 +255,7 @@ class _Call:
 
     def written(self, name: str, array: Any, size: Sequence[int], type: str) -> View:
         seen = self.sized(name, array, size, type)
-        if seen.read_only:
-            raise InvalidArgument(f"{name} is read-only: give an array that can be written.")
+        check_writable(name, array, seen)
         return seen
 
     def state(self, given: Any, out_size: tuple[int, ...], lse_size: tuple[int, ...]) -> _library.PartialState:
@@ -298,6 +298,7 @@ class _Call:
             return None, 0, None
         array = _empty(like, (needed,), "uint8", name) if given is None else given
         lent = self.add(name, array)
+        check_writable(name, array, lent)
         return lent.contiguous_pointer(name), math.prod(lent.size) * lent.element_size, array
 
     def launch(self, function: str, args: Any, workspace: Any, lists: Union[DeviceTileLists, None], like: Any) -> None:
@@ -312,6 +313,13 @@ class _Call:
         args.workspace, args.workspace_bytes, workspace = self.lent("workspace", workspace, needed, like)
         _library.check(getattr(library(), f"flashjit_{function}")(runtime().address, spec.address, ctypes.byref(args),
                                                                   self.stream or None))
+
+
+def check_writable(name: str, array: Any, seen: View) -> None:
+    if seen.read_only:
+        what = "an array of JAX, where arrays never change" if is_of_jax(array) else "read-only"
+        raise InvalidArgument(f"{name} is {what}: give an array that can be written"
+                              f"{', such as one of NumPy, CuPy or PyTorch' if is_of_jax(array) else ''}.")
 
 
 def _device(seen: View) -> str:

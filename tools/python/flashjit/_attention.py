@@ -121,9 +121,11 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
                                 else deterministic)
     else:
         if block_mask is not None:
-            keys = max_seqlen_kv or (page_table.shape[1] * pages if pages else k.shape[2])
-            block_mask, mask_mod = read_blocks(block_mask, mask_mod, max_seqlen_q or q.shape[2], keys,
-                                               lists is not None and not compiling)
+            queries = q.shape[2] if max_seqlen_q is None else max_seqlen_q
+            keys = max_seqlen_kv
+            if keys is None:
+                keys = page_table.shape[1] * pages if pages else k.shape[2]
+            block_mask, mask_mod = read_blocks(block_mask, mask_mod, queries, keys, lists is not None and not compiling)
         fixed, values, problem = read_problem(causal, scale, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
                                               cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
                                               wants_grad, compiling, page_table, pages if cached else None, return_row_max,

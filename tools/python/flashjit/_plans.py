@@ -16,7 +16,7 @@ from torch._C._dynamo.guards import assert_size_stride  # in C: a fraction of wh
 from . import _library
 from ._library import BackwardArgs, Capture, ForwardArgs, Handle, ListArgs, library, runtime, spec_handle
 from ._tracing import is_scalar
-from .errors import Error, InvalidArgument, WrongType
+from .errors import Error, InvalidArgument, Unsupported, WrongType
 
 _OLDEST = 2, 10  # with which the tests pass: a slice of a BlockMask of PyTorch 2.9 has silently lost its mask_mod
 if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
@@ -29,6 +29,7 @@ KV_TYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: 
 ELEMENTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "int32",
             torch.int64: "int64", torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8", torch.bool: "bool"}
 KEEP_PLANS = 4096
+MAX_DIM, MAX_DIM_V = 576, 512
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 
@@ -270,6 +271,9 @@ class Plan:
 
     def prepare_both(self) -> None:
         """Before a call with gradients is launched first: its two passes are compiled side by side."""
+        if {"indices", "det"} <= {*switches_of(self.problem.options)}:
+            raise Unsupported("indices have no deterministic gradients, which torch.use_deterministic_algorithms(True) or "
+                              "deterministic=True asks for: give deterministic=False, or warn_only=True there.")
         self.prepared_both = True
         if self.index < 0 or torch.cuda.is_current_stream_capturing():
             return
@@ -610,8 +614,11 @@ def _spec_of(text: str, q: Tensor, v: Tensor) -> Handle:
         _, found, reason = str(error).partition("out of range: head_dim")
         if not found:
             raise
-        raise InvalidArgument(f"q is {describe(q)} and v is {describe(v)}: their head_dim{reason}; pad them with zeros, and give "
-                              "the scale, or call flashjit.torch.scaled_dot_product_attention(), which does so.") from None
+        what = f"q is {describe(q)} and v is {describe(v)}: their head_dim{reason}; "
+        if q.shape[3] > MAX_DIM or v.shape[3] > MAX_DIM_V:
+            raise InvalidArgument(what + "torch.nn.functional.scaled_dot_product_attention() computes larger ones.") from None
+        raise InvalidArgument(what + "pad them with zeros, and give the scale, or call flashjit.torch."
+                              "scaled_dot_product_attention(), which does so.") from None
 
 
 # --- checks, where a plan is made ----------------------------------------------------------------------------------

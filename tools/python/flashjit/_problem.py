@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Hashable
 from typing import Any, Mapping, Union
 
@@ -41,6 +42,9 @@ def check_types(q: Any, k: Any, v: Any) -> None:
         if not isinstance(value, Tensor):
             raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor; flashjit.forward() takes other "
                             "arrays.")
+        if hasattr(value, "to_local") and hasattr(value, "placements"):
+            raise WrongType(f"{name} is a {type(value).__name__}, which flashjit has no rule to shard: give its to_local(), sharded by "
+                            "batch or heads; for shards of a sequence there is flashjit.distributed.")
     refuse_nested(q, k, v)
 
 
@@ -99,14 +103,19 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
                               "none of them.")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+        if deterministic and indices is not None and torch.is_deterministic_algorithms_warn_only_enabled():
+            deterministic = False
+            if wants_grad and not compiling:
+                warnings.warn("flashjit's gradients with indices are not deterministic, though "
+                              "torch.use_deterministic_algorithms(True, warn_only=True) is set.", stacklevel=3)
     key = (program.form, causal, _kinds(program, wants_grad) if values else (), block, pages,
            (dropout_p > 0, kv_lengths is not None and pages is None, varlen, sinks is not None, pages == 0, deterministic, row_max,
             fp32_out, batch_invariant, fp32_grads, indices is not None, prefix_length is not None, running_state))
     options = _options(key) if compiling else _cached_options(key)
     if not -1 < dropout_p < 1:
         raise InvalidArgument(f"dropout_p is {dropout_p}: it must be at least 0 and less than 1.")
-    problem = Problem(options, scale, dropout_p, max_seqlen_q or 0, max_seqlen_kv or 0,
-                      program.form.tensors + program.form.scalars, pages is not None)
+    longest = [0 if size is None else size for size in (max_seqlen_q, max_seqlen_kv)]  # no test of .item() under compile
+    problem = Problem(options, scale, dropout_p, *longest, program.form.tensors + program.form.scalars, pages is not None)
     return fixed, values, problem
 
 

@@ -18,14 +18,15 @@ import re
 import threading
 from typing import Any, Mapping
 
-from ._checks import check_mapping
+from ._checks import check_mapping, python_number
 from ._compiling import without_side_effects
 from ._tracing import MAX_SCALARS, MAX_TENSORS, SIGNATURES, Tracer, element_type, identifiers, is_real, is_scalar, is_tensor, variable_of
 from ._values import FUNCTIONS, is_symbol, symbol_tensor
 from ._watching import Watch
 from .errors import InvalidArgument, WrongType
 
-__doc__ = __doc__.replace("{functions}", ", ".join(sorted(FUNCTIONS)))
+if __doc__:  # python -OO has none
+    __doc__ = __doc__.replace("{functions}", ", ".join(sorted(FUNCTIONS)))
 
 NAMED_MASKS = {"causal": "kv <= q + seqlen_kv - seqlen_q", "causal_top_left": "kv <= q"}
 
@@ -159,7 +160,8 @@ def _program(score_mod: Any, mask_mod: Any, captures: Mapping[str, Any] | None, 
         if isinstance(given, Program) or not (given is None or isinstance(given, str) or callable(given)):
             raise WrongType(f"{what} is a {type(given).__name__}: give a function {SIGNATURES[what]} or text.")
     check_mapping("captures", captures or {})
-    values = {name: symbol_tensor(value) if is_symbol(value) else value for name, value in (captures or {}).items()}
+    values = {name: symbol_tensor(value) if is_symbol(value) else python_number(value)
+              for name, value in (captures or {}).items()}
     score, own_score = _text_of(score_mod)
     mask, own_mask = _text_of(mask_mod)
     declared = tuple(dict.fromkeys(own_score + own_mask))

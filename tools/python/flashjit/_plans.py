@@ -183,6 +183,7 @@ class Plan:
                               lambda *given, **named: torch.empty_strided(*given, **named).zero_())
         self.reads = _strides_are_read(q) and _strides_are_read(k) and _strides_are_read(v)
         self.grads = [(tuple(t.shape), dense_strides(t.shape, t.stride())) for t in (q, k, v)]
+        self.shares_kv = "shared_kv" in switches_of(problem.options)
         self.saved = self._layouts_of_saved((q, k, v), (*fixed, *values))
         dims = f"{q.shape[3]}" if q.shape[3] == v.shape[3] else f"{q.shape[3]}x{v.shape[3]}"
         self.spec_text = f"{problem.out_type or SPEC_TYPES[q.dtype]}:d{dims}{problem.options}"
@@ -219,6 +220,7 @@ class Plan:
                 and type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN
                 and (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % 16 == lse.data_ptr() % 4 == 0
                 and q.get_device() == k.get_device() == v.get_device() == out.get_device() == lse.get_device() == index
+                and (not self.shares_kv or k.data_ptr() == v.data_ptr())
                 and (not of_rest or all(map(_is_laid_out, filter(_is_tensor, rest), of_rest))))
 
     def _make_captures(self, values: tuple[Any, ...]) -> None:

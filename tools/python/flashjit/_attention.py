@@ -59,7 +59,8 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
         give wrong results for the sequences concerned, but nothing outside the tensors is read or written. On the CPU
         they are refused.
     sinks: [heads_q]: one more logit per head in the softmax, without a value.
-    kv_lengths: int32 [batch]: keys from there on are padding.
+    kv_lengths: int32 [batch]: keys from there on are padding. On the CPU lengths below 0, or above the number of keys that
+        there is room for, are refused; on a GPU they are cut.
     page_table: int32 [sequences, pages of the longest]: k and v are a cache's pages, k [pages, heads_kv, rows of a page,
         head_dim] with any strides, and key n of sequence i is row n % rows of page page_table[i, n // rows]; or int32
         [sequences]: they are slots, and this is each sequence's. kv_lengths, int32 [sequences], is how many keys each has;
@@ -84,7 +85,8 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
     state: O and LSE, float32, of the same queries over other keys, which these keys join: O and LSE are those of all, as merge()
         would make them. O of a row whose LSE is -inf may be anything. Not with a cache, indices, k and v of 8 bits, and sinks,
         which the call that makes the first state is given. No gradients, for which there is merge().
-    deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says.
+    deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says. With
+        indices there are none such: refused, or with warn_only=True a warning.
     return_lse: also return the log of the softmax's row sums, float32 [batch, heads_q, seqlen_q], which has gradients too;
         with cu_seqlens [sequences, heads_q, max_seqlen_q]. -inf where a row attends to nothing or does not exist.
     return_row_max: also return, last, the largest score of each query, like the LSE, after score_mod and without sinks: of one

@@ -32,7 +32,7 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
     options: of the spec, besides types and dimensions: "causal", "score{score + s[h]; ...}:causal:dropout". What the other
         arguments need (dropout, kvlen, varlen, sinks) is added to it; a block map is named here, as in "map128x64".
     out: [batch, heads_q, seqlen_q, head_dim_v], of the type of q, or float32 with "fp32_out" in options; lse: float32 [batch, heads_q, seqlen_q], contiguous. Created if left
-        out, for NumPy, CuPy and PyTorch arrays; other libraries' arrays must be given.
+        out, for NumPy, CuPy and PyTorch arrays; for others give arrays of these, as JAX's are never written.
     captures: values of the names that programs declare. block_map: uint8 [batch or 1, heads_q or 1, rows, columns].
     kv_lengths: int32 [batch]. cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1], with q [1, heads_q, all rows, head_dim]
         and lse [sequences, heads_q, max_seqlen_q]; needs max_seqlen_q and max_seqlen_kv. Rows after the last sequence's

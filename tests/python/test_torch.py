@@ -1531,6 +1531,16 @@ def test_saved_tensors_may_come_back_otherwise(programs, form, back):
             torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+def test_a_gradient_may_be_of_a_subclass():
+    q, k, v = tensors()
+    out, lse = flashjit.attention(q, k, v, return_lse=True)
+    given = [torch.randn_like(x) for x in (out, lse)]
+    want = torch.autograd.grad((out, lse), (q, k, v), given, retain_graph=True)
+    for wrapped in ([Wrapped(given[0]), given[1]], [given[0], Wrapped(given[1])]):
+        got = torch.autograd.grad((out, lse), (q, k, v), wrapped, retain_graph=True)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def test_a_saved_tensor_of_another_size_is_refused():
     q, k, v = tensors()
     shortened = lambda x: x[..., :4] if x.shape[-1] == 9 else x

@@ -298,10 +298,13 @@ class _Attention(torch.autograd.Function):
         return _WithoutGradient.apply(len(grads), *grads, dout, dlse, *saved)
 
 
+_GIVEN = frozenset({Tensor, type(None)})  # of a gradient: no subclass
+
+
 def _gradients(call: _Call, dout: Union[Tensor, None], dlse: Union[Tensor, None], q: Tensor, k: Tensor, v: Tensor,
                out: Tensor, lse: Tensor, *rest: Any) -> Any:
     """Those of what _Attention.forward() is given, in its order."""
-    if not call.plan.reads_saved(q, k, v, out, lse, rest):
+    if type(dout) not in _GIVEN or type(dlse) not in _GIVEN or not call.plan.reads_saved(q, k, v, out, lse, rest):
         return _gradients_by_operator(call, dout, dlse, q, k, v, out, lse, *rest)
     lists = None if call.lists is None else call.lists.built[1]
     if not rest:

@@ -144,6 +144,50 @@ SERVED = {"llama": lambda: transformers.LlamaConfig(**SIZES),
 SERVES = hasattr(getattr(transformers, "ContinuousBatchingConfig", None), "page_size")
 
 
+@pytest.mark.parametrize("use_cache", [True, False])
+@pytest.mark.parametrize("name", SERVED)
+def test_packed_sequences_do_not_see_each_other(name, use_cache):
+    """As DataCollatorWithFlattening gives them. Models with windows also give a dense mask, which knows of the sequences or not."""
+    flashjit.torch.register_with_transformers()
+    torch.manual_seed(0)
+    own = transformers.AutoModelForCausalLM.from_config(SERVED[name](), attn_implementation="eager").to(DEVICE).eval()
+    ours = transformers.AutoModelForCausalLM.from_config(SERVED[name](), attn_implementation="jit_attention").to(DEVICE).eval()
+    ours.load_state_dict(own.state_dict())
+    lengths = (9, 3, 14)
+    ids = torch.randint(0, 99, (1, sum(lengths)), device=DEVICE)
+    offsets = torch.tensor([0, 9, 12, 26], dtype=torch.int32, device=DEVICE)
+    with torch.no_grad():
+        got = ours(input_ids=ids, position_ids=torch.cat([torch.arange(n) for n in lengths])[None].to(DEVICE), use_cache=use_cache,
+                   cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=14, max_length_k=14).logits[0]
+        want = torch.cat([own(input_ids=part).logits[0] for part in ids.split(lengths, 1)])
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-3)
+
+
+def test_packed_sequences_with_a_mask_and_a_bias_of_all_rows():
+    """Both are read at the rows of all sequences. A mask that is not causal stays so, and a bias has its gradient."""
+    torch.manual_seed(0)
+    lengths, offsets = (5, 2, 6), torch.tensor([0, 5, 7, 13], dtype=torch.int32, device=DEVICE)
+    q, k, v = (torch.randn(1, heads, 13, 16, device=DEVICE) for heads in (4, 2, 2))
+    mask = torch.rand(1, 1, 13, 13, device=DEVICE) < 0.7
+    mask |= torch.eye(13, dtype=torch.bool, device=DEVICE)
+    bias = torch.randn(1, 4, 13, 13, device=DEVICE, requires_grad=True)
+    document = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).to(DEVICE)
+    module, packed = torch.nn.Module(), {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 6, "max_length_k": 6}
+    for given in (mask, torch.where(mask, 0.0, -torch.inf), mask[:, :, :1].contiguous()):
+        got, _ = _transformers.attention_forward(module, q, k, v, given, position_bias=bias, sliding_window=3, **packed)
+        allowed = (given if given.dtype == torch.bool else given == 0) & (document[:, None] == document)
+        s = q @ k.repeat_interleave(2, 1).transpose(2, 3) * 0.25 + bias
+        s = s.masked_fill(~allowed, -torch.inf)
+        want = (torch.softmax(s, 3).nan_to_num() @ v.repeat_interleave(2, 1)).transpose(1, 2)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+        for a, b in zip(torch.autograd.grad(got.square().sum(), bias), torch.autograd.grad(want.square().sum(), bias)):
+            torch.testing.assert_close(a, b.nan_to_num(), atol=1e-5, rtol=1e-4)
+    with pytest.raises(flashjit.InvalidArgument, match="DataCollatorWithFlattening"):
+        _transformers.attention_forward(module, q, k, v, None, cu_seq_lens_q=offsets)
+    with pytest.raises(flashjit.Unsupported, match="block_table"):
+        _transformers.attention_forward(module, q, k, v, mask, block_table=torch.zeros(3, 1, dtype=torch.int32), **packed)
+
+
 @pytest.mark.skipif(not SERVES, reason="this transformers has another continuous batching")
 @pytest.mark.parametrize("name, fast", [*[(name, False) for name in SERVED], ("llama", True)])
 def test_continuous_batching_gives_the_same_tokens_as_eager(name, fast, monkeypatch):

@@ -1,6 +1,7 @@
 """flashjit as an attention implementation of Hugging Face transformers."""
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any, Union
 
@@ -89,52 +90,73 @@ def attention_forward(module: torch.nn.Module, query: Tensor, key: Tensor, value
     seqlen_kv, head_dim]. Returns [batch, seqlen_q, heads_q, head_dim], and no weights.
 
     softcap: softcap * tanh(score / softcap). s_aux: sinks, [heads_q]. position_bias: added to the scores. cu_seq_lens_q, and others
-    like it in `more`: sequences are packed, as in continuous batching, where keys may be in pages.
+    like it in `more`: sequences are packed, and a mask or a bias, which is that of all rows, applies within each. In continuous
+    batching keys may be in pages.
     """
     if output_attentions or getattr(getattr(module, "config", None), "output_attentions", False):
         say_once("output_attentions=True: flashjit never has the attention weights in memory, and gives None for them. Use "
                  "model.set_attn_implementation(\"eager\") where they are wanted.")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    if cu_seq_lens_q is not None and attention_mask is None and position_bias is None:
-        out = _packed_forward(query, key, value, cu_seq_lens_q, dropout, scaling, bool(is_causal), softcap, s_aux, **more)
+    programs = _dense_programs(attention_mask, position_bias, softcap, query, key)
+    if cu_seq_lens_q is not None:
+        dense = attention_mask is not None or position_bias is not None
+        causal = bool(is_causal)
+        if attention_mask is not None:  # which has the causal part and the window in it
+            causal, more["sliding_window"] = False, None
+        out = _packed_forward(query, key, value, cu_seq_lens_q, dropout, scaling, causal, s_aux, programs, dense, **more)
         return out.transpose(1, 2).contiguous(), None
     # As transformers means it: a mask has the causal part in it, and a single query sees all keys.
     causal = bool(is_causal) and attention_mask is None and query.shape[2] > 1
     dim_v = value.shape[3]
+    query, key, value, scale = supported(query, key, value, scaling)
+    out = attention(query, key, value, causal="top_left" if causal and query.shape[2] != key.shape[2] else causal,
+                    scale=scale, dropout_p=dropout, sinks=s_aux, **programs)
+    return out[..., :dim_v].transpose(1, 2).contiguous(), None
+
+
+def _dense_programs(attention_mask: Union[Tensor, None], position_bias: Union[Tensor, None], softcap: Union[float, None],
+                    query: Tensor, key: Tensor) -> dict[str, Any]:
+    """score_mod, mask_mod and captures of attention()."""
     leading = query.shape[:1]
     score, mask, captures = mask_programs(attention_mask, leading, query, key)
+    captures = captures or {}
     if position_bias is not None:
-        bias, _, more = mask_programs(position_bias, leading, query, key)
+        bias, _, of_bias = mask_programs(position_bias, leading, query, key)
         score = (score or "score") + bias.removeprefix("score").replace("attn_mask", "position_bias")
-        captures = {**(captures or {}), "position_bias": more["attn_mask"]}
+        captures["position_bias"] = of_bias["attn_mask"]
     if softcap is not None:
         if score is not None:
             raise Unsupported("softcap together with an additive mask or a position bias is not supported here: use the "
                               "eager implementation for this model.")
-        score = "softcap * tanh(score / softcap)"
-        captures = {**(captures or {}), "softcap": float(softcap)}
-    query, key, value, scale = supported(query, key, value, scaling)
-    out = attention(query, key, value, causal="top_left" if causal and query.shape[2] != key.shape[2] else causal,
-                    scale=scale, dropout_p=dropout, score_mod=score, mask_mod=mask, captures=captures, sinks=s_aux)
-    return out[..., :dim_v].transpose(1, 2).contiguous(), None
+        score, captures["softcap"] = "softcap * tanh(score / softcap)", float(softcap)
+    return {"score_mod": score, "mask_mod": mask, "captures": captures or None}
 
 
 def _packed_forward(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens_q: Tensor, dropout: float, scaling: Union[float, None],
-                    is_causal: bool, softcap: Union[float, None], s_aux: Union[Tensor, None], cu_seq_lens_k: Any = None,
-                    max_length_q: Any = None, max_length_k: Any = None, block_table: Union[Tensor, None] = None,
-                    k_cache: Union[Tensor, None] = None, v_cache: Union[Tensor, None] = None,
-                    sliding_window: Union[int, None] = None, **_: Any) -> Tensor:
+                    causal: bool, s_aux: Union[Tensor, None], programs: dict[str, Any], dense: bool,
+                    cu_seq_lens_k: Union[Tensor, None] = None, max_length_q: Any = None, max_length_k: Any = None,
+                    block_table: Union[Tensor, None] = None, k_cache: Union[Tensor, None] = None,
+                    v_cache: Union[Tensor, None] = None, sliding_window: Union[int, None] = None, **_: Any) -> Tensor:
     """O, [1, heads_q, all rows, dim of V], of sequences packed one behind the other. With a block_table, each has one new key, which
-    goes into the caches' pages [pages, rows of a page, heads_kv, head_dim]."""
+    goes into the caches' pages [pages, rows of a page, heads_kv, head_dim]. dense: the programs read a mask or a bias of all rows."""
+    if cu_seq_lens_k is None or block_table is None and (max_length_q is None or max_length_k is None):
+        raise InvalidArgument("cu_seq_lens_q is given without cu_seq_lens_k, max_length_q or max_length_k: packed sequences need all "
+                              "four, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) gives them.")
+    if dense and block_table is not None:
+        raise Unsupported("attention_mask or position_bias comes with a block_table: keys in pages have no dense mask; leave it "
+                          "out, or use a cache without pages.")
     dim_v = value.shape[3]
     query, key, value, scale = supported(query, key, value, scaling)
-    score, mask, captures = _window_and_softcap(sliding_window, is_causal, softcap)
-    named = {"causal": is_causal and mask is None, "scale": scale, "dropout_p": dropout, "score_mod": score, "mask_mod": mask,
-             "captures": captures, "sinks": s_aux}
+    offsets = cu_seq_lens_q.int(), cu_seq_lens_k.int()
+    if dense:
+        programs = _read_by_sequences(programs, *offsets)
+    if sliding_window is not None:
+        programs, causal = _with_window(programs, sliding_window, causal), False
+    named = {"causal": causal, "scale": scale, "dropout_p": dropout, "sinks": s_aux, **programs}
     if block_table is None:
-        out = attention(query, key, value, cu_seqlens_q=cu_seq_lens_q.int(), cu_seqlens_kv=cu_seq_lens_k.int(),
-                        max_seqlen_q=int(max_length_q), max_seqlen_kv=int(max_length_k), **named)
+        out = attention(query, key, value, cu_seqlens_q=offsets[0], cu_seqlens_kv=offsets[1], max_seqlen_q=int(max_length_q),
+                        max_seqlen_kv=int(max_length_k), **named)
         return out[..., :dim_v]
     sequences = block_table.shape[0]
     lengths = cu_seq_lens_k[:sequences + 1].diff().int()
@@ -145,13 +167,19 @@ def _packed_forward(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens_q: Te
     return out[..., :dim_v].transpose(0, 2)
 
 
-def _window_and_softcap(window: Union[int, None], is_causal: bool, softcap: Union[float, None]) -> tuple[Any, Any, Any]:
-    """Programs of the score and the mask, and their captures. A window counts the query's own key."""
-    score = mask = None
-    captures: dict[str, Any] = {}
-    if softcap is not None:
-        score, captures["softcap"] = "softcap * tanh(score / softcap)", float(softcap)
-    if window is not None:
-        at, captures["window"] = "q + seqlen_kv - seqlen_q", int(window)
-        mask = f"kv > {at} - window && " + (f"kv <= {at}" if is_causal else f"kv < {at} + window")
-    return score, mask, captures or None
+def _read_by_sequences(programs: dict[str, Any], first_q: Tensor, first_kv: Tensor) -> dict[str, Any]:
+    """Programs that read what is dense over all rows, where q and kv count from the beginning of sequence b."""
+    captures = dict(programs["captures"] or {})
+    texts = {name: programs[name] for name in ("score_mod", "mask_mod") if programs[name] is not None}
+    for position, name, first in (("q", "first_q", first_q), ("kv", "first_kv", first_kv)):
+        moved = {mod: re.sub(rf"\b{position}\b", f"{name}[b] + {position}", text) for mod, text in texts.items()}
+        if moved != texts:
+            texts, captures[name] = moved, first
+    return {**programs, **texts, "captures": captures}
+
+
+def _with_window(programs: dict[str, Any], window: int, causal: bool) -> dict[str, Any]:
+    """A window counts the query's own key."""
+    at = "q + seqlen_kv - seqlen_q"
+    mask = f"kv > {at} - window && " + (f"kv <= {at}" if causal else f"kv < {at} + window")
+    return {**programs, "mask_mod": mask, "captures": {**(programs["captures"] or {}), "window": int(window)}}

@@ -191,10 +191,9 @@ def test_new_keys_are_rotated_and_appended(options, queries, place):
     options.pop("rotary_interleaved", None)
     want_q, want_k, want_v = [], cache.k.clone(), cache.v.clone()
     for i, n in enumerate(lengths.tolist()):
-        first = n - (0 if pad is None else int(pad[i]))
-        want_k[i, n:n + new] = turned(k, i, range(first, first + new), interleaved)
+        want_k[i, n:n + new] = turned(k, i, range(n, n + new), interleaved)  # padding or not: a row's place in the cache
         want_v[i, n:n + new] = v[i]
-        want_q.append(turned(q, i, range(first, first + queries) if options else [first] * queries, interleaved))
+        want_q.append(turned(q, i, range(n, n + queries) if options else [n] * queries, interleaved))
     for got, want in zip(cache.written(), (want_k, want_v)):
         close(got, want)
     close(out, reference(torch.stack(want_q), want_k, want_v, lengths=lengths + new, leftpad=pad, **as_reference(options))[0])

@@ -113,11 +113,11 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Unio
     gradients. The last query is at the last key that is there.
 
     block_table: int32 [b, pages of the longest]: k_cache and v_cache are pages [pages, rows of a page, hkv, d].
-    cache_batch_idx: int32 [b]: which of k_cache's sequences each is. cache_leftpad: int32 [b]: keys before it are padding, and
-        positions count from it; what is there must be finite.
+    cache_batch_idx: int32 [b]: which of k_cache's sequences each is. cache_leftpad: int32 [b]: keys before it are padding, which
+        must be finite.
     k, v: [b, new, hkv, d], written into the cache, in place, from row cache_seqlens on, before attention sees them.
-    rotary_cos, rotary_sin: [rows, rotary_dim / 2]: q and k are rotated, at positions from cache_seqlens on; without a
-        causal mask or a window all queries are at cache_seqlens.
+    rotary_cos, rotary_sin: [rows, rotary_dim / 2]: q and k are rotated, at positions from cache_seqlens on, which count padding
+        too; without a causal mask or a window all queries are at cache_seqlens.
     num_splits: 1: a sequence's results do not depend on the others in the batch (batch_invariant of flashjit.attention); else
         flashjit decides itself.
     """
@@ -182,29 +182,23 @@ def _attend_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, new: Union[_New, 
     where = place.named()
     with torch.no_grad():
         if new is not None:
-            q, lengths = _append(q, k_cache, v_cache, new, lengths, place, where, causal or tuple(window) != EVERYTHING, cu_seqlens_q)
+            q, lengths = _append(q, k_cache, v_cache, new, lengths, where, causal or tuple(window) != EVERYTHING, cu_seqlens_q)
         packed = {} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
         return _attend(q, k_cache, v_cache, 0.0, scale, causal, window, softcap, slopes, False, wants_lse, place.leftpad,
                        kv_lengths=lengths, batch_invariant=batch_invariant, **where, **packed)
 
 
-def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, new: _New, lengths: Tensor, place: _Place, where: dict[str, Any],
+def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, new: _New, lengths: Tensor, where: dict[str, Any],
             moving: bool, cu_seqlens_q: Union[Tensor, None]) -> tuple[Tensor, Tensor]:
     """Stores the new rows. Returns q, rotated, and the lengths with the new rows. moving: whether each query has a position."""
     if new.v is None:
         raise InvalidArgument("k is given without v: give both.")
     packed = new.cu_seqlens is not None
     k, v = (_with_batch(x) if packed else x.transpose(1, 2) for x in (new.k, new.v))
-    before = lengths if place.leftpad is None else lengths - place.leftpad
     after = lengths + (k.shape[2] if new.cu_seqlens is None else new.cu_seqlens.diff())
     rope: dict[str, Any] = {"cu_seqlens_q": new.cu_seqlens} if packed else {}
     if new.cos is not None or new.sin is not None:
         rope.update(_rotation(new, k_cache, where))
-        if place.leftpad is not None:
-            if packed:
-                raise Unsupported("cache_leftpad is given with cu_seqlens_k_new and a rotation: flashjit.flash_attn does not have "
-                                  "that; leave one of them out.")
-            rope["positions"] = before[:, None] + torch.arange(k.shape[2], dtype=torch.int32, device=k.device)
         together = packed == (cu_seqlens_q is not None) and q.shape[2] == k.shape[2] and (moving or q.shape[2] == 1)
         if together and (not packed or new.cu_seqlens is cu_seqlens_q):  # each query is at a new key
             rope["q"] = q
@@ -212,7 +206,7 @@ def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, new: _New, lengths: Ten
             raise Unsupported("cu_seqlens_q is given with a rotation, and is not the same tensor as cu_seqlens_k_new: flashjit."
                               "flash_attn rotates packed queries together with new keys; give one tensor for both, or rotate q.")
         else:
-            q = _rotate(q, new.cos, new.sin, before, new.interleaved, moving)
+            q = _rotate(q, new.cos, new.sin, lengths, new.interleaved, moving)
     table = where.get("page_table")
     rotated = append(k, v, k_cache, v_cache, kv_lengths=after, page_table=table, **rope)
     return (q if rotated is None else rotated), after

@@ -1,9 +1,5 @@
 """flash-attn's functions, by flashjit: against attention written out, as flash-attn's documentation defines it."""
-import importlib.metadata
-import importlib.util
-import inspect
 import math
-import sys
 
 import pytest
 
@@ -11,6 +7,7 @@ torch = pytest.importorskip("torch")
 
 import flashjit  # noqa: E402
 from flashjit import flash_attn as fa  # noqa: E402
+from flashjit.flash_attn import _fa3 as fa3  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -121,6 +118,89 @@ def test_varlen(options):
     close(fa.flash_attn_varlen_kvpacked_func(q, torch.stack((k, v), 1), *rest, **options), out)
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_sequences_may_use_fewer_rows_than_they_have(options):
+    """seqused_q and seqused_k: a causal mask ends at the last rows used, the others are 0, and there are gradients."""
+    options = {name: value for name, value in options.items() if name != "alibi_slopes"}
+    q, k, v = tensors(batch=1, queries=14, keys=20)
+    cu_q, cu_kv, used_q, used_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 5, 14], [0, 11, 20], [4, 9], [8, 3]))
+    out, lse = fa3.flash_attn_varlen_func(q[0], k[0], v[0], cu_q, cu_kv, 9, 11, used_q, used_k, return_attn_probs=True, **options)
+    want = torch.zeros_like(q[0], dtype=torch.float64)
+    for i in range(2):
+        rows, keys = (slice(int(cu[i]), int(cu[i] + used[i])) for cu, used in ((cu_q, used_q), (cu_kv, used_k)))
+        o, want_lse = reference(q[:, rows], k[:, keys], v[:, keys], **as_reference(options))
+        want = torch.cat((want[:rows.start], o[0], want[rows.stop:]))
+        close(lse[:, rows], want_lse[0])
+    close(out, want)
+    dout = torch.randn_like(out)
+    for got, exact in zip(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(want, (q, k, v), dout.double())):
+        close(got, exact)
+
+
+def test_sinks_and_out():
+    q, k, v = tensors()
+    sinks = torch.randn(4, device=DEVICE, requires_grad=True)
+    out, lse, _ = fa.flash_attn_func(q, k, v, causal=True, s_aux=sinks, return_attn_probs=True)
+    plain, plain_lse = reference(q, k, v, causal=True)
+    share = torch.sigmoid(plain_lse - sinks[:, None])
+    close(out, plain * share.transpose(1, 2)[..., None])
+    assert torch.autograd.grad(out.sum(), sinks)[0].abs().sum() > 0
+    with torch.no_grad():
+        place = torch.empty_like(out)
+        assert fa3.flash_attn_func(q, k, v, causal=True, sinks=sinks, out=place) is place
+        close(place, out)
+        with pytest.raises(flashjit.InvalidArgument, match="out is float32"):
+            fa.flash_attn_func(q, k, v, out=place[:1])
+    with pytest.raises(flashjit.Unsupported, match="out is given with tensors that require gradients"):
+        fa.flash_attn_func(q, k, v, out=place)
+    with pytest.raises(flashjit.InvalidArgument, match="sinks and s_aux"):
+        fa.flash_attn_func(q, k, v, sinks=sinks, s_aux=sinks)
+
+
+def test_slopes_of_other_shapes_are_refused():
+    q, k, v = tensors()
+    offsets = torch.tensor([0, 7], dtype=torch.int32, device=DEVICE)
+    for size in ((8,), (3,), (3, 4), (4, 1), ()):
+        with pytest.raises(flashjit.InvalidArgument, match=r"alibi_slopes is float32 .*\[4\] or \[2, 4\]"):
+            fa.flash_attn_func(q, k, v, alibi_slopes=torch.ones(size, device=DEVICE))
+        with pytest.raises(flashjit.InvalidArgument, match=r"alibi_slopes is float32 .*\[4\] or \[1, 4\]"):
+            fa.flash_attn_varlen_func(q[0], k[0, :7], v[0, :7], offsets, offsets, 7, 7, alibi_slopes=torch.ones(size, device=DEVICE))
+
+
+def test_pages_have_no_gradients():
+    q, k, v = tensors()
+    offsets, table = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 7], [[1]]))
+    given = (q[0], k, v, offsets, torch.tensor([0, 11], dtype=torch.int32, device=DEVICE), 7, 11)
+    with pytest.raises(flashjit.Unsupported, match="block_table is given with tensors that require gradients"):
+        fa.flash_attn_varlen_func(*given, block_table=table)
+    with torch.no_grad():
+        out = fa.flash_attn_varlen_func(*given, block_table=table)
+        close(out, reference(q[:1], k[1:], v[1:])[0][0])
+        used = torch.tensor([4], dtype=torch.int32, device=DEVICE)  # as vLLM calls it
+        out = fa.flash_attn_varlen_func(q=q[0], k=k, v=v, out=torch.empty_like(q[0]), cu_seqlens_q=offsets, max_seqlen_q=7, seqused_k=used,
+                                        max_seqlen_k=4, block_table=table, window_size=[-1, -1], softcap=0.0, fa_version=3)
+        close(out, reference(q[:1], k[1:, :4], v[1:, :4])[0][0])
+    with pytest.raises(flashjit.InvalidArgument, match="cu_seqlens_k is missing"):
+        fa.flash_attn_varlen_func(q[0], k[0], v[0], cu_seqlens_q=offsets, max_seqlen_q=7)
+
+
+def test_parts_are_combined():
+    q, k, v = (x.detach() for x in tensors(keys=20))
+    parts = [fa.flash_attn_func(q, k[:, i::10], v[:, i::10], return_attn_probs=True)[:2] for i in range(10)]
+    out, lse = fa3.flash_attn_combine(torch.stack([o for o, _ in parts]), torch.stack([lse.transpose(1, 2) for _, lse in parts]))
+    want, want_lse = reference(q, k, v)
+    close(out, want)
+    close(lse, want_lse.transpose(1, 2))
+
+
+def test_fa3_packed_heads():
+    q, k, v = tensors(queries=9, keys=9)
+    want = reference(q, k, v, causal=True)[0]
+    close(fa3.flash_attn_qkvpacked_func(torch.cat((q, k, v), 2), causal=True, num_heads_q=4), want)
+    with pytest.raises(flashjit.InvalidArgument, match="num_heads_q"):
+        fa3.flash_attn_qkvpacked_func(torch.cat((q, k, v), 2))
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, 1)}, {"softcap": 2.0}, {"causal": True, "alibi_slopes": 1},
                                      {"softcap": 2.0, "causal": True}], ids=str)
 def test_a_cache_is_seen_to_each_sequence_s_length(options):
@@ -221,7 +301,7 @@ def test_packed_queries_of_pages(options):
     cu_q, cu_k = (torch.tensor([0, n[0], sum(n)], dtype=torch.int32, device=DEVICE) for n in (counts, lengths))
     out, lse, _ = fa.flash_attn_varlen_func(q, cache.k_cache, cache.v_cache, cu_q, cu_k, 5, 16, return_attn_probs=True,
                                             **options, **cache.given)
-    same, same_lse = fa._fa3_with_kvcache(q, cache.k_cache, cache.v_cache, cache_seqlens=cu_k.diff(), cu_seqlens_q=cu_q, max_seqlen_q=5,
+    same, same_lse = fa3.flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, cache_seqlens=cu_k.diff(), cu_seqlens_q=cu_q, max_seqlen_q=5,
                                           page_table=cache.given["block_table"], return_softmax_lse=True, **options)
     assert torch.equal(out, same) and torch.equal(lse, same_lse)
     for i, rows in enumerate((slice(0, 2), slice(2, 7))):
@@ -235,7 +315,7 @@ def test_packed_new_keys_are_rotated_and_appended():
     cache, counts, lengths = Placed("block_table"), [2, 5], torch.tensor([4, 9], dtype=torch.int32, device=DEVICE)
     q, k, v = (torch.randn(7, heads, 32, device=DEVICE) for heads in (4, 2, 2))
     offsets = torch.tensor([0, 2, 7], dtype=torch.int32, device=DEVICE)
-    out = fa._fa3_with_kvcache(q, cache.k_cache, cache.v_cache, k, v, **rotary(), cache_seqlens=lengths, causal=True, max_seqlen_q=5,
+    out = fa3.flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, k, v, **rotary(), cache_seqlens=lengths, causal=True, max_seqlen_q=5,
                                page_table=cache.given["block_table"], cu_seqlens_q=offsets, cu_seqlens_k_new=offsets)
     want_k, want_v = cache.k.clone(), cache.v.clone()
     for i, (n, count, rows) in enumerate(zip(lengths.tolist(), counts, (slice(0, 2), slice(2, 7)))):
@@ -269,51 +349,3 @@ def test_caches_that_make_no_sense_are_refused():
     refused(bad, "both given", cache_batch_idx=lengths)
     refused(bad, "block_table is int32 .2.", block_table=lengths)
     refused(bad, "block_table is int64", block_table=cache.given["block_table"].long())
-
-
-def test_padding_goes_and_comes_back():
-    x = torch.randn(3, 5, 4, device=DEVICE)
-    mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], device=DEVICE)
-    rows, indices, cu_seqlens, longest, used = fa.unpad_input(x, mask)
-    assert rows.shape == (10, 4) and cu_seqlens.tolist() == [0, 2, 7, 10] and longest == 5 and used.tolist() == [2, 5, 3]
-    for numbers in (indices, indices.int()):  # transformers has int32 at each token that it generates
-        assert torch.equal(fa.pad_input(rows, numbers, 3, 5), x * mask[:, :, None])
-
-
-def test_other_libraries_import_it_by_name():
-    names = ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding", "flash_attn_interface")
-    before = {name: sys.modules.pop(name, None) for name in names}
-    finders = list(sys.meta_path)
-    try:
-        fa.install()
-        fa.install()  # again does nothing
-        from flash_attn import flash_attn_func, flash_attn_varlen_func
-        from flash_attn.bert_padding import unpad_input
-        import flash_attn_interface
-        assert flash_attn_func is fa.flash_attn_func and unpad_input is fa.unpad_input
-        assert "block_table" in inspect.signature(flash_attn_varlen_func).parameters
-        assert importlib_finds("flash_attn")
-        q, k, v = tensors()
-        out, lse = flash_attn_interface.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
-        close(out, reference(q, k, v, causal=True)[0])
-        assert lse.shape == (2, 4, 7)
-        with pytest.raises(flashjit.Unsupported, match="q_descale"):
-            flash_attn_interface.flash_attn_func(q, k, v, q_descale=torch.ones(2, 2, device=DEVICE))
-        with pytest.raises(ImportError, match="flash_attn_triton"):
-            from flash_attn import flash_attn_triton  # noqa: F401
-        with pytest.raises(flashjit.Unsupported, match="scheduler_metadata"):
-            flash_attn_interface.flash_attn_with_kvcache(q, k, v, scheduler_metadata=torch.ones(1))
-        close(flash_attn_interface.flash_attn_with_kvcache(q, k, v, causal=True), reference(q, k, v, causal=True)[0])
-        assert importlib.metadata.version("flash_attn") == fa.__version__
-        installed = importlib.metadata.packages_distributions()
-        assert "flash-attn" in installed["flash_attn"] and installed["flash_attn_interface"] == ["flash-attn-3"]
-    finally:
-        sys.meta_path[:] = finders
-        for name, module in before.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
-
-
-def importlib_finds(name):
-    return importlib.util.find_spec(name) is not None

@@ -73,7 +73,8 @@ def test_a_wheel_holds_the_package_its_types_and_the_native_files(repository, tm
     made = make_wheel(repository, FLASHJIT_NATIVE=native(tmp_path, "libflashjit.so", "flashjit"))
     assert made.code == 0 and made.asked == [], made.said
     files = made.files()
-    modules = {f"flashjit/{path.name}" for path in (ROOT / "tools/python/flashjit").glob("*.py")}
+    sources = ROOT / "tools/python"
+    modules = {str(path.relative_to(sources)) for path in (sources / "flashjit").rglob("*.py")}
     assert {name for name in files if name.startswith("flashjit/")} == modules | {
         "flashjit/py.typed", "flashjit/native/libflashjit.so", "flashjit/native/flashjit"}
     assert files["flashjit/native/libflashjit.so"] == b"given libflashjit.so\n"

@@ -12,8 +12,9 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.cuda.is_available = lambda: True
 flashjit.flash_attn.install()
 calls = []
-attend = flashjit.flash_attn._attend
-flashjit.flash_attn._attend = lambda *given, **named: calls.append(named.keys()) or attend(*given, **named)
+functions = flashjit.flash_attn._functions
+attend = functions.attend
+functions.attend = lambda *given, **named: calls.append(named.keys()) or attend(*given, **named)
 
 CONFIGS = {
     "llama": transformers.LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,

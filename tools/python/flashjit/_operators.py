@@ -36,12 +36,19 @@ def through_operator(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tupl
     """lists: the memory of those of the forward pass, and of the backward pass's, or None."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     rng = _draw_once(q, (q, k, v, fixed.sinks, *tensors)) if problem.dropout_p else None
-    numbers = [float(value) for value in values if not isinstance(value, Tensor)]
-    arguments = (*fixed, rng, *lists, tensors, numbers, list(problem.names), problem.options, problem.scale,
-                 float(problem.dropout_p), problem.max_seqlen_q, problem.max_seqlen_kv, problem.cached, problem.out_type)
+    arguments = operator_arguments(fixed, values, problem, rng, lists)
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         return through_transforms(q, k, v, arguments)
     return torch.ops.flashjit.attention_forward(q, k, v, *arguments)
+
+
+def operator_arguments(fixed: Fixed, values: tuple[Any, ...], problem: Problem, rng: Union[Tensor, None],
+                       lists: tuple[Any, Any] = (None, None)) -> tuple[Any, ...]:
+    """What both operators take after their first tensors."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    numbers = [float(value) for value in values if not isinstance(value, Tensor)]
+    return (*fixed, rng, *lists, tensors, numbers, list(problem.names), problem.options, problem.scale,
+            float(problem.dropout_p), problem.max_seqlen_q, problem.max_seqlen_kv, problem.cached, problem.out_type)
 
 
 def draw(like: Tensor) -> Tensor:

@@ -1,0 +1,174 @@
+"""attention() with flash-attn's options: what all of its functions are made of."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Union
+
+import torch
+from torch import Tensor
+
+from .._attention import attention
+from .._plans import KV_TYPES, describe
+from .._sdpa import supported
+from ..errors import InvalidArgument, Unsupported
+
+Window = Sequence[int]
+EVERYTHING = (-1, -1)
+
+
+class Options(NamedTuple):
+    """How scores are made and masked."""
+
+    scale: Union[float, None] = None
+    causal: bool = False
+    window: Union[Window, None] = EVERYTHING
+    softcap: Union[float, None] = 0.0
+    slopes: Union[Tensor, None] = None
+    sinks: Union[Tensor, None] = None
+    leftpad: Union[Tensor, None] = None
+    used_q: Union[Tensor, None] = None  # rows that each sequence has of those in its place
+    used_k: Union[Tensor, None] = None
+
+    def has_window(self) -> bool:
+        return any(side is not None and side >= 0 for side in self.window or ())
+
+    def programs(self, batch: int, heads: int) -> dict[str, Any]:
+        """causal, score_mod, mask_mod and captures of attention()."""
+        left, right = self.window or EVERYTHING
+        if self.causal:
+            right = 0
+        has_left, has_right = left is not None and left >= 0, right is not None and right >= 0
+        padded = self.leftpad is not None or self.used_q is not None or self.used_k is not None
+        named = right == 0 and not (has_left or padded)  # flashjit's own causal mask
+        if (named or not (has_left or has_right or padded)) and not self.softcap and self.slopes is None:
+            return {"causal": named}
+        captures: dict[str, Any] = {}
+        if has_right and not named:
+            captures["right"] = int(right)
+        if has_left:
+            captures["left"] = int(left)
+        if self.softcap:
+            captures["softcap"] = float(self.softcap)
+        if self.slopes is not None:
+            captures["slopes"] = _checked_slopes(self.slopes, batch, heads)
+        if padded:
+            captures.update(_checked_rows(batch, cache_leftpad=self.leftpad, seqused_q=self.used_q,
+                                          seqused_k=self.used_k))
+        score, mask = _programs(tuple(captures), 0 if self.slopes is None else self.slopes.dim())
+        return {"causal": named, "score_mod": score, "mask_mod": mask, "captures": captures}
+
+
+@functools.lru_cache(maxsize=None)
+def _programs(given: tuple[str, ...], dims_of_slopes: int) -> tuple[Union[str, None], Union[str, None]]:
+    """Texts of the score and of the mask. given: the captures."""
+    queries = "seqused_q[b]" if "seqused_q" in given else "seqlen_q"
+    keys = "seqused_k[b]" if "seqused_k" in given else "seqlen_kv"
+    at = f"q + {keys} - {queries}"  # the key that query q is at
+    score = "softcap * tanh(score / softcap)" if "softcap" in given else "score"
+    if dims_of_slopes:
+        score += f" - slopes[{'h' if dims_of_slopes == 1 else 'b, h'}] * to_float(abs({at} - kv))"
+    conditions = {"right": f"kv <= {at} + right", "left": f"kv >= {at} - left",
+                  "cache_leftpad": "kv >= cache_leftpad[b]", "seqused_q": "q < seqused_q[b]",
+                  "seqused_k": "kv < seqused_k[b]"}
+    mask = " && ".join(conditions[name] for name in given if name in conditions)
+    return None if score == "score" else score, mask or None
+
+
+def _checked_slopes(slopes: Tensor, batch: int, heads: int) -> Tensor:
+    sizes = (heads,), (batch, heads)
+    if not isinstance(slopes, Tensor) or not slopes.is_floating_point() or tuple(slopes.shape) not in sizes:
+        raise InvalidArgument(f"alibi_slopes is {describe(slopes)}: it must be float32 [{heads}] or "
+                              f"[{batch}, {heads}], one slope for each head of q. With heads on several "
+                              "ranks, give the slopes of this rank's heads.")
+    return slopes.float()
+
+
+def _checked_rows(batch: int, **given: Union[Tensor, None]) -> dict[str, Tensor]:
+    for name, value in given.items():
+        if value is not None and (not isinstance(value, Tensor) or value.dtype != torch.int32
+                                  or tuple(value.shape) != (batch,)):
+            raise InvalidArgument(f"{name} is {describe(value)}: it must be int32 [{batch}], one number for "
+                                  "each sequence.")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, wants_lse: bool, dropout_p: float = 0.0,
+           deterministic: bool = False, **more: Any) -> tuple[Tensor, Any]:
+    """O and LSE, or None, of tensors [b, h, s, d], or of packed ones. more: attention()'s other arguments."""
+    offsets = more.get("cu_seqlens_q")
+    programs = options.programs(q.shape[0] if offsets is None else offsets.shape[0] - 1, q.shape[1])
+    dim_v, scale = v.shape[3], options.scale
+    if q.shape[3] % 8 or dim_v % 8 or scale is not None:
+        q, k, v, scale = supported(q, k, v, scale)
+    found = attention(q, k, v, scale=scale, dropout_p=dropout_p, deterministic=deterministic or None,
+                      return_lse=wants_lse, sinks=options.sinks, **programs, **more)
+    out, lse = found if wants_lse else (found, None)
+    return out if out.shape[3] == dim_v else out[..., :dim_v], lse
+
+
+# --- Arguments ----------------------------------------------------------------------------------------------
+
+
+def missing(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise Unsupported(f"{name} is given: flashjit.flash_attn does not have it; leave it out.")
+
+
+def either(a: Any, b: Any, names: str) -> Any:
+    """The argument that is given by one of its two names."""
+    if a is not None and b is not None:
+        raise InvalidArgument(f"{names} are one argument by two names: give one.")
+    return b if a is None else a
+
+
+def scales(q: Tensor, k: Tensor, q_descale: Union[Tensor, None], k_descale: Union[Tensor, None],
+           v_descale: Union[Tensor, None]) -> dict[str, Any]:
+    """attention()'s scales. As in FlashAttention-3, descales count only with FP8 tensors, where None is 1."""
+    given: dict[str, Any] = {}
+    if q.dtype in KV_TYPES:
+        given["q_scale"] = q_descale
+    if k.dtype in KV_TYPES:
+        given.update(k_scale=k_descale, v_scale=v_descale)
+    one = q.new_ones((), dtype=torch.float32) if None in given.values() else None
+    return {name: one if scale is None else scale for name, scale in given.items()}
+
+
+def written(out: Tensor, result: Tensor) -> Tensor:
+    """The result, in `out`."""
+    if result.requires_grad:
+        raise Unsupported("out is given with tensors that require gradients: leave it out, or call under "
+                          "torch.no_grad().")
+    if out.shape != result.shape or out.dtype != result.dtype:
+        raise InvalidArgument(f"out is {describe(out)}: it must be {describe(result)}.")
+    return out.copy_(result)
+
+
+# --- Packed rows --------------------------------------------------------------------------------------------
+
+
+def with_batch(x: Tensor) -> Tensor:
+    """[1, heads, rows, dim] of [rows, heads, dim]."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def places(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The sequence of each row, and its place there. Rows past the last sequence count as that one's."""
+    row = torch.arange(rows, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True,
+                                  out_int32=True).clamp(max=cu_seqlens.shape[0] - 2)
+    return sequence, row - cu_seqlens[sequence]
+
+
+def packed_lse(lse: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
+    """[heads, all rows] of [sequences, heads, longest]; rows of no sequence have -inf."""
+    sequence, place = places(cu_seqlens, rows)
+    found = lse.permute(1, 0, 2)[:, sequence, place.clamp(max=lse.shape[2] - 1)]
+    return found.masked_fill(torch.arange(rows, device=lse.device) >= cu_seqlens[-1], -torch.inf)
+
+
+def unpacked_lse(lse: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    """The inverse of packed_lse(). Rows past a sequence's end have any value."""
+    row = cu_seqlens[:-1, None] + torch.arange(longest, device=lse.device)
+    return lse[:, row.clamp(max=max(lse.shape[1] - 1, 0))].transpose(0, 1)

@@ -289,6 +289,26 @@ def test_gradients_and_lse(compiled):
         close(got, exact)
 
 
+@pytest.mark.parametrize("wants_lse", [False, True])
+def test_largest_scores(wants_lse):
+    """After the score function, in natural units, -inf in rows without keys; O and LSE have their gradients."""
+    mask_mod = lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (q_idx % 11 != 3)
+    score_mod = lambda score, b, h, q_idx, kv_idx: 3 * score - kv_idx / 7
+    q, k, v = (x.requires_grad_() for x in tensors())
+    request = AuxRequest(lse=wants_lse, max_scores=True)
+    out, aux = flex_attention(q, k, v, score_mod, blocks(mask_mod), return_aux=request)
+    want, want_lse = written_out(q, k, v, score_mod, mask_mod)
+    close(out, want)
+    b, h, i, j = (torch.arange(n, device=DEVICE).view(*[-1 if d == at else 1 for d in range(4)])
+                  for at, n in enumerate((B, H, S, S)))
+    scores = score_mod(q @ k.transpose(2, 3) / math.sqrt(q.shape[3]), b, h, i, j)
+    close(aux.max_scores, scores.masked_fill(~mask_mod(b, h, i, j), -math.inf).amax(3))
+    assert aux.max_scores.dtype == torch.float32 and not aux.max_scores.requires_grad
+    assert aux.lse is None if not wants_lse else close(aux.lse, want_lse) is None
+    for got, exact in zip(torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(want.sum(), (q, k, v))):
+        close(got, exact)
+
+
 def test_what_is_returned():
     q, k, v = tensors()
     plain = flex_attention(q, k, v)
@@ -360,7 +380,6 @@ def test_other_names_are_pytorch_s():
 
 
 @pytest.mark.parametrize("given, error, text", [
-    (lambda q, k, v: dict(return_aux=AuxRequest(max_scores=True)), flashjit.Unsupported, "max_scores"),
     (lambda q, k, v: dict(return_aux=AuxRequest(lse=True), return_lse=True), flashjit.InvalidArgument, "return_lse"),
     (lambda q, k, v: dict(key=k[:, :2], value=v[:, :2]), flashjit.InvalidArgument, "enable_gqa"),
     (lambda q, k, v: dict(query=q[0]), flashjit.WrongType, "query"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from ._attention import attention
 from ._plans import describe
 from ._sdpa import supported
-from .errors import InvalidArgument, Unsupported, WrongType
+from .errors import InvalidArgument, WrongType
 
 __all__ = list(_torch.__all__)
 
@@ -33,7 +33,8 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any = N
         holds in its partial blocks, and its full blocks attend as a whole. key and value may have a batch of 1 beside it.
     scale: default 1 / sqrt(d). enable_gqa: hq may be a multiple of hkv.
     return_lse: also LSE, the natural logarithm of the softmax's row sums, float32 [b, hq, sq]; -inf in rows without keys.
-    return_aux: AuxRequest(lse=True): also an AuxOutput with LSE. Its max_scores are not supported.
+    return_aux: AuxRequest(lse=True, max_scores=True): also an AuxOutput with LSE and the largest score of each query,
+        float32 [b, hq, sq], which has no gradient; max_scores is refused in compiled code and under transforms.
     kernel_options: no effect. They choose among PyTorch's kernels; flashjit chooses its own.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -44,19 +45,19 @@ def flex_attention(query: Tensor, key: Tensor, value: Tensor, score_mod: Any = N
         raise InvalidArgument(f"query has {heads} heads and key {heads_kv}: set enable_gqa=True for grouped heads.")
     if batch_kv == 1 != batch and block_mask is not None:
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
-    wants_lse = return_lse
+    wants_lse, wants_max = return_lse, False
     if return_aux is not None:
         if return_lse:
             raise InvalidArgument("return_lse and return_aux are both given: return_aux=AuxRequest(lse=True) is enough.")
-        if return_aux.max_scores:
-            raise Unsupported("return_aux asks for max_scores, which flashjit does not compute: ask for lse alone.")
-        wants_lse = return_aux.lse
+        wants_lse, wants_max = return_aux.lse, return_aux.max_scores
     if scale is not None or dim % 8 or dim_v % 8 or not dim or not dim_v:
         query, key, value, scale = supported(query, key, value, scale)
-    found = attention(query, key, value, scale=scale, score_mod=score_mod, block_mask=block_mask, return_lse=wants_lse)
-    out, lse = found if wants_lse else (found, None)
+    found = attention(query, key, value, scale=scale, score_mod=score_mod, block_mask=block_mask, return_lse=wants_lse,
+                      return_row_max=wants_max)
+    out, *more = found if wants_lse or wants_max else (found,)
+    lse = more[0] if wants_lse else None
     if out.shape[3] != dim_v:
         out = out[..., :dim_v]
     if return_aux is not None:
-        return out, _torch.AuxOutput(lse=lse)
+        return out, _torch.AuxOutput(lse=lse, max_scores=more[-1] if wants_max else None)
     return (out, lse) if return_lse else out

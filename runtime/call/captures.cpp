@@ -69,8 +69,8 @@ void check_scalar(const Declaration& d, const Capture& c) {
     if (!(c.scalar >= kLow && c.scalar <= kHigh) || c.scalar != std::trunc(c.scalar))
       refuse("{} is {}, but the program declares '{}': give an integer from -2^31 to 2^31 - 1.", d.name,
              c.scalar, expr::to_string(d));
-  } else if (std::isnan(c.scalar) ||
-             (std::isfinite(c.scalar) && std::fabs(c.scalar) > std::numeric_limits<float>::max())) {
+  } else if (constexpr double kBeyond = 0x1.ffffffp127;  // from here on a float rounds to infinity
+             std::isnan(c.scalar) || (std::isfinite(c.scalar) && std::fabs(c.scalar) >= kBeyond)) {
     refuse("{} is {}, but the program declares '{}': give a number that a float holds.", d.name, c.scalar,
            expr::to_string(d));
   }

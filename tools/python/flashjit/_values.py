@@ -17,7 +17,11 @@ _RANGES = {"uint8": (0, 255), "int8": (-128, 127), "int16": (-2**15, 2**15 - 1),
            "int64": (-2**63, 2**63 - 1), "int": (-2**31, 2**31 - 1)}
 _INT = _RANGES["int32"]
 _WIDTHS = {"uint8": 8, "int8": 8, "int16": 16, "int32": 32, "int64": 64}
-_FLOAT_MAX = 3.4028234663852886e38
+_BEYOND_FLOAT = float.fromhex("0x1.ffffffp127")  # from here on fp32 rounds to infinity
+_MOST_BITS = 1023  # of an int that a Python float holds
+# A value that is used twice is written twice: 20 rounds of s = s * 0.5 + s * 0.25 double their text 20 times.
+# The language takes 64 KiB; a value that the result does not use may be longer.
+_MOST_TEXT = 1 << 20
 
 INFINITY, LOWEST = "(1.0 / 0.0)", "(-1.0 / 0.0)"
 
@@ -43,6 +47,9 @@ class Value:
 
     def __init__(self, text: str, dtype: str, low: int = 0, high: int = 0, number: Any = None,
                  arms: Union[tuple["Value", "Value", "Value"], None] = None, wide: bool = False) -> None:
+        if len(text) > _MOST_TEXT:
+            raise InvalidArgument(f"a program grew beyond {_MOST_TEXT} characters, as a value that is used twice is "
+                                  "written twice: compute in fewer steps, or capture a table of the results.")
         self.text, self.dtype_name, self.type, self.low, self.high = text, dtype, _language_type(dtype), low, high
         self.number, self.arms, self.wide = number, arms, wide
 
@@ -263,6 +270,9 @@ def literal(value: Any) -> Value:
     if is_compiling() and isinstance(value, (int, float)):  # a symbol that is known after all has no text, nor one too many
         value = loaded_torch().fx.experimental.symbolic_shapes.guard_scalar(value)
     if isinstance(value, int):
+        if value.bit_length() > _MOST_BITS:
+            raise InvalidArgument(f"a program cannot use an integer of {value.bit_length()} bits: give one that a "
+                                  "float holds.")
         return Value(str(value) if value >= 0 else f"(-{-value})", "int", value, value, number=value)
     if isinstance(value, float):
         return Value(_float_text(float(value)), "float", number=float(value))
@@ -279,7 +289,7 @@ def literal(value: Any) -> Value:
 def _float_text(value: float) -> str:
     if math.isnan(value):
         raise InvalidArgument("a program cannot use the constant NaN.")
-    if abs(value) > _FLOAT_MAX:
+    if abs(value) >= _BEYOND_FLOAT:
         return INFINITY if value > 0 else LOWEST
     return repr(value) if value >= 0 and not math.copysign(1, value) < 0 else f"(-{-value!r})"
 
@@ -515,15 +525,21 @@ def remainder(a: Any, b: Any) -> Value:
 
 def truncated_remainder(a: Any, b: Any) -> Value:
     """With the dividend's sign, as C's and torch.fmod."""
-    x, y, dtype = operands(a, b)
+    x, y, dtype = _no_booleans("fmod", *operands(a, b))
     if dtype in _FLOATS:
         return Value(f"({as_float(x)} % {as_float(y)})", dtype)
     low, high = limits(x)
     return integer("({} % {})", dtype, min(low, 0), max(high, 0), x, y)
 
 
+def _no_booleans(name: str, x: Value, y: Value, dtype: str) -> tuple[Value, Value, str]:
+    if dtype == "bool":
+        raise WrongType(f"PyTorch has no {name} of two booleans: convert one with .int().")
+    return x, y, dtype
+
+
 def truncated_divide(a: Any, b: Any) -> Value:
-    x, y, dtype = operands(a, b)
+    x, y, dtype = _no_booleans("truncated division", *operands(a, b))
     if dtype in _FLOATS:
         return Value(f"trunc({as_float(x)} / {as_float(y)})", dtype)
     size = max(-limits(x)[0], limits(x)[1])

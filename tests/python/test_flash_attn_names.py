@@ -4,12 +4,14 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import subprocess
 import sys
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import child  # noqa: E402
 import flashjit  # noqa: E402
 from flashjit import flash_attn as fa  # noqa: E402
 from flashjit.flash_attn import _fa3, _install, _passes, bert_padding, rotary  # noqa: E402
@@ -68,6 +70,7 @@ NAMES = {
                                 "apply_rotary_emb_kv_ "
                                 "apply_rotary_emb_torch rotate_half RotaryEmbedding ApplyRotaryEmb",
     "flash_attn.ops.triton.rotary": "apply_rotary",
+    "flash_attn_3.flash_attn_interface": "flash_attn_func",
     "flash_attn_interface": "flash_attn_func flash_attn_varlen_func flash_attn_qkvpacked_func "
                             "flash_attn_with_kvcache "
                             "flash_attn_combine get_scheduler_metadata _flash_attn_forward "
@@ -93,6 +96,8 @@ def test_names_that_are_missing_are_told_of(installed):
     with pytest.raises(ImportError, match="flash_attn.losses is not among what flashjit.*install flash-attn "
                                           "itself"):
         from flash_attn.losses.cross_entropy import CrossEntropyLoss  # noqa: F401
+    with pytest.raises(ImportError, match="flash_attn_3._C is not among what flashjit"):
+        import flash_attn_3._C  # noqa: F401
     with pytest.raises(ImportError, match="flash_attn.ops.rms_norm is not among what flashjit"):
         import flash_attn.ops.rms_norm  # noqa: F401
     with pytest.raises(AttributeError, match="flash_attn.flash_attn_triton is not among"):
@@ -101,7 +106,20 @@ def test_names_that_are_missing_are_told_of(installed):
     assert importlib.util.find_spec("flash_attn.losses") is None
 
 
-def test_diffusers_flash_back_end(installed):
+def test_diffusers_back_ends():
+    """In a process of its own, as diffusers looks for the packages when it is imported."""
+    pytest.importorskip("diffusers.models.attention_dispatch")
+    code = """import torch, flashjit.flash_attn
+flashjit.flash_attn.install()
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+q, k, v = torch.randn(3, 2, 9, 4, 16)
+want = dispatch_attention_fn(q, k, v, is_causal=True, backend="native")
+for name in ("flash", "flash_varlen", "_flash_varlen_3"):
+    torch.testing.assert_close(dispatch_attention_fn(q, k, v, is_causal=True, backend=name), want, atol=1e-5, rtol=1e-4)"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=child.environment())
+
+
+def test_diffusers_passes(installed):
     dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
     from flash_attn.flash_attn_interface import _wrapped_flash_attn_backward, _wrapped_flash_attn_forward
 

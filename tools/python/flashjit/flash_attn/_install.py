@@ -32,12 +32,12 @@ def _contents() -> dict[str, dict[str, Any]]:
             "flash_attn.layers.rotary": {**_public(rotary), "apply_rotary_emb_func": rotary.apply_rotary_emb},
             "flash_attn.ops": {}, "flash_attn.ops.triton": {},
             "flash_attn.ops.triton.rotary": {"apply_rotary": rotary.apply_rotary},
-            "flash_attn_interface": fa3}
+            "flash_attn_interface": fa3, "flash_attn_3": {}, "flash_attn_3.flash_attn_interface": fa3}
 
 
 def install() -> None:
     """Makes `import flash_attn`, its flash_attn_interface, bert_padding, layers.rotary and ops.triton.rotary,
-    and FlashAttention-3's `flash_attn_interface` give these functions, in this process, in which the packages
+    and FlashAttention-3's `flash_attn_interface`, also in flash_attn_3, give these functions, in this process, in which the packages
     flash-attn and flash-attn-3 count as installed: transformers' attn_implementation="flash_attention_2" then
     runs on flashjit. Raises flashjit.InvalidArgument where one of the modules was imported already from
     another package."""
@@ -102,7 +102,7 @@ class _Packages(importlib.metadata.DistributionFinder):
     """By this, libraries that ask whether flash-attn is installed, and which version, find it."""
 
     packages = (_Package("flash-attn", "flash_attn", __version__),
-                _Package("flash-attn-3", "flash_attn_interface", "3.0.0"))
+                _Package("flash-attn-3", "flash_attn_interface\nflash_attn_3", "3.0.0"))
 
     def find_distributions(self, context: Any = importlib.metadata.DistributionFinder.Context()) -> Any:
         plain = lambda name: name.lower().replace("_", "-")
@@ -111,7 +111,8 @@ class _Packages(importlib.metadata.DistributionFinder):
 
     def find_spec(self, name: str, *_: Any) -> None:
         """Modules that no finder before has found. importlib.util.find_spec(), which only asks, gets None."""
-        if name.startswith("flash_attn.") and sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
+        ours = name.startswith(("flash_attn.", "flash_attn_3."))
+        if ours and sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":
             raise ModuleNotFoundError(_why(name), name=name)
 
 

@@ -193,6 +193,24 @@ def test_parts_are_combined():
     close(lse, want_lse.transpose(1, 2))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries, keys", [(7, 11), (9, 9)])
+def test_chunks(causal, queries, keys):
+    """Keys in chunks of 4, and a query in that of the key it is at."""
+    q, k, v = tensors(queries=queries, keys=keys)
+    at, key = torch.arange(queries, device=DEVICE)[:, None] + keys - queries, torch.arange(keys, device=DEVICE)
+    hidden = (at // 4 != key // 4) | (key > at if causal else key < 0)
+    s = q.double().transpose(1, 2) @ k.double().repeat_interleave(2, 2).permute(0, 2, 3, 1) * 0.25
+    weights = torch.softmax(s.masked_fill(hidden, -math.inf), 3).nan_to_num()
+    want = (weights @ v.double().repeat_interleave(2, 2).transpose(1, 2)).transpose(1, 2)
+    close(fa3.flash_attn_func(q, k, v, causal=causal, attention_chunk=4), want)
+    close(fa3.flash_attn_with_kvcache(q, k, v, causal=causal, attention_chunk=4), want)
+    offsets = [torch.arange(3, dtype=torch.int32, device=DEVICE) * n for n in (queries, keys)]
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    close(fa3.flash_attn_varlen_func(*packed, *offsets, queries, keys, causal=causal, attention_chunk=4),
+          want.flatten(0, 1))
+
+
 def test_fa3_packed_heads():
     q, k, v = tensors(queries=9, keys=9)
     want = reference(q, k, v, causal=True)[0]

@@ -582,8 +582,10 @@ TEST(Captures, ScalarsFitTheirType) {
                 "integer from -2^31 to 2^31 - 1");
   for (const double good : {0.0, -2147483648.0, 2147483647.0})
     EXPECT_EQ(capture_refusal([&](auto& c) { c[3].scalar = good; }), "accepted");
-  for (const double bad : {1e300, double{NAN}})
+  for (const double bad : {1e300, -0x1.ffffffp127, double{NAN}})
     EXPECT_SAYS(capture_refusal([&](auto& c) { c[0].scalar = bad; }), "cap is", "'cap: float'");
+  for (const double rounded : {-3.4028235e38, 0x1.fffffefffffffp127})  // to the largest float
+    EXPECT_EQ(capture_refusal([&](auto& c) { c[0].scalar = rounded; }), "accepted");
   EXPECT_EQ(capture_refusal([](auto& c) { c[0].scalar = -INFINITY; }), "accepted");
   EXPECT_SAYS(capture_refusal([](auto& c) { c[0].grad = address<float>(0x100); }), "cap has a grad",
               "scalar");

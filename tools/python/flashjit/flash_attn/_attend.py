@@ -29,9 +29,10 @@ class Options(NamedTuple):
     leftpad: Union[Tensor, None] = None
     used_q: Union[Tensor, None] = None  # rows that each sequence has of those in its place
     used_k: Union[Tensor, None] = None
+    chunk: int = 0  # a query attends to the keys of its own chunk of so many
 
     def has_window(self) -> bool:
-        return any(side is not None and side >= 0 for side in self.window or ())
+        return self.chunk > 0 or any(side is not None and side >= 0 for side in self.window or ())
 
     def programs(self, batch: int, heads: int) -> dict[str, Any]:
         """causal, score_mod, mask_mod and captures of attention()."""
@@ -40,14 +41,17 @@ class Options(NamedTuple):
             right = 0
         has_left, has_right = left is not None and left >= 0, right is not None and right >= 0
         padded = self.leftpad is not None or self.used_q is not None or self.used_k is not None
-        named = right == 0 and not (has_left or padded)  # flashjit's own causal mask
-        if (named or not (has_left or has_right or padded)) and not self.softcap and self.slopes is None:
+        masked = has_left or padded or self.chunk > 0
+        named = right == 0 and not masked  # flashjit's own causal mask
+        if (named or not (masked or has_right)) and not self.softcap and self.slopes is None:
             return {"causal": named}
         captures: dict[str, Any] = {}
         if has_right and not named:
             captures["right"] = int(right)
         if has_left:
             captures["left"] = int(left)
+        if self.chunk > 0:
+            captures["chunk"] = int(self.chunk)
         if self.softcap:
             captures["softcap"] = float(self.softcap)
         if self.slopes is not None:
@@ -69,6 +73,7 @@ def _programs(given: tuple[str, ...], dims_of_slopes: int) -> tuple[Union[str, N
     if dims_of_slopes:
         score += f" - slopes[{'h' if dims_of_slopes == 1 else 'b, h'}] * to_float(abs({at} - kv))"
     conditions = {"right": f"kv <= {at} + right", "left": f"kv >= {at} - left",
+                  "chunk": f"{at} >= 0 && kv / chunk == ({at}) / chunk",
                   "cache_leftpad": "kv >= cache_leftpad[b]", "seqused_q": "q < seqused_q[b]",
                   "seqused_k": "kv < seqused_k[b]"}
     mask = " && ".join(conditions[name] for name in given if name in conditions)

@@ -24,9 +24,9 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, softmax_scale: Union[float,
                     sinks: Maybe = None, s_aux: Maybe = None, out: Maybe = None, ver: Any = None) -> Any:
     """flash_attn_func() as FlashAttention-3 has it. return_attn_probs: also LSE [b, hq, sq]. q_descale,
     k_descale, v_descale: float32 [b, hkv], of FP8 tensors; a missing one is 1."""
-    missing(qv=qv, attention_chunk=attention_chunk or None)
+    missing(qv=qv)
     options = Options(softmax_scale, causal, window_size, softcap, None,
-                      either(sinks, s_aux, "sinks and s_aux"))
+                      either(sinks, s_aux, "sinks and s_aux"), chunk=attention_chunk)
     o, lse = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options, return_attn_probs, 0.0,
                     deterministic, **scales(q, k, q_descale, k_descale, v_descale))
     o = o.transpose(1, 2) if out is None else written(out, o.transpose(1, 2))
@@ -67,21 +67,21 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Maybe 
     """flash_attn_varlen_func() as FlashAttention-3 has it. seqused_q, seqused_k: int32 [sequences]: how many
     of its rows each sequence has. page_table: k and v are pages. return_attn_probs or return_softmax_lse:
     also LSE [hq, all rows]."""
-    missing(qv=qv, attention_chunk=attention_chunk or None)
+    missing(qv=qv)
     with_lse = return_attn_probs or return_softmax_lse
     table = either(page_table, block_table, "page_table and block_table")
-    if seqused_q is None:
+    if seqused_q is None and attention_chunk <= 0:
         return _functions.flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
             window_size, softcap, None, deterministic, False, table, seqused_k=seqused_k, sinks=sinks,
             s_aux=s_aux, out=out, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
             return_softmax_lse=with_lse)
-    missing(**{"page_table together with seqused_q": table})
+    missing(**{"page_table together with seqused_q or attention_chunk": table})
     if cu_seqlens_q is None or cu_seqlens_k is None or max_seqlen_q is None or max_seqlen_k is None:
         raise InvalidArgument("cu_seqlens_q, cu_seqlens_k, max_seqlen_q or max_seqlen_k is missing: packed "
                               "sequences need all four.")
     options = Options(softmax_scale, causal, window_size, softcap, None,
-                      either(sinks, s_aux, "sinks and s_aux"), None, seqused_q, seqused_k)
+                      either(sinks, s_aux, "sinks and s_aux"), None, seqused_q, seqused_k, attention_chunk)
     o, lse = attend(with_batch(q), with_batch(k), with_batch(v), options, with_lse, 0.0, deterministic,
                     cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
                     max_seqlen_kv=max_seqlen_k, **scales(q, k, q_descale, k_descale, v_descale))

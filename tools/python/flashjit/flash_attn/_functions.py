@@ -171,10 +171,11 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Unio
     By keyword, as FlashAttention-3 and engines have them: page_table: block_table. cu_seqlens_q, with
     max_seqlen_q: q is [all rows, hq, d]; cu_seqlens_k_new: so are k and v. rotary_seqlens: int32 [b]: where
     positions begin, in place of cache_seqlens. sinks or s_aux [hq]: one more logit per head, without a value.
-    q_descale, k_descale, v_descale: float32 [b, hkv], of FP8 tensors. out: where O goes. scheduler_metadata,
-    pack_gqa, sm_margin, ver and fa_version have no effect.
+    q_descale, k_descale, v_descale: float32 [b, hkv], of FP8 tensors. attention_chunk: a query attends to the
+    keys of its own chunk of so many. out: where O goes. scheduler_metadata, pack_gqa, sm_margin, ver and
+    fa_version have no effect.
     """
-    missing(qv=qv, attention_chunk=attention_chunk or None)
+    missing(qv=qv)
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise InvalidArgument("cu_seqlens_q is given without max_seqlen_q: packed queries need it.")
     place = Place(either(block_table, page_table, "block_table and page_table"), cache_batch_idx)
@@ -186,7 +187,7 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Unio
     new = None if k is None else New(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new,
                                      rotary_seqlens)
     options = Options(softmax_scale, causal, window_size, softcap, alibi_slopes,
-                      either(sinks, s_aux, "sinks and s_aux"), cache_leftpad)
+                      either(sinks, s_aux, "sinks and s_aux"), cache_leftpad, chunk=attention_chunk)
     o, lse = attend_cache(q, k_cache, v_cache, new, lengths, place, options, return_softmax_lse, cu_seqlens_q,
                           max_seqlen_q, batch_invariant=num_splits == 1,
                           **scales(q, k_cache, q_descale, k_descale, v_descale))

@@ -36,11 +36,11 @@ def _contents() -> dict[str, dict[str, Any]]:
 
 
 def install() -> None:
-    """Makes `import flash_attn`, its flash_attn_interface, bert_padding, layers.rotary and ops.triton.rotary,
-    and FlashAttention-3's `flash_attn_interface`, also in flash_attn_3, give these functions, in this process, in which the packages
-    flash-attn and flash-attn-3 count as installed: transformers' attn_implementation="flash_attention_2" then
-    runs on flashjit. Raises flashjit.InvalidArgument where one of the modules was imported already from
-    another package."""
+    """Puts flash_attn, its flash_attn_interface, bert_padding, layers.rotary and ops.triton.rotary, and
+    FlashAttention-3's flash_attn_interface, also in flash_attn_3, in place for `import` in this process,
+    where the packages flash-attn and flash-attn-3 count as installed: transformers' own
+    attn_implementation="flash_attention_2" then runs on flashjit. Raises flashjit.InvalidArgument where one
+    of these modules was imported already from another package."""
     contents = _contents()
     for name in contents:
         if name in sys.modules and not hasattr(sys.modules[name], "_is_flashjit"):

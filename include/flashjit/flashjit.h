@@ -3,8 +3,8 @@
  *
  * Every function is thread-safe. A function that returns flashjit_status returns FLASHJIT_OK or an error
  * code; flashjit_last_error_message() then returns the message. Set `struct_size`, where there is one, to the
- * struct's size, as `= {.struct_size = sizeof x}` does: a library that knows another size refuses the call. Zero is
- * the default of the other members.
+ * struct's size, as `= {.struct_size = sizeof x}` does: a library that knows another size refuses the call.
+ * Zero is the default of the other members.
  */
 #ifndef FLASHJIT_FLASHJIT_H
 #define FLASHJIT_FLASHJIT_H

@@ -29,7 +29,7 @@ def rotated(x, cos, sin, at, interleaved):
 
 def expected(q, k_cache, v_cache, k, v, cos, sin, length, pad, causal, window, slopes, interleaved,
              moving_from=None):
-    """Of one sequence: O [sq, hq, d] and its caches [KEYS, hkv, d] afterwards."""
+    """O [sq, hq, d] of one sequence, and its caches [KEYS, hkv, d] afterwards."""
     k_cache, v_cache, q = k_cache.double().clone(), v_cache.double().clone(), q.double()
     rows = torch.arange(q.shape[0])
     if k is not None:
@@ -55,7 +55,7 @@ def expected(q, k_cache, v_cache, k, v, cos, sin, length, pad, causal, window, s
 
 
 def draw(seed):
-    """Options of one call, within what flash-attn's test leaves in."""
+    """Options of one call that flash-attn's own test would run."""
     pick = random.Random(seed).choice
     while True:
         case = dict(queries=pick([1, 3, 8]), dim=pick([32, 48, 64]), paged=pick([None, 4, 7]),
@@ -103,7 +103,7 @@ class Problem:
         self.counts, self.new = counts, new
 
     def placed(self):
-        """Caches as they are given, with their table, and what reads them back as [BATCH, KEYS, ...]."""
+        """Caches in the form of the call, their table, and a function that undoes that form."""
         page, caches = self.case["paged"], (self.k_cache, self.v_cache)
         if page:
             per = -(-KEYS // page)

@@ -87,20 +87,19 @@ def test_names_that_libraries_import(installed, module):
     assert leaked == []
 
 
-def test_names_that_are_missing_are_told_of(installed):
-    """Also where `from .. import ..` would put its own words in the place of an AttributeError's."""
+def test_missing_names_say_what_to_do(installed):
+    """Also where `from .. import ..` would replace the message of an AttributeError."""
     import flash_attn
-    with pytest.raises(ImportError, match="flash_attn.flash_attn_triton is not among what flashjit.*install "
-                                          "flash-attn itself"):
+    why = " is not among the names that flashjit.*install flash-attn itself"
+    with pytest.raises(ImportError, match="flash_attn.flash_attn_triton" + why):
         from flash_attn import flash_attn_triton  # noqa: F401
-    with pytest.raises(ImportError, match="flash_attn.losses is not among what flashjit.*install flash-attn "
-                                          "itself"):
+    with pytest.raises(ImportError, match="flash_attn.losses" + why):
         from flash_attn.losses.cross_entropy import CrossEntropyLoss  # noqa: F401
-    with pytest.raises(ImportError, match="flash_attn_3._C is not among what flashjit"):
+    with pytest.raises(ImportError, match="flash_attn_3._C" + why):
         import flash_attn_3._C  # noqa: F401
-    with pytest.raises(ImportError, match="flash_attn.ops.rms_norm is not among what flashjit"):
+    with pytest.raises(ImportError, match="flash_attn.ops.rms_norm" + why):
         import flash_attn.ops.rms_norm  # noqa: F401
-    with pytest.raises(AttributeError, match="flash_attn.flash_attn_triton is not among"):
+    with pytest.raises(AttributeError, match="flash_attn.flash_attn_triton" + why):
         flash_attn.flash_attn_triton
     assert not hasattr(flash_attn, "flash_attn_triton")  # libraries that only ask are not stopped
     assert importlib.util.find_spec("flash_attn.losses") is None
@@ -115,7 +114,8 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 q, k, v = torch.randn(3, 2, 9, 4, 16)
 want = dispatch_attention_fn(q, k, v, is_causal=True, backend="native")
 for name in ("flash", "flash_varlen", "_flash_varlen_3"):
-    torch.testing.assert_close(dispatch_attention_fn(q, k, v, is_causal=True, backend=name), want, atol=1e-5, rtol=1e-4)"""
+    out = dispatch_attention_fn(q, k, v, is_causal=True, backend=name)
+    torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-4)"""
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=child.environment())
 
 
@@ -211,7 +211,7 @@ def arguments_of(function):
 
 
 def test_a_ring_of_two():
-    """Parts of K and V by turns, O and LSE joined, and gradients of parts by the LSE of all."""
+    """Each rank attends to each part of K and V; the backward pass of a part takes the LSE of all keys."""
     q, k, v = tensors(queries=16, keys=16)
     want = fa.flash_attn_func(q, k, v, causal=True)
     dout = torch.randn_like(want)

@@ -243,7 +243,7 @@ def lse_of(score_mod, **captures):
 @pytest.mark.parametrize("number", [3.4028235e38, float.fromhex("0x1.fffffefffffffp127")])
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_numbers_that_round_to_the_largest(number, sign):
-    """In a function, in text and as a capture they are what PyTorch rounds them to."""
+    """PyTorch rounds them so; functions, texts and captures do the same."""
     number *= sign
     want = torch.full((1, 1, 4), float(torch.tensor(number, dtype=torch.float64).float()))
     assert want.isfinite().all()
@@ -270,7 +270,7 @@ GUARDS = {
 @pytest.mark.xfail(reason="until derivatives cut at guards", strict=False)
 @pytest.mark.parametrize("name", GUARDS)
 def test_guards_inside_functions_cut_their_gradients(name):
-    """PyTorch's backward pass of relu, clamp and where replaces by 0, also what is infinite behind them."""
+    """PyTorch's backward pass of relu, clamp and where puts 0 there, also in the place of an infinite slope."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 7, 8, requires_grad=True) for _ in range(3))
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]

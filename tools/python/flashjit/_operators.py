@@ -44,7 +44,7 @@ def through_operator(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tupl
 
 def operator_arguments(fixed: Fixed, values: tuple[Any, ...], problem: Problem, rng: Union[Tensor, None],
                        lists: tuple[Any, Any] = (None, None)) -> tuple[Any, ...]:
-    """What both operators take after their first tensors."""
+    """Arguments of both operators after their first tensors."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     numbers = [float(value) for value in values if not isinstance(value, Tensor)]
     return (*fixed, rng, *lists, tensors, numbers, list(problem.names), problem.options, problem.scale,

@@ -168,7 +168,7 @@ def _packed_forward(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens_q: Te
 
 
 def _read_by_sequences(programs: dict[str, Any], first_q: Tensor, first_kv: Tensor) -> dict[str, Any]:
-    """Programs that read what is dense over all rows, where q and kv count from the beginning of sequence b."""
+    """Programs that read a dense mask or bias of all rows, although q and kv count from the start of sequence b."""
     captures = dict(programs["captures"] or {})
     texts = {name: programs[name] for name in ("score_mod", "mask_mod") if programs[name] is not None}
     for position, name, first in (("q", "first_q", first_q), ("kv", "first_kv", first_kv)):

@@ -1,4 +1,4 @@
-"""attention() with flash-attn's options: what all of its functions are made of."""
+"""attention() with flash-attn's options, on which all of its functions are built."""
 from __future__ import annotations
 
 import functools

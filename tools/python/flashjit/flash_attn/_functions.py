@@ -1,4 +1,4 @@
-"""The functions of flash-attn 2, and what engines and transformers give them besides."""
+"""The functions of flash-attn 2, with the additional arguments of engines and transformers."""
 from __future__ import annotations
 
 from typing import Any, Union
@@ -63,7 +63,7 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Union[
                            k_descale: Union[Tensor, None] = None, v_descale: Union[Tensor, None] = None,
                            return_softmax_lse: bool = False, num_splits: int = 0,
                            scheduler_metadata: Any = None, ver: Any = None, fa_version: Any = None) -> Any:
-    """Attention of sequences packed one behind the other: q [all rows, hq, d], k and v [all rows, hkv, d],
+    """Attention of sequences packed one after another: q [all rows, hq, d], k and v [all rows, hkv, d],
     where sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1], int32 [sequences + 1]; so K and V.
 
     block_table: int32 [sequences, pages of the longest]: k and v are pages [pages, rows of a page, hkv, d],

@@ -15,7 +15,7 @@ __version__ = "2.8.3"  # whose interface this is
 
 
 def _public(module: types.ModuleType) -> dict[str, Any]:
-    """What a module itself defines."""
+    """The public names that a module itself defines."""
     return {name: value for name, value in vars(module).items()
             if getattr(value, "__module__", None) == module.__name__ and not name.startswith("_")}
 
@@ -65,7 +65,7 @@ def install() -> None:
 
 
 def _why(name: str) -> str:
-    return (f"{name} is not among what flashjit.flash_attn.install() gives in the place of flash-attn: "
+    return (f"{name} is not among the names that flashjit.flash_attn.install() gives for flash-attn: "
             "flash_attn and its flash_attn_interface, bert_padding, layers.rotary and ops.triton.rotary, and "
             "flash_attn_interface. Leave out what needs it, or do not call install() and install flash-attn "
             "itself.")
@@ -84,7 +84,7 @@ def _absent(module: str) -> Any:
 
 
 class _Package(importlib.metadata.Distribution):
-    """What is known of a package without its files."""
+    """The metadata of a package without files."""
 
     def __init__(self, name: str, module: str, version: str) -> None:
         self.texts = {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
@@ -99,7 +99,7 @@ class _Package(importlib.metadata.Distribution):
 
 
 class _Packages(importlib.metadata.DistributionFinder):
-    """By this, libraries that ask whether flash-attn is installed, and which version, find it."""
+    """Lets libraries find that flash-attn is installed, and its version."""
 
     packages = (_Package("flash-attn", "flash_attn", __version__),
                 _Package("flash-attn-3", "flash_attn_interface\nflash_attn_3", "3.0.0"))

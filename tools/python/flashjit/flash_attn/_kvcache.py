@@ -112,7 +112,7 @@ def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, new: New, lengths: Tens
 
 
 def _positions(first: Tensor, rows: int, cu_seqlens: Union[Tensor, None], moving: bool) -> Tensor:
-    """Those of rows [b, rows], or [1, all rows], of sequences that begin at `first`, int32."""
+    """int32 positions of rows, [b, rows] or [1, all rows], in sequences that begin at `first`."""
     if cu_seqlens is None:
         return first[:, None] + torch.arange(rows, dtype=torch.int32, device=first.device) * int(moving)
     sequence, place = places(cu_seqlens, rows)

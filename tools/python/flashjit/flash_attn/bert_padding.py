@@ -1,4 +1,4 @@
-"""flash_attn.bert_padding: rows of padded batches, one behind the other, and back."""
+"""flash_attn.bert_padding: rows of padded batches, packed, and back."""
 from __future__ import annotations
 
 from typing import Union
@@ -37,7 +37,7 @@ class IndexFirstAxisResidual:
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor,
                 unused_mask: Union[Tensor, None] = None) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The rows of [b, s, ...] where the mask [b, s] is not 0, one behind the other.
+    """The rows of [b, s, ...] where the mask [b, s] is not 0, packed.
 
     Returns the rows, their numbers in [b * s], cu_seqlens int32 [b + 1], the longest sequence, and how many
     rows of each sequence attention_mask alone keeps. unused_mask: rows to keep too, which attention_mask

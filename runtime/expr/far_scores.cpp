@@ -19,7 +19,7 @@ constexpr double kSmallest = 1e-6;     // divisors that programs compute
 constexpr double kEnough = 1e100;      // beyond kFar, and small enough for products
 constexpr long long kHeads = 1 << 20;  // and sequences
 
-/// What floats may be, without NaN.
+/// Bounds of a float that is not NaN.
 struct Span {
   double low, high;
 
@@ -161,7 +161,7 @@ Interval of_elements(ElementType type) {
   }
 }
 
-/// What a value is made of. A measure is a score, a position or a distance, or such times anything.
+/// The leaves of a value. A measure is a score, a position or a distance, or such times anything.
 enum class Origin : std::uint8_t { constant, measure, other };
 
 struct Value {

@@ -46,7 +46,7 @@ Chosen chosen_by(const FamilyTraits& family, const AnalysedSpec& spec, const Att
   return {config, family.admits(spec, config, device)};
 }
 
-/// By the first family that can.
+/// The tiles of the first family that can.
 std::optional<TileConfig> first_chosen(const AnalysedSpec& spec, const AttentionShape& shape,
                                        const DeviceInfo& device) {
   for (const FamilyTraits& family : families())

@@ -157,8 +157,8 @@ TileConfig config(int br, int bc, int warps, int stages, bool q_in_registers = f
 
 constexpr int kReservedBytes = 1024;  // of a block
 
-/// What tiles meet is shared. Keys by two blocks a multiprocessor, which hide each other's waits, where both
-/// fit: registers of four warps allow it.
+/// Blocks share what tiles meet. Keys by two blocks a multiprocessor, which hide each other's waits, where
+/// both fit: registers of four warps allow it.
 TileConfig with_split(const AnalysedSpec& spec, TileConfig c, const DeviceInfo& device) {
   c.split = true;
   const bool two_fit = 2 * (shared_bytes(spec, c) + kReservedBytes) <= device.shared_per_sm;

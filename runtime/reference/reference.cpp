@@ -173,7 +173,7 @@ struct Context {
                                     : shape.seqlen_kv;
     return {(b * shape.heads_kv + h) * shape.seqlen_kv, length};
   }
-  /// What programs see as seqlen_kv.
+  /// The seqlen_kv of programs.
   std::int64_t seqlen_kv(std::int64_t task) const {
     return spec.cache || packs_kv() ? kv_rows(task).count : shape.seqlen_kv;
   }
@@ -453,7 +453,7 @@ void through_score_program(const Context& context, const Arithmetic& arithmetic,
   }
 }
 
-/// Where the problem has LSE and O of more keys than its own, those are the softmax's; NaN is of some such
+/// LSE and O of more keys than its own, if the problem has them, are the softmax's; NaN is of some such
 /// key. LSE in fp32 that is the same but for its rounding changes nothing.
 void take_results_of_all_keys(const Context& context, std::int64_t task, HeadForward& fwd) {
   const Problem& problem = context.problem;

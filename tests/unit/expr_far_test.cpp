@@ -1,4 +1,4 @@
-// What is said of scores next to the least float, against the values that programs have.
+// The analysis of scores next to the least float, against the values that programs have.
 #include <gtest/gtest.h>
 
 #include <cmath>

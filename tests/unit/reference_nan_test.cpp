@@ -1,5 +1,5 @@
 // NaN and infinities on the CPU: a row sees those of the keys that it attends to, and of no other. And what
-// lies behind a sequence's keys, or in freed pages, is neither read nor paid for.
+// lies past a sequence's keys, or in freed pages, is neither read nor paid for.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -39,7 +39,7 @@ Problem problem_of(const std::string& options) {
   return problem;
 }
 
-/// Which rows have NaN, where others have none.
+/// The rows that have NaN or an infinity.
 std::vector<std::int64_t> rows_of_nan(const std::vector<double>& values, std::int64_t columns) {
   std::vector<std::int64_t> rows;
   for (std::int64_t row = 0; row < std::ssize(values) / columns; ++row) {
@@ -55,7 +55,7 @@ Rows first(std::int64_t count) {
   return rows;
 }
 
-/// What NaN in row 3 of Q, or in a score of it, leaves.
+/// Expects that NaN in row 3 of Q, or in a score of it, spoils that row and `keys` alone.
 void expect_row_3_lost(const Problem& problem, const Rows& keys) {
   const Forward forward = reference::forward(problem);
   EXPECT_EQ(rows_of_nan(forward.out, kDim), Rows{3});

@@ -646,7 +646,9 @@ TEST(Precision, RoundedResultsAreOfTheElementTypeAndNearTheExact) {
     DType dtype;
     double epsilon;
   } cases[] = {{DType::fp16, 0x1p-11}, {DType::bf16, 0x1p-8}, {DType::fp32, 0x1p-24}};
-  for (const auto& [dtype, epsilon] : cases) {
+  for (const auto& of_type : cases) {
+    const DType dtype = of_type.dtype;  // clang 14 has no structured bindings in lambdas
+    const double epsilon = of_type.epsilon;
     AttentionSpec spec{.dtype = dtype, .head_dim = 32, .mask = causal(), .dropout = true};
     Problem problem = random_problem(spec, {1, 2, 1, 50, 60});
     problem.dropout_p = 0.2;

@@ -12,6 +12,7 @@
 #include "plan/family.hpp"
 #include "plan/plan.hpp"
 #include "support/file.hpp"
+#include "support/json.hpp"
 
 namespace flashjit::autotune {
 namespace {
@@ -515,7 +516,7 @@ std::optional<plan::TuningRecord> read_record(const std::filesystem::path& path)
   std::error_code ignored;
   if (!std::filesystem::exists(path, ignored)) return {};
   try {
-    return plan::parse_record(read_file(path, kStoredFileLimit));
+    return plan::parse_record(read_file(path, kMaxJsonBytes));
   } catch (const Error&) {
     return {};
   }

@@ -293,9 +293,9 @@ void TuningRecords::load(const std::filesystem::path& folder, std::vector<std::s
   std::sort(paths.begin(), paths.end());
   for (const std::filesystem::path& path : paths) {
     try {
-      add(parse_record(read_file(path, kStoredFileLimit)));
+      add(parse_record(read_file(path, kMaxJsonBytes)));
     } catch (const Error& failure) {
-      warn(fmt::format("passed over '{}': {}", path.string(), failure.message()));
+      warn(printable(fmt::format("passed over '{}': {}", path.string(), failure.message())));
     }
   }
 }
@@ -305,7 +305,7 @@ void TuningRecords::load(const std::vector<EmbeddedFile>& files, std::vector<std
     try {
       add(parse_record(std::string(file.bytes)));
     } catch (const Error& failure) {
-      if (warnings) warnings->push_back(fmt::format("passed over '{}': {}", file.path, failure.message()));
+      if (warnings) warnings->push_back(printable(fmt::format("passed over '{}': {}", file.path, failure.message())));
     }
   }
 }

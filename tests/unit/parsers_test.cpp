@@ -4,7 +4,11 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+#include <chrono>
 #include <random>
+#include <string>
+#include <vector>
 
 namespace flashjit {
 namespace {
@@ -66,6 +70,58 @@ TEST_P(AnyParser, SurvivesBytesAtRandom) {
     for (char& c : text) c = static_cast<char>(random());
     ASSERT_NE(GetParam().read(text), Outcome::broken) << text;
   }
+}
+
+/// `unit` with "#" as a number that counts, up to about `bytes`.
+std::string repeated(const std::string& begin, const std::string& unit, const std::string& end,
+                     std::size_t bytes) {
+  std::string text = begin;
+  for (std::size_t i = 0; text.size() + unit.size() + end.size() + 8 < bytes; ++i) {
+    std::string next = unit;
+    if (const std::size_t at = next.find('#'); at != next.npos) next.replace(at, 1, std::to_string(i));
+    text += next;
+  }
+  return text + end;
+}
+
+// A limit of bytes bounds no time where a parser goes over what it has again and again.
+TEST_P(AnyParser, ReadsItsLargestInputSoon) {
+  const std::string& name = GetParam().name;
+  const std::size_t bytes = name.starts_with("meta") || name == "record" ? kMaxJsonBytes : 1 << 20;
+  std::vector<std::string> largest;
+  for (const auto& [begin, unit, end] : std::vector<std::array<std::string, 3>>{{"[", "{},", "0]"},
+                                                                                {"[", "[],", "0]"},
+                                                                                {"{", "\"#\":0,", "\"\":0}"},
+                                                                                {"[", "#,", "0]"},
+                                                                                {"\"", "\\\"", "\""},
+                                                                                {"", "9", ""},
+                                                                                {"", "#.5e-7", ""},
+                                                                                {"", "-", ""},
+                                                                                {"", "a", ""},
+                                                                                {"", "a#:", ""},
+                                                                                {"", "a #\n", ""},
+                                                                                {"", "\n", ""},
+                                                                                {"", "score + ", "1"},
+                                                                                {"", "(1 + ", "1"},
+                                                                                {"", "\xff", ""},
+                                                                                {"", "# ", ""}})
+    largest.push_back(repeated(begin, unit, end, bytes));
+  for (const std::string& seed : GetParam().seeds) largest.push_back(repeated("", seed + "\n", "", bytes));
+  for (const std::string& text : largest) {
+    const auto begin = std::chrono::steady_clock::now();
+    ASSERT_NE(GetParam().read(text), Outcome::broken) << text.substr(0, 40);
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    EXPECT_LT(took.count(), 10) << name << " " << text.substr(0, 40);
+  }
+}
+
+TEST(Json, LengthAndDepthHaveLimits) {
+  const auto nested = [](int depth) { return std::string(depth, '[') + std::string(depth, ']'); };
+  EXPECT_NO_THROW(parse_json(nested(kMaxJsonDepth)));
+  EXPECT_THROW(parse_json(nested(kMaxJsonDepth + 1)), Error);
+  EXPECT_NO_THROW(parse_json(R"({"a": "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[\\\"[[[[[[[[[[[[[[["})"));
+  EXPECT_NO_THROW(parse_json(std::string(kMaxJsonBytes - 1, ' ') + "0"));
+  EXPECT_THROW(parse_json(std::string(kMaxJsonBytes, ' ') + "0"), Error);
 }
 
 // Recursion over a document a million levels deep would exhaust the stack.

@@ -10,6 +10,7 @@
 #include "disassembler.hpp"
 #include "gpu.hpp"
 #include "support/file.hpp"
+#include "support/json.hpp"
 
 namespace flashjit::command {
 namespace {
@@ -68,7 +69,7 @@ Subject subject_of_key(const InspectOptions& options) {
                 fmt::format("the kernel in '{}' is damaged: {}; `flashjit cache verify --repair` "
                             "removes it",
                             stored.folder.string(), stored.info.damage));
-  const cache::Meta meta = cache::parse_meta(read_file(stored.folder / cache::kMetaFile, kStoredFileLimit));
+  const cache::Meta meta = cache::parse_meta(read_file(stored.folder / cache::kMetaFile, kMaxJsonBytes));
   Subject subject{parse_spec(meta.spec),
                   parse_config(meta.config),
                   DeviceInfo::parse(meta.arch),

@@ -207,19 +207,21 @@ const render::TemplateSet& KernelLibrary::templates() {
 }
 
 const plan::TuningRecords& KernelLibrary::records() {
+  // Lines are logged outside of the lock: a log may call the library, which asks for the records.
+  const bool cache_has_some = cache_ && cache_->is_usable(cache::kTuningFolder);
+  std::vector<std::string> warnings;
   records_once_.run([&] {
     plan::TuningRecords found;
-    std::vector<std::string> warnings;
     for (const cache::EmbeddedStore& pack : embedded_) found.load(pack.records(), &warnings);
     for (const cache::Store& pack : packs_) found.load(pack.records_folder(), &warnings);
-    if (cache_ && cache_->is_usable(cache::kTuningFolder)) found.load(cache_->records_folder(), &warnings);
+    if (cache_has_some) found.load(cache_->records_folder(), &warnings);
     // Without a compiler they would name kernels that no pack has.
     if (settings_.jit)
       for (const plan::TuningRecord& record : plan::shipped_records())
         found.add(record, plan::TuningRecords::Origin::shipped);
-    for (const std::string& warning : warnings) settings_.log(warning);
     records_ = std::move(found);
   });
+  for (const std::string& warning : warnings) settings_.log(warning);
   return records_;
 }
 

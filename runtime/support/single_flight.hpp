@@ -6,6 +6,9 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <thread>
+
+#include "flashjit/error.hpp"
 
 namespace flashjit {
 
@@ -19,18 +22,22 @@ class SingleFlight {
   };
 
   /// The value of `key`, else that of `make()`. What make() throws reaches every waiting thread and is not
-  /// kept: the next call tries again. make() must not ask for its own key.
+  /// kept: the next call tries again. Throws Error(invalid_argument) where make() asks for its own key, as a
+  /// log does that calls the library; it would wait for itself.
   template <class Make>
   Result get(const std::string& key, Make&& make) {
     std::promise<Value> promise;
     std::unique_lock lock(mutex_);
     const auto [flight, first] = flights_.try_emplace(key);
     if (!first) {
-      const std::shared_future<Value> other = flight->second;
+      const auto [other, maker] = flight->second;
       lock.unlock();
+      if (maker == std::this_thread::get_id() && !is_ready(other))
+        throw Error(ErrorCode::invalid_argument,
+                    "a log asks for the kernel whose making it is told of: call after it has returned");
       return {other.get(), false};
     }
-    flight->second = promise.get_future().share();
+    flight->second = {promise.get_future().share(), std::this_thread::get_id()};
     lock.unlock();
     try {
       Value value = make();
@@ -49,13 +56,20 @@ class SingleFlight {
   bool holds(const std::string& key) const {
     const std::lock_guard lock(mutex_);
     const auto flight = flights_.find(key);
-    return flight != flights_.end() &&
-           flight->second.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+    return flight != flights_.end() && is_ready(flight->second.value);
   }
 
  private:
+  struct Flight {
+    std::shared_future<Value> value;
+    std::thread::id maker;
+  };
+  static bool is_ready(const std::shared_future<Value>& value) {
+    return value.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+  }
+
   mutable std::mutex mutex_;
-  std::map<std::string, std::shared_future<Value>> flights_;
+  std::map<std::string, Flight> flights_;
 };
 
 }  // namespace flashjit

@@ -156,6 +156,27 @@ TEST_F(FailingLog, AKernelIsKeptBeforeItsLineIsWritten) {
   EXPECT_TRUE(kept);
 }
 
+/// Calls the library whatever is logged, and once for all that it is asked in the meantime.
+TEST_F(FailingLog, MayCallTheLibrary) {
+  const fs::path records = folder_ / "cache" / "v1" / "tuning" / "sm_90a";
+  make_private_folders(records);
+  write_file_atomically(records / "damaged.json", "{");
+  std::unique_ptr<Engine> runtime;
+  int lines = 0;
+  runtime = engine([&](std::string_view) {
+    ++lines;
+    runtime->workspace_bytes(spec(64), kShape);
+    runtime->prepare(spec(32), kShape, {});
+    runtime->prepare(spec(64), kShape, {});  // it may be the one that is being made, which is an error
+  });
+  EXPECT_EQ(in_child([&] {
+              compile(*runtime);
+              return lines;
+            }),
+            4)
+      << "a damaged record, and three kernels";
+}
+
 TEST(Stderr, KeepsASignalThatWaitedBefore) {
   ::sigset_t pipe, before, pending;
   ::sigemptyset(&pipe);

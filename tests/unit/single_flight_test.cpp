@@ -57,6 +57,14 @@ TEST(SingleFlight, DifferentKeysFlyTogether) {
   EXPECT_TRUE(flights.holds("a") && flights.holds("b"));
 }
 
+TEST(SingleFlight, AMakerThatAsksForItsOwnKeyIsToldSo) {
+  SingleFlight<int> flights;
+  EXPECT_THROW(flights.get("a", [&] { return flights.get("a", [] { return 1; }).value; }), Error);
+  const auto make = [&] { return flights.get("b", [] { return 1; }).value + 1; };
+  EXPECT_EQ(flights.get("a", make).value, 2) << "another key, and again, may be asked for";
+  EXPECT_EQ(flights.get("a", make).value, 2);
+}
+
 TEST(SingleFlight, AFailureReachesAllWaitersAndIsNotKept) {
   constexpr int kThreads = 8;
   SingleFlight<int> flights;

@@ -19,6 +19,8 @@ namespace {
 
 constexpr unsigned kCompileThreads = 2;  // the rest of the machine is the service's
 constexpr double kBudgetSeconds = 60;    // a shape
+// All are read at a process's first call. A service that sees many lengths would go on for ever.
+constexpr std::size_t kMostRecords = 1000;
 
 class Thread {
  public:
@@ -73,11 +75,12 @@ class Thread {
     options.stop = [&] { return stop.stop_requested(); };
     const autotune::Problem problem{job.spec, job.shape};
     // Without a log: the calls' store of this folder has said what is wrong with it.
-    const cache::Store store(settings_.cache_dir, cache::Store::Access::cache);
+    cache::Store store(settings_.cache_dir, cache::Store::Access::cache);
     const bool keeps = !settings_.cache_dir.empty() && store.is_usable(cache::kTuningFolder);
     const autotune::TuneResult result =
         keeps ? autotune::tune_into(store.records_folder(), problem, setting, meter, options)
               : autotune::tune(problem, setting, meter, options);
+    if (keeps) store.prune_records(kMostRecords);
     if (!result.has_best() || stop.stop_requested()) return;
     adopt_(job, result.record.best);
     settings_.log(fmt::format("tuned {} at {} in the background: {} takes {:.4f} ms, {} measured in {:.1f} s",

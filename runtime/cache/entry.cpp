@@ -30,8 +30,7 @@ CompiledKernel make_kernel(Meta meta, std::string cubin) {
   return {.cubin = std::move(cubin),
           .log = std::move(meta.log),
           .compiler = std::move(meta.compiler),
-          .resources = std::move(meta.resources),
-          .compile_ms = meta.compile_ms};
+          .resources = std::move(meta.resources)};
 }
 
 void sort_by_compiler(std::vector<std::string>& keys) {

@@ -92,7 +92,6 @@ Meta parse_body(const Json& body) {
   meta.cubin = text_field(body, "cubin");
   meta.cubin_bytes = body.at("cubin_bytes").get<std::uintmax_t>();
   for (const Json& used : body.at("resources")) meta.resources.push_back(parse_resources(used));
-  meta.compile_ms = body.at("compile_ms").get<double>();
   meta.log = text_field(body, "log");
   return meta;
 }
@@ -101,6 +100,19 @@ std::map<std::string, std::string> header_digests(const KernelSource& source) {
   std::map<std::string, std::string> digests;
   for (const Header& header : source.headers) digests[header.name] = digest_of(header.text);
   return digests;
+}
+
+/// Without the lines that tell how long ptxas took, and no longer than a meta.json may be.
+std::string log_to_keep(const std::string& log) {
+  constexpr std::size_t kLongest = 256 << 10;
+  std::string kept;
+  for (const std::string_view line : split(log, '\n')) {
+    if (kept.size() + line.size() > kLongest) break;
+    if (line.find("Compile time") != line.npos) continue;
+    if (!kept.empty()) kept += '\n';
+    kept += line;
+  }
+  return kept;
 }
 
 }  // namespace
@@ -117,8 +129,7 @@ Meta make_meta(const KernelSource& source, const std::string& digest, const Comp
           .cubin = digest_of(kernel.cubin),
           .cubin_bytes = kernel.cubin.size(),
           .resources = kernel.resources,
-          .compile_ms = kernel.compile_ms,
-          .log = kernel.log};
+          .log = log_to_keep(kernel.log)};
 }
 
 std::string to_json(const Meta& meta) {
@@ -136,7 +147,6 @@ std::string to_json(const Meta& meta) {
                      {"cubin", meta.cubin},
                      {"cubin_bytes", meta.cubin_bytes},
                      {"resources", resources},
-                     {"compile_ms", meta.compile_ms},
                      {"log", meta.log}};
   return dump({{"format", kFormat}, {"digest", digest_of(dump(body, -1))}, {"kernel", body}}, 1) + "\n";
 }

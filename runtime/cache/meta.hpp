@@ -19,8 +19,7 @@ struct Meta {
   std::string cubin;  ///< digest of kernel.cubin
   std::uintmax_t cubin_bytes = 0;
   std::vector<EntryResources> resources;
-  double compile_ms = 0;
-  std::string log;
+  std::string log;  ///< without times: the same source compiled again gives the same file
 
   bool operator==(const Meta&) const = default;
 };

@@ -16,6 +16,7 @@
 #include "flashjit/error.hpp"
 #include "plan/records.hpp"
 #include "support/file.hpp"
+#include "support/json.hpp"
 #include "support/refuse.hpp"
 #include "support/text.hpp"
 
@@ -38,7 +39,7 @@ std::uintmax_t size_of_file(const fs::path& path) {
   return size;
 }
 
-Meta read_meta(const fs::path& entry) { return parse_meta(read_file(entry / kMetaFile, kStoredFileLimit)); }
+Meta read_meta(const fs::path& entry) { return parse_meta(read_file(entry / kMetaFile, kMaxJsonBytes)); }
 
 std::string read_cubin(const fs::path& entry, const Meta& meta) {
   if (const std::uintmax_t size = size_of_file(entry / kCubinFile); size != meta.cubin_bytes) {
@@ -76,16 +77,14 @@ bool is_sound(const fs::path& entry, const KernelSource& source, const std::stri
   }
 }
 
-// Keys of the entries of one source, newest compiler first.
-std::vector<std::string> keys_by_any_compiler(const fs::path& arch_folder, const std::string& digest) {
-  std::vector<std::string> keys;
+std::set<std::string> entry_names(const fs::path& arch_folder) {
+  std::set<std::string> names;
   std::error_code error;
   for (fs::directory_iterator it(arch_folder, error), end; !error && it != end; it.increment(error)) {
     std::string name = it->path().filename().string();
-    if (name.starts_with(digest) && is_key_name(name)) keys.push_back(std::move(name));
+    if (is_key_name(name)) names.insert(std::move(name));
   }
-  sort_by_compiler(keys);
-  return keys;
+  return names;
 }
 
 // Renames the finished folder to the entry's place. The first process wins; a damaged entry is replaced.
@@ -209,32 +208,57 @@ bool Store::is_usable(std::string_view name) const {
 fs::path Store::records_folder() const { return root() / kTuningFolder; }
 
 void Store::warn(std::string_view line) const {
-  if (log_) log_(line);
+  if (log_) log_(printable(line));  // names and texts of files may hold anything
+}
+
+std::vector<std::string> Store::keys_by_any_compiler(const std::string& arch, const std::string& digest,
+                                                     bool anew) const {
+  constexpr std::chrono::seconds kTick(2);  // the coarsest clock of a file system
+  const std::lock_guard lock(state_->listing);
+  Listing& known = state_->listed[arch];
+  if (anew || !known.settled) {
+    std::error_code error;
+    const fs::file_time_type changed = fs::last_write_time(root() / arch, error);
+    if (error) return {};
+    if (!known.settled || changed != known.changed)
+      known = {changed, fs::file_time_type::clock::now() - changed > kTick, entry_names(root() / arch)};
+  }
+  std::vector<std::string> keys;
+  for (auto key = known.keys.lower_bound(digest); key != known.keys.end() && key->starts_with(digest); ++key)
+    keys.push_back(*key);
+  sort_by_compiler(keys);
+  return keys;
 }
 
 std::optional<CompiledKernel> Store::load(const KernelSource& source, const std::string& digest,
-                                          const std::string& compiler_tag) const {
+                                          const std::string& compiler_tag, bool quiet) const {
   if (folder_.empty() || !is_arch_name(source.arch) || !is_usable(source.arch)) return {};
-  const fs::path arch_folder = root() / source.arch;
-  const std::vector<std::string> keys = compiler_tag.empty()
-                                            ? keys_by_any_compiler(arch_folder, digest)
-                                            : std::vector<std::string>{entry_key(digest, compiler_tag)};
-  for (const std::string& key : keys) {
-    const fs::path entry = arch_folder / key;
-    std::error_code error;
-    if (!is_key_name(key) || !fs::exists(entry, error)) continue;
-    try {
-      if (access_ == Access::cache) require_own(entry);
-      CompiledKernel kernel = read_entry(entry, source, digest);
-      if (access_ != Access::read_only) touch(root(), {source.arch, key, entry});
-      return kernel;
-    } catch (const std::exception& cause) {
-      if (!fs::exists(entry, error)) continue;  // removed meanwhile
+  if (!compiler_tag.empty()) return load_one(source, digest, entry_key(digest, compiler_tag), quiet);
+  std::set<std::string> tried;
+  for (const bool anew : {false, true})
+    for (const std::string& key : keys_by_any_compiler(source.arch, digest, anew)) {
+      if (!tried.insert(key).second) continue;
+      if (auto kernel = load_one(source, digest, key, quiet)) return kernel;
+    }
+  return {};
+}
+
+std::optional<CompiledKernel> Store::load_one(const KernelSource& source, const std::string& digest,
+                                              const std::string& key, bool quiet) const {
+  const fs::path entry = root() / source.arch / key;
+  std::error_code error;
+  if (!is_key_name(key) || !fs::exists(entry, error)) return {};
+  try {
+    if (access_ == Access::cache) require_own(entry);
+    CompiledKernel kernel = read_entry(entry, source, digest);
+    if (access_ != Access::read_only) touch(root(), {source.arch, key, entry});
+    return kernel;
+  } catch (const std::exception& cause) {
+    if (!quiet && fs::exists(entry, error))  // else it was removed meanwhile
       warn(fmt::format("ignoring the cached kernel '{}': {}; `flashjit cache verify` lists such entries",
                        entry.string(), cause.what()));
-    }
+    return {};
   }
-  return {};
 }
 
 bool Store::store(const KernelSource& source, const std::string& digest, const CompiledKernel& kernel) {
@@ -315,7 +339,7 @@ std::vector<EntryInfo> Store::damaged_records() const {
   std::vector<EntryInfo> found;
   for (const fs::path& file : record_files(root())) {
     try {
-      plan::parse_record(read_file(file, kStoredFileLimit));
+      plan::parse_record(read_file(file, kMaxJsonBytes));
     } catch (const Error& error) {
       found.push_back({.key = file.lexically_relative(records_folder()).string(), .damage = error.message()});
     }
@@ -367,6 +391,23 @@ Store::Pruned Store::prune(std::uintmax_t bytes) {
     pruned.removed += removed;
   }
   return pruned;
+}
+
+void Store::prune_records(std::size_t most) {
+  if (!may_remove()) return;
+  std::vector<fs::path> files = record_files(root());
+  if (files.size() <= most) return;
+  std::vector<std::pair<fs::file_time_type, fs::path>> by_age;
+  for (fs::path& file : files) {
+    std::error_code error;
+    const fs::file_time_type written = fs::last_write_time(file, error);
+    if (!error) by_age.emplace_back(written, std::move(file));
+  }
+  std::sort(by_age.begin(), by_age.end());
+  for (std::size_t i = 0; i + most < by_age.size(); ++i) {
+    std::error_code ignored;
+    fs::remove(by_age[i].second, ignored);
+  }
 }
 
 std::size_t Store::clear(bool records) {

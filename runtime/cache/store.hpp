@@ -7,9 +7,11 @@
 #include <filesystem>
 #include <functional>
 #include <limits>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -56,9 +58,9 @@ class Store {
   /// a cache.
   bool is_usable(std::string_view name) const;
   /// The entry of this source made by this compiler; with an empty tag, by any compiler.
-  /// A damaged or foreign entry is a miss with a warning.
+  /// A damaged or foreign entry is a miss with a warning, unless `quiet`: where the caller looks again.
   std::optional<CompiledKernel> load(const KernelSource& source, const std::string& digest,
-                                     const std::string& compiler_tag) const;
+                                     const std::string& compiler_tag, bool quiet = false) const;
   /// Atomic: temporary folder on the same file system, fsync, rename. Returns whether the entry is there
   /// afterwards.
   bool store(const KernelSource& source, const std::string& digest, const CompiledKernel& kernel);
@@ -74,6 +76,8 @@ class Store {
   };
   /// Removes the least recently used entries until at most `bytes` remain.
   Pruned prune(std::uintmax_t bytes);
+  /// Removes tuning records until at most `most` remain, those first that were written longest ago.
+  void prune_records(std::size_t most);
   /// Removes every entry, tuning records too when asked; touches nothing that flashjit did not write.
   std::size_t clear(bool records);
   /// Folder of the tuning records: `$dir/v1/tuning`.
@@ -97,8 +101,16 @@ class Store {
   Lock lock(const std::string& arch, const std::string& key, double timeout_seconds = 60) const;
 
  private:
+  /// The entries of an architecture.
+  struct Listing {
+    std::filesystem::file_time_type changed = {};  // the folder, before it was listed
+    bool settled = false;  // that was some time ago, so that another change would show
+    std::set<std::string> keys;
+  };
   /// What this process knows of the folder; copies of a store share it.
   struct State {
+    std::mutex listing;
+    std::map<std::string, Listing> listed;   // by architecture
     std::atomic_flag write_failed, foreign;  // warned of already
     Once looked;
     std::mutex counting;
@@ -110,6 +122,12 @@ class Store {
   /// Whether what is kept here may be removed: no pack, and no link to where others keep theirs.
   bool may_remove() const;
   void warn(std::string_view line) const;
+  /// Keys of the entries of one source, newest compiler first. The folder is listed once, and `anew` again if
+  /// it has changed.
+  std::vector<std::string> keys_by_any_compiler(const std::string& arch, const std::string& digest,
+                                                bool anew) const;
+  std::optional<CompiledKernel> load_one(const KernelSource& source, const std::string& digest,
+                                         const std::string& key, bool quiet) const;
   void look_once();
   void count_again();
   bool is_over_limit(std::uintmax_t added);

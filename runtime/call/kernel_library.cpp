@@ -137,7 +137,9 @@ KernelLibrary::Ready KernelLibrary::from_stores(const Request& request) {
 
 KernelLibrary::Ready KernelLibrary::from_cache(const Request& request, const std::string& compiler_tag) {
   if (!cache_) return nullptr;
-  const auto kernel = cache_->load(request.source, request.digest, compiler_tag);
+  // By one compiler it is looked for a second time, after what was ignored has been told of.
+  const bool quiet = !compiler_tag.empty();
+  const auto kernel = cache_->load(request.source, request.digest, compiler_tag, quiet);
   return kernel ? try_load(request, *kernel, KernelOrigin::disk) : nullptr;
 }
 

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <deque>
+#include <filesystem>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -59,17 +60,25 @@ Log choose_log(const RuntimeOptions& options, const Environment& environment) {
   return one_at_a_time([](std::string_view line) { write_to_stderr(fmt::format("flashjit: {}\n", line)); });
 }
 
+/// A relative path is meant for the folder that the process is in now; it may change that.
+std::string fixed(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path absolute = std::filesystem::absolute(path, error);
+  return path.empty() || error ? path : absolute.string();
+}
+
 }  // namespace
 
 Settings resolve_settings(const RuntimeOptions& options, const Environment& environment) {
   Settings settings;
-  settings.cache_dir = options.cache_dir.value_or(environment.cache_dir);
+  settings.cache_dir = fixed(options.cache_dir.value_or(environment.cache_dir));
   settings.cache_limit = options.cache_limit.value_or(environment.cache_limit);
   settings.embedded_packs = options.embedded_packs;
   settings.packs = options.packs;
   settings.packs.insert(settings.packs.end(), environment.packs.begin(), environment.packs.end());
+  for (std::string& pack : settings.packs) pack = fixed(pack);
   settings.jit = options.jit ? *options.jit == JitMode::on : environment.jit;
-  settings.template_dir = options.template_dir.value_or(environment.template_dir);
+  settings.template_dir = fixed(options.template_dir.value_or(environment.template_dir));
   settings.nvrtc = options.nvrtc.value_or(environment.nvrtc);
   settings.libcuda = environment.libcuda;
   settings.check_indices = options.check_indices.value_or(environment.check_indices);

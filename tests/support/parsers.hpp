@@ -129,7 +129,6 @@ inline cache::Meta example_meta() {
           .cubin = std::string(32, 'd'),
           .cubin_bytes = 100,
           .resources = {{.entry = "forward", .registers = 168}},
-          .compile_ms = 12.5,
           .log = "ptxas info"};
 }
 

@@ -3,6 +3,7 @@
 #include "cache/store.hpp"
 
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <sys/file.h>
@@ -87,7 +88,7 @@ TEST_F(StoreTest, GivesBackWhatItWasGiven) {
   EXPECT_EQ(found->cubin, kernel().cubin);
   EXPECT_EQ(found->compiler, kTag);
   EXPECT_EQ(found->resources, kernel().resources);
-  EXPECT_EQ(found->compile_ms, kernel().compile_ms);
+  EXPECT_EQ(found->compile_ms, 0) << "which another compilation of the same source has not in common";
   EXPECT_NE(found->log.find("and \n are fine"), std::string::npos);
   EXPECT_TRUE(lines_.empty()) << lines_.front();
   EXPECT_TRUE(temporaries().empty());
@@ -306,9 +307,9 @@ TEST_F(StoreTest, StoringReplacesADamagedEntryAndKeepsASoundOne) {
   EXPECT_TRUE(temporaries().empty());
 
   CompiledKernel later = kernel();
-  later.compile_ms = 1;
+  later.resources[0].registers = 1;
   EXPECT_TRUE(keep(store, source(), later));
-  EXPECT_EQ(find(store, source())->compile_ms, kernel().compile_ms);
+  EXPECT_EQ(find(store, source())->resources, kernel().resources);
 }
 
 TEST_F(StoreTest, AnEntryInTheWrongPlaceIsAMiss) {
@@ -769,6 +770,78 @@ TEST_F(StoreTest, FarBelowItsLimitAStoreDoesNotCountAgain) {
   if (without == 0) GTEST_SKIP() << "processes cannot be traced here";
   EXPECT_EQ(calls("b", std::uintmax_t{1} << 30), without);
   EXPECT_GT(calls("c", std::uintmax_t{1} << 17), without) << "and near it, it does";
+}
+
+// A listing of thousands of entries takes as long as to load several kernels.
+TEST_F(StoreTest, AFolderIsListedOnceAProcess) {
+  constexpr int kLoads = 20;
+  {
+    Store store = open();
+    for (int i = 0; i < kLoads; ++i) keep(store, source_number(i));
+  }
+  const fs::path arch = folder_ / "v1" / "sm_80";
+  const auto calls = [&] {
+    fs::last_write_time(arch, fs::file_time_type::clock::now() - std::chrono::hours(1));
+    return run_traced([&] {
+             const Store store = open(Access::read_only);
+             for (int i = 0; i < kLoads; ++i)
+               if (!find(store, source_number(i), "")) return 1;
+             return 0;
+           })
+        .calls;
+  };
+  const int few = calls();
+  if (few == 0) GTEST_SKIP() << "processes cannot be traced here";
+  for (int i = 0; i < 3000; ++i) fs::create_directory(arch / (fmt::format("{:032x}", i) + "-" + kTag));
+  EXPECT_LT(calls(), few + kLoads) << "one listing reads the names in about ten calls";
+}
+
+TEST_F(StoreTest, WhatAnotherProcessAddsIsFound) {
+  Store writer = open();
+  keep(writer, source_number(0));
+  const fs::path arch = folder_ / "v1" / "sm_80";
+  fs::last_write_time(arch, fs::file_time_type::clock::now() - std::chrono::hours(1));
+  const Store reader = open(Access::read_only);
+  EXPECT_TRUE(find(reader, source_number(0), ""));
+  EXPECT_FALSE(find(reader, source_number(1), ""));
+  keep(writer, source_number(1));
+  EXPECT_TRUE(find(reader, source_number(1), ""));
+  fs::remove_all(arch);
+  EXPECT_FALSE(find(reader, source_number(0), ""));
+  keep(writer, source_number(0), kernel("nvrtc99.0"));
+  EXPECT_TRUE(find(reader, source_number(0), "")) << "by another compiler than the one that was listed";
+}
+
+TEST_F(StoreTest, TheNewestRecordsStay) {
+  Store store = open();
+  const auto now = fs::file_time_type::clock::now();
+  for (int i = 0; i < 5; ++i) {
+    plan::TuningRecord r = record();
+    r.shape.seqlen_q = 100 + i;
+    plan::write_record(store.records_folder(), r);
+    fs::last_write_time(store.records_folder() / plan::record_path(r), now - std::chrono::hours(i));
+  }
+  store.prune_records(5);
+  store.prune_records(2);
+  plan::TuningRecords left;
+  left.load(store.records_folder());
+  EXPECT_EQ(left.size(), 2u);
+  plan::TuningRecord oldest_left = record();
+  oldest_left.shape.seqlen_q = 101;
+  EXPECT_TRUE(fs::exists(store.records_folder() / plan::record_path(oldest_left)));
+}
+
+TEST_F(StoreTest, WhatIsKeptTellsNoTimes) {
+  Store store = open();
+  CompiledKernel first = kernel(), second = kernel();
+  first.compile_ms = 1, first.log = "ptxas info : Used 8 registers\nptxas info : Compile time = 1.5 ms\n";
+  second.compile_ms = 2, second.log = "ptxas info : Used 8 registers\nptxas info : Compile time = 2.5 ms\n";
+  keep(store, source(), first);
+  const std::string meta = read_file(entry(source()) / "meta.json");
+  store.clear(false);
+  keep(store, source(), second);
+  EXPECT_EQ(read_file(entry(source()) / "meta.json"), meta);
+  EXPECT_NE(meta.find("Used 8 registers"), meta.npos);
 }
 
 TEST_F(StoreTest, PrunesTheLeastRecentlyUsedFirst) {

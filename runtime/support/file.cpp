@@ -121,8 +121,10 @@ std::string make_private_folders(const std::filesystem::path& folder) {
   if (folder.has_parent_path() && folder.parent_path() != folder) {
     if (std::string cause = make_private_folders(folder.parent_path()); !cause.empty()) return cause;
   }
-  if (::mkdir(folder.c_str(), 0700) == 0 || std::filesystem::is_directory(folder, error)) return {};
-  return fmt::format("cannot make the folder '{}': {}", folder.string(), last_error());
+  if (::mkdir(folder.c_str(), 0700) == 0) return {};
+  const std::string cause = last_error();
+  if (std::filesystem::is_directory(folder, error)) return {};  // made by another meanwhile
+  return fmt::format("cannot make the folder '{}': {}", folder.string(), cause);
 }
 
 void sync_folder(const std::filesystem::path& folder) {

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cctype>
 #include <charconv>
 
@@ -29,6 +30,30 @@ std::size_t character_bytes(std::string_view text) {
   return none ? 0 : bytes;
 }
 
+/// The code point of a character that character_bytes() found.
+char32_t code_point(std::string_view character) {
+  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(character[i]); };
+  if (character.size() == 1) return byte(0);
+  char32_t code = byte(0) & (0x7f >> character.size());
+  for (std::size_t i = 1; i < character.size(); ++i) code = code << 6 | (byte(i) & 0x3f);
+  return code;
+}
+
+/// Whether it shows nothing itself, and changes how or where its neighbours show: line ends, marks and
+/// overrides of the direction of text, fillers of no width, tags.
+bool is_invisible(char32_t code) {
+  constexpr std::array<std::array<char32_t, 2>, 8> kRanges{{{0xad, 0xad},
+                                                            {0x61c, 0x61c},
+                                                            {0x180e, 0x180e},
+                                                            {0x200b, 0x200f},
+                                                            {0x2028, 0x202e},
+                                                            {0x2060, 0x206f},
+                                                            {0xfeff, 0xfeff},
+                                                            {0xe0000, 0xe007f}}};
+  return std::ranges::any_of(kRanges,
+                             [&](const auto& range) { return code >= range[0] && code <= range[1]; });
+}
+
 }  // namespace
 
 std::vector<std::string_view> split(std::string_view text, char separator) {
@@ -45,7 +70,8 @@ std::string printable(std::string_view text) {
   std::string out;
   while (!text.empty()) {
     const std::size_t bytes = character_bytes(text);
-    out += bytes == 0 ? "?" : text.substr(0, bytes);
+    const bool shows = bytes != 0 && !is_invisible(code_point(text.substr(0, bytes)));
+    out += shows ? text.substr(0, bytes) : "?";
     text.remove_prefix(std::max<std::size_t>(bytes, 1));
   }
   return out;

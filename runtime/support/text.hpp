@@ -11,8 +11,8 @@ namespace flashjit {
 /// The pieces between separators; one piece more than there are separators, so "" has one empty piece.
 std::vector<std::string_view> split(std::string_view text, char separator);
 
-/// The text with a '?' for each control character and each byte that is no UTF-8: fit for one line of a
-/// message.
+/// The text with a '?' for each control character, each that turns the direction of text or has no width, and
+/// each byte that is no UTF-8: fit for one line of a message.
 std::string printable(std::string_view text);
 
 /// printable() text in single quotes; long text is cut.

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <string>
 
+#include "cache/digest.hpp"
 #include "support/text.hpp"
 #include "tests/support/built.hpp"
 #include "tests/support/run_command.hpp"
@@ -106,6 +107,30 @@ TEST_F(CommandCache, DamagedBytesAreNotPrintedAsTheyAre) {
   for (const CommandResult& said : {verify(), verify(" --json"), run("cache list --dir " + pack())})
     for (const std::string& text : {said.out, said.err})
       for (const std::string_view one : split(text, '\n')) EXPECT_EQ(one, printable(one));
+}
+
+TEST_F(CommandCache, PacksOfTheSameInputAreTheSame) {
+  const auto digest_of = [&](const std::string& name, const std::string& environment) {
+    return run("pack --json --spec bf16:d64 --arch sm_80,sm_90a --out " + folder_.file(name), environment)
+        .json()["manifest_sha256"]
+        .get<std::string>();
+  };
+  EXPECT_EQ(digest_of("one", ""), digest_of("other", "FAKE_NVRTC_MS=20"));
+}
+
+TEST_F(CommandCache, WhatAForgedEntrySaysIsNotPrintedAsItIs) {
+  make();
+  nlohmann::json meta = nlohmann::json::parse(read_file(only("meta.json")));
+  meta["kernel"]["spec"] = "fwd:\x1b[2J\nsound \u202e";
+  meta["digest"] = cache::digest_of(meta["kernel"].dump());
+  write_file_atomically(only("meta.json"), meta.dump());
+  const std::string key = fs::path(only("meta.json")).parent_path().filename();
+  for (const std::string& arguments : {std::string("list"), std::string("list --json"), "show " + key,
+                                       "show --json " + key, std::string("verify")}) {
+    const CommandResult said = run(fmt::format("cache {} --dir {}", arguments, pack()));
+    for (const std::string& text : {said.out, said.err})
+      for (const std::string_view one : split(text, '\n')) EXPECT_EQ(one, printable(one)) << arguments;
+  }
 }
 
 TEST_F(CommandCache, APackIsForThisUserAlone) {

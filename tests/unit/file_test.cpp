@@ -55,6 +55,13 @@ TEST_F(File, FailuresNameTheFileAndTheCause) {
   expect_in("cannot open folder '" + missing + "'", failure(ErrorCode::io, [&] { sync_folder(missing); }));
 }
 
+TEST_F(File, AFolderThatCannotBeMadeIsToldWithTheCause) {
+  write_file_atomically(folder_ / "file", "x");
+  expect_in("File exists", make_private_folders(folder_ / "file" / "a"));
+  expect_in("File name too long", make_private_folders(folder_ / std::string(300, 'x')));
+  expect_in("No such file or directory", make_private_folders("/proc/self/no/such"));
+}
+
 TEST_F(File, APipeIsRefusedAndNotWaitedFor) {
   const fs::path pipe = folder_ / "pipe";
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);

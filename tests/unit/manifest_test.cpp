@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "flashjit/error.hpp"
+#include "support/file.hpp"
 #include "tests/support/expectations.hpp"
+#include "tests/support/run_command.hpp"
 
 namespace flashjit::command {
 namespace {
@@ -25,6 +27,16 @@ TEST(Manifest, EveryFlippedOrMissingByteIsRefusedOrNamesSomethingElse) {
       EXPECT_EQ(error.code(), ErrorCode::io) << text;
     }
   });
+}
+
+TEST(Manifest, ANameThatItCannotHaveIsRefusedWhereItIsWritten) {
+  const test::TemporaryDirectory folder;
+  std::filesystem::create_directories(folder.path() / "v1");
+  write_file_atomically(folder.path() / "v1" / "plain", "x");
+  EXPECT_EQ(write_manifest(folder.path()).size(), 64u);
+  write_file_atomically(folder.path() / "v1" / "two\nlines", "x");
+  EXPECT_EQ(check_manifest(folder.path()), std::vector<std::string>{"two\nlines is not named"});
+  expect_in("holds 'two?lines'", failure(ErrorCode::io, [&] { write_manifest(folder.path()); }));
 }
 
 }  // namespace

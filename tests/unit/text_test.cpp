@@ -32,6 +32,13 @@ TEST(Text, WhatCannotBePrintedIsAQuestionMark) {
     EXPECT_EQ(printable(wrong), std::string(std::string_view(wrong).size(), '?'));
 }
 
+TEST(Text, WhatTurnsOrHidesItsNeighboursIsAQuestionMark) {
+  for (const char* hidden : {"\u202e", "\u2066", "\u200f", "\u061c", "\u200b", "\u2028", "\u2029", "\ufeff",
+                             "\u00ad", "\U000e0041"})
+    EXPECT_EQ(printable(std::string("a") + hidden + "b"), "a?b");
+  EXPECT_EQ(printable("\u200a\u2010\u2027\u202f\u205f\u2070"), "\u200a\u2010\u2027\u202f\u205f\u2070");
+}
+
 TEST(Text, ShellWordsAreQuotedWhereTheShellWouldReadThem) {
   EXPECT_EQ(shell_word("fwd:bf16:d64x32:causal_top_left"), "fwd:bf16:d64x32:causal_top_left");
   EXPECT_EQ(shell_word("fwd:bf16:d64:mask{q < kv}"), "'fwd:bf16:d64:mask{q < kv}'");

@@ -11,6 +11,7 @@
 #include "cache/folders.hpp"
 #include "support/environment.hpp"
 #include "support/file.hpp"
+#include "support/json.hpp"
 #include "support/stderr.hpp"
 #include "support/text.hpp"
 #include "tools/parts/manifest.hpp"
@@ -64,8 +65,9 @@ Json entries_json(const std::vector<EntryInfo>& entries) {
 void print_entries(const std::vector<EntryInfo>& entries) {
   Table table({"arch", "spec", "config", "compiler", "size", "state", "key"});
   for (const EntryInfo& entry : entries)
-    table.add({entry.arch, entry.spec, entry.config, entry.compiler, format_bytes(entry.bytes),
-               entry.damage.empty() ? "sound" : entry.damage, entry.key});
+    table.add({entry.arch, printable(entry.spec), printable(entry.config), printable(entry.compiler),
+               format_bytes(entry.bytes), entry.damage.empty() ? "sound" : printable(entry.damage),
+               printable(entry.key)});
   table.print();
 }
 
@@ -95,13 +97,14 @@ int show(const CacheOptions& options, bool json) {
   Json document = entry_json(kernel.info);
   document["folder"] = kernel.folder.string();
   if (kernel.info.damage.empty())
-    document["meta"] = Json::parse(read_file(kernel.folder / cache::kMetaFile, kStoredFileLimit));
+    document["meta"] = Json::parse(read_file(kernel.folder / cache::kMetaFile, kMaxJsonBytes));
   if (json) {
     print_json(document);
     return kOk;
   }
   for (const auto& [name, value] : document.items())
-    fmt::print("{:<10}{}\n", name + ":", value.is_string() ? value.get<std::string>() : value.dump(2));
+    fmt::print("{:<10}{}\n", name + ":",
+               value.is_string() ? printable(value.get<std::string>()) : value.dump(2, ' ', true));
   return kOk;
 }
 
@@ -144,7 +147,7 @@ int verify(const CacheOptions& options, bool json) {
     fmt::print("{} kernels in {}: {} sound, {} files or kernels damaged, {} removed\n", entries.size(),
                store.folder().string(), sound, damaged.size(), removed.size());
   }
-  for (const std::string& difference : differences) warn(difference);
+  for (const std::string& difference : differences) warn(printable(difference));
   if (!options.sha256.empty() && !differences.empty()) return kCheckFailed;
   if (options.repair && !(removed.empty() && differences.empty())) {
     std::error_code problem;

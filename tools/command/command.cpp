@@ -71,7 +71,7 @@ bool interrupted() {
 }
 
 void print_json(const Json& document) {
-  fmt::print("{}\n", document.dump(2, ' ', false, Json::error_handler_t::replace));
+  fmt::print("{}\n", document.dump(2, ' ', true, Json::error_handler_t::replace));
 }
 
 void warn(std::string_view message) { write_to_stderr(fmt::format("flashjit: {}\n", message)); }

@@ -58,7 +58,7 @@ void add_doctor(CLI::App& app, Context& context);
 /// process: long work that can keep what it has asks between steps and returns kInterrupted.
 bool interrupted();
 
-/// One JSON document on stdout.
+/// One JSON document on stdout, in ASCII: what it quotes may hold anything.
 void print_json(const Json& document);
 /// A line on stderr: "flashjit: <message>".
 void warn(std::string_view message);

@@ -9,6 +9,7 @@
 #include "cache/folders.hpp"
 #include "model.hpp"
 #include "packing.hpp"
+#include "support/text.hpp"
 #include "tools/parts/manifest.hpp"
 
 namespace flashjit::command {
@@ -92,7 +93,7 @@ void check_architectures(const std::vector<PackItem>& items, const compile::Comp
 /// verify` sees it.
 void remove_damaged(cache::Store& store) {
   for (const cache::EntryInfo& removed : store.repair())
-    warn(fmt::format("removed {}: {}", removed.key, removed.damage));
+    warn(printable(fmt::format("removed {}: {}", removed.key, removed.damage)));
 }
 
 int pack(const PackOptions& options, bool json) {

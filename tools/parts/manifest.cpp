@@ -118,8 +118,13 @@ fs::path manifest_path(const fs::path& folder) {
 std::string write_manifest(const fs::path& folder) {
   const fs::path manifest = manifest_path(folder), root = manifest.parent_path();
   std::vector<ManifestLine> lines;
-  for (const std::string& file : files_below(root))
+  for (const std::string& file : files_below(root)) {
+    if (file.find('\n') != file.npos || !stays_inside(file))
+      throw Error(ErrorCode::io,
+                  fmt::format("the pack '{}' holds {}, a name that its manifest cannot have: remove it",
+                              folder.string(), quoted(file)));
     lines.push_back({sha256(read_file(root / file, kStoredFileLimit)), file});
+  }
   const std::string text = to_text(lines);
   write_file_atomically(manifest, text, Audience::user);
   return sha256(text);

@@ -263,14 +263,14 @@ void check_arguments(const AttentionSpec& spec, const QuantiseArgs& args) {
   check_tensor("codes", args.codes, sizes, size_of(spec.kv_type()), Access::write);
   check_rows("x", args.x.size);
   check_rope(spec, args.rope);
-  if (!args.scale.data && batch * heads * rows == 0) return;
+  if (!args.scale.data && (batch == 0 || heads == 0 || rows == 0)) return;
   if (!args.scale.data) refuse("scale is null: give fp32 in device memory, one float or more.");
   check_pointer("scale", args.scale.data, alignof(float));
   const auto& size = args.scale.size;
   const auto fits = [](std::int64_t n, std::int64_t all) { return n == 1 || n == all; };
   const bool divides = size[2] >= 1 && heads % size[2] == 0;
   const bool by_row = size[3] != 1,
-             all_rows = size[0] * size[1] == batch && size[2] == heads && size[3] == rows;
+             all_rows = times(size[0], size[1]) == batch && size[2] == heads && size[3] == rows;
   if (!fits(size[0], batch) || !fits(size[1], batch) || (size[0] != 1 && size[1] != 1) || !divides ||
       (by_row && !all_rows))
     refuse(

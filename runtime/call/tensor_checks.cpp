@@ -2,6 +2,7 @@
 
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <limits>
 #include <string>
 #include <utility>
@@ -115,16 +116,17 @@ Extent extent_of(const ConstTensorView& tensor, int element_size) {
   std::int64_t last = tensor.size[3];
   for (int i = 0; i < 3; ++i) {
     if (tensor.size[i] == 0) return {begin, begin};
-    if (tensor.size[i] > 1) last += (tensor.size[i] - 1) * tensor.stride[i];
+    if (tensor.size[i] > 1) last = plus(last, times(tensor.size[i] - 1, tensor.stride[i]));
   }
-  return {begin, begin + static_cast<std::uintptr_t>(last * element_size)};
+  const auto bytes = static_cast<std::uintptr_t>(times(last, element_size));
+  return {begin, begin + std::min(bytes, std::numeric_limits<std::uintptr_t>::max() - begin)};
 }
 
 Placed::Placed(const char* name, const ConstTensorView& tensor, int element_size)
     : name(name), extent(extent_of(tensor, element_size)) {
   const auto& size = tensor.size;
-  dense = static_cast<std::uintptr_t>(size[0] * size[1] * size[2] * size[3] * element_size) ==
-          extent.end - extent.begin;
+  dense = static_cast<std::uintptr_t>(times(times(times(size[0], size[1]), times(size[2], size[3])),
+                                            element_size)) == extent.end - extent.begin;
 }
 
 namespace {
@@ -164,7 +166,7 @@ void check_pointer(const char* name, const void* pointer, std::uintptr_t alignme
 
 std::int64_t cache_capacity(const AttentionSpec& spec, const ConstTensorView& k, const PageTableView& table) {
   if (k.size[0] == 0) return 0;
-  return spec.pages != 0 ? table.columns * spec.pages : k.size[2];
+  return spec.pages != 0 ? times(table.columns, spec.pages) : k.size[2];
 }
 
 void check_page_table(const AttentionSpec& spec, const AttentionShape& shape, const char* k_name,

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <span>
 
 #include "flashjit/runtime.hpp"
@@ -24,6 +25,16 @@ enum class Access { read, write };
 void check_tensor(const char* name, const ConstTensorView& tensor, const Sizes& sizes, int element_size,
                   Access access);
 void check_pointer(const char* name, const void* pointer, std::uintptr_t alignment);
+
+/// Product and sum of a caller's sizes, which nothing bounds: what leaves 63 bits is the largest number.
+inline std::int64_t times(std::int64_t a, std::int64_t b) {
+  std::int64_t product = 0;
+  return __builtin_mul_overflow(a, b, &product) ? std::numeric_limits<std::int64_t>::max() : product;
+}
+inline std::int64_t plus(std::int64_t a, std::int64_t b) {
+  std::int64_t sum = 0;
+  return __builtin_add_overflow(a, b, &sum) ? std::numeric_limits<std::int64_t>::max() : sum;
+}
 
 /// What a view's elements lie between: its first byte and the one behind the last.
 struct Extent {

@@ -2,8 +2,10 @@
 // go, a library that is unloaded. NVRTC and the driver are those of tests/fake.
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <malloc.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/file.h>
 #include <sys/syscall.h>
@@ -209,6 +211,55 @@ TEST_F(Service, CompilingSaysSoWithItsTimeAndHowToAvoidIt) {
   engine()->prepare(spec(), kShape, {});
   EXPECT_TRUE(log_.has("compiled fwd:bf16:d64 for sm_90a in ")) << log_.text();
   EXPECT_TRUE(log_.has("flashjit pack")) << log_.text();
+}
+
+TEST_F(Service, ADamagedKernelIsToldOfOnceAndReplaced) {
+  engine()->prepare(spec(), kShape, {});
+  for (const auto& item : fs::recursive_directory_iterator(cache()))
+    if (item.path().filename() == "kernel.cubin") write_file_atomically(item.path(), "no longer it");
+  log_.clear();
+  EXPECT_EQ(engine()->prepare(spec(), kShape, {}).origin, KernelOrigin::compiled);
+  const std::string text = log_.text();
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 2) << text;
+  EXPECT_TRUE(log_.has("ignoring the cached kernel"));
+  EXPECT_EQ(engine()->prepare(spec(), kShape, {}).origin, KernelOrigin::disk);
+}
+
+TEST_F(Service, ARelativeFolderIsOfTheFolderThatTheProcessWasIn) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    fs::current_path(folder_);
+    RuntimeOptions options;
+    options.cache_dir = "relative";
+    options.nvrtc = test::built(FLASHJIT_FAKE_NVRTC);
+    options.log = [](std::string_view) {};
+    const auto runtime = engine(resolve_settings(options, read_environment()));
+    fs::current_path("/");
+    runtime->prepare(spec(), kShape, {});
+    ::_exit(fs::exists(folder_ / "relative" / "v1") ? 0 : 1);
+  }
+  EXPECT_TRUE(ended_well(child));
+}
+
+// tools/docs/programs.md says how much stack a caller needs.
+TEST_F(Service, TheDeepestProgramNeedsTheStackThatThePageSays) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "sanitizers widen frames";
+#endif
+  std::string program = "score";
+  for (int i = 0; i < 190; ++i) program = "tanh(" + program + ")";
+  const std::function<void()> body = [&] {
+    for (const char* pass : {"fwd", "bwd"})
+      engine()->prepare(parse_spec(fmt::format("{}:bf16:d64:score{{{}}}", pass, program)), kShape, {});
+  };
+  const auto run = [](void* of) -> void* { return (*static_cast<const std::function<void()>*>(of))(), of; };
+  ::pthread_attr_t attributes;
+  ::pthread_attr_init(&attributes);
+  ASSERT_EQ(::pthread_attr_setstacksize(&attributes, 256 << 10), 0);
+  ::pthread_t thread{};
+  ASSERT_EQ(::pthread_create(&thread, &attributes, run, const_cast<std::function<void()>*>(&body)), 0);
+  ::pthread_join(thread, nullptr);
+  ::pthread_attr_destroy(&attributes);
 }
 
 TEST_F(Service, BothPassesCompileSideBySide) {

@@ -89,7 +89,7 @@ struct FakeDriver {
   std::uintptr_t next_stream = 0x1000;                       ///< each made is another
 
   static FakeDriver& state() {
-    static FakeDriver fake;
+    static FakeDriver& fake = *new FakeDriver;  // as a driver, it is there to the very end
     return fake;
   }
 

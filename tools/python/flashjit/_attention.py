@@ -12,7 +12,7 @@ from ._lists import TileLists, check_lists
 from ._operators import draw, through_operator
 from ._peers import refuse_unknown
 from ._plans import (KV_TYPES, NO_RNG, NOTHING, PLAIN, SPEC_TYPES, Fixed, Layout, Plan, Problem, Rng, contiguous,
-                     describe, is_watched, plan_of, readable)
+                     describe, is_watched, plan_of, readable, switches_of)
 from ._problem import autocast, check_types, plain_problem, read_problem
 from ._scales import with_scales
 from ._tracing import torch_mode
@@ -178,6 +178,7 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, v_columns: Union[int, None], fixed:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad
                                     or (fixed.sinks is not None and fixed.sinks.requires_grad) or _any_grad(values)):
         if not plan.prepared_both:
+            _refuse_any_order(plan)
             plan.prepare_both()
         call = _Call(plan, fixed, values, rng, lists, return_lse, row_max)
         if fixed is NOTHING and not values:
@@ -189,6 +190,12 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, v_columns: Union[int, None], fixed:
                                 state=state)
         result = (out, lse) if return_lse else out
     return result if row_max is None else (*result, row_max) if return_lse else (result, row_max)
+
+
+def _refuse_any_order(plan: Plan) -> None:
+    if {"indices", "det"} <= {*switches_of(plan.problem.options)}:
+        raise Unsupported("indices have no deterministic gradients, which torch.use_deterministic_algorithms(True) or "
+                          "deterministic=True asks for: give deterministic=False, or warn_only=True there.")
 
 
 def _read_state(state: Any, plan: Plan, differentiable: Sequence[Any]) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch._C._dynamo.guards import assert_size_stride  # in C: a fraction of wh
 from . import _library
 from ._library import BackwardArgs, Capture, ForwardArgs, Handle, ListArgs, library, runtime, spec_handle
 from ._tracing import is_scalar
-from .errors import Error, InvalidArgument, Unsupported, WrongType
+from .errors import Error, InvalidArgument, WrongType
 
 _OLDEST = 2, 10  # with which the tests pass: a slice of a BlockMask of PyTorch 2.9 has silently lost its mask_mod
 if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
@@ -273,9 +273,6 @@ class Plan:
 
     def prepare_both(self) -> None:
         """Before a call with gradients is launched first: its two passes are compiled side by side."""
-        if {"indices", "det"} <= {*switches_of(self.problem.options)}:
-            raise Unsupported("indices have no deterministic gradients, which torch.use_deterministic_algorithms(True) or "
-                              "deterministic=True asks for: give deterministic=False, or warn_only=True there.")
         self.prepared_both = True
         if self.index < 0 or torch.cuda.is_current_stream_capturing():
             return

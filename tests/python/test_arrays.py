@@ -394,11 +394,11 @@ def test_jax_s_arrays_are_not_written():
     """They are taken for unchangeable, and so are those that share their memory."""
     array = type("ArrayImpl", (Foreign,), {"__module__": "jaxlib._jax"})
     q, k, v, _ = arrays()
-    out, lse, workspace = np.zeros((2, 4, 9, 8), np.float32), np.empty((2, 4, 9), np.float32), np.zeros(64, np.uint8)
+    out, lse = np.zeros((2, 4, 9, 8), np.float32), np.empty((2, 4, 9), np.float32)
     flashjit.forward(array(q), array(k), array(v), out=out, lse=lse)
     np.testing.assert_allclose(out, expected(q, k, v)[0], atol=1e-6)
     for named in (dict(out=array(out), lse=lse), dict(out=out, lse=array(lse))):
-        with pytest.raises(flashjit.InvalidArgument, match="(out|lse) is an array of JAX, where arrays never change: give"):
+        with pytest.raises(flashjit.InvalidArgument, match="(out|lse) is an array of JAX, where arrays never change"):
             flashjit.forward(q, k, v, **named)
     with pytest.raises(flashjit.InvalidArgument, match="dq is an array of JAX"):
         flashjit.backward(q, k, v, out, lse, out, dq=array(np.empty_like(q)))

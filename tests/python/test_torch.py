@@ -1564,7 +1564,8 @@ def test_k_and_v_may_have_other_numbers_of_heads_in_pytorch_s_function(heads):
 
 def test_pytorch_s_function_takes_a_tensor_as_scale_and_drops_all():
     q, k, v = tensors(heads_kv=4)
-    check(lambda: scaled_dot_product_attention(q, k, v, scale=torch.tensor(0.3)), lambda: reference(q, k, v, scale=0.3), (q, k, v))
+    check(lambda: scaled_dot_product_attention(q, k, v, scale=torch.tensor(0.3)),
+          lambda: reference(q, k, v, scale=0.3), (q, k, v))
     out = scaled_dot_product_attention(q, k, v, dropout_p=1.0)
     assert (out == 0).all() and all((x == 0).all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
@@ -1582,12 +1583,15 @@ def test_jagged_tensors(dim, is_causal):
 
     def exact():
         parts = zip(*[x.transpose(0, 1)[None].split(lengths, 2) for x in packed])
-        return torch.cat([reference(q, k, v, causal(q.shape[2], q.shape[2]) if is_causal else None)[0] for q, k, v in parts],
-                         1).transpose(0, 1)
-    check(lambda: scaled_dot_product_attention(*nested, is_causal=is_causal).transpose(1, 2).values(), exact, packed)
+        keep = lambda q: causal(q.shape[2], q.shape[2]) if is_causal else None
+        return torch.cat([reference(q, k, v, keep(q))[0] for q, k, v in parts], 1).transpose(0, 1)
+
+    def got():
+        return scaled_dot_product_attention(*nested, is_causal=is_causal).transpose(1, 2).values()
+    check(got, exact, packed)
     with pytest.raises(flashjit.InvalidArgument, match="attn_mask is given with nested tensors"):
         scaled_dot_product_attention(*nested, attn_mask=torch.ones(7, 7))
-    with pytest.raises(flashjit.WrongType, match="key must be a nested tensor .*layout=torch.jagged"):
+    with pytest.raises(flashjit.WrongType, match="key must be nested, .*layout=torch.jagged"):
         scaled_dot_product_attention(nested[0], torch.randn(3, 4, 7, dim), nested[2])
 
 
@@ -1608,7 +1612,8 @@ def test_a_distributed_tensor_is_told_to_give_its_shard():
         flashjit.attention(torch.randn(1, 1, 2, 8).as_subclass(DTensor), *tensors()[1:])
 
 
-@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), np.int64(2), np.int8(2), np.bool_(True), np.array(0.5)])
+@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), np.int64(2), np.int8(2), np.bool_(True),
+                                    np.array(0.5)])
 def test_numbers_of_numpy_are_numbers(programs, number):
     q, k, v = tensors()
     text = "score * w" if isinstance(number.item(), float) else "score * to_float(w)"
@@ -1628,7 +1633,8 @@ def deterministic_algorithms(**named):
 def test_lists_of_keys_warn_where_pytorch_s_operators_do():
     q, k, v = tensors()
     lists = torch.arange(4, dtype=torch.int32).expand(2, 9, 2, 4).contiguous()
-    with deterministic_algorithms(warn_only=True), pytest.warns(UserWarning, match="with indices are not deterministic"):
+    warned = pytest.warns(UserWarning, match="with indices are not deterministic")
+    with deterministic_algorithms(warn_only=True), warned:
         flashjit.attention(q, k, v, indices=lists).sum().backward()
     with deterministic_algorithms():
         with pytest.raises(flashjit.Unsupported, match="indices have no deterministic gradients.*deterministic=False"):
@@ -1648,26 +1654,29 @@ def test_the_longest_sequence_may_be_an_item_of_a_tensor(paged):
         longest = offsets.diff().max().item()
         if paged:
             table = torch.arange(offsets.shape[0] - 1, dtype=torch.int32)[:, None]
-            return flashjit.attention(q.detach(), k.detach(), v.detach(), causal=True, cu_seqlens_q=offsets, max_seqlen_q=longest,
-                                      page_table=table, kv_lengths=offsets.diff().int(), max_seqlen_kv=longest)
-        return flashjit.attention(q, k, v, causal=True, cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=longest,
-                                  max_seqlen_kv=longest)
+            return flashjit.attention(q.detach(), k.detach(), v.detach(), causal=True, cu_seqlens_q=offsets,
+                                      max_seqlen_q=longest, page_table=table, kv_lengths=offsets.diff().int(),
+                                      max_seqlen_kv=longest)
+        return flashjit.attention(q, k, v, causal=True, cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
+                                  max_seqlen_q=longest, max_seqlen_kv=longest)
     torch._dynamo.reset()
     compiled = torch.compile(packed, backend=counter, fullgraph=True, dynamic=True)
     for lengths in ((4, 5, 2), (1, 1, 7, 3), (8, 6, 7, 9, 5)):
         offsets = torch.tensor([0, *lengths]).cumsum(0).int()
         rows = sum(lengths)
-        q, k, v = (torch.randn((1, 2, rows, 16) if i == 0 or not paged else (len(lengths), 2, 16, 16)).requires_grad_()
-                   for i in range(3))
+        of_keys = (len(lengths), 2, 16, 16) if paged else (1, 2, rows, 16)
+        q, k, v = (torch.randn(size).requires_grad_() for size in ((1, 2, rows, 16), of_keys, of_keys))
         got, want = compiled(q, k, v, offsets), packed(q, k, v, offsets)
         torch.testing.assert_close(got, want)
         if not paged:
-            torch.testing.assert_close(*[torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (got, want)])
+            grads = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (got, want)]
+            torch.testing.assert_close(*grads)
     assert counter.frame_count <= 2
 
 
 def test_python_without_docstrings():
-    code = "import torch, flashjit; from flashjit import flash_attn, flex_attention, distributed; q = torch.ones(1, 1, 2, 8); " \
-           "assert 0; print(flashjit.attention(q, q, q).sum().item())"
-    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, env=child.environment())
+    code = ("import torch, flashjit; from flashjit import flash_attn, flex_attention, distributed; "
+            "q = torch.ones(1, 1, 2, 8); assert 0; print(flashjit.attention(q, q, q).sum().item())")
+    command = [sys.executable, "-OO", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=child.environment())
     assert done.stdout == "16.0\n", done.stderr

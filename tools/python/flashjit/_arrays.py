@@ -40,8 +40,8 @@ def view(array: Any, name: str, stream: int = 0) -> View:
         return _interface_view(array.__array_interface__, array, ("cpu", 0), name)
     if hasattr(array, "__dlpack__"):
         if not hasattr(array, "__dlpack_device__"):  # as what stands for arrays under JAX's transformations
-            raise WrongType(f"{name} is a {type(array).__name__}, which has no memory: under jax.jit, grad and vmap call flashjit "
-                            "outside, or through jax.pure_callback().")
+            raise WrongType(f"{name} is a {type(array).__name__}, which has no memory: under jax.jit, grad and vmap call "
+                            "flashjit outside, or through jax.pure_callback().")
         return _dlpack_view(array, name, stream)
     if hasattr(array, "__cuda_array_interface__"):
         return _interface_view(array.__cuda_array_interface__, array, ("cuda", _device_of(array)), name)
@@ -62,7 +62,7 @@ def _torch_view(tensor: Any, name: str) -> View:
     from ._tracing import element_type
     if tensor.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(f"{name} requires gradients, which flashjit.forward() and backward() do not record: call "
-                              "flashjit.attention(), or these under torch.no_grad().")
+                              "flashjit.attention(), or give its detach(), or call these under torch.no_grad().")
     if tensor.is_neg():
         raise InvalidArgument(f"{name} is a view whose memory holds the negated numbers: give its resolve_neg().")
     if tensor.device.type not in ("cuda", "cpu"):

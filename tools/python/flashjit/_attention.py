@@ -11,8 +11,8 @@ from ._blocks import read_blocks
 from ._lists import TileLists, check_lists
 from ._operators import draw, through_operator
 from ._peers import refuse_unknown
-from ._plans import (KV_TYPES, NO_RNG, NOTHING, PLAIN, SPEC_TYPES, Fixed, Layout, Plan, Problem, Rng, contiguous,
-                     describe, is_watched, plan_of, readable, switches_of)
+from ._plans import (KV_TYPES, NO_RNG, NOTHING, PLAIN, SPEC_TYPES, Fixed, Layout, Plan, Problem, Rng,
+                     contiguous, describe, is_watched, plan_of, readable, switches_of)
 from ._problem import autocast, check_types, plain_problem, read_problem
 from ._scales import with_scales
 from ._tracing import torch_mode
@@ -59,8 +59,8 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
         give wrong results for the sequences concerned, but nothing outside the tensors is read or written. On the CPU
         they are refused.
     sinks: [heads_q]: one more logit per head in the softmax, without a value.
-    kv_lengths: int32 [batch]: keys from there on are padding. On the CPU lengths below 0, or above the number of keys that
-        there is room for, are refused; on a GPU they are cut.
+    kv_lengths: int32 [batch]: keys from there on are padding. On the CPU lengths below 0, or above the number of
+        keys that there is room for, are refused; on a GPU they are cut.
     page_table: int32 [sequences, pages of the longest]: k and v are a cache's pages, k [pages, heads_kv, rows of a page,
         head_dim] with any strides, and key n of sequence i is row n % rows of page page_table[i, n // rows]; or int32
         [sequences]: they are slots, and this is each sequence's. kv_lengths, int32 [sequences], is how many keys each has;
@@ -85,8 +85,8 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
     state: O and LSE, float32, of the same queries over other keys, which these keys join: O and LSE are those of all, as merge()
         would make them. O of a row whose LSE is -inf may be anything. Not with a cache, indices, k and v of 8 bits, and sinks,
         which the call that makes the first state is given. No gradients, for which there is merge().
-    deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says. With
-        indices there are none such: refused, or with warn_only=True a warning.
+    deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says.
+        With indices there are none such: refused, or with warn_only=True a warning.
     return_lse: also return the log of the softmax's row sums, float32 [batch, heads_q, seqlen_q], which has gradients too;
         with cu_seqlens [sequences, heads_q, max_seqlen_q]. -inf where a row attends to nothing or does not exist.
     return_row_max: also return, last, the largest score of each query, like the LSE, after score_mod and without sinks: of one
@@ -127,7 +127,8 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
             keys = max_seqlen_kv
             if keys is None:
                 keys = page_table.shape[1] * pages if pages else k.shape[2]
-            block_mask, mask_mod = read_blocks(block_mask, mask_mod, queries, keys, lists is not None and not compiling)
+            for_lists = lists is not None and not compiling
+            block_mask, mask_mod = read_blocks(block_mask, mask_mod, queries, keys, for_lists)
         fixed, values, problem = read_problem(causal, scale, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
                                               cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
                                               wants_grad, compiling, page_table, pages if cached else None, return_row_max,
@@ -194,8 +195,8 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, v_columns: Union[int, None], fixed:
 
 def _refuse_any_order(plan: Plan) -> None:
     if {"indices", "det"} <= {*switches_of(plan.problem.options)}:
-        raise Unsupported("indices have no deterministic gradients, which torch.use_deterministic_algorithms(True) or "
-                          "deterministic=True asks for: give deterministic=False, or warn_only=True there.")
+        raise Unsupported("indices have no deterministic gradients, which torch.use_deterministic_algorithms(True) "
+                          "or deterministic=True asks for: give deterministic=False, or warn_only=True there.")
 
 
 def _read_state(state: Any, plan: Plan, differentiable: Sequence[Any]) -> tuple[Tensor, Tensor]:
@@ -311,7 +312,8 @@ _GIVEN = frozenset({Tensor, type(None)})  # of a gradient: no subclass
 def _gradients(call: _Call, dout: Union[Tensor, None], dlse: Union[Tensor, None], q: Tensor, k: Tensor, v: Tensor,
                out: Tensor, lse: Tensor, *rest: Any) -> Any:
     """Those of what _Attention.forward() is given, in its order."""
-    if type(dout) not in _GIVEN or type(dlse) not in _GIVEN or not call.plan.reads_saved(q, k, v, out, lse, rest):
+    if (type(dout) not in _GIVEN or type(dlse) not in _GIVEN
+            or not call.plan.reads_saved(q, k, v, out, lse, rest)):
         return _gradients_by_operator(call, dout, dlse, q, k, v, out, lse, *rest)
     lists = None if call.lists is None else call.lists.built[1]
     if not rest:
@@ -332,8 +334,8 @@ def _of_captures(call: _Call, dvalues: Sequence[Tensor]) -> list[Union[Tensor, N
 
 def _gradients_by_operator(call: _Call, dout: Union[Tensor, None], dlse: Union[Tensor, None],
                            *saved: Union[Tensor, None]) -> Any:
-    """_gradients() of saved tensors that hooks gave back with other strides, elsewhere, or as a subclass: the operator
-    makes a plan for what it is given, and a subclass may dispatch it."""
+    """_gradients() of saved tensors that hooks gave back with other strides, elsewhere, or as a subclass: the
+    operator makes a plan for what it is given, and a subclass may dispatch it."""
     plan, layouts = call.plan, iter(call.plan.saved)
     moved = [x if x is None else _moved(x, next(layouts), plan) for x in saved]
     (q, k, v, out, lse), rest = moved[:5], moved[5:]
@@ -344,9 +346,9 @@ def _gradients_by_operator(call: _Call, dout: Union[Tensor, None], dlse: Union[T
     if isinstance(rng, tuple):
         rng = torch.tensor([x - (x >> 63 << 64) for x in rng], device=plan.device)  # int64 of the same bits
     numbers = [float(x) for x in call.values if x is not None]
+    lists = None if call.lists is None else call.lists.memory[1]
     grads = torch.ops.flashjit.attention_backward(
-        dout, dlse, q, k, v, out, lse, *fixed, rng, None, None if call.lists is None else call.lists.memory[1], captures,
-        numbers, list(problem.names), options, problem.scale, float(problem.dropout_p), problem.max_seqlen_q,
+        dout, dlse, q, k, v, out, lse, *fixed, rng, None, lists, captures, numbers, list(problem.names), options, problem.scale, float(problem.dropout_p), problem.max_seqlen_q,
         problem.max_seqlen_kv, problem.cached, problem.out_type)
     dqkv, others = grads[:3], grads[3:]
     if not rest:

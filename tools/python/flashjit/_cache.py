@@ -51,8 +51,8 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, kv_lengths
 
     k, v: [sequences, heads_kv, n, head_dim]: new row i of sequence b becomes its key kv_lengths[b] - n + i. With cu_seqlens_q,
         int32 [sequences + 1], they are packed, [1, heads_kv, all rows, head_dim].
-    k_cache, v_cache: attention()'s k and v, which are written: pages with a page_table of two dimensions, else slots. They share
-        memory only where both get the same rows, unrotated, as latents do.
+    k_cache, v_cache: attention()'s k and v, which are written: pages with a page_table of two dimensions, else slots.
+        They share memory only where both get the same rows, unrotated, as latents do.
     kv_lengths: int32 [sequences]: how many keys each sequence has, WITH the new ones, as attention() wants it next.
     page_table: as of attention(): int32 [sequences, pages of the longest], or the slot of each; None: slots in order.
     q: like k, with heads_q heads. q_out: where the rotated rows go, which may be q; None: a new tensor.
@@ -67,13 +67,14 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, kv_lengths
         that its largest element becomes the largest code.
 
     Rows without a sequence, without a place in the cache or without a row in the tables are left out: nothing is written for
-    them, in q_out neither. On the CPU lengths beyond the cache are refused. Before a CUDA graph is captured, call it once. No gradients. Raises flashjit.Error.
+    them, in q_out neither. On the CPU lengths beyond the cache are refused. Before a CUDA graph is captured, call it
+    once. No gradients. Raises flashjit.Error.
     """
     tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "q": q, "q_out": q_out}
     given = _Given(kv_lengths, page_table, cos, sin, positions, cu_seqlens_q, in_four_dims("k_scale", k_scale, True),
                    in_four_dims("v_scale", v_scale, True))
     _check_kinds(tensors, given)
-    if torch._C._is_any_autocast_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         k, v, q = _autocast(k_cache, k, v, q)
         tensors.update(k=k, v=v, q=q)
     if theta is not None:
@@ -106,13 +107,17 @@ def _autocast(k_cache: Tensor, *tensors: Any) -> list[Any]:
 
 def _append_padded(run: Any, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, q: Union[Tensor, None],
                    q_out: Union[Tensor, None], *rest: Any) -> None:
-    """Where kernels have no such head_dim, to copies of the caches with more columns, which are copied back."""
-    if k_cache.data_ptr() == v_cache.data_ptr() or k.dim() != 4 or v.dim() != 4 or k_cache.dim() != 4 or v_cache.dim() != 4:
-        raise InvalidArgument(f"k is {describe(k)}, k_cache {describe(k_cache)} and v_cache {describe(v_cache)}: each needs four "
-                              "dimensions, and with a head_dim that is no multiple of 8 a memory of its own.")
-    say_once(f"k_cache and v_cache are copied in each call of append(): head dimensions {k.shape[3]} and {v.shape[3]} are no "
-             "multiples of 8. Make caches with more columns to save the time.")
-    padded = [None if x is None else F.pad(x, (0, -x.shape[3] % 8)) for x in (k, v, k_cache, v_cache, q, q_out)]
+    """Kernels have no such head_dim: they write copies of the caches with more columns, which are copied back."""
+    for name, x in (("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_four_dims(name, x)
+    if not torch.compiler.is_compiling():
+        if k_cache.numel() and k_cache.data_ptr() == v_cache.data_ptr():
+            raise InvalidArgument(f"k_cache and v_cache share memory, and head dimensions {k.shape[3]} and {v.shape[3]} "
+                                  "are no multiples of 8: give each its own, or more columns.")
+        say_once(f"k_cache and v_cache are copied in each call of append(): head dimensions {k.shape[3]} and "
+                 f"{v.shape[3]} are no multiples of 8. Make caches with more columns to save the time.")
+    tensors = (k, v, k_cache, v_cache, q, q_out)
+    padded = [None if x is None else F.pad(x, (0, -x.shape[3] % 8)) for x in tensors]
     given, (theta, rope_dims, *others) = rest[:len(_Given._fields)], rest[len(_Given._fields):]
     if theta and not rope_dims:
         rope_dims = k.shape[3]

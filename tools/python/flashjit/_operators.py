@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ._lists import built_at
-from ._plans import (NO_RNG, NOTHING, Fixed, Plan, Problem, Rng, aligned, contiguous, dense_strides, describe, laid_out,
-                     names_with_grad, out_dtype_of, plan_of, readable)
+from ._plans import (NO_RNG, NOTHING, Fixed, Plan, Problem, Rng, aligned, contiguous, dense_strides, describe,
+                     laid_out, names_with_grad, out_dtype_of, plan_of, readable)
 from ._transforms import refuse_second, through_transforms
 from .errors import InvalidArgument
 
@@ -120,8 +120,8 @@ def _operator_backward(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, ou
     plan, qkv, fixed, values, rng, lists = _unpack(q, k, v, arguments)
     for name, x, size in (("out", out, plan.out_size), ("lse", lse, plan.lse_size)):
         if tuple(x.shape) != size:
-            raise InvalidArgument(f"{name} is {describe(x)} in the backward pass, and was {list(size)}: hooks of saved "
-                                  "tensors must give back the same sizes.")
+            raise InvalidArgument(f"{name} is {describe(x)} in the backward pass, and was {list(size)}: hooks of "
+                                  "saved tensors must give back the same sizes.")
     out = laid_out(out.to(plan.out_dtype), plan.out_size, plan.out_stride)
     lse = aligned(lse.to(torch.float32).contiguous())
     grads, dsinks, dvalues = plan.backward(dout, dlse, *qkv, out, lse, fixed, values, rng, built_at(lists[1]))

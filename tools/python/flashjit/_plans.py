@@ -219,7 +219,8 @@ class Plan:
                 and lse.dtype is torch.float32 and type(out) is type(lse) is Tensor
                 and type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN
                 and (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % 16 == lse.data_ptr() % 4 == 0
-                and q.get_device() == k.get_device() == v.get_device() == out.get_device() == lse.get_device() == index
+                and q.get_device() == k.get_device() == v.get_device() == index
+                and out.get_device() == lse.get_device() == index
                 and (not self.shares_kv or k.data_ptr() == v.data_ptr())
                 and (not of_rest or all(map(_is_laid_out, filter(_is_tensor, rest), of_rest))))
 
@@ -512,7 +513,7 @@ def say_once(text: str) -> None:
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where its elements begin at no multiples of their size, as in a file that is mapped."""
+    """The tensor, or a copy where its elements begin at no multiples of their size, as in a mapped file."""
     return tensor if tensor.data_ptr() % tensor.element_size() == 0 else tensor.clone()
 
 
@@ -615,7 +616,8 @@ def _spec_of(text: str, q: Tensor, v: Tensor) -> Handle:
             raise
         what = f"q is {describe(q)} and v is {describe(v)}: their head_dim{reason}; "
         if q.shape[3] > MAX_DIM or v.shape[3] > MAX_DIM_V:
-            raise InvalidArgument(what + "torch.nn.functional.scaled_dot_product_attention() computes larger ones.") from None
+            raise InvalidArgument(what + "torch.nn.functional.scaled_dot_product_attention() computes larger "
+                                  "ones.") from None
         raise InvalidArgument(what + "pad them with zeros, and give the scale, or call flashjit.torch."
                               "scaled_dot_product_attention(), which does so.") from None
 

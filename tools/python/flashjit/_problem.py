@@ -43,8 +43,8 @@ def check_types(q: Any, k: Any, v: Any) -> None:
             raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor; flashjit.forward() takes other "
                             "arrays.")
         if hasattr(value, "to_local") and hasattr(value, "placements"):
-            raise WrongType(f"{name} is a {type(value).__name__}, which flashjit has no rule to shard: give its to_local(), sharded by "
-                            "batch or heads; for shards of a sequence there is flashjit.distributed.")
+            raise WrongType(f"{name} is a {type(value).__name__}, which flashjit has no rule to shard: give its "
+                            "to_local(), sharded by batch or heads; for a sequence's shards see flashjit.distributed.")
     refuse_nested(q, k, v)
 
 
@@ -114,8 +114,10 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
     options = _options(key) if compiling else _cached_options(key)
     if not -1 < dropout_p < 1:
         raise InvalidArgument(f"dropout_p is {dropout_p}: it must be at least 0 and less than 1.")
-    longest = [0 if size is None else size for size in (max_seqlen_q, max_seqlen_kv)]  # no test of .item() under compile
-    problem = Problem(options, scale, dropout_p, *longest, program.form.tensors + program.form.scalars, pages is not None)
+    # Not `size or 0`: torch.compile cannot branch on an .item().
+    longest = [0 if size is None else size for size in (max_seqlen_q, max_seqlen_kv)]
+    problem = Problem(options, scale, dropout_p, *longest, program.form.tensors + program.form.scalars,
+                      pages is not None)
     return fixed, values, problem
 
 

@@ -41,8 +41,8 @@ def check_angles(dtype: torch.dtype, rows: int, cos: Union[Tensor, None], sin: U
                  positions: Union[Tensor, None], dim: int) -> None:
     """Of `rows` rows of `dtype`, with `dim` columns."""
     if cos is not None and cos.dim() == 2 and 2 * cos.shape[1] > dim:
-        raise InvalidArgument(f"cos has {cos.shape[1]} columns, for rows of {dim}: give one for each pair of dimensions, at most "
-                              f"{dim // 2}, without the second half of torch.cat([cos, cos], -1).")
+        raise InvalidArgument(f"cos has {cos.shape[1]} columns, for rows of {dim}: give one for each pair of dimensions, "
+                              f"at most {dim // 2}, without the second half of torch.cat([cos, cos], -1).")
     if positions is not None and (positions.dtype != torch.int32 or positions.numel() != rows):
         raise InvalidArgument(f"positions is {describe(positions)}: it must be int32 with one number for each of the {rows} rows.")
     for name, angles in (("cos", cos), ("sin", sin)):

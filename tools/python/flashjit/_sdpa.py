@@ -34,6 +34,8 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
             raise WrongType(f"{name} is {describe(tensor)}: give a tensor [..., length, head_dim].")
     if isinstance(scale, Tensor) and scale.dim() == 0:
         scale = scale.item()
+    if dropout_p == 1:
+        return 0.0 * scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
     if query.is_nested or key.is_nested or value.is_nested:
         return _of_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale)
     sizes = query.shape, key.shape, value.shape
@@ -53,7 +55,8 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
 def _is_plain(sizes: tuple[torch.Size, torch.Size, torch.Size], enable_gqa: bool) -> bool:
     """Whether nothing has to be broadcast or reshaped."""
     q, k, v = sizes
-    return len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and k[1] == v[1] and (enable_gqa or q[1] == k[1])
+    return (len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and k[1] == v[1]
+            and (enable_gqa or q[1] == k[1]))
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, leading: torch.Size, attn_mask: Union[Tensor, None], dropout_p: float,
@@ -63,11 +66,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, leading: torch.Size, attn_mask: 
     dim_v = v.shape[3]
     q, k, v, scale = supported(q, k, v, scale)
     causal: Union[bool, str] = "top_left" if is_causal and q.shape[2] != k.shape[2] else is_causal
-    drops_all = dropout_p == 1
-    out = attention(q, k, v, causal=causal, scale=scale, dropout_p=0.0 if drops_all else dropout_p, score_mod=score_mod,
-                    mask_mod=mask_mod, captures=captures)
-    if drops_all:
-        out = out * 0.0
+    out = attention(q, k, v, causal=causal, scale=scale, dropout_p=dropout_p, score_mod=score_mod, mask_mod=mask_mod,
+                    captures=captures)
     if attn_mask is not None and attn_mask.requires_grad and attn_mask.numel() == 0:
         out = out + attn_mask.sum()  # so that it has a gradient, though nothing reads it
     return out if out.shape[3] == dim_v else out[..., :dim_v]
@@ -77,25 +77,26 @@ def _of_jagged(query: Tensor, key: Tensor, value: Tensor, attn_mask: Union[Tenso
                is_causal: bool, scale: Union[float, None]) -> Tensor:
     """Each sequence by itself: [batch, heads, rows, dim], where the rows differ."""
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if not x.is_nested or x.layout is not torch.jagged or x.dim() != 4 or x._ragged_idx != 2 or x.lengths() is not None:
-            raise WrongType(f"{name} must be a nested tensor [batch, heads, rows, head_dim] with layout=torch.jagged, and rows that "
-                            "differ, without gaps, as query, key and value: give its contiguous(), or pad it.")
+        if (not x.is_nested or x.layout is not torch.jagged or x.dim() != 4 or x._ragged_idx != 2
+                or x.lengths() is not None):
+            raise WrongType(f"{name} must be nested, as query, key and value: [batch, heads, rows, head_dim] with "
+                            "layout=torch.jagged, where the rows differ, without gaps. Give such a tensor, or pad all.")
     if attn_mask is not None:
         raise InvalidArgument("attn_mask is given with nested tensors: leave it out, or pad them.")
     q, k, v = (x.transpose(1, 2).values().transpose(0, 1)[None] for x in (query, key, value))
-    dim_v, drops_all = v.shape[3], dropout_p == 1
+    dim_v = v.shape[3]
     q, k, v, scale = supported(q, k, v, scale)
-    out = attention(q, k, v, causal="top_left" if is_causal else False, scale=scale, dropout_p=0.0 if drops_all else dropout_p,
+    out = attention(q, k, v, causal="top_left" if is_causal else False, scale=scale, dropout_p=dropout_p,
                     cu_seqlens_q=query.offsets().int(), cu_seqlens_kv=key.offsets().int(),
                     max_seqlen_q=query._get_max_seqlen(), max_seqlen_kv=key._get_max_seqlen())
     rows = out[0, ..., :dim_v].transpose(0, 1)
-    return torch.nested.nested_tensor_from_jagged(rows * 0.0 if drops_all else rows, query.offsets()).transpose(1, 2)
+    return torch.nested.nested_tensor_from_jagged(rows, query.offsets()).transpose(1, 2)
 
 
 def _repeated(name: str, tensor: Tensor, heads: int) -> Tensor:
     """Each head for as many of the query's."""
     if not tensor.shape[1] or heads % tensor.shape[1]:
-        raise InvalidArgument(f"query has {heads} heads and {name} {tensor.shape[1]}: they must be a multiple of these.")
+        raise InvalidArgument(f"query has {heads} heads and {name} {tensor.shape[1]}: the query's must be a multiple.")
     return tensor.repeat_interleave(heads // tensor.shape[1], 1)
 
 

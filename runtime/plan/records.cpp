@@ -305,7 +305,8 @@ void TuningRecords::load(const std::vector<EmbeddedFile>& files, std::vector<std
     try {
       add(parse_record(std::string(file.bytes)));
     } catch (const Error& failure) {
-      if (warnings) warnings->push_back(printable(fmt::format("passed over '{}': {}", file.path, failure.message())));
+      if (warnings)
+        warnings->push_back(printable(fmt::format("passed over '{}': {}", file.path, failure.message())));
     }
   }
 }

@@ -1292,7 +1292,7 @@ def test_forward_refuses_what_requires_gradients(name):
     given[name].requires_grad_()
     with pytest.raises(flashjit.InvalidArgument, match=rf"^{name} requires gradients, .* call flashjit.attention\(\), or give"):
         flashjit.forward(**given)
-    with torch.no_grad(), pytest.raises(flashjit.InvalidArgument, match="give its detach"):
+    with torch.no_grad():  # where nobody asks for them
         flashjit.forward(**given)
 
 

@@ -359,7 +359,7 @@ def _gradients_by_operator(call: _Call, dout: Union[Tensor, None], dlse: Union[T
 
 def _moved(tensor: Tensor, layout: Layout, plan: Plan) -> Tensor:
     """To the device and the type in which it was saved."""
-    return tensor.to(plan.device if layout.index == plan.index else "cpu", layout.dtype)
+    return tensor.to(plan.device if layout.device_index == plan.index else "cpu", layout.dtype)
 
 
 class _WithoutGradient(torch.autograd.Function):

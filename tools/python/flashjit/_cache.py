@@ -117,14 +117,15 @@ def _append_padded(run: Any, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Ten
         say_once(f"k_cache and v_cache are copied in each call of append(): head dimensions {k.shape[3]} and "
                  f"{v.shape[3]} are no multiples of 8. Make caches with more columns to save the time.")
     tensors = (k, v, k_cache, v_cache, q, q_out)
-    padded = [None if x is None else F.pad(x, (0, -x.shape[3] % 8)) for x in tensors]
+    padded: list[Any] = [None if x is None else F.pad(x, (0, -x.shape[3] % 8)) for x in tensors]
     given, (theta, rope_dims, *others) = rest[:len(_Given._fields)], rest[len(_Given._fields):]
     if theta and not rope_dims:
         rope_dims = k.shape[3]
     run(*padded, *given, theta, rope_dims, *others)
-    for x, made in zip((k_cache, v_cache, q_out), (padded[2], padded[3], padded[5])):
-        if x is not None:
-            x.copy_(made[..., :x.shape[3]])
+    for i in (2, 3, 5):  # the written ones
+        written = tensors[i]
+        if written is not None:
+            written.copy_(padded[i][..., :written.shape[3]])
 
 
 torch.library.define("flashjit::append",

@@ -73,7 +73,7 @@ class Layout(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
-    index: int  # of its GPU; negative on the CPU
+    device_index: int  # negative on the CPU
 
 
 class Lent(NamedTuple):
@@ -525,9 +525,9 @@ def layout_of(tensor: Tensor) -> Layout:
     return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.get_device())
 
 
-def _is_laid_out(tensor: Tensor, layout: Layout) -> bool:
+def _is_laid_out(tensor: Any, layout: Layout) -> bool:
     return (type(tensor) in PLAIN and tensor.stride() == layout.stride and tensor.shape == layout.size
-            and tensor.dtype is layout.dtype and tensor.get_device() == layout.index
+            and tensor.dtype is layout.dtype and tensor.get_device() == layout.device_index
             and tensor.data_ptr() % tensor.element_size() == 0)
 
 

@@ -115,8 +115,8 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
     if not -1 < dropout_p < 1:
         raise InvalidArgument(f"dropout_p is {dropout_p}: it must be at least 0 and less than 1.")
     # Not `size or 0`: torch.compile cannot branch on an .item().
-    longest = [0 if size is None else size for size in (max_seqlen_q, max_seqlen_kv)]
-    problem = Problem(options, scale, dropout_p, *longest, program.form.tensors + program.form.scalars,
+    longest_q, longest_kv = (0 if size is None else size for size in (max_seqlen_q, max_seqlen_kv))
+    problem = Problem(options, scale, dropout_p, longest_q, longest_kv, program.form.tensors + program.form.scalars,
                       pages is not None)
     return fixed, values, problem
 

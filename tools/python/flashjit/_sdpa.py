@@ -73,8 +73,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, leading: torch.Size, attn_mask: 
     return out if out.shape[3] == dim_v else out[..., :dim_v]
 
 
-def _of_jagged(query: Tensor, key: Tensor, value: Tensor, attn_mask: Union[Tensor, None], dropout_p: float,
-               is_causal: bool, scale: Union[float, None]) -> Tensor:
+def _of_jagged(query: Any, key: Any, value: Any, attn_mask: Union[Tensor, None], dropout_p: float, is_causal: bool,
+               scale: Union[float, None]) -> Tensor:
     """Each sequence by itself: [batch, heads, rows, dim], where the rows differ."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if (not x.is_nested or x.layout is not torch.jagged or x.dim() != 4 or x._ragged_idx != 2

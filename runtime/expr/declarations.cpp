@@ -8,6 +8,7 @@
 #include "flashjit/error.hpp"
 #include "support/refuse.hpp"
 #include "support/text.hpp"
+#include "support/until_unload.hpp"
 
 namespace flashjit {
 namespace expr {
@@ -103,7 +104,8 @@ ScoreProgram::ScoreProgram(std::string_view text) {
 }
 
 const MaskProgram& causal(CausalAlignment alignment) {
-  static const MaskProgram bottom_right("causal"), top_left("causal_top_left");
+  static const MaskProgram &bottom_right = until_unload(MaskProgram("causal")),
+                           &top_left = until_unload(MaskProgram("causal_top_left"));
   return alignment == CausalAlignment::bottom_right ? bottom_right : top_left;
 }
 

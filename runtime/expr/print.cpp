@@ -8,6 +8,7 @@
 #include "expr/declarations.hpp"
 #include "expr/ops.hpp"
 #include "flashjit/error.hpp"
+#include "support/until_unload.hpp"
 
 namespace flashjit::expr {
 namespace {
@@ -148,8 +149,8 @@ std::string to_string(const Expr& expr) {
 }
 
 const std::vector<NamedMask>& named_masks() {
-  static const std::vector<NamedMask> all = {{"causal", kv <= q + seqlen_kv - seqlen_q},
-                                             {"causal_top_left", kv <= q}};
+  static const std::vector<NamedMask>& all = until_unload(
+      std::vector<NamedMask>{{"causal", kv <= q + seqlen_kv - seqlen_q}, {"causal_top_left", kv <= q}});
   return all;
 }
 

@@ -57,7 +57,7 @@ enum class Layout : std::uint8_t { bhsd, bshd };
 
 /// The files of a problem's inputs; empty paths where the spec has none.
 struct InputFiles {
-  std::string q, k, v, dout, kv_lengths, block_map;
+  std::string q, k, v, dout = {}, kv_lengths = {}, block_map = {};
   std::string cu_seqlens_q = {}, cu_seqlens_kv = {}, sinks = {};
   std::vector<std::string> captures = {};  ///< "name=file", one for each captured tensor
   std::vector<std::string> scalars = {};   ///< "name=value"

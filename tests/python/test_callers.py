@@ -546,7 +546,7 @@ def compare(name, got, exact, rounded, dtype, factor):
 
 
 @pytest.mark.parametrize("device, form, caller, seed", list(pairs()))
-def test_a_form_by_a_caller(programs, device, form, caller, seed):
+def test_a_form_by_a_caller(device, form, caller, seed):
     pick = random.Random(f"{seed} {form} {caller}")
     dtype = pick.choice([torch.float32, torch.float16, torch.bfloat16])
     case = FORMS[form](pick, device, torch.float32 if caller == "autocast" else dtype)

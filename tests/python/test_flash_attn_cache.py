@@ -58,7 +58,7 @@ def draw(seed):
     """Options of one call that flash-attn's own test would run."""
     pick = random.Random(seed).choice
     while True:
-        case = dict(queries=pick([1, 3, 8]), dim=pick([32, 48, 64]), paged=pick([None, 4, 7]),
+        case = dict(queries=pick([1, 3, 8]), dim=pick([32, 48, 59, 64]), paged=pick([None, 4, 7]),
                     has_batch_idx=pick([False, True]), leftpad=pick([False, True]),
                     rotary=pick([0.0, 0.5, 1.0]), interleaved=pick([False, True]),
                     new_is_queries=pick([False, True]), causal=pick([False, True]), local=pick([False, True]),

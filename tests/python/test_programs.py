@@ -267,7 +267,6 @@ GUARDS = {
 }
 
 
-@pytest.mark.xfail(reason="until derivatives cut at guards", strict=False)
 @pytest.mark.parametrize("name", GUARDS)
 def test_guards_inside_functions_cut_their_gradients(name):
     """PyTorch's backward pass of relu, clamp and where puts 0 there, also in the place of an infinite slope."""

@@ -1508,7 +1508,7 @@ FACTOR = torch.tensor(0.25)
 
 @pytest.mark.parametrize("back", GIVEN_BACK)
 @pytest.mark.parametrize("form", SAVED_FORMS)
-def test_saved_tensors_may_come_back_otherwise(programs, form, back):
+def test_saved_tensors_may_come_back_otherwise(form, back):
     named, dtype = SAVED_FORMS[form], torch.bfloat16 if form == "fp32 O" else torch.float32
     torch.manual_seed(0)
     packed = torch.randn(1 if form == "packed" else 2, 9, 4, 32, dtype=dtype).requires_grad_()
@@ -1614,7 +1614,7 @@ def test_a_distributed_tensor_is_told_to_give_its_shard():
 
 @pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), np.int64(2), np.int8(2), np.bool_(True),
                                     np.array(0.5)])
-def test_numbers_of_numpy_are_numbers(programs, number):
+def test_numbers_of_numpy_are_numbers(number):
     q, k, v = tensors()
     text = "score * w" if isinstance(number.item(), float) else "score * to_float(w)"
     check(lambda: flashjit.attention(q, k, v, score_mod=text, captures={"w": number}),

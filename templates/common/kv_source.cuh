@@ -53,6 +53,24 @@ __device__ __forceinline__ int first_key_of(const Params& p, const typename P::H
   return 0;
 }
 
+/// What a reader of K or V keeps of that.
+template <bool kLeavesPages>
+class FirstKey {
+ public:
+  __device__ explicit FirstKey(int) {}
+  /// Whether key `kv` may be read, if it exists.
+  __device__ __forceinline__ bool reads(int) const { return true; }
+};
+template <>
+class FirstKey<true> {
+ public:
+  __device__ explicit FirstKey(int first) : first_(first) {}
+  __device__ __forceinline__ bool reads(int kv) const { return kv >= first_; }
+
+ private:
+  int first_;
+};
+
 /// Whether K and V are codes with scales.
 template <class P>
 constexpr bool kScaledKv = sizeof(typename P::KvElement) == 1;
@@ -87,10 +105,13 @@ struct KvBits<P, true> {
 
 /// The keys of one head of one sequence, in K or in V.
 template <class P, class Element = typename KvBits<P>::Type>
-class KvSource {
+class KvSource : public FirstKey<kLeavesPages<P>> {
  public:
-  __device__ KvSource(const Params& p, const TensorParam& tensor, const Sequence<P>& sequence, int h_kv)
-      : p_(p),
+  /// `first_key`: the first that is read.
+  __device__ KvSource(const Params& p, const TensorParam& tensor, const Sequence<P>& sequence, int h_kv,
+                      int first_key = 0)
+      : FirstKey<kLeavesPages<P>>(first_key),
+        p_(p),
         tensor_(tensor),
         b_(sequence.b),
         first_(sequence.template kv_pointer<Element>(tensor, h_kv, 0)) {
@@ -129,10 +150,12 @@ class KvSource {
 
 /// What the codes of these keys are multiplied with.
 template <class P>
-class KvScales {
+class KvScales : public FirstKey<kLeavesPages<P>> {
  public:
-  __device__ KvScales(const Params& p, const ScaleParam& scales, const Sequence<P>& sequence, int h_kv)
-      : p_(p),
+  __device__ KvScales(const Params& p, const ScaleParam& scales, const Sequence<P>& sequence, int h_kv,
+                      int first_key = 0)
+      : FirstKey<kLeavesPages<P>>(first_key),
+        p_(p),
         scales_(scales),
         b_(sequence.b),
         first_row_(sequence.kv_row(0)),

@@ -25,7 +25,8 @@ struct EntryMatrix {
   KvScales<Problem> scales;
   const int* keys;  ///< of the tile's entries; -1: none, which is a row of zeros
   Element* zeros;
-  static constexpr int begin = 0, end = Problem::kBc;
+  static constexpr int end = Problem::kBc;
+  __device__ __forceinline__ bool has(int n) const { return n < end; }
   __device__ __forceinline__ Element* row(int n) const { return keys[n] >= 0 ? source.row(keys[n]) : zeros; }
   __device__ __forceinline__ float scale(int n) const {
     return keys[n] >= 0 ? *scales.of_key(keys[n]) : 0.0f;

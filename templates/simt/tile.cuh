@@ -62,19 +62,20 @@ template <class T>
 struct Matrix {
   using Element = T;
   static constexpr bool kScaled = false;
-  static constexpr int begin = 0;
   Element* data;
   long long stride;
   int end;
+  __device__ __forceinline__ bool has(int n) const { return n < end; }
   __device__ __forceinline__ Element* row(int n) const { return data + n * stride; }
 };
-/// The same of K or V, or of their gradients; rows before `begin` read as zero, too.
+/// The same of K or V, or of their gradients; rows that the source does not read are zero, too.
 template <class Problem, class T = typename Problem::KvElement>
 struct KvMatrix {
   using Element = T;
   static constexpr bool kScaled = false;
   KvSource<Problem, Element> source;
-  int end, begin = 0;
+  int end;
+  __device__ __forceinline__ bool has(int n) const { return source.reads(n) && n < end; }
   __device__ __forceinline__ Element* row(int n) const { return source.row(n); }
 };
 /// Q, whose elements may be codes.
@@ -103,7 +104,7 @@ __device__ __forceinline__ KvMatrix<Problem, Element> kv_matrix(const Params& p,
                                                                 const Sequence<Problem>& sequence,
                                                                 const TensorParam& tensor, int h, int end,
                                                                 int begin = 0) {
-  return {{p, tensor, sequence, h}, end, begin};
+  return {{p, tensor, sequence, h, begin}, end};
 }
 
 /// Copies columns [chunk * kChunk, ...) of kRows rows from `first` on to shared memory, as floats. Columns
@@ -119,15 +120,15 @@ __device__ __forceinline__ void load_chunk(float* shared, const Rows& from, int 
 #pragma unroll 2
   for (int row = threadIdx.x / kPieces; row < kRows; row += kThreads / kPieces) {
     Piece value = {};
-    const bool exists = first + row >= from.begin && first + row < from.end;
-    if (exists) value = *reinterpret_cast<const Piece*>(from.row(first + row) + chunk * kChunk + column);
+    if (from.has(first + row))
+      value = *reinterpret_cast<const Piece*>(from.row(first + row) + chunk * kChunk + column);
     Float4* to = reinterpret_cast<Float4*>(shared + row * kChunkStride + column);
 #pragma unroll
     for (int e = 0; e < kElements; e += 4) {
       to[e / 4] = {{to_float(value.at[e]), to_float(value.at[e + 1]), to_float(value.at[e + 2]),
                     to_float(value.at[e + 3])}};
       if constexpr (Rows::kScaled) {
-        const float scale = exists ? from.scale(first + row) : 0.0f;
+        const float scale = from.has(first + row) ? from.scale(first + row) : 0.0f;
         for (float& x : to[e / 4].at) x *= scale;
       }
     }

@@ -300,7 +300,7 @@ TEST(Cache, TheReferenceNeedsThePagesThatQueriesSee) {
   EXPECT_EQ(freed[0], 88.0f);  // the mean of the second page's rows
   expect_says(read_with(kWindow, 7, {-1, 1, 0}), {"page_table names page -1 for key 3 of sequence 0"});
   expect_says(read_with("fp32:d16:pages4", 5, {0, 2, 0}),
-              {"page 2 for key 4 of sequence 0", "give one of its pages"});
+              {"page 2 for key 4 of sequence 0", "k has 2 pages", "give one of them"});
 }
 
 TEST(Cache, TheReferenceRefusesLengthsThatNothingHasRoomFor) {

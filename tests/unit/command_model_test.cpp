@@ -112,7 +112,7 @@ TEST_F(PackOfAModel, SaysWhatIsMissing) {
   says("32/8 heads, 8 heads, d128, pages of 16, bf16", "names its heads twice");
   says("x/8 heads, d128, pages of 16, bf16", "the query heads");
   says("32/5 heads, d128, pages of 16, bf16", "multiple");
-  says("32/8 heads, d128, pages of 999, bf16", "999");
+  says("32/8 heads, d128, pages of 0, bf16", "pages0");
   says("32/8 heads, d128, pages of 16, bf16, sink", "sink");
   says("32/8 heads, d128, pages of 16, bf16, kv e3m4", "e3m4");
 }

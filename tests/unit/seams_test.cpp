@@ -40,8 +40,12 @@ Names files_naming(const std::string& pattern) {
   return files_naming(pattern, {"include", "runtime", "templates", "autotune", "tools/command"},
                       {".cpp", ".hpp", ".h", ".cuh"});
 }
+/// A drop-in in a folder of its own counts once: its files repeat the arguments of whom it stands in for.
 Names files_of_python_naming(const std::string& pattern) {
-  return files_naming(pattern, {"tools/python/flashjit"}, {".py"});
+  Names found;
+  for (const std::string& name : files_naming(pattern, {"tools/python/flashjit"}, {".py"}))
+    found.insert(std::regex_replace(name, std::regex("(tools/python/flashjit/[a-z_]+)/.*"), "$1"));
+  return found;
 }
 
 /// The numbers in "`what` is named in N files and in M of Python's" on the page.

@@ -11,7 +11,7 @@ from ._blocks import read_blocks
 from ._lists import TileLists, check_lists
 from ._operators import draw, through_operator
 from ._peers import refuse_unknown
-from ._plans import (KV_TYPES, NO_RNG, NOTHING, PLAIN, SPEC_TYPES, Fixed, Layout, Plan, Problem, Rng,
+from ._plans import (KV_TYPES, NO_RNG, NOTHING, PLAIN, SPEC_TYPES, Fixed, Layout, Plan, Problem, Rng, grads_of_fixed,
                      contiguous, describe, is_watched, plan_of, readable, switches_of)
 from ._problem import autocast, check_types, plain_problem, read_problem
 from ._scales import with_scales
@@ -323,7 +323,7 @@ def _gradients(call: _Call, dout: Union[Tensor, None], dlse: Union[Tensor, None]
     fixed = Fixed(*given) if any(x is not None for x in given) else NOTHING
     values = [next(captures) if x is None else x for x in call.values]
     grads, dsinks, dvalues = call.plan.backward(dout, dlse, q, k, v, out, lse, fixed, values, call.rng, lists)
-    return (None, *grads, *Fixed(sinks=dsinks), *_of_captures(call, dvalues))
+    return (None, *grads, *grads_of_fixed(dsinks), *_of_captures(call, dvalues))
 
 
 def _of_captures(call: _Call, dvalues: Sequence[Tensor]) -> list[Union[Tensor, None]]:
@@ -354,7 +354,7 @@ def _gradients_by_operator(call: _Call, dout: Union[Tensor, None], dlse: Union[T
     if not rest:
         return (None, *dqkv)
     dsinks = None if fixed[4] is None else others.pop(0)
-    return (None, *dqkv, *Fixed(sinks=dsinks), *_of_captures(call, others))
+    return (None, *dqkv, *grads_of_fixed(dsinks), *_of_captures(call, others))
 
 
 def _moved(tensor: Tensor, layout: Layout, plan: Plan) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ._lists import built_at
-from ._plans import (NO_RNG, NOTHING, Fixed, Plan, Problem, Rng, aligned, contiguous, dense_strides, describe,
+from ._plans import (NO_RNG, NOTHING, Fixed, Plan, Problem, Rng, aligned, grads_of_fixed, contiguous, dense_strides, describe,
                      laid_out, names_with_grad, out_dtype_of, plan_of, readable)
 from ._transforms import refuse_second, through_transforms
 from .errors import InvalidArgument
@@ -178,7 +178,7 @@ def _operator_gradient(ctx: Any, dout: Any, dlse: Any) -> Any:
     dsinks = others.pop(0) if fixed[4] is not None else None
     with_grad = names_with_grad(options)
     dcaptures = [others.pop(0) if name in with_grad else None for name, _ in zip(names, captures)]
-    of_fixed = Fixed(sinks=dsinks)  # the others have no gradients
+    of_fixed = grads_of_fixed(dsinks)  # the others have no gradients
     return dq, dk, dv, *of_fixed, None, None, None, dcaptures, *rest
 
 

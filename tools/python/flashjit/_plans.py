@@ -53,6 +53,11 @@ class Fixed(NamedTuple):
 NOTHING = Fixed()
 
 
+def grads_of_fixed(dsinks: Any) -> Fixed:
+    """Gradients of the fixed tensors: attention sinks alone have one."""
+    return Fixed(sinks=dsinks)
+
+
 class Problem(NamedTuple):
     """What all calls of a plan share, besides the tensors' sizes and strides."""
 

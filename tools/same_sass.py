@@ -66,7 +66,9 @@ class Side:
             if self.templates:
                 environment["FLASHJIT_TEMPLATE_DIR"] = str(self.templates)
             command = [self.command, "pack", "--spec", spec, "--shape", shape, "--arch", arch, "--jobs", "1"]
-            done = subprocess.run([*command, *options, "--out", partial], text=True, capture_output=True, env=environment)
+            done = subprocess.run(
+                [*command, *options, "--out", partial], text=True, capture_output=True, env=environment
+            )
             if done.returncode != 0:
                 raise RuntimeError(f"{self.name} cannot compile it: {done.stdout}{done.stderr}")
             try:
@@ -98,11 +100,15 @@ def sides(arguments, kept):
     new_packs = kept / f"new-{os.getpid()}"
     if arguments.templates_only:
         command = build / "tools/flashjit"
-        return (Side("old", tree, command, kept / f"templates-{commit[:12]}", tree / "templates"),
-                Side("new", ROOT, command, new_packs, ROOT / "templates"))
+        return (
+            Side("old", tree, command, kept / f"templates-{commit[:12]}", tree / "templates"),
+            Side("new", ROOT, command, new_packs, ROOT / "templates"),
+        )
     print(f"building {commit[:12]} and the working tree", flush=True)
     old = build_command(tree, kept / f"build-{commit[:12]}", build)
-    return Side("old", tree, old, kept / f"packs-{commit[:12]}"), Side("new", ROOT, build_command(ROOT, build, build), new_packs)
+    return Side("old", tree, old, kept / f"packs-{commit[:12]}"), Side(
+        "new", ROOT, build_command(ROOT, build, build), new_packs
+    )
 
 
 # --- Comparing -------------------------------------------------------------------------------------------------------
@@ -110,16 +116,23 @@ def sides(arguments, kept):
 
 def sections(image):
     """What is loaded of an ELF image, by the order of its sections: [(kind, bytes)]."""
-    table, = struct.unpack_from("<Q", image, 0x28)
+    (table,) = struct.unpack_from("<Q", image, 0x28)
     size, count, names_at = struct.unpack_from("<HHH", image, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", image, table + i * size) for i in range(count)]
     names = headers[names_at][4]
     found = []
     for name_at, kind, _, _, offset, length in headers:
-        name = image[names + name_at:image.index(b"\0", names + name_at)].decode()
+        name = image[names + name_at : image.index(b"\0", names + name_at)].decode()
         if name.startswith(LOADED) and kind == 1:
-            found.append((next(prefix for prefix in LOADED if name.startswith(prefix)), image[offset:offset + length]))
-    return found, max([table + size * count] + [offset + length for _, kind, _, _, offset, length in headers if kind != 8])
+            found.append(
+                (
+                    next(prefix for prefix in LOADED if name.startswith(prefix)),
+                    image[offset : offset + length],
+                )
+            )
+    return found, max(
+        [table + size * count] + [offset + length for _, kind, _, _, offset, length in headers if kind != 8]
+    )
 
 
 def images(cubin):
@@ -134,17 +147,24 @@ def images(cubin):
 
 def resources(meta):
     """Registers, spills and shared memory; entries keep their order, whatever their names are."""
-    used = {entry["name"]: [entry[key] for key in ("threads", "min_blocks", "cluster", "shared_bytes")] for entry in meta["entries"]}
+    used = {
+        entry["name"]: [entry[key] for key in ("threads", "min_blocks", "cluster", "shared_bytes")]
+        for entry in meta["entries"]
+    }
     for one in meta["resources"]:
-        used[one["entry"]] = used.get(one["entry"], []) + [value for key, value in sorted(one.items()) if key != "entry"]
+        used[one["entry"]] = used.get(one["entry"], []) + [
+            value for key, value in sorted(one.items()) if key != "entry"
+        ]
     return list(used.values())
 
 
 def differing(old, new):
     """How many instructions of two codes differ, once what is common is aligned."""
-    cut = lambda code: [code[i:i + INSTRUCTION] for i in range(0, len(code), INSTRUCTION)]
+    cut = lambda code: [code[i : i + INSTRUCTION] for i in range(0, len(code), INSTRUCTION)]
     old, new = cut(old), cut(new)
-    same = sum(block.size for block in difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks())
+    same = sum(
+        block.size for block in difflib.SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+    )
     return max(len(old), len(new)) - same, len(old)
 
 
@@ -158,12 +178,18 @@ def compare(old, new):
         found.append(f"{len(loaded)} sections -> {len(changed)}")
     for (kind, before), (_, after) in zip(loaded, changed):
         if before != after:
-            found.append("%s: %d of %d instructions" % (kind, *differing(before, after)) if kind == ".text." else f"{kind} differs")
+            found.append(
+                "{}: {} of {} instructions".format(kind, *differing(before, after))
+                if kind == ".text."
+                else f"{kind} differs"
+            )
     return found
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old", metavar="OLD")
     parser.add_argument("--only", default="", metavar="REGEX")
     parser.add_argument("--templates-only", action="store_true")

@@ -1,19 +1,23 @@
 """Python processes of the tests' own."""
+
 import os
 import pathlib
 import subprocess
 import sys
 
-import pytest
-
 import flashjit
+import pytest
 from flashjit import _library
 
 
 def environment(**more):
     """In which they import the package under test, too. more: variables."""
     paths = [str(pathlib.Path(flashjit.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **{name: str(value) for name, value in more.items()}}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        **{name: str(value) for name, value in more.items()},
+    }
 
 
 def built_command():
@@ -28,5 +32,10 @@ def built_command():
 
 def command(*arguments, **more):
     """What python -m flashjit did. more: variables."""
-    return subprocess.run([sys.executable, "-m", "flashjit", *map(str, arguments)], capture_output=True, text=True, timeout=60,
-                          env=environment(FLASHJIT_COMMAND=built_command(), **more))
+    return subprocess.run(
+        [sys.executable, "-m", "flashjit", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=environment(FLASHJIT_COMMAND=built_command(), **more),
+    )

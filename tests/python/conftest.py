@@ -1,4 +1,5 @@
 """The package under test: the installed one, else tools/python with the library of the build folder."""
+
 import ctypes
 import importlib.util
 import os

@@ -1,5 +1,6 @@
 """Errors on a GPU beside those of PyTorch's FlashAttention-2 and cuDNN, on the same inputs: tools/docs/accuracy.md's rule, with the
 limits of tools/bench/accuracy.py, over a part of its cases. Skips where no GPU is."""
+
 import importlib
 import pathlib
 import sys
@@ -17,10 +18,18 @@ sys.path.insert(0, str(BENCH))
 accuracy = importlib.import_module("accuracy")
 sys.path.remove(str(BENCH))
 
-CASES = [*(accuracy.Case(inputs, "bfloat16", dim, causal) for inputs in accuracy.INPUTS for dim in (64, 128, 256) for causal in (0, 1)),
-         accuracy.Case("normal", "float16", 128, 0), accuracy.Case("outliers", "float16", 64, 1),
-         accuracy.Case("normal", "bfloat16", 128, 1, seqlen=333),
-         accuracy.Case("normal", "bfloat16", 128, 0, heads=8, heads_kv=2)]
+CASES = [
+    *(
+        accuracy.Case(inputs, "bfloat16", dim, causal)
+        for inputs in accuracy.INPUTS
+        for dim in (64, 128, 256)
+        for causal in (0, 1)
+    ),
+    accuracy.Case("normal", "float16", 128, 0),
+    accuracy.Case("outliers", "float16", 64, 1),
+    accuracy.Case("normal", "bfloat16", 128, 1, seqlen=333),
+    accuracy.Case("normal", "bfloat16", 128, 0, heads=8, heads_kv=2),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -1,4 +1,5 @@
 """append() and merge() against plain PyTorch, on the GPU where there is one."""
+
 import math
 
 import pytest
@@ -15,7 +16,9 @@ ROPES = ["none", "halves", "interleaved", "partial", "theta", "typed", "position
 
 
 def tables(dims, dtype=torch.float32):
-    angles = torch.arange(100.0, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+    angles = torch.arange(100.0, dtype=torch.float64)[:, None] * 10000.0 ** (
+        -torch.arange(0, dims, 2, dtype=torch.float64) / dims
+    )
     return angles.cos().to(DEVICE, dtype), angles.sin().to(DEVICE, dtype)
 
 
@@ -39,7 +42,11 @@ def turned(x, positions, rope):
     dims = 32 if rope == "partial" else DIM
     cos, sin = tables(dims, DTYPE if rope == "typed" else torch.float64)
     cos, sin = cos.double()[positions], sin.double()[positions]
-    left, right = (x[..., :dims:2], x[..., 1:dims:2]) if rope == "interleaved" else (x[..., :dims // 2], x[..., dims // 2:dims])
+    left, right = (
+        (x[..., :dims:2], x[..., 1:dims:2])
+        if rope == "interleaved"
+        else (x[..., : dims // 2], x[..., dims // 2 : dims])
+    )
     pair = left * cos - right * sin, left * sin + right * cos
     new = torch.stack(pair, -1).flatten(-2) if rope == "interleaved" else torch.cat(pair, -1)
     return torch.cat((new, x[..., dims:]), -1)
@@ -47,7 +54,7 @@ def turned(x, positions, rope):
 
 def expect_close(got, want):
     assert torch.equal(got.isnan(), want.isnan())
-    limit = (2 ** -8 if DTYPE == torch.bfloat16 else 2 ** -23) * want.abs().nan_to_num() + 1e-5
+    limit = (2**-8 if DTYPE == torch.bfloat16 else 2**-23) * want.abs().nan_to_num() + 1e-5
     assert ((got.double() - want).abs().nan_to_num() <= limit).all()
 
 
@@ -58,7 +65,7 @@ def new_cache(pages):
     v = torch.full((24, HEADS_KV, rows, DIM_V), math.nan, dtype=DTYPE, device=DEVICE)
     if pages == "ordered":
         return k, v, None, lambda i, n: (i, n)
-    order = torch.randperm(24)[:4 * (5 if pages == "pages" else 1)].to(DEVICE, torch.int32)
+    order = torch.randperm(24)[: 4 * (5 if pages == "pages" else 1)].to(DEVICE, torch.int32)
     if pages == "slots":
         return k, v, order, lambda i, n: (int(order[i]), n)
     table = order.view(4, 5)
@@ -73,8 +80,10 @@ def test_new_rows_are_rotated_and_stored(rope, pages, packed):
     counts = COUNTS if packed else [3] * 4
     begins = [sum(counts[:i]) for i in range(5)]
     size = (1, sum(counts) + 2) if packed else (4, 3)  # two rows belong to no sequence
-    k, v, q = (torch.randn(size[0], heads, size[1], dim).to(DEVICE, DTYPE)
-               for heads, dim in ((HEADS_KV, DIM), (HEADS_KV, DIM_V), (HEADS, DIM)))
+    k, v, q = (
+        torch.randn(size[0], heads, size[1], dim).to(DEVICE, DTYPE)
+        for heads, dim in ((HEADS_KV, DIM), (HEADS_KV, DIM_V), (HEADS, DIM))
+    )
     k_cache, v_cache, table, place = new_cache(pages)
     want_k, want_v = k_cache.double(), v_cache.double()
     want_q = torch.full(q.shape, math.nan, dtype=torch.float64, device=DEVICE)
@@ -88,12 +97,23 @@ def test_new_rows_are_rotated_and_stored(rope, pages, packed):
             b, s = (0, begins[i] + row) if packed else (i, row)
             at = int(rope_arguments["positions"][b * size[1] + s]) if rope == "positions" else key
             page, slot = place(i, key)
-            want_k[page, :, slot] = turned(k[b, :, s:s + 1].double(), [at], rope)[:, 0]
+            want_k[page, :, slot] = turned(k[b, :, s : s + 1].double(), [at], rope)[:, 0]
             want_v[page, :, slot] = v[b, :, s].double()
-            want_q[b, :, s] = turned(q[b, :, s:s + 1].double(), [at], rope)[:, 0]
+            want_q[b, :, s] = turned(q[b, :, s : s + 1].double(), [at], rope)[:, 0]
     packing = {"cu_seqlens_q": torch.tensor(begins, dtype=torch.int32, device=DEVICE)} if packed else {}
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
-    got = flashjit.append(k, v, k_cache, v_cache, kv_lengths=lengths, page_table=table, q=q, q_out=q_out, **rope_arguments, **packing)
+    got = flashjit.append(
+        k,
+        v,
+        k_cache,
+        v_cache,
+        kv_lengths=lengths,
+        page_table=table,
+        q=q,
+        q_out=q_out,
+        **rope_arguments,
+        **packing,
+    )
     assert got is q_out
     expect_close(k_cache, want_k)
     expect_close(v_cache, want_v)
@@ -104,14 +124,29 @@ def test_attention_sees_what_was_appended():
     torch.manual_seed(2)
     k_cache, v_cache, table, _ = new_cache("pages")
     lengths = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-    keys, values = torch.randn(4, HEADS_KV, 5, DIM).to(DEVICE, DTYPE), torch.randn(4, HEADS_KV, 5, DIM_V).to(DEVICE, DTYPE)
+    keys, values = (
+        torch.randn(4, HEADS_KV, 5, DIM).to(DEVICE, DTYPE),
+        torch.randn(4, HEADS_KV, 5, DIM_V).to(DEVICE, DTYPE),
+    )
     for n in range(5):
         lengths += 1
         q = torch.randn(4, HEADS, 1, DIM).to(DEVICE, DTYPE)
-        turned_q = flashjit.append(keys[:, :, n:n + 1], values[:, :, n:n + 1], k_cache, v_cache, kv_lengths=lengths,
-                                   page_table=table, q=q, theta=500.0)
-        out = flashjit.attention(turned_q, k_cache, v_cache, page_table=table, kv_lengths=lengths, causal=True)
-    k_turned = flashjit.append(keys, values, *new_cache("ordered")[:2], kv_lengths=lengths, q=keys, theta=500.0)
+        turned_q = flashjit.append(
+            keys[:, :, n : n + 1],
+            values[:, :, n : n + 1],
+            k_cache,
+            v_cache,
+            kv_lengths=lengths,
+            page_table=table,
+            q=q,
+            theta=500.0,
+        )
+        out = flashjit.attention(
+            turned_q, k_cache, v_cache, page_table=table, kv_lengths=lengths, causal=True
+        )
+    k_turned = flashjit.append(
+        keys, values, *new_cache("ordered")[:2], kv_lengths=lengths, q=keys, theta=500.0
+    )
     want = flashjit.attention(turned_q, k_turned, values)
     assert (out.double() - want.double()).abs().max() <= (1e-2 if DTYPE == torch.bfloat16 else 1e-5)
 
@@ -121,21 +156,33 @@ def test_q_may_be_rotated_in_place_and_left_out():
     lengths = torch.tensor([9, 8, 7, 6], dtype=torch.int32, device=DEVICE)
     k, v, q = (torch.randn(4, 2, 3, dim).to(DEVICE, DTYPE) for dim in (DIM, DIM_V, DIM))
     new = flashjit.append(k, v, k_cache, v_cache, kv_lengths=lengths, page_table=table, q=q, theta=100.0)
-    assert flashjit.append(k, v, k_cache, v_cache, kv_lengths=lengths, page_table=table, q=q, q_out=q, theta=100.0) is q
+    assert (
+        flashjit.append(
+            k, v, k_cache, v_cache, kv_lengths=lengths, page_table=table, q=q, q_out=q, theta=100.0
+        )
+        is q
+    )
     assert torch.equal(new, q)
     assert flashjit.append(k, v, k_cache, v_cache, kv_lengths=lengths, page_table=table) is None
 
 
 def test_tables_may_be_expanded():
     torch.manual_seed(3)
-    k, v, q = (torch.randn(4, heads, 3, dim).to(DEVICE, DTYPE) for heads, dim in ((2, DIM), (2, DIM_V), (4, DIM)))
-    lengths = torch.tensor([3, 6, 9, 12], dtype=torch.int32, device=DEVICE)  # other rows of the pages that all share
+    k, v, q = (
+        torch.randn(4, heads, 3, dim).to(DEVICE, DTYPE) for heads, dim in ((2, DIM), (2, DIM_V), (4, DIM))
+    )
+    lengths = torch.tensor(
+        [3, 6, 9, 12], dtype=torch.int32, device=DEVICE
+    )  # other rows of the pages that all share
     table = torch.tensor([[3, 1]], dtype=torch.int32, device=DEVICE).expand(4, -1)
     cos, sin = (x[7:8].expand(20, -1) for x in tables(DIM))
 
     def appended(table, cos, sin):
         caches = new_cache("pages")[:2]
-        return *caches, flashjit.append(k, v, *caches, kv_lengths=lengths, page_table=table, q=q, cos=cos, sin=sin)
+        return *caches, flashjit.append(
+            k, v, *caches, kv_lengths=lengths, page_table=table, q=q, cos=cos, sin=sin
+        )
+
     for got, want in zip(appended(table, cos, sin), appended(*(x.contiguous() for x in (table, cos, sin)))):
         assert torch.equal(got.nan_to_num(7), want.nan_to_num(7))
 
@@ -143,18 +190,26 @@ def test_tables_may_be_expanded():
 def test_compiled():
     k_cache, v_cache, table, _ = new_cache("pages")
     lengths = torch.tensor([3, 3, 3, 3], dtype=torch.int32, device=DEVICE)
-    k, v, q = (torch.randn(4, heads, 3, dim).to(DEVICE, DTYPE) for heads, dim in ((2, DIM), (2, DIM_V), (4, DIM)))
+    k, v, q = (
+        torch.randn(4, heads, 3, dim).to(DEVICE, DTYPE) for heads, dim in ((2, DIM), (2, DIM_V), (4, DIM))
+    )
 
     @torch.compile(fullgraph=True)
     def step(q, k, v, k_cache, v_cache):
         q = flashjit.append(k, v, k_cache, v_cache, kv_lengths=lengths, page_table=table, q=q, theta=100.0)
-        return flashjit.attention(q, k_cache, v_cache, causal=True, page_table=table, kv_lengths=lengths, return_lse=True)
+        return flashjit.attention(
+            q, k_cache, v_cache, causal=True, page_table=table, kv_lengths=lengths, return_lse=True
+        )
 
     with torch.no_grad():
         got = step(q, k, v, k_cache, v_cache)
         other_k, other_v = torch.full_like(k_cache, math.nan), torch.full_like(v_cache, math.nan)
-        turned_q = flashjit.append(k, v, other_k, other_v, kv_lengths=lengths, page_table=table, q=q, theta=100.0)
-        want = flashjit.attention(turned_q, other_k, other_v, causal=True, page_table=table, kv_lengths=lengths, return_lse=True)
+        turned_q = flashjit.append(
+            k, v, other_k, other_v, kv_lengths=lengths, page_table=table, q=q, theta=100.0
+        )
+        want = flashjit.attention(
+            turned_q, other_k, other_v, causal=True, page_table=table, kv_lengths=lengths, return_lse=True
+        )
     assert not other_k.isnan().all() and all(torch.equal(x, y) for x, y in zip(got, want))
     assert torch.equal(k_cache.nan_to_num(), other_k.nan_to_num())
     assert torch.equal(v_cache.nan_to_num(), other_v.nan_to_num())
@@ -162,12 +217,22 @@ def test_compiled():
 
 def test_appends_that_make_no_sense_are_refused():
     k_cache, v_cache, table, _ = new_cache("pages")
-    k, v, q = (torch.randn(4, heads, 3, dim).to(DEVICE, DTYPE) for heads, dim in ((2, DIM), (2, DIM_V), (4, DIM)))
+    k, v, q = (
+        torch.randn(4, heads, 3, dim).to(DEVICE, DTYPE) for heads, dim in ((2, DIM), (2, DIM_V), (4, DIM))
+    )
     lengths = torch.tensor([9, 8, 7, 6], dtype=torch.int32, device=DEVICE)
     cos, sin = tables(DIM)
 
     def refused(error, *words, **changed):
-        arguments = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "kv_lengths": lengths, "page_table": table, **changed}
+        arguments = {
+            "k": k,
+            "v": v,
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "kv_lengths": lengths,
+            "page_table": table,
+            **changed,
+        }
         with pytest.raises(error) as caught:
             flashjit.append(*[arguments.pop(name) for name in ("k", "v", "k_cache", "v_cache")], **arguments)
         for word in words:
@@ -186,7 +251,11 @@ def test_appends_that_make_no_sense_are_refused():
     refused(bad, "v_cache has length 8", v_cache=v_cache[:, :, :8])
     refused(bad, "v_cache has batch 7", "24", v_cache=v_cache[:7])
     refused(bad, "overlap", k_cache=k_cache[:1].expand(24, -1, -1, -1))
-    refused(bad, "third size is the rows of a page", k_cache=torch.empty(2, 2, 300, DIM, device=DEVICE, dtype=DTYPE))
+    refused(
+        bad,
+        "third size is the rows of a page",
+        k_cache=torch.empty(2, 2, 300, DIM, device=DEVICE, dtype=DTYPE),
+    )
     refused(bad, "q_out is given without q", q_out=q)
     refused(bad, "q_out overlaps q", q=q[:, :, :2], q_out=q[:, :, 1:], k=k[:, :, :2], v=v[:, :, :2])
     refused(bad, "sin is given alone", sin=sin)
@@ -194,13 +263,22 @@ def test_appends_that_make_no_sense_are_refused():
     refused(bad, "theta is 5", "tables or theta", cos=cos, sin=sin, theta=5.0)
     refused(bad, "rope_dims is 24", "multiple of 16", theta=5.0, rope_dims=24)
     refused(bad, "neither tables nor theta", rope_dims=16)
-    refused(bad, "positions is int64", "each of the 12 rows", positions=torch.arange(12, device=DEVICE), theta=5.0)
+    refused(
+        bad, "positions is int64", "each of the 12 rows", positions=torch.arange(12, device=DEVICE), theta=5.0
+    )
     refused(bad, "max_seqlen_kv is 100", "room for 80", max_seqlen_kv=100)
-    refused(bad, "with cu_seqlens_q its batch is 1", cu_seqlens_q=torch.zeros(5, dtype=torch.int32, device=DEVICE))
+    refused(
+        bad, "with cu_seqlens_q its batch is 1", cu_seqlens_q=torch.zeros(5, dtype=torch.int32, device=DEVICE)
+    )
     refused(flashjit.Unsupported, "no gradients", k=k.clone().requires_grad_())
     if DEVICE == "cpu":
-        refused(bad, "cu_seqlens_q ends with 4", k=k[:1], v=v[:1],
-                cu_seqlens_q=torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32))
+        refused(
+            bad,
+            "cu_seqlens_q ends with 4",
+            k=k[:1],
+            v=v[:1],
+            cu_seqlens_q=torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32),
+        )
 
 
 # --- merge ---------------------------------------------------------------------------------------------------------
@@ -223,7 +301,10 @@ def joined(states):
     lses = torch.stack([lse.double() for _, lse in states])
     lse = lses.logsumexp(0)
     weights = (lses - lse).exp().nan_to_num(0)
-    return sum(torch.where(w > 0, w, 0)[..., None] * out.double().nan_to_num(0) for w, (out, _) in zip(weights, states)), lse
+    return sum(
+        torch.where(w > 0, w, 0)[..., None] * out.double().nan_to_num(0)
+        for w, (out, _) in zip(weights, states)
+    ), lse
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
@@ -234,14 +315,17 @@ def test_states_are_joined(count, types):
     want, want_lse = joined(states)
     assert out.dtype == (types[1] or types[0]) and out.shape == want.shape
     assert torch.allclose(lse.double(), want_lse, atol=1e-5)
-    assert torch.allclose(out.double(), want, atol=1e-5, rtol=2 ** -7 if out.dtype == torch.bfloat16 else 1e-6)
+    assert torch.allclose(out.double(), want, atol=1e-5, rtol=2**-7 if out.dtype == torch.bfloat16 else 1e-6)
 
 
 def test_gradients_of_merge_are_those_of_attention_over_all_keys():
     torch.manual_seed(3)
     q, k, v = (torch.randn(1, 2, n, 16, device=DEVICE, requires_grad=True) for n in (4, 9, 9))
     dout, dlse = torch.randn(1, 2, 4, 16, device=DEVICE), torch.randn(1, 2, 4, device=DEVICE)
-    parts = [flashjit.attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True) for a, b in ((0, 2), (2, 8), (8, 9))]
+    parts = [
+        flashjit.attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True)
+        for a, b in ((0, 2), (2, 8), (8, 9))
+    ]
     got = torch.autograd.grad(flashjit.merge(parts), (q, k, v), (dout, dlse))
     want = torch.autograd.grad(flashjit.attention(q, k, v, return_lse=True), (q, k, v), (dout, dlse))
     for x, y in zip(got, want):
@@ -291,11 +375,19 @@ def test_merges_that_make_no_sense_are_refused():
 
 @pytest.mark.parametrize("function", ["append", "merge", "quantise"])
 def test_vmap_is_refused_with_what_to_do(function):
-    x, lse, lengths = torch.randn(3, 2, 4, 8, 16), torch.randn(3, 2, 4, 8), torch.full((3, 2), 8, dtype=torch.int32)
-    call = {"append": lambda x, lse, lengths: flashjit.append(x, x, x.clone(), x.clone(), kv_lengths=lengths),
-            "merge": lambda x, lse, lengths: flashjit.merge([(x, lse), (x, lse)]),
-            "quantise": lambda x, lse, lengths: flashjit.quantise(x)}[function]
-    with pytest.raises(flashjit.Unsupported, match=f"{function}.. does not work under torch.vmap: call it outside"):
+    x, lse, lengths = (
+        torch.randn(3, 2, 4, 8, 16),
+        torch.randn(3, 2, 4, 8),
+        torch.full((3, 2), 8, dtype=torch.int32),
+    )
+    call = {
+        "append": lambda x, lse, lengths: flashjit.append(x, x, x.clone(), x.clone(), kv_lengths=lengths),
+        "merge": lambda x, lse, lengths: flashjit.merge([(x, lse), (x, lse)]),
+        "quantise": lambda x, lse, lengths: flashjit.quantise(x),
+    }[function]
+    with pytest.raises(
+        flashjit.Unsupported, match=f"{function}.. does not work under torch.vmap: call it outside"
+    ):
         torch.vmap(call)(x, lse, lengths)
 
 
@@ -319,7 +411,9 @@ def test_one_memory_for_both_caches():
     torch.testing.assert_close(torch.stack([cache[0, :, :2], cache[1, :, 5:7]]), rows, rtol=0, atol=0)
     for named in (dict(theta=100.0), {}):
         with pytest.raises(flashjit.InvalidArgument, match="k_cache is written, but has memory of v_cache"):
-            flashjit.append(rows, rows if named else rows.clone(), cache, cache, kv_lengths=ints(2, 7), **named)
+            flashjit.append(
+                rows, rows if named else rows.clone(), cache, cache, kv_lengths=ints(2, 7), **named
+            )
     with pytest.raises(flashjit.InvalidArgument, match="k_cache is written, but has memory of v_cache"):
         flashjit.append(rows[:1], rows[:1], cache[:1, :, :4], cache[:1, :, 2:6], kv_lengths=ints(2))
 
@@ -329,17 +423,26 @@ def test_head_dims_that_are_no_multiples_of_eight(dims):
     def case(*dims):
         torch.manual_seed(0)
         return [torch.randn(2, 2, rows, dim, device=DEVICE) for rows in (8, 2) for dim in dims]
+
     k_cache, v_cache, k, v = case(*dims)
     q = k.clone()
     want_k, want_v = k_cache.clone(), v_cache.clone()
     turned = flashjit.append(k, v, k_cache, v_cache, kv_lengths=ints(3, 8), q=q, theta=100.0, rope_dims=16)
     rotated = [x[..., :16].contiguous() for x in (k, q)]
     narrow = torch.zeros(2, 2, 8, 16, device=DEVICE)
-    flashjit.append(rotated[0], rotated[0], narrow, narrow.clone(), kv_lengths=ints(3, 8), q=rotated[1],
-                    q_out=rotated[1], theta=100.0)
+    flashjit.append(
+        rotated[0],
+        rotated[0],
+        narrow,
+        narrow.clone(),
+        kv_lengths=ints(3, 8),
+        q=rotated[1],
+        q_out=rotated[1],
+        theta=100.0,
+    )
     for b, first in ((0, 1), (1, 6)):
-        want_k[b, :, first:first + 2] = torch.cat([narrow[b, :, first:first + 2], k[b, ..., 16:]], -1)
-        want_v[b, :, first:first + 2] = v[b]
+        want_k[b, :, first : first + 2] = torch.cat([narrow[b, :, first : first + 2], k[b, ..., 16:]], -1)
+        want_v[b, :, first : first + 2] = v[b]
     torch.testing.assert_close([k_cache, v_cache], [want_k, want_v], rtol=0, atol=0)
     torch.testing.assert_close(turned, torch.cat([rotated[1], q[..., 16:]], -1), rtol=0, atol=0)
 
@@ -355,9 +458,13 @@ def test_states_with_head_dims_that_are_no_multiples_of_eight():
 def test_messages_are_in_the_caller_s_words():
     k, cache = torch.randn(2, 2, 1, 16, device=DEVICE), torch.zeros(2, 2, 8, 16, device=DEVICE)
     twice = torch.randn(8, 16, device=DEVICE)
-    with pytest.raises(flashjit.InvalidArgument, match="cos has 16 columns, for rows of 16: .*at most 8, .*torch.cat"):
+    with pytest.raises(
+        flashjit.InvalidArgument, match="cos has 16 columns, for rows of 16: .*at most 8, .*torch.cat"
+    ):
         flashjit.append(k, k, cache, cache.clone(), kv_lengths=ints(1, 2), cos=twice, sin=twice)
     if DEVICE == "cpu":  # on a GPU nobody looks
         for lengths, given in ((ints(1, 9), 9), (ints(1, -1), -1)):
-            with pytest.raises(flashjit.InvalidArgument, match=f"kv_lengths has {given} for sequence 1.*give 0 to 8"):
+            with pytest.raises(
+                flashjit.InvalidArgument, match=f"kv_lengths has {given} for sequence 1.*give 0 to 8"
+            ):
                 flashjit.append(k, k, cache, cache.clone(), kv_lengths=lengths)

@@ -1,17 +1,21 @@
 """forward() and backward() on arrays: NumPy's through the CPU reference, and what is refused."""
+
 import math
 
+import flashjit
 import numpy as np
 import pytest
-
-import flashjit
 from flashjit import _arrays
 
 
 def arrays(batch=2, heads=4, heads_kv=2, queries=9, keys=13, dim=16, dim_v=8, dtype=np.float32):
     random = np.random.default_rng(0)
-    shapes = [(batch, heads, queries, dim), (batch, heads_kv, keys, dim), (batch, heads_kv, keys, dim_v),
-              (batch, heads, queries, dim_v)]
+    shapes = [
+        (batch, heads, queries, dim),
+        (batch, heads_kv, keys, dim),
+        (batch, heads_kv, keys, dim_v),
+        (batch, heads, queries, dim_v),
+    ]
     return [random.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
@@ -70,9 +74,13 @@ def test_key_padding_block_map_and_given_outputs():
     lengths = np.array([32, 5], np.int32)
     blocks = np.array([[1, 0], [1, 1]], np.uint8)[None, None]
     out, lse = np.full((2, 4, 32, 8), np.nan, np.float32), np.full((2, 4, 32), np.nan, np.float32)
-    results = flashjit.forward(q, k, v, options="map16", block_map=blocks, kv_lengths=lengths, out=out, lse=lse)
+    results = flashjit.forward(
+        q, k, v, options="map16", block_map=blocks, kv_lengths=lengths, out=out, lse=lse
+    )
     assert results[0] is out and results[1] is lse
-    keep = np.kron(blocks[0, 0], np.ones((16, 16))).astype(bool) & (np.arange(32) < lengths[:, None, None, None])
+    keep = np.kron(blocks[0, 0], np.ones((16, 16))).astype(bool) & (
+        np.arange(32) < lengths[:, None, None, None]
+    )
     want = expected(q, k, v, keep=keep)
     np.testing.assert_allclose(out, want[0], atol=1e-6)
     np.testing.assert_allclose(lse, want[1], atol=1e-6)
@@ -85,10 +93,15 @@ def test_packed_sequences():
     out, lse = flashjit.forward(q, k, v, lse=np.full((3, 4, 7), 7.0, np.float32), **options)
     grads = flashjit.backward(q, k, v, out, lse, dout, **options)
     for i in range(3):
-        rows, keys = slice(*cu_q[i:i + 2]), slice(*cu_kv[i:i + 2])
+        rows, keys = slice(*cu_q[i : i + 2]), slice(*cu_kv[i : i + 2])
         want = expected(q[:, :, rows], k[:, :, keys], v[:, :, keys], dout[:, :, rows])
-        got = (out[:, :, rows], lse[i:i + 1, :, :rows.stop - rows.start], grads[0][:, :, rows], grads[1][:, :, keys],
-               grads[2][:, :, keys])
+        got = (
+            out[:, :, rows],
+            lse[i : i + 1, :, : rows.stop - rows.start],
+            grads[0][:, :, rows],
+            grads[1][:, :, keys],
+            grads[2][:, :, keys],
+        )
         for g, w in zip(got, want):
             np.testing.assert_allclose(g, w, atol=1e-6)
     assert (lse[0, :, 2:] == 7).all() and (lse[1] == 7).all()  # rows that do not exist are not written
@@ -135,7 +148,11 @@ def test_rows_that_belong_to_no_sequence_are_zeros():
         x[:, :, 7:] = np.nan
     out, lse = flashjit.forward(q, k, v, out=np.full((*q.shape[:3], v.shape[3]), 7, np.float32), **named)
     grads = flashjit.backward(q, k, v, out, lse, dout, **named)
-    assert lse.shape == (2, q.shape[1], 5) and (lse[0, :, 3:] == -np.inf).all() and (lse[1, :, 4:] == -np.inf).all()
+    assert (
+        lse.shape == (2, q.shape[1], 5)
+        and (lse[0, :, 3:] == -np.inf).all()
+        and (lse[1, :, 4:] == -np.inf).all()
+    )
     for x in (out, *grads):
         assert (x[:, :, 7:] == 0).all() and np.isfinite(x).all() and (x[:, :, :7] != 0).any()
 
@@ -151,7 +168,9 @@ def test_programs_with_captures():
     q, k, v, dout = arrays()
     slopes = np.array([0.5, 0.25, 0.125, 0], np.float32)
     grad = np.zeros(4, np.float32)
-    options = "score{slopes: fp32 1d grad; power: int; score + slopes[h] * to_float(kv - q) * to_float(power)}"
+    options = (
+        "score{slopes: fp32 1d grad; power: int; score + slopes[h] * to_float(kv - q) * to_float(power)}"
+    )
     values = dict(options=options, captures={"slopes": slopes, "power": 2})
     out, lse = flashjit.forward(q, k, v, **values)
     flashjit.backward(q, k, v, out, lse, dout, capture_grads={"slopes": grad}, **values)
@@ -180,7 +199,9 @@ class Foreign:
 
 def test_lists_of_cpu_arrays_are_empty_and_taken():
     q, k, v, _ = arrays()
-    given = dict(options="mask{doc: int32 1d; doc[q] == doc[kv]}", captures={"doc": np.arange(13, dtype=np.int32) // 4})
+    given = dict(
+        options="mask{doc: int32 1d; doc[q] == doc[kv]}", captures={"doc": np.arange(13, dtype=np.int32) // 4}
+    )
     out, _ = flashjit.forward(q, k, v, **given)
     again, _ = flashjit.forward(q, k, v, lists=flashjit.build_lists(q, k, v, **given), **given)
     assert np.array_equal(again, out)
@@ -188,7 +209,9 @@ def test_lists_of_cpu_arrays_are_empty_and_taken():
 
 def test_lists_are_built_once_on_a_gpu(fake_gpu):
     q, out = (OnGpu((1 << 18) * i, (1, 2, 512, 64), "<f2") for i in (1, 2))
-    given = dict(options="mask{doc: int32 1d; doc[q] == doc[kv]}", captures={"doc": OnGpu(1 << 20, (512,), "<i4")})
+    given = dict(
+        options="mask{doc: int32 1d; doc[q] == doc[kv]}", captures={"doc": OnGpu(1 << 20, (512,), "<i4")}
+    )
     lend = lambda bytes: OnGpu(1 << 24, (bytes,), "|u1")
     spec, shape = "fp16:d64:" + given["options"], (1, 2, 2, 512, 512)
     needed, own = fake_gpu.runtime.workspace_bytes(spec, shape), fake_gpu.runtime.list_bytes(spec, shape)
@@ -217,7 +240,9 @@ def test_dlpack():
 def test_jax_arrays_on_the_cpu(dtype, limit, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or it takes most of a GPU's memory
     jax = pytest.importorskip("jax", reason="JAX is not installed: pip install jax")
-    ml_dtypes = pytest.importorskip("ml_dtypes")  # NumPy's arrays can be written, and have no bfloat16 of their own
+    ml_dtypes = pytest.importorskip(
+        "ml_dtypes"
+    )  # NumPy's arrays can be written, and have no bfloat16 of their own
     with jax.default_device(jax.devices("cpu")[0]):
         q, k, v = (jax.numpy.asarray(x, dtype) for x in arrays()[:3])
         out = np.empty((2, 4, 9, 8), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
@@ -232,8 +257,13 @@ class OnGpu:
     """What CuPy shows of an array, without a GPU."""
 
     def __init__(self, pointer, shape, typestr="<f4", strides=None):
-        self.__cuda_array_interface__ = {"data": (pointer, False), "shape": shape, "typestr": typestr, "strides": strides,
-                                         "version": 3}
+        self.__cuda_array_interface__ = {
+            "data": (pointer, False),
+            "shape": shape,
+            "typestr": typestr,
+            "strides": strides,
+            "version": 3,
+        }
 
 
 def test_the_cuda_array_interface():
@@ -241,7 +271,9 @@ def test_the_cuda_array_interface():
     assert seen[:6] == (4096, "fp16", (2, 3, 4, 8), (512, 128, 32, 1), ("cuda", 0), False)
     assert _arrays.view(OnGpu(4096, (2, 8)), "q").stride == (8, 1)
     with pytest.raises(flashjit.InvalidArgument, match="q is on cuda:0 and k on cpu"):
-        flashjit.forward(OnGpu(4096, (1, 1, 8, 8)), np.zeros((1, 1, 8, 8), np.float32), OnGpu(4096, (1, 1, 8, 8)))
+        flashjit.forward(
+            OnGpu(4096, (1, 1, 8, 8)), np.zeros((1, 1, 8, 8), np.float32), OnGpu(4096, (1, 1, 8, 8))
+        )
 
 
 def replaced(position, value):
@@ -250,32 +282,45 @@ def replaced(position, value):
     return values
 
 
-@pytest.mark.parametrize("make, match", [
-    (lambda: (replaced(0, [[1.0]]), {}), "q is a list"),
-    (lambda: (arrays()[:3], dict(options=3)), "options is a int: give a str"),
-    (lambda: (arrays()[:3], dict(scale="1")), "scale is a str: give a Python number"),
-    (lambda: (arrays()[:3], dict(dropout_p="1")), "dropout_p is a str: give a Python number"),
-    (lambda: (arrays()[:3], dict(dropout_p=0.1, seed="1")), "seed is a str: give a Python int"),
-    (lambda: (arrays()[:3], dict(stream=None)), "stream is a NoneType: give a Python int"),
-    (lambda: (arrays()[:3], dict(captures=[1.0])), "captures is a list: give a dict"),
-    (lambda: (arrays()[:3], dict(max_seqlen_q=9.5)), "max_seqlen_q is a float: give a Python int"),
-    (lambda: (replaced(0, np.zeros((2, 4, 9, 16))), {}), "q has type float64"),
-    (lambda: (replaced(1, np.zeros((2, 2, 13, 16), np.float16)), {}), "q is fp32 and k is fp16"),
-    (lambda: (replaced(0, np.zeros((4, 9, 16), np.float32)), {}), "four dimensions"),
-    (lambda: (replaced(1, np.zeros((3, 2, 13, 16), np.float32)), {}), "k has batch 3"),
-    (lambda: (replaced(1, np.zeros((2, 3, 13, 16), np.float32)), {}), "must be equal|multiple"),
-    (lambda: (arrays()[:3], {"options": "slide"}), "slide"),
-    (lambda: (arrays()[:3], {"scale": -1.0}), "scale is -1"),
-    (lambda: (arrays()[:3], {"dropout_p": 1.0}), "dropout_p is 1"),
-    (lambda: (arrays()[:3], {"kv_lengths": np.zeros(2, np.int64)}), "kv_lengths is int64"),
-    (lambda: (arrays()[:3], {"kv_lengths": np.zeros(3, np.int32)}), "kv_lengths has shape"),
-    (lambda: (arrays()[:3], {"lse": np.zeros((2, 4, 8), np.float32)}), "lse is fp32"),
-    (lambda: (arrays()[:3], {"out": np.zeros((2, 4, 9, 8), np.float16)}), "out is fp16"),
-    (lambda: (arrays()[:3], {"captures": {"x": 3}}), "x"),
-    (lambda: (arrays()[:3], {"cu_seqlens_q": np.zeros(2, np.int32)}), "cu_seqlens_kv is missing"),
-    (lambda: (arrays(batch=1)[:3], dict(cu_seqlens_q=np.array([0, 10], np.int32), cu_seqlens_kv=np.array([0, 13], np.int32),
-                                        max_seqlen_q=10, max_seqlen_kv=13)), "cu_seqlens_q ends with 10"),
-])
+@pytest.mark.parametrize(
+    "make, match",
+    [
+        (lambda: (replaced(0, [[1.0]]), {}), "q is a list"),
+        (lambda: (arrays()[:3], dict(options=3)), "options is a int: give a str"),
+        (lambda: (arrays()[:3], dict(scale="1")), "scale is a str: give a Python number"),
+        (lambda: (arrays()[:3], dict(dropout_p="1")), "dropout_p is a str: give a Python number"),
+        (lambda: (arrays()[:3], dict(dropout_p=0.1, seed="1")), "seed is a str: give a Python int"),
+        (lambda: (arrays()[:3], dict(stream=None)), "stream is a NoneType: give a Python int"),
+        (lambda: (arrays()[:3], dict(captures=[1.0])), "captures is a list: give a dict"),
+        (lambda: (arrays()[:3], dict(max_seqlen_q=9.5)), "max_seqlen_q is a float: give a Python int"),
+        (lambda: (replaced(0, np.zeros((2, 4, 9, 16))), {}), "q has type float64"),
+        (lambda: (replaced(1, np.zeros((2, 2, 13, 16), np.float16)), {}), "q is fp32 and k is fp16"),
+        (lambda: (replaced(0, np.zeros((4, 9, 16), np.float32)), {}), "four dimensions"),
+        (lambda: (replaced(1, np.zeros((3, 2, 13, 16), np.float32)), {}), "k has batch 3"),
+        (lambda: (replaced(1, np.zeros((2, 3, 13, 16), np.float32)), {}), "must be equal|multiple"),
+        (lambda: (arrays()[:3], {"options": "slide"}), "slide"),
+        (lambda: (arrays()[:3], {"scale": -1.0}), "scale is -1"),
+        (lambda: (arrays()[:3], {"dropout_p": 1.0}), "dropout_p is 1"),
+        (lambda: (arrays()[:3], {"kv_lengths": np.zeros(2, np.int64)}), "kv_lengths is int64"),
+        (lambda: (arrays()[:3], {"kv_lengths": np.zeros(3, np.int32)}), "kv_lengths has shape"),
+        (lambda: (arrays()[:3], {"lse": np.zeros((2, 4, 8), np.float32)}), "lse is fp32"),
+        (lambda: (arrays()[:3], {"out": np.zeros((2, 4, 9, 8), np.float16)}), "out is fp16"),
+        (lambda: (arrays()[:3], {"captures": {"x": 3}}), "x"),
+        (lambda: (arrays()[:3], {"cu_seqlens_q": np.zeros(2, np.int32)}), "cu_seqlens_kv is missing"),
+        (
+            lambda: (
+                arrays(batch=1)[:3],
+                dict(
+                    cu_seqlens_q=np.array([0, 10], np.int32),
+                    cu_seqlens_kv=np.array([0, 13], np.int32),
+                    max_seqlen_q=10,
+                    max_seqlen_kv=13,
+                ),
+            ),
+            "cu_seqlens_q ends with 10",
+        ),
+    ],
+)
 def test_bad_input_is_refused(make, match):
     values, named = make()
     with pytest.raises(flashjit.Error, match=match) as caught:
@@ -313,11 +358,16 @@ def test_gradients_are_added_to_memory_that_fits():
     of_table = dict(options="score{t: fp32 1d grad; score + t[kv]}", captures={"t": table})
     locked = np.zeros(11, np.float32)
     locked.flags.writeable = False
-    for named, match in ((dict(sinks=table[:4], dsinks=np.zeros(1, np.float32)), r"dsinks is fp32 \[1\]: it must be fp32 \[4\]"),
-                         (dict(sinks=table[:4], dsinks=np.zeros(4, np.int32)), "dsinks is int32"),
-                         (dict(sinks=table[:4], dsinks=locked[:4]), "dsinks is read-only"),
-                         (dict(of_table, capture_grads={"t": locked}), "is read-only"),
-                         (dict(of_table, capture_grads={"t": table[:3].copy()}), "it must be fp32")):
+    for named, match in (
+        (
+            dict(sinks=table[:4], dsinks=np.zeros(1, np.float32)),
+            r"dsinks is fp32 \[1\]: it must be fp32 \[4\]",
+        ),
+        (dict(sinks=table[:4], dsinks=np.zeros(4, np.int32)), "dsinks is int32"),
+        (dict(sinks=table[:4], dsinks=locked[:4]), "dsinks is read-only"),
+        (dict(of_table, capture_grads={"t": locked}), "is read-only"),
+        (dict(of_table, capture_grads={"t": table[:3].copy()}), "it must be fp32"),
+    ):
         with pytest.raises(flashjit.InvalidArgument, match=match):
             flashjit.backward(q, k, v, out, lse, dout, **named)
 
@@ -325,10 +375,15 @@ def test_gradients_are_added_to_memory_that_fits():
 def test_offsets_without_a_beginning_are_refused():
     q, k, v, _ = (x[:1] for x in arrays())
     offsets = np.array([0, 5], np.int32)
-    for cu, longest, match in ((offsets[:0], 5, r"cu_seqlens_q has shape \[0\]: it must have \[sequences"),
-                               (offsets[None], 5, r"cu_seqlens_q has shape \[1, 2\]"), (offsets, -5, "max_seqlen_q is -5")):
+    for cu, longest, match in (
+        (offsets[:0], 5, r"cu_seqlens_q has shape \[0\]: it must have \[sequences"),
+        (offsets[None], 5, r"cu_seqlens_q has shape \[1, 2\]"),
+        (offsets, -5, "max_seqlen_q is -5"),
+    ):
         with pytest.raises(flashjit.InvalidArgument, match=match):
-            flashjit.forward(q, k, v, cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=5)
+            flashjit.forward(
+                q, k, v, cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=5
+            )
 
 
 def test_empty_arrays():
@@ -342,7 +397,9 @@ def test_a_running_state():
     q, k, v = arrays()[:3]
     out, lse = flashjit.forward(q, k, v)
     state = flashjit.forward(q, k[:, :, :7].copy(), v[:, :, :7].copy())
-    joined = flashjit.forward(q, k[:, :, 7:].copy(), v[:, :, 7:].copy(), out=state[0], lse=state[1], state=state)
+    joined = flashjit.forward(
+        q, k[:, :, 7:].copy(), v[:, :, 7:].copy(), out=state[0], lse=state[1], state=state
+    )
     assert joined[0] is state[0]
     np.testing.assert_allclose(joined[0], out, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(joined[1], lse, rtol=1e-5, atol=1e-5)
@@ -364,7 +421,7 @@ def test_the_largest_score_of_each_query():
 
 def test_an_output_that_has_memory_of_an_input_is_refused():
     memory = np.ones(3000, np.float32)
-    q, k, v = (memory[begin:begin + 512].reshape(1, 2, 32, 8) for begin in (0, 512, 1024))
+    q, k, v = (memory[begin : begin + 512].reshape(1, 2, 32, 8) for begin in (0, 512, 1024))
     with pytest.raises(flashjit.InvalidArgument, match="out is written, but has memory of q"):
         flashjit.forward(q, k, v, out=q)
     with pytest.raises(flashjit.InvalidArgument, match="out is written, but has memory of v"):
@@ -382,8 +439,20 @@ def test_gradients_that_are_added_begin_with_zeros():
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("given", [dict(seed=-1), dict(seed=2**64), dict(offset=2**64), dict(max_seqlen_q=2**40), dict(scale=10**400),
-                                   dict(options="causal\0x"), dict(options="\ud800"), dict(captures={1: 2.0})], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(seed=-1),
+        dict(seed=2**64),
+        dict(offset=2**64),
+        dict(max_seqlen_q=2**40),
+        dict(scale=10**400),
+        dict(options="causal\0x"),
+        dict(options="\ud800"),
+        dict(captures={1: 2.0}),
+    ],
+    ids=str,
+)
 def test_numbers_and_texts_that_the_library_cannot_hold_are_refused(given):
     q = np.zeros((1, 2, 8, 16), np.float32)
     with pytest.raises(flashjit.Error):
@@ -398,7 +467,9 @@ def test_jax_s_arrays_are_not_written():
     flashjit.forward(array(q), array(k), array(v), out=out, lse=lse)
     np.testing.assert_allclose(out, expected(q, k, v)[0], atol=1e-6)
     for named in (dict(out=array(out), lse=lse), dict(out=out, lse=array(lse))):
-        with pytest.raises(flashjit.InvalidArgument, match="(out|lse) is an array of JAX, where arrays never change"):
+        with pytest.raises(
+            flashjit.InvalidArgument, match="(out|lse) is an array of JAX, where arrays never change"
+        ):
             flashjit.forward(q, k, v, **named)
     with pytest.raises(flashjit.InvalidArgument, match="dq is an array of JAX"):
         flashjit.backward(q, k, v, out, lse, out, dq=array(np.empty_like(q)))
@@ -408,7 +479,10 @@ def test_jax_s_tracers_are_refused():
     class DynamicJaxprTracer:
         def __dlpack__(self):
             raise AssertionError
-    with pytest.raises(flashjit.WrongType, match="q is a DynamicJaxprTracer, which has no memory: under jax.jit"):
+
+    with pytest.raises(
+        flashjit.WrongType, match="q is a DynamicJaxprTracer, which has no memory: under jax.jit"
+    ):
         flashjit.forward(DynamicJaxprTracer(), *arrays()[1:3])
 
 
@@ -428,4 +502,4 @@ def test_tensors_that_require_gradients_where_none_are_recorded():
 def test_a_number_of_numpy_is_captured():
     q, k, v, _ = arrays()
     out, _ = flashjit.forward(q, k, v, options="score{w: float; score * w}", captures={"w": np.float32(2)})
-    np.testing.assert_allclose(out, flashjit.forward(q, k, v, scale=2 * 16 ** -0.5)[0], atol=1e-6)
+    np.testing.assert_allclose(out, flashjit.forward(q, k, v, scale=2 * 16**-0.5)[0], atol=1e-6)

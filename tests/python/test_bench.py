@@ -1,4 +1,5 @@
 """What the scripts of tools/bench measure and show: the same attention on both sides, and honest tile counts."""
+
 import csv
 import importlib
 import json
@@ -67,7 +68,9 @@ def test_both_compute_the_same_attention(variants, monkeypatch):
     torch.manual_seed(1)
     q, k, v = (torch.randn(1, HEADS, LENGTH, 16) for _ in range(3))
     for case in all_cases(variants):
-        mask = case.mask_mod and flex.create_block_mask(case.mask_mod, None, None, LENGTH, LENGTH, device="cpu")
+        mask = case.mask_mod and flex.create_block_mask(
+            case.mask_mod, None, None, LENGTH, LENGTH, device="cpu"
+        )
         want = flex.flex_attention(q, k, v, score_mod=case.score_mod, block_mask=mask)
         out, _ = flashjit.forward(q, k, v, options=case.parts.removeprefix(":"), captures=case.captures)
         torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-4, msg=lambda text: f"{case.name}: {text}")
@@ -83,19 +86,25 @@ def test_the_gallery_shows_what_is_measured(variants, gallery):
         parts = measured[name].parts
         for text in filter(None, (attention.mask, attention.score)):
             text = text.replace(" grad;", ";")
-            assert text in parts or (text == "kv <= q + seqlen_kv - seqlen_q" and parts.endswith(":causal")), name
+            assert text in parts or (
+                text == "kv <= q + seqlen_kv - seqlen_q" and parts.endswith(":causal")
+            ), name
 
 
 def test_the_gallerys_pictures_are_of_the_library(gallery):
     pictures = {attention.name: attention for attention in gallery.attentions()}
     row, column = np.arange(128)[:, None], np.arange(128)[None]
     assert np.array_equal(~np.isnan(pictures["Causal"].picture()), (column <= row)[None])
-    assert np.array_equal(~np.isnan(pictures["Sliding window"].picture()[0]), (column <= row) & (row - column < 16))
+    assert np.array_equal(
+        ~np.isnan(pictures["Sliding window"].picture()[0]), (column <= row) & (row - column < 16)
+    )
     alibi = np.where(column <= row, np.exp2(-0.5) * 64 * (column - row), np.nan)
     np.testing.assert_allclose(pictures["ALiBi"].picture()[0], alibi, rtol=1e-6)
     heads = pictures["Window that grows with the head"].picture()
     assert [int((~np.isnan(head[-1])).sum()) for head in heads] == [4, 8, 16, 32]
-    np.testing.assert_allclose(gallery.softcapped("50.0 * tanh(score / 50.0)", [50.0]), 50 * np.tanh(1), rtol=1e-6)
+    np.testing.assert_allclose(
+        gallery.softcapped("50.0 * tanh(score / 50.0)", [50.0]), 50 * np.tanh(1), rtol=1e-6
+    )
 
 
 def test_tiles_are_counted(variants):
@@ -111,14 +120,29 @@ def test_tiles_are_counted(variants):
 
 
 def test_costs_of_tiles(variants):
-    row = lambda case, ms, tiles, batch=2: dict(head_dim=64, case=case, flashjit_ms=ms, tiles=tiles, partial_tiles=3,
-                                                batch=batch, heads=4, **{"pass": "fwd"})
-    rows = [row("full", 8.0, 64), row("causal", 4.5, 36), row("short", 9.9, 9, batch=8), row("window_tiles", 4.95, 36),
-            row("alibi", 4.95, 36), row("softcap", 9.0, 36)]
+    row = lambda case, ms, tiles, batch=2: dict(
+        head_dim=64,
+        case=case,
+        flashjit_ms=ms,
+        tiles=tiles,
+        partial_tiles=3,
+        batch=batch,
+        heads=4,
+        **{"pass": "fwd"},
+    )
+    rows = [
+        row("full", 8.0, 64),
+        row("causal", 4.5, 36),
+        row("short", 9.9, 9, batch=8),
+        row("window_tiles", 4.95, 36),
+        row("alibi", 4.95, 36),
+        row("softcap", 9.0, 36),
+    ]
     assert list(variants.tile_costs(rows)) == [
         "fwd d64 window_tiles: 36 tiles of 192x128, 3 of them partial; time for each: 0.50 of the short kernel's",
         "fwd d64 alibi: 36 tiles of 128x128, 3 of them partial; time for each: 1.10 of the causal kernel's, 1.10 of the full "
-        "kernel's"]
+        "kernel's",
+    ]
     assert "nothing to compare with" in next(iter(variants.tile_costs(rows[3:])))
 
 
@@ -129,12 +153,26 @@ def test_the_gallery_takes_the_rates_of_the_bias(variants, gallery, tmp_path):
         writer.writeheader()
         for case in ("causal", "bias"):
             for number, name in enumerate(("fwd", "bwd")):
-                writer.writerow({"date": "d", "device": "GPU", "commit": "c", "pass": name, "case": case, "head_dim": 128,
-                                 "batch": 2, "heads": 16, "seqlen": 8192, "flashjit_tflops": 300, "flex_tflops": 200,
-                                 "ratio": 1.5, "bias_gbs": 1000 + number if case == "bias" else ""})
+                writer.writerow(
+                    {
+                        "date": "d",
+                        "device": "GPU",
+                        "commit": "c",
+                        "pass": name,
+                        "case": case,
+                        "head_dim": 128,
+                        "batch": 2,
+                        "heads": 16,
+                        "seqlen": 8192,
+                        "flashjit_tflops": 300,
+                        "flex_tflops": 200,
+                        "ratio": 1.5,
+                        "bias_gbs": 1000 + number if case == "bias" else "",
+                    }
+                )
     text = gallery.section(gallery.read(path), "gallery.png")
     assert "read at forward 1000 and backward 1001 GB/s" in text.replace("\n", " ")
-    row, = [line for line in text.splitlines() if line.startswith("| Bias of a pair")]
+    (row,) = [line for line in text.splitlines() if line.startswith("| Bias of a pair")]
     assert row.count("300 / 200 = 1.50x") == 2
 
 
@@ -151,12 +189,23 @@ def test_the_portable_family_is_measured_with_its_own_tiles(compare, fake_gpu, t
     points += compare.other_points()
     for point in points:
         shape = f"b{point.batch}:hq{point.heads}:hkv{point.heads_kv}:sq{point.length}:skv{point.length}"
-        run = child.command("inspect", "--json", "--arch", "sm_90", "--spec", point.spec(), "--shape", shape,
-                            FLASHJIT_CACHE_DIR=tmp_path,
-                            FLASHJIT_NVRTC=fake_gpu.folder / "libflashjit_fake_nvrtc.so")
+        run = child.command(
+            "inspect",
+            "--json",
+            "--arch",
+            "sm_90",
+            "--spec",
+            point.spec(),
+            "--shape",
+            shape,
+            FLASHJIT_CACHE_DIR=tmp_path,
+            FLASHJIT_NVRTC=fake_gpu.folder / "libflashjit_fake_nvrtc.so",
+        )
         assert run.returncode == 0, run.stdout + run.stderr
         taken = {kernel["spec"][:3]: kernel["config"] for kernel in json.loads(run.stdout)["kernels"]}
-        assert taken == {name: compare.sm80_tiles(point)[name, point.dim] for name in compare.PASSES}, point.label()
+        assert taken == {name: compare.sm80_tiles(point)[name, point.dim] for name in compare.PASSES}, (
+            point.label()
+        )
 
 
 @pytest.fixture
@@ -168,10 +217,26 @@ def test_the_tuner_is_compared_with_measuring_everything(tuner_study, plot):
     times = {"a": 1.0, "b": 1.02, "c": 2.0, "d": 0}
     timings = [{"config": config, "ms": ms, "predicted_ms": 3 * ms} for config, ms in times.items()]
     heat = {"first": 40, "last": 61, "least": 39, "most": 61}
-    searched = {"spec": "fwd:bf16:d64", "shape": "b1:hq1:hkv1:sq8:skv8", "candidates": 40, "measured": 6,
-                "seconds": 4.321, "best": "b", "heuristic": "c", "clock_mhz": None, "celsius": {**heat, "least": 30},
-                "slowed_by": "the power limit"}
-    everything = {**searched, "best": "a", "timings": timings, "drift": 0.01, "celsius": heat, "slowed_by": ""}
+    searched = {
+        "spec": "fwd:bf16:d64",
+        "shape": "b1:hq1:hkv1:sq8:skv8",
+        "candidates": 40,
+        "measured": 6,
+        "seconds": 4.321,
+        "best": "b",
+        "heuristic": "c",
+        "clock_mhz": None,
+        "celsius": {**heat, "least": 30},
+        "slowed_by": "the power limit",
+    }
+    everything = {
+        **searched,
+        "best": "a",
+        "timings": timings,
+        "drift": 0.01,
+        "celsius": heat,
+        "slowed_by": "",
+    }
     row = tuner_study.row(searched, everything, {"config": "d", "config_source": "heuristic"})
     assert (row["choice_slower"], row["heuristic_slower"], row["untuned_slower"]) == ("1.020", "2.000", "")
     assert (row["best_ms"], row["untuned_by"], row["rank_correlation"]) == ("1.00000", "heuristic", "1.0000")
@@ -202,23 +267,53 @@ def test_the_tuner_is_studied_by_its_command(tuner_study, fake_gpu, tmp_path, mo
 
 def test_the_suite_of_the_study_names_pass_and_shape(tuner_study):
     problems = tuner_study.suite(tuner_study.SUITE)
-    assert len(problems) == 34 and all(spec[:4] in ("fwd:", "bwd:") and shape[0] == "b" for spec, shape in problems)
+    assert len(problems) == 34 and all(
+        spec[:4] in ("fwd:", "bwd:") and shape[0] == "b" for spec, shape in problems
+    )
 
 
 def test_other_problems_are_a_table(plot):
-    row = {"pass": "fwd", "dtype": "bf16", "head_dim": 64, "causal": 1, "batch": 4, "heads": 32, "heads_kv": 8, "seqlen": 4096,
-           "flashjit_ms": "0.8", "sm80_ms": "1.0", "cudnn_ms": "1.0", "fa2_ms": "1.009", "fa3_ms": "", "fa4_ms": "0.72"}
+    row = {
+        "pass": "fwd",
+        "dtype": "bf16",
+        "head_dim": 64,
+        "causal": 1,
+        "batch": 4,
+        "heads": 32,
+        "heads_kv": 8,
+        "seqlen": 4096,
+        "flashjit_ms": "0.8",
+        "sm80_ms": "1.0",
+        "cudnn_ms": "1.0",
+        "fa2_ms": "1.009",
+        "fa3_ms": "",
+        "fa4_ms": "0.72",
+    }
     lines = plot.other_table([row, {**row, "heads_kv": 32, "dropout": "0.1000"}]).splitlines()
-    assert lines[2:] == ["| forward | bf16, d64, causal, b4, 32/8 heads | 4k | 1.25 | 1.26 | - | 0.90 | 1.01 |",
-                         "| forward | bf16, d64, causal, dropout 0.1, b4, 32 heads | 4k | 1.25 | 1.26 | - | 0.90 | 1.01 |"]
+    assert lines[2:] == [
+        "| forward | bf16, d64, causal, b4, 32/8 heads | 4k | 1.25 | 1.26 | - | 0.90 | 1.01 |",
+        "| forward | bf16, d64, causal, dropout 0.1, b4, 32 heads | 4k | 1.25 | 1.26 | - | 0.90 | 1.01 |",
+    ]
 
 
 def test_few_queries_are_a_table(plot):
-    row = {"seqlen_q": 1, "seqlen_kv": 8192, "batch": 4, "heads": 32, "heads_kv": 8, "head_dim": 128, "flashjit_ms": "0.0151",
-           "cudnn_ms": "0.0161", "fa2_ms": "", "gbs": "2222.1"}
+    row = {
+        "seqlen_q": 1,
+        "seqlen_kv": 8192,
+        "batch": 4,
+        "heads": 32,
+        "heads_kv": 8,
+        "head_dim": 128,
+        "flashjit_ms": "0.0151",
+        "cudnn_ms": "0.0161",
+        "fa2_ms": "",
+        "gbs": "2222.1",
+    }
     lines = plot.few_table([row, {**row, "batch": 1, "seqlen_q": 16, "seqlen_kv": 1000}]).splitlines()
-    assert lines[2:] == ["| 1 | 4 x 8k | 32/8 | 128 | 15.1 | 16.1 | - | - | - | 2.22 |",
-                         "| 16 | 1000 | 32/8 | 128 | 15.1 | 16.1 | - | - | - | 2.22 |"]
+    assert lines[2:] == [
+        "| 1 | 4 x 8k | 32/8 | 128 | 15.1 | 16.1 | - | - | - | 2.22 |",
+        "| 16 | 1000 | 32/8 | 128 | 15.1 | 16.1 | - | - | - | 2.22 |",
+    ]
 
 
 def test_the_pages_show_the_committed_results(plot, gallery, accuracy, eight_bits, monkeypatch):
@@ -232,7 +327,11 @@ def test_the_pages_show_the_committed_results(plot, gallery, accuracy, eight_bit
     for script in (plot, gallery, accuracy, *later):
         monkeypatch.setattr(sys, "argv", [script.__name__, "--tables"])
         assert script.main() == 0
-    of_plot = [name for name in ("h100_paper.csv", "h100_distributed.csv", "h100_scaling.csv") if (BENCH / "results" / name).exists()]
+    of_plot = [
+        name
+        for name in ("h100_paper.csv", "h100_distributed.csv", "h100_scaling.csv")
+        if (BENCH / "results" / name).exists()
+    ]
     assert len(shown) == 8 + len(of_plot) + len(of_eight_bits)
     for path, name, text in shown:
         page = pathlib.Path(path).read_text(encoding="utf-8")
@@ -245,16 +344,25 @@ def test_the_committed_errors_are_within_their_limits(plot, accuracy):
     for case, errors in accuracy.measured(plot.read(accuracy.FILE)).items():
         found = accuracy.ratios(errors)
         assert accuracy.beyond(case, found) == [], case
-        needed |= {known for known in accuracy.KNOWN for tensor, (rms, largest) in found.items()
-                   if accuracy.limits(case, tensor) == (known.rms, known.largest) and known.inputs == case.inputs
-                   and known.tensor == tensor and (rms > accuracy.RMS_AIM or largest > accuracy.LARGEST_AIM)}
+        needed |= {
+            known
+            for known in accuracy.KNOWN
+            for tensor, (rms, largest) in found.items()
+            if accuracy.limits(case, tensor) == (known.rms, known.largest)
+            and known.inputs == case.inputs
+            and known.tensor == tensor
+            and (rms > accuracy.RMS_AIM or largest > accuracy.LARGEST_AIM)
+        }
     assert needed == set(accuracy.KNOWN)
 
 
 def test_errors_beyond_a_limit_are_found(accuracy):
     case = accuracy.Case("normal", "bfloat16", 64, 0)
-    errors = {"flashjit": dict.fromkeys(accuracy.TENSORS, (1.03, 1.0)), "cuDNN": dict.fromkeys(accuracy.TENSORS, (1.0, 2.0)),
-              "FlashAttention-2": dict.fromkeys(accuracy.TENSORS, (2.0, 0.8))}
+    errors = {
+        "flashjit": dict.fromkeys(accuracy.TENSORS, (1.03, 1.0)),
+        "cuDNN": dict.fromkeys(accuracy.TENSORS, (1.0, 2.0)),
+        "FlashAttention-2": dict.fromkeys(accuracy.TENSORS, (2.0, 0.8)),
+    }
     errors["flashjit"]["dV"] = (1.0, 1.0)
     found = accuracy.ratios(errors)
     assert found["O"] == (1.03, 1.25) and accuracy.beyond(case, found) == list(accuracy.TENSORS)
@@ -275,7 +383,15 @@ def test_the_calls_of_an_engine_agree(serving):
     for lengths in ([128, 128], [5, 130, 64]):
         problem = serving.Problem("small", 16, 4, 2, 3, lengths)
         calls = serving.calls_of(problem, [serving.Cache(problem, "cpu")], flashjit, None, (1, 8, 16))
-        assert list(calls) == ["contiguous", "invariant", "pages1", "pages8", "pages16", "e4m3", "e4m3_pages16"]
+        assert list(calls) == [
+            "contiguous",
+            "invariant",
+            "pages1",
+            "pages8",
+            "pages16",
+            "e4m3",
+            "e4m3_pages16",
+        ]
         outs = {name: function().float() for name, (function,) in calls.items()}
         for name, out in outs.items():
             limit = 0.1 if "e4m3" in name else 1e-3
@@ -286,13 +402,18 @@ def test_the_calls_over_latents_agree(serving):
     """On the CPU: pages in a random order, and lists of all keys, which are dense attention."""
     latent = importlib.import_module("latent")
     for problem in (latent.Problem("decode", 8, 2, 1, 64), latent.Problem("sparse decode", 8, 2, 1, 128, 16)):
-        outs = {name: function() for name, (function,) in latent.calls_of(problem, flashjit, None, 1, "cpu").items()}
+        outs = {
+            name: function()
+            for name, (function,) in latent.calls_of(problem, flashjit, None, 1, "cpu").items()
+        }
         assert list(outs) == ["ours", "pages64"]
         torch.testing.assert_close(outs["ours"], outs["pages64"], atol=1e-3, rtol=1e-3)
     torch.manual_seed(0)
-    sparse, = latent.calls_of(latent.Problem("sparse prefill", 4, 1, 3, 32, 32), flashjit, None, 1, "cpu")["ours"]
+    (sparse,) = latent.calls_of(latent.Problem("sparse prefill", 4, 1, 3, 32, 32), flashjit, None, 1, "cpu")[
+        "ours"
+    ]
     torch.manual_seed(0)
-    dense, = latent.calls_of(latent.Problem("dense prefill", 4, 1, 3, 32), flashjit, None, 1, "cpu")["ours"]
+    (dense,) = latent.calls_of(latent.Problem("dense prefill", 4, 1, 3, 32), flashjit, None, 1, "cpu")["ours"]
     torch.testing.assert_close(sparse(), dense(), atol=1e-3, rtol=1e-3)
 
 
@@ -302,7 +423,9 @@ def test_prefill_of_latents_is_that_of_other_libraries(serving, causal):
 
     def other(q, k, v, causal):
         heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-        return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(
+            1, 2
+        )
 
     calls = latent.prefill_calls(latent.Prefill(2, 2, 40, causal), flashjit, other, "cpu")
     torch.testing.assert_close(calls["ours"][0](), calls["fa3"][0](), atol=2e-2, rtol=2e-2)
@@ -311,10 +434,24 @@ def test_prefill_of_latents_is_that_of_other_libraries(serving, causal):
 class OnCpu:
     """In place of a problem for flashjit, where there is no GPU: PyTorch's attention in fp32."""
 
-    def __init__(self, runtime, spec, q, k, v, dout, block_map=None, tiles=None, passes=("fwd", "bwd"), dropout=0.0,
-                 kv_lengths=None):
+    def __init__(
+        self,
+        runtime,
+        spec,
+        q,
+        k,
+        v,
+        dout,
+        block_map=None,
+        tiles=None,
+        passes=("fwd", "bwd"),
+        dropout=0.0,
+        kv_lengths=None,
+    ):
         self.inputs, self.dout = tuple(x.float().requires_grad_() for x in (q, k, v)), dout.float()
-        self.keep = None if kv_lengths is None else (torch.arange(k.shape[2]) < kv_lengths[:, None])[:, None, None]
+        self.keep = (
+            None if kv_lengths is None else (torch.arange(k.shape[2]) < kv_lengths[:, None])[:, None, None]
+        )
 
     def forward(self):
         self.out = torch.nn.functional.scaled_dot_product_attention(*self.inputs, attn_mask=self.keep)
@@ -338,10 +475,21 @@ def paper(variants, monkeypatch):
         problem.backward()
         return problem, 12.0
 
-    for name, value in dict(DEVICE="cpu", BATCH=2, HEADS=2, DIM=16, GPT2=(2, 2, 64, 16), SPARSE_LENGTH=256, Ours=OnCpu,
-                            medians=once, with_memory=with_memory).items():
+    for name, value in dict(
+        DEVICE="cpu",
+        BATCH=2,
+        HEADS=2,
+        DIM=16,
+        GPT2=(2, 2, 64, 16),
+        SPARSE_LENGTH=256,
+        Ours=OnCpu,
+        medians=once,
+        with_memory=with_memory,
+    ).items():
         monkeypatch.setattr(paper, name, value)
-    monkeypatch.setattr(paper.compare, "scattered_map", lambda length, density: torch.ones(1, 1, 2, 2, dtype=torch.uint8))
+    monkeypatch.setattr(
+        paper.compare, "scattered_map", lambda length, density: torch.ones(1, 1, 2, 2, dtype=torch.uint8)
+    )
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     return paper
 
@@ -359,15 +507,25 @@ def test_the_papers_tables(paper, plot, tmp_path, monkeypatch):
                 raise torch.OutOfMemoryError("no room")
             super().__init__(paper.SDPBackend.MATH, q, *rest)
 
-    monkeypatch.setattr(paper, "BACKENDS", {name: paper.SDPBackend.MATH for name in backends if name != "math"})
+    monkeypatch.setattr(
+        paper, "BACKENDS", {name: paper.SDPBackend.MATH for name in backends if name != "math"}
+    )
     original = paper.makers_of
-    monkeypatch.setattr(paper, "makers_of", lambda runtime, length, dropout, mask: {
-        **original(runtime, length, dropout, mask), "math": lambda: Crowded(None, *paper.tensors(2, 2, length, 16))})
+    monkeypatch.setattr(
+        paper,
+        "makers_of",
+        lambda runtime, length, dropout, mask: {
+            **original(runtime, length, dropout, mask),
+            "math": lambda: Crowded(None, *paper.tensors(2, 2, length, 16)),
+        },
+    )
     paper.tables(None, report, (32, 64), paper.time.monotonic() + 60)
     assert report.failures == []
     report.file.close()
     rows = plot.read(tmp_path / "table.csv")
-    assert len(rows) == 2 * 4 * 2 and {row["notes"] for row in rows if row["seqlen"] == 64} == {"math: out of memory"}
+    assert len(rows) == 2 * 4 * 2 and {row["notes"] for row in rows if row["seqlen"] == 64} == {
+        "math: out of memory"
+    }
     text = plot.paper_table(rows, [("both", "ms", ("fwd", "bwd"))], dropout="0.0000", mask="0")
     assert "| both, flashjit | 3 | 3 |" in text and "| both, math | 3 | OOM |" in text
     assert plot.paper_curve(rows, "math", "mb", dropout="0.1000", mask="1") == {32: 12.0}
@@ -378,13 +536,18 @@ def test_the_papers_tables(paper, plot, tmp_path, monkeypatch):
 def test_a_result_of_the_papers_tables_that_is_wrong_is_a_failure(paper, monkeypatch):
     report = paper.Report(None, paper.TABLE, ABOUT)
     monkeypatch.setattr(paper, "BACKENDS", {"efficient": paper.SDPBackend.MATH})
-    monkeypatch.setattr(OnCpu, "results", lambda self: {"out": 1.1 * self.out.detach(),
-                                                        **dict(zip(("dq", "dk", "dv"), self.gradients))})
+    monkeypatch.setattr(
+        OnCpu,
+        "results",
+        lambda self: {"out": 1.1 * self.out.detach(), **dict(zip(("dq", "dk", "dv"), self.gradients))},
+    )
     paper.table_point(None, report, 0.0, True, 64, {})
     assert len(report.failures) == 1 and "mask: out" in report.failures[0]
     slow = {"efficient": 1e9}
     paper.table_point(None, report, 0.0, False, 64, slow)
-    assert "efficient: not run, about 1000000 s a call" in report.rows[-1]["notes"] and len(report.failures) == 1
+    assert (
+        "efficient: not run, about 1000000 s a call" in report.rows[-1]["notes"] and len(report.failures) == 1
+    )
 
 
 def test_the_papers_figure(paper, plot, tmp_path, monkeypatch):
@@ -399,9 +562,14 @@ def test_the_papers_figure(paper, plot, tmp_path, monkeypatch):
         paper.figure(None, report, "lib")
         report.file.close()
         files.append(plot.read(tmp_path / f"{name}.csv"))
-        assert [row["part"] for row in report.rows] == ["standard"] * 4 + ["dense"] + [
-            "density"] * len(paper.DENSITIES)
-    assert (files[0][0]["device_gb"], files[0][0]["l2_gb"], files[0][0]["traffic"]) == ("3.0000", "5.0000", "counted")
+        assert [row["part"] for row in report.rows] == ["standard"] * 4 + ["dense"] + ["density"] * len(
+            paper.DENSITIES
+        )
+    assert (files[0][0]["device_gb"], files[0][0]["l2_gb"], files[0][0]["traffic"]) == (
+        "3.0000",
+        "5.0000",
+        "counted",
+    )
     assert files[1][0]["traffic"] == "computed" and files[1][4]["device_gb"] == ""
     table = paper.Report(tmp_path / "table.csv", list(ABOUT) + paper.TABLE, ABOUT)
     paper.tables(None, table, (32, 64), paper.time.monotonic() + 60)
@@ -415,9 +583,18 @@ def test_the_papers_figure(paper, plot, tmp_path, monkeypatch):
 
 def test_counters_are_read_case_by_case(paper):
     header = '"ID","Process ID","Kernel Name",' + ",".join(f'"{name}"' for name in paper.METRICS)
-    text = "\n".join(["==PROF== Connected", header, '"","","","byte","byte","byte"',
-                      '"0","7","spin_kernel(long)","1","1","1"', '"1","7","forward","1,000","20","5"',
-                      '"2","7","backward","10","0","5"', '"3","7","spin_kernel(long)","1","1","1"', '"4","7","x","3","4","5"'])
+    text = "\n".join(
+        [
+            "==PROF== Connected",
+            header,
+            '"","","","byte","byte","byte"',
+            '"0","7","spin_kernel(long)","1","1","1"',
+            '"1","7","forward","1,000","20","5"',
+            '"2","7","backward","10","0","5"',
+            '"3","7","spin_kernel(long)","1","1","1"',
+            '"4","7","x","3","4","5"',
+        ]
+    )
     assert [list(case.values()) for case in paper.parse_counters(text)] == [[1010, 20, 10], [3, 4, 5]]
     assert paper.parse_counters("==ERROR== ERR_NVGPUCTRPERM") == []
 
@@ -425,19 +602,43 @@ def test_counters_are_read_case_by_case(paper):
 def test_eight_bits_are_measured_against_what_their_codes_mean(eight_bits):
     """On the CPU, whose results are exact but for the rounding of the codes."""
     torch = pytest.importorskip("torch")
-    rows = {row["method"]: row for row in eight_bits.measure_case("outliers", 128, True, 512, {"flashjit": eight_bits.flashjit_method},
-                                                                  "cpu", heads=1)}
-    assert rows["flashjit"]["kernel"] < 1e-6 and rows["flashjit"]["rel"] == pytest.approx(rows["inputs"]["rel"], rel=1e-3)
+    rows = {
+        row["method"]: row
+        for row in eight_bits.measure_case(
+            "outliers", 128, True, 512, {"flashjit": eight_bits.flashjit_method}, "cpu", heads=1
+        )
+    }
+    assert rows["flashjit"]["kernel"] < 1e-6 and rows["flashjit"]["rel"] == pytest.approx(
+        rows["inputs"]["rel"], rel=1e-3
+    )
     assert 0.02 < rows["inputs hadamard"]["rel"] < rows["inputs"]["rel"]  # which spreads the outliers
-    assert [x.float().mean().item() for x in eight_bits.draw_inputs("mean", 512, 64, "cpu")] == pytest.approx([0, 0, 2], abs=0.05)
+    assert [x.float().mean().item() for x in eight_bits.draw_inputs("mean", 512, 64, "cpu")] == pytest.approx(
+        [0, 0, 2], abs=0.05
+    )
     x = torch.randn(1, 1, 5, 96, dtype=torch.float64)
     turned = eight_bits.hadamard(x).double()
     assert torch.allclose(turned @ turned.mT, x @ x.mT, atol=1e-5)  # the same scores
-    table = eight_bits.table([{"inputs": "normal", "head_dim": 128, "causal": 0, "seqlen": 4096, "method": name, "rel": "0.0468"}
-                              for name in ("inputs", "flashjit")])
+    table = eight_bits.table(
+        [
+            {
+                "inputs": "normal",
+                "head_dim": 128,
+                "causal": 0,
+                "seqlen": 4096,
+                "method": name,
+                "rel": "0.0468",
+            }
+            for name in ("inputs", "flashjit")
+        ]
+    )
     assert table.splitlines()[-1] == "| normal, full, 4k | 46.8 | 46.8 |"
-    speeds = eight_bits.speed_table([{"head_dim": 128, "causal": causal, "seqlen": 4096, "method": name, "tflops": f"{900 + causal}"}
-                                     for name in ("flashjit", "fa3") for causal in ((0, 1) if name == "flashjit" else (0,))])
+    speeds = eight_bits.speed_table(
+        [
+            {"head_dim": 128, "causal": causal, "seqlen": 4096, "method": name, "tflops": f"{900 + causal}"}
+            for name in ("flashjit", "fa3")
+            for causal in ((0, 1) if name == "flashjit" else (0,))
+        ]
+    )
     assert speeds.splitlines()[-1] == "| d128, 4k | 900, 901 | 900, - |"
     far = {"method": "flashjit", "kernel": "0.031"}
     assert eight_bits.beyond([far, {**far, "kernel": "0.026"}, {**far, "method": "fa3"}]) == [far]
@@ -447,13 +648,35 @@ def test_eight_bits_are_measured_against_what_their_codes_mean(eight_bits):
 def test_the_scaling_run_works_on_the_cpu(plot, tmp_path, mask, given):
     """Of four ranks and all schemes, from the command to the table."""
     path = tmp_path / "scaling.csv"
-    run = subprocess.run([sys.executable, BENCH / "distributed.py", "--cpu", "--gpus", "4", "--tokens", "16", "--repeats", "1", "--csv", path, *given],
-                         capture_output=True, text=True, timeout=300, env=child.environment(FLASHJIT_LIBRARY=_library.library_path()))
+    run = subprocess.run(
+        [
+            sys.executable,
+            BENCH / "distributed.py",
+            "--cpu",
+            "--gpus",
+            "4",
+            "--tokens",
+            "16",
+            "--repeats",
+            "1",
+            "--csv",
+            path,
+            *given,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=child.environment(FLASHJIT_LIBRARY=_library.library_path()),
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["scheme"], row["pass"]) for row in rows] == [(scheme, passes) for scheme in plot.SCHEMES for passes in ("forward", "both")]
-    assert {row["mask"] for row in rows} == {mask} and f"| 0k | {mask} | `ring` | both |" in plot.shared_section(rows)
+    assert [(row["scheme"], row["pass"]) for row in rows] == [
+        (scheme, passes) for scheme in plot.SCHEMES for passes in ("forward", "both")
+    ]
+    assert {row["mask"] for row in rows} == {
+        mask
+    } and f"| 0k | {mask} | `ring` | both |" in plot.shared_section(rows)
     assert all(float(row["ms"]) > 0 and float(row["predicted_ms"]) > 0 for row in rows)
     assert "| `two_level` | both |" in plot.scaling_section(rows, "scaling.png")
     pytest.importorskip("matplotlib")

@@ -1,4 +1,5 @@
 """attention() on a cache in pages or slots: against each sequence by itself, on the GPU where there is one."""
+
 import math
 
 import pytest
@@ -35,21 +36,25 @@ class Cache:
         columns = -(-max(LENGTHS) // rows) + 1
         pages = sum(-(-n // rows) for n in LENGTHS) + 3
         if layout == "nhd":
-            pool = torch.full((2, pages, rows, HEADS_KV, DIM), math.nan, dtype=DTYPE, device=DEVICE).transpose(2, 3)
+            pool = torch.full(
+                (2, pages, rows, HEADS_KV, DIM), math.nan, dtype=DTYPE, device=DEVICE
+            ).transpose(2, 3)
             self.k, self.v = pool
         elif layout == "hnd":
             self.k, self.v = torch.full((2, pages, HEADS_KV, rows, DIM), math.nan, dtype=DTYPE, device=DEVICE)
         else:  # K and V side by side in each page
             pool = torch.full((pages, 2, rows, HEADS_KV, DIM), math.nan, dtype=DTYPE, device=DEVICE)
             self.k, self.v = pool[:, 0].transpose(1, 2), pool[:, 1].transpose(1, 2)
-        self.table = torch.full((len(LENGTHS), columns + 2), 2**31 - 1, dtype=torch.int32, device=DEVICE)[:, :columns]
+        self.table = torch.full((len(LENGTHS), columns + 2), 2**31 - 1, dtype=torch.int32, device=DEVICE)[
+            :, :columns
+        ]
         free = iter(torch.randperm(pages).tolist())
         for i, n in enumerate(LENGTHS):
             for column, begin in enumerate(range(0, n, rows)):
                 page, end = next(free), min(begin + rows, n)
                 self.table[i, column] = page
-                self.k[page, :, :end - begin] = self.keys[i][:, begin:end]
-                self.v[page, :, :end - begin] = self.values[i][:, begin:end]
+                self.k[page, :, : end - begin] = self.keys[i][:, begin:end]
+                self.v[page, :, : end - begin] = self.values[i][:, begin:end]
 
 
 def expect_close(got, want):
@@ -63,7 +68,9 @@ def expect_close(got, want):
 def test_pages(rows, layout):
     cache = Cache(rows, layout)
     q = torch.randn(len(LENGTHS), HEADS, 3, DIM).to(DEVICE, DTYPE)
-    out = flashjit.attention(q, cache.k, cache.v, causal=True, page_table=cache.table, kv_lengths=cache.lengths)
+    out = flashjit.attention(
+        q, cache.k, cache.v, causal=True, page_table=cache.table, kv_lengths=cache.lengths
+    )
     for i in range(len(LENGTHS)):
         expect_close(out[i], exact(q[i], cache.keys[i], cache.values[i]))
 
@@ -72,7 +79,9 @@ def test_sequences_that_share_a_row_of_the_table():
     cache = Cache(16)
     q = torch.randn(3, HEADS, 1, DIM).to(DEVICE, DTYPE)
     lengths = torch.tensor([64, 20, 33], dtype=torch.int32, device=DEVICE)
-    out = flashjit.attention(q, cache.k, cache.v, page_table=cache.table[2:3].expand(3, -1), kv_lengths=lengths)
+    out = flashjit.attention(
+        q, cache.k, cache.v, page_table=cache.table[2:3].expand(3, -1), kv_lengths=lengths
+    )
     for i, n in enumerate(lengths.tolist()):
         expect_close(out[i], exact(q[i], cache.keys[2][:, :n], cache.values[2][:, :n]))
 
@@ -83,13 +92,25 @@ def test_packed_queries_of_unlike_lengths(rows):
     counts = [4, 2, 64, 0]
     offsets = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
     q = torch.randn(1, HEADS, sum(counts), DIM).to(DEVICE, DTYPE)
-    out, lse = flashjit.attention(q, cache.k, cache.v, causal=True, page_table=cache.table, kv_lengths=cache.lengths,
-                                  cu_seqlens_q=offsets, max_seqlen_q=64, max_seqlen_kv=70, return_lse=True,
-                                  score_mod=lambda s, b, h, i, j: 5.0 * torch.tanh(s / 5.0))
+    out, lse = flashjit.attention(
+        q,
+        cache.k,
+        cache.v,
+        causal=True,
+        page_table=cache.table,
+        kv_lengths=cache.lengths,
+        cu_seqlens_q=offsets,
+        max_seqlen_q=64,
+        max_seqlen_kv=70,
+        return_lse=True,
+        score_mod=lambda s, b, h, i, j: 5.0 * torch.tanh(s / 5.0),
+    )
     assert lse.shape == (len(LENGTHS), HEADS, 64)
     for i, (begin, count) in enumerate(zip(offsets.tolist(), counts)):
-        expect_close(out[0, :, begin:begin + count],
-                     exact(q[0, :, begin:begin + count], cache.keys[i], cache.values[i], softcap=5.0))
+        expect_close(
+            out[0, :, begin : begin + count],
+            exact(q[0, :, begin : begin + count], cache.keys[i], cache.values[i], softcap=5.0),
+        )
 
 
 @pytest.mark.parametrize("ordered", [True, False])
@@ -101,7 +122,9 @@ def test_slots(ordered):
     for slot, n, key, value in zip(slots, LENGTHS, cache.keys, cache.values):
         k[slot, :, :n], v[slot, :, :n] = key, value
     q = torch.randn(len(LENGTHS), HEADS, 2, DIM).to(DEVICE, DTYPE)
-    where = {"cache": True} if ordered else {"page_table": torch.tensor(slots, dtype=torch.int32, device=DEVICE)}
+    where = (
+        {"cache": True} if ordered else {"page_table": torch.tensor(slots, dtype=torch.int32, device=DEVICE)}
+    )
     out = flashjit.attention(q, k, v, causal=True, kv_lengths=cache.lengths, **where)
     for i in range(len(LENGTHS)):
         expect_close(out[i], exact(q[i], cache.keys[i], cache.values[i]))
@@ -117,8 +140,13 @@ def test_compiled():
 
     with torch.no_grad():
         out = step(q, cache.k, cache.v, cache.table, cache.lengths)
-    expect_close(out, 2 * flashjit.attention(q, cache.k, cache.v, causal=True, page_table=cache.table,
-                                             kv_lengths=cache.lengths).double())
+    expect_close(
+        out,
+        2
+        * flashjit.attention(
+            q, cache.k, cache.v, causal=True, page_table=cache.table, kv_lengths=cache.lengths
+        ).double(),
+    )
 
 
 @pytest.mark.parametrize("rows", [16, 5])
@@ -135,15 +163,27 @@ def test_a_prefix_that_sequences_share(rows, queries, shared):
     for pool in (k, v):
         for i in range(1, 4):
             if shared % rows:
-                pool[pages[i, whole], :, :shared % rows] = pool[pages[0, whole], :, :shared % rows]
+                pool[pages[i, whole], :, : shared % rows] = pool[pages[0, whole], :, : shared % rows]
     ints = lambda values: torch.tensor(values, dtype=torch.int32, device=DEVICE)
     q = torch.randn(1, HEADS, 4 * queries, DIM).to(DEVICE, DTYPE)
-    out, lse = flashjit.attention(q, k, v, causal=True, page_table=pages, kv_lengths=ints([shared + n for n in own]), max_seqlen_q=queries,
-                                  cu_seqlens_q=ints(range(0, 4 * queries + 1, queries)), prefix_length=ints([shared]), return_lse=True)
+    out, lse = flashjit.attention(
+        q,
+        k,
+        v,
+        causal=True,
+        page_table=pages,
+        kv_lengths=ints([shared + n for n in own]),
+        max_seqlen_q=queries,
+        cu_seqlens_q=ints(range(0, 4 * queries + 1, queries)),
+        prefix_length=ints([shared]),
+        return_lse=True,
+    )
     assert out.dtype == DTYPE and torch.isfinite(lse).all()
     for i, n in enumerate(own):
-        expect_close(out[0, :, i * queries:(i + 1) * queries],
-                     exact(q[0, :, i * queries:(i + 1) * queries], of(k, i, shared + n), of(v, i, shared + n)))
+        expect_close(
+            out[0, :, i * queries : (i + 1) * queries],
+            exact(q[0, :, i * queries : (i + 1) * queries], of(k, i, shared + n), of(v, i, shared + n)),
+        )
 
 
 def test_what_makes_no_sense_is_refused():
@@ -161,26 +201,72 @@ def test_what_makes_no_sense_is_refused():
     refused(flashjit.InvalidArgument, ["page_table", "int32 [4, pages"], page_table=cache.table.long())
     refused(flashjit.InvalidArgument, ["page_table", "int32 [4, pages"], page_table=cache.table[:3])
     refused(flashjit.InvalidArgument, ["room for"], max_seqlen_kv=10_000)
-    refused(flashjit.InvalidArgument, ["prefix_length is for packed queries", "cu_seqlens_q"], prefix_length=cache.lengths[:1])
+    refused(
+        flashjit.InvalidArgument,
+        ["prefix_length is for packed queries", "cu_seqlens_q"],
+        prefix_length=cache.lengths[:1],
+    )
     packed = {"cu_seqlens_q": torch.arange(5, dtype=torch.int32, device=DEVICE), "max_seqlen_q": 1}
-    refused(flashjit.InvalidArgument, ["prefix_length is int32 [4]", "int32 [1]"], q=q.transpose(0, 2), prefix_length=cache.lengths, **packed)
-    refused(flashjit.WrongType, ["prefix_length is a list", "torch.Tensor"], q=q.transpose(0, 2), prefix_length=[1], **packed)
-    refused(flashjit.WrongType, ["prefix_length has the layout", "to_dense"], q=q.transpose(0, 2),
-            prefix_length=cache.lengths[:1].to_sparse(), **packed)
-    refused(flashjit.WrongType, ["page_table is a list", "torch.Tensor"], q=q.transpose(0, 2), page_table=cache.table.tolist(),
-            prefix_length=cache.lengths[:1], **packed)
-    refused(flashjit.WrongType, ["cu_seqlens_q is a list", "torch.Tensor"], cu_seqlens_q=[0, 1, 2, 3, 4], max_seqlen_q=1)
+    refused(
+        flashjit.InvalidArgument,
+        ["prefix_length is int32 [4]", "int32 [1]"],
+        q=q.transpose(0, 2),
+        prefix_length=cache.lengths,
+        **packed,
+    )
+    refused(
+        flashjit.WrongType,
+        ["prefix_length is a list", "torch.Tensor"],
+        q=q.transpose(0, 2),
+        prefix_length=[1],
+        **packed,
+    )
+    refused(
+        flashjit.WrongType,
+        ["prefix_length has the layout", "to_dense"],
+        q=q.transpose(0, 2),
+        prefix_length=cache.lengths[:1].to_sparse(),
+        **packed,
+    )
+    refused(
+        flashjit.WrongType,
+        ["page_table is a list", "torch.Tensor"],
+        q=q.transpose(0, 2),
+        page_table=cache.table.tolist(),
+        prefix_length=cache.lengths[:1],
+        **packed,
+    )
+    refused(
+        flashjit.WrongType,
+        ["cu_seqlens_q is a list", "torch.Tensor"],
+        cu_seqlens_q=[0, 1, 2, 3, 4],
+        max_seqlen_q=1,
+    )
     if DEVICE == "cpu":  # else it is on the device
         below = torch.tensor([-1], dtype=torch.int32)
-        refused(flashjit.InvalidArgument, ["prefix_length is -1", "0 or more"], q=q.transpose(0, 2), prefix_length=below, **packed)
-        refused(flashjit.InvalidArgument, ["prefix_length is 1, but sequence 1 has 0 keys"], q=q.transpose(0, 2),
-                prefix_length=-below, **packed)
+        refused(
+            flashjit.InvalidArgument,
+            ["prefix_length is -1", "0 or more"],
+            q=q.transpose(0, 2),
+            prefix_length=below,
+            **packed,
+        )
+        refused(
+            flashjit.InvalidArgument,
+            ["prefix_length is 1, but sequence 1 has 0 keys"],
+            q=q.transpose(0, 2),
+            prefix_length=-below,
+            **packed,
+        )
     refused(flashjit.InvalidArgument, ["v the pages or slots"], v=cache.v[:2])
     refused(flashjit.InvalidArgument, ["cu_seqlens_kv"], cu_seqlens_kv=cache.lengths)
     refused(flashjit.InvalidArgument, ["max_seqlen_q"], cu_seqlens_q=cache.lengths)
-    refused(flashjit.InvalidArgument, ["rows of a page", "1 or more", "cache=True"],
-            k=torch.zeros(3, HEADS_KV, 0, DIM, dtype=DTYPE, device=DEVICE),
-            v=torch.zeros(3, HEADS_KV, 0, DIM, dtype=DTYPE, device=DEVICE))
+    refused(
+        flashjit.InvalidArgument,
+        ["rows of a page", "1 or more", "cache=True"],
+        k=torch.zeros(3, HEADS_KV, 0, DIM, dtype=DTYPE, device=DEVICE),
+        v=torch.zeros(3, HEADS_KV, 0, DIM, dtype=DTYPE, device=DEVICE),
+    )
     refused(flashjit.Unsupported, ["no backward pass", "no_grad"], q=q.clone().requires_grad_())
 
 
@@ -199,21 +285,28 @@ def test_causal_with_padding_is_refused_where_it_has_two_meanings():
 def test_lengths_without_room_are_refused():
     q, k = torch.randn(2, 2, 1, 16), torch.randn(4, 2, 8, 16)
     table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
-    for lengths, named, room in (([3, 17], dict(page_table=table), 16), ([3, -1], dict(page_table=table), 16),
-                                 ([3, 9], dict(page_table=table, max_seqlen_kv=8), 8)):
+    for lengths, named, room in (
+        ([3, 17], dict(page_table=table), 16),
+        ([3, -1], dict(page_table=table), 16),
+        ([3, 9], dict(page_table=table, max_seqlen_kv=8), 8),
+    ):
         wrong = f"kv_lengths has {lengths[1]} for sequence 1: give 0 to {room},"
         with pytest.raises(flashjit.InvalidArgument, match=wrong):
             flashjit.attention(q, k, k.clone(), kv_lengths=torch.tensor(lengths, dtype=torch.int32), **named)
     keys = torch.randn(2, 2, 9, 16)
     for length in (100, -1):
-        with pytest.raises(flashjit.InvalidArgument, match=f"kv_lengths has {length} for sequence 0: give 0 to 9,"):
+        with pytest.raises(
+            flashjit.InvalidArgument, match=f"kv_lengths has {length} for sequence 0: give 0 to 9,"
+        ):
             flashjit.attention(q, keys, keys, kv_lengths=torch.tensor([length, 3], dtype=torch.int32))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="kernels may read pages in front of a window")
 def test_pages_that_a_window_has_left_behind():
     q, k, v = torch.randn(1, 2, 1, 16), *torch.randn(2, 3, 2, 8, 16)
-    window = dict(mask_mod="kv > q + seqlen_kv - seqlen_q - 6", kv_lengths=torch.tensor([22], dtype=torch.int32))
+    window = dict(
+        mask_mod="kv > q + seqlen_kv - seqlen_q - 6", kv_lengths=torch.tensor([22], dtype=torch.int32)
+    )
     whole = flashjit.attention(q, k, v, page_table=torch.tensor([[0, 1, 2]], dtype=torch.int32), **window)
     k[0] = v[0] = torch.nan
     for page in (-1, 0, 99):

@@ -1,7 +1,7 @@
 """Programs from functions that torch.compile traces: the same as in eager mode, whole graphs, without compiling again."""
-import pytest
 
 import flashjit
+import pytest
 
 torch = pytest.importorskip("torch", reason="torch.compile")
 F = torch.nn.functional
@@ -15,23 +15,46 @@ def tensors(length=8):
 
 
 def attend(**program):
-    return lambda q, k, v: flashjit.attention(q, k, v, **{name: function(q, k) for name, function in program.items()})
+    return lambda q, k, v: flashjit.attention(
+        q, k, v, **{name: function(q, k) for name, function in program.items()}
+    )
 
 
 CASES = {
-    "activations": attend(score_mod=lambda q, k: lambda s, b, h, i, j: F.sigmoid(s) + F.tanh(s) + F.relu(s) + F.gelu(s) + s.tanh()),
-    "reversed operators": attend(score_mod=lambda q, k: lambda s, b, h, i, j: 1 - s + 2 / (i + 1) + 3 // (j + 1) + 7 % (i + 1) + 2.0 ** s),
-    "conditions": attend(mask_mod=lambda q, k: lambda b, h, i, j: ~(i < j) & ((3 > j) | (0 == j) | (2 <= i)) | ((i & 1) == 0) & True),
-    "numbers on the left of conditions": attend(mask_mod=lambda q, k: lambda b, h, i, j: (3 < j) & (5 >= i) | True & (2 != i) & (1 <= j)
-                                                | False ^ (4 > j)),
-    "captured tensors": attend(score_mod=lambda q, k: lambda s, b, h, i, j: cap * torch.tanh(s / cap) + table[i - j] + table[-1],
-                               mask_mod=lambda q, k: lambda b, h, i, j: ~flags[j] | (i >= j)),
-    "sizes of captured tensors": attend(score_mod=lambda q, k: lambda s, b, h, i, j: s + table[(i + j) % len(table)]
-                                        + table[j % table.shape[0]]),
-    "lengths and a batch size": attend(score_mod=lambda q, k: lambda s, b, h, i, j: s + b * q.shape[0] + i * (1.0 / q.shape[2]),
-                                       mask_mod=lambda q, k: lambda b, h, i, j: j <= i + (k.shape[2] - q.shape[2])),
-    "lengths as captures": lambda q, k, v: flashjit.attention(q, k, v, score_mod="score + to_float(kv % n)",
-                                                              captures={"n": q.shape[2]}),
+    "activations": attend(
+        score_mod=lambda q, k: (
+            lambda s, b, h, i, j: F.sigmoid(s) + F.tanh(s) + F.relu(s) + F.gelu(s) + s.tanh()
+        )
+    ),
+    "reversed operators": attend(
+        score_mod=lambda q, k: lambda s, b, h, i, j: 1 - s + 2 / (i + 1) + 3 // (j + 1) + 7 % (i + 1) + 2.0**s
+    ),
+    "conditions": attend(
+        mask_mod=lambda q, k: (
+            lambda b, h, i, j: ~(i < j) & ((3 > j) | (0 == j) | (2 <= i)) | ((i & 1) == 0) & True
+        )
+    ),
+    "numbers on the left of conditions": attend(
+        mask_mod=lambda q, k: (
+            lambda b, h, i, j: (3 < j) & (5 >= i) | True & (2 != i) & (1 <= j) | False ^ (4 > j)
+        )
+    ),
+    "captured tensors": attend(
+        score_mod=lambda q, k: lambda s, b, h, i, j: cap * torch.tanh(s / cap) + table[i - j] + table[-1],
+        mask_mod=lambda q, k: lambda b, h, i, j: ~flags[j] | (i >= j),
+    ),
+    "sizes of captured tensors": attend(
+        score_mod=lambda q, k: (
+            lambda s, b, h, i, j: s + table[(i + j) % len(table)] + table[j % table.shape[0]]
+        )
+    ),
+    "lengths and a batch size": attend(
+        score_mod=lambda q, k: lambda s, b, h, i, j: s + b * q.shape[0] + i * (1.0 / q.shape[2]),
+        mask_mod=lambda q, k: lambda b, h, i, j: j <= i + (k.shape[2] - q.shape[2]),
+    ),
+    "lengths as captures": lambda q, k, v: flashjit.attention(
+        q, k, v, score_mod="score + to_float(kv % n)", captures={"n": q.shape[2]}
+    ),
 }
 
 
@@ -53,8 +76,11 @@ def test_compiled_programs_within_a_checkpoint(name, dynamic):
     bias = torch.randn(64, requires_grad=True)
 
     def step(q, k, v):
-        layer = lambda q: CASES[name](q + flashjit.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[i - j]), k, v)
+        layer = lambda q: CASES[name](
+            q + flashjit.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[i - j]), k, v
+        )
         return torch.utils.checkpoint.checkpoint(layer, q, use_reentrant=False)
+
     run = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for length in (8, 11) if dynamic else (8,):
         given = [x.requires_grad_() for x in tensors(length)]
@@ -83,6 +109,7 @@ def test_a_length_that_changes_compiles_no_other_kernel():
 
     def step(q, k, v):
         return flashjit.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[i - j] * q.shape[2])
+
     run = torch.compile(step, backend=counter, fullgraph=True, dynamic=True)
     counts = []
     for length in (7, 9, 12):
@@ -95,6 +122,7 @@ def test_a_length_that_changes_compiles_no_other_kernel():
 
 def test_other_modes_see_what_they_saw():
     """Tracing changes for itself alone which functions torch hands over to modes: F.tanh calls a method and nothing else."""
+
     class Seen(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, arguments=(), named=None):
             return function(*arguments, **(named or {})) + (function is F.tanh)
@@ -102,7 +130,10 @@ def test_other_modes_see_what_they_saw():
     def seen_by_another(x):
         with Seen():
             return F.tanh(x)
-    step = lambda q, k, v: seen_by_another(flashjit.attention(q, k, v, score_mod=lambda s, b, h, i, j: F.tanh(s)))
+
+    step = lambda q, k, v: seen_by_another(
+        flashjit.attention(q, k, v, score_mod=lambda s, b, h, i, j: F.tanh(s))
+    )
     assert F.tanh in torch.overrides.get_ignored_functions()
     torch._dynamo.reset()
     q, k, v = tensors()
@@ -110,6 +141,9 @@ def test_other_modes_see_what_they_saw():
 
     def fails(s, b, h, i, j):
         torch._dynamo.graph_break("within the program")
+
     with pytest.raises(torch._dynamo.exc.Unsupported, match="within the program"):
-        torch.compile(lambda q, k, v: flashjit.attention(q, k, v, score_mod=fails), backend="eager", fullgraph=True)(q, k, v)
+        torch.compile(
+            lambda q, k, v: flashjit.attention(q, k, v, score_mod=fails), backend="eager", fullgraph=True
+        )(q, k, v)
     torch.testing.assert_close(torch.compile(seen_by_another, backend="eager", fullgraph=True)(q), F.tanh(q))

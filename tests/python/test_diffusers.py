@@ -1,4 +1,5 @@
 """flashjit as diffusers' attention: small random models of its kinds, against its own back end."""
+
 import importlib
 import pathlib
 import sys
@@ -29,29 +30,82 @@ def random(*size):
 
 
 def flux():
-    model = diffusers.FluxTransformer2DModel(patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
-                                             num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32,
-                                             axes_dims_rope=(4, 4, 8))
-    return model, dict(hidden_states=random(1, 16, 4), encoder_hidden_states=random(1, 5, 32), pooled_projections=random(1, 32),
-                       timestep=torch.ones(1, device=DEVICE), img_ids=random(16, 3), txt_ids=random(5, 3)), 2
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )
+    return (
+        model,
+        dict(
+            hidden_states=random(1, 16, 4),
+            encoder_hidden_states=random(1, 5, 32),
+            pooled_projections=random(1, 32),
+            timestep=torch.ones(1, device=DEVICE),
+            img_ids=random(16, 3),
+            txt_ids=random(5, 3),
+        ),
+        2,
+    )
 
 
 def wan():
     """Heads of 12 columns, which kernels have not."""
-    model = diffusers.WanTransformer3DModel(patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4,
-                                            out_channels=4, text_dim=16, freq_dim=32, ffn_dim=32, num_layers=1,
-                                            cross_attn_norm=True, qk_norm="rms_norm_across_heads")
-    return model, dict(hidden_states=random(1, 4, 2, 8, 8), timestep=torch.ones(1, device=DEVICE, dtype=torch.int64),
-                       encoder_hidden_states=random(1, 6, 16)), 2
+    model = diffusers.WanTransformer3DModel(
+        patch_size=(1, 2, 2),
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=16,
+        freq_dim=32,
+        ffn_dim=32,
+        num_layers=1,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+    )
+    return (
+        model,
+        dict(
+            hidden_states=random(1, 4, 2, 8, 8),
+            timestep=torch.ones(1, device=DEVICE, dtype=torch.int64),
+            encoder_hidden_states=random(1, 6, 16),
+        ),
+        2,
+    )
 
 
 def sd3():
     """Its processors call PyTorch's function themselves."""
-    model = diffusers.SD3Transformer2DModel(sample_size=8, patch_size=1, in_channels=4, num_layers=1, attention_head_dim=8,
-                                            num_attention_heads=4, joint_attention_dim=32, caption_projection_dim=32,
-                                            pooled_projection_dim=64, out_channels=4, pos_embed_max_size=16)
-    return model, dict(hidden_states=random(1, 4, 8, 8), encoder_hidden_states=random(1, 7, 32), pooled_projections=random(1, 64),
-                       timestep=torch.ones(1, device=DEVICE, dtype=torch.int64)), 1
+    model = diffusers.SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        caption_projection_dim=32,
+        pooled_projection_dim=64,
+        out_channels=4,
+        pos_embed_max_size=16,
+    )
+    return (
+        model,
+        dict(
+            hidden_states=random(1, 4, 8, 8),
+            encoder_hidden_states=random(1, 7, 32),
+            pooled_projections=random(1, 64),
+            timestep=torch.ones(1, device=DEVICE, dtype=torch.int64),
+        ),
+        1,
+    )
 
 
 @pytest.mark.parametrize("make", [flux, wan, sd3])
@@ -68,6 +122,7 @@ def test_the_same_results_and_gradients(make, monkeypatch):
         out = call(**given)[0]
         out.square().mean().backward()
         return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
     want = run()
     assert not made
     flashjit.torch.use_in_diffusers(model)
@@ -102,16 +157,32 @@ def dispatched(backend, *given, **named):
     return dispatch.dispatch_attention_fn(*given, backend=dispatch.AttentionBackendName(backend), **named)
 
 
-@pytest.mark.parametrize("mask, options", [(None, {}), (None, {"is_causal": True}), ("padding", {}), ("boolean", {"scale": 0.3}),
-                                           ("added", {}), ("heads", {"scale": -0.3})], ids=str)
+@pytest.mark.parametrize(
+    "mask, options",
+    [
+        (None, {}),
+        (None, {"is_causal": True}),
+        ("padding", {}),
+        ("boolean", {"scale": 0.3}),
+        ("added", {}),
+        ("heads", {"scale": -0.3}),
+    ],
+    ids=str,
+)
 def test_masks_of_the_dispatcher(mask, options):
     torch.manual_seed(0)
     q, k, v = random(2, 9, 4, 16), random(2, 13, 4, 16), random(2, 13, 4, 16)
     keep = torch.rand(2, 4, 9, 13, device=DEVICE) > 0.3
-    masks = {"padding": torch.arange(13, device=DEVICE) < torch.tensor([[7], [13]], device=DEVICE), "boolean": keep[:, :1],
-             "added": random(9, 13), "heads": keep}
+    masks = {
+        "padding": torch.arange(13, device=DEVICE) < torch.tensor([[7], [13]], device=DEVICE),
+        "boolean": keep[:, :1],
+        "added": random(9, 13),
+        "heads": keep,
+    }
     given = dict(options, attn_mask=masks.get(mask))
-    torch.testing.assert_close(dispatched("flashjit", q, k, v, **given), dispatched("native", q, k, v, **given), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        dispatched("flashjit", q, k, v, **given), dispatched("native", q, k, v, **given), atol=1e-5, rtol=1e-4
+    )
 
 
 def test_grouped_heads_and_lse():
@@ -135,10 +206,12 @@ def test_video_tiles(monkeypatch):
     q, k, v = map(tiles.put, tokens)
     assert torch.equal(tiles.take(q), tokens[0]) and tiles.sizes.min() < tiles.sizes.max() == 16
     attends = tiles.near((0, 1, 1)) | tiles.liked(q, k, 2)
-    out = dispatched("flashjit", *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=tiles.mask(attends)).transpose(1, 2)
+    out = dispatched(
+        "flashjit", *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=tiles.mask(attends)
+    ).transpose(1, 2)
     # Without tiles: which tile each token is in, by its place in the video.
     at = torch.cartesian_prod(torch.arange(3), torch.arange(5), torch.arange(6)).to(DEVICE)
-    tile = ((at[:, 0] // 2 * 3 + at[:, 1] // 2) * 2 + at[:, 2] // 4)
+    tile = (at[:, 0] // 2 * 3 + at[:, 1] // 2) * 2 + at[:, 2] // 4
     keep = attends[:, :, tile][:, :, :, tile]
     want = torch.nn.functional.scaled_dot_product_attention(*tokens, attn_mask=keep)
     assert 0.2 < keep.float().mean() < 0.9

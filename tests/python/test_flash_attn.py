@@ -1,4 +1,5 @@
 """flash-attn's functions, by flashjit: against attention written out, as flash-attn's documentation defines it."""
+
 import math
 
 import pytest
@@ -18,7 +19,19 @@ def tensors(batch=2, queries=7, keys=11, heads=4, heads_kv=2, dim=16, dtype=torc
     return [torch.randn(size, dtype=dtype, device=DEVICE).requires_grad_() for size in sizes]
 
 
-def reference(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None, lengths=None, leftpad=None):
+def reference(
+    q,
+    k,
+    v,
+    *,
+    scale=None,
+    causal=False,
+    window=(-1, -1),
+    softcap=0.0,
+    slopes=None,
+    lengths=None,
+    leftpad=None,
+):
     """O [b, sq, hq, d] and LSE [b, hq, sq] in fp64."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
@@ -28,7 +41,9 @@ def reference(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0
         s = softcap * torch.tanh(s / softcap)
     if lengths is None:
         lengths = torch.full((q.shape[0],), k.shape[2], device=q.device)
-    at = torch.arange(q.shape[2], device=q.device)[:, None] + lengths[:, None, None] - q.shape[2]  # [b, sq, 1]
+    at = (
+        torch.arange(q.shape[2], device=q.device)[:, None] + lengths[:, None, None] - q.shape[2]
+    )  # [b, sq, 1]
     key = torch.arange(k.shape[2], device=q.device)
     if slopes is not None:
         s = s - (slopes if slopes.dim() == 2 else slopes[None])[:, :, None, None] * (at - key).abs()[:, None]
@@ -48,9 +63,18 @@ def close(a, b):
     torch.testing.assert_close(a.double(), b.double(), atol=2e-5, rtol=1e-4)
 
 
-OPTIONS = [{}, {"causal": True}, {"window_size": (3, 2)}, {"window_size": (3, -1), "causal": True}, {"window_size": (-1, 2)},
-           {"softcap": 2.5}, {"softmax_scale": 0.3, "causal": True}, {"alibi_slopes": 1}, {"alibi_slopes": 2, "causal": True},
-           {"softcap": 1.5, "alibi_slopes": 1, "window_size": (4, 4)}]
+OPTIONS = [
+    {},
+    {"causal": True},
+    {"window_size": (3, 2)},
+    {"window_size": (3, -1), "causal": True},
+    {"window_size": (-1, 2)},
+    {"softcap": 2.5},
+    {"softmax_scale": 0.3, "causal": True},
+    {"alibi_slopes": 1},
+    {"alibi_slopes": 2, "causal": True},
+    {"softcap": 1.5, "alibi_slopes": 1, "window_size": (4, 4)},
+]
 
 
 def as_reference(options):
@@ -77,11 +101,15 @@ def test_flash_attn_func(options, queries, keys):
     close(out, want)
     close(lse, want_lse)
     dout = torch.randn_like(out)
-    for got, exact in zip(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(want, (q, k, v), dout.double())):
+    for got, exact in zip(
+        torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(want, (q, k, v), dout.double())
+    ):
         close(got, exact)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softmax_scale": -0.4, "window_size": (3, 2)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"softmax_scale": -0.4, "window_size": (3, 2)}], ids=str
+)
 def test_head_dimensions_that_are_no_multiples_of_8(options):
     q, k, v = tensors(dim=12)
     out, lse, _ = fa.flash_attn_func(q, k, v, return_attn_probs=True, **options)
@@ -103,14 +131,17 @@ def test_varlen(options):
     lengths_q, lengths_kv = (5, 9), (11, 9)
     sequences = [[x[:1] for x in tensors(queries=a, keys=b)] for a, b in zip(lengths_q, lengths_kv)]
     q, k, v = (torch.cat([sequence[i][0] for sequence in sequences]).detach() for i in range(3))
-    cu_q, cu_kv = (torch.tensor([0, n[0], n[0] + n[1]], dtype=torch.int32, device=DEVICE) for n in (lengths_q, lengths_kv))
+    cu_q, cu_kv = (
+        torch.tensor([0, n[0], n[0] + n[1]], dtype=torch.int32, device=DEVICE)
+        for n in (lengths_q, lengths_kv)
+    )
     rest = (cu_q, cu_kv, 9, 11)
     out, lse, _ = fa.flash_attn_varlen_func(q, k, v, *rest, return_attn_probs=True, **options)
     assert out.shape == q.shape and lse.shape == (4, 14)
     for i, sequence in enumerate(sequences):
         named = as_reference(options)
         if named.get("slopes") is not None and named["slopes"].dim() == 2:
-            named["slopes"] = named["slopes"][i:i + 1]
+            named["slopes"] = named["slopes"][i : i + 1]
         want, want_lse = reference(*sequence, **named)
         rows = slice(int(cu_q[i]), int(cu_q[i + 1]))
         close(out[rows], want[0])
@@ -123,17 +154,25 @@ def test_sequences_may_use_fewer_rows_than_they_have(options):
     """seqused_q and seqused_k: a causal mask ends at the last rows used, the others are 0, and there are gradients."""
     options = {name: value for name, value in options.items() if name != "alibi_slopes"}
     q, k, v = tensors(batch=1, queries=14, keys=20)
-    cu_q, cu_kv, used_q, used_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 5, 14], [0, 11, 20], [4, 9], [8, 3]))
-    out, lse = fa3.flash_attn_varlen_func(q[0], k[0], v[0], cu_q, cu_kv, 9, 11, used_q, used_k, return_attn_probs=True, **options)
+    cu_q, cu_kv, used_q, used_k = (
+        torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 5, 14], [0, 11, 20], [4, 9], [8, 3])
+    )
+    out, lse = fa3.flash_attn_varlen_func(
+        q[0], k[0], v[0], cu_q, cu_kv, 9, 11, used_q, used_k, return_attn_probs=True, **options
+    )
     want = torch.zeros_like(q[0], dtype=torch.float64)
     for i in range(2):
-        rows, keys = (slice(int(cu[i]), int(cu[i] + used[i])) for cu, used in ((cu_q, used_q), (cu_kv, used_k)))
+        rows, keys = (
+            slice(int(cu[i]), int(cu[i] + used[i])) for cu, used in ((cu_q, used_q), (cu_kv, used_k))
+        )
         o, want_lse = reference(q[:, rows], k[:, keys], v[:, keys], **as_reference(options))
-        want = torch.cat((want[:rows.start], o[0], want[rows.stop:]))
+        want = torch.cat((want[: rows.start], o[0], want[rows.stop :]))
         close(lse[:, rows], want_lse[0])
     close(out, want)
     dout = torch.randn_like(out)
-    for got, exact in zip(torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(want, (q, k, v), dout.double())):
+    for got, exact in zip(
+        torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(want, (q, k, v), dout.double())
+    ):
         close(got, exact)
 
 
@@ -164,21 +203,37 @@ def test_slopes_of_other_shapes_are_refused():
         with pytest.raises(flashjit.InvalidArgument, match=r"alibi_slopes is float32 .*\[4\] or \[2, 4\]"):
             fa.flash_attn_func(q, k, v, alibi_slopes=torch.ones(size, device=DEVICE))
         with pytest.raises(flashjit.InvalidArgument, match=r"alibi_slopes is float32 .*\[4\] or \[1, 4\]"):
-            fa.flash_attn_varlen_func(q[0], k[0, :7], v[0, :7], offsets, offsets, 7, 7, alibi_slopes=torch.ones(size, device=DEVICE))
+            fa.flash_attn_varlen_func(
+                q[0], k[0, :7], v[0, :7], offsets, offsets, 7, 7, alibi_slopes=torch.ones(size, device=DEVICE)
+            )
 
 
 def test_pages_have_no_gradients():
     q, k, v = tensors()
     offsets, table = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 7], [[1]]))
     given = (q[0], k, v, offsets, torch.tensor([0, 11], dtype=torch.int32, device=DEVICE), 7, 11)
-    with pytest.raises(flashjit.Unsupported, match="block_table is given with tensors that require gradients"):
+    with pytest.raises(
+        flashjit.Unsupported, match="block_table is given with tensors that require gradients"
+    ):
         fa.flash_attn_varlen_func(*given, block_table=table)
     with torch.no_grad():
         out = fa.flash_attn_varlen_func(*given, block_table=table)
         close(out, reference(q[:1], k[1:], v[1:])[0][0])
         used = torch.tensor([4], dtype=torch.int32, device=DEVICE)  # as vLLM calls it
-        out = fa.flash_attn_varlen_func(q=q[0], k=k, v=v, out=torch.empty_like(q[0]), cu_seqlens_q=offsets, max_seqlen_q=7, seqused_k=used,
-                                        max_seqlen_k=4, block_table=table, window_size=[-1, -1], softcap=0.0, fa_version=3)
+        out = fa.flash_attn_varlen_func(
+            q=q[0],
+            k=k,
+            v=v,
+            out=torch.empty_like(q[0]),
+            cu_seqlens_q=offsets,
+            max_seqlen_q=7,
+            seqused_k=used,
+            max_seqlen_k=4,
+            block_table=table,
+            window_size=[-1, -1],
+            softcap=0.0,
+            fa_version=3,
+        )
         close(out, reference(q[:1], k[1:, :4], v[1:, :4])[0][0])
     with pytest.raises(flashjit.InvalidArgument, match="cu_seqlens_k is missing"):
         fa.flash_attn_varlen_func(q[0], k[0], v[0], cu_seqlens_q=offsets, max_seqlen_q=7)
@@ -187,7 +242,9 @@ def test_pages_have_no_gradients():
 def test_parts_are_combined():
     q, k, v = (x.detach() for x in tensors(keys=20))
     parts = [fa.flash_attn_func(q, k[:, i::10], v[:, i::10], return_attn_probs=True)[:2] for i in range(10)]
-    out, lse = fa3.flash_attn_combine(torch.stack([o for o, _ in parts]), torch.stack([lse.transpose(1, 2) for _, lse in parts]))
+    out, lse = fa3.flash_attn_combine(
+        torch.stack([o for o, _ in parts]), torch.stack([lse.transpose(1, 2) for _, lse in parts])
+    )
     want, want_lse = reference(q, k, v)
     close(out, want)
     close(lse, want_lse.transpose(1, 2))
@@ -198,7 +255,10 @@ def test_parts_are_combined():
 def test_chunks(causal, queries, keys):
     """Keys in chunks of 4, and a query in that of the key it is at."""
     q, k, v = tensors(queries=queries, keys=keys)
-    at, key = torch.arange(queries, device=DEVICE)[:, None] + keys - queries, torch.arange(keys, device=DEVICE)
+    at, key = (
+        torch.arange(queries, device=DEVICE)[:, None] + keys - queries,
+        torch.arange(keys, device=DEVICE),
+    )
     hidden = (at // 4 != key // 4) | (key > at if causal else key < 0)
     s = q.double().transpose(1, 2) @ k.double().repeat_interleave(2, 2).permute(0, 2, 3, 1) * 0.25
     weights = torch.softmax(s.masked_fill(hidden, -math.inf), 3).nan_to_num()
@@ -207,8 +267,10 @@ def test_chunks(causal, queries, keys):
     close(fa3.flash_attn_with_kvcache(q, k, v, causal=causal, attention_chunk=4), want)
     offsets = [torch.arange(3, dtype=torch.int32, device=DEVICE) * n for n in (queries, keys)]
     packed = [x.flatten(0, 1) for x in (q, k, v)]
-    close(fa3.flash_attn_varlen_func(*packed, *offsets, queries, keys, causal=causal, attention_chunk=4),
-          want.flatten(0, 1))
+    close(
+        fa3.flash_attn_varlen_func(*packed, *offsets, queries, keys, causal=causal, attention_chunk=4),
+        want.flatten(0, 1),
+    )
 
 
 def test_fa3_packed_heads():
@@ -219,15 +281,27 @@ def test_fa3_packed_heads():
         fa3.flash_attn_qkvpacked_func(torch.cat((q, k, v), 2))
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, 1)}, {"softcap": 2.0}, {"causal": True, "alibi_slopes": 1},
-                                     {"softcap": 2.0, "causal": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"window_size": (3, 1)},
+        {"softcap": 2.0},
+        {"causal": True, "alibi_slopes": 1},
+        {"softcap": 2.0, "causal": True},
+    ],
+    ids=str,
+)
 def test_a_cache_is_seen_to_each_sequence_s_length(options):
     options = with_slopes(options)
     q, k, v = (x.detach() for x in tensors(queries=3, keys=16))
     lengths = torch.tensor([5, 16], dtype=torch.int32, device=DEVICE)
     k[0, 5:], v[0, 5:] = math.nan, math.nan  # keys behind a length are never read
     out, lse = fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, return_softmax_lse=True, **options)
-    want, want_lse = reference(q, torch.nan_to_num(k), torch.nan_to_num(v), lengths=lengths, **as_reference(options))
+    want, want_lse = reference(
+        q, torch.nan_to_num(k), torch.nan_to_num(v), lengths=lengths, **as_reference(options)
+    )
     close(out, want)
     close(lse, want_lse)
 
@@ -239,7 +313,9 @@ class Placed:
         torch.manual_seed(3)
         self.k, self.v = torch.randn(2, 2, 16, 2, 32, device=DEVICE)
         self.given = {}
-        order = torch.tensor([5, 2, 9, 4, 0, 7, 1, 8] if place == "block_table" else [3, 1], dtype=torch.int32, device=DEVICE)
+        order = torch.tensor(
+            [5, 2, 9, 4, 0, 7, 1, 8] if place == "block_table" else [3, 1], dtype=torch.int32, device=DEVICE
+        )
         self.where, rows = order.long(), 4 if place == "block_table" else 16
         self.k_cache, self.v_cache = torch.full((2, 10, rows, 2, 32), math.nan, device=DEVICE)
         if place == "order":
@@ -247,7 +323,9 @@ class Placed:
             self.where = slice(None)
         else:
             self.given[place] = order.view(2, 4) if place == "block_table" else order
-        self.k_cache[self.where], self.v_cache[self.where] = (x.reshape(-1, rows, 2, 32) for x in (self.k, self.v))
+        self.k_cache[self.where], self.v_cache[self.where] = (
+            x.reshape(-1, rows, 2, 32) for x in (self.k, self.v)
+        )
 
     def written(self):
         return [x[self.where].reshape(2, 16, 2, 32) for x in (self.k_cache, self.v_cache)]
@@ -262,8 +340,11 @@ def turned(x, i, at, interleaved, columns=16):
     x = x[i].clone()
     for row in range(x.shape[0]):
         turn = torch.polar(torch.ones(columns // 2, device=DEVICE), angle[at[row]])
-        pairs = (x[row, :, :columns].unflatten(-1, (-1, 2)) if interleaved else
-                 x[row, :, :columns].unflatten(-1, (2, -1)).transpose(-1, -2))
+        pairs = (
+            x[row, :, :columns].unflatten(-1, (-1, 2))
+            if interleaved
+            else x[row, :, :columns].unflatten(-1, (2, -1)).transpose(-1, -2)
+        )
         new = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
         x[row, :, :columns] = new.flatten(-2) if interleaved else new.transpose(-1, -2).flatten(-2)
     return x
@@ -276,25 +357,55 @@ def rotary(columns=16):
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("queries", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "rotary_interleaved": False},
-                                     {"window_size": (4, 1), "softcap": 2.0}, {"causal": True, "cache_leftpad": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": True},
+        {"causal": True, "rotary_interleaved": False},
+        {"window_size": (4, 1), "softcap": 2.0},
+        {"causal": True, "cache_leftpad": True},
+    ],
+    ids=str,
+)
 def test_new_keys_are_rotated_and_appended(options, queries, place):
     cache, new = Placed(place), 3
     lengths = torch.tensor([4, 9], dtype=torch.int32, device=DEVICE)
     q, k, v = (torch.randn(2, n, heads, 32, device=DEVICE) for n, heads in ((queries, 4), (new, 2), (new, 2)))
     options, interleaved = dict(options), options.get("rotary_interleaved", True)
-    pad = torch.tensor([2, 0], dtype=torch.int32, device=DEVICE) if options.pop("cache_leftpad", False) else None
-    out = fa.flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, k, v, **rotary(), cache_seqlens=lengths, cache_leftpad=pad,
-                                     **options, **cache.given)
+    pad = (
+        torch.tensor([2, 0], dtype=torch.int32, device=DEVICE)
+        if options.pop("cache_leftpad", False)
+        else None
+    )
+    out = fa.flash_attn_with_kvcache(
+        q,
+        cache.k_cache,
+        cache.v_cache,
+        k,
+        v,
+        **rotary(),
+        cache_seqlens=lengths,
+        cache_leftpad=pad,
+        **options,
+        **cache.given,
+    )
     options.pop("rotary_interleaved", None)
     want_q, want_k, want_v = [], cache.k.clone(), cache.v.clone()
     for i, n in enumerate(lengths.tolist()):
-        want_k[i, n:n + new] = turned(k, i, range(n, n + new), interleaved)  # padding or not: a row's place in the cache
-        want_v[i, n:n + new] = v[i]
+        want_k[i, n : n + new] = turned(
+            k, i, range(n, n + new), interleaved
+        )  # padding or not: a row's place in the cache
+        want_v[i, n : n + new] = v[i]
         want_q.append(turned(q, i, range(n, n + queries) if options else [n] * queries, interleaved))
     for got, want in zip(cache.written(), (want_k, want_v)):
         close(got, want)
-    close(out, reference(torch.stack(want_q), want_k, want_v, lengths=lengths + new, leftpad=pad, **as_reference(options))[0])
+    close(
+        out,
+        reference(
+            torch.stack(want_q), want_k, want_v, lengths=lengths + new, leftpad=pad, **as_reference(options)
+        )[0],
+    )
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -303,8 +414,16 @@ def test_caches_in_pages_and_slots(options, place):
     cache, options = Placed(place), with_slopes(options)
     q = torch.randn(2, 3, 4, 32, device=DEVICE)
     lengths = torch.tensor([6, 16], dtype=torch.int32, device=DEVICE)
-    out, lse = fa.flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, cache_seqlens=lengths, return_softmax_lse=True,
-                                          num_splits=1, **options, **cache.given)
+    out, lse = fa.flash_attn_with_kvcache(
+        q,
+        cache.k_cache,
+        cache.v_cache,
+        cache_seqlens=lengths,
+        return_softmax_lse=True,
+        num_splits=1,
+        **options,
+        **cache.given,
+    )
     want, want_lse = reference(q, cache.k, cache.v, lengths=lengths, **as_reference(options))
     close(out, want)
     close(lse, want_lse)
@@ -316,31 +435,69 @@ def test_caches_in_pages_and_slots(options, place):
 def test_packed_queries_of_pages(options):
     cache, counts, lengths = Placed("block_table"), [2, 5], [6, 16]
     q = torch.randn(7, 4, 32, device=DEVICE)
-    cu_q, cu_k = (torch.tensor([0, n[0], sum(n)], dtype=torch.int32, device=DEVICE) for n in (counts, lengths))
-    out, lse, _ = fa.flash_attn_varlen_func(q, cache.k_cache, cache.v_cache, cu_q, cu_k, 5, 16, return_attn_probs=True,
-                                            **options, **cache.given)
-    same, same_lse = fa3.flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, cache_seqlens=cu_k.diff(), cu_seqlens_q=cu_q, max_seqlen_q=5,
-                                          page_table=cache.given["block_table"], return_softmax_lse=True, **options)
+    cu_q, cu_k = (
+        torch.tensor([0, n[0], sum(n)], dtype=torch.int32, device=DEVICE) for n in (counts, lengths)
+    )
+    out, lse, _ = fa.flash_attn_varlen_func(
+        q, cache.k_cache, cache.v_cache, cu_q, cu_k, 5, 16, return_attn_probs=True, **options, **cache.given
+    )
+    same, same_lse = fa3.flash_attn_with_kvcache(
+        q,
+        cache.k_cache,
+        cache.v_cache,
+        cache_seqlens=cu_k.diff(),
+        cu_seqlens_q=cu_q,
+        max_seqlen_q=5,
+        page_table=cache.given["block_table"],
+        return_softmax_lse=True,
+        **options,
+    )
     assert torch.equal(out, same) and torch.equal(lse, same_lse)
     for i, rows in enumerate((slice(0, 2), slice(2, 7))):
-        want, want_lse = reference(q[None, rows], cache.k[i:i + 1], cache.v[i:i + 1], **as_reference(options),
-                                   lengths=torch.tensor(lengths[i:i + 1], device=DEVICE))
+        want, want_lse = reference(
+            q[None, rows],
+            cache.k[i : i + 1],
+            cache.v[i : i + 1],
+            **as_reference(options),
+            lengths=torch.tensor(lengths[i : i + 1], device=DEVICE),
+        )
         close(out[rows], want[0])
         close(lse[:, rows], want_lse[0])
 
 
 def test_packed_new_keys_are_rotated_and_appended():
-    cache, counts, lengths = Placed("block_table"), [2, 5], torch.tensor([4, 9], dtype=torch.int32, device=DEVICE)
+    cache, counts, lengths = (
+        Placed("block_table"),
+        [2, 5],
+        torch.tensor([4, 9], dtype=torch.int32, device=DEVICE),
+    )
     q, k, v = (torch.randn(7, heads, 32, device=DEVICE) for heads in (4, 2, 2))
     offsets = torch.tensor([0, 2, 7], dtype=torch.int32, device=DEVICE)
-    out = fa3.flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, k, v, **rotary(), cache_seqlens=lengths, causal=True, max_seqlen_q=5,
-                               page_table=cache.given["block_table"], cu_seqlens_q=offsets, cu_seqlens_k_new=offsets)
+    out = fa3.flash_attn_with_kvcache(
+        q,
+        cache.k_cache,
+        cache.v_cache,
+        k,
+        v,
+        **rotary(),
+        cache_seqlens=lengths,
+        causal=True,
+        max_seqlen_q=5,
+        page_table=cache.given["block_table"],
+        cu_seqlens_q=offsets,
+        cu_seqlens_k_new=offsets,
+    )
     want_k, want_v = cache.k.clone(), cache.v.clone()
     for i, (n, count, rows) in enumerate(zip(lengths.tolist(), counts, (slice(0, 2), slice(2, 7)))):
         at = range(n, n + count)
-        want_k[i, n:n + count], want_v[i, n:n + count] = turned(k[None, rows], 0, at, True), v[rows]
-        want = reference(turned(q[None, rows], 0, at, True)[None], want_k[i:i + 1], want_v[i:i + 1], causal=True,
-                         lengths=lengths[i:i + 1] + count)[0]
+        want_k[i, n : n + count], want_v[i, n : n + count] = turned(k[None, rows], 0, at, True), v[rows]
+        want = reference(
+            turned(q[None, rows], 0, at, True)[None],
+            want_k[i : i + 1],
+            want_v[i : i + 1],
+            causal=True,
+            lengths=lengths[i : i + 1] + count,
+        )[0]
         close(out[rows], want[0])
     for got, want in zip(cache.written(), (want_k, want_v)):
         close(got, want)
@@ -362,8 +519,15 @@ def test_caches_that_make_no_sense_are_refused():
     refused(bad, "rotary_cos is given alone", k, k, cache_seqlens=lengths, rotary_cos=rotary()["rotary_cos"])
     refused(bad, "rope_dims is 6", k, k, cache_seqlens=lengths, **rotary(6))
     with pytest.raises(bad, match="rotary_cos has 20 positions and the cache 30 rows"):
-        fa.flash_attn_with_kvcache(q, torch.zeros(2, 30, 2, 32, device=DEVICE), torch.zeros(2, 30, 2, 32, device=DEVICE), k, k,
-                                   cache_seqlens=lengths, **rotary())
+        fa.flash_attn_with_kvcache(
+            q,
+            torch.zeros(2, 30, 2, 32, device=DEVICE),
+            torch.zeros(2, 30, 2, 32, device=DEVICE),
+            k,
+            k,
+            cache_seqlens=lengths,
+            **rotary(),
+        )
     refused(bad, "both given", cache_batch_idx=lengths)
     refused(bad, "block_table is int32 .2.", block_table=lengths)
     refused(bad, "block_table is int64", block_table=cache.given["block_table"].long())

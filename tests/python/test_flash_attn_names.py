@@ -1,5 +1,6 @@
 """flash-attn's packages as libraries import them: after install(), with the passes one by one, rotary
 embeddings and padding."""
+
 import importlib
 import importlib.metadata
 import importlib.util
@@ -34,9 +35,10 @@ def installed():
 
 
 def test_other_libraries_import_it_by_name(installed):
+    import flash_attn_interface
     from flash_attn import flash_attn_func, flash_attn_varlen_func
     from flash_attn.bert_padding import unpad_input
-    import flash_attn_interface
+
     assert flash_attn_func is fa.flash_attn_func and unpad_input is fa.unpad_input
     assert "block_table" in inspect.signature(flash_attn_varlen_func).parameters
     assert importlib.util.find_spec("flash_attn") is not None
@@ -46,9 +48,10 @@ def test_other_libraries_import_it_by_name(installed):
     assert lse.shape == (2, 4, 7)
     with pytest.raises(flashjit.Unsupported, match="qv"):
         flash_attn_interface.flash_attn_func(q, k, v, qv=torch.ones(2, 2, device=DEVICE))
-    close(flash_attn_interface.flash_attn_with_kvcache(q, k, v, causal=True,
-                                                       scheduler_metadata=torch.ones(1)),
-          reference(q, k, v, causal=True)[0])
+    close(
+        flash_attn_interface.flash_attn_with_kvcache(q, k, v, causal=True, scheduler_metadata=torch.ones(1)),
+        reference(q, k, v, causal=True)[0],
+    )
     assert importlib.metadata.version("flash_attn") == fa.__version__
     packages = importlib.metadata.packages_distributions()
     assert "flash-attn" in packages["flash_attn"] and packages["flash_attn_interface"] == ["flash-attn-3"]
@@ -56,25 +59,25 @@ def test_other_libraries_import_it_by_name(installed):
 
 NAMES = {
     "flash_attn": "flash_attn_func flash_attn_kvpacked_func flash_attn_qkvpacked_func flash_attn_varlen_func "
-                  "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache "
-                  "__version__",
+    "flash_attn_varlen_kvpacked_func flash_attn_varlen_qkvpacked_func flash_attn_with_kvcache "
+    "__version__",
     "flash_attn.flash_attn_interface": "_flash_attn_forward _flash_attn_backward _flash_attn_varlen_forward "
-                                       "_flash_attn_varlen_backward _wrapped_flash_attn_forward "
-                                       "_wrapped_flash_attn_backward "
-                                       "_wrapped_flash_attn_varlen_forward "
-                                       "_wrapped_flash_attn_varlen_backward flash_attn_func",
+    "_flash_attn_varlen_backward _wrapped_flash_attn_forward "
+    "_wrapped_flash_attn_backward "
+    "_wrapped_flash_attn_varlen_forward "
+    "_wrapped_flash_attn_varlen_backward flash_attn_func",
     "flash_attn.bert_padding": "index_first_axis index_put_first_axis index_first_axis_residual pad_input "
-                               "unpad_input "
-                               "unpad_input_for_concatenated_sequences IndexFirstAxis",
+    "unpad_input "
+    "unpad_input_for_concatenated_sequences IndexFirstAxis",
     "flash_attn.layers.rotary": "apply_rotary_emb apply_rotary_emb_func apply_rotary_emb_qkv_ "
-                                "apply_rotary_emb_kv_ "
-                                "apply_rotary_emb_torch rotate_half RotaryEmbedding ApplyRotaryEmb",
+    "apply_rotary_emb_kv_ "
+    "apply_rotary_emb_torch rotate_half RotaryEmbedding ApplyRotaryEmb",
     "flash_attn.ops.triton.rotary": "apply_rotary",
     "flash_attn_3.flash_attn_interface": "flash_attn_func",
     "flash_attn_interface": "flash_attn_func flash_attn_varlen_func flash_attn_qkvpacked_func "
-                            "flash_attn_with_kvcache "
-                            "flash_attn_combine get_scheduler_metadata _flash_attn_forward "
-                            "_flash_attn_backward",
+    "flash_attn_with_kvcache "
+    "flash_attn_combine get_scheduler_metadata _flash_attn_forward "
+    "_flash_attn_backward",
 }
 
 
@@ -82,14 +85,16 @@ NAMES = {
 def test_names_that_libraries_import(installed, module):
     found = importlib.import_module(module)
     assert [name for name in NAMES[module].split() if not hasattr(found, name)] == []
-    leaked = [name for name in vars(found)
-              if name in ("torch", "Tensor", "Any", "Union", "Options", "attention")]
+    leaked = [
+        name for name in vars(found) if name in ("torch", "Tensor", "Any", "Union", "Options", "attention")
+    ]
     assert leaked == []
 
 
 def test_missing_names_say_what_to_do(installed):
     """Also where `from .. import ..` would replace the message of an AttributeError."""
     import flash_attn
+
     why = " is not among the names that flashjit.*install flash-attn itself"
     with pytest.raises(ImportError, match="flash_attn.flash_attn_triton" + why):
         from flash_attn import flash_attn_triton  # noqa: F401
@@ -126,6 +131,7 @@ def test_diffusers_passes(installed):
     class Context:
         def save_for_backward(self, *tensors):
             self.saved_tensors = tensors
+
     patch = pytest.MonkeyPatch()
     with patch.context():
         patch.setattr(dispatch, "_wrapped_flash_attn_forward", _wrapped_flash_attn_forward)
@@ -136,15 +142,22 @@ def test_diffusers_passes(installed):
         dout = torch.randn_like(out)
         want = reference(q, k, v, causal=True)[0]
         close(out, want)
-        for got, exact in zip(dispatch._flash_attention_backward_op(context, dout),
-                              torch.autograd.grad(want, (q, k, v), dout.double())):
+        for got, exact in zip(
+            dispatch._flash_attention_backward_op(context, dout),
+            torch.autograd.grad(want, (q, k, v), dout.double()),
+        ):
             close(got, exact)
 
 
 # --- The passes one by one ----------------------------------------------------------------------------------
 
-PASSES = [{}, {"causal": True}, {"window_size": (3, 2)}, {"softcap": 2.5, "causal": True},
-          {"alibi_slopes": 1}]
+PASSES = [
+    {},
+    {"causal": True},
+    {"window_size": (3, 2)},
+    {"softcap": 2.5, "causal": True},
+    {"alibi_slopes": 1},
+]
 
 
 def split_window(options):
@@ -157,33 +170,52 @@ def split_window(options):
 def test_forward_and_backward(options, packed):
     options = with_slopes(options)
     lengths_q, lengths_kv = (5, 9), (11, 9)
-    q, k, v = (x.detach()
-               for x in tensors(batch=1 if packed else 2, queries=14 if packed else 7,
-                                keys=20 if packed else 11))
+    q, k, v = (
+        x.detach()
+        for x in tensors(batch=1 if packed else 2, queries=14 if packed else 7, keys=20 if packed else 11)
+    )
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     if packed:
         q, k, v = (x[0] for x in (q, k, v))
-        offsets = [torch.tensor([0, n[0], sum(n)], dtype=torch.int32, device=DEVICE)
-                   for n in (lengths_q, lengths_kv)]
-        parts = [reference(leaves[0][:, a:b], leaves[1][:, c:d], leaves[2][:, c:d], **as_reference(options))
-                 for a, b, c, d in ((0, 5, 0, 11), (5, 14, 11, 20))]
+        offsets = [
+            torch.tensor([0, n[0], sum(n)], dtype=torch.int32, device=DEVICE) for n in (lengths_q, lengths_kv)
+        ]
+        parts = [
+            reference(leaves[0][:, a:b], leaves[1][:, c:d], leaves[2][:, c:d], **as_reference(options))
+            for a, b, c, d in ((0, 5, 0, 11), (5, 14, 11, 20))
+        ]
         want, want_lse = torch.cat([o[0] for o, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
         more = (*offsets, 9, 11)
     else:
         want, want_lse = reference(*leaves, **as_reference(options))
         more = ()
     given = split_window(options)
-    forward, backward = ((_passes._flash_attn_varlen_forward, _passes._flash_attn_varlen_backward)
-                         if packed else
-                         (_passes._flash_attn_forward, _passes._flash_attn_backward))
+    forward, backward = (
+        (_passes._flash_attn_varlen_forward, _passes._flash_attn_varlen_backward)
+        if packed
+        else (_passes._flash_attn_forward, _passes._flash_attn_backward)
+    )
     out, lse, mask, rng = forward(q.requires_grad_(), k, v, *more, dropout_p=0.0, softmax_scale=0.25, **given)
     assert mask is None and not out.requires_grad  # whatever q asks for: autograd is the caller's
     close(out, want)
     close(lse, want_lse)
     dout = torch.randn_like(out)
     grads = [torch.full_like(x, torch.nan).detach() for x in (q, k, v)]
-    backward(dout, q, k, v, out, lse, *grads, *more, dropout_p=0.0, softmax_scale=0.25, deterministic=False,
-             rng_state=rng, **given)
+    backward(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *grads,
+        *more,
+        dropout_p=0.0,
+        softmax_scale=0.25,
+        deterministic=False,
+        rng_state=rng,
+        **given,
+    )
     for got, exact in zip(grads, torch.autograd.grad(want, leaves, dout.view_as(want).double())):
         close(got, exact.view_as(got))
 
@@ -223,8 +255,16 @@ def test_a_ring_of_two():
         for step in range(rank + 1):
             keys = slice(8 * (rank - step), 8 * (rank - step) + 8)
             params = arguments_of(_passes._flash_attn_forward)
-            params.update(q=q[:, rows], k=k[:, keys], v=v[:, keys], dropout_p=0, softmax_scale=0.25,
-                          causal=step == 0, window_size_left=-1, window_size_right=-1)
+            params.update(
+                q=q[:, rows],
+                k=k[:, keys],
+                v=v[:, keys],
+                dropout_p=0,
+                softmax_scale=0.25,
+                causal=step == 0,
+                window_size_left=-1,
+                window_size_right=-1,
+            )
             block_out, block_lse, _, _ = _passes._flash_attn_forward(**params)
             parts.append((block_out.transpose(1, 2), block_lse, keys))
         out, lse = flashjit.merge([part[:2] for part in parts])
@@ -233,9 +273,18 @@ def test_a_ring_of_two():
         for step, (_, _, keys) in enumerate(parts):
             grads = [torch.empty_like(x) for x in (q[:, rows], k[:, keys], v[:, keys])]
             params = arguments_of(_passes._flash_attn_backward)
-            params.update(dout=dout[:, rows], q=q[:, rows], k=k[:, keys], v=v[:, keys], out=out,
-                          softmax_lse=lse, dropout_p=0, softmax_scale=0.25, causal=step == 0,
-                          **dict(zip(("dq", "dk", "dv"), grads)))
+            params.update(
+                dout=dout[:, rows],
+                q=q[:, rows],
+                k=k[:, keys],
+                v=v[:, keys],
+                out=out,
+                softmax_lse=lse,
+                dropout_p=0,
+                softmax_scale=0.25,
+                causal=step == 0,
+                **dict(zip(("dq", "dk", "dv"), grads)),
+            )
             _passes._flash_attn_backward(**params)
             for total, grad, place in zip(found, grads, (rows, keys, keys)):
                 total[:, place] += grad
@@ -248,9 +297,22 @@ def test_fa3_passes():
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     want, want_lse = reference(*leaves, causal=True)
     # As yunchang calls it.
-    out, lse, *_ = _fa3._flash_attn_forward(q=q, k=k, v=v, k_new=None, v_new=None, qv=None, out=None,
-                                            softmax_scale=None, causal=True, window_size=(-1, -1),
-                                            attention_chunk=0, softcap=0.0, num_splits=0, pack_gqa=None)
+    out, lse, *_ = _fa3._flash_attn_forward(
+        q=q,
+        k=k,
+        v=v,
+        k_new=None,
+        v_new=None,
+        qv=None,
+        out=None,
+        softmax_scale=None,
+        causal=True,
+        window_size=(-1, -1),
+        attention_chunk=0,
+        softcap=0.0,
+        num_splits=0,
+        pack_gqa=None,
+    )
     close(out, want)
     close(lse, want_lse)
     dout = torch.randn_like(out)
@@ -259,8 +321,10 @@ def test_fa3_passes():
     for got, exact in zip(grads, torch.autograd.grad(want, leaves, dout.double())):
         close(got, exact)
     lengths = torch.tensor([4, 9], dtype=torch.int32, device=DEVICE)
-    close(_fa3._flash_attn_forward(q, k, v, seqused_k=lengths, causal=True)[0],
-          reference(q, k, v, lengths=lengths, causal=True)[0])
+    close(
+        _fa3._flash_attn_forward(q, k, v, seqused_k=lengths, causal=True)[0],
+        reference(q, k, v, lengths=lengths, causal=True)[0],
+    )
 
 
 # --- Rotary embeddings --------------------------------------------------------------------------------------
@@ -269,12 +333,13 @@ def test_fa3_passes():
 def complex_turn(x, cos, sin, at, interleaved, sign=1):
     """[.., rows, heads, dim] at positions [.., rows], as complex numbers in fp64."""
     half = cos.shape[-1]
-    part = x[..., :2 * half].double()
+    part = x[..., : 2 * half].double()
     pairs = part.unflatten(-1, (half, 2)) if interleaved else part.unflatten(-1, (2, half)).transpose(-1, -2)
     turn = torch.complex(cos[at].double(), sign * sin[at].double()).unsqueeze(-2)
     turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
-    return torch.cat(((turned if interleaved else turned.transpose(-1, -2)).flatten(-2),
-                      x[..., 2 * half:].double()), -1)
+    return torch.cat(
+        ((turned if interleaved else turned.transpose(-1, -2)).flatten(-2), x[..., 2 * half :].double()), -1
+    )
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -292,8 +357,10 @@ def test_rotary_embeddings(interleaved, columns):
     dout = torch.randn_like(got)
     close(torch.autograd.grad(got, x, dout)[0], complex_turn(dout, cos, sin, at, interleaved, -1))
     close(rotary.apply_rotary(got, cos, sin, first, interleaved=interleaved, conjugate=True), x)
-    close(rotary.apply_rotary_emb_torch(x, cos[:5], sin[:5], interleaved),
-          complex_turn(x, cos, sin, torch.arange(5), interleaved))
+    close(
+        rotary.apply_rotary_emb_torch(x, cos[:5], sin[:5], interleaved),
+        complex_turn(x, cos, sin, torch.arange(5), interleaved),
+    )
     offsets = torch.tensor([0, 5, 9], dtype=torch.int32, device=DEVICE)
     packed = torch.cat((x[0], x[1, :4])).detach()
     got = rotary.apply_rotary_emb(packed, cos, sin, interleaved, True, first, offsets, 5)
@@ -323,8 +390,9 @@ def test_the_rotary_module(scale_base):
     assert torch.equal(qkv[:, :, 2], v)
     grouped = module(torch.cat((q, k[:, :, :2], v[:, :, :2]), 2), seqlen_offset=3, num_heads_q=4)
     close(grouped, torch.cat((qkv[:, :, 0], qkv[:, :, 1, :2], v[:, :, :2]), 2))
-    apart = module(q.clone(), torch.stack((k, v), 2), seqlen_offset=torch.tensor([3, 3], device=DEVICE),
-                   max_seqlen=8)
+    apart = module(
+        q.clone(), torch.stack((k, v), 2), seqlen_offset=torch.tensor([3, 3], device=DEVICE), max_seqlen=8
+    )
     close(apart[0], qkv[:, :, 0])
     close(apart[1], qkv[:, :, 1:])
     grad = torch.randn(2, 5, 3, 4, 16, device=DEVICE, requires_grad=True)

@@ -1,5 +1,6 @@
 """flashjit.flex_attention, called as PyTorch's flex_attention is, with PyTorch's objects: against PyTorch's own, and against
 attention written out where PyTorch has nothing on the CPU (gradients, LSE)."""
+
 import functools
 import math
 
@@ -8,11 +9,17 @@ import pytest
 torch = pytest.importorskip("torch")
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
 
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # noqa: E402
-
 import flashjit  # noqa: E402
-from flashjit.flex_attention import (AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention,  # noqa: E402
-                                     noop_mask, or_masks)
+from flashjit.flex_attention import (  # noqa: E402
+    AuxRequest,
+    BlockMask,
+    and_masks,
+    create_block_mask,
+    flex_attention,
+    noop_mask,
+    or_masks,
+)
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, H, S, D = 2, 4, 48, 16
@@ -59,11 +66,14 @@ def prefix_lm(lengths):
 def documents(mask_mod, lengths):
     """Sequences packed one behind the other, as a jagged tensor holds them."""
     offsets = torch.tensor([0, *lengths], device=DEVICE).cumsum(0)
-    document = torch.repeat_interleave(torch.arange(len(lengths), device=DEVICE), torch.tensor(lengths, device=DEVICE))
+    document = torch.repeat_interleave(
+        torch.arange(len(lengths), device=DEVICE), torch.tensor(lengths, device=DEVICE)
+    )
 
     def inside(b, h, q_idx, kv_idx):
         same = document[q_idx] == document[kv_idx]
         return same & mask_mod(b, h, q_idx - offsets[document[q_idx]], kv_idx - offsets[document[kv_idx]])
+
     return inside
 
 
@@ -71,13 +81,18 @@ def dilated(size, step):
     def mask(b, h, q_idx, kv_idx):
         distance = torch.abs(q_idx - kv_idx)
         return (distance <= size) & (distance % step == 0)
+
     return mask
 
 
 def neighbourhood(width, height, reach):
     """Of a picture's pixels, row by row."""
+
     def mask(b, h, q_idx, kv_idx):
-        return ((q_idx // width - kv_idx // width).abs() <= reach) & ((q_idx % width - kv_idx % width).abs() <= reach)
+        return ((q_idx // width - kv_idx // width).abs() <= reach) & (
+            (q_idx % width - kv_idx % width).abs() <= reach
+        )
+
     assert width * height == S
     return mask
 
@@ -90,6 +105,7 @@ def paged(mask_mod):
     def mask(b, h, q_idx, physical):
         found = logical[physical]
         return torch.where(found >= 0, mask_mod(b, h, q_idx, found), False)
+
     return mask
 
 
@@ -103,9 +119,13 @@ MASKS = {
     "dilated window": lambda: dilated(14, 3),
     "neighbourhood": lambda: neighbourhood(8, 6, 2),
     "global and local": lambda: or_masks(window(5), lambda b, h, q_idx, kv_idx: kv_idx < 2),
-    "causal from an offset": lambda: lambda b, h, q_idx, kv_idx: q_idx + torch.tensor(5, device=DEVICE) >= kv_idx,
+    "causal from an offset": lambda: (
+        lambda b, h, q_idx, kv_idx: q_idx + torch.tensor(5, device=DEVICE) >= kv_idx
+    ),
     "pages": lambda: paged(causal),
-    "by heads": lambda: lambda b, h, q_idx, kv_idx: torch.where(h % 2 == 0, q_idx >= kv_idx, q_idx - kv_idx <= 4),
+    "by heads": lambda: (
+        lambda b, h, q_idx, kv_idx: torch.where(h % 2 == 0, q_idx >= kv_idx, q_idx - kv_idx <= 4)
+    ),
 }
 
 
@@ -123,13 +143,21 @@ SCORES = {
     "relative positions": lambda: lambda score, b, h, q_idx, kv_idx: score + (q_idx - kv_idx),
     "ALiBi": alibi,
     "soft-cap": lambda: lambda score, b, h, q_idx, kv_idx: 20 * torch.tanh(score / 20),
-    "causal by -inf": lambda: lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -float("inf")),
-    "head bias": lambda: functools.partial(lambda table, score, b, h, q_idx, kv_idx: score + table[h], bias(H)),
+    "causal by -inf": lambda: (
+        lambda score, b, h, q_idx, kv_idx: torch.where(q_idx >= kv_idx, score, -float("inf"))
+    ),
+    "head bias": lambda: functools.partial(
+        lambda table, score, b, h, q_idx, kv_idx: score + table[h], bias(H)
+    ),
     "relative bias table": lambda: functools.partial(
-        lambda table, score, b, h, q_idx, kv_idx: score + table[h, q_idx - kv_idx + S], bias(H, 2 * S)),
-    "dense bias": lambda: functools.partial(lambda table, score, b, h, q_idx, kv_idx: score + table[b, h, q_idx, kv_idx],
-                                            bias(B, H, S, S)),
-    "checkerboard": lambda: lambda score, b, h, q_idx, kv_idx: torch.where(torch.abs(kv_idx - q_idx) % 2 == 1, score * 0.5, score),
+        lambda table, score, b, h, q_idx, kv_idx: score + table[h, q_idx - kv_idx + S], bias(H, 2 * S)
+    ),
+    "dense bias": lambda: functools.partial(
+        lambda table, score, b, h, q_idx, kv_idx: score + table[b, h, q_idx, kv_idx], bias(B, H, S, S)
+    ),
+    "checkerboard": lambda: (
+        lambda score, b, h, q_idx, kv_idx: torch.where(torch.abs(kv_idx - q_idx) % 2 == 1, score * 0.5, score)
+    ),
     "squared": lambda: lambda score, b, h, q_idx, kv_idx: score * score,
 }
 
@@ -169,10 +197,18 @@ def gym_masks(gym):
         "prefix LM": (S, S, masks.generate_prefix_lm_mask(10)),
         "documents": (S, S, masks.generate_doc_mask_mod(masks.causal_mask, offsets)),
         "packed documents": (S, S, masks.generate_packed_causal_doc_mask_mod(offsets)),
-        "global window": (S, S, masks.generate_global_sliding_window(5, torch.arange(S, device=DEVICE) % 17 == 0)),
+        "global window": (
+            S,
+            S,
+            masks.generate_global_sliding_window(5, torch.arange(S, device=DEVICE) % 17 == 0),
+        ),
         "spatial heads": (S, S, masks.generate_spatial_head_mask_mod(6, 6, 7, 2, True, 4)),
         "temporal heads": (S, S, masks.generate_temporal_head_mask_mod(6, 6, 7, 2)),
-        "shared prefix": (S, S, masks.generate_shared_prefix_mask_mod(offsets, torch.tensor([0, 0, 0], device=DEVICE))),
+        "shared prefix": (
+            S,
+            S,
+            masks.generate_shared_prefix_mask_mod(offsets, torch.tensor([0, 0, 0], device=DEVICE)),
+        ),
         "dilated window": (S, S, masks.generate_dilated_sliding_window(12, 3)),
         "sliding window": (S, S, masks.generate_sliding_window(7)),
         "block diffusion": (S, S, masks.generate_block_diffusion_mask(24, 4)),
@@ -195,8 +231,12 @@ def gym_scores(gym):
         "soft-cap, approximate": mods.generate_tanh_softcap(20, approx=True),
         "gelu": mods.generate_activation_score_mod(torch.nn.functional.gelu),
         "relu": mods.generate_activation_score_mod(torch.relu),
-        "graph distances": mods.generate_graphormer_spatial_bias(bias(H, 6), mods.shortest_path_distances(near, 4).to(DEVICE)),
-        "graph edges": mods.generate_graphormer_edge_bias(bias(H, 3, 3), types.to(DEVICE), lengths.to(DEVICE)),
+        "graph distances": mods.generate_graphormer_spatial_bias(
+            bias(H, 6), mods.shortest_path_distances(near, 4).to(DEVICE)
+        ),
+        "graph edges": mods.generate_graphormer_edge_bias(
+            bias(H, 3, 3), types.to(DEVICE), lengths.to(DEVICE)
+        ),
         "latent attention": mods.generate_mla_rope_score_mod(bias(B, H, S, 8), bias(B, 1, S, 8), H, 0.2),
     }
 
@@ -212,12 +252,23 @@ def test_attn_gym(gym, compiled):
 
     def compare(name, *given, **named):
         torch._dynamo.reset()
-        torch.testing.assert_close(run(*given, **named), flex.flex_attention(*given, **named), atol=2e-5, rtol=1e-4,
-                                   msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(
+            run(*given, **named),
+            flex.flex_attention(*given, **named),
+            atol=2e-5,
+            rtol=1e-4,
+            msg=lambda text: f"{name}: {text}",
+        )
+
     for name, (queries, keys, mask_mod) in gym_masks(gym).items():
         compare(name, *tensors(queries, keys), block_mask=blocks(mask_mod, queries, keys))
     for name, score_mod in gym_scores(gym).items():
-        compare(name, *tensors(heads_kv=1 if name == "latent attention" else H), score_mod=score_mod, enable_gqa=True)
+        compare(
+            name,
+            *tensors(heads_kv=1 if name == "latent attention" else H),
+            score_mod=score_mod,
+            enable_gqa=True,
+        )
 
 
 def test_a_tiled_neighbourhood_that_changes_under_torch_compile(gym):
@@ -256,6 +307,7 @@ def written_out(q, k, v, score_mod=None, mask_mod=None, scale=None, keep=None):
 def test_attn_gym_s_block_masks(gym):
     """Made without create_block_mask(), with full and partial blocks; and with lists of those tiles alone that were chosen."""
     from attn_gym.masks import causal as gym_causal
+
     q, k, v = tensors()
     for separate in (False, True):
         mask = gym_causal.create_causal_block_mask_fast(B, H, S, S, DEVICE, 16, separate)
@@ -266,7 +318,9 @@ def test_attn_gym_s_block_masks(gym):
     q, k, v = tensors(length)
     topk = gym.masks.compute_vsa_topk_indices(q, k, tile_numel=16, top_k=3)
     mask = gym.masks.create_vsa_block_mask(topk, 16, length // 16, sizes)
-    keep = flex.create_mask(gym.masks.generate_vsa_mask_mod(topk, 16, sizes), B, H, length, length, device=DEVICE)
+    keep = flex.create_mask(
+        gym.masks.generate_vsa_mask_mod(topk, 16, sizes), B, H, length, length, device=DEVICE
+    )
     close(flex_attention(q, k, v, block_mask=mask), written_out(q, k, v, keep=keep)[0])
 
 
@@ -285,7 +339,9 @@ def test_gradients_and_lse(compiled):
     close(aux.lse, want_lse)
     wanted = q, k, v, table
     loss = lambda o, lse: (o * o).sum() + lse.masked_fill(lse.isinf(), 0).sin().sum()
-    for got, exact in zip(torch.autograd.grad(loss(out, aux.lse), wanted), torch.autograd.grad(loss(want, want_lse), wanted)):
+    for got, exact in zip(
+        torch.autograd.grad(loss(out, aux.lse), wanted), torch.autograd.grad(loss(want, want_lse), wanted)
+    ):
         close(got, exact)
 
 
@@ -299,13 +355,17 @@ def test_largest_scores(wants_lse):
     out, aux = flex_attention(q, k, v, score_mod, blocks(mask_mod), return_aux=request)
     want, want_lse = written_out(q, k, v, score_mod, mask_mod)
     close(out, want)
-    b, h, i, j = (torch.arange(n, device=DEVICE).view(*[-1 if d == at else 1 for d in range(4)])
-                  for at, n in enumerate((B, H, S, S)))
+    b, h, i, j = (
+        torch.arange(n, device=DEVICE).view(*[-1 if d == at else 1 for d in range(4)])
+        for at, n in enumerate((B, H, S, S))
+    )
     scores = score_mod(q @ k.transpose(2, 3) / math.sqrt(q.shape[3]), b, h, i, j)
     close(aux.max_scores, scores.masked_fill(~mask_mod(b, h, i, j), -math.inf).amax(3))
     assert aux.max_scores.dtype == torch.float32 and not aux.max_scores.requires_grad
     assert aux.lse is None if not wants_lse else close(aux.lse, want_lse) is None
-    for got, exact in zip(torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(want.sum(), (q, k, v))):
+    for got, exact in zip(
+        torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(want.sum(), (q, k, v))
+    ):
         close(got, exact)
 
 
@@ -323,7 +383,9 @@ def test_what_is_returned():
     assert flex_attention(strided, k, v).stride() == strided.stride()
 
 
-@pytest.mark.parametrize("dim, dim_v, scale", [(16, 24, 0.3), (12, 20, None), (16, 16, 0.0), (16, 16, -0.5), (8, 3, -1.0)])
+@pytest.mark.parametrize(
+    "dim, dim_v, scale", [(16, 24, 0.3), (12, 20, None), (16, 16, 0.0), (16, 16, -0.5), (8, 3, -1.0)]
+)
 def test_sizes_and_scales(dim, dim_v, scale):
     q, k, v = tensors(dim=dim, dim_v=dim_v, keys=31)
     mask = blocks(causal, keys=31)
@@ -343,10 +405,16 @@ def test_a_window_that_changes_under_torch_compile():
     q, k, v = tensors()
 
     def run(q, k, v, number):
-        mask_mod = lambda b, h, q_idx, kv_idx: ((q_idx - kv_idx) % 5 == number) | (number + 1 == (kv_idx - q_idx) % 5) | (
-            q_idx - kv_idx >= 4 * number) | (number > kv_idx) | (kv_idx != q_idx + number)
+        mask_mod = lambda b, h, q_idx, kv_idx: (
+            ((q_idx - kv_idx) % 5 == number)
+            | (number + 1 == (kv_idx - q_idx) % 5)
+            | (q_idx - kv_idx >= 4 * number)
+            | (number > kv_idx)
+            | (kv_idx != q_idx + number)
+        )
         score_mod = lambda score, b, h, q_idx, kv_idx: score * ((q_idx - kv_idx) % 5 == number)
         return flex_attention(q, k, v, score_mod), flashjit.attention(q, k, v, mask_mod=mask_mod)
+
     compiled = torch.compile(run, backend="eager", fullgraph=True)
     for number in (0, 1, 2, 3):
         for got, want in zip(compiled(q, k, v, number), run(q, k, v, number)):
@@ -362,8 +430,13 @@ def test_slices_of_a_block_mask():
         flex_attention(q[:, :, 16:32], k, v, block_mask=part)
     for offset in (16, 9):  # the same object, with another mask_mod
         part.mask_mod = lambda b, h, q_idx, kv_idx: q_idx + offset >= kv_idx
-        keep = torch.ones(16, S, dtype=torch.bool, device=DEVICE).tril(offset) | (torch.arange(S, device=DEVICE) < 16)
-        close(flex_attention(q[:, :, 16:32], k, v, block_mask=part), written_out(q[:, :, 16:32], k, v, keep=keep)[0])
+        keep = torch.ones(16, S, dtype=torch.bool, device=DEVICE).tril(offset) | (
+            torch.arange(S, device=DEVICE) < 16
+        )
+        close(
+            flex_attention(q[:, :, 16:32], k, v, block_mask=part),
+            written_out(q[:, :, 16:32], k, v, keep=keep)[0],
+        )
 
 
 def test_kernel_options_change_nothing():
@@ -374,19 +447,31 @@ def test_kernel_options_change_nothing():
 
 def test_other_names_are_pytorch_s():
     from flashjit import flex_attention as module
-    assert BlockMask is flex.BlockMask and module.create_mask is flex.create_mask and set(module.__all__) == set(flex.__all__)
+
+    assert (
+        BlockMask is flex.BlockMask
+        and module.create_mask is flex.create_mask
+        and set(module.__all__) == set(flex.__all__)
+    )
     with pytest.raises(AttributeError, match="no_such_name"):
         module.no_such_name
 
 
-@pytest.mark.parametrize("given, error, text", [
-    (lambda q, k, v: dict(return_aux=AuxRequest(lse=True), return_lse=True), flashjit.InvalidArgument, "return_lse"),
-    (lambda q, k, v: dict(key=k[:, :2], value=v[:, :2]), flashjit.InvalidArgument, "enable_gqa"),
-    (lambda q, k, v: dict(query=q[0]), flashjit.WrongType, "query"),
-    (lambda q, k, v: dict(key=k.numpy(force=True)), flashjit.WrongType, "key"),
-    (lambda q, k, v: dict(block_mask=torch.ones(S, S)), flashjit.WrongType, "block_mask"),
-    (lambda q, k, v: dict(block_mask=blocks(causal, 64)), flashjit.InvalidArgument, "64 queries"),
-])
+@pytest.mark.parametrize(
+    "given, error, text",
+    [
+        (
+            lambda q, k, v: dict(return_aux=AuxRequest(lse=True), return_lse=True),
+            flashjit.InvalidArgument,
+            "return_lse",
+        ),
+        (lambda q, k, v: dict(key=k[:, :2], value=v[:, :2]), flashjit.InvalidArgument, "enable_gqa"),
+        (lambda q, k, v: dict(query=q[0]), flashjit.WrongType, "query"),
+        (lambda q, k, v: dict(key=k.numpy(force=True)), flashjit.WrongType, "key"),
+        (lambda q, k, v: dict(block_mask=torch.ones(S, S)), flashjit.WrongType, "block_mask"),
+        (lambda q, k, v: dict(block_mask=blocks(causal, 64)), flashjit.InvalidArgument, "64 queries"),
+    ],
+)
 def test_refusals_name_the_argument(given, error, text):
     q, k, v = tensors()
     with pytest.raises(error, match=text):

@@ -1,4 +1,5 @@
 """attention() on a GPU: numbers against float64, and what PyTorch's surroundings ask for. Skips where no GPU is."""
+
 import csv
 import math
 import os
@@ -25,7 +26,11 @@ DEVICE = "cuda"
 
 def tensors(batch=2, heads=4, heads_kv=2, queries=200, keys=333, dim=64, dim_v=None, dtype=torch.bfloat16):
     torch.manual_seed(0)
-    sizes = [(batch, heads, queries, dim), (batch, heads_kv, keys, dim), (batch, heads_kv, keys, dim_v or dim)]
+    sizes = [
+        (batch, heads, queries, dim),
+        (batch, heads_kv, keys, dim),
+        (batch, heads_kv, keys, dim_v or dim),
+    ]
     return [torch.randn(size, dtype=dtype, device=DEVICE).requires_grad_() for size in sizes]
 
 
@@ -39,7 +44,7 @@ def reference(q, k, v, keep=None, score=lambda s: s, scale=None, sinks=None, dty
         s = s.masked_fill(~keep, -math.inf)
     if sinks is not None:
         s = torch.cat([s, sinks.to(dtype)[None, :, None, None].expand(*s.shape[:3], 1)], 3)
-    return torch.nan_to_num(torch.softmax(s, 3))[..., :k.shape[2]] @ v
+    return torch.nan_to_num(torch.softmax(s, 3))[..., : k.shape[2]] @ v
 
 
 def causal(queries, keys):
@@ -60,9 +65,13 @@ def judge(out, grads, want, inputs, dout):
     exact_grads = torch.autograd.grad(exact, inputs, dout.double())
     rounded_grads = torch.autograd.grad(rounded, inputs, dout.to(rounded.dtype))
     for factor, name, a, b, c in [(2, "out", out, exact, rounded)] + [
-            (3, f"gradient {i}", *x) for i, x in enumerate(zip(grads, exact_grads, rounded_grads))]:
+        (3, f"gradient {i}", *x) for i, x in enumerate(zip(grads, exact_grads, rounded_grads))
+    ]:
         assert a.isfinite().all(), name
-        error, limit = (a.double() - b.double()).abs().max(), factor * (c.double() - b.double()).abs().max() + 1e-5
+        error, limit = (
+            (a.double() - b.double()).abs().max(),
+            factor * (c.double() - b.double()).abs().max() + 1e-5,
+        )
         # Gradients of leaves are rounded to the leaf's type in the exact computation too: half a step on each side.
         limit = limit + (torch.finfo(a.dtype).eps * b.double().abs().max() if name != "out" else 0)
         assert error <= limit, f"{name}: error {error:.3g}, limit {limit:.3g}"
@@ -73,9 +82,16 @@ def judge(out, grads, want, inputs, dout):
 @pytest.mark.parametrize("masked", [False, True, "top_left"])
 def test_forward_and_gradients(dtype, dim, dim_v, masked):
     q, k, v = tensors(dim=dim, dim_v=dim_v, dtype=dtype)
-    keep = {False: None, True: causal(200, 333),
-            "top_left": torch.ones(200, 333, dtype=torch.bool, device=DEVICE).tril()}[masked]
-    check(lambda: flashjit.attention(q, k, v, causal=masked), lambda dtype: reference(q, k, v, keep, dtype=dtype), (q, k, v))
+    keep = {
+        False: None,
+        True: causal(200, 333),
+        "top_left": torch.ones(200, 333, dtype=torch.bool, device=DEVICE).tril(),
+    }[masked]
+    check(
+        lambda: flashjit.attention(q, k, v, causal=masked),
+        lambda dtype: reference(q, k, v, keep, dtype=dtype),
+        (q, k, v),
+    )
 
 
 def test_packed_qkv_is_taken_without_a_copy():
@@ -84,7 +100,10 @@ def test_packed_qkv_is_taken_without_a_copy():
     before = torch.cuda.memory_allocated()
     with torch.no_grad():
         out = flashjit.attention(q, k, v)
-    assert torch.cuda.memory_allocated() - before <= 2 * out.numel() * out.element_size() and out.transpose(1, 2).is_contiguous()
+    assert (
+        torch.cuda.memory_allocated() - before <= 2 * out.numel() * out.element_size()
+        and out.transpose(1, 2).is_contiguous()
+    )
     check(lambda: flashjit.attention(q, k, v), lambda dtype: reference(q, k, v, dtype=dtype), (qkv,))
 
 
@@ -92,7 +111,9 @@ def test_lse():
     q, k, v = tensors()
     out, lse = flashjit.attention(q, k, v, causal=True, return_lse=True)
     s = 0.125 * q.double() @ k.double().repeat_interleave(2, 1).transpose(2, 3)
-    torch.testing.assert_close(lse.double(), torch.logsumexp(s.masked_fill(~causal(200, 333), -math.inf), 3), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        lse.double(), torch.logsumexp(s.masked_fill(~causal(200, 333), -math.inf), 3), atol=1e-3, rtol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -107,10 +128,15 @@ def test_lse_has_gradients(dtype, dim):
     got = torch.autograd.grad((out * g).float().sum() + (lse * w).sum(), inputs)
 
     def want(dtype):
-        scores = (dim ** -0.5 * q.to(dtype) @ k.to(dtype).repeat_interleave(2, 1).transpose(2, 3)).masked_fill(~keep, -math.inf)
+        scores = (dim**-0.5 * q.to(dtype) @ k.to(dtype).repeat_interleave(2, 1).transpose(2, 3)).masked_fill(
+            ~keep, -math.inf
+        )
         all_scores = torch.cat([scores, sinks.to(dtype)[None, :, None, None].expand(2, 4, 200, 1)], 3)
         lse = torch.logsumexp(all_scores.float() if dtype != torch.float64 else all_scores, 3)
-        return (reference(q, k, v, keep, sinks=sinks, dtype=dtype) * g.to(dtype)).sum() + (lse * w.to(lse.dtype)).sum()
+        return (reference(q, k, v, keep, sinks=sinks, dtype=dtype) * g.to(dtype)).sum() + (
+            lse * w.to(lse.dtype)
+        ).sum()
+
     exact, rounded = (torch.autograd.grad(want(x), inputs) for x in (torch.float64, dtype))
     for name, a, b, c in zip(("dq", "dk", "dv", "dsinks"), got, exact, rounded):
         error, limit = (a.double() - b.double()).abs().max(), 3 * (c.double() - b.double()).abs().max() + 1e-5
@@ -121,10 +147,14 @@ def test_lse_has_gradients(dtype, dim):
 def test_the_gradient_of_lse_does_not_reach_rows_that_attend_to_nothing():
     q, k, v = tensors(queries=333, keys=200)
     lse = flashjit.attention(q, k, v, causal=True, return_lse=True)[1]
-    assert all(x.isfinite().all() for x in torch.autograd.grad((lse * lse).sum(), (q, k, v)))  # infinite there
+    assert all(
+        x.isfinite().all() for x in torch.autograd.grad((lse * lse).sum(), (q, k, v))
+    )  # infinite there
 
 
-@pytest.mark.parametrize("dtype, dim", [(torch.float32, 64), (torch.float16, 64), (torch.bfloat16, 128), (torch.bfloat16, 192)])
+@pytest.mark.parametrize(
+    "dtype, dim", [(torch.float32, 64), (torch.float16, 64), (torch.bfloat16, 128), (torch.bfloat16, 192)]
+)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
 @pytest.mark.parametrize("family", ["chosen", "sm80"])
 def test_rows_that_belong_to_no_sequence_are_zeros(dtype, dim, dropout_p, family):
@@ -141,20 +171,36 @@ def test_rows_that_belong_to_no_sequence_are_zeros(dtype, dim, dropout_p, family
     with torch.no_grad():
         for x, rows in ((q, rows_q), (k, rows_kv), (v, rows_kv)):
             x[:, :, rows:] = math.nan
-    named = dict(causal=True, dropout_p=dropout_p, cu_seqlens_q=offsets(lengths_q), cu_seqlens_kv=offsets(lengths_kv),
-                 max_seqlen_q=128, max_seqlen_kv=130, return_lse=True)
-    poison = torch.full((64 << 20,), 255, dtype=torch.uint8, device=DEVICE)  # NaN, in the memory that the results get
+    named = dict(
+        causal=True,
+        dropout_p=dropout_p,
+        cu_seqlens_q=offsets(lengths_q),
+        cu_seqlens_kv=offsets(lengths_kv),
+        max_seqlen_q=128,
+        max_seqlen_kv=130,
+        return_lse=True,
+    )
+    poison = torch.full(
+        (64 << 20,), 255, dtype=torch.uint8, device=DEVICE
+    )  # NaN, in the memory that the results get
     del poison
     torch.manual_seed(1)
     out, lse = flashjit.attention(q, k, v, **named)
     dout = torch.randn_like(out)
     dout[:, :, rows_q:] = math.nan
     got = out, *torch.autograd.grad(out, (q, k, v), dout)
-    short = [x[:, :, :rows].detach().clone().requires_grad_() for x, rows in ((q, rows_q), (k, rows_kv), (v, rows_kv))]
+    short = [
+        x[:, :, :rows].detach().clone().requires_grad_()
+        for x, rows in ((q, rows_q), (k, rows_kv), (v, rows_kv))
+    ]
     torch.manual_seed(1)
     want, want_lse = flashjit.attention(*short, **named)
     assert torch.equal(lse, want_lse)
-    for a, b, rows in zip(got, (want, *torch.autograd.grad(want, short, dout[:, :, :rows_q])), (rows_q, rows_q, rows_kv, rows_kv)):
+    for a, b, rows in zip(
+        got,
+        (want, *torch.autograd.grad(want, short, dout[:, :, :rows_q])),
+        (rows_q, rows_q, rows_kv, rows_kv),
+    ):
         assert (a[:, :, rows:] == 0).all()
         torch.testing.assert_close(a[:, :, :rows], b, atol=1e-2, rtol=1e-2)
 
@@ -163,14 +209,22 @@ def test_rows_that_belong_to_no_sequence_are_zeros(dtype, dim, dropout_p, family
 @pytest.mark.parametrize("through", ["eager", "compiled"])
 def test_misaligned_tensors_are_copied(what, through):
     inputs = dict(zip("qkv", tensors()))
-    moved = lambda x: torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(x.shape).copy_(x.detach())
+    moved = lambda x: (
+        torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(x.shape).copy_(x.detach())
+    )
     if what in inputs:
         inputs[what] = moved(inputs[what]).requires_grad_()
     call = lambda q, k, v: flashjit.attention(q, k, v, causal=True)
     out = (compiled(call) if through == "compiled" else call)(**inputs)
     dout = torch.randn_like(out)
     grads = torch.autograd.grad(out, tuple(inputs.values()), moved(dout) if what == "dout" else dout)
-    judge(out, grads, lambda dtype: reference(*inputs.values(), causal(200, 333), dtype=dtype), tuple(inputs.values()), dout)
+    judge(
+        out,
+        grads,
+        lambda dtype: reference(*inputs.values(), causal(200, 333), dtype=dtype),
+        tuple(inputs.values()),
+        dout,
+    )
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "vmap of grad"])
@@ -198,14 +252,20 @@ def test_rows_of_finfo_min_in_a_program_attend_to_all_keys_alike(dtype, queries)
     least, padded = torch.finfo(dtype).min, torch.arange(queries, device=DEVICE) < 70
     mask = (padded * torch.ones((), device=DEVICE))[:, None].expand(queries, 333).contiguous()
     rows = padded * least
-    programs = (lambda s, b, h, i, j: torch.where(i < 70, least, s), lambda s, b, h, i, j: s + mask[i, j] * least,
-                lambda s, b, h, i, j: s + rows[i], lambda s, b, h, i, j: torch.where(i < 70, torch.finfo(torch.float32).min, s))
+    programs = (
+        lambda s, b, h, i, j: torch.where(i < 70, least, s),
+        lambda s, b, h, i, j: s + mask[i, j] * least,
+        lambda s, b, h, i, j: s + rows[i],
+        lambda s, b, h, i, j: torch.where(i < 70, torch.finfo(torch.float32).min, s),
+    )
     mean = v.double().mean(2, keepdim=True).expand(-1, -1, min(queries, 70), -1)
     for program in programs:
         out, lse = flashjit.attention(q, k, v, score_mod=program, return_lse=True)
         torch.testing.assert_close(out[:, :, :70].double(), mean, atol=1e-2, rtol=1e-2)
         assert (lse[:, :, :70] < -3e38).all() and lse.isfinite().all()
-        torch.testing.assert_close(out[:, :, 70:], flashjit.attention(q[:, :, 70:], k, v), atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(
+            out[:, :, 70:], flashjit.attention(q[:, :, 70:], k, v), atol=1e-2, rtol=1e-2
+        )
         assert all(x.isfinite().all() for x in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)))
 
 
@@ -229,7 +289,9 @@ def test_rows_of_finfo_min_attend_to_all_keys_alike(dtype, dim):
     torch.testing.assert_close(out[:, :, :70].double(), mean, atol=1e-2, rtol=1e-2)
     assert (out[:, :, 70:90] == 0).all()
     # Another kernel: the tolerance is that of the element type.
-    torch.testing.assert_close(out[:, :, 90:], scaled_dot_product_attention(q[:, :, 90:], k, v), atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(
+        out[:, :, 90:], scaled_dot_product_attention(q[:, :, 90:], k, v), atol=1e-2, rtol=1e-2
+    )
 
 
 def test_dropout_is_replayed_in_the_backward_pass():
@@ -253,9 +315,13 @@ def test_key_padding_and_block_map():
     lengths = torch.tensor([256, 100], dtype=torch.int32, device=DEVICE)
     blocks = torch.tensor([[True, False], [True, True]], device=DEVICE)
     keep = blocks.repeat_interleave(128, 0).repeat_interleave(128, 1) & (
-        torch.arange(256, device=DEVICE) < lengths[:, None, None, None])
-    check(lambda: flashjit.attention(q, k, v, kv_lengths=lengths, block_mask=BlockMap(blocks, 128)),
-          lambda dtype: reference(q, k, v, keep, dtype=dtype), (q, k, v))
+        torch.arange(256, device=DEVICE) < lengths[:, None, None, None]
+    )
+    check(
+        lambda: flashjit.attention(q, k, v, kv_lengths=lengths, block_mask=BlockMap(blocks, 128)),
+        lambda dtype: reference(q, k, v, keep, dtype=dtype),
+        (q, k, v),
+    )
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -265,17 +331,43 @@ def test_packed_sequences(masked):
     cu_kv = torch.tensor([0, 80, 100, 333], dtype=torch.int32, device=DEVICE)
     parts = ((0, 50, 0, 80), (50, 200, 100, 333))
     # Sequence 1 has keys and no queries: its gradients are zero.
-    want = lambda dtype: torch.cat([reference(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d],
-                                              causal(b - a, d - c) if masked else None, dtype=dtype) for a, b, c, d in parts], 2)
-    check(lambda: flashjit.attention(q, k, v, causal=masked, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, max_seqlen_q=150,
-                                     max_seqlen_kv=233), want, (q, k, v))
+    want = lambda dtype: torch.cat(
+        [
+            reference(
+                q[:, :, a:b],
+                k[:, :, c:d],
+                v[:, :, c:d],
+                causal(b - a, d - c) if masked else None,
+                dtype=dtype,
+            )
+            for a, b, c, d in parts
+        ],
+        2,
+    )
+    check(
+        lambda: flashjit.attention(
+            q,
+            k,
+            v,
+            causal=masked,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_kv=cu_kv,
+            max_seqlen_q=150,
+            max_seqlen_kv=233,
+        ),
+        want,
+        (q, k, v),
+    )
 
 
 def test_sinks():
     q, k, v = tensors()
     sinks = torch.linspace(-1, 4, 4, device=DEVICE).requires_grad_()
-    check(lambda: flashjit.attention(q, k, v, causal=True, sinks=sinks),
-          lambda dtype: reference(q, k, v, causal(200, 333), sinks=sinks, dtype=dtype), (q, k, v, sinks))
+    check(
+        lambda: flashjit.attention(q, k, v, causal=True, sinks=sinks),
+        lambda dtype: reference(q, k, v, causal(200, 333), sinks=sinks, dtype=dtype),
+        (q, k, v, sinks),
+    )
 
 
 def positions(queries=200, keys=333):
@@ -289,28 +381,45 @@ def test_captures_with_gradients():
     i, j = positions()
     score = lambda s, b, h, q, kv: 20 * torch.tanh((s + slopes[h] * (kv - q)) / 20)
     mask = lambda b, h, q, kv: documents[q] == documents[kv]
-    want = lambda dtype: reference(q, k, v, documents[i] == documents[j], lambda s: 20 * torch.tanh(
-        (s + slopes.to(dtype)[:, None, None] * (j - i)) / 20), dtype=dtype)
+    want = lambda dtype: reference(
+        q,
+        k,
+        v,
+        documents[i] == documents[j],
+        lambda s: 20 * torch.tanh((s + slopes.to(dtype)[:, None, None] * (j - i)) / 20),
+        dtype=dtype,
+    )
     check(lambda: flashjit.attention(q, k, v, score_mod=score, mask_mod=mask), want, (q, k, v, slopes))
 
 
-@pytest.mark.parametrize("name, mask, keep", [
-    ("window", lambda b, h, q, kv: (q - kv < 50) & (q >= kv), lambda i, j: (i - j < 50) & (i >= j)),
-    ("prefix", lambda b, h, q, kv: (kv < 40) | (q >= kv), lambda i, j: (j < 40) | (i >= j)),
-    ("dilated", lambda b, h, q, kv: (q - kv) % 3 == 0, lambda i, j: (i - j) % 3 == 0),
-])
+@pytest.mark.parametrize(
+    "name, mask, keep",
+    [
+        ("window", lambda b, h, q, kv: (q - kv < 50) & (q >= kv), lambda i, j: (i - j < 50) & (i >= j)),
+        ("prefix", lambda b, h, q, kv: (kv < 40) | (q >= kv), lambda i, j: (j < 40) | (i >= j)),
+        ("dilated", lambda b, h, q, kv: (q - kv) % 3 == 0, lambda i, j: (i - j) % 3 == 0),
+    ],
+)
 def test_masks(name, mask, keep):
     q, k, v = tensors()
-    check(lambda: flashjit.attention(q, k, v, mask_mod=mask), lambda dtype: reference(q, k, v, keep(*positions()), dtype=dtype),
-          (q, k, v))
+    check(
+        lambda: flashjit.attention(q, k, v, mask_mod=mask),
+        lambda dtype: reference(q, k, v, keep(*positions()), dtype=dtype),
+        (q, k, v),
+    )
 
 
 def test_scalars_need_no_new_kernel():
     q, k, v = tensors()
     i, j = positions()
     for window in (20, 70):
-        check(lambda: flashjit.attention(q, k, v, mask_mod="q - kv < window && q >= kv", captures={"window": window}),
-              lambda dtype: reference(q, k, v, (i - j < window) & (i >= j), dtype=dtype), (q, k, v))
+        check(
+            lambda: flashjit.attention(
+                q, k, v, mask_mod="q - kv < window && q >= kv", captures={"window": window}
+            ),
+            lambda dtype: reference(q, k, v, (i - j < window) & (i >= j), dtype=dtype),
+            (q, k, v),
+        )
 
 
 @pytest.mark.parametrize("queries, keys", [(1, 4000), (5, 700), (200, 333)])
@@ -327,16 +436,23 @@ def test_the_largest_score_of_each_query(queries, keys):
 def test_flex_attention_s_block_mask():
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     q, k, v = tensors(queries=256, keys=256)
-    mask = flex.create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 100), None, None, 256, 256, device=DEVICE)
+    mask = flex.create_block_mask(
+        lambda b, h, q, kv: (q >= kv) & (q - kv < 100), None, None, 256, 256, device=DEVICE
+    )
     i, j = positions(256, 256)
-    check(lambda: flashjit.attention(q, k, v, block_mask=mask),
-          lambda dtype: reference(q, k, v, (i >= j) & (i - j < 100), dtype=dtype), (q, k, v))
+    check(
+        lambda: flashjit.attention(q, k, v, block_mask=mask),
+        lambda dtype: reference(q, k, v, (i >= j) & (i - j < 100), dtype=dtype),
+        (q, k, v),
+    )
 
 
 # --- PyTorch's surroundings ---
 
 
-needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="torch.compile needs a compiler")
+needs_compiler = pytest.mark.skipif(
+    not shutil.which(os.environ.get("CXX", "g++")), reason="torch.compile needs a compiler"
+)
 
 
 def compiled(function, **options):
@@ -350,7 +466,11 @@ def test_compile(options):
     q, k, v = tensors()
     run = compiled(lambda q, k, v: flashjit.attention(q * 1, k, v, causal=True) + 0, **options)
     for _ in range(3):
-        check(lambda: run(q, k, v).clone(), lambda dtype: reference(q, k, v, causal(200, 333), dtype=dtype), (q, k, v))
+        check(
+            lambda: run(q, k, v).clone(),
+            lambda dtype: reference(q, k, v, causal(200, 333), dtype=dtype),
+            (q, k, v),
+        )
 
 
 @needs_compiler
@@ -361,8 +481,14 @@ def test_compile_with_programs():
 
     def function(q, k, v, slopes):
         return flashjit.attention(q, k, v, score_mod=lambda s, b, h, q, kv: s + slopes[h] * (kv - q))
-    check(lambda: compiled(function)(q, k, v, slopes), lambda dtype: reference(
-        q, k, v, score=lambda s: s + slopes.to(dtype)[:, None, None] * (j - i), dtype=dtype), (q, k, v, slopes))
+
+    check(
+        lambda: compiled(function)(q, k, v, slopes),
+        lambda dtype: reference(
+            q, k, v, score=lambda s: s + slopes.to(dtype)[:, None, None] * (j - i), dtype=dtype
+        ),
+        (q, k, v, slopes),
+    )
 
 
 @needs_compiler
@@ -379,12 +505,14 @@ def test_dropout_in_compiled_code():
 @pytest.mark.parametrize("budget", [1.0, 0.5])
 def test_dropout_where_compiled_code_computes_a_region_again(options, budget):
     from torch.utils.checkpoint import checkpoint
+
     q, k = (torch.randn(1, 2, 64, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in "qk")
     v = torch.eye(64, device=DEVICE, dtype=torch.bfloat16).expand(1, 2, -1, -1).contiguous().requires_grad_()
 
     def region(q, k, v):
         p = flashjit.attention(torch.sin(q), k, v, dropout_p=0.5)
         return torch.cos(p).relu(), p
+
     with torch._functorch.config.patch(activation_memory_budget=budget):
         run = compiled(lambda *inputs: checkpoint(region, *inputs, use_reentrant=False), **options)
         masks = []
@@ -400,8 +528,11 @@ def test_dropout_where_compiled_code_computes_a_region_again(options, budget):
 def test_operators_are_sound():
     q, k, v = tensors(queries=32, keys=32)
     arguments = (q, k, v, *[None] * 14, [], [], [], ":causal", None, 0.0, 0, 0, False, "")
-    torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments,
-                          test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    torch.library.opcheck(
+        torch.ops.flashjit.attention_forward.default,
+        arguments,
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
 
 
 def test_nothing_waits_for_the_gpu():
@@ -509,13 +640,18 @@ def test_dropout_in_a_graph_has_another_mask_at_each_replay(dtype):
         masks.append((p > 0).cpu())
         assert 0.4 < masks[-1].double().mean() < 0.6
         want = p.detach().double().transpose(2, 3) @ dout.double()
-        torch.testing.assert_close(dv.double(), want, atol=0.02 if dtype == torch.float16 else 1e-4, rtol=1e-2)
+        torch.testing.assert_close(
+            dv.double(), want, atol=0.02 if dtype == torch.float16 else 1e-4, rtol=1e-2
+        )
     assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[1], masks[2])
 
 
-@pytest.mark.parametrize("dtype, dim", [(torch.float32, 64), (torch.float16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256)])
+@pytest.mark.parametrize(
+    "dtype, dim", [(torch.float32, 64), (torch.float16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256)]
+)
 def test_dropout_s_seed_on_the_device_is_the_same(dtype, dim):
     from flashjit import _plans
+
     q, k, v = (x.detach() for x in tensors(dim=dim, dtype=dtype))
     plan = _plans.plan_of(q, k, v, _plans.NOTHING, (), _plans.Problem(":causal:dropout", None, 0.3, 0, 0, ()))
     numbers, results = (7, 2**40 + 3), []
@@ -536,6 +672,7 @@ def test_gradients_in_a_new_thread():
             flashjit.attention(q, k, v).sum().backward()
         except Exception as error:  # noqa: BLE001
             errors.append(error)
+
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
@@ -576,6 +713,7 @@ def test_autocast_in_compiled_code():
 
 def test_checkpointing():
     from torch.utils.checkpoint import checkpoint
+
     q, k, v = tensors()
     call = lambda q, k, v: flashjit.attention(q, k, v, causal=True, dropout_p=0.3)
     grads = []
@@ -602,7 +740,9 @@ def test_arrays_of_other_libraries():
     dq, dk, dv = flashjit.backward(q, k, v, out, lse, dout, options="causal")
     assert all(x.isfinite().all() for x in (dq, dk, dv))
     again = torch.empty_like(out)
-    flashjit.forward(*map(INTERFACES["DLPack"], (q, k, v)), options="causal", out=again, lse=torch.empty_like(lse))
+    flashjit.forward(
+        *map(INTERFACES["DLPack"], (q, k, v)), options="causal", out=again, lse=torch.empty_like(lse)
+    )
     torch.cuda.synchronize()
     assert torch.equal(again, out)
 
@@ -621,8 +761,11 @@ def cupy():
     return pytest.importorskip("cupy", reason="CuPy is not installed: pip install cupy-cuda13x")
 
 
-INTERFACES = {"own": lambda x: x, "DLPack": lambda x: Only(x, "__dlpack__", "__dlpack_device__"),
-              "CUDA array interface": lambda x: Only(x, "__cuda_array_interface__")}
+INTERFACES = {
+    "own": lambda x: x,
+    "DLPack": lambda x: Only(x, "__dlpack__", "__dlpack_device__"),
+    "CUDA array interface": lambda x: Only(x, "__cuda_array_interface__"),
+}
 
 
 @pytest.mark.parametrize("interface", INTERFACES)
@@ -642,12 +785,26 @@ def test_cupy(cupy, dtype, interface):
         else:
             empty = lambda *size, type=made(q).dtype: cupy.empty(size, type)
             spec, shape = f"{'fp16' if dtype == torch.float16 else 'fp32'}:d64:causal", (2, 4, 2, 200, 333)
-            lent = lambda backward: shown(empty(max(1, flashjit.runtime().workspace_bytes(spec, shape, backward=backward)),
-                                                type="uint8"))
-            out, lse, grads = empty(*q.shape), empty(2, 4, 200, type="float32"), [empty(*x.shape) for x in leaves]
+            lent = lambda backward: shown(
+                empty(
+                    max(1, flashjit.runtime().workspace_bytes(spec, shape, backward=backward)), type="uint8"
+                )
+            )
+            out, lse, grads = (
+                empty(*q.shape),
+                empty(2, 4, 200, type="float32"),
+                [empty(*x.shape) for x in leaves],
+            )
             flashjit.forward(*arrays, out=shown(out), lse=shown(lse), workspace=lent(False), **given)
-            flashjit.backward(*arrays, shown(out), shown(lse), shown(made(dout)), workspace=lent(True),
-                              **dict(zip(("dq", "dk", "dv"), map(shown, grads))), **given)
+            flashjit.backward(
+                *arrays,
+                shown(out),
+                shown(lse),
+                shown(made(dout)),
+                workspace=lent(True),
+                **dict(zip(("dq", "dk", "dv"), map(shown, grads))),
+                **given,
+            )
         results = [cupy.asnumpy(x, stream=stream) for x in (out, *grads)]  # waits for the stream
     assert all(isinstance(x, cupy.ndarray) for x in (out, lse, *grads))
     out, *grads = (torch.from_numpy(x).to(DEVICE) for x in results)
@@ -687,15 +844,25 @@ def test_cupy_where_pytorch_was_never_imported(cupy, tmp_path):
     q, k, v = leaves = tensors(dtype=torch.float16)
     dout = torch.randn_like(q)
     numpy = pytest.importorskip("numpy")
-    numpy.savez(tmp_path / "in.npz", **{name: x.detach().cpu().numpy() for name, x in zip(("q", "k", "v", "dout"), (*leaves, dout))})
-    done = subprocess.run([sys.executable, "-c", WITHOUT_PYTORCH, tmp_path / "in.npz", tmp_path / "out.npz"], text=True,
-                          capture_output=True, timeout=300, env=child.environment())
+    numpy.savez(
+        tmp_path / "in.npz",
+        **{name: x.detach().cpu().numpy() for name, x in zip(("q", "k", "v", "dout"), (*leaves, dout))},
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_PYTORCH, tmp_path / "in.npz", tmp_path / "out.npz"],
+        text=True,
+        capture_output=True,
+        timeout=300,
+        env=child.environment(),
+    )
     assert done.returncode == 0, done.stderr
     results = numpy.load(tmp_path / "out.npz")
     out, *grads = (torch.from_numpy(results[f"arr_{i}"]).to(DEVICE) for i in range(4))
     want = lambda dtype: reference(q, k, v, causal(200, 333), dtype=dtype)
     judge(out, grads, want, leaves, dout)
-    torch.testing.assert_close(torch.from_numpy(results["on_cpu"]).to(DEVICE).double(), want(torch.float64), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        torch.from_numpy(results["on_cpu"]).to(DEVICE).double(), want(torch.float64), atol=1e-5, rtol=0
+    )
     assert abs(results["lse"] - results["lse_on_cpu"]).max() < 1e-3
 
 
@@ -717,7 +884,9 @@ os._exit(0)
 
 
 def test_a_process_that_forks_after_calls_on_the_cpu_uses_cuda_in_its_child():
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=300, env=child.environment())
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=300, env=child.environment()
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -726,8 +895,13 @@ def test_jax():
     jax = pytest.importorskip("jax")
     if jax.default_backend() != "gpu":
         pytest.skip("jax finds no GPU")
-    q, k, v = (jax.random.normal(key, (2, 4, 100, 64), dtype="bfloat16") for key in jax.random.split(jax.random.key(0), 3))
-    out = torch.empty(2, 4, 100, 64, device=DEVICE, dtype=torch.bfloat16)  # JAX's own arrays cannot be written
+    q, k, v = (
+        jax.random.normal(key, (2, 4, 100, 64), dtype="bfloat16")
+        for key in jax.random.split(jax.random.key(0), 3)
+    )
+    out = torch.empty(
+        2, 4, 100, 64, device=DEVICE, dtype=torch.bfloat16
+    )  # JAX's own arrays cannot be written
     lse = torch.empty(2, 4, 100, device=DEVICE)
     flashjit.forward(q, k, v, options="causal", out=out, lse=lse)
     want = flashjit.attention(*(torch.from_dlpack(x) for x in (q, k, v)), causal=True)
@@ -740,11 +914,19 @@ def test_pytorch_s_signature():
     mask = torch.rand(2, 1, 200, 333, device=DEVICE) > 0.3
     bias = torch.randn(4, 200, 333, device=DEVICE, dtype=torch.float16)
     for named in ({}, {"is_causal": True}, {"attn_mask": mask}, {"attn_mask": bias}, {"scale": 0.3}):
-        torch.testing.assert_close(scaled_dot_product_attention(q, k, v, **named),
-                                   F.scaled_dot_product_attention(q, k, v, **named), atol=5e-3, rtol=5e-3)
+        torch.testing.assert_close(
+            scaled_dot_product_attention(q, k, v, **named),
+            F.scaled_dot_product_attention(q, k, v, **named),
+            atol=5e-3,
+            rtol=5e-3,
+        )
     query, key, value = (x.detach() for x in tensors())
-    torch.testing.assert_close(scaled_dot_product_attention(query, key, value, enable_gqa=True),
-                               F.scaled_dot_product_attention(query, key, value, enable_gqa=True), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(
+        scaled_dot_product_attention(query, key, value, enable_gqa=True),
+        F.scaled_dot_product_attention(query, key, value, enable_gqa=True),
+        atol=2e-2,
+        rtol=2e-2,
+    )
 
 
 # --- bad input: refused, and the GPU goes on ---
@@ -780,69 +962,113 @@ def refused(function, change, match):
     assert flashjit.attention(q, k, v).isfinite().all()
 
 
-@pytest.mark.parametrize("change, match", [
-    # the CPU's with CUDA's
-    (lambda q, k, v: dict(k=k.cpu()), "q is on cuda:0 and k on cpu: move them to one device"),
-    (lambda q, k, v: dict(q=q.cpu()), "q is on cpu and k on cuda:0: move them to one device"),
-    (lambda q, k, v: dict(kv_lengths=ints(9, 9, device="cpu")), "kv_lengths on cpu"),
-    (lambda q, k, v: dict(sinks=torch.zeros(4)), "sinks on cpu"),
-    (lambda q, k, v: dict(block_mask=BlockMap(torch.ones(2, 3, dtype=torch.bool), 128)), "block_map on cpu"),
-    (lambda q, k, v: dict(q=q[:1], k=k[:1], v=v[:1], **packed(ints(0, 200, device="cpu"), ints(0, 333))), "cu_seqlens_q on cpu"),
-    (lambda q, k, v: captured(torch.rand(4)), "the captured tensor s on cpu"),
-    # types
-    (lambda q, k, v: dict(k=k.half()), "one type"),
-    (lambda q, k, v: dict(q=q.double()), "float16, bfloat16 and float32"),
-    (lambda q, k, v: dict(v=v.long()), "float16, bfloat16 and float32"),
-    (lambda q, k, v: dict(q=q.tolist()), "q is a list"),
-    (lambda q, k, v: dict(kv_lengths=ints(9, 9).long()), "must be int32"),
-    (lambda q, k, v: captured(torch.rand(4, device=DEVICE).double()), r"captures\['s'\]"),
-    # sizes
-    (lambda q, k, v: dict(q=q[..., 1:57].contiguous()[..., 4:60]), "head_dim of q"),
-    (lambda q, k, v: dict(q=q[0]), "four dimensions"),
-    (lambda q, k, v: dict(q=q[:, :3]), "multiple"),
-    (lambda q, k, v: dict(k=k[:1]), "batches must be equal"),
-    (lambda q, k, v: dict(v=v[:, :, :300]), "length of k"),
-    (lambda q, k, v: dict(kv_lengths=ints(9, 9, 9)), r"int32 \[2\]"),
-    (lambda q, k, v: dict(sinks=torch.zeros(3, device=DEVICE)), r"\[4\]"),
-    (lambda q, k, v: dict(block_mask=BlockMap(torch.ones(3, 3, dtype=torch.bool, device=DEVICE), 128)), "block"),
-    (lambda q, k, v: packed(ints(0, 200), ints(0, 333)), "its batch is 1"),
-    (lambda q, k, v: captured(torch.rand(4, 4, device=DEVICE), "s: fp32 1d; score + s[h]"), "captured|s "),
-    (lambda q, k, v: captured(torch.rand(0, device=DEVICE)), "no element to read"),
-    (lambda q, k, v: dict(q=q[..., :0], k=k[..., :0]), "head_dim is 0"),
-    # memory that is gone, and gradients that nothing has
-    (lambda q, k, v: dict(q=freed(q.clone())), "no memory any more|is null"),
-    (lambda q, k, v: dict(kv_lengths=freed(ints(9, 9))), "no memory any more|is null"),
-    (lambda q, k, v: captured(freed(torch.rand(4, device=DEVICE))), "no memory any more|is null"),
-])
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        # the CPU's with CUDA's
+        (lambda q, k, v: dict(k=k.cpu()), "q is on cuda:0 and k on cpu: move them to one device"),
+        (lambda q, k, v: dict(q=q.cpu()), "q is on cpu and k on cuda:0: move them to one device"),
+        (lambda q, k, v: dict(kv_lengths=ints(9, 9, device="cpu")), "kv_lengths on cpu"),
+        (lambda q, k, v: dict(sinks=torch.zeros(4)), "sinks on cpu"),
+        (
+            lambda q, k, v: dict(block_mask=BlockMap(torch.ones(2, 3, dtype=torch.bool), 128)),
+            "block_map on cpu",
+        ),
+        (
+            lambda q, k, v: dict(
+                q=q[:1], k=k[:1], v=v[:1], **packed(ints(0, 200, device="cpu"), ints(0, 333))
+            ),
+            "cu_seqlens_q on cpu",
+        ),
+        (lambda q, k, v: captured(torch.rand(4)), "the captured tensor s on cpu"),
+        # types
+        (lambda q, k, v: dict(k=k.half()), "one type"),
+        (lambda q, k, v: dict(q=q.double()), "float16, bfloat16 and float32"),
+        (lambda q, k, v: dict(v=v.long()), "float16, bfloat16 and float32"),
+        (lambda q, k, v: dict(q=q.tolist()), "q is a list"),
+        (lambda q, k, v: dict(kv_lengths=ints(9, 9).long()), "must be int32"),
+        (lambda q, k, v: captured(torch.rand(4, device=DEVICE).double()), r"captures\['s'\]"),
+        # sizes
+        (lambda q, k, v: dict(q=q[..., 1:57].contiguous()[..., 4:60]), "head_dim of q"),
+        (lambda q, k, v: dict(q=q[0]), "four dimensions"),
+        (lambda q, k, v: dict(q=q[:, :3]), "multiple"),
+        (lambda q, k, v: dict(k=k[:1]), "batches must be equal"),
+        (lambda q, k, v: dict(v=v[:, :, :300]), "length of k"),
+        (lambda q, k, v: dict(kv_lengths=ints(9, 9, 9)), r"int32 \[2\]"),
+        (lambda q, k, v: dict(sinks=torch.zeros(3, device=DEVICE)), r"\[4\]"),
+        (
+            lambda q, k, v: dict(block_mask=BlockMap(torch.ones(3, 3, dtype=torch.bool, device=DEVICE), 128)),
+            "block",
+        ),
+        (lambda q, k, v: packed(ints(0, 200), ints(0, 333)), "its batch is 1"),
+        (
+            lambda q, k, v: captured(torch.rand(4, 4, device=DEVICE), "s: fp32 1d; score + s[h]"),
+            "captured|s ",
+        ),
+        (lambda q, k, v: captured(torch.rand(0, device=DEVICE)), "no element to read"),
+        (lambda q, k, v: dict(q=q[..., :0], k=k[..., :0]), "head_dim is 0"),
+        # memory that is gone, and gradients that nothing has
+        (lambda q, k, v: dict(q=freed(q.clone())), "no memory any more|is null"),
+        (lambda q, k, v: dict(kv_lengths=freed(ints(9, 9))), "no memory any more|is null"),
+        (lambda q, k, v: captured(freed(torch.rand(4, device=DEVICE))), "no memory any more|is null"),
+    ],
+)
 def test_bad_input_leaves_the_gpu_well(change, match):
     refused(flashjit.attention, change, match)
 
 
-@pytest.mark.parametrize("change, match", [
-    (lambda q, k, v: dict(q=q.clone().requires_grad_()), "q requires gradients.*give its detach"),
-    (lambda q, k, v: dict(out=torch.empty_like(q).requires_grad_()), "out requires gradients"),
-    (lambda q, k, v: dict(options="score{s: fp32 1d; score + s[h]}", captures={"s": torch.rand(
-        4, device=DEVICE, requires_grad=True)}), r"captures\['s'\] requires gradients"),
-    (lambda q, k, v: dict(options="score{s: fp32 1d; score + s[h]}", captures={"s": freed(torch.rand(4, device=DEVICE))}),
-     "s is null"),
-    (lambda q, k, v: dict(k=k.cpu()), "q is on cuda:0 and k on cpu"),
-    (lambda q, k, v: dict(out=torch.empty(q.shape, dtype=q.dtype)), "out on cpu"),
-    (lambda q, k, v: dict(v=v.half()), "one type"),
-    (lambda q, k, v: dict(q=transposed(q)), "stride"),
-    (lambda q, k, v: dict(k=k[:1]), "batch"),
-    (lambda q, k, v: dict(lse=torch.empty(2, 4, 100, device=DEVICE)), r"it must be fp32 \[2, 4, 200\]"),
-])
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (lambda q, k, v: dict(q=q.clone().requires_grad_()), "q requires gradients.*give its detach"),
+        (lambda q, k, v: dict(out=torch.empty_like(q).requires_grad_()), "out requires gradients"),
+        (
+            lambda q, k, v: dict(
+                options="score{s: fp32 1d; score + s[h]}",
+                captures={"s": torch.rand(4, device=DEVICE, requires_grad=True)},
+            ),
+            r"captures\['s'\] requires gradients",
+        ),
+        (
+            lambda q, k, v: dict(
+                options="score{s: fp32 1d; score + s[h]}", captures={"s": freed(torch.rand(4, device=DEVICE))}
+            ),
+            "s is null",
+        ),
+        (lambda q, k, v: dict(k=k.cpu()), "q is on cuda:0 and k on cpu"),
+        (lambda q, k, v: dict(out=torch.empty(q.shape, dtype=q.dtype)), "out on cpu"),
+        (lambda q, k, v: dict(v=v.half()), "one type"),
+        (lambda q, k, v: dict(q=transposed(q)), "stride"),
+        (lambda q, k, v: dict(k=k[:1]), "batch"),
+        (lambda q, k, v: dict(lse=torch.empty(2, 4, 100, device=DEVICE)), r"it must be fp32 \[2, 4, 200\]"),
+    ],
+)
 def test_bad_input_of_forward_leaves_the_gpu_well(change, match):
     refused(flashjit.forward, change, match)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("function, change, match", [
-    (flashjit.attention, lambda q, k, v: dict(k=k.to("cuda:1")), "q is on cuda:0 and k on cuda:1: move them to one device"),
-    (flashjit.attention, lambda q, k, v: dict(kv_lengths=ints(9, 9, device="cuda:1")), "kv_lengths on cuda:1"),
-    (flashjit.attention, lambda q, k, v: captured(torch.rand(4, device="cuda:1")), "the captured tensor s on cuda:1"),
-    (flashjit.forward, lambda q, k, v: dict(v=v.to("cuda:1")), "q is on cuda:0 and v on cuda:1"),
-])
+@pytest.mark.parametrize(
+    "function, change, match",
+    [
+        (
+            flashjit.attention,
+            lambda q, k, v: dict(k=k.to("cuda:1")),
+            "q is on cuda:0 and k on cuda:1: move them to one device",
+        ),
+        (
+            flashjit.attention,
+            lambda q, k, v: dict(kv_lengths=ints(9, 9, device="cuda:1")),
+            "kv_lengths on cuda:1",
+        ),
+        (
+            flashjit.attention,
+            lambda q, k, v: captured(torch.rand(4, device="cuda:1")),
+            "the captured tensor s on cuda:1",
+        ),
+        (flashjit.forward, lambda q, k, v: dict(v=v.to("cuda:1")), "q is on cuda:0 and v on cuda:1"),
+    ],
+)
 def test_tensors_of_two_gpus_are_refused(function, change, match):
     refused(function, change, match)
 
@@ -876,8 +1102,13 @@ def test_long_context_counts_the_attention_s_memory_alone(tmp_path):
     """From the first row on, and of each backend: what cuBLAS keeps is in none. 8 tensors of 1024 rows of 1024 numbers are
     16 MiB; dQ in fp32 is 4 more."""
     script = pathlib.Path(__file__).resolve().parents[2] / "tools/examples/python/long_context.py"
-    done = subprocess.run([sys.executable, script, "--hidden", "1024", "--last", "4096", "--csv", tmp_path / "table.csv"],
-                          capture_output=True, text=True, timeout=300, env=child.environment())
+    done = subprocess.run(
+        [sys.executable, script, "--hidden", "1024", "--last", "4096", "--csv", tmp_path / "table.csv"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=child.environment(),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     with open(tmp_path / "table.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["backend"] != "math" and row["status"] == "ok"]
@@ -893,8 +1124,14 @@ def test_deterministic_gradients_of_captures():
     table = torch.randn(64, device=DEVICE).requires_grad_()
 
     def grads(deterministic):
-        out = flashjit.attention(q, k, v, score_mod="score * s[h] + t[max(min(kv - q, 31), -32) + 32]",
-                                 captures={"s": slopes, "t": table}, deterministic=deterministic)
+        out = flashjit.attention(
+            q,
+            k,
+            v,
+            score_mod="score * s[h] + t[max(min(kv - q, 31), -32) + 32]",
+            captures={"s": slopes, "t": table},
+            deterministic=deterministic,
+        )
         return torch.autograd.grad(out, (slopes, table, q), torch.ones_like(out))
 
     first = grads(True)
@@ -923,7 +1160,9 @@ def test_lists_are_made_once_for_many_calls():
 
 
 def test_a_call_with_gradients_compiles_both_passes(tmp_path, monkeypatch):
-    monkeypatch.setattr(flashjit._plans, "runtime", lambda shared=flashjit.Runtime(cache_dir=tmp_path): shared)
+    monkeypatch.setattr(
+        flashjit._plans, "runtime", lambda shared=flashjit.Runtime(cache_dir=tmp_path): shared
+    )
     monkeypatch.setattr(flashjit._plans, "_plans", {})
     kernels = lambda: len(list(tmp_path.glob("v1/*/*/kernel.cubin")))
     q, k, v = tensors()
@@ -953,12 +1192,15 @@ def test_attention_takes_lists(dim):
     """Of documents, in both passes and under no_grad: the same bits as with lists of each call's own."""
     q, k, v = tensors(dim=dim)
     slopes = torch.rand(4, device=DEVICE, requires_grad=True)
-    given = dict(mask_mod=documents()[1], score_mod=lambda s, b, h, i, j: s + slopes[h] * (j - i), deterministic=True)
+    given = dict(
+        mask_mod=documents()[1], score_mod=lambda s, b, h, i, j: s + slopes[h] * (j - i), deterministic=True
+    )
     dout = torch.randn_like(q)
 
     def step(**more):
         out = flashjit.attention(q, k, v, **given, **more)
         return bits(out, *torch.autograd.grad(out, (q, k, v, slopes), dout))
+
     want, lists = step(), TileLists(q, k, v, **given)
     assert lists.bytes > 0
     for _ in range(3):
@@ -973,11 +1215,19 @@ def test_lists_of_a_block_map_and_of_packed_sequences():
     q, k, v = (x.detach() for x in tensors(queries=256, keys=384))
     blocks = BlockMap(torch.rand(2, 4, 2, 3, device=DEVICE) > 0.4, 128)
     cu = [torch.tensor(x, device=DEVICE, dtype=torch.int32) for x in ([0, 100, 256], [0, 150, 384])]
-    packed = dict(cu_seqlens_q=cu[0], cu_seqlens_kv=cu[1], max_seqlen_q=156, max_seqlen_kv=234, mask_mod=documents(50, 384)[1])
+    packed = dict(
+        cu_seqlens_q=cu[0],
+        cu_seqlens_kv=cu[1],
+        max_seqlen_q=156,
+        max_seqlen_kv=234,
+        mask_mod=documents(50, 384)[1],
+    )
     for given, tensors_ in ((dict(block_mask=blocks), (q, k, v)), (packed, (q[:1], k[:1], v[:1]))):
         lists = TileLists(*tensors_, **given)
         assert lists.bytes > 0
-        assert same([flashjit.attention(*tensors_, **given, lists=lists)], [flashjit.attention(*tensors_, **given)])
+        assert same(
+            [flashjit.attention(*tensors_, **given, lists=lists)], [flashjit.attention(*tensors_, **given)]
+        )
     other = BlockMap(blocks.blocks[:1], 128)
     with pytest.raises(flashjit.InvalidArgument, match="block_map of batch 2"):
         flashjit.attention(q, k, v, block_mask=other, lists=TileLists(q, k, v, block_mask=blocks))
@@ -994,6 +1244,7 @@ def test_lists_need_no_workspace_and_no_wait():
         before = torch.cuda.memory_allocated()
         flashjit.attention(q, k, v, **given, **more)
         return torch.cuda.max_memory_allocated() - before
+
     assert peak(lists=lists) <= peak() - lists.built[0].bytes // 2
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -1010,8 +1261,10 @@ def test_compiled_code_takes_lists(mode):
     dout = torch.randn_like(q)
 
     def step(q, k, v, document, lists):
-        return flashjit.attention(q, k, v, mask_mod=lambda b, h, i, j: document[i] == document[j], lists=lists,
-                                  deterministic=True)
+        return flashjit.attention(
+            q, k, v, mask_mod=lambda b, h, i, j: document[i] == document[j], lists=lists, deterministic=True
+        )
+
     torch._dynamo.reset()
     run = torch.compile(step, fullgraph=True, mode=mode)
     for tokens in (50, 64, 33, 50):
@@ -1055,7 +1308,10 @@ def test_a_deterministic_backward_pass_is_another_kernel():
     """What "deterministic" asks for reaches the backward pass: turns need room."""
     shape = (2, 4, 2, 2000, 333)
     torch.zeros(1, device=DEVICE)
-    bytes = [flashjit.runtime().workspace_bytes(spec, shape, backward=True) for spec in ("bf16:d64", "bf16:d64:det")]
+    bytes = [
+        flashjit.runtime().workspace_bytes(spec, shape, backward=True)
+        for spec in ("bf16:d64", "bf16:d64:det")
+    ]
     assert bytes[1] > bytes[0]
 
 

@@ -1,4 +1,5 @@
 """attention() with a list of keys for each query. On the GPU where there is one."""
+
 import math
 
 import pytest
@@ -41,7 +42,7 @@ def exact(q, k, v, indices, lengths=None, causal=False):
                 if len(named) == 0:
                     of_head.append(q.new_zeros(v.shape[-1], dtype=torch.float64))
                     continue
-                scores = dim ** -0.5 * k[b, h // group, named].double() @ q[b, h, i].double()
+                scores = dim**-0.5 * k[b, h // group, named].double() @ q[b, h, i].double()
                 lse[b, h, i] = scores.logsumexp(0)
                 of_head.append(scores.softmax(0) @ v[b, h // group, named].double())
             rows.append(torch.stack(of_head))
@@ -93,7 +94,9 @@ def test_all_keys_named_are_dense_attention():
     torch.manual_seed(3)
     q, k, v = randn(2, 8, 40, 64), randn(2, 2, 40, 64), randn(2, 2, 40, 64)
     order = torch.randperm(40, device=DEVICE).to(torch.int32).expand(1, 40, 2, 40)
-    assert (flashjit.attention(q, k, v, indices=order, causal=True) - flashjit.attention(q, k, v, causal=True)).abs().max() < LIMIT
+    assert (
+        flashjit.attention(q, k, v, indices=order, causal=True) - flashjit.attention(q, k, v, causal=True)
+    ).abs().max() < LIMIT
 
 
 def test_latents_and_gradients():
@@ -121,12 +124,23 @@ def test_pages_and_packed_queries():
         for n, key in enumerate(latent):
             pages[row[n // 16], 0, n % 16] = key
     with torch.no_grad():
-        out = flashjit.attention(q, pages, v_columns=64, indices=indices, causal=True, page_table=table, cu_seqlens_q=offsets,
-                                 max_seqlen_q=3, kv_lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
+        out = flashjit.attention(
+            q,
+            pages,
+            v_columns=64,
+            indices=indices,
+            causal=True,
+            page_table=table,
+            cu_seqlens_q=offsets,
+            max_seqlen_q=3,
+            kv_lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        )
     first = 0
     for count, latent in zip(queries, latents):
         rows = slice(first, first + count)
-        wanted, _ = exact(q[:, :, rows], latent[None, None], latent[None, None, :, :64], indices[:, rows], causal=True)
+        wanted, _ = exact(
+            q[:, :, rows], latent[None, None], latent[None, None, :, :64], indices[:, rows], causal=True
+        )
         assert (out[:, :, rows] - wanted).abs().max() < LIMIT
         first += count
 
@@ -134,9 +148,28 @@ def test_pages_and_packed_queries():
 def test_the_operators_are_sound():
     q, k = randn(2, 4, 3, 64).requires_grad_(), randn(2, 2, 30, 64).requires_grad_()
     indices = lists(2, 3, 2, 8, keys=30)
-    arguments = (q, k, k, *[None] * 5, indices, *[None] * 8, [], [], [], ":indices", None, 0.0, 0, 0, False, "")
+    arguments = (
+        q,
+        k,
+        k,
+        *[None] * 5,
+        indices,
+        *[None] * 8,
+        [],
+        [],
+        [],
+        ":indices",
+        None,
+        0.0,
+        0,
+        0,
+        False,
+        "",
+    )
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
-    assert (torch.ops.flashjit.attention_forward(*arguments)[0] - flashjit.attention(q, k, k, indices=indices)).abs().max() < LIMIT
+    assert (
+        torch.ops.flashjit.attention_forward(*arguments)[0] - flashjit.attention(q, k, k, indices=indices)
+    ).abs().max() < LIMIT
 
 
 def test_what_makes_no_sense_is_refused():
@@ -164,7 +197,11 @@ class Layer:
         weight = lambda *shape: randn(*shape) * shape[-2] ** -0.5
         self.to_q, self.to_latent = weight(HIDDEN, HEADS * (NOPE + ROPE)), weight(HIDDEN, LATENT + ROPE)
         self.to_k, self.to_v = weight(HEADS, LATENT, NOPE), weight(HEADS, LATENT, V_DIM)
-        self.to_out, self.up, self.down = weight(HEADS * V_DIM, HIDDEN), weight(HIDDEN, 2 * HIDDEN), weight(2 * HIDDEN, HIDDEN)
+        self.to_out, self.up, self.down = (
+            weight(HEADS * V_DIM, HIDDEN),
+            weight(HIDDEN, 2 * HIDDEN),
+            weight(2 * HIDDEN, HIDDEN),
+        )
 
     def __call__(self, x, attend):
         q = (norm(x) @ self.to_q).unflatten(-1, (HEADS, NOPE + ROPE)).transpose(1, 2)
@@ -180,9 +217,13 @@ def norm(x):
 
 
 def rotated(x):
-    angle = torch.arange(x.shape[-2], device=DEVICE)[:, None] * 10000.0 ** (-torch.arange(0, ROPE, 2, device=DEVICE) / ROPE)
+    angle = torch.arange(x.shape[-2], device=DEVICE)[:, None] * 10000.0 ** (
+        -torch.arange(0, ROPE, 2, device=DEVICE) / ROPE
+    )
     left, right = x[..., ::2], x[..., 1::2]
-    turned = torch.stack([left * angle.cos() - right * angle.sin(), left * angle.sin() + right * angle.cos()], -1)
+    turned = torch.stack(
+        [left * angle.cos() - right * angle.sin(), left * angle.sin() + right * angle.cos()], -1
+    )
     return turned.flatten(-2).to(x.dtype)
 
 
@@ -193,7 +234,10 @@ def unabsorbed(layer, q, latent):
 
 def absorbed(layer, q, latent, **named):
     q = torch.cat([q[..., :NOPE] @ layer.to_k.transpose(1, 2), q[..., NOPE:]], -1)
-    return flashjit.attention(q, latent, v_columns=LATENT, scale=(NOPE + ROPE) ** -0.5, causal=True, **named) @ layer.to_v
+    return (
+        flashjit.attention(q, latent, v_columns=LATENT, scale=(NOPE + ROPE) ** -0.5, causal=True, **named)
+        @ layer.to_v
+    )
 
 
 def sparse(layer, q, latent):

@@ -1,4 +1,5 @@
 """attention() on latents: V is K's first columns, and heads are wide. On the GPU where there is one."""
+
 import math
 
 import pytest
@@ -21,12 +22,17 @@ def exact(q, latent, columns, causal=False):
     q, latent = q.double(), latent.double()
     s = q.shape[-1] ** -0.5 * q @ latent.transpose(-1, -2)
     if causal:
-        rows, keys = torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(latent.shape[2], device=q.device)
+        rows, keys = (
+            torch.arange(q.shape[2], device=q.device)[:, None],
+            torch.arange(latent.shape[2], device=q.device),
+        )
         s = s.masked_fill(keys > rows + latent.shape[2] - q.shape[2], -math.inf)
     return s.softmax(-1) @ latent[..., :columns]
 
 
-@pytest.mark.parametrize("heads, queries, keys, dim, columns", [(16, 1, 50, 576, 512), (3, 7, 40, 320, 256), (8, 2, 33, 72, 64)])
+@pytest.mark.parametrize(
+    "heads, queries, keys, dim, columns", [(16, 1, 50, 576, 512), (3, 7, 40, 320, 256), (8, 2, 33, 72, 64)]
+)
 def test_v_is_columns_of_k(heads, queries, keys, dim, columns):
     q, latent = tensors(heads, queries, keys, dim)
     out = flashjit.attention(q, latent, v_columns=columns, causal=True)
@@ -42,7 +48,7 @@ def test_gradient_is_the_sum_of_both():
     q, latent = tensors(4, 9, 31, 96)
     keys, values = latent.detach().requires_grad_(), latent.detach()[..., :64].contiguous().requires_grad_()
     dout = torch.randn(2, 4, 9, 64, device=DEVICE, dtype=DTYPE)
-    shared, = torch.autograd.grad(flashjit.attention(q, latent, v_columns=64), latent, dout)
+    (shared,) = torch.autograd.grad(flashjit.attention(q, latent, v_columns=64), latent, dout)
     of_k, of_v = torch.autograd.grad(flashjit.attention(q, keys, values), (keys, values), dout)
     of_k[..., :64] += of_v
     assert (shared - of_k).abs().max() < LIMIT
@@ -53,14 +59,24 @@ def test_absorbed_and_not():
     heads, latent_dim, rope, nope, v_dim, keys = 4, 64, 16, 32, 32, 21
     torch.manual_seed(1)
     latent = torch.randn(1, 1, keys, latent_dim + rope, device=DEVICE, dtype=DTYPE)
-    to_k = torch.randn(heads, nope, latent_dim, device=DEVICE, dtype=DTYPE) * latent_dim ** -0.5
-    to_v = torch.randn(heads, v_dim, latent_dim, device=DEVICE, dtype=DTYPE) * latent_dim ** -0.5
+    to_k = torch.randn(heads, nope, latent_dim, device=DEVICE, dtype=DTYPE) * latent_dim**-0.5
+    to_v = torch.randn(heads, v_dim, latent_dim, device=DEVICE, dtype=DTYPE) * latent_dim**-0.5
     q = torch.randn(1, heads, 5, nope + rope, device=DEVICE, dtype=DTYPE)
     scale = (nope + rope) ** -0.5
-    k = torch.cat([latent[..., :latent_dim] @ to_k.transpose(1, 2), latent[..., latent_dim:].expand(-1, heads, -1, -1)], -1)
-    apart = flashjit.attention(q, k, latent[..., :latent_dim] @ to_v.transpose(1, 2), scale=scale, causal=True)
-    absorbed = flashjit.attention(torch.cat([q[..., :nope] @ to_k, q[..., nope:]], -1), latent, v_columns=latent_dim, scale=scale,
-                                  causal=True) @ to_v.transpose(1, 2)
+    k = torch.cat(
+        [latent[..., :latent_dim] @ to_k.transpose(1, 2), latent[..., latent_dim:].expand(-1, heads, -1, -1)],
+        -1,
+    )
+    apart = flashjit.attention(
+        q, k, latent[..., :latent_dim] @ to_v.transpose(1, 2), scale=scale, causal=True
+    )
+    absorbed = flashjit.attention(
+        torch.cat([q[..., :nope] @ to_k, q[..., nope:]], -1),
+        latent,
+        v_columns=latent_dim,
+        scale=scale,
+        causal=True,
+    ) @ to_v.transpose(1, 2)
     assert (apart - absorbed).abs().max() < 4 * LIMIT
 
 
@@ -75,10 +91,16 @@ def test_paged_latents():
         for row, latent in zip(table.tolist(), latents):
             for n, key in enumerate(latent):
                 pages[row[n // 16], 0, n % 16] = key
-        out = flashjit.attention(q, pages, v_columns=columns, page_table=table, causal=True,
-                                 kv_lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
+        out = flashjit.attention(
+            q,
+            pages,
+            v_columns=columns,
+            page_table=table,
+            causal=True,
+            kv_lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        )
         for i, latent in enumerate(latents):
-            assert (out[i] - exact(q[i:i + 1], latent[None, None], columns)[0]).abs().max() < LIMIT
+            assert (out[i] - exact(q[i : i + 1], latent[None, None], columns)[0]).abs().max() < LIMIT
 
 
 def test_copies_are_made_of_both_where_strides_ask_for_it():

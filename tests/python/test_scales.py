@@ -1,4 +1,5 @@
 """attention() and append() with K and V of 8 bits: against attention() over what they mean, on the GPU where there is one."""
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -34,7 +35,9 @@ def tensors(dtype, *scale_size):
     for _ in "kv":
         x = torch.randn(BATCH, HEADS_KV, KEYS, DIM, device=DEVICE)
         scale = (torch.rand(scale_size, device=DEVICE) + 0.5) * 4 / largest(dtype)
-        spread = scale.reshape({0: (1, 1, 1, 1), 1: (1, -1, 1, 1), 2: (*scale_size, 1, 1), 3: (*scale_size, 1)}[len(scale_size)])
+        spread = scale.reshape(
+            {0: (1, 1, 1, 1), 1: (1, -1, 1, 1), 2: (*scale_size, 1, 1), 3: (*scale_size, 1)}[len(scale_size)]
+        )
         codes.append(codes_of(x, spread, dtype))
         means.append((codes[-1].float() * spread).to(DTYPE))
         scales.append(scale)
@@ -56,9 +59,13 @@ def test_queries_are_codes_times_scales(dtype, size, out_dtype):
     q, (k, v), (k_scale, v_scale), (k_meant, v_meant) = tensors(dtype, *size)
     q_scale = torch.rand(size, device=DEVICE) + 0.5
     q8 = q.to(dtype)
-    spread = q_scale.reshape({0: (1, 1, 1, 1), 1: (1, -1, 1, 1), 2: (*size, 1, 1)}[len(size)]).expand(BATCH, HEADS_KV, 1, 1)
+    spread = q_scale.reshape({0: (1, 1, 1, 1), 1: (1, -1, 1, 1), 2: (*size, 1, 1)}[len(size)]).expand(
+        BATCH, HEADS_KV, 1, 1
+    )
     meant = (q8.float() * spread.repeat_interleave(HEADS // HEADS_KV, 1)).to(DTYPE)
-    got = attention(q8, k, v, causal=True, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype)
+    got = attention(
+        q8, k, v, causal=True, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype
+    )
     assert got.dtype == (out_dtype or torch.bfloat16)
     want = attention(meant, k_meant, v_meant, causal=True).float()
     assert (got.float() - want).norm() <= (4e-2 if DEVICE == "cuda" else 4e-3) * want.norm()
@@ -69,18 +76,32 @@ def test_slots_and_pages():
     q, (k, v), (k_scale, v_scale), (k_meant, v_meant) = tensors(dtype, BATCH, HEADS_KV, KEYS)
     lengths = torch.tensor([KEYS, 0, 13], dtype=torch.int32, device=DEVICE)
     want = attention(q, k_meant, v_meant, causal=True, kv_lengths=lengths, cache=True)
-    expect_close(attention(q, k, v, causal=True, kv_lengths=lengths, cache=True, k_scale=k_scale, v_scale=v_scale), want)
+    expect_close(
+        attention(q, k, v, causal=True, kv_lengths=lengths, cache=True, k_scale=k_scale, v_scale=v_scale),
+        want,
+    )
     table = torch.randperm(BATCH * KEYS // rows, device=DEVICE).to(torch.int32).reshape(BATCH, -1)
 
     def in_pages(x):  # [batch, heads, keys, ..] -> [pages, heads, rows, ..]
         pages = x.unflatten(2, (-1, rows)).transpose(1, 2).flatten(0, 1)
         return torch.empty_like(pages).index_copy_(0, table.flatten().long(), pages)
+
     as_bytes = [in_pages(x.view(torch.uint8)).view(dtype) for x in (k, v)]
     scales = [in_pages(x) for x in (k_scale, v_scale)]
-    got = attention(q, *as_bytes, causal=True, kv_lengths=lengths, page_table=table, k_scale=scales[0], v_scale=scales[1])
+    got = attention(
+        q, *as_bytes, causal=True, kv_lengths=lengths, page_table=table, k_scale=scales[0], v_scale=scales[1]
+    )
     expect_close(got, want)
     strided = torch.stack(scales, 1)  # those of K and V side by side
-    got = attention(q, *as_bytes, causal=True, kv_lengths=lengths, page_table=table, k_scale=strided[:, 0], v_scale=strided[:, 1])
+    got = attention(
+        q,
+        *as_bytes,
+        causal=True,
+        kv_lengths=lengths,
+        page_table=table,
+        k_scale=strided[:, 0],
+        v_scale=strided[:, 1],
+    )
     expect_close(got, want)
 
 
@@ -88,7 +109,9 @@ def test_packed_sequences():
     dtype = torch.float8_e4m3fn
     q, (k, v), (k_scale, v_scale), (k_meant, v_meant) = tensors(dtype, HEADS_KV)
     starts = [torch.tensor([0, 2, 2, n], dtype=torch.int32, device=DEVICE) for n in (QUERIES, KEYS)]
-    named = dict(cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1], max_seqlen_q=QUERIES, max_seqlen_kv=KEYS, causal=True)
+    named = dict(
+        cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1], max_seqlen_q=QUERIES, max_seqlen_kv=KEYS, causal=True
+    )
     got = attention(q[:1], k[:1], v[:1], k_scale=k_scale, v_scale=v_scale, **named)
     expect_close(got, attention(q[:1], k_meant[:1], v_meant[:1], **named))
 
@@ -100,7 +123,10 @@ def test_append_fills_what_attention_reads(dtype, by_key):
     k, v = (torch.randn(BATCH, HEADS_KV, 6, DIM).to(DEVICE, DTYPE) for _ in "kv")
     q = torch.randn(BATCH, HEADS, 6, DIM).to(DEVICE, DTYPE)
     cache = [torch.zeros(BATCH, HEADS_KV, KEYS, DIM, device=DEVICE).to(dtype) for _ in "kv"]
-    scales = [torch.full((BATCH, HEADS_KV, KEYS) if by_key else (HEADS_KV,), 4 / largest(dtype), device=DEVICE) for _ in "kv"]
+    scales = [
+        torch.full((BATCH, HEADS_KV, KEYS) if by_key else (HEADS_KV,), 4 / largest(dtype), device=DEVICE)
+        for _ in "kv"
+    ]
     lengths = torch.full((BATCH,), 6, dtype=torch.int32, device=DEVICE)
     rotated = append(k, v, *cache, kv_lengths=lengths, q=q, theta=1e4, k_scale=scales[0], v_scale=scales[1])
     plain = [torch.zeros(BATCH, HEADS_KV, KEYS, DIM, device=DEVICE, dtype=DTYPE) for _ in "kv"]
@@ -114,7 +140,9 @@ def test_append_fills_what_attention_reads(dtype, by_key):
         if by_key:
             assert torch.allclose(scale[:, :, :6], exact[:, :, :6].abs().amax(-1) / largest(dtype), rtol=1e-2)
             assert (scale[:, :, 6:] == 4 / largest(dtype)).all()
-    got = attention(rotated, *cache, causal=True, kv_lengths=lengths, cache=True, k_scale=scales[0], v_scale=scales[1])
+    got = attention(
+        rotated, *cache, causal=True, kv_lengths=lengths, cache=True, k_scale=scales[0], v_scale=scales[1]
+    )
     want = attention(rotated, *plain, causal=True, kv_lengths=lengths, cache=True)
     assert (got.float() - want.float()).abs().max() < 0.6
 
@@ -123,19 +151,32 @@ def test_append_fills_what_attention_reads(dtype, by_key):
 @pytest.mark.parametrize("scales", ["tensor", "head", "page", "row"])
 def test_quantise_makes_what_attention_takes(dtype, scales):
     torch.manual_seed(5)
-    q, k, v = (torch.randn(BATCH, heads, n, DIM).to(DEVICE, DTYPE) for heads, n in ((HEADS, QUERIES), (HEADS_KV, KEYS), (HEADS_KV, KEYS)))
+    q, k, v = (
+        torch.randn(BATCH, heads, n, DIM).to(DEVICE, DTYPE)
+        for heads, n in ((HEADS, QUERIES), (HEADS_KV, KEYS), (HEADS_KV, KEYS))
+    )
     (k8, k_scale), (v8, v_scale) = (flashjit.quantise(x, dtype, scales=scales) for x in (k, v))
     assert k8.dtype == dtype and k8.shape == k.shape
-    sizes = {"tensor": (), "head": (BATCH, HEADS_KV), "page": (BATCH, HEADS_KV, 1), "row": (BATCH, HEADS_KV, KEYS)}
+    sizes = {
+        "tensor": (),
+        "head": (BATCH, HEADS_KV),
+        "page": (BATCH, HEADS_KV, 1),
+        "row": (BATCH, HEADS_KV, KEYS),
+    }
     assert k_scale.shape == sizes[scales]
     got = attention(q, k8, v8, causal=True, k_scale=k_scale, v_scale=v_scale).float()
     want = attention(q, k, v, causal=True).float()
-    assert (got - want).norm() < {torch.int8: 0.03, torch.float8_e4m3fn: 0.06, torch.float8_e5m2: 0.12}[dtype] * want.norm()
+    assert (got - want).norm() < {torch.int8: 0.03, torch.float8_e4m3fn: 0.06, torch.float8_e5m2: 0.12}[
+        dtype
+    ] * want.norm()
 
 
 def test_quantised_queries_share_a_kv_head_s_scale_and_may_be_rotated():
     torch.manual_seed(6)
-    q, k, v = (torch.randn(BATCH, heads, n, DIM) for heads, n in ((HEADS, QUERIES), (HEADS_KV, KEYS), (HEADS_KV, KEYS)))
+    q, k, v = (
+        torch.randn(BATCH, heads, n, DIM)
+        for heads, n in ((HEADS, QUERIES), (HEADS_KV, KEYS), (HEADS_KV, KEYS))
+    )
     k[..., 3] *= 30  # a dimension of outliers
     q, k, v = (x.to(DEVICE, DTYPE) for x in (q, k, v))
     want, errors = attention(q, k, v, causal=True).float(), []
@@ -149,8 +190,15 @@ def test_quantised_queries_share_a_kv_head_s_scale_and_may_be_rotated():
     assert errors[0] < 0.3 and errors[1] < 0.3
 
 
-@pytest.mark.parametrize("given", [{"theta": 1e4}, {"theta": 500.0, "rope_dims": 16, "interleaved": True}, {"tables": torch.float32},
-                                   {"tables": DTYPE, "positions": True, "hadamard": True}])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"theta": 1e4},
+        {"theta": 500.0, "rope_dims": 16, "interleaved": True},
+        {"tables": torch.float32},
+        {"tables": DTYPE, "positions": True, "hadamard": True},
+    ],
+)
 def test_quantise_rotates_by_position_first(given):
     """As append() does, which then quantises a cache."""
     torch.manual_seed(7)
@@ -160,17 +208,24 @@ def test_quantise_rotates_by_position_first(given):
     if given.pop("positions", False):
         positions = positions.flip(1) * 5 + 2
         given["positions"] = positions.int().to(DEVICE)
-    angles = positions[:, :, None] * given.get("theta", 1e4) ** (-2 * torch.arange(rope_dims // 2) / rope_dims)
+    angles = positions[:, :, None] * given.get("theta", 1e4) ** (
+        -2 * torch.arange(rope_dims // 2) / rope_dims
+    )
     if table_type := given.pop("tables", None):
         table = torch.arange(6 * QUERIES)[:, None] * 1e4 ** (-2 * torch.arange(rope_dims // 2) / rope_dims)
         given.update(cos=table.cos().to(DEVICE, table_type), sin=table.sin().to(DEVICE, table_type))
     cos, sin = (f(angles)[:, None].to(DEVICE) for f in (torch.cos, torch.sin))
     turned = x.float()
-    first, second = ((turned[..., :rope_dims:2], turned[..., 1:rope_dims:2]) if given.get("interleaved")
-                     else (turned[..., :rope_dims // 2], turned[..., rope_dims // 2:rope_dims]))
+    first, second = (
+        (turned[..., :rope_dims:2], turned[..., 1:rope_dims:2])
+        if given.get("interleaved")
+        else (turned[..., : rope_dims // 2], turned[..., rope_dims // 2 : rope_dims])
+    )
     pair = first * cos - second * sin, first * sin + second * cos
     head = torch.stack(pair, -1).flatten(-2) if given.get("interleaved") else torch.cat(pair, -1)
-    want, want_scale = flashjit.quantise(torch.cat([head, turned[..., rope_dims:]], -1).contiguous(), hadamard=given.get("hadamard", False))
+    want, want_scale = flashjit.quantise(
+        torch.cat([head, turned[..., rope_dims:]], -1).contiguous(), hadamard=given.get("hadamard", False)
+    )
     got, scale = flashjit.quantise(x, **given)
     assert torch.allclose(scale, want_scale, rtol=2e-2 if table_type == DTYPE else 1e-4)
     got, want = got.float() * scale[..., None, None], want.float() * want_scale[..., None, None]
@@ -182,19 +237,30 @@ def test_quantise_compiles():
     x = torch.randn(2, 2, 5, 32).to(DEVICE, DTYPE)
     for scales in ("head", "row"):
         torch._dynamo.reset()
-        run = torch.compile(lambda x: flashjit.quantise(2 * x, scales=scales, hadamard=True), backend="aot_eager", fullgraph=True)
+        run = torch.compile(
+            lambda x: flashjit.quantise(2 * x, scales=scales, hadamard=True),
+            backend="aot_eager",
+            fullgraph=True,
+        )
         for got, want in zip(run(x), flashjit.quantise(2 * x, scales=scales, hadamard=True)):
             assert torch.equal(got.float(), want.float())
 
 
 def test_quantise_names_mistakes():
     x = torch.randn(BATCH, HEADS, QUERIES, DIM).to(DEVICE, DTYPE)
-    for named, words in (({"scales": "column"}, "scales is 'column'"), ({"heads": 3}, "heads is 3"),
-                         ({"heads": 2, "scales": "row"}, "heads is 2"), ({"heads": 2.0}, "heads is a float"),
-                         ({"scales": ["row"]}, "scales is a list"), ({"dtype": [torch.int8]}, "dtype is"),
-                         ({"cos": torch.ones(9, DIM // 2, device=DEVICE)}, "cos is given alone"), ({"theta": -1.0}, "theta is -1"),
-                         ({"theta": 1e4, "rope_dims": 24}, "rope.dims is 24"), ({"theta": 1e4, "positions": [1]}, "positions is a list"),
-                         ({"theta": 1e4, "positions": torch.ones(3, dtype=torch.int32, device=DEVICE)}, "positions is")):
+    for named, words in (
+        ({"scales": "column"}, "scales is 'column'"),
+        ({"heads": 3}, "heads is 3"),
+        ({"heads": 2, "scales": "row"}, "heads is 2"),
+        ({"heads": 2.0}, "heads is a float"),
+        ({"scales": ["row"]}, "scales is a list"),
+        ({"dtype": [torch.int8]}, "dtype is"),
+        ({"cos": torch.ones(9, DIM // 2, device=DEVICE)}, "cos is given alone"),
+        ({"theta": -1.0}, "theta is -1"),
+        ({"theta": 1e4, "rope_dims": 24}, "rope.dims is 24"),
+        ({"theta": 1e4, "positions": [1]}, "positions is a list"),
+        ({"theta": 1e4, "positions": torch.ones(3, dtype=torch.int32, device=DEVICE)}, "positions is"),
+    ):
         with pytest.raises(flashjit.InvalidArgument, match=words):
             flashjit.quantise(x, **named)
     with pytest.raises(flashjit.InvalidArgument, match="head_dim is 24"):
@@ -210,7 +276,9 @@ def test_quantise_names_mistakes():
 @pytest.mark.parametrize("scales", ["tensor", "head", "page", "row"])
 @pytest.mark.parametrize("size", [(0, HEADS, QUERIES, DIM), (BATCH, 0, QUERIES, DIM), (BATCH, HEADS, 0, DIM)])
 def test_the_scales_of_nothing_are_one(scales, size, monkeypatch):
-    monkeypatch.setattr(torch, "empty", lambda *size, **named: torch.full(*size, 7.0, **named))  # what memory happens to hold
+    monkeypatch.setattr(
+        torch, "empty", lambda *size, **named: torch.full(*size, 7.0, **named)
+    )  # what memory happens to hold
     codes, scale = flashjit.quantise(torch.zeros(size, device=DEVICE, dtype=DTYPE), scales=scales)
     assert codes.shape == size and (scale == 1).all()
 
@@ -229,15 +297,21 @@ def test_views_that_negate_are_read_as_what_they_mean():
         append(x, x, *caches[2:], kv_lengths=lengths, k_scale=torch._neg_view(-scale), v_scale=scale)
     for want, got in zip(caches[:2], caches[2:]):
         assert torch.equal(want.float(), got.float())
-    turned = [append(x, x, *caches[2:], kv_lengths=lengths, k_scale=scale, v_scale=scale, q=q, cos=cos, sin=sin)
-              for q, cos, sin in ((x, x[0, 0, :, ::2].float(), x[0, 0, :, 1::2].float()),
-                                  (negated, x[0, 0, :, ::2].float(), torch._neg_view(-x[0, 0, :, 1::2].float().contiguous())))]
+    turned = [
+        append(x, x, *caches[2:], kv_lengths=lengths, k_scale=scale, v_scale=scale, q=q, cos=cos, sin=sin)
+        for q, cos, sin in (
+            (x, x[0, 0, :, ::2].float(), x[0, 0, :, 1::2].float()),
+            (negated, x[0, 0, :, ::2].float(), torch._neg_view(-x[0, 0, :, 1::2].float().contiguous())),
+        )
+    ]
     assert torch.equal(*turned)
     q, given = torch.randn_like(x), dict(v_scale=scale, kv_lengths=lengths, cache=True)
     want = attention(q, *caches[:2], k_scale=scale, **given)
     expect_close(attention(q, *caches[:2], k_scale=torch._neg_view(-scale), **given), want)
     state = (x, torch.randn(x.shape[:3], device=DEVICE))
-    for got, want in zip(flashjit.merge([(negated, torch._neg_view(-state[1])), state]), flashjit.merge([state, state])):
+    for got, want in zip(
+        flashjit.merge([(negated, torch._neg_view(-state[1])), state]), flashjit.merge([state, state])
+    ):
         assert torch.equal(got, want)
 
 
@@ -252,9 +326,12 @@ def test_scales_that_append_writes_have_memory_each():
 
 def test_mistakes_are_named():
     q, (k, v), (k_scale, v_scale), (k_meant, v_meant) = tensors(torch.float8_e4m3fn, HEADS_KV)
-    for named, words in (({}, "k_scale is missing"), ({"k_scale": k_scale}, "v_scale is missing"),
-                         ({"k_scale": k_scale.double(), "v_scale": v_scale}, "k_scale is float64"),
-                         ({"k_scale": k_scale[:1].repeat(3), "v_scale": v_scale}, "k_scale has 3 heads")):
+    for named, words in (
+        ({}, "k_scale is missing"),
+        ({"k_scale": k_scale}, "v_scale is missing"),
+        ({"k_scale": k_scale.double(), "v_scale": v_scale}, "k_scale is float64"),
+        ({"k_scale": k_scale[:1].repeat(3), "v_scale": v_scale}, "k_scale has 3 heads"),
+    ):
         with pytest.raises(flashjit.InvalidArgument, match=words):
             attention(q, k, v, **named)
     with pytest.raises(flashjit.InvalidArgument, match="k_scale or v_scale is given"):
@@ -279,7 +356,9 @@ def test_mistakes_are_named():
         attention(q8, k, v, q_scale=one, out_dtype=torch.float64, **scales)
     with pytest.raises(flashjit.InvalidArgument, match="out_dtype is .*: with q of 8 bits"):
         attention(q8, k, v, q_scale=one, out_dtype=[torch.float16], **scales)
-    with pytest.raises(flashjit.WrongType, match="v is b?float.*: where k is float8_e4m3fn it must be of that type"):
+    with pytest.raises(
+        flashjit.WrongType, match="v is b?float.*: where k is float8_e4m3fn it must be of that type"
+    ):
         attention(q, k, v_meant, **scales)
     with pytest.raises(flashjit.InvalidArgument, match="k_scale is float32"):
         attention(q, k, v, k_scale=k_scale.to_sparse(), v_scale=v_scale)
@@ -289,11 +368,17 @@ def test_mistakes_are_named():
 
 def test_compiled():
     q, (k, v), (k_scale, v_scale), (k_meant, v_meant) = tensors(torch.float8_e4m3fn, BATCH, HEADS_KV)
-    run = torch.compile(lambda *x: attention(*x[:3], causal=True, k_scale=x[3], v_scale=x[4]), backend="aot_eager", fullgraph=True)
+    run = torch.compile(
+        lambda *x: attention(*x[:3], causal=True, k_scale=x[3], v_scale=x[4]),
+        backend="aot_eager",
+        fullgraph=True,
+    )
     expect_close(run(q, k, v, k_scale, v_scale), attention(q, k_meant, v_meant, causal=True))
     q8, q_scale = q.to(k.dtype), torch.ones((), device=DEVICE)
     given = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=torch.float16)
-    run = torch.compile(lambda q, k, v: attention(q, k, v, causal=True, **given), backend="aot_eager", fullgraph=True)
+    run = torch.compile(
+        lambda q, k, v: attention(q, k, v, causal=True, **given), backend="aot_eager", fullgraph=True
+    )
     assert torch.equal(run(q8, k, v), attention(q8, k, v, causal=True, **given))
 
 
@@ -304,13 +389,25 @@ class Model:
         torch.manual_seed(11)
         weight = lambda *size: (torch.randn(size) / size[0] ** 0.5).to(DEVICE, DTYPE)
         self.embedding = torch.randn(vocabulary, width).to(DEVICE, DTYPE)
-        self.weights = [{"q": weight(width, HEADS, DIM), "k": weight(width, HEADS_KV, DIM), "v": weight(width, HEADS_KV, DIM),
-                         "o": weight(HEADS * DIM, width), "up": weight(width, 4 * width), "down": weight(4 * width, width)}
-                        for _ in range(layers)]
+        self.weights = [
+            {
+                "q": weight(width, HEADS, DIM),
+                "k": weight(width, HEADS_KV, DIM),
+                "v": weight(width, HEADS_KV, DIM),
+                "o": weight(HEADS * DIM, width),
+                "up": weight(width, 4 * width),
+                "down": weight(4 * width, width),
+            }
+            for _ in range(layers)
+        ]
         zeros = lambda: torch.zeros(BATCH, HEADS_KV, KEYS, DIM, device=DEVICE, dtype=DTYPE).to(dtype)
         self.caches = [(zeros(), zeros()) for _ in range(layers)]
-        self.scales = [[torch.ones(BATCH, HEADS_KV, KEYS, device=DEVICE) for _ in "kv"] if dtype in TYPES else [None, None]
-                       for _ in range(layers)]
+        self.scales = [
+            [torch.ones(BATCH, HEADS_KV, KEYS, device=DEVICE) for _ in "kv"]
+            if dtype in TYPES
+            else [None, None]
+            for _ in range(layers)
+        ]
         self.length = 0
 
     def __call__(self, tokens):
@@ -322,14 +419,18 @@ class Model:
             y = torch.nn.functional.rms_norm(x, x.shape[-1:])
             q, k, v = (torch.einsum("bsw,whd->bhsd", y, w[name]) for name in "qkv")
             q = append(k, v, *cache, kv_lengths=lengths, q=q, theta=1e4, k_scale=k_scale, v_scale=v_scale)
-            out = attention(q, *cache, causal=True, kv_lengths=lengths, cache=True, k_scale=k_scale, v_scale=v_scale)
+            out = attention(
+                q, *cache, causal=True, kv_lengths=lengths, cache=True, k_scale=k_scale, v_scale=v_scale
+            )
             x = x + out.transpose(1, 2).flatten(2) @ w["o"]
             y = torch.nn.functional.rms_norm(x, x.shape[-1:])
             x = x + torch.relu(y @ w["up"]) @ w["down"]
         return (torch.nn.functional.rms_norm(x[:, -1], x.shape[-1:]) @ self.embedding.T).float()
 
 
-@pytest.mark.parametrize("dtype, limit", [(torch.float8_e4m3fn, 0.025), (torch.int8, 0.015), (torch.float8_e5m2, 0.045)])
+@pytest.mark.parametrize(
+    "dtype, limit", [(torch.float8_e4m3fn, 0.025), (torch.int8, 0.015), (torch.float8_e5m2, 0.045)]
+)
 def test_a_model_s_logits_stay_near(dtype, limit):
     """Within `limit` of their norm: prefill, then some tokens by themselves."""
     exact, cached = Model(DTYPE), Model(dtype)

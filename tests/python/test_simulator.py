@@ -1,4 +1,5 @@
 """tools/bench/simulator.py: its counts against counting, and what any timeline must keep to."""
+
 import pathlib
 import random
 import sys
@@ -20,8 +21,12 @@ def test_pairs_are_those_that_attend():
     for _ in range(2000):
         q, kv = (Chunk(0, draw.randint(1, 9), draw.randint(0, 12)) for _ in range(2))
         window = draw.choice([None, 1, 2, 3, 5, 20])
-        found = sum(1 for i in range(q.first, q.last + 1) for j in range(kv.first, kv.last + 1)
-                    if j <= i and (window is None or i - j < window))
+        found = sum(
+            1
+            for i in range(q.first, q.last + 1)
+            for j in range(kv.first, kv.last + 1)
+            if j <= i and (window is None or i - j < window)
+        )
         assert pairs(q, kv, True, window) == found, (q, kv, window)
         assert pairs(q, kv, False, None) == q.rows * kv.rows
 
@@ -49,14 +54,28 @@ def test_timelines(scheme, backward):
             assert all(a[1] <= b[0] + 1e-12 for a, b in zip(own, own[1:]))
 
 
-@pytest.mark.parametrize("changed, words", [
-    (dict(ranks=0), "ranks is 0"), (dict(ranks=-2), "ranks is -2"), (dict(ranks="8"), "ranks is '8'"), (dict(ranks=3), "pad it to 65538"),
-    (dict(problem=Problem(-8)), "tokens is -8"), (dict(problem=Problem(65536, heads_kv=0)), "heads_kv is 0"),
-    (dict(problem=Problem(65536, heads_kv=5)), "heads is 32 and problem.heads_kv 5"), (dict(problem=Problem(65536, dim=0)), "dim is 0"),
-    (dict(problem=Problem(65536, window=0)), "window is 0"), (dict(layout="x"), "layout is 'x'"), (dict(scheme="x"), "scheme is 'x'"),
-    (dict(scheme="two_level", inner=3), "inner is 3"), (dict(scheme="two_level", inner=0), "inner is 0"),
-    (dict(machine=Machine(link_bytes=-1)), "link_bytes is -1"), (dict(machine=Machine(forward_flops=0)), "forward_flops is 0"),
-    (dict(machine=Machine(forward_flops=float("nan"))), "forward_flops is nan"), (dict(machine=Machine(ranks_of_host=0)), "ranks_of_host")])
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        (dict(ranks=0), "ranks is 0"),
+        (dict(ranks=-2), "ranks is -2"),
+        (dict(ranks="8"), "ranks is '8'"),
+        (dict(ranks=3), "pad it to 65538"),
+        (dict(problem=Problem(-8)), "tokens is -8"),
+        (dict(problem=Problem(65536, heads_kv=0)), "heads_kv is 0"),
+        (dict(problem=Problem(65536, heads_kv=5)), "heads is 32 and problem.heads_kv 5"),
+        (dict(problem=Problem(65536, dim=0)), "dim is 0"),
+        (dict(problem=Problem(65536, window=0)), "window is 0"),
+        (dict(layout="x"), "layout is 'x'"),
+        (dict(scheme="x"), "scheme is 'x'"),
+        (dict(scheme="two_level", inner=3), "inner is 3"),
+        (dict(scheme="two_level", inner=0), "inner is 0"),
+        (dict(machine=Machine(link_bytes=-1)), "link_bytes is -1"),
+        (dict(machine=Machine(forward_flops=0)), "forward_flops is 0"),
+        (dict(machine=Machine(forward_flops=float("nan"))), "forward_flops is nan"),
+        (dict(machine=Machine(ranks_of_host=0)), "ranks_of_host"),
+    ],
+)
 def test_what_makes_no_sense_is_refused(changed, words):
     with pytest.raises(InvalidArgument, match=words):
         simulate(**{"problem": Problem(65536), "ranks": 8, **changed})
@@ -66,8 +85,15 @@ def test_what_makes_no_sense_is_refused(changed, words):
             simulator.plans(named.pop("problem"), named.pop("ranks"), **named)
 
 
-@pytest.mark.parametrize("arguments, words", [("--ranks 0", "ranks is 0"), ("--link-bytes 0", "link_bytes is 0"),
-                                              ("--tokens abc", "invalid whole_numbers"), ("--layout x", "invalid choice")])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ("--ranks 0", "ranks is 0"),
+        ("--link-bytes 0", "link_bytes is 0"),
+        ("--tokens abc", "invalid whole_numbers"),
+        ("--layout x", "invalid choice"),
+    ],
+)
 def test_the_command_names_mistakes(arguments, words, capsys):
     with pytest.raises(SystemExit):
         simulator.main(arguments.split())
@@ -81,7 +107,9 @@ def test_the_documented_command_runs(capsys):
 
 
 def test_zigzag_is_balanced_and_contiguous_is_not():
-    times = {layout: simulate(Problem(1 << 20), 8, "ring", layout).seconds for layout in ("zigzag", "contiguous")}
+    times = {
+        layout: simulate(Problem(1 << 20), 8, "ring", layout).seconds for layout in ("zigzag", "contiguous")
+    }
     assert 1.7 < times["contiguous"] / times["zigzag"] < 2
 
 
@@ -95,6 +123,7 @@ def test_a_slow_link_is_what_a_ring_waits_for():
 def test_the_best_scheme_depends_on_the_machine():
     def fastest(problem, ranks=8, **options):
         return simulator.plans(problem, ranks, **options)[0].scheme
+
     problem = Problem(262144)
     assert fastest(problem) == "ulysses"
     odd = problem._replace(heads=30, heads_kv=10)  # which do not divide into 8 ranks
@@ -109,18 +138,26 @@ def test_the_best_scheme_depends_on_the_machine():
 def test_auto_is_nearly_the_fastest(heads, heads_kv, ranks, backward):
     chosen = distributed._fastest(heads, heads_kv, ranks, backward)
     for tokens in (131072, 1048576):
-        found = {plan.scheme: plan.seconds for plan in simulator.plans(Problem(tokens, heads, heads_kv), ranks, backward=backward)}
+        found = {
+            plan.scheme: plan.seconds
+            for plan in simulator.plans(Problem(tokens, heads, heads_kv), ranks, backward=backward)
+        }
         assert found[chosen] < 1.05 * min(found.values()), found
 
 
 def test_auto_does_without_heads_that_divide():
-    assert distributed._fastest(28, 4, 8, True) == "ring" and distributed._fastest(28, 4, 2, True) == "ulysses"
+    assert (
+        distributed._fastest(28, 4, 8, True) == "ring" and distributed._fastest(28, 4, 2, True) == "ulysses"
+    )
     assert distributed._fastest(28, 0, 7, True) == "ring"  # refused later, on all ranks
 
 
 def test_the_command_line(capsys):
     assert simulator.main(["--tokens", "65536", "--ranks", "8,16", "--csv"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("tokens,ranks,scheme") and {line.split(",")[1] for line in lines[1:]} == {"8", "16"}
+    assert lines[0].startswith("tokens,ranks,scheme") and {line.split(",")[1] for line in lines[1:]} == {
+        "8",
+        "16",
+    }
     assert simulator.main(["--full", "--forward", "--ranks", "8"]) == 0
     assert "contiguous" in capsys.readouterr().out

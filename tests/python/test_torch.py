@@ -1,4 +1,5 @@
 """attention() on CPU tensors, through the CPU reference: everything but the kernels."""
+
 import contextlib
 import gc
 import inspect
@@ -40,7 +41,7 @@ def reference(q, k, v, keep=None, add=None, scale=None, score=lambda s: s, sinks
         s = s.masked_fill(~keep, -math.inf)
     if sinks is not None:
         s = torch.cat([s, sinks.double()[None, :, None, None].expand(*s.shape[:3], 1)], 3)
-    p = torch.nan_to_num(torch.softmax(s, 3))[..., :k.shape[2]]
+    p = torch.nan_to_num(torch.softmax(s, 3))[..., : k.shape[2]]
     return p @ v
 
 
@@ -63,10 +64,17 @@ def check(call, want, inputs, atol=1e-5):
 def test_forward_and_gradients():
     q, k, v = tensors()
     check(lambda: flashjit.attention(q, k, v), lambda: reference(q, k, v), (q, k, v))
-    check(lambda: flashjit.attention(q, k, v, causal=True, scale=0.5),
-          lambda: reference(q, k, v, causal(9, 13), scale=0.5), (q, k, v))
+    check(
+        lambda: flashjit.attention(q, k, v, causal=True, scale=0.5),
+        lambda: reference(q, k, v, causal(9, 13), scale=0.5),
+        (q, k, v),
+    )
     top_left = torch.ones(9, 13, dtype=torch.bool).tril()
-    check(lambda: flashjit.attention(q, k, v, causal="top_left"), lambda: reference(q, k, v, top_left), (q, k, v))
+    check(
+        lambda: flashjit.attention(q, k, v, causal="top_left"),
+        lambda: reference(q, k, v, top_left),
+        (q, k, v),
+    )
 
 
 def test_strides_are_taken_and_kept():
@@ -84,9 +92,11 @@ def misaligned(x):
     return moved.requires_grad_(x.requires_grad)
 
 
-UNREADABLE = {"misaligned": misaligned,
-              "columns": lambda x: x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_(),
-              "rows": lambda x: F.pad(x.detach(), (0, 1))[..., :-1].requires_grad_()}
+UNREADABLE = {
+    "misaligned": misaligned,
+    "columns": lambda x: x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_(),
+    "rows": lambda x: F.pad(x.detach(), (0, 1))[..., :-1].requires_grad_(),
+}
 
 
 @pytest.mark.parametrize("through", ["eager", "compiled", "operator", "no_grad"])
@@ -96,13 +106,34 @@ def test_what_kernels_cannot_read_is_copied(through, what, how):
     unreadable, inputs = UNREADABLE[how], dict(zip("qkv", tensors()))
     inputs["sinks"] = torch.linspace(-1, 2, 4, requires_grad=True)
     for name in {"all": "qkv", "dout": "", "slice of a gradient": ""}.get(what, (what,)):
-        inputs[name] = (torch.linspace(-1, 2, 8)[::2].requires_grad_() if name == "sinks" else unreadable(inputs[name]))
+        inputs[name] = (
+            torch.linspace(-1, 2, 8)[::2].requires_grad_() if name == "sinks" else unreadable(inputs[name])
+        )
     function = lambda q, k, v, sinks: flashjit.attention(q, k, v, sinks=sinks)
     if through == "compiled":
         function = compiled(function)
     elif through == "operator":
         function = lambda q, k, v, sinks: torch.ops.flashjit.attention_forward(
-            q, k, v, None, None, None, None, sinks, *[None] * 9, [], [], [], ":sinks", None, 0.0, 0, 0, False, "")[0]
+            q,
+            k,
+            v,
+            None,
+            None,
+            None,
+            None,
+            sinks,
+            *[None] * 9,
+            [],
+            [],
+            [],
+            ":sinks",
+            None,
+            0.0,
+            0,
+            0,
+            False,
+            "",
+        )[0]
     want = reference(**inputs)
     if through == "no_grad":
         with torch.no_grad():
@@ -113,7 +144,10 @@ def test_what_kernels_cannot_read_is_copied(through, what, how):
     dout = torch.randn(2, 4, 9, 8)
     if what == "slice of a gradient":
         other = torch.randn(2 * 4 * 9 * 8 + 1, requires_grad=True)
-        loss = lambda out: (torch.cat([other[:1].to(out.dtype), out.flatten()]) * torch.cat([dout.flatten(), dout[0, 0, 0, :1]])).sum()
+        loss = lambda out: (
+            torch.cat([other[:1].to(out.dtype), out.flatten()])
+            * torch.cat([dout.flatten(), dout[0, 0, 0, :1]])
+        ).sum()
         got, exact = (torch.autograd.grad(loss(x), tuple(inputs.values())) for x in (out, want))
     else:
         got = torch.autograd.grad(out, tuple(inputs.values()), unreadable(dout) if what == "dout" else dout)
@@ -129,7 +163,8 @@ def test_copies_are_told_once(caplog):
     for _ in range(3):
         flashjit.attention(q, misaligned(k), v)
     assert [record.getMessage() for record in caplog.records if record.name == "flashjit"] == [
-        caplog.records[0].getMessage()] and "k is copied in each call" in caplog.text
+        caplog.records[0].getMessage()
+    ] and "k is copied in each call" in caplog.text
 
 
 def test_the_gradient_s_strides_do_not_matter():
@@ -140,7 +175,9 @@ def test_the_gradient_s_strides_do_not_matter():
     torch.testing.assert_close(q.grad, want, atol=1e-5, rtol=1e-4)
     transposed = torch.randn(2, 9, 4, 8).transpose(1, 2)
     got = torch.autograd.grad(flashjit.attention(q, k, v), q, transposed)[0]
-    torch.testing.assert_close(got, torch.autograd.grad(reference(q, k, v), q, transposed.double())[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        got, torch.autograd.grad(reference(q, k, v), q, transposed.double())[0], atol=1e-5, rtol=1e-4
+    )
 
 
 def test_lse():
@@ -170,14 +207,41 @@ def test_lse_has_gradients(through):
         function = compiled(function)
     elif through == "operator":
         function = lambda q, k, v, sinks: torch.ops.flashjit.attention_forward(
-            q, k, v, None, None, None, None, sinks, *[None] * 9, [], [], [], ":causal:sinks", None, 0.0, 0, 0, False, "")
+            q,
+            k,
+            v,
+            None,
+            None,
+            None,
+            None,
+            sinks,
+            *[None] * 9,
+            [],
+            [],
+            [],
+            ":causal:sinks",
+            None,
+            0.0,
+            0,
+            0,
+            False,
+            "",
+        )
     w, g = torch.randn(2, 4, 9), torch.randn(2, 4, 9, 8)
     keep = causal(9, 13)
     both = lambda out, lse: (out * g).sum() + (lse * w).sum()
-    for loss in (both, lambda out, lse: (lse * w).sum(), lambda out, lse: lse.sum(), lambda out, lse: (out * g).sum()):
+    for loss in (
+        both,
+        lambda out, lse: (lse * w).sum(),
+        lambda out, lse: lse.sum(),
+        lambda out, lse: (out * g).sum(),
+    ):
         got = torch.autograd.grad(loss(*function(q, k, v, sinks)), (q, k, v, sinks))
-        want = torch.autograd.grad(loss(reference(q, k, v, keep, sinks=sinks), reference_lse(q, k, keep, sinks)),
-                                   (q, k, v, sinks), allow_unused=True)
+        want = torch.autograd.grad(
+            loss(reference(q, k, v, keep, sinks=sinks), reference_lse(q, k, keep, sinks)),
+            (q, k, v, sinks),
+            allow_unused=True,
+        )
         for a, b in zip(got, want):
             torch.testing.assert_close(a, torch.zeros_like(a) if b is None else b, atol=1e-5, rtol=1e-4)
 
@@ -208,8 +272,12 @@ def transformed(transform, q, k, v, attend):
         "vmap": lambda: (func.vmap(attend, (1, 1, 1), 2)(batch(q), batch(k), batch(v)),),
         "vmap of q": lambda: (func.vmap(attend, (1, None, None))(batch(q), k, v),),
         "vmap of grad": lambda: func.vmap(func.grad(loss, (0, 1, 2)), (1, None, 1))(batch(q), k, batch(v)),
-        "vmap of vmap": lambda: (func.vmap(func.vmap(attend, (1, None, None)), (None, 1, None))(batch(q), batch(k), v),),
-        "grad of vmap": lambda: func.grad(lambda q: func.vmap(attend, (1, None, None))(batch(q), k, v).square().sum())(q),
+        "vmap of vmap": lambda: (
+            func.vmap(func.vmap(attend, (1, None, None)), (None, 1, None))(batch(q), batch(k), v),
+        ),
+        "grad of vmap": lambda: func.grad(
+            lambda q: func.vmap(attend, (1, None, None))(batch(q), k, v).square().sum()
+        )(q),
     }[transform]()
 
 
@@ -219,18 +287,29 @@ TRANSFORMS = ["grad", "vjp", "jacrev", "vmap", "vmap of q", "vmap of grad", "vma
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("kind", ["plain", "sinks", "sdpa", "captures"])
 def test_transforms_of_torch_func(transform, kind):
-    q, k, v = (x.detach() for x in tensors(batch=1 if kind == "captures" else 2, heads=2, heads_kv=2, queries=3, keys=4))
+    q, k, v = (
+        x.detach()
+        for x in tensors(batch=1 if kind == "captures" else 2, heads=2, heads_kv=2, queries=3, keys=4)
+    )
     sinks, bias = torch.tensor([0.5, -1.0]), torch.randn(1, 2, 3, 4)
-    attend = {"plain": lambda q, k, v: flashjit.attention(q, k, v, causal=True),
-              "sinks": lambda q, k, v: flashjit.attention(q, k, v, sinks=sinks),
-              "sdpa": scaled_dot_product_attention,
-              # With b, which counts each call's own batch entries.
-              "captures": lambda q, k, v: flashjit.attention(q, k, v, score_mod=lambda s, b, h, q, kv: s + bias[b, h, q, kv])}
-    want = {"plain": lambda q, k, v: reference(q, k, v, causal(3, 4)).float(),
-            "sinks": lambda q, k, v: reference(q, k, v, sinks=sinks).float(),
-            "sdpa": lambda q, k, v: reference(q, k, v).float(),
-            "captures": lambda q, k, v: reference(q, k, v, add=bias).float()}
-    for a, b in zip(transformed(transform, q, k, v, attend[kind]), transformed(transform, q, k, v, want[kind])):
+    attend = {
+        "plain": lambda q, k, v: flashjit.attention(q, k, v, causal=True),
+        "sinks": lambda q, k, v: flashjit.attention(q, k, v, sinks=sinks),
+        "sdpa": scaled_dot_product_attention,
+        # With b, which counts each call's own batch entries.
+        "captures": lambda q, k, v: flashjit.attention(
+            q, k, v, score_mod=lambda s, b, h, q, kv: s + bias[b, h, q, kv]
+        ),
+    }
+    want = {
+        "plain": lambda q, k, v: reference(q, k, v, causal(3, 4)).float(),
+        "sinks": lambda q, k, v: reference(q, k, v, sinks=sinks).float(),
+        "sdpa": lambda q, k, v: reference(q, k, v).float(),
+        "captures": lambda q, k, v: reference(q, k, v, add=bias).float(),
+    }
+    for a, b in zip(
+        transformed(transform, q, k, v, attend[kind]), transformed(transform, q, k, v, want[kind])
+    ):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
@@ -240,12 +319,22 @@ def test_transforms_reach_captures_and_sinks():
     distance = (torch.arange(4) - torch.arange(3)[:, None]).double()
 
     def loss(sinks, slopes):
-        return flashjit.attention(q, k, v, sinks=sinks, score_mod=lambda s, b, h, q, kv: s + slopes[h] * (kv - q)).square().sum()
+        return (
+            flashjit.attention(
+                q, k, v, sinks=sinks, score_mod=lambda s, b, h, q, kv: s + slopes[h] * (kv - q)
+            )
+            .square()
+            .sum()
+        )
 
     def want(sinks, slopes):
         return reference(q, k, v, sinks=sinks, add=slopes.double()[:, None, None] * distance).square().sum()
+
     many = torch.stack([sinks, 2 * sinks]), torch.stack([slopes, -slopes])
-    for transform in (lambda f: torch.func.grad(f, (0, 1))(sinks, slopes), lambda f: torch.func.vmap(torch.func.grad(f, (0, 1)))(*many)):
+    for transform in (
+        lambda f: torch.func.grad(f, (0, 1))(sinks, slopes),
+        lambda f: torch.func.vmap(torch.func.grad(f, (0, 1)))(*many),
+    ):
         for a, b in zip(transform(loss), transform(want)):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
@@ -314,16 +403,27 @@ def test_key_padding_and_block_map():
     q, k, v = tensors(queries=32, keys=32)
     lengths = torch.tensor([32, 5], dtype=torch.int32)
     blocks = torch.tensor([[True, False], [True, True]])
-    keep = blocks.repeat_interleave(16, 0).repeat_interleave(16, 1) & (torch.arange(32) < lengths[:, None, None, None])
-    check(lambda: flashjit.attention(q, k, v, kv_lengths=lengths, block_mask=BlockMap(blocks, 16)),
-          lambda: reference(q, k, v, keep), (q, k, v))
+    keep = blocks.repeat_interleave(16, 0).repeat_interleave(16, 1) & (
+        torch.arange(32) < lengths[:, None, None, None]
+    )
+    check(
+        lambda: flashjit.attention(q, k, v, kv_lengths=lengths, block_mask=BlockMap(blocks, 16)),
+        lambda: reference(q, k, v, keep),
+        (q, k, v),
+    )
 
 
 def test_flex_attention_s_block_mask():
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     q, k, v = tensors(queries=64, keys=64)
-    mask = flex.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
-    check(lambda: flashjit.attention(q, k, v, block_mask=mask), lambda: reference(q, k, v, causal(64, 64)), (q, k, v))
+    mask = flex.create_block_mask(
+        lambda b, h, q, kv: q >= kv, None, None, 64, 64, device="cpu", BLOCK_SIZE=16
+    )
+    check(
+        lambda: flashjit.attention(q, k, v, block_mask=mask),
+        lambda: reference(q, k, v, causal(64, 64)),
+        (q, k, v),
+    )
 
 
 def flex_blocks(kinds, block, mask_mod=None, lengths=None):
@@ -333,9 +433,15 @@ def flex_blocks(kinds, block, mask_mod=None, lengths=None):
     def table(blocks):
         order = torch.argsort(blocks.to(torch.int32), dim=-1, descending=True, stable=True)
         return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
     kinds = torch.as_tensor(kinds)[(None,) * (4 - torch.as_tensor(kinds).dim())]
-    return flex.BlockMask.from_kv_blocks(*table(kinds == 1), *table(kinds == 2), BLOCK_SIZE=block, mask_mod=mask_mod,
-                                         **({} if lengths is None else {"seq_lengths": lengths}))
+    return flex.BlockMask.from_kv_blocks(
+        *table(kinds == 1),
+        *table(kinds == 2),
+        BLOCK_SIZE=block,
+        mask_mod=mask_mod,
+        **({} if lengths is None else {"seq_lengths": lengths}),
+    )
 
 
 def causal_mod(b, h, q, kv):
@@ -356,13 +462,17 @@ def test_flex_attention_s_blocks_of_any_size(block, heads):
     keep = torch.arange(130)[:, None] + (shift[:, None, None] if heads else 0) >= torch.arange(210)
     check(lambda: flashjit.attention(q, k, v, block_mask=mask), lambda: reference(q, k, v, keep), (q, k, v))
     with torch.no_grad():
-        assert torch.equal(flashjit.attention(q, k, v, block_mask=mask, lists=TileLists(q, k, v, block_mask=mask)),
-                           flashjit.attention(q, k, v, block_mask=mask))
+        assert torch.equal(
+            flashjit.attention(q, k, v, block_mask=mask, lists=TileLists(q, k, v, block_mask=mask)),
+            flashjit.attention(q, k, v, block_mask=mask),
+        )
 
 
 def keep_of(kinds, block, mod, queries, keys):
     """The pairs that attend by a BlockMask's definition."""
-    kinds = torch.as_tensor(kinds)[..., (torch.arange(queries) // block)[:, None], torch.arange(keys) // block]
+    kinds = torch.as_tensor(kinds)[
+        ..., (torch.arange(queries) // block)[:, None], torch.arange(keys) // block
+    ]
     return (kinds == 2) | (kinds == 1) & mod(0, 0, torch.arange(queries)[:, None], torch.arange(keys))
 
 
@@ -376,18 +486,29 @@ def test_flex_attention_s_mask_holds_in_partial_blocks_alone(block, through):
     run = lambda q, k, v: flashjit.attention(q, k, v, block_mask=mask)
     if through == "compiled":
         run = compiled(run)
-    check(lambda: run(q, k, v), lambda: reference(q, k, v, keep_of(kinds, block, causal_mod, 40, 56)), (q, k, v))
+    check(
+        lambda: run(q, k, v), lambda: reference(q, k, v, keep_of(kinds, block, causal_mod, 40, 56)), (q, k, v)
+    )
 
 
 def test_a_block_mask_and_another_mask_hold_together():
     q, k, v = tensors(queries=32, keys=32)
     near = lambda b, h, q, kv: q - kv < 5
     mask = flex_blocks([[1, 0], [2, 1]], 16, causal_mod)
-    keep = keep_of([[1, 0], [2, 1]], 16, causal_mod, 32, 32) & (torch.arange(32)[:, None] - torch.arange(32) < 5)
-    check(lambda: flashjit.attention(q, k, v, block_mask=mask, mask_mod=near), lambda: reference(q, k, v, keep), (q, k, v))
+    keep = keep_of([[1, 0], [2, 1]], 16, causal_mod, 32, 32) & (
+        torch.arange(32)[:, None] - torch.arange(32) < 5
+    )
+    check(
+        lambda: flashjit.attention(q, k, v, block_mask=mask, mask_mod=near),
+        lambda: reference(q, k, v, keep),
+        (q, k, v),
+    )
     same = flex_blocks([[1, 0], [1, 1]], 16, causal_mod)
-    check(lambda: flashjit.attention(q, k, v, block_mask=same, mask_mod=causal_mod), lambda: reference(q, k, v, causal(32, 32)),
-          (q, k, v))
+    check(
+        lambda: flashjit.attention(q, k, v, block_mask=same, mask_mod=causal_mod),
+        lambda: reference(q, k, v, causal(32, 32)),
+        (q, k, v),
+    )
     with pytest.raises(flashjit.InvalidArgument, match="mask_mod of its own, .* give it as a function"):
         flashjit.attention(q, k, v, block_mask=mask, mask_mod="q - kv < 5")
 
@@ -396,16 +517,25 @@ def test_a_block_mask_of_another_length_is_refused():
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     q, k, v = tensors(queries=32, keys=32)
     mask = flex.create_block_mask(causal_mod, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
-    with pytest.raises(flashjit.InvalidArgument, match=r"made for 64 queries and 64 keys, and q has 32 and k 32: .*_adjust\(32, 32\)"):
+    with pytest.raises(
+        flashjit.InvalidArgument,
+        match=r"made for 64 queries and 64 keys, and q has 32 and k 32: .*_adjust\(32, 32\)",
+    ):
         flashjit.attention(q, k, v, block_mask=mask)
-    assert torch.equal(flashjit.attention(q, k, v, block_mask=mask._adjust(32, 32)), flashjit.attention(q, k, v, causal=True))
+    assert torch.equal(
+        flashjit.attention(q, k, v, block_mask=mask._adjust(32, 32)), flashjit.attention(q, k, v, causal=True)
+    )
     short = flex.create_block_mask(causal_mod, None, None, 16, 16, device="cpu", BLOCK_SIZE=16)
-    with pytest.raises(flashjit.InvalidArgument, match=r"made for 16 queries and 16 keys, and q has 32 and k 32: make one for these\.$"):
+    with pytest.raises(
+        flashjit.InvalidArgument,
+        match=r"made for 16 queries and 16 keys, and q has 32 and k 32: make one for these\.$",
+    ):
         flashjit.attention(q, k, v, block_mask=short)
 
 
 def test_a_block_mask_is_traced_once(monkeypatch):
     from flashjit import programs as module
+
     q, k, v = tensors(queries=32, keys=48)
     mask = flex_blocks(torch.tensor([[2, 1, 0], [2, 2, 1]]), 16, causal_mod, (32, 48))
     run = lambda: flashjit.attention(q, k, v, block_mask=mask)
@@ -414,7 +544,9 @@ def test_a_block_mask_is_traced_once(monkeypatch):
     assert torch.equal(run(), first)
 
 
-@pytest.mark.parametrize("write", [torch.Tensor.copy_, lambda table, new: table.data.copy_(new)], ids=["copy_", "data"])
+@pytest.mark.parametrize(
+    "write", [torch.Tensor.copy_, lambda table, new: table.data.copy_(new)], ids=["copy_", "data"]
+)
 def test_a_block_mask_that_is_rewritten_in_place_is_read_again(write):
     """As a decode loop does with static buffers; of what is written through .data, or by a CUDA graph, autograd counts no version."""
     q, k, v = tensors(queries=32, keys=48)
@@ -424,8 +556,11 @@ def test_a_block_mask_that_is_rewritten_in_place_is_read_again(write):
         fresh = flex_blocks(other, 16, causal_mod, (32, 48))
         for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
             write(getattr(mask, name), getattr(fresh, name))
-        check(lambda: flashjit.attention(q, k, v, block_mask=mask),
-              lambda: reference(q, k, v, keep_of(other, 16, causal_mod, 32, 48)), (q, k, v))
+        check(
+            lambda: flashjit.attention(q, k, v, block_mask=mask),
+            lambda: reference(q, k, v, keep_of(other, 16, causal_mod, 32, 48)),
+            (q, k, v),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -436,13 +571,20 @@ def test_a_running_state(dtype):
     state[0][:, :, 5], state[1][:, :, 5] = math.nan, -math.inf  # which then has the other parts' keys
     second = flashjit.attention(q, *parts[1], return_lse=True, out_dtype=torch.float32, state=state)
     out, lse = flashjit.attention(q, *parts[2], return_lse=True, state=second)
-    merged = flashjit.merge([state] + [flashjit.attention(q, *part, return_lse=True, out_dtype=torch.float32) for part in parts[1:]])
+    merged = flashjit.merge(
+        [state]
+        + [flashjit.attention(q, *part, return_lse=True, out_dtype=torch.float32) for part in parts[1:]]
+    )
     assert out.dtype == dtype
     torch.testing.assert_close(lse, merged[1], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(out, merged[0].to(dtype), atol=1e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
-    for given, error, says in (((q, k, v, (1, 2)), flashjit.WrongType, "give O and LSE"),
-                               ((q, k, v, (state[0].half(), state[1])), flashjit.InvalidArgument, r"state\[0\] is float16"),
-                               ((q.clone().requires_grad_(), k, v, state), flashjit.Unsupported, "merge")):
+    torch.testing.assert_close(
+        out, merged[0].to(dtype), atol=1e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2
+    )
+    for given, error, says in (
+        ((q, k, v, (1, 2)), flashjit.WrongType, "give O and LSE"),
+        ((q, k, v, (state[0].half(), state[1])), flashjit.InvalidArgument, r"state\[0\] is float16"),
+        ((q.clone().requires_grad_(), k, v, state), flashjit.Unsupported, "merge"),
+    ):
         with pytest.raises(error, match=says):
             flashjit.attention(*given[:3], state=given[3])
     with pytest.raises(flashjit.InvalidArgument, match="running_state is set beside sinks"):
@@ -455,16 +597,25 @@ def test_a_running_state(dtype):
 def test_the_largest_score_of_each_query(with_grad):
     """As QK-clip wants it, without a gradient of its own, and without sinks."""
     q, k, v = tensors(queries=40, keys=56)
-    scores = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3) * q.shape[3] ** -0.5 * 3).detach()
+    scores = (
+        q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3) * q.shape[3] ** -0.5 * 3
+    ).detach()
     keep = causal(40, 56)
-    given = dict(score_mod=lambda s, b, h, i, j: s * 3, causal=True, sinks=torch.full((q.shape[1],), 100.0), return_row_max=True)
+    given = dict(
+        score_mod=lambda s, b, h, i, j: s * 3,
+        causal=True,
+        sinks=torch.full((q.shape[1],), 100.0),
+        return_row_max=True,
+    )
     with torch.set_grad_enabled(with_grad):
         out, lse, row_max = flashjit.attention(q, k, v, return_lse=True, **given)
         alone, again = flashjit.attention(q, k, v, **given)
     want = scores.masked_fill(~keep, -math.inf).amax(3)
     torch.testing.assert_close(row_max, want, atol=1e-5, rtol=1e-5)
     assert torch.equal(again, row_max) and torch.equal(alone, out) and not row_max.requires_grad
-    assert torch.equal(out, flashjit.attention(q, k, v, return_lse=True, **{**given, "return_row_max": False})[0])
+    assert torch.equal(
+        out, flashjit.attention(q, k, v, return_lse=True, **{**given, "return_row_max": False})[0]
+    )
     if with_grad:
         got = torch.autograd.grad(out.sum(), (q, k, v))
         torch.testing.assert_close(got, torch.autograd.grad(alone.sum(), (q, k, v)))
@@ -473,10 +624,20 @@ def test_the_largest_score_of_each_query(with_grad):
 def test_the_largest_scores_of_packed_sequences():
     q, k, v = (torch.randn(1, 2, 10, 16) for _ in range(3))
     offsets = torch.tensor([0, 4, 10], dtype=torch.int32)
-    out, row_max = flashjit.attention(q, k, v, cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=6, max_seqlen_kv=6,
-                                      return_row_max=True)
+    out, row_max = flashjit.attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        max_seqlen_q=6,
+        max_seqlen_kv=6,
+        return_row_max=True,
+    )
     assert row_max.shape == (2, 2, 6) and (row_max[0, :, 4:] == -math.inf).all()
-    torch.testing.assert_close(row_max[1], (q[0, :, 4:] @ k[0, :, 4:].transpose(1, 2) / 4).amax(2), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        row_max[1], (q[0, :, 4:] @ k[0, :, 4:].transpose(1, 2) / 4).amax(2), atol=1e-5, rtol=1e-5
+    )
     with pytest.raises(flashjit.Unsupported, match="return_row_max cannot be had in compiled code"):
         torch.func.vmap(lambda q: flashjit.attention(q, k, v, return_row_max=True)[0])(q[None])
 
@@ -484,10 +645,16 @@ def test_the_largest_scores_of_packed_sequences():
 def test_packed_sequences():
     q, k, v = tensors(batch=1)
     cu_q, cu_kv = torch.tensor([0, 2, 9], dtype=torch.int32), torch.tensor([0, 8, 13], dtype=torch.int32)
-    call = lambda **more: flashjit.attention(q, k, v, causal=True, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, max_seqlen_q=7,
-                                             max_seqlen_kv=8, **more)
-    want = lambda: torch.cat([reference(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], causal(b - a, d - c))
-                              for a, b, c, d in ((0, 2, 0, 8), (2, 9, 8, 13))], 2)
+    call = lambda **more: flashjit.attention(
+        q, k, v, causal=True, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, max_seqlen_q=7, max_seqlen_kv=8, **more
+    )
+    want = lambda: torch.cat(
+        [
+            reference(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], causal(b - a, d - c))
+            for a, b, c, d in ((0, 2, 0, 8), (2, 9, 8, 13))
+        ],
+        2,
+    )
     check(call, want, (q, k, v))
     lse = call(return_lse=True)[1]
     assert lse.shape == (2, 4, 7) and (lse[0, :, 2:] == -math.inf).all()
@@ -502,7 +669,9 @@ def test_rows_that_belong_to_no_sequence_are_zeros(through):
         for x, rows in zip(qkv, (6, 11, 11)):
             x[:, :, rows:] = math.nan
     lengths = dict(causal=True, max_seqlen_q=7, max_seqlen_kv=8, return_lse=True)
-    function = lambda q, k, v, cu_q, cu_kv: flashjit.attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, **lengths)
+    function = lambda q, k, v, cu_q, cu_kv: flashjit.attention(
+        q, k, v, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, **lengths
+    )
     run = function if through == "eager" else compiled(function)
     out, lse = run(*qkv, cu_q, cu_kv)
     dout = torch.randn_like(out)
@@ -511,7 +680,9 @@ def test_rows_that_belong_to_no_sequence_are_zeros(through):
     short = [x[:, :, :rows].detach().clone().requires_grad_() for x, rows in zip(qkv, (6, 11, 11))]
     want, want_lse = function(*short, cu_q, cu_kv)
     assert torch.equal(lse, want_lse) and (lse[1, :, 4:] == -math.inf).all()
-    for a, b, rows in zip((out, *got), (want, *torch.autograd.grad(want, short, dout[:, :, :6])), (6, 6, 11, 11)):
+    for a, b, rows in zip(
+        (out, *got), (want, *torch.autograd.grad(want, short, dout[:, :, :6])), (6, 6, 11, 11)
+    ):
         assert torch.equal(a[:, :, :rows], b) and (a[:, :, rows:] == 0).all()
 
 
@@ -526,8 +697,11 @@ def test_packed_tensors_without_any_sequence_are_zeros(on_fake_gpu):
 def test_sinks():
     q, k, v = tensors()
     sinks = torch.linspace(-1, 2, 4).requires_grad_()
-    check(lambda: flashjit.attention(q, k, v, causal=True, sinks=sinks),
-          lambda: reference(q, k, v, causal(9, 13), sinks=sinks), (q, k, v, sinks))
+    check(
+        lambda: flashjit.attention(q, k, v, causal=True, sinks=sinks),
+        lambda: reference(q, k, v, causal(9, 13), sinks=sinks),
+        (q, k, v, sinks),
+    )
     half = sinks.detach().bfloat16().requires_grad_()
     flashjit.attention(q, k, v, sinks=half).sum().backward()
     assert half.grad.dtype == torch.bfloat16
@@ -535,31 +709,70 @@ def test_sinks():
 
 def test_captures_with_gradients():
     q, k, v = tensors()
-    slopes, bias = torch.rand(4, requires_grad=True), torch.randn(2, 1, 9, 13).expand(2, 4, 9, 13).requires_grad_()
+    slopes, bias = (
+        torch.rand(4, requires_grad=True),
+        torch.randn(2, 1, 9, 13).expand(2, 4, 9, 13).requires_grad_(),
+    )
     table, cap = torch.randint(0, 2, (13,), dtype=torch.int32), torch.tensor(5.0)
     distance = (torch.arange(9)[:, None] - torch.arange(13)).double()
     score = lambda s, b, h, q, kv: cap * torch.tanh((s + slopes[h] * (q - kv) + bias[b, h, q, kv]) / cap)
     mask = lambda b, h, q, kv: table[q] == table[kv]
-    want = lambda: reference(q, k, v, table[:9, None] == table, score=lambda s: 5 * torch.tanh(
-        (s + slopes.double()[:, None, None] * distance + bias) / 5))
+    want = lambda: reference(
+        q,
+        k,
+        v,
+        table[:9, None] == table,
+        score=lambda s: 5 * torch.tanh((s + slopes.double()[:, None, None] * distance + bias) / 5),
+    )
     check(lambda: flashjit.attention(q, k, v, score_mod=score, mask_mod=mask), want, (q, k, v, slopes, bias))
     with torch.no_grad():
-        torch.testing.assert_close(flashjit.attention(q, k, v, score_mod=score, mask_mod=mask).double(), want())
+        torch.testing.assert_close(
+            flashjit.attention(q, k, v, score_mod=score, mask_mod=mask).double(), want()
+        )
     cap.fill_(2.0)
     with torch.no_grad():  # the number is read at every call
         first = flashjit.attention(q, k, v, score_mod=score)
-    assert (first != flashjit.attention(q, k, v, score_mod=score.__class__(
-        score.__code__, {**globals(), "torch": torch}, "again", None, tuple(map(type(score.__closure__[0]), [
-            x if x is not cap else torch.tensor(5.0) for x in (c.cell_contents for c in score.__closure__)]))))).any()
+    assert (
+        first
+        != flashjit.attention(
+            q,
+            k,
+            v,
+            score_mod=score.__class__(
+                score.__code__,
+                {**globals(), "torch": torch},
+                "again",
+                None,
+                tuple(
+                    map(
+                        type(score.__closure__[0]),
+                        [
+                            x if x is not cap else torch.tensor(5.0)
+                            for x in (c.cell_contents for c in score.__closure__)
+                        ],
+                    )
+                ),
+            ),
+        )
+    ).any()
 
 
 def test_texts_with_captures():
     q, k, v = tensors()
     slopes = torch.rand(4, requires_grad=True)
     distance = (torch.arange(13) - torch.arange(9)[:, None]).double()
-    check(lambda: flashjit.attention(q, k, v, score_mod="score + slopes[h] * to_float(kv - q)", mask_mod="q - kv < window",
-                                     captures={"slopes": slopes, "window": 3}),
-          lambda: reference(q, k, v, -distance < 3, slopes.double()[:, None, None] * distance), (q, k, v, slopes))
+    check(
+        lambda: flashjit.attention(
+            q,
+            k,
+            v,
+            score_mod="score + slopes[h] * to_float(kv - q)",
+            mask_mod="q - kv < window",
+            captures={"slopes": slopes, "window": 3},
+        ),
+        lambda: reference(q, k, v, -distance < 3, slopes.double()[:, None, None] * distance),
+        (q, k, v, slopes),
+    )
 
 
 # --- tile lists made once ---
@@ -577,45 +790,74 @@ def test_lists_serve_many_calls():
     given = dict(score_mod=lambda s, b, h, q, kv: s + slopes[h] * (kv - q), mask_mod=mask, causal=True)
     lists = TileLists(q, k, v, **given)
     distance = (torch.arange(13) - torch.arange(9)[:, None]).double()
-    want = lambda: reference(q, k, v, causal(9, 13) & (document[:9, None] == document),
-                             slopes.double()[:, None, None] * distance)
+    want = lambda: reference(
+        q, k, v, causal(9, 13) & (document[:9, None] == document), slopes.double()[:, None, None] * distance
+    )
     for _ in range(2):
         check(lambda: flashjit.attention(q, k, v, lists=lists, **given), want, (q, k, v, slopes))
     with torch.no_grad():  # also where no gradients are recorded
-        torch.testing.assert_close(flashjit.attention(q, k, v, lists=lists, **given).double(), want(), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            flashjit.attention(q, k, v, lists=lists, **given).double(), want(), atol=1e-5, rtol=1e-4
+        )
     k2 = k.transpose(1, 2).contiguous().transpose(1, 2)  # strides do not matter
-    assert torch.equal(flashjit.attention(q, k2, v, lists=lists, scale=0.5, **given),
-                       flashjit.attention(q, k, v, scale=0.5, **given))
+    assert torch.equal(
+        flashjit.attention(q, k2, v, lists=lists, scale=0.5, **given),
+        flashjit.attention(q, k, v, scale=0.5, **given),
+    )
 
 
 def test_lists_of_a_block_map_and_of_packed_sequences():
     q, k, v = tensors(queries=32, keys=32)
     given = dict(block_mask=BlockMap(torch.tensor([[True, False], [True, True]]), 16))
     keep = given["block_mask"].blocks[0, 0].bool().repeat_interleave(16, 0).repeat_interleave(16, 1)
-    check(lambda: flashjit.attention(q, k, v, lists=TileLists(q, k, v, **given), **given), lambda: reference(q, k, v, keep),
-          (q, k, v))
+    check(
+        lambda: flashjit.attention(q, k, v, lists=TileLists(q, k, v, **given), **given),
+        lambda: reference(q, k, v, keep),
+        (q, k, v),
+    )
     q, k, v = tensors(batch=1)
-    cu = dict(cu_seqlens_q=torch.tensor([0, 2, 9], dtype=torch.int32), max_seqlen_q=7,
-              cu_seqlens_kv=torch.tensor([0, 8, 13], dtype=torch.int32), max_seqlen_kv=8, causal=True)
-    assert torch.equal(flashjit.attention(q, k, v, lists=TileLists(q, k, v, **cu), **cu), flashjit.attention(q, k, v, **cu))
+    cu = dict(
+        cu_seqlens_q=torch.tensor([0, 2, 9], dtype=torch.int32),
+        max_seqlen_q=7,
+        cu_seqlens_kv=torch.tensor([0, 8, 13], dtype=torch.int32),
+        max_seqlen_kv=8,
+        causal=True,
+    )
+    assert torch.equal(
+        flashjit.attention(q, k, v, lists=TileLists(q, k, v, **cu), **cu), flashjit.attention(q, k, v, **cu)
+    )
 
 
 def test_lists_that_do_not_belong_are_refused():
     q, k, v = tensors()
     mask = documents()[1]
     lists = TileLists(q, k, v, mask_mod=mask)
-    call = lambda q=q, k=k, v=v, lists=lists, **other: flashjit.attention(q, k, v, lists=lists, **{"mask_mod": mask, **other})
-    with pytest.raises(flashjit.InvalidArgument, match=r"lists were built for fwd:fp32.*mask.* but this call is fwd:fp32:d16x8 "
-                                                       r"with batch 2.*TileLists\(\)"):
+    call = lambda q=q, k=k, v=v, lists=lists, **other: flashjit.attention(
+        q, k, v, lists=lists, **{"mask_mod": mask, **other}
+    )
+    with pytest.raises(
+        flashjit.InvalidArgument,
+        match=r"lists were built for fwd:fp32.*mask.* but this call is fwd:fp32:d16x8 "
+        r"with batch 2.*TileLists\(\)",
+    ):
         call(mask_mod=None)
-    for other in (dict(causal=True), dict(dropout_p=0.1), dict(score_mod="score * 2.0"), dict(sinks=torch.zeros(4))):
+    for other in (
+        dict(causal=True),
+        dict(dropout_p=0.1),
+        dict(score_mod="score * 2.0"),
+        dict(sinks=torch.zeros(4)),
+    ):
         with pytest.raises(flashjit.InvalidArgument, match="lists were built for"):
             call(**other)
-    with pytest.raises(flashjit.InvalidArgument, match="seqlen_kv 13 on cpu, but this call is .* seqlen_kv 12 on cpu"):
+    with pytest.raises(
+        flashjit.InvalidArgument, match="seqlen_kv 13 on cpu, but this call is .* seqlen_kv 12 on cpu"
+    ):
         call(k=k[:, :, :12], v=v[:, :, :12])
     with pytest.raises(flashjit.InvalidArgument, match="fp32:d16x8.* but this call is fwd:bf16:d16x8"):
         call(*(x.bfloat16() for x in (q, k, v)))
-    with pytest.raises(flashjit.WrongType, match="a DeviceTileLists: .* flashjit.torch.TileLists; what flashjit.build_lists"):
+    with pytest.raises(
+        flashjit.WrongType, match="a DeviceTileLists: .* flashjit.torch.TileLists; what flashjit.build_lists"
+    ):
         call(lists=flashjit.DeviceTileLists(None, None, 0))
     elsewhere = TileLists(q, k, v, mask_mod=mask)
     elsewhere.built[0].device = torch.device("cuda", 1)
@@ -632,16 +874,22 @@ def test_lists_of_the_forward_pass_alone():
     mask = documents()[1]
     with torch.no_grad():
         lists = TileLists(q, k, v, mask_mod=mask)
-        assert torch.equal(flashjit.attention(q, k, v, mask_mod=mask, lists=lists), flashjit.attention(q, k, v, mask_mod=mask))
+        assert torch.equal(
+            flashjit.attention(q, k, v, mask_mod=mask, lists=lists),
+            flashjit.attention(q, k, v, mask_mod=mask),
+        )
         both = TileLists(q, k, v, mask_mod=mask, backward=True)
     want = torch.autograd.grad(flashjit.attention(q, k, v, mask_mod=mask).square().sum(), (q, k, v))
     for some in (lists, both):
-        got = torch.autograd.grad(flashjit.attention(q, k, v, mask_mod=mask, lists=some).square().sum(), (q, k, v))
+        got = torch.autograd.grad(
+            flashjit.attention(q, k, v, mask_mod=mask, lists=some).square().sum(), (q, k, v)
+        )
         assert all(map(torch.equal, got, want))
 
 
 def test_lists_in_checkpoints():
     from torch.utils.checkpoint import checkpoint
+
     q, k, v = tensors()
     mask = documents()[1]
     lists = TileLists(q, k, v, mask_mod=mask)
@@ -656,11 +904,15 @@ def test_lists_in_checkpoints():
 def compiled_steps():
     """A function of documents and lists, and how often it was compiled."""
     from torch._dynamo.testing import CompileCounterWithBackend
+
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 
     def step(q, k, v, document, lists):
-        return flashjit.attention(q, k, v, mask_mod=lambda b, h, q, kv: document[q] == document[kv], lists=lists)
+        return flashjit.attention(
+            q, k, v, mask_mod=lambda b, h, q, kv: document[q] == document[kv], lists=lists
+        )
+
     return torch.compile(step, backend=counter, fullgraph=True), step, counter
 
 
@@ -670,7 +922,11 @@ def test_compiled_code_takes_other_lists_without_compiling_again():
     for tokens in (4, 3, 5):
         document = documents(tokens=tokens)[0]
         lists = TileLists(q, k, v, mask_mod=lambda b, h, q, kv: document[q] == document[kv])
-        check(lambda: run(q, k, v, document, lists), lambda: reference(q, k, v, document[:9, None] == document), (q, k, v))
+        check(
+            lambda: run(q, k, v, document, lists),
+            lambda: reference(q, k, v, document[:9, None] == document),
+            (q, k, v),
+        )
     assert counter.frame_count <= 2
 
 
@@ -684,7 +940,11 @@ def test_compiled_code_does_not_depend_on_what_re_keeps():
             re.compile(f"other{i}")
         document = documents(tokens=4)[0]
         lists = TileLists(q, k, v, mask_mod=lambda b, h, q, kv: document[q] == document[kv])
-        check(lambda: run(q, k, v, document, lists), lambda: reference(q, k, v, document[:9, None] == document), (q, k, v))
+        check(
+            lambda: run(q, k, v, document, lists),
+            lambda: reference(q, k, v, document[:9, None] == document),
+            (q, k, v),
+        )
 
 
 class ImportsMore(types.ModuleType):
@@ -702,7 +962,11 @@ def test_compiled_code_does_not_ask_which_modules_there_are():
     lists = TileLists(q, k, v, mask_mod=lambda b, h, q, kv: document[q] == document[kv])
     sys.modules["flashjit_test_imports_more"] = ImportsMore("imports_more")
     try:
-        check(lambda: run(q, k, v, document, lists), lambda: reference(q, k, v, document[:9, None] == document), (q, k, v))
+        check(
+            lambda: run(q, k, v, document, lists),
+            lambda: reference(q, k, v, document[:9, None] == document),
+            (q, k, v),
+        )
     finally:
         for name in [name for name in sys.modules if name.startswith("flashjit_test_")]:
             del sys.modules[name]
@@ -712,7 +976,9 @@ def test_compiled_code_refuses_lists_that_do_not_belong():
     q, k, v = tensors()
     run, _, _ = compiled_steps()
     document = documents()[0]
-    with pytest.raises(flashjit.InvalidArgument, match="lists were built for fwd:fp32.* but this call is fwd:fp32"):
+    with pytest.raises(
+        flashjit.InvalidArgument, match="lists were built for fwd:fp32.* but this call is fwd:fp32"
+    ):
         run(q, k, v, document, TileLists(q, k, v, causal=True))
     with pytest.raises(Exception, match="lists is a int: give a flashjit.torch.TileLists"):
         run(q, k, v, document, 3)
@@ -729,8 +995,10 @@ def test_the_operators_are_sound_with_lists():
         torch.ops.flashjit.attention_forward(*arguments[:20], "", *arguments[21:])
     copied = [memory.clone() for memory in lists.memory]  # of which nothing is known: made in the call
     out = torch.ops.flashjit.attention_forward(*arguments[:15], *copied, *arguments[17:])[0]
-    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), torch.autograd.grad(
-        torch.ops.flashjit.attention_forward(*arguments)[0].square().sum(), (q, k, v)))
+    torch.testing.assert_close(
+        torch.autograd.grad(out.square().sum(), (q, k, v)),
+        torch.autograd.grad(torch.ops.flashjit.attention_forward(*arguments)[0].square().sum(), (q, k, v)),
+    )
 
 
 def test_compiled_code_shows_the_library_s_message():
@@ -759,6 +1027,7 @@ def test_what_is_known_of_lists_ends_with_their_memory():
 @pytest.fixture
 def on_fake_gpu(fake_gpu, monkeypatch):
     """Tensors on the CPU are taken for tensors on a GPU, whose kernels do nothing."""
+
     class OnGpu(_plans.Plan):
         def __init__(self, *arguments):
             super().__init__(*arguments)
@@ -768,7 +1037,8 @@ def on_fake_gpu(fake_gpu, monkeypatch):
         if named.get("dtype") is not torch.uint8:
             return real(size, *more, **named)
         raw = real(size + 256, *more, **named)
-        return raw[-raw.data_ptr() % 256:][:size]
+        return raw[-raw.data_ptr() % 256 :][:size]
+
     monkeypatch.setattr(_plans, "Plan", OnGpu)
     monkeypatch.setattr(_plans, "_plans", {})
     monkeypatch.setattr(_plans, "runtime", lambda: fake_gpu.runtime)
@@ -785,7 +1055,12 @@ def on_gpu_with_documents():
     torch.manual_seed(0)
     q, k, v = (torch.zeros(1, 2, 512, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
     slopes = torch.zeros(2, requires_grad=True)
-    return q, k, v, dict(mask_mod=documents(512, 100)[1], score_mod=lambda s, b, h, q, kv: s + slopes[h] * (kv - q))
+    return (
+        q,
+        k,
+        v,
+        dict(mask_mod=documents(512, 100)[1], score_mod=lambda s, b, h, q, kv: s + slopes[h] * (kv - q)),
+    )
 
 
 def test_lists_spare_launches_and_workspace(on_fake_gpu):
@@ -793,13 +1068,23 @@ def test_lists_spare_launches_and_workspace(on_fake_gpu):
     launches = on_fake_gpu.launches
     attention = lambda **more: flashjit.attention(q, k, v, **given, **more)
     step = lambda **more: attention(**more).sum().backward()
-    forward, both = (launches(lambda: TileLists(q, k, v, **given, backward=backward)) for backward in (False, True))
+    forward, both = (
+        launches(lambda: TileLists(q, k, v, **given, backward=backward)) for backward in (False, True)
+    )
     assert both > forward > 0
     lists = TileLists(q, k, v, **given)
-    plan, = _plans._plans.values()
-    assert lists.bytes == sum(on_fake_gpu.runtime.list_bytes(plan.spec_text, plan.shape, backward=backward)
-                              for backward in (False, True)) > 0
-    counted = 1  # what makes the lists resets the count of the work that is done; given lists, a kernel of its own
+    (plan,) = _plans._plans.values()
+    assert (
+        lists.bytes
+        == sum(
+            on_fake_gpu.runtime.list_bytes(plan.spec_text, plan.shape, backward=backward)
+            for backward in (False, True)
+        )
+        > 0
+    )
+    counted = (
+        1  # what makes the lists resets the count of the work that is done; given lists, a kernel of its own
+    )
     assert launches(lambda: attention(lists=lists)) == launches(attention) - forward + counted
     with torch.no_grad():
         assert launches(lambda: attention(lists=lists)) == launches(attention) - forward + counted
@@ -815,11 +1100,15 @@ def test_lists_spare_launches_and_workspace(on_fake_gpu):
 def test_lists_of_the_forward_pass_alone_leave_the_backward_pass_its_own(on_fake_gpu):
     q, k, v, given = on_gpu_with_documents()
     forward = TileLists(q, k, v, **given, backward=False)
-    launches = lambda call, **more: on_fake_gpu.launches(lambda: call(q, k, v, **given, **more).sum().backward())
+    launches = lambda call, **more: on_fake_gpu.launches(
+        lambda: call(q, k, v, **given, **more).sum().backward()
+    )
     alone = on_fake_gpu.launches(lambda: TileLists(q, k, v, **given, backward=False))
     spared = launches(flashjit.attention) - launches(flashjit.attention, lists=forward)
     assert spared == alone - 1 > 0  # one resets the count of work, as above
-    assert launches(compiled(flashjit.attention), lists=forward) == launches(flashjit.attention, lists=forward)
+    assert launches(compiled(flashjit.attention), lists=forward) == launches(
+        flashjit.attention, lists=forward
+    )
 
 
 def test_lists_outlive_their_object_until_the_backward_pass(on_fake_gpu):
@@ -858,6 +1147,7 @@ def test_empty_tensors_are_taken_on_a_gpu(on_fake_gpu, empty):
 
 def test_autocast_uses_the_lower_precision():
     from flashjit._problem import autocast
+
     q, k, v = tensors()
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=torch.cuda.is_available()):
         assert flashjit.attention(q, k, v).dtype == torch.float32  # CPU tensors stay as they are
@@ -887,14 +1177,17 @@ def test_double_backward_is_refused(loss):
         grads = torch.autograd.grad(loss(flashjit.attention(q, k, v, **given)), inputs, create_graph=True)
         for grad, expected in zip(grads, want):
             assert torch.equal(grad, expected)
-            for use in (lambda: grad.sum().backward(retain_graph=True),
-                        lambda: torch.autograd.grad(grad.sum(), q, allow_unused=True)):  # a graph without q would give None
+            for use in (
+                lambda: grad.sum().backward(retain_graph=True),
+                lambda: torch.autograd.grad(grad.sum(), q, allow_unused=True),
+            ):  # a graph without q would give None
                 with pytest.raises(flashjit.Unsupported, match="no second derivative: compute with .*MATH"):
                     use()
 
 
 def test_checkpointing():
     from torch.utils.checkpoint import checkpoint
+
     q, k, v = tensors()
     call = lambda q, k, v: flashjit.attention(q, k, v, causal=True, dropout_p=0.3)
     torch.manual_seed(3)
@@ -913,6 +1206,7 @@ def test_many_threads():
         for _ in range(20):
             if not torch.equal(flashjit.attention(q, k, v, causal=True), want):
                 wrong.append(1)
+
     threads = [threading.Thread(target=work) for _ in range(4)]
     [thread.start() for thread in threads], [thread.join() for thread in threads]
     assert not wrong
@@ -928,17 +1222,35 @@ def test_compile(options):
     q, k, v = tensors()
     first = lambda out: out[0] if isinstance(out, tuple) else out
     function = lambda q, k, v: first(flashjit.attention(q, k, v, **options)) * 2
-    check(lambda: compiled(function)(q, k, v), lambda: reference(
-        q, k, v, causal(9, 13) if options.get("causal") else None, scale=options.get("scale")) * 2, (q, k, v))
+    check(
+        lambda: compiled(function)(q, k, v),
+        lambda: (
+            reference(q, k, v, causal(9, 13) if options.get("causal") else None, scale=options.get("scale"))
+            * 2
+        ),
+        (q, k, v),
+    )
 
 
 def test_compile_with_all_tensors():
     q, k, v = tensors(batch=1)
     cu = torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([0, 8, 13], dtype=torch.int32)
     sinks = torch.randn(4, requires_grad=True)
-    function = lambda q, k, v, sinks: flashjit.attention(q, k, v, cu_seqlens_q=cu[0], cu_seqlens_kv=cu[1], max_seqlen_q=5,
-                                                         max_seqlen_kv=8, sinks=sinks, deterministic=True)
-    want = [torch.autograd.grad(function(q, k, v, sinks).square().sum(), x, retain_graph=True)[0] for x in (q, k, v, sinks)]
+    function = lambda q, k, v, sinks: flashjit.attention(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu[0],
+        cu_seqlens_kv=cu[1],
+        max_seqlen_q=5,
+        max_seqlen_kv=8,
+        sinks=sinks,
+        deterministic=True,
+    )
+    want = [
+        torch.autograd.grad(function(q, k, v, sinks).square().sum(), x, retain_graph=True)[0]
+        for x in (q, k, v, sinks)
+    ]
     got = torch.autograd.grad(compiled(function)(q, k, v, sinks).square().sum(), (q, k, v, sinks))
     for a, b in zip(got, want):
         torch.testing.assert_close(a, b)
@@ -951,18 +1263,35 @@ def test_compile_with_programs():
     def function(q, k, v, slopes):
         def score(s, b, h, q, kv):
             return cap * torch.tanh((s + slopes[h] * (kv - q)) / cap)
+
         return flashjit.attention(q, k, v, score_mod=score, mask_mod=lambda b, h, q, kv: q - kv < 3)
+
     distance = (torch.arange(13) - torch.arange(9)[:, None]).double()
-    check(lambda: compiled(function)(q, k, v, slopes), lambda: reference(q, k, v, -distance < 3, score=lambda s: 5 * torch.tanh(
-        (s + slopes.double()[:, None, None] * distance) / 5)), (q, k, v, slopes))
+    check(
+        lambda: compiled(function)(q, k, v, slopes),
+        lambda: reference(
+            q,
+            k,
+            v,
+            -distance < 3,
+            score=lambda s: 5 * torch.tanh((s + slopes.double()[:, None, None] * distance) / 5),
+        ),
+        (q, k, v, slopes),
+    )
 
 
 def test_compile_with_numbers_as_captures():
     q, k, v = tensors()
     distance = torch.arange(13) - torch.arange(9)[:, None]
-    check(lambda: compiled(lambda q, k, v, window: flashjit.attention(
-        q, k, v, mask_mod="kv - q < window", captures={"window": window}))(q, k, v, 4), lambda: reference(
-            q, k, v, distance < 4), (q, k, v))
+    check(
+        lambda: compiled(
+            lambda q, k, v, window: flashjit.attention(
+                q, k, v, mask_mod="kv - q < window", captures={"window": window}
+            )
+        )(q, k, v, 4),
+        lambda: reference(q, k, v, distance < 4),
+        (q, k, v),
+    )
 
 
 def test_compile_may_be_the_first_to_trace_a_program():
@@ -978,10 +1307,14 @@ def test_an_older_pytorch_is_refused_with_what_is_needed():
     """By what declares it, too; a build of one's own, such as NVIDIA's 2.10.0a0, is not older."""
     oldest = ".".join(map(str, _plans._OLDEST))
     text = "import torch; torch.__version__ = {!r}; import {}"
-    run = lambda *given: subprocess.run([sys.executable, "-c", text.format(*given)], capture_output=True, text=True,
-                                        env=child.environment())
+    run = lambda *given: subprocess.run(
+        [sys.executable, "-c", text.format(*given)], capture_output=True, text=True, env=child.environment()
+    )
     for module in ("flashjit", "flashjit.flash_attn", "flashjit.flex_attention"):
-        assert f"ImportError: flashjit needs PyTorch {oldest} or newer, and this is 2.8.0" in run("2.8.0+cu128", module).stderr
+        assert (
+            f"ImportError: flashjit needs PyTorch {oldest} or newer, and this is 2.8.0"
+            in run("2.8.0+cu128", module).stderr
+        )
     assert run(oldest + ".0a0+git123", "flashjit.torch").returncode == 0
     project = pathlib.Path(__file__).parents[2] / "tools" / "python" / "pyproject.toml"
     assert f'torch = ["torch>={oldest}"]' in project.read_text()
@@ -999,7 +1332,10 @@ def test_dropout_in_compiled_code_without_gradients():
 def test_dropout_in_compiled_code(backend):
     q, k, v = tensors()
     torch._dynamo.reset()
-    function = lambda q, k, v: (flashjit.attention(q, k, v, dropout_p=0.5), flashjit.attention(q, k, v, dropout_p=0.5))
+    function = lambda q, k, v: (
+        flashjit.attention(q, k, v, dropout_p=0.5),
+        flashjit.attention(q, k, v, dropout_p=0.5),
+    )
     run = torch.compile(function, backend=backend, fullgraph=True)
     a, b = run(q, k, v)
     assert (a != b).any() and (run(q, k, v)[0] != a).any()
@@ -1011,8 +1347,12 @@ def test_dropout_in_compiled_code(backend):
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_dropout_where_compiled_code_computes_a_region_again(backend, budget, checkpointed):
     from torch.utils.checkpoint import checkpoint
+
     q, k = torch.randn(1, 2, 16, 16, requires_grad=True), torch.randn(1, 2, 16, 16, requires_grad=True)
-    w, v = torch.randn(16, 16, requires_grad=True), torch.eye(16).expand(1, 2, -1, -1).contiguous().requires_grad_()
+    w, v = (
+        torch.randn(16, 16, requires_grad=True),
+        torch.eye(16).expand(1, 2, -1, -1).contiguous().requires_grad_(),
+    )
 
     def region(q, k, v, w):
         p = flashjit.attention(torch.sin(q @ w), k, v, dropout_p=0.5)
@@ -1020,6 +1360,7 @@ def test_dropout_where_compiled_code_computes_a_region_again(backend, budget, ch
 
     def function(*inputs):
         return checkpoint(region, *inputs, use_reentrant=False) if checkpointed else region(*inputs)
+
     torch._dynamo.reset()
     with torch._functorch.config.patch(activation_memory_budget=budget):
         run = torch.compile(function, backend=backend, fullgraph=True)
@@ -1040,8 +1381,10 @@ def test_dropout_s_seed_may_be_a_tensor():
     """As compiled code and CUDA graphs have it, in place of two numbers."""
     q, k, v = (x.detach() for x in tensors())
     plan = _plans.plan_of(q, k, v, _plans.NOTHING, (), _plans.Problem(":dropout", None, 0.5, 0, 0, ()))
-    results = [plan.forward(q, k, v, _plans.NOTHING, (), rng, False)[0]
-               for rng in ((7, 2**40 + 3), torch.tensor([7, 2**40 + 3]), torch.tensor([7, 3]))]
+    results = [
+        plan.forward(q, k, v, _plans.NOTHING, (), rng, False)[0]
+        for rng in ((7, 2**40 + 3), torch.tensor([7, 2**40 + 3]), torch.tensor([7, 3]))
+    ]
     assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
 
 
@@ -1049,7 +1392,9 @@ def test_dynamic_shapes():
     run = compiled(lambda q, k, v: flashjit.attention(q, k, v, causal=True), dynamic=True)
     for queries in (9, 5, 11):
         q, k, v = tensors(queries=queries)
-        torch.testing.assert_close(run(q, k, v).double(), reference(q, k, v, causal(queries, 13)), atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            run(q, k, v).double(), reference(q, k, v, causal(queries, 13)), atol=1e-5, rtol=1e-4
+        )
 
 
 def test_operators_are_sound():
@@ -1060,6 +1405,7 @@ def test_operators_are_sound():
 
 def test_fake_kernels_agree_with_the_real_ones():
     from torch._subclasses import FakeTensorMode
+
     qkv = torch.randn(2, 9, 3, 4, 16)
     for q, k, v in ([x.detach() for x in tensors()], [qkv[:, :, i].transpose(1, 2) for i in range(3)]):
         out, lse = flashjit.attention(q, k, v, return_lse=True)
@@ -1071,7 +1417,9 @@ def test_fake_kernels_agree_with_the_real_ones():
 
 def test_second_derivative_of_compiled_code_is_refused():
     q, k, v = tensors()
-    out = torch.ops.flashjit.attention_forward(q, k, v, *[None] * 14, [], [], [], "", None, 0.0, 0, 0, False, "")[0]
+    out = torch.ops.flashjit.attention_forward(
+        q, k, v, *[None] * 14, [], [], [], "", None, 0.0, 0, 0, False, ""
+    )[0]
     grad = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
     with pytest.raises(flashjit.Unsupported, match="no second derivative"):
         grad.sum().backward()
@@ -1079,10 +1427,14 @@ def test_second_derivative_of_compiled_code_is_refused():
 
 def test_importing_brings_nothing_in_but_the_package():
     """No module that takes time beyond PyTorch's own, and no library. tools/bench/python_host.py times it."""
-    code = ("import sys, torch; before = set(sys.modules); import flashjit, flashjit.torch; "
-            "print(*{x.split('.')[0] for x in set(sys.modules) - before} - sys.stdlib_module_names, "
-            "'libflashjit' in open('/proc/self/maps').read())")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=child.environment())
+    code = (
+        "import sys, torch; before = set(sys.modules); import flashjit, flashjit.torch; "
+        "print(*{x.split('.')[0] for x in set(sys.modules) - before} - sys.stdlib_module_names, "
+        "'libflashjit' in open('/proc/self/maps').read())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=child.environment()
+    )
     assert done.stdout.split() == ["flashjit", "False"]
 
 
@@ -1104,7 +1456,9 @@ def test_calls_on_the_cpu_leave_the_driver_alone(tmp_path):
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
     (tmp_path / "driver.c").write_text(DRIVER)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"], check=True
+    )
     code = """
 import torch, flashjit, flashjit.torch
 q, k, v = (torch.randn(1, 2, 32, 16) for _ in range(3))
@@ -1125,12 +1479,27 @@ flashjit.runtime()
     done = run(code)
     assert done.returncode == 0, done.stderr
     assert run("import ctypes; ctypes.CDLL('libcuda.so.1').cuInit(0)").returncode == 3
-    assert run("import flashjit; flashjit.runtime().workspace_bytes('bf16:d64', (1, 1, 1, 1, 1))").returncode == 3
+    assert (
+        run("import flashjit; flashjit.runtime().workspace_bytes('bf16:d64', (1, 1, 1, 1, 1))").returncode
+        == 3
+    )
 
 
-@pytest.mark.parametrize("function", [flashjit.attention, flashjit.forward, flashjit.backward, flashjit.build_lists, flashjit.trace,
-                                      flashjit.TileLists, scaled_dot_product_attention, flashjit.torch.prepare,
-                                      flashjit.torch.register_with_transformers], ids=lambda x: x.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [
+        flashjit.attention,
+        flashjit.forward,
+        flashjit.backward,
+        flashjit.build_lists,
+        flashjit.trace,
+        flashjit.TileLists,
+        scaled_dot_product_attention,
+        flashjit.torch.prepare,
+        flashjit.torch.register_with_transformers,
+    ],
+    ids=lambda x: x.__name__,
+)
 def test_public_functions_tell_types_and_arguments(function):
     """To type checkers, by py.typed, and to help()."""
     parameters = dict(inspect.signature(function).parameters)
@@ -1140,8 +1509,11 @@ def test_public_functions_tell_types_and_arguments(function):
 
 
 def test_docstrings_tell_shapes():
-    for function, names in ((flashjit.attention, "qkv"), (flashjit.forward, "qkv"),
-                            (scaled_dot_product_attention, ("query", "key", "value"))):
+    for function, names in (
+        (flashjit.attention, "qkv"),
+        (flashjit.forward, "qkv"),
+        (scaled_dot_product_attention, ("query", "key", "value")),
+    ):
         for name in names:
             assert re.search(rf"\b{name}: \[[^]]*length|\b{name}: \[[^]]*seqlen", function.__doc__), name
 
@@ -1149,51 +1521,96 @@ def test_docstrings_tell_shapes():
 # --- bad input ---
 
 
-@pytest.mark.parametrize("change, match, kind", [
-    (dict(q=[[1.0]]), "q is a list", TypeError),
-    (dict(q=torch.zeros(4, 9, 16)), "four dimensions", ValueError),
-    (dict(q=torch.zeros(2, 4, 9, 16).double()), "float16, bfloat16 and float32", TypeError),
-    (dict(k=torch.zeros(2, 2, 13, 16).half()), "one type", ValueError),
-    (dict(k=torch.zeros(2, 2, 13, 16, device="meta")), "one device", ValueError),
-    (dict(q=torch.zeros(2, 4, 9, 16, device="meta")), "meta", ValueError),
-    (dict(k=torch.zeros(3, 2, 13, 16)), "batches must be equal", ValueError),
-    (dict(k=torch.zeros(2, 2, 13, 24)), "head_dim of q", ValueError),
-    (dict(v=torch.zeros(2, 2, 12, 16)), "length of k", ValueError),
-    (dict(k=torch.zeros(2, 3, 13, 16), v=torch.zeros(2, 3, 13, 16)), "multiple", ValueError),
-    (dict(q=torch.zeros(2, 4, 9, 12), k=torch.zeros(2, 2, 13, 12)), "multiple of 8", ValueError),
-    (dict(causal="left"), "causal is 'left'", ValueError),
-    (dict(scale=-1.0), "^scale is -1", ValueError),
-    (dict(dropout_p=1.0), "dropout_p is 1", ValueError),
-    (dict(dropout_p=-0.5), "dropout_p is -0.5", ValueError),
-    (dict(kv_lengths=torch.zeros(2, dtype=torch.int64)), "int32", ValueError),
-    (dict(kv_lengths=torch.zeros(3, dtype=torch.int32)), r"\[2\]", ValueError),
-    (dict(sinks=torch.zeros(3)), r"\[4\]", ValueError),
-    (dict(cu_seqlens_q=torch.zeros(2, dtype=torch.int32)), "cu_seqlens_kv is a NoneType", TypeError),
-    (dict(cu_seqlens_q=torch.zeros(2, dtype=torch.int32), cu_seqlens_kv=torch.zeros(2, dtype=torch.int32)),
-     "max_seqlen_q", ValueError),
-    (dict(cu_seqlens_q=torch.zeros(2, dtype=torch.int32), cu_seqlens_kv=torch.zeros(2, dtype=torch.int32), max_seqlen_q=9,
-          max_seqlen_kv=13), "its batch is 1", ValueError),
-    (dict(cu_seqlens_q=torch.zeros(0, dtype=torch.int32), cu_seqlens_kv=torch.zeros(0, dtype=torch.int32), max_seqlen_q=9,
-          max_seqlen_kv=13), "cu_seqlens_q is empty: it needs one number", ValueError),
-    (dict(max_seqlen_q=9), "belong to cu_seqlens", ValueError),
-    (dict(block_mask=torch.zeros(1, 1)), "BlockMap", TypeError),
-    (dict(block_mask=BlockMap(torch.ones(2, 2, dtype=torch.bool), 128)), "block", ValueError),
-    (dict(score_mod="score + s[h]", captures={"s": torch.rand(4).double()}), "captures\\['s'\\]", TypeError),
-    (dict(score_mod="score + s[h]", captures={"s": [1.0]}), "captures\\['s'\\]", TypeError),
-    (dict(score_mod="s: fp32 1d; score + s[h]", captures={"s": torch.rand(4, requires_grad=True)}), "\"grad\"", ValueError),
-    (dict(score_mod=3), "score_mod is a int", TypeError),
-    (dict(kv_lengths=[9, 9]), "kv_lengths is a list: give a torch.Tensor", TypeError),
-    (dict(sinks=[1.0]), "sinks is a list: give a torch.Tensor", TypeError),
-    (dict(causal=["left"]), "causal is .'left'.: give True", ValueError),
-    (dict(scale="1"), "scale is a str: give a Python number", TypeError),
-    (dict(scale=torch.tensor(0.5)), "scale is a Tensor: give a Python number", TypeError),
-    (dict(dropout_p="0.1"), "dropout_p is a str: give a Python number", TypeError),
-    (dict(dropout_p=None), "dropout_p is a NoneType", TypeError),
-    (dict(cu_seqlens_q=torch.zeros(2, dtype=torch.int32), cu_seqlens_kv=torch.zeros(2, dtype=torch.int32),
-          max_seqlen_q=torch.tensor(9), max_seqlen_kv=13), "max_seqlen_q is a Tensor: give a Python int", TypeError),
-    (dict(score_mod="score + s[h]", captures=[torch.rand(4)]), "captures is a list: give a dict", TypeError),
-    (dict(mask_mod=lambda b, h, q, kv: np.arange(13)[q] == kv), "cannot be traced", TypeError),
-])
+@pytest.mark.parametrize(
+    "change, match, kind",
+    [
+        (dict(q=[[1.0]]), "q is a list", TypeError),
+        (dict(q=torch.zeros(4, 9, 16)), "four dimensions", ValueError),
+        (dict(q=torch.zeros(2, 4, 9, 16).double()), "float16, bfloat16 and float32", TypeError),
+        (dict(k=torch.zeros(2, 2, 13, 16).half()), "one type", ValueError),
+        (dict(k=torch.zeros(2, 2, 13, 16, device="meta")), "one device", ValueError),
+        (dict(q=torch.zeros(2, 4, 9, 16, device="meta")), "meta", ValueError),
+        (dict(k=torch.zeros(3, 2, 13, 16)), "batches must be equal", ValueError),
+        (dict(k=torch.zeros(2, 2, 13, 24)), "head_dim of q", ValueError),
+        (dict(v=torch.zeros(2, 2, 12, 16)), "length of k", ValueError),
+        (dict(k=torch.zeros(2, 3, 13, 16), v=torch.zeros(2, 3, 13, 16)), "multiple", ValueError),
+        (dict(q=torch.zeros(2, 4, 9, 12), k=torch.zeros(2, 2, 13, 12)), "multiple of 8", ValueError),
+        (dict(causal="left"), "causal is 'left'", ValueError),
+        (dict(scale=-1.0), "^scale is -1", ValueError),
+        (dict(dropout_p=1.0), "dropout_p is 1", ValueError),
+        (dict(dropout_p=-0.5), "dropout_p is -0.5", ValueError),
+        (dict(kv_lengths=torch.zeros(2, dtype=torch.int64)), "int32", ValueError),
+        (dict(kv_lengths=torch.zeros(3, dtype=torch.int32)), r"\[2\]", ValueError),
+        (dict(sinks=torch.zeros(3)), r"\[4\]", ValueError),
+        (dict(cu_seqlens_q=torch.zeros(2, dtype=torch.int32)), "cu_seqlens_kv is a NoneType", TypeError),
+        (
+            dict(
+                cu_seqlens_q=torch.zeros(2, dtype=torch.int32),
+                cu_seqlens_kv=torch.zeros(2, dtype=torch.int32),
+            ),
+            "max_seqlen_q",
+            ValueError,
+        ),
+        (
+            dict(
+                cu_seqlens_q=torch.zeros(2, dtype=torch.int32),
+                cu_seqlens_kv=torch.zeros(2, dtype=torch.int32),
+                max_seqlen_q=9,
+                max_seqlen_kv=13,
+            ),
+            "its batch is 1",
+            ValueError,
+        ),
+        (
+            dict(
+                cu_seqlens_q=torch.zeros(0, dtype=torch.int32),
+                cu_seqlens_kv=torch.zeros(0, dtype=torch.int32),
+                max_seqlen_q=9,
+                max_seqlen_kv=13,
+            ),
+            "cu_seqlens_q is empty: it needs one number",
+            ValueError,
+        ),
+        (dict(max_seqlen_q=9), "belong to cu_seqlens", ValueError),
+        (dict(block_mask=torch.zeros(1, 1)), "BlockMap", TypeError),
+        (dict(block_mask=BlockMap(torch.ones(2, 2, dtype=torch.bool), 128)), "block", ValueError),
+        (
+            dict(score_mod="score + s[h]", captures={"s": torch.rand(4).double()}),
+            "captures\\['s'\\]",
+            TypeError,
+        ),
+        (dict(score_mod="score + s[h]", captures={"s": [1.0]}), "captures\\['s'\\]", TypeError),
+        (
+            dict(score_mod="s: fp32 1d; score + s[h]", captures={"s": torch.rand(4, requires_grad=True)}),
+            '"grad"',
+            ValueError,
+        ),
+        (dict(score_mod=3), "score_mod is a int", TypeError),
+        (dict(kv_lengths=[9, 9]), "kv_lengths is a list: give a torch.Tensor", TypeError),
+        (dict(sinks=[1.0]), "sinks is a list: give a torch.Tensor", TypeError),
+        (dict(causal=["left"]), "causal is .'left'.: give True", ValueError),
+        (dict(scale="1"), "scale is a str: give a Python number", TypeError),
+        (dict(scale=torch.tensor(0.5)), "scale is a Tensor: give a Python number", TypeError),
+        (dict(dropout_p="0.1"), "dropout_p is a str: give a Python number", TypeError),
+        (dict(dropout_p=None), "dropout_p is a NoneType", TypeError),
+        (
+            dict(
+                cu_seqlens_q=torch.zeros(2, dtype=torch.int32),
+                cu_seqlens_kv=torch.zeros(2, dtype=torch.int32),
+                max_seqlen_q=torch.tensor(9),
+                max_seqlen_kv=13,
+            ),
+            "max_seqlen_q is a Tensor: give a Python int",
+            TypeError,
+        ),
+        (
+            dict(score_mod="score + s[h]", captures=[torch.rand(4)]),
+            "captures is a list: give a dict",
+            TypeError,
+        ),
+        (dict(mask_mod=lambda b, h, q, kv: np.arange(13)[q] == kv), "cannot be traced", TypeError),
+    ],
+)
 def test_bad_input_is_refused(change, match, kind):
     q, k, v = (x.detach() for x in tensors(dim_v=16))
     arguments = {"q": q, "k": k, "v": v, **change}
@@ -1202,9 +1619,19 @@ def test_bad_input_is_refused(change, match, kind):
     assert isinstance(caught.value, kind)
 
 
-@pytest.mark.parametrize("name, match", [("window_size", "mask_mod"), ("softcap", "tanh"), ("softmax_scale", "give scale"),
-                                         ("is_causal", "top_left"), ("attn_mask", "scaled_dot_product_attention"),
-                                         ("cu_seqlens_k", "cu_seqlens_kv"), ("query", "give q"), ("colour", "help")])
+@pytest.mark.parametrize(
+    "name, match",
+    [
+        ("window_size", "mask_mod"),
+        ("softcap", "tanh"),
+        ("softmax_scale", "give scale"),
+        ("is_causal", "top_left"),
+        ("attn_mask", "scaled_dot_product_attention"),
+        ("cu_seqlens_k", "cu_seqlens_kv"),
+        ("query", "give q"),
+        ("colour", "help"),
+    ],
+)
 def test_other_libraries_arguments_are_told_what_to_write(name, match):
     q, k, v = (x.detach() for x in tensors())
     with pytest.raises(flashjit.WrongType, match=rf"attention\(\) has no argument {name}: .*{match}"):
@@ -1216,12 +1643,21 @@ def test_other_libraries_arguments_are_told_what_to_write(name, match):
 @pytest.mark.parametrize("dim, dim_v", [(12, 12), (300, 300), (16, 12), (16, 300)])
 def test_head_dimensions_that_no_kernel_has_are_refused_alike(dim, dim_v):
     q, k, v = (x.detach() for x in tensors(dim=dim, dim_v=dim_v))
-    with pytest.raises(flashjit.InvalidArgument, match=rf"q is float32 .*{dim}.* and v is float32 .*{dim_v}.*a multiple of 8 from 8 to "
-                                                       "(576|512); pad"):
+    with pytest.raises(
+        flashjit.InvalidArgument,
+        match=rf"q is float32 .*{dim}.* and v is float32 .*{dim_v}.*a multiple of 8 from 8 to "
+        "(576|512); pad",
+    ):
         flashjit.attention(q, k, v)
     for x in "qv":
         with pytest.raises(flashjit.InvalidArgument, match=rf"{x} is .*its head_dim is 0"):
-            flashjit.attention(**{**dict(q=q, k=k, v=v), x: dict(q=q, v=v)[x][..., :0], **({"k": k[..., :0]} if x == "q" else {})})
+            flashjit.attention(
+                **{
+                    **dict(q=q, k=k, v=v),
+                    x: dict(q=q, v=v)[x][..., :0],
+                    **({"k": k[..., :0]} if x == "q" else {}),
+                }
+            )
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -1239,12 +1675,16 @@ def test_tensors_that_hold_negated_numbers():
     assert q.is_neg()
     inputs = tensors()
     for keys in ((k, v), (k.detach(), v.detach())):
-        torch.testing.assert_close(flashjit.attention(q, *keys), flashjit.attention(q.resolve_neg(), *(
-            x.resolve_neg() for x in keys)))
+        torch.testing.assert_close(
+            flashjit.attention(q, *keys),
+            flashjit.attention(q.resolve_neg(), *(x.resolve_neg() for x in keys)),
+        )
     out = flashjit.attention(*inputs)
     dout = torch.randn_like(out)
-    for got, want in zip(torch.autograd.grad(out, inputs, torch._neg_view(dout), retain_graph=True),
-                         torch.autograd.grad(out, inputs, -dout)):
+    for got, want in zip(
+        torch.autograd.grad(out, inputs, torch._neg_view(dout), retain_graph=True),
+        torch.autograd.grad(out, inputs, -dout),
+    ):
         torch.testing.assert_close(got, want)
     slopes = torch._neg_view(torch.rand(4))
     run = lambda s: flashjit.attention(*inputs, score_mod="score + s[h] * to_float(kv)", captures={"s": s})
@@ -1281,7 +1721,9 @@ def test_captures_freed_between_calls_are_refused():
 
 def needs_no_gradient():
     q, k, v = (x.detach() for x in tensors(dim_v=16))
-    return dict(q=q, k=k, v=v), dict(options="score{s: fp32 1d grad; score + s[h]}", captures={"s": torch.rand(4)})
+    return dict(q=q, k=k, v=v), dict(
+        options="score{s: fp32 1d grad; score + s[h]}", captures={"s": torch.rand(4)}
+    )
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "out", "lse"])
@@ -1290,7 +1732,10 @@ def test_forward_refuses_what_requires_gradients(name):
     given.update(out=torch.empty_like(given["q"]), lse=torch.empty(2, 4, 9))
     flashjit.forward(**given)
     given[name].requires_grad_()
-    with pytest.raises(flashjit.InvalidArgument, match=rf"^{name} requires gradients, .* call flashjit.attention\(\), or give"):
+    with pytest.raises(
+        flashjit.InvalidArgument,
+        match=rf"^{name} requires gradients, .* call flashjit.attention\(\), or give",
+    ):
         flashjit.forward(**given)
     with torch.no_grad():  # where nobody asks for them
         flashjit.forward(**given)
@@ -1300,9 +1745,11 @@ def test_forward_and_backward_refuse_captures_that_require_gradients():
     given, program = needs_no_gradient()
     out, lse = flashjit.forward(**given, **program)
     program["captures"]["s"].requires_grad_()
-    for call in (lambda: flashjit.forward(**given, **program),
-                 lambda: flashjit.backward(**given, out=out, lse=lse, dout=out, **program),
-                 lambda: flashjit.build_lists(**given, **program)):
+    for call in (
+        lambda: flashjit.forward(**given, **program),
+        lambda: flashjit.backward(**given, out=out, lse=lse, dout=out, **program),
+        lambda: flashjit.build_lists(**given, **program),
+    ):
         with pytest.raises(flashjit.InvalidArgument, match=r"captures\['s'\] requires gradients"):
             call()
 
@@ -1340,8 +1787,10 @@ def same_as_pytorch(*arguments, atol=2e-6, **named):
     torch.testing.assert_close(out, want, atol=atol, rtol=1e-4)
     if leaves:
         dout = torch.randn_like(out)
-        for a, b in zip(torch.autograd.grad(out, leaves, dout),
-                        torch.autograd.grad(want, leaves, dout, materialize_grads=True)):
+        for a, b in zip(
+            torch.autograd.grad(out, leaves, dout),
+            torch.autograd.grad(want, leaves, dout, materialize_grads=True),
+        ):
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
@@ -1363,13 +1812,20 @@ def test_sdpa_takes_any_scale(scale):
     same_as_pytorch(*tensors(heads_kv=4), scale=scale)
 
 
-@pytest.mark.parametrize("sizes", [dict(dim=0), dict(dim=1), dict(dim_v=0), dict(dim_v=1), dict(keys=0), dict(queries=0),
-                                   dict(batch=0)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [dict(dim=0), dict(dim=1), dict(dim_v=0), dict(dim_v=1), dict(keys=0), dict(queries=0), dict(batch=0)],
+    ids=str,
+)
 @pytest.mark.parametrize("mask", [None, "boolean", "additive"])
 def test_sdpa_of_few_or_no_columns_keys_and_queries(sizes, mask):
     q, k, v = tensors(**{"heads_kv": 4, **sizes})
     shape = q.shape[0], 1, q.shape[2], k.shape[2]
-    given = {None: None, "boolean": torch.ones(shape, dtype=torch.bool), "additive": torch.randn(shape, requires_grad=True)}[mask]
+    given = {
+        None: None,
+        "boolean": torch.ones(shape, dtype=torch.bool),
+        "additive": torch.randn(shape, requires_grad=True),
+    }[mask]
     if sizes == dict(dim=0) and not F.scaled_dot_product_attention(q, k, v).any():
         pytest.skip("PyTorch 2.12 alone gives zeros where Q and K have no columns; others give the mean of V")
     same_as_pytorch(q, k, v, attn_mask=given)
@@ -1385,7 +1841,9 @@ def test_sdpa_with_a_mask_that_alone_requires_a_gradient():
     torch.testing.assert_close(mask.grad, want, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(9, 13), (1, 13), (2, 1, 1, 13), (2, 1, 9, 13), (4, 9, 13), (2, 4, 9, 13), (1, 1, 9, 1), (1,)])
+@pytest.mark.parametrize(
+    "shape", [(9, 13), (1, 13), (2, 1, 1, 13), (2, 1, 9, 13), (4, 9, 13), (2, 4, 9, 13), (1, 1, 9, 1), (1,)]
+)
 @pytest.mark.parametrize("kind", ["boolean", "additive"])
 def test_sdpa_with_masks(shape, kind):
     q, k, v = tensors(heads_kv=4)
@@ -1416,7 +1874,10 @@ def test_sdpa_refuses_what_pytorch_refuses():
 
 @pytest.mark.parametrize("given", [{}, {"causal": True}, {"return_lse": True}], ids=str)
 def test_o_in_fp32(given):
-    q, k, v = (torch.randn(2, heads, n, 32, dtype=torch.bfloat16, requires_grad=True) for heads, n in ((4, 5), (2, 9), (2, 9)))
+    q, k, v = (
+        torch.randn(2, heads, n, 32, dtype=torch.bfloat16, requires_grad=True)
+        for heads, n in ((4, 5), (2, 9), (2, 9))
+    )
     wide, narrow = (flashjit.attention(q, k, v, out_dtype=dtype, **given) for dtype in (torch.float32, None))
     if "return_lse" in given:
         assert torch.equal(wide[1], narrow[1])
@@ -1425,7 +1886,9 @@ def test_o_in_fp32(given):
     torch.testing.assert_close(wide.bfloat16(), narrow, rtol=2**-7, atol=1e-6)
     assert not torch.equal(wide, narrow.float())
     dout = torch.randn_like(narrow)
-    for x, y in zip(torch.autograd.grad(wide, (q, k, v), dout.float()), torch.autograd.grad(narrow, (q, k, v), dout)):
+    for x, y in zip(
+        torch.autograd.grad(wide, (q, k, v), dout.float()), torch.autograd.grad(narrow, (q, k, v), dout)
+    ):
         torch.testing.assert_close(x, y, rtol=2**-6, atol=1e-3)
     compiled = torch.compile(lambda q: flashjit.attention(q, k, v, out_dtype=torch.float32), fullgraph=True)
     assert compiled(q).dtype == torch.float32
@@ -1440,7 +1903,9 @@ def test_results_that_do_not_depend_on_the_batch():
     given = {"causal": True, "cache": True, "return_lse": True, "batch_invariant": True}
     together = flashjit.attention(q, k, v, kv_lengths=lengths, **given)
     for i in range(3):
-        alone = flashjit.attention(q[i:i + 1], k[i:i + 1], v[i:i + 1], kv_lengths=lengths[i:i + 1], **given)
+        alone = flashjit.attention(
+            q[i : i + 1], k[i : i + 1], v[i : i + 1], kv_lengths=lengths[i : i + 1], **given
+        )
         assert all(torch.equal(x[0], y[i]) for x, y in zip(alone, together))
 
 
@@ -1452,7 +1917,9 @@ class Wrapped(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype
+        )
 
     def __init__(self, inner):
         self.inner = inner
@@ -1481,11 +1948,15 @@ def through_bytes(x):
     return torch.frombuffer(memory, dtype=x.dtype, offset=1).view(x.shape)
 
 
-GIVEN_BACK = {"contiguous": lambda x: x.clone(memory_format=torch.contiguous_format),
-              "misaligned": misaligned, "columns first": columns_first, "bytes": through_bytes,
-              "a subclass": lambda x: Wrapped(x.clone()),
-              "another type": lambda x: x.double() if x.is_floating_point() else x.long(),
-              "parameters": lambda x: torch.nn.Parameter(x.clone(), requires_grad=False)}
+GIVEN_BACK = {
+    "contiguous": lambda x: x.clone(memory_format=torch.contiguous_format),
+    "misaligned": misaligned,
+    "columns first": columns_first,
+    "bytes": through_bytes,
+    "a subclass": lambda x: Wrapped(x.clone()),
+    "another type": lambda x: x.double() if x.is_floating_point() else x.long(),
+    "parameters": lambda x: torch.nn.Parameter(x.clone(), requires_grad=False),
+}
 
 SAVED_FORMS = {
     "plain": dict(causal=True),
@@ -1498,8 +1969,12 @@ SAVED_FORMS = {
     "fp32 O": dict(out_dtype=torch.float32),
     "LSE": dict(return_lse=True),
     "v_columns": dict(v_columns=8),
-    "packed": dict(cu_seqlens_q=torch.tensor([0, 4, 9], dtype=torch.int32), max_seqlen_q=5,
-                   cu_seqlens_kv=torch.tensor([0, 5, 9], dtype=torch.int32), max_seqlen_kv=5),
+    "packed": dict(
+        cu_seqlens_q=torch.tensor([0, 4, 9], dtype=torch.int32),
+        max_seqlen_q=5,
+        cu_seqlens_kv=torch.tensor([0, 5, 9], dtype=torch.int32),
+        max_seqlen_kv=5,
+    ),
 }
 SLOPES = torch.rand(6, 4).t()[:, 2].requires_grad_()
 BIAS = torch.rand(9, 9).t().requires_grad_()
@@ -1523,6 +1998,7 @@ def test_saved_tensors_may_come_back_otherwise(form, back):
         results = out if isinstance(out, tuple) else (out,)
         loss = sum((x.double() * torch.linspace(0, 1, x.numel()).view(x.shape)).sum() for x in results)
         return torch.autograd.grad(loss, leaves, allow_unused=True)
+
     wanted = gradients(contextlib.nullcontext())
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, GIVEN_BACK[back])
     for a, b in zip(wanted, gradients(hooks)):
@@ -1557,15 +2033,22 @@ def test_a_saved_tensor_of_another_size_is_refused():
 def test_k_and_v_may_have_other_numbers_of_heads_in_pytorch_s_function(heads):
     q, k, v = (torch.randn(2, n, 5, 16).requires_grad_() for n in (8, *heads))
     exact = [x.repeat_interleave(8 // x.shape[1], 1) for x in (k, v)]
-    check(lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True), lambda: reference(q, *exact), (q, k, v))
+    check(
+        lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        lambda: reference(q, *exact),
+        (q, k, v),
+    )
     with pytest.raises(flashjit.InvalidArgument, match="query has 8 heads and key 3"):
         scaled_dot_product_attention(q, torch.randn(2, 3, 5, 16), v, enable_gqa=True)
 
 
 def test_pytorch_s_function_takes_a_tensor_as_scale_and_drops_all():
     q, k, v = tensors(heads_kv=4)
-    check(lambda: scaled_dot_product_attention(q, k, v, scale=torch.tensor(0.3)),
-          lambda: reference(q, k, v, scale=0.3), (q, k, v))
+    check(
+        lambda: scaled_dot_product_attention(q, k, v, scale=torch.tensor(0.3)),
+        lambda: reference(q, k, v, scale=0.3),
+        (q, k, v),
+    )
     out = scaled_dot_product_attention(q, k, v, dropout_p=1.0)
     assert (out == 0).all() and all((x == 0).all() for x in torch.autograd.grad(out.sum(), (q, k, v)))
 
@@ -1588,6 +2071,7 @@ def test_jagged_tensors(dim, is_causal):
 
     def got():
         return scaled_dot_product_attention(*nested, is_causal=is_causal).transpose(1, 2).values()
+
     check(got, exact, packed)
     with pytest.raises(flashjit.InvalidArgument, match="attn_mask is given with nested tensors"):
         scaled_dot_product_attention(*nested, attn_mask=torch.ones(7, 7))
@@ -1596,7 +2080,9 @@ def test_jagged_tensors(dim, is_causal):
 
 
 def test_what_pytorch_alone_computes_is_not_sent_to_its_stand_in():
-    with pytest.raises(flashjit.InvalidArgument, match=r"head_dim is 600.*; torch.nn.functional.scaled_dot_product"):
+    with pytest.raises(
+        flashjit.InvalidArgument, match=r"head_dim is 600.*; torch.nn.functional.scaled_dot_product"
+    ):
         scaled_dot_product_attention(*[torch.randn(1, 1, 2, 600)] * 3)
     with pytest.raises(flashjit.WrongType, match="float64.*convert it"):
         scaled_dot_product_attention(*[torch.randn(1, 1, 2, 8).double()] * 3)
@@ -1608,17 +2094,22 @@ def test_a_distributed_tensor_is_told_to_give_its_shard():
 
         def to_local(self):
             return self
+
     with pytest.raises(flashjit.WrongType, match=r"q is a DTensor.*to_local\(\)"):
         flashjit.attention(torch.randn(1, 1, 2, 8).as_subclass(DTensor), *tensors()[1:])
 
 
-@pytest.mark.parametrize("number", [np.float32(0.5), np.float64(0.5), np.int64(2), np.int8(2), np.bool_(True),
-                                    np.array(0.5)])
+@pytest.mark.parametrize(
+    "number", [np.float32(0.5), np.float64(0.5), np.int64(2), np.int8(2), np.bool_(True), np.array(0.5)]
+)
 def test_numbers_of_numpy_are_numbers(number):
     q, k, v = tensors()
     text = "score * w" if isinstance(number.item(), float) else "score * to_float(w)"
-    check(lambda: flashjit.attention(q, k, v, score_mod=text, captures={"w": number}),
-          lambda: reference(q, k, v, score=lambda s: s * float(number)), (q, k, v))
+    check(
+        lambda: flashjit.attention(q, k, v, score_mod=text, captures={"w": number}),
+        lambda: reference(q, k, v, score=lambda s: s * float(number)),
+        (q, k, v),
+    )
 
 
 @contextlib.contextmanager
@@ -1637,7 +2128,9 @@ def test_lists_of_keys_warn_where_pytorch_s_operators_do():
     with deterministic_algorithms(warn_only=True), warned:
         flashjit.attention(q, k, v, indices=lists).sum().backward()
     with deterministic_algorithms():
-        with pytest.raises(flashjit.Unsupported, match="indices have no deterministic gradients.*deterministic=False"):
+        with pytest.raises(
+            flashjit.Unsupported, match="indices have no deterministic gradients.*deterministic=False"
+        ):
             flashjit.attention(q, k, v, indices=lists)
         flashjit.attention(q, k, v, indices=lists, deterministic=False).sum().backward()
         with torch.no_grad():
@@ -1648,17 +2141,35 @@ def test_lists_of_keys_warn_where_pytorch_s_operators_do():
 @torch._dynamo.config.patch(capture_scalar_outputs=True)
 def test_the_longest_sequence_may_be_an_item_of_a_tensor(paged):
     from torch._dynamo.testing import CompileCounterWithBackend
+
     counter = CompileCounterWithBackend("aot_eager")
 
     def packed(q, k, v, offsets):
         longest = offsets.diff().max().item()
         if paged:
             table = torch.arange(offsets.shape[0] - 1, dtype=torch.int32)[:, None]
-            return flashjit.attention(q.detach(), k.detach(), v.detach(), causal=True, cu_seqlens_q=offsets,
-                                      max_seqlen_q=longest, page_table=table, kv_lengths=offsets.diff().int(),
-                                      max_seqlen_kv=longest)
-        return flashjit.attention(q, k, v, causal=True, cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
-                                  max_seqlen_q=longest, max_seqlen_kv=longest)
+            return flashjit.attention(
+                q.detach(),
+                k.detach(),
+                v.detach(),
+                causal=True,
+                cu_seqlens_q=offsets,
+                max_seqlen_q=longest,
+                page_table=table,
+                kv_lengths=offsets.diff().int(),
+                max_seqlen_kv=longest,
+            )
+        return flashjit.attention(
+            q,
+            k,
+            v,
+            causal=True,
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+
     torch._dynamo.reset()
     compiled = torch.compile(packed, backend=counter, fullgraph=True, dynamic=True)
     for lengths in ((4, 5, 2), (1, 1, 7, 3), (8, 6, 7, 9, 5)):
@@ -1675,8 +2186,10 @@ def test_the_longest_sequence_may_be_an_item_of_a_tensor(paged):
 
 
 def test_python_without_docstrings():
-    code = ("import torch, flashjit; from flashjit import flash_attn, flex_attention, distributed; "
-            "q = torch.ones(1, 1, 2, 8); assert 0; print(flashjit.attention(q, q, q).sum().item())")
+    code = (
+        "import torch, flashjit; from flashjit import flash_attn, flex_attention, distributed; "
+        "q = torch.ones(1, 1, 2, 8); assert 0; print(flashjit.attention(q, q, q).sum().item())"
+    )
     command = [sys.executable, "-OO", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=child.environment())
     assert done.stdout == "16.0\n", done.stderr

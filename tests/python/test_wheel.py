@@ -1,5 +1,6 @@
 """What `pip wheel tools/python --no-deps` makes, where its native files come from, and what it says without them. In a
 copy of the package, with a CMake that builds nothing and writes down what it was asked."""
+
 import importlib.util
 import os
 import pathlib
@@ -10,7 +11,6 @@ import tarfile
 import zipfile
 
 import pytest
-
 from flashjit import _library
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -29,7 +29,11 @@ mkdir -p "$2/tools" && echo made library >"$2/libflashjit.so" && echo made comma
 def repository(tmp_path):
     """Only what the wheel reads, without a build folder."""
     root = tmp_path / "repository"
-    shutil.copytree(ROOT / "tools/python", root / "tools/python", ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    shutil.copytree(
+        ROOT / "tools/python",
+        root / "tools/python",
+        ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"),
+    )
     shutil.copy(ROOT / "CMakeLists.txt", root)
     return root
 
@@ -54,10 +58,27 @@ def make_wheel(repository, cmake=CMAKE, source=None, **environment):
     if cmake:
         (tools / "cmake").write_text(cmake)
         (tools / "cmake").chmod(0o755)
-    given = {name: value for name, value in os.environ.items() if name not in ("FLASHJIT_NATIVE", "PYTHONPATH")}
-    done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps",
-                           "--no-build-isolation", "-w", scratch / "wheels", source or repository / "tools/python"], text=True, timeout=300,
-                          capture_output=True, env={**given, "PATH": str(tools), "ASKED": str(asked), **environment})
+    given = {
+        name: value for name, value in os.environ.items() if name not in ("FLASHJIT_NATIVE", "PYTHONPATH")
+    }
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            scratch / "wheels",
+            source or repository / "tools/python",
+        ],
+        text=True,
+        timeout=300,
+        capture_output=True,
+        env={**given, "PATH": str(tools), "ASKED": str(asked), **environment},
+    )
     return Outcome(scratch / "wheels", done, asked.read_text().splitlines() if asked.exists() else [])
 
 
@@ -76,7 +97,10 @@ def test_a_wheel_holds_the_package_its_types_and_the_native_files(repository, tm
     sources = ROOT / "tools/python"
     modules = {str(path.relative_to(sources)) for path in (sources / "flashjit").rglob("*.py")}
     assert {name for name in files if name.startswith("flashjit/")} == modules | {
-        "flashjit/py.typed", "flashjit/native/libflashjit.so", "flashjit/native/flashjit"}
+        "flashjit/py.typed",
+        "flashjit/native/libflashjit.so",
+        "flashjit/native/flashjit",
+    }
     assert files["flashjit/native/libflashjit.so"] == b"given libflashjit.so\n"
     assert made.wheels[0].name.split("-")[2:4] == ["py3", "none"] and "linux" in made.wheels[0].name
 
@@ -84,7 +108,7 @@ def test_a_wheel_holds_the_package_its_types_and_the_native_files(repository, tm
 def test_what_an_earlier_version_left_is_not_in_the_wheel(repository, tmp_path):
     given = native(tmp_path, "libflashjit.so", "flashjit")
     first = make_wheel(repository, FLASHJIT_NATIVE=given)
-    left, = (repository / "tools/python/build").glob("lib*/flashjit")
+    (left,) = (repository / "tools/python/build").glob("lib*/flashjit")
     (left / "old.py").touch()
     shutil.rmtree(tmp_path / "tools")
     again = make_wheel(repository, FLASHJIT_NATIVE=given)
@@ -97,7 +121,9 @@ def test_without_native_files_they_are_built_with_cmake(repository):
     configure, build = made.asked
     assert configure.startswith(f"-S {repository} -B ") and "-DCMAKE_BUILD_TYPE=Release" in configure
     assert "--target flashjit flashjit_command" in build
-    assert made.files()["flashjit/native/flashjit"] == b"made command\n" and not (repository / "build").exists()
+    assert (
+        made.files()["flashjit/native/flashjit"] == b"made command\n" and not (repository / "build").exists()
+    )
 
 
 def test_a_configured_build_folder_is_used(repository):
@@ -138,7 +164,14 @@ def test_the_tag_is_what_auditwheel_says(repository, tmp_path):
     """Of the library and the command under test."""
     pytest.importorskip("auditwheel", reason="auditwheel")
     library = _library.library_path()
-    command = next((path for path in (library.parent / "flashjit", library.parent / "tools" / "flashjit") if path.is_file()), None)
+    command = next(
+        (
+            path
+            for path in (library.parent / "flashjit", library.parent / "tools" / "flashjit")
+            if path.is_file()
+        ),
+        None,
+    )
     if command is None:
         pytest.skip("the command is not built: build the target flashjit_command")
     folder = tmp_path / "native"
@@ -147,20 +180,33 @@ def test_the_tag_is_what_auditwheel_says(repository, tmp_path):
     shutil.copy(command, folder / "flashjit")
     made = make_wheel(repository, FLASHJIT_NATIVE=str(folder))
     assert made.code == 0, made.said
-    done = subprocess.run([sys.executable, "-m", "auditwheel", "show", made.wheels[0]], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "auditwheel", "show", made.wheels[0]],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     tag = made.wheels[0].stem.split("-")[-1]
-    assert tag.startswith("manylinux_2_") and f'"{tag}"' in done.stdout.partition("references")[0], done.stdout + done.stderr
+    assert tag.startswith("manylinux_2_") and f'"{tag}"' in done.stdout.partition("references")[0], (
+        done.stdout + done.stderr
+    )
 
 
-@pytest.mark.parametrize("symbols, tag", [
-    (b"GLIBC_2.28\0GLIBC_2.2.5\0GLIBCXX_3.4.21", "manylinux_2_28_x86_64"), (b"GLIBC_2.34\0GLIBCXX_3.4.30", "manylinux_2_35_x86_64"),
-    (b"GLIBC_2.17\0GLIBCXX_3.4.99", "linux_x86_64"),
-])
+@pytest.mark.parametrize(
+    "symbols, tag",
+    [
+        (b"GLIBC_2.28\0GLIBC_2.2.5\0GLIBCXX_3.4.21", "manylinux_2_28_x86_64"),
+        (b"GLIBC_2.34\0GLIBCXX_3.4.30", "manylinux_2_35_x86_64"),
+        (b"GLIBC_2.17\0GLIBCXX_3.4.99", "linux_x86_64"),
+    ],
+)
 def test_a_tag_is_that_of_the_newest_symbol(repository, tmp_path, symbols, tag):
     folder = pathlib.Path(native(tmp_path, "libflashjit.so", "flashjit"))
     (folder / "flashjit").write_bytes(b"ELF\0" + symbols + b"\0")
     made = make_wheel(repository, FLASHJIT_NATIVE=str(folder))
-    assert made.code == 0 and made.wheels[0].stem.split("-")[-1] == tag.replace("x86_64", os.uname().machine), made.said
+    assert made.code == 0 and made.wheels[0].stem.split("-")[-1] == tag.replace(
+        "x86_64", os.uname().machine
+    ), made.said
 
 
 def source_distribution(repository, tmp_path):
@@ -168,11 +214,28 @@ def source_distribution(repository, tmp_path):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         if name != "tools":
             copy(ROOT / name, repository / name)
-    for name in ("CMakeLists.txt", "setup.sh", "embed_files.cmake", "flashjit.map", "cmake", "command", "parts"):
+    for name in (
+        "CMakeLists.txt",
+        "setup.sh",
+        "embed_files.cmake",
+        "flashjit.map",
+        "cmake",
+        "command",
+        "parts",
+    ):
         copy = shutil.copytree if (ROOT / "tools" / name).is_dir() else shutil.copy
         copy(ROOT / "tools" / name, repository / "tools" / name)
-    done = subprocess.run([sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"],
-                          cwd=repository / "tools/python", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})",
+        ],
+        cwd=repository / "tools/python",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return next(tmp_path.glob("flashjit-*.tar.gz"))
 
@@ -186,17 +249,46 @@ def test_a_source_distribution_has_all_that_a_wheel_is_built_of(repository, tmp_
     with tarfile.open(packed) as tar:
         assert not [name for name in tar.getnames() if "/build/" in name or name.endswith(".pyc")]
     shutil.rmtree(repository)
-    done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "-w",
-                           tmp_path / "wheels", packed], capture_output=True, text=True, timeout=600,
-                          env={**os.environ, "REUSE": str(build), "CMAKE_CXX_COMPILER_LAUNCHER": str(ROOT / "tests/install/reuse.sh")})
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--disable-pip-version-check",
+            "--no-deps",
+            "--no-build-isolation",
+            "-w",
+            tmp_path / "wheels",
+            packed,
+        ],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={
+            **os.environ,
+            "REUSE": str(build),
+            "CMAKE_CXX_COMPILER_LAUNCHER": str(ROOT / "tests/install/reuse.sh"),
+        },
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     with zipfile.ZipFile(*(tmp_path / "wheels").glob("*.whl")) as wheel:
         wheel.extractall(tmp_path / "installed")
-    said = subprocess.run([sys.executable, "-c", "import flashjit; print(flashjit.__file__, flashjit.version())"], cwd=tmp_path,
-                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path / "installed"), "FLASHJIT_LIBRARY": ""})
+    said = subprocess.run(
+        [sys.executable, "-c", "import flashjit; print(flashjit.__file__, flashjit.version())"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "installed"), "FLASHJIT_LIBRARY": ""},
+    )
     assert str(tmp_path / "installed") in said.stdout, said.stdout + said.stderr
 
 
 def test_a_source_distribution_without_cmake(repository, tmp_path):
     packed = source_distribution(repository, tmp_path)
-    refused(make_wheel(repository, cmake=None, source=packed), "there is no cmake", "repository/tools/setup.sh", "FLASHJIT_NATIVE")
+    refused(
+        make_wheel(repository, cmake=None, source=packed),
+        "there is no cmake",
+        "repository/tools/setup.sh",
+        "FLASHJIT_NATIVE",
+    )

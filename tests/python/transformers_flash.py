@@ -1,12 +1,12 @@
 """transformers' own "flash_attention_2" over flashjit.flash_attn.install(), in a process of its own: test_transformers.py runs
 this. transformers refuses FlashAttention without a GPU before it calls it; that question alone is answered otherwise."""
+
 import copy
 import sys
 
+import flashjit.flash_attn
 import torch
 import transformers
-
-import flashjit.flash_attn
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.cuda.is_available = lambda: True
@@ -17,20 +17,45 @@ attend = functions.attend
 functions.attend = lambda *given, **named: calls.append(named.keys()) or attend(*given, **named)
 
 CONFIGS = {
-    "llama": transformers.LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                                      num_key_value_heads=2, vocab_size=99),
-    "mistral": transformers.MistralConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                                          num_key_value_heads=2, vocab_size=99, sliding_window=6),
-    "gemma2": transformers.Gemma2Config(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                                        num_key_value_heads=2, vocab_size=99, head_dim=16, sliding_window=6),
+    "llama": transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=99,
+    ),
+    "mistral": transformers.MistralConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=99,
+        sliding_window=6,
+    ),
+    "gemma2": transformers.Gemma2Config(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=99,
+        head_dim=16,
+        sliding_window=6,
+    ),
 }
 
 
 def pair(name):
     """The same random weights with transformers' eager attention, and with flash_attention_2."""
     torch.manual_seed(0)
-    own, ours = (transformers.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), attn_implementation=how).to(device).eval()
-                 for how in ("eager", "flash_attention_2"))
+    own, ours = (
+        transformers.AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), attn_implementation=how)
+        .to(device)
+        .eval()
+        for how in ("eager", "flash_attention_2")
+    )
     ours.load_state_dict(own.state_dict())
     assert ours.config._attn_implementation == "flash_attention_2"
     return own, ours
@@ -70,6 +95,9 @@ with torch.no_grad():
     apart = [own(input_ids=ids[:1, document == i]).logits[0] for i in range(3)]
     torch.testing.assert_close(packed, torch.cat(apart), atol=1e-4, rtol=1e-3)
 
-    tokens = [model.generate(ids, attention_mask=kept, max_new_tokens=8, do_sample=False, pad_token_id=0) for model in (own, ours)]
+    tokens = [
+        model.generate(ids, attention_mask=kept, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        for model in (own, ours)
+    ]
     assert torch.equal(*tokens), tokens
 print("the same")

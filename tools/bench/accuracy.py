@@ -7,6 +7,7 @@ The file is tools/bench/results/h100_accuracy.csv, the page the table of tools/d
 largest error of O, dQ, dK and dV, over several draws of the inputs, and their ratios to the better peer's.
 Exit code: 0, 1 where a ratio is beyond limits(), 3 where there is no GPU or PyTorch.
 """
+
 import argparse
 import csv
 import dataclasses
@@ -35,6 +36,7 @@ FILE, PAGE = os.path.join(RESULTS, "h100_accuracy.csv"), os.path.join(ROOT, "too
 @dataclasses.dataclass(frozen=True)
 class Case:
     """Inputs of one kind, and what is computed of them; the names are the file's."""
+
     inputs: str
     dtype: str
     head_dim: int
@@ -45,12 +47,13 @@ class Case:
 
     def __str__(self):
         heads = "" if self.heads == self.heads_kv else f" {self.heads}/{self.heads_kv} heads"
-        return (f"{self.dtype} d{self.head_dim} {self.seqlen}{heads} {'causal' if self.causal else 'full'} {self.inputs}")
+        return f"{self.dtype} d{self.head_dim} {self.seqlen}{heads} {'causal' if self.causal else 'full'} {self.inputs}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Known:
     """Where flashjit is beyond the aim, and how far it may be."""
+
     tensor: str
     inputs: str
     head_dims: tuple
@@ -61,10 +64,13 @@ class Known:
 
 KNOWN = (
     # FlashAttention-2 meets a row's keys in another order.
-    Known("O", "normal", (128,), 1.03, masks=(0,)), Known("O", "common offset", (128,), 1.03, masks=(0,)),
-    Known("O", "normal", (256,), 1.05, masks=(0,)), Known("O", "common offset", (256,), 1.05, masks=(0,)),
+    Known("O", "normal", (128,), 1.03, masks=(0,)),
+    Known("O", "common offset", (128,), 1.03, masks=(0,)),
+    Known("O", "normal", (256,), 1.05, masks=(0,)),
+    Known("O", "common offset", (256,), 1.05, masks=(0,)),
     # Some draws of these.
-    Known("dQ", "outliers", (64, 128, 256), 1.09, 1.3), Known("dK", "outliers", (64, 128, 256), 1.11, 1.33),
+    Known("dQ", "outliers", (64, 128, 256), 1.09, 1.3),
+    Known("dK", "outliers", (64, 128, 256), 1.11, 1.33),
     Known("dQ", "common offset", (128, 256), 1.03, 1.25),
 )
 
@@ -72,7 +78,11 @@ KNOWN = (
 def limits(case, tensor):
     """(RMS, largest) of the ratios."""
     for known in KNOWN:
-        if (known.tensor, known.inputs) == (tensor, case.inputs) and case.head_dim in known.head_dims and case.causal in known.masks:
+        if (
+            (known.tensor, known.inputs) == (tensor, case.inputs)
+            and case.head_dim in known.head_dims
+            and case.causal in known.masks
+        ):
             return known.rms, known.largest
     return RMS_AIM, LARGEST_AIM
 
@@ -111,13 +121,17 @@ def long_key(case, q, k, v):
     k[:, :, 0] = 120 * F.normalize(k[:, :, 0], dim=-1)
 
 
-INPUTS = {function.__name__.replace("_", " "): function
-          for function in (normal, strong_key, outliers, common_offset, long_key)}
+INPUTS = {
+    function.__name__.replace("_", " "): function
+    for function in (normal, strong_key, outliers, common_offset, long_key)
+}
 
 
 def cases():
     """What the page's table has."""
-    for dtype, dim, inputs, causal in itertools.product(("bfloat16", "float16"), (64, 128, 256), INPUTS, (0, 1)):
+    for dtype, dim, inputs, causal in itertools.product(
+        ("bfloat16", "float16"), (64, 128, 256), INPUTS, (0, 1)
+    ):
         yield Case(inputs, dtype, dim, causal)
     for dim, causal in itertools.product((64, 128, 256), (0, 1)):
         yield Case("normal", "bfloat16", dim, causal, seqlen=2048)
@@ -143,11 +157,14 @@ def gradients(function, q, k, v, dout):
 
 def exact(case, q, k, v, dout):
     """The same in fp64."""
+
     def attention(q, k, v):
         k, v = (x.repeat_interleave(case.heads // case.heads_kv, 1) for x in (k, v))
         scores = q @ k.transpose(2, 3) / math.sqrt(case.head_dim)
         if case.causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[2:], dtype=torch.bool, device="cuda").triu(1), -math.inf)
+            scores = scores.masked_fill(
+                torch.ones(scores.shape[2:], dtype=torch.bool, device="cuda").triu(1), -math.inf
+            )
         return torch.softmax(scores, 3) @ v
 
     return gradients(attention, *(x.double() for x in (q, k, v)), dout.double())
@@ -156,7 +173,9 @@ def exact(case, q, k, v, dout):
 def peer(case, backend):
     def attention(q, k, v):
         with sdpa_kernel(getattr(SDPBackend, backend)):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=bool(case.causal), enable_gqa=case.heads != case.heads_kv)
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=bool(case.causal), enable_gqa=case.heads != case.heads_kv
+            )
 
     return attention
 
@@ -168,8 +187,10 @@ def measure(case, ours, draws=DRAWS):
     for seed in range(draws):
         inputs = draw(case, seed)
         want = exact(case, *inputs)
-        functions = {"flashjit": lambda q, k, v: ours(q, k, v, causal=bool(case.causal)),
-                     **{name: peer(case, backend) for name, backend in PEERS.items()}}
+        functions = {
+            "flashjit": lambda q, k, v: ours(q, k, v, causal=bool(case.causal)),
+            **{name: peer(case, backend) for name, backend in PEERS.items()},
+        }
         for name, function in functions.items():
             try:
                 got = gradients(function, *inputs)
@@ -183,15 +204,22 @@ def measure(case, ours, draws=DRAWS):
                 entry[0] += error.square().sum().item()
                 entry[1] += y.square().sum().item()
                 entry[2] += (error.abs().max() / y.abs().max()).item()
-    return {name: {tensor: (math.sqrt(error / size), largest / draws) for tensor, (error, size, largest) in tensors.items()}
-            for name, tensors in sums.items()}
+    return {
+        name: {
+            tensor: (math.sqrt(error / size), largest / draws)
+            for tensor, (error, size, largest) in tensors.items()
+        }
+        for name, tensors in sums.items()
+    }
 
 
 def ratios(errors):
     """{tensor: (RMS ratio, largest ratio)} of flashjit's errors to the better peer's."""
     peers = [errors[name] for name in PEERS if name in errors]
-    return {tensor: tuple(errors["flashjit"][tensor][i] / min(one[tensor][i] for one in peers) for i in (0, 1))
-            for tensor in TENSORS}
+    return {
+        tensor: tuple(errors["flashjit"][tensor][i] / min(one[tensor][i] for one in peers) for i in (0, 1))
+        for tensor in TENSORS
+    }
 
 
 # --- the page ---
@@ -201,8 +229,15 @@ def measured(rows):
     """{case: errors as measure() gives them} of the file's rows."""
     found = {}
     for row in rows:
-        case = Case(row["inputs"], row["dtype"], *(int(row[name]) for name in ("head_dim", "causal", "seqlen", "heads", "heads_kv")))
-        found.setdefault(case, {}).setdefault(row["library"], {})[row["tensor"]] = (float(row["rms"]), float(row["largest"]))
+        case = Case(
+            row["inputs"],
+            row["dtype"],
+            *(int(row[name]) for name in ("head_dim", "causal", "seqlen", "heads", "heads_kv")),
+        )
+        found.setdefault(case, {}).setdefault(row["library"], {})[row["tensor"]] = (
+            float(row["rms"]),
+            float(row["largest"]),
+        )
     return found
 
 
@@ -216,11 +251,18 @@ def page_table(rows):
             count += 1
             over += ratio[0] > RMS_AIM or ratio[1] > LARGEST_AIM
     order = sorted(worst, key=lambda key: (list(INPUTS).index(key[0]), *key[1:]))
-    lines = [[f"{inputs}, d{dim}, {dtype}", *(f"{rms:.2f}, {largest:.2f}" for rms, largest in worst[inputs, dim, dtype].values())]
-             for inputs, dim, dtype in order]
+    lines = [
+        [
+            f"{inputs}, d{dim}, {dtype}",
+            *(f"{rms:.2f}, {largest:.2f}" for rms, largest in worst[inputs, dim, dtype].values()),
+        ]
+        for inputs, dim, dtype in order
+    ]
     origin = ", ".join(listed(values(rows, name)) for name in ("device", "date"))
-    return (f"{markdown(['inputs', *TENSORS], lines)}\n\n{over} of {count} ratios are beyond the aim. {origin}, PyTorch "
-            f"{listed(values(rows, 'torch'))}.")
+    return (
+        f"{markdown(['inputs', *TENSORS], lines)}\n\n{over} of {count} ratios are beyond the aim. {origin}, PyTorch "
+        f"{listed(values(rows, 'torch'))}."
+    )
 
 
 def write_page():
@@ -228,8 +270,11 @@ def write_page():
 
 
 def write_file(rows):
-    about = {"date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(),
-             "torch": ".".join(torch.__version__.split(".")[:2])}
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "torch": ".".join(torch.__version__.split(".")[:2]),
+    }
     with open(FILE, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*about, *rows[0]])
         writer.writeheader()
@@ -239,15 +284,22 @@ def write_file(rows):
 def rows_of(case, errors):
     names = ("dtype", "head_dim", "causal", "heads", "heads_kv", "seqlen", "inputs")
     same = {name: getattr(case, name) for name in names}
-    return [{**same, "library": library, "tensor": tensor, "rms": f"{rms:.3e}", "largest": f"{largest:.3e}"}
-            for library, tensors in errors.items() for tensor, (rms, largest) in tensors.items()]
+    return [
+        {**same, "library": library, "tensor": tensor, "rms": f"{rms:.3e}", "largest": f"{largest:.3e}"}
+        for library, tensors in errors.items()
+        for tensor, (rms, largest) in tensors.items()
+    ]
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lib", help="libflashjit.so; default: the installed package's")
     parser.add_argument("--csv", action="store_true", help="write the file, and the page")
-    parser.add_argument("--tables", action="store_true", help="write the page of the file, and measure nothing")
+    parser.add_argument(
+        "--tables", action="store_true", help="write the page of the file, and measure nothing"
+    )
     parser.add_argument("--only", default="", help="cases whose name has this; no file is written")
     arguments = parser.parse_args()
     if arguments.tables:
@@ -269,8 +321,12 @@ def main():
         found = ratios(errors)
         over = beyond(case, found)
         count += len(over)
-        print(f"{case}: " + "; ".join(f"{tensor} {rms:.2f}, {largest:.2f}" for tensor, (rms, largest) in found.items())
-              + (f"  beyond its limit: {', '.join(over)}" if over else ""), flush=True)
+        print(
+            f"{case}: "
+            + "; ".join(f"{tensor} {rms:.2f}, {largest:.2f}" for tensor, (rms, largest) in found.items())
+            + (f"  beyond its limit: {', '.join(over)}" if over else ""),
+            flush=True,
+        )
         rows += rows_of(case, errors)
     if arguments.csv and not arguments.only:
         write_file(rows)

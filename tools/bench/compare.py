@@ -18,6 +18,7 @@ time, and rate the share of the blocks by it: 1 if a kept block costs what it co
 ratio_short is short_ms / sparse_ms, a speed. To find slow lengths: --only dense --lengths 320,577,640.
 Exit code: 0 if every point of flashjit ran and was right, 1 if one was not, 3 without GPU or PyTorch.
 """
+
 import argparse
 import csv
 import ctypes
@@ -46,26 +47,58 @@ from flashjit import _library as abi  # noqa: E402
 TOKENS, HIDDEN = 16384, 2048
 BLOCK = 128
 # Lengths, shares of the blocks that a map keeps, and where these are.
-SPARSE = ((4096, 0.125, "window"), (8192, 0.0625, "window"), (8192, 0.125, "window"), (8192, 0.5, "window"),
-          (16384, 0.125, "window"), (65536, 0.0625, "window"), (65536, 0.5, "window"), (8192, 0.125, "scattered"),
-          (8192, 0.5, "scattered"))
+SPARSE = (
+    (4096, 0.125, "window"),
+    (8192, 0.0625, "window"),
+    (8192, 0.125, "window"),
+    (8192, 0.5, "window"),
+    (16384, 0.125, "window"),
+    (65536, 0.0625, "window"),
+    (65536, 0.5, "window"),
+    (8192, 0.125, "scattered"),
+    (8192, 0.5, "scattered"),
+)
 PASSES = ("fwd", "bwd")
 # Batch, heads of Q, and of K and V, queries, keys, head dimension.
-FEW = ((1, 32, 8, 1, 8192, 128), (1, 32, 8, 1, 131072, 128), (4, 32, 8, 1, 8192, 128), (16, 32, 8, 1, 8192, 128),
-       (64, 32, 8, 1, 4096, 128), (1, 32, 1, 1, 32768, 128), (1, 32, 8, 1, 131072, 64), (1, 32, 8, 4, 8192, 128),
-       (64, 32, 8, 4, 4096, 128), (16, 64, 8, 8, 8192, 128), (1, 32, 8, 16, 32768, 128), (1, 32, 8, 16, 32768, 64),
-       (1, 32, 8, 128, 32768, 128))
+FEW = (
+    (1, 32, 8, 1, 8192, 128),
+    (1, 32, 8, 1, 131072, 128),
+    (4, 32, 8, 1, 8192, 128),
+    (16, 32, 8, 1, 8192, 128),
+    (64, 32, 8, 1, 4096, 128),
+    (1, 32, 1, 1, 32768, 128),
+    (1, 32, 8, 1, 131072, 64),
+    (1, 32, 8, 4, 8192, 128),
+    (64, 32, 8, 4, 4096, 128),
+    (16, 64, 8, 8, 8192, 128),
+    (1, 32, 8, 16, 32768, 128),
+    (1, 32, 8, 16, 32768, 64),
+    (1, 32, 8, 128, 32768, 128),
+)
 # What the heuristic takes in the family sm80, by pass and head dim: forced, for the portable family's own figures.
-SM80_TILES = {("fwd", 64): "sm80:br128:bc64:w4:s2", ("fwd", 128): "sm80:br128:bc64:w4",
-              ("fwd", 256): "sm80:br64:bc64:w4", ("bwd", 64): "sm80:br32:bc128:w4:s2",
-              ("bwd", 128): "sm80:br64:bc128:w8:s2:d_split2", ("bwd", 256): "sm80:br32:bc64:w8:s2:d_split2"}
+SM80_TILES = {
+    ("fwd", 64): "sm80:br128:bc64:w4:s2",
+    ("fwd", 128): "sm80:br128:bc64:w4",
+    ("fwd", 256): "sm80:br64:bc64:w4",
+    ("bwd", 64): "sm80:br32:bc128:w4:s2",
+    ("bwd", 128): "sm80:br64:bc128:w8:s2:d_split2",
+    ("bwd", 256): "sm80:br32:bc64:w8:s2:d_split2",
+}
 # With dropout d128 has fewer registers.
-SM80_DROPOUT_TILES = {**SM80_TILES, ("fwd", 128): "sm80:br128:bc48:w4", ("bwd", 128): "sm80:br32:bc128:w8:s2:d_split2"}
+SM80_DROPOUT_TILES = {
+    **SM80_TILES,
+    ("fwd", 128): "sm80:br128:bc48:w4",
+    ("bwd", 128): "sm80:br32:bc128:w8:s2:d_split2",
+}
 # Where few KV tiles have many queries, which blocks share.
 SM80_SHARED_TILES = {**SM80_TILES, ("bwd", 128): SM80_TILES["bwd", 128] + ":split"}
 # Where tiles of 128 rows leave multiprocessors without one.
-SM80_SMALL_TILES = {("fwd", 64): "sm80:br64:bc128:w4", ("bwd", 64): "sm80:br64:bc64:w8:s2:d_split2",
-                    ("fwd", 128): "sm80:br64:bc64:w4", ("bwd", 128): "sm80:br64:bc64:w8:s2:d_split2"}
+SM80_SMALL_TILES = {
+    ("fwd", 64): "sm80:br64:bc128:w4",
+    ("bwd", 64): "sm80:br64:bc64:w8:s2:d_split2",
+    ("fwd", 128): "sm80:br64:bc64:w4",
+    ("bwd", 128): "sm80:br64:bc64:w8:s2:d_split2",
+}
 SEED, OFFSET = 20251, 7  # of the dropout masks
 HEAD_START_CYCLES = 1_000_000  # the GPU waits this long, about 0.5 ms, while the host queues the next launch
 
@@ -85,16 +118,24 @@ def use_library(path):
 
 
 def view(tensor):
-    return abi.Tensor(tensor.data_ptr(), (ctypes.c_int64 * 4)(*tensor.shape), (ctypes.c_int64 * 4)(*tensor.stride()))
+    return abi.Tensor(
+        tensor.data_ptr(), (ctypes.c_int64 * 4)(*tensor.shape), (ctypes.c_int64 * 4)(*tensor.stride())
+    )
 
 
 def capture_array(captures):
     """Tensors and numbers by the names that a program declares."""
     sizes = lambda values: (ctypes.c_int64 * 4)(*values)
-    tensor = lambda name, x: abi.Capture(name, x.data_ptr(), None, x.dim(), 0, sizes(x.shape), sizes(x.stride()), 0.0)
+    tensor = lambda name, x: abi.Capture(
+        name, x.data_ptr(), None, x.dim(), 0, sizes(x.shape), sizes(x.stride()), 0.0
+    )
     number = lambda name, x: abi.Capture(name=name, scalar=x)
-    return (abi.Capture * len(captures))(*((tensor if isinstance(x, torch.Tensor) else number)(name.encode(), x)
-                                           for name, x in captures.items()))
+    return (abi.Capture * len(captures))(
+        *(
+            (tensor if isinstance(x, torch.Tensor) else number)(name.encode(), x)
+            for name, x in captures.items()
+        )
+    )
 
 
 class Ours:
@@ -102,8 +143,22 @@ class Ours:
     dimension, if not what the library chooses. lists: whether tile lists, of passes that walk some, are made beforehand,
     not in every call. dropout: its probability, where the spec has dropout. kv_lengths: int32 [batch], where it has kvlen."""
 
-    def __init__(self, runtime, spec, q, k, v, dout, block_map=None, tiles=None, captures=None, passes=PASSES, lists=False,
-                 dropout=0.0, kv_lengths=None):
+    def __init__(
+        self,
+        runtime,
+        spec,
+        q,
+        k,
+        v,
+        dout,
+        block_map=None,
+        tiles=None,
+        captures=None,
+        passes=PASSES,
+        lists=False,
+        dropout=0.0,
+        kv_lengths=None,
+    ):
         b, h, s, dim = q.shape
         self.dropout, self.kv_lengths = dropout, kv_lengths
         self.runtime, self.spec, self.inputs = runtime, abi.spec_handle(spec), (q, k, v, dout, block_map)
@@ -114,14 +169,19 @@ class Ours:
         poisoned = lambda like: torch.full_like(like, float("nan"))
         self.out, self.dq, self.dk, self.dv = poisoned(dout), poisoned(q), poisoned(k), poisoned(v)
         self.lse = torch.full((b, h, s), float("nan"), device=q.device, dtype=torch.float32)
-        self.spaces = {name: self._workspace(name, spec, shape, tiles and tiles[name, dim]) for name in passes}
+        self.spaces = {
+            name: self._workspace(name, spec, shape, tiles and tiles[name, dim]) for name in passes
+        }
         tensors = {"q": view(q), "k": view(k), "v": view(v), "out": view(self.out)}
         self.forward_args = self._args(abi.ForwardArgs, "fwd", tensors)
         gradients = {"dout": view(dout), "dq": view(self.dq), "dk": view(self.dk), "dv": view(self.dv)}
         if "bwd" in passes:
             self.backward_args = self._args(abi.BackwardArgs, "bwd", {**tensors, **gradients})
-        self.lists = {name: self._build_lists(name, spec, shape) for name in passes
-                      if lists and runtime.list_bytes(spec, shape, backward=name == "bwd")}
+        self.lists = {
+            name: self._build_lists(name, spec, shape)
+            for name in passes
+            if lists and runtime.list_bytes(spec, shape, backward=name == "bwd")
+        }
         for name, (handle, _) in self.lists.items():
             (self.backward_args if name == "bwd" else self.forward_args).lists = handle.address
 
@@ -135,17 +195,37 @@ class Ours:
         """One pass's tile lists, and their memory."""
         size = self.runtime.list_bytes(spec, shape, backward=name == "bwd")
         memory = torch.empty(size, dtype=torch.uint8, device="cuda")
-        args = abi.ListArgs(struct_size=ctypes.sizeof(abi.ListArgs), memory=memory.data_ptr(), memory_bytes=size,
-                            captures=ctypes.addressof(self.captures), capture_count=len(self.captures))
-        handle = abi.Handle("flashjit_build_lists", "flashjit_tile_lists_destroy", self.runtime.address,
-                            int(name == "bwd"), self.spec.address, ctypes.byref(abi.shape_struct(shape)),
-                            ctypes.byref(args), torch.cuda.current_stream().cuda_stream)
+        args = abi.ListArgs(
+            struct_size=ctypes.sizeof(abi.ListArgs),
+            memory=memory.data_ptr(),
+            memory_bytes=size,
+            captures=ctypes.addressof(self.captures),
+            capture_count=len(self.captures),
+        )
+        handle = abi.Handle(
+            "flashjit_build_lists",
+            "flashjit_tile_lists_destroy",
+            self.runtime.address,
+            int(name == "bwd"),
+            self.spec.address,
+            ctypes.byref(abi.shape_struct(shape)),
+            ctypes.byref(args),
+            torch.cuda.current_stream().cuda_stream,
+        )
         return handle, memory
 
     def _args(self, kind, pass_name, tensors):
         space, size = self.spaces[pass_name]
-        args = kind(struct_size=ctypes.sizeof(kind), lse=self.lse.data_ptr(), workspace=space.data_ptr(),
-                    workspace_bytes=size, dropout_p=self.dropout, seed=SEED, offset=OFFSET, **tensors)
+        args = kind(
+            struct_size=ctypes.sizeof(kind),
+            lse=self.lse.data_ptr(),
+            workspace=space.data_ptr(),
+            workspace_bytes=size,
+            dropout_p=self.dropout,
+            seed=SEED,
+            offset=OFFSET,
+            **tensors,
+        )
         args.captures, args.capture_count = ctypes.addressof(self.captures), len(self.captures)
         if self.kv_lengths is not None:
             args.kv_lengths = self.kv_lengths.data_ptr()
@@ -155,8 +235,14 @@ class Ours:
         return args
 
     def _call(self, function, args):
-        abi.check(function(self.runtime.address, self.spec.address, ctypes.byref(args),
-                           torch.cuda.current_stream().cuda_stream))
+        abi.check(
+            function(
+                self.runtime.address,
+                self.spec.address,
+                ctypes.byref(args),
+                torch.cuda.current_stream().cuda_stream,
+            )
+        )
 
     def forward(self):
         self._call(abi.library().flashjit_forward, self.forward_args)
@@ -179,8 +265,9 @@ class Peer:
     def _attention(self):
         with sdpa_kernel(self.backend):
             grouped = self.inputs[0].shape[1] != self.inputs[1].shape[1]
-            return F.scaled_dot_product_attention(*self.inputs, dropout_p=self.dropout, is_causal=self.causal,
-                                                  enable_gqa=grouped)
+            return F.scaled_dot_product_attention(
+                *self.inputs, dropout_p=self.dropout, is_causal=self.causal, enable_gqa=grouped
+            )
 
     def forward(self):
         with torch.no_grad():
@@ -222,7 +309,10 @@ class FlashAttentionWithGradients(FlashAttention):
 def other_packages():
     """By name, what makes a problem for each package that can be imported."""
     found = {}
-    for name, module, kind in (("fa3", "fa3_fwd_interface", FlashAttention), ("fa4", "flash_attn.cute", FlashAttentionWithGradients)):
+    for name, module, kind in (
+        ("fa3", "fa3_fwd_interface", FlashAttention),
+        ("fa4", "flash_attn.cute", FlashAttentionWithGradients),
+    ):
         try:
             function = importlib.import_module(module).flash_attn_func
         except ImportError:
@@ -242,8 +332,10 @@ def differences(ours, reference):
         norm = ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
         worst = ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
         if not (norm <= NORM_LIMIT[name] and worst <= WORST_LIMIT):  # NaN fails too
-            wrong.append(f"{name}: relative norm {norm:.3g} (limit {NORM_LIMIT[name]}), worst {worst:.3g} "
-                         f"of the largest (limit {WORST_LIMIT})")
+            wrong.append(
+                f"{name}: relative norm {norm:.3g} (limit {NORM_LIMIT[name]}), worst {worst:.3g} "
+                f"of the largest (limit {WORST_LIMIT})"
+            )
     return wrong
 
 
@@ -310,7 +402,11 @@ class Point(typing.NamedTuple):
     dropout: float = 0.0
 
     def spec(self):
-        return f"{self.dtype}:d{self.dim}" + (":causal" if self.causal else "") + (":dropout" if self.dropout else "")
+        return (
+            f"{self.dtype}:d{self.dim}"
+            + (":causal" if self.causal else "")
+            + (":dropout" if self.dropout else "")
+        )
 
     def label(self):
         heads = f"{self.heads}/{self.heads_kv}" if self.heads != self.heads_kv else str(self.heads)
@@ -321,7 +417,11 @@ class Point(typing.NamedTuple):
 def dense_points(dim, lengths):
     """The table that FlashAttention's papers have: as many tokens and as wide a model at every length."""
     heads = HIDDEN // dim
-    return [Point(dim, length, causal, TOKENS // length, heads, heads) for length in lengths for causal in (False, True)]
+    return [
+        Point(dim, length, causal, TOKENS // length, heads, heads)
+        for length in lengths
+        for causal in (False, True)
+    ]
 
 
 def other_points():
@@ -339,8 +439,12 @@ def other_points():
     yield Point(128, 1024, True, 1, 16, 4)
     for dim in (64, 128, 256):
         yield from (point._replace(dropout=0.1) for point in dense_points(dim, (4096,)))
-    yield from (Point(dim, length, causal, 1, 16, 16) for dim in (64, 128) for length in (512, 1024, 2048)
-                for causal in (False, True))
+    yield from (
+        Point(dim, length, causal, 1, 16, 16)
+        for dim in (64, 128)
+        for length in (512, 1024, 2048)
+        for causal in (False, True)
+    )
 
 
 def tensors(batch, heads, length, dim, heads_kv=None, dtype="bf16"):
@@ -394,13 +498,22 @@ def dense_point(runtime, portable, packages, report, point, rounds):
     label = point.label()
     q, k, v, dout = tensors(batch, heads, length, dim, heads_kv, dtype)
     spec = point.spec()
-    people = running(report, label, {
-        "flashjit": lambda: Ours(runtime, spec, q, k, v, dout, dropout=dropout),
-        "sm80": lambda: Ours(portable, spec, q, k, v, dout, tiles=sm80_tiles(point), dropout=dropout),
-        "fa2": lambda: Peer(SDPBackend.FLASH_ATTENTION, q, k, v, dout, causal, dropout),
-        "cudnn": lambda: Peer(SDPBackend.CUDNN_ATTENTION, q, k, v, dout, causal, dropout),
-        **({} if dropout else {name: functools.partial(make, q, k, v, dout, causal) for name, make in packages.items()}),
-    }, ("forward", "backward"))
+    people = running(
+        report,
+        label,
+        {
+            "flashjit": lambda: Ours(runtime, spec, q, k, v, dout, dropout=dropout),
+            "sm80": lambda: Ours(portable, spec, q, k, v, dout, tiles=sm80_tiles(point), dropout=dropout),
+            "fa2": lambda: Peer(SDPBackend.FLASH_ATTENTION, q, k, v, dout, causal, dropout),
+            "cudnn": lambda: Peer(SDPBackend.CUDNN_ATTENTION, q, k, v, dout, causal, dropout),
+            **(
+                {}
+                if dropout
+                else {name: functools.partial(make, q, k, v, dout, causal) for name, make in packages.items()}
+            ),
+        },
+        ("forward", "backward"),
+    )
     # Peers drop other pairs; our families, which share no kernel, the same.
     reference = people.get("sm80") if dropout else people.get("fa2") or people.get("cudnn")
     for name in people.keys() & (OURS - {"sm80"} if dropout else OURS):
@@ -411,11 +524,26 @@ def dense_point(runtime, portable, packages, report, point, rounds):
             report.failure(f"{label}: {name}: {text}")
     for pass_name in PASSES:
         method = "forward" if pass_name == "fwd" else "backward"
-        ms = interleaved_ms({name: getattr(person, method) for name, person in people.items() if hasattr(person, method)}, rounds)
-        report.row(**{"pass": pass_name}, dtype=dtype, head_dim=dim, causal=int(causal), dropout=dropout, batch=batch,
-                   heads=heads, heads_kv=heads_kv, seqlen=length, **{f"{name}_ms": x for name, x in ms.items()})
-        rates = "  ".join(f"{name} {teraflops(batch, heads, length, dim, causal, pass_name, x):5.0f}"
-                          for name, x in ms.items())
+        ms = interleaved_ms(
+            {name: getattr(person, method) for name, person in people.items() if hasattr(person, method)},
+            rounds,
+        )
+        report.row(
+            **{"pass": pass_name},
+            dtype=dtype,
+            head_dim=dim,
+            causal=int(causal),
+            dropout=dropout,
+            batch=batch,
+            heads=heads,
+            heads_kv=heads_kv,
+            seqlen=length,
+            **{f"{name}_ms": x for name, x in ms.items()},
+        )
+        rates = "  ".join(
+            f"{name} {teraflops(batch, heads, length, dim, causal, pass_name, x):5.0f}"
+            for name, x in ms.items()
+        )
         print(f"{pass_name} {label:34} TFLOP/s: {rates}", flush=True)
 
 
@@ -426,12 +554,17 @@ def few_point(runtime, packages, report, problem, rounds):
     torch.manual_seed(keys + dim)
     random = lambda heads, length: torch.randn(batch, heads, length, dim, device="cuda", dtype=torch.bfloat16)
     q, k, v = random(heads, queries), random(heads_kv, keys), random(heads_kv, keys)
-    people = running(report, label, {
-        "flashjit": lambda: Ours(runtime, f"bf16:d{dim}", q, k, v, q, passes=("fwd",)),
-        "fa2": lambda: Peer(SDPBackend.FLASH_ATTENTION, q, k, v, q, False),
-        "cudnn": lambda: Peer(SDPBackend.CUDNN_ATTENTION, q, k, v, q, False),
-        **{name: functools.partial(make, q, k, v, q, False) for name, make in packages.items()},
-    }, ("forward",))
+    people = running(
+        report,
+        label,
+        {
+            "flashjit": lambda: Ours(runtime, f"bf16:d{dim}", q, k, v, q, passes=("fwd",)),
+            "fa2": lambda: Peer(SDPBackend.FLASH_ATTENTION, q, k, v, q, False),
+            "cudnn": lambda: Peer(SDPBackend.CUDNN_ATTENTION, q, k, v, q, False),
+            **{name: functools.partial(make, q, k, v, q, False) for name, make in packages.items()},
+        },
+        ("forward",),
+    )
     if "flashjit" not in people:
         return
     reference = people.get("fa2") or people.get("cudnn")
@@ -441,9 +574,18 @@ def few_point(runtime, packages, report, problem, rounds):
         for text in differences({"out": people["flashjit"].out}, {"out": reference.forward()}):
             report.failure(f"{label}: {text}")
     ms = interleaved_ms({name: person.forward for name, person in people.items()}, rounds)
-    report.row(**{"pass": "fwd"}, dtype="bf16", head_dim=dim, batch=batch, heads=heads, heads_kv=heads_kv,
-               seqlen_q=queries, seqlen_kv=keys, **{f"{name}_ms": x for name, x in ms.items()},
-               gbs=2 * batch * heads_kv * keys * dim * 2 / ms["flashjit"] / 1e6)
+    report.row(
+        **{"pass": "fwd"},
+        dtype="bf16",
+        head_dim=dim,
+        batch=batch,
+        heads=heads,
+        heads_kv=heads_kv,
+        seqlen_q=queries,
+        seqlen_kv=keys,
+        **{f"{name}_ms": x for name, x in ms.items()},
+        gbs=2 * batch * heads_kv * keys * dim * 2 / ms["flashjit"] / 1e6,
+    )
     print(f"fwd {label:34} us: " + "  ".join(f"{name} {1e3 * x:6.1f}" for name, x in ms.items()), flush=True)
 
 
@@ -497,15 +639,34 @@ def sparse_point(runtime, report, dim, length, density, pattern, rounds):
         for text in differences(first_head, masked_reference(q, k, v, dout, block_map)):
             report.failure(f"{label}: {text}")
     for pass_name, method in (("fwd", "forward"), ("bwd", "backward")):
-        ms = interleaved_ms({name: getattr(person, method) for name, person in people.items()},
-                            rounds if length <= 16384 else 5)
+        ms = interleaved_ms(
+            {name: getattr(person, method) for name, person in people.items()},
+            rounds if length <= 16384 else 5,
+        )
         ratio = ms["sparse"] / ms["dense"]
-        report.row(**{"pass": pass_name}, dtype="bf16", head_dim=dim, pattern=pattern, density=density, batch=batch, heads=heads,
-                   heads_kv=heads, seqlen=length, sparse_ms=ms["sparse"], dense_ms=ms["dense"], ratio=ratio,
-                   rate=density / ratio, short_ms=ms["short"], ratio_short=ms["short"] / ms["sparse"])
-        print(f"{pass_name} {label:34} sparse {ms['sparse']:8.3f} ms  dense {ms['dense']:8.3f} ms  share of the time "
-              f"{ratio:.3f} at density {density:.3f}: {density / ratio:.2f} of the dense rate, "
-              f"{ms['short'] / ms['sparse']:.2f} of sequences of {keys}", flush=True)
+        report.row(
+            **{"pass": pass_name},
+            dtype="bf16",
+            head_dim=dim,
+            pattern=pattern,
+            density=density,
+            batch=batch,
+            heads=heads,
+            heads_kv=heads,
+            seqlen=length,
+            sparse_ms=ms["sparse"],
+            dense_ms=ms["dense"],
+            ratio=ratio,
+            rate=density / ratio,
+            short_ms=ms["short"],
+            ratio_short=ms["short"] / ms["sparse"],
+        )
+        print(
+            f"{pass_name} {label:34} sparse {ms['sparse']:8.3f} ms  dense {ms['dense']:8.3f} ms  share of the time "
+            f"{ratio:.3f} at density {density:.3f}: {density / ratio:.2f} of the dense rate, "
+            f"{ms['short'] / ms['sparse']:.2f} of sequences of {keys}",
+            flush=True,
+        )
 
 
 def summary(report):
@@ -516,8 +677,10 @@ def summary(report):
         if peers and "flashjit_ms" in row:
             groups.setdefault((row["pass"], row["head_dim"]), []).append(min(peers) / row["flashjit_ms"])
     for (pass_name, dim), ratios in groups.items():
-        print(f"{pass_name} d{dim}: geometric mean {statistics.geometric_mean(ratios):.3f} of the best peer's speed, worst "
-              f"{min(ratios):.3f}, {len(ratios)} points")
+        print(
+            f"{pass_name} d{dim}: geometric mean {statistics.geometric_mean(ratios):.3f} of the best peer's speed, worst "
+            f"{min(ratios):.3f}, {len(ratios)} points"
+        )
 
 
 def guarded(report, label, point, *arguments):
@@ -535,21 +698,38 @@ def guarded(report, label, point, *arguments):
 def commit_name():
     here = os.path.dirname(os.path.abspath(__file__))
     try:
-        run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10)
+        run = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10
+        )
         return run.stdout.strip() or "unknown"
     except (OSError, subprocess.SubprocessError):
         return "unknown"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)")
-    parser.add_argument("--csv", help="write the dense table here, the others next to it: *_other.csv, *_few.csv, *_sparse.csv")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)"
+    )
+    parser.add_argument(
+        "--csv",
+        help="write the dense table here, the others next to it: *_other.csv, *_few.csv, *_sparse.csv",
+    )
     parser.add_argument("--quick", action="store_true", help="4k and few rounds only")
     parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
-    parser.add_argument("--only", choices=("dense", "other", "few", "sparse"), help="one table alone; the others stay as they are")
-    parser.add_argument("--lengths", type=lengths_of, metavar="N,...",
-                        help="of the dense table, such as 320,640,1500 (default 512 to 16384, with --quick 4096)")
+    parser.add_argument(
+        "--only",
+        choices=("dense", "other", "few", "sparse"),
+        help="one table alone; the others stay as they are",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=lengths_of,
+        metavar="N,...",
+        help="of the dense table, such as 320,640,1500 (default 512 to 16384, with --quick 4096)",
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("compare: PyTorch finds no GPU", file=sys.stderr)
@@ -559,32 +739,57 @@ def main():
 
     use_library(arguments.lib)
     runtime, portable, packages = abi.Runtime(), abi.Runtime(), other_packages()
-    constants = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-                 "device": torch.cuda.get_device_name(), "commit": arguments.commit or commit_name()}
-    print(f"{constants['device']}, flashjit {abi.version()} ({constants['commit']}), "
-          f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {', '.join(packages) or 'neither fa3 nor fa4'}")
+    constants = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(),
+        "commit": arguments.commit or commit_name(),
+    }
+    print(
+        f"{constants['device']}, flashjit {abi.version()} ({constants['commit']}), "
+        f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {', '.join(packages) or 'neither fa3 nor fa4'}"
+    )
     lengths, rounds = ((4096,), 7) if arguments.quick else ((512, 1024, 2048, 4096, 8192, 16384), 15)
     lengths = arguments.lengths or lengths
     wanted = lambda name: arguments.only in (None, name)
-    table = lambda name, suffix: suffix.join(os.path.splitext(arguments.csv)) if arguments.csv and wanted(name) else None
+    table = lambda name, suffix: (
+        suffix.join(os.path.splitext(arguments.csv)) if arguments.csv and wanted(name) else None
+    )
     beside = lambda name: table(name, f"_{name}")
     about = list(constants) + ["pass", "dtype", "head_dim"]
     times = ["flashjit_ms", "sm80_ms"] + [f"{name}_ms" for name in PEERS]
     sizes = ["batch", "heads", "heads_kv", "seqlen"]
     dense = Report(table("dense", ""), about + ["causal"] + sizes + times, constants)
     other = Report(beside("other"), about + ["causal", "dropout"] + sizes + times, constants)
-    sparse = Report(beside("sparse"), about + ["pattern", "density"] + sizes
-                    + ["sparse_ms", "dense_ms", "ratio", "rate", "short_ms", "ratio_short"], constants)
-    few = Report(beside("few"), about + ["batch", "heads", "heads_kv", "seqlen_q", "seqlen_kv"]
-                 + [name for name in times if name != "sm80_ms"] + ["gbs"], constants)
-    points = [(dense, point) for dim in (64, 128, 256) for point in dense_points(dim, lengths)] if wanted("dense") else []
+    sparse = Report(
+        beside("sparse"),
+        about
+        + ["pattern", "density"]
+        + sizes
+        + ["sparse_ms", "dense_ms", "ratio", "rate", "short_ms", "ratio_short"],
+        constants,
+    )
+    few = Report(
+        beside("few"),
+        about
+        + ["batch", "heads", "heads_kv", "seqlen_q", "seqlen_kv"]
+        + [name for name in times if name != "sm80_ms"]
+        + ["gbs"],
+        constants,
+    )
+    points = (
+        [(dense, point) for dim in (64, 128, 256) for point in dense_points(dim, lengths)]
+        if wanted("dense")
+        else []
+    )
     if wanted("other") and not arguments.quick:
         points += [(other, point) for point in other_points()]
     for report, point in points:
         guarded(report, point.label(), dense_point, runtime, portable, packages, report, point, rounds)
     for problem in (FEW[:1] if arguments.quick else FEW) if wanted("few") else ():
         guarded(few, f"few queries {problem}", few_point, runtime, packages, few, problem, rounds)
-    for dim, problem in itertools.product((64, 128) if wanted("sparse") else (), SPARSE[:1] if arguments.quick else SPARSE):
+    for dim, problem in itertools.product(
+        (64, 128) if wanted("sparse") else (), SPARSE[:1] if arguments.quick else SPARSE
+    ):
         guarded(sparse, f"d{dim} {problem}", sparse_point, runtime, sparse, dim, *problem, rounds)
     summary(dense)
     failures = dense.failures + other.failures + few.failures + sparse.failures

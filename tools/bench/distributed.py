@@ -15,6 +15,7 @@ rank's time at its kernels from 64k tokens on, predicted_ms the simulator's, mem
 formula_gb what simulator.memory_bytes() says, reserved_sms what a ring leaves to NCCL. Rows are written as they come.
 Exit code: 0 if everything ran and was right, 1 if not, 3 without the GPUs or PyTorch.
 """
+
 import argparse
 import csv
 import json
@@ -41,8 +42,22 @@ HEADS, HEADS_KV, DIM, LAYOUT, INNER = 32, 8, 128, "zigzag", 2
 IN_A_ROW = 4  # calls, as a model has them: the host prepares one while the GPU computes another
 LONG = 5.0  # seconds of a call of which one is measured: check() has compiled it
 PROFILED = 65536  # tokens from which ranks' kernels are compared
-FIELDS = ("device", "ranks", "tokens", "mask", "scheme", "reserved_sms", "pass", "ms", "alone_ms", "scaling", "imbalance", "predicted_ms",
-          "memory_gb", "formula_gb")
+FIELDS = (
+    "device",
+    "ranks",
+    "tokens",
+    "mask",
+    "scheme",
+    "reserved_sms",
+    "pass",
+    "ms",
+    "alone_ms",
+    "scaling",
+    "imbalance",
+    "predicted_ms",
+    "memory_gb",
+    "formula_gb",
+)
 
 
 class Shard:
@@ -51,7 +66,9 @@ class Shard:
     def __init__(self, tokens, ranks, rank, device):
         generator = torch.Generator(device).manual_seed(tokens + rank)
         self.rows = tokens // ranks
-        make = lambda heads: torch.randn(1, heads, self.rows, DIM, generator=generator, device=device, dtype=torch.bfloat16)
+        make = lambda heads: torch.randn(
+            1, heads, self.rows, DIM, generator=generator, device=device, dtype=torch.bfloat16
+        )
         self.q, self.k, self.v, self.dout = make(HEADS), make(HEADS_KV), make(HEADS_KV), make(HEADS)
 
     def both_passes(self, attend):
@@ -71,11 +88,17 @@ class Team:
 
     def __init__(self, rank, ranks, device, causal=True):
         self.rank, self.ranks, self.device, self.causal = rank, ranks, device, causal
-        self.pairs = dist.device_mesh.init_device_mesh(device.type, (ranks // INNER, INNER)) if ranks % INNER == 0 and ranks > INNER else None
+        self.pairs = (
+            dist.device_mesh.init_device_mesh(device.type, (ranks // INNER, INNER))
+            if ranks % INNER == 0 and ranks > INNER
+            else None
+        )
 
     def attend(self, scheme, **given):
         group = self.pairs if scheme == "two_level" else None
-        return lambda q, k, v: fd.distributed_attention(q, k, v, scheme=scheme, layout=LAYOUT, causal=self.causal, group=group, **given)
+        return lambda q, k, v: fd.distributed_attention(
+            q, k, v, scheme=scheme, layout=LAYOUT, causal=self.causal, group=group, **given
+        )
 
     def one(self, q, k, v):
         """On this rank's GPU alone."""
@@ -107,7 +130,7 @@ class Team:
             seconds += self.largest((time.perf_counter() - begin) / calls)
             if seconds[-1] > LONG:
                 break
-        peak, = self.largest(torch.cuda.max_memory_allocated() if on_gpu else 0)
+        (peak,) = self.largest(torch.cuda.max_memory_allocated() if on_gpu else 0)
         return statistics.median(seconds[1:] or seconds), peak
 
     def imbalance(self, call):
@@ -117,7 +140,11 @@ class Team:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             call()
             self.synchronize()
-        own = sum(event.self_device_time_total for event in profile.key_averages() if "nccl" not in event.key.lower())
+        own = sum(
+            event.self_device_time_total
+            for event in profile.key_averages()
+            if "nccl" not in event.key.lower()
+        )
         slowest, minus_fastest = self.largest(own, -own)
         return slowest / max(-minus_fastest, 1e-9)
 
@@ -159,17 +186,36 @@ def row_of(team, tokens, scheme, reserved, name, seconds, alone_seconds, imbalan
     problem = simulator.Problem(tokens, HEADS, HEADS_KV, DIM, causal=team.causal)
     both = name == "both"
     inner = INNER if scheme == "two_level" else 1
-    predicted = sum(simulator.simulate(problem, team.ranks, scheme, LAYOUT, backward=backward, inner=inner).seconds
-                    for backward in ([False, True] if both else [False]))
+    predicted = sum(
+        simulator.simulate(problem, team.ranks, scheme, LAYOUT, backward=backward, inner=inner).seconds
+        for backward in ([False, True] if both else [False])
+    )
     formula = simulator.memory_bytes(problem, team.ranks, scheme, both, inner)
     if not both:  # in which dO is here, too
         formula += problem.q_bytes(tokens // team.ranks)
     device = torch.cuda.get_device_name() if team.device.type == "cuda" else "CPU"
     milliseconds = lambda x: f"{x * 1e3:.3f}" if x else ""
-    return dict(zip(FIELDS, (
-        device, team.ranks, tokens, "causal" if team.causal else "full", scheme, reserved, name, milliseconds(seconds), milliseconds(alone_seconds),
-        f"{alone_seconds / seconds:.3f}" if alone_seconds else "", f"{imbalance:.3f}" if imbalance else "", milliseconds(predicted),
-        f"{memory / 1e9:.3f}" if memory else "", f"{formula / 1e9:.3f}")))
+    return dict(
+        zip(
+            FIELDS,
+            (
+                device,
+                team.ranks,
+                tokens,
+                "causal" if team.causal else "full",
+                scheme,
+                reserved,
+                name,
+                milliseconds(seconds),
+                milliseconds(alone_seconds),
+                f"{alone_seconds / seconds:.3f}" if alone_seconds else "",
+                f"{imbalance:.3f}" if imbalance else "",
+                milliseconds(predicted),
+                f"{memory / 1e9:.3f}" if memory else "",
+                f"{formula / 1e9:.3f}",
+            ),
+        )
+    )
 
 
 def measure_scheme(team, args, tokens, scheme, reserved, seconds_alone, write):
@@ -180,7 +226,9 @@ def measure_scheme(team, args, tokens, scheme, reserved, seconds_alone, write):
         seconds, memory = team.measured(call, args.repeats)
         profiled = tokens >= PROFILED and team.device.type == "cuda" and seconds < LONG
         imbalance = team.imbalance(call) if profiled else 0
-        write(row_of(team, tokens, scheme, reserved, name, seconds, seconds_alone.get(name), imbalance, memory))
+        write(
+            row_of(team, tokens, scheme, reserved, name, seconds, seconds_alone.get(name), imbalance, memory)
+        )
 
 
 def measure(team, args, times_alone, write):
@@ -199,17 +247,24 @@ def run(rank, ranks, folder, args):
     if args.cpu:
         torch.set_num_threads(1)
         device = torch.device("cpu")
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks
+        )
     else:
         torch.cuda.set_device(rank)
         device = torch.device("cuda", rank)
-        dist.init_process_group("nccl", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks, device_id=device)
+        dist.init_process_group(
+            "nccl", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks, device_id=device
+        )
     team = Team(rank, ranks, device, not args.full)
     begin = time.perf_counter()
     worst = check(team, args)
     if rank == 0:
-        print(f"{ranks} ranks checked in {time.perf_counter() - begin:.0f} s: the largest difference is {worst:.3g} of the largest "
-              "element", flush=True)
+        print(
+            f"{ranks} ranks checked in {time.perf_counter() - begin:.0f} s: the largest difference is {worst:.3g} of the largest "
+            "element",
+            flush=True,
+        )
     known = os.path.join(folder, "alone.json")
     times_alone = json.load(open(known)) if os.path.exists(known) else {}
 
@@ -220,6 +275,7 @@ def run(rank, ranks, folder, args):
         if args.csv:
             with open(args.csv, "a", newline="") as file:
                 csv.DictWriter(file, FIELDS, lineterminator="\n").writerow(row)
+
     measure(team, args, times_alone, write)
     dist.barrier()
     if rank == 0:

@@ -12,6 +12,7 @@ those of 16k tokens of hidden size 2048 in [batch, length, heads, d], and of fla
 section of tools/docs/eight-bits.md.
 Exit code: 0, 1 where an error is beyond its limit, 3 where there is no GPU or PyTorch.
 """
+
 import argparse
 import contextlib
 import csv
@@ -43,8 +44,15 @@ LARGEST_CODE = 448.0
 ROUNDING = 2**-3 / math.sqrt(12) * math.sqrt(3 / (8 * math.log(2)))
 #: Against what the codes mean: P's rounding, and a tenth for luck.
 KERNEL_LIMIT = 1.1 * ROUNDING
-COLOURS = {"inputs": "#999999", "flashjit bf16": "#009E73", "flashjit": "#0072B2", "flashjit hadamard": "#56B4E9",
-           "fa3": "#CC79A7", "fa3 hadamard": "#E69F00", "cudnn": "#D55E00"}
+COLOURS = {
+    "inputs": "#999999",
+    "flashjit bf16": "#009E73",
+    "flashjit": "#0072B2",
+    "flashjit hadamard": "#56B4E9",
+    "fa3": "#CC79A7",
+    "fa3 hadamard": "#E69F00",
+    "cudnn": "#D55E00",
+}
 
 
 def draw_inputs(kind, length, dim, device, heads=HEADS, seed=0):
@@ -68,7 +76,9 @@ def hadamard(x):
     y, step = x.float(), 1
     while step < block:
         pairs = y.unflatten(-1, (-1, 2, step))
-        y = torch.stack((pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]), -2).flatten(-3)
+        y = torch.stack(
+            (pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]), -2
+        ).flatten(-3)
         step *= 2
     return y / math.sqrt(block)
 
@@ -97,11 +107,22 @@ def exact(q, k, v, causal, rows):
 
 # A method prepares a call from codes and scales; the call returns O.
 
+
 def flashjit_method(q, k, v, scales, causal, out_dtype=None):
     import flashjit
+
     q_scale, k_scale, v_scale = scales
-    return functools.partial(flashjit.attention, q, k, v, causal=causal, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-                             out_dtype=out_dtype or torch.float32)
+    return functools.partial(
+        flashjit.attention,
+        q,
+        k,
+        v,
+        causal=causal,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        out_dtype=out_dtype or torch.float32,
+    )
 
 
 def fa3_method():
@@ -111,9 +132,13 @@ def fa3_method():
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
 
         def run():
-            out = function(q, k, v, causal=causal, q_descale=scales[0], k_descale=scales[1], v_descale=scales[2])
+            out = function(
+                q, k, v, causal=causal, q_descale=scales[0], k_descale=scales[1], v_descale=scales[2]
+            )
             return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
         return run
+
     return prepare
 
 
@@ -123,31 +148,66 @@ def cudnn_method():
     def prepare(q, k, v, scales, causal):
         # cuDNN has one scale for each tensor: codes of the largest.
         whole = [s.amax() for s in scales]
-        codes = [(x.double() * (s / one)[..., None, None]).to(torch.float8_e4m3fn) for x, s, one in zip((q, k, v), scales, whole)]
-        graph = cudnn.pygraph(io_data_type=cudnn.data_type.FP8_E4M3, intermediate_data_type=cudnn.data_type.FLOAT,
-                              compute_data_type=cudnn.data_type.FLOAT)
+        codes = [
+            (x.double() * (s / one)[..., None, None]).to(torch.float8_e4m3fn)
+            for x, s, one in zip((q, k, v), scales, whole)
+        ]
+        graph = cudnn.pygraph(
+            io_data_type=cudnn.data_type.FP8_E4M3,
+            intermediate_data_type=cudnn.data_type.FLOAT,
+            compute_data_type=cudnn.data_type.FLOAT,
+        )
         tensors = [graph.tensor_like(x) for x in codes]
         number = lambda x: x.reshape(1, 1, 1, 1).float().contiguous()
-        factors = [number(x) for x in (*whole, torch.tensor(1 / LARGEST_CODE, device=q.device),
-                                       torch.tensor(LARGEST_CODE, device=q.device), torch.ones((), device=q.device))]
+        factors = [
+            number(x)
+            for x in (
+                *whole,
+                torch.tensor(1 / LARGEST_CODE, device=q.device),
+                torch.tensor(LARGEST_CODE, device=q.device),
+                torch.ones((), device=q.device),
+            )
+        ]
         named = [graph.tensor_like(x) for x in factors]
         out, _, amax_s, amax_o = graph.sdpa_fp8(
-            q=tensors[0], k=tensors[1], v=tensors[2], descale_q=named[0], descale_k=named[1], descale_v=named[2],
-            descale_s=named[3], scale_s=named[4], scale_o=named[5], generate_stats=False,
-            attn_scale=1 / math.sqrt(q.shape[3]), use_causal_mask=causal)
+            q=tensors[0],
+            k=tensors[1],
+            v=tensors[2],
+            descale_q=named[0],
+            descale_k=named[1],
+            descale_v=named[2],
+            descale_s=named[3],
+            scale_s=named[4],
+            scale_o=named[5],
+            generate_stats=False,
+            attn_scale=1 / math.sqrt(q.shape[3]),
+            use_causal_mask=causal,
+        )
         result = torch.empty_like(q, dtype=torch.bfloat16)
-        out.set_output(True).set_dim(result.shape).set_stride(result.stride()).set_data_type(cudnn.data_type.BFLOAT16)
+        out.set_output(True).set_dim(result.shape).set_stride(result.stride()).set_data_type(
+            cudnn.data_type.BFLOAT16
+        )
         largest = [torch.empty(1, 1, 1, 1, device=q.device) for _ in "so"]
         for tensor in (amax_s, amax_o):
-            tensor.set_output(True).set_dim((1, 1, 1, 1)).set_stride((1, 1, 1, 1)).set_data_type(cudnn.data_type.FLOAT)
+            tensor.set_output(True).set_dim((1, 1, 1, 1)).set_stride((1, 1, 1, 1)).set_data_type(
+                cudnn.data_type.FLOAT
+            )
         graph.build([cudnn.heur_mode.A])
         space = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=q.device)
-        given = {**dict(zip(tensors, codes)), **dict(zip(named, factors)), out: result, amax_s: largest[0], amax_o: largest[1]}
+        given = {
+            **dict(zip(tensors, codes)),
+            **dict(zip(named, factors)),
+            out: result,
+            amax_s: largest[0],
+            amax_o: largest[1],
+        }
 
         def run():
             graph.execute(given, space)
             return result
+
         return run
+
     return prepare
 
 
@@ -164,21 +224,34 @@ def methods():
 
 def errors(got, unrounded, codes):
     rms = lambda x: x.square().mean().sqrt().item()
-    return {"rel": rms(got - unrounded) / rms(unrounded), "kernel": rms(got - codes) / rms(codes), "rmse": rms(got - unrounded),
-            "largest": (got - unrounded).abs().max().item()}
+    return {
+        "rel": rms(got - unrounded) / rms(unrounded),
+        "kernel": rms(got - codes) / rms(codes),
+        "rmse": rms(got - unrounded),
+        "largest": (got - unrounded).abs().max().item(),
+    }
 
 
 def measure_case(kind, dim, causal, length, people, device="cuda", heads=HEADS):
     """Rows of the file."""
     import flashjit
+
     q, k, v = draw_inputs(kind, length, dim, device, heads)
     rows = torch.linspace(0, length - 1, min(ROWS, length), device=device).long()
     unrounded = exact(q, k, v, causal, rows)
     found = []
 
     def add(method, got, codes):
-        found.append({"inputs": kind, "head_dim": dim, "causal": int(causal), "seqlen": length, "method": method,
-                      **errors(got.double(), unrounded, codes)})
+        found.append(
+            {
+                "inputs": kind,
+                "head_dim": dim,
+                "causal": int(causal),
+                "seqlen": length,
+                "method": method,
+                **errors(got.double(), unrounded, codes),
+            }
+        )
 
     add("flashjit bf16", flashjit.attention(q, k, v, causal=causal)[:, :, rows], unrounded)
     for suffix, turn in (("", lambda x: x), (" hadamard", hadamard)):
@@ -209,6 +282,7 @@ def rows_of(path, columns):
             writer.writerow(row)
             file.flush()
             print(*row.values(), sep="  ")
+
         yield add
 
 
@@ -225,23 +299,35 @@ def measure(path, kinds, kept):
                         if length > 16384 and not (causal and dim == 128):
                             continue
                         for row in measure_case(kind, dim, bool(causal), length, people):
-                            add({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()})
+                            add(
+                                {
+                                    name: f"{value:.4g}" if isinstance(value, float) else value
+                                    for name, value in row.items()
+                                }
+                            )
 
 
 def measure_speeds(path):
     import flashjit
     from compare import interleaved_ms
+
     people = methods()
     with rows_of(path, SPEED_COLUMNS) as add:
         for dim in DIMS:
             for length in SPEED_LENGTHS:
                 torch.manual_seed(0)
                 # [batch, heads, length, d] of rows that lie as [batch, length, heads, d]
-                q, k, v = (torch.randn(TOKENS // length, length, HIDDEN // dim, dim, device="cuda").to(torch.bfloat16).transpose(1, 2)
-                           for _ in "qkv")
+                q, k, v = (
+                    torch.randn(TOKENS // length, length, HIDDEN // dim, dim, device="cuda")
+                    .to(torch.bfloat16)
+                    .transpose(1, 2)
+                    for _ in "qkv"
+                )
                 codes, scales = zip(*(quantised(x) for x in (q, k, v)))
                 for causal in MASKS:
-                    calls = {"flashjit bf16": functools.partial(flashjit.attention, q, k, v, causal=bool(causal))}
+                    calls = {
+                        "flashjit bf16": functools.partial(flashjit.attention, q, k, v, causal=bool(causal))
+                    }
                     for name, prepare in people.items():
                         options = {"out_dtype": torch.bfloat16} if name == "flashjit" else {}
                         try:
@@ -254,42 +340,85 @@ def measure_speeds(path):
                             print(f"  {name} refuses d{dim} {length}: {str(error).splitlines()[0][:120]}")
                     products = 4 * TOKENS * length * HIDDEN / (2 if causal else 1)
                     for name, ms in interleaved_ms(calls, 30).items():
-                        add({"head_dim": dim, "causal": causal, "seqlen": length, "method": name, "us": f"{1e3 * ms:.1f}",
-                             "tflops": f"{products / ms / 1e9:.0f}"})
+                        add(
+                            {
+                                "head_dim": dim,
+                                "causal": causal,
+                                "seqlen": length,
+                                "method": name,
+                                "us": f"{1e3 * ms:.1f}",
+                                "tflops": f"{products / ms / 1e9:.0f}",
+                            }
+                        )
 
 
 def speed_table(rows):
     """TFLOP/s by head dimension and length, full and causal."""
-    names = [name for name in ("flashjit bf16", "flashjit", "fa3", "cudnn") if any(row["method"] == name for row in rows)]
+    names = [
+        name
+        for name in ("flashjit bf16", "flashjit", "fa3", "cudnn")
+        if any(row["method"] == name for row in rows)
+    ]
     lines = []
     for dim in DIMS:
         for length in SPEED_LENGTHS:
-            of = {(row["method"], row["causal"]): row["tflops"] for row in rows
-                  if (row["head_dim"], row["seqlen"]) == (dim, length)}
+            of = {
+                (row["method"], row["causal"]): row["tflops"]
+                for row in rows
+                if (row["head_dim"], row["seqlen"]) == (dim, length)
+            }
             if of:
-                lines.append([f"d{dim}, {length // 1024}k", *(", ".join(of.get((name, causal), "-") for causal in MASKS)
-                                                              for name in names)])
+                lines.append(
+                    [
+                        f"d{dim}, {length // 1024}k",
+                        *(", ".join(of.get((name, causal), "-") for causal in MASKS) for name in names),
+                    ]
+                )
     return markdown(["TFLOP/s, full, causal", *names], lines)
 
 
 def beyond(rows):
     """The rows of flashjit's 8 bits whose kernels make more than P's rounding."""
-    return [row for row in rows if row["method"] in ("flashjit", "flashjit hadamard") and float(row["kernel"]) > KERNEL_LIMIT]
+    return [
+        row
+        for row in rows
+        if row["method"] in ("flashjit", "flashjit hadamard") and float(row["kernel"]) > KERNEL_LIMIT
+    ]
 
 
 def table(rows):
     """Of d128: relative errors x 1e-3, by inputs, mask and length."""
-    names = [name for name in ("flashjit bf16", "inputs", "flashjit", "fa3", "cudnn", "inputs hadamard", "flashjit hadamard",
-                               "fa3 hadamard") if any(row["method"] == name for row in rows)]
+    names = [
+        name
+        for name in (
+            "flashjit bf16",
+            "inputs",
+            "flashjit",
+            "fa3",
+            "cudnn",
+            "inputs hadamard",
+            "flashjit hadamard",
+            "fa3 hadamard",
+        )
+        if any(row["method"] == name for row in rows)
+    ]
     lines = []
     for kind in INPUTS:
         for causal in MASKS:
             for length in LENGTHS:
-                of = {row["method"]: row for row in rows if (row["inputs"], row["head_dim"], row["causal"], row["seqlen"])
-                      == (kind, 128, causal, length)}
+                of = {
+                    row["method"]: row
+                    for row in rows
+                    if (row["inputs"], row["head_dim"], row["causal"], row["seqlen"])
+                    == (kind, 128, causal, length)
+                }
                 if of:
-                    lines.append([f"{kind}, {'causal' if causal else 'full'}, {length // 1024}k",
-                                  *(f"{float(of[name]['rel']) * 1e3:.1f}" if name in of else "" for name in names)])
+                    lines.append(
+                        [
+                            f"{kind}, {'causal' if causal else 'full'}, {length // 1024}k",
+                            *(f"{float(of[name]['rel']) * 1e3:.1f}" if name in of else "" for name in names),
+                        ]
+                    )
     return markdown(["d128, x 1e-3", *names], lines)
 
 
@@ -301,13 +430,23 @@ def draw(rows, path):
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(1, len(INPUTS), figsize=(14, 4), sharey=True)
     for axis, kind in zip(axes, INPUTS):
         for name, colour in COLOURS.items():
-            points = sorted((row["seqlen"], float(row["rel"])) for row in rows
-                            if row["method"] == name and (row["inputs"], row["head_dim"], row["causal"]) == (kind, 128, 1))
+            points = sorted(
+                (row["seqlen"], float(row["rel"]))
+                for row in rows
+                if row["method"] == name and (row["inputs"], row["head_dim"], row["causal"]) == (kind, 128, 1)
+            )
             if points:
-                axis.plot(*zip(*points), label=name, color=colour, marker="o", linestyle="--" if "hadamard" in name else "-")
+                axis.plot(
+                    *zip(*points),
+                    label=name,
+                    color=colour,
+                    marker="o",
+                    linestyle="--" if "hadamard" in name else "-",
+                )
         axis.set(title=f"{kind} inputs, d128, causal", xscale="log", yscale="log", xlabel="keys")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("relative RMS error of O")
@@ -321,7 +460,11 @@ def write_pages():
     if os.path.exists(FILE):
         rows = read(FILE)
         draw(rows, PICTURE)
-        replace(PAGE, "eight_bits", f"{table(rows)}\n\n![Errors over the length](../bench/results/{os.path.basename(PICTURE)})")
+        replace(
+            PAGE,
+            "eight_bits",
+            f"{table(rows)}\n\n![Errors over the length](../bench/results/{os.path.basename(PICTURE)})",
+        )
     if os.path.exists(SPEED_FILE):
         replace(SPEED_PAGE, "speed", speed_table(read(SPEED_FILE)))
     return 0
@@ -332,7 +475,9 @@ def main():
     options.add_argument("--lib", help="libflashjit.so")
     options.add_argument("--csv", action="store_true", help="write the file, the picture and the page")
     options.add_argument("--speed", action="store_true", help="measure speeds instead of errors")
-    options.add_argument("--inputs", choices=INPUTS, help="errors of these inputs alone; the file keeps its rows of others")
+    options.add_argument(
+        "--inputs", choices=INPUTS, help="errors of these inputs alone; the file keeps its rows of others"
+    )
     options.add_argument("--tables", action="store_true", help="write picture and page of the file")
     given = options.parse_args()
     if given.tables:

@@ -9,6 +9,7 @@ tools/bench/variants.py, picture and section show them next to FlexAttention's:
         --csv tools/bench/results/h100_variants.csv
     python3 tools/bench/gallery.py
 """
+
 import argparse
 import dataclasses
 import os
@@ -39,6 +40,7 @@ BOUNDS, INTERVALS, PAIRS = "bounds", "lists, by intervals", "lists, by pairs"
 @dataclasses.dataclass
 class Attention:
     """One picture. `tiles` is how runtime/expr/analyze.cpp has the mask's tiles visited; `case` its name in the CSV."""
+
     name: str
     mask: str = ""
     score: str = ""
@@ -61,8 +63,13 @@ class Attention:
     def captures(self, text):
         """The values of the names that a program declares."""
         types = {"f": np.float32, "i": np.int32}
-        return {name: value.astype(types.get(value.dtype.kind, value.dtype)) if isinstance(value, np.ndarray) else value
-                for name, value in self.names.items() if f"{name}:" in text}
+        return {
+            name: value.astype(types.get(value.dtype.kind, value.dtype))
+            if isinstance(value, np.ndarray)
+            else value
+            for name, value in self.names.items()
+            if f"{name}:" in text
+        }
 
     def picture(self):
         """[heads, pixels, pixels]: scores where all products are 0, NaN where pairs do not attend."""
@@ -72,8 +79,12 @@ class Attention:
         picture = np.ones(each_key.shape[1:])
         if self.score:
             options = f"score{{{self.on_pixels(self.score)}}}:mask{{only: int; kv == only}}"
-            scores = [flashjit.forward(q, q, q, options=options, captures={**self.captures(self.score), "only": key})[1]
-                      for key in range(pixels)]
+            scores = [
+                flashjit.forward(
+                    q, q, q, options=options, captures={**self.captures(self.score), "only": key}
+                )[1]
+                for key in range(pixels)
+            ]
             picture = np.stack(scores, -1)[0]
         if self.mask:
             options = f"mask{{{self.on_pixels(self.mask)}}}"
@@ -86,8 +97,9 @@ def softcapped(text, scores):
     """A program's result for each score."""
     q = np.zeros((1, 1, len(scores), 8), np.float32)
     q[0, 0, :, 0] = scores
-    return flashjit.forward(q, np.eye(1, 8, dtype=np.float32)[None, None], q[:, :, :1], scale=1.0,
-                            options=f"score{{{text}}}")[1][0, 0]
+    return flashjit.forward(
+        q, np.eye(1, 8, dtype=np.float32)[None, None], q[:, :, :1], scale=1.0, options=f"score{{{text}}}"
+    )[1][0, 0]
 
 
 def runs(count, length, seed):
@@ -102,36 +114,106 @@ def attentions():
     return [
         Attention("Causal", causal, length=8192, case="causal"),
         Attention("Sliding window", "q >= kv && q - kv < 1024", length=8192, case="window"),
-        Attention("Window and first tokens", "window: int; kv <= q && (q - kv < window || kv < 4)", tiles=INTERVALS,
-                  names={"window": 14}, case="first_tokens"),
-        Attention("Padding", "valid: bool 2d; valid[b, kv]", tiles=INTERVALS, names={"valid": np.arange(64)[None] < 40},
-                  case="padding"),
-        Attention("Left padding", "start: int32 1d; kv >= start[b] && kv <= q", names={"start": np.array([24])},
-                  case="left_padding"),
+        Attention(
+            "Window and first tokens",
+            "window: int; kv <= q && (q - kv < window || kv < 4)",
+            tiles=INTERVALS,
+            names={"window": 14},
+            case="first_tokens",
+        ),
+        Attention(
+            "Padding",
+            "valid: bool 2d; valid[b, kv]",
+            tiles=INTERVALS,
+            names={"valid": np.arange(64)[None] < 40},
+            case="padding",
+        ),
+        Attention(
+            "Left padding",
+            "start: int32 1d; kv >= start[b] && kv <= q",
+            names={"start": np.array([24])},
+            case="left_padding",
+        ),
         Attention("Prefix LM", "q >= kv || kv < 2000", tiles=INTERVALS, length=8192, case="prefix"),
-        Attention("Documents", "ids: int32 1d; q >= kv && ids[q] == ids[kv]", tiles=INTERVALS, length=8192,
-                  names={"ids": runs(16, 8192, 3)}, case="documents"),
+        Attention(
+            "Documents",
+            "ids: int32 1d; q >= kv && ids[q] == ids[kv]",
+            tiles=INTERVALS,
+            length=8192,
+            names={"ids": runs(16, 8192, 3)},
+            case="documents",
+        ),
         Attention("Block-causal", "kv / 8 <= q / 8", tiles=INTERVALS, case="block_causal"),
-        Attention("Dilated", "step: int; kv <= q && (q - kv) % step == 0", tiles=PAIRS, names={"step": 3},
-                  case="dilated"),
-        Attention("Strided (Sparse Transformer)", "kv <= q && (q - kv < 8 || (q - kv) % 8 == 0)", tiles=PAIRS, case="strided"),
-        Attention("2-D neighbourhood", "abs(q / 64 - kv / 64) <= 8 && abs(q % 64 - kv % 64) <= 8", tiles=INTERVALS,
-                  length=1024, case="neighbourhood"),
-        Attention("Butterfly", "((q / 128 ^ kv / 128) & (q / 128 ^ kv / 128) - 1) == 0", tiles=PAIRS, length=8192,
-                  case="butterfly"),
+        Attention(
+            "Dilated",
+            "step: int; kv <= q && (q - kv) % step == 0",
+            tiles=PAIRS,
+            names={"step": 3},
+            case="dilated",
+        ),
+        Attention(
+            "Strided (Sparse Transformer)",
+            "kv <= q && (q - kv < 8 || (q - kv) % 8 == 0)",
+            tiles=PAIRS,
+            case="strided",
+        ),
+        Attention(
+            "2-D neighbourhood",
+            "abs(q / 64 - kv / 64) <= 8 && abs(q % 64 - kv % 64) <= 8",
+            tiles=INTERVALS,
+            length=1024,
+            case="neighbourhood",
+        ),
+        Attention(
+            "Butterfly",
+            "((q / 128 ^ kv / 128) & (q / 128 ^ kv / 128) - 1) == 0",
+            tiles=PAIRS,
+            length=8192,
+            case="butterfly",
+        ),
         Attention("Window that grows with the head", "kv <= q && q - kv < 4 << h", heads=4),
-        Attention("Hash buckets (Reformer)", "bucket: int32 2d; bucket[h, q] == bucket[h, kv]", tiles=INTERVALS,
-                  names={"bucket": random.integers(0, 6, (1, 64))}),
-        Attention("ALiBi", causal, "score + exp2(-0.5 * to_float(h + 1)) * to_float(kv - q)", length=8192, case="alibi"),
+        Attention(
+            "Hash buckets (Reformer)",
+            "bucket: int32 2d; bucket[h, q] == bucket[h, kv]",
+            tiles=INTERVALS,
+            names={"bucket": random.integers(0, 6, (1, 64))},
+        ),
+        Attention(
+            "ALiBi",
+            causal,
+            "score + exp2(-0.5 * to_float(h + 1)) * to_float(kv - q)",
+            length=8192,
+            case="alibi",
+        ),
         Attention("Softcap", causal, "50.0 * tanh(score / 50.0)", case="softcap"),
-        Attention("Bias of a key", "", "bias: fp32 2d; score + bias[b, kv]", names={"bias": random.normal(size=(1, 64))},
-                  case="key_bias"),
-        Attention("Forget gates (FoX)", causal, "f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])",
-                  names={"f": -np.cumsum(random.exponential(size=(1, 1, 64)) ** 3 / 8, axis=2)}, case="forget_gates"),
-        Attention("Relative bias", "", "table: fp16 2d grad; score + table[h, max(min(kv - q, 31), -32) + 32]",
-                  names={"table": np.cumsum(random.normal(size=(1, 64)), axis=1)}, case="relative_bias"),
-        Attention("Bias of a pair, causal", causal, "bias: bf16 4d grad; score + bias[b, h, q, kv]",
-                  names={"bias": random.normal(size=(1, 1, 64, 64))}, case="bias"),
+        Attention(
+            "Bias of a key",
+            "",
+            "bias: fp32 2d; score + bias[b, kv]",
+            names={"bias": random.normal(size=(1, 64))},
+            case="key_bias",
+        ),
+        Attention(
+            "Forget gates (FoX)",
+            causal,
+            "f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])",
+            names={"f": -np.cumsum(random.exponential(size=(1, 1, 64)) ** 3 / 8, axis=2)},
+            case="forget_gates",
+        ),
+        Attention(
+            "Relative bias",
+            "",
+            "table: fp16 2d grad; score + table[h, max(min(kv - q, 31), -32) + 32]",
+            names={"table": np.cumsum(random.normal(size=(1, 64)), axis=1)},
+            case="relative_bias",
+        ),
+        Attention(
+            "Bias of a pair, causal",
+            causal,
+            "bias: bf16 4d grad; score + bias[b, h, q, kv]",
+            names={"bias": random.normal(size=(1, 1, 64, 64))},
+            case="bias",
+        ),
     ]
 
 
@@ -139,11 +221,15 @@ def attentions():
 
 
 def rows_of(attention, rows):
-    return [row for row in rows if row["case"] == attention.case and row["flashjit_tflops"] and row["flex_tflops"]]
+    return [
+        row for row in rows if row["case"] == attention.case and row["flashjit_tflops"] and row["flex_tflops"]
+    ]
 
 
 def speeds(row):
-    return f"{float(row['flashjit_tflops']):.0f} / {float(row['flex_tflops']):.0f} = {float(row['ratio']):.2f}x"
+    return (
+        f"{float(row['flashjit_tflops']):.0f} / {float(row['flex_tflops']):.0f} = {float(row['ratio']):.2f}x"
+    )
 
 
 def caption(attention, rows):
@@ -159,6 +245,7 @@ def caption(attention, rows):
 def draw(rows, path):
     try:
         import matplotlib
+
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError as error:
@@ -171,8 +258,16 @@ def draw(rows, path):
     for attention, axis in zip(all_of_them, axes.flat, strict=True):
         lines = textwrap.wrap(attention.program(), 37)
         axis.set_title(attention.name, fontsize=13, fontweight="bold", pad=8 + 13 * len(lines))
-        axis.text(0.5, 1.02, "\n".join(lines), transform=axis.transAxes, ha="center", va="bottom", fontsize=9.5,
-                  family="monospace")
+        axis.text(
+            0.5,
+            1.02,
+            "\n".join(lines),
+            transform=axis.transAxes,
+            ha="center",
+            va="bottom",
+            fontsize=9.5,
+            family="monospace",
+        )
         if attention.case == "softcap":  # depends on no position
             x = np.linspace(-150, 150, 201)
             axis.plot(x, x, color="#999999", linestyle="--", linewidth=1)
@@ -181,9 +276,11 @@ def draw(rows, path):
             axis.set_aspect(300 / 160)
             axis.tick_params(labelsize=8)
         else:
-            side = int(attention.heads ** 0.5)
-            heads = [np.pad(head, 1 if side > 1 else 0, constant_values=np.nan) for head in attention.picture()]
-            picture = np.block([heads[row * side:(row + 1) * side] for row in range(side)])
+            side = int(attention.heads**0.5)
+            heads = [
+                np.pad(head, 1 if side > 1 else 0, constant_values=np.nan) for head in attention.picture()
+            ]
+            picture = np.block([heads[row * side : (row + 1) * side] for row in range(side)])
             axis.imshow(picture, cmap=scores if attention.score else plain, interpolation="nearest")
             axis.set_xticks([])
             axis.set_yticks([])
@@ -203,24 +300,38 @@ def draw(rows, path):
 
 
 def table(rows):
-    columns = sorted({(row["head_dim"], row["pass"]) for row in rows}, key=lambda at: (at[0], list(PASSES).index(at[1])))
+    columns = sorted(
+        {(row["head_dim"], row["pass"]) for row in rows}, key=lambda at: (at[0], list(PASSES).index(at[1]))
+    )
     lines = []
     for attention in attentions():
         known = {(row["head_dim"], row["pass"]): row for row in rows_of(attention, rows)}
         text = attention.program().replace("|", "\\|")  # a table's cell ends at a bar
-        lines.append([attention.name, f"`{text}`", attention.tiles if attention.mask else "-",
-                      *(speeds(known[at]) if at in known else "" for at in columns)])
-    return markdown(["Attention", "Score or mask", "Tiles", *(f"d{dim} {PASSES[name]}" for dim, name in columns)], lines)
+        lines.append(
+            [
+                attention.name,
+                f"`{text}`",
+                attention.tiles if attention.mask else "-",
+                *(speeds(known[at]) if at in known else "" for at in columns),
+            ]
+        )
+    return markdown(
+        ["Attention", "Score or mask", "Tiles", *(f"d{dim} {PASSES[name]}" for dim, name in columns)], lines
+    )
 
 
 def compile_times(rows):
     """Medians over the attentions; both passes together."""
-    ours, flex = ([float(row[f"{who}_compile_ms"]) for row in rows if row["pass"] == "fwd" and row[f"{who}_compile_ms"]]
-                  for who in ("flashjit", "flex"))
+    ours, flex = (
+        [float(row[f"{who}_compile_ms"]) for row in rows if row["pass"] == "fwd" and row[f"{who}_compile_ms"]]
+        for who in ("flashjit", "flex")
+    )
     if not ours or not flex:
         return ""
-    return (f" Compiling both passes took {statistics.median(ours) / 1e3:.1f} s, FlexAttention's "
-            f"{statistics.median(flex) / 1e3:.1f} s (medians).")
+    return (
+        f" Compiling both passes took {statistics.median(ours) / 1e3:.1f} s, FlexAttention's "
+        f"{statistics.median(flex) / 1e3:.1f} s (medians)."
+    )
 
 
 def about_programs(rows):
@@ -229,36 +340,51 @@ def about_programs(rows):
     if {"first_tokens", "dilated"} <= set(cases):
         text += " Scalars: window 1024, step 3."
     if "bias" in cases:
-        rates = [f"{PASSES[row['pass']]} {float(row['bias_gbs']):.0f}" for row in rows if row["case"] == "bias"]
+        rates = [
+            f"{PASSES[row['pass']]} {float(row['bias_gbs']):.0f}" for row in rows if row["case"] == "bias"
+        ]
         text += f" Biases are measured without their gradient; the bias of a pair is read at {' and '.join(rates)} GB/s."
     return text
 
 
 def measured(rows):
-    shapes = sorted({(row["seqlen"], row["batch"], row["heads"], row["head_dim"]) for row in rows if row["ratio"]})
+    shapes = sorted(
+        {(row["seqlen"], row["batch"], row["heads"], row["head_dim"]) for row in rows if row["ratio"]}
+    )
     sizes = "; ".join(f"{short(s)} tokens, batch {b}, {h} heads of {d}" for s, b, h, d in shapes)
-    text = (f"{origin(rows)}. Cells are TFLOP/s of flashjit / FlexAttention = ratio, measured by "
-            "[variants.py](../bench/variants.py) in one process on the same tensors, checked before they are "
-            f"timed. Pairs that attend count; bf16; {sizes}. flashjit's times include building the tile lists in every call; "
-            f"FlexAttention's block masks are built beforehand.{about_programs(rows)}{compile_times(rows)}")
+    text = (
+        f"{origin(rows)}. Cells are TFLOP/s of flashjit / FlexAttention = ratio, measured by "
+        "[variants.py](../bench/variants.py) in one process on the same tensors, checked before they are "
+        f"timed. Pairs that attend count; bf16; {sizes}. flashjit's times include building the tile lists in every call; "
+        f"FlexAttention's block masks are built beforehand.{about_programs(rows)}{compile_times(rows)}"
+    )
     return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
 
 
 def section(rows, png):
     """The text between the page's markers, without a newline at its end."""
-    parts = [f"![Masks and scores of twenty attentions]({link(png, PAGE)})", table(rows), """\
+    parts = [
+        f"![Masks and scores of twenty attentions]({link(png, PAGE)})",
+        table(rows),
+        """\
 ALiBi, softcap, forget gates and the last row are measured or drawn with a causal mask. *Tiles* says how the tiles without a pair
 that attends are skipped: by the `bounds` of the loop, or by tile lists, built from intervals or by looking at pairs
-([programs](programs.md))."""]
+([programs](programs.md)).""",
+    ]
     if rows:
         parts.append(measured(rows))
     return "\n\n".join(parts)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--csv", default=os.path.join(RESULTS, "h100_variants.csv"),
-                        help="the table of variants.py; without this file no figures are shown (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--csv",
+        default=os.path.join(RESULTS, "h100_variants.csv"),
+        help="the table of variants.py; without this file no figures are shown (default %(default)s)",
+    )
     parser.add_argument("--tables", action="store_true", help="write the table only, and leave the picture")
     arguments = parser.parse_args()
     rows = read(arguments.csv) if os.path.exists(arguments.csv) else []

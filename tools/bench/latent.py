@@ -9,6 +9,7 @@ turns, and medians count. Outputs are checked beside each other before they are 
 
 Exit code: 0 if everything ran and was right, 1 if not, 3 without GPU or PyTorch.
 """
+
 import argparse
 import sys
 import typing
@@ -26,7 +27,7 @@ except ImportError as error:
 import serving
 
 DIM, V_DIM, PAGE = 576, 512, 64
-SCALE = 192 ** -0.5
+SCALE = 192**-0.5
 HEADS, SEQUENCES, KEYS = (16, 64, 128), (1, 32, 128), (1024, 4096, 32768)
 PREFILL_DIM, PREFILL_V_DIM = 192, 128
 PREFILL_HEADS, PREFILL_TOKENS = (16, 128), (1024, 4096, 16384)
@@ -41,8 +42,10 @@ class Problem(typing.NamedTuple):
     top_k: int = 0
 
     def label(self):
-        return f"{self.kind}, {self.heads} heads, {self.sequences} x {self.queries} queries, {self.keys} keys" + (
-            f", top {self.top_k}" if self.top_k else "")
+        return (
+            f"{self.kind}, {self.heads} heads, {self.sequences} x {self.queries} queries, {self.keys} keys"
+            + (f", top {self.top_k}" if self.top_k else "")
+        )
 
     def cache_bytes(self):
         return 2 * DIM * self.sequences * self.keys
@@ -84,7 +87,7 @@ class Prefill(typing.NamedTuple):
         return f"{'causal' if self.causal else 'full'} prefill of {PREFILL_DIM}, {PREFILL_V_DIM}"
 
     def operations(self):
-        pairs = self.tokens ** 2 // (2 if self.causal else 1)
+        pairs = self.tokens**2 // (2 if self.causal else 1)
         return 2 * self.sequences * self.heads * pairs * (PREFILL_DIM + PREFILL_V_DIM)
 
 
@@ -92,7 +95,7 @@ def prefills():
     for heads in PREFILL_HEADS:
         for tokens in PREFILL_TOKENS:
             for causal in (False, True):
-                yield Prefill(heads, max(1, 2 ** 18 // (heads * tokens)), tokens, causal)
+                yield Prefill(heads, max(1, 2**18 // (heads * tokens)), tokens, causal)
 
 
 def flash_mla(problem, q, pages, table, lengths):
@@ -102,7 +105,9 @@ def flash_mla(problem, q, pages, table, lengths):
     except ImportError:
         return None
     plan, splits = get_mla_metadata(lengths, problem.queries * problem.heads, 1)
-    return lambda: flash_mla_with_kvcache(q, pages, table, lengths, V_DIM, plan, splits, softmax_scale=SCALE, causal=False)[0]
+    return lambda: flash_mla_with_kvcache(
+        q, pages, table, lengths, V_DIM, plan, splits, softmax_scale=SCALE, causal=False
+    )[0]
 
 
 def calls_of(problem, flashjit, fa3, copies, device="cuda"):
@@ -118,15 +123,20 @@ def calls_of(problem, flashjit, fa3, copies, device="cuda"):
             found.setdefault(name, []).append(call)
 
     def ours(latents, **where):
-        return lambda: heads_first(flashjit.attention(heads_first(q), heads_first(latents), v_columns=V_DIM, scale=SCALE, **where))
+        return lambda: heads_first(
+            flashjit.attention(heads_first(q), heads_first(latents), v_columns=V_DIM, scale=SCALE, **where)
+        )
 
     for _ in range(copies):
         latents = torch.randn(problem.sequences, problem.keys, 1, DIM, **like)
         if "prefill" in problem.kind:
             where = {}
             if problem.top_k:
-                where["indices"] = torch.rand(problem.queries, problem.keys, device=device).topk(problem.top_k).indices.to(
-                    torch.int32)[None, :, None]
+                where["indices"] = (
+                    torch.rand(problem.queries, problem.keys, device=device)
+                    .topk(problem.top_k)
+                    .indices.to(torch.int32)[None, :, None]
+                )
             add("ours", ours(latents, **where))
             continue
         count = problem.sequences * problem.keys // PAGE
@@ -136,15 +146,28 @@ def calls_of(problem, flashjit, fa3, copies, device="cuda"):
         table = place.to(torch.int32).view(problem.sequences, -1)
         paged = dict(page_table=table, kv_lengths=lengths)
         if problem.top_k:
-            lists = torch.rand(problem.sequences, problem.keys, device=device).topk(problem.top_k).indices.to(torch.int32)[:, None, None]
+            lists = (
+                torch.rand(problem.sequences, problem.keys, device=device)
+                .topk(problem.top_k)
+                .indices.to(torch.int32)[:, None, None]
+            )
             add("ours", ours(latents, cache=True, kv_lengths=lengths, indices=lists))
             add("pages64", ours(pages, **paged, indices=lists))
             continue
         add("ours", ours(latents, cache=True, kv_lengths=lengths))
         add("pages64", ours(pages, **paged))
         if fa3:
-            add("fa3", lambda latents=latents: fa3(q[..., V_DIM:], latents[..., V_DIM:], latents[..., :V_DIM], qv=q[..., :V_DIM],
-                                                   cache_seqlens=lengths, softmax_scale=SCALE))
+            add(
+                "fa3",
+                lambda latents=latents: fa3(
+                    q[..., V_DIM:],
+                    latents[..., V_DIM:],
+                    latents[..., :V_DIM],
+                    qv=q[..., :V_DIM],
+                    cache_seqlens=lengths,
+                    softmax_scale=SCALE,
+                ),
+            )
         add("flashmla", flash_mla(problem, q, pages, table, lengths))
     return found
 
@@ -174,9 +197,21 @@ def run_prefill(report, problem, flashjit, fa3, rounds):
     check(report, problem, calls)
     us = serving.microseconds(calls, rounds)
     flops = problem.operations() / us["ours"] / 1e6
-    report.row(kind=problem.kind(), heads=problem.heads, sequences=problem.sequences, queries=problem.tokens, keys=problem.tokens,
-               tflop_per_s=flops, **{f"{name}_us": x for name, x in us.items()})
-    print(f"{problem.label():60} us: " + "  ".join(f"{name} {x:8.1f}" for name, x in us.items()) + f"  {flops:.0f} TFLOP/s", flush=True)
+    report.row(
+        kind=problem.kind(),
+        heads=problem.heads,
+        sequences=problem.sequences,
+        queries=problem.tokens,
+        keys=problem.tokens,
+        tflop_per_s=flops,
+        **{f"{name}_us": x for name, x in us.items()},
+    )
+    print(
+        f"{problem.label():60} us: "
+        + "  ".join(f"{name} {x:8.1f}" for name, x in us.items())
+        + f"  {flops:.0f} TFLOP/s",
+        flush=True,
+    )
 
 
 def check(report, problem, calls):
@@ -204,10 +239,20 @@ def run_problem(report, problem, flashjit, fa3, rounds, copy_rate):
     check(report, problem, calls)
     us = serving.microseconds(calls, rounds)
     rate, flops = problem.read_bytes() / us["ours"] / 1e6, problem.operations() / us["ours"] / 1e6
-    report.row(**problem._asdict(), read_bytes=problem.read_bytes(), tb_per_s=rate, tflop_per_s=flops, copy_tb_per_s=copy_rate,
-               **{f"{name}_us": x for name, x in us.items()})
-    print(f"{problem.label():60} us: " + "  ".join(f"{name} {x:8.1f}" for name, x in us.items())
-          + f"  {rate:.2f} TB/s, {flops:.0f} TFLOP/s", flush=True)
+    report.row(
+        **problem._asdict(),
+        read_bytes=problem.read_bytes(),
+        tb_per_s=rate,
+        tflop_per_s=flops,
+        copy_tb_per_s=copy_rate,
+        **{f"{name}_us": x for name, x in us.items()},
+    )
+    print(
+        f"{problem.label():60} us: "
+        + "  ".join(f"{name} {x:8.1f}" for name, x in us.items())
+        + f"  {rate:.2f} TB/s, {flops:.0f} TFLOP/s",
+        flush=True,
+    )
 
 
 def measured_copy_rate(rounds):
@@ -218,8 +263,12 @@ def measured_copy_rate(rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)"
+    )
     parser.add_argument("--csv", help="write the table here")
     parser.add_argument("--only", metavar="TEXT", help="the problems whose label has this text")
     parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
@@ -229,23 +278,40 @@ def main():
         return 3
     compare.use_library(arguments.lib)
     import flashjit
+
     try:
-        from fa3_fwd_interface import flash_attn_func as fa3_prefill, flash_attn_with_kvcache as fa3
+        from fa3_fwd_interface import flash_attn_func as fa3_prefill
+        from fa3_fwd_interface import flash_attn_with_kvcache as fa3
     except ImportError:
         fa3 = fa3_prefill = None
     constants = {"device": torch.cuda.get_device_name(), "commit": arguments.commit or compare.commit_name()}
-    columns = [*constants, *Problem._fields, "read_bytes", "tb_per_s", "tflop_per_s", "copy_tb_per_s", "ours_us", "pages64_us", "fa3_us",
-               "flashmla_us", "cudnn_us"]
+    columns = [
+        *constants,
+        *Problem._fields,
+        "read_bytes",
+        "tb_per_s",
+        "tflop_per_s",
+        "copy_tb_per_s",
+        "ours_us",
+        "pages64_us",
+        "fa3_us",
+        "flashmla_us",
+        "cudnn_us",
+    ]
     report = compare.Report(arguments.csv, columns, constants)
     with torch.no_grad():
         copy_rate = measured_copy_rate(15)
         print(f"a copy: {copy_rate:.2f} TB/s")
         for problem in problems():
             if not arguments.only or arguments.only in problem.label():
-                compare.guarded(report, problem.label(), run_problem, report, problem, flashjit, fa3, 15, copy_rate)
+                compare.guarded(
+                    report, problem.label(), run_problem, report, problem, flashjit, fa3, 15, copy_rate
+                )
         for problem in prefills():
             if not arguments.only or arguments.only in problem.label():
-                compare.guarded(report, problem.label(), run_prefill, report, problem, flashjit, fa3_prefill, 15)
+                compare.guarded(
+                    report, problem.label(), run_prefill, report, problem, flashjit, fa3_prefill, 15
+                )
     print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
     return 1 if report.failures else 0
 

@@ -8,6 +8,7 @@ A document mask at 64k tokens must take at most 100 us.
 
 Exit code: 0 done, 1 the limit is missed, 3 something is missing here.
 """
+
 import argparse
 import ctypes
 import sys
@@ -45,9 +46,10 @@ def document_ids(length):
 
 
 def capture_struct(name, tensor):
-    capture = _library.Capture(name=name.encode(), data=tensor.data_ptr(), rank=tensor.dim(),
-                               type=_library.ELEMENT_TYPES["int32"])
-    capture.size[:tensor.dim()], capture.stride[:tensor.dim()] = tensor.shape, tensor.stride()
+    capture = _library.Capture(
+        name=name.encode(), data=tensor.data_ptr(), rank=tensor.dim(), type=_library.ELEMENT_TYPES["int32"]
+    )
+    capture.size[: tensor.dim()], capture.stride[: tensor.dim()] = tensor.shape, tensor.stride()
     return capture
 
 
@@ -55,22 +57,38 @@ class Lists:
     """One spec's lists at one shape; build() launches what makes them."""
 
     def __init__(self, spec, shape, backward):
-        self.spec, self.shape, self.backward = _library.spec_handle(spec), _library.shape_struct(shape), backward
+        self.spec, self.shape, self.backward = (
+            _library.spec_handle(spec),
+            _library.shape_struct(shape),
+            backward,
+        )
         runtime().prepare(spec, shape, backward=backward)
         self.bytes = runtime().list_bytes(spec, shape, backward=backward)
         self.memory = torch.empty(self.bytes, dtype=torch.uint8, device="cuda")
         ids = document_ids(shape[4])
         self.ids = ids.expand(shape[0], -1).contiguous() if "2d" in spec else ids
         self.captures = (_library.Capture * 1)(capture_struct("ids", self.ids))
-        self.args = _library.ListArgs(struct_size=ctypes.sizeof(_library.ListArgs), memory=self.memory.data_ptr(),
-                                      memory_bytes=self.bytes, captures=ctypes.addressof(self.captures),
-                                      capture_count=1 if "ids" in spec else 0)
+        self.args = _library.ListArgs(
+            struct_size=ctypes.sizeof(_library.ListArgs),
+            memory=self.memory.data_ptr(),
+            memory_bytes=self.bytes,
+            captures=ctypes.addressof(self.captures),
+            capture_count=1 if "ids" in spec else 0,
+        )
 
     def build(self):
         made = ctypes.c_void_p()
-        _library.check(_library.library().flashjit_build_lists(
-            runtime().address, int(self.backward), self.spec.address, ctypes.byref(self.shape), ctypes.byref(self.args),
-            torch.cuda.current_stream().cuda_stream, ctypes.byref(made)))
+        _library.check(
+            _library.library().flashjit_build_lists(
+                runtime().address,
+                int(self.backward),
+                self.spec.address,
+                ctypes.byref(self.shape),
+                ctypes.byref(self.args),
+                torch.cuda.current_stream().cuda_stream,
+                ctypes.byref(made),
+            )
+        )
         _library.library().flashjit_tile_lists_destroy(made)
 
 
@@ -111,8 +129,11 @@ def main():
             us = median_us(lists.build)
             miss = limited and given.length <= 65536 and us > LIMIT_US
             missed += miss
-            print(f"{'bwd' if backward else 'fwd'} {name:26} {us:8.1f} us  {lists.bytes / 2**20:7.2f} MiB"
-                  f"{'  MORE THAN ' + str(LIMIT_US) + ' us' if miss else ''}", flush=True)
+            print(
+                f"{'bwd' if backward else 'fwd'} {name:26} {us:8.1f} us  {lists.bytes / 2**20:7.2f} MiB"
+                f"{'  MORE THAN ' + str(LIMIT_US) + ' us' if miss else ''}",
+                flush=True,
+            )
     return 1 if missed else 0
 
 

@@ -14,6 +14,7 @@ checked before they are timed. What does not run has a note: out of memory, or w
 writes h100_paper.csv and h100_paper_figure.csv; plot.py draws them. Calls of all libraries are interleaved and the median
 counts; a call of more than 0.1 s is timed once. Exit code: as compare.py.
 """
+
 import argparse
 import concurrent.futures
 import csv
@@ -29,16 +30,20 @@ import sys
 import time
 
 import compare
-from compare import F, Ours, PASSES, Report, SDPBackend, abi, differences, sdpa_kernel, torch
+from compare import PASSES, F, Ours, Report, SDPBackend, abi, differences, sdpa_kernel, torch
 
 DEVICE = "cuda"
 BATCH, HEADS, DIM = 16, 8, 64
-LENGTHS = tuple(2 ** i for i in range(7, 17))
+LENGTHS = tuple(2**i for i in range(7, 17))
 DROPOUT = 0.1
 GPT2 = (64, 16, 1024, DIM)  # batch, heads, length and head dimension of the figure's model
 SPARSE_LENGTH, DENSITIES = 4096, (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
-BACKENDS = {"efficient": SDPBackend.EFFICIENT_ATTENTION, "fa2": SDPBackend.FLASH_ATTENTION,
-            "cudnn": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}  # math last: it leaves little memory
+BACKENDS = {
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "fa2": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}  # math last: it leaves little memory
 NAMES = ("flashjit", *BACKENDS)
 SLOW_MS = 100  # of such a call one launch is enough
 LONGEST_MS = 4000  # a call that is expected to take longer is not made
@@ -46,10 +51,33 @@ ROUNDS_MS = 150  # for all rounds of a measurement
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_bytes.sum")
 MARKER = "spin_kernel"  # what torch.cuda._sleep() launches
 
-TABLE = ["pass", "dropout", "mask", "batch", "heads", "head_dim", "seqlen", *(f"{name}_ms" for name in NAMES),
-         *(f"{name}_mb" for name in NAMES), "notes"]
-FIGURE = ["part", "who", "pass", "density", "batch", "heads", "head_dim", "seqlen", "ms", "gigaoperations",
-          "device_gb", "l2_gb", "traffic"]
+TABLE = [
+    "pass",
+    "dropout",
+    "mask",
+    "batch",
+    "heads",
+    "head_dim",
+    "seqlen",
+    *(f"{name}_ms" for name in NAMES),
+    *(f"{name}_mb" for name in NAMES),
+    "notes",
+]
+FIGURE = [
+    "part",
+    "who",
+    "pass",
+    "density",
+    "batch",
+    "heads",
+    "head_dim",
+    "seqlen",
+    "ms",
+    "gigaoperations",
+    "device_gb",
+    "l2_gb",
+    "traffic",
+]
 
 
 class Peer:
@@ -137,8 +165,17 @@ def why(error):
 def makers_of(runtime, length, dropout, mask):
     """By name, what makes one problem of a length."""
     q, k, v, dout = tensors(BATCH, HEADS, length, DIM)
-    lengths = torch.randint(length - 20, length + 1, (BATCH,), dtype=torch.int32,
-                            generator=torch.Generator().manual_seed(length)).to(DEVICE) if mask else None
+    lengths = (
+        torch.randint(
+            length - 20,
+            length + 1,
+            (BATCH,),
+            dtype=torch.int32,
+            generator=torch.Generator().manual_seed(length),
+        ).to(DEVICE)
+        if mask
+        else None
+    )
     keep = (torch.arange(length, device=DEVICE) < lengths[:, None])[:, None, None] if mask else None
     spec = f"fp16:d{DIM}" + (":dropout" if dropout else "") + (":kvlen" if mask else "")
     makers = {"flashjit": lambda: Ours(runtime, spec, q, k, v, dout, dropout=dropout, kv_lengths=lengths)}
@@ -149,6 +186,7 @@ def makers_of(runtime, length, dropout, mask):
 
 def compile_all(runtime, lengths):
     """All kernels of ours in parallel; what cannot be compiled says so when it is needed."""
+
     def prepare(job):
         torch.cuda.set_device(0)  # the thread's context
         try:
@@ -157,8 +195,12 @@ def compile_all(runtime, lengths):
             pass
 
     variants = [dropout + mask for dropout in ("", ":dropout") for mask in ("", ":kvlen")]
-    jobs = [(f"fp16:d{DIM}{variant}", (BATCH, HEADS, HEADS, length, length), backward)
-            for length in lengths for variant in variants for backward in (False, True)]
+    jobs = [
+        (f"fp16:d{DIM}{variant}", (BATCH, HEADS, HEADS, length, length), backward)
+        for length in lengths
+        for variant in variants
+        for backward in (False, True)
+    ]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(prepare, jobs))
 
@@ -185,16 +227,29 @@ def table_point(runtime, report, dropout, mask, length, expected):
             torch.cuda.empty_cache()
     reference = people.get("efficient") or people.get("math")
     if not dropout and reference and "flashjit" in people:
-        for text in differences(first_sequence(people["flashjit"].results()), first_sequence(reference.results())):
+        for text in differences(
+            first_sequence(people["flashjit"].results()), first_sequence(reference.results())
+        ):
             report.failure(f"{label}: {text}")
     for pass_name in PASSES:
         method = "forward" if pass_name == "fwd" else "backward"
         ms = medians({name: getattr(problem, method) for name, problem in people.items()})
-        report.row(**{"pass": pass_name}, dropout=dropout, mask=int(mask), batch=BATCH, heads=HEADS, head_dim=DIM,
-                   seqlen=length, **{f"{name}_ms": x for name, x in ms.items()},
-                   **{f"{name}_mb": x for name, x in memory.items() if pass_name == "bwd"},
-                   notes="; ".join(f"{name}: {note}" for name, note in notes.items()))
-        print(f"{pass_name} {label:34} ms: " + "  ".join(f"{name} {x:.3f}" for name, x in ms.items()), flush=True)
+        report.row(
+            **{"pass": pass_name},
+            dropout=dropout,
+            mask=int(mask),
+            batch=BATCH,
+            heads=HEADS,
+            head_dim=DIM,
+            seqlen=length,
+            **{f"{name}_ms": x for name, x in ms.items()},
+            **{f"{name}_mb": x for name, x in memory.items() if pass_name == "bwd"},
+            notes="; ".join(f"{name}: {note}" for name, note in notes.items()),
+        )
+        print(
+            f"{pass_name} {label:34} ms: " + "  ".join(f"{name} {x:.3f}" for name, x in ms.items()),
+            flush=True,
+        )
     expected.update({name: 4 * x for name, x in ms.items()})
 
 
@@ -213,6 +268,7 @@ def both(problem):
         # Peers keep what the forward pass leaves; a model's step computes it.
         problem.forward() if isinstance(problem, Ours) else setattr(problem, "out", problem.attention())
         problem.backward()
+
     return call
 
 
@@ -224,7 +280,10 @@ def traffic_cases(runtime):
     """Standard attention beside ours, and others'; forward and backward."""
     inputs = tensors(*GPT2)
     batch, heads, length, dim = GPT2
-    makers = {"standard": functools.partial(Standard, *inputs), "flashjit": lambda: Ours(runtime, f"fp16:d{dim}", *inputs)}
+    makers = {
+        "standard": functools.partial(Standard, *inputs),
+        "flashjit": lambda: Ours(runtime, f"fp16:d{dim}", *inputs),
+    }
     for name in ("fa2", "cudnn"):
         makers[name] = functools.partial(Peer, BACKENDS[name], *inputs)
     for name, make in makers.items():
@@ -237,8 +296,15 @@ def traffic_cases(runtime):
         products = 6 if name == "standard" else 7  # S is computed again
         rows, row = batch * heads * length, dim * 2
         least = 11 * rows * length * 2 + 12 * rows * row if name == "standard" else 12 * rows * row
-        yield Case(call, part="standard", who=name, **{"pass": "both"}, **sizes(*GPT2),
-                   gigaoperations=2.0 * products * rows * length * dim / 1e9, least_gb=least / 1e9)
+        yield Case(
+            call,
+            part="standard",
+            who=name,
+            **{"pass": "both"},
+            **sizes(*GPT2),
+            gigaoperations=2.0 * products * rows * length * dim / 1e9,
+            least_gb=least / 1e9,
+        )
 
 
 def density_cases(runtime):
@@ -252,7 +318,14 @@ def density_cases(runtime):
         call = both(problem)
         call()
         kept = 1.0 if density is None else block_map.float().mean().item()
-        yield Case(call, part="density" if parts else "dense", who="flashjit", **{"pass": "both"}, density=kept, **sizes(*size))
+        yield Case(
+            call,
+            part="density" if parts else "dense",
+            who="flashjit",
+            **{"pass": "both"},
+            density=kept,
+            **sizes(*size),
+        )
 
 
 def run_counted(runtime):
@@ -287,8 +360,14 @@ def parse_counters(text):
 
 def find_ncu():
     installed = sorted(glob.glob("/opt/nvidia/nsight-compute/*/ncu"), reverse=True)
-    return next((path for path in (shutil.which("ncu"), "/usr/local/cuda/bin/ncu", *installed)
-                 if path and os.path.exists(path)), None)
+    return next(
+        (
+            path
+            for path in (shutil.which("ncu"), "/usr/local/cuda/bin/ncu", *installed)
+            if path and os.path.exists(path)
+        ),
+        None,
+    )
 
 
 def counters(library, count):
@@ -296,9 +375,27 @@ def counters(library, count):
     ncu = find_ncu()
     if not ncu:
         return [], "there is no ncu"
-    command = [ncu, "--metrics", ",".join(METRICS), "--csv", "--page", "raw", "--print-units", "base", "--cache-control",
-               "none", "--clock-control", "none", "--profile-from-start", "off", sys.executable, os.path.abspath(__file__),
-               "--lib", library, "--counted"]
+    command = [
+        ncu,
+        "--metrics",
+        ",".join(METRICS),
+        "--csv",
+        "--page",
+        "raw",
+        "--print-units",
+        "base",
+        "--cache-control",
+        "none",
+        "--clock-control",
+        "none",
+        "--profile-from-start",
+        "off",
+        sys.executable,
+        os.path.abspath(__file__),
+        "--lib",
+        library,
+        "--counted",
+    ]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=120)
         found = parse_counters(run.stdout)
@@ -314,8 +411,11 @@ def counters(library, count):
 def traffic(case, counted):
     """The columns of a row."""
     if counted:
-        return dict(device_gb=(counted[METRICS[0]] + counted[METRICS[1]]) / 1e9, l2_gb=counted[METRICS[2]] / 1e9,
-                    traffic="counted")
+        return dict(
+            device_gb=(counted[METRICS[0]] + counted[METRICS[1]]) / 1e9,
+            l2_gb=counted[METRICS[2]] / 1e9,
+            traffic="counted",
+        )
     least = case.row.get("least_gb")
     return dict(device_gb=least, traffic="computed") if least else {}
 
@@ -339,8 +439,11 @@ def figure(runtime, report, library):
 def show(report, case, more):
     row = {name: value for name, value in {**case.row, **more}.items() if name in FIGURE}
     report.row(**row)
-    print("figure 2: " + "  ".join(f"{name} {x:.4g}" if isinstance(x, float) else str(x) for name, x in row.items()),
-          flush=True)
+    print(
+        "figure 2: "
+        + "  ".join(f"{name} {x:.4g}" if isinstance(x, float) else str(x) for name, x in row.items()),
+        flush=True,
+    )
 
 
 def tables(runtime, report, lengths, deadline):
@@ -351,20 +454,37 @@ def tables(runtime, report, lengths, deadline):
         if time.monotonic() > deadline:
             report.failure(f"not reached: {length} {variant}; give more --seconds")
             continue
-        compare.guarded(report, f"{length} {variant}", table_point, runtime, report, *variant, length, expected[variant])
+        compare.guarded(
+            report, f"{length} {variant}", table_point, runtime, report, *variant, length, expected[variant]
+        )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)"
+    )
     parser.add_argument("--csv", help="write the tables here, and the figure next to it: *_figure.csv")
     parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
-    parser.add_argument("--seconds", type=float, default=170, help="begin no length after that (default %(default)s)")
-    parser.add_argument("--lengths", type=lambda text: [int(word) for word in text.split(",")], default=LENGTHS,
-                        metavar="N,...", help="of the tables (default 128 to 65536)")
-    parser.add_argument("--only", choices=("figure", "tables"), help="one of them alone; the other's file stays as it is")
+    parser.add_argument(
+        "--seconds", type=float, default=170, help="begin no length after that (default %(default)s)"
+    )
+    parser.add_argument(
+        "--lengths",
+        type=lambda text: [int(word) for word in text.split(",")],
+        default=LENGTHS,
+        metavar="N,...",
+        help="of the tables (default 128 to 65536)",
+    )
+    parser.add_argument(
+        "--only", choices=("figure", "tables"), help="one of them alone; the other's file stays as it is"
+    )
     parser.add_argument("--no-counters", action="store_true", help="compute the traffic, and run no ncu")
-    parser.add_argument("--counted", action="store_true", help=argparse.SUPPRESS)  # this is the process under ncu
+    parser.add_argument(
+        "--counted", action="store_true", help=argparse.SUPPRESS
+    )  # this is the process under ncu
     arguments = parser.parse_args()
     begin = time.monotonic()
     if not torch.cuda.is_available():
@@ -376,21 +496,34 @@ def main():
     if arguments.counted:
         run_counted(runtime)
         return 0
-    constants = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-                 "device": torch.cuda.get_device_name(), "commit": arguments.commit or compare.commit_name()}
-    print(f"{constants['device']}, flashjit {constants['commit']}, PyTorch {torch.__version__}, cuDNN "
-          f"{torch.backends.cudnn.version()}")
-    path = lambda name, suffix: (suffix.join(os.path.splitext(arguments.csv))
-                                 if arguments.csv and arguments.only in (None, name) else None)
+    constants = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(),
+        "commit": arguments.commit or compare.commit_name(),
+    }
+    print(
+        f"{constants['device']}, flashjit {constants['commit']}, PyTorch {torch.__version__}, cuDNN "
+        f"{torch.backends.cudnn.version()}"
+    )
+    path = lambda name, suffix: (
+        suffix.join(os.path.splitext(arguments.csv))
+        if arguments.csv and arguments.only in (None, name)
+        else None
+    )
     drawn = Report(path("figure", "_figure"), list(constants) + FIGURE, constants)
     table = Report(path("tables", ""), list(constants) + TABLE, constants)
     if arguments.only != "tables":
-        compare.guarded(drawn, "figure 2", figure, runtime, drawn, None if arguments.no_counters else arguments.lib)
+        compare.guarded(
+            drawn, "figure 2", figure, runtime, drawn, None if arguments.no_counters else arguments.lib
+        )
     if arguments.only != "figure":
         compile_all(runtime, arguments.lengths)
         tables(runtime, table, arguments.lengths, begin + arguments.seconds)
     failures = drawn.failures + table.failures
-    print(f"{len(failures)} failures, {time.monotonic() - begin:.0f} s" + "".join(f"\n  {text}" for text in failures))
+    print(
+        f"{len(failures)} failures, {time.monotonic() - begin:.0f} s"
+        + "".join(f"\n  {text}" for text in failures)
+    )
     return 1 if failures else 0
 
 

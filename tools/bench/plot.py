@@ -14,6 +14,7 @@ The sections between the markers <!-- name --> and <!-- /name --> are replaced:
     tools/docs/benchmarks.md   scaling  h100_scaling.csv of distributed.py on up to eight GPUs, where that was run
     tools/docs/paper.md        figures  h100_paper.csv and h100_paper_figure.csv of paper.py
 """
+
 import argparse
 import csv
 import os
@@ -26,8 +27,16 @@ MASKS = {0: "full", 1: "causal"}
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 RESULTS = os.path.join(ROOT, "tools", "bench", "results")
-README, BENCHMARKS, TUNING, SERVING, PAPER, DISTRIBUTED = (os.path.join(ROOT, *path) for path in (
-    ("README.md",), *(("tools", "docs", f"{name}.md") for name in ("benchmarks", "tuning", "serving", "paper", "distributed"))))
+README, BENCHMARKS, TUNING, SERVING, PAPER, DISTRIBUTED = (
+    os.path.join(ROOT, *path)
+    for path in (
+        ("README.md",),
+        *(
+            ("tools", "docs", f"{name}.md")
+            for name in ("benchmarks", "tuning", "serving", "paper", "distributed")
+        ),
+    )
+)
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish, in drawing order: flashjit and its dashes on top.
 LINES = {
@@ -38,11 +47,21 @@ LINES = {
     "flashjit": dict(label="flashjit", color="#0072B2", linewidth=3.5, marker="o", markersize=6.5),
     "sm80": dict(label="flashjit, portable family sm80", color="#000000", linewidth=1.3, linestyle="--"),
 }
-PAPER_LINES = {**{who: LINES[who] for who in ("fa2", "cudnn", "flashjit")},
-               "efficient": dict(label="PyTorch, memory-efficient", color="#56B4E9", linewidth=1.4, marker="v", markersize=5),
-               "math": dict(label="PyTorch, math", color="#999999", linewidth=1.4, marker="x", markersize=5)}
-PAPER_NAMES = {"flashjit": "flashjit", "cudnn": "cuDNN", "fa2": "FA2", "efficient": "memory-efficient", "math": "math",
-               "standard": "standard"}
+PAPER_LINES = {
+    **{who: LINES[who] for who in ("fa2", "cudnn", "flashjit")},
+    "efficient": dict(
+        label="PyTorch, memory-efficient", color="#56B4E9", linewidth=1.4, marker="v", markersize=5
+    ),
+    "math": dict(label="PyTorch, math", color="#999999", linewidth=1.4, marker="x", markersize=5),
+}
+PAPER_NAMES = {
+    "flashjit": "flashjit",
+    "cudnn": "cuDNN",
+    "fa2": "FA2",
+    "efficient": "memory-efficient",
+    "math": "math",
+    "standard": "standard",
+}
 LEGEND = ("flashjit", "sm80", "cudnn", "fa4", "fa3", "fa2")
 PEERS = {"cudnn": "cuDNN", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4"}
 BESIDE_PEERS = [f"flashjit / {name}" for name in PEERS.values()]
@@ -65,7 +84,7 @@ def values(rows, name):
 
 
 def listed(names):
-    """"a", "a and b", "a, b and c"."""
+    """ "a", "a and b", "a, b and c"."""
     *before, last = names
     return f"{', '.join(before)} and {last}" if before else last
 
@@ -111,8 +130,10 @@ def teraflops(row, who):
 def pyplot():
     try:
         import matplotlib
+
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
+
         return plt
     except ImportError as error:
         sys.exit(f"plot: matplotlib is needed for the pictures: {error}")
@@ -123,8 +144,15 @@ def draw(rows, path):
     panels = [(dim, causal) for dim in values(rows, "head_dim") for causal in values(rows, "causal")]
     lengths = values(rows, "seqlen")
     shown = [who for who in LINES if f"{who}_ms" in rows[0]]
-    figure, axes = plt.subplots(len(PASSES), len(panels), figsize=(16, 7), sharex=True, sharey="row", squeeze=False,
-                                layout="constrained")
+    figure, axes = plt.subplots(
+        len(PASSES),
+        len(panels),
+        figsize=(16, 7),
+        sharex=True,
+        sharey="row",
+        squeeze=False,
+        layout="constrained",
+    )
     for pass_name, line_of_axes in zip(PASSES, axes):
         for (dim, causal), axis in zip(panels, line_of_axes):
             points = select(rows, **{"pass": pass_name}, head_dim=dim, causal=causal)
@@ -143,8 +171,14 @@ def draw(rows, path):
         axis.set_xlabel("sequence length", fontsize=11)
     figure.suptitle(f"Attention, {listed(values(rows, 'dtype'))}: {origin(rows)}", fontsize=15)
     handles = dict(zip(shown, axes[0][0].get_lines()))
-    figure.legend(handles=[handles[who] for who in LEGEND if who in handles], loc="outside lower center", ncols=len(shown),
-                  fontsize=12, frameon=False, handlelength=3)
+    figure.legend(
+        handles=[handles[who] for who in LEGEND if who in handles],
+        loc="outside lower center",
+        ncols=len(shown),
+        fontsize=12,
+        frameon=False,
+        handlelength=3,
+    )
     figure.savefig(path, dpi=100)
 
 
@@ -160,7 +194,11 @@ def draw_paper(table, figure, path):
     times.bar(names, [float(row["ms"]) for row in standard], color="#0072B2")
     times.set_title("forward and backward, ms (GPT-2 medium)")
     sparse = [row for row in figure if row["part"] == "density"]
-    density.plot([100 * float(row["density"]) for row in sparse], [float(row["ms"]) for row in sparse], **LINES["flashjit"])
+    density.plot(
+        [100 * float(row["density"]) for row in sparse],
+        [float(row["ms"]) for row in sparse],
+        **LINES["flashjit"],
+    )
     for row in figure:
         if row["part"] == "dense":
             density.axhline(float(row["ms"]), color="#000000", linestyle="--", label="dense")
@@ -172,7 +210,10 @@ def draw_paper(table, figure, path):
         for axis, column in ((lengths, "ms"), (memory, "mb")):
             known = paper_curve(table, who, column, **variant)
             axis.plot(list(known), list(known.values()), **style)
-    for axis, title in ((lengths, "both passes, with dropout and mask, ms"), (memory, "memory beyond the inputs, MB")):
+    for axis, title in (
+        (lengths, "both passes, with dropout and mask, ms"),
+        (memory, "memory beyond the inputs, MB"),
+    ):
         axis.set_title(title)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
@@ -181,7 +222,9 @@ def draw_paper(table, figure, path):
         axis.grid(color="#dddddd", linewidth=0.7)
         axis.set_axisbelow(True)
     figure_2.suptitle(f"What FlashAttention's first paper measures: {origin(table)}", fontsize=14)
-    figure_2.legend(handles=lengths.get_lines()[::-1], loc="outside lower center", ncols=len(PAPER_LINES), frameon=False)
+    figure_2.legend(
+        handles=lengths.get_lines()[::-1], loc="outside lower center", ncols=len(PAPER_LINES), frameon=False
+    )
     figure_2.savefig(path, dpi=100)
 
 
@@ -189,9 +232,11 @@ def draw_paper(table, figure, path):
 
 
 def traffic_source(rows):
-    """"counted by ncu", or "computed"."""
+    """ "counted by ncu", or "computed"."""
     found = values([row for row in rows if row["traffic"]], "traffic")
-    return {"counted": "counted by ncu", "computed": "the least, computed"}.get(" and ".join(found), "not known")
+    return {"counted": "counted by ncu", "computed": "the least, computed"}.get(
+        " and ".join(found), "not known"
+    )
 
 
 def paper_curve(rows, who, column, **variant):
@@ -199,7 +244,11 @@ def paper_curve(rows, who, column, **variant):
     passes = ("fwd", "bwd") if column == "ms" else ("bwd",)
     found = {}
     for length in values(rows, "seqlen"):
-        cells = [row[f"{who}_{column}"] for name in passes for row in select(rows, seqlen=length, **{"pass": name}, **variant)]
+        cells = [
+            row[f"{who}_{column}"]
+            for name in passes
+            for row in select(rows, seqlen=length, **{"pass": name}, **variant)
+        ]
         if len(cells) == len(passes) and all(cells):
             found[length] = sum(map(float, cells))
     return found
@@ -216,9 +265,14 @@ def paper_cell(rows, who, column, length, passes, **variant):
 def paper_table(rows, columns, **variant):
     """columns: the row's name, the column and the passes that it sums."""
     lengths = values(rows, "seqlen")
-    lines = [[f"{name}{', ' if name else ''}{PAPER_NAMES[who]}",
-              *(paper_cell(rows, who, column, length, passes, **variant) for length in lengths)]
-             for name, column, passes in columns for who in ("flashjit", "cudnn", "fa2", "efficient", "math")]
+    lines = [
+        [
+            f"{name}{', ' if name else ''}{PAPER_NAMES[who]}",
+            *(paper_cell(rows, who, column, length, passes, **variant) for length in lengths),
+        ]
+        for name, column, passes in columns
+        for who in ("flashjit", "cudnn", "fa2", "efficient", "math")
+    ]
     return markdown(["", *(short(length) for length in lengths)], lines)
 
 
@@ -226,29 +280,60 @@ def paper_section(table, figure):
     """tools/docs/paper.md"""
     standard = [row for row in figure if row["part"] == "standard"]
     number = lambda row, name: f"{float(row[name]):.4g}" if row[name] else "-"
-    lines = [[PAPER_NAMES[row["who"]], *(number(row, name) for name in ("gigaoperations", "device_gb", "l2_gb", "ms"))]
-             for row in standard]
-    parts = [f"![Five panels]({link(os.path.join(RESULTS, 'h100_paper.png'), PAPER)})", f"{origin(table)}.", "## Figure 2",
-             f"GPT-2 medium: 1k tokens, 16 heads of 64, batch 64; forward and backward. Traffic: {traffic_source(standard)}.",
-             markdown(["", "Gop (computed)", "device memory, GB", "L2, GB", "ms"], lines)]
-    by_density = [[f"{100 * float(row['density']):.1f}%" if row["part"] == "density" else "dense", number(row, "ms")]
-                  for row in figure if row["part"] in ("density", "dense")]
-    parts += ["Block-sparse at 4k (batch 16, 8 heads of 64; 128x128 blocks at random), both passes:",
-              markdown(["blocks kept", "ms"], by_density), "## Times, ms",
-              textwrap.fill("fp16, batch 16, 8 heads of 64; both passes. OOM: out of memory; -: not supported, or too slow to be "
-                            f"run. [The CSV]({link(os.path.join(RESULTS, 'h100_paper.csv'), PAPER)}) has each pass, and "
-                            "dropout and mask alone.", 118, break_on_hyphens=False)]
+    lines = [
+        [
+            PAPER_NAMES[row["who"]],
+            *(number(row, name) for name in ("gigaoperations", "device_gb", "l2_gb", "ms")),
+        ]
+        for row in standard
+    ]
+    parts = [
+        f"![Five panels]({link(os.path.join(RESULTS, 'h100_paper.png'), PAPER)})",
+        f"{origin(table)}.",
+        "## Figure 2",
+        f"GPT-2 medium: 1k tokens, 16 heads of 64, batch 64; forward and backward. Traffic: {traffic_source(standard)}.",
+        markdown(["", "Gop (computed)", "device memory, GB", "L2, GB", "ms"], lines),
+    ]
+    by_density = [
+        [f"{100 * float(row['density']):.1f}%" if row["part"] == "density" else "dense", number(row, "ms")]
+        for row in figure
+        if row["part"] in ("density", "dense")
+    ]
+    parts += [
+        "Block-sparse at 4k (batch 16, 8 heads of 64; 128x128 blocks at random), both passes:",
+        markdown(["blocks kept", "ms"], by_density),
+        "## Times, ms",
+        textwrap.fill(
+            "fp16, batch 16, 8 heads of 64; both passes. OOM: out of memory; -: not supported, or too slow to be "
+            f"run. [The CSV]({link(os.path.join(RESULTS, 'h100_paper.csv'), PAPER)}) has each pass, and "
+            "dropout and mask alone.",
+            118,
+            break_on_hyphens=False,
+        ),
+    ]
     for title, choose in (("Neither dropout nor mask", min), ("Dropout and mask", max)):
         variant = {name: choose(values(table, name)) for name in ("dropout", "mask")}
         parts += [f"{title}:", paper_table(table, [("", "ms", ("fwd", "bwd"))], **variant)]
-    parts += ["## Memory, MB", "Both passes, with dropout and mask, beyond Q, K, V and dO.", paper_table(
-        table, [("", "mb", ("bwd",))], dropout=max(values(table, "dropout")), mask=max(values(table, "mask")))]
+    parts += [
+        "## Memory, MB",
+        "Both passes, with dropout and mask, beyond Q, K, V and dO.",
+        paper_table(
+            table,
+            [("", "mb", ("bwd",))],
+            dropout=max(values(table, "dropout")),
+            mask=max(values(table, "mask")),
+        ),
+    ]
     return "\n\n".join(parts)
 
 
 def ratios(rows, peer, ours="flashjit"):
     """Our speed by the peer's, where both ran."""
-    return [float(row[f"{peer}_ms"]) / float(row[f"{ours}_ms"]) for row in rows if row.get(f"{ours}_ms") and row.get(f"{peer}_ms")]
+    return [
+        float(row[f"{peer}_ms"]) / float(row[f"{ours}_ms"])
+        for row in rows
+        if row.get(f"{ours}_ms") and row.get(f"{peer}_ms")
+    ]
 
 
 def mean(found):
@@ -264,14 +349,22 @@ def markdown(header, lines):
 
 
 def sparse_table(rows):
-    problems = sorted({(row["head_dim"], row["pattern"], row["seqlen"], row["density"]) for row in rows},
-                      key=lambda problem: (problem[0], problem[1] != "window", *problem[2:]))
+    problems = sorted(
+        {(row["head_dim"], row["pattern"], row["seqlen"], row["density"]) for row in rows},
+        key=lambda problem: (problem[0], problem[1] != "window", *problem[2:]),
+    )
     lines = []
     for dim, pattern, length, density in problems:
-        cells = [select(rows, **{"pass": pass_name}, head_dim=dim, pattern=pattern, seqlen=length, density=density)
-                 for pass_name in PASSES]
-        share = [f"{100 * float(cell[0]['ratio']):.1f}% ({float(cell[0]['rate']):.2f}, {float(cell[0]['ratio_short']):.2f})"
-                 if cell else "-" for cell in cells]
+        cells = [
+            select(rows, **{"pass": pass_name}, head_dim=dim, pattern=pattern, seqlen=length, density=density)
+            for pass_name in PASSES
+        ]
+        share = [
+            f"{100 * float(cell[0]['ratio']):.1f}% ({float(cell[0]['rate']):.2f}, {float(cell[0]['ratio_short']):.2f})"
+            if cell
+            else "-"
+            for cell in cells
+        ]
         lines.append([str(dim), short(length), f"{100 * float(density):.1f}%", pattern] + share)
     header = ["Head dim", "Length", "Blocks kept", "which"]
     return markdown(header + [f"{name}: time (rate, beside short)" for name in PASSES.values()], lines)
@@ -283,8 +376,15 @@ def other_table(rows):
         heads = f"{row['heads']}/{row['heads_kv']}" if row["heads"] != row["heads_kv"] else row["heads"]
         dropout = f"dropout {float(row['dropout']):g}, " if float(row.get("dropout", 0)) else ""
         problem = f"{row['dtype']}, d{row['head_dim']}, {MASKS[row['causal']]}, {dropout}b{row['batch']}, {heads} heads"
-        lines.append([PASSES[row["pass"]], problem, short(row["seqlen"]), *(mean(ratios([row], peer)) for peer in PEERS),
-                      mean(ratios([row], "fa2", "sm80"))])
+        lines.append(
+            [
+                PASSES[row["pass"]],
+                problem,
+                short(row["seqlen"]),
+                *(mean(ratios([row], peer)) for peer in PEERS),
+                mean(ratios([row], "fa2", "sm80")),
+            ]
+        )
     return markdown(["Pass", "Problem", "Length", *BESIDE_PEERS, "sm80 / FA2"], lines)
 
 
@@ -293,10 +393,20 @@ def few_table(rows):
     for row in rows:
         sequences = f"{row['batch']} x " if row["batch"] > 1 else ""
         micros = lambda who: f"{1e3 * float(row[f'{who}_ms']):.1f}" if row.get(f"{who}_ms") else "-"
-        lines.append([str(row["seqlen_q"]), f"{sequences}{short(row['seqlen_kv'])}", f"{row['heads']}/{row['heads_kv']}",
-                      str(row["head_dim"]), micros("flashjit"), *(micros(peer) for peer in PEERS),
-                      f"{float(row['gbs']) / 1e3:.2f}"])
-    return markdown(["Queries", "Keys", "Heads", "Head dim", "flashjit, us", *PEERS.values(), "flashjit, TB/s"], lines)
+        lines.append(
+            [
+                str(row["seqlen_q"]),
+                f"{sequences}{short(row['seqlen_kv'])}",
+                f"{row['heads']}/{row['heads_kv']}",
+                str(row["head_dim"]),
+                micros("flashjit"),
+                *(micros(peer) for peer in PEERS),
+                f"{float(row['gbs']) / 1e3:.2f}",
+            ]
+        )
+    return markdown(
+        ["Queries", "Keys", "Heads", "Head dim", "flashjit, us", *PEERS.values(), "flashjit, TB/s"], lines
+    )
 
 
 def summary_table(rows):
@@ -305,11 +415,24 @@ def summary_table(rows):
         for dim in values(rows, "head_dim"):
             points = select(rows, **{"pass": pass_name}, head_dim=dim)
             worst = min(points, key=beside_the_best)
-            lines.append([f"{PASSES[pass_name]}, d{dim}", *(mean(ratios(points, peer)) for peer in present(rows)),
-                          mean([beside_the_best(row) for row in points]),
-                          f"{beside_the_best(worst):.2f} ({PEERS[best_peer(worst)]}, {MASKS[worst['causal']]} "
-                          f"{short(worst['seqlen'])})"])
-    return markdown(["speed of flashjit", *(f"/ {PEERS[who]}" for who in present(rows)), "/ the best of them", "worst point"], lines)
+            lines.append(
+                [
+                    f"{PASSES[pass_name]}, d{dim}",
+                    *(mean(ratios(points, peer)) for peer in present(rows)),
+                    mean([beside_the_best(row) for row in points]),
+                    f"{beside_the_best(worst):.2f} ({PEERS[best_peer(worst)]}, {MASKS[worst['causal']]} "
+                    f"{short(worst['seqlen'])})",
+                ]
+            )
+    return markdown(
+        [
+            "speed of flashjit",
+            *(f"/ {PEERS[who]}" for who in present(rows)),
+            "/ the best of them",
+            "worst point",
+        ],
+        lines,
+    )
 
 
 def peers_table(rows):
@@ -319,15 +442,22 @@ def peers_table(rows):
     for pass_name in PASSES:
         for dim in values(rows, "head_dim"):
             for causal in values(rows, "causal"):
-                points = {row["seqlen"]: row for row in select(rows, **{"pass": pass_name}, head_dim=dim, causal=causal)}
+                points = {
+                    row["seqlen"]: row
+                    for row in select(rows, **{"pass": pass_name}, head_dim=dim, causal=causal)
+                }
                 if points:
-                    lines.append([f"{PASSES[pass_name]} d{dim} {MASKS[causal]}",
-                                  *(versus(points[length]) if length in points else "-" for length in lengths)])
+                    lines.append(
+                        [
+                            f"{PASSES[pass_name]} d{dim} {MASKS[causal]}",
+                            *(versus(points[length]) if length in points else "-" for length in lengths),
+                        ]
+                    )
     return markdown(["", *(short(length) for length in lengths)], lines)
 
 
 def versus(row):
-    """"736 / 730 FA3", in bold where the peer is faster by 1% or more."""
+    """ "736 / 730 FA3", in bold where the peer is faster by 1% or more."""
     best = best_peer(row)
     text = f"{teraflops(row, 'flashjit'):.0f} / {teraflops(row, best):.0f} {PEERS[best]}"
     return f"**{text}**" if beside_the_best(row) < 0.99 else text
@@ -339,14 +469,19 @@ def link(path, page):
 
 def peers_summary(dense, png):
     """README.md"""
-    title = "TFLOP/s over sequence length on an H100: flashjit, " + ", ".join(LINES[who]["label"] for who in present(dense))
-    about = (f"{origin(dense)}; bf16, 16k tokens, hidden size 2048. Geometric means over full and causal masks and the lengths "
-             "512 to 16k, all libraries in one process; above 1, flashjit is faster.")
+    title = "TFLOP/s over sequence length on an H100: flashjit, " + ", ".join(
+        LINES[who]["label"] for who in present(dense)
+    )
+    about = (
+        f"{origin(dense)}; bf16, 16k tokens, hidden size 2048. Geometric means over full and causal masks and the lengths "
+        "512 to 16k, all libraries in one process; above 1, flashjit is faster."
+    )
     return "\n\n".join([f"![{title}]({link(png, README)})", summary_table(dense), textwrap.fill(about, 118)])
 
 
 def leads_section(dense, few, serving, latent, codes):
     """README.md: for each peer, the most that it is ahead, and where."""
+
     def row_of(row):
         heads = f", {row['heads']}/{row['heads_kv']} heads" if row["heads"] != row["heads_kv"] else ""
         return f"d{row['head_dim']} {MASKS[row['causal']]}, {row['batch']} x {short(row['seqlen'])}{heads}"
@@ -355,23 +490,54 @@ def leads_section(dense, few, serving, latent, codes):
         ahead, where = max(found, default=(0, ""))
         return [f"{ahead:.2f} {what} ({where})"] if ahead >= 1.005 else []
 
-    of_codes = {(row["head_dim"], row["causal"], row["seqlen"], row["method"]): float(row["us"]) for row in codes}
+    of_codes = {
+        (row["head_dim"], row["causal"], row["seqlen"], row["method"]): float(row["us"]) for row in codes
+    }
     lines = []
     for who, name in PEERS.items():
-        ahead = lambda rows, unit, ours: [(float(row[f"{ours}_{unit}"]) / float(row[f"{who}_{unit}"]), row) for row in rows
-                                          if row.get(f"{who}_{unit}")]
+        ahead = lambda rows, unit, ours: [
+            (float(row[f"{ours}_{unit}"]) / float(row[f"{who}_{unit}"]), row)
+            for row in rows
+            if row.get(f"{who}_{unit}")
+        ]
         found = []
         for pass_name, what in PASSES.items():
-            found += most(what, [(x, row_of(row)) for x, row in ahead([row for row in dense if row["pass"] == pass_name], "ms", "flashjit")])
-        found += most("for few queries", [(x, f"{row['seqlen_q']} of {row['batch']} x {short(row['seqlen_kv'])}")
-                                          for x, row in ahead(few, "ms", "flashjit")])
-        found += most("from a cache", [(x, f"{row['problem']}, {row['queries']} {'query' if row['queries'] == '1' else 'queries'}")
-                                       for x, row in ahead(serving, "us", "contiguous")])
-        found += most("with latents", [(x, f"{row['kind']}, {row['heads']} heads, {row['sequences']} x {short(int(row['keys']))}")
-                                       for x, row in ahead(latent, "us", "ours")])
-        found += most("with Q, K and V of 8 bits", [
-            (of_codes[dim, causal, length, "flashjit"] / us, f"d{dim} {MASKS[causal]}, {short(length)}")
-            for (dim, causal, length, method), us in of_codes.items() if method == who])
+            found += most(
+                what,
+                [
+                    (x, row_of(row))
+                    for x, row in ahead([row for row in dense if row["pass"] == pass_name], "ms", "flashjit")
+                ],
+            )
+        found += most(
+            "for few queries",
+            [
+                (x, f"{row['seqlen_q']} of {row['batch']} x {short(row['seqlen_kv'])}")
+                for x, row in ahead(few, "ms", "flashjit")
+            ],
+        )
+        found += most(
+            "from a cache",
+            [
+                (x, f"{row['problem']}, {row['queries']} {'query' if row['queries'] == '1' else 'queries'}")
+                for x, row in ahead(serving, "us", "contiguous")
+            ],
+        )
+        found += most(
+            "with latents",
+            [
+                (x, f"{row['kind']}, {row['heads']} heads, {row['sequences']} x {short(int(row['keys']))}")
+                for x, row in ahead(latent, "us", "ours")
+            ],
+        )
+        found += most(
+            "with Q, K and V of 8 bits",
+            [
+                (of_codes[dim, causal, length, "flashjit"] / us, f"d{dim} {MASKS[causal]}, {short(length)}")
+                for (dim, causal, length, method), us in of_codes.items()
+                if method == who
+            ],
+        )
         if found:
             lines.append(textwrap.fill(f"- {name}: {listed(found)}", 118, subsequent_indent="  "))
     return "\n".join(lines)
@@ -386,66 +552,124 @@ def figures_section(dense, other, few, sparse, png):
     others = "".join(f"; {listed(names)}: {made_by}" for made_by, names in later.items())
     about = f"""{origin(dense)}{others}. TFLOP/s of flashjit / the best peer, and which one; bold where flashjit is slower by 1% or
 more. bf16, 16k tokens in all, hidden size 2048."""
-    portable = ", ".join(f"{PASSES[name]} d{dim} {mean(ratios(select(dense, head_dim=dim, **{'pass': name}), 'fa2', 'sm80'))}"
-                         for name in PASSES for dim in values(dense, "head_dim"))
+    portable = ", ".join(
+        f"{PASSES[name]} d{dim} {mean(ratios(select(dense, head_dim=dim, **{'pass': name}), 'fa2', 'sm80'))}"
+        for name in PASSES
+        for dim in values(dense, "head_dim")
+    )
     parts = [
         f"""\
 ![TFLOP/s over sequence length]({link(png, BENCHMARKS)})
 
 {textwrap.fill(about, 118)}""",
         peers_table(dense),
-        textwrap.fill(f"The portable family sm80, forced, beside FlashAttention-2 (geometric means of the same points): {portable}.", 118),
+        textwrap.fill(
+            f"The portable family sm80, forced, beside FlashAttention-2 (geometric means of the same points): {portable}.",
+            118,
+        ),
     ]
     if other:
-        parts += ["""\
+        parts += [
+            """\
 fp16, short sequences, odd numbers of tiles, grouped heads (including one GPU's share of a model spread over eight),
-dropout, and few heads, as ratios of speed (above 1 the first is faster):""", other_table(other)]
+dropout, and few heads, as ratios of speed (above 1 the first is faster):""",
+            other_table(other),
+        ]
     if few:
-        parts += ["""\
+        parts += [
+            """\
 Few queries of many keys, as in decoding: forward, bf16. TB/s counts one reading of K and V. Each library has its
-own K and V, so they come from memory, not L2.""", few_table(few)]
+own K and V, so they come from memory, not L2.""",
+            few_table(few),
+        ]
     if sparse:
-        parts += ["""\
+        parts += [
+            """\
 Block-sparse, 128x128 blocks: the share of the time of flashjit's own dense kernel. In brackets: the rate on the blocks kept,
 which is 1 if a block costs what it costs in the dense kernel; and the speed next to the dense kernel on as many tokens in
 sequences as short as a row of the map. The map is a window around the diagonal, or as many blocks per row at random.""",
-                  sparse_table(sparse)]
+            sparse_table(sparse),
+        ]
     return "\n\n".join(parts)
 
 
 def tuner_section(rows):
     """tools/docs/tuning.md"""
     lines = []
-    for name, column in (("the tuner's choice", "choice_slower"), ("the heuristic alone", "heuristic_slower"),
-                         ("a shape without its own record", "untuned_slower")):
+    for name, column in (
+        ("the tuner's choice", "choice_slower"),
+        ("the heuristic alone", "heuristic_slower"),
+        ("a shape without its own record", "untuned_slower"),
+    ):
         slower = [float(row[column]) for row in rows if row[column]]  # empty: what cannot be measured
-        lines.append([name, f"{statistics.geometric_mean(slower):.3f}", f"{max(slower):.3f}",
-                      f"{sum(time <= 1.01 for time in slower)} of {len(slower)}"])
+        lines.append(
+            [
+                name,
+                f"{statistics.geometric_mean(slower):.3f}",
+                f"{max(slower):.3f}",
+                f"{sum(time <= 1.01 for time in slower)} of {len(slower)}",
+            ]
+        )
     seconds = [float(row["seconds"]) for row in rows]
     share = sum(int(row["measured"]) for row in rows) / sum(int(row["candidates"]) for row in rows)
-    return "\n\n".join([markdown(["time by the best's", "mean", "worst", "within 1%"], lines), textwrap.fill(
-        f"A search measured {100 * share:.0f}% of the candidates and took {statistics.median(seconds):.1f} s in the median "
-        f"({max(seconds):.1f} s at most), compiling included.", 118)])
+    return "\n\n".join(
+        [
+            markdown(["time by the best's", "mean", "worst", "within 1%"], lines),
+            textwrap.fill(
+                f"A search measured {100 * share:.0f}% of the candidates and took {statistics.median(seconds):.1f} s in the median "
+                f"({max(seconds):.1f} s at most), compiling included.",
+                118,
+            ),
+        ]
+    )
 
 
 def serving_section(rows):
     """tools/docs/serving.md"""
     pages = sorted((int(name[5:-3]) for name in rows[0] if name.startswith("pages")), reverse=True)
-    columns = {"contiguous": "contiguous", "invariant": "batch_invariant",
-               **{f"pages{size}": str(size) if i else f"pages of {size}" for i, size in enumerate(pages)},
-               "e4m3": "e4m3", "e4m3_pages16": "e4m3, pages of 16", "fa3": "FA3", "cudnn": "cuDNN"}
+    columns = {
+        "contiguous": "contiguous",
+        "invariant": "batch_invariant",
+        **{f"pages{size}": str(size) if i else f"pages of {size}" for i, size in enumerate(pages)},
+        "e4m3": "e4m3",
+        "e4m3_pages16": "e4m3, pages of 16",
+        "fa3": "FA3",
+        "cudnn": "cuDNN",
+    }
     micros = lambda row, name: f"{float(row[f'{name}_us']):.0f}" if row.get(f"{name}_us") else "-"
-    lines = [[row["problem"], f"{row['heads']}/{row['heads_kv']}, d{row['head_dim']}", row["queries"],
-              *(micros(row, name) for name in columns)] for row in rows if row["heads"]]
-    states = [f"{row['problem']}: {float(row[name]):.1f} us, a copy {float(row['copy_us']):.1f}"
-              for row in rows for name in ("append_us", "merge_us") if row.get(name)]
-    states += [f"{row['problem']}: one call {float(row['together_us']):.0f} us, two {float(row['apart_us']):.0f}"
-               for row in rows if row.get("together_us")]
-    states += [f"{row['problem']}: {float(row['prefix_us']):.0f} us with prefix_length, {float(row['plain_us']):.0f} without"
-               for row in rows if row.get("prefix_us")]
-    about = (f"Microseconds of a call in a CUDA graph; {listed(values(rows, 'device'))}, {commits(rows)}, "
-             f"bf16 queries, by tools/bench/serving.py. {'; '.join(states)}.")
-    return "\n\n".join([markdown(["sequences", "heads", "queries", *columns.values()], lines), textwrap.fill(about, 118)])
+    lines = [
+        [
+            row["problem"],
+            f"{row['heads']}/{row['heads_kv']}, d{row['head_dim']}",
+            row["queries"],
+            *(micros(row, name) for name in columns),
+        ]
+        for row in rows
+        if row["heads"]
+    ]
+    states = [
+        f"{row['problem']}: {float(row[name]):.1f} us, a copy {float(row['copy_us']):.1f}"
+        for row in rows
+        for name in ("append_us", "merge_us")
+        if row.get(name)
+    ]
+    states += [
+        f"{row['problem']}: one call {float(row['together_us']):.0f} us, two {float(row['apart_us']):.0f}"
+        for row in rows
+        if row.get("together_us")
+    ]
+    states += [
+        f"{row['problem']}: {float(row['prefix_us']):.0f} us with prefix_length, {float(row['plain_us']):.0f} without"
+        for row in rows
+        if row.get("prefix_us")
+    ]
+    about = (
+        f"Microseconds of a call in a CUDA graph; {listed(values(rows, 'device'))}, {commits(rows)}, "
+        f"bf16 queries, by tools/bench/serving.py. {'; '.join(states)}."
+    )
+    return "\n\n".join(
+        [markdown(["sequences", "heads", "queries", *columns.values()], lines), textwrap.fill(about, 118)]
+    )
 
 
 SCHEMES = {"ring": "#0072B2", "all_gather": "#D55E00", "ulysses": "#009E73", "two_level": "#CC79A7"}
@@ -457,7 +681,11 @@ def draw_plans(rows, path):
     figure, axes = plt.subplots(1, len(lengths), figsize=(15, 4), sharey=True, layout="constrained")
     for axis, tokens in zip(axes, lengths):
         for scheme, color in SCHEMES.items():
-            points = [(int(row["ranks"]), float(row["efficiency"])) for row in rows if row["tokens"] == tokens and row["scheme"] == scheme]
+            points = [
+                (int(row["ranks"]), float(row["efficiency"]))
+                for row in rows
+                if row["tokens"] == tokens and row["scheme"] == scheme
+            ]
             axis.plot([x for x, _ in points], [y for _, y in points], color=color, marker="o", label=scheme)
         axis.set_title(f"{int(tokens) >> 10}k tokens", fontsize=12)
         axis.set_xscale("log", base=2)
@@ -466,7 +694,9 @@ def draw_plans(rows, path):
         axis.grid(color="#dddddd", linewidth=0.7)
     axes[0].set_ylabel("share of linear speed", fontsize=11)
     axes[0].legend(frameon=False, fontsize=11)
-    figure.suptitle("Predicted by simulator.py: both passes, bf16, 32/8 heads, d128, causal, hosts of 8 H100", fontsize=13)
+    figure.suptitle(
+        "Predicted by simulator.py: both passes, bf16, 32/8 heads, d128, causal, hosts of 8 H100", fontsize=13
+    )
     figure.savefig(path, dpi=100)
 
 
@@ -477,7 +707,9 @@ def plans_section(rows, png):
     for tokens in dict.fromkeys(row["tokens"] for row in rows):
         of = {(row["ranks"], row["scheme"]): row for row in rows if row["tokens"] == tokens}
         for scheme in SCHEMES:
-            shares = [f"{float(of[n, scheme]['efficiency']):.2f}" if (n, scheme) in of else "-" for n in ranks]
+            shares = [
+                f"{float(of[n, scheme]['efficiency']):.2f}" if (n, scheme) in of else "-" for n in ranks
+            ]
             lines.append([f"{int(tokens) >> 10}k", f"`{scheme}`", *shares])
     table = markdown(["tokens", "scheme", *(f"{n} ranks" for n in ranks)], lines)
     return "\n\n".join([f"![shares of linear speed]({link(png, DISTRIBUTED)})", table])
@@ -486,24 +718,70 @@ def plans_section(rows, png):
 def shared_section(rows):
     """tools/docs/distributed.md"""
     left = lambda row: "" if int(row.get("reserved_sms") or 0) == 0 else f", {row['reserved_sms']} SMs left"
-    lines = [[f"{int(row['tokens']) >> 10}k", row["mask"], f"`{row['scheme']}`{left(row)}", row["pass"], row["alone_ms"], row["ms"],
-              row["predicted_ms"], row["scaling"], row["memory_gb"], row["formula_gb"]] for row in rows]
-    return markdown(["tokens", "mask", "scheme", "passes", "one GPU, ms", f"{rows[0]['ranks']} GPUs, ms", "predicted, ms", "times as fast",
-                     "peak, GB", "formula, GB"], lines)
+    lines = [
+        [
+            f"{int(row['tokens']) >> 10}k",
+            row["mask"],
+            f"`{row['scheme']}`{left(row)}",
+            row["pass"],
+            row["alone_ms"],
+            row["ms"],
+            row["predicted_ms"],
+            row["scaling"],
+            row["memory_gb"],
+            row["formula_gb"],
+        ]
+        for row in rows
+    ]
+    return markdown(
+        [
+            "tokens",
+            "mask",
+            "scheme",
+            "passes",
+            "one GPU, ms",
+            f"{rows[0]['ranks']} GPUs, ms",
+            "predicted, ms",
+            "times as fast",
+            "peak, GB",
+            "formula, GB",
+        ],
+        lines,
+    )
 
 
 def draw_scaling(rows, path):
     """Measured, and dashed as predicted."""
     plt = pyplot()
     rows = [row for row in rows if row["pass"] == "both" and row["scaling"]]
-    lengths, ranks = list(dict.fromkeys(row["tokens"] for row in rows)), sorted({int(row["ranks"]) for row in rows})
-    figure, axes = plt.subplots(1, len(lengths), figsize=(5 * len(lengths), 4), sharey=True, layout="constrained", squeeze=False)
+    lengths, ranks = (
+        list(dict.fromkeys(row["tokens"] for row in rows)),
+        sorted({int(row["ranks"]) for row in rows}),
+    )
+    figure, axes = plt.subplots(
+        1, len(lengths), figsize=(5 * len(lengths), 4), sharey=True, layout="constrained", squeeze=False
+    )
     for axis, tokens in zip(axes[0], lengths):
         for scheme, color in SCHEMES.items():
-            points = [(int(row["ranks"]), float(row["scaling"]), float(row["alone_ms"]) / float(row["predicted_ms"]))
-                      for row in rows if row["tokens"] == tokens and row["scheme"] == scheme]
-            axis.plot([n for n, _, _ in points], [times / n for n, times, _ in points], color=color, marker="o", label=scheme)
-            axis.plot([n for n, _, _ in points], [times / n for n, _, times in points], color=color, linestyle="--")
+            points = [
+                (
+                    int(row["ranks"]),
+                    float(row["scaling"]),
+                    float(row["alone_ms"]) / float(row["predicted_ms"]),
+                )
+                for row in rows
+                if row["tokens"] == tokens and row["scheme"] == scheme
+            ]
+            axis.plot(
+                [n for n, _, _ in points],
+                [times / n for n, times, _ in points],
+                color=color,
+                marker="o",
+                label=scheme,
+            )
+            axis.plot(
+                [n for n, _, _ in points], [times / n for n, _, times in points], color=color, linestyle="--"
+            )
         axis.set_title(f"{int(tokens) >> 10}k tokens", fontsize=12)
         axis.set_xscale("log", base=2)
         axis.set_xticks(ranks, ranks)
@@ -512,7 +790,10 @@ def draw_scaling(rows, path):
         axis.grid(color="#dddddd", linewidth=0.7)
     axes[0][0].set_ylabel("share of linear speed", fontsize=11)
     axes[0][0].legend(frameon=False, fontsize=11)
-    figure.suptitle(f"Both passes, bf16, 32/8 heads, d128, causal, zigzag, on {rows[0]['device']}; dashed: predicted", fontsize=13)
+    figure.suptitle(
+        f"Both passes, bf16, 32/8 heads, d128, causal, zigzag, on {rows[0]['device']}; dashed: predicted",
+        fontsize=13,
+    )
     figure.savefig(path, dpi=100)
 
 
@@ -521,11 +802,21 @@ def scaling_section(rows, png):
     ranks = list(dict.fromkeys(row["ranks"] for row in rows))
     lines = []
     for tokens, scheme, passes in dict.fromkeys((row["tokens"], row["scheme"], row["pass"]) for row in rows):
-        of = {row["ranks"]: row for row in rows if (row["tokens"], row["scheme"], row["pass"]) == (tokens, scheme, passes)}
+        of = {
+            row["ranks"]: row
+            for row in rows
+            if (row["tokens"], row["scheme"], row["pass"]) == (tokens, scheme, passes)
+        }
         times = [f"{float(of[n]['scaling']):.2f}" if n in of and of[n]["scaling"] else "-" for n in ranks]
         lines.append([f"{int(tokens) >> 10}k", f"`{scheme}`", passes, *times])
     table = markdown(["tokens", "scheme", "passes", *(f"{n} GPUs" for n in ranks)], lines)
-    return "\n\n".join(["Speed on several GPUs of one host, as a multiple of one GPU's:", f"![shares of linear speed]({link(png, BENCHMARKS)})", table])
+    return "\n\n".join(
+        [
+            "Speed on several GPUs of one host, as a multiple of one GPU's:",
+            f"![shares of linear speed]({link(png, BENCHMARKS)})",
+            table,
+        ]
+    )
 
 
 def replace(path, name, text):
@@ -541,11 +832,15 @@ def replace(path, name, text):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tables", action="store_true", help="write the tables only, and leave the pictures")
     arguments = parser.parse_args()
     result = lambda name: os.path.join(RESULTS, name)
-    dense, other, few, sparse = (read(result(f"h100_dense{name}.csv")) for name in ("", "_other", "_few", "_sparse"))
+    dense, other, few, sparse = (
+        read(result(f"h100_dense{name}.csv")) for name in ("", "_other", "_few", "_sparse")
+    )
     paper = [result(f"h100_paper{name}.csv") for name in ("", "_figure")]
     paper = [read(path) for path in paper] if all(map(os.path.exists, paper)) else None
     scaling = read(result("h100_scaling.csv")) if os.path.exists(result("h100_scaling.csv")) else None
@@ -558,7 +853,11 @@ def main():
             draw_paper(*paper, result("h100_paper.png"))
     replace(README, "peers", peers_summary(dense, result("h100_dense.png")))
     serving, latent = (read(result(f"h100_{name}.csv")) for name in ("serving", "latent"))
-    replace(README, "leads", leads_section(dense + other, few, serving, latent, read(result("h100_eight_bits_speed.csv"))))
+    replace(
+        README,
+        "leads",
+        leads_section(dense + other, few, serving, latent, read(result("h100_eight_bits_speed.csv"))),
+    )
     replace(BENCHMARKS, "figures", figures_section(dense, other, few, sparse, result("h100_dense.png")))
     replace(SERVING, "figures", serving_section(serving))
     replace(TUNING, "tuner", tuner_section(read(result("h100_tuner.csv"))))

@@ -12,6 +12,7 @@ PyTorch's. Exit code: 1 if one is missed.
 costs more than 5 us beside it.
 --cpp adds the rows of host_costs.cpp, which needs no Python, to the same table.
 """
+
 import argparse
 import csv
 import datetime
@@ -22,14 +23,12 @@ import sys
 import time
 import unittest.mock
 
-import torch
-import torch.nn.functional as F
-
 import flashjit
 import flashjit.torch
-from flashjit import _plans
-
+import torch
+import torch.nn.functional as F
 from compare import commit_name
+from flashjit import _plans
 
 GOAL_US, GOAL_IMPORT_S, GOAL_DROP_IN_US = 15, 0.2, 5
 BURST = 10  # calls of a row, one after the other
@@ -64,11 +63,14 @@ def calls(device):
         "its launch alone": launch_alone(),
         "torch sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         "flashjit.torch.scaled_dot_product_attention": lambda: flashjit.torch.scaled_dot_product_attention(
-            q, k, v, is_causal=True),
+            q, k, v, is_causal=True
+        ),
         "flashjit.attention, traced score_mod": lambda: flashjit.attention(q, k, v, score_mod=program),
         "flashjit.attention, score_mod": lambda: flashjit.attention(q, k, v, score_mod=alibi),
         "flashjit.attention, documents": lambda: flashjit.attention(q, k, v, mask_mod=documents),
-        "flashjit.attention, documents, lists": lambda: flashjit.attention(q, k, v, mask_mod=documents, lists=lists),
+        "flashjit.attention, documents, lists": lambda: flashjit.attention(
+            q, k, v, mask_mod=documents, lists=lists
+        ),
         "flashjit.attention, recorded": lambda: flashjit.attention(*leaves, causal=True),
         "torch sdpa, recorded": lambda: F.scaled_dot_product_attention(*leaves, is_causal=True),
         "flashjit.attention, with backward": step(flashjit.attention, causal=True),
@@ -82,6 +84,7 @@ def drop_ins(device):
     from flashjit._diffusers import attention_forward as of_diffusers
     from flashjit._transformers import attention_forward as of_transformers
     from flashjit.flex_attention import create_block_mask, flex_attention
+
     attention = flashjit.attention
     q, k, v = (torch.randn(2, 4, 128, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
     rows = [x.transpose(1, 2).contiguous() for x in (q, k, v)]  # [batch, length, heads, dim]
@@ -101,28 +104,51 @@ def drop_ins(device):
     def of_packed(q, k, v, **options):
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         return attention(q, k, v, **options)[0].transpose(0, 1)
+
     views = [x.transpose(1, 2) for x in rows]  # as transformers' models give them
     return {
-        "scaled_dot_product_attention": (lambda: flashjit.torch.scaled_dot_product_attention(q, k, v, is_causal=True),
-                                         lambda: attention(q, k, v, causal=True)),
-        "flash_attn_func": (lambda: flash_attn.flash_attn_func(*rows, causal=True), lambda: of_rows(*rows, causal=True)),
-        "flash_attn_func, window": (lambda: flash_attn.flash_attn_func(*rows, causal=True, window_size=(9, 0)),
-                                    lambda: of_rows(*rows, mask_mod=window, captures={"left": 9, "right": 0})),
-        "flash_attn_varlen_func": (lambda: flash_attn.flash_attn_varlen_func(*packed, lengths, lengths, 156, 156, causal=True),
-                                   lambda: of_packed(*packed, causal=True, **named)),
+        "scaled_dot_product_attention": (
+            lambda: flashjit.torch.scaled_dot_product_attention(q, k, v, is_causal=True),
+            lambda: attention(q, k, v, causal=True),
+        ),
+        "flash_attn_func": (
+            lambda: flash_attn.flash_attn_func(*rows, causal=True),
+            lambda: of_rows(*rows, causal=True),
+        ),
+        "flash_attn_func, window": (
+            lambda: flash_attn.flash_attn_func(*rows, causal=True, window_size=(9, 0)),
+            lambda: of_rows(*rows, mask_mod=window, captures={"left": 9, "right": 0}),
+        ),
+        "flash_attn_varlen_func": (
+            lambda: flash_attn.flash_attn_varlen_func(*packed, lengths, lengths, 156, 156, causal=True),
+            lambda: of_packed(*packed, causal=True, **named),
+        ),
         "flex_attention": (lambda: flex_attention(q, k, v), lambda: attention(q, k, v)),
-        "flex_attention, score_mod": (lambda: flex_attention(q, k, v, alibi), lambda: attention(q, k, v, score_mod=alibi)),
-        "flex_attention, block_mask": (lambda: flex_attention(q, k, v, None, mask), lambda: attention(q, k, v, block_mask=mask)),
-        "transformers": (lambda: of_transformers(module, *views, None, scaling=0.125)[0],
-                         lambda: attention(*views, causal=True, scale=0.125).transpose(1, 2).contiguous()),
-        "diffusers": (lambda: of_diffusers(query=rows[0], key=rows[1], value=rows[2]), lambda: of_rows(*rows)),
+        "flex_attention, score_mod": (
+            lambda: flex_attention(q, k, v, alibi),
+            lambda: attention(q, k, v, score_mod=alibi),
+        ),
+        "flex_attention, block_mask": (
+            lambda: flex_attention(q, k, v, None, mask),
+            lambda: attention(q, k, v, block_mask=mask),
+        ),
+        "transformers": (
+            lambda: of_transformers(module, *views, None, scaling=0.125)[0],
+            lambda: attention(*views, causal=True, scale=0.125).transpose(1, 2).contiguous(),
+        ),
+        "diffusers": (
+            lambda: of_diffusers(query=rows[0], key=rows[1], value=rows[2]),
+            lambda: of_rows(*rows),
+        ),
     }
 
 
 def print_drop_ins(device, rounds, wait):
     """Whether each costs at most the goal."""
     pairs = drop_ins(device)
-    table = medians({(name, i): call for name, pair in pairs.items() for i, call in enumerate(pair)}, rounds, wait)
+    table = medians(
+        {(name, i): call for name, pair in pairs.items() for i, call in enumerate(pair)}, rounds, wait
+    )
     costs = {name: (table[name, 0], table[name, 1]) for name in pairs}
     print(f"{'':30} {'drop-in':>9} {'attention':>9} {'more':>6}")
     for name, (drop_in, attention) in costs.items():
@@ -141,12 +167,14 @@ def medians(rows, rounds, wait):
                 call()
                 costs[name].append(time.perf_counter_ns() - start)
             wait()
-    return {name: statistics.median(times[warm_up * BURST:]) / 1e3 for name, times in costs.items()}
+    return {name: statistics.median(times[warm_up * BURST :]) / 1e3 for name, times in costs.items()}
 
 
 def import_seconds():
     """Of flashjit, after PyTorch; the best of five processes."""
-    run = lambda: float(subprocess.run([sys.executable, "-c", IMPORT], check=True, capture_output=True, text=True).stdout)
+    run = lambda: float(
+        subprocess.run([sys.executable, "-c", IMPORT], check=True, capture_output=True, text=True).stdout
+    )
     return min(run() for _ in range(5))
 
 
@@ -158,8 +186,11 @@ def read_cpp(path):
     if start is None:
         sys.exit(f"python_host: {path} has no line of columns: make it with --benchmark_out_format=csv")
     scale = {"ns": 1e-3, "us": 1, "ms": 1e3, "s": 1e6}
-    return [("C++ " + row["name"], float(row["real_time"]) * scale[row["time_unit"]])
-            for row in csv.DictReader(lines[start:]) if row["real_time"]]
+    return [
+        ("C++ " + row["name"], float(row["real_time"]) * scale[row["time_unit"]])
+        for row in csv.DictReader(lines[start:])
+        if row["real_time"]
+    ]
 
 
 def write(path, device, commit, rows):
@@ -178,6 +209,7 @@ def leave_the_launch_out():
 def profile(call):
     import cProfile
     import pstats
+
     with cProfile.Profile() as profiler:
         for _ in range(20000):
             call()
@@ -185,9 +217,15 @@ def profile(call):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--without-gpu", action="store_true", help="leave the launch out, on CPU tensors")
-    parser.add_argument("--drop-ins", action="store_true", help="what other libraries' functions cost more than flashjit.attention()")
+    parser.add_argument(
+        "--drop-ins",
+        action="store_true",
+        help="what other libraries' functions cost more than flashjit.attention()",
+    )
     parser.add_argument("--profile", metavar="ROW", help="profile this row instead")
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--cpp", metavar="CSV", help="what flashjit_host_bench wrote: more rows of the table")
@@ -208,14 +246,18 @@ def main():
         rows = {name: call for name, call in rows.items() if not name.startswith("torch")}
     if options.profile:
         if options.profile not in rows:
-            sys.exit(f"python_host: there is no row {options.profile!r}; there are {', '.join(map(repr, rows))}")
+            sys.exit(
+                f"python_host: there is no row {options.profile!r}; there are {', '.join(map(repr, rows))}"
+            )
         profile(rows[options.profile])
         return 0
     table = medians(rows, options.rounds, (lambda: None) if options.without_gpu else torch.cuda.synchronize)
     imports = import_seconds()
     cpp = read_cpp(options.cpp) if options.cpp else []
-    rows = [*((name, f"{cost:.2f}", "us") for name, cost in (*table.items(), *cpp)),
-            ("import flashjit, after torch", f"{imports:.3f}", "s")]
+    rows = [
+        *((name, f"{cost:.2f}", "us") for name, cost in (*table.items(), *cpp)),
+        ("import flashjit, after torch", f"{imports:.3f}", "s"),
+    ]
     for name, value, unit in rows:
         print(f"{name:45} {value:>9} {unit}")
     if options.csv:

@@ -5,6 +5,7 @@
 A rank's kernels, its memory's copies and its links are each one after the other; a step of a ring begins when its block is there
 and the step before has ended, on both sides. The rates of a Machine are those that kernels and links reach, not their peaks.
 """
+
 from __future__ import annotations
 
 import argparse
@@ -12,8 +13,9 @@ import csv
 import itertools
 import os
 import sys
+from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any, Callable, NamedTuple, Sequence, Union
+from typing import Any, NamedTuple
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "python"))
 from flashjit._chunks import LAYOUTS, Chunk, chunks, parts_of_heads  # noqa: E402
@@ -35,12 +37,18 @@ class Machine(NamedTuple):
     port_latency: float = 25e-6
     launch: float = 8e-6  # of a kernel that has nothing to do
     head_start: float = 30e-6  # of a ring's transfer before the kernels beside it
-    rate_of_parts: float = 0.96  # of a ring's kernels, and all_gather's backward ones, beside those of a whole sequence
+    rate_of_parts: float = (
+        0.96  # of a ring's kernels, and all_gather's backward ones, beside those of a whole sequence
+    )
     capacity: float = 79e9  # bytes of a GPU's memory
 
     def link(self, ranks: int) -> tuple[float, float]:
         """Bytes a second, and latency, between `ranks` ranks."""
-        return (self.link_bytes, self.link_latency) if ranks <= self.ranks_of_host else (self.port_bytes, self.port_latency)
+        return (
+            (self.link_bytes, self.link_latency)
+            if ranks <= self.ranks_of_host
+            else (self.port_bytes, self.port_latency)
+        )
 
 
 class Problem(NamedTuple):
@@ -52,7 +60,7 @@ class Problem(NamedTuple):
     dim: int = 128
     batch: int = 1
     causal: bool = True
-    window: Union[int, None] = None
+    window: int | None = None
     element: int = 2  # bytes
 
     def flops(self, pairs: float) -> float:
@@ -93,29 +101,45 @@ class Plan(NamedTuple):
         return self.alone / self.seconds / self.ranks
 
 
-def pairs(q: Chunk, kv: Chunk, causal: bool, window: Union[int, None]) -> float:
+def pairs(q: Chunk, kv: Chunk, causal: bool, window: int | None) -> float:
     """How many pairs of these queries and keys attend."""
     if not causal:
         return float(q.rows) * kv.rows
     if q.step > 1:  # striped: both have every n-th row
-        return q.rows * (q.rows + 1) / 2 if window is None else min(q.rows * (q.rows + 1) / 2, q.rows * window / q.step)
+        return (
+            q.rows * (q.rows + 1) / 2
+            if window is None
+            else min(q.rows * (q.rows + 1) / 2, q.rows * window / q.step)
+        )
 
     def before(distance: int) -> float:
         """Those whose key is at least so far before the query."""
         first, last = (max(0, min(kv.rows, i - distance - kv.first + 1)) for i in (q.first, q.last))
         growing = last - first
-        begin = q.rows if growing == 0 else min(q.rows, max(0, kv.first + distance - q.first))  # rows that see none
+        begin = (
+            q.rows if growing == 0 else min(q.rows, max(0, kv.first + distance - q.first))
+        )  # rows that see none
         if growing == 0:
             return float(first) * q.rows
         full = max(0, q.last - distance - (kv.first + kv.rows - 1) + 1) if last == kv.rows else 0
         full = min(full, q.rows - begin)
         rising = q.rows - begin - full
         return rising * (max(first, 1) + (max(first, 1) + rising - 1)) / 2 + float(full) * kv.rows
+
     return before(0) - (before(window) if window is not None else 0)
 
 
-def simulate(problem: Problem, ranks: int, scheme: str = "ring", layout: str = "zigzag", *, backward: bool = False,
-             machine: Machine = Machine(), inner: int = 1, keep_events: bool = False) -> Plan:
+def simulate(
+    problem: Problem,
+    ranks: int,
+    scheme: str = "ring",
+    layout: str = "zigzag",
+    *,
+    backward: bool = False,
+    machine: Machine = Machine(),
+    inner: int = 1,
+    keep_events: bool = False,
+) -> Plan:
     """One pass of one scheme of SCHEMES.
 
     backward: the backward pass; else the forward pass. inner: with two_level, how many ranks share heads. keep_events: the plan
@@ -124,35 +148,60 @@ def simulate(problem: Problem, ranks: int, scheme: str = "ring", layout: str = "
     _check(problem, ranks, layout, machine, (scheme,))
     parts = ranks * (2 if layout == "zigzag" else 1)
     if problem.tokens % parts:
-        raise InvalidArgument(f"problem.tokens is {problem.tokens}, which does not divide into {parts} parts for {ranks} ranks and the "
-                              f"layout {layout!r}: pad it to {-(-problem.tokens // parts) * parts}.")
+        raise InvalidArgument(
+            f"problem.tokens is {problem.tokens}, which does not divide into {parts} parts for {ranks} ranks and the "
+            f"layout {layout!r}: pad it to {-(-problem.tokens // parts) * parts}."
+        )
     if not 1 <= inner <= ranks or ranks % inner:
         raise InvalidArgument(f"inner is {inner}: give a divisor of the {ranks} ranks.")
     run = _Run(problem, ranks, scheme, layout, backward, machine, inner, keep_events)
-    {"ring": run.ring, "all_gather": run.all_gather, "ulysses": run.ulysses, "two_level": run.two_level}[scheme]()
+    {"ring": run.ring, "all_gather": run.all_gather, "ulysses": run.ulysses, "two_level": run.two_level}[
+        scheme
+    ]()
     alone = _Run(problem, 1, scheme, "contiguous", backward, machine, 1, False)
-    alone.compute(0, pairs(Chunk(0, problem.tokens, 0), Chunk(0, problem.tokens, 0), problem.causal, problem.window))
+    alone.compute(
+        0, pairs(Chunk(0, problem.tokens, 0), Chunk(0, problem.tokens, 0), problem.causal, problem.window)
+    )
     seconds = max(run.now)
     slowest = run.now.index(seconds)
-    return Plan(scheme, layout, ranks, seconds, alone.now[0], seconds - run.busy[slowest],
-                memory_bytes(problem, ranks, scheme, backward, inner), tuple(run.events))
+    return Plan(
+        scheme,
+        layout,
+        ranks,
+        seconds,
+        alone.now[0],
+        seconds - run.busy[slowest],
+        memory_bytes(problem, ranks, scheme, backward, inner),
+        tuple(run.events),
+    )
 
 
 def _check(problem: Problem, ranks: int, layout: str, machine: Machine, schemes: Sequence[str]) -> None:
     """What no timeline can be made of."""
-    least = {"problem.tokens": (problem.tokens, 0), "problem.heads": (problem.heads, 1), "problem.heads_kv": (problem.heads_kv, 1),
-             "problem.dim": (problem.dim, 1), "problem.batch": (problem.batch, 0), "problem.element": (problem.element, 1),
-             "problem.window": (1 if problem.window is None else problem.window, 1), "ranks": (ranks, 1),
-             "machine.ranks_of_host": (machine.ranks_of_host, 1)}
+    least = {
+        "problem.tokens": (problem.tokens, 0),
+        "problem.heads": (problem.heads, 1),
+        "problem.heads_kv": (problem.heads_kv, 1),
+        "problem.dim": (problem.dim, 1),
+        "problem.batch": (problem.batch, 0),
+        "problem.element": (problem.element, 1),
+        "problem.window": (1 if problem.window is None else problem.window, 1),
+        "ranks": (ranks, 1),
+        "machine.ranks_of_host": (machine.ranks_of_host, 1),
+    }
     for name, (value, smallest) in least.items():
         if not isinstance(value, Integral) or value < smallest:
             raise InvalidArgument(f"{name} is {value!r}: give a whole number of at least {smallest}.")
     if problem.heads % problem.heads_kv:
-        raise InvalidArgument(f"problem.heads is {problem.heads} and problem.heads_kv {problem.heads_kv}: give a multiple of it.")
+        raise InvalidArgument(
+            f"problem.heads is {problem.heads} and problem.heads_kv {problem.heads_kv}: give a multiple of it."
+        )
     for name, value in machine._asdict().items():
         may_be_zero = name in ("link_latency", "port_latency", "launch", "head_start", "capacity")
         if not (isinstance(value, (int, float)) and (value > 0 or may_be_zero and value == 0)):
-            raise InvalidArgument(f"machine.{name} is {value!r}: give a number {'of at least' if may_be_zero else 'above'} 0.")
+            raise InvalidArgument(
+                f"machine.{name} is {value!r}: give a number {'of at least' if may_be_zero else 'above'} 0."
+            )
     if layout not in LAYOUTS:
         raise InvalidArgument(f"layout is {layout!r}: give one of {', '.join(LAYOUTS)}.")
     for scheme in schemes:
@@ -160,8 +209,9 @@ def _check(problem: Problem, ranks: int, layout: str, machine: Machine, schemes:
             raise InvalidArgument(f"scheme is {scheme!r}: give one of {', '.join(SCHEMES)}.")
 
 
-def memory_bytes(problem: Problem, ranks: int, scheme: str, backward: bool = False, inner: int = 1,
-                 on_gpu: bool = True) -> float:
+def memory_bytes(
+    problem: Problem, ranks: int, scheme: str, backward: bool = False, inner: int = 1, on_gpu: bool = True
+) -> float:
     """The tensors of the rank that has the most at the peak of a pass, in the layout zigzag, the caller's Q, K, V, O, dO and
     gradients with them. on_gpu: with dQ's accumulator, the one workspace that counts; else with gloo's copy of
     what it adds up."""
@@ -187,7 +237,13 @@ def memory_bytes(problem: Problem, ranks: int, scheme: str, backward: bool = Fal
         # dQ, the sums, and the parts and O of half of the queries.
         gathered = ranks * kv
         parts = fp32 * (q / 2 + gathered) + q / 2 + accumulator / 2
-        return inputs + gathered + q + fp32 * gathered + (parts if on_gpu else max(parts, fp32 * (gathered + kv)))
+        return (
+            inputs
+            + gathered
+            + q
+            + fp32 * gathered
+            + (parts if on_gpu else max(parts, fp32 * (gathered + kv)))
+        )
     ranks_of_heads = ranks if scheme == "ulysses" else inner
     spread = q + kv * max(1, ranks_of_heads / problem.heads_kv)
     if scheme == "ulysses":
@@ -196,7 +252,11 @@ def memory_bytes(problem: Problem, ranks: int, scheme: str, backward: bool = Fal
         back = away * (2 if problem.batch > 1 else 1)  # with several sequences also where it comes in
         several = parts > 1
         if not backward:  # Q, K and V of the last part as they come; or all of O, by head and by row
-            return inputs + spread + max(away * spread + several * (2 * q - q / parts + back * q), 2 * q + back * q)
+            return (
+                inputs
+                + spread
+                + max(away * spread + several * (2 * q - q / parts + back * q), 2 * q + back * q)
+            )
         # At the last part's kernel dO, gradients and what has left before; then the gradients by head and by row.
         kernel = several * (1 + back) * spread + (q + spread + accumulator) / parts
         return inputs + spread + q + max(kernel, spread + spread / parts + back * spread)
@@ -211,10 +271,25 @@ def _parts_of_heads(problem: Problem, ranks: int) -> int:
 class _Run:
     """What each rank has done so far."""
 
-    def __init__(self, problem: Problem, ranks: int, scheme: str, layout: str, backward: bool, machine: Machine, inner: int,
-                 keep_events: bool) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        ranks: int,
+        scheme: str,
+        layout: str,
+        backward: bool,
+        machine: Machine,
+        inner: int,
+        keep_events: bool,
+    ) -> None:
         self.problem, self.ranks, self.layout, self.backward, self.machine, self.inner = (
-            problem, ranks, layout, backward, machine, inner)
+            problem,
+            ranks,
+            layout,
+            backward,
+            machine,
+            inner,
+        )
         self.now, self.busy, self.keep = [0.0] * ranks, [0.0] * ranks, keep_events
         self.events: list[Event] = []
         self.rows = problem.tokens // ranks
@@ -251,7 +326,7 @@ class _Run:
                 self.events.append(Event(rank, "send", begin, end))
             self.now[rank] = end
 
-    def ring(self, ring: Union[Sequence[Sequence[int]], None] = None, heads: float = 1.0) -> None:
+    def ring(self, ring: Sequence[Sequence[int]] | None = None, heads: float = 1.0) -> None:
         """The ranks of each ring, whose members may be several ranks with a part of the heads each."""
         members = ring or [[rank] for rank in range(self.ranks)]
         count = len(members)
@@ -267,16 +342,23 @@ class _Run:
                 self.now[rank] = max(self.now[rank], arrived[place])
             starts = [self.now[rank] for rank in leaders]
             if step + 1 < count:
-                arrived = [self.transfer(max(starts[place], starts[place - 1], link[place]), block, self.ranks)
-                           for place in range(count)]
+                arrived = [
+                    self.transfer(max(starts[place], starts[place - 1], link[place]), block, self.ranks)
+                    for place in range(count)
+                ]
                 link = list(arrived)
                 self._let_transfers_begin(leaders)
                 if self.keep:
-                    self.events += [Event(leaders[place], "send", max(starts[place], starts[place - 1]), arrived[place])
-                                    for place in range(count)]
+                    self.events += [
+                        Event(leaders[place], "send", max(starts[place], starts[place - 1]), arrived[place])
+                        for place in range(count)
+                    ]
             for place, rank in enumerate(leaders):
-                seen = [(a, pairs(a, b, problem.causal, problem.window)) for a in chunks_of[place]
-                        for b in chunks_of[(place - step) % count]]
+                seen = [
+                    (a, pairs(a, b, problem.causal, problem.window))
+                    for a in chunks_of[place]
+                    for b in chunks_of[(place - step) % count]
+                ]
                 total = sum(found for _, found in seen)
                 self.compute(rank, total, heads, self.machine.rate_of_parts if count > 1 else 1.0)
                 if total and step:  # O is joined by the kernel, which reads it, or dQ added
@@ -291,7 +373,10 @@ class _Run:
                     if step:
                         self.copy(rank, 3 * sums)
                 ends = [self.now[rank] for rank in leaders]
-                coming = [self.transfer(max(ends[place], ends[place - 1], link[place]), sums, self.ranks) for place in range(count)]
+                coming = [
+                    self.transfer(max(ends[place], ends[place - 1], link[place]), sums, self.ranks)
+                    for place in range(count)
+                ]
                 link = list(coming)
                 self._let_transfers_begin(leaders)
         for place, rank in enumerate(leaders):
@@ -317,11 +402,17 @@ class _Run:
             self.copy(rank, 2 * all_kv if ranks > 1 else 0)
             for rows in chunks(rank, ranks, self.rows, self.layout):
                 if rows.step > 1:
-                    self.compute(rank, sum(pairs(rows, rows, problem.causal, problem.window) for _ in everyone), rate=rate)
+                    self.compute(
+                        rank,
+                        sum(pairs(rows, rows, problem.causal, problem.window) for _ in everyone),
+                        rate=rate,
+                    )
                 else:
                     self.compute(rank, pairs(rows, whole, problem.causal, problem.window), rate=rate)
             if ranks > 1:
-                self.copy(rank, 2 * problem.q_bytes(self.rows) * (4 / problem.element if self.backward else 1))
+                self.copy(
+                    rank, 2 * problem.q_bytes(self.rows) * (4 / problem.element if self.backward else 1)
+                )
                 if self.backward:  # dK and dV in fp32: added up, and put in order
                     self.copy(rank, 5 * all_kv * 4 / problem.element)
         if self.backward:
@@ -377,8 +468,15 @@ class _Run:
             self._share_heads(group, not self.backward)
 
 
-def plans(problem: Problem, ranks: int, *, layout: Union[str, None] = None, backward: bool = False,
-          machine: Machine = Machine(), schemes: Sequence[str] = SCHEMES) -> list[Plan]:
+def plans(
+    problem: Problem,
+    ranks: int,
+    *,
+    layout: str | None = None,
+    backward: bool = False,
+    machine: Machine = Machine(),
+    schemes: Sequence[str] = SCHEMES,
+) -> list[Plan]:
     """The plans of all schemes that work on so many ranks and fit into memory, the fastest first.
 
     layout: None: zigzag with a causal mask, else contiguous. backward: both passes; else the forward pass. Raises InvalidArgument.
@@ -387,15 +485,32 @@ def plans(problem: Problem, ranks: int, *, layout: Union[str, None] = None, back
     _check(problem, ranks, layout, machine, schemes)
     found = []
     for scheme in schemes:
-        inner = _inner_ranks(problem, ranks, machine) if scheme == "two_level" else ranks if scheme == "ulysses" else 1
-        if problem.tokens % (ranks * (2 if layout == "zigzag" else 1)) or problem.heads % inner or (scheme == "two_level" and not 1 < inner < ranks):
+        inner = (
+            _inner_ranks(problem, ranks, machine)
+            if scheme == "two_level"
+            else ranks
+            if scheme == "ulysses"
+            else 1
+        )
+        if (
+            problem.tokens % (ranks * (2 if layout == "zigzag" else 1))
+            or problem.heads % inner
+            or (scheme == "two_level" and not 1 < inner < ranks)
+        ):
             continue
         if problem.heads_kv % inner and inner % problem.heads_kv:
             continue
-        passes = [simulate(problem, ranks, scheme, layout, backward=b, machine=machine, inner=inner)
-                  for b in ([False, True] if backward else [False])]
-        plan = passes[0] if not backward else passes[1]._replace(**{
-            name: sum(getattr(p, name) for p in passes) for name in ("seconds", "alone", "waiting")})
+        passes = [
+            simulate(problem, ranks, scheme, layout, backward=b, machine=machine, inner=inner)
+            for b in ([False, True] if backward else [False])
+        ]
+        plan = (
+            passes[0]
+            if not backward
+            else passes[1]._replace(
+                **{name: sum(getattr(p, name) for p in passes) for name in ("seconds", "alone", "waiting")}
+            )
+        )
         if plan.bytes <= machine.capacity:
             found.append(plan)
     return sorted(found, key=lambda plan: plan.seconds)
@@ -403,23 +518,35 @@ def plans(problem: Problem, ranks: int, *, layout: Union[str, None] = None, back
 
 def _inner_ranks(problem: Problem, ranks: int, machine: Machine) -> int:
     """As many as share the heads within a host."""
-    return max(n for n in range(1, min(machine.ranks_of_host, ranks) + 1)
-               if ranks % n == 0 and problem.heads % n == 0 and (problem.heads_kv % n == 0 or n % problem.heads_kv == 0))
+    return max(
+        n
+        for n in range(1, min(machine.ranks_of_host, ranks) + 1)
+        if ranks % n == 0
+        and problem.heads % n == 0
+        and (problem.heads_kv % n == 0 or n % problem.heads_kv == 0)
+    )
 
 
 FIELDS: dict[str, Callable[[Plan], Any]] = {
-    "ranks": lambda p: p.ranks, "scheme": lambda p: p.scheme, "layout": lambda p: p.layout,
-    "ms": lambda p: f"{p.seconds * 1e3:.3f}", "efficiency": lambda p: f"{p.efficiency:.3f}",
-    "waiting_ms": lambda p: f"{p.waiting * 1e3:.3f}", "memory_gb": lambda p: f"{p.bytes / 1e9:.2f}"}
+    "ranks": lambda p: p.ranks,
+    "scheme": lambda p: p.scheme,
+    "layout": lambda p: p.layout,
+    "ms": lambda p: f"{p.seconds * 1e3:.3f}",
+    "efficiency": lambda p: f"{p.efficiency:.3f}",
+    "waiting_ms": lambda p: f"{p.waiting * 1e3:.3f}",
+    "memory_gb": lambda p: f"{p.bytes / 1e9:.2f}",
+}
 
 
 def whole_numbers(text: str) -> list[int]:
     return [int(x) for x in text.split(",")]
 
 
-def main(arguments: Union[Sequence[str], None] = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="simulator.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("--tokens", type=whole_numbers, default=[131072], help="lengths of the whole sequence; default 131072")
+    parser.add_argument(
+        "--tokens", type=whole_numbers, default=[131072], help="lengths of the whole sequence; default 131072"
+    )
     parser.add_argument("--ranks", type=whole_numbers, default=[8, 16, 32, 64, 128, 256, 512, 1024])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--heads-kv", type=int, default=8)
@@ -427,10 +554,14 @@ def main(arguments: Union[Sequence[str], None] = None) -> int:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--full", action="store_true", help="no causal mask")
     parser.add_argument("--window", type=int)
-    parser.add_argument("--layout", choices=LAYOUTS, help="default zigzag with a causal mask, else contiguous")
+    parser.add_argument(
+        "--layout", choices=LAYOUTS, help="default zigzag with a causal mask, else contiguous"
+    )
     parser.add_argument("--forward", action="store_true", help="the forward pass alone")
     for name, value in Machine()._asdict().items():
-        parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value, help=f"default {value:g}")
+        parser.add_argument(
+            "--" + name.replace("_", "-"), type=type(value), default=value, help=f"default {value:g}"
+        )
     parser.add_argument("--csv", action="store_true", help="print commas")
     args = parser.parse_args(arguments)
     machine = Machine(*(getattr(args, name) for name in Machine._fields))

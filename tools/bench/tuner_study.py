@@ -154,9 +154,7 @@ def main():
         options = ["--families", args.families] if args.families else []
         for line in study(shlex.split(args.flashjit), suite(args.suite), pathlib.Path(work), options):
             rows.append(line)
-            with open(
-                args.csv, "w", newline=""
-            ) as file:  # again after each problem
+            with open(args.csv, "w", newline="") as file:  # again after each problem
                 table = csv.DictWriter(file, rows[0], lineterminator="\n")
                 table.writeheader()
                 table.writerows(rows)

@@ -13,13 +13,14 @@ pair attends. At the end, without FlexAttention: the cost of a tile with ALiBi, 
 ("window_tiles"), relative to full attention on sequences so short that a row has about as many tiles ("short"), both with
 sm90's tiles for a window. Exit code: as compare.py.
 """
+
 import argparse
 import datetime
 import sys
 import time
 
 import compare
-from compare import Ours, abi, Report, interleaved_ms, torch
+from compare import Ours, Report, abi, interleaved_ms, torch
 
 try:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -31,19 +32,41 @@ LENGTH, BATCH, HIDDEN = 8192, 2, 2048
 WINDOW, DOCUMENTS, PREFIX = 1024, 16, 2000
 TILE = 128
 #: What sm90 takes for a window: Br, Bc and the rest of the configuration by head dimension and pass.
-WINDOW_TILES = {(64, "fwd"): (192, 128, "w12:s3"), (128, "fwd"): (128, 128, "w8:s2"),
-                (64, "bwd"): (128, 128, "w8:s2"), (128, "bwd"): (64, 128, "w8:s2")}
+WINDOW_TILES = {
+    (64, "fwd"): (192, 128, "w12:s3"),
+    (128, "fwd"): (128, 128, "w8:s2"),
+    (64, "bwd"): (128, 128, "w8:s2"),
+    (128, "bwd"): (64, 128, "w8:s2"),
+}
 #: Beside which cases' tiles those of a case are put.
 PLAIN = {"alibi": ("causal", "full"), "window_tiles": ("short",)}
-COLUMNS = ["pass", "case", "head_dim", "batch", "heads", "seqlen", "pairs", "flashjit_ms", "flex_ms", "flashjit_tflops",
-           "flex_tflops", "ratio", "flashjit_compile_ms", "flex_compile_ms", "tiles", "partial_tiles", "bias_gbs",
-           "listed_ms", "listed_ratio"]
+COLUMNS = [
+    "pass",
+    "case",
+    "head_dim",
+    "batch",
+    "heads",
+    "seqlen",
+    "pairs",
+    "flashjit_ms",
+    "flex_ms",
+    "flashjit_tflops",
+    "flex_tflops",
+    "ratio",
+    "flashjit_compile_ms",
+    "flex_compile_ms",
+    "tiles",
+    "partial_tiles",
+    "bias_gbs",
+    "listed_ms",
+    "listed_ratio",
+]
 
 
 def document_ids(length, device):
     """int32 [length]: DOCUMENTS runs of different lengths."""
     generator = torch.Generator().manual_seed(1)
-    cuts = torch.sort(torch.randperm(length - 1, generator=generator)[:DOCUMENTS - 1] + 1)[0]
+    cuts = torch.sort(torch.randperm(length - 1, generator=generator)[: DOCUMENTS - 1] + 1)[0]
     ids = torch.zeros(length, dtype=torch.int32)
     for cut in cuts.tolist():
         ids[cut:] += 1
@@ -73,14 +96,34 @@ def cases(length, device="cuda"):
     return [
         Case("full", ""),
         Case("causal", ":causal", mask_mod=causal),
-        Case("window", f":mask{{q >= kv && q - kv < {WINDOW}}}", mask_mod=lambda b, h, q, k: (q >= k) & (q - k < WINDOW)),
-        Case("documents", ":mask{ids: int32 1d; q >= kv && ids[q] == ids[kv]}",
-             mask_mod=lambda b, h, q, k: (q >= k) & (ids[q] == ids[k]), captures={"ids": ids}),
-        Case("prefix", f":mask{{q >= kv || kv < {PREFIX}}}", mask_mod=lambda b, h, q, k: (q >= k) | (k < PREFIX)),
-        Case("alibi", ":score{score + exp2(-0.5 * to_float(h + 1)) * to_float(kv - q)}:causal",
-             score_mod=lambda s, b, h, q, k: s + torch.exp2(-((h + 1) * 0.5)) * (k - q), mask_mod=causal),
-        Case("softcap", ":score{50.0 * tanh(score / 50.0)}:causal",
-             score_mod=lambda s, b, h, q, k: 50.0 * torch.tanh(s / 50.0), mask_mod=causal),
+        Case(
+            "window",
+            f":mask{{q >= kv && q - kv < {WINDOW}}}",
+            mask_mod=lambda b, h, q, k: (q >= k) & (q - k < WINDOW),
+        ),
+        Case(
+            "documents",
+            ":mask{ids: int32 1d; q >= kv && ids[q] == ids[kv]}",
+            mask_mod=lambda b, h, q, k: (q >= k) & (ids[q] == ids[k]),
+            captures={"ids": ids},
+        ),
+        Case(
+            "prefix",
+            f":mask{{q >= kv || kv < {PREFIX}}}",
+            mask_mod=lambda b, h, q, k: (q >= k) | (k < PREFIX),
+        ),
+        Case(
+            "alibi",
+            ":score{score + exp2(-0.5 * to_float(h + 1)) * to_float(kv - q)}:causal",
+            score_mod=lambda s, b, h, q, k: s + torch.exp2(-((h + 1) * 0.5)) * (k - q),
+            mask_mod=causal,
+        ),
+        Case(
+            "softcap",
+            ":score{50.0 * tanh(score / 50.0)}:causal",
+            score_mod=lambda s, b, h, q, k: 50.0 * torch.tanh(s / 50.0),
+            mask_mod=causal,
+        ),
     ]
 
 
@@ -88,33 +131,76 @@ def more_cases(batch, heads, length, device="cuda"):
     """Those of the gallery that are measured with one head dimension. One after the other, as the last takes memory."""
     lengths = torch.linspace(0.625, 1.0, batch, device=device) * length
     valid = torch.arange(length, device=device) < lengths[:, None]
-    yield Case("padding", ":mask{valid: bool 2d; valid[b, kv]}", mask_mod=lambda b, h, q, k: valid[b, k],
-               captures={"valid": valid}, by_batch=True)
+    yield Case(
+        "padding",
+        ":mask{valid: bool 2d; valid[b, kv]}",
+        mask_mod=lambda b, h, q, k: valid[b, k],
+        captures={"valid": valid},
+        by_batch=True,
+    )
     start = (length - lengths).int()
-    yield Case("left_padding", ":mask{start: int32 1d; kv >= start[b] && kv <= q}", captures={"start": start}, by_batch=True,
-               mask_mod=lambda b, h, q, k: (k >= start[b]) & (k <= q))
-    yield Case("first_tokens", ":mask{window: int; kv <= q && (q - kv < window || kv < 4)}", captures={"window": WINDOW},
-               mask_mod=lambda b, h, q, k: (k <= q) & ((q - k < WINDOW) | (k < 4)))
+    yield Case(
+        "left_padding",
+        ":mask{start: int32 1d; kv >= start[b] && kv <= q}",
+        captures={"start": start},
+        by_batch=True,
+        mask_mod=lambda b, h, q, k: (k >= start[b]) & (k <= q),
+    )
+    yield Case(
+        "first_tokens",
+        ":mask{window: int; kv <= q && (q - kv < window || kv < 4)}",
+        captures={"window": WINDOW},
+        mask_mod=lambda b, h, q, k: (k <= q) & ((q - k < WINDOW) | (k < 4)),
+    )
     yield Case("block_causal", ":mask{kv / 8 <= q / 8}", mask_mod=lambda b, h, q, k: k // 8 <= q // 8)
-    yield Case("dilated", ":mask{step: int; kv <= q && (q - kv) % step == 0}", captures={"step": 3},
-               mask_mod=lambda b, h, q, k: (k <= q) & ((q - k) % 3 == 0))
-    yield Case("strided", ":mask{kv <= q && (q - kv < 8 || (q - kv) % 8 == 0)}",
-               mask_mod=lambda b, h, q, k: (k <= q) & ((q - k < 8) | ((q - k) % 8 == 0)))
-    yield Case("neighbourhood", ":mask{abs(q / 64 - kv / 64) <= 8 && abs(q % 64 - kv % 64) <= 8}",
-               mask_mod=lambda b, h, q, k: ((q // 64 - k // 64).abs() <= 8) & ((q % 64 - k % 64).abs() <= 8))
+    yield Case(
+        "dilated",
+        ":mask{step: int; kv <= q && (q - kv) % step == 0}",
+        captures={"step": 3},
+        mask_mod=lambda b, h, q, k: (k <= q) & ((q - k) % 3 == 0),
+    )
+    yield Case(
+        "strided",
+        ":mask{kv <= q && (q - kv < 8 || (q - kv) % 8 == 0)}",
+        mask_mod=lambda b, h, q, k: (k <= q) & ((q - k < 8) | ((q - k) % 8 == 0)),
+    )
+    yield Case(
+        "neighbourhood",
+        ":mask{abs(q / 64 - kv / 64) <= 8 && abs(q % 64 - kv % 64) <= 8}",
+        mask_mod=lambda b, h, q, k: ((q // 64 - k // 64).abs() <= 8) & ((q % 64 - k % 64).abs() <= 8),
+    )
     torch.manual_seed(0)
     keys = torch.randn(batch, length, device=device)
-    yield Case("key_bias", ":score{bias: fp32 2d; score + bias[b, kv]}", captures={"bias": keys},
-               score_mod=lambda s, b, h, q, k: s + keys[b, k])
+    yield Case(
+        "key_bias",
+        ":score{bias: fp32 2d; score + bias[b, kv]}",
+        captures={"bias": keys},
+        score_mod=lambda s, b, h, q, k: s + keys[b, k],
+    )
     gates = torch.nn.functional.logsigmoid(torch.randn(batch, heads, length, device=device) + 4.0).cumsum(-1)
-    yield Case("forget_gates", ":score{f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])}:causal", captures={"f": gates},
-               score_mod=lambda s, b, h, q, k: s + (gates[b, h, q] - gates[b, h, k]), mask_mod=causal)
+    yield Case(
+        "forget_gates",
+        ":score{f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])}:causal",
+        captures={"f": gates},
+        score_mod=lambda s, b, h, q, k: s + (gates[b, h, q] - gates[b, h, k]),
+        mask_mod=causal,
+    )
     table = torch.randn(heads, 64, device=device).half()
-    yield Case("relative_bias", ":score{table: fp16 2d; score + table[h, max(min(kv - q, 31), -32) + 32]}",
-               score_mod=lambda s, b, h, q, k: s + table[h, torch.clamp(k - q, -32, 31) + 32], captures={"table": table})
+    yield Case(
+        "relative_bias",
+        ":score{table: fp16 2d; score + table[h, max(min(kv - q, 31), -32) + 32]}",
+        score_mod=lambda s, b, h, q, k: s + table[h, torch.clamp(k - q, -32, 31) + 32],
+        captures={"table": table},
+    )
     bias = torch.randn(batch, heads, length, length, device=device, dtype=torch.bfloat16)
-    yield Case("bias", ":score{bias: bf16 4d; score + bias[b, h, q, kv]}:causal", mask_mod=causal, captures={"bias": bias},
-               score_mod=lambda s, b, h, q, k: s + bias[b, h, q, k], bias="bias")
+    yield Case(
+        "bias",
+        ":score{bias: bf16 4d; score + bias[b, h, q, kv]}:causal",
+        mask_mod=causal,
+        captures={"bias": bias},
+        score_mod=lambda s, b, h, q, k: s + bias[b, h, q, k],
+        bias="bias",
+    )
 
 
 def counts(mask_mod, length, device="cuda", br=TILE, bc=TILE):
@@ -135,8 +221,10 @@ def counts(mask_mod, length, device="cuda", br=TILE, bc=TILE):
 
 def counts_of(case, batch, length):
     """The same of a case, on average over the batch."""
-    each = [counts(case.mask_mod and (lambda _, h, q, k, b=b: case.mask_mod(b, h, q, k)), length)
-            for b in range(batch if case.by_batch else 1)]
+    each = [
+        counts(case.mask_mod and (lambda _, h, q, k, b=b: case.mask_mod(b, h, q, k)), length)
+        for b in range(batch if case.by_batch else 1)
+    ]
     return [sum(column) / len(each) for column in zip(*each)]
 
 
@@ -148,10 +236,15 @@ def tile_costs(rows):
             continue
         br, bc = WINDOW_TILES[int(dim), pass_name][:2] if case == "window_tiles" else (TILE, TILE)
         cost = lambda row: row["flashjit_ms"] / (row["tiles"] * row["batch"] * row["heads"])
-        beside = [f"{cost(row) / cost(known[dim, pass_name, plain]):.2f} of the {plain} kernel's"
-                  for plain in PLAIN[case] if (dim, pass_name, plain) in known]
-        yield (f"{pass_name} d{dim} {case}: {row['tiles']} tiles of {br}x{bc}, {row['partial_tiles']} of them partial; "
-               f"time for each: {', '.join(beside) or 'nothing to compare with'}")
+        beside = [
+            f"{cost(row) / cost(known[dim, pass_name, plain]):.2f} of the {plain} kernel's"
+            for plain in PLAIN[case]
+            if (dim, pass_name, plain) in known
+        ]
+        yield (
+            f"{pass_name} d{dim} {case}: {row['tiles']} tiles of {br}x{bc}, {row['partial_tiles']} of them partial; "
+            f"time for each: {', '.join(beside) or 'nothing to compare with'}"
+        )
 
 
 def window_point(runtime, report, dim, rounds):
@@ -160,17 +253,31 @@ def window_point(runtime, report, dim, rounds):
     heads, short = HIDDEN // dim, WINDOW + TILE
     config = lambda br, bc, rest: f"sm90:br{br}:bc{bc}:{rest}"
     tiles = {(pass_name, dim): config(*WINDOW_TILES[dim, pass_name]) for pass_name in compare.PASSES}
-    problems = [("window_tiles", window.parts, window.mask_mod, BATCH, LENGTH),
-                ("short", "", None, BATCH * LENGTH // short, short)]
-    ours = {name: Ours(runtime, f"bf16:d{dim}{parts}", *compare.tensors(batch, heads, length, dim), tiles=tiles)
-            for name, parts, _, batch, length in problems}
+    problems = [
+        ("window_tiles", window.parts, window.mask_mod, BATCH, LENGTH),
+        ("short", "", None, BATCH * LENGTH // short, short),
+    ]
+    ours = {
+        name: Ours(runtime, f"bf16:d{dim}{parts}", *compare.tensors(batch, heads, length, dim), tiles=tiles)
+        for name, parts, _, batch, length in problems
+    }
     for pass_name in compare.PASSES:
         call = lambda problem: problem.forward if pass_name == "fwd" else problem.backward
         ms = interleaved_ms({name: call(problem) for name, problem in ours.items()}, rounds)
         for name, _, mask_mod, batch, length in problems:
             pairs, kept, partial = counts(mask_mod, length, "cuda", *WINDOW_TILES[dim, pass_name][:2])
-            report.row(**{"pass": pass_name}, case=name, head_dim=dim, batch=batch, heads=heads, seqlen=length,
-                       pairs=float(pairs), flashjit_ms=ms[name], tiles=kept, partial_tiles=partial)
+            report.row(
+                **{"pass": pass_name},
+                case=name,
+                head_dim=dim,
+                batch=batch,
+                heads=heads,
+                seqlen=length,
+                pairs=float(pairs),
+                flashjit_ms=ms[name],
+                tiles=kept,
+                partial_tiles=partial,
+            )
             print(f"{pass_name} {name} d{dim} b{batch} h{heads} s{length}: {ms[name]:.4f} ms", flush=True)
 
 
@@ -181,11 +288,20 @@ class Flex:
         torch._dynamo.reset()
         begin = time.monotonic()
         length = q.shape[2]
-        block_mask = case.mask_mod and create_block_mask(case.mask_mod, q.shape[0] if case.by_batch else None, None, length,
-                                                         length, device="cuda", _compile=length > 16384)
+        block_mask = case.mask_mod and create_block_mask(
+            case.mask_mod,
+            q.shape[0] if case.by_batch else None,
+            None,
+            length,
+            length,
+            device="cuda",
+            _compile=length > 16384,
+        )
         self.dout, self.inputs = dout, tuple(x.detach().clone().requires_grad_() for x in (q, k, v))
-        compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, score_mod=case.score_mod, block_mask=block_mask),
-                                 dynamic=False)
+        compiled = torch.compile(
+            lambda q, k, v: flex_attention(q, k, v, score_mod=case.score_mod, block_mask=block_mask),
+            dynamic=False,
+        )
         self.call = lambda: compiled(*self.inputs)
         self.out = self.call()
         self.backward()
@@ -219,27 +335,54 @@ def point(runtime, report, case, batch, heads, length, dim, rounds):
             report.failure(f"{label}: {text}")
     pairs, tiles, partial = counts_of(case, batch, length)
     for pass_name, method in (("fwd", "forward"), ("bwd", "backward")):
-        problems = {"flashjit": ours, "flex": flex, **({"listed": listed} if pass_name in listed.lists else {})}
+        problems = {
+            "flashjit": ours,
+            "flex": flex,
+            **({"listed": listed} if pass_name in listed.lists else {}),
+        }
         ms = interleaved_ms({name: getattr(problem, method) for name, problem in problems.items()}, rounds)
         rate = lambda x: 4.0 * pairs * dim * heads * batch * (2.5 if pass_name == "bwd" else 1.0) / x / 1e9
         more = {}
         if "listed" in ms:
             more = {"listed_ms": ms["listed"], "listed_ratio": ms["flex"] / ms["listed"]}
         if case.bias:
-            more["bias_gbs"] = pairs * batch * heads * case.captures[case.bias].element_size() / ms["flashjit"] / 1e6
-        report.row(**{"pass": pass_name}, case=case.name, head_dim=dim, batch=batch, heads=heads, seqlen=length,
-                   pairs=pairs, flashjit_ms=ms["flashjit"], flex_ms=ms["flex"],
-                   flashjit_tflops=rate(ms["flashjit"]), flex_tflops=rate(ms["flex"]), ratio=ms["flex"] / ms["flashjit"],
-                   flashjit_compile_ms=compile_ms, flex_compile_ms=flex.compile_ms, tiles=tiles, partial_tiles=partial,
-                   **more)
-        print(f"{pass_name} {label:34} TFLOP/s: flashjit {rate(ms['flashjit']):5.0f}  flex {rate(ms['flex']):5.0f}  "
-              f"ratio {ms['flex'] / ms['flashjit']:.2f}   cold compile {compile_ms:.0f} / {flex.compile_ms:.0f} ms"
-              + "".join(f"   {name} {x:.3g}" for name, x in more.items()), flush=True)
+            more["bias_gbs"] = (
+                pairs * batch * heads * case.captures[case.bias].element_size() / ms["flashjit"] / 1e6
+            )
+        report.row(
+            **{"pass": pass_name},
+            case=case.name,
+            head_dim=dim,
+            batch=batch,
+            heads=heads,
+            seqlen=length,
+            pairs=pairs,
+            flashjit_ms=ms["flashjit"],
+            flex_ms=ms["flex"],
+            flashjit_tflops=rate(ms["flashjit"]),
+            flex_tflops=rate(ms["flex"]),
+            ratio=ms["flex"] / ms["flashjit"],
+            flashjit_compile_ms=compile_ms,
+            flex_compile_ms=flex.compile_ms,
+            tiles=tiles,
+            partial_tiles=partial,
+            **more,
+        )
+        print(
+            f"{pass_name} {label:34} TFLOP/s: flashjit {rate(ms['flashjit']):5.0f}  flex {rate(ms['flex']):5.0f}  "
+            f"ratio {ms['flex'] / ms['flashjit']:.2f}   cold compile {compile_ms:.0f} / {flex.compile_ms:.0f} ms"
+            + "".join(f"   {name} {x:.3g}" for name, x in more.items()),
+            flush=True,
+        )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)"
+    )
     parser.add_argument("--csv", help="write the table here")
     parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
@@ -250,17 +393,33 @@ def main():
     torch.zeros(1, device="cuda")
     compare.use_library(arguments.lib)
     runtime = abi.Runtime()
-    constants = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-                 "device": torch.cuda.get_device_name(), "commit": arguments.commit or compare.commit_name()}
+    constants = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(),
+        "commit": arguments.commit or compare.commit_name(),
+    }
     print(f"{constants['device']}, flashjit {constants['commit']}, PyTorch {torch.__version__}")
     report = Report(arguments.csv, list(constants) + COLUMNS, constants)
     todo = [(dim, cases(LENGTH)) for dim in (64, 128)] + [(128, more_cases(BATCH, HIDDEN // 128, LENGTH))]
     for dim, some in todo:
         for case in some:
             if arguments.only in case.name:
-                compare.guarded(report, f"{case.name} d{dim}", point, runtime, report, case, BATCH, HIDDEN // dim, LENGTH, dim,
-                                11)
-    blocks = Case("butterfly", ":mask{((q / 128 ^ kv / 128) & (q / 128 ^ kv / 128) - 1) == 0}", mask_mod=butterfly)
+                compare.guarded(
+                    report,
+                    f"{case.name} d{dim}",
+                    point,
+                    runtime,
+                    report,
+                    case,
+                    BATCH,
+                    HIDDEN // dim,
+                    LENGTH,
+                    dim,
+                    11,
+                )
+    blocks = Case(
+        "butterfly", ":mask{((q / 128 ^ kv / 128) & (q / 128 ^ kv / 128) - 1) == 0}", mask_mod=butterfly
+    )
     if arguments.only in blocks.name:
         compare.guarded(report, "butterfly", point, runtime, report, blocks, 1, 8, 65536, 64, 5)
     for dim in (64, 128):  # last: these kernels are others', too, whose compile time counts

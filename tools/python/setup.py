@@ -1,6 +1,7 @@
 """Puts libflashjit.so and the flashjit command into the wheel: from FLASHJIT_NATIVE, a folder that holds both, or built
 by CMake from this repository, of which a source distribution has what that takes. The wheel is for every Python, and for the
 oldest Linux that has the symbols which its files need."""
+
 import os
 import pathlib
 import re
@@ -21,8 +22,21 @@ except ImportError:  # before setuptools 70
 HERE = pathlib.Path(__file__).resolve().parent
 PACKED = HERE / "repository"  # in a source distribution
 ROOT = PACKED if PACKED.exists() else HERE.parent.parent
-SOURCES = ("CMakeLists.txt", "LICENSE", "include", "runtime", "templates", "autotune", "tools/CMakeLists.txt", "tools/setup.sh",
-           "tools/embed_files.cmake", "tools/flashjit.map", "tools/cmake", "tools/command", "tools/parts")
+SOURCES = (
+    "CMakeLists.txt",
+    "LICENSE",
+    "include",
+    "runtime",
+    "templates",
+    "autotune",
+    "tools/CMakeLists.txt",
+    "tools/setup.sh",
+    "tools/embed_files.cmake",
+    "tools/flashjit.map",
+    "tools/cmake",
+    "tools/command",
+    "tools/parts",
+)
 NATIVE = {"libflashjit.so": "flashjit", "flashjit": "flashjit_command"}  # file -> CMake target
 
 
@@ -32,7 +46,9 @@ OTHERWISE = "or set FLASHJIT_NATIVE to a folder that holds a built libflashjit.s
 def version():
     project = ROOT / "CMakeLists.txt"
     if not project.exists():
-        raise SystemExit(f"{HERE} is not in flashjit's repository ({project} is missing): make the wheel there.")
+        raise SystemExit(
+            f"{HERE} is not in flashjit's repository ({project} is missing): make the wheel there."
+        )
     return re.search(r"project\(flashjit VERSION ([0-9.]+)", project.read_text()).group(1)
 
 
@@ -41,10 +57,14 @@ def cmake(*arguments):
     try:
         status = subprocess.run(command).returncode
     except FileNotFoundError:
-        raise BaseError(f"there is no cmake to build flashjit with: run {ROOT}/tools/setup.sh, {OTHERWISE}") from None
+        raise BaseError(
+            f"there is no cmake to build flashjit with: run {ROOT}/tools/setup.sh, {OTHERWISE}"
+        ) from None
     if status:
-        raise BaseError(f"{' '.join(command)} failed, see above: run {ROOT}/tools/setup.sh, which installs what it needs, "
-                        f"{OTHERWISE}")
+        raise BaseError(
+            f"{' '.join(command)} failed, see above: run {ROOT}/tools/setup.sh, which installs what it needs, "
+            f"{OTHERWISE}"
+        )
 
 
 def build_native(folder):
@@ -63,15 +83,19 @@ def given_native(folder):
     files = [pathlib.Path(folder) / name for name in NATIVE]
     for file in files:
         if not file.exists():
-            raise BaseError(f"FLASHJIT_NATIVE is {folder}, which has no {file.name}: it must hold {' and '.join(NATIVE)}; "
-                            "without it they are built.")
+            raise BaseError(
+                f"FLASHJIT_NATIVE is {folder}, which has no {file.name}: it must hold {' and '.join(NATIVE)}; "
+                "without it they are built."
+            )
     return files
 
 
 class BuildPackage(build_py):
     def run(self):
         package = pathlib.Path(self.build_lib) / "flashjit"
-        shutil.rmtree(package, ignore_errors=True)  # what an earlier version left there would get into the wheel
+        shutil.rmtree(
+            package, ignore_errors=True
+        )  # what an earlier version left there would get into the wheel
         super().run()
         target = package / "native"
         target.mkdir(parents=True)
@@ -90,7 +114,9 @@ def manylinux(files, platform):
     """The tag of the oldest systems that have what these files need; `platform` where there are no such systems."""
     needed = {"GLIBC_2": 17, "GLIBCXX_3.4": 0}
     for file in files:
-        for version, minor in re.findall(rb"\0(GLIBC_2|GLIBCXX_3\.4)\.(\d+)(?:\.\d+)?(?=\0)", file.read_bytes()):
+        for version, minor in re.findall(
+            rb"\0(GLIBC_2|GLIBCXX_3\.4)\.(\d+)(?:\.\d+)?(?=\0)", file.read_bytes()
+        ):
             needed[version.decode()] = max(needed[version.decode()], int(minor))
     runtimes = [glibc for libstdcxx, glibc in LIBSTDCXX.items() if libstdcxx >= needed["GLIBCXX_3.4"]]
     if not platform.startswith("linux_") or not runtimes:
@@ -104,7 +130,9 @@ class PlatformWheel(bdist_wheel):
         self.root_is_pure = False
 
     def get_tag(self):
-        files = [file for name in NATIVE for file in pathlib.Path(self.bdist_dir).glob(f"flashjit/native/{name}")]
+        files = [
+            file for name in NATIVE for file in pathlib.Path(self.bdist_dir).glob(f"flashjit/native/{name}")
+        ]
         return "py3", "none", manylinux(files, super().get_tag()[2])
 
 
@@ -122,5 +150,8 @@ class Binary(Distribution):
         return True
 
 
-setup(version=version(), distclass=Binary,
-      cmdclass={"build_py": BuildPackage, "bdist_wheel": PlatformWheel, "sdist": SourceDistribution})
+setup(
+    version=version(),
+    distclass=Binary,
+    cmdclass={"build_py": BuildPackage, "bdist_wheel": PlatformWheel, "sdist": SourceDistribution},
+)

@@ -3,9 +3,9 @@ CPU reference computes it.
 
     python3 tools/examples/python/custom_attention.py
 """
-import torch
 
 import flashjit
+import torch
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 heads, length, dim, window = 4, 256, 64, 100
@@ -34,4 +34,6 @@ want = torch.autograd.grad(wanted.square().sum(), (q, k, v, slopes))
 torch.testing.assert_close(out, wanted, atol=1e-3, rtol=1e-3)
 for a, b in zip(got, want):
     torch.testing.assert_close(a, b, atol=5e-3, rtol=5e-3)
-print(f"flashjit {flashjit.version()} on {device}: the same as the matrix written out, and so are the gradients")
+print(
+    f"flashjit {flashjit.version()} on {device}: the same as the matrix written out, and so are the gradients"
+)

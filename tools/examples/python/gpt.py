@@ -6,6 +6,7 @@ seed: the loss curves coincide, and the tokens per second can be compared.
 About 12 million parameters, bytes as tokens, bf16 by autocast, causal attention with heads of 64. Needs a GPU; --device cpu
 with small sizes uses the CPU reference, to see that everything is wired up. Exit code: 1 if the curves diverge.
 """
+
 import argparse
 import csv
 import math
@@ -13,10 +14,9 @@ import pathlib
 import sys
 import time
 
+import flashjit
 import torch
 import torch.nn.functional as F
-
-import flashjit
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 SUFFIXES = (".md", ".hpp", ".cpp", ".cuh", ".py", ".h")
@@ -24,8 +24,13 @@ SUFFIXES = (".md", ".hpp", ".cpp", ".cuh", ".py", ".h")
 
 def corpus():
     """The bytes of this repository's text, in the order of the files' names."""
-    files = sorted(path for path in ROOT.rglob("*") if path.suffix in SUFFIXES and path.is_file()
-                   and not any(part.startswith((".", "build")) for part in path.relative_to(ROOT).parts))
+    files = sorted(
+        path
+        for path in ROOT.rglob("*")
+        if path.suffix in SUFFIXES
+        and path.is_file()
+        and not any(part.startswith((".", "build")) for part in path.relative_to(ROOT).parts)
+    )
     return torch.frombuffer(bytearray(b"\n".join(path.read_bytes() for path in files)), dtype=torch.uint8)
 
 
@@ -46,7 +51,9 @@ class Block(torch.nn.Module):
     def forward(self, x):
         batch, length, width = x.shape
         qkv = self.qkv(self.before(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))  # views: flashjit reads them where they lie
+        q, k, v = (
+            qkv[:, :, i].transpose(1, 2) for i in range(3)
+        )  # views: flashjit reads them where they lie
         mixed = self.attention(q, k, v).transpose(1, 2).reshape(batch, length, width)
         x = x + self.out(mixed)
         return x + self.down(F.gelu(self.up(self.between(x))))
@@ -77,16 +84,21 @@ def train(name, text, options, steps):
     device = torch.device(options.device)
     torch.manual_seed(options.seed)
     model = GPT(options.layers, options.width, options.heads, options.length, ATTENTION[name]).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=options.rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1, (step + 1) / 100) * (0.55 + 0.45 * math.cos(math.pi * step / steps)))
+        optimizer, lambda step: min(1, (step + 1) / 100) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+    )
     random = torch.Generator().manual_seed(options.seed)
     text = text.to(device)
     losses, start, warm = [], None, min(20, steps // 2)
     for step in range(steps):
         if step == warm:
             start = synchronized_time(device)
-        begin = torch.randint(0, len(text) - options.length - 1, (options.batch, 1), generator=random).to(device)
+        begin = torch.randint(0, len(text) - options.length - 1, (options.batch, 1), generator=random).to(
+            device
+        )
         window = text[begin + torch.arange(options.length + 1, device=device)].long()
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
             logits = model(window[:, :-1])
@@ -123,30 +135,41 @@ def synchronized_time(device):
 
 
 def smooth(values, span=20):
-    return [sum(values[max(0, i - span + 1):i + 1]) / len(values[max(0, i - span + 1):i + 1]) for i in range(len(values))]
+    return [
+        sum(values[max(0, i - span + 1) : i + 1]) / len(values[max(0, i - span + 1) : i + 1])
+        for i in range(len(values))
+    ]
 
 
 def write(path, losses, rates):
     names = list(losses)
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["step", *(f"{name}_loss" for name in names), *(f"{name}_tokens_per_second" for name in names)])
+        writer.writerow(
+            ["step", *(f"{name}_loss" for name in names), *(f"{name}_tokens_per_second" for name in names)]
+        )
         for step, row in enumerate(zip(*losses.values())):
-            writer.writerow([step, *(f"{loss:.5f}" for loss in row), *(f"{rates[name]:.0f}" for name in names)])
+            writer.writerow(
+                [step, *(f"{loss:.5f}" for loss in row), *(f"{rates[name]:.0f}" for name in names)]
+            )
 
 
 def read(path):
     """What write() wrote."""
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
-    return ({name: [float(row[f"{name}_loss"]) for row in rows] for name in ATTENTION},
-            {name: float(rows[0][f"{name}_tokens_per_second"]) for name in ATTENTION})
+    return (
+        {name: [float(row[f"{name}_loss"]) for row in rows] for name in ATTENTION},
+        {name: float(rows[0][f"{name}_tokens_per_second"]) for name in ATTENTION},
+    )
 
 
 def plot(path, losses, rates):
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for (name, values), style in zip(losses.items(), ("-", "--")):
         axes.plot(smooth(values), style, label=f"{name}: {rates[name]:,.0f} tokens/s")
@@ -157,10 +180,14 @@ def plot(path, losses, rates):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, help="fewer steps where both trainings would take longer than this")
+    parser.add_argument(
+        "--seconds", type=float, help="fewer steps where both trainings would take longer than this"
+    )
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--heads", type=int, default=6)
@@ -170,7 +197,9 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--csv", help="write the losses of each step, and the speeds, here")
     parser.add_argument("--png", help="draw the curves here; needs matplotlib")
-    parser.add_argument("--draw", metavar="CSV", help="train nothing: draw what --csv wrote, e.g. on another machine")
+    parser.add_argument(
+        "--draw", metavar="CSV", help="train nothing: draw what --csv wrote, e.g. on another machine"
+    )
     options = parser.parse_args()
     if options.draw:
         plot(options.png or options.draw.removesuffix(".csv") + ".png", *read(options.draw))
@@ -184,7 +213,9 @@ def main():
     for name in ATTENTION:
         losses[name], rates[name], _ = train(name, text, options, steps)
     apart = max(abs(a - b) for a, b in zip(*map(smooth, losses.values())))
-    print(f"the smoothed curves are at most {apart:.4f} apart; speed {rates['flashjit'] / rates['pytorch']:.2f} of PyTorch's")
+    print(
+        f"the smoothed curves are at most {apart:.4f} apart; speed {rates['flashjit'] / rates['pytorch']:.2f} of PyTorch's"
+    )
     if options.csv:
         write(options.csv, losses, rates)
     if options.png:

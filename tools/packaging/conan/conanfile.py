@@ -5,6 +5,7 @@
 CUDA's headers (cuda.h, nvrtc.h) are the system's: those of CUDA_HOME, or of -c user.flashjit:cuda_include=<folder>. No
 toolkit is needed where programs run.
 """
+
 import os
 import re
 
@@ -13,9 +14,24 @@ from conan.tools.build import check_min_cppstd
 from conan.tools.cmake import CMake, CMakeDeps, CMakeToolchain, cmake_layout
 from conan.tools.files import copy, load
 
-SOURCES = ("CMakeLists.txt", "LICENSE", "README.md", "include/*", "runtime/*", "templates/*", "autotune/*", "tools/*.txt",
-           "tools/*.cmake", "tools/*.map", "tools/cmake/*", "tools/command/*", "tools/parts/*", "tools/docs/*.md",
-           "tools/bench/results/*.png", "tools/examples/python/results/*.png")
+SOURCES = (
+    "CMakeLists.txt",
+    "LICENSE",
+    "README.md",
+    "include/*",
+    "runtime/*",
+    "templates/*",
+    "autotune/*",
+    "tools/*.txt",
+    "tools/*.cmake",
+    "tools/*.map",
+    "tools/cmake/*",
+    "tools/command/*",
+    "tools/parts/*",
+    "tools/docs/*.md",
+    "tools/bench/results/*.png",
+    "tools/examples/python/results/*.png",
+)
 
 
 class Flashjit(ConanFile):
@@ -32,7 +48,9 @@ class Flashjit(ConanFile):
         return os.path.join(self.recipe_folder, "..", "..", "..")
 
     def set_version(self):
-        self.version = re.search(r"project\(flashjit VERSION ([0-9.]+)", load(self, os.path.join(self._root(), "CMakeLists.txt"))).group(1)
+        self.version = re.search(
+            r"project\(flashjit VERSION ([0-9.]+)", load(self, os.path.join(self._root(), "CMakeLists.txt"))
+        ).group(1)
 
     def export_sources(self):
         for pattern in SOURCES:
@@ -71,5 +89,7 @@ class Flashjit(ConanFile):
 
     def package_info(self):
         self.cpp_info.libs = ["flashjit"]
-        self.cpp_info.set_property("cmake_find_mode", "none")  # the installed package has its own, with flashjit_add_pack()
+        self.cpp_info.set_property(
+            "cmake_find_mode", "none"
+        )  # the installed package has its own, with flashjit_add_pack()
         self.cpp_info.builddirs = ["lib/cmake/flashjit"]

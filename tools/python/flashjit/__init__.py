@@ -8,30 +8,76 @@ flashjit.torch has scaled_dot_product_attention() with PyTorch's signature; flas
 take any arrays: NumPy's on the CPU, and those with DLPack or the CUDA array interface. `python -m flashjit --help` is
 the command.
 """
+
 from __future__ import annotations
 
 import sys as _sys
 from typing import TYPE_CHECKING, Any
 
 from ._library import Runtime, runtime, version
-from .errors import (CompileFailed, CudaError, Error, FileError, InternalError, InvalidArgument, KernelMissing, NoCompiler,
-                     NoDevice, NoDriver, Unsupported, WrongType)
+from .errors import (
+    CompileFailed,
+    CudaError,
+    Error,
+    FileError,
+    InternalError,
+    InvalidArgument,
+    KernelMissing,
+    NoCompiler,
+    NoDevice,
+    NoDriver,
+    Unsupported,
+    WrongType,
+)
 from .functional import DeviceTileLists, backward, build_lists, forward
 from .programs import Program, trace
 
 if TYPE_CHECKING or "torch" in _sys.modules:
     from .torch import BlockMap, TileLists, append, attention, merge, quantise
 
-__all__ = ["append", "attention", "backward", "build_lists", "forward", "merge", "quantise", "trace", "runtime", "version", "DeviceTileLists", "BlockMap",
-           "Program", "Runtime", "TileLists", "Error", "InvalidArgument", "WrongType", "Unsupported", "NoDriver", "NoDevice",
-           "NoCompiler", "CompileFailed", "KernelMissing", "FileError", "CudaError", "InternalError"]
+__all__ = [
+    "append",
+    "attention",
+    "backward",
+    "build_lists",
+    "forward",
+    "merge",
+    "quantise",
+    "trace",
+    "runtime",
+    "version",
+    "DeviceTileLists",
+    "BlockMap",
+    "Program",
+    "Runtime",
+    "TileLists",
+    "Error",
+    "InvalidArgument",
+    "WrongType",
+    "Unsupported",
+    "NoDriver",
+    "NoDevice",
+    "NoCompiler",
+    "CompileFailed",
+    "KernelMissing",
+    "FileError",
+    "CudaError",
+    "InternalError",
+]
 
 
 def __getattr__(name: str) -> Any:
     """What needs PyTorch is imported when it is first asked for."""
     if name in ("append", "attention", "merge", "quantise", "BlockMap", "TileLists"):
         from . import torch
-        globals().update(append=torch.append, attention=torch.attention, merge=torch.merge, quantise=torch.quantise,
-                         BlockMap=torch.BlockMap, TileLists=torch.TileLists)
+
+        globals().update(
+            append=torch.append,
+            attention=torch.attention,
+            merge=torch.merge,
+            quantise=torch.quantise,
+            BlockMap=torch.BlockMap,
+            TileLists=torch.TileLists,
+        )
         return globals()[name]
     raise AttributeError(f"module 'flashjit' has no attribute {name!r}")

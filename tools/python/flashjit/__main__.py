@@ -1,4 +1,5 @@
 """python -m flashjit ...: the flashjit command that the wheel carries (doctor, tune, pack, cache, ...)."""
+
 from __future__ import annotations
 
 import os
@@ -10,8 +11,11 @@ from ._library import PACKAGE, nvrtc_folder
 def main() -> int:
     command = os.environ.get("FLASHJIT_COMMAND") or str(PACKAGE / "native" / "flashjit")
     if not os.access(command, os.X_OK):
-        print(f"flashjit: there is no command at {command}: install the flashjit wheel (pip wheel tools/python), or set "
-              "FLASHJIT_COMMAND to a built one.", file=sys.stderr)
+        print(
+            f"flashjit: there is no command at {command}: install the flashjit wheel (pip wheel tools/python), or set "
+            "FLASHJIT_COMMAND to a built one.",
+            file=sys.stderr,
+        )
         return 3
     nvrtc = nvrtc_folder()
     if nvrtc:

@@ -1,7 +1,9 @@
 """attention(): from PyTorch's arguments to a plan, and from there to autograd or to the operators."""
+
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence, Union
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +13,25 @@ from ._blocks import read_blocks
 from ._lists import TileLists, check_lists
 from ._operators import draw, through_operator
 from ._peers import refuse_unknown
-from ._plans import (KV_TYPES, NO_RNG, NOTHING, PLAIN, SPEC_TYPES, Fixed, Layout, Plan, Problem, Rng, grads_of_fixed,
-                     contiguous, describe, is_watched, plan_of, readable, switches_of)
+from ._plans import (
+    KV_TYPES,
+    NO_RNG,
+    NOTHING,
+    PLAIN,
+    SPEC_TYPES,
+    Fixed,
+    Layout,
+    Plan,
+    Problem,
+    Rng,
+    contiguous,
+    describe,
+    grads_of_fixed,
+    is_watched,
+    plan_of,
+    readable,
+    switches_of,
+)
 from ._problem import autocast, check_types, plain_problem, read_problem
 from ._scales import with_scales
 from ._tracing import torch_mode
@@ -23,18 +42,41 @@ from .programs import named_as_written
 torch_mode()  # makes its class now: torch.compile, which may be the first to trace a program, cannot
 
 
-def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Union[bool, str] = False,
-              scale: Union[float, None] = None, v_columns: Union[int, None] = None, dropout_p: float = 0.0, score_mod: Any = None, mask_mod: Any = None,
-              captures: Union[Mapping[str, Any], None] = None, block_mask: Any = None,
-              cu_seqlens_q: Union[Tensor, None] = None, cu_seqlens_kv: Union[Tensor, None] = None,
-              max_seqlen_q: Union[int, None] = None, max_seqlen_kv: Union[int, None] = None,
-              sinks: Union[Tensor, None] = None, kv_lengths: Union[Tensor, None] = None,
-              page_table: Union[Tensor, None] = None, cache: bool = False, k_scale: Union[Tensor, None] = None,
-              v_scale: Union[Tensor, None] = None, q_scale: Union[Tensor, None] = None, indices: Union[Tensor, None] = None,
-              prefix_length: Union[Tensor, None] = None, state: Union[tuple[Tensor, Tensor], None] = None,
-              deterministic: Union[bool, None] = None, return_lse: bool = False, return_row_max: bool = False,
-              out_dtype: Union[torch.dtype, None] = None, batch_invariant: bool = False,
-              lists: Union[TileLists, None] = None, **unknown: Any) -> Any:
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    *,
+    causal: bool | str = False,
+    scale: float | None = None,
+    v_columns: int | None = None,
+    dropout_p: float = 0.0,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    captures: Mapping[str, Any] | None = None,
+    block_mask: Any = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_kv: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    sinks: Tensor | None = None,
+    kv_lengths: Tensor | None = None,
+    page_table: Tensor | None = None,
+    cache: bool = False,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    indices: Tensor | None = None,
+    prefix_length: Tensor | None = None,
+    state: tuple[Tensor, Tensor] | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    return_row_max: bool = False,
+    out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
+    lists: TileLists | None = None,
+    **unknown: Any,
+) -> Any:
     """softmax(score_mod(scale * Q K^T), where mask_mod) V, with gradients to q, k, v, sinks and captured tensors.
 
     q: [batch, heads_q, seqlen_q, head_dim]; k: [batch, heads_kv, seqlen_kv, head_dim]; v: [batch, heads_kv, seqlen_kv,
@@ -112,32 +154,85 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
     values: tuple[Any, ...] = ()
     cached = cache or page_table is not None
     pages = k.shape[2] if isinstance(page_table, Tensor) and page_table.dim() == 2 else 0
-    scaled = (k_scale is not None or v_scale is not None or q_scale is not None or k.dtype in KV_TYPES
-              or q.dtype in KV_TYPES)
+    scaled = (
+        k_scale is not None
+        or v_scale is not None
+        or q_scale is not None
+        or k.dtype in KV_TYPES
+        or q.dtype in KV_TYPES
+    )
     fp32_out = out_dtype is not None and _is_fp32_out(out_dtype, q)
-    if (plain and not (cached or scaled or return_row_max or fp32_out or batch_invariant) and type(causal) is bool
-            and (scale is None or type(scale) is float) and dropout_p == 0
-            and score_mod is mask_mod is captures is block_mask is cu_seqlens_q is cu_seqlens_kv is max_seqlen_q
-            is max_seqlen_kv is sinks is kv_lengths is indices is prefix_length is state is None):  # most calls, in a seventh of the time
-        problem = plain_problem(causal, scale, torch.are_deterministic_algorithms_enabled() if deterministic is None
-                                else deterministic)
+    if (
+        plain
+        and not (cached or scaled or return_row_max or fp32_out or batch_invariant)
+        and type(causal) is bool
+        and (scale is None or type(scale) is float)
+        and dropout_p == 0
+        and score_mod
+        is mask_mod
+        is captures
+        is block_mask
+        is cu_seqlens_q
+        is cu_seqlens_kv
+        is max_seqlen_q
+        is max_seqlen_kv
+        is sinks
+        is kv_lengths
+        is indices
+        is prefix_length
+        is state
+        is None
+    ):  # most calls, in a seventh of the time
+        problem = plain_problem(
+            causal,
+            scale,
+            torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        )
     else:
         if block_mask is not None:
             queries = q.shape[2] if max_seqlen_q is None else max_seqlen_q
             keys = max_seqlen_kv
             if keys is None:
-                keys = page_table.shape[1] * pages if pages else k.shape[2]
+                keys = page_table.shape[1] * pages if page_table is not None and pages else k.shape[2]
             for_lists = lists is not None and not compiling
             block_mask, mask_mod = read_blocks(block_mask, mask_mod, queries, keys, for_lists)
-        fixed, values, problem = read_problem(causal, scale, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
-                                              cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
-                                              wants_grad, compiling, page_table, pages if cached else None, return_row_max,
-                                              fp32_out, bool(batch_invariant), indices=indices,
-                                              prefix_length=prefix_length, running_state=state is not None)
-        if kv_lengths is not None and not cached and causal in (True, "bottom_right") and q.shape[2] not in (1, k.shape[2]):
-            raise InvalidArgument(f"causal=True with kv_lengths, {q.shape[2]} queries and {k.shape[2]} keys has two meanings: give "
-                                  "cache=True too where the last query is to see a sequence's own last key, or "
-                                  "causal=\"top_left\", or a mask_mod, where k is padded.")
+        fixed, values, problem = read_problem(
+            causal,
+            scale,
+            dropout_p,
+            score_mod,
+            mask_mod,
+            captures,
+            block_mask,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            max_seqlen_q,
+            max_seqlen_kv,
+            sinks,
+            kv_lengths,
+            deterministic,
+            wants_grad,
+            compiling,
+            page_table,
+            pages if cached else None,
+            return_row_max,
+            fp32_out,
+            bool(batch_invariant),
+            indices=indices,
+            prefix_length=prefix_length,
+            running_state=state is not None,
+        )
+        if (
+            kv_lengths is not None
+            and not cached
+            and causal in (True, "bottom_right")
+            and q.shape[2] not in (1, k.shape[2])
+        ):
+            raise InvalidArgument(
+                f"causal=True with kv_lengths, {q.shape[2]} queries and {k.shape[2]} keys has two meanings: give "
+                "cache=True too where the last query is to see a sequence's own last key, or "
+                'causal="top_left", or a mask_mod, where k is padded.'
+            )
         if scaled:
             fixed, problem = with_scales(fixed, problem, q, k, (q_scale, k_scale, v_scale), out_dtype)
         if (cached or scaled) and wants_grad:
@@ -149,24 +244,42 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
     try:
         if not plain or is_watched() or _is_negated(q, k, v, fixed, values):
             if return_row_max or state is not None:
-                raise Unsupported(f"{'return_row_max' if return_row_max else 'state'} cannot be had in compiled code, or under "
-                                  "modes and transforms of torch: call attention() outside of them.")
-            out, lse = through_operator(q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory)
+                raise Unsupported(
+                    f"{'return_row_max' if return_row_max else 'state'} cannot be had in compiled code, or under "
+                    "modes and transforms of torch: call attention() outside of them."
+                )
+            out, lse = through_operator(
+                q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory
+            )
             return (out, lse) if return_lse else out
         if v_columns and not scaled:
             problem = problem._replace(options=problem.options + ":shared_kv")
         rng = draw_rng(q) if dropout_p else NO_RNG
         if fixed is not NOTHING:
             fixed = contiguous(fixed)
-        return _launch(q, k, v, v_columns, fixed, values, problem, rng, lists, return_lse, return_row_max, state)
+        return _launch(
+            q, k, v, v_columns, fixed, values, problem, rng, lists, return_lse, return_row_max, state
+        )
     except InvalidArgument as error:
         if compiling:
             raise
         raise named_as_written(error, problem.names, values, captures, score_mod, mask_mod) from None
 
 
-def _launch(q: Tensor, k: Tensor, v: Tensor, v_columns: Union[int, None], fixed: Fixed, values: tuple[Any, ...], problem: Problem,
-            rng: Rng, lists: Union[TileLists, None], return_lse: bool, return_row_max: bool, state: Any) -> Any:
+def _launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    v_columns: int | None,
+    fixed: Fixed,
+    values: tuple[Any, ...],
+    problem: Problem,
+    rng: Rng,
+    lists: TileLists | None,
+    return_lse: bool,
+    return_row_max: bool,
+    state: Any,
+) -> Any:
     """Computes at once, and records what autograd asks for."""
     plan = plan_of(q, k, v, fixed, values, problem)
     if not plan.reads or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
@@ -176,8 +289,13 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, v_columns: Union[int, None], fixed:
     row_max = plan.new_rows() if return_row_max else None
     if state is not None:
         state = _read_state(state, plan, (q, k, v, *values) if torch.is_grad_enabled() else ())
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad
-                                    or (fixed.sinks is not None and fixed.sinks.requires_grad) or _any_grad(values)):
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (fixed.sinks is not None and fixed.sinks.requires_grad)
+        or _any_grad(values)
+    ):
         if not plan.prepared_both:
             _refuse_any_order(plan)
             plan.prepare_both()
@@ -187,23 +305,41 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, v_columns: Union[int, None], fixed:
         else:
             result = _record(call, q, k, v, *fixed, *[x for x in values if isinstance(x, Tensor)])
     else:
-        out, lse = plan.forward(q, k, v, fixed, values, rng, return_lse, None if lists is None else lists.built[0], row_max,
-                                state=state)
+        out, lse = plan.forward(
+            q,
+            k,
+            v,
+            fixed,
+            values,
+            rng,
+            return_lse,
+            None if lists is None else lists.built[0],
+            row_max,
+            state=state,
+        )
         result = (out, lse) if return_lse else out
     return result if row_max is None else (*result, row_max) if return_lse else (result, row_max)
 
 
 def _refuse_any_order(plan: Plan) -> None:
     if {"indices", "det"} <= {*switches_of(plan.problem.options)}:
-        raise Unsupported("indices have no deterministic gradients, which torch.use_deterministic_algorithms(True) "
-                          "or deterministic=True asks for: give deterministic=False, or warn_only=True there.")
+        raise Unsupported(
+            "indices have no deterministic gradients, which torch.use_deterministic_algorithms(True) "
+            "or deterministic=True asks for: give deterministic=False, or warn_only=True there."
+        )
 
 
 def _read_state(state: Any, plan: Plan, differentiable: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    if not isinstance(state, (tuple, list)) or len(state) != 2 or not all(isinstance(x, Tensor) for x in state):
+    if (
+        not isinstance(state, (tuple, list))
+        or len(state) != 2
+        or not all(isinstance(x, Tensor) for x in state)
+    ):
         raise WrongType(f"state is a {type(state).__name__}: give O and LSE of other keys, (out, lse).")
     if differentiable and any(isinstance(x, Tensor) and x.requires_grad for x in (*differentiable, *state)):
-        raise Unsupported("state has no gradients: call under torch.no_grad(), or join the parts by merge(), which has them.")
+        raise Unsupported(
+            "state has no gradients: call under torch.no_grad(), or join the parts by merge(), which has them."
+        )
     for name, x, size in zip(("state[0]", "state[1]"), state, (plan.out_size, plan.lse_size)):
         if x.dtype != torch.float32 or tuple(x.shape) != tuple(size) or x.device != plan.device:
             raise InvalidArgument(f"{name} is {describe(x)}: give float32 {list(size)} on {plan.device}.")
@@ -213,31 +349,51 @@ def _read_state(state: Any, plan: Plan, differentiable: Sequence[Any]) -> tuple[
 def _is_fp32_out(out_dtype: Any, q: Tensor) -> bool:
     if q.dtype in KV_TYPES:
         if not isinstance(out_dtype, torch.dtype) or out_dtype not in SPEC_TYPES:
-            raise InvalidArgument(f"out_dtype is {out_dtype}: with q of 8 bits give torch.bfloat16, torch.float16 or torch.float32.")
+            raise InvalidArgument(
+                f"out_dtype is {out_dtype}: with q of 8 bits give torch.bfloat16, torch.float16 or torch.float32."
+            )
         return out_dtype == torch.float32
     if out_dtype not in (torch.float32, q.dtype):
-        raise InvalidArgument(f"out_dtype is {out_dtype}: give torch.float32, or None for the type of q, {q.dtype}.")
+        raise InvalidArgument(
+            f"out_dtype is {out_dtype}: give torch.float32, or None for the type of q, {q.dtype}."
+        )
     return out_dtype != q.dtype
 
 
-def _value_of(k: Tensor, v: Union[Tensor, None], v_columns: Union[int, None]) -> Tensor:
+def _value_of(k: Tensor, v: Tensor | None, v_columns: int | None) -> Tensor:
     """V, as it is given or as the first columns of K."""
     if (v is None) == (v_columns is None):
-        raise InvalidArgument("v and v_columns are " + ("both given" if v is not None else "both missing") + ": give v, or in its "
-                              "place v_columns, how many of K's first columns are V.")
+        raise InvalidArgument(
+            "v and v_columns are "
+            + ("both given" if v is not None else "both missing")
+            + ": give v, or in its "
+            "place v_columns, how many of K's first columns are V."
+        )
     if v is not None:
         return v
     if not isinstance(k, Tensor):
-        raise WrongType(f"k is a {type(k).__name__}: give a torch.Tensor; flashjit.forward() takes other arrays.")
+        raise WrongType(
+            f"k is a {type(k).__name__}: give a torch.Tensor; flashjit.forward() takes other arrays."
+        )
     if not isinstance(v_columns, int) or not 0 < v_columns <= k.shape[-1]:
-        raise InvalidArgument(f"v_columns is {v_columns!r}: give an int from 8 to the {k.shape[-1]} columns of k.")
+        raise InvalidArgument(
+            f"v_columns is {v_columns!r}: give an int from 8 to the {k.shape[-1]} columns of k."
+        )
     return k[..., :v_columns]
 
 
-def _refuse_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], values: Sequence[Any]) -> None:
-    if q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad) or _any_grad(values):
-        raise Unsupported("a cache, and K and V of 8 bits, have no backward pass: call attention() under torch.no_grad(), or with K "
-                          "and V as tensors of the type of Q, without page_table and cache.")
+def _refuse_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Any]) -> None:
+    if (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (sinks is not None and sinks.requires_grad)
+        or _any_grad(values)
+    ):
+        raise Unsupported(
+            "a cache, and K and V of 8 bits, have no backward pass: call attention() under torch.no_grad(), or with K "
+            "and V as tensors of the type of Q, without page_table and cache."
+        )
 
 
 def _is_negated(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: Sequence[Any]) -> bool:
@@ -254,7 +410,7 @@ def _any_grad(values: Sequence[Any]) -> bool:
     return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
-def draw_rng(q: Tensor) -> Union[tuple[int, int], Tensor]:
+def draw_rng(q: Tensor) -> tuple[int, int] | Tensor:
     """Seed and offset of a dropout mask, from PyTorch's generator of the device; where that is a GPU's, without a kernel."""
     if not q.is_cuda or torch.cuda.is_current_stream_capturing():  # each replay of a graph draws again
         return draw(q)
@@ -269,8 +425,16 @@ class _Call:
 
     __slots__ = ("plan", "fixed", "values", "rng", "lists", "returns_lse", "row_max")
 
-    def __init__(self, plan: Plan, fixed: Fixed, values: tuple[Any, ...], rng: Rng, lists: Union[TileLists, None],
-                 returns_lse: bool, row_max: Union[Tensor, None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        fixed: Fixed,
+        values: tuple[Any, ...],
+        rng: Rng,
+        lists: TileLists | None,
+        returns_lse: bool,
+        row_max: Tensor | None,
+    ) -> None:
         self.row_max = row_max
         self.plan, self.fixed, self.rng, self.lists, self.returns_lse = plan, fixed, rng, lists, returns_lse
         self.values = values  # once recorded, without its tensors
@@ -289,11 +453,14 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         if rest:
-            call.fixed, call.values = NOTHING, tuple(None if isinstance(x, Tensor) else x for x in call.values)
+            call.fixed, call.values = (
+                NOTHING,
+                tuple(None if isinstance(x, Tensor) else x for x in call.values),
+            )
         return (out, lse) if call.returns_lse else out
 
     @staticmethod
-    def backward(ctx: Any, dout: Union[Tensor, None], dlse: Union[Tensor, None] = None) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
         if dout is not None and dout.is_neg():
             dout = dout.resolve_neg()
         if dlse is not None and dlse.is_neg():
@@ -309,37 +476,50 @@ class _Attention(torch.autograd.Function):
 _GIVEN = frozenset({Tensor, type(None)})  # of a gradient: no subclass
 
 
-def _gradients(call: _Call, dout: Union[Tensor, None], dlse: Union[Tensor, None], q: Tensor, k: Tensor, v: Tensor,
-               out: Tensor, lse: Tensor, *rest: Any) -> Any:
+def _gradients(
+    call: _Call,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+) -> Any:
     """Those of what _Attention.forward() is given, in its order."""
-    if (type(dout) not in _GIVEN or type(dlse) not in _GIVEN
-            or not call.plan.reads_saved(q, k, v, out, lse, rest)):
+    if (
+        type(dout) not in _GIVEN
+        or type(dlse) not in _GIVEN
+        or not call.plan.reads_saved(q, k, v, out, lse, rest)
+    ):
         return _gradients_by_operator(call, dout, dlse, q, k, v, out, lse, *rest)
     lists = None if call.lists is None else call.lists.built[1]
     if not rest:
         grads, _, _ = call.plan.backward(dout, dlse, q, k, v, out, lse, NOTHING, (), call.rng, lists)
         return (None, *grads)
-    given, captures = rest[:len(NOTHING)], iter(rest[len(NOTHING):])
+    given, captures = rest[: len(NOTHING)], iter(rest[len(NOTHING) :])
     fixed = Fixed(*given) if any(x is not None for x in given) else NOTHING
     values = [next(captures) if x is None else x for x in call.values]
     grads, dsinks, dvalues = call.plan.backward(dout, dlse, q, k, v, out, lse, fixed, values, call.rng, lists)
     return (None, *grads, *grads_of_fixed(dsinks), *_of_captures(call, dvalues))
 
 
-def _of_captures(call: _Call, dvalues: Sequence[Tensor]) -> list[Union[Tensor, None]]:
+def _of_captures(call: _Call, dvalues: Sequence[Tensor]) -> list[Tensor | None]:
     """A gradient or None for each captured tensor."""
     by_place = dict(zip(call.plan.grad_places, dvalues))
     return [by_place.get(i) for i, x in enumerate(call.values) if x is None]
 
 
-def _gradients_by_operator(call: _Call, dout: Union[Tensor, None], dlse: Union[Tensor, None],
-                           *saved: Union[Tensor, None]) -> Any:
+def _gradients_by_operator(
+    call: _Call, dout: Tensor | None, dlse: Tensor | None, *saved: Tensor | None
+) -> Any:
     """_gradients() of saved tensors that hooks gave back with other strides, elsewhere, or as a subclass: the
     operator makes a plan for what it is given, and a subclass may dispatch it."""
     plan, layouts = call.plan, iter(call.plan.saved)
     moved = [x if x is None else _moved(x, next(layouts), plan) for x in saved]
     (q, k, v, out, lse), rest = moved[:5], moved[5:]
-    fixed, captures = rest[:len(NOTHING)] or NOTHING, rest[len(NOTHING):]
+    fixed, captures = rest[: len(NOTHING)] or NOTHING, rest[len(NOTHING) :]
     problem = plan.problem
     options = problem.options.removesuffix(":shared_kv")  # K and V may have memory of their own now
     rng: Any = call.rng if problem.dropout_p else None
@@ -348,8 +528,28 @@ def _gradients_by_operator(call: _Call, dout: Union[Tensor, None], dlse: Union[T
     numbers = [float(x) for x in call.values if x is not None]
     lists = None if call.lists is None else call.lists.memory[1]
     grads = torch.ops.flashjit.attention_backward(
-        dout, dlse, q, k, v, out, lse, *fixed, rng, None, lists, captures, numbers, list(problem.names), options, problem.scale, float(problem.dropout_p), problem.max_seqlen_q,
-        problem.max_seqlen_kv, problem.cached, problem.out_type)
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *fixed,
+        rng,
+        None,
+        lists,
+        captures,
+        numbers,
+        list(problem.names),
+        options,
+        problem.scale,
+        float(problem.dropout_p),
+        problem.max_seqlen_q,
+        problem.max_seqlen_kv,
+        problem.cached,
+        problem.out_type,
+    )
     dqkv, others = grads[:3], grads[3:]
     if not rest:
         return (None, *dqkv)

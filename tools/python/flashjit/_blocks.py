@@ -1,7 +1,9 @@
 """FlexAttention's BlockMask as a block map and a mask program, which mean together what it means."""
+
 from __future__ import annotations
 
-from typing import Any, Callable, Union
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +28,10 @@ def read_blocks(block_mask: Any, mask_mod: Any, queries: int, keys: int, for_lis
         return block_mask, mask_mod
     own = block_mask.mask_mod
     if getattr(own, "__name__", "") == "_sliced_mask_mod_error":
-        raise InvalidArgument("block_mask is a slice, which has no mask_mod: set it to the one of the BlockMask that it was cut from, "
-                              "with the offset of its rows added to q_idx.")
+        raise InvalidArgument(
+            "block_mask is a slice, which has no mask_mod: set it to the one of the BlockMask that it was cut from, "
+            "with the offset of its rows added to q_idx."
+        )
     _check_lengths(block_mask, queries, keys)
     if mask_mod is own:
         mask_mod = None
@@ -46,9 +50,11 @@ def _check_lengths(block_mask: Any, queries: int, keys: int) -> None:
     if made_for == (queries, keys) or rows == columns == 1 and size[0] >= queries and size[1] >= keys:
         return
     cut = queries <= made_for[0] and keys <= made_for[1]
-    raise InvalidArgument(f"block_mask was made for {made_for[0]} queries and {made_for[1]} keys, and q has {queries} and k {keys}: "
-                          "make one for these" + (f", or give block_mask._adjust({queries}, {keys}), its upper left corner."
-                                                  if cut else "."))
+    raise InvalidArgument(
+        f"block_mask was made for {made_for[0]} queries and {made_for[1]} keys, and q has {queries} and k {keys}: "
+        "make one for these"
+        + (f", or give block_mask._adjust({queries}, {keys}), its upper left corner." if cut else ".")
+    )
 
 
 def _sizes(block_mask: Any) -> tuple[int, int]:
@@ -56,19 +62,28 @@ def _sizes(block_mask: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-def _read_once(block_mask: Any, queries: int, keys: int) -> tuple[BlockMap, Union[Mask, None]]:
+def _read_once(block_mask: Any, queries: int, keys: int) -> tuple[BlockMap, Mask | None]:
     """_read(), again only where the tables have been written since, or may have been."""
     tables = [table for table in (getattr(block_mask, name) for name in _TABLES) if table is not None]
-    if any(table.is_inference() for table in tables) or tables[0].is_cuda and torch.cuda.is_current_stream_capturing():
+    if (
+        any(table.is_inference() for table in tables)
+        or tables[0].is_cuda
+        and torch.cuda.is_current_stream_capturing()
+    ):
         return _read(block_mask, queries, keys)
-    state = (queries, keys, block_mask.mask_mod, [(id(table), table.data_ptr(), table._version) for table in tables])
+    state = (
+        queries,
+        keys,
+        block_mask.mask_mod,
+        [(id(table), table.data_ptr(), table._version) for table in tables],
+    )
     known = getattr(block_mask, "_flashjit", None)
     if known is None or known[0] != state:
         known = block_mask._flashjit = (state, _read(block_mask, queries, keys))
     return known[1]  # type: ignore[no-any-return]
 
 
-def _read(block_mask: Any, queries: int, keys: int) -> tuple[BlockMap, Union[Mask, None]]:
+def _read(block_mask: Any, queries: int, keys: int) -> tuple[BlockMap, Mask | None]:
     """A block map whose blocks cover those that attend, and what tells the pairs in them apart; None: nothing has to."""
     size = _sizes(block_mask)
     kinds = _kinds(block_mask)
@@ -80,7 +95,9 @@ def _read(block_mask: Any, queries: int, keys: int) -> tuple[BlockMap, Union[Mas
     if whole and (own is None or block_mask.full_kv_num_blocks is None):
         return blocks, own
     batch, heads = kinds.shape[0] > 1, kinds.shape[1] > 1
-    table = kinds[slice(None) if batch else 0, slice(None) if heads else 0]  # so that all its indices are positions
+    table = kinds[
+        slice(None) if batch else 0, slice(None) if heads else 0
+    ]  # so that all its indices are positions
 
     def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
         place: tuple[Any, ...] = (q // size[0], kv // size[1])
@@ -92,6 +109,7 @@ def _read(block_mask: Any, queries: int, keys: int) -> tuple[BlockMap, Union[Mas
         if own is None:
             return kind != 0
         return (kind == _FULL) | (kind == _PARTIAL) & own(b, h, q, kv)
+
     return blocks, mask
 
 
@@ -101,8 +119,10 @@ def _kinds(block_mask: Any) -> Tensor:
     columns = indices.shape[3]
     place = torch.arange(columns, device=indices.device)
     kinds = torch.zeros((*indices.shape[:3], columns + 1), dtype=torch.uint8, device=indices.device)
-    for kind, counts, listed in ((_PARTIAL, block_mask.kv_num_blocks, block_mask.kv_indices),
-                                 (_FULL, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)):
+    for kind, counts, listed in (
+        (_PARTIAL, block_mask.kv_num_blocks, block_mask.kv_indices),
+        (_FULL, block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+    ):
         if counts is not None:
             index = torch.where(place < counts[..., None], listed, columns).to(torch.int64)
             kinds = kinds.scatter(3, index[(None,) * (4 - index.dim())], kind)
@@ -125,10 +145,12 @@ def _covered(blocks: Tensor, dim: int, size: int, step: int, length: int) -> Ten
     return sums.index_select(dim, end) - sums.index_select(dim, begin) != 0
 
 
-def _both(own: Union[Mask, None], given: Any) -> Any:
+def _both(own: Mask | None, given: Any) -> Any:
     if own is None or given is None:
         return given if own is None else own
     if not callable(given):
-        raise InvalidArgument("block_mask has a mask_mod of its own, or needs one for its blocks, and mask_mod is given beside it as "
-                              f"a {type(given).__name__}: give it as a function, so that pairs attend by both.")
+        raise InvalidArgument(
+            "block_mask has a mask_mod of its own, or needs one for its blocks, and mask_mod is given beside it as "
+            f"a {type(given).__name__}: give it as a function, so that pairs attend by both."
+        )
     return lambda b, h, q, kv: own(b, h, q, kv) & given(b, h, q, kv)

@@ -1,10 +1,11 @@
 """append() and merge(): what goes into a cache, and what comes of calls over parts of the keys."""
+
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable
-from typing import Any, NamedTuple, Sequence, Union
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +14,26 @@ from torch import Tensor
 from . import _library
 from ._checks import check_number, check_whole
 from ._library import AppendArgs, MergeArgs, PartialState, Rope, spec_handle
-from ._plans import (ELEMENTS, KEEP_PLANS, KV_TYPES, SPEC_TYPES, check_alike, check_device, check_four_dims, check_memory,
-                     dense_strides, describe, has_rows, is_watched, launch, readable, say_once, scales_struct, signature,
-                     tensor_struct)
+from ._plans import (
+    ELEMENTS,
+    KEEP_PLANS,
+    KV_TYPES,
+    SPEC_TYPES,
+    check_alike,
+    check_device,
+    check_four_dims,
+    check_memory,
+    dense_strides,
+    describe,
+    has_rows,
+    is_watched,
+    launch,
+    readable,
+    say_once,
+    scales_struct,
+    signature,
+    tensor_struct,
+)
 from ._rope import check_angles, check_both_tables, readable_angles, rope_struct
 from ._scales import in_four_dims, kv_options
 from ._transforms import refuse_batched
@@ -26,13 +44,13 @@ class _Given(NamedTuple):
     """append()'s tensors besides new rows and caches."""
 
     kv_lengths: Tensor
-    page_table: Union[Tensor, None]
-    cos: Union[Tensor, None]
-    sin: Union[Tensor, None]
-    positions: Union[Tensor, None]
-    cu_seqlens_q: Union[Tensor, None]
-    k_scale: Union[Tensor, None]  # of caches of 8 bits, in four dimensions
-    v_scale: Union[Tensor, None]
+    page_table: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    positions: Tensor | None
+    cu_seqlens_q: Tensor | None
+    k_scale: Tensor | None  # of caches of 8 bits, in four dimensions
+    v_scale: Tensor | None
 
 
 class _Rotation(NamedTuple):
@@ -41,12 +59,27 @@ class _Rotation(NamedTuple):
     interleaved: bool
 
 
-def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, kv_lengths: Tensor, page_table: Union[Tensor, None] = None,
-           q: Union[Tensor, None] = None, q_out: Union[Tensor, None] = None, cos: Union[Tensor, None] = None,
-           sin: Union[Tensor, None] = None, theta: Union[float, None] = None, rope_dims: Union[int, None] = None,
-           interleaved: bool = False, positions: Union[Tensor, None] = None, cu_seqlens_q: Union[Tensor, None] = None,
-           max_seqlen_kv: Union[int, None] = None, k_scale: Union[Tensor, None] = None,
-           v_scale: Union[Tensor, None] = None) -> Union[Tensor, None]:
+def append(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    kv_lengths: Tensor,
+    page_table: Tensor | None = None,
+    q: Tensor | None = None,
+    q_out: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    theta: float | None = None,
+    rope_dims: int | None = None,
+    interleaved: bool = False,
+    positions: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_kv: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> Tensor | None:
     """Stores new rows of K and V into a cache, K's rotated (RoPE), and rotates those of Q, in one launch. Returns the rotated Q.
 
     k, v: [sequences, heads_kv, n, head_dim]: new row i of sequence b becomes its key kv_lengths[b] - n + i. With cu_seqlens_q,
@@ -71,8 +104,16 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, kv_lengths
     once. No gradients. Raises flashjit.Error.
     """
     tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "q": q, "q_out": q_out}
-    given = _Given(kv_lengths, page_table, cos, sin, positions, cu_seqlens_q, in_four_dims("k_scale", k_scale, True),
-                   in_four_dims("v_scale", v_scale, True))
+    given = _Given(
+        kv_lengths,
+        page_table,
+        cos,
+        sin,
+        positions,
+        cu_seqlens_q,
+        in_four_dims("k_scale", k_scale, True),
+        in_four_dims("v_scale", v_scale, True),
+    )
     _check_kinds(tensors, given)
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         k, v, q = _autocast(k_cache, k, v, q)
@@ -83,64 +124,106 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, kv_lengths
         if value is not None:
             check_whole(name, value)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.values()):
-        raise Unsupported("append() has no gradients: call it under torch.no_grad(), or give tensors that require none.")
+        raise Unsupported(
+            "append() has no gradients: call it under torch.no_grad(), or give tensors that require none."
+        )
     refuse_batched("append()", *tensors.values(), *given)
     if q is not None:
         check_four_dims("q", q)
     if q is not None and q_out is None:
-        q_out = torch.empty_strided(q.shape, dense_strides(q.shape, q.stride()), dtype=q.dtype, device=q.device)
+        q_out = torch.empty_strided(
+            q.shape, dense_strides(q.shape, q.stride()), dtype=q.dtype, device=q.device
+        )
     run = torch.ops.flashjit.append if torch.compiler.is_compiling() or is_watched() else _append
     if (k.shape[-1] % 8 or v.shape[-1] % 8) and k_cache.dtype in SPEC_TYPES:
         run = functools.partial(_append_padded, run)
-    run(k, v, k_cache, v_cache, q, q_out, *given, float(theta or 0), rope_dims or 0, bool(interleaved), max_seqlen_kv or 0)
+    run(
+        k,
+        v,
+        k_cache,
+        v_cache,
+        q,
+        q_out,
+        *given,
+        float(theta or 0),
+        rope_dims or 0,
+        bool(interleaved),
+        max_seqlen_kv or 0,
+    )
     return q_out
 
 
 def _autocast(k_cache: Tensor, *tensors: Any) -> list[Any]:
     """Under torch.autocast new rows get the type of the cache; where that has 8 bits, autocast's."""
+
     def converted(x: Any) -> Any:
         if x is None or x.dtype not in SPEC_TYPES or not torch.is_autocast_enabled(x.device.type):
             return x
         return x.to(k_cache.dtype if k_cache.dtype in SPEC_TYPES else torch.get_autocast_dtype(x.device.type))
+
     return [converted(x) for x in tensors]
 
 
-def _append_padded(run: Any, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, q: Union[Tensor, None],
-                   q_out: Union[Tensor, None], *rest: Any) -> None:
+def _append_padded(
+    run: Any,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q: Tensor | None,
+    q_out: Tensor | None,
+    *rest: Any,
+) -> None:
     """Kernels have no such head_dim: they write copies of the caches with more columns, which are copied back."""
     for name, x in (("k", k), ("v", v), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_four_dims(name, x)
     if not torch.compiler.is_compiling():
         if k_cache.numel() and k_cache.data_ptr() == v_cache.data_ptr():
-            raise InvalidArgument(f"k_cache and v_cache share memory, and head dimensions {k.shape[3]} and {v.shape[3]} "
-                                  "are no multiples of 8: give each its own, or more columns.")
-        say_once(f"k_cache and v_cache are copied in each call of append(): head dimensions {k.shape[3]} and "
-                 f"{v.shape[3]} are no multiples of 8. Make caches with more columns to save the time.")
+            raise InvalidArgument(
+                f"k_cache and v_cache share memory, and head dimensions {k.shape[3]} and {v.shape[3]} "
+                "are no multiples of 8: give each its own, or more columns."
+            )
+        say_once(
+            f"k_cache and v_cache are copied in each call of append(): head dimensions {k.shape[3]} and "
+            f"{v.shape[3]} are no multiples of 8. Make caches with more columns to save the time."
+        )
     tensors = (k, v, k_cache, v_cache, q, q_out)
     padded: list[Any] = [None if x is None else F.pad(x, (0, -x.shape[3] % 8)) for x in tensors]
-    given, (theta, rope_dims, *others) = rest[:len(_Given._fields)], rest[len(_Given._fields):]
+    given, (theta, rope_dims, *others) = rest[: len(_Given._fields)], rest[len(_Given._fields) :]
     if theta and not rope_dims:
         rope_dims = k.shape[3]
     run(*padded, *given, theta, rope_dims, *others)
     for i in (2, 3, 5):  # the written ones
         written = tensors[i]
         if written is not None:
-            written.copy_(padded[i][..., :written.shape[3]])
+            written.copy_(padded[i][..., : written.shape[3]])
 
 
-torch.library.define("flashjit::append",
-                     "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? q, Tensor(c!)? q_out, Tensor kv_lengths, "
-                     "Tensor? page_table, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? cu_seqlens_q, "
-                     "Tensor(d!)? k_scale, Tensor(e!)? v_scale, float theta, int rope_dims, bool interleaved, SymInt max_seqlen_kv) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.define(
+    "flashjit::append",
+    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? q, Tensor(c!)? q_out, Tensor kv_lengths, "
+    "Tensor? page_table, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? cu_seqlens_q, "
+    "Tensor(d!)? k_scale, Tensor(e!)? v_scale, float theta, int rope_dims, bool interleaved, SymInt max_seqlen_kv) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 torch.library.register_fake("flashjit::append")(lambda *_: None)
 
 
-def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, q: Union[Tensor, None], q_out: Union[Tensor, None],
-            *rest: Any) -> None:
+def _append(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, q: Tensor | None, q_out: Tensor | None, *rest: Any
+) -> None:
     given, rotation, max_seqlen_kv = _Given(*rest[:8]), _Rotation(*rest[8:11]), rest[11]
-    for name, x in (("k_cache", k_cache), ("v_cache", v_cache), ("q_out", q_out), ("k_scale", given.k_scale), ("v_scale", given.v_scale)):
+    for name, x in (
+        ("k_cache", k_cache),
+        ("v_cache", v_cache),
+        ("q_out", q_out),
+        ("k_scale", given.k_scale),
+        ("v_scale", given.v_scale),
+    ):
         if x is not None and x.is_neg():
-            raise InvalidArgument(f"{name} is a view whose memory holds the negated numbers: give its resolve_neg().")
+            raise InvalidArgument(
+                f"{name} is a view whose memory holds the negated numbers: give its resolve_neg()."
+            )
     given = _readable_tables(given)
     k, v = readable(k.resolve_neg(), "k"), readable(v.resolve_neg(), "v")
     if q is not None and q is not q_out:
@@ -162,22 +245,32 @@ torch.library.impl("flashjit::append", ("cuda", "cpu"))(_append)
 class _AppendCall:
     """Checked sizes and the filled struct of calls that look alike."""
 
-    def __init__(self, tensors: Sequence[Any], given: _Given, rotation: _Rotation, max_seqlen_kv: int) -> None:
+    def __init__(
+        self, tensors: Sequence[Any], given: _Given, rotation: _Rotation, max_seqlen_kv: int
+    ) -> None:
         named = dict(zip(("k", "v", "k_cache", "v_cache", "q", "q_out"), tensors))
         _check(named, given)
         k, v = named["k"], named["v"]
         table = given.page_table
         dims = f"{k.shape[3]}" if k.shape[3] == v.shape[3] else f"{k.shape[3]}x{v.shape[3]}"
         options = f"{':varlen' if given.cu_seqlens_q is not None else ''}" + (
-            f":pages{named['k_cache'].shape[2]}" if table is not None and table.dim() == 2 else ":cache")
+            f":pages{named['k_cache'].shape[2]}" if table is not None and table.dim() == 2 else ":cache"
+        )
         options += kv_options(named["k_cache"], given.k_scale, given.v_scale)
         self.spec = spec_handle(f"{SPEC_TYPES[k.dtype]}:d{dims}{options}")
         self.index = k.get_device()
-        args = AppendArgs(struct_size=ctypes.sizeof(AppendArgs), max_seqlen_kv=max_seqlen_kv, rope=rope_struct(given.cos, rotation.theta, rotation.dims, rotation.interleaved),
-                          k_scale=scales_struct(given.k_scale), v_scale=scales_struct(given.v_scale),
-                          **{name: tensor_struct(x.shape, x.stride()) for name, x in named.items() if x is not None})
+        args = AppendArgs(
+            struct_size=ctypes.sizeof(AppendArgs),
+            max_seqlen_kv=max_seqlen_kv,
+            rope=rope_struct(given.cos, rotation.theta, rotation.dims, rotation.interleaved),
+            k_scale=scales_struct(given.k_scale),
+            v_scale=scales_struct(given.v_scale),
+            **{name: tensor_struct(x.shape, x.stride()) for name, x in named.items() if x is not None},
+        )
         if table is not None:
-            args.page_table = _library.PageTable(None, table.shape[0], table.shape[1] if table.dim() == 2 else 1, table.stride(0))
+            args.page_table = _library.PageTable(
+                None, table.shape[0], table.shape[1] if table.dim() == 2 else 1, table.stride(0)
+            )
         if given.cu_seqlens_q is not None:
             args.batch_size = given.cu_seqlens_q.numel() - 1
         self.words = _library.words_of(args)
@@ -191,8 +284,14 @@ class _AppendCall:
 
 
 _ROPE = _library.word(AppendArgs, "rope")
-_PLACES = (*[_library.word(AppendArgs, name) for name in ("k", "v", "k_cache", "v_cache", "q", "q_out", "kv_lengths", "page_table")],
-           *[_ROPE + _library.word(Rope, name) for name in ("cos", "sin", "positions")], *[_library.word(AppendArgs, name) for name in ("cu_seqlens_q", "k_scale", "v_scale")])
+_PLACES = (
+    *[
+        _library.word(AppendArgs, name)
+        for name in ("k", "v", "k_cache", "v_cache", "q", "q_out", "kv_lengths", "page_table")
+    ],
+    *[_ROPE + _library.word(Rope, name) for name in ("cos", "sin", "positions")],
+    *[_library.word(AppendArgs, name) for name in ("cu_seqlens_q", "k_scale", "v_scale")],
+)
 _calls: dict[Any, _AppendCall] = {}
 
 
@@ -202,8 +301,16 @@ def _readable_tables(given: _Given) -> _Given:
     cos, sin = readable_angles(given.cos, given.sin)
     if table is not None and not has_rows(table):
         table = table.contiguous()
-    return _Given(given.kv_lengths.contiguous(), table, cos, sin, None if given.positions is None else given.positions.contiguous(),
-                  None if given.cu_seqlens_q is None else given.cu_seqlens_q.contiguous(), given.k_scale, given.v_scale)
+    return _Given(
+        given.kv_lengths.contiguous(),
+        table,
+        cos,
+        sin,
+        None if given.positions is None else given.positions.contiguous(),
+        None if given.cu_seqlens_q is None else given.cu_seqlens_q.contiguous(),
+        given.k_scale,
+        given.v_scale,
+    )
 
 
 def _check_kinds(tensors: dict[str, Any], given: _Given) -> None:
@@ -230,15 +337,23 @@ def _check(tensors: dict[str, Any], given: _Given) -> None:
     if given.cu_seqlens_q is not None:
         sequences = given.cu_seqlens_q.numel() - 1
         if k.shape[0] != 1:
-            raise InvalidArgument(f"k is {list(k.shape)}: with cu_seqlens_q its batch is 1, and the sequences lie one behind the "
-                                  "other, [1, heads_kv, all rows, head_dim].")
+            raise InvalidArgument(
+                f"k is {list(k.shape)}: with cu_seqlens_q its batch is 1, and the sequences lie one behind the "
+                "other, [1, heads_kv, all rows, head_dim]."
+            )
     table = given.page_table
-    if table is not None and (table.dtype != torch.int32 or table.dim() not in (1, 2) or table.shape[0] != sequences):
-        raise InvalidArgument(f"page_table is {describe(table)}: it must be int32 [{sequences}, pages of the longest sequence], or "
-                              f"[{sequences}] for the slot of each sequence.")
+    if table is not None and (
+        table.dtype != torch.int32 or table.dim() not in (1, 2) or table.shape[0] != sequences
+    ):
+        raise InvalidArgument(
+            f"page_table is {describe(table)}: it must be int32 [{sequences}, pages of the longest sequence], or "
+            f"[{sequences}] for the slot of each sequence."
+        )
     if table is not None and table.dim() == 2 and k_cache.shape[2] == 0:
-        raise InvalidArgument(f"k_cache is {list(k_cache.shape)}: with a page_table its third size is the rows of a page, 1 or "
-                              "more; where it has slots for whole sequences, give a page_table of one dimension, or none.")
+        raise InvalidArgument(
+            f"k_cache is {list(k_cache.shape)}: with a page_table its third size is the rows of a page, 1 or "
+            "more; where it has slots for whole sequences, give a page_table of one dimension, or none."
+        )
     _check_written_scales(given)
     wanted = {"kv_lengths": sequences, "cu_seqlens_q": sequences + 1}
     for name, size in wanted.items():
@@ -251,18 +366,26 @@ def _check(tensors: dict[str, Any], given: _Given) -> None:
 
 def _check_written_scales(given: _Given) -> None:
     """Each new key's scale needs memory of its own."""
-    if all(scale is None or scale.shape[1] == scale.shape[3] == 1 for scale in (given.k_scale, given.v_scale)):
+    if all(
+        scale is None or scale.shape[1] == scale.shape[3] == 1 for scale in (given.k_scale, given.v_scale)
+    ):
         return  # scales of heads, which are read
     for name, scale in (("k_scale", given.k_scale), ("v_scale", given.v_scale)):
-        if scale is not None and any(size > 1 and stride == 0 for size, stride in zip(scale.shape, scale.stride())):
-            raise InvalidArgument(f"{name} is an expanded tensor, whose elements share memory, and each new key's scale is written: "
-                                  "give its contiguous().")
+        if scale is not None and any(
+            size > 1 and stride == 0 for size, stride in zip(scale.shape, scale.stride())
+        ):
+            raise InvalidArgument(
+                f"{name} is an expanded tensor, whose elements share memory, and each new key's scale is written: "
+                "give its contiguous()."
+            )
 
 
 # --- merge ---------------------------------------------------------------------------------------------------------
 
 
-def merge(states: Sequence[tuple[Tensor, Tensor]], *, dtype: Union[torch.dtype, None] = None) -> tuple[Tensor, Tensor]:
+def merge(
+    states: Sequence[tuple[Tensor, Tensor]], *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """(O, LSE) over all keys, from what attention(..., return_lse=True) gave over disjoint parts of them. With gradients.
 
     states: 1 to 8 pairs (O, LSE) of the same queries: O [batch, heads, rows, dim], LSE float32 [batch, heads, rows]. One with an
@@ -273,44 +396,69 @@ def merge(states: Sequence[tuple[Tensor, Tensor]], *, dtype: Union[torch.dtype, 
     """
     pairs = _check_states(states)
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in SPEC_TYPES):
-        raise WrongType(f"dtype is {dtype}: give torch.float16, torch.bfloat16 or torch.float32, or None for that of the states.")
+        raise WrongType(
+            f"dtype is {dtype}: give torch.float16, torch.bfloat16 or torch.float32, or None for that of the states."
+        )
     outs, lses = [out for out, _ in pairs], [lse for _, lse in pairs]
     refuse_batched("merge()", *outs, *lses)
     dim = outs[0].shape[3]
     if dim % 8:
         out, lse = merge([(F.pad(out, (0, -dim % 8)), lse) for out, lse in pairs], dtype=dtype)
         return out[..., :dim], lse
-    if (torch.compiler.is_compiling() or is_watched()
-            or torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses)) or any(x.is_neg() for x in (*outs, *lses))):
+    if (
+        torch.compiler.is_compiling()
+        or is_watched()
+        or torch.is_grad_enabled()
+        and any(x.requires_grad for x in (*outs, *lses))
+        or any(x.is_neg() for x in (*outs, *lses))
+    ):
         return torch.ops.flashjit.merge(outs, lses, dtype)  # type: ignore[no-any-return]
     return _merge(outs, lses, dtype)
 
 
-torch.library.define("flashjit::merge", "(Tensor[] outs, Tensor[] lses, ScalarType? dtype) -> (Tensor, Tensor)",
-                     tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.define(
+    "flashjit::merge",
+    "(Tensor[] outs, Tensor[] lses, ScalarType? dtype) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 
 
-def _new_state(like: Tensor, dtype: Union[torch.dtype, None]) -> tuple[Tensor, Tensor]:
-    return (torch.empty_strided(like.shape, dense_strides(like.shape, like.stride()), dtype=dtype or like.dtype, device=like.device),
-            torch.empty(like.shape[:3], dtype=torch.float32, device=like.device))
+def _new_state(like: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty_strided(
+            like.shape,
+            dense_strides(like.shape, like.stride()),
+            dtype=dtype or like.dtype,
+            device=like.device,
+        ),
+        torch.empty(like.shape[:3], dtype=torch.float32, device=like.device),
+    )
 
 
 @torch.library.register_fake("flashjit::merge")
-def _fake_merge(outs: list[Tensor], lses: list[Tensor], dtype: Union[torch.dtype, None]) -> tuple[Tensor, Tensor]:
+def _fake_merge(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     return _new_state(outs[0], dtype)
 
 
-def _merge(outs: list[Tensor], lses: list[Tensor], dtype: Union[torch.dtype, None]) -> tuple[Tensor, Tensor]:
+def _merge(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     for i, pair in enumerate(zip(outs, lses)):
         for x in pair:
             check_memory(f"states[{i}]", x)
     outs, lses = [readable(out, "a state's O") for out in outs], [lse.contiguous() for lse in lses]
     out, lse = _new_state(outs[0], dtype)
     of_states, of_out = outs[0].dtype, out.dtype
-    states = (PartialState * len(outs))(*[PartialState(_struct_of(x), y.data_ptr()) for x, y in zip(outs, lses)])
-    args = MergeArgs(struct_size=ctypes.sizeof(MergeArgs), states=ctypes.addressof(states), state_count=len(outs),
-                     out=_struct_of(out), lse=lse.data_ptr(), states_type=_library.ELEMENT_TYPES[ELEMENTS[of_states]],
-                     out_type=_library.ELEMENT_TYPES[ELEMENTS[of_out]])
+    states = (PartialState * len(outs))(
+        *[PartialState(_struct_of(x), y.data_ptr()) for x, y in zip(outs, lses)]
+    )
+    args = MergeArgs(
+        struct_size=ctypes.sizeof(MergeArgs),
+        states=ctypes.addressof(states),
+        state_count=len(outs),
+        out=_struct_of(out),
+        lse=lse.data_ptr(),
+        states_type=_library.ELEMENT_TYPES[ELEMENTS[of_states]],
+        out_type=_library.ELEMENT_TYPES[ELEMENTS[of_out]],
+    )
     spec = spec_handle(f"{SPEC_TYPES[of_out if of_states == torch.float32 else of_states]}:d{out.shape[3]}")
     launch("merge", spec, _library.words_of(args), out.get_device())
     return out, lse
@@ -330,10 +478,10 @@ def _save_states(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor
     ctx.set_materialize_grads(False)
 
 
-def _merge_gradient(ctx: Any, dout: Union[Tensor, None], dlse: Union[Tensor, None]) -> tuple[Any, Any, None]:
+def _merge_gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, Any, None]:
     """With weights w_i = exp(LSE_i - LSE): dO_i = w_i dO, dLSE_i = w_i (dO O_i - the sum of w_j dO O_j + dLSE)."""
     *tensors, lse = ctx.saved_tensors
-    outs, lses = tensors[:len(tensors) // 2], tensors[len(tensors) // 2:]
+    outs, lses = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
     weights = [torch.where(x.isneginf(), 0.0, (x - lse).exp()) for x in lses]
     wide = None if dout is None else dout.float()
     if wide is None:
@@ -354,19 +502,38 @@ def _check_states(states: Any) -> list[tuple[Tensor, Tensor]]:
         raise WrongType(f"states is a {type(states).__name__}: give a list of pairs (O, LSE).")
     pairs = list(states)
     if not 1 <= len(pairs) <= 8:
-        raise InvalidArgument(f"states has {len(pairs)} pairs: give 1 to 8, or merge the result with the rest.")
+        raise InvalidArgument(
+            f"states has {len(pairs)} pairs: give 1 to 8, or merge the result with the rest."
+        )
     for i, pair in enumerate(pairs):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(x, Tensor) for x in pair):
-            raise WrongType(f"states[{i}] is a {type(pair).__name__}: give pairs (O, LSE) of tensors, as attention(..., "
-                            "return_lse=True) returns.")
+        if (
+            not isinstance(pair, (tuple, list))
+            or len(pair) != 2
+            or not all(isinstance(x, Tensor) for x in pair)
+        ):
+            raise WrongType(
+                f"states[{i}] is a {type(pair).__name__}: give pairs (O, LSE) of tensors, as attention(..., "
+                "return_lse=True) returns."
+            )
         out, lse = pair
         first = pairs[0][0]
-        if out.dim() != 4 or out.dtype not in SPEC_TYPES or out.shape != first.shape or out.dtype != first.dtype:
-            raise InvalidArgument(f"states[{i}][0] is {describe(out)}: each O must be float16, bfloat16 or float32 [batch, heads, "
-                                  f"rows, dim], all like states[0][0], which is {describe(first)}.")
+        if (
+            out.dim() != 4
+            or out.dtype not in SPEC_TYPES
+            or out.shape != first.shape
+            or out.dtype != first.dtype
+        ):
+            raise InvalidArgument(
+                f"states[{i}][0] is {describe(out)}: each O must be float16, bfloat16 or float32 [batch, heads, "
+                f"rows, dim], all like states[0][0], which is {describe(first)}."
+            )
         if lse.dtype != torch.float32 or lse.shape != out.shape[:3]:
-            raise InvalidArgument(f"states[{i}][1] is {describe(lse)}: each LSE must be float32 {list(out.shape[:3])}.")
+            raise InvalidArgument(
+                f"states[{i}][1] is {describe(lse)}: each LSE must be float32 {list(out.shape[:3])}."
+            )
         for x in pair:
             if x.device != first.device:
-                raise InvalidArgument(f"states[0][0] is on {first.device} and states[{i}] on {x.device}: move them to one device.")
+                raise InvalidArgument(
+                    f"states[0][0] is on {first.device} and states[{i}] on {x.device}: move them to one device."
+                )
     return pairs

@@ -1,4 +1,5 @@
 """Arguments of wrong types: what was given, and what to give."""
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -8,14 +9,18 @@ from typing import Any
 from .errors import InvalidArgument, WrongType
 
 _LARGEST = 2**1023  # that a float holds for sure
-_NUMBERS = frozenset({float, int})  # without a look at the abstract classes, which takes longer than all else here
+_NUMBERS = frozenset(
+    {float, int}
+)  # without a look at the abstract classes, which takes longer than all else here
 
 
 def check_number(name: str, value: Any) -> None:
     if type(value) not in _NUMBERS and not isinstance(value, Real):
         raise WrongType(f"{name} is a {type(value).__name__}: give a Python number.")
     if type(value) is int and abs(value) > _LARGEST:
-        raise InvalidArgument(f"{name} is an int of {value.bit_length()} bits: give a number that a float can hold.")
+        raise InvalidArgument(
+            f"{name} is an int of {value.bit_length()} bits: give a number that a float can hold."
+        )
 
 
 def python_number(value: Any) -> Any:

@@ -1,4 +1,5 @@
 """The rows of a sequence that a rank has."""
+
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -45,4 +46,8 @@ def parts_of_heads(ranks: int, tokens: int, heads: int, heads_kv: int) -> int:
     """In how many parts ranks exchange their heads, so that one's transfers run beside another's kernels: two, if each rank's heads
     divide and a part's kernels fill a GPU. tokens: of all sequences."""
     each, each_kv = heads // ranks, max(1, heads_kv // ranks)
-    return 2 if ranks > 1 and each % 2 == each_kv % 2 == 0 and each_kv // 2 * tokens >= TILES_OF_PART * 128 else 1
+    return (
+        2
+        if ranks > 1 and each % 2 == each_kv % 2 == 0 and each_kv // 2 * tokens >= TILES_OF_PART * 128
+        else 1
+    )

@@ -1,16 +1,17 @@
 """What ranks send each other, on PyTorch's process groups."""
+
 from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .errors import InvalidArgument
-
 
 #: Ranks of a group, and tensors that go there or come from there.
 Peers = Sequence[tuple[int, Sequence[Tensor]]]
@@ -21,7 +22,9 @@ def _start(sent: Peers, arriving: Peers, group: Any) -> Any:
     everyone: Any = dist.group.WORLD
     place = lambda rank: dist.get_global_rank(group or everyone, rank)
     operations = [dist.P2POp(dist.isend, x, place(rank), group) for rank, tensors in sent for x in tensors]
-    operations += [dist.P2POp(dist.irecv, x, place(rank), group) for rank, tensors in arriving for x in tensors]
+    operations += [
+        dist.P2POp(dist.irecv, x, place(rank), group) for rank, tensors in arriving for x in tensors
+    ]
     return dist.batch_isend_irecv(operations) if operations else []
 
 
@@ -63,13 +66,17 @@ def beside(*transfers: Any) -> Iterator[None]:
 class Exchange:
     """Tensors on their way to each rank, while those of each rank come in. What a rank has for itself stays where it is."""
 
-    def __init__(self, to: Sequence[Sequence[Tensor]], places: Sequence[Sequence[Tensor]], group: Any) -> None:
+    def __init__(
+        self, to: Sequence[Sequence[Tensor]], places: Sequence[Sequence[Tensor]], group: Any
+    ) -> None:
         """to[i]: what goes to rank i, and places[i]: where what comes from it is put; this rank's own are not touched."""
         rank = dist.get_rank(group)
         others = [i for i in range(dist.get_world_size(group)) if i != rank]
         self.sent = [(i, [x.contiguous() for x in to[i]]) for i in others]  # until they have arrived
         self.places = [(i, list(places[i])) for i in others]
-        self.arriving = [(i, [x if x.is_contiguous() else x.new_empty(x.shape) for x in places[i]]) for i in others]
+        self.arriving = [
+            (i, [x if x.is_contiguous() else x.new_empty(x.shape) for x in places[i]]) for i in others
+        ]
         self.work = _start(self.sent, self.arriving, group)
 
     def wait(self) -> None:
@@ -121,10 +128,12 @@ class AllToAll(torch.autograd.Function):
 
 
 #: By group, which it does not keep alive.
-_agreed: "weakref.WeakKeyDictionary[Any, set[Any]]" = weakref.WeakKeyDictionary()
+_agreed: weakref.WeakKeyDictionary[Any, set[Any]] = weakref.WeakKeyDictionary()
 
 
-def check_agreement(tensors: Sequence[Tensor], arguments: dict[str, Any], first: dict[str, Any], group: Any) -> None:
+def check_agreement(
+    tensors: Sequence[Tensor], arguments: dict[str, Any], first: dict[str, Any], group: Any
+) -> None:
     """Once for each kind of call: all ranks tell each other what they were given, so that none waits for another for ever.
 
     first: what may differ from call to call.
@@ -137,6 +146,8 @@ def check_agreement(tensors: Sequence[Tensor], arguments: dict[str, Any], first:
     dist.all_gather_object(everyone, (*mine, *first.values()), group=group)
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
-            raise InvalidArgument(f"rank {rank} was given {other}, but rank 0 {everyone[0]} (sizes and types of q, k and v; "
-                                  f"{', '.join([*arguments, *first])}): give all ranks the same.")
+            raise InvalidArgument(
+                f"rank {rank} was given {other}, but rank 0 {everyone[0]} (sizes and types of q, k and v; "
+                f"{', '.join([*arguments, *first])}): give all ranks the same."
+            )
     agreed.add(mine)

@@ -1,7 +1,9 @@
 """Functions of torch on stand-ins, by their names there; those of a tensor are its methods."""
+
 from __future__ import annotations
 
-from typing import Any, Callable, Union
+from collections.abc import Callable
+from typing import Any
 
 from . import _values as v
 from ._values import FUNCTIONS, INFINITY, Value, as_bool, as_float, condition, converted, literal, real
@@ -20,11 +22,15 @@ def _float_dtype(*values: Any) -> str:
 
 def _whole(function: str) -> Callable[..., Value]:
     """A function that leaves ints as they are."""
+
     def rounded(input: Any, *, decimals: int = 0) -> Value:
         if decimals != 0:
-            raise InvalidArgument("a program rounds to whole numbers: write torch.round(x * 10) / 10 instead of decimals=1.")
+            raise InvalidArgument(
+                "a program rounds to whole numbers: write torch.round(x * 10) / 10 instead of decimals=1."
+            )
         x = literal(input)
         return real(function.replace("{x}", x.text), x.dtype_name) if x.type == "float" else x
+
     return rounded
 
 
@@ -32,24 +38,37 @@ def _sign(input: Any) -> Value:
     x = literal(input)
     if x.type == "bool":
         return x
-    return v.where(v.compare(">", x, 0), converted(1, x.dtype_name),
-                   v.where(v.compare("<", x, 0), converted(-1, v.strong(x.dtype_name)) if x.low < 0 or x.type == "float"
-                           else converted(0, x.dtype_name), converted(0, x.dtype_name)))
+    return v.where(
+        v.compare(">", x, 0),
+        converted(1, x.dtype_name),
+        v.where(
+            v.compare("<", x, 0),
+            converted(-1, v.strong(x.dtype_name))
+            if x.low < 0 or x.type == "float"
+            else converted(0, x.dtype_name),
+            converted(0, x.dtype_name),
+        ),
+    )
 
 
 def _test(text: str, of_ints: bool) -> Callable[..., Value]:
     """What is asked of floats; ints are finite."""
+
     def test(input: Any) -> Value:
         x = literal(input)
         return condition(text.replace("{x}", x.text)) if x.type == "float" else literal(of_ints)
+
     return test
 
 
 def _min_or_max(function: str) -> Callable[..., Value]:
     def chosen(input: Any, other: Any = None, *more: Any) -> Value:
         if other is None or more or isinstance(other, tuple):
-            raise WrongType(f"torch.{function} in a program takes two values: the smaller or the larger of them.")
+            raise WrongType(
+                f"torch.{function} in a program takes two values: the smaller or the larger of them."
+            )
         return v.chosen(function, input, other)
+
     return chosen
 
 
@@ -67,7 +86,7 @@ def _where(condition: Any, input: Any = None, other: Any = None, *, self: Any = 
     return v.where(condition, input, other)
 
 
-def _divide(input: Any, other: Any, *, rounding_mode: Union[str, None] = None) -> Value:
+def _divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
     if rounding_mode is None:
         return v.divide(input, other)
     if rounding_mode not in ("floor", "trunc"):
@@ -77,11 +96,13 @@ def _divide(input: Any, other: Any, *, rounding_mode: Union[str, None] = None) -
 
 def _scaled(operator: Callable[[Any, Any], Value]) -> Callable[..., Value]:
     """torch.add(a, b, alpha=2)."""
+
     def scaled(input: Any, other: Any, *, alpha: Any = 1) -> Value:
         factor, number = literal(alpha).number, literal(other).number
         if factor is None or number is None:
             return operator(input, other if factor == 1 else v.multiply(other, alpha))
         return operator(input, number if factor == 1 else number * factor)
+
     return scaled
 
 
@@ -115,6 +136,7 @@ def _conversion(dtype: str) -> Callable[..., Value]:
 def _refuse(instead: str) -> Callable[..., Value]:
     def refused(*_: Any, **__: Any) -> Value:
         raise InvalidArgument(instead)
+
     return refused
 
 
@@ -163,81 +185,181 @@ def _nan_to_num(input: Any, nan: Any = 0.0, posinf: Any = None, neginf: Any = No
     most = 3.4028234663852886e38
     bounded = _clamp(x, -most if neginf is None else neginf, most if posinf is None else posinf)
     if posinf is not None or neginf is not None:
-        bounded = v.where(condition(f"({x.text} == {INFINITY})"), most if posinf is None else posinf,
-                          v.where(condition(f"({x.text} == -{INFINITY})"), -most if neginf is None else neginf, x))
+        bounded = v.where(
+            condition(f"({x.text} == {INFINITY})"),
+            most if posinf is None else posinf,
+            v.where(condition(f"({x.text} == -{INFINITY})"), -most if neginf is None else neginf, x),
+        )
     return v.where(x != x, nan, bounded)
 
 
-FUNCTIONS.update({
-    **{name: _unary(name + "({x})") for name in ("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "tanh",
-                                                 "sigmoid", "erf", "sin", "cos")},
-    "expit": _unary("sigmoid({x})"), "erfc": _unary("(1.0 - erf({x}))"), "tan": _unary("(sin({x}) / cos({x}))"),
-    "log10": _unary("(log2({x}) * 0.30102999566398120)"), "cosh": _unary("(0.5 * exp({x}) + 0.5 * exp(-{x}))"),
-    "sinh": _unary("(0.5 * expm1({x}) - 0.5 * expm1(-{x}))"), "logit": _unary("log({x} / (1.0 - {x}))"),
-    "reciprocal": _unary("(1.0 / {x})"), "deg2rad": _unary("({x} * 0.017453292519943295)"),
-    **{name: _whole(name + "({x})") for name in ("floor", "trunc", "round")},
-    "ceil": _whole("(-floor(-{x}))"), "fix": _whole("trunc({x})"), "frac": lambda input: input - FUNCTIONS["trunc"](input),
-    "abs": v.absolute, "absolute": v.absolute, "neg": v.negate, "negative": v.negate, "pos": literal, "positive": literal,
-    "square": lambda input: v.power(input, 2), "sign": _sign, "sgn": _sign,
-    "isfinite": _test(f"(abs({{x}}) < {INFINITY})", True), "isnan": _test("({x} != {x})", False),
-    "isinf": _test(f"(abs({{x}}) == {INFINITY})", False), "isposinf": _test(f"({{x}} == {INFINITY})", False),
-    "isneginf": _test(f"({{x}} == -{INFINITY})", False), "signbit": _test("({x} < 0.0)", False), "nan_to_num": _nan_to_num,
-    "where": _where, **{name: _min_or_max(name[:3]) for name in ("min", "max", "minimum", "maximum")},
-    "fmin": _min_or_max("min"), "fmax": _min_or_max("max"), "clamp": _clamp, "clip": _clamp,
-    "clamp_min": lambda input, min: _clamp(input, min), "clamp_max": lambda input, max: _clamp(input, None, max),
-    "add": _scaled(v.add), "sub": _scaled(v.subtract), "subtract": _scaled(v.subtract),
-    "rsub": _scaled(lambda a, b: v.subtract(b, a)), "mul": v.multiply, "multiply": v.multiply,
-    "div": _divide, "divide": _divide, "true_divide": _divide, "truediv": _divide,
-    "floor_divide": v.floor_divide, "floordiv": v.floor_divide, "remainder": v.remainder, "mod": v.remainder,
-    "fmod": v.truncated_remainder, "pow": v.power, "float_power": v.power,
-    "lerp": lambda input, end, weight: input + weight * (literal(end) - input),
-    "addcmul": lambda input, a, b, *, value=1: input + v.multiply(v.multiply(a, b), value),
-    "addcdiv": lambda input, a, b, *, value=1: input + v.multiply(v.divide(a, b), value),
-    "hypot": lambda input, other: FUNCTIONS["sqrt"](v.multiply(input, input) + v.multiply(other, other)),
-    "logaddexp": lambda input, other: _softplus(v.subtract(other, input)) + input,
-    "lt": lambda input, other: v.compare("<", input, other), "less": lambda input, other: v.compare("<", input, other),
-    "le": lambda input, other: v.compare("<=", input, other), "less_equal": lambda input, other: v.compare("<=", input, other),
-    "gt": lambda input, other: v.compare(">", input, other), "greater": lambda input, other: v.compare(">", input, other),
-    "ge": lambda input, other: v.compare(">=", input, other),
-    "greater_equal": lambda input, other: v.compare(">=", input, other),
-    "eq": lambda input, other: v.compare("==", input, other), "ne": lambda input, other: v.compare("!=", input, other),
-    "not_equal": lambda input, other: v.compare("!=", input, other),
-    **{name: lambda input, other, sign=sign: v.bits(sign, input, other)
-       for sign, names in (("&", ("and", "bitwise_and")), ("|", ("or", "bitwise_or")), ("^", ("xor", "bitwise_xor")))
-       for name in names},
-    "invert": v.invert, "bitwise_not": v.invert,
-    "lshift": v.shift_left, "bitwise_left_shift": v.shift_left,
-    "rshift": v.shift_right, "bitwise_right_shift": v.shift_right,
-    "logical_and": _logical("&"), "logical_or": _logical("|"), "logical_xor": _logical("^"),
-    "logical_not": lambda input: v.invert(as_bool(input)),
-    "zeros_like": lambda input, **named: _full_like(input, 0, **named),
-    "ones_like": lambda input, **named: _full_like(input, 1, **named),
-    "full_like": _full_like, "new_ones": _new(1), "new_zeros": _new(0),
-    "masked_fill": lambda input, mask, value: v.where(mask, converted(value, literal(input).dtype_name), input),
-    # Conversions.
-    "to": _to, "type": _to, "type_as": _to,
-    **{name: _conversion(dtype) for name, dtype in (
-        ("float", "float32"), ("half", "float16"), ("bfloat16", "bfloat16"), ("bool", "bool"), ("byte", "uint8"),
-        ("char", "int8"), ("short", "int16"), ("int", "int32"), ("long", "int64"))},
-    "double": _refuse("a program computes in float32: write .float() instead of .double()."),
-    "unsqueeze": lambda input, dim: literal(input),  # so that it meets each element of a captured row, as it does anyway
-    "clone": lambda input, **_: literal(input), "contiguous": lambda input, **_: literal(input), "cpu": literal,
-    "detach": _refuse("a program's values have the gradients of all that is written: detach what is captured, before the call."),
-    # Activations.
-    "relu": _relu, "relu6": lambda input: _between(input, 0, 6), "gelu": _gelu, "elu": _elu, "softplus": _softplus,
-    "silu": lambda input: v.as_real(input) * FUNCTIONS["sigmoid"](input),
-    "celu": lambda input, alpha=1.0: _elu(input, alpha, 1.0, 1.0 / alpha),
-    "selu": lambda input: _elu(input, 1.6732632423543772, 1.0507009873554805),
-    "leaky_relu": lambda input, negative_slope=0.01: v.where(literal(input) > 0, input, v.multiply(input, negative_slope)),
-    "hardtanh": lambda input, min_val=-1.0, max_val=1.0: _between(input, min_val, max_val),
-    "log_sigmoid": lambda input: v.where(literal(input) < -20, input, -_softplus(-literal(input))),
-    "hardsigmoid": lambda input: _between(v.as_real(input) / 6 + 0.5, 0.0, 1.0),
-    "hardswish": lambda input: v.as_real(input) * FUNCTIONS["hardsigmoid"](input),
-    "mish": lambda input: v.as_real(input) * FUNCTIONS["tanh"](_softplus(input)),
-    "softsign": lambda input: v.as_real(input) / (1.0 + v.absolute(input)),
-    "tanhshrink": lambda input: input - FUNCTIONS["tanh"](input),
-    "softshrink": lambda input, lambd=0.5: _shrunk(input, lambd, soft=True),
-    "hardshrink": lambda input, lambd=0.5: _shrunk(input, lambd, soft=False),
-    "threshold": lambda input, threshold, value: v.where(literal(input) > threshold, input, value),
-})
+FUNCTIONS.update(
+    {
+        **{
+            name: _unary(name + "({x})")
+            for name in (
+                "exp",
+                "exp2",
+                "expm1",
+                "log",
+                "log2",
+                "log1p",
+                "sqrt",
+                "rsqrt",
+                "tanh",
+                "sigmoid",
+                "erf",
+                "sin",
+                "cos",
+            )
+        },
+        "expit": _unary("sigmoid({x})"),
+        "erfc": _unary("(1.0 - erf({x}))"),
+        "tan": _unary("(sin({x}) / cos({x}))"),
+        "log10": _unary("(log2({x}) * 0.30102999566398120)"),
+        "cosh": _unary("(0.5 * exp({x}) + 0.5 * exp(-{x}))"),
+        "sinh": _unary("(0.5 * expm1({x}) - 0.5 * expm1(-{x}))"),
+        "logit": _unary("log({x} / (1.0 - {x}))"),
+        "reciprocal": _unary("(1.0 / {x})"),
+        "deg2rad": _unary("({x} * 0.017453292519943295)"),
+        **{name: _whole(name + "({x})") for name in ("floor", "trunc", "round")},
+        "ceil": _whole("(-floor(-{x}))"),
+        "fix": _whole("trunc({x})"),
+        "frac": lambda input: input - FUNCTIONS["trunc"](input),
+        "abs": v.absolute,
+        "absolute": v.absolute,
+        "neg": v.negate,
+        "negative": v.negate,
+        "pos": literal,
+        "positive": literal,
+        "square": lambda input: v.power(input, 2),
+        "sign": _sign,
+        "sgn": _sign,
+        "isfinite": _test(f"(abs({{x}}) < {INFINITY})", True),
+        "isnan": _test("({x} != {x})", False),
+        "isinf": _test(f"(abs({{x}}) == {INFINITY})", False),
+        "isposinf": _test(f"({{x}} == {INFINITY})", False),
+        "isneginf": _test(f"({{x}} == -{INFINITY})", False),
+        "signbit": _test("({x} < 0.0)", False),
+        "nan_to_num": _nan_to_num,
+        "where": _where,
+        **{name: _min_or_max(name[:3]) for name in ("min", "max", "minimum", "maximum")},
+        "fmin": _min_or_max("min"),
+        "fmax": _min_or_max("max"),
+        "clamp": _clamp,
+        "clip": _clamp,
+        "clamp_min": lambda input, min: _clamp(input, min),
+        "clamp_max": lambda input, max: _clamp(input, None, max),
+        "add": _scaled(v.add),
+        "sub": _scaled(v.subtract),
+        "subtract": _scaled(v.subtract),
+        "rsub": _scaled(lambda a, b: v.subtract(b, a)),
+        "mul": v.multiply,
+        "multiply": v.multiply,
+        "div": _divide,
+        "divide": _divide,
+        "true_divide": _divide,
+        "truediv": _divide,
+        "floor_divide": v.floor_divide,
+        "floordiv": v.floor_divide,
+        "remainder": v.remainder,
+        "mod": v.remainder,
+        "fmod": v.truncated_remainder,
+        "pow": v.power,
+        "float_power": v.power,
+        "lerp": lambda input, end, weight: input + weight * (literal(end) - input),
+        "addcmul": lambda input, a, b, *, value=1: input + v.multiply(v.multiply(a, b), value),
+        "addcdiv": lambda input, a, b, *, value=1: input + v.multiply(v.divide(a, b), value),
+        "hypot": lambda input, other: FUNCTIONS["sqrt"](v.multiply(input, input) + v.multiply(other, other)),
+        "logaddexp": lambda input, other: _softplus(v.subtract(other, input)) + input,
+        "lt": lambda input, other: v.compare("<", input, other),
+        "less": lambda input, other: v.compare("<", input, other),
+        "le": lambda input, other: v.compare("<=", input, other),
+        "less_equal": lambda input, other: v.compare("<=", input, other),
+        "gt": lambda input, other: v.compare(">", input, other),
+        "greater": lambda input, other: v.compare(">", input, other),
+        "ge": lambda input, other: v.compare(">=", input, other),
+        "greater_equal": lambda input, other: v.compare(">=", input, other),
+        "eq": lambda input, other: v.compare("==", input, other),
+        "ne": lambda input, other: v.compare("!=", input, other),
+        "not_equal": lambda input, other: v.compare("!=", input, other),
+        **{
+            name: lambda input, other, sign=sign: v.bits(sign, input, other)
+            for sign, names in (
+                ("&", ("and", "bitwise_and")),
+                ("|", ("or", "bitwise_or")),
+                ("^", ("xor", "bitwise_xor")),
+            )
+            for name in names
+        },
+        "invert": v.invert,
+        "bitwise_not": v.invert,
+        "lshift": v.shift_left,
+        "bitwise_left_shift": v.shift_left,
+        "rshift": v.shift_right,
+        "bitwise_right_shift": v.shift_right,
+        "logical_and": _logical("&"),
+        "logical_or": _logical("|"),
+        "logical_xor": _logical("^"),
+        "logical_not": lambda input: v.invert(as_bool(input)),
+        "zeros_like": lambda input, **named: _full_like(input, 0, **named),
+        "ones_like": lambda input, **named: _full_like(input, 1, **named),
+        "full_like": _full_like,
+        "new_ones": _new(1),
+        "new_zeros": _new(0),
+        "masked_fill": lambda input, mask, value: v.where(
+            mask, converted(value, literal(input).dtype_name), input
+        ),
+        # Conversions.
+        "to": _to,
+        "type": _to,
+        "type_as": _to,
+        **{
+            name: _conversion(dtype)
+            for name, dtype in (
+                ("float", "float32"),
+                ("half", "float16"),
+                ("bfloat16", "bfloat16"),
+                ("bool", "bool"),
+                ("byte", "uint8"),
+                ("char", "int8"),
+                ("short", "int16"),
+                ("int", "int32"),
+                ("long", "int64"),
+            )
+        },
+        "double": _refuse("a program computes in float32: write .float() instead of .double()."),
+        "unsqueeze": lambda input, dim: literal(
+            input
+        ),  # so that it meets each element of a captured row, as it does anyway
+        "clone": lambda input, **_: literal(input),
+        "contiguous": lambda input, **_: literal(input),
+        "cpu": literal,
+        "detach": _refuse(
+            "a program's values have the gradients of all that is written: detach what is captured, before the call."
+        ),
+        # Activations.
+        "relu": _relu,
+        "relu6": lambda input: _between(input, 0, 6),
+        "gelu": _gelu,
+        "elu": _elu,
+        "softplus": _softplus,
+        "silu": lambda input: v.as_real(input) * FUNCTIONS["sigmoid"](input),
+        "celu": lambda input, alpha=1.0: _elu(input, alpha, 1.0, 1.0 / alpha),
+        "selu": lambda input: _elu(input, 1.6732632423543772, 1.0507009873554805),
+        "leaky_relu": lambda input, negative_slope=0.01: v.where(
+            literal(input) > 0, input, v.multiply(input, negative_slope)
+        ),
+        "hardtanh": lambda input, min_val=-1.0, max_val=1.0: _between(input, min_val, max_val),
+        "log_sigmoid": lambda input: v.where(literal(input) < -20, input, -_softplus(-literal(input))),
+        "hardsigmoid": lambda input: _between(v.as_real(input) / 6 + 0.5, 0.0, 1.0),
+        "hardswish": lambda input: v.as_real(input) * FUNCTIONS["hardsigmoid"](input),
+        "mish": lambda input: v.as_real(input) * FUNCTIONS["tanh"](_softplus(input)),
+        "softsign": lambda input: v.as_real(input) / (1.0 + v.absolute(input)),
+        "tanhshrink": lambda input: input - FUNCTIONS["tanh"](input),
+        "softshrink": lambda input, lambd=0.5: _shrunk(input, lambd, soft=True),
+        "hardshrink": lambda input, lambd=0.5: _shrunk(input, lambd, soft=False),
+        "threshold": lambda input, threshold, value: v.where(literal(input) > threshold, input, value),
+    }
+)
 FUNCTIONS["logsigmoid"] = FUNCTIONS["log_sigmoid"]

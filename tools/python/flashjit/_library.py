@@ -1,4 +1,5 @@
 """The C ABI by ctypes: include/flashjit/flashjit.h as Python sees it. Nothing here knows PyTorch."""
+
 from __future__ import annotations
 
 import array
@@ -9,7 +10,8 @@ import os
 import pathlib
 import sys
 import weakref
-from typing import Any, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from ._checks import check_whole
 from .errors import BY_STATUS, InternalError, InvalidArgument, NoDriver, WrongType
@@ -19,17 +21,35 @@ FORWARD, BACKWARD, APPEND, MERGE, QUANTISE = range(5)
 MAX_CAPTURE_DIMS = 6
 
 #: flashjit_element_type, by the name that programs use.
-ELEMENT_TYPES = {"fp32": 1, "fp16": 2, "bf16": 3, "int32": 4, "int64": 5, "int16": 6, "int8": 7, "uint8": 8, "bool": 9}
+ELEMENT_TYPES = {
+    "fp32": 1,
+    "fp16": 2,
+    "bf16": 3,
+    "int32": 4,
+    "int64": 5,
+    "int16": 6,
+    "int8": 7,
+    "uint8": 8,
+    "bool": 9,
+}
 
 _pointer, _i64 = ctypes.c_void_p, ctypes.c_int64
 
 
 class Options(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("cache_dir", ctypes.c_char_p),
-                ("packs", ctypes.POINTER(ctypes.c_char_p)), ("pack_count", ctypes.c_size_t), ("jit", ctypes.c_int32),
-                ("template_dir", ctypes.c_char_p), ("log", _pointer), ("log_user", _pointer),
-                ("nvrtc", ctypes.c_char_p), ("cache_limit", ctypes.c_uint64),
-                ("tune_in_background", ctypes.c_int32)]
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("cache_dir", ctypes.c_char_p),
+        ("packs", ctypes.POINTER(ctypes.c_char_p)),
+        ("pack_count", ctypes.c_size_t),
+        ("jit", ctypes.c_int32),
+        ("template_dir", ctypes.c_char_p),
+        ("log", _pointer),
+        ("log_user", _pointer),
+        ("nvrtc", ctypes.c_char_p),
+        ("cache_limit", ctypes.c_uint64),
+        ("tune_in_background", ctypes.c_int32),
+    ]
 
 
 class Shape(ctypes.Structure):
@@ -61,17 +81,41 @@ class DropoutPlace(ctypes.Structure):
 
 
 class Capture(ctypes.Structure):
-    _fields_ = [("name", ctypes.c_char_p), ("data", _pointer), ("grad", _pointer), ("rank", ctypes.c_int32),
-                ("type", ctypes.c_int32), ("size", _i64 * MAX_CAPTURE_DIMS), ("stride", _i64 * MAX_CAPTURE_DIMS), ("scalar", ctypes.c_double)]
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("data", _pointer),
+        ("grad", _pointer),
+        ("rank", ctypes.c_int32),
+        ("type", ctypes.c_int32),
+        ("size", _i64 * MAX_CAPTURE_DIMS),
+        ("stride", _i64 * MAX_CAPTURE_DIMS),
+        ("scalar", ctypes.c_double),
+    ]
 
 
-_COMMON: list[Any] = [("softmax_scale", _pointer), ("kv_lengths", _pointer), ("block_map", BlockMap),
-           ("dropout_p", ctypes.c_double), ("seed", ctypes.c_uint64), ("offset", ctypes.c_uint64),
-           ("workspace", _pointer), ("workspace_bytes", ctypes.c_size_t), ("captures", _pointer),
-           ("capture_count", ctypes.c_size_t), ("cu_seqlens_q", _pointer), ("cu_seqlens_kv", _pointer),
-           ("sinks", _pointer)]
-_LAST: list[Any] = [("batch_size", _i64), ("max_seqlen_q", _i64), ("max_seqlen_kv", _i64), ("lists", _pointer),
-                    ("rng_state", _pointer), ("zero_unused_rows", ctypes.c_int32)]
+_COMMON: list[Any] = [
+    ("softmax_scale", _pointer),
+    ("kv_lengths", _pointer),
+    ("block_map", BlockMap),
+    ("dropout_p", ctypes.c_double),
+    ("seed", ctypes.c_uint64),
+    ("offset", ctypes.c_uint64),
+    ("workspace", _pointer),
+    ("workspace_bytes", ctypes.c_size_t),
+    ("captures", _pointer),
+    ("capture_count", ctypes.c_size_t),
+    ("cu_seqlens_q", _pointer),
+    ("cu_seqlens_kv", _pointer),
+    ("sinks", _pointer),
+]
+_LAST: list[Any] = [
+    ("batch_size", _i64),
+    ("max_seqlen_q", _i64),
+    ("max_seqlen_kv", _i64),
+    ("lists", _pointer),
+    ("rng_state", _pointer),
+    ("zero_unused_rows", ctypes.c_int32),
+]
 
 
 class PartialState(ctypes.Structure):
@@ -79,48 +123,130 @@ class PartialState(ctypes.Structure):
 
 
 class ForwardArgs(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
-                ("lse", _pointer)] + _COMMON + _LAST + [("page_table", PageTable), ("row_max", _pointer), ("k_scale", Scales),
-                                                        ("v_scale", Scales), ("q_scale", Scales), ("indices", Indices),
-                                                        ("dropout_place", DropoutPlace), ("reserved_sms", ctypes.c_int32), ("prefix_length", _pointer),
-                                                        ("state", PartialState)]
+    _fields_ = (
+        [
+            ("struct_size", ctypes.c_size_t),
+            ("q", Tensor),
+            ("k", Tensor),
+            ("v", Tensor),
+            ("out", Tensor),
+            ("lse", _pointer),
+        ]
+        + _COMMON
+        + _LAST
+        + [
+            ("page_table", PageTable),
+            ("row_max", _pointer),
+            ("k_scale", Scales),
+            ("v_scale", Scales),
+            ("q_scale", Scales),
+            ("indices", Indices),
+            ("dropout_place", DropoutPlace),
+            ("reserved_sms", ctypes.c_int32),
+            ("prefix_length", _pointer),
+            ("state", PartialState),
+        ]
+    )
 
 
 class BackwardArgs(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
-                ("lse", _pointer), ("dout", Tensor), ("dq", Tensor), ("dk", Tensor),
-                ("dv", Tensor)] + _COMMON + [("dsinks", _pointer)] + _LAST + [("dlse", _pointer), ("indices", Indices),
-                                                                         ("dropout_place", DropoutPlace), ("reserved_sms", ctypes.c_int32)]
+    _fields_ = (
+        [
+            ("struct_size", ctypes.c_size_t),
+            ("q", Tensor),
+            ("k", Tensor),
+            ("v", Tensor),
+            ("out", Tensor),
+            ("lse", _pointer),
+            ("dout", Tensor),
+            ("dq", Tensor),
+            ("dk", Tensor),
+            ("dv", Tensor),
+        ]
+        + _COMMON
+        + [("dsinks", _pointer)]
+        + _LAST
+        + [
+            ("dlse", _pointer),
+            ("indices", Indices),
+            ("dropout_place", DropoutPlace),
+            ("reserved_sms", ctypes.c_int32),
+        ]
+    )
 
 
 class ListArgs(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("memory", _pointer), ("memory_bytes", ctypes.c_size_t),
-                ("kv_lengths", _pointer), ("block_map", BlockMap), ("captures", _pointer),
-                ("capture_count", ctypes.c_size_t), ("cu_seqlens_q", _pointer), ("cu_seqlens_kv", _pointer)]
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("memory", _pointer),
+        ("memory_bytes", ctypes.c_size_t),
+        ("kv_lengths", _pointer),
+        ("block_map", BlockMap),
+        ("captures", _pointer),
+        ("capture_count", ctypes.c_size_t),
+        ("cu_seqlens_q", _pointer),
+        ("cu_seqlens_kv", _pointer),
+    ]
 
 
 class Rope(ctypes.Structure):
-    _fields_ = [("cos", _pointer), ("sin", _pointer), ("table_rows", _i64), ("stride", _i64), ("type", ctypes.c_int32),
-                ("theta", ctypes.c_float), ("dims", ctypes.c_int32), ("interleaved", ctypes.c_int32), ("positions", _pointer)]
+    _fields_ = [
+        ("cos", _pointer),
+        ("sin", _pointer),
+        ("table_rows", _i64),
+        ("stride", _i64),
+        ("type", ctypes.c_int32),
+        ("theta", ctypes.c_float),
+        ("dims", ctypes.c_int32),
+        ("interleaved", ctypes.c_int32),
+        ("positions", _pointer),
+    ]
 
 
 class AppendArgs(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("k", Tensor), ("v", Tensor), ("k_cache", Tensor), ("v_cache", Tensor),
-                ("kv_lengths", _pointer), ("page_table", PageTable), ("q", Tensor), ("q_out", Tensor), ("rope", Rope),
-                ("cu_seqlens_q", _pointer), ("batch_size", _i64), ("max_seqlen_kv", _i64), ("k_scale", Scales), ("v_scale", Scales)]
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("k", Tensor),
+        ("v", Tensor),
+        ("k_cache", Tensor),
+        ("v_cache", Tensor),
+        ("kv_lengths", _pointer),
+        ("page_table", PageTable),
+        ("q", Tensor),
+        ("q_out", Tensor),
+        ("rope", Rope),
+        ("cu_seqlens_q", _pointer),
+        ("batch_size", _i64),
+        ("max_seqlen_kv", _i64),
+        ("k_scale", Scales),
+        ("v_scale", Scales),
+    ]
 
 
 class MergeArgs(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("states", _pointer), ("state_count", ctypes.c_size_t), ("out", Tensor),
-                ("lse", _pointer), ("states_type", ctypes.c_int32), ("out_type", ctypes.c_int32)]
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("states", _pointer),
+        ("state_count", ctypes.c_size_t),
+        ("out", Tensor),
+        ("lse", _pointer),
+        ("states_type", ctypes.c_int32),
+        ("out_type", ctypes.c_int32),
+    ]
 
 
 class QuantiseArgs(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("x", Tensor), ("codes", Tensor), ("scale", Scales), ("hadamard", ctypes.c_int32),
-                ("rope", Rope)]
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("x", Tensor),
+        ("codes", Tensor),
+        ("scale", Scales),
+        ("hadamard", ctypes.c_int32),
+        ("rope", Rope),
+    ]
 
 
-def words_of(structure: ctypes.Structure) -> "array.array[int]":
+def words_of(structure: ctypes.Structure) -> array.array[int]:
     """A copy of the structure as 64-bit words: a call copies these and sets its pointers, which is much quicker than to set
     members of members."""
     return array.array("Q", bytes(structure))
@@ -175,21 +301,32 @@ def library() -> ctypes.CDLL:
     try:
         opened = ctypes.CDLL(str(path))
     except OSError as error:
-        raise NoDriver(f"libflashjit.so cannot be opened ({error}): install the flashjit wheel (pip wheel tools/python), "
-                       "or set FLASHJIT_LIBRARY to a libflashjit.so that was built from the same sources.") from None
+        raise NoDriver(
+            f"libflashjit.so cannot be opened ({error}): install the flashjit wheel (pip wheel tools/python), "
+            "or set FLASHJIT_LIBRARY to a libflashjit.so that was built from the same sources."
+        ) from None
     for name, (result, arguments) in _SIGNATURES.items():
         try:
             function = getattr(opened, name)
         except AttributeError:
-            raise InternalError(f"{path} has no function {name}: it belongs to another version of flashjit; install "
-                                "the wheel again, or point FLASHJIT_LIBRARY to the library of this version.") from None
+            raise InternalError(
+                f"{path} has no function {name}: it belongs to another version of flashjit; install "
+                "the wheel again, or point FLASHJIT_LIBRARY to the library of this version."
+            ) from None
         function.restype, function.argtypes = result, arguments
     return opened
 
 
 #: What the library's messages call by the names of its structs, and Python by those of its arguments.
-_PYTHON_WORDS = {"softmax_scale": "scale", "rope.dims": "rope_dims", "rope.theta": "theta", "rope.cos": "cos", "rope.sin": "sin",
-                 "rope.positions": "positions", **{f"{x}_scale is null": f"{x}_scale is missing" for x in "qkv"}}
+_PYTHON_WORDS = {
+    "softmax_scale": "scale",
+    "rope.dims": "rope_dims",
+    "rope.theta": "theta",
+    "rope.cos": "cos",
+    "rope.sin": "sin",
+    "rope.positions": "positions",
+    **{f"{x}_scale is null": f"{x}_scale is missing" for x in "qkv"},
+}
 
 
 def raise_error(status: int) -> None:
@@ -278,7 +415,9 @@ _SWITCH = {None: 0, True: 1, False: 2}
 
 def _switch(name: str, value: Any) -> int:
     if value not in (None, True, False):
-        raise InvalidArgument(f"{name} is {value!r}: give True, False, or None for what the environment says.")
+        raise InvalidArgument(
+            f"{name} is {value!r}: give True, False, or None for what the environment says."
+        )
     return _SWITCH[value]
 
 
@@ -298,21 +437,33 @@ class Runtime:
         not tuned. None: FLASHJIT_TUNE_IN_BACKGROUND, else no.
     """
 
-    def __init__(self, *, cache_dir: str | os.PathLike[str] | None = None,
-                 packs: Sequence[str | os.PathLike[str]] = (), jit: bool | None = None,
-                 template_dir: str | os.PathLike[str] | None = None,
-                 nvrtc: str | os.PathLike[str] | None = None, cache_limit: int | None = None,
-                 tune_in_background: bool | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        cache_dir: str | os.PathLike[str] | None = None,
+        packs: Sequence[str | os.PathLike[str]] = (),
+        jit: bool | None = None,
+        template_dir: str | os.PathLike[str] | None = None,
+        nvrtc: str | os.PathLike[str] | None = None,
+        cache_limit: int | None = None,
+        tune_in_background: bool | None = None,
+    ) -> None:
         if isinstance(packs, (str, os.PathLike)):
             raise WrongType(f"packs is {packs!r}, which is one folder: give a list of them.")
         check_whole("cache_limit", cache_limit or 0)
         text = lambda path: None if path is None else os.fsencode(path)
         paths = (ctypes.c_char_p * len(packs))(*map(text, packs))
-        options = Options(struct_size=ctypes.sizeof(Options), cache_dir=text(cache_dir), packs=paths,
-                          pack_count=len(packs), jit=_switch("jit", jit),
-                          template_dir=text(template_dir), nvrtc=text(nvrtc if nvrtc is not None else nvrtc_folder()),
-                          cache_limit=cache_limit or 0,
-                          tune_in_background=_switch("tune_in_background", tune_in_background))
+        options = Options(
+            struct_size=ctypes.sizeof(Options),
+            cache_dir=text(cache_dir),
+            packs=paths,
+            pack_count=len(packs),
+            jit=_switch("jit", jit),
+            template_dir=text(template_dir),
+            nvrtc=text(nvrtc if nvrtc is not None else nvrtc_folder()),
+            cache_limit=cache_limit or 0,
+            tune_in_background=_switch("tune_in_background", tune_in_background),
+        )
         self._handle = Handle("flashjit_runtime_create", "flashjit_runtime_destroy", ctypes.byref(options))
         self.address = self._handle.address
         self.generation = 0  # counts what may change the workspace that calls need
@@ -324,19 +475,32 @@ class Runtime:
         What was tuned stays in use. Happens by itself when Python ends."""
         check(library().flashjit_stop_tuning(self.address))
 
-    def prepare(self, spec: str, shape: Sequence[int], *, backward: bool = False, config: str | None = None) -> None:
+    def prepare(
+        self, spec: str, shape: Sequence[int], *, backward: bool = False, config: str | None = None
+    ) -> None:
         """Compiles and loads now on the current device, e.g. before a CUDA graph capture.
 
         spec: such as "bf16:d128:causal", or "append:bf16:d128:pages16". shape: (batch, heads_q, heads_kv, seqlen_q, seqlen_kv).
         config: tiles for this spec and shape from now on, such as "sm80:br128:bc64:w4:s2".
         """
-        check(library().flashjit_prepare(self.address, _pass_of(spec, backward), spec_handle(spec).address,
-                                         ctypes.byref(shape_struct(shape)), config.encode() if config else None))
+        check(
+            library().flashjit_prepare(
+                self.address,
+                _pass_of(spec, backward),
+                spec_handle(spec).address,
+                ctypes.byref(shape_struct(shape)),
+                config.encode() if config else None,
+            )
+        )
         self.generation += 1
 
     def prepare_both(self, spec: str, shape: Sequence[int]) -> None:
         """prepare() for both passes at once, in little more time than one takes."""
-        check(library().flashjit_prepare_both(self.address, spec_handle(spec).address, ctypes.byref(shape_struct(shape))))
+        check(
+            library().flashjit_prepare_both(
+                self.address, spec_handle(spec).address, ctypes.byref(shape_struct(shape))
+            )
+        )
 
     def workspace_bytes(self, spec: str, shape: Sequence[int], *, backward: bool = False) -> int:
         """Bytes of device memory that a call on the current device needs lent; list_bytes() fewer when it is given its
@@ -349,14 +513,22 @@ class Runtime:
 
     def _bytes(self, function: str, spec: str, shape: Sequence[int], backward: bool) -> int:
         needed = ctypes.c_size_t()
-        check(getattr(library(), function)(self.address, int(backward), spec_handle(spec).address,
-                                           ctypes.byref(shape_struct(shape)), ctypes.byref(needed)))
+        check(
+            getattr(library(), function)(
+                self.address,
+                int(backward),
+                spec_handle(spec).address,
+                ctypes.byref(shape_struct(shape)),
+                ctypes.byref(needed),
+            )
+        )
         return needed.value
 
     def supports(self, spec: str, shape: Sequence[int], *, backward: bool = False) -> str | None:
         """None when some kernel family can do it on the current device, else each one's reason why not."""
-        status = library().flashjit_supports(self.address, int(backward), spec_handle(spec).address,
-                                             ctypes.byref(shape_struct(shape)))
+        status = library().flashjit_supports(
+            self.address, int(backward), spec_handle(spec).address, ctypes.byref(shape_struct(shape))
+        )
         if status == 2:
             return library().flashjit_last_error_message().decode(errors="replace")
         check(status)
@@ -365,7 +537,9 @@ class Runtime:
 
 def _pass_of(spec: str, backward: bool) -> int:
     """flashjit_pass: what the text names, where it is not attention."""
-    return {"append": APPEND, "merge": MERGE, "quantise": QUANTISE}.get(spec.partition(":")[0], BACKWARD if backward else FORWARD)
+    return {"append": APPEND, "merge": MERGE, "quantise": QUANTISE}.get(
+        spec.partition(":")[0], BACKWARD if backward else FORWARD
+    )
 
 
 def _stop_tuning(runtime: Handle, process: int) -> None:
@@ -377,7 +551,9 @@ def shape_struct(sizes: Sequence[int]) -> Shape:
     for size in sizes:
         check_whole("a size of the shape", size)
     if len(sizes) != 5:
-        raise InvalidArgument(f"shape has {len(sizes)} numbers: give (batch, heads_q, heads_kv, seqlen_q, seqlen_kv).")
+        raise InvalidArgument(
+            f"shape has {len(sizes)} numbers: give (batch, heads_q, heads_kv, seqlen_q, seqlen_kv)."
+        )
     return Shape(*sizes)
 
 

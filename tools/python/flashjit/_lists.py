@@ -1,7 +1,9 @@
 """TileLists: which tiles the kernels visit, made once for many layers and steps."""
+
 from __future__ import annotations
 
-from typing import Any, Mapping, NamedTuple, Union
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,33 +34,68 @@ class TileLists:
     loses the gain: its CUDA graphs copy the memory, and calls build their own lists.
     """
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = False, dropout_p: float = 0.0,
-                 score_mod: Any = None, mask_mod: Any = None, captures: Union[Mapping[str, Any], None] = None,
-                 block_mask: Any = None, cu_seqlens_q: Union[Tensor, None] = None,
-                 cu_seqlens_kv: Union[Tensor, None] = None, max_seqlen_q: Union[int, None] = None,
-                 max_seqlen_kv: Union[int, None] = None, sinks: Union[Tensor, None] = None,
-                 kv_lengths: Union[Tensor, None] = None, deterministic: Union[bool, None] = None,
-                 backward: Union[bool, None] = None) -> None:
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool | str = False,
+        dropout_p: float = 0.0,
+        score_mod: Any = None,
+        mask_mod: Any = None,
+        captures: Mapping[str, Any] | None = None,
+        block_mask: Any = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        sinks: Tensor | None = None,
+        kv_lengths: Tensor | None = None,
+        deterministic: bool | None = None,
+        backward: bool | None = None,
+    ) -> None:
         if torch.compiler.is_compiling():
-            raise Unsupported("TileLists cannot be made in compiled code: make it outside, and give it to the compiled "
-                              "function.")
+            raise Unsupported(
+                "TileLists cannot be made in compiled code: make it outside, and give it to the compiled "
+                "function."
+            )
         check_types(q, k, v)
         if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
             q, k, v = autocast(q, k, v)
         both = torch.is_grad_enabled() if backward is None else backward
         if block_mask is not None:
-            block_mask, mask_mod = read_blocks(block_mask, mask_mod, max_seqlen_q or q.shape[2], max_seqlen_kv or k.shape[2], True)
-        fixed, values, problem = read_problem(causal, None, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
-                                              cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
-                                              both)
+            block_mask, mask_mod = read_blocks(
+                block_mask, mask_mod, max_seqlen_q or q.shape[2], max_seqlen_kv or k.shape[2], True
+            )
+        fixed, values, problem = read_problem(
+            causal,
+            None,
+            dropout_p,
+            score_mod,
+            mask_mod,
+            captures,
+            block_mask,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            max_seqlen_q,
+            max_seqlen_kv,
+            sinks,
+            kv_lengths,
+            deterministic,
+            both,
+        )
         plan = plan_of(q, k, v, fixed, values, problem)
         if both and not plan.prepared_both:
             plan.prepare_both()
         made: list[tuple[Any, Any]] = [plan.build_lists(fixed, values, False)]
         made.append(plan.build_lists(fixed, values, True) if both else (None, None))
-        self.built: tuple[Any, Any] = (made[0][0], made[1][0])  # of the forward pass, and of the backward pass or None
+        self.built: tuple[Any, Any] = (
+            made[0][0],
+            made[1][0],
+        )  # of the forward pass, and of the backward pass or None
         self.memory: tuple[Any, Any] = (made[0][1], made[1][1])
-        for built, memory in made[:1 + both]:
+        for built, memory in made[: 1 + both]:
             _remember(memory, built)
 
     @property
@@ -67,7 +104,9 @@ class TileLists:
         return sum(built.bytes for built in self.built if built)
 
     def __reduce__(self) -> Any:
-        raise Unsupported("TileLists are on a device, for this process: they cannot be copied or pickled; make them anew.")
+        raise Unsupported(
+            "TileLists are on a device, for this process: they cannot be copied or pickled; make them anew."
+        )
 
     def __repr__(self) -> str:
         return f"<flashjit.TileLists for {' and '.join(built.text for built in self.built if built)}>"
@@ -75,8 +114,10 @@ class TileLists:
 
 def check_lists(lists: Any) -> None:
     if not isinstance(lists, TileLists):
-        raise WrongType(f"lists is a {type(lists).__name__}: give a flashjit.torch.TileLists; what flashjit.build_lists() "
-                        "makes is for flashjit.forward() and backward().")
+        raise WrongType(
+            f"lists is a {type(lists).__name__}: give a flashjit.torch.TileLists; what flashjit.build_lists() "
+            "makes is for flashjit.forward() and backward()."
+        )
 
 
 # The operators see tensors only: the memory of lists stands for them. What is known of it ends with it.
@@ -97,7 +138,7 @@ def _remember(memory: Tensor, built: BuiltLists) -> None:
     _known[memory.data_ptr()] = _Known(StorageWeakRef(memory.untyped_storage()), built)
 
 
-def built_at(memory: Union[Tensor, None]) -> Union[BuiltLists, None]:
+def built_at(memory: Tensor | None) -> BuiltLists | None:
     """The lists whose memory it is. None for a copy, such as CUDA graphs of torch.compile make of their inputs: the call
     then makes its own."""
     if memory is None:

@@ -2,37 +2,75 @@
 
 Tile lists are the memory of a TileLists: by it, and not by an object, the operators know them again.
 """
+
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence, Union
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ._lists import built_at
-from ._plans import (NO_RNG, NOTHING, Fixed, Plan, Problem, Rng, aligned, grads_of_fixed, contiguous, dense_strides, describe,
-                     laid_out, names_with_grad, out_dtype_of, plan_of, readable)
+from ._plans import (
+    NO_RNG,
+    NOTHING,
+    Fixed,
+    Plan,
+    Problem,
+    Rng,
+    aligned,
+    contiguous,
+    dense_strides,
+    describe,
+    grads_of_fixed,
+    laid_out,
+    names_with_grad,
+    out_dtype_of,
+    plan_of,
+    readable,
+)
 from ._transforms import refuse_second, through_transforms
 from .errors import InvalidArgument
 
-_FIXED_SCHEMA = ("Tensor? block_map, Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks, "
-                 "Tensor? indices, Tensor? page_table, Tensor? prefix_length, Tensor? k_scale, Tensor? v_scale, Tensor? q_scale, ")
-_PROBLEM_SCHEMA = ("Tensor? rng, Tensor? lists_forward, Tensor? lists_backward, Tensor[] captures, float[] numbers, "
-                   "str[] names, str options, float? scale, float dropout_p, SymInt max_seqlen_q, SymInt max_seqlen_kv, "
-                   "bool cached, str out_type")
+_FIXED_SCHEMA = (
+    "Tensor? block_map, Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks, "
+    "Tensor? indices, Tensor? page_table, Tensor? prefix_length, Tensor? k_scale, Tensor? v_scale, Tensor? q_scale, "
+)
+_PROBLEM_SCHEMA = (
+    "Tensor? rng, Tensor? lists_forward, Tensor? lists_backward, Tensor[] captures, float[] numbers, "
+    "str[] names, str options, float? scale, float dropout_p, SymInt max_seqlen_q, SymInt max_seqlen_kv, "
+    "bool cached, str out_type"
+)
 _FIXED = len(NOTHING)
-torch.library.define("flashjit::attention_forward", f"(Tensor q, Tensor k, Tensor v, {_FIXED_SCHEMA}{_PROBLEM_SCHEMA})"
-                     " -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
-torch.library.define("flashjit::attention_backward",
-                     "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-                     f"{_FIXED_SCHEMA}{_PROBLEM_SCHEMA}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
-torch.library.define("flashjit::draw", "(Tensor like) -> Tensor",
-                     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded))
+torch.library.define(
+    "flashjit::attention_forward",
+    f"(Tensor q, Tensor k, Tensor v, {_FIXED_SCHEMA}{_PROBLEM_SCHEMA}) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    "flashjit::attention_backward",
+    "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_FIXED_SCHEMA}{_PROBLEM_SCHEMA}) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    "flashjit::draw",
+    "(Tensor like) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
+)
 
 
-def through_operator(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...],
-                     problem: Problem, lists: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
+def through_operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    fixed: Fixed,
+    values: tuple[Any, ...],
+    problem: Problem,
+    lists: tuple[Any, Any],
+) -> tuple[Tensor, Tensor]:
     """lists: the memory of those of the forward pass, and of the backward pass's, or None."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     rng = _draw_once(q, (q, k, v, fixed.sinks, *tensors)) if problem.dropout_p else None
@@ -42,13 +80,31 @@ def through_operator(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tupl
     return torch.ops.flashjit.attention_forward(q, k, v, *arguments)
 
 
-def operator_arguments(fixed: Fixed, values: tuple[Any, ...], problem: Problem, rng: Union[Tensor, None],
-                       lists: tuple[Any, Any] = (None, None)) -> tuple[Any, ...]:
+def operator_arguments(
+    fixed: Fixed,
+    values: tuple[Any, ...],
+    problem: Problem,
+    rng: Tensor | None,
+    lists: tuple[Any, Any] = (None, None),
+) -> tuple[Any, ...]:
     """Arguments of both operators after their first tensors."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     numbers = [float(value) for value in values if not isinstance(value, Tensor)]
-    return (*fixed, rng, *lists, tensors, numbers, list(problem.names), problem.options, problem.scale,
-            float(problem.dropout_p), problem.max_seqlen_q, problem.max_seqlen_kv, problem.cached, problem.out_type)
+    return (
+        *fixed,
+        rng,
+        *lists,
+        tensors,
+        numbers,
+        list(problem.names),
+        problem.options,
+        problem.scale,
+        float(problem.dropout_p),
+        problem.max_seqlen_q,
+        problem.max_seqlen_kv,
+        problem.cached,
+        problem.out_type,
+    )
 
 
 def draw(like: Tensor) -> Tensor:
@@ -56,12 +112,16 @@ def draw(like: Tensor) -> Tensor:
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=like.device)
 
 
-def _draw_once(q: Tensor, inputs: Sequence[Union[Tensor, None]]) -> Tensor:
+def _draw_once(q: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
     """draw(), of which torch.compile knows that the backward pass of `inputs`, if any, needs the same numbers: in a checkpoint its
     partitioner replays the generator where it computes a forward pass again. Elsewhere it would draw anew. A graph without a
     backward pass can have no such checkpoint."""
-    if (torch.compiler.is_compiling() and not _is_exporting() and torch.is_grad_enabled()
-            and any(x is not None and x.requires_grad for x in inputs)):
+    if (
+        torch.compiler.is_compiling()
+        and not _is_exporting()
+        and torch.is_grad_enabled()
+        and any(x is not None and x.requires_grad for x in inputs)
+    ):
         return checkpoint(_draw_by_operator, q, use_reentrant=False)
     return draw(q)
 
@@ -88,14 +148,21 @@ class _Unpacked(NamedTuple):
 
 def _unpack(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]) -> _Unpacked:
     """An operator's arguments, and their plan."""
-    given, (rng, *lists), rest = arguments[:_FIXED], arguments[_FIXED:_FIXED + 3], arguments[_FIXED + 3:]
+    given, (rng, *lists), rest = arguments[:_FIXED], arguments[_FIXED : _FIXED + 3], arguments[_FIXED + 3 :]
     captures, numbers, names, options, scale, dropout_p, max_q, max_kv, cached, out_type = rest
     fixed = NOTHING
     if any(x is not None for x in given):
         fixed = contiguous(Fixed(*[x if x is None else aligned(x) for x in given]))
     values = (*map(aligned, captures), *numbers)
     q, k, v = readable(q, "q"), readable(k, "k"), readable(v, "v")
-    plan = plan_of(q, k, v, fixed, values, Problem(options, scale, dropout_p, max_q, max_kv, tuple(names), cached, out_type))
+    plan = plan_of(
+        q,
+        k,
+        v,
+        fixed,
+        values,
+        Problem(options, scale, dropout_p, max_q, max_kv, tuple(names), cached, out_type),
+    )
     if rng is None:
         rng = NO_RNG
     elif rng.data_ptr() % 16:
@@ -115,13 +182,16 @@ def _operator_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple
 
 
 @torch.library.impl("flashjit::attention_backward", ("cuda", "cpu"))
-def _operator_backward(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-                       *arguments: Any) -> list[Tensor]:
+def _operator_backward(
+    dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
+) -> list[Tensor]:
     plan, qkv, fixed, values, rng, lists = _unpack(q, k, v, arguments)
     for name, x, size in (("out", out, plan.out_size), ("lse", lse, plan.lse_size)):
         if tuple(x.shape) != size:
-            raise InvalidArgument(f"{name} is {describe(x)} in the backward pass, and was {list(size)}: hooks of "
-                                  "saved tensors must give back the same sizes.")
+            raise InvalidArgument(
+                f"{name} is {describe(x)} in the backward pass, and was {list(size)}: hooks of "
+                "saved tensors must give back the same sizes."
+            )
     out = laid_out(out.to(plan.out_dtype), plan.out_size, plan.out_stride)
     lse = aligned(lse.to(torch.float32).contiguous())
     grads, dsinks, dvalues = plan.backward(dout, dlse, *qkv, out, lse, fixed, values, rng, built_at(lists[1]))
@@ -136,8 +206,12 @@ def _fake_draw(like: Tensor) -> Tensor:
 @torch.library.register_fake("flashjit::attention_forward")
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     size = (*q.shape[:3], v.shape[3])
-    out = torch.empty_strided(size, dense_strides(size, q.stride()), dtype=out_dtype_of(arguments[-7], arguments[-1], q.dtype),
-                              device=q.device)
+    out = torch.empty_strided(
+        size,
+        dense_strides(size, q.stride()),
+        dtype=out_dtype_of(arguments[-7], arguments[-1], q.dtype),
+        device=q.device,
+    )
     cu_seqlens_q, max_seqlen_q = arguments[2], arguments[-4]
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     rows = q.shape[2] if cu_seqlens_q is None else max_seqlen_q
@@ -145,36 +219,48 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Ten
 
 
 @torch.library.register_fake("flashjit::attention_backward")
-def _fake_backward(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-                   *arguments: Any) -> list[Tensor]:
-    grads = [torch.empty_strided(t.shape, dense_strides(t.shape, t.stride()), dtype=t.dtype, device=t.device)
-             for t in (q, k, v)]
-    sinks, (captures, _, names, options) = arguments[4], arguments[_FIXED + 3:_FIXED + 7]
+def _fake_backward(
+    dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
+) -> list[Tensor]:
+    grads = [
+        torch.empty_strided(t.shape, dense_strides(t.shape, t.stride()), dtype=t.dtype, device=t.device)
+        for t in (q, k, v)
+    ]
+    sinks, (captures, _, names, options) = arguments[4], arguments[_FIXED + 3 : _FIXED + 7]
     if sinks is not None:
         grads.append(torch.empty(sinks.shape, dtype=torch.float32, device=q.device))
     with_grad = names_with_grad(options)
-    grads += [torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in zip(names, captures) if name in with_grad]
+    grads += [
+        torch.empty(t.shape, dtype=t.dtype, device=t.device)
+        for name, t in zip(names, captures)
+        if name in with_grad
+    ]
     return grads
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *arguments = inputs
-    fixed, (rng, _, lists_backward, captures) = arguments[:_FIXED], arguments[_FIXED:_FIXED + 4]
+    fixed, (rng, _, lists_backward, captures) = arguments[:_FIXED], arguments[_FIXED : _FIXED + 4]
     ctx.save_for_backward(q, k, v, *output, *fixed, rng, lists_backward, *captures)
-    ctx.rest = arguments[_FIXED + 4:]
+    ctx.rest = arguments[_FIXED + 4 :]
     ctx.set_materialize_grads(False)
 
 
 def _operator_gradient(ctx: Any, dout: Any, dlse: Any) -> Any:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
-    fixed, (rng, lists_backward), captures = tensors[:_FIXED], tensors[_FIXED:_FIXED + 2], tensors[_FIXED + 2:]
+    fixed, (rng, lists_backward), captures = (
+        tensors[:_FIXED],
+        tensors[_FIXED : _FIXED + 2],
+        tensors[_FIXED + 2 :],
+    )
     numbers, names, options, *_ = ctx.rest
     # PyTorch wants a list for a list without elements, and None for one of numbers or texts.
     rest: tuple[Any, ...] = (None if numbers else [], None if names else [], *[None] * (len(ctx.rest) - 2))
     if dout is None and dlse is None:
         return (*[None] * (_FIXED + 6), [None] * len(captures), *rest)
-    dq, dk, dv, *others = torch.ops.flashjit.attention_backward(dout, dlse, q, k, v, out, lse, *fixed, rng, None,
-                                                                 lists_backward, captures, *ctx.rest)
+    dq, dk, dv, *others = torch.ops.flashjit.attention_backward(
+        dout, dlse, q, k, v, out, lse, *fixed, rng, None, lists_backward, captures, *ctx.rest
+    )
     dsinks = others.pop(0) if fixed[4] is not None else None
     with_grad = names_with_grad(options)
     dcaptures = [others.pop(0) if name in with_grad else None for name, _ in zip(names, captures)]
@@ -182,8 +268,11 @@ def _operator_gradient(ctx: Any, dout: Any, dlse: Any) -> Any:
     return dq, dk, dv, *of_fixed, None, None, None, dcaptures, *rest
 
 
-torch.library.register_autograd("flashjit::attention_forward", _operator_gradient, setup_context=_setup_context)
+torch.library.register_autograd(
+    "flashjit::attention_forward", _operator_gradient, setup_context=_setup_context
+)
 
 
-torch.library.register_autograd("flashjit::attention_backward", refuse_second,
-                                setup_context=lambda ctx, inputs, output: None)
+torch.library.register_autograd(
+    "flashjit::attention_backward", refuse_second, setup_context=lambda ctx, inputs, output: None
+)

@@ -1,8 +1,10 @@
 """What one rank's queries and a block of keys make of attention(): calls on rows of both, and what each is given."""
+
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Iterable, NamedTuple, Sequence, Union
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +40,8 @@ class Piece(NamedTuple):
     rows: Chunk
     keys: Chunk
     given: dict[str, Any]  # of what attention() takes
-    packed: Union[Packed, None] = None
-    place: Union[tuple[int, ...], None] = None  # in the mask of dropout: _library.DropoutPlace
+    packed: Packed | None = None
+    place: tuple[int, ...] | None = None  # in the mask of dropout: _library.DropoutPlace
 
     @property
     def is_plain(self) -> bool:
@@ -50,18 +52,22 @@ class Rule(NamedTuple):
     """What attends to what, by positions in the whole sequence, or in a document where these are packed."""
 
     causal: bool
-    window: Union[int, None]
-    scale: Union[float, None]
+    window: int | None
+    scale: float | None
     score_mod: Any
     mask_mod: Any
-    documents: Union[tuple[int, ...], None] = None  # where each begins, and where the last one ends
+    documents: tuple[int, ...] | None = None  # where each begins, and where the last one ends
     dropout_p: float = 0.0
     head: int = 0  # the first one's number among all heads
     heads: int = 0
 
     @property
     def is_simple(self) -> bool:
-        return self.window is None and not self.dropout_p and self.score_mod is self.mask_mod is self.documents is None
+        return (
+            self.window is None
+            and not self.dropout_p
+            and self.score_mod is self.mask_mod is self.documents is None
+        )
 
     def pieces(self, mine: Sequence[Chunk], theirs: Sequence[Chunk], device: torch.device) -> list[Piece]:
         """No row and key are in two of them, and what is in none does not attend."""
@@ -98,31 +104,53 @@ class Rule(NamedTuple):
             first, last = together[0][0], together[-1][0]
             rows, keys = (Chunk(a.begin, b.end, 0) for a, b in zip(together[0][1:], together[-1][1:]))
             # With the empty ones between them, so that their numbers follow each other.
-            lengths = [tuple(_overlap(x, *documents[i:i + 2]).rows for i in range(first, last + 1)) for x in (q, kv)]
+            lengths = [
+                tuple(_overlap(x, *documents[i : i + 2]).rows for i in range(first, last + 1))
+                for x in (q, kv)
+            ]
             packed = packed_documents(*lengths, device)
-            given = self.arguments(Chunk(0, packed.max_seqlen_q, 0), Chunk(0, packed.max_seqlen_kv, 0), first) or {}
+            given = (
+                self.arguments(Chunk(0, packed.max_seqlen_q, 0), Chunk(0, packed.max_seqlen_kv, 0), first)
+                or {}
+            )
             if "causal" in given:  # both begin where the document does, wherever they end
                 given["causal"] = "top_left"
-            found.append(Piece(rows, keys, {**given, **packed.given()}, packed, self._place(first, rows, keys)))
+            found.append(
+                Piece(rows, keys, {**given, **packed.given()}, packed, self._place(first, rows, keys))
+            )
         return found
 
     def _found(self, blocks: Iterable[tuple[int, Chunk, Chunk]]) -> list[Piece]:
         """The blocks of a document in which any pair attends."""
-        return [Piece(rows, keys, given, None, self._place(document, rows, keys)) for document, rows, keys in blocks
-                if (given := self.arguments(rows, keys, document)) is not None]
+        return [
+            Piece(rows, keys, given, None, self._place(document, rows, keys))
+            for document, rows, keys in blocks
+            if (given := self.arguments(rows, keys, document)) is not None
+        ]
 
-    def _place(self, document: int, rows: Chunk, keys: Chunk) -> Union[tuple[int, ...], None]:
-        return (document, self.head, self.heads, rows.first, keys.first, rows.step, keys.step) if self.dropout_p else None
+    def _place(self, document: int, rows: Chunk, keys: Chunk) -> tuple[int, ...] | None:
+        return (
+            (document, self.head, self.heads, rows.first, keys.first, rows.step, keys.step)
+            if self.dropout_p
+            else None
+        )
 
-    def arguments(self, q: Chunk, kv: Chunk, document: int = 0) -> Union[dict[str, Any], None]:
+    def arguments(self, q: Chunk, kv: Chunk, document: int = 0) -> dict[str, Any] | None:
         """What attention() of one chunk and another is given; None: no pair attends."""
         given: dict[str, Any] = {"scale": self.scale}
         if self.dropout_p:
             given["dropout_p"] = self.dropout_p
         score_mod, mask_mod = self.score_mod, self.mask_mod
         # Numbers that differ between ranks and steps are read at each call, so that their kernels are the same.
-        q_first, kv_first, head, batch = (torch.tensor(x, dtype=torch.int32) for x in (q.first, kv.first, self.head, document))
-        moved = lambda b, h, i, j: (b + batch, h + head, _scaled(i, q.step) + q_first, _scaled(j, kv.step) + kv_first)
+        q_first, kv_first, head, batch = (
+            torch.tensor(x, dtype=torch.int32) for x in (q.first, kv.first, self.head, document)
+        )
+        moved = lambda b, h, i, j: (
+            b + batch,
+            h + head,
+            _scaled(i, q.step) + q_first,
+            _scaled(j, kv.step) + kv_first,
+        )
         if score_mod is not None:
             given["score_mod"] = lambda s, b, h, i, j: score_mod(s, *moved(b, h, i, j))
         tests: list[Callable[..., Any]] = []
@@ -140,9 +168,11 @@ class Rule(NamedTuple):
                 else:
                     tests.append(lambda b, h, i, j: i >= j)
         if tests:
+
             def mask(*place: Any) -> Any:
                 where = moved(*place)
                 return functools.reduce(lambda x, y: x & y, [test(*where) for test in tests])
+
             given["mask_mod"] = mask
         return given
 
@@ -160,6 +190,7 @@ def _overlap(chunk: Chunk, begin: int, end: int) -> Chunk:
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
     """Fewer ones of more rows or keys, of such as have no mask."""
+
     def join(pieces: list[Piece], along: str, across: str) -> list[Piece]:
         result: list[Piece] = []
         for piece in sorted(pieces, key=lambda p: (getattr(p, across), getattr(p, along))):
@@ -172,6 +203,7 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
             else:
                 result.append(piece)
         return result
+
     return join(join(pieces, "rows", "keys"), "keys", "rows")
 
 

@@ -1,4 +1,5 @@
 """What is filled in once for all calls that look alike: checked sizes, filled structs, the workspace's size."""
+
 from __future__ import annotations
 
 import array
@@ -7,7 +8,8 @@ import ctypes
 import functools
 import logging
 import math
-from typing import Any, Iterable, Mapping, NamedTuple, Sequence, Union
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Union
 
 import torch
 from torch import Tensor
@@ -18,16 +20,30 @@ from ._library import BackwardArgs, Capture, ForwardArgs, Handle, ListArgs, libr
 from ._tracing import is_scalar
 from .errors import Error, InvalidArgument, WrongType
 
-_OLDEST = 2, 10  # with which the tests pass: a slice of a BlockMask of PyTorch 2.9 has silently lost its mask_mod
+_OLDEST = (
+    2,
+    10,
+)  # with which the tests pass: a slice of a BlockMask of PyTorch 2.9 has silently lost its mask_mod
 if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
-    raise ImportError(f"flashjit needs PyTorch {'.'.join(map(str, _OLDEST))} or newer, and this is {torch.__version__}: "
-                      "pip install -U torch.")
+    raise ImportError(
+        f"flashjit needs PyTorch {'.'.join(map(str, _OLDEST))} or newer, and this is {torch.__version__}: "
+        "pip install -U torch."
+    )
 
 SPEC_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 #: Of K and V that have scales.
 KV_TYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
-ELEMENTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "int32",
-            torch.int64: "int64", torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8", torch.bool: "bool"}
+ELEMENTS = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+}
 KEEP_PLANS = 4096
 MAX_DIM, MAX_DIM_V = 576, 512
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -100,7 +116,7 @@ NO_RNG: Rng = (0, 0)
 class Placed(NamedTuple):
     """Of a call that has a block of a larger problem's mask, with ":dropout_place" among its options."""
 
-    rng: "Rng"
+    rng: Rng
     place: tuple[int, ...]  # _library.DropoutPlace
 
 
@@ -109,14 +125,23 @@ def _word(structure: type[ctypes.Structure], *members: str) -> tuple[int, ...]:
 
 
 _F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_CAPTURES, _F_ROW_MAX, _F_STATE = _word(
-    ForwardArgs, "q", "k", "v", "out", "lse", "captures", "row_max", "state")
+    ForwardArgs, "q", "k", "v", "out", "lse", "captures", "row_max", "state"
+)
 _B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DLSE, _B_DQ, _B_DK, _B_DV, _B_CAPTURES, _B_DSINKS = _word(
-    BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "captures", "dsinks")
+    BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "captures", "dsinks"
+)
 _TENSOR_WORDS = ctypes.sizeof(_library.Tensor) // 8
 _F_OUT_STRIDE = _F_OUT + _library.word(_library.Tensor, "stride")
 _B_DOUT_STRIDE = _B_DOUT + _library.word(_library.Tensor, "stride")
-_F_LENT, _B_LENT = (Lent(*_word(structure, "workspace", "lists", "seed", "rng_state", "dropout_place"), _word(structure, *fixed))
-                    for structure, fixed in ((ForwardArgs, Fixed._fields), (BackwardArgs, Fixed._fields[:-5])))
+
+
+def _lent(structure: type[ctypes.Structure], fixed: Sequence[str]) -> Lent:
+    names = ("workspace", "lists", "seed", "rng_state", "dropout_place")
+    return Lent(**dict(zip(names, _word(structure, *names))), fixed=_word(structure, *fixed))
+
+
+_F_LENT = _lent(ForwardArgs, Fixed._fields)
+_B_LENT = _lent(BackwardArgs, Fixed._fields[:-5])
 _C_SIZE = ctypes.sizeof(Capture) // 8
 _C_DATA, _C_GRAD, _C_SCALAR = _word(Capture, "data", "grad", "scalar")
 
@@ -141,7 +166,7 @@ def tensor_struct(size: Sequence[int], stride: Sequence[int]) -> _library.Tensor
     return _library.Tensor(None, (ctypes.c_int64 * 4)(*size), (ctypes.c_int64 * 4)(*stride))
 
 
-def scales_struct(scale: Union[Tensor, None]) -> _library.Scales:
+def scales_struct(scale: Tensor | None) -> _library.Scales:
     """Of scales [sequences, pages, heads, rows]."""
     if scale is None:
         return _library.Scales()
@@ -154,7 +179,7 @@ class BuiltLists:
 
     __slots__ = ("handle", "address", "bytes", "spec", "shape", "device", "text")
 
-    def __init__(self, plan: "Plan", backward: bool, handle: Any, bytes: int) -> None:
+    def __init__(self, plan: Plan, backward: bool, handle: Any, bytes: int) -> None:
         self.handle, self.address, self.bytes = handle, handle.address if handle else 0, bytes
         self.spec, self.shape, self.device = plan.spec, plan.shape, plan.device
         self.text = plan.described(backward)
@@ -163,7 +188,9 @@ class BuiltLists:
 class Plan:
     """Checked sizes, filled structs and the workspace's size of a problem; a call copies the structs and sets pointers."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem
+    ) -> None:
         _check_tensors(q, k, v, fixed, values, problem)
         self.problem = problem
         self.device, self.dtype = q.device, q.dtype
@@ -184,8 +211,11 @@ class Plan:
         self.lse_size = (batch, q.shape[1], seqlen_q)
         self.lse_partial = varlen
         # Kernels that are launched write all rows of results.
-        self.empty_strided = (torch.empty_strided if not varlen or batch and seqlen_q else
-                              lambda *given, **named: torch.empty_strided(*given, **named).zero_())
+        self.empty_strided = (
+            torch.empty_strided
+            if not varlen or batch and seqlen_q
+            else lambda *given, **named: torch.empty_strided(*given, **named).zero_()
+        )
         self.reads = _strides_are_read(q) and _strides_are_read(k) and _strides_are_read(v)
         self.grads = [(tuple(t.shape), dense_strides(t.shape, t.stride())) for t in (q, k, v)]
         self.shares_kv = "shared_kv" in switches_of(problem.options)
@@ -198,18 +228,21 @@ class Plan:
         self.generation = -1
         self.prepared_both = False
         self.workspace_forward = 0
-        self.workspace_backward: Union[int, None] = 0
+        self.workspace_backward: int | None = 0
 
-    def _layouts_of_saved(self, tensors: Sequence[Tensor], others: Sequence[Any]) -> list["Layout"]:
+    def _layouts_of_saved(self, tensors: Sequence[Tensor], others: Sequence[Any]) -> list[Layout]:
         """Q, K, V, O, LSE and the tensors among the others: what the backward pass reads."""
         heads, rows = (max(1, size) for size in self.lse_size[1:])
-        return [*[layout_of(x) for x in tensors],
-                Layout(self.out_size, self.out_stride, self.out_dtype, self.index),
-                Layout(self.lse_size, (heads * rows, rows, 1), torch.float32, self.index),
-                *[layout_of(x) for x in others if isinstance(x, Tensor)]]
+        return [
+            *[layout_of(x) for x in tensors],
+            Layout(self.out_size, self.out_stride, self.out_dtype, self.index),
+            Layout(self.lse_size, (heads * rows, rows, 1), torch.float32, self.index),
+            *[layout_of(x) for x in others if isinstance(x, Tensor)],
+        ]
 
-    def reads_saved(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-                    rest: Sequence[Union[Tensor, None]]) -> bool:
+    def reads_saved(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Sequence[Tensor | None]
+    ) -> bool:
         """Whether saved tensors are as they were saved. Hooks may return others, such as contiguous copies."""
         index, dtype, (of_q, of_k, of_v, of_out, of_lse, *of_rest) = self.index, self.dtype, self.saved
         try:  # not a loop, which takes a microsecond more
@@ -220,14 +253,22 @@ class Plan:
             assert_size_stride(lse, of_lse.size, of_lse.stride)
         except AssertionError:
             return False
-        return (q.dtype is dtype and k.dtype is dtype and v.dtype is dtype and out.dtype is self.out_dtype
-                and lse.dtype is torch.float32 and type(out) is type(lse) is Tensor
-                and type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN
-                and (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % 16 == lse.data_ptr() % 4 == 0
-                and q.get_device() == k.get_device() == v.get_device() == index
-                and out.get_device() == lse.get_device() == index
-                and (not self.shares_kv or k.data_ptr() == v.data_ptr())
-                and (not of_rest or all(map(_is_laid_out, filter(_is_tensor, rest), of_rest))))
+        return (
+            q.dtype is dtype
+            and k.dtype is dtype
+            and v.dtype is dtype
+            and out.dtype is self.out_dtype
+            and lse.dtype is torch.float32
+            and type(out) is type(lse) is Tensor
+            and type(q) in PLAIN
+            and type(k) in PLAIN
+            and type(v) in PLAIN
+            and (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % 16 == lse.data_ptr() % 4 == 0
+            and q.get_device() == k.get_device() == v.get_device() == index
+            and out.get_device() == lse.get_device() == index
+            and (not self.shares_kv or k.data_ptr() == v.data_ptr())
+            and (not of_rest or all(map(_is_laid_out, filter(_is_tensor, rest), of_rest)))
+        )
 
     def _make_captures(self, values: tuple[Any, ...]) -> None:
         self.captures = (Capture * len(values))()
@@ -244,36 +285,56 @@ class Plan:
                 self.grad_places.append(i)
             sizes, strides = (tuple(value.shape), value.stride()) if value.dim() else ((1,), (1,))
             capture.rank, capture.type = len(sizes), _library.ELEMENT_TYPES[ELEMENTS[value.dtype]]
-            capture.size[:len(sizes)], capture.stride[:len(sizes)] = sizes, strides
+            capture.size[: len(sizes)], capture.stride[: len(sizes)] = sizes, strides
         self.capture_words = ctypes.c_uint64 * (_C_SIZE * len(values))
         self.capture_doubles = ctypes.c_double * (_C_SIZE * len(values))
 
     def _make_templates(self, q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, batch: int) -> None:
         problem = self.problem
-        common: dict[str, Any] = {"dropout_p": problem.dropout_p, "capture_count": len(self.captures),
-                                  "batch_size": batch, "max_seqlen_q": problem.max_seqlen_q,
-                                  "max_seqlen_kv": problem.max_seqlen_kv, "reserved_sms": problem.reserved_sms,
-                                  "zero_unused_rows": fixed.cu_seqlens_q is not None}
+        common: dict[str, Any] = {
+            "dropout_p": problem.dropout_p,
+            "capture_count": len(self.captures),
+            "batch_size": batch,
+            "max_seqlen_q": problem.max_seqlen_q,
+            "max_seqlen_kv": problem.max_seqlen_kv,
+            "reserved_sms": problem.reserved_sms,
+            "zero_unused_rows": fixed.cu_seqlens_q is not None,
+        }
         if problem.scale is not None:
             self._scale = ctypes.c_float(problem.scale)  # lives as long as the structs that point to it
             common["softmax_scale"] = ctypes.addressof(self._scale)
         if fixed.block_map is not None:
             common["block_map"] = _library.BlockMap(None, (ctypes.c_int64 * 4)(*fixed.block_map.shape))
         if fixed.indices is not None:
-            common["indices"] = _library.Indices(None, (ctypes.c_int64 * 4)(*fixed.indices.shape),
-                                                 (ctypes.c_int64 * 4)(*fixed.indices.stride()))
+            common["indices"] = _library.Indices(
+                None,
+                (ctypes.c_int64 * 4)(*fixed.indices.shape),
+                (ctypes.c_int64 * 4)(*fixed.indices.stride()),
+            )
         tensors = {name: tensor_struct(t.shape, t.stride()) for name, t in (("q", q), ("k", k), ("v", v))}
         tensors["out"] = tensor_struct(self.out_size, self.out_stride)
         table = fixed.page_table
-        forward_alone: dict[str, Any] = {} if table is None else {"page_table": _library.PageTable(
-            None, table.shape[0], table.shape[1] if table.dim() == 2 else 1, table.stride(0))}
-        forward_alone |= {name: scales_struct(getattr(fixed, name)) for name in ("k_scale", "v_scale", "q_scale")}
+        forward_alone: dict[str, Any] = (
+            {}
+            if table is None
+            else {
+                "page_table": _library.PageTable(
+                    None, table.shape[0], table.shape[1] if table.dim() == 2 else 1, table.stride(0)
+                )
+            }
+        )
+        forward_alone |= {
+            name: scales_struct(getattr(fixed, name)) for name in ("k_scale", "v_scale", "q_scale")
+        }
         self.forward_words = _library.words_of(
-            ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), **tensors, **common, **forward_alone))
+            ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), **tensors, **common, **forward_alone)
+        )
         for name, (size, stride) in zip(("dq", "dk", "dv"), self.grads):
             tensors[name] = tensor_struct(size, stride)
         tensors["dout"] = tensors["out"]
-        self.backward_words = _library.words_of(BackwardArgs(struct_size=ctypes.sizeof(BackwardArgs), **tensors, **common))
+        self.backward_words = _library.words_of(
+            BackwardArgs(struct_size=ctypes.sizeof(BackwardArgs), **tensors, **common)
+        )
 
     # Launches.
 
@@ -322,37 +383,60 @@ class Plan:
             shared = runtime()
             needed = shared.list_bytes(self.spec_text, self.shape, backward=backward)
             memory = torch.empty(max(1, needed), dtype=torch.uint8, device=self.device)
-            args = ListArgs(struct_size=ctypes.sizeof(ListArgs), memory=memory.data_ptr(), memory_bytes=needed,
-                            capture_count=len(self.captures))
+            args = ListArgs(
+                struct_size=ctypes.sizeof(ListArgs),
+                memory=memory.data_ptr(),
+                memory_bytes=needed,
+                capture_count=len(self.captures),
+            )
             for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv"):
                 if getattr(fixed, name) is not None:
                     setattr(args, name, getattr(fixed, name).data_ptr())
             if fixed.block_map is not None:
-                args.block_map = _library.BlockMap(fixed.block_map.data_ptr(), (ctypes.c_int64 * 4)(*fixed.block_map.shape))
+                args.block_map = _library.BlockMap(
+                    fixed.block_map.data_ptr(), (ctypes.c_int64 * 4)(*fixed.block_map.shape)
+                )
             if values:
                 captures = self._fill_captures(values)
                 args.captures = ctypes.addressof(captures)
-            handle = Handle("flashjit_build_lists", "flashjit_tile_lists_destroy", shared.address, int(backward),
-                            self.spec.address, ctypes.byref(_library.shape_struct(self.shape)), ctypes.byref(args),
-                            torch._C._cuda_getCurrentRawStream(self.index))
+            handle = Handle(
+                "flashjit_build_lists",
+                "flashjit_tile_lists_destroy",
+                shared.address,
+                int(backward),
+                self.spec.address,
+                ctypes.byref(_library.shape_struct(self.shape)),
+                ctypes.byref(args),
+                torch._C._cuda_getCurrentRawStream(self.index),
+            )
         return BuiltLists(self, backward, handle, needed), memory
 
     def _check_lists(self, lists: BuiltLists, backward: bool) -> None:
         """The library compares the tile configurations too, and block maps."""
         if lists.spec is not self.spec or lists.shape != self.shape or lists.device != self.device:
-            raise InvalidArgument(f"lists were built for {lists.text}, but this call is {self.described(backward)}: give this "
-                                  "call's arguments to flashjit.torch.TileLists() too.")
+            raise InvalidArgument(
+                f"lists were built for {lists.text}, but this call is {self.described(backward)}: give this "
+                "call's arguments to flashjit.torch.TileLists() too."
+            )
 
-    def _lend(self, words: Any, at: Lent, needed: int, fixed: Fixed, rng: Rng, lists: Union[BuiltLists, None],
-              backward: bool) -> Any:
+    def _lend(
+        self,
+        words: Any,
+        at: Lent,
+        needed: int,
+        fixed: Fixed,
+        rng: Rng,
+        lists: BuiltLists | None,
+        backward: bool,
+    ) -> Any:
         """Sets the pointers that both passes have alike. Returns the workspace, which must live until the launch."""
         if type(rng) is Placed:
-            words[at.dropout_place:at.dropout_place + len(rng.place)] = array.array("Q", rng.place)
+            words[at.dropout_place : at.dropout_place + len(rng.place)] = array.array("Q", rng.place)
             rng = rng.rng
-        if type(rng) is tuple:
+        if type(rng) is tuple:  # which is asked in less time than whether it is a tensor
             words[at.seed], words[at.seed + 1] = rng
         else:
-            words[at.rng_state] = rng.data_ptr()
+            words[at.rng_state] = rng.data_ptr()  # type: ignore[union-attr]
         if fixed is not NOTHING:
             for place, tensor in zip(at.fixed, fixed):
                 if tensor is not None:
@@ -372,9 +456,20 @@ class Plan:
         rows = torch.empty(self.lse_size, dtype=torch.float32, device=self.device)
         return rows.fill_(-math.inf) if self.lse_partial else rows  # past a sequence's end
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: Sequence[Any], rng: Rng, want_lse: bool,
-                lists: Union[BuiltLists, None] = None, row_max: Union[Tensor, None] = None,
-                out: Union[Tensor, None] = None, state: Union[tuple[Tensor, Tensor], None] = None) -> tuple[Tensor, Any]:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        fixed: Fixed,
+        values: Sequence[Any],
+        rng: Rng,
+        want_lse: bool,
+        lists: BuiltLists | None = None,
+        row_max: Tensor | None = None,
+        out: Tensor | None = None,
+        state: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Any]:
         """O and LSE, and what new_rows() made as row_max, of tensors that are read where they lie: see readable(). out: where
         O is written, if not to memory of its own. state: O, which may be `out`, and LSE that the keys join."""
         shared = runtime()
@@ -384,27 +479,47 @@ class Plan:
         if out is None:
             out = self.empty_strided(self.out_size, self.out_stride, dtype=self.out_dtype, device=self.device)
         else:
-            words[_F_OUT_STRIDE:_F_OUT_STRIDE + 4] = array.array("Q", out.stride())
-        words[_F_Q], words[_F_K], words[_F_V], words[_F_OUT] = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+            words[_F_OUT_STRIDE : _F_OUT_STRIDE + 4] = array.array("Q", out.stride())
+        words[_F_Q], words[_F_K], words[_F_V], words[_F_OUT] = (
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            out.data_ptr(),
+        )
         lse = None
         if want_lse:
             lse = self.new_rows()
             words[_F_LSE] = lse.data_ptr()
         if state is not None:
-            words[_F_STATE:_F_STATE + _TENSOR_WORDS] = _library.words_of(tensor_struct(state[0].shape, state[0].stride()))
+            words[_F_STATE : _F_STATE + _TENSOR_WORDS] = _library.words_of(
+                tensor_struct(state[0].shape, state[0].stride())
+            )
             words[_F_STATE], words[_F_STATE + _TENSOR_WORDS] = (x.data_ptr() for x in state)
         if row_max is not None:
             words[_F_ROW_MAX] = row_max.data_ptr()
-        workspace = self._lend(words, _F_LENT, self.workspace_forward, fixed, rng, lists, False)  # lives until the launch
+        _workspace = self._lend(
+            words, _F_LENT, self.workspace_forward, fixed, rng, lists, False
+        )  # lives until the launch
         if values:
             captures = self._fill_captures(values)
             words[_F_CAPTURES] = ctypes.addressof(captures)
         launch("forward", self.spec, words, self.index)
         return out, lse
 
-    def backward(self, dout: Union[Tensor, None], dlse: Union[Tensor, None], q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-                 lse: Tensor, fixed: Fixed, values: Sequence[Any], rng: Rng,
-                 lists: Union[BuiltLists, None] = None) -> tuple[list[Tensor], Any, list[Tensor]]:
+    def backward(
+        self,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        fixed: Fixed,
+        values: Sequence[Any],
+        rng: Rng,
+        lists: BuiltLists | None = None,
+    ) -> tuple[list[Tensor], Any, list[Tensor]]:
         """[dq, dk, dv], dsinks or None, and the gradients of the captures at grad_places.
 
         dout and dlse: None where only the other has a gradient."""
@@ -416,20 +531,30 @@ class Plan:
         if self.out_dtype != self.dtype:  # which is rounded now
             out, dout = out.to(self.dtype), None if dout is None else dout.to(self.dtype)
         words = self.backward_words[:]
-        words[_B_Q], words[_B_K], words[_B_V], words[_B_OUT] = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        words[_B_Q], words[_B_K], words[_B_V], words[_B_OUT] = (
+            q.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            out.data_ptr(),
+        )
         words[_B_LSE] = lse.data_ptr()
         if dout is None:
             dout = torch.zeros_like(out)
         if dout.stride() != self.out_stride or dout.data_ptr() % 16:
             dout = readable(dout, "the gradient of the output")
-            words[_B_DOUT_STRIDE:_B_DOUT_STRIDE + 4] = array.array("Q", dout.stride())
+            words[_B_DOUT_STRIDE : _B_DOUT_STRIDE + 4] = array.array("Q", dout.stride())
         words[_B_DOUT] = dout.data_ptr()
         if dlse is not None:
             dlse = dlse.to(torch.float32).contiguous()
             words[_B_DLSE] = dlse.data_ptr()
-        grads = [self.empty_strided(size, stride, dtype=self.grad_dtype, device=self.device) for size, stride in self.grads]
+        grads = [
+            self.empty_strided(size, stride, dtype=self.grad_dtype, device=self.device)
+            for size, stride in self.grads
+        ]
         words[_B_DQ], words[_B_DK], words[_B_DV] = [grad.data_ptr() for grad in grads]
-        workspace = self._lend(words, _B_LENT, self.workspace_backward, fixed, rng, lists, True)  # lives until the launch
+        _workspace = self._lend(
+            words, _B_LENT, self.workspace_backward, fixed, rng, lists, True
+        )  # lives until the launch
         dsinks = None
         if fixed.sinks is not None:
             dsinks = torch.zeros(fixed.sinks.shape, dtype=torch.float32, device=self.device)
@@ -449,8 +574,11 @@ class Plan:
 
 def is_watched() -> bool:
     """Whether a mode or a transform, besides autograd, must see the call."""
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
-                or torch._C._functorch.peek_interpreter_stack() is not None)
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 class _Launchers(dict):
@@ -462,7 +590,7 @@ class _Launchers(dict):
 _launchers = _Launchers()
 
 
-def launch(function: str, spec: Handle, words: "array.array[int]", index: int) -> None:
+def launch(function: str, spec: Handle, words: array.array[int], index: int) -> None:
     """Calls the library's function with the struct that the words are: on a GPU's current stream, or where index is negative on
     the CPU."""
     args, _ = words.buffer_info()
@@ -497,8 +625,9 @@ def _strides_are_read(tensor: Tensor) -> bool:
     """Whether the kernels read a tensor of four dimensions with these strides."""
     align = 16 // tensor.element_size()
     *others, last = tensor.stride()
-    return ((last == 1 or tensor.shape[3] <= 1)
-            and all(stride % align == 0 for size, stride in zip(tensor.shape, others) if size > 1))
+    return (last == 1 or tensor.shape[3] <= 1) and all(
+        stride % align == 0 for size, stride in zip(tensor.shape, others) if size > 1
+    )
 
 
 def readable(tensor: Tensor, name: str) -> Tensor:
@@ -506,13 +635,15 @@ def readable(tensor: Tensor, name: str) -> Tensor:
     if _strides_are_read(tensor) and tensor.data_ptr() % 16 == 0:
         return tensor
     if tensor.stride(3) != 0:  # else expanded, as the gradient of a sum is
-        say_once(f"{name} is copied in each call: the kernels read memory that begins at a multiple of 16 bytes, with a last "
-                 "stride of 1 and others of multiples of 16 bytes. Make it so where it is made to save the time.")
+        say_once(
+            f"{name} is copied in each call: the kernels read memory that begins at a multiple of 16 bytes, with a last "
+            "stride of 1 and others of multiples of 16 bytes. Make it so where it is made to save the time."
+        )
     strides = dense_strides(tensor.shape, tensor.stride())
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def say_once(text: str) -> None:
     logging.getLogger("flashjit").warning(text)
 
@@ -531,9 +662,14 @@ def layout_of(tensor: Tensor) -> Layout:
 
 
 def _is_laid_out(tensor: Any, layout: Layout) -> bool:
-    return (type(tensor) in PLAIN and tensor.stride() == layout.stride and tensor.shape == layout.size
-            and tensor.dtype is layout.dtype and tensor.get_device() == layout.device_index
-            and tensor.data_ptr() % tensor.element_size() == 0)
+    return (
+        type(tensor) in PLAIN
+        and tensor.stride() == layout.stride
+        and tensor.shape == layout.size
+        and tensor.dtype is layout.dtype
+        and tensor.get_device() == layout.device_index
+        and tensor.data_ptr() % tensor.element_size() == 0
+    )
 
 
 def laid_out(tensor: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
@@ -548,7 +684,8 @@ def contiguous(fixed: Fixed) -> Fixed:
     *others, k_scale, v_scale, q_scale = fixed  # whose strides they know
     if all(x is None or x.is_contiguous() or x is fixed.page_table and has_rows(x) for x in others):
         return fixed
-    return Fixed(*[x if x is None else x.contiguous() for x in others], k_scale, v_scale, q_scale)
+    dense = [x if x is None else x.contiguous() for x in others]
+    return Fixed._make((*dense, k_scale, v_scale, q_scale))
 
 
 def has_rows(table: Tensor) -> bool:
@@ -556,7 +693,7 @@ def has_rows(table: Tensor) -> bool:
     return table.dim() == 0 or table.stride(-1) == 1 and table.stride(0) > 0
 
 
-def cache_capacity(k: Tensor, table: Union[Tensor, None]) -> int:
+def cache_capacity(k: Tensor, table: Tensor | None) -> int:
     """How many keys a sequence of a cache may have."""
     return k.shape[2] * (table.shape[1] if table is not None and table.dim() == 2 else 1)
 
@@ -581,8 +718,21 @@ def names_with_grad(options: str) -> set[str]:
 
 def plan_of(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem) -> Plan:
     try:
-        key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.get_device(),
-               k.get_device(), v.get_device(), problem)
+        key = (
+            q.shape,
+            k.shape,
+            v.shape,
+            q.stride(),
+            k.stride(),
+            v.stride(),
+            q.dtype,
+            k.dtype,
+            v.dtype,
+            q.get_device(),
+            k.get_device(),
+            v.get_device(),
+            problem,
+        )
     except RuntimeError:
         refuse_nested(q, k, v)
         raise
@@ -602,8 +752,10 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ..
 def refuse_nested(*tensors: Tensor) -> None:
     for name, tensor in zip("qkv", tensors):
         if tensor.is_nested:
-            raise WrongType(f"{name} is a nested tensor: give its rows one behind the other, with cu_seqlens_q and "
-                            "cu_seqlens_kv, or pad it.")
+            raise WrongType(
+                f"{name} is a nested tensor: give its rows one behind the other, with cu_seqlens_q and "
+                "cu_seqlens_kv, or pad it."
+            )
 
 
 def signature(value: Any) -> Any:
@@ -621,10 +773,13 @@ def _spec_of(text: str, q: Tensor, v: Tensor) -> Handle:
             raise
         what = f"q is {describe(q)} and v is {describe(v)}: their head_dim{reason}; "
         if q.shape[3] > MAX_DIM or v.shape[3] > MAX_DIM_V:
-            raise InvalidArgument(what + "torch.nn.functional.scaled_dot_product_attention() computes larger "
-                                  "ones.") from None
-        raise InvalidArgument(what + "pad them with zeros, and give the scale, or call flashjit.torch."
-                              "scaled_dot_product_attention(), which does so.") from None
+            raise InvalidArgument(
+                what + "torch.nn.functional.scaled_dot_product_attention() computes larger ones."
+            ) from None
+        raise InvalidArgument(
+            what + "pad them with zeros, and give the scale, or call flashjit.torch."
+            "scaled_dot_product_attention(), which does so."
+        ) from None
 
 
 # --- checks, where a plan is made ----------------------------------------------------------------------------------
@@ -633,13 +788,17 @@ def _spec_of(text: str, q: Tensor, v: Tensor) -> Handle:
 def check_device(first: Tensor, first_name: str, others: Mapping[str, Any]) -> None:
     for name, tensor in others.items():
         if tensor is not None and tensor.device != first.device:
-            raise InvalidArgument(f"{first_name} is on {first.device} and {name} on {tensor.device}: move them to one device, such as "
-                                  f"{name}.to({first_name}.device).")
+            raise InvalidArgument(
+                f"{first_name} is on {first.device} and {name} on {tensor.device}: move them to one device, such as "
+                f"{name}.to({first_name}.device)."
+            )
 
 
 def check_four_dims(name: str, tensor: Tensor) -> None:
     if tensor.dim() != 4:
-        raise InvalidArgument(f"{name} is {describe(tensor)}: it needs four dimensions, [batch, heads, length, head_dim].")
+        raise InvalidArgument(
+            f"{name} is {describe(tensor)}: it needs four dimensions, [batch, heads, length, head_dim]."
+        )
 
 
 def check_alike(tensors: Mapping[str, Tensor], types: Mapping[torch.dtype, str] = SPEC_TYPES) -> None:
@@ -651,21 +810,32 @@ def check_alike(tensors: Mapping[str, Tensor], types: Mapping[torch.dtype, str] 
         if tensor.layout is not torch.strided:
             raise WrongType(f"{name} has the layout {tensor.layout}: convert it with .to_dense().")
         if tensor.dtype not in types:
-            raise WrongType(f"{name} is {describe(tensor)}: " + (
-                "flashjit computes in float16, bfloat16 and float32; convert it." if types is SPEC_TYPES else
-                f"where {first_name} is {str(first.dtype).removeprefix('torch.')} it must be of that type, too; see flashjit.quantise()."))
+            raise WrongType(
+                f"{name} is {describe(tensor)}: "
+                + (
+                    "flashjit computes in float16, bfloat16 and float32; convert it."
+                    if types is SPEC_TYPES
+                    else f"where {first_name} is {str(first.dtype).removeprefix('torch.')} it must be of that type, too; see flashjit.quantise()."
+                )
+            )
         if tensor.dtype != first.dtype:
-            raise InvalidArgument(f"{first_name} is {describe(first)} and {name} is {describe(tensor)}: they must have one type; "
-                                  f"convert one, such as {name}.to({first_name}.dtype).")
+            raise InvalidArgument(
+                f"{first_name} is {describe(first)} and {name} is {describe(tensor)}: they must have one type; "
+                f"convert one, such as {name}.to({first_name}.dtype)."
+            )
         if tensor.device.type not in ("cuda", "cpu"):
             raise InvalidArgument(f"{name} is on {tensor.device}: move it to a CUDA device or to the CPU.")
         if tensor.shape[3] == 0:
-            raise InvalidArgument(f"{name} is {describe(tensor)}: its head_dim is 0; flashjit.torch."
-                                  "scaled_dot_product_attention() takes that.")
+            raise InvalidArgument(
+                f"{name} is {describe(tensor)}: its head_dim is 0; flashjit.torch."
+                "scaled_dot_product_attention() takes that."
+            )
         check_memory(name, tensor)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem) -> None:
+def _check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem
+) -> None:
     if q.dtype in KV_TYPES:
         check_alike({"q": q, "k": k, "v": v}, KV_TYPES)
     elif k.dtype in KV_TYPES:
@@ -676,14 +846,22 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[
         check_alike({"q": q, "k": k, "v": v})
     check_device(q, "q", fixed._asdict())
     if problem.cached and (v.shape[:3] != k.shape[:3] or k.shape[3] != q.shape[3]):
-        raise InvalidArgument(f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: k must have the head_dim of "
-                              "q, and v the pages or slots, heads and rows of k.")
-    if not problem.cached and (v.shape[:3] != k.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]):
-        raise InvalidArgument(f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: batches must be equal, k "
-                              "must have the head_dim of q, and v the heads and the length of k.")
+        raise InvalidArgument(
+            f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: k must have the head_dim of "
+            "q, and v the pages or slots, heads and rows of k."
+        )
+    if not problem.cached and (
+        v.shape[:3] != k.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]
+    ):
+        raise InvalidArgument(
+            f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: batches must be equal, k "
+            "must have the head_dim of q, and v the heads and the length of k."
+        )
     if k.shape[1] == 0 and q.shape[1] or k.shape[1] and q.shape[1] % k.shape[1]:
-        raise InvalidArgument(f"q has {q.shape[1]} heads and k has {k.shape[1]}: the heads of q must be a multiple of "
-                              "those of k.")
+        raise InvalidArgument(
+            f"q has {q.shape[1]} heads and k has {k.shape[1]}: the heads of q must be a multiple of "
+            "those of k."
+        )
     _check_fixed(q, k, fixed, problem)
     for name, value in zip(problem.names, values):
         _check_capture(name, value, q)
@@ -696,35 +874,57 @@ def _check_fixed(q: Tensor, k: Tensor, fixed: Fixed, problem: Problem) -> None:
         if batch < 0:
             raise InvalidArgument("cu_seqlens_q is empty: it needs one number more than there are sequences.")
         if q.shape[0] != 1:
-            raise InvalidArgument(f"q is {list(q.shape)}: with cu_seqlens its batch is 1, and the sequences lie one behind "
-                                  "the other, [1, heads, all rows, head_dim].")
+            raise InvalidArgument(
+                f"q is {list(q.shape)}: with cu_seqlens its batch is 1, and the sequences lie one behind "
+                "the other, [1, heads, all rows, head_dim]."
+            )
         if not problem.cached and fixed.cu_seqlens_kv.shape != fixed.cu_seqlens_q.shape:
-            raise InvalidArgument(f"cu_seqlens_q has {fixed.cu_seqlens_q.numel()} numbers and cu_seqlens_kv "
-                                  f"{fixed.cu_seqlens_kv.numel()}: both need one more than there are sequences.")
-    wanted = {"kv_lengths": (torch.int32, (batch,)), "cu_seqlens_q": (torch.int32, (batch + 1,)),
-              "cu_seqlens_kv": (torch.int32, (batch + 1,)), "prefix_length": (torch.int32, (1,)), "sinks": (torch.float32, (q.shape[1],))}
+            raise InvalidArgument(
+                f"cu_seqlens_q has {fixed.cu_seqlens_q.numel()} numbers and cu_seqlens_kv "
+                f"{fixed.cu_seqlens_kv.numel()}: both need one more than there are sequences."
+            )
+    wanted = {
+        "kv_lengths": (torch.int32, (batch,)),
+        "cu_seqlens_q": (torch.int32, (batch + 1,)),
+        "cu_seqlens_kv": (torch.int32, (batch + 1,)),
+        "prefix_length": (torch.int32, (1,)),
+        "sinks": (torch.float32, (q.shape[1],)),
+    }
     for name, (dtype, shape) in wanted.items():
         tensor = getattr(fixed, name)
         if tensor is None:
             continue
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
-            raise InvalidArgument(f"{name} is {describe(tensor)}: it must be {str(dtype).removeprefix('torch.')} "
-                                  f"{list(shape)}.")
+            raise InvalidArgument(
+                f"{name} is {describe(tensor)}: it must be {str(dtype).removeprefix('torch.')} {list(shape)}."
+            )
         check_memory(name, tensor)
     indices = fixed.indices
     if indices is not None:
         lists = [q.shape[0], q.shape[2], k.shape[1]]
-        if indices.dtype != torch.int32 or indices.dim() != 4 or list(indices.shape[:3]) not in (lists, [1, *lists[1:]]):
-            raise InvalidArgument(f"indices is {describe(indices)}: it must be int32 [{lists[0]} or 1, {lists[1]}, {lists[2]}, top-k], "
-                                  "a list of keys for each query and head of k.")
+        if (
+            indices.dtype != torch.int32
+            or indices.dim() != 4
+            or list(indices.shape[:3]) not in (lists, [1, *lists[1:]])
+        ):
+            raise InvalidArgument(
+                f"indices is {describe(indices)}: it must be int32 [{lists[0]} or 1, {lists[1]}, {lists[2]}, top-k], "
+                "a list of keys for each query and head of k."
+            )
         check_memory("indices", indices)
     table = fixed.page_table
     if table is not None and table.dim() == 2 and k.shape[2] == 0:
-        raise InvalidArgument(f"k is {list(k.shape)}: with a page_table its third size is the rows of a page, 1 or more; "
-                              "where k has slots for whole sequences, give cache=True, or a page_table of one dimension.")
-    if table is not None and (table.dtype != torch.int32 or table.dim() not in (1, 2) or table.shape[0] != batch):
-        raise InvalidArgument(f"page_table is {describe(table)}: it must be int32 [{batch}, pages of the longest sequence], or "
-                              f"[{batch}] for the slot of each sequence.")
+        raise InvalidArgument(
+            f"k is {list(k.shape)}: with a page_table its third size is the rows of a page, 1 or more; "
+            "where k has slots for whole sequences, give cache=True, or a page_table of one dimension."
+        )
+    if table is not None and (
+        table.dtype != torch.int32 or table.dim() not in (1, 2) or table.shape[0] != batch
+    ):
+        raise InvalidArgument(
+            f"page_table is {describe(table)}: it must be int32 [{batch}, pages of the longest sequence], or "
+            f"[{batch}] for the slot of each sequence."
+        )
 
 
 def _check_capture(name: str, value: Any, q: Tensor) -> None:
@@ -733,19 +933,31 @@ def _check_capture(name: str, value: Any, q: Tensor) -> None:
     if not isinstance(value, Tensor):
         raise WrongType(f"captures[{name!r}] is a {type(value).__name__}: give a tensor or a number.")
     if value.dtype not in ELEMENTS:
-        raise WrongType(f"captures[{name!r}] is {describe(value)}: programs read {', '.join(map(str, ELEMENTS))}; "
-                        "convert it.")
+        raise WrongType(
+            f"captures[{name!r}] is {describe(value)}: programs read {', '.join(map(str, ELEMENTS))}; "
+            "convert it."
+        )
     if value.device != q.device:
-        raise InvalidArgument(f"q is on {q.device} and the captured tensor {name} on {value.device}: move it there.")
+        raise InvalidArgument(
+            f"q is on {q.device} and the captured tensor {name} on {value.device}: move it there."
+        )
     if value.layout is not torch.strided:
-        raise WrongType(f"the captured tensor {name} has the layout {value.layout}: convert it with .to_dense().")
+        raise WrongType(
+            f"the captured tensor {name} has the layout {value.layout}: convert it with .to_dense()."
+        )
     if value.dim() > _library.MAX_CAPTURE_DIMS:
-        raise InvalidArgument(f"captures[{name!r}] has {value.dim()} dimensions: at most {_library.MAX_CAPTURE_DIMS} are possible.")
+        raise InvalidArgument(
+            f"captures[{name!r}] has {value.dim()} dimensions: at most {_library.MAX_CAPTURE_DIMS} are possible."
+        )
     if value.numel() == 0:
-        raise InvalidArgument(f"captures[{name!r}] is {describe(value)}: it has no element to read; give at least one.")
+        raise InvalidArgument(
+            f"captures[{name!r}] is {describe(value)}: it has no element to read; give at least one."
+        )
     check_memory(f"the captured tensor {name}", value)
 
 
 def check_memory(name: str, tensor: Tensor) -> None:
     if not torch.compiler.is_compiling() and tensor.numel() and tensor.data_ptr() == 0:
-        raise InvalidArgument(f"{name} has no memory any more (its storage was freed): give a tensor that is alive.")
+        raise InvalidArgument(
+            f"{name} has no memory any more (its storage was freed): give a tensor that is alive."
+        )

@@ -1,10 +1,11 @@
 """What attention() and TileLists are asked for, as tensors, values and a spec's options."""
+
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Hashable
-from typing import Any, Mapping, Union
+from collections.abc import Hashable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,14 +26,20 @@ class BlockMap:
     block: (bq, bkv), or one number for both: multiples of 16 from 16 to 256.
     """
 
-    def __init__(self, blocks: Tensor, block: Union[int, tuple[int, int]] = 128) -> None:
+    def __init__(self, blocks: Tensor, block: int | tuple[int, int] = 128) -> None:
         if not isinstance(blocks, Tensor) or blocks.dim() not in (2, 4) or blocks.is_floating_point():
-            raise WrongType(f"blocks is {describe(blocks)}: give booleans or integers [batch or 1, heads or 1, block rows, "
-                            "block columns], or [block rows, block columns].")
+            raise WrongType(
+                f"blocks is {describe(blocks)}: give booleans or integers [batch or 1, heads or 1, block rows, "
+                "block columns], or [block rows, block columns]."
+            )
         blocks = blocks if blocks.dim() == 4 else blocks[None, None]
         self.blocks = (blocks != 0).to(torch.uint8).contiguous()
         pair = (block, block) if isinstance(block, int) else block
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or any(size not in range(16, 257, 16) for size in pair):
+        if (
+            not isinstance(pair, (tuple, list))
+            or len(pair) != 2
+            or any(size not in range(16, 257, 16) for size in pair)
+        ):
             raise InvalidArgument(f"block is {block!r}: give one or two multiples of 16 from 16 to 256.")
         self.block = (int(pair[0]), int(pair[1]))
 
@@ -40,29 +47,54 @@ class BlockMap:
 def check_types(q: Any, k: Any, v: Any) -> None:
     for name, value in (("q", q), ("k", k), ("v", v)):
         if not isinstance(value, Tensor):
-            raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor; flashjit.forward() takes other "
-                            "arrays.")
+            raise WrongType(
+                f"{name} is a {type(value).__name__}: give a torch.Tensor; flashjit.forward() takes other "
+                "arrays."
+            )
         if hasattr(value, "to_local") and hasattr(value, "placements"):
-            raise WrongType(f"{name} is a {type(value).__name__}, which flashjit has no rule to shard: give its "
-                            "to_local(), sharded by batch or heads; for a sequence's shards see flashjit.distributed.")
+            raise WrongType(
+                f"{name} is a {type(value).__name__}, which flashjit has no rule to shard: give its "
+                "to_local(), sharded by batch or heads; for a sequence's shards see flashjit.distributed."
+            )
     refuse_nested(q, k, v)
 
 
 @functools.lru_cache(maxsize=KEEP_PLANS)
-def plain_problem(causal: Union[bool, str], scale: Union[float, None], deterministic: bool) -> Problem:
+def plain_problem(causal: bool | str, scale: float | None, deterministic: bool) -> Problem:
     """What read_problem() makes of a call that is given no more than this; the same object every time."""
-    _, _, problem = read_problem(causal, scale, 0.0, None, None, None, None, None, None, None, None, None, None, deterministic,
-                                 False)
+    _, _, problem = read_problem(
+        causal, scale, 0.0, None, None, None, None, None, None, None, None, None, None, deterministic, False
+    )
     return problem
 
 
-def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p: float, score_mod: Any, mask_mod: Any,
-                 captures: Union[Mapping[str, Any], None], block_mask: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any,
-                 max_seqlen_q: Union[int, None], max_seqlen_kv: Union[int, None], sinks: Any, kv_lengths: Any,
-                 deterministic: Union[bool, None], wants_grad: bool, compiling: bool = False, page_table: Any = None,
-                 pages: Union[int, None] = None, row_max: bool = False, fp32_out: bool = False,
-                 batch_invariant: bool = False, fp32_grads: bool = False, indices: Any = None,
-                 prefix_length: Any = None, running_state: bool = False) -> tuple[Fixed, tuple[Any, ...], Problem]:
+def read_problem(
+    causal: bool | str,
+    scale: float | None,
+    dropout_p: float,
+    score_mod: Any,
+    mask_mod: Any,
+    captures: Mapping[str, Any] | None,
+    block_mask: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_kv: Any,
+    max_seqlen_q: int | None,
+    max_seqlen_kv: int | None,
+    sinks: Any,
+    kv_lengths: Any,
+    deterministic: bool | None,
+    wants_grad: bool,
+    compiling: bool = False,
+    page_table: Any = None,
+    pages: int | None = None,
+    row_max: bool = False,
+    fp32_out: bool = False,
+    batch_invariant: bool = False,
+    fp32_grads: bool = False,
+    indices: Any = None,
+    prefix_length: Any = None,
+    running_state: bool = False,
+) -> tuple[Fixed, tuple[Any, ...], Problem]:
     """attention()'s arguments besides Q, K and V, and the values of the names in its programs.
 
     wants_grad: whether captured tensors that require gradients get them. compiling: whether torch.compile traces it.
@@ -75,57 +107,114 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
     block = None
     if block_mask is not None:
         if not isinstance(block_mask, BlockMap):
-            raise WrongType(f"block_mask is {describe(block_mask)}: give a flashjit.torch.BlockMap, or FlexAttention's "
-                            "BlockMask.")
+            raise WrongType(
+                f"block_mask is {describe(block_mask)}: give a flashjit.torch.BlockMap, or FlexAttention's "
+                "BlockMask."
+            )
         block = block_mask.block
     if score_mod is not None or mask_mod is not None or captures:
-        program = (trace_unlocked if compiling and not isinstance(score_mod if mask_mod is None else mask_mod, Program)
-                   else program_of)(score_mod, mask_mod, captures)
+        program = (
+            trace_unlocked
+            if compiling and not isinstance(score_mod if mask_mod is None else mask_mod, Program)
+            else program_of
+        )(score_mod, mask_mod, captures)
         values = (*program.tensors, *program.scalars)
     varlen = cu_seqlens_q is not None or cu_seqlens_kv is not None
     if varlen or block is not None or sinks is not None or kv_lengths is not None or indices is not None:
-        for name, value in (("sinks", sinks), ("kv_lengths", kv_lengths), ("indices", indices), ("page_table", page_table),
-                            ("prefix_length", prefix_length)):
+        for name, value in (
+            ("sinks", sinks),
+            ("kv_lengths", kv_lengths),
+            ("indices", indices),
+            ("page_table", page_table),
+            ("prefix_length", prefix_length),
+        ):
             _check_dense(name, value)
         if sinks is not None and sinks.dtype != torch.float32:
             sinks = sinks.float()
-        fixed = Fixed(None if block is None else block_mask.blocks, kv_lengths, cu_seqlens_q, cu_seqlens_kv, sinks, indices, page_table,
-                      prefix_length)
+        fixed = Fixed(
+            None if block is None else block_mask.blocks,
+            kv_lengths,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            sinks,
+            indices,
+            page_table,
+            prefix_length,
+        )
     if prefix_length is not None and (not pages or cu_seqlens_q is None):
-        raise InvalidArgument("prefix_length is for packed queries over pages: give page_table, int32 [sequences, pages of the "
-                              "longest], and cu_seqlens_q too, or leave it out.")
+        raise InvalidArgument(
+            "prefix_length is for packed queries over pages: give page_table, int32 [sequences, pages of the "
+            "longest], and cu_seqlens_q too, or leave it out."
+        )
     if pages is not None:
         _check_cache(page_table, kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     elif varlen:
         _check_varlen(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     elif max_seqlen_q is not None or max_seqlen_kv is not None:
-        raise InvalidArgument("max_seqlen_q and max_seqlen_kv belong to cu_seqlens_q and cu_seqlens_kv: give those too, or "
-                              "none of them.")
+        raise InvalidArgument(
+            "max_seqlen_q and max_seqlen_kv belong to cu_seqlens_q and cu_seqlens_kv: give those too, or "
+            "none of them."
+        )
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
         if deterministic and indices is not None and torch.is_deterministic_algorithms_warn_only_enabled():
             deterministic = False
             if wants_grad and not compiling:
-                warnings.warn("flashjit's gradients with indices are not deterministic, though "
-                              "torch.use_deterministic_algorithms(True, warn_only=True) is set.", stacklevel=3)
-    key = (program.form, causal, _kinds(program, wants_grad) if values else (), block, pages,
-           (dropout_p > 0, kv_lengths is not None and pages is None, varlen, sinks is not None, pages == 0, deterministic, row_max,
-            fp32_out, batch_invariant, fp32_grads, indices is not None, prefix_length is not None, running_state))
+                warnings.warn(
+                    "flashjit's gradients with indices are not deterministic, though "
+                    "torch.use_deterministic_algorithms(True, warn_only=True) is set.",
+                    stacklevel=3,
+                )
+    key = (
+        program.form,
+        causal,
+        _kinds(program, wants_grad) if values else (),
+        block,
+        pages,
+        (
+            dropout_p > 0,
+            kv_lengths is not None and pages is None,
+            varlen,
+            sinks is not None,
+            pages == 0,
+            deterministic,
+            row_max,
+            fp32_out,
+            batch_invariant,
+            fp32_grads,
+            indices is not None,
+            prefix_length is not None,
+            running_state,
+        ),
+    )
     options = _options(key) if compiling else _cached_options(key)
     if not -1 < dropout_p < 1:
         raise InvalidArgument(f"dropout_p is {dropout_p}: it must be at least 0 and less than 1.")
     # Not `size or 0`: torch.compile cannot branch on an .item().
     longest_q, longest_kv = (0 if size is None else size for size in (max_seqlen_q, max_seqlen_kv))
-    problem = Problem(options, scale, dropout_p, longest_q, longest_kv, program.form.tensors + program.form.scalars,
-                      pages is not None)
+    problem = Problem(
+        options,
+        scale,
+        dropout_p,
+        longest_q,
+        longest_kv,
+        program.form.tensors + program.form.scalars,
+        pages is not None,
+    )
     return fixed, values, problem
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under torch.autocast attention runs in the lower precision, as PyTorch's own does."""
-    return tuple(t.to(torch.get_autocast_dtype(t.device.type)) if isinstance(t, Tensor) and t.device.type in ("cuda", "cpu")
-                 and torch.is_autocast_enabled(t.device.type) and t.dtype in SPEC_TYPES else t
-                 for t in (q, k, v))  # type: ignore[return-value]
+    return tuple(
+        t.to(torch.get_autocast_dtype(t.device.type))
+        if isinstance(t, Tensor)
+        and t.device.type in ("cuda", "cpu")
+        and torch.is_autocast_enabled(t.device.type)
+        and t.dtype in SPEC_TYPES
+        else t
+        for t in (q, k, v)
+    )  # type: ignore[return-value]
 
 
 def _check_kinds(causal: Any, scale: Any, dropout_p: Any, captures: Any) -> None:
@@ -142,11 +231,15 @@ def _check_kinds(causal: Any, scale: Any, dropout_p: Any, captures: Any) -> None
 def _check_varlen(cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: Any, max_seqlen_kv: Any) -> None:
     for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if not isinstance(value, Tensor):
-            raise WrongType(f"{name} is {describe(value)}: give cu_seqlens_q and cu_seqlens_kv as int32 tensors.")
+            raise WrongType(
+                f"{name} is {describe(value)}: give cu_seqlens_q and cu_seqlens_kv as int32 tensors."
+            )
         _check_dense(name, value)
     if max_seqlen_q is None or max_seqlen_kv is None:
-        raise InvalidArgument("cu_seqlens come without max_seqlen_q or max_seqlen_kv: give both as Python ints; to find "
-                              "them from cu_seqlens would wait for the GPU.")
+        raise InvalidArgument(
+            "cu_seqlens come without max_seqlen_q or max_seqlen_kv: give both as Python ints; to find "
+            "them from cu_seqlens would wait for the GPU."
+        )
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
         if isinstance(value, Tensor) or not hasattr(value, "__index__"):
             raise WrongType(f"{name} is a {type(value).__name__}: give a Python int.")
@@ -160,17 +253,29 @@ def _check_dense(name: str, value: Any) -> None:
     raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor.")
 
 
-def _check_cache(page_table: Any, kv_lengths: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: Any,
-                 max_seqlen_kv: Any) -> None:
+def _check_cache(
+    page_table: Any,
+    kv_lengths: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_kv: Any,
+    max_seqlen_q: Any,
+    max_seqlen_kv: Any,
+) -> None:
     if kv_lengths is None:
-        raise InvalidArgument("kv_lengths is missing: with page_table or cache=True it says how many keys each sequence has.")
+        raise InvalidArgument(
+            "kv_lengths is missing: with page_table or cache=True it says how many keys each sequence has."
+        )
     if cu_seqlens_kv is not None:
-        raise InvalidArgument("cu_seqlens_kv is given, but with page_table or cache=True kv_lengths says how many keys each "
-                              "sequence has: leave it out.")
+        raise InvalidArgument(
+            "cu_seqlens_kv is given, but with page_table or cache=True kv_lengths says how many keys each "
+            "sequence has: leave it out."
+        )
     _check_dense("cu_seqlens_q", cu_seqlens_q)
     if (cu_seqlens_q is None) != (max_seqlen_q is None):
-        raise InvalidArgument("cu_seqlens_q and max_seqlen_q come together: give both, or neither where every sequence has the "
-                              "same number of queries.")
+        raise InvalidArgument(
+            "cu_seqlens_q and max_seqlen_q come together: give both, or neither where every sequence has the "
+            "same number of queries."
+        )
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
         if value is not None and (isinstance(value, Tensor) or not hasattr(value, "__index__")):
             raise WrongType(f"{name} is a {type(value).__name__}: give a Python int.")
@@ -181,12 +286,17 @@ def _kinds(program: Program, wants_grad: bool) -> tuple[Any, ...]:
     kinds = []
     for name, tensor in zip(program.form.tensors, program.tensors):
         if not isinstance(tensor, Tensor) or tensor.dtype not in ELEMENTS:
-            raise WrongType(f"captures[{name!r}] is {describe(tensor)}: give a number, or a tensor of "
-                            f"{', '.join(str(t).removeprefix('torch.') for t in ELEMENTS)}.")
+            raise WrongType(
+                f"captures[{name!r}] is {describe(tensor)}: give a number, or a tensor of "
+                f"{', '.join(str(t).removeprefix('torch.') for t in ELEMENTS)}."
+            )
         # What a mask alone reads has no gradient. Under no_grad() too where nothing speaks against it, so that kernels and
         # lists of training serve there.
-        grad = (tensor.requires_grad and name in program.form.in_score
-                and (wants_grad or name not in program.form.known))
+        grad = (
+            tensor.requires_grad
+            and name in program.form.in_score
+            and (wants_grad or name not in program.form.known)
+        )
         kinds.append((ELEMENTS[tensor.dtype], tensor.dim(), grad))
     return (*kinds, *map(is_real, program.scalars))
 
@@ -195,7 +305,7 @@ def causal_option(causal: Any) -> str:
     """The mask's name in a spec."""
     named = {False: "", True: "causal", "bottom_right": "causal", "top_left": "causal_top_left"}
     if not isinstance(causal, Hashable) or causal not in named:
-        raise InvalidArgument(f"causal is {causal!r}: give True, False, \"bottom_right\" or \"top_left\".")
+        raise InvalidArgument(f'causal is {causal!r}: give True, False, "bottom_right" or "top_left".')
     return named[causal]
 
 
@@ -205,17 +315,37 @@ def _options(key: tuple[Any, ...]) -> str:
     named = causal_option(causal)
     count = len(form.tensors)
     for name, kind in zip(form.tensors, kinds):
-        if kind[2] and name in form.known and not any(
-                line.partition(":")[0].strip() == name and line.endswith(" grad") for line in form.declared):
-            raise InvalidArgument(f"the captured tensor {name} requires a gradient, but the program declares it without: "
-                                  f"end its declaration with \"grad\", or give its detach().")
+        if (
+            kind[2]
+            and name in form.known
+            and not any(
+                line.partition(":")[0].strip() == name and line.endswith(" grad") for line in form.declared
+            )
+        ):
+            raise InvalidArgument(
+                f"the captured tensor {name} requires a gradient, but the program declares it without: "
+                f'end its declaration with "grad", or give its detach().'
+            )
     text = form.options(named, kinds[:count], kinds[count:])
     if block is not None:
         text += f":map{block[0]}x{block[1]}"
     if pages:
         text += f":pages{pages}"
-    names = ("dropout_p", "kv_lengths", "cu_seqlens_q", "sinks", "cache", "deterministic", "return_row_max", "out_dtype",
-             "batch_invariant", "fp32_grads", "indices", "prefix_length", "state")
+    names = (
+        "dropout_p",
+        "kv_lengths",
+        "cu_seqlens_q",
+        "sinks",
+        "cache",
+        "deterministic",
+        "return_row_max",
+        "out_dtype",
+        "batch_invariant",
+        "fp32_grads",
+        "indices",
+        "prefix_length",
+        "state",
+    )
     asked = dict(zip(names, given))
     return text + options_of(asked, _spec_options()) + (":fp32_grads" if asked["fp32_grads"] else "")
 

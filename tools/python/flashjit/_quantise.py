@@ -1,8 +1,9 @@
 """quantise(): a tensor as codes of 8 bits times scales."""
+
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,26 +11,53 @@ from torch import Tensor
 from . import _library
 from ._checks import check_number, check_text, check_whole
 from ._library import QuantiseArgs, Rope, spec_handle
-from ._plans import (KEEP_PLANS, KV_TYPES, SPEC_TYPES, check_alike, check_device, dense_strides, describe, is_watched, launch, readable,
-                     signature, tensor_struct)
+from ._plans import (
+    KEEP_PLANS,
+    KV_TYPES,
+    SPEC_TYPES,
+    check_alike,
+    check_device,
+    dense_strides,
+    describe,
+    is_watched,
+    launch,
+    readable,
+    signature,
+    tensor_struct,
+)
 from ._rope import check_angles, check_both_tables, readable_angles, rope_struct
 from ._transforms import refuse_batched
 from .errors import InvalidArgument, Unsupported, WrongType
 
 #: What shares a scale, and the scales' sizes: of x [batch, heads, rows, head_dim], and of as many heads as have one.
-_SIZES = {"tensor": lambda b, h, s: (), "head": lambda b, h, s: (b, h), "page": lambda b, h, s: (b, h, 1), "row": lambda b, h, s: (b, h, s)}
+_SIZES = {
+    "tensor": lambda b, h, s: (),
+    "head": lambda b, h, s: (b, h),
+    "page": lambda b, h, s: (b, h, 1),
+    "row": lambda b, h, s: (b, h, s),
+}
 
 
 class _Angles(NamedTuple):
-    cos: Union[Tensor, None]
-    sin: Union[Tensor, None]
-    positions: Union[Tensor, None]
+    cos: Tensor | None
+    sin: Tensor | None
+    positions: Tensor | None
 
 
-def quantise(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, scales: str = "head", heads: Union[int, None] = None,
-             hadamard: bool = False, cos: Union[Tensor, None] = None, sin: Union[Tensor, None] = None,
-             theta: Union[float, None] = None, rope_dims: Union[int, None] = None, interleaved: bool = False,
-             positions: Union[Tensor, None] = None) -> tuple[Tensor, Tensor]:
+def quantise(
+    x: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    scales: str = "head",
+    heads: int | None = None,
+    hadamard: bool = False,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    theta: float | None = None,
+    rope_dims: int | None = None,
+    interleaved: bool = False,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Codes of 8 bits and their scales, as attention() takes them: x is codes times scales, as nearly as the type allows.
 
     x: Q, K or V, [batch, heads, rows, head_dim], or a pool of pages; float16, bfloat16 or float32; head_dim a multiple of 16.
@@ -55,12 +83,16 @@ def quantise(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, scales: str
     refuse_batched("quantise()", x, cos, sin, positions)
     check_alike({"x": x})
     if torch.is_grad_enabled() and x.requires_grad:
-        raise Unsupported("quantise() has no gradients: call it under torch.no_grad(), or give a tensor that requires none.")
+        raise Unsupported(
+            "quantise() has no gradients: call it under torch.no_grad(), or give a tensor that requires none."
+        )
     if heads is None:
         heads = x.shape[1]
     check_whole("heads", heads)
     if heads != x.shape[1] and (heads < 1 or x.shape[1] % heads or scales == "row"):
-        raise InvalidArgument(f"heads is {heads} and x is {describe(x)}: give a divisor of its heads, and with scales=\"row\" none.")
+        raise InvalidArgument(
+            f'heads is {heads} and x is {describe(x)}: give a divisor of its heads, and with scales="row" none.'
+        )
     angles = _Angles(cos, sin, positions)
     for name, value in angles._asdict().items():
         if value is not None and not isinstance(value, Tensor):
@@ -73,37 +105,78 @@ def quantise(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, scales: str
         check_whole("rope_dims", rope_dims)
     codes = torch.empty_strided(x.shape, dense_strides(x.shape, x.stride()), dtype=dtype, device=x.device)
     scale = torch.empty(_SIZES[scales](x.shape[0], heads, x.shape[2]), dtype=torch.float32, device=x.device)
-    run = torch.ops.flashjit.quantise if torch.compiler.is_compiling() or is_watched() or x.is_neg() else _quantise
+    run = (
+        torch.ops.flashjit.quantise
+        if torch.compiler.is_compiling() or is_watched() or x.is_neg()
+        else _quantise
+    )
     run(x, codes, scale, bool(hadamard), *angles, float(theta or 0), rope_dims or 0, bool(interleaved))
     return codes, scale
 
 
-torch.library.define("flashjit::quantise", "(Tensor x, Tensor(a!) codes, Tensor(b!) scale, bool hadamard, Tensor? cos, Tensor? sin, "
-                     "Tensor? positions, float theta, int rope_dims, bool interleaved) -> ()",
-                     tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.define(
+    "flashjit::quantise",
+    "(Tensor x, Tensor(a!) codes, Tensor(b!) scale, bool hadamard, Tensor? cos, Tensor? sin, "
+    "Tensor? positions, float theta, int rope_dims, bool interleaved) -> ()",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 torch.library.register_fake("flashjit::quantise")(lambda *_: None)
 _calls: dict[Any, Any] = {}
-_PLACES = (*(_library.word(QuantiseArgs, name) for name in ("x", "codes", "scale")),
-           *(_library.word(QuantiseArgs, "rope") + _library.word(Rope, name) for name in ("cos", "sin", "positions")))
+_PLACES = (
+    *(_library.word(QuantiseArgs, name) for name in ("x", "codes", "scale")),
+    *(
+        _library.word(QuantiseArgs, "rope") + _library.word(Rope, name)
+        for name in ("cos", "sin", "positions")
+    ),
+)
 
 
-def _quantise(x: Tensor, codes: Tensor, scale: Tensor, hadamard: bool, cos: Union[Tensor, None], sin: Union[Tensor, None],
-              positions: Union[Tensor, None], theta: float, rope_dims: int, interleaved: bool) -> None:
+def _quantise(
+    x: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    hadamard: bool,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    theta: float,
+    rope_dims: int,
+    interleaved: bool,
+) -> None:
     x = readable(x, "x")
     angles = _Angles(*readable_angles(cos, sin), None if positions is None else positions.contiguous())
-    key = (signature(x), signature(codes), signature(scale), hadamard, *(None if y is None else signature(y) for y in angles), theta,
-           rope_dims, interleaved)
+    key = (
+        signature(x),
+        signature(codes),
+        signature(scale),
+        hadamard,
+        *(None if y is None else signature(y) for y in angles),
+        theta,
+        rope_dims,
+        interleaved,
+    )
     call = _calls.get(key)
     if call is None:
         check_angles(x.dtype, x.shape[0] * x.shape[2], *angles, x.shape[3])
-        sizes = (1, 1, 1, 1) if scale.dim() == 0 else (scale.shape[0], 1, scale.shape[1], scale.shape[2] if scale.dim() == 3 else 1)
+        sizes = (
+            (1, 1, 1, 1)
+            if scale.dim() == 0
+            else (scale.shape[0], 1, scale.shape[1], scale.shape[2] if scale.dim() == 3 else 1)
+        )
         strides = (sizes[2] * sizes[3], 0, sizes[3], 1)
-        args = QuantiseArgs(struct_size=ctypes.sizeof(QuantiseArgs), x=tensor_struct(x.shape, x.stride()),
-                            codes=tensor_struct(codes.shape, codes.stride()),
-                            scale=_library.Scales(None, (ctypes.c_int64 * 4)(*sizes), (ctypes.c_int64 * 4)(*strides)), hadamard=hadamard,
-                            rope=rope_struct(angles.cos, theta, rope_dims, interleaved))
+        args = QuantiseArgs(
+            struct_size=ctypes.sizeof(QuantiseArgs),
+            x=tensor_struct(x.shape, x.stride()),
+            codes=tensor_struct(codes.shape, codes.stride()),
+            scale=_library.Scales(None, (ctypes.c_int64 * 4)(*sizes), (ctypes.c_int64 * 4)(*strides)),
+            hadamard=hadamard,
+            rope=rope_struct(angles.cos, theta, rope_dims, interleaved),
+        )
         dims = f"{x.shape[3]}" if x.shape[3] <= 512 else f"{x.shape[3]}x512"  # the most that V has
-        call = spec_handle(f"{SPEC_TYPES[x.dtype]}:d{dims}:kv{KV_TYPES[codes.dtype]}"), _library.words_of(args)
+        call = (
+            spec_handle(f"{SPEC_TYPES[x.dtype]}:d{dims}:kv{KV_TYPES[codes.dtype]}"),
+            _library.words_of(args),
+        )
         if len(_calls) >= KEEP_PLANS:
             _calls.clear()
         _calls[key] = call

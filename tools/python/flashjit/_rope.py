@@ -1,7 +1,6 @@
 """Rotary position embeddings (RoPE) as append() and quantise() take them."""
-from __future__ import annotations
 
-from typing import Union
+from __future__ import annotations
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from ._plans import ELEMENTS, describe, has_rows
 from .errors import InvalidArgument
 
 
-def rope_struct(cos: Union[Tensor, None], theta: float, dims: int, interleaved: bool) -> Rope:
+def rope_struct(cos: Tensor | None, theta: float, dims: int, interleaved: bool) -> Rope:
     """Without pointers."""
     rope = Rope(theta=theta, dims=dims, interleaved=interleaved)
     if cos is not None:
@@ -22,7 +21,7 @@ def rope_struct(cos: Union[Tensor, None], theta: float, dims: int, interleaved: 
     return rope
 
 
-def readable_angles(cos: Union[Tensor, None], sin: Union[Tensor, None]) -> tuple[Union[Tensor, None], Union[Tensor, None]]:
+def readable_angles(cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """The kernels know one stride of rows for both tables."""
     if cos is None or sin is None:
         return cos, sin
@@ -32,21 +31,38 @@ def readable_angles(cos: Union[Tensor, None], sin: Union[Tensor, None]) -> tuple
     return cos, sin
 
 
-def check_both_tables(cos: Union[Tensor, None], sin: Union[Tensor, None]) -> None:
+def check_both_tables(cos: Tensor | None, sin: Tensor | None) -> None:
     if (cos is None) != (sin is None):
-        raise InvalidArgument(f"{'cos' if sin is None else 'sin'} is given alone: give both tables, or theta.")
+        raise InvalidArgument(
+            f"{'cos' if sin is None else 'sin'} is given alone: give both tables, or theta."
+        )
 
 
-def check_angles(dtype: torch.dtype, rows: int, cos: Union[Tensor, None], sin: Union[Tensor, None],
-                 positions: Union[Tensor, None], dim: int) -> None:
+def check_angles(
+    dtype: torch.dtype, rows: int, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, dim: int
+) -> None:
     """Of `rows` rows of `dtype`, with `dim` columns."""
     if cos is not None and cos.dim() == 2 and 2 * cos.shape[1] > dim:
-        raise InvalidArgument(f"cos has {cos.shape[1]} columns, for rows of {dim}: give one for each pair of dimensions, "
-                              f"at most {dim // 2}, without the second half of torch.cat([cos, cos], -1).")
+        raise InvalidArgument(
+            f"cos has {cos.shape[1]} columns, for rows of {dim}: give one for each pair of dimensions, "
+            f"at most {dim // 2}, without the second half of torch.cat([cos, cos], -1)."
+        )
     if positions is not None and (positions.dtype != torch.int32 or positions.numel() != rows):
-        raise InvalidArgument(f"positions is {describe(positions)}: it must be int32 with one number for each of the {rows} rows.")
+        raise InvalidArgument(
+            f"positions is {describe(positions)}: it must be int32 with one number for each of the {rows} rows."
+        )
     for name, angles in (("cos", cos), ("sin", sin)):
-        if angles is not None and cos is not None and (angles.dim() != 2 or angles.dtype not in (torch.float32, dtype) or angles.shape != cos.shape
-                                   or angles.dtype != cos.dtype):
-            raise InvalidArgument(f"{name} is {describe(angles)}: cos and sin must be float32 or {str(dtype).removeprefix('torch.')} "
-                                  "[positions, rope_dims / 2], both alike.")
+        if (
+            angles is not None
+            and cos is not None
+            and (
+                angles.dim() != 2
+                or angles.dtype not in (torch.float32, dtype)
+                or angles.shape != cos.shape
+                or angles.dtype != cos.dtype
+            )
+        ):
+            raise InvalidArgument(
+                f"{name} is {describe(angles)}: cos and sin must be float32 or {str(dtype).removeprefix('torch.')} "
+                "[positions, rope_dims / 2], both alike."
+            )

@@ -1,7 +1,8 @@
 """Q, K and V of 8 bits: their types in a spec, and their scales as the library's views of four dimensions."""
+
 from __future__ import annotations
 
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,32 +11,53 @@ from ._plans import KV_TYPES, SPEC_TYPES, Fixed, Problem, describe
 from .errors import InvalidArgument, Unsupported, WrongType
 
 
-def with_scales(fixed: Fixed, problem: Problem, q: Tensor, k: Tensor, scales: tuple[Any, Any, Any],
-                out_dtype: Union[torch.dtype, None]) -> tuple[Fixed, Problem]:
+def with_scales(
+    fixed: Fixed,
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    scales: tuple[Any, Any, Any],
+    out_dtype: torch.dtype | None,
+) -> tuple[Fixed, Problem]:
     """The call's tensors and options with those of its scales: of Q, K and V."""
-    q_scale, k_scale, v_scale = [in_four_dims(name, scale, problem.cached and name != "q_scale")
-                                 for name, scale in zip(("q_scale", "k_scale", "v_scale"), scales)]
+    q_scale, k_scale, v_scale = [
+        in_four_dims(name, scale, problem.cached and name != "q_scale")
+        for name, scale in zip(("q_scale", "k_scale", "v_scale"), scales)
+    ]
     options, out_type = kv_options(k, k_scale, v_scale), ""
     if q.dtype in KV_TYPES:
         if q.dtype == torch.int8:
-            raise WrongType("q is int8: products of 8 bits are those of float8_e4m3fn and float8_e5m2; give one of these, or q in "
-                            "16 bits.")
+            raise WrongType(
+                "q is int8: products of 8 bits are those of float8_e4m3fn and float8_e5m2; give one of these, or q in "
+                "16 bits."
+            )
         if k.dtype != q.dtype:
-            raise InvalidArgument(f"q is {describe(q)} and k is {describe(k)}: they must have one type, or q 16 bits.")
-        options, out_type = options + ":q_codes", SPEC_TYPES[torch.bfloat16 if out_dtype in (None, torch.float32) else out_dtype]
+            raise InvalidArgument(
+                f"q is {describe(q)} and k is {describe(k)}: they must have one type, or q 16 bits."
+            )
+        options, out_type = (
+            options + ":q_codes",
+            SPEC_TYPES[torch.bfloat16 if out_dtype in (None, torch.float32) else out_dtype],
+        )
     elif q_scale is not None:
-        raise InvalidArgument(f"q_scale is given, but q is {str(q.dtype).removeprefix('torch.')}: it goes with float8_e4m3fn and "
-                              "float8_e5m2.")
-    return (fixed._replace(k_scale=k_scale, v_scale=v_scale, q_scale=q_scale),
-            problem._replace(options=problem.options + options, out_type=out_type))
+        raise InvalidArgument(
+            f"q_scale is given, but q is {str(q.dtype).removeprefix('torch.')}: it goes with float8_e4m3fn and "
+            "float8_e5m2."
+        )
+    return (
+        fixed._replace(k_scale=k_scale, v_scale=v_scale, q_scale=q_scale),
+        problem._replace(options=problem.options + options, out_type=out_type),
+    )
 
 
-def kv_options(k: Tensor, *scales: Union[Tensor, None]) -> str:
+def kv_options(k: Tensor, *scales: Tensor | None) -> str:
     """Of a spec whose K has this type, and these scales: each key has its own where pages or rows have."""
     if k.dtype not in KV_TYPES:
         if any(scale is not None for scale in scales):
-            raise InvalidArgument(f"k_scale or v_scale is given, but K and V are {str(k.dtype).removeprefix('torch.')}: scales go "
-                                  f"with {names_of_types()}.")
+            raise InvalidArgument(
+                f"k_scale or v_scale is given, but K and V are {str(k.dtype).removeprefix('torch.')}: scales go "
+                f"with {names_of_types()}."
+            )
         return ""
     by_key = any(scale is not None and (scale.shape[1] > 1 or scale.shape[3] > 1) for scale in scales)
     return f":kv{KV_TYPES[k.dtype]}{':key_scales' if by_key else ''}"
@@ -45,17 +67,23 @@ def names_of_types() -> str:
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in KV_TYPES)
 
 
-def in_four_dims(name: str, scale: Any, cached: bool) -> Union[Tensor, None]:
+def in_four_dims(name: str, scale: Any, cached: bool) -> Tensor | None:
     """[sequences, pages, heads, rows] of what attention() takes."""
     if scale is None:
         return None
     if not isinstance(scale, Tensor):
-        raise WrongType(f"{name} is a {type(scale).__name__}: give a float32 torch.Tensor on the device of K.")
+        raise WrongType(
+            f"{name} is a {type(scale).__name__}: give a float32 torch.Tensor on the device of K."
+        )
     if scale.dtype != torch.float32 or scale.dim() > 4 or scale.layout is not torch.strided:
-        raise InvalidArgument(f"{name} is {describe(scale)}: it must be float32: one number, [heads_kv], [sequences, heads_kv], "
-                              "[pages, heads_kv, rows], or [sequences, pages, heads_kv, rows], with 1 where all have one.")
+        raise InvalidArgument(
+            f"{name} is {describe(scale)}: it must be float32: one number, [heads_kv], [sequences, heads_kv], "
+            "[pages, heads_kv, rows], or [sequences, pages, heads_kv, rows], with 1 where all have one."
+        )
     if scale.requires_grad:
-        raise Unsupported(f"{name} requires a gradient, which K and V of 8 bits do not have: give its detach().")
+        raise Unsupported(
+            f"{name} requires a gradient, which K and V of 8 bits do not have: give its detach()."
+        )
     if scale.dim() == 4:
         return scale
     if scale.dim() == 3:

@@ -1,8 +1,10 @@
 """Attention over a shared sequence: ring, all_gather and ulysses, forward and backward."""
+
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Sequence, Union
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,12 +44,17 @@ class Job(NamedTuple):
     def pieces_with_all(self, q: Tensor) -> list[Piece]:
         """Of this rank's queries and the whole sequence by position: each query is in one, if it sees any key."""
         whole = Chunk(0, q.shape[2] * self.ranks, 0)
-        return [piece for rows in self.chunks(self.rank, q.shape[2])
-                for piece in self.rule.pieces((rows,), (self.rule.seen_by(rows) if self.rule.causal else whole,), q.device)]
+        return [
+            piece
+            for rows in self.chunks(self.rank, q.shape[2])
+            for piece in self.rule.pieces(
+                (rows,), (self.rule.seen_by(rows) if self.rule.causal else whole,), q.device
+            )
+        ]
 
 
 def _cut(x: Tensor, chunk: Chunk) -> Tensor:
-    return x if chunk.rows == x.shape[2] else x[:, :, chunk.begin:chunk.end]
+    return x if chunk.rows == x.shape[2] else x[:, :, chunk.begin : chunk.end]
 
 
 class State:
@@ -55,10 +62,12 @@ class State:
 
     def __init__(self, q: Tensor, dim_v: int) -> None:
         self.q, self.dim_v = q, dim_v
-        self.out: Union[Tensor, None] = None
-        self.lse: Union[Tensor, None] = None
+        self.out: Tensor | None = None
+        self.lse: Tensor | None = None
 
-    def add(self, piece: Piece, dtype: torch.dtype, k: Tensor, v: Tensor, rng: Rng, reserved_sms: int) -> None:
+    def add(
+        self, piece: Piece, dtype: torch.dtype, k: Tensor, v: Tensor, rng: Rng, reserved_sms: int
+    ) -> None:
         """Joins the keys of a piece. dtype: of O from now on, with the last one."""
         rows, given = piece.rows, (self.q, k, v, rng, piece, dtype)
         if self.out is None and rows.rows == self.q.shape[2]:
@@ -69,7 +78,7 @@ class State:
             self.out = torch.empty_like(before, dtype=dtype)
             for others in (slice(0, rows.begin), slice(rows.end, None)):
                 self.out[:, :, others] = before[:, :, others]
-        lse = lse[:, :, rows.begin:rows.end]
+        lse = lse[:, :, rows.begin : rows.end]
         _, joined = compute(*given, reserved_sms=reserved_sms, out=self.out, state=(before, lse))
         if rows.rows == self.q.shape[2]:
             self.lse = joined
@@ -91,30 +100,79 @@ class _Call(NamedTuple):
     rest: tuple[Any, Any, Any]  # the fixed tensors, the values and the random numbers' seed
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, piece: Piece, sinks: Union[Tensor, None], rng: Rng, reserved_sms: int = 0,
-           **types: bool) -> "_Call":
-        qkv = readable(_cut(q, piece.rows), "q"), readable(_cut(k, piece.keys), "k"), readable(_cut(v, piece.keys), "v")
-        given = {"causal": False, "dropout_p": 0.0, "score_mod": None, "mask_mod": None, "cu_seqlens_q": None, "cu_seqlens_kv": None,
-                 "max_seqlen_q": None, "max_seqlen_kv": None, **piece.given}
-        fixed, values, problem = read_problem(captures=None, block_mask=None, sinks=sinks, kv_lengths=None, deterministic=None,
-                                              wants_grad=False, **types, **given)
+    def of(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        piece: Piece,
+        sinks: Tensor | None,
+        rng: Rng,
+        reserved_sms: int = 0,
+        **types: bool,
+    ) -> _Call:
+        qkv = (
+            readable(_cut(q, piece.rows), "q"),
+            readable(_cut(k, piece.keys), "k"),
+            readable(_cut(v, piece.keys), "v"),
+        )
+        given = {
+            "causal": False,
+            "dropout_p": 0.0,
+            "score_mod": None,
+            "mask_mod": None,
+            "cu_seqlens_q": None,
+            "cu_seqlens_kv": None,
+            "max_seqlen_q": None,
+            "max_seqlen_kv": None,
+            **piece.given,
+        }
+        fixed, values, problem = read_problem(
+            captures=None,
+            block_mask=None,
+            sinks=sinks,
+            kv_lengths=None,
+            deterministic=None,
+            wants_grad=False,
+            **types,
+            **given,
+        )
         if reserved_sms:
             problem = problem._replace(reserved_sms=reserved_sms)
         if piece.place is not None:
-            problem, rng = problem._replace(options=problem.options + ":dropout_place"), Placed(rng, piece.place)
+            problem, rng = (
+                problem._replace(options=problem.options + ":dropout_place"),
+                Placed(rng, piece.place),
+            )
         fixed = contiguous(fixed)
         return _Call(plan_of(*qkv, fixed, values, problem), qkv, (fixed, values, rng))
 
 
-def compute(q: Tensor, k: Tensor, v: Tensor, rng: Rng, piece: Piece, dtype: torch.dtype, *, sinks: Union[Tensor, None] = None,
-            reserved_sms: int = 0, out: Union[Tensor, None] = None,
-            state: Union[tuple[Tensor, Tensor], None] = None) -> tuple[Tensor, Tensor]:
+def compute(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rng: Rng,
+    piece: Piece,
+    dtype: torch.dtype,
+    *,
+    sinks: Tensor | None = None,
+    reserved_sms: int = 0,
+    out: Tensor | None = None,
+    state: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """O, of `dtype`, and LSE of a piece's rows. out: where all rows' O is. state: all rows' O and these rows' LSE, which the
     piece's keys join."""
-    call = _Call.of(q, k, v, piece, sinks, rng, reserved_sms, fp32_out=dtype != q.dtype, running_state=state is not None)
+    call = _Call.of(
+        q, k, v, piece, sinks, rng, reserved_sms, fp32_out=dtype != q.dtype, running_state=state is not None
+    )
     if state is not None:
-        state = _cut(state[0], piece.rows), state[1].contiguous() if piece.packed is None else piece.packed.padded(state[1])
-    out, lse = call.plan.forward(*call.qkv, *call.rest, True, out=None if out is None else _cut(out, piece.rows), state=state)
+        state = (
+            _cut(state[0], piece.rows),
+            state[1].contiguous() if piece.packed is None else piece.packed.padded(state[1]),
+        )
+    out, lse = call.plan.forward(
+        *call.qkv, *call.rest, True, out=None if out is None else _cut(out, piece.rows), state=state
+    )
     return out, lse if piece.packed is None else piece.packed.rows_of(lse)
 
 
@@ -123,7 +181,7 @@ class Sums:
 
     def __init__(self, *like: Tensor) -> None:
         self.like = like
-        self.sums: list[Union[Tensor, None]] = [None] * len(like)
+        self.sums: list[Tensor | None] = [None] * len(like)
 
     def add(self, index: int, chunk: Chunk, part: Tensor) -> None:
         if self.sums[index] is None and chunk.rows == self.like[index].shape[2]:
@@ -139,7 +197,9 @@ class Sums:
     def of(self, index: int) -> Tensor:
         total = self.sums[index]
         if total is None:
-            total = self.sums[index] = torch.zeros(self.like[index].shape, dtype=torch.float32, device=self.like[index].device)
+            total = self.sums[index] = torch.zeros(
+                self.like[index].shape, dtype=torch.float32, device=self.like[index].device
+            )
         return total
 
 
@@ -151,28 +211,44 @@ class Saved(NamedTuple):
     out: Tensor
     lse: Tensor
     dout: Tensor
-    dlse: Union[Tensor, None]
-    sinks: Union[Tensor, None] = None
+    dlse: Tensor | None
+    sinks: Tensor | None = None
     rng: Rng = NO_RNG
 
-    def gradients(self, k: Tensor, v: Tensor, piece: Piece, fp32: bool = True, reserved_sms: int = 0) -> tuple[list[Tensor], Any]:
+    def gradients(
+        self, k: Tensor, v: Tensor, piece: Piece, fp32: bool = True, reserved_sms: int = 0
+    ) -> tuple[list[Tensor], Any]:
         """dQ, dK and dV of a piece, in float32 or in the tensors' type, and dsinks."""
         rows, packed = piece.rows, piece.packed
         plan, qkv, rest = _Call.of(self.q, k, v, piece, self.sinks, self.rng, reserved_sms, fp32_grads=fp32)
 
         def of_rows(x: Tensor) -> Tensor:
-            x = x[:, :, rows.begin:rows.end]
+            x = x[:, :, rows.begin : rows.end]
             return x.contiguous() if packed is None else packed.padded(x)
+
         out = laid_out(_cut(self.out, rows), plan.out_size, plan.out_stride)
-        found, dsinks, _ = plan.backward(_cut(self.dout, rows), None if self.dlse is None else of_rows(self.dlse), *qkv, out,
-                                         of_rows(self.lse), *rest)
+        found, dsinks, _ = plan.backward(
+            _cut(self.dout, rows),
+            None if self.dlse is None else of_rows(self.dlse),
+            *qkv,
+            out,
+            of_rows(self.lse),
+            *rest,
+        )
         return found, dsinks
 
 
-def _begin_backward(ctx: Any, dout: Union[Tensor, None], dlse: Union[Tensor, None]) -> tuple[Saved, Tensor, Tensor, Tensor]:
+def _begin_backward(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None
+) -> tuple[Saved, Tensor, Tensor, Tensor]:
     q, k, v, sinks, out, lse = ctx.saved_tensors
     dout, dlse = (x if x is None else x.resolve_neg() for x in (dout, dlse))
-    return Saved(q, out, lse, torch.zeros_like(out) if dout is None else dout, dlse, sinks, ctx.job.rng), q, k, v
+    return (
+        Saved(q, out, lse, torch.zeros_like(out) if dout is None else dout, dlse, sinks, ctx.job.rng),
+        q,
+        k,
+        v,
+    )
 
 
 def _end_forward(ctx: Any, job: Job, *saved: Any) -> None:
@@ -185,7 +261,9 @@ class Ring(torch.autograd.Function):
     """K and V go round, and so do dK and dV, a step behind."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job
+    ) -> tuple[Tensor, Tensor]:
         state = State(q, v.shape[3])
         block = [k.contiguous(), v.contiguous()]
         steps = [job.pieces_with((job.rank - step) % job.ranks, q) for step in range(job.ranks)]
@@ -208,14 +286,14 @@ class Ring(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Union[Tensor, None], dlse: Union[Tensor, None]) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         saved, q, k, v = _begin_backward(ctx, dout, dlse)
         job: Job = ctx.job
         dsinks = None if saved.sinks is None else _sink_gradients(saved, saved.sinks)
         saved = saved._replace(sinks=None)
         dq = Sums(q)
         sums: list[Tensor] = []
-        coming: Union[Travel, None] = None
+        coming: Travel | None = None
         block = [k.contiguous(), v.contiguous()]
         for step in range(job.ranks):
             travel = Travel(block, job.group) if step + 1 < job.ranks else None
@@ -255,27 +333,35 @@ class AllGather(torch.autograd.Function):
     """Each rank has all keys by position, so that each chunk of its queries is one call, which sees what it sees on one GPU."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
-        keys, values = (in_order(x.wait(), job.layout) for x in [Gathering(k, job.group), Gathering(v, job.group)])
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = (
+            in_order(x.wait(), job.layout) for x in [Gathering(k, job.group), Gathering(v, job.group)]
+        )
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         for piece in job.pieces_with_all(q):
             rows = piece.rows
-            lse[:, :, rows.begin:rows.end] = compute(q, keys, values, job.rng, piece, q.dtype, sinks=sinks, out=out)[1]
+            lse[:, :, rows.begin : rows.end] = compute(
+                q, keys, values, job.rng, piece, q.dtype, sinks=sinks, out=out
+            )[1]
         _end_forward(ctx, job, q, k, v, sinks, out, lse)
         return out, lse
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Union[Tensor, None], dlse: Union[Tensor, None]) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         saved, q, k, v = _begin_backward(ctx, dout, dlse)
         job: Job = ctx.job
-        keys, values = (in_order(x.wait(), job.layout) for x in [Gathering(k, job.group), Gathering(v, job.group)])
+        keys, values = (
+            in_order(x.wait(), job.layout) for x in [Gathering(k, job.group), Gathering(v, job.group)]
+        )
         dq, dkv = torch.empty_like(q), Sums(keys, values)
-        dsinks: Union[Tensor, None] = None
+        dsinks: Tensor | None = None
         for piece in job.pieces_with_all(q):
             parts, of_sinks = saved.gradients(keys, values, piece)
-            dq[:, :, piece.rows.begin:piece.rows.end] = parts[0]
+            dq[:, :, piece.rows.begin : piece.rows.end] = parts[0]
             dkv.add_keys(piece, parts)
             del parts  # their memory
             if of_sinks is not None:
@@ -309,7 +395,7 @@ class Part(NamedTuple):
     def piece(self, q: Tensor) -> Piece:
         """Of all rows of this rank's heads."""
         rows = Chunk(0, q.shape[2], 0)
-        piece, = self.rule(q.shape[1]).pieces((rows,), (rows,), q.device)
+        (piece,) = self.rule(q.shape[1]).pieces((rows,), (rows,), q.device)
         return piece
 
 
@@ -336,13 +422,15 @@ class Returning:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.shards: list[Tensor] = []
-        self.exchange: Union[Exchange, None] = None
+        self.exchange: Exchange | None = None
 
     def send(self, part: Part, tensors: Sequence[Tensor]) -> None:
         """Of a part's heads all rows by position."""
         job = self.job
         self.shards = self.shards or [
-            x.new_empty(x.shape[0], x.shape[1] * job.ranks * part.parts, x.shape[2] // job.ranks, x.shape[3]) for x in tensors]
+            x.new_empty(x.shape[0], x.shape[1] * job.ranks * part.parts, x.shape[2] // job.ranks, x.shape[3])
+            for x in tensors
+        ]
         places = [[part.of_rank(x, rank) for x in self.shards] for rank in range(job.ranks)]
         own = places[job.rank]
         self.wait()  # for the memory of what has left
@@ -363,7 +451,9 @@ class Heads(torch.autograd.Function):
     """Each rank computes all rows of its share of the heads. The transfers of a part run beside the kernels of another."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job
+    ) -> tuple[Tensor, Tensor]:
         count = parts_of_heads(job.ranks, q.shape[0] * q.shape[2] * job.ranks, q.shape[1], k.shape[1])
         parts = [Part(job, number, count) for number in range(count)]
         coming = [Spreading(part, (q, k, v)) for part in parts]
@@ -372,7 +462,15 @@ class Heads(torch.autograd.Function):
         for part, spreading in zip(parts, coming):
             rows, keys, values = spreading.wait()
             with beside(*coming, back):
-                out, lse = compute(rows, keys, values, job.rng, part.piece(rows), q.dtype, sinks=None if sinks is None else part.mine(sinks))
+                out, lse = compute(
+                    rows,
+                    keys,
+                    values,
+                    job.rng,
+                    part.piece(rows),
+                    q.dtype,
+                    sinks=None if sinks is None else part.mine(sinks),
+                )
             back.send(part, [out, lse[..., None]])
             saved += [rows, keys, values, out, lse]
         out, lse = back.wait()
@@ -382,19 +480,29 @@ class Heads(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dout: Union[Tensor, None], dlse: Union[Tensor, None]) -> Any:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         sinks, *saved = ctx.saved_tensors
         job: Job = ctx.job
         given = [x.resolve_neg() for x in (dout, None if dlse is None else dlse[..., None]) if x is not None]
         coming = [Spreading(part, given) for part in ctx.parts]
         dsinks, back = None if sinks is None else torch.zeros_like(sinks), Returning(job)
 
-        def of_part(part: Part, spreading: Spreading, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
+        def of_part(
+            part: Part, spreading: Spreading, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+        ) -> Any:
             arrived = spreading.wait()
             of_lse = None if dlse is None else arrived.pop()[..., 0]
-            rows = Saved(q, out, lse, arrived.pop() if arrived else torch.zeros_like(out), of_lse,
-                         None if sinks is None else part.mine(sinks), job.rng)
+            rows = Saved(
+                q,
+                out,
+                lse,
+                arrived.pop() if arrived else torch.zeros_like(out),
+                of_lse,
+                None if sinks is None else part.mine(sinks),
+                job.rng,
+            )
             return rows.gradients(k, v, part.piece(q), fp32=False)
+
         for part, spreading in zip(ctx.parts, coming):
             tensors, saved = saved[:5], saved[5:]
             with beside(*coming, back):
@@ -412,13 +520,17 @@ class Heads(torch.autograd.Function):
 def _check_heads(q: Tensor, k: Tensor, ranks: int) -> None:
     heads, heads_kv = q.shape[1], k.shape[1]
     if heads % ranks:
-        raise InvalidArgument(f"q has {heads} heads for {ranks} ranks: ulysses gives each rank as many; use ring or all_gather.")
+        raise InvalidArgument(
+            f"q has {heads} heads for {ranks} ranks: ulysses gives each rank as many; use ring or all_gather."
+        )
     if not heads_kv or heads_kv % ranks and ranks % heads_kv:
-        raise InvalidArgument(f"k has {heads_kv} heads for {ranks} ranks: one must divide the other for ulysses; use ring "
-                              "or all_gather.")
+        raise InvalidArgument(
+            f"k has {heads_kv} heads for {ranks} ranks: one must divide the other for ulysses; use ring "
+            "or all_gather."
+        )
 
 
-def ulysses(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
+def ulysses(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job) -> tuple[Tensor, Tensor]:
     _check_heads(q, k, job.ranks)
     return Heads.apply(q, k, v, sinks, job)
 
@@ -428,7 +540,9 @@ def share_heads(q: Tensor, k: Tensor, v: Tensor, group: Any) -> tuple[Tensor, Te
     ranks = dist.get_world_size(group)
     _check_heads(q, k, ranks)
     if k.shape[1] < ranks:
-        k, v = (x.repeat_interleave(ranks // k.shape[1], 1) for x in (k, v))  # each rank's queries have one head of K
+        k, v = (
+            x.repeat_interleave(ranks // k.shape[1], 1) for x in (k, v)
+        )  # each rank's queries have one head of K
     return tuple(AllToAll.apply(x.unflatten(1, (ranks, -1)).movedim(1, 0), group) for x in (q, k, v))  # type: ignore[return-value]
 
 
@@ -437,11 +551,16 @@ def return_heads(x: Tensor, group: Any) -> Tensor:
     return AllToAll.apply(x, group).movedim(0, 1).flatten(1, 2)
 
 
-def ring_of_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job, inner: Any) -> tuple[Tensor, Tensor]:
+def ring_of_heads(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job, inner: Any
+) -> tuple[Tensor, Tensor]:
     """Two levels: the ranks of `inner` share the heads of their rows, which are neighbours, and those of job.group go round."""
     heads = Part(job._replace(group=inner), 0, 1)
     shared = [x.movedim(0, 2).flatten(2, 3) for x in share_heads(q, k, v, inner)]
     own_sinks = None if sinks is None else heads.mine(sinks)
     out, lse = Ring.apply(*shared, own_sinks, job._replace(rule=heads.rule(shared[0].shape[1])))
-    out, lse = (return_heads(x.unflatten(2, (heads.job.ranks, -1)).movedim(2, 0), inner) for x in (out, lse[..., None]))
+    out, lse = (
+        return_heads(x.unflatten(2, (heads.job.ranks, -1)).movedim(2, 0), inner)
+        for x in (out, lse[..., None])
+    )
     return out, lse[..., 0]

@@ -1,8 +1,9 @@
 """PyTorch's own scaled_dot_product_attention() in terms of attention()."""
+
 from __future__ import annotations
 
 import math
-from typing import Any, Union
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +15,16 @@ from ._plans import ELEMENTS, describe
 from .errors import InvalidArgument, WrongType
 
 
-def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Union[Tensor, None] = None,
-                                 dropout_p: float = 0.0, is_causal: bool = False, scale: Union[float, None] = None,
-                                 enable_gqa: bool = False) -> Tensor:
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention with flashjit's kernels: the same arguments, the same meaning.
 
     query: [..., heads_q, seqlen_q, head_dim]; key: [..., heads_kv, seqlen_kv, head_dim]; value: [..., heads_kv,
@@ -35,7 +43,9 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     if isinstance(scale, Tensor) and scale.dim() == 0:
         scale = scale.item()
     if dropout_p == 1:
-        return 0.0 * scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa)
+        return 0.0 * scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa
+        )
     if query.is_nested or key.is_nested or value.is_nested:
         return _of_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale)
     sizes = query.shape, key.shape, value.shape
@@ -55,40 +65,84 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
 def _is_plain(sizes: tuple[torch.Size, torch.Size, torch.Size], enable_gqa: bool) -> bool:
     """Whether nothing has to be broadcast or reshaped."""
     q, k, v = sizes
-    return (len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and k[1] == v[1]
-            and (enable_gqa or q[1] == k[1]))
+    return (
+        len(q) == len(k) == len(v) == 4
+        and q[0] == k[0] == v[0]
+        and k[1] == v[1]
+        and (enable_gqa or q[1] == k[1])
+    )
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, leading: torch.Size, attn_mask: Union[Tensor, None], dropout_p: float,
-               is_causal: bool, scale: Union[float, None]) -> Tensor:
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    leading: torch.Size,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
     """Of tensors with four dimensions, as these are or of copies."""
     score_mod, mask_mod, captures = mask_programs(attn_mask, leading, q, k)
     dim_v = v.shape[3]
     q, k, v, scale = supported(q, k, v, scale)
-    causal: Union[bool, str] = "top_left" if is_causal and q.shape[2] != k.shape[2] else is_causal
-    out = attention(q, k, v, causal=causal, scale=scale, dropout_p=dropout_p, score_mod=score_mod, mask_mod=mask_mod,
-                    captures=captures)
+    causal: bool | str = "top_left" if is_causal and q.shape[2] != k.shape[2] else is_causal
+    out = attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        scale=scale,
+        dropout_p=dropout_p,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        captures=captures,
+    )
     if attn_mask is not None and attn_mask.requires_grad and attn_mask.numel() == 0:
         out = out + attn_mask.sum()  # so that it has a gradient, though nothing reads it
     return out if out.shape[3] == dim_v else out[..., :dim_v]
 
 
-def _of_jagged(query: Any, key: Any, value: Any, attn_mask: Union[Tensor, None], dropout_p: float, is_causal: bool,
-               scale: Union[float, None]) -> Tensor:
+def _of_jagged(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+) -> Tensor:
     """Each sequence by itself: [batch, heads, rows, dim], where the rows differ."""
     for name, x in (("query", query), ("key", key), ("value", value)):
-        if (not x.is_nested or x.layout is not torch.jagged or x.dim() != 4 or x._ragged_idx != 2
-                or x.lengths() is not None):
-            raise WrongType(f"{name} must be nested, as query, key and value: [batch, heads, rows, head_dim] with "
-                            "layout=torch.jagged, where the rows differ, without gaps. Give such a tensor, or pad all.")
+        if (
+            not x.is_nested
+            or x.layout is not torch.jagged
+            or x.dim() != 4
+            or x._ragged_idx != 2
+            or x.lengths() is not None
+        ):
+            raise WrongType(
+                f"{name} must be nested, as query, key and value: [batch, heads, rows, head_dim] with "
+                "layout=torch.jagged, where the rows differ, without gaps. Give such a tensor, or pad all."
+            )
     if attn_mask is not None:
         raise InvalidArgument("attn_mask is given with nested tensors: leave it out, or pad them.")
     q, k, v = (x.transpose(1, 2).values().transpose(0, 1)[None] for x in (query, key, value))
     dim_v = v.shape[3]
     q, k, v, scale = supported(q, k, v, scale)
-    out = attention(q, k, v, causal="top_left" if is_causal else False, scale=scale, dropout_p=dropout_p,
-                    cu_seqlens_q=query.offsets().int(), cu_seqlens_kv=key.offsets().int(),
-                    max_seqlen_q=query._get_max_seqlen(), max_seqlen_kv=key._get_max_seqlen())
+    out = attention(
+        q,
+        k,
+        v,
+        causal="top_left" if is_causal else False,
+        scale=scale,
+        dropout_p=dropout_p,
+        cu_seqlens_q=query.offsets().int(),
+        cu_seqlens_kv=key.offsets().int(),
+        max_seqlen_q=query._get_max_seqlen(),
+        max_seqlen_kv=key._get_max_seqlen(),
+    )
     rows = out[0, ..., :dim_v].transpose(0, 1)
     return torch.nested.nested_tensor_from_jagged(rows, query.offsets()).transpose(1, 2)
 
@@ -96,7 +150,9 @@ def _of_jagged(query: Any, key: Any, value: Any, attn_mask: Union[Tensor, None],
 def _repeated(name: str, tensor: Tensor, heads: int) -> Tensor:
     """Each head for as many of the query's."""
     if not tensor.shape[1] or heads % tensor.shape[1]:
-        raise InvalidArgument(f"query has {heads} heads and {name} {tensor.shape[1]}: the query's must be a multiple.")
+        raise InvalidArgument(
+            f"query has {heads} heads and {name} {tensor.shape[1]}: the query's must be a multiple."
+        )
     return tensor.repeat_interleave(heads // tensor.shape[1], 1)
 
 
@@ -104,8 +160,10 @@ def _with_all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """One head serves all, as in other broadcasts."""
     heads = max(q.shape[1], k.shape[1], v.shape[1])
     if any(t.shape[1] not in (1, heads) for t in (q, k, v)):
-        raise InvalidArgument(f"query has {q.shape[1]} heads, key {k.shape[1]} and value {v.shape[1]}: set "
-                              "enable_gqa=True for grouped heads.")
+        raise InvalidArgument(
+            f"query has {q.shape[1]} heads, key {k.shape[1]} and value {v.shape[1]}: set "
+            "enable_gqa=True for grouped heads."
+        )
     return tuple(t.expand(-1, heads, -1, -1) for t in (q, k, v))
 
 
@@ -116,8 +174,10 @@ def _broadcast(a: torch.Size, b: torch.Size) -> torch.Size:
     try:
         return torch.broadcast_shapes(a, b)
     except RuntimeError:
-        raise InvalidArgument(f"query, key and value have the leading dimensions {list(a)} and {list(b)}, which do not "
-                              "broadcast: make them equal, or 1.") from None
+        raise InvalidArgument(
+            f"query, key and value have the leading dimensions {list(a)} and {list(b)}, which do not "
+            "broadcast: make them equal, or 1."
+        ) from None
 
 
 def _four_dimensions(tensor: Tensor, leading: torch.Size) -> Tensor:
@@ -129,7 +189,9 @@ def _four_dimensions(tensor: Tensor, leading: torch.Size) -> Tensor:
     return tensor.expand(*leading, *tensor.shape[-3:]).reshape(math.prod(leading), *tensor.shape[-3:])
 
 
-def supported(q: Tensor, k: Tensor, v: Tensor, scale: Union[float, None]) -> tuple[Tensor, Tensor, Tensor, Union[float, None]]:
+def supported(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, float | None]:
     """Q, K, V and a scale that kernels take, with the same result: scales above 0, head dimensions that are multiples of 8."""
     dim = q.shape[3]
     if scale is None:
@@ -147,25 +209,32 @@ def _padded(tensor: Tensor) -> Tensor:
     return F.pad(tensor, (0, max(-dim % 8, 8 - dim))) if dim % 8 or not dim else tensor
 
 
-def mask_programs(mask: Union[Tensor, None], leading: torch.Size, q: Tensor, k: Tensor) -> tuple[Any, Any, Any]:
+def mask_programs(mask: Tensor | None, leading: torch.Size, q: Tensor, k: Tensor) -> tuple[Any, Any, Any]:
     """A dense mask as a program that reads it, along the dimensions in which it differs."""
     if mask is None:
         return None, None, None
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-        raise WrongType(f"attn_mask is {describe(mask)}: give booleans, or floating point numbers to add to the scores.")
+        raise WrongType(
+            f"attn_mask is {describe(mask)}: give booleans, or floating point numbers to add to the scores."
+        )
     full = (*leading, q.shape[1], q.shape[2], k.shape[2])
     try:
         torch.broadcast_shapes(mask.shape, full)
     except RuntimeError:
-        raise InvalidArgument(f"attn_mask is {list(mask.shape)}: it must broadcast to {list(full)}.") from None
+        raise InvalidArgument(
+            f"attn_mask is {list(mask.shape)}: it must broadcast to {list(full)}."
+        ) from None
     if len(leading) > 1:
         if mask.dim() > 3:
             mask = mask.expand(*leading, *mask.shape[-3:]).reshape(math.prod(leading), *mask.shape[-3:])
     mask = mask[(None,) * (4 - mask.dim())]
     if mask.numel() == 0:
         return None, None, None  # no pair is there to read it
-    indices = [name for name, size, stride in zip(("b", "h", "q", "kv"), mask.shape, mask.stride())
-               if size > 1 and stride != 0]
+    indices = [
+        name
+        for name, size, stride in zip(("b", "h", "q", "kv"), mask.shape, mask.stride())
+        if size > 1 and stride != 0
+    ]
     places = tuple(slice(None) if name in indices else 0 for name in ("b", "h", "q", "kv"))
     mask = mask[places] if indices else mask[:, 0, 0, 0][:1]
     read = f"attn_mask[{', '.join(indices) or '0'}]"

@@ -1,7 +1,8 @@
 """Tensors of a shared sequence: by position, and by rank."""
+
 from __future__ import annotations
 
-from typing import Sequence, Union
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,14 +17,14 @@ def positions(rank: int, ranks: int, rows: int, layout: str = "zigzag") -> Tenso
     return torch.cat([c.first + c.step * torch.arange(c.rows) for c in chunks(rank, ranks, rows, layout)])
 
 
-def in_order(parts: Union[Sequence[Tensor], Tensor], layout: str) -> Tensor:
+def in_order(parts: Sequence[Tensor] | Tensor, layout: str) -> Tensor:
     """Rows by position, [batch, heads, all rows, dim], of all ranks' shards, [batch, heads, rows, dim] each."""
     batch, heads, rows, dim = parts[0].shape
     result = parts[0].new_empty(batch, heads, len(parts) * rows, dim)
     for rank, part in enumerate(parts):
         to, of = _wide(result, part)
         for c in chunks(rank, len(parts), rows, layout):
-            to[:, :, c.first:c.last + 1:c.step] = of[:, :, c.begin:c.end]
+            to[:, :, c.first : c.last + 1 : c.step] = of[:, :, c.begin : c.end]
     return result
 
 
@@ -40,14 +41,21 @@ def copy_rows(to: Tensor, x: Tensor, rank: int, ranks: int, layout: str) -> None
     """A rank's shard of rows by position."""
     to, of = _wide(to, x)
     for c in chunks(rank, ranks, to.shape[2], layout):
-        to[:, :, c.begin:c.end] = of[:, :, c.first:c.last + 1:c.step]
+        to[:, :, c.begin : c.end] = of[:, :, c.first : c.last + 1 : c.step]
 
 
 def _wide(*tensors: Tensor) -> Sequence[Tensor]:
     """The same memory in elements of 16 bytes, where it can be, as PyTorch copies slices element by element."""
+
     def can_be(x: Tensor) -> bool:
         sizes = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
-        return x.numel() > 0 and x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(n * x.element_size() % 16 == 0 for n in sizes)
+        return (
+            x.numel() > 0
+            and x.stride(-1) == 1
+            and x.data_ptr() % 16 == 0
+            and all(n * x.element_size() % 16 == 0 for n in sizes)
+        )
+
     return [x.view(torch.complex128) for x in tensors] if all(map(can_be, tensors)) else tensors
 
 
@@ -56,5 +64,7 @@ def check_layout(layout: str, ranks: int, rows: int) -> None:
         raise InvalidArgument(f"layout is {layout!r}: give one of {', '.join(LAYOUTS)}.")
     parts = 2 * ranks if layout == "zigzag" else ranks
     if rows % parts:
-        raise InvalidArgument(f"the sequence has {rows} rows, which do not divide into {parts} for {ranks} ranks and the layout "
-                              f"{layout!r}: pad it to {-(-rows // parts) * parts}.")
+        raise InvalidArgument(
+            f"the sequence has {rows} rows, which do not divide into {parts} for {ranks} ranks and the layout "
+            f"{layout!r}: pad it to {-(-rows // parts) * parts}."
+        )

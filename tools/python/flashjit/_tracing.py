@@ -1,17 +1,40 @@
 """Python functions as text of flashjit's language: called with stand-ins that write down what is done to them."""
+
 from __future__ import annotations
 
 import builtins
 import dis
 import functools
 import types
-from typing import Any, Callable, Iterator, Mapping, NoReturn, Union
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 from . import _functions  # noqa: F401  (fills FUNCTIONS)
 from ._compiling import call_compiled
-from ._values import (FUNCTIONS, LOWEST, Shape, Size, UnknownAttribute, Value, add, as_bool, as_text, bits, call, int_range,
-                      is_compiling, is_tensor, literal, loaded_torch, multiply, refuse_in_place, symbol_tensor, torch_module,
-                      tracers, without_function)
+from ._values import (
+    FUNCTIONS,
+    LOWEST,
+    Shape,
+    Size,
+    UnknownAttribute,
+    Value,
+    add,
+    as_bool,
+    as_text,
+    bits,
+    call,
+    int_range,
+    is_compiling,
+    is_tensor,
+    literal,
+    loaded_torch,
+    multiply,
+    refuse_in_place,
+    symbol_tensor,
+    torch_module,
+    tracers,
+    without_function,
+)
 from .errors import InvalidArgument, WrongType
 
 MAX_TENSORS, MAX_SCALARS, _MAX_DIMENSIONS = 16, 8, 6
@@ -23,7 +46,7 @@ _POSITION_MAX = 2**30 - 1  # so that the sum of two is an int; longer sequences 
 class PartialRead:
     """A captured tensor with some of its indices given: t[b] of a matrix, or t[:, kv]."""
 
-    def __init__(self, tracer: "Tracer", tensor: Any, indices: tuple[Union[Value, None], ...]) -> None:
+    def __init__(self, tracer: Tracer, tensor: Any, indices: tuple[Value | None, ...]) -> None:
         self.tracer, self.tensor, self.indices = tracer, tensor, indices
 
     def _open(self) -> list[int]:
@@ -36,8 +59,10 @@ class PartialRead:
         indexed = sum(item is not Ellipsis for item in given)
         rest = len(open_) - indexed
         if rest < 0 or len(given) > indexed + 1:
-            raise InvalidArgument(f"{self.tracer.named(self.tensor)} has {len(self.indices)} dimensions and is indexed with "
-                                  f"{indexed + len(self.indices) - len(open_)}.")
+            raise InvalidArgument(
+                f"{self.tracer.named(self.tensor)} has {len(self.indices)} dimensions and is indexed with "
+                f"{indexed + len(self.indices) - len(open_)}."
+            )
         places = iter(open_)
         indices = list(self.indices)
         for item in given:
@@ -48,8 +73,10 @@ class PartialRead:
             dimension = next(places)
             if isinstance(item, slice):
                 if item != slice(None):
-                    raise WrongType(f"{self.tracer.named(self.tensor)} is cut by a slice in a program, which takes whole "
-                                    "dimensions, [:], only: add the beginning to the index instead.")
+                    raise WrongType(
+                        f"{self.tracer.named(self.tensor)} is cut by a slice in a program, which takes whole "
+                        "dimensions, [:], only: add the beginning to the index instead."
+                    )
                 continue
             indices[dimension] = self.tracer.index(self.tensor, dimension, item)
         return self.tracer.read_at(self.tensor, tuple(indices))
@@ -58,7 +85,7 @@ class PartialRead:
     def shape(self) -> Shape:
         return Shape(self.tracer.size(self.tensor, i) for i in self._open())
 
-    def size(self, dimension: Union[int, None] = None) -> Any:
+    def size(self, dimension: int | None = None) -> Any:
         return self.shape if dimension is None else self.shape[dimension]
 
     def __len__(self) -> int:
@@ -67,18 +94,24 @@ class PartialRead:
     def __iter__(self) -> Iterator[Any]:
         return iter([self[i] for i in range(len(self))])
 
-    def as_row(self) -> "Row":
+    def as_row(self) -> Row:
         if len(self._open()) != 1:
-            raise InvalidArgument(f"{self.tracer.named(self.tensor)} has {len(self.indices)} dimensions and is indexed with "
-                                  f"{len(self.indices) - len(self._open())}: index all of them.")
+            raise InvalidArgument(
+                f"{self.tracer.named(self.tensor)} has {len(self.indices)} dimensions and is indexed with "
+                f"{len(self.indices) - len(self._open())}: index all of them."
+            )
         if len(self) > _MAX_ROW:
-            raise InvalidArgument(f"{self.tracer.named(self.tensor)} is indexed but for a dimension of {len(self)}: index all of "
-                                  f"them; rows of at most {_MAX_ROW} are computed with as a whole.")
+            raise InvalidArgument(
+                f"{self.tracer.named(self.tensor)} is indexed but for a dimension of {len(self)}: index all of "
+                f"them; rows of at most {_MAX_ROW} are computed with as a whole."
+            )
         return Row(list(self))
 
     def as_value(self) -> Value:
-        raise InvalidArgument(f"{self.tracer.named(self.tensor)} has {len(self.indices)} dimensions and is indexed with "
-                              f"{len(self.indices) - len(self._open())}: index all of them.")
+        raise InvalidArgument(
+            f"{self.tracer.named(self.tensor)} has {len(self.indices)} dimensions and is indexed with "
+            f"{len(self.indices) - len(self._open())}: index all of them."
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -112,7 +145,9 @@ class Row:
     def sum(self, *_: Any, **__: Any) -> Value:
         terms: list[Any] = self.items
         while len(terms) > 1:  # by halves: what is nested deeply is refused
-            terms = [add(*terms[i:i + 2]) if i + 1 < len(terms) else terms[i] for i in range(0, len(terms), 2)]
+            terms = [
+                add(*terms[i : i + 2]) if i + 1 < len(terms) else terms[i] for i in range(0, len(terms), 2)
+            ]
         return terms[0]  # type: ignore[no-any-return]
 
     def mean(self, *_: Any, **__: Any) -> Value:
@@ -130,17 +165,28 @@ class Row:
     inner = vdot = dot
 
     @staticmethod
-    def each(function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> "Row":
+    def each(function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> Row:
         rows = [row_of(argument) for argument in arguments]
         lengths = {len(row) for row in rows if row is not None}
         if len(lengths) != 1:
-            raise InvalidArgument(f"rows of {' and '.join(map(str, sorted(lengths)))} captured elements meet in a program: they "
-                                  "must have one length.")
-        return Row([function(*(argument if row is None else row.items[i] for argument, row in zip(arguments, rows)), **named)
-                    for i in range(lengths.pop())])
+            raise InvalidArgument(
+                f"rows of {' and '.join(map(str, sorted(lengths)))} captured elements meet in a program: they "
+                "must have one length."
+            )
+        return Row(
+            [
+                function(
+                    *(argument if row is None else row.items[i] for argument, row in zip(arguments, rows)),
+                    **named,
+                )
+                for i in range(lengths.pop())
+            ]
+        )
 
     def as_value(self) -> Value:
-        raise InvalidArgument(f"a row of {len(self.items)} captured elements is used as a number: sum it, or index it.")
+        raise InvalidArgument(
+            f"a row of {len(self.items)} captured elements is used as a number: sum it, or index it."
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name not in FUNCTIONS:
@@ -155,7 +201,7 @@ class Row:
 STAND_INS = (Value, PartialRead, Row)
 
 
-def row_of(value: Any) -> Union[Row, None]:
+def row_of(value: Any) -> Row | None:
     return value if isinstance(value, Row) else value.as_row() if isinstance(value, PartialRead) else None
 
 
@@ -199,25 +245,35 @@ class Tracer:
 
     def read(self, tensor: Any) -> PartialRead:
         if tensor.dim() > _MAX_DIMENSIONS:
-            raise InvalidArgument(f"{self.named(tensor)} has {tensor.dim()} dimensions: programs read tensors of at most "
-                                  f"{_MAX_DIMENSIONS}; flatten some of them.")
+            raise InvalidArgument(
+                f"{self.named(tensor)} has {tensor.dim()} dimensions: programs read tensors of at most "
+                f"{_MAX_DIMENSIONS}; flatten some of them."
+            )
         if not is_compiling() and tensor.numel() == 0:
-            raise InvalidArgument(f"{self.named(tensor)} of shape {tuple(tensor.shape)} has no element to read.")
+            raise InvalidArgument(
+                f"{self.named(tensor)} of shape {tuple(tensor.shape)} has no element to read."
+            )
         return PartialRead(self, tensor, (None,) * tensor.dim())
 
-    def read_at(self, tensor: Any, indices: tuple[Union[Value, None], ...]) -> Any:
+    def read_at(self, tensor: Any, indices: tuple[Value | None, ...]) -> Any:
         """A read where there is an index for each dimension."""
         if any(index is None for index in indices):
             return PartialRead(self, tensor, indices)
         if not indices:
             return self.value_of(tensor)
-        return self._element(tensor, ", ".join([as_text(index, "int") for index in indices if index is not None]))
+        return self._element(
+            tensor, ", ".join([as_text(index, "int") for index in indices if index is not None])
+        )
 
     def _element(self, tensor: Any, indices: str) -> Value:
         dtype = _dtype_name(tensor)
         self._check_type(tensor)
-        return Value(f"{self._name(self.tensors, tensor, 'c')}[{indices}]", dtype, *int_range(dtype),
-                     wide=dtype == "int64")
+        return Value(
+            f"{self._name(self.tensors, tensor, 'c')}[{indices}]",
+            dtype,
+            *int_range(dtype),
+            wide=dtype == "int64",
+        )
 
     def _check_type(self, tensor: Any) -> None:
         if _dtype_name(tensor) not in _ELEMENTS:
@@ -236,22 +292,32 @@ class Tracer:
         if index.high < 0:
             return size + index
         text = as_text(index, "int")
-        return Value(f"select({text} < 0, {text} + {size.text}, {text})", index.dtype_name, 0, index.high, wide=index.wide)
+        return Value(
+            f"select({text} < 0, {text} + {size.text}, {text})",
+            index.dtype_name,
+            0,
+            index.high,
+            wide=index.wide,
+        )
 
-    def _refuse_index(self, tensor: Any, given: Any, index: Union[Value, None]) -> NoReturn:
+    def _refuse_index(self, tensor: Any, given: Any, index: Value | None) -> NoReturn:
         what = f"{self.named(tensor)} is indexed with"
         if index is None:
             raise WrongType(f"{what} {given}: give numbers and positions.")
         if index.type == "float":
             raise WrongType(f"{what} a float: convert it with .int() first.")
-        raise WrongType(f"{what} a {index.dtype_name}, which PyTorch takes for a mask: convert it with .int() first.")
+        raise WrongType(
+            f"{what} a {index.dtype_name}, which PyTorch takes for a mask: convert it with .int() first."
+        )
 
     def _check_constant(self, tensor: Any, dimension: int, number: int) -> None:
         self.looked = True
         size = tensor.shape[dimension]
         if not -size <= number < size:
-            raise InvalidArgument(f"{self.named(tensor)} is indexed with {number} in dimension {dimension}, which has the size "
-                                  f"{size}.")
+            raise InvalidArgument(
+                f"{self.named(tensor)} is indexed with {number} in dimension {dimension}, which has the size "
+                f"{size}."
+            )
 
     def size_value(self, tensor: Any, dimension: int) -> Value:
         return Value(f"size({self._name(self.tensors, tensor, 'c')}, {dimension})", "int", 1, _POSITION_MAX)
@@ -272,14 +338,20 @@ class Tracer:
         if not is_tensor(value):
             return value
         if value.dim() > 0:
-            raise InvalidArgument(f"{self.named(value)} of shape {tuple(value.shape)} is used as a number: index it with b, h, "
-                                  "q_idx and kv_idx, such as bias[h, q_idx - kv_idx].")
+            raise InvalidArgument(
+                f"{self.named(value)} of shape {tuple(value.shape)} is used as a number: index it with b, h, "
+                "q_idx and kv_idx, such as bias[h, q_idx - kv_idx]."
+            )
         if value.device.type != "cpu" or value.requires_grad:
             return self._element(value, "0")
         dtype = _dtype_name(value)
         self._check_type(value)
         name = self._name(self.scalars, value, "s")
-        return Value(f"to_bool({name})" if dtype == "bool" else name, dtype, *int_range("int32" if dtype == "int64" else dtype))
+        return Value(
+            f"to_bool({name})" if dtype == "bool" else name,
+            dtype,
+            *int_range("int32" if dtype == "int64" else dtype),
+        )
 
     def has_room_for_symbols(self) -> bool:
         return len(self.scalars) < MAX_SCALARS
@@ -292,7 +364,9 @@ class Tracer:
         for name, known in names.items():
             if known is value:
                 return name
-        name = next(name for name in (f"{prefix}{i}" for i in range(len(names), 999)) if name not in self.taken)
+        name = next(
+            name for name in (f"{prefix}{i}" for i in range(len(names), 999)) if name not in self.taken
+        )
         names[name] = value
         return name
 
@@ -323,7 +397,9 @@ class Tracer:
         plain = plain.lstrip("_").removeprefix("special_")
         rows = [row_of(argument) for argument in arguments]
         if any(row is not None for row in rows):
-            return call_on_rows(plain, tuple(a if row is None else row for a, row in zip(arguments, rows)), named)
+            return call_on_rows(
+                plain, tuple(a if row is None else row for a, row in zip(arguments, rows)), named
+            )
         if plain not in FUNCTIONS:
             raise InvalidArgument(without_function(f"torch.{plain}"))
         return call(plain, FUNCTIONS[plain], arguments, named)
@@ -355,15 +431,21 @@ class Tracer:
             if isinstance(error, InvalidArgument):
                 raise
             if "__array_ufunc__" in str(error):
-                raise WrongType(f"{_name_of(function)} calls a function of NumPy, which knows no numbers of a program: call torch's of "
-                                "that name.") from error
-            raise WrongType(f"{_name_of(function)} cannot be traced ({error}): a {kind} is called as "
-                            f"{SIGNATURES[kind]} with stand-ins for numbers; see help(flashjit.programs).") from error
+                raise WrongType(
+                    f"{_name_of(function)} calls a function of NumPy, which knows no numbers of a program: call torch's of "
+                    "that name."
+                ) from error
+            raise WrongType(
+                f"{_name_of(function)} cannot be traced ({error}): a {kind} is called as "
+                f"{SIGNATURES[kind]} with stand-ins for numbers; see help(flashjit.programs)."
+            ) from error
         finally:
             tracers.pop()
         if not isinstance(result, Value):
-            raise WrongType(f"{_name_of(function)} returns a {type(result).__name__}: a {kind} returns a "
-                            f"{'score' if kind == 'score_mod' else 'condition'}, computed from its arguments.")
+            raise WrongType(
+                f"{_name_of(function)} returns a {type(result).__name__}: a {kind} returns a "
+                f"{'score' if kind == 'score_mod' else 'condition'}, computed from its arguments."
+            )
         return result
 
     def with_sizes_as_scalars(self, score: str, mask: str) -> tuple[str, str, dict[str, Any]]:
@@ -375,7 +457,11 @@ class Tracer:
             for dimension, size in enumerate(tensor.shape):
                 text, scalar = f"size({name}, {dimension})", f"{name}_size{dimension}"
                 if text in score or text in mask:
-                    score, mask, sizes[scalar] = score.replace(text, scalar), mask.replace(text, scalar), int(size)
+                    score, mask, sizes[scalar] = (
+                        score.replace(text, scalar),
+                        mask.replace(text, scalar),
+                        int(size),
+                    )
         return score, mask, sizes
 
 
@@ -390,10 +476,17 @@ def call_on_rows(name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (Value, PartialRead, Row, int, float)) or is_tensor(value) or hasattr(value, "__array_ufunc__")
+    return (
+        isinstance(value, (Value, PartialRead, Row, int, float))
+        or is_tensor(value)
+        or hasattr(value, "__array_ufunc__")
+    )
 
 
-SIGNATURES = {"score_mod": "score_mod(score, b, h, q_idx, kv_idx)", "mask_mod": "mask_mod(b, h, q_idx, kv_idx)"}
+SIGNATURES = {
+    "score_mod": "score_mod(score, b, h, q_idx, kv_idx)",
+    "mask_mod": "mask_mod(b, h, q_idx, kv_idx)",
+}
 
 
 def _positions() -> tuple[Value, ...]:
@@ -422,7 +515,7 @@ def _name_of(function: Any) -> str:
     return getattr(function, "__qualname__", None) or repr(function)
 
 
-def variable_of(function: Any, value: Any) -> Union[str, None]:
+def variable_of(function: Any, value: Any) -> str | None:
     """What a function calls a value."""
     owner = getattr(function, "__self__", None)
     inner = getattr(function, "__func__", function)
@@ -436,8 +529,11 @@ def variable_of(function: Any, value: Any) -> Union[str, None]:
         for name in code.co_names:
             if inner.__globals__.get(name) is value:
                 return name
-    for name, attribute in [*getattr(owner, "__dict__", {}).items(), *getattr(owner, "_parameters", {}).items(),
-                            *getattr(owner, "_buffers", {}).items()]:
+    for name, attribute in [
+        *getattr(owner, "__dict__", {}).items(),
+        *getattr(owner, "_parameters", {}).items(),
+        *getattr(owner, "_buffers", {}).items(),
+    ]:
         if attribute is value:
             return name
     return None
@@ -448,13 +544,20 @@ def _asks_for_len(code: types.CodeType) -> bool:
     """Whether a function calls len() itself, and may be given another one: not where it sets globals."""
     names = [code, *[const for const in code.co_consts if isinstance(const, types.CodeType)]]
     return any("len" in part.co_names for part in names) and not any(
-        step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for part in names for step in dis.get_instructions(part))
+        step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
+        for part in names
+        for step in dis.get_instructions(part)
+    )
 
 
 def _with_sizes(function: Any, tracer: Tracer) -> Any:
     """The function with a len() that gives a Size: Python's own makes an int of whatever a tensor answers."""
     inner = getattr(function, "__func__", function)
-    if not isinstance(inner, types.FunctionType) or "len" in inner.__globals__ or not _asks_for_len(inner.__code__):
+    if (
+        not isinstance(inner, types.FunctionType)
+        or "len" in inner.__globals__
+        or not _asks_for_len(inner.__code__)
+    ):
         return function
 
     def length(value: Any) -> int:
@@ -462,8 +565,13 @@ def _with_sizes(function: Any, tracer: Tracer) -> Any:
             return value.shape[0]
         return tracer.size(value, 0) if is_tensor(value) and value.dim() else builtins.len(value)
 
-    copy = types.FunctionType(inner.__code__, {**inner.__globals__, "len": length}, inner.__name__, inner.__defaults__,
-                              inner.__closure__)
+    copy = types.FunctionType(
+        inner.__code__,
+        {**inner.__globals__, "len": length},
+        inner.__name__,
+        inner.__defaults__,
+        inner.__closure__,
+    )
     copy.__kwdefaults__ = inner.__kwdefaults__
     return copy if inner is function else types.MethodType(copy, function.__self__)
 
@@ -477,10 +585,13 @@ def torch_mode() -> Any:
     if _mode_class is None:
         import torch
         from torch.overrides import TorchFunctionMode
+
         torch_module.append(torch)
 
         class ProgramMode(TorchFunctionMode):
-            def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+            def __torch_function__(
+                self, function: Any, types: Any, arguments: Any = (), named: Any = None
+            ) -> Any:
                 if _has_stand_in((arguments, named)):
                     return tracers[-1].call_torch(function, arguments, named or {})
                 if is_compiling():
@@ -515,8 +626,17 @@ def _has_stand_in(value: Any) -> bool:
     return isinstance(value, STAND_INS)
 
 
-_ELEMENTS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "int32", "int64": "int64",
-             "int16": "int16", "int8": "int8", "uint8": "uint8", "bool": "bool"}
+_ELEMENTS = {
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "int32": "int32",
+    "int64": "int64",
+    "int16": "int16",
+    "int8": "int8",
+    "uint8": "uint8",
+    "bool": "bool",
+}
 
 
 def _dtype_name(array: Any) -> str:
@@ -524,7 +644,7 @@ def _dtype_name(array: Any) -> str:
 
 
 def element_type(array: Any, name: str = "a captured tensor") -> str:
-    """"fp32", ..., "bool" of a tensor or array. Raises WrongType for types that programs cannot read."""
+    """ "fp32", ..., "bool" of a tensor or array. Raises WrongType for types that programs cannot read."""
     dtype = _dtype_name(array)
     if dtype not in _ELEMENTS:
         raise WrongType(f"{name} has type {dtype}: programs read {', '.join(_ELEMENTS)}; convert it.")
@@ -533,8 +653,9 @@ def element_type(array: Any, name: str = "a captured tensor") -> str:
 
 def is_scalar(value: Any) -> bool:
     """Whether a capture is a number: a Python one, or a tensor without dimensions on the CPU."""
-    return isinstance(value, (int, float)) or (is_tensor(value) and value.dim() == 0 and value.device.type == "cpu"
-                                               and not value.requires_grad)
+    return isinstance(value, (int, float)) or (
+        is_tensor(value) and value.dim() == 0 and value.device.type == "cpu" and not value.requires_grad
+    )
 
 
 def is_real(scalar: Any) -> bool:

@@ -1,8 +1,10 @@
 """attention() under torch.func: autograd functions over the operators, with rules for what its transforms ask for."""
+
 from __future__ import annotations
 
 import re
-from typing import Any, Sequence, Union
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,42 +29,60 @@ class _Call:
         """Whether another batch dimension can become a part of the first: nothing tells batch entries apart, and no gradient
         is a sum over them."""
         programs = "".join(re.findall(r"(?:score|mask)\{(.*?)\}", self.options))
-        return all(x is None for x in optional) and not re.search(r"\bb\b", programs) and not names_with_grad(self.options)
+        return (
+            all(x is None for x in optional)
+            and not re.search(r"\bb\b", programs)
+            and not names_with_grad(self.options)
+        )
 
 
 def through_transforms(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """attention_forward() of the operator's arguments."""
-    optional, (*lists, captures), rest = arguments[:_OPTIONAL], arguments[_OPTIONAL:_OPTIONAL + 3], arguments[_OPTIONAL + 3:]
+    optional, (*lists, captures), rest = (
+        arguments[:_OPTIONAL],
+        arguments[_OPTIONAL : _OPTIONAL + 3],
+        arguments[_OPTIONAL + 3 :],
+    )
     return _Forward.apply(_Call(lists, rest), q, k, v, *optional, *captures)
 
 
 def refuse_tangents(*tensors: Any) -> None:
     """Of forward-mode differentiation. torch.compile does not show which tensors have them."""
     for x in tensors:
-        if isinstance(x, Tensor) and (torch.compiler.is_compiling() or forward_ad.unpack_dual(x).tangent is not None):
+        if isinstance(x, Tensor) and (
+            torch.compiler.is_compiling() or forward_ad.unpack_dual(x).tangent is not None
+        ):
             _refuse_forward_mode()
 
 
 def _refuse_forward_mode(*_: Any) -> Any:
-    raise Unsupported("flashjit has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, torch.autograd.forward_ad): "
-                      "use torch.func.vjp or jacrev, or torch.nn.functional.scaled_dot_product_attention under "
-                      "torch.nn.attention.sdpa_kernel(SDPBackend.MATH).")
+    raise Unsupported(
+        "flashjit has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, torch.autograd.forward_ad): "
+        "use torch.func.vjp or jacrev, or torch.nn.functional.scaled_dot_product_attention under "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+    )
 
 
-def _over_batch(function: Any, own: int, size: int, dims: Sequence[Any], call: _Call, tensors: Sequence[Any]) -> Any:
+def _over_batch(
+    function: Any, own: int, size: int, dims: Sequence[Any], call: _Call, tensors: Sequence[Any]
+) -> Any:
     """The rule of vmap. own: how many of the tensors have a batch of the call's own."""
     dims = dims[1:]
-    if call.joins_batches(tensors[own:own + _OPTIONAL]) and all(dim is None for dim in dims[own:]):
+    if call.joins_batches(tensors[own : own + _OPTIONAL]) and all(dim is None for dim in dims[own:]):
         joined = [_joined(x, dim, size) for x, dim in zip(tensors[:own], dims)]
-        results = [x.unflatten(0, (size, x.shape[0] // size)) for x in function.apply(call, *joined, *tensors[own:])]
+        results = [
+            x.unflatten(0, (size, x.shape[0] // size)) for x in function.apply(call, *joined, *tensors[own:])
+        ]
     else:
-        each = [function.apply(call, *[x if dim is None else x.select(dim, i) for x, dim in zip(tensors, dims)])
-                for i in range(size)]
+        each = [
+            function.apply(call, *[x if dim is None else x.select(dim, i) for x, dim in zip(tensors, dims)])
+            for i in range(size)
+        ]
         results = [torch.stack(parts) for parts in zip(*each)]
     return tuple(results), (0,) * len(results)
 
 
-def _joined(x: Union[Tensor, None], dim: Union[int, None], size: int) -> Union[Tensor, None]:
+def _joined(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     if x is None:
         return None
     return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
@@ -73,14 +93,18 @@ def refuse_batched(function: str, *tensors: Any) -> None:
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return
     if any(isinstance(x, Tensor) and torch._C._functorch.is_batchedtensor(x) for x in tensors):
-        raise Unsupported(f"{function} does not work under torch.vmap: call it outside, with what vmap maps over as a part of the "
-                          "batch.")
+        raise Unsupported(
+            f"{function} does not work under torch.vmap: call it outside, with what vmap maps over as a part of the "
+            "batch."
+        )
 
 
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-        return torch.ops.flashjit.attention_forward(q, k, v, *rest[:_OPTIONAL], *call.lists, list(rest[_OPTIONAL:]), *call.rest)
+        return torch.ops.flashjit.attention_forward(
+            q, k, v, *rest[:_OPTIONAL], *call.lists, list(rest[_OPTIONAL:]), *call.rest
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -93,11 +117,18 @@ class _Forward(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * (len(ctx.saved_tensors) - 1)
         dq, dk, dv, *others = _Backward.apply(ctx.call, dout, dlse, *ctx.saved_tensors)
-        optional, captures = ctx.saved_tensors[5:5 + _OPTIONAL], ctx.saved_tensors[5 + _OPTIONAL:]
+        optional, captures = ctx.saved_tensors[5 : 5 + _OPTIONAL], ctx.saved_tensors[5 + _OPTIONAL :]
         dsinks = others.pop(0) if optional[4] is not None else None
         with_grad, names = names_with_grad(ctx.call.options), ctx.call.rest[1]
-        return (None, dq, dk, dv, *grads_of_fixed(dsinks), None,
-                *[others.pop(0) if name in with_grad else None for name, _ in zip(names, captures)])
+        return (
+            None,
+            dq,
+            dk,
+            dv,
+            *grads_of_fixed(dsinks),
+            None,
+            *[others.pop(0) if name in with_grad else None for name, _ in zip(names, captures)],
+        )
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: Any) -> Any:
@@ -109,8 +140,10 @@ class _Forward(torch.autograd.Function):
 class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(call: _Call, *tensors: Any) -> Any:
-        own, optional, captures = tensors[:7], tensors[7:7 + _OPTIONAL], tensors[7 + _OPTIONAL:]
-        return tuple(torch.ops.flashjit.attention_backward(*own, *optional, *call.lists, list(captures), *call.rest))
+        own, optional, captures = tensors[:7], tensors[7 : 7 + _OPTIONAL], tensors[7 + _OPTIONAL :]
+        return tuple(
+            torch.ops.flashjit.attention_backward(*own, *optional, *call.lists, list(captures), *call.rest)
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -128,5 +161,7 @@ class _Backward(torch.autograd.Function):
 
 
 def refuse_second(*_: Any) -> Any:
-    raise Unsupported("flashjit has no second derivative: compute with torch.nn.functional.scaled_dot_product_attention "
-                      "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) where one is needed.")
+    raise Unsupported(
+        "flashjit has no second derivative: compute with torch.nn.functional.scaled_dot_product_attention "
+        "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) where one is needed."
+    )

@@ -4,17 +4,25 @@ A value has a dtype of PyTorch, or that of a Python number, "int" or "float", wh
 program's language it is a float (fp32, whatever PyTorch's precision), a bool, an int of 32 bits or an int64. Smaller ints wrap
 as PyTorch's do, by a mask where their range asks for one; an int64 whose range fits 32 bits is an int where it can be.
 """
+
 from __future__ import annotations
 
 import math
 import sys
-from typing import Any, Callable, Union
+from collections.abc import Callable
+from typing import Any
 
 from .errors import InvalidArgument, WrongType
 
 _FLOATS = frozenset(("float", "float16", "bfloat16", "float32"))
-_RANGES = {"uint8": (0, 255), "int8": (-128, 127), "int16": (-2**15, 2**15 - 1), "int32": (-2**31, 2**31 - 1),
-           "int64": (-2**63, 2**63 - 1), "int": (-2**31, 2**31 - 1)}
+_RANGES = {
+    "uint8": (0, 255),
+    "int8": (-128, 127),
+    "int16": (-(2**15), 2**15 - 1),
+    "int32": (-(2**31), 2**31 - 1),
+    "int64": (-(2**63), 2**63 - 1),
+    "int": (-(2**31), 2**31 - 1),
+}
 _INT = _RANGES["int32"]
 _WIDTHS = {"uint8": 8, "int8": 8, "int16": 16, "int32": 32, "int64": 64}
 _BEYOND_FLOAT = float.fromhex("0x1.ffffffp127")  # from here on fp32 rounds to infinity
@@ -45,132 +53,152 @@ class Value:
     __slots__ = ("text", "dtype_name", "type", "low", "high", "wide", "number", "arms")
     __array_ufunc__ = None  # so that NumPy's numbers leave operators to this class
 
-    def __init__(self, text: str, dtype: str, low: int = 0, high: int = 0, number: Any = None,
-                 arms: Union[tuple["Value", "Value", "Value"], None] = None, wide: bool = False) -> None:
+    def __init__(
+        self,
+        text: str,
+        dtype: str,
+        low: int = 0,
+        high: int = 0,
+        number: Any = None,
+        arms: tuple[Value, Value, Value] | None = None,
+        wide: bool = False,
+    ) -> None:
         if len(text) > _MOST_TEXT:
-            raise InvalidArgument(f"a program grew beyond {_MOST_TEXT} characters, as a value that is used twice is "
-                                  "written twice: compute in fewer steps, or capture a table of the results.")
-        self.text, self.dtype_name, self.type, self.low, self.high = text, dtype, _language_type(dtype), low, high
+            raise InvalidArgument(
+                f"a program grew beyond {_MOST_TEXT} characters, as a value that is used twice is "
+                "written twice: compute in fewer steps, or capture a table of the results."
+            )
+        self.text, self.dtype_name, self.type, self.low, self.high = (
+            text,
+            dtype,
+            _language_type(dtype),
+            low,
+            high,
+        )
         self.number, self.arms, self.wide = number, arms, wide
 
     def __repr__(self) -> str:
         return f"<{self.dtype_name} {self.text}>"
 
     # Arithmetic.
-    def __add__(self, other: Any) -> "Value":
+    def __add__(self, other: Any) -> Value:
         return add(self, other)
 
-    def __radd__(self, other: Any) -> "Value":
+    def __radd__(self, other: Any) -> Value:
         return add(other, self)
 
-    def __sub__(self, other: Any) -> "Value":
+    def __sub__(self, other: Any) -> Value:
         return subtract(self, other)
 
-    def __rsub__(self, other: Any) -> "Value":
+    def __rsub__(self, other: Any) -> Value:
         return subtract(other, self)
 
-    def __mul__(self, other: Any) -> "Value":
+    def __mul__(self, other: Any) -> Value:
         return multiply(self, other)
 
-    def __rmul__(self, other: Any) -> "Value":
+    def __rmul__(self, other: Any) -> Value:
         return multiply(other, self)
 
-    def __truediv__(self, other: Any) -> "Value":
+    def __truediv__(self, other: Any) -> Value:
         return divide(self, other)
 
-    def __rtruediv__(self, other: Any) -> "Value":
+    def __rtruediv__(self, other: Any) -> Value:
         return divide(other, self)
 
-    def __floordiv__(self, other: Any) -> "Value":
+    def __floordiv__(self, other: Any) -> Value:
         return floor_divide(self, other)
 
-    def __rfloordiv__(self, other: Any) -> "Value":
+    def __rfloordiv__(self, other: Any) -> Value:
         return floor_divide(other, self)
 
-    def __mod__(self, other: Any) -> "Value":
+    def __mod__(self, other: Any) -> Value:
         return remainder(self, other)
 
-    def __rmod__(self, other: Any) -> "Value":
+    def __rmod__(self, other: Any) -> Value:
         return remainder(other, self)
 
-    def __pow__(self, other: Any) -> "Value":
+    def __pow__(self, other: Any) -> Value:
         return power(self, other)
 
-    def __rpow__(self, other: Any) -> "Value":
+    def __rpow__(self, other: Any) -> Value:
         return power(other, self)
 
-    def __neg__(self) -> "Value":
+    def __neg__(self) -> Value:
         return negate(self)
 
-    def __pos__(self) -> "Value":
+    def __pos__(self) -> Value:
         return self
 
-    def __abs__(self) -> "Value":
+    def __abs__(self) -> Value:
         return absolute(self)
 
     # Comparisons.
-    def __lt__(self, other: Any) -> "Value":
+    def __lt__(self, other: Any) -> Value:
         return compare("<", self, other)
 
-    def __le__(self, other: Any) -> "Value":
+    def __le__(self, other: Any) -> Value:
         return compare("<=", self, other)
 
-    def __gt__(self, other: Any) -> "Value":
+    def __gt__(self, other: Any) -> Value:
         return compare(">", self, other)
 
-    def __ge__(self, other: Any) -> "Value":
+    def __ge__(self, other: Any) -> Value:
         return compare(">=", self, other)
 
-    def __eq__(self, other: Any) -> "Value":  # type: ignore[override]
+    def __eq__(self, other: Any) -> Value:  # type: ignore[override]
         return compare("==", self, other)
 
-    def __ne__(self, other: Any) -> "Value":  # type: ignore[override]
+    def __ne__(self, other: Any) -> Value:  # type: ignore[override]
         return compare("!=", self, other)
 
     __hash__ = None  # type: ignore[assignment]
 
     # Bits and logic.
-    def __and__(self, other: Any) -> "Value":
+    def __and__(self, other: Any) -> Value:
         return bits("&", self, other)
 
-    def __rand__(self, other: Any) -> "Value":
+    def __rand__(self, other: Any) -> Value:
         return bits("&", other, self)
 
-    def __or__(self, other: Any) -> "Value":
+    def __or__(self, other: Any) -> Value:
         return bits("|", self, other)
 
-    def __ror__(self, other: Any) -> "Value":
+    def __ror__(self, other: Any) -> Value:
         return bits("|", other, self)
 
-    def __xor__(self, other: Any) -> "Value":
+    def __xor__(self, other: Any) -> Value:
         return bits("^", self, other)
 
-    def __rxor__(self, other: Any) -> "Value":
+    def __rxor__(self, other: Any) -> Value:
         return bits("^", other, self)
 
-    def __invert__(self) -> "Value":
+    def __invert__(self) -> Value:
         return invert(self)
 
-    def __lshift__(self, other: Any) -> "Value":
+    def __lshift__(self, other: Any) -> Value:
         return shift_left(self, other)
 
-    def __rlshift__(self, other: Any) -> "Value":
+    def __rlshift__(self, other: Any) -> Value:
         return shift_left(other, self)
 
-    def __rshift__(self, other: Any) -> "Value":
+    def __rshift__(self, other: Any) -> Value:
         return shift_right(self, other)
 
-    def __rrshift__(self, other: Any) -> "Value":
+    def __rrshift__(self, other: Any) -> Value:
         return shift_right(other, self)
 
     # What Python asks for and a kernel cannot answer.
     def __bool__(self) -> bool:
-        raise WrongType("a program has no branches: use torch.where(condition, a, b) instead of if, and &, |, ~ with "
-                        "parentheses instead of and, or, not.")
+        raise WrongType(
+            "a program has no branches: use torch.where(condition, a, b) instead of if, and &, |, ~ with "
+            "parentheses instead of and, or, not."
+        )
 
     def _no_number(self, *_: Any) -> Any:
-        raise WrongType("the value is known in the kernel only, so it has no Python number: use functions of torch "
-                        "(torch.tanh, torch.floor, ...) instead of math's, and no range() or indexing of lists by it.")
+        raise WrongType(
+            "the value is known in the kernel only, so it has no Python number: use functions of torch "
+            "(torch.tanh, torch.floor, ...) instead of math's, and no range() or indexing of lists by it."
+        )
 
     __float__ = __int__ = __index__ = __len__ = __iter__ = __complex__ = _no_number
     __round__ = __floor__ = __ceil__ = __trunc__ = item = tolist = _no_number
@@ -183,9 +211,11 @@ class Value:
 
     @property
     def dtype(self) -> Any:
-        return getattr(loaded_torch(), {"int": "int64", "float": "float32"}.get(self.dtype_name, self.dtype_name))
+        return getattr(
+            loaded_torch(), {"int": "int64", "float": "float32"}.get(self.dtype_name, self.dtype_name)
+        )
 
-    def dim(self) -> "int":
+    def dim(self) -> int:
         return 0
 
     def __getattr__(self, name: str) -> Any:
@@ -197,8 +227,9 @@ class Value:
         return lambda *arguments, **named: call(name, function, (self, *arguments), named)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, arguments: tuple[Any, ...] = (),
-                           named: Union[dict[str, Any], None] = None) -> Any:
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
         return tracers[-1].call_torch(function, arguments, named or {})
 
 
@@ -207,7 +238,7 @@ class Size(int):
 
     value: Value
 
-    def __new__(cls, number: int, value: Value) -> "Size":
+    def __new__(cls, number: int, value: Value) -> Size:
         self = int.__new__(cls, number)
         self.value = value
         return self
@@ -241,7 +272,7 @@ class Size(int):
     def __mod__(self, other: Any) -> Any:
         return self._with("__mod__", other)
 
-    def __neg__(self) -> "Size":
+    def __neg__(self) -> Size:
         return Size(-int(self), -self.value)
 
 
@@ -267,12 +298,15 @@ def literal(value: Any) -> Value:
         return Value("true" if value else "false", "bool", number=value)
     if is_symbol(value) and tracers[-1].has_room_for_symbols():
         return tracers[-1].symbol(value)
-    if is_compiling() and isinstance(value, (int, float)):  # a symbol that is known after all has no text, nor one too many
+    if is_compiling() and isinstance(
+        value, (int, float)
+    ):  # a symbol that is known after all has no text, nor one too many
         value = loaded_torch().fx.experimental.symbolic_shapes.guard_scalar(value)
     if isinstance(value, int):
         if value.bit_length() > _MOST_BITS:
-            raise InvalidArgument(f"a program cannot use an integer of {value.bit_length()} bits: give one that a "
-                                  "float holds.")
+            raise InvalidArgument(
+                f"a program cannot use an integer of {value.bit_length()} bits: give one that a float holds."
+            )
         return Value(str(value) if value >= 0 else f"(-{-value})", "int", value, value, number=value)
     if isinstance(value, float):
         return Value(_float_text(float(value)), "float", number=float(value))
@@ -282,8 +316,10 @@ def literal(value: Any) -> Value:
         return value.as_value()
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # NumPy's numbers
         return literal(value.item())
-    raise WrongType(f"a program cannot use a {type(value).__name__} ({value!r}): use numbers, the function's arguments, "
-                    "and captured tensors indexed by them.")
+    raise WrongType(
+        f"a program cannot use a {type(value).__name__} ({value!r}): use numbers, the function's arguments, "
+        "and captured tensors indexed by them."
+    )
 
 
 def _float_text(value: float) -> str:
@@ -304,7 +340,7 @@ def as_text(value: Any, type: str) -> str:
         if type == "bool":
             return "true" if number else "false"
         number = int(number)
-        if not -2**31 < number < 2**31:
+        if not -(2**31) < number < 2**31:
             raise InvalidArgument(f"the integer {number} in a program does not fit 32 bits: use a float.")
         return str(number) if number >= 0 else f"(-{-number})"
     return given.text if given.type == type else f"to_{type}({given.text})"
@@ -392,7 +428,7 @@ def integer(pattern: str, dtype: str, low: int, high: int, *values: Value) -> Va
 
 def _is_long(value: Value) -> bool:
     """Whether it is a number that does not fit 32 bits."""
-    return type(value.number) is int and not -2**31 < value.number < 2**31
+    return type(value.number) is int and not -(2**31) < value.number < 2**31
 
 
 def int_text(value: Value, dtype: str) -> str:
@@ -400,9 +436,9 @@ def int_text(value: Value, dtype: str) -> str:
     number = value.number
     if dtype != "int64" or not _is_long(value):
         return as_text(value, "int")
-    if not -2**63 < number < 2**63:
+    if not -(2**63) < number < 2**63:
         raise InvalidArgument(f"the integer {number} in a program does not fit 64 bits: use a float.")
-    high, low = number >> 32, number & 0xffffffff
+    high, low = number >> 32, number & 0xFFFFFFFF
     upper = f"(to_int64({high // 2}) * 2 + {high % 2})" if abs(high) >= 2**30 else f"to_int64({high})"
     return f"(({upper} << 32) + (to_int64({low // 2}) * 2 + {low % 2}))"
 
@@ -426,10 +462,13 @@ def converted(value: Any, dtype: str) -> Value:
 
 def dtype_name(dtype: Any) -> str:
     name = {"float": "float32", "int": "int64", "half": "float16", "long": "int64", "double": "float64"}.get(
-        getattr(dtype, "__name__", ""), str(dtype).rpartition(".")[2])
+        getattr(dtype, "__name__", ""), str(dtype).rpartition(".")[2]
+    )
     if name not in _WIDTHS and name not in ("bool", "float16", "bfloat16", "float32"):
-        raise WrongType(f"a program cannot convert to {dtype}: it computes in float32, int32 and bool; use one of torch's "
-                        f"float32, float16, bfloat16, {', '.join(reversed(_WIDTHS))} and bool.")
+        raise WrongType(
+            f"a program cannot convert to {dtype}: it computes in float32, int32 and bool; use one of torch's "
+            f"float32, float16, bfloat16, {', '.join(reversed(_WIDTHS))} and bool."
+        )
     return name
 
 
@@ -519,8 +558,14 @@ def remainder(a: Any, b: Any) -> Value:
     (low, high), (least, most) = limits(x), limits(y)
     if low >= 0 and least >= 0:
         return integer("({0} % {1})", dtype, 0, max(0, min(high, most - 1)), x, y)
-    return integer(f"({{0}} % {{1}} + select({_signs_differ((least, most))}, {{1}}, 0))", dtype, min(0, least + 1),
-                   max(0, most - 1), x, y)
+    return integer(
+        f"({{0}} % {{1}} + select({_signs_differ((least, most))}, {{1}}, 0))",
+        dtype,
+        min(0, least + 1),
+        max(0, most - 1),
+        x,
+        y,
+    )
 
 
 def truncated_remainder(a: Any, b: Any) -> Value:
@@ -569,8 +614,10 @@ def _int_power(x: Value, y: Value, exponent: Any, dtype: str) -> Value:
     if exponent is None and x.number == 2:
         return shift_left(converted(1, strong(dtype)), y)
     if exponent is None or exponent < 0 or exponent > 8:
-        raise InvalidArgument("a program raises integers to constant powers from 0 to 8 only: convert one of the two with "
-                              ".float().")
+        raise InvalidArgument(
+            "a program raises integers to constant powers from 0 to 8 only: convert one of the two with "
+            ".float()."
+        )
     product = converted(1, "int64" if dtype == "bool" else dtype)
     for _ in range(exponent):
         product = multiply(product, x)
@@ -611,7 +658,9 @@ _LOGICAL = {"&": ("&&", "true"), "|": ("||", "false"), "^": ("!=", "")}  # and w
 def bits(operator: str, a: Any, b: Any) -> Value:
     x, y, dtype = operands(a, b)
     if dtype in _FLOATS:
-        raise WrongType(f"{operator} needs booleans or integers, not floats; put comparisons into parentheses.")
+        raise WrongType(
+            f"{operator} needs booleans or integers, not floats; put comparisons into parentheses."
+        )
     if dtype == "bool":
         logical, neutral = _LOGICAL[operator]
         if neutral in (x.text, y.text):  # what compositions of masks begin with
@@ -657,7 +706,7 @@ def shift_left(a: Any, b: Any) -> Value:
         moved = [bound << by for bound in (low, high) for by in (least, most)]
         return integer("({} << {})", dtype, min(moved), max(moved), x, y)
     # The language takes counts modulo the width.
-    return integer(f"select({{1}} >= 0 && {{1}} < {width}, {{0}} << {{1}}, 0)", dtype, -2**64, 2**64, x, y)
+    return integer(f"select({{1}} >= 0 && {{1}} < {width}, {{0}} << {{1}}, 0)", dtype, -(2**64), 2**64, x, y)
 
 
 def shift_right(a: Any, b: Any) -> Value:
@@ -690,9 +739,18 @@ def where(test: Any, a: Any, b: Any) -> Value:
     first, second = [int_text(value, dtype) if kind == "int" else as_text(value, kind) for value in (x, y)]
     wide = kind == "int" and any([value.wide or _is_long(value) for value in (x, y)])
     (low, high), (other_low, other_high) = limits(x), limits(y)
-    return Value(f"select({test.text}, {first}, {second})", dtype, min(low, other_low), max(high, other_high), wide=wide,
-                 arms=(test, Value(first, dtype, low, high, arms=x.arms), Value(second, dtype, other_low, other_high,
-                                                                               arms=y.arms)))
+    return Value(
+        f"select({test.text}, {first}, {second})",
+        dtype,
+        min(low, other_low),
+        max(high, other_high),
+        wide=wide,
+        arms=(
+            test,
+            Value(first, dtype, low, high, arms=x.arms),
+            Value(second, dtype, other_low, other_high, arms=y.arms),
+        ),
+    )
 
 
 # --- PyTorch's names ---------------------------------------------------------------------------------------------------
@@ -709,29 +767,71 @@ def call(name: str, function: Callable[..., Any], arguments: tuple[Any, ...], na
     except TypeError as error:
         if isinstance(error, InvalidArgument):
             raise
-        raise WrongType(f"torch.{name} cannot be called in a program with {len(arguments)} arguments"
-                        f"{' and ' + ', '.join(named) if named else ''}: see help(flashjit.programs).") from None
+        raise WrongType(
+            f"torch.{name} cannot be called in a program with {len(arguments)} arguments"
+            f"{' and ' + ', '.join(named) if named else ''}: see help(flashjit.programs)."
+        ) from None
 
 
-_OF_OTHER_PAIRS = ("a program computes one pair of a query and a key, and sees no other: compute it before the call, and capture "
-                   "the result as a tensor. Softmax over the keys is attention's own.")
+_OF_OTHER_PAIRS = (
+    "a program computes one pair of a query and a key, and sees no other: compute it before the call, and capture "
+    "the result as a tensor. Softmax over the keys is attention's own."
+)
 _RANDOM = "give attention() dropout_p, or capture a tensor of numbers drawn before the call."
 _INSTEAD = {
-    **dict.fromkeys(("softmax", "log_softmax", "logsumexp", "sum", "mean", "prod", "cumsum", "cumprod", "sort", "argsort", "topk",
-                     "argmax", "argmin", "amax", "amin", "norm", "var", "std", "median", "any", "all", "layer_norm", "rms_norm",
-                     "normalize", "glu", "einsum", "matmul"), _OF_OTHER_PAIRS),
-    **dict.fromkeys(("dropout", "alpha_dropout", "rand_like", "randn_like", "randint_like", "bernoulli", "rrelu"), _RANDOM),
-    "asinh": "write torch.log(x + torch.sqrt(x * x + 1)).", "acosh": "write torch.log(x + torch.sqrt(x * x - 1)).",
-    "atanh": "write 0.5 * torch.log((1 + x) / (1 - x)).", "ndtr": "write 0.5 * (1 + torch.erf(x * 0.7071067811865476)).",
+    **dict.fromkeys(
+        (
+            "softmax",
+            "log_softmax",
+            "logsumexp",
+            "sum",
+            "mean",
+            "prod",
+            "cumsum",
+            "cumprod",
+            "sort",
+            "argsort",
+            "topk",
+            "argmax",
+            "argmin",
+            "amax",
+            "amin",
+            "norm",
+            "var",
+            "std",
+            "median",
+            "any",
+            "all",
+            "layer_norm",
+            "rms_norm",
+            "normalize",
+            "glu",
+            "einsum",
+            "matmul",
+        ),
+        _OF_OTHER_PAIRS,
+    ),
+    **dict.fromkeys(
+        ("dropout", "alpha_dropout", "rand_like", "randn_like", "randint_like", "bernoulli", "rrelu"), _RANDOM
+    ),
+    "asinh": "write torch.log(x + torch.sqrt(x * x + 1)).",
+    "acosh": "write torch.log(x + torch.sqrt(x * x - 1)).",
+    "atanh": "write 0.5 * torch.log((1 + x) / (1 - x)).",
+    "ndtr": "write 0.5 * (1 + torch.erf(x * 0.7071067811865476)).",
     "log_ndtr": "write torch.log(0.5 * (1 + torch.erf(x * 0.7071067811865476))).",
     "sinc": "write torch.where(x == 0, 1.0, torch.sin(math.pi * x) / (math.pi * x)).",
-    "xlogy": "write torch.where(x == 0, 0.0, x * torch.log(y)).", "ldexp": "write x * 2.0 ** y.",
-    "logaddexp2": "write y + torch.log2(1 + 2.0 ** (x - y)).", "heaviside": "write torch.where(x == 0, y, (x > 0).float()).",
-    "copysign": "write torch.where(y < 0, -x.abs(), x.abs()).", "cross_entropy": _OF_OTHER_PAIRS,
+    "xlogy": "write torch.where(x == 0, 0.0, x * torch.log(y)).",
+    "ldexp": "write x * 2.0 ** y.",
+    "logaddexp2": "write y + torch.log2(1 + 2.0 ** (x - y)).",
+    "heaviside": "write torch.where(x == 0, y, (x > 0).float()).",
+    "copysign": "write torch.where(y < 0, -x.abs(), x.abs()).",
+    "cross_entropy": _OF_OTHER_PAIRS,
 }
-_NO_DERIVATIVE = ("what has no derivative here is computed before the call where it is of positions, and captured as a tensor, as in "
-                  "table[q_idx - kv_idx]; of the score, write it with the functions that help(flashjit.programs) lists, such as "
-                  "torch.tanh(x), torch.erf(x) or x / (1 + x.abs()).")
+_NO_DERIVATIVE = (
+    "what has no derivative here is computed before the call where it is of positions, and captured as a tensor, as in "
+    "table[q_idx - kv_idx]; of the score, write it with the functions that help(flashjit.programs) lists, such as "
+    "torch.tanh(x), torch.erf(x) or x / (1 + x.abs())."
+)
 _ALIASES = {"arcsinh": "asinh", "arccosh": "acosh", "arctanh": "atanh"}
 
 
@@ -742,8 +842,10 @@ def without_function(name: str, what: str = "its values") -> str:
 
 
 def refuse_in_place(name: str) -> Any:
-    raise WrongType(f"a program cannot change values in place, as {name} does: write score = score + x instead of "
-                    "score.add_(x).")
+    raise WrongType(
+        f"a program cannot change values in place, as {name} does: write score = score + x instead of "
+        "score.add_(x)."
+    )
 
 
 # --- what is at work ---------------------------------------------------------------------------------------------------
@@ -765,8 +867,11 @@ def is_compiling() -> bool:
 
 def is_symbol(value: Any) -> bool:
     """Whether a number may differ from one run of compiled code to another."""
-    return is_compiling() and isinstance(value, (int, float)) and not loaded_torch().fx.experimental.symbolic_shapes.has_static_value(
-        value)
+    return (
+        is_compiling()
+        and isinstance(value, (int, float))
+        and not loaded_torch().fx.experimental.symbolic_shapes.has_static_value(value)
+    )
 
 
 def symbol_tensor(value: Any) -> Any:

@@ -1,10 +1,11 @@
 """What a function's trace depends on, where all of it can be compared at the next call."""
+
 from __future__ import annotations
 
 import dis
 import functools
 import types
-from typing import Any, Union
+from typing import Any
 
 from ._tracing import is_scalar, is_tensor
 from ._values import FUNCTIONS
@@ -12,10 +13,33 @@ from ._values import FUNCTIONS
 _NUMBERS = frozenset((int, float, bool, str, type(None)))
 _MODULES = frozenset(("torch", "torch.nn.functional", "torch.special", "math"))
 # What functions may ask of these modules and of values; whatever else has a name is not known to stay as it is.
-_ATTRIBUTES = frozenset((*FUNCTIONS, "nn", "functional", "special", "inf", "pi", "dtype", "float32", "float16", "int32", "int64",
-                         "range"))
-_WRITES = frozenset(("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR",
-                     "IMPORT_NAME"))
+_ATTRIBUTES = frozenset(
+    (
+        *FUNCTIONS,
+        "nn",
+        "functional",
+        "special",
+        "inf",
+        "pi",
+        "dtype",
+        "float32",
+        "float16",
+        "int32",
+        "int64",
+        "range",
+    )
+)
+_WRITES = frozenset(
+    (
+        "STORE_GLOBAL",
+        "DELETE_GLOBAL",
+        "STORE_ATTR",
+        "DELETE_ATTR",
+        "STORE_SUBSCR",
+        "DELETE_SUBSCR",
+        "IMPORT_NAME",
+    )
+)
 _MOST_CODES = 1000
 
 
@@ -26,7 +50,7 @@ class Watch:
         self.key: list[Any] = []
         self.tensors: list[Any] = []
 
-    def place_of(self, tensor: Any) -> Union[int, None]:
+    def place_of(self, tensor: Any) -> int | None:
         return next((i for i, known in enumerate(self.tensors) if known is tensor), None)
 
     def see(self, value: Any, depth: int = 0) -> bool:
@@ -38,7 +62,12 @@ class Watch:
         if kind is types.FunctionType:
             return depth < 4 and self._see_function(value, depth)
         if is_tensor(value):
-            self.key += (value.dtype, value.dim(), self.place_of(value), value.dim() == 0 and is_scalar(value))
+            self.key += (
+                value.dtype,
+                value.dim(),
+                self.place_of(value),
+                value.dim() == 0 and is_scalar(value),
+            )
             self.tensors.append(value)
             return True
         if kind in (tuple, list):
@@ -71,12 +100,13 @@ class Watch:
 
 
 def _is_of_torch(function: Any) -> bool:
-    return (function.__module__ or "").startswith(("torch.nn.functional", "torch._C", "torch.functional")) and (
-        function.__name__ in FUNCTIONS)
+    return (function.__module__ or "").startswith(
+        ("torch.nn.functional", "torch._C", "torch.functional")
+    ) and (function.__name__ in FUNCTIONS)
 
 
 @functools.lru_cache(maxsize=_MOST_CODES)
-def _names_in(code: types.CodeType) -> Union[tuple[str, ...], None]:
+def _names_in(code: types.CodeType) -> tuple[str, ...] | None:
     """The names of globals and attributes in a function and in those inside of it; None where it changes anything."""
     names = list(code.co_names)
     for step in dis.get_instructions(code):

@@ -3,11 +3,13 @@
 Each rank has a shard of the sequence, [batch, heads, rows, head_dim], of Q, K and V; shard() says which rows. O and the
 gradients come back as shards. A mask, a window or a program means what it means on the whole sequence.
 """
+
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from numbers import Integral
-from typing import Any, Iterable, NamedTuple, Sequence, Union
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,27 +51,40 @@ class _Groups(NamedTuple):
 def _groups(group: Any) -> _Groups:
     if isinstance(group, dist.device_mesh.DeviceMesh):
         if group.ndim > 2:
-            raise InvalidArgument(f"group is a mesh of {group.ndim} dimensions: give one of one dimension, or of two, where "
-                                  "the ranks of the second share heads.")
+            raise InvalidArgument(
+                f"group is a mesh of {group.ndim} dimensions: give one of one dimension, or of two, where "
+                "the ranks of the second share heads."
+            )
         return _Groups(*(group.get_group(i) for i in range(group.ndim)))
     groups = tuple(group) if isinstance(group, (tuple, list)) else (group,)
     if len(groups) not in (1, 2) or not all(x is None or isinstance(x, dist.ProcessGroup) for x in groups):
-        raise InvalidArgument(f"group is {group!r}: give a process group, a device mesh, or two process groups, (outer, inner).")
+        raise InvalidArgument(
+            f"group is {group!r}: give a process group, a device mesh, or two process groups, (outer, inner)."
+        )
     return _Groups(*groups)
 
 
 def positions(rank: int, ranks: int, rows: int, layout: str = "zigzag", inner_ranks: int = 1) -> Tensor:
     """The position in the whole sequence of each row of a rank's shard, int64 [rows]: for rotary embeddings and losses. With two
     levels ranks that differ in rank % inner_ranks alone share heads."""
-    for name, value, least in (("rank", rank, 0), ("ranks", ranks, 1), ("rows", rows, 0), ("inner_ranks", inner_ranks, 1)):
+    for name, value, least in (
+        ("rank", rank, 0),
+        ("ranks", ranks, 1),
+        ("rows", rows, 0),
+        ("inner_ranks", inner_ranks, 1),
+    ):
         check_whole(name, value)
         if value < least:
             raise InvalidArgument(f"{name} is {value}: give {least} or more.")
     if rank >= ranks or ranks % inner_ranks:
-        raise InvalidArgument(f"rank is {rank}, ranks {ranks} and inner_ranks {inner_ranks}: rank must be less than ranks, which "
-                              "inner_ranks must divide.")
+        raise InvalidArgument(
+            f"rank is {rank}, ranks {ranks} and inner_ranks {inner_ranks}: rank must be less than ranks, which "
+            "inner_ranks must divide."
+        )
     outer, inner = divmod(rank, inner_ranks)
-    return _positions(outer, ranks // inner_ranks, rows * inner_ranks, layout)[inner * rows:(inner + 1) * rows]
+    return _positions(outer, ranks // inner_ranks, rows * inner_ranks, layout)[
+        inner * rows : (inner + 1) * rows
+    ]
 
 
 def shard(x: Tensor, dim: int = 2, *, layout: str = "zigzag", group: Any = None) -> Tensor:
@@ -79,8 +94,10 @@ def shard(x: Tensor, dim: int = 2, *, layout: str = "zigzag", group: Any = None)
     outer, rows = dist.get_world_size(groups.outer), x.shape[dim]
     check_layout(layout, outer, rows)
     if rows % groups.ranks:
-        raise InvalidArgument(f"the sequence has {rows} rows, which do not divide into {groups.ranks} ranks: pad it to "
-                              f"{-(-rows // groups.ranks) * groups.ranks}.")
+        raise InvalidArgument(
+            f"the sequence has {rows} rows, which do not divide into {groups.ranks} ranks: pad it to "
+            f"{-(-rows // groups.ranks) * groups.ranks}."
+        )
     mine = _positions(dist.get_rank(groups.outer), outer, rows // outer, layout)
     if groups.inner is not None:
         mine = mine.chunk(groups.inner_ranks)[dist.get_rank(groups.inner)]
@@ -101,16 +118,33 @@ def unshard(x: Tensor, dim: int = 2, *, layout: str = "zigzag", group: Any = Non
     if groups.inner is not None:
         x = Gathering(x, groups.inner).wait().flatten(0, 1)
     parts = Gathering(x, groups.outer).wait()
-    return in_order(parts.flatten(2)[:, None, None], layout)[0, 0].unflatten(1, x.shape[1:]).movedim(0, dim) \
-        if x.dim() > 1 else in_order(parts[:, None, None, :, None], layout)[0, 0, :, 0]
+    return (
+        in_order(parts.flatten(2)[:, None, None], layout)[0, 0].unflatten(1, x.shape[1:]).movedim(0, dim)
+        if x.dim() > 1
+        else in_order(parts[:, None, None, :, None], layout)[0, 0, :, 0]
+    )
 
 
 @torch.compiler.disable
-def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "auto", layout: str = "zigzag",
-                          causal: bool = False, window: Union[int, None] = None, scale: Union[float, None] = None,
-                          dropout_p: float = 0.0, score_mod: Any = None, mask_mod: Any = None, cu_seqlens: Union[Sequence[int], Tensor, None] = None,
-                          sinks: Union[Tensor, None] = None, return_lse: bool = False, reserved_sms: int = 0,
-                          group: Any = None) -> Any:
+def distributed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scheme: str = "auto",
+    layout: str = "zigzag",
+    causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    reserved_sms: int = 0,
+    group: Any = None,
+) -> Any:
     """attention() of a sequence that the ranks of `group` share, with gradients.
 
     q: [batch, heads_q, rows, head_dim], k and v: [batch, heads_kv, rows, ...]: this rank's shard, as shard() makes it with
@@ -145,13 +179,32 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "aut
     q, k, v = (x.resolve_neg() for x in autocast(q, k, v))
     if scheme == "auto":
         backward = torch.is_grad_enabled() and q.requires_grad
-        scheme = "two_level" if groups.inner is not None else _fastest(q.shape[1], k.shape[1], groups.ranks, backward)
+        scheme = (
+            "two_level"
+            if groups.inner is not None
+            else _fastest(q.shape[1], k.shape[1], groups.ranks, backward)
+        )
     _check_arguments(q, scheme, causal, window, scale, dropout_p, reserved_sms, groups)
     rng = draw_rng(q) if dropout_p else NO_RNG
     documents = None if cu_seqlens is None else _documents(cu_seqlens)
-    _check_everywhere((q, k, v), dict(scheme=scheme, layout=layout, causal=causal, window=window, scale=scale,
-                                      dropout_p=dropout_p, no_score_mod=score_mod is None, no_mask_mod=mask_mod is None, cu_seqlens=documents,
-                                      no_sinks=sinks is None, return_lse=return_lse), rng, groups)
+    _check_everywhere(
+        (q, k, v),
+        dict(
+            scheme=scheme,
+            layout=layout,
+            causal=causal,
+            window=window,
+            scale=scale,
+            dropout_p=dropout_p,
+            no_score_mod=score_mod is None,
+            no_mask_mod=mask_mod is None,
+            cu_seqlens=documents,
+            no_sinks=sinks is None,
+            return_lse=return_lse,
+        ),
+        rng,
+        groups,
+    )
     _check_sizes(q, k, v, sinks)
     sinks = None if sinks is None else sinks.resolve_neg()
     check_layout(layout, dist.get_world_size(groups.outer), q.shape[2] * groups.ranks)
@@ -159,8 +212,13 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "aut
     if not q.shape[2]:  # no document has a row
         documents = None
     _check_captures(score_mod, mask_mod)
-    job = Job(Rule(bool(causal), window, scale, score_mod, mask_mod, documents, dropout_p, 0, q.shape[1]), layout, groups.outer, rng,
-              reserved_sms)
+    job = Job(
+        Rule(bool(causal), window, scale, score_mod, mask_mod, documents, dropout_p, 0, q.shape[1]),
+        layout,
+        groups.outer,
+        rng,
+        reserved_sms,
+    )
     if scheme == "two_level":
         out, lse = ring_of_heads(q, k, v, sinks, job, groups.inner)
     elif scheme == "ulysses":
@@ -172,22 +230,36 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "aut
 
 def _fastest(heads: int, heads_kv: int, ranks: int, backward: bool) -> str:
     """The scheme that "auto" takes with one group."""
-    if not backward and ranks * heads_kv < heads + heads_kv:  # all ranks' K and V have fewer bytes than a rank's Q, K, V and O
+    if (
+        not backward and ranks * heads_kv < heads + heads_kv
+    ):  # all ranks' K and V have fewer bytes than a rank's Q, K, V and O
         return "all_gather"
     divides = heads % ranks == 0 and heads_kv > 0 and (heads_kv % ranks == 0 or ranks % heads_kv == 0)
     return "ulysses" if divides else "ring"
 
 
-def _check_arguments(q: Tensor, scheme: str, causal: bool, window: Union[int, None], scale: Union[float, None], dropout_p: float,
-                     reserved_sms: int, groups: _Groups) -> None:
+def _check_arguments(
+    q: Tensor,
+    scheme: str,
+    causal: bool,
+    window: int | None,
+    scale: float | None,
+    dropout_p: float,
+    reserved_sms: int,
+    groups: _Groups,
+) -> None:
     if scheme not in SCHEMES:
         raise InvalidArgument(f"scheme is {scheme!r}: give one of {', '.join(SCHEMES)}.")
     if (scheme == "two_level") != (groups.inner is not None):
-        raise InvalidArgument(f"scheme is {scheme!r} and group {'two groups' if groups.inner else 'one group'}: give two with "
-                              "\"two_level\", (outer, inner), and else one.")
+        raise InvalidArgument(
+            f"scheme is {scheme!r} and group {'two groups' if groups.inner else 'one group'}: give two with "
+            '"two_level", (outer, inner), and else one.'
+        )
     causal_option(causal)
     if window is not None and (not causal or not isinstance(window, Integral) or window < 1):
-        raise InvalidArgument(f"window is {window} and causal is {causal}: a window is of 1 key or more, with causal=True.")
+        raise InvalidArgument(
+            f"window is {window} and causal is {causal}: a window is of 1 key or more, with causal=True."
+        )
     check_number("dropout_p", dropout_p)
     if scale is not None:
         check_number("scale", scale)
@@ -200,7 +272,9 @@ def _check_arguments(q: Tensor, scheme: str, causal: bool, window: Union[int, No
         raise InvalidArgument(f"dropout_p is {dropout_p}: it must be at least 0 and less than 1.")
 
 
-def _check_everywhere(tensors: tuple[Tensor, ...], arguments: dict[str, Any], rng: Any, groups: _Groups) -> None:
+def _check_everywhere(
+    tensors: tuple[Tensor, ...], arguments: dict[str, Any], rng: Any, groups: _Groups
+) -> None:
     captured = isinstance(rng, Tensor) and rng.is_cuda  # in a graph, whose every replay draws
     first = {"seed of dropout": None if captured else tuple(map(int, rng))}
     check_agreement(tensors, arguments, first, groups.outer)
@@ -212,30 +286,42 @@ def _check_sizes(q: Tensor, k: Tensor, v: Tensor, sinks: Any) -> None:
     """What all ranks have alike, once they know that."""
     for name, x in (("k", k), ("v", v)):
         if x.shape[2] != q.shape[2]:
-            raise InvalidArgument(f"q has {q.shape[2]} rows and {name} {x.shape[2]}: they are shards of one sequence, of as many rows.")
+            raise InvalidArgument(
+                f"q has {q.shape[2]} rows and {name} {x.shape[2]}: they are shards of one sequence, of as many rows."
+            )
     if sinks is not None and (not isinstance(sinks, Tensor) or tuple(sinks.shape) != (q.shape[1],)):
         raise InvalidArgument(f"sinks is {describe(sinks)}: it must be float32 [{q.shape[1]}].")
 
 
 def _documents(cu_seqlens: Any) -> tuple[int, ...]:
     offsets = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
-    if not isinstance(offsets, Iterable) or not (offsets := list(offsets)) or not all(isinstance(x, Integral) for x in offsets):
-        raise WrongType(f"cu_seqlens is {describe(cu_seqlens) if isinstance(cu_seqlens, Tensor) else repr(cu_seqlens)}: give the row at "
-                        "which each document begins, and all rows, whole numbers.")
+    if (
+        not isinstance(offsets, Iterable)
+        or not (offsets := list(offsets))
+        or not all(isinstance(x, Integral) for x in offsets)
+    ):
+        raise WrongType(
+            f"cu_seqlens is {describe(cu_seqlens) if isinstance(cu_seqlens, Tensor) else repr(cu_seqlens)}: give the row at "
+            "which each document begins, and all rows, whole numbers."
+        )
     return tuple(map(int, offsets))
 
 
-def _check_documents(documents: Union[tuple[int, ...], None], q: Tensor, layout: str, ranks: int) -> None:
+def _check_documents(documents: tuple[int, ...] | None, q: Tensor, layout: str, ranks: int) -> None:
     if documents is None:
         return
     rows = q.shape[2] * ranks
     if documents[0] != 0 or documents[-1] != rows or any(a > b for a, b in zip(documents, documents[1:])):
-        raise InvalidArgument(f"cu_seqlens goes from {documents[0]} to {documents[-1]} for {rows} rows of all ranks: it must begin "
-                              "with 0, not fall, and end with the rows; make padding a document of its own.")
+        raise InvalidArgument(
+            f"cu_seqlens goes from {documents[0]} to {documents[-1]} for {rows} rows of all ranks: it must begin "
+            "with 0, not fall, and end with the rows; make padding a document of its own."
+        )
     if q.shape[0] != 1:
         raise InvalidArgument(f"q has a batch of {q.shape[0]}: with cu_seqlens it is 1.")
     if layout == "striped":
-        raise Unsupported("packed documents in the layout 'striped': use 'zigzag' or 'contiguous', whose rows are neighbours.")
+        raise Unsupported(
+            "packed documents in the layout 'striped': use 'zigzag' or 'contiguous', whose rows are neighbours."
+        )
 
 
 def _check_captures(score_mod: Any, mask_mod: Any) -> None:
@@ -243,4 +329,6 @@ def _check_captures(score_mod: Any, mask_mod: Any) -> None:
         return
     program = program_of(score_mod, mask_mod, None)
     if any(x.requires_grad for x in program.tensors):
-        raise Unsupported("a tensor that score_mod captures requires a gradient, which ranks would have to add up: give its detach().")
+        raise Unsupported(
+            "a tensor that score_mod captures requires a gradient, which ranks would have to add up: give its detach()."
+        )

@@ -1,4 +1,5 @@
 """What flashjit raises: one exception class a code, each also the built-in exception that Python users expect."""
+
 from __future__ import annotations
 
 
@@ -80,5 +81,15 @@ class InternalError(Error, RuntimeError):
 
 
 #: The C ABI's status codes, 1 to 10 in this order.
-BY_STATUS: tuple[type[Error], ...] = (InvalidArgument, Unsupported, NoDriver, NoDevice, NoCompiler, CompileFailed,
-                                      KernelMissing, FileError, CudaError, InternalError)
+BY_STATUS: tuple[type[Error], ...] = (
+    InvalidArgument,
+    Unsupported,
+    NoDriver,
+    NoDevice,
+    NoCompiler,
+    CompileFailed,
+    KernelMissing,
+    FileError,
+    CudaError,
+    InternalError,
+)

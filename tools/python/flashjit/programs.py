@@ -12,15 +12,28 @@ On stand-ins work +, -, *, /, //, %, **, comparisons, &, |, ^, ~, <<, >>, abs, c
 indices count from the end, [:] and ... leave dimensions whole; a captured row has sum(), any() and all()), sizes of captured tensors,
 and these functions of torch and torch.nn.functional, as methods, too: {functions}.
 """
+
 from __future__ import annotations
 
 import re
 import threading
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from ._checks import check_mapping, python_number
 from ._compiling import without_side_effects
-from ._tracing import MAX_SCALARS, MAX_TENSORS, SIGNATURES, Tracer, element_type, identifiers, is_real, is_scalar, is_tensor, variable_of
+from ._tracing import (
+    MAX_SCALARS,
+    MAX_TENSORS,
+    SIGNATURES,
+    Tracer,
+    element_type,
+    identifiers,
+    is_real,
+    is_scalar,
+    is_tensor,
+    variable_of,
+)
 from ._values import FUNCTIONS, is_symbol, symbol_tensor
 from ._watching import Watch
 from .errors import InvalidArgument, WrongType
@@ -38,9 +51,21 @@ class Form:
     such as "slopes: fp32 1d grad". tensors, scalars: the names that each call gives values for.
     """
 
-    def __init__(self, score: str, mask: str, declared: tuple[str, ...] = (), tensors: tuple[str, ...] = (),
-                 scalars: tuple[str, ...] = ()) -> None:
-        self.score, self.mask, self.declared, self.tensors, self.scalars = score, mask, declared, tensors, scalars
+    def __init__(
+        self,
+        score: str,
+        mask: str,
+        declared: tuple[str, ...] = (),
+        tensors: tuple[str, ...] = (),
+        scalars: tuple[str, ...] = (),
+    ) -> None:
+        self.score, self.mask, self.declared, self.tensors, self.scalars = (
+            score,
+            mask,
+            declared,
+            tensors,
+            scalars,
+        )
         self.known = frozenset(map(declared_name, declared))
         self.in_score, self.in_mask = identifiers(score), identifiers(mask)
 
@@ -56,7 +81,9 @@ class Form:
                 lines.append(f"{name}: {'float' if real else 'int'}")
         return lines
 
-    def options(self, causal: str, kinds: tuple[tuple[str, int, bool], ...], is_float: tuple[bool, ...]) -> str:
+    def options(
+        self, causal: str, kinds: tuple[tuple[str, int, bool], ...], is_float: tuple[bool, ...]
+    ) -> str:
         """As options of a spec: ":score{...}:mask{...}". causal: a named mask to add, or ""."""
         lines = self.declarations(kinds, is_float)
         mask = self.mask
@@ -85,7 +112,9 @@ class Program:
         self.form, self.tensors, self.scalars = form, tensors, scalars
 
     def __repr__(self) -> str:
-        parts = [f"score: {self.form.score}"] * bool(self.form.score) + [f"mask: {self.form.mask}"] * bool(self.form.mask)
+        parts = [f"score: {self.form.score}"] * bool(self.form.score) + [f"mask: {self.form.mask}"] * bool(
+            self.form.mask
+        )
         return f"<flashjit.Program {'; '.join(parts) or 'that changes nothing'}>"
 
     def options(self, causal: str = "") -> str:
@@ -95,12 +124,20 @@ class Program:
 
 
 _TRACED_NAME = re.compile(r"[cs]\d+(_size\d+)?")
-_QUOTED_PROGRAM = re.compile(r"the spec '.*' has a wrong field 'score\{.*': (?=a program )|the spec '.*' has a wrong field "
-                             r"'mask\{.*': (?=a program )", re.DOTALL)
+_QUOTED_PROGRAM = re.compile(
+    r"the spec '.*' has a wrong field 'score\{.*': (?=a program )|the spec '.*' has a wrong field "
+    r"'mask\{.*': (?=a program )",
+    re.DOTALL,
+)
 
 
-def named_as_written(error: InvalidArgument, names: tuple[str, ...], values: tuple[Any, ...],
-                     captures: Mapping[str, Any] | None, *functions: Any) -> InvalidArgument:
+def named_as_written(
+    error: InvalidArgument,
+    names: tuple[str, ...],
+    values: tuple[Any, ...],
+    captures: Mapping[str, Any] | None,
+    *functions: Any,
+) -> InvalidArgument:
     """An error about captures by the names that the functions have for them, where a trace has given others."""
     traced = [function for function in functions if callable(function) or isinstance(function, Program)]
     if not traced:
@@ -131,9 +168,11 @@ def declared_name(declaration: str) -> str:
 
 
 # Words that programs have besides the names that they declare.
-WORDS = frozenset("""score b h h_kv q kv seqlen_q seqlen_kv true false causal causal_top_left size select min max abs floor
+WORDS = frozenset(
+    """score b h h_kv q kv seqlen_q seqlen_kv true false causal causal_top_left size select min max abs floor
     trunc round exp exp2 expm1 log log2 log1p pow sqrt rsqrt tanh sigmoid erf sin cos to_float to_int to_bool to_int64 low_word
-    high_word""".split())
+    high_word""".split()
+)
 
 _tracing = threading.RLock()  # the tracer at work is the process's
 
@@ -149,19 +188,30 @@ def trace(score_mod: Any = None, mask_mod: Any = None, captures: Mapping[str, An
         return _program(score_mod, mask_mod, captures, _known_form)
 
 
-def trace_unlocked(score_mod: Any = None, mask_mod: Any = None, captures: Mapping[str, Any] | None = None) -> Program:
+def trace_unlocked(
+    score_mod: Any = None, mask_mod: Any = None, captures: Mapping[str, Any] | None = None
+) -> Program:
     """trace() as torch.compile can follow it."""
     return without_side_effects(_program, score_mod, mask_mod, captures, _form_of)
 
 
-def _program(score_mod: Any, mask_mod: Any, captures: Mapping[str, Any] | None, form_of: Any,
-             tracer: Tracer | None = None) -> Program:
+def _program(
+    score_mod: Any,
+    mask_mod: Any,
+    captures: Mapping[str, Any] | None,
+    form_of: Any,
+    tracer: Tracer | None = None,
+) -> Program:
     for what, given in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if isinstance(given, Program) or not (given is None or isinstance(given, str) or callable(given)):
-            raise WrongType(f"{what} is a {type(given).__name__}: give a function {SIGNATURES[what]} or text.")
+            raise WrongType(
+                f"{what} is a {type(given).__name__}: give a function {SIGNATURES[what]} or text."
+            )
     check_mapping("captures", captures or {})
-    values = {name: symbol_tensor(value) if is_symbol(value) else python_number(value)
-              for name, value in (captures or {}).items()}
+    values = {
+        name: symbol_tensor(value) if is_symbol(value) else python_number(value)
+        for name, value in (captures or {}).items()
+    }
     score, own_score = _text_of(score_mod)
     mask, own_mask = _text_of(mask_mod)
     declared = tuple(dict.fromkeys(own_score + own_mask))
@@ -174,32 +224,60 @@ def _program(score_mod: Any, mask_mod: Any, captures: Mapping[str, Any] | None, 
     if conditions:
         mask = " && ".join(conditions + ([f"({_spelled_out(mask)})"] if mask else []))
     score, mask, sizes = tracer.with_sizes_as_scalars(score, mask)
-    scalars = {**{name: value for name, value in values.items() if is_scalar(value)}, **tracer.scalars, **sizes}
+    scalars = {
+        **{name: value for name, value in values.items() if is_scalar(value)},
+        **tracer.scalars,
+        **sizes,
+    }
     tensors = {**{name: value for name, value in values.items() if name not in scalars}, **tracer.tensors}
-    scalars = dict(sorted(scalars.items(), key=lambda item: not is_tensor(item[1])))  # tensors first, as operators do
+    scalars = dict(
+        sorted(scalars.items(), key=lambda item: not is_tensor(item[1]))
+    )  # tensors first, as operators do
     form = form_of(score, mask, declared, tuple(tensors), tuple(scalars), tuple(values))
-    return Program(form, tuple([tensors[name] for name in form.tensors]), tuple([scalars[name] for name in form.scalars]))
+    return Program(
+        form, tuple([tensors[name] for name in form.tensors]), tuple([scalars[name] for name in form.scalars])
+    )
 
 
-def _form_of(score: str, mask: str, declared: tuple[str, ...], tensors: tuple[str, ...], scalars: tuple[str, ...],
-             given: tuple[str, ...]) -> Form:
+def _form_of(
+    score: str,
+    mask: str,
+    declared: tuple[str, ...],
+    tensors: tuple[str, ...],
+    scalars: tuple[str, ...],
+    given: tuple[str, ...],
+) -> Form:
     """given: the names of captures, which texts must use; what a function reads without using it is left out."""
     used = identifiers(score) | identifiers(mask)
     for name in given:
         if name not in used:
             unknown = sorted(used - WORDS - {*tensors, *scalars})
-            also = "" if not unknown else f", and it has {unknown[0]!r}, which captures does not have: is one misspelt?"
-            raise InvalidArgument(f"captures has {name!r}, but neither program mentions it"
-                                  f"{also or ': remove it, or use it.'}")
+            also = (
+                ""
+                if not unknown
+                else f", and it has {unknown[0]!r}, which captures does not have: is one misspelt?"
+            )
+            raise InvalidArgument(
+                f"captures has {name!r}, but neither program mentions it{also or ': remove it, or use it.'}"
+            )
     for name in map(declared_name, declared):
         if name not in given:
-            raise InvalidArgument(f"the program declares {name!r}, but captures does not have it: give its value.")
-    form = Form(score, mask, declared, tuple([name for name in tensors if name in used]),
-                tuple([name for name in scalars if name in used]))
+            raise InvalidArgument(
+                f"the program declares {name!r}, but captures does not have it: give its value."
+            )
+    form = Form(
+        score,
+        mask,
+        declared,
+        tuple([name for name in tensors if name in used]),
+        tuple([name for name in scalars if name in used]),
+    )
     for what, names, most in (("tensors", form.tensors, MAX_TENSORS), ("scalars", form.scalars, MAX_SCALARS)):
         if len(names) > most:
-            raise InvalidArgument(f"a program captures {len(names)} {what}, more than {most} {what}: put them into one tensor of "
-                                  "one more dimension.")
+            raise InvalidArgument(
+                f"a program captures {len(names)} {what}, more than {most} {what}: put them into one tensor of "
+                "one more dimension."
+            )
     return form
 
 
@@ -239,8 +317,10 @@ def program_of(score_mod: Any, mask_mod: Any, captures: Mapping[str, Any] | None
     can be compared: numbers and captured tensors that they index."""
     if isinstance(score_mod, Program) or isinstance(mask_mod, Program):
         if captures or not (score_mod is None or mask_mod is None or score_mod is mask_mod):
-            raise InvalidArgument("a program from flashjit.trace() comes with other programs or captures: trace all of "
-                                  "them together, flashjit.trace(score_mod, mask_mod, captures).")
+            raise InvalidArgument(
+                "a program from flashjit.trace() comes with other programs or captures: trace all of "
+                "them together, flashjit.trace(score_mod, mask_mod, captures)."
+            )
         return mask_mod if score_mod is None else score_mod
     if score_mod is None and mask_mod is None and not captures:
         return EMPTY
@@ -251,7 +331,9 @@ def program_of(score_mod: Any, mask_mod: Any, captures: Mapping[str, Any] | None
     found = _traced.get(key)
     if found is not None:
         form, tensors, scalars = found
-        return Program(form, tuple([watch.tensors[i] for i in tensors]), tuple([watch.tensors[i] for i in scalars]))
+        return Program(
+            form, tuple([watch.tensors[i] for i in tensors]), tuple([watch.tensors[i] for i in scalars])
+        )
     with _tracing:
         tracer = Tracer({})
         program = _program(score_mod, mask_mod, None, _known_form, tracer)

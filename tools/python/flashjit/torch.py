@@ -3,9 +3,8 @@
 Every call runs on the tensors' device and on PyTorch's current stream, allocates with PyTorch's allocator and waits for
 nothing. Tensors on the CPU are computed by the CPU reference, in fp64: for tests, not for speed.
 """
-from __future__ import annotations
 
-from typing import Union
+from __future__ import annotations
 
 import torch
 from torch import Tensor
@@ -19,12 +18,31 @@ from ._problem import BlockMap, causal_option, check_types
 from ._quantise import quantise
 from ._sdpa import scaled_dot_product_attention
 
-__all__ = ["append", "attention", "merge", "quantise", "scaled_dot_product_attention", "BlockMap", "TileLists", "prepare", "register_with_diffusers",
-           "register_with_transformers", "use_in_diffusers"]
+__all__ = [
+    "append",
+    "attention",
+    "merge",
+    "quantise",
+    "scaled_dot_product_attention",
+    "BlockMap",
+    "TileLists",
+    "prepare",
+    "register_with_diffusers",
+    "register_with_transformers",
+    "use_in_diffusers",
+]
 
 
-def prepare(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, config: Union[str, None] = None,
-            causal: Union[bool, str] = False, options: str = "") -> None:
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    backward: bool = False,
+    config: str | None = None,
+    causal: bool | str = False,
+    options: str = "",
+) -> None:
     """Compiles and loads the kernels of attention(q, k, v, causal=causal) now, e.g. before a CUDA graph capture.
 
     backward: those of the backward pass too. options: more of the spec, such as ":dropout".
@@ -51,6 +69,7 @@ def register_with_transformers(name: str = "jit_attention") -> str:
     name: must not contain "flash", which transformers takes for a package of FlashAttention.
     """
     from ._transformers import register
+
     return register(name)
 
 
@@ -61,6 +80,7 @@ def register_with_diffusers() -> str:
     Models whose processors do not ask the dispatcher, such as SD3's, need use_in_diffusers().
     """
     from ._diffusers import register
+
     return register()
 
 
@@ -68,4 +88,5 @@ def use_in_diffusers(model: torch.nn.Module) -> None:
     """Makes a model of diffusers, such as pipe.transformer, compute its attention with flashjit: by its dispatcher, and where a
     processor calls torch.nn.functional.scaled_dot_product_attention itself, in the place of that."""
     from ._diffusers import use
+
     use(model)

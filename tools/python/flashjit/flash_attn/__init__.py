@@ -10,12 +10,31 @@ no batch. A causal mask and a window are aligned at the last query and the last 
 flashjit.Unsupported by name. Arguments that choose among flash-attn's kernels have no effect:
 scheduler_metadata, num_splits without a cache, pack_gqa, sm_margin, ver, fa_version.
 """
-from ._functions import (flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func,
-                         flash_attn_varlen_func, flash_attn_varlen_kvpacked_func,
-                         flash_attn_varlen_qkvpacked_func, flash_attn_with_kvcache)
+
+from ._functions import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
 from ._install import __version__, install
 from .bert_padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
 
-__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
-           "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func",
-           "flash_attn_with_kvcache", "install"]
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "index_first_axis",
+    "index_put_first_axis",
+    "install",
+    "pad_input",
+    "unpad_input",
+    "__version__",
+]

@@ -1,9 +1,10 @@
 """attention() with flash-attn's options, on which all of its functions are built."""
+
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,15 +21,15 @@ EVERYTHING = (-1, -1)
 class Options(NamedTuple):
     """How scores are made and masked."""
 
-    scale: Union[float, None] = None
+    scale: float | None = None
     causal: bool = False
-    window: Union[Window, None] = EVERYTHING
-    softcap: Union[float, None] = 0.0
-    slopes: Union[Tensor, None] = None
-    sinks: Union[Tensor, None] = None
-    leftpad: Union[Tensor, None] = None
-    used_q: Union[Tensor, None] = None  # rows that each sequence has of those in its place
-    used_k: Union[Tensor, None] = None
+    window: Window | None = EVERYTHING
+    softcap: float | None = 0.0
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    leftpad: Tensor | None = None
+    used_q: Tensor | None = None  # rows that each sequence has of those in its place
+    used_k: Tensor | None = None
     chunk: int = 0  # a query attends to the keys of its own chunk of so many
 
     def has_window(self) -> bool:
@@ -57,14 +58,15 @@ class Options(NamedTuple):
         if self.slopes is not None:
             captures["slopes"] = _checked_slopes(self.slopes, batch, heads)
         if padded:
-            captures.update(_checked_rows(batch, cache_leftpad=self.leftpad, seqused_q=self.used_q,
-                                          seqused_k=self.used_k))
+            captures.update(
+                _checked_rows(batch, cache_leftpad=self.leftpad, seqused_q=self.used_q, seqused_k=self.used_k)
+            )
         score, mask = _programs(tuple(captures), 0 if self.slopes is None else self.slopes.dim())
         return {"causal": named, "score_mod": score, "mask_mod": mask, "captures": captures}
 
 
-@functools.lru_cache(maxsize=None)
-def _programs(given: tuple[str, ...], dims_of_slopes: int) -> tuple[Union[str, None], Union[str, None]]:
+@functools.cache
+def _programs(given: tuple[str, ...], dims_of_slopes: int) -> tuple[str | None, str | None]:
     """Texts of the score and of the mask. given: the captures."""
     queries = "seqused_q[b]" if "seqused_q" in given else "seqlen_q"
     keys = "seqused_k[b]" if "seqused_k" in given else "seqlen_kv"
@@ -72,10 +74,14 @@ def _programs(given: tuple[str, ...], dims_of_slopes: int) -> tuple[Union[str, N
     score = "softcap * tanh(score / softcap)" if "softcap" in given else "score"
     if dims_of_slopes:
         score += f" - slopes[{'h' if dims_of_slopes == 1 else 'b, h'}] * to_float(abs({at} - kv))"
-    conditions = {"right": f"kv <= {at} + right", "left": f"kv >= {at} - left",
-                  "chunk": f"{at} >= 0 && kv / chunk == ({at}) / chunk",
-                  "cache_leftpad": "kv >= cache_leftpad[b]", "seqused_q": "q < seqused_q[b]",
-                  "seqused_k": "kv < seqused_k[b]"}
+    conditions = {
+        "right": f"kv <= {at} + right",
+        "left": f"kv >= {at} - left",
+        "chunk": f"{at} >= 0 && kv / chunk == ({at}) / chunk",
+        "cache_leftpad": "kv >= cache_leftpad[b]",
+        "seqused_q": "q < seqused_q[b]",
+        "seqused_k": "kv < seqused_k[b]",
+    }
     mask = " && ".join(conditions[name] for name in given if name in conditions)
     return None if score == "score" else score, mask or None
 
@@ -83,31 +89,53 @@ def _programs(given: tuple[str, ...], dims_of_slopes: int) -> tuple[Union[str, N
 def _checked_slopes(slopes: Tensor, batch: int, heads: int) -> Tensor:
     sizes = (heads,), (batch, heads)
     if not isinstance(slopes, Tensor) or not slopes.is_floating_point() or tuple(slopes.shape) not in sizes:
-        raise InvalidArgument(f"alibi_slopes is {describe(slopes)}: it must be float32 [{heads}] or "
-                              f"[{batch}, {heads}], one slope for each head of q. With heads on several "
-                              "ranks, give the slopes of this rank's heads.")
+        raise InvalidArgument(
+            f"alibi_slopes is {describe(slopes)}: it must be float32 [{heads}] or "
+            f"[{batch}, {heads}], one slope for each head of q. With heads on several "
+            "ranks, give the slopes of this rank's heads."
+        )
     return slopes.float()
 
 
-def _checked_rows(batch: int, **given: Union[Tensor, None]) -> dict[str, Tensor]:
+def _checked_rows(batch: int, **given: Tensor | None) -> dict[str, Tensor]:
     for name, value in given.items():
-        if value is not None and (not isinstance(value, Tensor) or value.dtype != torch.int32
-                                  or tuple(value.shape) != (batch,)):
-            raise InvalidArgument(f"{name} is {describe(value)}: it must be int32 [{batch}], one number for "
-                                  "each sequence.")
+        if value is not None and (
+            not isinstance(value, Tensor) or value.dtype != torch.int32 or tuple(value.shape) != (batch,)
+        ):
+            raise InvalidArgument(
+                f"{name} is {describe(value)}: it must be int32 [{batch}], one number for each sequence."
+            )
     return {name: value for name, value in given.items() if value is not None}
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, options: Options, wants_lse: bool, dropout_p: float = 0.0,
-           deterministic: bool = False, **more: Any) -> tuple[Tensor, Any]:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    wants_lse: bool,
+    dropout_p: float = 0.0,
+    deterministic: bool = False,
+    **more: Any,
+) -> tuple[Tensor, Any]:
     """O and LSE, or None, of tensors [b, h, s, d], or of packed ones. more: attention()'s other arguments."""
     offsets = more.get("cu_seqlens_q")
     programs = options.programs(q.shape[0] if offsets is None else offsets.shape[0] - 1, q.shape[1])
     dim_v, scale = v.shape[3], options.scale
     if q.shape[3] % 8 or dim_v % 8 or scale is not None:
         q, k, v, scale = supported(q, k, v, scale)
-    found = attention(q, k, v, scale=scale, dropout_p=dropout_p, deterministic=deterministic or None,
-                      return_lse=wants_lse, sinks=options.sinks, **programs, **more)
+    found = attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        dropout_p=dropout_p,
+        deterministic=deterministic or None,
+        return_lse=wants_lse,
+        sinks=options.sinks,
+        **programs,
+        **more,
+    )
     out, lse = found if wants_lse else (found, None)
     return out if out.shape[3] == dim_v else out[..., :dim_v], lse
 
@@ -128,8 +156,9 @@ def either(a: Any, b: Any, names: str) -> Any:
     return b if a is None else a
 
 
-def scales(q: Tensor, k: Tensor, q_descale: Union[Tensor, None], k_descale: Union[Tensor, None],
-           v_descale: Union[Tensor, None]) -> dict[str, Any]:
+def scales(
+    q: Tensor, k: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None
+) -> dict[str, Any]:
     """attention()'s scales. As in FlashAttention-3, descales count only with FP8 tensors, where None is 1."""
     given: dict[str, Any] = {}
     if q.dtype in KV_TYPES:
@@ -143,8 +172,9 @@ def scales(q: Tensor, k: Tensor, q_descale: Union[Tensor, None], k_descale: Unio
 def written(out: Tensor, result: Tensor) -> Tensor:
     """The result, in `out`."""
     if result.requires_grad:
-        raise Unsupported("out is given with tensors that require gradients: leave it out, or call under "
-                          "torch.no_grad().")
+        raise Unsupported(
+            "out is given with tensors that require gradients: leave it out, or call under torch.no_grad()."
+        )
     if out.shape != result.shape or out.dtype != result.dtype:
         raise InvalidArgument(f"out is {describe(out)}: it must be {describe(result)}.")
     return out.copy_(result)
@@ -161,8 +191,9 @@ def with_batch(x: Tensor) -> Tensor:
 def places(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """The sequence of each row, and its place there. Rows past the last sequence count as that one's."""
     row = torch.arange(rows, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True,
-                                  out_int32=True).clamp(max=cu_seqlens.shape[0] - 2)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True, out_int32=True).clamp(
+        max=cu_seqlens.shape[0] - 2
+    )
     return sequence, row - cu_seqlens[sequence]
 
 

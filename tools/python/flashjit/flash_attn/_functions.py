@@ -1,24 +1,46 @@
 """The functions of flash-attn 2, with the additional arguments of engines and transformers."""
+
 from __future__ import annotations
 
-from typing import Any, Union
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InvalidArgument, Unsupported
-from ._attend import (EVERYTHING, Options, Window, attend, either, missing, packed_lse, scales, with_batch,
-                      written)
+from ._attend import (
+    EVERYTHING,
+    Options,
+    Window,
+    attend,
+    either,
+    missing,
+    packed_lse,
+    scales,
+    with_batch,
+    written,
+)
 from ._kvcache import New, Place, attend_cache
 
 
-def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0,
-                    softmax_scale: Union[float, None] = None, causal: bool = False,
-                    window_size: Window = EVERYTHING, softcap: float = 0.0,
-                    alibi_slopes: Union[Tensor, None] = None, deterministic: bool = False,
-                    return_attn_probs: bool = False, *, sinks: Union[Tensor, None] = None,
-                    s_aux: Union[Tensor, None] = None, out: Union[Tensor, None] = None,
-                    ver: Any = None) -> Any:
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    sinks: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    out: Tensor | None = None,
+    ver: Any = None,
+) -> Any:
     """Attention of q [b, sq, hq, d], k and v [b, skv, hkv, d]: O [b, sq, hq, d].
 
     window_size: (left, right), -1 is no limit. softcap: scores become softcap * tanh(score / softcap).
@@ -28,10 +50,18 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0,
     By keyword, as engines' versions have them: sinks or s_aux [hq]: one more logit per head, without a value.
     out: where O goes, without gradients. ver: no effect.
     """
-    options = Options(softmax_scale, causal, window_size, softcap, alibi_slopes,
-                      either(sinks, s_aux, "sinks and s_aux"))
-    o, lse = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options, return_attn_probs,
-                    dropout_p, deterministic)
+    options = Options(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, either(sinks, s_aux, "sinks and s_aux")
+    )
+    o, lse = attend(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        options,
+        return_attn_probs,
+        dropout_p,
+        deterministic,
+    )
     o = o.transpose(1, 2)
     if out is not None:
         o = written(out, o)
@@ -50,19 +80,38 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **named: Any) -> Any:
     return flash_attn_func(q, k, v, *args, **named)
 
 
-def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Union[Tensor, None] = None,
-                           cu_seqlens_k: Union[Tensor, None] = None, max_seqlen_q: Union[int, None] = None,
-                           max_seqlen_k: Union[int, None] = None, dropout_p: float = 0.0,
-                           softmax_scale: Union[float, None] = None, causal: bool = False,
-                           window_size: Window = EVERYTHING, softcap: float = 0.0,
-                           alibi_slopes: Union[Tensor, None] = None, deterministic: bool = False,
-                           return_attn_probs: bool = False, block_table: Union[Tensor, None] = None, *,
-                           page_table: Union[Tensor, None] = None, seqused_k: Union[Tensor, None] = None,
-                           sinks: Union[Tensor, None] = None, s_aux: Union[Tensor, None] = None,
-                           out: Union[Tensor, None] = None, q_descale: Union[Tensor, None] = None,
-                           k_descale: Union[Tensor, None] = None, v_descale: Union[Tensor, None] = None,
-                           return_softmax_lse: bool = False, num_splits: int = 0,
-                           scheduler_metadata: Any = None, ver: Any = None, fa_version: Any = None) -> Any:
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    page_table: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    sinks: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    out: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    num_splits: int = 0,
+    scheduler_metadata: Any = None,
+    ver: Any = None,
+    fa_version: Any = None,
+) -> Any:
     """Attention of sequences packed one after another: q [all rows, hq, d], k and v [all rows, hkv, d],
     where sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1], int32 [sequences + 1]; so K and V.
 
@@ -78,27 +127,55 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Union[
     have no effect.
     """
     table = either(block_table, page_table, "block_table and page_table")
-    if (cu_seqlens_q is None or max_seqlen_q is None
-            or table is None and (cu_seqlens_k is None or max_seqlen_k is None)):
-        needed = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "cu_seqlens_k": cu_seqlens_k,
-                  "max_seqlen_k": max_seqlen_k}
+    if (
+        cu_seqlens_q is None
+        or max_seqlen_q is None
+        or table is None
+        and (cu_seqlens_k is None or max_seqlen_k is None)
+    ):
+        needed = {
+            "cu_seqlens_q": cu_seqlens_q,
+            "max_seqlen_q": max_seqlen_q,
+            "cu_seqlens_k": cu_seqlens_k,
+            "max_seqlen_k": max_seqlen_k,
+        }
         name = next(name for name, value in needed.items() if value is None)
         raise InvalidArgument(f"{name} is missing: packed sequences need it.")
     if isinstance(max_seqlen_q, Tensor) or isinstance(max_seqlen_k, Tensor):
         max_seqlen_q, max_seqlen_k = int(max_seqlen_q), int(max_seqlen_k or 0)
-    options = Options(softmax_scale, causal, window_size, softcap, alibi_slopes,
-                      either(sinks, s_aux, "sinks and s_aux"), None, None,
-                      seqused_k if table is None else None)
+    options = Options(
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        either(sinks, s_aux, "sinks and s_aux"),
+        None,
+        None,
+        seqused_k if table is None else None,
+    )
     return_lse = return_attn_probs or return_softmax_lse
     of_codes = scales(q, k, q_descale, k_descale, v_descale)
     if table is not None:
         lengths = _lengths_of_pages(q, k, v, cu_seqlens_k, seqused_k, dropout_p)
-        o, lse = attend_cache(q, k, v, None, lengths, Place(table), options, return_lse, cu_seqlens_q,
-                              max_seqlen_q, **of_codes)
+        o, lse = attend_cache(
+            q, k, v, None, lengths, Place(table), options, return_lse, cu_seqlens_q, max_seqlen_q, **of_codes
+        )
     else:
-        o, lse = attend(with_batch(q), with_batch(k), with_batch(v), options, return_lse, dropout_p,
-                        deterministic, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k,
-                        max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_k, **of_codes)
+        o, lse = attend(
+            with_batch(q),
+            with_batch(k),
+            with_batch(v),
+            options,
+            return_lse,
+            dropout_p,
+            deterministic,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_kv=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_kv=max_seqlen_k,
+            **of_codes,
+        )
         o = o.squeeze(0).transpose(0, 1)
         if return_lse:
             lse = packed_lse(lse, cu_seqlens_q, q.shape[0])
@@ -107,19 +184,24 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Union[
     return (o, lse, None) if return_attn_probs else (o, lse) if return_lse else o
 
 
-def _lengths_of_pages(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_k: Union[Tensor, None],
-                      seqused_k: Union[Tensor, None], dropout_p: float) -> Tensor:
+def _lengths_of_pages(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, seqused_k: Tensor | None, dropout_p: float
+) -> Tensor:
     """How many keys each sequence has in the pages of a block_table."""
     if dropout_p:
         raise Unsupported("dropout_p is given with block_table: a cache is for generation; leave it out.")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        raise Unsupported("block_table is given with tensors that require gradients, which a cache does not "
-                          "have: call under torch.no_grad(), or give k and v packed.")
+        raise Unsupported(
+            "block_table is given with tensors that require gradients, which a cache does not "
+            "have: call under torch.no_grad(), or give k and v packed."
+        )
     if seqused_k is not None:
         return seqused_k
     if cu_seqlens_k is None:
-        raise InvalidArgument("block_table is given without seqused_k and cu_seqlens_k: one of them says how "
-                              "many keys each sequence has.")
+        raise InvalidArgument(
+            "block_table is given without seqused_k and cu_seqlens_k: one of them says how "
+            "many keys each sequence has."
+        )
     return cu_seqlens_k.diff()
 
 
@@ -129,32 +211,54 @@ def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **named: 
     return flash_attn_varlen_func(q, k, v, *args, **named)
 
 
-def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any,
-                                     **named: Any) -> Any:
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **named: Any
+) -> Any:
     """flash_attn_varlen_func() of qkv [all rows, 3, h, d]."""
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **named)
 
 
-def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Union[Tensor, None] = None,
-                            v: Union[Tensor, None] = None, rotary_cos: Union[Tensor, None] = None,
-                            rotary_sin: Union[Tensor, None] = None,
-                            cache_seqlens: Union[int, Tensor, None] = None,
-                            cache_batch_idx: Union[Tensor, None] = None,
-                            cache_leftpad: Union[Tensor, None] = None,
-                            block_table: Union[Tensor, None] = None, softmax_scale: Union[float, None] = None,
-                            causal: bool = False, window_size: Window = EVERYTHING, softcap: float = 0.0,
-                            rotary_interleaved: bool = True, alibi_slopes: Union[Tensor, None] = None,
-                            num_splits: int = 0, return_softmax_lse: bool = False, *,
-                            page_table: Union[Tensor, None] = None, cu_seqlens_q: Union[Tensor, None] = None,
-                            cu_seqlens_k_new: Union[Tensor, None] = None,
-                            max_seqlen_q: Union[int, None] = None, rotary_seqlens: Union[Tensor, None] = None,
-                            sinks: Union[Tensor, None] = None, s_aux: Union[Tensor, None] = None,
-                            q_descale: Union[Tensor, None] = None, k_descale: Union[Tensor, None] = None,
-                            v_descale: Union[Tensor, None] = None, out: Union[Tensor, None] = None,
-                            scheduler_metadata: Any = None, pack_gqa: Any = None, sm_margin: int = 0,
-                            qv: Union[Tensor, None] = None, attention_chunk: int = 0, ver: Any = None,
-                            fa_version: Any = None) -> Any:
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Window = EVERYTHING,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    sinks: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    out: Tensor | None = None,
+    scheduler_metadata: Any = None,
+    pack_gqa: Any = None,
+    sm_margin: int = 0,
+    qv: Tensor | None = None,
+    attention_chunk: int = 0,
+    ver: Any = None,
+    fa_version: Any = None,
+) -> Any:
     """Attention of q [b, sq, hq, d] to the first cache_seqlens keys of k_cache and v_cache [b, rows, hkv, d],
     without gradients. The last query is at the last key that is there.
 
@@ -182,15 +286,38 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Unio
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     lengths = place.lengths(k_cache, cache_seqlens, batch, k is not None)
     if k is None and rotary_cos is not None:
-        raise InvalidArgument("rotary_cos is given without k and v: as in flash-attn, rotation goes with "
-                              "both.")
-    new = None if k is None else New(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new,
-                                     rotary_seqlens)
-    options = Options(softmax_scale, causal, window_size, softcap, alibi_slopes,
-                      either(sinks, s_aux, "sinks and s_aux"), cache_leftpad, chunk=attention_chunk)
-    o, lse = attend_cache(q, k_cache, v_cache, new, lengths, place, options, return_softmax_lse, cu_seqlens_q,
-                          max_seqlen_q, batch_invariant=num_splits == 1,
-                          **scales(q, k_cache, q_descale, k_descale, v_descale))
+        raise InvalidArgument(
+            "rotary_cos is given without k and v: as in flash-attn, rotation goes with both."
+        )
+    new = (
+        None
+        if k is None
+        else New(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new, rotary_seqlens)
+    )
+    options = Options(
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        either(sinks, s_aux, "sinks and s_aux"),
+        cache_leftpad,
+        chunk=attention_chunk,
+    )
+    o, lse = attend_cache(
+        q,
+        k_cache,
+        v_cache,
+        new,
+        lengths,
+        place,
+        options,
+        return_softmax_lse,
+        cu_seqlens_q,
+        max_seqlen_q,
+        batch_invariant=num_splits == 1,
+        **scales(q, k_cache, q_descale, k_descale, v_descale),
+    )
     if out is not None:
         o = written(out, o)
     return (o, lse) if return_softmax_lse else o

@@ -1,7 +1,8 @@
 """Caches: where sequences are, new rows and their rotation."""
+
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,53 +18,70 @@ class New(NamedTuple):
     """New rows of a cache, [b, new, hkv, d], or with cu_seqlens [all rows, hkv, d], and their rotation."""
 
     k: Tensor
-    v: Union[Tensor, None]
-    cos: Union[Tensor, None]
-    sin: Union[Tensor, None]
+    v: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
     interleaved: bool
-    cu_seqlens: Union[Tensor, None] = None
-    first: Union[Tensor, None] = None  # the position of a sequence's first new row; None: its place
+    cu_seqlens: Tensor | None = None
+    first: Tensor | None = None  # the position of a sequence's first new row; None: its place
 
 
 class Place(NamedTuple):
     """Where in a cache the sequences are."""
 
-    table: Union[Tensor, None]
-    slots: Union[Tensor, None] = None
+    table: Tensor | None
+    slots: Tensor | None = None
 
     def named(self) -> dict[str, Any]:
         """As attention() has it."""
         if self.table is not None and self.slots is not None:
-            raise InvalidArgument("block_table and cache_batch_idx are both given: a block_table's rows are "
-                                  "in the order of q already; select them, as in "
-                                  "block_table[cache_batch_idx].")
+            raise InvalidArgument(
+                "block_table and cache_batch_idx are both given: a block_table's rows are "
+                "in the order of q already; select them, as in "
+                "block_table[cache_batch_idx]."
+            )
         for name, table, dims in (("block_table", self.table, 2), ("cache_batch_idx", self.slots, 1)):
             if table is not None and (table.dim() != dims or table.dtype != torch.int32):
-                raise InvalidArgument(f"{name} is {describe(table)}: it must be int32 "
-                                      f"[batch{', pages of the longest' * (dims - 1)}].")
+                raise InvalidArgument(
+                    f"{name} is {describe(table)}: it must be int32 "
+                    f"[batch{', pages of the longest' * (dims - 1)}]."
+                )
         table = self.slots if self.table is None else self.table
         return {"cache": True} if table is None else {"page_table": table}
 
-    def lengths(self, k_cache: Tensor, given: Union[int, Tensor, None], batch: int, has_new: bool) -> Tensor:
+    def lengths(self, k_cache: Tensor, given: int | Tensor | None, batch: int, has_new: bool) -> Tensor:
         """How many keys each sequence has before new ones, int32 [batch]."""
         self.named()  # which refuses wrong tables
         if isinstance(given, Tensor):
             if tuple(given.shape) != (batch,) or given.is_floating_point() or given.dtype == torch.bool:
-                raise InvalidArgument(f"cache_seqlens is {describe(given)}: it must be a number, or int32 "
-                                      f"[{batch}].")
+                raise InvalidArgument(
+                    f"cache_seqlens is {describe(given)}: it must be a number, or int32 [{batch}]."
+                )
             return given.to(device=k_cache.device, dtype=torch.int32)
         if given is None:
             if has_new:
-                raise InvalidArgument("k is given without cache_seqlens: say from which row of the cache on "
-                                      "it is to be written.")
+                raise InvalidArgument(
+                    "k is given without cache_seqlens: say from which row of the cache on "
+                    "it is to be written."
+                )
             given = k_cache.shape[1] * (1 if self.table is None else self.table.shape[1])
         # Not torch.as_tensor(), for which torch.compile makes a graph for each number.
         return torch.full((batch,), given, dtype=torch.int32, device=k_cache.device)
 
 
-def attend_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, new: Union[New, None], lengths: Tensor,
-                 place: Place, options: Options, wants_lse: bool, cu_seqlens_q: Union[Tensor, None] = None,
-                 max_seqlen_q: Union[int, None] = None, **more: Any) -> tuple[Tensor, Any]:
+def attend_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    new: New | None,
+    lengths: Tensor,
+    place: Place,
+    options: Options,
+    wants_lse: bool,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    **more: Any,
+) -> tuple[Tensor, Any]:
     """O and LSE, or None, of q [b, s, h, d], or with cu_seqlens_q [all rows, h, d], in the layout of q."""
     where = place.named()
     k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
@@ -72,8 +90,9 @@ def attend_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, new: Union[New, No
     with torch.no_grad():
         if new is not None:
             moving = options.causal or options.has_window()
-            q, lengths = _append(q, k_cache, v_cache, new, lengths, where.get("page_table"), moving,
-                                 cu_seqlens_q)
+            q, lengths = _append(
+                q, k_cache, v_cache, new, lengths, where.get("page_table"), moving, cu_seqlens_q
+            )
         if cu_seqlens_q is not None:
             more.update(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
         out, lse = attend(q, k_cache, v_cache, options, wants_lse, kv_lengths=lengths, **where, **more)
@@ -82,15 +101,24 @@ def attend_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, new: Union[New, No
         return out.squeeze(0).transpose(0, 1), packed_lse(lse, cu_seqlens_q, rows) if wants_lse else None
 
 
-def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, new: New, lengths: Tensor,
-            table: Union[Tensor, None], moving: bool,
-            cu_seqlens_q: Union[Tensor, None]) -> tuple[Tensor, Tensor]:
+def _append(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    new: New,
+    lengths: Tensor,
+    table: Tensor | None,
+    moving: bool,
+    cu_seqlens_q: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Stores the new rows. Returns q, rotated, and the lengths with them. moving: queries have positions."""
     if new.v is None:
         raise InvalidArgument("k is given without v: give both.")
     if k_cache.dtype in KV_TYPES:
-        raise Unsupported("k and v are given with a cache of 8 bits: store them by flashjit.append(), which "
-                          "divides by its scales.")
+        raise Unsupported(
+            "k and v are given with a cache of 8 bits: store them by flashjit.append(), which "
+            "divides by its scales."
+        )
     packed = new.cu_seqlens is not None
     k, v = (with_batch(x) if packed else x.transpose(1, 2) for x in (new.k, new.v))
     after = lengths + (k.shape[2] if new.cu_seqlens is None else new.cu_seqlens.diff())
@@ -111,7 +139,7 @@ def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, new: New, lengths: Tens
     return (q if rotated is None else rotated), after
 
 
-def _positions(first: Tensor, rows: int, cu_seqlens: Union[Tensor, None], moving: bool) -> Tensor:
+def _positions(first: Tensor, rows: int, cu_seqlens: Tensor | None, moving: bool) -> Tensor:
     """int32 positions of rows, [b, rows] or [1, all rows], in sequences that begin at `first`."""
     if cu_seqlens is None:
         return first[:, None] + torch.arange(rows, dtype=torch.int32, device=first.device) * int(moving)
@@ -119,13 +147,15 @@ def _positions(first: Tensor, rows: int, cu_seqlens: Union[Tensor, None], moving
     return (first[sequence] + place * int(moving)).int()[None]
 
 
-def _rotation(new: New, k_cache: Tensor, table: Union[Tensor, None]) -> dict[str, Any]:
+def _rotation(new: New, k_cache: Tensor, table: Tensor | None) -> dict[str, Any]:
     if new.cos is None or new.sin is None:
-        raise InvalidArgument(f"rotary_{'sin' if new.cos is None else 'cos'} is given alone: give both "
-                              "tables.")
+        raise InvalidArgument(
+            f"rotary_{'sin' if new.cos is None else 'cos'} is given alone: give both tables."
+        )
     rows = k_cache.shape[2]
     if (table is None or table.dim() == 1) and new.cos.shape[0] < rows:
-        raise InvalidArgument(f"rotary_cos has {new.cos.shape[0]} positions and the cache {rows} rows: give "
-                              "at least as many.")
+        raise InvalidArgument(
+            f"rotary_cos has {new.cos.shape[0]} positions and the cache {rows} rows: give at least as many."
+        )
     cos, sin = (x if x.dtype == torch.float32 else x.to(k_cache.dtype) for x in (new.cos, new.sin))
     return {"cos": cos, "sin": sin, "interleaved": new.interleaved}

@@ -1,7 +1,6 @@
 """flash_attn.bert_padding: rows of padded batches, packed, and back."""
-from __future__ import annotations
 
-from typing import Union
+from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +34,9 @@ class IndexFirstAxisResidual:
     apply = staticmethod(index_first_axis_residual)
 
 
-def unpad_input(hidden_states: Tensor, attention_mask: Tensor,
-                unused_mask: Union[Tensor, None] = None) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """The rows of [b, s, ...] where the mask [b, s] is not 0, packed.
 
     Returns the rows, their numbers in [b * s], cu_seqlens int32 [b + 1], the longest sequence, and how many
@@ -46,13 +46,18 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor,
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
-    return (hidden_states.flatten(0, 1)[indices], indices, _offsets(lengths), int(lengths.max()),
-            attention_mask.sum(-1, dtype=torch.int32))
+    return (
+        hidden_states.flatten(0, 1)[indices],
+        indices,
+        _offsets(lengths),
+        int(lengths.max()),
+        attention_mask.sum(-1, dtype=torch.int32),
+    )
 
 
-def unpad_input_for_concatenated_sequences(hidden_states: Tensor,
-                                           attention_mask_in_length: Tensor) -> tuple[Tensor, Tensor, Tensor,
-                                                                                      int]:
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
     """unpad_input() where a row of the batch has several sequences, whose lengths attention_mask_in_length
     [b, s] has: 2, 3, 0, 0, 0, 0 are two sequences of 2 and 3 rows, and one row of padding."""
     rows = attention_mask_in_length.sum(-1, keepdim=True)

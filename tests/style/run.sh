@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# How sources are written, by tools of pinned versions:
+#   run.sh BUILD_DIR install    makes the environment of the tools
+#   run.sh BUILD_DIR format     C++ and CUDA, by clang-format
+#   run.sh BUILD_DIR python     Python, by ruff
+#   run.sh BUILD_DIR types      the Python package, by mypy
+#   run.sh BUILD_DIR subjects   of commits: at most 72 characters, no full stop
+#   run.sh BUILD_DIR numbers    see numbers.py
+# Exit code 77: skipped; PyPI cannot be reached, or there is no git history.
+set -euo pipefail
+
+build=$(cd "$1" && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+environment=$build/style
+tools=(clang-format==14.0.6 ruff==0.17.6 mypy==2.4.1)
+cd "$root"
+skip() {
+  echo "skipped: $*"
+  exit 77
+}
+# The last commit whose subject was written before there was this rule.
+first_ruled=80a20bb
+
+case $2 in
+  install)
+    if [ "$(cat "$environment/ready" 2>/dev/null)" != "${tools[*]}" ]; then
+      rm -rf "$environment"
+      python3 -m venv "$environment" || skip "python3 -m venv does not work here; install python3-venv"
+      "$environment/bin/pip" install -q --disable-pip-version-check "${tools[@]}" || skip "PyPI cannot be reached"
+      echo "${tools[*]}" >"$environment/ready"
+    fi
+    ;;
+  format)
+    [ -e "$environment/ready" ] || skip "there is no environment"
+    git ls-files -z '*.cpp' '*.hpp' '*.h' '*.c' '*.cuh' | xargs -0 "$environment/bin/clang-format" --dry-run -Werror
+    ;;
+  python)
+    [ -e "$environment/ready" ] || skip "there is no environment"
+    "$environment/bin/ruff" format --check --no-cache .
+    "$environment/bin/ruff" check --no-cache .
+    ;;
+  types)
+    [ -e "$environment/ready" ] || skip "there is no environment"
+    "$environment/bin/mypy" --cache-dir "$environment/mypy" --ignore-missing-imports tools/python/flashjit
+    ;;
+  subjects)
+    git rev-parse -q --verify "$first_ruled^{commit}" >/dev/null || skip "there is no history"
+    git log --no-merges --format=%s "$first_ruled..HEAD" | awk '
+      length > 72 || /\.$/ { print "rewrite this subject: " $0; wrong = 1 }
+      END { exit wrong }'
+    ;;
+  numbers) python3 tests/style/numbers.py ;;
+  *) echo "run.sh: no check is called $2" >&2; exit 2 ;;
+esac

@@ -32,7 +32,7 @@ struct WorkspaceNeeds {
   bool operator==(const WorkspaceNeeds&) const = default;
 };
 
-/// Why the other families leave deterministic ones to simt.
+/// Why the other families leave gradients of captured tensors in a fixed order to simt.
 inline constexpr const char* kUnorderedGrads =
     "adds gradients of captured tensors up in any order, the spec says det";
 

@@ -139,7 +139,7 @@ std::string functions_of_codes(const AnalysedSpec& spec, const TileConfig& confi
 
 std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) {
   if (spec.q_codes) return functions_of_codes(spec, config);
-  const DType dtype = multiplies_as_fp16(spec) ? DType::fp16 : spec.dtype;
+  const DType dtype = hopper::multiplies_as_fp16(spec) ? DType::fp16 : spec.dtype;
   // Of columns of the product, from so many rows of the left tile and of the right one, over columns `dim`.
   const auto scores = [&](const char* name, int columns, int left_rows, int right_rows, int dim) {
     return function(name, {{dtype, columns},
@@ -161,7 +161,7 @@ std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) 
                                                    along_columns(sm90::kWarpgroupRows, 16), along_rows(16)});
     return text;
   }
-  const sm90::BackwardLayout layout = sm90_backward_layout(spec, config);
+  const sm90::BackwardLayout layout = hopper::backward_layout(spec, config);
   const int own = layout.wide() ? 2 : 1;  // shares of the queries of S
   const auto transposed_scores = [&](const char* name, int dim) {
     return scores(name, config.br / own, layout.keys(), config.br, dim);

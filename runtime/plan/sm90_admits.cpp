@@ -1,0 +1,231 @@
+// What family sm90 supports, and which configurations it admits.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "plan/sm90.hpp"
+#include "plan/tiles.hpp"
+
+namespace flashjit::plan::hopper {
+namespace {
+
+/// A consumer thread's values of S, P, O, what finds the bias tile, and the gradients: what cannot be traded
+/// away by the compiler.
+int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
+  if (spec.q_codes) {  // P V begins when S is P
+    const int parts = sm90::pv_parts(spec.v_dim(), true, true);
+    const int at_a_time = sm90::pv_parts_at_a_time(parts, c.warps / kGroupWarps);
+    const int products = at_a_time * spec.v_dim() / parts / 2;
+    return spec.v_dim() / 2 + std::max(c.bc / 2, c.bc / 4 + products) + (has_bias_tile(spec) ? 8 : 0) +
+           (spec.key_scales ? 8 : 0);
+  }
+  if (is_forward(spec)) {
+    return c.bc / 2 + sm90::own_columns(spec.v_dim(), c.d_split) / 2 + c.bc / 4 +
+           (has_bias_tile(spec) ? 8 : 0);
+  }
+  const sm90::BackwardLayout layout = backward_layout(spec, c);
+  const int gradients = (layout.wg_dim() + layout.wg_dim_v()) / 2;
+  return gradients + (layout.wide() ? layout.dq_columns() / 2 : c.br);
+}
+
+/// How many of them fit, besides addresses and the rows' state. The loop of products of codes keeps little
+/// of that while P V runs.
+int kept_limit(const AnalysedSpec& spec, const TileConfig& c) {
+  return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec), c.d_split) -
+         (!spec.q_codes                ? 32
+          : c.warps / kGroupWarps == 3 ? 24
+                                       : 8);
+}
+
+/// With a converting warpgroup: the most columns of a product of the forward pass, and of one whose
+/// accumulators ptxas lets an instruction have, which it counts against the registers at the start.
+int largest_product(const AnalysedSpec& spec, const TileConfig& c) {
+  return std::max(c.bc, spec.v_dim() / sm90::pv_parts(spec.v_dim(), spec.has_scales(), false));
+}
+int launched_limit(const AnalysedSpec& spec, const TileConfig& c) {
+  constexpr int kOthers = 30;
+  return 2 * (sm90::launch_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec)) - kOthers);
+}
+
+/// The list of a query has no positions left where scores are computed, and all heads of a tile share it.
+Support supports_indices(const AnalysedSpec& spec) {
+  const bool plain = is_forward(spec) && spec.score.empty() && !spec.row_max && !spec.batch_invariant &&
+                     !spec.has_scales() && !spec.programs.mask.uses_head;
+  if (!spec.indices || plain) return Support::yes();
+  return Support::no(
+      "indices are for the forward pass, without a score program, row_max, batch_invariant, K and V of 8 "
+      "bits, and h in a mask");
+}
+
+Support supports_q_codes(const AnalysedSpec& spec) {
+  if (!spec.q_codes) return Support::yes();
+  if (spec.key_scales && (spec.row_max || spec.programs.column_term))
+    return Support::no(
+        "Q of 8 bits beside scales of keys is for specs without row_max and what scores read of keys");
+  if (gathers(spec))
+    return Support::no(
+        fmt::format("Q of 8 bits beside pages whose rows are no multiple of {}, from which TMA "
+                    "cannot copy",
+                    sm90::kSwizzledRows));
+  return Support::yes();
+}
+
+Support check_pack_gqa(const AnalysedSpec& spec, const TileConfig& c) {
+  if (!c.pack_gqa) return Support::yes();
+  if (!is_forward(spec) || (!c.split && (!spec.cache || spec.row_max)))
+    return Support::no("pack_gqa is for split keys, in the forward pass: give split, too");
+  const bool alike = !spec.dropout && !spec.has_tile_lists && !has_bias_tile(spec) &&
+                     !spec.programs.score_uses_head && !spec.programs.mask.uses_head;
+  if (alike) return Support::yes();
+  return Support::no(
+      "pack_gqa is for specs to which the heads that share K and V are alike: without dropout, lists of "
+      "tiles, a dense bias, or h in a program");
+}
+
+/// KV tiles of the backward pass that are of a cluster whose blocks sum up dQ.
+Support check_long_tile(const AnalysedSpec& spec, const TileConfig& c) {
+  if (is_wide(spec)) return Support::no("Bc above 128 is for up to 128 columns");
+  if (c.warps != 8 || (c.br != 64 && c.br != 128) || (c.bc != 256 && c.bc != 512))
+    return Support::no(
+        fmt::format("above 128 Bc is 256 or 512, with 8 warps and Br 64 or 128, not {}", to_string(c)));
+  if (c.split) return Support::no("split is not for the KV tiles of clusters that sum up dQ");
+  if (spec.has_tile_lists || spec.deterministic || spec.has_capture_grads)
+    return Support::no(
+        "Bc above 128 is for specs without lists of tiles, ordered additions and gradients of captured "
+        "tensors");
+  return Support::yes();
+}
+
+Support check_forward_tile(const AnalysedSpec& spec, const TileConfig& c) {
+  if (c.warps != 4 && c.warps != 8 && c.warps != 12 && c.warps != 16)
+    return Support::no(fmt::format("warps is 4, 8, 12 or 16, not {}", c.warps));
+  if (c.d_split != (spec.v_dim() > kMostColumns ? 2 : 1) ||
+      (c.d_split == 2 && (c.warps != 8 || c.br != sm90::kWarpgroupRows)))
+    return Support::no(
+        fmt::format("up to {} columns of V d_split is 1, above two groups of warps share 64 rows, with 8 "
+                    "warps, Br 64 and d_split2, not {}",
+                    kMostColumns, to_string(c)));
+  const int rows = c.warps / kGroupWarps / c.d_split * sm90::kWarpgroupRows;
+  if (c.br < sm90::kWarpgroupRows || (c.br != rows && c.br * 2 != rows))
+    return Support::no(fmt::format(
+        "{} warps compute {} rows, of one Q tile or, with 8 or 16, of two, Br is {}", c.warps, rows, c.br));
+  if (q_tiles_per_cta(spec, c) > 1 && (c.split || !suits_two_q_tiles(spec)))
+    return Support::no(
+        "two Q tiles at a time are for blocks that take one after the other, not for split keys, "
+        "nor for packed sequences or lengths of keys without lists of tiles");
+  if (q_tiles_per_cta(spec, c) > 1 && spec.has_scales())
+    return Support::no("two Q tiles at a time are not for K and V of 8 bits");
+  if (q_tiles_per_cta(spec, c) > 1 && spec.programs.column_term)
+    return Support::no("two Q tiles at a time leave no warp to find what the score reads of the keys");
+  if (spec.indices && (c.br != sm90::kWarpgroupRows || !c.pack_gqa || c.bc % 32 != 0))
+    return Support::no(
+        fmt::format("with indices a tile is of one query, with Br 64, split, pack_gqa and Bc a multiple of "
+                    "32, not {}",
+                    to_string(c)));
+  if (gathers(spec) && !may_gather(spec, c))
+    return Support::no(
+        fmt::format("{} leaves no second producer warp to copy rows, or too few registers", to_string(c)));
+  if (c.bc < 16 || c.bc > 256 || c.bc % 16 != 0)
+    return Support::no(fmt::format("Bc is a multiple of 16 up to 256, not {}", c.bc));
+  if (spec.q_codes && c.bc % 32 != 0)
+    return Support::no(fmt::format("with Q of 8 bits Bc is a multiple of 32, not {}", c.bc));
+  return Support::yes();
+}
+
+Support check_backward_tile(const AnalysedSpec& spec, const TileConfig& c) {
+  const bool long_tile = c.bc == 128 && fits_long_tile(spec) && !c.split;
+  if (exceeds_cta(spec) && (c.br != 64 || (c.bc != 64 && !long_tile) || c.warps != 8))
+    return Support::no(fmt::format(
+        "above {} columns the backward pass has 8 warps, Br 64 and Bc 64, or 128 where K has up to {} "
+        "and V up to {}, without split and gradients in fp32, not {}",
+        sm90::kMostCtaColumns, sm90::kMostCtaColumns + sm90::kSliceColumns, sm90::kMostCtaColumns,
+        to_string(c)));
+  if (c.bc > sm90::kMostKeys) return check_long_tile(spec, c);
+  if (c.warps != 8 || (c.bc != 64 && c.bc != 128) ||
+      (c.br != 64 && (c.br != 128 || backward_layout(spec, c).wide())))
+    return Support::no(fmt::format(
+        "the backward pass has 8 warps and Bc 64 or 128, and Br 64, with Bc 128 up to head dimension 128 "
+        "also 128, not {}",
+        to_string(c)));
+  return Support::yes();
+}
+
+Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
+  const Support shape = is_forward(spec) ? check_forward_tile(spec, c) : check_backward_tile(spec, c);
+  if (!shape) return shape;
+  if (spec.shared_kv && c.stages < 2)
+    return Support::no("with shared_kv stages is 2 to 4, as K is read until P V of a step later");
+  if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
+  if (c.q_in_registers || (c.d_split != 1 && !is_forward(spec)))
+    return Support::no(
+        fmt::format("q_in_registers is not for this family, nor d_split for its backward pass, {} has one",
+                    to_string(c)));
+  if (Support packed = check_pack_gqa(spec, c); !packed) return packed;
+  if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)
+    return Support::no(
+        fmt::format("min_blocks is 1 to {}, in the backward pass 1, not {}", kMostBlocks, c.min_blocks));
+  return Support::yes();
+}
+
+}  // namespace
+
+bool may_gather(const AnalysedSpec& spec, const TileConfig& c) {
+  constexpr int kFewestRegisters = 40;
+  return q_tiles_per_cta(spec, c) == 1 &&
+         sm90::producer_registers(c.warps / kGroupWarps, c.min_blocks, c.d_split) >= kFewestRegisters;
+}
+
+Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
+  if (device.arch != "sm_90a")
+    return Support::no(fmt::format("needs wgmma and TMA of sm_90a, the device is {}", device.arch));
+  if (!is_attention(spec.pass)) return Support::no(kNoProducts);
+  if (spec.dtype != DType::fp16 && spec.dtype != DType::bf16)
+    return Support::no(fmt::format("its kernels take fp16 and bf16, the spec has {}", to_string(spec.dtype)));
+  if (Support able = supports_q_codes(spec); !able) return able;
+  if (spec.has_scales() && std::max(spec.head_dim, spec.v_dim()) > kMostColumns)
+    return Support::no(fmt::format("K and V of 8 bits are for head dimensions up to {}, not {} and {}",
+                                   kMostColumns, spec.head_dim, spec.v_dim()));
+  if (is_forward(spec) && spec.v_dim() > kMostColumns && has_bias_tile(spec))
+    return Support::no(
+        fmt::format("a dense bias beside more than {} columns of V is not for this family", kMostColumns));
+  if (spec.running_state && spec.v_dim() > kMostColumns)
+    return Support::no(
+        fmt::format("a running state is for up to {} columns of V, not {}", kMostColumns, spec.v_dim()));
+  if (spec.shared_kv && spec.has_tile_lists) return Support::no("shared_kv is not for lists of tiles");
+  if (!is_forward(spec) && std::max(spec.head_dim, spec.v_dim()) > kMostBackwardColumns)
+    return Support::no(fmt::format("the backward pass is for head dimensions up to {}, not {} and {}",
+                                   kMostBackwardColumns, spec.head_dim, spec.v_dim()));
+  if (!is_forward(spec) && exceeds_cta(spec) && spec.has_capture_grads)
+    return Support::no(
+        fmt::format("gradients of captured tensors are for head dimensions up to {}, not {} and {}",
+                    sm90::kMostCtaColumns, spec.head_dim, spec.v_dim()));
+  if (Support able = supports_indices(spec); !able) return able;
+  if (gathers(spec) && (spec.has_tile_lists || has_bias_tile(spec) || spec.programs.column_term))
+    return Support::no(
+        fmt::format("rows of pages that are no multiple of {} rows are for specs without lists of tiles, a "
+                    "dense bias, or what scores read of keys",
+                    sm90::kSwizzledRows));
+  if (is_forward(spec)) return Support::yes();
+  if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);
+  return Support::yes();
+}
+
+Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& device) {
+  if (c.family != Family::sm90) return Support::no("the configuration is of another family");
+  if (Support able = supports(spec, device); !able) return able;
+  if (Support tile = check_tile(spec, c); !tile) return tile;
+  const int most_bytes =
+      std::min(device.shared_per_block, device.shared_per_sm / c.min_blocks - kReservedSharedBytes);
+  if (const int bytes = shared_bytes(spec, c); bytes > most_bytes)
+    return Support::no(fmt::format("{} needs {} bytes of shared memory a block, {} has {}", to_string(c),
+                                   bytes, device.arch, most_bytes));
+  if (converters(spec) > 0 && largest_product(spec, c) > launched_limit(spec, c))
+    return Support::no(fmt::format("{} has products of {} columns, a thread begins with registers for {}",
+                                   to_string(c), largest_product(spec, c), launched_limit(spec, c)));
+  if (const int values = kept_values(spec, c); values > kept_limit(spec, c))
+    return Support::no(
+        fmt::format("{} keeps {} values a thread, {} fit", to_string(c), values, kept_limit(spec, c)));
+  return Support::yes();
+}
+
+}  // namespace flashjit::plan::hopper

@@ -1,0 +1,276 @@
+// Tiles of family sm90: their geometry, how they are shared out, and the preferred ones.
+#include <algorithm>
+#include <utility>
+
+#include "plan/sm90.hpp"
+
+namespace flashjit::plan::hopper {
+namespace {
+
+/// Above 256 columns; the largest that fit.
+std::vector<TileConfig> wide_preferences(const AnalysedSpec& spec) {
+  const DeviceInfo hopper = DeviceInfo::parse("sm_90a");
+  std::vector<TileConfig> choices;
+  const auto consider = [&](TileConfig c) {
+    if (choices.empty() && admits(spec, c, hopper)) choices.push_back(c);
+  };
+  if (spec.v_dim() > kMostColumns) {
+    for (const auto& [bc, stages] : {std::pair{64, 2}, {48, 2}, {64, 1}, {32, 2}, {32, 1}}) {
+      TileConfig c = config(sm90::kWarpgroupRows, bc, 8, stages);
+      c.d_split = 2;
+      consider(c);
+    }
+  } else {
+    for (const auto& [bc, stages] : {std::pair{64, 2}, {48, 2}, {32, 2}, {32, 1}})
+      consider(forward_config(8, bc, stages));
+  }
+  return choices;
+}
+
+/// With K and V of 8 bits, whose conversion takes registers and shared memory: the largest that are admitted.
+std::vector<TileConfig> code_preferences(const AnalysedSpec& spec) {
+  const DeviceInfo hopper = DeviceInfo::parse("sm_90a");
+  std::vector<TileConfig> choices;
+  for (const int warps : {8, 4})
+    for (const int bc : {128, 112, 96, 80, 64, 48, 32}) {
+      const TileConfig c = forward_config(warps, bc, 2);
+      if (has_bias_tile(spec) && bc % sm90::kSliceColumns != 0) continue;
+      // A score program leaves no registers for 128 keys and as many columns.
+      if (!spec.score.empty() && warps == 8 && bc == 128 && spec.v_dim() > 96) continue;
+      if (!admits(spec, c, hopper)) continue;
+      choices.push_back(c);
+      break;
+    }
+  return choices;
+}
+
+/// With Q of 8 bits, too: the largest that are admitted. Three warpgroups hide each other's waits, where
+/// registers hold no more than the plain softmax: d128 4k 628 us instead of 691, causal 367 instead of 391.
+/// Not with fewer than 96 keys: 844 with 64.
+std::vector<TileConfig> code_product_preferences(const AnalysedSpec& spec) {
+  const DeviceInfo hopper = DeviceInfo::parse("sm_90a");
+  const bool simple = spec.mask.empty() || spec.is_causal;
+  const bool plain = simple && !spec.dropout && !spec.has_block_map() &&
+                     std::min(spec.head_dim, spec.v_dim()) >= 96;  // d80 spills
+  std::vector<TileConfig> choices;
+  for (const int warps : {12, 8, 4})
+    for (const int bc : {128, 96, 64, 32}) {
+      const TileConfig c = forward_config(warps, bc, warps == 12 && !is_narrow(spec) ? 3 : 2);
+      if (warps == 12 && (bc < 96 || !spec.score.empty() || spec.key_scales || !(is_narrow(spec) || plain)))
+        continue;
+      if (has_bias_tile(spec) && bc % sm90::kSliceColumns != 0) continue;
+      if (!admits(spec, c, hopper)) continue;
+      choices.push_back(c);
+      break;
+    }
+  return choices;
+}
+
+/// The backward pass above 256 columns: two stages where they fit.
+TileConfig tile_of_split_columns(const AnalysedSpec& spec) {
+  const TileConfig two = config(64, 64, 8, 2);
+  return admits(spec, two, DeviceInfo::parse("sm_90a")) ? two : config(64, 64, 8, 1);
+}
+
+/// The backward pass's; where there are two, the last is for splits.
+std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec) {
+  const int d = std::max(spec.head_dim, spec.v_dim());
+  // A KV tile of 128 is of two blocks, as are its keys: those of smaller blocks of a map waste one's.
+  const bool wastes_long_tiles = spec.has_block_map() && spec.block_map.kv < 128;
+  if (exceeds_cta(spec)) {
+    const TileConfig split_columns = tile_of_split_columns(spec);
+    if (!fits_long_tile(spec) || wastes_long_tiles) return {split_columns};
+    return {config(64, 128, 8, 2), split_columns};
+  }
+  if (is_wide(spec)) return {config(64, wastes_long_tiles ? 64 : 128, 8, 2)};
+  // 128 queries at a time do not fit the blocks of most maps, nor leave registers for reads of tensors pair
+  // by pair, or for gradients besides what is read by position.
+  const bool reads = spec.programs.mask_reads_pairs || spec.programs.score_reads_pairs ||
+                     (spec.has_capture_grads && (spec.programs.mask_reads_tensors || spec.programs.row_term));
+  return {config(d <= 64 && spec.block_map.q % 128 == 0 && !reads ? 128 : 64, 128, 8, 2)};
+}
+
+/// The forward pass's, up to 128 columns.
+std::vector<TileConfig> preferences_to_128(const AnalysedSpec& spec) {
+  const int d = std::max(spec.head_dim, spec.v_dim());
+  const bool bias_tile = has_bias_tile(spec), mask_reads = spec.programs.mask_reads_tensors;
+  std::vector<TileConfig> choices = {forward_config(8, 128, 2), forward_config(4, 128, 2)};
+  // A third warpgroup leaves each fewer registers, and masks of blocks fit smaller tiles, as windows do
+  // where products take long. What a mask reads of keys alone, such as padding, is alike for all queries.
+  // With dropout there are no registers for masks, scores or more columns.
+  const expr::MaskTraits& mask = spec.programs.mask;
+  const bool by_key = mask.kv_reads > 0 && mask.q_reads == 0;
+  const bool in_blocks = spec.has_block_map() || mask.q_reads > 0;
+  const bool simple = spec.mask.empty() || spec.is_causal || by_key;
+  const bool fits = spec.dropout ? d <= 64 && spec.mask.empty() && spec.score.empty() : d <= 64 || simple;
+  if (!in_blocks && !bias_tile && fits)
+    choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : d <= 96 ? 96 : 80, d <= 64 ? 3 : 2));
+  // Small tiles hide each other's waits for list entries and for what a mask reads.
+  if (d <= 64 && in_blocks && !bias_tile)
+    choices.insert(choices.begin(), mask_reads ? forward_config(4, 64, 2, 3) : forward_config(4, 128, 2, 2));
+  // Two Q tiles of 128 rows at a time do so, too, and read K and V half as often; and they end nearer to
+  // where a mask does. Their registers hold no more than the plain softmax.
+  const TileConfig two = two_q_tiles_config(64, spec.has_tile_lists ? 4 : 3);
+  const bool in_tiles =
+      !spec.has_block_map() || (spec.block_map.q % two.br == 0 && spec.block_map.kv % two.bc == 0);
+  if (d <= 64 && !spec.dropout && spec.score.empty() && !mask_reads && in_tiles && suits_two_q_tiles(spec))
+    choices.push_back(two);
+  // Three groups pass over what only others meet, with a stage more to do so.
+  if (const TileConfig three = forward_config(12, 128, 4);
+      d <= 64 && !spec.dropout && spec.score.empty() && listed_rows(spec, three) < three.br)
+    choices.push_back(three);
+  return choices;
+}
+
+/// Up to 192.
+std::vector<TileConfig> preferences_to_192(const AnalysedSpec& spec) {
+  const bool bias_tile = has_bias_tile(spec);
+  const bool narrow_v = spec.v_dim() <= 128;
+  std::vector<TileConfig> choices = {forward_config(8,
+                                                    bias_tile  ? 64
+                                                    : narrow_v ? 112
+                                                               : 80,
+                                                    2),
+                                     forward_config(4, bias_tile ? 64 : 96, 2)};
+  // Tiles of 128 keys, which end where a causal mask does; and of long sequences three groups' tiles.
+  const bool simple = spec.mask.empty() || spec.is_causal;
+  if (narrow_v && simple && !bias_tile && !spec.dropout && spec.score.empty() && !spec.has_block_map())
+    choices = {forward_config(12, 80, 2), forward_config(8, 128, 2), forward_config(4, 96, 2)};
+  return choices;
+}
+
+/// Up to 256.
+std::vector<TileConfig> preferences_to_256(const AnalysedSpec& spec) {
+  std::vector<TileConfig> choices = {forward_config(8, 64, 2), forward_config(4, 64, 2)};
+  // Fewer steps rescale O less often, where registers hold no more than the plain softmax.
+  const bool known = !spec.varlen && !spec.has_lengths() && !spec.has_block_map();
+  if (known && !spec.dropout && spec.score.empty() && (spec.mask.empty() || spec.is_causal))
+    choices.insert(choices.begin(), forward_config(8, 80, 2));
+  return choices;
+}
+
+}  // namespace
+
+int q_tiles_per_cta(const AnalysedSpec& spec, const TileConfig& c) {
+  return is_forward(spec) ? c.warps / kGroupWarps / c.d_split * sm90::kWarpgroupRows / c.br : 1;
+}
+
+sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c) {
+  return {c.br,
+          c.bc,
+          spec.head_dim,
+          spec.v_dim(),
+          c.stages,
+          has_bias_tile(spec),
+          spec.programs.column_term,
+          spec.has_tile_lists,
+          q_tiles_per_cta(spec, c),
+          c.d_split,
+          spec.shared_kv,
+          spec.has_scales(),
+          spec.q_codes,
+          spec.key_scales,
+          c.split,
+          spec.indices,
+          c.min_blocks};
+}
+
+sm90::BackwardLayout backward_layout(const AnalysedSpec& spec, const TileConfig& c) {
+  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, has_bias_tile(spec), spec.programs.row_term};
+}
+
+int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
+  if (is_forward(spec)) return forward_layout(spec, c).bytes();
+  return backward_layout(spec, c).bytes();
+}
+
+bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
+  return forward_layout(spec, c).has_o_tile() && !spec.varlen && !c.split && !c.pack_gqa && !spec.fp32_out;
+}
+
+bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c) {
+  return is_forward(spec) && (spec.cache || spec.indices) && c.split && !spec.has_tile_lists &&
+         !spec.row_max && !spec.batch_invariant && !spec.programs.far_scores;
+}
+
+bool counts_q_tiles_as_heads(const AnalysedSpec& spec, const TileConfig& c) {
+  return is_stream_k(spec, c) && c.d_split > 1 && spec.mask.empty() && !spec.varlen && !spec.indices;
+}
+
+bool is_cascade(const AnalysedSpec& spec, const TileConfig& c) {
+  return is_stream_k(spec, c) && spec.shared_prefix && (spec.mask.empty() || spec.mask == causal()) &&
+         spec.score.empty() && !spec.dropout && !spec.indices && !spec.q_codes && c.d_split == 1;
+}
+
+bool shares_tiles_out(const AnalysedSpec& spec) {
+  return !spec.has_tile_lists && !spec.varlen && !spec.has_lengths();
+}
+
+bool counts_tiles(const AnalysedSpec& spec, const TileConfig& c) {
+  return is_forward(spec) && (spec.has_tile_lists || (spec.cache && !c.split));
+}
+
+bool splits_tail_wave(const AnalysedSpec& spec, const TileConfig& c) {
+  return !spec.programs.has_mask && !counts_tiles(spec, c) && !c.split && !c.pack_gqa &&
+         c.br > sm90::kWarpgroupRows;
+}
+
+bool suits_two_q_tiles(const AnalysedSpec& spec) { return spec.has_tile_lists || shares_tiles_out(spec); }
+
+bool takes_tiles_in_turn(const AnalysedSpec& spec, const TileConfig& c) {
+  return counts_tiles(spec, c) || shares_tiles_out(spec);
+}
+
+int listed_rows(const AnalysedSpec& spec, const TileConfig& c) {
+  const bool whole = !is_forward(spec) || !spec.has_block_map() || spec.block_map.q % c.br == 0 ||
+                     spec.block_map.q % sm90::kWarpgroupRows != 0 || spec.block_map.kv % c.bc != 0;
+  // What lies behind the last key is cleared by all groups, what masks and scores read is waited for by all.
+  const bool plain = !spec.q_codes && spec.mask.empty() && !spec.has_lengths() && !spec.varlen &&
+                     !has_bias_tile(spec) && !spec.programs.column_term;
+  return whole || !plain || c.stages < 2 || q_tiles_per_cta(spec, c) > 1 ? c.br : sm90::kWarpgroupRows;
+}
+
+int forward_cluster(const AnalysedSpec& spec, const TileConfig& c) {
+  return !spec.mask.empty() && shares_tiles_out(spec) && c.min_blocks == 1 && q_tiles_per_cta(spec, c) == 1 &&
+                 !c.split
+             ? 2
+             : 1;
+}
+
+bool multiplies_as_fp16(const AnalysedSpec& spec) {
+  return is_forward(spec) && converters(spec) > 0 && !spec.key_scales && spec.score.empty() &&
+         spec.head_dim == spec.v_dim() && spec.head_dim <= 192;
+}
+
+TileConfig config(int br, int bc, int warps, int stages) {
+  return {.family = Family::sm90, .br = br, .bc = bc, .warps = warps, .stages = stages};
+}
+
+TileConfig forward_config(int warps, int bc, int stages, int blocks) {
+  TileConfig c = config(warps / kGroupWarps * sm90::kWarpgroupRows, bc, warps, stages);
+  c.min_blocks = blocks;
+  return c;
+}
+
+TileConfig two_q_tiles_config(int bc, int stages) { return config(2 * sm90::kWarpgroupRows, bc, 16, stages); }
+
+TileConfig with_split(TileConfig c, bool pack_gqa) {
+  c.split = true;
+  c.pack_gqa = pack_gqa;
+  return c;
+}
+
+std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
+  if (!is_forward(spec)) return backward_preferences(spec);
+  const int d = std::max(spec.head_dim, spec.v_dim());
+  if (d > kMostColumns) return wide_preferences(spec);
+  if (spec.q_codes) return code_product_preferences(spec);
+  if (spec.has_scales()) return code_preferences(spec);
+  std::vector<TileConfig> choices = d <= 128   ? preferences_to_128(spec)
+                                    : d <= 192 ? preferences_to_192(spec)
+                                               : preferences_to_256(spec);
+  if (gathers(spec)) std::erase_if(choices, [&](const TileConfig& c) { return !may_gather(spec, c); });
+  return choices;
+}
+
+}  // namespace flashjit::plan::hopper

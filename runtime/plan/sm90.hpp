@@ -21,12 +21,8 @@ inline bool is_forward(const AnalysedSpec& spec) { return spec.pass == Pass::for
 
 inline bool has_bias_tile(const AnalysedSpec& spec) { return spec.programs.bias_tile.has_value(); }
 
-inline bool gathers(const AnalysedSpec& spec) {
-  return spec.indices || spec.pages % sm90::kSwizzledRows != 0;
-}
-
-/// Warpgroups that convert K and V, which are of 8 bits and Q is not.
-inline int converters(const AnalysedSpec& spec) { return spec.has_scales() && !spec.q_codes ? 1 : 0; }
+inline bool gathers(const AnalysedSpec& spec) { return sm90::gathers(spec.indices, spec.pages); }
+inline int converters(const AnalysedSpec& spec) { return sm90::converters(spec.has_scales(), spec.q_codes); }
 
 inline bool is_narrow(const AnalysedSpec& spec) {
   return std::max(spec.head_dim, spec.v_dim()) <= sm90::kSliceColumns;

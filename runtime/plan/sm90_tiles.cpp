@@ -156,27 +156,33 @@ int q_tiles_per_cta(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c) {
-  return {c.br,
-          c.bc,
-          spec.head_dim,
-          spec.v_dim(),
-          c.stages,
-          has_bias_tile(spec),
-          spec.programs.column_term,
-          spec.has_tile_lists,
-          q_tiles_per_cta(spec, c),
-          c.d_split,
-          spec.shared_kv,
-          spec.has_scales(),
-          spec.q_codes,
-          spec.key_scales,
-          c.split,
-          spec.indices,
-          c.min_blocks};
+  return {.br = c.br,
+          .bc = c.bc,
+          .head_dim = spec.head_dim,
+          .head_dim_v = spec.v_dim(),
+          .stages = c.stages,
+          .reads_bias_tile = has_bias_tile(spec),
+          .reads_column_terms = spec.programs.column_term,
+          .lists = spec.has_tile_lists,
+          .q_tiles_per_cta = q_tiles_per_cta(spec, c),
+          .d_split = c.d_split,
+          .shared_kv = spec.shared_kv,
+          .codes = spec.has_scales(),
+          .code_products = spec.q_codes,
+          .key_scales = spec.key_scales,
+          .split = c.split,
+          .indices = spec.indices,
+          .ctas = c.min_blocks};
 }
 
 sm90::BackwardLayout backward_layout(const AnalysedSpec& spec, const TileConfig& c) {
-  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, has_bias_tile(spec), spec.programs.row_term};
+  return {.br = c.br,
+          .bc = c.bc,
+          .head_dim = spec.head_dim,
+          .head_dim_v = spec.v_dim(),
+          .stages = c.stages,
+          .reads_bias_tile = has_bias_tile(spec),
+          .reads_row_terms = spec.programs.row_term};
 }
 
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {

@@ -9,8 +9,13 @@ namespace flashjit::sm90 {
 
 template <class P>
 struct BackwardPolicy {
-  static constexpr BackwardLayout kLayout{P::kBr,     P::kBc,       P::kHeadDim,     P::kHeadDimV,
-                                          P::kStages, P::kBiasTile, P::kScoreRowTerm};
+  static constexpr BackwardLayout kLayout{.br = P::kBr,
+                                          .bc = P::kBc,
+                                          .head_dim = P::kHeadDim,
+                                          .head_dim_v = P::kHeadDimV,
+                                          .stages = P::kStages,
+                                          .reads_bias_tile = P::kBiasTile,
+                                          .reads_row_terms = P::kScoreRowTerm};
   static_assert(kLayout.bytes() == P::kSharedBytes, "what the planner counts on");
 
   // --- How a tile is shared -------------------------------------------------------------------------------

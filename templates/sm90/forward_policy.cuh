@@ -67,7 +67,7 @@ using PipelineCount = typename PipelineCountOf<kConsumersReadList<P>>::Type;
 
 /// K and V come row by row instead of by TMA, whose boxes would span pages, or what no list names.
 template <class P>
-constexpr bool kGathers = P::kIndices || P::kPageRows % kSwizzledRows != 0;
+constexpr bool kGathers = gathers(P::kIndices, P::kPageRows);
 constexpr int kGatherWarps = 2;
 
 /// K and V of pages are copied by a warp each, as many small boxes take long.
@@ -79,9 +79,9 @@ constexpr bool kLoadsKvApart = (P::kPageRows > 0 && !kGathers<P> && !P::kSharedK
 /// K and V of 8 bits beside Q of 16: a warpgroup more converts them. Consumers then have fewer registers.
 /// NOTES.md#k-and-v-of-8-bits
 template <class P>
-constexpr bool kConvertsKv = kScaledKv<P> && !P::kQCodes;
+constexpr int kConverters = converters(kScaledKv<P>, P::kQCodes);
 template <class P>
-constexpr int kConverters = kConvertsKv<P> ? 1 : 0;
+constexpr bool kConvertsKv = kConverters<P> > 0;
 constexpr int kConverterThreads = 128;
 
 /// Q, K and V of 8 bits are multiplied as they are: see forward_codes.cuh. Producer warps transpose V.
@@ -208,11 +208,23 @@ constexpr bool kDrawsEarly = (P::kDropout && P::kHeadDimV > 64 && P::kHeadDimV <
 // --- Shared memory and epilogue ---------------------------------------------------------------------------
 
 template <class P>
-constexpr ForwardLayout kForwardLayout{P::kBr,           P::kBc,        P::kHeadDim,         P::kHeadDimV,
-                                       P::kStages,       P::kBiasTile,  P::kScoreColumnTerm, kLists<P>,
-                                       kQTilesPerCta<P>, P::kDSplit,    P::kSharedKv,        kScaledKv<P>,
-                                       kCodeProducts<P>, P::kKeyScales, P::kSplit,           P::kIndices,
-                                       P::kMinBlocks};
+constexpr ForwardLayout kForwardLayout{.br = P::kBr,
+                                       .bc = P::kBc,
+                                       .head_dim = P::kHeadDim,
+                                       .head_dim_v = P::kHeadDimV,
+                                       .stages = P::kStages,
+                                       .reads_bias_tile = P::kBiasTile,
+                                       .reads_column_terms = P::kScoreColumnTerm,
+                                       .lists = kLists<P>,
+                                       .q_tiles_per_cta = kQTilesPerCta<P>,
+                                       .d_split = P::kDSplit,
+                                       .shared_kv = P::kSharedKv,
+                                       .codes = kScaledKv<P>,
+                                       .code_products = kCodeProducts<P>,
+                                       .key_scales = P::kKeyScales,
+                                       .split = P::kSplit,
+                                       .indices = P::kIndices,
+                                       .ctas = P::kMinBlocks};
 
 /// Above 256 columns of V a warpgroup's registers do not hold its rows of O: then two warpgroups have the
 /// same rows (d_split), each for half of O's columns, and the first computes S and P for both. See

@@ -92,6 +92,13 @@ constexpr int kv_box_rows(int page_rows, int bc) {
 }
 constexpr int kSwizzledRows = 8;  ///< of which a box has a multiple
 
+/// Whether producer warps copy K and V row by row: boxes of TMA are of whole periods of the swizzle, and of
+/// keys in order.
+constexpr bool gathers(bool indices, int page_rows) { return indices || page_rows % kSwizzledRows != 0; }
+
+/// Warpgroups that convert K and V of 8 bits for products with Q of 16.
+constexpr int converters(bool codes, bool code_products) { return codes && !code_products ? 1 : 0; }
+
 constexpr int kCodeAlignment = 128;  ///< of a tile of codes, which TMA does not swizzle
 /// Tiles of codes that are loaded or wait to be converted: K and V of a KV tile, and more where they fit.
 constexpr int kFewestCodeSlots = 2, kMoreCodeSlots = 4;

@@ -354,9 +354,24 @@ TEST(Sm90, PlansOneKernelWithTensorMaps) {
   const AttentionSpec spec = parse_spec("fwd:bf16:d128:causal");
   const ExecutionPlan plan = make_plan(spec, parse_shape("b2:hq16:hkv4:sq1025:skv2000"), kH100, {});
   ASSERT_EQ(to_string(plan.config), "sm90:br192:bc80:w12:s2");
-  const int bytes = sm90::ForwardLayout{192, 80,    128,   128,   2,     false, false, false, 1,
-                                        1,   false, false, false, false, false, false, 1}
-                        .bytes();
+  const sm90::ForwardLayout layout{.br = 192,
+                                   .bc = 80,
+                                   .head_dim = 128,
+                                   .head_dim_v = 128,
+                                   .stages = 2,
+                                   .reads_bias_tile = false,
+                                   .reads_column_terms = false,
+                                   .lists = false,
+                                   .q_tiles_per_cta = 1,
+                                   .d_split = 1,
+                                   .shared_kv = false,
+                                   .codes = false,
+                                   .code_products = false,
+                                   .key_scales = false,
+                                   .split = false,
+                                   .indices = false,
+                                   .ctas = 1};
+  const int bytes = layout.bytes();
   const Entry expected{.name = "forward",
                        .header = "flashjit/sm90/forward.cuh",
                        .function = "flashjit::sm90::forward",

@@ -274,8 +274,7 @@ struct EntryReport {
 struct KernelReport {
   AttentionSpec spec = {};
   TileConfig config = {};
-  std::string config_source =
-      {};                ///< "given", "tuned", "tuned elsewhere", "tuned for a near shape", "heuristic"
+  ConfigSource config_source = ConfigSource::heuristic;
   std::string key = {};  ///< the directory's name in cache and pack; empty if there is nothing to launch
   KernelOrigin origin = KernelOrigin::memory;
   double render_ms = 0, compile_ms = 0, load_ms = 0;  ///< spent by this call

@@ -1,4 +1,4 @@
-// Element types, passes and kernel families, which all other headers use.
+// Element types, passes, kernel families and other names, which all other headers use.
 #pragma once
 
 #include <cstddef>
@@ -47,10 +47,21 @@ enum class Family : std::uint8_t {
   simt,  ///< plain fused multiply-adds: sm_75 and newer, every type; supports every problem
 };
 
+/// Where a kernel's tile configuration comes from.
+enum class ConfigSource : std::uint8_t {
+  given,            ///< the caller named it
+  tuned,            ///< a tuning record of this shape, measured on this device with these versions
+  tuned_elsewhere,  ///< a record of this shape, from another device or other versions
+  tuned_near,       ///< a record of a near shape
+  heuristic,        ///< no record: the family chose
+};
+
 FLASHJIT_API std::string to_string(Pass pass);         // "fwd", "bwd", "append", "merge", "quantise"
 FLASHJIT_API std::string to_string(DType dtype);       // "fp16", "bf16", "fp32", "e4m3", ...
 FLASHJIT_API std::string to_string(ElementType type);  // "fp32", ..., "uint8", "bool"
 FLASHJIT_API std::string to_string(Family family);     // "sm90", "sm80", "simt"
+/// "given", "tuned", "tuned elsewhere", "tuned for a near shape", "heuristic"
+FLASHJIT_API std::string to_string(ConfigSource source);
 
 FLASHJIT_API Pass parse_pass(std::string_view text);
 FLASHJIT_API DType parse_dtype(std::string_view text);

@@ -42,7 +42,8 @@ std::string tuned_key(const AttentionSpec& spec, const AttentionShape& shape, CU
 /// there is neither its kernel nor a compiler.
 bool may_try_another(const plan::ExecutionPlan& first, ErrorCode code) {
   if (code == ErrorCode::compile_failed) return true;
-  const bool by_record = first.config_source != "given" && first.config_source != "heuristic";
+  const bool by_record =
+      first.config_source != ConfigSource::given && first.config_source != ConfigSource::heuristic;
   return by_record && (code == ErrorCode::kernel_missing || code == ErrorCode::no_compiler);
 }
 
@@ -282,7 +283,8 @@ Engine::OperationPtr Engine::add(const AttentionSpec& spec, const AttentionShape
     generation = generation_;
   }
   const DeviceInfo& info = devices_.info(*driver(), device);
-  const std::optional<Chosen> chosen = config ? Chosen{*config, "given"} : remembered(spec, shape, device);
+  const std::optional<Chosen> chosen =
+      config ? Chosen{*config, ConfigSource::given} : remembered(spec, shape, device);
   OperationPtr operation = build(plan(spec, shape, info, chosen), info, device, capturing);
   keep(CallKeyView(spec, spec.pass, shape, device), operation, generation, config);
   if (settings_.tune_in_background && operation->kernel && is_attention(spec.pass))
@@ -312,17 +314,17 @@ std::optional<Engine::Chosen> Engine::remembered(const AttentionSpec& spec, cons
   const std::shared_lock lock(mutex_);
   if (!given_.empty()) {
     const auto given = given_.find(given_key(spec, shape));
-    if (given != given_.end()) return Chosen{given->second, "given"};
+    if (given != given_.end()) return Chosen{given->second, ConfigSource::given};
   }
   if (!tuned_.empty()) {
     const auto tuned = tuned_.find(tuned_key(spec, shape, device));
-    if (tuned != tuned_.end()) return Chosen{tuned->second, "tuned"};
+    if (tuned != tuned_.end()) return Chosen{tuned->second, ConfigSource::tuned};
   }
   return {};
 }
 
 void Engine::tune_in_background(const plan::ExecutionPlan& plan, CUdevice device) {
-  if (plan.config_source == "given" || plan.config_source == "tuned") return;
+  if (plan.config_source == ConfigSource::given || plan.config_source == ConfigSource::tuned) return;
   if (plan.workspace.list_bytes() > 0) return;  // the caller may hold lists of the present tiles
   device::Context context = device::current_context(driver());
   const std::unique_lock lock(mutex_);
@@ -344,7 +346,7 @@ void Engine::adopt(const BackgroundJob& job, const TileConfig& best) {
   const CUdevice device = job.context.device();
   const DeviceInfo& info = devices_.info(*driver(), device);
   // Loaded before calls know of it, so that none waits.
-  load(plan(job.spec, job.shape, info, Chosen{best, "tuned"}), info, device, false);
+  load(plan(job.spec, job.shape, info, Chosen{best, ConfigSource::tuned}), info, device, false);
   const std::unique_lock lock(mutex_);
   tuned_.insert_or_assign(tuned_key(job.spec, job.shape, device), best);
   ++generation_;
@@ -367,14 +369,14 @@ plan::ExecutionPlan Engine::plan(const AttentionSpec& spec, const AttentionShape
 std::vector<plan::ExecutionPlan> Engine::alternatives(const plan::ExecutionPlan& failed,
                                                       const DeviceInfo& info) {
   std::vector<plan::ExecutionPlan> plans;
-  if (failed.config_source == "given") return plans;
+  if (failed.config_source == ConfigSource::given) return plans;
   for (const plan::FamilyTraits& family : plan::families()) {
     if (!family.supports(failed.spec, info)) continue;
     const TileConfig config = family.heuristic(failed.spec, failed.shape, info);
     if (config == failed.config || !family.admits(failed.spec, config, info)) continue;
     plans.push_back(
         plan::make_plan(failed.spec, failed.shape, info, library_.records(), config, failed.spec.checks));
-    plans.back().config_source = "heuristic";
+    plans.back().config_source = ConfigSource::heuristic;
     plans.back().fold_gqa = failed.fold_gqa;  // its spec and shape are folded already
   }
   return plans;
@@ -416,8 +418,8 @@ Engine::OperationPtr Engine::load(plan::ExecutionPlan plan, const DeviceInfo& in
   operation->made = made;
   // What was timed is another compiler's code: as good a lead, but no measurement of this kernel.
   const std::string& timed = planned.tuned_nvrtc;
-  if (planned.config_source == plan::kTuned && !timed.empty() && timed != operation->kernel->compiler)
-    operation->plan.config_source = plan::kTunedElsewhere;
+  if (planned.config_source == ConfigSource::tuned && !timed.empty() && timed != operation->kernel->compiler)
+    operation->plan.config_source = ConfigSource::tuned_elsewhere;
   for (const plan::Launch& launch : planned.launches) {
     if (launch.blocks == 0) continue;
     const plan::Entry& entry = planned.entries[launch.entry];

@@ -96,7 +96,7 @@ class Engine {
   /// A configuration that was chosen in this process, and by whom.
   struct Chosen {
     TileConfig config;
-    const char* source;  ///< "given" or "tuned"
+    ConfigSource source;  ///< given or tuned
   };
   std::optional<Chosen> remembered(const AttentionSpec& spec, const AttentionShape& shape,
                                    CUdevice device) const;

@@ -15,7 +15,7 @@ namespace {
 
 struct Choice {
   TileConfig config;
-  std::string source;
+  ConfigSource source;
   std::string nvrtc = {};
 };
 
@@ -73,10 +73,10 @@ Choice choose(const AnalysedSpec& spec, const AttentionShape& shape, const Devic
                   fmt::format("the configuration {} cannot do {} on {}: {}; leave it out to have one chosen",
                               to_string(*given), to_string(spec), device.arch, admitted.reason));
     }
-    return {*given, "given"};
+    return {*given, ConfigSource::given};
   }
   const auto by_heuristic = [&]() -> Choice {
-    if (const auto config = first_chosen(spec, shape, device)) return {*config, "heuristic"};
+    if (const auto config = first_chosen(spec, shape, device)) return {*config, ConfigSource::heuristic};
     throw Error(ErrorCode::unsupported, every_reason(spec, shape, device));
   };
   if (spec.batch_invariant) return by_heuristic();
@@ -86,8 +86,8 @@ Choice choose(const AnalysedSpec& spec, const AttentionShape& shape, const Devic
     return admits(spec, config, device) && (!config.split || num_splits(spec, shape, config, device) > 1);
   };
   if (const auto match = records.find(spec, shape, device, usable); match.record) {
-    const char* lead = match.same_shape ? kTunedElsewhere : "tuned for a near shape";
-    return {match.record->best, match.exact ? kTuned : lead, match.record->nvrtc};
+    const ConfigSource lead = match.same_shape ? ConfigSource::tuned_elsewhere : ConfigSource::tuned_near;
+    return {match.record->best, match.exact ? ConfigSource::tuned : lead, match.record->nvrtc};
   }
   return by_heuristic();
 }
@@ -192,7 +192,7 @@ ExecutionPlan make_plan(const AttentionSpec& given_spec, const AttentionShape& g
   ExecutionPlan plan{family.kernel(spec, choice.config)};
   plan.shape = problem.shape;
   plan.fold_gqa = problem.shape != given_shape;
-  plan.config_source = std::move(choice.source);
+  plan.config_source = choice.source;
   plan.tuned_nvrtc = std::move(choice.nvrtc);
   plan.launches = launches_of(plan, plan.shape);
   plan.needs = family.workspace(plan, plan.shape);

@@ -29,8 +29,7 @@ Problem fold_gqa(const AttentionSpec& spec, const AttentionShape& shape);
 struct ExecutionPlan : KernelPlan {
   AttentionShape shape = {};  ///< of what is computed
   bool fold_gqa = false;      ///< the heads of the arguments are to be folded as the shape's are
-  std::string config_source =
-      {};  ///< "given", "tuned", "tuned elsewhere", "tuned for a near shape", "heuristic"
+  ConfigSource config_source = ConfigSource::heuristic;
   std::string tuned_nvrtc = {};  ///< whose code the record has timed; empty: not known, or no record's choice
   std::vector<Launch> launches = {};
   WorkspaceNeeds needs = {};
@@ -39,9 +38,6 @@ struct ExecutionPlan : KernelPlan {
   std::int64_t lpt_heads = 0;      ///< Params::lpt_heads: the last heads, whose KV tiles come longest first
   std::int64_t head_lanes = 1;     ///< Params::head_lanes
 };
-
-/// Of a record of this very shape: measured on this device with these versions, or not.
-inline constexpr const char *kTuned = "tuned", *kTunedElsewhere = "tuned elsewhere";
 
 /// The first family that can do the spec, or the reasons of all of them.
 Support supports(const AttentionSpec& spec, const DeviceInfo& device);

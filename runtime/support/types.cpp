@@ -40,6 +40,11 @@ constexpr Names<ElementType, 9> kElementTypes{{{ElementType::fp32, "fp32"},
                                                {ElementType::boolean, "bool"}}};
 constexpr Names<Family, 3> kFamilies{
     {{Family::sm90, "sm90"}, {Family::sm80, "sm80"}, {Family::simt, "simt"}}};
+constexpr Names<ConfigSource, 5> kConfigSources{{{ConfigSource::given, "given"},
+                                                 {ConfigSource::tuned, "tuned"},
+                                                 {ConfigSource::tuned_elsewhere, "tuned elsewhere"},
+                                                 {ConfigSource::tuned_near, "tuned for a near shape"},
+                                                 {ConfigSource::heuristic, "heuristic"}}};
 
 template <class Value, std::size_t kCount>
 std::string name_of(const Names<Value, kCount>& names, Value value) {
@@ -66,6 +71,7 @@ std::string to_string(Pass pass) { return name_of(kPasses, pass); }
 std::string to_string(DType dtype) { return name_of(dtype_names(), dtype); }
 std::string to_string(ElementType type) { return name_of(kElementTypes, type); }
 std::string to_string(Family family) { return name_of(kFamilies, family); }
+std::string to_string(ConfigSource source) { return name_of(kConfigSources, source); }
 
 Pass parse_pass(std::string_view text) { return value_of(kPasses, "the pass", text); }
 DType parse_dtype(std::string_view text) { return value_of(dtype_names(), "the element type", text); }

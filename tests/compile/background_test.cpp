@@ -36,18 +36,19 @@ TEST_F(Background, AShapeInUseIsTunedAndTheRecordIsKept) {
   const device::PrimaryContext gpu(device::Driver::open(test::built(FLASHJIT_FAKE_CUDA)));
   {
     Runtime tuning = runtime(true);
-    EXPECT_EQ(tuning.prepare(kSpec, kShape).config_source, "heuristic");
+    EXPECT_EQ(tuning.prepare(kSpec, kShape).config_source, ConfigSource::heuristic);
     const auto start = std::chrono::steady_clock::now();
-    std::string source;
-    while (source != "tuned" && std::chrono::steady_clock::now() - start < std::chrono::seconds(60)) {
+    ConfigSource source = ConfigSource::heuristic;
+    while (source != ConfigSource::tuned &&
+           std::chrono::steady_clock::now() - start < std::chrono::seconds(60)) {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       source = tuning.prepare(kSpec, kShape).config_source;
     }
-    EXPECT_EQ(source, "tuned") << log_.text();
+    EXPECT_EQ(source, ConfigSource::tuned) << log_.text();
     EXPECT_TRUE(log_.has("tuned fwd:fp32:d32 at b1:hq4:hkv4:sq256:skv256 in the background")) << log_.text();
   }
   Runtime next = runtime(false);
-  EXPECT_EQ(next.prepare(kSpec, kShape).config_source, "tuned");
+  EXPECT_EQ(next.prepare(kSpec, kShape).config_source, ConfigSource::tuned);
 }
 
 TEST_F(Background, ARuntimeThatIsDestroyedMeanwhileEndsSoon) {

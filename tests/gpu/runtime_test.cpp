@@ -430,8 +430,9 @@ TEST_F(RuntimeTest, TuningInTheBackgroundSwitchesWithoutDisturbingCalls) {
   CUgraph graph = nullptr;
   int captures = 0;
   const auto start = std::chrono::steady_clock::now();
-  std::string source;
-  while (source != "tuned" && std::chrono::steady_clock::now() - start < std::chrono::seconds(90)) {
+  ConfigSource source = ConfigSource::heuristic;
+  while (source != ConfigSource::tuned &&
+         std::chrono::steady_clock::now() - start < std::chrono::seconds(90)) {
     driver.check(driver.stream_begin_capture(stream.get(), CU_STREAM_CAPTURE_MODE_GLOBAL), "begin");
     runtime.forward(kSpec, problem.forward(), stream.get());
     driver.check(driver.stream_end_capture(stream.get(), &graph), "end");
@@ -441,7 +442,7 @@ TEST_F(RuntimeTest, TuningInTheBackgroundSwitchesWithoutDisturbingCalls) {
     stream.synchronize();
     source = runtime.prepare(kSpec, kShape).config_source;
   }
-  EXPECT_EQ(source, "tuned") << log_;
+  EXPECT_EQ(source, ConfigSource::tuned) << log_;
   EXPECT_GT(captures, 1);
   EXPECT_NE(log_.find("in the background"), std::string::npos) << log_;
   problem.out.fill(0xff);
@@ -452,7 +453,7 @@ TEST_F(RuntimeTest, TuningInTheBackgroundSwitchesWithoutDisturbingCalls) {
   for (std::size_t i = 0; i < wanted.size(); ++i) ASSERT_NEAR(got[i], wanted[i], 0.03) << i;
 
   // The record is in the cache: the next Runtime takes it at once.
-  EXPECT_EQ(Runtime(options()).prepare(kSpec, kShape).config_source, "tuned");
+  EXPECT_EQ(Runtime(options()).prepare(kSpec, kShape).config_source, ConfigSource::tuned);
 }
 
 }  // namespace

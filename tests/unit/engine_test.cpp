@@ -336,7 +336,7 @@ TEST_F(EngineTest, AKernelThatDoesNotFitGivesWayToTheNextFamily) {
   add_kernel(pack(), kSpec, last);
   const KernelReport report = engine()->prepare(kSpec, kShape, {});
   EXPECT_EQ(report.config, last);
-  EXPECT_EQ(report.config_source, "heuristic");
+  EXPECT_EQ(report.config_source, ConfigSource::heuristic);
   EXPECT_CONTAINS(log_.text(), to_string(first) + " does not work");
   // A configuration that was asked for is not exchanged.
   EXPECT_EQ(error_of([&] { engine()->prepare(kSpec, kShape, first); }).code(), ErrorCode::compile_failed);
@@ -707,7 +707,7 @@ TEST_F(EngineTest, PrepareReportsOriginOnceThenMemory) {
   const auto runtime = engine();
   const KernelReport first = runtime->prepare(kSpec, kShape, {});
   EXPECT_EQ(first.origin, KernelOrigin::pack);
-  EXPECT_EQ(first.config_source, "heuristic");
+  EXPECT_EQ(first.config_source, ConfigSource::heuristic);
   EXPECT_EQ(to_string(first.spec), "fwd:bf16:d64");
   EXPECT_TRUE(first.key.ends_with(kCompiler)) << first.key;
   ASSERT_FALSE(first.entries.empty());
@@ -730,8 +730,8 @@ TEST_F(EngineTest, AGivenConfigurationIsRememberedForItsShapeAlone) {
   fake().launches.clear();
   runtime->forward(kSpec, forward_args(), nullptr);
   EXPECT_EQ(fake().launches[0].blocks, plan_of(kSpec, kShape, given).launches[0].blocks);
-  EXPECT_EQ(runtime->prepare(kSpec, kShape, {}).config_source, "given");
-  EXPECT_EQ(runtime->prepare(kSpec, {2, 4, 2, 101, 70}, {}).config_source, "heuristic");
+  EXPECT_EQ(runtime->prepare(kSpec, kShape, {}).config_source, ConfigSource::given);
+  EXPECT_EQ(runtime->prepare(kSpec, {2, 4, 2, 101, 70}, {}).config_source, ConfigSource::heuristic);
 
   TileConfig impossible = given;
   impossible.br = 7;
@@ -746,7 +746,7 @@ TEST_F(EngineTest, ATuningRecordOfThePackChooses) {
   write_to_pack(record);
   const KernelReport report = engine()->prepare(kSpec, kShape, {});
   EXPECT_EQ(report.config, record.best);
-  EXPECT_EQ(report.config_source, "tuned");
+  EXPECT_EQ(report.config_source, ConfigSource::tuned);
 }
 
 TEST_F(EngineTest, ARecordOfAnotherDriverOrOfAnotherCompilersCodeIsALead) {
@@ -760,10 +760,10 @@ TEST_F(EngineTest, ARecordOfAnotherDriverOrOfAnotherCompilersCodeIsALead) {
     EXPECT_EQ(report.config, record.best) << driver << " " << nvrtc;
     return report.config_source;
   };
-  EXPECT_EQ(source_with("13.0", kCompiler), "tuned");
-  EXPECT_EQ(source_with("", ""), "tuned");
-  EXPECT_EQ(source_with("12.4", kCompiler), "tuned elsewhere");
-  EXPECT_EQ(source_with("13.0", "nvrtc1.2.4"), "tuned elsewhere");
+  EXPECT_EQ(source_with("13.0", kCompiler), ConfigSource::tuned);
+  EXPECT_EQ(source_with("", ""), ConfigSource::tuned);
+  EXPECT_EQ(source_with("12.4", kCompiler), ConfigSource::tuned_elsewhere);
+  EXPECT_EQ(source_with("13.0", "nvrtc1.2.4"), ConfigSource::tuned_elsewhere);
 }
 
 TEST_F(EngineTest, ARecordWhoseKernelIsNowhereGivesWayToTheHeuristic) {
@@ -772,7 +772,7 @@ TEST_F(EngineTest, ARecordWhoseKernelIsNowhereGivesWayToTheHeuristic) {
   write_to_pack(record);
   const KernelReport report = engine()->prepare(kSpec, kShape, {});
   EXPECT_EQ(report.config, plan_of(kSpec, kShape).config);
-  EXPECT_EQ(report.config_source, "heuristic");
+  EXPECT_EQ(report.config_source, ConfigSource::heuristic);
   EXPECT_CONTAINS(log_.text(), to_string(record.best));
   EXPECT_EQ(error_of([&] { engine()->prepare(backward_spec(), kShape, {}); }).code(),
             ErrorCode::kernel_missing);
@@ -1010,7 +1010,7 @@ TEST_F(BackgroundTest, TheFirstUseOfAShapeAsksOnceAndCallsSwitchWhenItIsDone) {
   EXPECT_EQ(fake().launches.at(0).blocks, plan_of(kSpec, kShape, better()).launches[0].blocks);
   const KernelReport report = runtime->prepare(kSpec, kShape, {});
   EXPECT_EQ(report.config, better());
-  EXPECT_EQ(report.config_source, "tuned");
+  EXPECT_EQ(report.config_source, ConfigSource::tuned);
   EXPECT_EQ(jobs_.size(), 1u);
 }
 

@@ -245,7 +245,7 @@ TEST(Plan, HoldsWhatTheFamilySays) {
     const ExecutionPlan plan = make_plan(spec, kShape, kA100, {});
     const FamilyTraits& family = traits(plan.config.family);
     const KernelPlan kernel = family.kernel(spec, plan.config);
-    EXPECT_EQ(plan.config_source, "heuristic");
+    EXPECT_EQ(plan.config_source, ConfigSource::heuristic);
     EXPECT_EQ(plan.spec, spec);
     EXPECT_EQ(plan.shape, kShape);
     EXPECT_TRUE(family.admits(spec, plan.config, kA100)) << text;
@@ -536,8 +536,8 @@ TEST(Plan, BackwardOfHopperReadsLseInBothUnitsWithoutAScore) {
 TEST(Plan, RecordsOfSharedTilesDoNotServeShapesWithoutParts) {
   const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
   const AttentionSpec spec = parse_spec("bwd:bf16:d128:causal").normalized();
-  for (const auto& [shape, source] : {std::pair("b1:hq8:hkv1:sq4096:skv4096", "tuned"),
-                                      std::pair("b8:hq32:hkv8:sq4096:skv4096", "heuristic")}) {
+  for (const auto& [shape, source] : {std::pair("b1:hq8:hkv1:sq4096:skv4096", ConfigSource::tuned),
+                                      std::pair("b8:hq32:hkv8:sq4096:skv4096", ConfigSource::heuristic)}) {
     TuningRecords records;
     TuningRecord of_shape = record(spec, parse_shape(shape), parse_config("sm90:br64:bc128:w8:s2:split"));
     of_shape.arch = h100.arch;
@@ -654,16 +654,16 @@ TEST(Plan, GivenBeforeTunedBeforeNearBeforeHeuristic) {
   const TileConfig tuned = other_config(spec, kShape);
 
   TuningRecords records;
-  EXPECT_EQ(make_plan(spec, kShape, kA100, records).config_source, "heuristic");
+  EXPECT_EQ(make_plan(spec, kShape, kA100, records).config_source, ConfigSource::heuristic);
   records.add(record(spec, near, tuned));
   ExecutionPlan plan = make_plan(spec, kShape, kA100, records);
   EXPECT_EQ(plan.config, tuned);
-  EXPECT_EQ(plan.config_source, "tuned for a near shape");
-  EXPECT_EQ(make_plan(spec, near, kA100, records).config_source, "tuned");
+  EXPECT_EQ(plan.config_source, ConfigSource::tuned_near);
+  EXPECT_EQ(make_plan(spec, near, kA100, records).config_source, ConfigSource::tuned);
 
   plan = make_plan(spec, near, kA100, records, heuristic);
   EXPECT_EQ(plan.config, heuristic);
-  EXPECT_EQ(plan.config_source, "given");
+  EXPECT_EQ(plan.config_source, ConfigSource::given);
 }
 
 TEST(Plan, RecordsThatAreNotAdmittedArePassedOver) {
@@ -676,11 +676,11 @@ TEST(Plan, RecordsThatAreNotAdmittedArePassedOver) {
   TuningRecords records;
   records.add(record(spec, kShape, impossible));
   ExecutionPlan plan = make_plan(spec, kShape, kA100, records);
-  EXPECT_EQ(plan.config_source, "heuristic");
+  EXPECT_EQ(plan.config_source, ConfigSource::heuristic);
   records.add(record(spec, near, tuned));
   plan = make_plan(spec, kShape, kA100, records);
   EXPECT_EQ(plan.config, tuned);
-  EXPECT_EQ(plan.config_source, "tuned for a near shape");
+  EXPECT_EQ(plan.config_source, ConfigSource::tuned_near);
 }
 
 TEST(Plan, RecordsOfAFamilyThatCannotArePassedOver) {

@@ -187,7 +187,7 @@ TEST(Record, EveryFlippedOrMissingByteIsRefusedOrChoosesWhatIsAdmitted) {
     ASSERT_EQ(records.size() + warnings.size(), 1u);
     refused += !warnings.empty();
     const ExecutionPlan plan = make_plan(example().spec, example().shape, h100(), records);
-    chosen += plan.config_source != "heuristic";
+    chosen += plan.config_source != ConfigSource::heuristic;
     ASSERT_TRUE(traits(plan.config.family).admits(plan.spec, plan.config, h100()))
         << to_string(plan.config) << " of " << text;
   });
@@ -417,7 +417,7 @@ TEST_F(Choice, AnotherDriversRecordIsALeadThatStillWinsOverTheHeuristic) {
   EXPECT_FALSE(match.exact);
   const ExecutionPlan plan = make_plan(other.spec, other.shape, h100(), records_);
   EXPECT_EQ(plan.config, other.best) << "an update of the driver loses no tuned choice";
-  EXPECT_EQ(plan.config_source, "tuned elsewhere");
+  EXPECT_EQ(plan.config_source, ConfigSource::tuned_elsewhere);
   EXPECT_EQ(plan.tuned_nvrtc, other.nvrtc);
   DeviceInfo by_hand = h100();
   by_hand.driver.clear();
@@ -435,7 +435,7 @@ TEST_F(Choice, ARecordThatTellsNoVersionsIsTaken) {
   TuningRecord bare = example();
   bare.device = bare.driver = bare.nvrtc = bare.library = "";
   records_.add(bare);
-  EXPECT_EQ(make_plan(bare.spec, bare.shape, h100(), records_).config_source, "tuned");
+  EXPECT_EQ(make_plan(bare.spec, bare.shape, h100(), records_).config_source, ConfigSource::tuned);
 }
 
 TEST_F(Choice, TheOther16BitTypeIsALead) {

@@ -86,7 +86,9 @@ TEST(Suites, TheModelsAllHaveShippedRecordsThatAnUntunedPlanTakes) {
     device.driver = shipped->driver;
     const plan::ExecutionPlan plan = plan::make_plan(problem.spec, problem.shape, device, untuned);
     EXPECT_EQ(plan.config, shipped->best) << name;
-    EXPECT_EQ(plan.config_source, shipped->library == FLASHJIT_VERSION ? "tuned" : "tuned elsewhere") << name;
+    EXPECT_EQ(plan.config_source,
+              shipped->library == FLASHJIT_VERSION ? ConfigSource::tuned : ConfigSource::tuned_elsewhere)
+        << name;
     ++passes[problem.spec.pass == Pass::backward];
   }
   EXPECT_GT(passes[0], 15);

@@ -474,7 +474,7 @@ TEST_F(Service, BackgroundTuningIsNeverOnTheCallersStreamAndKeepsToTheFamily) {
     }
     ASSERT_TRUE(log_.has(done)) << log_.text();
     const KernelReport after = runtime.prepare(tuned, kShape, {});
-    EXPECT_EQ(after.config_source, "tuned");
+    EXPECT_EQ(after.config_source, ConfigSource::tuned);
     EXPECT_EQ(after.config.family, before.family);
     EXPECT_LE(runtime.workspace_bytes(tuned, kShape), workspace);
 
@@ -575,10 +575,11 @@ TEST_F(Service, ARuntimeThatWasNeverTunedTakesWhatShips) {
   const plan::TuningRecord& shipped = plan::shipped_records().front();
   const KernelReport report = engine()->prepare(shipped.spec, shipped.shape, {});
   EXPECT_EQ(report.config, shipped.best);
-  EXPECT_EQ(report.config_source, "tuned elsewhere") << "this GPU is not the one it was measured on";
+  EXPECT_EQ(report.config_source, ConfigSource::tuned_elsewhere)
+      << "this GPU is not the one it was measured on";
   AttentionShape unlike = shipped.shape;
   unlike.seqlen_q /= 8;
-  EXPECT_EQ(engine()->prepare(shipped.spec, unlike, {}).config_source, "heuristic");
+  EXPECT_EQ(engine()->prepare(shipped.spec, unlike, {}).config_source, ConfigSource::heuristic);
 }
 
 TEST_F(Service, NoMemoryToLoadIsSaidAndNotWorkedAround) {

@@ -116,9 +116,9 @@ TEST_F(Trust, RecordsOfSuchAFolderAreNotRead) {
   record.arch = "sm_90a";
   record.best = parse_config("simt:br64:bc64:w8");
   plan::write_record(open().records_folder(), record);
-  EXPECT_EQ(chosen_by(), "tuned");
+  EXPECT_EQ(chosen_by(), ConfigSource::tuned);
   ::chmod(cache().c_str(), 0777);
-  EXPECT_EQ(chosen_by(), "heuristic");
+  EXPECT_EQ(chosen_by(), ConfigSource::heuristic);
   EXPECT_EQ(lines(), 3) << "compiled twice, and one warning:\n" << log_.text();
 }
 

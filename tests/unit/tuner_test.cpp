@@ -331,7 +331,7 @@ TEST(Tune, WhatIsTunedForOneQueryOfGroupedHeadsIsFound) {
   plan::TuningRecords records;
   records.add(result.record);
   const plan::ExecutionPlan plan = plan::make_plan(one.spec, one.shape, setting().device, records);
-  EXPECT_EQ(plan.config_source, plan::kTuned);
+  EXPECT_EQ(plan.config_source, ConfigSource::tuned);
   EXPECT_EQ(tune_into(folder.path(), one, setting(), meter, exhaustive()).ending, Ending::already_tuned);
 }
 

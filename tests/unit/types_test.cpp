@@ -1,4 +1,4 @@
-// The names of passes, element types, families and error codes.
+// The names of passes, element types, families, sources of configurations and error codes.
 #include "flashjit/types.hpp"
 
 #include <gtest/gtest.h>
@@ -22,6 +22,14 @@ TEST(Types, NamesGoBothWays) {
   EXPECT_EQ(to_string(Pass::backward), "bwd");
   EXPECT_EQ(to_string(DType::bf16), "bf16");
   EXPECT_EQ(to_string(Family::simt), "simt");
+}
+
+TEST(Types, SourcesOfConfigurationsHaveTheNamesThatReportsPrint) {
+  EXPECT_EQ(to_string(ConfigSource::given), "given");
+  EXPECT_EQ(to_string(ConfigSource::tuned), "tuned");
+  EXPECT_EQ(to_string(ConfigSource::tuned_elsewhere), "tuned elsewhere");
+  EXPECT_EQ(to_string(ConfigSource::tuned_near), "tuned for a near shape");
+  EXPECT_EQ(to_string(ConfigSource::heuristic), "heuristic");
 }
 
 TEST(Types, UnknownNamesAreRefusedWithTheKnownOnes) {

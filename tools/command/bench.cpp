@@ -54,7 +54,7 @@ std::vector<Choice> choices_of(const BenchCommand& command, const autotune::Prob
   if (!command.config.empty()) given = parse_config(command.config);
   const plan::ExecutionPlan plan =
       plan::make_plan(problem.spec, problem.shape, device, chosen_records(), given);
-  return {{plan.config, plan.config_source}};
+  return {{plan.config, to_string(plan.config_source)}};
 }
 
 /// Compiles ahead in parallel, measures in order, each beside the first that can be measured. The clocks are

@@ -183,10 +183,14 @@ Json to_json(const EntryReport& entry) {
 Json to_json(const KernelReport& report) {
   Json entries = Json::array();
   for (const EntryReport& entry : report.entries) entries.push_back(to_json(entry));
-  return {{"spec", to_string(report.spec)},        {"config", to_string(report.config)},
-          {"config_source", report.config_source}, {"key", report.key},
-          {"origin", to_string(report.origin)},    {"render_ms", report.render_ms},
-          {"compile_ms", report.compile_ms},       {"load_ms", report.load_ms},
+  return {{"spec", to_string(report.spec)},
+          {"config", to_string(report.config)},
+          {"config_source", to_string(report.config_source)},
+          {"key", report.key},
+          {"origin", to_string(report.origin)},
+          {"render_ms", report.render_ms},
+          {"compile_ms", report.compile_ms},
+          {"load_ms", report.load_ms},
           {"entries", std::move(entries)}};
 }
 

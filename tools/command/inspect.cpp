@@ -25,7 +25,7 @@ struct Subject {
   AttentionSpec spec;
   TileConfig config;
   DeviceInfo device;
-  std::string config_source;
+  std::string config_source;         ///< a ConfigSource, or "stored"
   std::string key;                   ///< of a stored kernel
   KernelSource source;               ///< of a stored kernel without headers: its text alone was kept
   std::string cubin;                 ///< empty until compiled
@@ -47,7 +47,7 @@ Subject subject_of_spec(const AttentionSpec& spec, const InspectOptions& options
   std::optional<TileConfig> config;
   if (!options.config.empty()) config = parse_config(options.config);
   const plan::ExecutionPlan plan = plan::make_plan(spec, shape, device, chosen_records(), config);
-  Subject subject{plan.spec, plan.config, device, plan.config_source, {}, {}, {}, {}};
+  Subject subject{plan.spec, plan.config, device, to_string(plan.config_source), {}, {}, {}, {}};
   subject.source = render::render(plan.spec, plan.config, device, chosen_templates());
   subject.entries = entry_reports(subject.source.entries, {});
   return subject;

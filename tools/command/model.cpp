@@ -113,7 +113,7 @@ std::vector<PackItem> model_items(std::string_view text, const DeviceInfo& devic
   const auto add = [&](const std::string& spec, std::int64_t batch, std::int64_t queries, std::int64_t keys) {
     const AttentionShape shape{batch, model.heads_q, model.heads_kv, queries, keys};
     PackItem item{device, plan::make_plan(parse_spec(spec), shape, device, records, {})};
-    item.chosen_by_heuristic = item.plan.config_source == "heuristic";
+    item.chosen_by_heuristic = item.plan.config_source == ConfigSource::heuristic;
     const std::string name = item.chosen_by_heuristic ? to_string(item) : to_string(item) + to_string(shape);
     if (known.insert(name).second) items.push_back(std::move(item));
   };

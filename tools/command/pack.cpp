@@ -74,7 +74,8 @@ void print_table(const std::vector<PackItem>& items, const std::vector<PackOutco
     const PackOutcome& outcome = outcomes[i];
     const std::string note = outcome.spills_in_main_loop ? ", spills in its main loop" : "";
     table.add({items[i].device.arch, to_string(items[i].plan.spec), to_string(items[i].plan.shape),
-               to_string(items[i].plan.config), items[i].plan.config_source, to_string(outcome.state) + note,
+               to_string(items[i].plan.config), to_string(items[i].plan.config_source),
+               to_string(outcome.state) + note,
                outcome.state == PackOutcome::State::compiled ? format_ms(outcome.report.compile_ms) : "-"});
   }
   table.print();

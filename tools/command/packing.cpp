@@ -109,7 +109,7 @@ Json to_json(const PackItem& item, const PackOutcome& outcome) {
           {"spec", to_string(item.plan.spec)},
           {"shape", to_string(item.plan.shape)},
           {"config", to_string(item.plan.config)},
-          {"config_source", item.plan.config_source},
+          {"config_source", to_string(item.plan.config_source)},
           {"state", to_string(outcome.state)},
           {"key", outcome.report.key},
           {"render_ms", outcome.report.render_ms},

@@ -10,7 +10,7 @@
 #include "call/captures.hpp"
 #include "call/tensor_checks.hpp"
 #include "plan/tiles.hpp"
-#include "reference/reference.hpp"
+#include "support/dropout.hpp"
 #include "support/refuse.hpp"
 
 namespace flashjit {
@@ -247,7 +247,7 @@ Expected expected_sizes(const AttentionSpec& spec, const Args& args) {
 
 void set_dropout(Params& params, const AttentionSpec& spec, double p, std::uint64_t seed,
                  std::uint64_t offset) {
-  const auto dropout = reference::dropout_parameters(spec.dropout ? p : 0.0);
+  const auto dropout = dropout_parameters(spec.dropout ? p : 0.0);
   params.drop_share = dropout.drop_share;
   params.keep_scale = static_cast<float>(dropout.keep_scale);
   params.seed_lo = static_cast<unsigned>(seed);

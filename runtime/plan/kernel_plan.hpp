@@ -32,7 +32,7 @@ struct Entry {
 /// What an entry is for.
 enum class Step : std::uint8_t {
   preprocess,             ///< D, LSE and row terms of a backward pass, zeros for what it adds to
-  sink_grads,             ///< gradients of sinks
+  sink_grads,             ///< sink gradients
   term_bounds,            ///< bounds of what a mask reads over each tile
   tile_lists,             ///< lists of tiles
   list_ranks,             ///< the order of additions to dQ among them

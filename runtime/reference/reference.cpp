@@ -1,29 +1,22 @@
 #include "reference/reference.hpp"
 
-#include <fmt/format.h>
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <functional>
 #include <future>
-#include <initializer_list>
 #include <limits>
 #include <mutex>
 #include <numeric>
 #include <thread>
 
-#include "flashjit/error.hpp"
+#include "reference/context.hpp"
 #include "support/dtypes.hpp"
 #include "support/refuse.hpp"
-#include "templates/common/packed.cuh"
-#include "templates/common/philox.cuh"
 
 namespace flashjit::reference {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 struct Matrix {
@@ -110,195 +103,6 @@ void parallel_for(std::int64_t count, const std::function<void(std::int64_t)>& t
   }
   work();
   for (auto& helper : helpers) helper.get();
-}
-
-/// The product of sizes; refuses what no memory can hold.
-std::int64_t count(std::initializer_list<std::int64_t> sizes) {
-  std::int64_t product = 1;
-  for (const std::int64_t size : sizes) {
-    if (__builtin_mul_overflow(product, size, &product)) {
-      refuse("a tensor of {} elements overflows 64 bits; give smaller sizes", fmt::join(sizes, " x "));
-    }
-  }
-  return product;
-}
-
-void check_size(const char* what, std::size_t given, std::int64_t wanted) {
-  if (static_cast<std::int64_t>(given) != wanted) {
-    refuse("{} has {} elements but the spec and shape need {}; give exactly that many", what, given, wanted);
-  }
-}
-
-/// One sequence's rows among all of a tensor's.
-struct Rows {
-  std::int64_t begin, count;
-};
-
-/// How many rows a head has in a packed tensor of `heads`.
-std::int64_t rows_of_head(const std::vector<double>& tensor, std::int64_t heads, std::int64_t dim) {
-  const std::int64_t row = count({heads, dim});
-  return row == 0 ? 0 : std::ssize(tensor) / row;
-}
-
-/// A checked problem with everything that is derived from it.
-struct Context {
-  const Problem& problem;
-  AttentionSpec spec;  ///< normalized
-  AttentionShape shape;
-  Programs programs;
-  std::int64_t packed_q = 0, packed_kv = 0;  ///< rows of a head, with spec.varlen
-  double scale;
-  Dropout dropout;
-  std::int64_t map_rows = 0, map_columns = 0;
-  std::vector<int> names = {};  ///< of each list, how often it names each key
-
-  explicit Context(const Problem& problem);
-
-  std::int64_t tasks() const { return shape.batch * shape.heads_q; }
-  std::int64_t batch_of(std::int64_t task) const { return task / shape.heads_q; }
-  std::int64_t head_of(std::int64_t task) const { return task % shape.heads_q; }
-  std::int64_t kv_head_of(std::int64_t task) const {
-    return head_of(task) / (shape.heads_q / shape.heads_kv);
-  }
-  Rows q_rows(std::int64_t task) const {
-    if (!spec.varlen) return {task * shape.seqlen_q, shape.seqlen_q};
-    return packed(problem.cu_seqlens_q, batch_of(task), head_of(task), packed_q, shape.seqlen_q);
-  }
-  /// Without rows past the sequence's length: what they hold does not matter, nor takes time.
-  Rows kv_rows(std::int64_t task) const {
-    const std::int64_t b = batch_of(task), h = kv_head_of(task);
-    if (packs_kv()) return packed(problem.cu_seqlens_kv, b, h, packed_kv, shape.seqlen_kv);
-    const std::int64_t length = spec.has_lengths()
-                                    ? std::clamp<std::int64_t>(problem.kv_lengths[b], 0, shape.seqlen_kv)
-                                    : shape.seqlen_kv;
-    return {(b * shape.heads_kv + h) * shape.seqlen_kv, length};
-  }
-  /// The seqlen_kv of programs.
-  std::int64_t seqlen_kv(std::int64_t task) const {
-    return spec.cache || packs_kv() ? kv_rows(task).count : shape.seqlen_kv;
-  }
-  /// All rows of Q, and of K: [batch, heads, length], or [heads, packed rows].
-  std::int64_t q_count() const { return count_rows(spec.varlen, shape.heads_q, packed_q, shape.seqlen_q); }
-  std::int64_t kv_count() const { return count_rows(packs_kv(), shape.heads_kv, packed_kv, shape.seqlen_kv); }
-  /// Whether K and V are packed, as Q is with spec.varlen.
-  bool packs_kv() const { return spec.varlen && !spec.cache; }
-
-  Point point(std::int64_t task, std::int64_t q, std::int64_t kv) const {
-    return {batch_of(task), head_of(task), kv_head_of(task), q, kv, q_rows(task).count, seqlen_kv(task)};
-  }
-  /// The head's sink; -inf, which adds nothing, without sinks.
-  double sink(std::int64_t task) const { return spec.sinks ? problem.sinks[head_of(task)] : -kInfinity; }
-  /// The gradient of a row's LSE. A row that attends to nothing has no P that it could change.
-  double dlse(std::int64_t task, std::int64_t q, double lse) const {
-    return problem.dlse.empty() || lse == -kInfinity ? 0.0 : problem.dlse[task * shape.seqlen_q + q];
-  }
-  bool attends(const Point& point) const;
-  /// How often a query's list names a key; 1 without lists.
-  int named(std::int64_t task, std::int64_t q, std::int64_t kv) const {
-    return spec.indices ? names[list_of(task, q) * shape.seqlen_kv + kv] : 1;
-  }
-  /// What dropout multiplies the pair's probability with: 0 or 1 / (1 - p).
-  double dropout_factor(std::int64_t task, std::int64_t q, std::int64_t kv) const;
-
- private:
-  /// Lists are [index_batch, queries, heads_kv].
-  std::int64_t list_of(std::int64_t task, std::int64_t q) const {
-    const std::int64_t queries = spec.varlen ? packed_q : shape.seqlen_q;
-    const std::int64_t b = problem.index_batch == 1 ? 0 : batch_of(task);
-    const std::int64_t first = spec.varlen ? q_rows(task).begin - head_of(task) * packed_q : 0;
-    return (b * queries + first + q) * shape.heads_kv + kv_head_of(task);
-  }
-  void read_indices();
-  static Rows packed(const std::vector<std::int32_t>& offsets, std::int64_t b, std::int64_t h,
-                     std::int64_t rows, std::int64_t longest) {
-    const auto [first, count] =
-        packed_rows(offsets[b], offsets[b + 1], static_cast<int>(rows), static_cast<int>(longest));
-    return {h * rows + first, count};
-  }
-  std::int64_t count_rows(bool packed, std::int64_t heads, std::int64_t packed_length,
-                          std::int64_t length) const {
-    return packed ? heads * packed_length : count({shape.batch, heads, length});
-  }
-};
-
-Context::Context(const Problem& given)
-    : problem(given), spec(given.spec.normalized()), shape(given.shape), programs(spec, given.captures) {
-  spec.validate();
-  shape.validate();
-  if (spec.varlen) {
-    check_size("cu_seqlens_q", given.cu_seqlens_q.size(), shape.batch + 1);
-    packed_q = rows_of_head(given.q, shape.heads_q, spec.head_dim);
-  }
-  if (packs_kv()) {
-    check_size("cu_seqlens_kv", given.cu_seqlens_kv.size(), shape.batch + 1);
-    packed_kv = rows_of_head(given.k, shape.heads_kv, spec.head_dim);
-  }
-  check_size("q", given.q.size(), count({q_count(), spec.head_dim}));
-  check_size("k", given.k.size(), count({kv_count(), spec.head_dim}));
-  check_size("v", given.v.size(), count({kv_count(), spec.v_dim()}));
-  if (spec.sinks) check_size("sinks", given.sinks.size(), shape.heads_q);
-  if (spec.has_lengths()) check_size("kv_lengths", given.kv_lengths.size(), shape.batch);
-  if (spec.has_block_map()) {
-    const bool broadcasts = (given.map_batch == 1 || given.map_batch == shape.batch) &&
-                            (given.map_heads == 1 || given.map_heads == shape.heads_q);
-    if (!broadcasts) {
-      refuse("the block map has {} batch entries and {} heads; allowed are 1 or {}, and 1 or {}",
-             given.map_batch, given.map_heads, shape.batch, shape.heads_q);
-    }
-    map_rows = (shape.seqlen_q + spec.block_map.q - 1) / spec.block_map.q;
-    map_columns = (shape.seqlen_kv + spec.block_map.kv - 1) / spec.block_map.kv;
-    check_size("block_map", given.block_map.size(),
-               given.map_batch * given.map_heads * map_rows * map_columns);
-  }
-  scale = given.softmax_scale.value_or(1 / std::sqrt(static_cast<double>(spec.head_dim)));
-  if (!(std::isfinite(scale) && scale > 0)) {
-    refuse("softmax_scale is {}; it must be finite and positive", scale);
-  }
-  if (!spec.dropout && given.dropout_p != 0) {
-    refuse("dropout_p is {} but the spec has no dropout; set spec.dropout or leave it 0", given.dropout_p);
-  }
-  dropout = dropout_parameters(given.dropout_p);
-  if (spec.indices) read_indices();
-}
-
-void Context::read_indices() {
-  const std::int64_t queries = spec.varlen ? packed_q : shape.seqlen_q;
-  const std::int64_t lists = count({problem.index_batch, queries, shape.heads_kv});
-  if (problem.index_batch != 1 && problem.index_batch != shape.batch)
-    refuse("the indices have {} batch entries; allowed are 1 or {}", problem.index_batch, shape.batch);
-  const std::int64_t given = std::ssize(problem.indices), top_k = lists == 0 ? 0 : given / lists;
-  check_size("indices", problem.indices.size(), lists * top_k);
-  names.resize(static_cast<std::size_t>(count({lists, shape.seqlen_kv})));
-  for (std::int64_t i = 0; i < given; ++i)
-    if (const std::int64_t key = problem.indices[i]; key >= 0 && key < shape.seqlen_kv)
-      ++names[i / top_k * shape.seqlen_kv + key];
-}
-
-bool Context::attends(const Point& at) const {
-  if (spec.indices && named(at.b * shape.heads_q + at.h, at.q, at.kv) == 0) return false;
-  if (spec.kv_lengths && at.kv >= problem.kv_lengths[at.b]) return false;
-  if (spec.has_block_map()) {
-    const std::int64_t map =
-        (problem.map_batch == 1 ? 0 : at.b) * problem.map_heads + (problem.map_heads == 1 ? 0 : at.h);
-    const std::int64_t row = map * map_rows + at.q / spec.block_map.q;
-    if (!problem.block_map[row * map_columns + at.kv / spec.block_map.kv]) return false;
-  }
-  return programs.attends(at);
-}
-
-double Context::dropout_factor(std::int64_t task, std::int64_t q, std::int64_t kv) const {
-  if (!spec.dropout) return dropout.keep_scale;
-  const auto low = [](std::uint64_t value) { return static_cast<unsigned>(value); };
-  const auto high = [](std::uint64_t value) { return static_cast<unsigned>(value >> 32); };
-  const DropoutPlace& place = problem.dropout_place;
-  const std::int64_t heads = place.heads ? place.heads : shape.heads_q;
-  const std::int64_t head = (place.batch + batch_of(task)) * heads + place.head + head_of(task);
-  const int i = static_cast<int>(place.q + place.q_step * q),
-            j = static_cast<int>(place.kv + place.kv_step * kv);
-  const Philox4 words = dropout_words(low(problem.seed), high(problem.seed), low(problem.offset),
-                                      high(problem.offset), static_cast<unsigned>(head), i, j);
-  const unsigned drawn = draw_dropped(words.word[dropout_word_index(i, j)], dropout.drop_share);
-  return is_dropped(drawn, j & 1) ? 0.0 : dropout.keep_scale;
 }
 
 /// Some rows of a tensor [..., columns].
@@ -527,84 +331,6 @@ std::vector<double> sum_groups(const Context& context, const Arithmetic& arithme
 
 }  // namespace
 
-void check_offsets(const char* name, const std::vector<std::int32_t>& offsets, std::int64_t rows,
-                   std::int64_t longest) {
-  if (offsets.front() != 0) refuse("{} begins with {}; it must begin with 0", name, offsets[0]);
-  for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
-    const std::int64_t length = std::int64_t{offsets[b + 1]} - offsets[b];
-    if (length < 0 || length > longest) {
-      refuse("{} gives sequence {} the length {}; allowed are 0 to {}, the shape's length", name, b, length,
-             longest);
-    }
-  }
-  if (offsets.back() > rows) {
-    refuse("{} ends with {}, but the packed tensors have {} rows; it must end there or before", name,
-           offsets.back(), rows);
-  }
-}
-
-void check_offsets(const Problem& problem) {
-  if (!problem.spec.varlen) return;
-  const Context context(problem);
-  check_offsets("cu_seqlens_q", problem.cu_seqlens_q, context.packed_q, context.shape.seqlen_q);
-  if (context.packs_kv())
-    check_offsets("cu_seqlens_kv", problem.cu_seqlens_kv, context.packed_kv, context.shape.seqlen_kv);
-}
-
-namespace {
-
-/// The first key of sequence b that is not the first sequence's, in K or V; `keys` if there is none.
-std::int64_t first_unlike(const std::vector<double>& values, const AttentionShape& shape, std::int64_t b,
-                          std::int64_t keys) {
-  const std::int64_t of_sequence = std::ssize(values) / shape.batch, of_head = of_sequence / shape.heads_kv,
-                     dim = of_head / shape.seqlen_kv;
-  const auto alike = [](double x, double y) { return x == y || (std::isnan(x) && std::isnan(y)); };
-  std::int64_t first = keys;
-  for (std::int64_t h = 0; h < shape.heads_kv; ++h) {
-    const auto mine = values.begin() + b * of_sequence + h * of_head, others = values.begin() + h * of_head;
-    first = std::min(first, (std::mismatch(mine, mine + keys * dim, others, alike).first - mine) / dim);
-  }
-  return first;
-}
-
-}  // namespace
-
-std::optional<KeyPlace> first_attended(const Problem& problem, const std::vector<KeyPlace>& keys) {
-  const Context context(problem);
-  for (const KeyPlace& key : keys)
-    for (std::int64_t h = 0; h < context.shape.heads_q; ++h) {
-      const std::int64_t task = key.b * context.shape.heads_q + h, queries = context.q_rows(task).count;
-      for (std::int64_t q = 0; q < queries; ++q)
-        if (context.attends(context.point(task, q, key.kv))) return key;
-    }
-  return std::nullopt;
-}
-
-void check_prefix(const Problem& problem) {
-  const std::int64_t prefix = problem.prefix_length;
-  const std::vector<std::int32_t>& offsets = problem.cu_seqlens_q;
-  if (!problem.spec.shared_prefix || prefix == 0 || offsets.back() == 0) return;
-  if (prefix < 0) refuse("prefix_length is {}; it must be 0 or more", prefix);
-  for (std::int64_t b = 0; b < problem.shape.batch; ++b) {
-    const std::int64_t queries = offsets[b + 1] - offsets[b];
-    if (b > 0 && queries == 0) continue;
-    const std::int64_t keys = std::clamp<std::int64_t>(problem.kv_lengths[b], 0, problem.shape.seqlen_kv);
-    const std::int64_t most = std::max<std::int64_t>(keys - queries, 0);
-    if (most < prefix)
-      refuse(
-          "prefix_length is {}, but sequence {} has {} keys besides those of its queries; it must be at most "
-          "that",
-          prefix, b, most);
-    const std::int64_t alike = std::min(first_unlike(problem.k, problem.shape, b, prefix),
-                                        first_unlike(problem.v, problem.shape, b, prefix));
-    if (alike < prefix)
-      refuse(
-          "prefix_length is {}, but key {} of sequence {} is not that of sequence 0; give how many first "
-          "keys all sequences share",
-          prefix, alike, b);
-  }
-}
-
 Forward forward(const Problem& problem, Precision precision) {
   const Context context(problem);
   const Arithmetic arithmetic{context.spec.dtype, precision};
@@ -676,81 +402,6 @@ Backward backward(const Problem& problem, Precision precision) {
   return result;
 }
 
-std::vector<double> existing_rows(const Problem& problem, const std::vector<double>& values) {
-  if (!problem.spec.varlen) return values;
-  const Context context(problem);
-  std::vector<double> rows;
-  for (std::int64_t task = 0; task < context.tasks(); ++task) {
-    const auto first = values.begin() + task * context.shape.seqlen_q;
-    rows.insert(rows.end(), first, first + context.q_rows(task).count);
-  }
-  return rows;
-}
-
-Dropout dropout_parameters(double p) {
-  if (!(p >= 0 && p < 1)) refuse("dropout_p is {}; it must be at least 0 and below 1", p);
-  const double kept = std::max(std::round((1 - p) * 0x1p15), 1.0);  // of 2^15
-  return {static_cast<std::uint32_t>(0x1p15 - kept) * 0x10001u, 0x1p15 / kept};
-}
-
 double round_to(DType dtype, double value) { return dtype_info(dtype).round(value); }
-
-double max_abs_error(const std::vector<double>& a, const std::vector<double>& b) {
-  if (a.size() != b.size()) {
-    refuse("cannot compare {} elements with {}; give two tensors of one size", a.size(), b.size());
-  }
-  double largest = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    if (a[i] == b[i]) continue;  // equal infinities too
-    const double error = std::fabs(a[i] - b[i]);
-    if (std::isnan(error)) return kInfinity;
-    largest = std::max(largest, error);
-  }
-  return largest;
-}
-
-namespace {
-
-Verdict judged_by(double yardstick, double error, double factor) {
-  const double limit = factor * yardstick + 1e-5;
-  if (!std::isfinite(limit)) {
-    refuse(
-        "the rounded computation overflows its element type, so it sets no error limit; use smaller values "
-        "or fp32");
-  }
-  return {error, limit};
-}
-
-}  // namespace
-
-Verdict judge(const std::vector<double>& got, const std::vector<double>& exact,
-              const std::vector<double>& rounded, double factor) {
-  return judged_by(max_abs_error(rounded, exact), max_abs_error(got, exact), factor);
-}
-
-Verdict judge_dsinks(const AttentionShape& shape, const std::vector<double>& got, SinkGrads exact,
-                     SinkGrads rounded, double factor) {
-  std::vector<double> squares(shape.heads_q);
-  for (std::int64_t row = 0; row < std::ssize(exact.rows); ++row) {
-    const double error = rounded.rows[row] - exact.rows[row];
-    squares[row / shape.seqlen_q % shape.heads_q] += error * error;
-  }
-  double yardstick = max_abs_error(rounded.sums, exact.sums);
-  for (const double sum : squares) yardstick = std::max(yardstick, std::sqrt(sum));
-  return judged_by(yardstick, max_abs_error(got, exact.sums), factor);
-}
-
-Verdict judge_capture(DType dtype, const std::vector<double>& got, CaptureGrad exact,
-                      const std::vector<double>& rounded, double factor) {
-  const auto& [sums, squares, counts] = exact;
-  const double rounding = dtype_info(dtype).unit_roundoff / 2, adding = dtype_info(DType::fp32).unit_roundoff;
-  double yardstick = max_abs_error(rounded, sums);
-  for (std::size_t i = 0; i < sums.size(); ++i) {
-    const double terms = rounding * rounding * squares[i];
-    const double additions = adding * adding * counts[i] * (sums[i] * sums[i] + squares[i]);
-    yardstick = std::max(yardstick, std::sqrt(terms + additions));
-  }
-  return judged_by(yardstick, max_abs_error(got, sums), factor);
-}
 
 }  // namespace flashjit::reference

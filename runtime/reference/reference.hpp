@@ -98,15 +98,6 @@ void check_prefix(const Problem& problem);
 /// The values of [batch, heads_q, seqlen_q] whose rows exist: all, or those within their packed sequence.
 std::vector<double> existing_rows(const Problem& problem, const std::vector<double>& values);
 
-/// The dropout parameters that host and kernels share: drop_share is what draw_dropped() takes. The share
-/// that stays is a multiple of 2^-15, at least that, and keep_scale its inverse. Throws
-/// Error(invalid_argument) when p is outside of [0, 1).
-struct Dropout {
-  std::uint32_t drop_share;
-  double keep_scale;
-};
-Dropout dropout_parameters(double p);
-
 /// Rounds to nearest even, as the hardware does.
 double round_to(DType dtype, double value);
 

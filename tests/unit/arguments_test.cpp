@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "call/captures.hpp"
-#include "reference/reference.hpp"
+#include "support/dropout.hpp"
 #include "tests/support/expectations.hpp"
 
 namespace flashjit {
@@ -747,7 +747,7 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   EXPECT_EQ(p.lpt_heads, 2);
   EXPECT_FLOAT_EQ(p.softmax_scale, 0.125f);
   EXPECT_FLOAT_EQ(p.keep_scale, 4.0f / 3.0f);
-  EXPECT_EQ(p.drop_share, reference::dropout_parameters(0.25).drop_share);
+  EXPECT_EQ(p.drop_share, dropout_parameters(0.25).drop_share);
   EXPECT_EQ(p.seed_lo, 0x55667788u);
   EXPECT_EQ(p.seed_hi, 0x11223344u);
   EXPECT_EQ(p.offset_lo, 0xddeeff00u);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "flashjit/error.hpp"
+#include "support/dropout.hpp"
 #include "support/small_float.hpp"
 #include "templates/common/philox.cuh"
 

@@ -209,14 +209,14 @@ std::vector<double> gather_q(const AttentionSpec& spec, const ForwardArgs& args)
 
 template <class Args>
 reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass pass) {
-  check_arguments(spec, args);
+  const AttentionShape shape = check_arguments(spec, args);
   const AttentionSpec normalized = spec.normalized();
   const std::vector<expr::Declaration> declared = expr::declarations(normalized.score, normalized.mask);
   check_captures(declared, args.captures, pass);
 
   Missing missing;
   reference::Problem problem{.spec = spec,
-                             .shape = shape_of(spec, args),
+                             .shape = shape,
                              .softmax_scale = args.softmax_scale,
                              .dropout_p = args.dropout_p,
                              .seed = args.rng_state ? args.rng_state[0] : args.seed,

@@ -5,12 +5,9 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <numbers>
 
-#include "call/captures.hpp"
 #include "call/tensor_checks.hpp"
-#include "plan/tiles.hpp"
-#include "support/dropout.hpp"
+#include "plan/workspace.hpp"
 #include "support/refuse.hpp"
 
 namespace flashjit {
@@ -245,122 +242,6 @@ Expected expected_sizes(const AttentionSpec& spec, const Args& args) {
   return sizes;
 }
 
-void set_dropout(Params& params, const AttentionSpec& spec, double p, std::uint64_t seed,
-                 std::uint64_t offset) {
-  const auto dropout = dropout_parameters(spec.dropout ? p : 0.0);
-  params.drop_share = dropout.drop_share;
-  params.keep_scale = static_cast<float>(dropout.keep_scale);
-  params.seed_lo = static_cast<unsigned>(seed);
-  params.seed_hi = static_cast<unsigned>(seed >> 32);
-  params.offset_lo = static_cast<unsigned>(offset);
-  params.offset_hi = static_cast<unsigned>(offset >> 32);
-}
-
-DropoutPlaceParam dropout_place_param(const DropoutPlace& place, const AttentionShape& shape) {
-  const std::int64_t heads = place.heads ? place.heads : shape.heads_q;
-  const bool neighbours = place.q_step == 1 && place.kv_step == 1;
-  return {.first_head = static_cast<unsigned>(place.batch * heads + place.head),
-          .heads = static_cast<int>(heads),
-          .q = static_cast<int>(place.q),
-          .q_step = static_cast<int>(place.q_step),
-          .kv = static_cast<int>(place.kv),
-          .kv_step = static_cast<int>(place.kv_step),
-          .whole_cells = neighbours && place.q % 16 == 0 && place.kv % 16 == 0};
-}
-
-void set_block_map(Params& params, const BlockMapView& map) {
-  params.block_map = map.data;
-  params.map_batch = static_cast<int>(map.size[0]);
-  params.map_heads = static_cast<int>(map.size[1]);
-  params.map_rows = static_cast<int>(map.size[2]);
-  params.map_columns = static_cast<int>(map.size[3]);
-}
-
-template <class T>
-void set_part(T*& pointer, bool needed, void* memory, std::size_t offset) {
-  if (needed) pointer = reinterpret_cast<T*>(static_cast<char*>(memory) + offset);
-}
-
-void set_workspace(Params& params, const plan::ExecutionPlan& plan, void* memory) {
-  const plan::WorkspaceLayout& at = plan.workspace;
-  set_part(params.d, plan.needs.row_stats, memory, at.d);
-  set_part(params.lse_padded, plan.needs.row_stats, memory, at.lse_padded);
-  set_part(params.row_terms, plan.needs.row_terms, memory, at.row_terms);
-  set_part(params.dq_accum, plan.needs.dq_accum, memory, at.dq_accum);
-  params.num_splits = static_cast<int>(plan.needs.num_splits);
-  params.head_lanes = static_cast<int>(plan.head_lanes);
-  const bool forward = plan.spec.pass == Pass::forward, split = plan.needs.num_splits > 0;
-  set_part(params.o_splits, split && forward, memory, at.o_splits);
-  set_part(params.lse_splits, split && forward, memory, at.lse_splits);
-  set_part(params.dk_splits, split && !forward, memory, at.dk_splits);
-  set_part(params.dv_splits, split && !forward, memory, at.dv_splits);
-  const bool cascade = plan.needs.cascade_tiles > 0;
-  set_part(params.cut_tiles, split && plan.needs.part_rows > 0 && !cascade, memory, at.cut_tiles);
-  set_part(params.shares_of_tile, cascade, memory, at.shares_of_tile);
-  set_part(params.semaphores, plan.needs.semaphores, memory, at.semaphores);
-}
-
-/// `memory` is where the lists begin: the workspace's end, or memory of their own.
-void set_lists(Params& params, const plan::ExecutionPlan& plan, void* memory) {
-  const plan::WorkspaceLayout& at = plan.workspace;
-  const bool lists = plan.needs.list_sets > 0;
-  set_part(params.lists.count, lists, memory, 0);
-  set_part(params.lists.entries, lists, memory, at.list_entries - at.list_count);
-  set_part(params.lists.rank, lists && plan.needs.ranks, memory, at.list_rank - at.list_count);
-  set_part(params.lists.term_bounds, lists && plan.needs.term_bounds > 0, memory,
-           at.term_bounds - at.list_count);
-}
-
-/// What masks see of a call.
-template <class Args>
-Params mask_params(const plan::ExecutionPlan& plan, const Args& args, Pass pass) {
-  const AttentionSpec& spec = plan.spec;
-  const AttentionShape& shape = plan.shape;
-  Params params{};
-  params.kv_lengths = args.kv_lengths;
-  params.batch = static_cast<int>(shape.batch);
-  params.heads_q = static_cast<int>(shape.heads_q);
-  params.heads_kv = static_cast<int>(shape.heads_kv);
-  params.seqlen_q = static_cast<int>(shape.seqlen_q);
-  params.seqlen_kv = static_cast<int>(shape.seqlen_kv);
-  params.seqlen_q_padded = static_cast<int>(plan::padded_seqlen_q(shape));
-  params.heads_cleared = static_cast<int>(plan.heads_cleared);
-  params.lpt_heads = static_cast<int>(plan.lpt_heads);
-  if (spec.has_block_map()) set_block_map(params, args.block_map);
-  set_captures(params, plan.spec.programs.declarations, args.captures, pass);
-  params.cu_seqlens_q = args.cu_seqlens_q;
-  params.cu_seqlens_kv = args.cu_seqlens_kv;
-  return params;
-}
-
-template <class Args>
-Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pass) {
-  const AttentionSpec& spec = plan.spec;
-  Params params = mask_params(plan, args, pass);
-  params.rows_q = static_cast<int>(args.q.size[2]);
-  params.rows_kv = static_cast<int>(args.k.size[2]);
-  params.q = tensor_param(args.q);
-  params.k = tensor_param(args.k);
-  params.v = tensor_param(args.v);
-  params.o = tensor_param(args.out);
-  params.lse = const_cast<float*>(args.lse);
-  params.softmax_scale =
-      args.softmax_scale.value_or(static_cast<float>(1 / std::sqrt(double(spec.head_dim))));
-  params.softmax_scale_log2 = params.softmax_scale * std::numbers::log2e_v<float>;
-  set_dropout(params, spec, args.dropout_p, args.seed, args.offset);
-  params.rng_state = reinterpret_cast<const unsigned*>(args.rng_state);
-  if (spec.dropout_place) params.dropout_place = dropout_place_param(args.dropout_place, plan.shape);
-  params.zero_unused_rows = args.zero_unused_rows;
-  set_workspace(params, plan, args.workspace.data);
-  set_lists(params, plan,
-            args.lists ? args.lists->data
-                       : static_cast<char*>(args.workspace.data) + plan.workspace.bytes_without_lists());
-  params.sinks = args.sinks;
-  params.indices = indices_param(args.indices);
-  if (plan.config.pack_gqa) params.packed = plan::packed_heads(plan.shape, spec.indices);
-  return params;
-}
-
 /// The tensors of both passes; O is written by one, also as fp32, and read by the other.
 template <class Args>
 void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expected& sizes) {
@@ -449,8 +330,7 @@ Expected check_inputs_and_out(const AttentionSpec& spec, const Args& args) {
 
 /// What both passes have besides their tensors.
 template <class Args>
-void check_shared(const AttentionSpec& spec, const Args& args) {
-  const AttentionShape shape = shape_of_any(spec, args);
+void check_shared(const AttentionSpec& spec, const AttentionShape& shape, const Args& args) {
   check_key_lists(spec, shape, args.q.size[2], args.indices);
   check_pointer("lse", args.lse, alignof(float));
   check_heads(shape);
@@ -466,20 +346,22 @@ AttentionShape shape_of(const AttentionSpec& spec, const BackwardArgs& args) {
   return shape_of_any(spec, args);
 }
 
-void check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
+AttentionShape check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
   const Expected sizes = check_inputs_and_out(spec, args);
-  check_shared(spec, args);
-  check_state(spec, shape_of(spec, args), args, sizes.out);
-  check_page_table(spec, shape_of(spec, args), "k", args.k, args.page_table);
-  check_row_max(spec, shape_of(spec, args), args.row_max);
-  check_prefix(spec, shape_of(spec, args), args.prefix_length);
-  check_scales("k_scale", spec, shape_of(spec, args), args.k, args.k_scale);
-  check_scales("v_scale", spec, shape_of(spec, args), args.v, args.v_scale);
-  check_q_scale(spec, shape_of(spec, args), args.q_scale);
+  const AttentionShape shape = shape_of(spec, args);
+  check_shared(spec, shape, args);
+  check_state(spec, shape, args, sizes.out);
+  check_page_table(spec, shape, "k", args.k, args.page_table);
+  check_row_max(spec, shape, args.row_max);
+  check_prefix(spec, shape, args.prefix_length);
+  check_scales("k_scale", spec, shape, args.k, args.k_scale);
+  check_scales("v_scale", spec, shape, args.v, args.v_scale);
+  check_q_scale(spec, shape, args.q_scale);
   check_apart(spec, args);
+  return shape;
 }
 
-void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
+AttentionShape check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
   const Expected sizes = check_inputs_and_out(spec, args);
   const AttentionShape shape = shape_of(spec, args);
   const int grad_size = size_of(spec.grad_type());
@@ -492,8 +374,9 @@ void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
   if (args.dsinks && !spec.sinks) refuse("dsinks is given, but the spec has no sinks: set spec.sinks.");
   check_pointer("dsinks", args.dsinks, alignof(float));
   check_pointer("dlse", args.dlse, alignof(float));
-  check_shared(spec, args);
+  check_shared(spec, shape, args);
   check_apart(spec, args);
+  return shape;
 }
 
 void check_arguments(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args) {
@@ -527,52 +410,6 @@ void check_lists(const TileLists& lists, std::string_view wanted, const BlockMap
 void check_limits(const AttentionShape& shape) {
   if (plan::padded_seqlen_q(shape) > kMaxInt)
     refuse("seqlen_q is {}: at most {} is possible.", shape.seqlen_q, kMaxInt / 128 * 128);
-}
-
-ForwardArgs fold_gqa(ForwardArgs args) {
-  const std::int64_t heads_kv = args.k.size[1], group = args.q.size[1] / heads_kv;
-  const auto fold = [&](auto& tensor) {
-    tensor.size[1] = heads_kv, tensor.size[2] = group;
-    tensor.stride[2] = tensor.stride[1];
-    tensor.stride[1] *= group;
-  };
-  fold(args.q);
-  fold(args.out);
-  fold(args.state.out);
-  return args;
-}
-
-Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args) {
-  Params params = common_params(plan, args, Pass::forward);
-  params.page_table = page_table_param(args.page_table, args.k);
-  params.row_max = args.row_max;
-  params.k_scale = scale_param(args.k_scale);
-  params.v_scale = scale_param(args.v_scale);
-  params.q_scale = scale_param(args.q_scale);
-  if (args.prefix_length) params.prefix_length = args.prefix_length;
-  if (plan.spec.running_state) {
-    params.o_state = tensor_param(args.state.out);
-    params.lse_state = args.state.lse;
-  }
-  return params;
-}
-
-Params make_params(const plan::ExecutionPlan& plan, const ListArgs& args) {
-  Params params = mask_params(plan, args, Pass::forward);
-  params.rows_q = params.rows_kv = static_cast<int>(kMaxInt);
-  set_lists(params, plan, args.memory.data);
-  return params;
-}
-
-Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args) {
-  Params params = common_params(plan, args, Pass::backward);
-  params.dout = tensor_param(args.dout);
-  params.dq = tensor_param(args.dq);
-  params.dk = tensor_param(args.dk);
-  params.dv = tensor_param(args.dv);
-  params.dsinks = args.dsinks;
-  params.dlse = args.dlse;
-  return params;
 }
 
 std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {

@@ -1,12 +1,10 @@
-// From a call's arguments to a kernel's parameters, or to an error with the reason. No driver, no allocation.
+// The checks of a call's arguments. No driver, no allocation.
 #pragma once
 
 #include <string_view>
 #include <vector>
 
 #include "flashjit/runtime.hpp"
-#include "plan/plan.hpp"
-#include "templates/common/params.cuh"
 
 namespace flashjit {
 
@@ -16,15 +14,12 @@ AttentionShape shape_of(const AttentionSpec& spec, const ForwardArgs& args);
 AttentionShape shape_of(const AttentionSpec& spec, const BackwardArgs& args);
 
 /// Everything that can be checked without a plan or a device, but for the captures: see captures.hpp. Throws
-/// Error(invalid_argument) that names the argument, what it is, what is allowed and what to do.
-void check_arguments(const AttentionSpec& spec, const ForwardArgs& args);
-void check_arguments(const AttentionSpec& spec, const BackwardArgs& args);
+/// Error(invalid_argument) that names the argument, what it is, what is allowed and what to do. Returns the
+/// call's shape_of().
+AttentionShape check_arguments(const AttentionSpec& spec, const ForwardArgs& args);
+AttentionShape check_arguments(const AttentionSpec& spec, const BackwardArgs& args);
 
 void check_arguments(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args);
-
-/// Arguments of one query a head that were checked, with the heads that share K and V as the queries of one:
-/// see plan::fold_gqa().
-ForwardArgs fold_gqa(ForwardArgs args);
 
 /// Throws Error(invalid_argument) when the workspace is too small or misaligned.
 void check_workspace(const Workspace& workspace, std::size_t needed);
@@ -35,11 +30,6 @@ void check_lists(const TileLists& lists, std::string_view wanted, const BlockMap
 
 /// Throws Error(invalid_argument) when a padded length would not fit the kernels' 32-bit indices.
 void check_limits(const AttentionShape& shape);
-
-/// Of arguments, captures and a workspace that were checked.
-Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args);
-Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args);
-Params make_params(const plan::ExecutionPlan& plan, const ListArgs& args);
 
 struct NamedPointer {
   std::string_view name;

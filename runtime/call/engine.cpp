@@ -11,6 +11,7 @@
 #include "call/append_arguments.hpp"
 #include "call/arguments.hpp"
 #include "call/captures.hpp"
+#include "call/parameters.hpp"
 #include "device/tensor_maps.hpp"
 
 namespace flashjit {
@@ -146,11 +147,10 @@ void Engine::run_plain(const AttentionSpec& spec, const Args& args, Stream strea
 
 template <class Args>
 void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream stream) {
-  check_arguments(spec, args);
+  const AttentionShape shape = check_arguments(spec, args);
   const device::Driver& driver = *this->driver();
   const CUdevice device = device::current_device(driver);
-  const OperationPtr operation =
-      operation_of(spec, pass, shape_of(spec, args), args.captures, pass, device, stream);
+  const OperationPtr operation = operation_of(spec, pass, shape, args.captures, pass, device, stream);
   const plan::WorkspaceLayout& workspace = operation->plan.workspace;
   if (args.lists) check_lists(*args.lists, operation->name, args.block_map);
   check_workspace(args.workspace, args.lists ? workspace.bytes_without_lists() : workspace.bytes);

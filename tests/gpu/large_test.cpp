@@ -9,6 +9,7 @@
 
 #include "autotune/device_captures.hpp"
 #include "call/arguments.hpp"
+#include "call/parameters.hpp"
 #include "compile/compiler.hpp"
 #include "device/loaded_kernel.hpp"
 #include "reference/inputs.hpp"

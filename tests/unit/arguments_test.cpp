@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "call/captures.hpp"
+#include "call/parameters.hpp"
 #include "support/dropout.hpp"
 #include "tests/support/expectations.hpp"
 

@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "call/arguments.hpp"
+#include "call/parameters.hpp"
 #include "compile/compiler.hpp"
 #include "device/device_info.hpp"
 #include "device/loaded_kernel.hpp"

@@ -3,7 +3,7 @@
 #   run.sh BUILD_DIR install   makes the environment and the wheel, and installs it
 #   run.sh BUILD_DIR NAME      runs test_NAME.py there
 # Tests that need PyTorch see the packages of the Python that FLASHJIT_TEST_PYTHON names (default: python3) where it has
-# PyTorch, which is not fetched here. Exit code 77: skipped; no environment can be made here (no python3-venv, no PyPI),
+# PyTorch. Where it has none, PyTorch is fetched in continuous integration alone (CI=true), as it is gigabytes. Exit code 77: skipped; no environment can be made here (no python3-venv, no PyPI),
 # or every test of the file skipped itself.
 set -euo pipefail
 
@@ -35,6 +35,8 @@ install() {
   if found=$("$python" -c 'import torch; print(torch.__path__[0].rpartition("/")[0])' 2>/dev/null); then
     echo "$found" >"$packages/borrowed.pth"
     "$environment/bin/python" -c 'import torch; print("with PyTorch", torch.__version__, "of", torch.__file__)'
+  elif [ "${CI:-}" = true ] && "$environment/bin/pip" install -q --disable-pip-version-check torch; then
+    "$environment/bin/python" -c 'import torch; print("with PyTorch", torch.__version__, "from PyPI")'
   else
     echo "$python has no PyTorch (FLASHJIT_TEST_PYTHON names another): its tests skip"
   fi

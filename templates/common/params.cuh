@@ -151,7 +151,7 @@ struct Params {
   };
   const unsigned* rng_state;  ///< dropout: seed_lo to offset_hi on the device; null: those above
   PageTableParam page_table;  ///< read with Problem::kCache only
-  int head_lanes;             ///< stream-K: how many heads are computed at a time, see sm90/stream_k.cuh
+  int head_lanes;             ///< stream-K: how many heads are computed at a time, see tma/stream_k.cuh
   union {
     CutTile* cut_tiles;  ///< stream-K: [num_splits], the number of shares; o_splits and lse_splits are then
                          ///< [2 num_splits, Br], of the parts of work tiles

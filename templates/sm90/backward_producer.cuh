@@ -4,7 +4,7 @@
 
 #include "flashjit/common/lse_log2.cuh"
 #include "flashjit/sm90/backward_schedule.cuh"
-#include "flashjit/sm90/bias_tile.cuh"
+#include "flashjit/tma/bias_tile.cuh"
 
 namespace flashjit::sm90 {
 

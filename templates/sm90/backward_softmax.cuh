@@ -4,7 +4,7 @@
 
 #include "flashjit/common/tile_mask.cuh"
 #include "flashjit/sm90/backward_products.cuh"
-#include "flashjit/sm90/bias_tile.cuh"
+#include "flashjit/tma/bias_tile.cuh"
 
 namespace flashjit::sm90 {
 

@@ -4,16 +4,17 @@
 // V runs under its next softmax.
 //
 //   forward_policy.cuh    the compile-time switches, with their measurements
-//   forward_schedule.cuh  the tile scheduler and the work tile
 //   forward_smem.cuh      shared memory and barriers
 //   forward_producer.cuh  the producer's warps
-//   kv_gather.cuh         those that copy K and V row by row, where TMA cannot
+//   kv_gather.cuh         the ones that copy K and V row by row, where TMA cannot
 //   kv_codes.cuh          the warpgroup that converts K and V of 8 bits
 //   forward_codes.cuh     Q, K and V of 8 bits: the consumers' loop, and the warps that transpose V
 //   forward_mainloop.cuh  the parts of a consumer's step: products, waits, releases, bias tile
 //   forward_wide.cuh      the main loops where two warpgroups share rows
 //   forward_softmax.cuh   S to P: score program, mask, online softmax
 //   forward_epilogue.cuh  LSE and O to global memory
+//
+// The schedulers, the work tile and the copies of pages are in ../tma.
 #pragma once
 
 #include "flashjit/async/warp_roles.cuh"

@@ -5,9 +5,10 @@
 #include "flashjit/common/running_state.cuh"
 #include "flashjit/common/sink.cuh"
 #include "flashjit/common/split.cuh"
+#include "flashjit/sm90/forward_policy.cuh"
 #include "flashjit/sm90/forward_smem.cuh"
 #include "flashjit/sm90/forward_softmax.cuh"
-#include "flashjit/sm90/stream_k.cuh"
+#include "flashjit/tma/stream_k.cuh"
 
 namespace flashjit::sm90 {
 

@@ -3,9 +3,9 @@
 // kernel's start: see ForwardStorage.
 #pragma once
 
-#include "flashjit/sm90/bias_tile.cuh"
 #include "flashjit/sm90/forward_epilogue.cuh"
 #include "flashjit/sm90/forward_smem.cuh"
+#include "flashjit/tma/bias_tile.cuh"
 
 namespace flashjit::sm90 {
 

@@ -1,41 +1,16 @@
 // Every compile-time switch of the forward pass: what it decides, and the measurement that decided it (H100,
-// NOTES.md). To tune the kernel, begin here.
+// NOTES.md). To tune the kernel, begin here. Those of the schedule are in tma/forward_policy.cuh.
 #pragma once
 
 #include "flashjit/common/kv_source.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/common/visible.cuh"
 #include "flashjit/sm90/layout.cuh"
+#include "flashjit/tma/forward_policy.cuh"
 
 namespace flashjit::sm90 {
 
 // --- Schedule ---------------------------------------------------------------------------------------------
-
-/// Q tiles that a CTA computes at a time. Each is a slot with its own consumer warpgroups, producer warps and
-/// shared memory. One CTA of two slots leaves a thread 112 registers, two CTAs of one slot 104, one too few
-/// for 128 x 64. d64: butterfly 401 -> 384 us, windows +7 to +18%, causal 384 to 1k +5 to +10%, longer rows
-/// slower. NOTES.md#two-q-tiles-per-cta
-template <class P>
-constexpr int kQTilesPerCta = P::kQTilesPerCta;
-
-/// LPT order: Q tiles of several heads come longest first. A mask of keys alone leaves all rows alike, and
-/// tiles that must be evaluated to be classed are scattered: without a known long row, heads one after the
-/// other keep their K and V in L2. Butterfly +4.4%, padding +8% (d64) to +23% (d256).
-/// NOTES.md#walking-lists
-template <class P>
-constexpr bool kLptOrder = P::kHasMask&& P::kMaskBlockQ > 0 && !P::kEvaluateTiles;
-
-/// Without a mask no heads are mixed, so one division finds a Q tile instead of eight, which a CTA's first
-/// load waits for. d128, 1k: 18.9 -> 18.8 us; d64 -0.5 to -1%, as ptxas orders its softmax otherwise.
-/// NOTES.md#exponentials-and-instructions
-template <class P>
-constexpr bool kHeadMajorOrder = !P::kHasMask && P::kHeadDimV > 64;
-
-/// Tail-wave split: without a mask all Q tiles cost the same, so the tiles of the last, partial wave are
-/// split by warpgroups among more CTAs. d64 512 to 4k +2.2 to +2.9%, d128 8k and 16k +1.7%.
-/// NOTES.md#tail-wave-split
-template <class P>
-constexpr bool kSplitTailWave = P::kSplitTailWave;
 
 /// Where KV tiles are listed, the producer posts each tile's list entry in shared memory beside its K.
 /// Butterfly +2.2%, block maps at d64 +1 to +2%. With one Q tile at a time and a mask tested pair by pair
@@ -68,7 +43,6 @@ using PipelineCount = typename PipelineCountOf<kConsumersReadList<P>>::Type;
 /// K and V come row by row instead of by TMA, whose boxes would span pages, or what no list names.
 template <class P>
 constexpr bool kGathers = gathers(P::kIndices, P::kPageRows);
-constexpr int kGatherWarps = 2;
 
 /// K and V of pages are copied by a warp each, as many small boxes take long.
 template <class P>
@@ -166,17 +140,6 @@ constexpr bool kVotesOnRescale = P::kHeadDimV > 64;
 template <class P>
 constexpr bool kAlternatesRows = (kProducerPostsEntries<P> && kQTilesPerCta<P> > 1);
 
-/// A mask that ends within a KV tile, as causal ones do, leaves some warpgroups without its second half: the
-/// softmax of a Q tile's first step is then over a partial KV tile. Causal d64 512 +3.0%, 1k +1.5%, 2k +2.9%;
-/// d128 0, d256 -0.8%, where products take longer than the softmax; two Q tiles at a time spill.
-/// NOTES.md#the-first-and-the-last-product-of-a-q-tile
-template <class P>
-constexpr int kPartialKvTile = (P::kBc / 2 + 15) / 16 * 16;
-template <class P>
-constexpr bool kPartialFirstStep =
-    P::kHasMask && !kLists<P> && !P::kPackGqa && P::kHeadDim <= 64 && kPartialKvTile<P> != P::kBc &&
-    (P::kBr > kWarpgroupRows) && kQTilesPerCta<P> == 1 && !kCodeProducts<P>;
-
 /// Row maxima are found by integer instructions, three values at a time: d64 full +3.3%, d128 +2% with 192
 /// rows and +4% with 128, d256 +0.3%. Not for a score that is a line, whose maximum is in other units, and
 /// not beside a partial first step, or a score program over codes, where registers do not suffice.
@@ -226,26 +189,10 @@ constexpr ForwardLayout kForwardLayout{.br = P::kBr,
                                        .indices = P::kIndices,
                                        .ctas = P::kMinBlocks};
 
-/// Above 256 columns of V a warpgroup's registers do not hold its rows of O: then two warpgroups have the
-/// same rows (d_split), each for half of O's columns, and the first computes S and P for both. See
-/// forward_wide.cuh.
-template <class P>
-constexpr bool kSharesRows = (P::kDSplit > 1);
-template <class P>
-constexpr int kOwnColumns = own_columns(P::kHeadDimV, P::kDSplit);
-/// With shared_kv the two then release their columns of a tile apart, as parts with barriers of their own:
-/// the right part, columns of V of the second warpgroup, has V's, the left one, which is all others, K's.
-template <class P>
-constexpr bool kTileInParts = (kSharesRows<P> && P::kSharedKv);
-/// And the second warpgroup's P V waits for the first one's S, if K is there already, so that it runs
-/// under the softmax. With one stage it would hold up V.
+/// Where two warpgroups share rows, the second one's P V waits for the first one's S, if K is there already,
+/// so that it runs under the softmax. With one stage it would hold up V.
 template <class P>
 constexpr bool kHoldsPv = (kTileInParts<P> || P::kStages > 1);
-/// Which 64 rows of a Q tile a warpgroup has.
-template <class P>
-__device__ __forceinline__ int row_group(int wg) {
-  return kSharesRows<P> ? 0 : wg;
-}
 /// The first of a warpgroup's columns of O, and how many chunks of eight there are.
 template <class P>
 __device__ __forceinline__ int first_column(int wg) {

@@ -4,10 +4,10 @@
 
 #include "flashjit/common/running_state.cuh"
 #include "flashjit/common/sink.cuh"
-#include "flashjit/sm90/bias_tile.cuh"
 #include "flashjit/sm90/forward_smem.cuh"
-#include "flashjit/sm90/kv_tile.cuh"
-#include "flashjit/sm90/stream_k.cuh"
+#include "flashjit/tma/bias_tile.cuh"
+#include "flashjit/tma/kv_tile.cuh"
+#include "flashjit/tma/stream_k.cuh"
 
 namespace flashjit::sm90 {
 

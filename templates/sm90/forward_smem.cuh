@@ -4,7 +4,8 @@
 
 #include "flashjit/async/mbarrier.cuh"
 #include "flashjit/common/ptx.cuh"
-#include "flashjit/sm90/stream_k.cuh"
+#include "flashjit/sm90/forward_policy.cuh"
+#include "flashjit/tma/stream_k.cuh"
 
 namespace flashjit::sm90 {
 

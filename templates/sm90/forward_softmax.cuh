@@ -3,8 +3,9 @@
 
 #include "flashjit/common/sink.cuh"
 #include "flashjit/common/tile_mask.cuh"
-#include "flashjit/sm90/forward_schedule.cuh"
+#include "flashjit/sm90/forward_policy.cuh"
 #include "flashjit/sm90/fragment.cuh"
+#include "flashjit/tma/tile_scheduler.cuh"
 
 namespace flashjit::sm90 {
 

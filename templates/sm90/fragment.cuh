@@ -39,13 +39,6 @@ __device__ __forceinline__ float scale_operand(const Params& p) {
   return P::kHasScore ? kLog2E : p.softmax_scale_log2;
 }
 
-/// The offset of a chunk of eight columns of a row in a tile of kRows rows, for ordinary code: swizzled as by
-/// TMA, so that wgmma can read it and no two rows of eight share a bank.
-template <int kRows>
-__device__ __forceinline__ int chunk_offset(int row, int chunk) {
-  return chunk / 8 * kRows * kRowBytes + row * kRowBytes + ((chunk % 8) ^ (row % 8)) * 16;
-}
-
 /// Writes zeros over rows [first, kRows) of a tile, by the 128 threads of a warpgroup. Several groups may do
 /// the same. If ptxas does not know how many slices there are, its one copy of the loop takes fewer
 /// registers, also where there is nothing to clear.

@@ -2,32 +2,25 @@
 // maps, the kernels find addresses by it.
 #pragma once
 
+#if defined(__CUDACC__)
+#include "flashjit/tma/tile_layout.cuh"
+#else
+#include "templates/tma/tile_layout.cuh"
+#endif
+
 namespace flashjit::sm90 {
 
-/// A tile in shared memory is slices of 64 columns: [slice][row][64], each row 128 bytes, swizzled by TMA in
-/// groups of eight rows. Columns past the head dimension are zeros.
-constexpr int kSliceColumns = 64;
-constexpr int kRowBytes = 128;
-constexpr int kAlignment = 1024;  ///< of every slice: the period of the swizzle
+using namespace tma;
 
-constexpr int slices(int columns) { return (columns + kSliceColumns - 1) / kSliceColumns; }
-constexpr int tile_bytes(int rows, int columns) { return slices(columns) * rows * kRowBytes; }
 /// Where codes of 8 bits are multiplied, two of them are a column of a tile.
 constexpr int tile_columns(int elements, bool code_products) {
   return code_products ? elements / 2 : elements;
 }
 
-constexpr int next_power_of_two(int x) {
-  int power = 1;
-  while (power < x) power *= 2;
-  return power;
-}
-
 constexpr int kSharedLimit = 232448;  ///< bytes of shared memory that a CTA of sm_90 can have
 constexpr int kReservedOfCta = 1024;  ///< that it takes besides, of its multiprocessor's
 
-constexpr int kWarpgroupRows = 64;  ///< rows of Q, O or dQ that a warpgroup computes
-constexpr int kWarpRows = 16;       ///< rows of each of its warps
+constexpr int kWarpRows = 16;  ///< rows of each of its warps
 
 /// Registers of a thread of the forward pass, where a multiprocessor has `ctas` CTAs of `consumers` consumer
 /// warpgroups, a producer warpgroup and, with K and V of 8 bits, `converters`, which is 1: at the start all
@@ -45,12 +38,6 @@ constexpr int consumer_registers(int consumers, int ctas, int converters = 0, in
                   producer_registers(consumers, ctas, d_split) -
                   converters * converter_registers(consumers, ctas);
   return all / consumers < 240 ? all / consumers / 8 * 8 : 240;
-}
-
-/// Columns of V that each of `groups` warpgroups with the same rows has, in whole slices; the last may have
-/// fewer.
-constexpr int own_columns(int head_dim_v, int groups) {
-  return groups == 1 ? head_dim_v : (slices(head_dim_v) + groups - 1) / groups * kSliceColumns;
 }
 
 /// Whether a product of the forward pass is one asm statement for all its steps of 16 columns, or a statement
@@ -76,20 +63,6 @@ constexpr int pv_parts(int head_dim_v, bool codes, bool code_products) {
 /// registers suffice.
 constexpr int pv_parts_at_a_time(int parts, int consumers) { return parts > 1 && consumers < 3 ? 2 : 1; }
 
-/// Into how many splits each of the `over` Q tiles of the forward pass's tail wave is divided: at most one a
-/// warpgroup, and so few that all splits run at once in `slots` slots.
-constexpr unsigned tail_splits(unsigned warpgroups, unsigned over, unsigned slots) {
-  unsigned splits = warpgroups;
-  while (over * splits > slots) --splits;
-  return splits;
-}
-
-/// Rows of K and V that TMA copies at a time: a KV tile's, or as many as divide both a tile and a page.
-constexpr int kv_box_rows(int page_rows, int bc) {
-  int rows = bc;
-  while (page_rows > 0 && (page_rows % rows != 0 || bc % rows != 0)) --rows;
-  return rows;
-}
 constexpr int kSwizzledRows = 8;  ///< of which a box has a multiple
 
 /// Whether producer warps copy K and V row by row: boxes of TMA are of whole periods of the swizzle, and of
@@ -145,7 +118,7 @@ struct ForwardLayout {
 
   constexpr int warpgroups() const { return br / kWarpgroupRows; }  ///< with rows of their own
   /// Of a tile of V, also those behind the last that a warpgroup reads.
-  constexpr int columns_v() const { return d_split * own_columns(head_dim_v, d_split); }
+  constexpr int columns_v() const { return d_split * tma::own_columns(head_dim_v, d_split); }
   constexpr int k_bytes() const {
     return tile_bytes(
         bc, shared_kv && columns_v() > head_dim ? columns_v() : tile_columns(head_dim, code_products));

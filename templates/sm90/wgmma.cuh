@@ -3,10 +3,10 @@
 
 #include "flashjit/async/cluster.cuh"
 #include "flashjit/async/mbarrier.cuh"
-#include "flashjit/async/tma.cuh"
 #include "flashjit/async/warp_roles.cuh"
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/sm90/layout.cuh"
+#include "flashjit/tma/tile.cuh"
 
 namespace flashjit::sm90 {
 
@@ -43,15 +43,6 @@ template <int kCount>
 __device__ __forceinline__ void pin(float (&values)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
-}
-
-/// Loads a tile by TMA, slice by slice, from `column` on, or slice `first` behind it.
-template <int kRows, int kColumns>
-__device__ __forceinline__ void load_tile(unsigned to, const TensorMap& map, unsigned barrier, int row,
-                                          int head, int batch, int column = 0, int first = 0) {
-  for (int slice = 0; slice < slices(kColumns); ++slice)
-    load_box(to + slice * kRows * kRowBytes, map, barrier, column + (first + slice) * kSliceColumns, row,
-             head, batch);
 }
 
 /// wgmma's descriptor of a 128-byte-swizzled tile whose rows are the M or N dimension of the product, or K.

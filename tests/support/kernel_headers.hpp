@@ -10,7 +10,7 @@
 // After what they need.
 #include "flashjit/common/problem.cuh"
 #include "flashjit/common/tile_walk.cuh"
-#include "flashjit/sm90/forward_schedule.cuh"
+#include "flashjit/tma/tile_scheduler.cuh"
 #undef asm
 #undef volatile
 

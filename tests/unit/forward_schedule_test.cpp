@@ -1,4 +1,4 @@
-// The tile scheduler of family sm90's forward pass (templates/sm90/forward_schedule.cuh), by the kernel's own
+// The tile schedulers of the forward pass (templates/tma/tile_scheduler.cuh), by the kernel's own
 // code on the host: every row and split is computed once, whatever the grid.
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@
 
 #include "tests/support/kernel_headers.hpp"
 // After what it needs.
-#include "flashjit/sm90/stream_k.cuh"
+#include "flashjit/tma/stream_k.cuh"
 
 namespace flashjit_emulator {
 
@@ -22,7 +22,7 @@ void reach_atomic() {}
 
 }  // namespace flashjit_emulator
 
-namespace flashjit::sm90 {
+namespace flashjit::tma {
 namespace {
 
 using test::Causal;
@@ -372,4 +372,4 @@ TEST(StreamK, WorkTilesThatAreAlikeAreCutLittle) {
 }
 
 }  // namespace
-}  // namespace flashjit::sm90
+}  // namespace flashjit::tma

@@ -1,6 +1,6 @@
 // The order in which the CTAs of family sm90's forward pass take Q tiles: every tile once, equal work for
 // each slot, and not too many heads at a time.
-#include "templates/sm90/tile_order.cuh"
+#include "templates/tma/tile_order.cuh"
 
 #include <gtest/gtest.h>
 
@@ -9,7 +9,7 @@
 #include <set>
 #include <vector>
 
-namespace flashjit::sm90 {
+namespace flashjit::tma {
 namespace {
 
 constexpr unsigned kH100 = 132;
@@ -127,4 +127,4 @@ TEST(TileOrder, BalancesTheSlots) {
 }
 
 }  // namespace
-}  // namespace flashjit::sm90
+}  // namespace flashjit::tma

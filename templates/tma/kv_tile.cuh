@@ -5,10 +5,10 @@
 #include "flashjit/async/mbarrier.cuh"
 #include "flashjit/async/tma.cuh"
 #include "flashjit/common/kv_source.cuh"
-#include "flashjit/sm90/forward_policy.cuh"
-#include "flashjit/sm90/wgmma.cuh"
+#include "flashjit/tma/forward_policy.cuh"
+#include "flashjit/tma/tile.cuh"
 
-namespace flashjit::sm90 {
+namespace flashjit::tma {
 
 template <class P>
 constexpr bool kPaged = P::kPageRows > 0;
@@ -109,4 +109,4 @@ __device__ __forceinline__ void copy_kv_tile(unsigned to, const TensorMap& map, 
   }
 }
 
-}  // namespace flashjit::sm90
+}  // namespace flashjit::tma

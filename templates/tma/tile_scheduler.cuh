@@ -3,10 +3,10 @@
 #pragma once
 
 #include "flashjit/async/cluster.cuh"
-#include "flashjit/sm90/forward_policy.cuh"
-#include "flashjit/sm90/tile_order.cuh"
+#include "flashjit/tma/forward_policy.cuh"
+#include "flashjit/tma/tile_order.cuh"
 
-namespace flashjit::sm90 {
+namespace flashjit::tma {
 
 /// Q tile slots of the whole grid, and this slot's index among them: first slots first, so that few Q tiles
 /// have a CTA each.
@@ -211,4 +211,4 @@ struct WorkTile : WorkTileHeads<P::kPackGqa> {
   }
 };
 
-}  // namespace flashjit::sm90
+}  // namespace flashjit::tma

@@ -3,10 +3,12 @@
 // warp loads the elements that it needs.
 #pragma once
 
+#include "flashjit/async/mbarrier.cuh"
 #include "flashjit/common/capture.cuh"
-#include "flashjit/sm90/fragment.cuh"
+#include "flashjit/common/ptx.cuh"
+#include "flashjit/tma/tile.cuh"
 
-namespace flashjit::sm90 {
+namespace flashjit::tma {
 
 /// Whether TMA can load the bias tile: it does not clamp, and begins at multiples of 16 bytes only.
 __device__ __forceinline__ bool tma_loads_bias_tile(const Params& p, const TensorMaps& maps,
@@ -88,4 +90,4 @@ struct BiasTileRows {
   }
 };
 
-}  // namespace flashjit::sm90
+}  // namespace flashjit::tma

@@ -2,7 +2,7 @@
 // others. The host's tests include this file, too.
 #pragma once
 
-namespace flashjit::sm90 {
+namespace flashjit::tma {
 
 /// A Q tile of a head.
 struct OrderedTile {
@@ -29,7 +29,7 @@ struct TileOrder {
   /// LPT order, in groups of the tiles of two waves, which may begin and end within a head: the second wave
   /// runs backwards, so that every slot gets the same work, and a wave reads few heads, whose K and V stay in
   /// L2. One wave where heads have few tiles. `windows`: K and V of a wave are few anyway, and groups are as
-  /// few heads as make whole pairs of waves. NOTES.md#groups-of-heads-that-fit-l2
+  /// few heads as make whole pairs of waves. ../sm90/NOTES.md#groups-of-heads-that-fit-l2
   constexpr void use_lpt(unsigned slots, bool windows) {
     const unsigned pairs = heads_of_whole_pairs(slots), whole_heads = pairs < heads ? pairs : heads;
     sets_per_group = (windows && whole_heads <= slots / 2 ? whole_heads * tiles_per_head
@@ -76,4 +76,4 @@ struct TileOrder {
   }
 };
 
-}  // namespace flashjit::sm90
+}  // namespace flashjit::tma

@@ -6,9 +6,9 @@
 
 #include "flashjit/common/out_element.cuh"
 #include "flashjit/common/sink.cuh"
-#include "flashjit/sm90/forward_schedule.cuh"
+#include "flashjit/tma/tile_scheduler.cuh"
 
-namespace flashjit::sm90 {
+namespace flashjit::tma {
 
 /// With fewer KV tiles for each CTA, fewer CTAs work.
 constexpr int kFewestTilesOfShare = 2;
@@ -378,4 +378,4 @@ __device__ __forceinline__ void write_empty_parts(const Params& p, const ShareSt
   }
 }
 
-}  // namespace flashjit::sm90
+}  // namespace flashjit::tma

@@ -94,32 +94,17 @@ template <class P>
 __device__ __forceinline__ void schedule_and_load_q(const Params& p, const ForwardStorage<P>& smem,
                                                     const TensorMaps& maps, const ShareStart& start) {
   using Storage = ForwardStorage<P>;
-  auto scheduler = make_scheduler<P>(p, start);
-  if constexpr (P::kStreamK && !P::kCascade) p.cut_tiles[blockIdx.x] = {0, 0, 0, -1};
-  // Of a part, when nothing waits for it any more.
-  const auto write_cut = [&](const TileCoord& coord) {
-    if constexpr (P::kStreamK && !P::kCascade) {
-      CutTile& cut = p.cut_tiles[blockIdx.x];
-      if (const int share = scheduler.continues(start.shares); share >= 0) cut.continues = share;
-      if (const int end = scheduler.shares_end(start.shares); end > 0) {
-        cut.batch_head = static_cast<int>(coord.batch_head), cut.q_tile = static_cast<int>(coord.q_tile);
-        cut.shares_end = end;
-      }
-    }
-  };
+  auto scheduler = make_scheduler<P>(p, start, smem.slot);
+  scheduler.begin(p);
+  const auto finish_tile = [&](const TileCoord& coord) { scheduler.finish_tile(p, start, coord); };
 #pragma unroll 1
-  for (int round = 0, wave = 0;; ++wave) {
+  for (int round = 0, taken = 0;; ++taken) {
     WorkTile<P>& work = smem.work(round);
     TileCoord coord;
-    bool more;
-    if constexpr (P::kStreamK) {
-      more = scheduler.next(p, coord);
-    } else {
-      more = scheduler.next(p, smem.slot, wave, coord);
-    }
+    const bool more = scheduler.next(p, taken, coord);
     work = more ? WorkTile<P>(p, coord) : WorkTile<P>();
     if (more && work.count() == 0) {
-      write_cut(coord);
+      finish_tile(coord);
       continue;
     }
     barrier_arrive(smem.work_full(round));
@@ -137,7 +122,7 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
       }
     }
     if (!more) break;
-    write_cut(coord);
+    finish_tile(coord);
     ++round;
   }
 }

@@ -255,8 +255,11 @@ struct StreamKScheduler {
   }
   __device__ int count() const { return tiles.end - tiles.begin; }
 
-  /// The next part; false behind the share.
-  __device__ bool next(const Params& p, TileCoord& found) {
+  // The interface of schedulers, see TileScheduler. A tile is a part of a work tile, or a whole one.
+  __device__ void begin(const Params& p) const {
+    if constexpr (!P::kCascade) p.cut_tiles[blockIdx.x] = {0, 0, 0, -1};
+  }
+  __device__ bool next(const Params& p, unsigned, TileCoord& found) {
     if (left <= 0) return false;
     while (count() * heads <= at) {
       at -= count() * heads;
@@ -283,6 +286,19 @@ struct StreamKScheduler {
     left -= size;
     return true;
   }
+  /// Tells combine_parts which parts this share has of work tiles that are cut.
+  __device__ void finish_tile(const Params& p, const ShareStart& start, const TileCoord& coord) const {
+    if constexpr (!P::kCascade) {
+      CutTile& cut = p.cut_tiles[blockIdx.x];
+      if (const int first = continues(start.shares); first >= 0) cut.continues = first;
+      if (const int end = shares_end(start.shares); end > 0) {
+        cut.batch_head = static_cast<int>(coord.batch_head), cut.q_tile = static_cast<int>(coord.q_tile);
+        cut.shares_end = end;
+      }
+    }
+  }
+
+ private:
   /// If the part handed out last begins a work tile and does not end it: the end of the shares that have its
   /// other parts; else 0.
   __device__ int shares_end(const Shares& shares) const {
@@ -296,11 +312,11 @@ struct StreamKScheduler {
 
 /// The scheduler of the kernel's CTAs.
 template <class P>
-__device__ __forceinline__ auto make_scheduler(const Params& p, const ShareStart& start) {
+__device__ __forceinline__ auto make_scheduler(const Params& p, const ShareStart& start, int slot) {
   if constexpr (P::kStreamK)
     return StreamKScheduler<P>(p, start);
   else
-    return TileScheduler<P>(p);
+    return TileScheduler<P>(p, slot);
 }
 
 /// Where a row of a tile is: its query, -1 for none, and its head.
@@ -357,7 +373,7 @@ __device__ __forceinline__ void write_empty_parts(const Params& p, const ShareSt
                                                   int threads) {
   if constexpr (P::kMaskUsesHead) {
     StreamKScheduler<P> scheduler(p, start);
-    for (TileCoord coord; scheduler.next(p, coord);)
+    for (TileCoord coord; scheduler.next(p, 0, coord);)
       if (const WorkTile<P> work(p, coord); work.count() == 0)
         write_rows_without_keys(p, work, thread, threads);
   }

@@ -97,11 +97,13 @@ struct TileScheduler {
   TileOrder order;
   unsigned whole, tail_parts = 1;  ///< the first Q tile of the split tail wave, and the splits of each
   unsigned splits;                 ///< splits of the keys, each a work tile of its own
+  int slot;
 
-  __device__ explicit TileScheduler(const Params& p, unsigned cluster = cluster_size())
+  __device__ TileScheduler(const Params& p, int slot_of_cta, unsigned cluster = cluster_size())
       : order(q_tiles_per_head<P>(p), p.batch * scheduled_heads<P>(p), cluster),
         whole(order.size()),
-        splits(num_splits<P>(p)) {
+        splits(num_splits<P>(p)),
+        slot(slot_of_cta) {
     const unsigned slots = grid_slots<P>();
     if (slots >= order.size() * splits) return;  // a single wave
     static_assert(!(kSplitTailWave<P> && P::kCountsTiles), "a warpgroup ends in the tail wave");
@@ -112,16 +114,22 @@ struct TileScheduler {
     }
     if (kLptOrder<P>) order.use_lpt(slots, kWindows);
   }
-  /// The index of a slot's next work tile.
-  __device__ unsigned next(const Params& p, int slot, unsigned wave) const {
+
+  // The interface of schedulers: begin() before the first tile; next() after `taken` tiles, false if there
+  // are no more; finish_tile() when the last one's loads have been issued.
+  __device__ void begin(const Params&) const {}
+  __device__ bool next(const Params& p, unsigned taken, TileCoord& found) const {
+    return find(next_index(p, taken), found);
+  }
+  template <class Start>
+  __device__ void finish_tile(const Params&, const Start&, const TileCoord&) const {}
+
+ private:
+  __device__ unsigned next_index(const Params& p, unsigned wave) const {
     if constexpr (P::kCountsTiles) return static_cast<unsigned>(atomicAdd(q_tile_counter(p), 1));
     return order.index(slot_index<P>(slot), wave, grid_slots<P>(), kWindows);
   }
-  /// A slot's next work tile; false behind the last.
-  __device__ bool next(const Params& p, int slot, unsigned wave, TileCoord& found) const {
-    return find(next(p, slot, wave), found);
-  }
-  /// The tile of an index; false behind the last.
+  /// The tile of an index; false after the last.
   __device__ bool find(unsigned index, TileCoord& found) const {
     found.warpgroups = {0, static_cast<int>(kWarpgroups)};
     found.split = kPlacesRows<P> ? kWhole : static_cast<int>(index % splits);

@@ -1,5 +1,5 @@
-// The tile schedulers of the forward pass (templates/tma/tile_scheduler.cuh), by the kernel's own
-// code on the host: every row and split is computed once, whatever the grid.
+// The tile schedulers of the forward pass (templates/tma/tile_scheduler.cuh), by the kernel's own code on the
+// host: every row and split is computed once, whatever the grid.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -50,12 +50,12 @@ void run_grid(const Params& p, unsigned ctas, unsigned cluster, const auto& visi
     for (unsigned cta = 0; cta < ctas; ++cta)
       for (int slot = 0; slot < kQTilesPerCta<P>; ++slot) {
         flashjit_emulator::now_block = {cta, 0, 0};
-        const TileScheduler<P> scheduler(p, cluster);
+        const TileScheduler<P> scheduler(p, slot, cluster);
         unsigned& wave = waves[cta * kQTilesPerCta<P> + slot];
         TileCoord coord;
         if (wave == ~0u) continue;
         ASSERT_LT(wave, 10000u) << "the work has no end";
-        if (scheduler.find(scheduler.next(p, slot, wave++), coord)) {
+        if (scheduler.next(p, wave++, coord)) {
           visit(coord);
           more = true;
         } else {
@@ -220,28 +220,25 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
 
   std::map<std::tuple<unsigned, unsigned, int>, int> visits;  // batch and head, Q tile, KV tile
   std::map<int, std::pair<unsigned, unsigned>> parts;
-  std::vector<CutTile> cut_tiles;
+  std::vector<CutTile> cut_tiles(shares);
+  p.cut_tiles = cut_tiles.data();
   const long long fewest = all.begin(1);
   for (int share = 0; share < shares; ++share) {
     long long size = 0;
     const ShareStart start = start_of(share / lanes);
     flashjit_emulator::now_block = {static_cast<unsigned>(share), 0, 0};
     StreamKScheduler<P> scheduler(p, start);
-    CutTile cut{0, 0, 0, -1};
-    for (TileCoord coord; scheduler.next(p, coord);) {
+    scheduler.begin(p);
+    for (TileCoord coord; scheduler.next(p, 0, coord); scheduler.finish_tile(p, start, coord)) {
       ASSERT_LT(coord.kv_tiles.begin, coord.kv_tiles.end);
       size += coord.kv_tiles.end - coord.kv_tiles.begin;
       for (int tile = coord.kv_tiles.begin; tile < coord.kv_tiles.end; ++tile)
         ++visits[{coord.batch_head, coord.q_tile, tile}];
-      if (const int first = scheduler.continues(all); first >= 0) cut.continues = first;
-      if (const int end = scheduler.shares_end(all); end > 0)
-        cut = {static_cast<int>(coord.batch_head), static_cast<int>(coord.q_tile), end, cut.continues};
       if (coord.split != kWhole) {
         ASSERT_EQ(coord.split / 2, share);
         ASSERT_TRUE(parts.insert({coord.split, {coord.batch_head, coord.q_tile}}).second);
       }
     }
-    cut_tiles.push_back(cut);
     if (share / lanes < all.count) {
       ASSERT_LE(std::abs(size - fewest), 1) << share;
     } else {
@@ -314,7 +311,7 @@ void expect_cascade(const Lengths& lengths, int prefix_length, int shares, int h
     start.tiles = kv_tiles_of_row<P>(p, start.row);
     flashjit_emulator::now_block = {static_cast<unsigned>(share), 0, 0};
     StreamKScheduler<P> scheduler(p, start);
-    for (TileCoord coord; scheduler.next(p, coord);) {
+    for (TileCoord coord; scheduler.next(p, 0, coord);) {
       ASSERT_TRUE(parts.insert({coord.split, coord.kv_tiles}).second);
     }
   }

@@ -41,17 +41,18 @@ __device__ __forceinline__ void load_tile(unsigned tile, const unsigned short* f
   }
 }
 
-/// The same of codes in pages, two in a column. A lane looks up the pages of rows lane, lane + 32 and so on,
-/// and those that copy these ask it.
+/// The same of codes in pages, two in a column; rows before `skipped` become zero, too. A lane looks up the
+/// pages of rows lane, lane + 32 and so on, and those that copy these ask it.
 template <class P, int kColumns, int kThreads>
-__device__ __forceinline__ void load_paged_codes(unsigned tile, const KvSource<P>& from, int first,
-                                                 int valid) {
+__device__ __forceinline__ void load_paged_codes(unsigned tile, const KvSource<P>& from, int first, int valid,
+                                                 int skipped) {
   constexpr int kChunks = round_up(kColumns, 16) / 8, kLookUps = (P::kBc + 31) / 32;
   int pages[kLookUps];
 #pragma unroll
   for (int i = 0; i < kLookUps; ++i) {
     const int row = i * 32 + lane_index();
-    pages[i] = from.reads(first + row) && row < min(valid, P::kBc) ? from.page_of(first + row) : 0;
+    pages[i] =
+        (!kLeavesPages<P> || row >= skipped) && row < min(valid, P::kBc) ? from.page_of(first + row) : 0;
   }
 #pragma unroll 4
   for (int begin = 0; begin < P::kBc * kChunks; begin += kThreads) {
@@ -64,20 +65,21 @@ __device__ __forceinline__ void load_paged_codes(unsigned tile, const KvSource<P
       if (row / 32 == i) page = other;
     }
     if (P::kBc * kChunks % kThreads != 0 && row >= P::kBc) continue;
-    const bool in = from.reads(first + row) && row < valid && column < kColumns;
+    const bool in = (!kLeavesPages<P> || row >= skipped) && row < valid && column < kColumns;
     copy_async_16(tile + (row * pitch(kColumns) + column) * 2,
                   in ? from.row_in_page(page, first + row) + column * 2 : from.some_row(), in);
   }
 }
 
-/// The same of keys from `first` on, in K or V.
+/// The same of keys from `first` on, in K or V. Rows before `skipped` become zero where pages may be left.
 template <class P, int kColumns, int kThreads>
-__device__ __forceinline__ void load_kv_tile(unsigned tile, const KvSource<P>& from, int first, int valid) {
+__device__ __forceinline__ void load_kv_tile(unsigned tile, const KvSource<P>& from, int first, int valid,
+                                             int skipped) {
   if constexpr (P::kPageRows == 0) {
     const auto* row = reinterpret_cast<const unsigned short*>(from.row(first));
     load_tile<P::kBc, kColumns, kThreads>(tile, row, kScaledKv<P> ? from.stride() / 2 : from.stride(), valid);
   } else if constexpr (kScaledKv<P>) {
-    load_paged_codes<P, kColumns, kThreads>(tile, from, first, valid);
+    load_paged_codes<P, kColumns, kThreads>(tile, from, first, valid, skipped);
   } else {
     constexpr int kChunks = round_up(kColumns, 16) / 8;
 #pragma unroll 1  // more rows at a time do not fit the registers
@@ -85,21 +87,22 @@ __device__ __forceinline__ void load_kv_tile(unsigned tile, const KvSource<P>& f
       const int index = begin + static_cast<int>(threadIdx.x), row = index / kChunks,
                 column = index % kChunks * 8;
       if (P::kBc * kChunks % kThreads != 0 && row >= P::kBc) break;
-      const bool in = from.reads(first + row) && row < valid && column < kColumns;
+      const bool in = (!kLeavesPages<P> || row >= skipped) && row < valid && column < kColumns;
       copy_async_16(tile + (row * pitch(kColumns) + column) * 2,
                     in ? from.row(first + row) + column : from.some_row(), in);
     }
   }
 }
 
-/// Their scales; zeros from `valid` on.
+/// Their scales; zeros from `valid` on, and before `skipped`.
 template <class P, int kThreads>
-__device__ __forceinline__ void load_scales(float* to, const KvScales<P>& from, int first, int valid) {
+__device__ __forceinline__ void load_scales(float* to, const KvScales<P>& from, int first, int valid,
+                                            int skipped) {
 #pragma unroll
   for (int begin = 0; begin < P::kBc; begin += kThreads) {
     const int row = begin + static_cast<int>(threadIdx.x);
     if (P::kBc % kThreads != 0 && row >= P::kBc) break;
-    const bool in = from.reads(first + row) && row < valid;
+    const bool in = (!kLeavesPages<P> || row >= skipped) && row < valid;
     copy_async_4(shared_address(to + row), in ? from.of_key(first + row) : from.some(), in);
   }
 }

@@ -12,6 +12,15 @@ using OutElement = Conditional<P::kFp32Out, float, typename P::Element>;
 template <class P>
 using GradElement = Conditional<P::kFp32Grads, float, typename P::Element>;
 
+/// Stores two columns of a row.
+__device__ __forceinline__ void store_pair(float* to, float x, float y) {
+  *reinterpret_cast<float2*>(to) = float2{x, y};
+}
+template <class Element>
+__device__ __forceinline__ void store_pair(Element* to, float x, float y) {
+  *reinterpret_cast<unsigned*>(to) = pack<Element>(x, y);
+}
+
 /// Elements of O in 16 bytes.
 template <class P>
 constexpr int kOutVector = 16 / static_cast<int>(sizeof(OutElement<P>));

@@ -7,9 +7,10 @@
 #include "flashjit/common/kv_source.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/common/unused_rows.cuh"
-#include "flashjit/sm80/forward_epilogue.cuh"
 #include "flashjit/sm80/forward_heads.cuh"
 #include "flashjit/sm80/forward_loader.cuh"
+#include "flashjit/sm80/forward_output.cuh"
+#include "flashjit/sm80/forward_running_state.cuh"
 #include "flashjit/sm80/forward_smem.cuh"
 #include "flashjit/sm80/products.cuh"
 #include "flashjit/sm80/query_heads.cuh"
@@ -19,7 +20,6 @@ namespace flashjit::sm80 {
 
 template <class P>
 __device__ void forward(const Params& p) {
-  using Element = typename P::Element;
   using Policy = ForwardPolicy<P>;
   constexpr int kThreads = Policy::kThreads, kMt = Policy::kMt, kNt = Policy::kNt;
   extern __shared__ __align__(128) char shared[];
@@ -165,61 +165,28 @@ __device__ void forward(const Params& p) {
 
   // O = O / rowsum(P), and LSE; warps that share rows write the same. (NOTES.md#functions-of-sm80)
   if constexpr (Policy::kSharesRows) share_sum<P>(row_sum, smem, warp_row);
+  if constexpr (P::kIndices) {
+    store_heads<P>(p, sequence, q_tile_index, h, seqlen_q, o, row_max, row_sum, warp_row, lane, scale_log2);
+  } else {
 #pragma unroll
-  for (int mt = 0; mt < kMt; ++mt) {
-    if constexpr (P::kIndices) {
-      float sum[2];
-      for (int half = 0; half < 2; ++half)
-        sum[half] = Policy::kSharesRows ? row_sum[mt][half] : quad_sum(row_sum[mt][half]);
-      store_heads<P>(p, sequence, q_tile_index, h, seqlen_q, warp_row(mt) + lane / 4, row_max[mt], sum,
-                     scale_log2, o[mt]);
-    } else {
+    for (int mt = 0; mt < kMt; ++mt) {
+      RunningState<P> state;
       float scale[2];
-      [[maybe_unused]] float of_state[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float sum = Policy::kSharesRows ? row_sum[mt][half] : quad_sum(row_sum[mt][half]);
+        const float max = row_max[mt][half], sum = whole_sum<P>(row_sum[mt][half]);
         const int q = q_begin + warp_row(mt) + lane / 4 + half * 8;
-        const float lse = row_lse<P>(p, row_max[mt][half], sum / Policy::kLargestP, scale_log2, scales.k);
-        RowEnd end = end_of_row<P>(p, h, lse);
-        if constexpr (kJoinsState<P>) {
-          of_state[half] = join_state<P>(p, q < seqlen_q, sequence.lse_row(p, h) + q, end);
-          if constexpr (Policy::kSharesRows) sync_rows<P>();  // which all read, before one writes
-        }
+        RowEnd end = end_of_row<P>(p, h, row_lse<P>(p, max, sum / Policy::kLargestP, scale_log2, scales.k));
+        state.join(p, q < seqlen_q, sequence.lse_row(p, h) + q, end, half);
         if (float* to = lse_of<P>(p, split); to != nullptr && lane % 4 == 0 && q < seqlen_q)
           to[sequence.lse_row(p, h) + q] = end.lse;
-        if constexpr (P::kRowMax)
-          if (lane % 4 == 0 && q < seqlen_q)
-            row_max_of<P>(p, split)[sequence.lse_row(p, h) + q] =
-                largest_or_nan(largest_score<P>(p, row_max[mt][half], scales.k), sum);
-        const float of_products =
-            Policy::kCodeProducts
-                ? sum
-                : sum_of_products<Element>(sum, shift_rest<P>(row_max[mt][half], scale_log2));
-        scale[half] =
-            has_keys(sum) ? (P::kDropout ? p.keep_scale : 1.0f) / of_products * end.factor * scales.v : 0.0f;
+        if (P::kRowMax && lane % 4 == 0 && q < seqlen_q)
+          row_max_of<P>(p, split)[sequence.lse_row(p, h) + q] =
+              largest_or_nan(largest_score<P>(p, max, scales.k), sum);
+        scale[half] = scale_of_row<P>(p, end, max, sum, scale_log2, scales.v);
       }
-      if constexpr (kJoinsState<P>) {
-        const int q = q_begin + warp_row(mt) + lane / 4;
-        if constexpr (Policy::kSharesRows)
-          join_o<P>(p, sequence, h, q, o[mt], scale, of_state, column_part<P>() * Policy::kOt * 8,
-                    own_chunks<P>());
-        else
-          join_o<P>(p, sequence, h, q, o[mt], scale, of_state);
-      }
-      if constexpr (P::kSplit && Policy::kSharesRows)
-        store_shared_o_split<P>(p, sequence, h, split, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt],
-                                scale);
-      else if constexpr (P::kSplit)
-        store_o_split<P>(p, sequence, h, split, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);
-      else if constexpr (Policy::kSharesRows && P::kFp32Out)
-        store_shared_o_fp32<P>(p, sequence, h, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);
-      else if constexpr (Policy::kSharesRows)
-        store_shared_o<P>(p, sequence, h, q_begin, warp_row(mt), seqlen_q, lane, smem.o(), o[mt], scale);
-      else if constexpr (P::kFp32Out)
-        store_o_fp32<P>(p, sequence, h, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);
-      else
-        store_o<P>(p, sequence, h, q_begin, warp_row(mt), seqlen_q, lane, smem.o(), o[mt], scale);
+      state.add_to(p, sequence, h, q_begin + warp_row(mt) + lane / 4, o[mt], scale);
+      Output<P>::store(p, sequence, h, split, q_begin, warp_row(mt), seqlen_q, lane, smem.o(), o[mt], scale);
     }
   }
 }

@@ -3,7 +3,8 @@
 
 #include "flashjit/common/index_list.cuh"
 #include "flashjit/common/out_element.cuh"
-#include "flashjit/sm80/shared_rows.cuh"
+#include "flashjit/sm80/forward_lse.cuh"
+#include "flashjit/sm80/forward_output.cuh"
 
 namespace flashjit::sm80 {
 
@@ -22,30 +23,42 @@ __device__ __forceinline__ void mask_entries(ForwardScores<P>& s, const IndexLis
 }
 
 /// LSE and O of an m16 tile's rows, which are heads from `h` on; `row`: the lane's first.
-template <class P, int kOt>
-__device__ __forceinline__ void store_heads(const Params& p, const Sequence<P>& sequence, int q, int h,
-                                            int heads, int row, const float (&max)[2], const float (&sum)[2],
-                                            float scale_log2, const float (&o)[kOt][4]) {
-  using Element = typename P::Element;
+template <class P>
+__device__ __forceinline__ void store_heads_of_tile(const Params& p, const Sequence<P>& sequence, int q,
+                                                    int h, int heads, int row, const float (&max)[2],
+                                                    const float (&sum)[2], float scale_log2,
+                                                    const OutTile<P>& o) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     if (row + half * 8 >= heads) continue;
     const int of_row = h + row + half * 8;
     const RowEnd end = end_of_row<P>(p, of_row, row_lse<P>(p, max[half], sum[half], scale_log2, 1.0f));
     if (p.lse != nullptr && threadIdx.x % 4 == 0) p.lse[sequence.lse_row(p, of_row) + q] = end.lse;
-    const float of_products = sum_of_products<Element>(sum[half], shift_rest<P>(max[half], scale_log2));
+    const float of_products =
+        sum_of_products<typename P::Element>(sum[half], shift_rest<P>(max[half], scale_log2));
     const float scale = has_keys(sum[half]) ? end.factor / of_products : 0.0f;
-    OutElement<P>* to = sequence.template q_pointer<OutElement<P>>(p.o, of_row, q) +
-                        column_part<P>() * kOt * 8 + threadIdx.x % 4 * 2;
+    OutElement<P>* to =
+        sequence.template q_pointer<OutElement<P>>(p.o, of_row, q) + first_column<P>() + threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int ot = 0; ot < kOt; ++ot) {
+    for (int ot = 0; ot < ForwardPolicy<P>::kOt; ++ot) {
       if (ot >= own_chunks<P>()) continue;
-      const float x = o[ot][half * 2] * scale, y = o[ot][half * 2 + 1] * scale;
-      if constexpr (P::kFp32Out)
-        *reinterpret_cast<float2*>(to + ot * 8) = float2{x, y};
-      else
-        *reinterpret_cast<unsigned*>(to + ot * 8) = pack<Element>(x, y);
+      store_pair(to + ot * 8, o[ot][half * 2] * scale, o[ot][half * 2 + 1] * scale);
     }
+  }
+}
+
+/// LSE and O of all of a warp's rows.
+template <class P, int kMt, class WarpRow>
+__device__ __forceinline__ void store_heads(const Params& p, const Sequence<P>& sequence, int q, int h,
+                                            int heads, const float (&o)[kMt][ForwardPolicy<P>::kOt][4],
+                                            const RowValues<P>& row_max, const RowValues<P>& row_sum,
+                                            const WarpRow& warp_row, int lane, float scale_log2) {
+#pragma unroll
+  for (int mt = 0; mt < kMt; ++mt) {
+    float sum[2];
+    for (int half = 0; half < 2; ++half) sum[half] = whole_sum<P>(row_sum[mt][half]);
+    store_heads_of_tile<P>(p, sequence, q, h, heads, warp_row(mt) + lane / 4, row_max[mt], sum, scale_log2,
+                           o[mt]);
   }
 }
 

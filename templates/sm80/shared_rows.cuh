@@ -4,8 +4,7 @@
 #pragma once
 
 #include "flashjit/common/dropout.cuh"
-#include "flashjit/common/split.cuh"
-#include "flashjit/sm80/forward_epilogue.cuh"
+#include "flashjit/sm80/forward_lse.cuh"
 #include "flashjit/sm80/forward_smem.cuh"
 #include "flashjit/sm80/forward_softmax.cuh"
 
@@ -109,61 +108,6 @@ __device__ __forceinline__ void multiply_shared_p(float (&o)[kMt][kOt][4], const
     for (int mt = 0; mt < kMt; ++mt) load_matrix_x4(a[mt], rows + (warp_row(mt) * kPitch + k * 16) * 2);
     multiply_step<typename P::Element, Policy::kOUnitsOfAll, Policy::kGuardO>(
         o, a, v_tile + k * 16 * Policy::kVPitch * 2, column_part<P>() * Policy::kOUnits);
-  }
-}
-
-/// n8 tiles of O that the warp has; the last warp's may be fewer.
-template <class P>
-__device__ __forceinline__ int own_chunks() {
-  return min(ForwardPolicy<P>::kOt, P::kHeadDimV / 8 - column_part<P>() * ForwardPolicy<P>::kOt);
-}
-
-/// store_o_split() of the warp's columns.
-template <class P, int kOt>
-__device__ __forceinline__ void store_shared_o_split(const Params& p, const Sequence<P>& sequence, int h,
-                                                     int split, int first_q, int seqlen_q, float (&o)[kOt][4],
-                                                     const float (&scale)[2]) {
-#pragma unroll
-  for (int n = 0; n < kOt * 4; ++n) o[n / 4][n % 4] *= scale[n / 2 % 2];
-  float* columns = o_of_split<P>(p, split) + column_part<P>() * kOt * 8;
-  for (int half = 0; half < 2; ++half)
-    if (const int q = first_q + half * 8; q < seqlen_q)
-      store_row<kOt>(columns + (sequence.lse_row(p, h) + q) * P::kHeadDimV, half, o[0], own_chunks<P>());
-}
-
-/// store_o_fp32() of the warp's columns.
-template <class P, int kOt>
-__device__ __forceinline__ void store_shared_o_fp32(const Params& p, const Sequence<P>& sequence, int h,
-                                                    int first_q, int seqlen_q, float (&o)[kOt][4],
-                                                    const float (&scale)[2]) {
-#pragma unroll
-  for (int n = 0; n < kOt * 4; ++n) o[n / 4][n % 4] *= scale[n / 2 % 2];
-  float* columns = sequence.template q_pointer<float>(p.o, h, first_q) + column_part<P>() * kOt * 8;
-  for (int half = 0; half < 2; ++half)
-    if (first_q + half * 8 < seqlen_q)
-      store_row<kOt>(columns + half * 8 * p.o.stride_s, half, o[0], own_chunks<P>());
-}
-
-/// store_o() of the warp's columns.
-template <class P, int kOt>
-__device__ __forceinline__ void store_shared_o(const Params& p, const Sequence<P>& sequence, int h,
-                                               int q_begin, int row, int seqlen_q, int lane, char* o_tile,
-                                               const float (&o)[kOt][4], const float (&scale)[2]) {
-  constexpr int kPitch = pitch(P::kHeadDimV);
-  const int first_column = column_part<P>() * kOt * 8, chunks = own_chunks<P>();
-#pragma unroll
-  for (int ot = 0; ot < kOt; ++ot)
-    if (ot < chunks)
-      store_fragment<typename P::Element, kPitch>(o_tile, row, first_column + ot * 8, o[ot], scale[0],
-                                                  scale[1]);
-  __syncwarp();
-  unsigned short* to = sequence.q_pointer(p.o, h, q_begin + row) + first_column;
-  const char* from = o_tile + (row * kPitch + first_column) * 2;
-  for (int index = lane; index < 16 * kOt; index += 32) {
-    const int of_tile = index / kOt, chunk = index % kOt;
-    if (chunk < chunks && of_tile < seqlen_q - q_begin - row)
-      *reinterpret_cast<uint4*>(to + of_tile * p.o.stride_s + chunk * 8) =
-          *reinterpret_cast<const uint4*>(from + (of_tile * kPitch + chunk * 8) * 2);
   }
 }
 

@@ -7,6 +7,7 @@
 #include "flashjit/common/kv_source.cuh"
 #include "flashjit/sm80/backward_softmax.cuh"
 #include "flashjit/sm80/backward_wide.cuh"
+#include "flashjit/sm80/kv_loader.cuh"
 #include "flashjit/sm80/query_heads.cuh"
 
 namespace flashjit::sm80 {

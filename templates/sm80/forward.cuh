@@ -12,6 +12,7 @@
 #include "flashjit/sm80/forward_output.cuh"
 #include "flashjit/sm80/forward_running_state.cuh"
 #include "flashjit/sm80/forward_smem.cuh"
+#include "flashjit/sm80/kv_loader.cuh"
 #include "flashjit/sm80/products.cuh"
 #include "flashjit/sm80/query_heads.cuh"
 #include "flashjit/sm80/shared_rows.cuh"
@@ -46,20 +47,16 @@ __device__ void forward(const Params& p) {
   const auto load_k = [&](int i) {
     if (i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
-    if constexpr (P::kIndices)
-      return load_listed_tile<P, Policy::kKColumns, kThreads>(smem.k(i), k, list(), p, b, kv);
-    load_kv_tile<P, Policy::kKColumns, kThreads>(smem.k(i), k, kv, seqused_kv - kv, first_kv - kv);
-    if constexpr (P::kKeyScales)
-      load_scales<P, kThreads>(smem.k_scales(i), k_scales, kv, seqused_kv - kv, first_kv - kv);
+    KvLoader<P>::template load<Policy::kKColumns>(smem.k(i), k, list, p, b, kv, seqused_kv - kv,
+                                                  first_kv - kv);
+    load_key_scales<P>(smem.k_scales(i), k_scales, kv, seqused_kv - kv, first_kv - kv);
   };
   const auto load_v = [&](int i) {
     if (P::kSharedKv || i < 0 || i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
-    if constexpr (P::kIndices)
-      return load_listed_tile<P, Policy::kVColumns, kThreads>(smem.v(i), v, list(), p, b, kv);
-    load_kv_tile<P, Policy::kVColumns, kThreads>(smem.v(i), v, kv, seqused_kv - kv, first_kv - kv);
-    if constexpr (P::kKeyScales)
-      load_scales<P, kThreads>(smem.v_scales(i), v_scales, kv, seqused_kv - kv, first_kv - kv);
+    KvLoader<P>::template load<Policy::kVColumns>(smem.v(i), v, list, p, b, kv, seqused_kv - kv,
+                                                  first_kv - kv);
+    load_key_scales<P>(smem.v_scales(i), v_scales, kv, seqused_kv - kv, first_kv - kv);
   };
   const unsigned short* q_rows = sequence.q_pointer(p.q, h, P::kIndices ? q_tile_index : q_begin);
   const long long q_stride = P::kIndices ? p.q.stride_h : p.q.stride_s;

@@ -1,5 +1,5 @@
 // The rows of a Q tile where it is a CTA's: queries of a head; or, where each query has a list of keys, heads
-// of one query, which share the list; and the copies of the keys that a list names.
+// of one query, which share the list.
 #pragma once
 
 #include "flashjit/common/index_list.cuh"
@@ -36,36 +36,6 @@ __device__ __forceinline__ int end_of_rows(const Params& p, const Sequence<P>& s
   if constexpr (!P::kIndices) return sequence.seqlen_q(p);
   const int group = p.qhead_per_kvhead();
   return q_tile < sequence.seqlen_q(p) ? min(group - h % group, P::kBr) : 0;
-}
-
-/// load_kv_tile() of the entries of a list from `first` on. A lane finds the slots of entries lane, lane + 32
-/// and so on, and those that copy these ask it.
-template <class P, int kColumns, int kThreads>
-__device__ __forceinline__ void load_listed_tile(unsigned tile, const KvSource<P>& from,
-                                                 const IndexList<P>& list, const Params& p, int b,
-                                                 int first) {
-  constexpr int kChunks = round_up(kColumns, 16) / 8, kLookUps = (P::kBc + 31) / 32;
-  int slots[kLookUps];
-#pragma unroll
-  for (int i = 0; i < kLookUps; ++i) {
-    const int key = list.key(first + i * 32 + lane_index());
-    slots[i] = key >= 0 ? slot_of_key<P>(p, b, key) : -1;
-  }
-#pragma unroll 4
-  for (int begin = 0; begin < P::kBc * kChunks; begin += kThreads) {
-    const int index = begin + static_cast<int>(threadIdx.x), row = index / kChunks,
-              column = index % kChunks * 8;
-    int slot = -1;
-#pragma unroll
-    for (int i = 0; i < kLookUps; ++i) {
-      const int other = __shfl_sync(kWholeWarp, slots[i], row % 32);
-      if (row / 32 == i) slot = other;
-    }
-    if (P::kBc * kChunks % kThreads != 0 && row >= P::kBc) continue;
-    const bool in = slot >= 0 && column < kColumns;
-    copy_async_16(tile + (row * pitch(kColumns) + column) * 2,
-                  in ? from.row_in_slot(slot) + column : from.some_row(), in);
-  }
 }
 
 }  // namespace flashjit::sm80

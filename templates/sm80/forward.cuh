@@ -58,15 +58,10 @@ __device__ void forward(const Params& p) {
                                                   first_kv - kv);
     load_key_scales<P>(smem.v_scales(i), v_scales, kv, seqused_kv - kv, first_kv - kv);
   };
-  const unsigned short* q_rows = sequence.q_pointer(p.q, h, P::kIndices ? q_tile_index : q_begin);
+  const QBits<P>* q_rows =
+      sequence.template q_pointer<QBits<P>>(p.q, h, P::kIndices ? q_tile_index : q_begin);
   const long long q_stride = P::kIndices ? p.q.stride_h : p.q.stride_s;
-  if constexpr (P::kQCodes)
-    load_q_codes<P, kThreads>(smem, sequence.template q_pointer<unsigned char>(p.q, h, q_begin), p.q.stride_s,
-                              seqlen_q - q_begin);
-  else if constexpr (kScaledKv<P>)
-    load_paired_tile<P::kBr, P::kHeadDim, kThreads>(smem.q, q_rows, q_stride, seqlen_q - q_begin);
-  else
-    load_tile<P::kBr, P::kHeadDim, kThreads>(smem.q, q_rows, q_stride, seqlen_q - q_begin);
+  QLoader<P>::load(smem, q_rows, q_stride, seqlen_q - q_begin);
   start_copies<P>(load_k, load_v);
 
   unsigned q_fragments[P::kQInRegisters ? Policy::kQSteps : 1][kMt][4];

@@ -87,17 +87,49 @@ __device__ __forceinline__ void run_steps(int count, const Step& step, const Loa
   }
 }
 
-/// Q of codes: as they are where they are multiplied, else as K's codes are met in 16 bits.
-template <class P, int kThreads>
-__device__ __forceinline__ void load_q_codes(const ForwardSmem<P>& smem, const unsigned char* rows,
-                                             long long stride, int valid) {
-  if constexpr (ForwardPolicy<P>::kCodeProducts)
-    load_tile<P::kBr, P::kHeadDim / 2, kThreads>(smem.q, reinterpret_cast<const unsigned short*>(rows),
-                                                 stride / 2, valid);
-  else
-    load_converted_tile<typename P::Element, typename P::KvElement, P::kBr, P::kHeadDim, kThreads>(
-        smem.shared + smem.kLayout.q(), rows, stride, valid);
-}
+/// What Q is read as.
+template <class P>
+using QBits = Conditional<P::kQCodes, unsigned char, unsigned short>;
+
+/// How `valid` rows of Q get to shared memory; QLoader<P> names one of these types.
+template <class P>
+struct PlainQLoader {
+  static __device__ __forceinline__ void load(const ForwardSmem<P>& smem, const QBits<P>* rows,
+                                              long long stride, int valid) {
+    load_tile<P::kBr, P::kHeadDim, ForwardPolicy<P>::kThreads>(smem.q, rows, stride, valid);
+  }
+};
+/// Columns in the order in which K's codes are met.
+template <class P>
+struct PairedQLoader {
+  static __device__ __forceinline__ void load(const ForwardSmem<P>& smem, const QBits<P>* rows,
+                                              long long stride, int valid) {
+    load_paired_tile<P::kBr, P::kHeadDim, ForwardPolicy<P>::kThreads>(smem.q, rows, stride, valid);
+  }
+};
+/// Q of 8 bits, multiplied as it is: two codes in a column.
+template <class P>
+struct QuantizedQLoader {
+  static __device__ __forceinline__ void load(const ForwardSmem<P>& smem, const QBits<P>* rows,
+                                              long long stride, int valid) {
+    load_tile<P::kBr, P::kHeadDim / 2, ForwardPolicy<P>::kThreads>(
+        smem.q, reinterpret_cast<const unsigned short*>(rows), stride / 2, valid);
+  }
+};
+/// Q of 8 bits, multiplied in 16, as K's codes are.
+template <class P>
+struct ConvertedQLoader {
+  static __device__ __forceinline__ void load(const ForwardSmem<P>& smem, const QBits<P>* rows,
+                                              long long stride, int valid) {
+    load_converted_tile<typename P::Element, typename P::KvElement, P::kBr, P::kHeadDim,
+                        ForwardPolicy<P>::kThreads>(smem.shared + smem.kLayout.q(), rows, stride, valid);
+  }
+};
+template <class P>
+using QLoader =
+    Conditional<P::kQCodes,
+                Conditional<ForwardPolicy<P>::kCodeProducts, QuantizedQLoader<P>, ConvertedQLoader<P>>,
+                Conditional<kScaledKv<P>, PairedQLoader<P>, PlainQLoader<P>>>;
 
 /// Q to registers, for all KV tiles.
 template <class P, class LoadQ>

@@ -10,6 +10,7 @@
 #include "flashjit/sm80/forward_heads.cuh"
 #include "flashjit/sm80/forward_loader.cuh"
 #include "flashjit/sm80/forward_output.cuh"
+#include "flashjit/sm80/forward_pv.cuh"
 #include "flashjit/sm80/forward_running_state.cuh"
 #include "flashjit/sm80/forward_smem.cuh"
 #include "flashjit/sm80/kv_loader.cuh"
@@ -22,6 +23,7 @@ namespace flashjit::sm80 {
 template <class P>
 __device__ void forward(const Params& p) {
   using Policy = ForwardPolicy<P>;
+  using Pv = PvStage<P>;
   constexpr int kThreads = Policy::kThreads, kMt = Policy::kMt, kNt = Policy::kNt;
   extern __shared__ __align__(128) char shared[];
   const ForwardSmem<P> smem(shared);
@@ -75,10 +77,10 @@ __device__ void forward(const Params& p) {
   };
   const HeadScales scales = head_scales(q_scale<P>(p, b, h_kv), k_scales, v_scales);
   const float scale_log2 = score_scale_log2<P>(p, scales.k);
-  float o[kMt][Policy::kOt][4] = {};
+  OutTiles<P> o = {};
   RowValues<P> row_max, row_sum;
   clear_rows<P>(row_max, row_sum);
-  unsigned p_fragments[(kNt + 1) / 2][kMt][4];
+  PFragments<P> p_fragments;
   const auto add_pv = [&](int i, int k, float after) {
     multiply_pv<P>(o, p_fragments[k], smem.v(i) + v_offset, smem.v_scales(i), k, after);
   };
@@ -126,29 +128,13 @@ __device__ void forward(const Params& p) {
     float exponential = 0.0f;
 #pragma unroll
     for (int k = 0; k < (kNt + 1) / 2; ++k) {
-      if constexpr (Policy::kLatePv && !first.value) add_pv(i - 1, k, exponential);  // O += P V
+      Pv::among(first, i, k, exponential, add_pv);
       exponential = exponentials<P>(s, row_sum, row_max, shift, scale_log2, 2 * k);  // P = exp2(S - m)
-      if constexpr (Policy::kLatePv) pack_p<P>(p_fragments[k], s, k);
+      Pv::keep(p_fragments, s, k);
     }
-    if constexpr (!Policy::kCodeProducts)
-      if (!__all_sync(kWholeWarp, same_max)) rescale_rows<P>(o, rescale);
-    if constexpr (Policy::kCodeProducts) {
-      if constexpr (P::kDropout) drop<P>(s, p, dropout_head<P>(p, sequence.b, h), at_q, at_kv);
-      add_pv_of_codes<P>(o, rescale, s, smem.v(i) + v_offset,
-                         static_cast<unsigned>(seqused_kv) >> 31);  // O = rescale O + P V
-    } else if constexpr (Policy::kSharesRows) {
-      store_p<P>(s, smem, p, dropout_head<P>(p, sequence.b, h), warp_row, at_q, at_kv);
-      sync_rows<P>();
-      multiply_shared_p<P>(o, smem, smem.v(i) + v_offset, warp_row);  // O += P V
-    } else if constexpr (!Policy::kLatePv) {
-#pragma unroll
-      for (int k = 0; k < kNt / 2; ++k) {
-        pack_p<P>(p_fragments[k], s, k);
-        if constexpr (P::kDropout)
-          drop<P>(p_fragments[k], p, dropout_head<P>(p, sequence.b, h), at_q, at_kv, k);
-        add_pv(i, k, 0.0f);  // O += P V
-      }
-    }
+    Pv::rescale(o, rescale, same_max);
+    Pv::multiply(i, o, p_fragments, s, rescale, smem, smem.v(i) + v_offset, p,
+                 dropout_head<P>(p, sequence.b, h), seqused_kv, warp_row, at_q, at_kv, add_pv);
     end_step<P>(i, load_k);
   };
 

@@ -38,7 +38,7 @@ __device__ void forward(const Params& p) {
   if (P::kVarlen && q_range.begin == q_range.end) return;
   const auto head = sequence.head(p, h);
   KvTiles<P> tiles(p, head, q_tile_index, q_range, seqused_kv);
-  if constexpr (P::kSplit) tiles.keep_split(p, split);
+  if (P::kSplit) tiles.keep_split(p, split);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto warp_row = [&](int mt) { return mt * 16 * Policy::kRowWarps + row_warp<P>(warp) * 16; };
@@ -92,7 +92,7 @@ __device__ void forward(const Params& p) {
     ForwardScores<P> s = {};
     const unsigned k_tile = smem.k(i) + k_offset;
     multiply_qk<P>(s, q_fragments, k_tile, load_q);  // S = Q K^T
-    if constexpr (P::kKeyScales) scale_keys<P>(s, smem.k_scales(i));
+    if (P::kKeyScales) scale_keys<P>(s, smem.k_scales(i));
     end_qk<P>(i, load_k);
 
     const int tile_begin = tiles.tile(i) * P::kBc, kv_begin = tile_begin + first_key<P>();
@@ -109,22 +109,15 @@ __device__ void forward(const Params& p) {
                                min(kv_begin + nt * 8, seqused_kv - 1));
     };
     apply_score<P>(s, p, head, scales.k, at_q, at_kv);
-    if constexpr (P::kIndices) mask_entries<P>(s, list(), kv_begin + lane % 4 * 2);
+    if (P::kIndices) mask_entries<P>(s, list(), kv_begin + lane % 4 * 2);
     const bool unmasked =
         P::kIndices || (tile_begin + P::kBc <= seqused_kv && tiles.full(p, head, q_range, tiles.entry(i)));
     if (!unmasked)
       apply_mask<P, false, Policy::kKeyBits>(s, p, head, at_q, at_kv, kv_begin, seqused_kv, in_map);
 
     RowValues<P> shift, rescale;
-    [[maybe_unused]] RowValues<P> shared_max;
-    if constexpr (Policy::kSharesRows) share_max<P>(shared_max, row_max, s, smem, warp_row);
     const bool same_max =
-        update_max<P>(row_max, row_sum, shift, rescale, scale_log2, [&](float before, int mt, int half) {
-          if constexpr (Policy::kSharesRows)
-            return shared_max[mt][half];
-          else
-            return max_of_row<P>(s, before, mt, half);
-        });
+        RowMax<P>::update(row_max, row_sum, shift, rescale, scale_log2, s, smem, warp_row);  // m = rowmax(S)
     float exponential = 0.0f;
 #pragma unroll
     for (int k = 0; k < (kNt + 1) / 2; ++k) {

@@ -53,6 +53,34 @@ __device__ __forceinline__ void share_max(RowValues<P>& shared, const RowValues<
     for (int half = 0; half < 2; ++half) shared[mt][half] = max_of_row<P>(s, before[mt][half], mt, half);
   exchange_rows<P>(shared, smem, warp_row, [](float a, float b) { return fmaxf(a, b); });
 }
+/// How a step finds the rows' maxima and what follows from them; see update_max(). RowMax<P> names a type.
+template <class P>
+struct OwnRowMax {
+  template <class WarpRow>
+  static __device__ __forceinline__ bool update(RowValues<P>& row_max, RowValues<P>& row_sum,
+                                                RowValues<P>& shift, RowValues<P>& rescale, float scale_log2,
+                                                const ForwardScores<P>& s, const ForwardSmem<P>&,
+                                                const WarpRow&) {
+    return update_max<P>(row_max, row_sum, shift, rescale, scale_log2,
+                         [&](float before, int mt, int half) { return max_of_row<P>(s, before, mt, half); });
+  }
+};
+template <class P>
+struct SharedRowMax {
+  template <class WarpRow>
+  static __device__ __forceinline__ bool update(RowValues<P>& row_max, RowValues<P>& row_sum,
+                                                RowValues<P>& shift, RowValues<P>& rescale, float scale_log2,
+                                                const ForwardScores<P>& s, const ForwardSmem<P>& smem,
+                                                const WarpRow& warp_row) {
+    RowValues<P> shared;
+    share_max<P>(shared, row_max, s, smem, warp_row);
+    return update_max<P>(row_max, row_sum, shift, rescale, scale_log2,
+                         [&](float, int mt, int half) { return shared[mt][half]; });
+  }
+};
+template <class P>
+using RowMax = Conditional<ForwardPolicy<P>::kSharesRows, SharedRowMax<P>, OwnRowMax<P>>;
+
 /// The rows' sums from those of all keys' lanes.
 template <class P, class WarpRow>
 __device__ __forceinline__ void share_sum(RowValues<P>& sum, const ForwardSmem<P>& smem,

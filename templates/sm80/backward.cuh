@@ -16,12 +16,14 @@
 
 namespace flashjit::sm80 {
 
-template <bool kFirst, class A, class B>
-__device__ __forceinline__ auto& either(A& first, B& second) {
-  if constexpr (kFirst)
-    return first;
-  else
-    return second;
+/// Where a warp's dK is: the second warp of a pair has it in the place of dV.
+template <class Dv, class Dk>
+__device__ __forceinline__ Dv& dk_of(Flag<true> /*pairs*/, Dv& dv, Dk&) {
+  return dv;
+}
+template <class Dv, class Dk>
+__device__ __forceinline__ Dk& dk_of(Flag<false> /*pairs*/, Dv&, Dk& own_dk) {
+  return own_dk;
 }
 
 template <class P>
@@ -69,9 +71,9 @@ __device__ void backward(const Params& p) {
   const unsigned k_rows = smem.k() + matrix_offset<true>(kQPitch);
   const unsigned v_rows = smem.v() + matrix_offset<true>(kVPitch);
   constexpr int kUnits = kPairs ? larger(kDUnits, kDvUnits) : kDvUnits;
-  float dv[kMt][2 * kUnits][4] = {};  // the second warp of a pair has its dK here
+  float dv[kMt][2 * kUnits][4] = {};
   float own_dk[kPairs ? 1 : kMt][kPairs ? 2 : 2 * kDUnits][4] = {};
-  auto& dk = either<kPairs>(dv, own_dk);
+  auto& dk = dk_of(Flag<kPairs>{}, dv, own_dk);
 
   StagedTile last{-1, 0, 0, 0};
   int buffer = 0;
@@ -83,7 +85,7 @@ __device__ void backward(const Params& p) {
     __syncthreads();
     const StagedTile tile = smem.staged(stage);
     if (tile.head < 0) break;
-    if constexpr (P::kStages > 1) load_next(stage > 0 ? stage - 1 : P::kStages - 1);
+    if (P::kStages > 1) load_next(stage > 0 ? stage - 1 : P::kStages - 1);
     const int h = tile.head, q_begin = tile.tile * P::kBr;
     const unsigned q_tile = smem.q(stage), dout_tile = smem.dout(stage);
     const float *lse = smem.lse(stage), *row_d = smem.d(stage);
@@ -114,14 +116,14 @@ __device__ void backward(const Params& p) {
       apply_score<P>(s, slope, dots, p, head, at_q, at_kv);
       if (tile.full == 0) apply_mask<P, true, false>(s, p, head, at_kv, at_q, q_begin, seqused_kv, in_map);
       exponentials<P>(p, s, lse, lane);  // P = exp(S - LSE)
-      if constexpr (P::kDropout) mark_dropped<P>(s, p, dropout_head<P>(p, sequence.b, h), at_q, at_kv);
+      if (P::kDropout) mark_dropped<P>(s, p, dropout_head<P>(p, sequence.b, h), at_q, at_kv);
       hand_over_p<P>(shared, s, slope, dots, row_warp, lane);
       multiply_by_columns<P, kVPitch, kDvUnits, kUnits != kDvUnits, P::kDropout>(dv, s,
                                                                                  dout_tile);  // dV += P^T dO
-      if constexpr (kPairs) add_last();
+      if (kPairs) add_last();
     }
     if (has_ds) {
-      if constexpr (kPairs) add_last();
+      if (kPairs) add_last();
       BackwardScores<P> dp = {};  // dP = dO V^T
       multiply_transposed<Element, P::kHeadDimV, 2>(
           dp, dout_tile + matrix_offset<false>(kVPitch), [&](unsigned(&a)[4], int mt, int k) {
@@ -137,10 +139,10 @@ __device__ void backward(const Params& p) {
       multiply_by_columns<P, kQPitch, kDUnits, kPairs && kUnits != kDUnits, false>(dk, dp,
                                                                                    q_tile);  // dK += dS^T Q
     }
-    if constexpr (!kPairs) add_last();
-    if constexpr (!kLateDq) {
+    if (!kPairs) add_last();
+    if (!kLateDq) {
       __syncthreads();  // dS is complete, and with one stage Q and dO are free
-      if constexpr (P::kStages == 1) load_next(0);
+      if (P::kStages == 1) load_next(0);
       add_dq<P>(p, sequence, tile, smem, 0, warp, lane);  // dQ += dS K
     }
     last = tile;

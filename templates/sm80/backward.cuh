@@ -30,7 +30,6 @@ template <class P>
 __device__ void backward(const Params& p) {
   if constexpr (P::kIndices) return backward_of_indices<P>(p);
   if constexpr (is_wide(P::kHeadDim, P::kHeadDimV)) return backward_wide<P>(p);
-  using Element = typename P::Element;
   using Policy = BackwardPolicy<P>;
   constexpr bool kPairs = Policy::kPairs, kLateDq = Policy::kLateDq;
   constexpr int kThreads = Policy::kThreads, kRowWarps = Policy::kRowWarps, kMt = Policy::kMt;
@@ -44,18 +43,14 @@ __device__ void backward(const Params& p) {
   const Sequence<P> sequence(p, work.b);
   const int h_kv = work.h_kv, kv_tile = work.kv_tile, kv_begin = kv_tile * P::kBc;
   const int seqused_kv = sequence.seqused_kv(p);
-  if (P::kVarlen && kv_begin >= sequence.seqlen_kv(p) &&
-      (!kListedDqOrder<P> || QWalk<P>(p, sequence, work).next(p, sequence).head < 0))
-    return;
+  if (is_past_sequence<P>(p, sequence, work)) return;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_warp = warp % kRowWarps;
   const bool has_p = !kPairs || warp < kRowWarps, has_ds = !kPairs || warp >= kRowWarps;
   const auto warp_row = [&](int mt) { return (row_warp * kMt + mt) * 16; };
 
-  const KvSource<P> k(p, p.k, sequence, h_kv), v(p, p.v, sequence, h_kv);
-  load_tile<P::kBc, P::kHeadDim, kThreads>(smem.k(), k.row(kv_begin), k.stride(), seqused_kv - kv_begin);
-  load_tile<P::kBc, P::kHeadDimV, kThreads>(smem.v(), v.row(kv_begin), v.stride(), seqused_kv - kv_begin);
+  load_kv_tiles<P>(p, sequence, smem, h_kv, kv_begin, seqused_kv);
 
   QWalk<P> walk(p, sequence, work);
   const auto load_next = [&](int stage) {
@@ -109,10 +104,7 @@ __device__ void backward(const Params& p) {
     if (has_p) {
       clear<P>(s);
       // S = Q K^T
-      multiply_transposed<Element, P::kHeadDim, 2>(
-          s, q_tile + matrix_offset<false>(kQPitch), [&](unsigned(&a)[4], int mt, int k) {
-            load_matrix_x4(a, k_rows + (warp_row(mt) * kQPitch + k * 16) * 2);
-          });
+      multiply_kv_rows<P, P::kHeadDim>(s, k_rows, q_tile, warp_row);
       apply_score<P>(s, slope, dots, p, head, at_q, at_kv);
       if (tile.full == 0) apply_mask<P, true, false>(s, p, head, at_kv, at_q, q_begin, seqused_kv, in_map);
       exponentials<P>(p, s, lse, lane);  // P = exp(S - LSE)
@@ -125,10 +117,7 @@ __device__ void backward(const Params& p) {
     if (has_ds) {
       if (kPairs) add_last();
       BackwardScores<P> dp = {};  // dP = dO V^T
-      multiply_transposed<Element, P::kHeadDimV, 2>(
-          dp, dout_tile + matrix_offset<false>(kVPitch), [&](unsigned(&a)[4], int mt, int k) {
-            load_matrix_x4(a, v_rows + (warp_row(mt) * kVPitch + k * 16) * 2);
-          });
+      multiply_kv_rows<P, P::kHeadDimV>(dp, v_rows, dout_tile, warp_row);
       wait_for_p<P>(row_warp);
       const auto take = [&](int mt, int nt) {
         take_over_p<P>(shared, s, slope, dots, mt, nt, row_warp, lane);

@@ -1,6 +1,7 @@
 // Which KV tile is a CTA's work in the backward pass, and the copies of the Q tiles that it meets.
 #pragma once
 
+#include "flashjit/common/kv_source.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/sm80/backward_smem.cuh"
 #include "flashjit/sm80/tile.cuh"
@@ -22,6 +23,25 @@ __device__ __forceinline__ unsigned next_work_tile(const Params& p, char* shared
     __syncthreads();
   }
   return work;
+}
+
+/// Whether a work tile's keys are behind the end of their sequence, and no other tile waits for it.
+template <class P>
+__device__ __forceinline__ bool is_past_sequence(const Params& p, const Sequence<P>& sequence,
+                                                 const KvWorkTile<P>& work) {
+  return P::kVarlen && work.kv_tile * P::kBc >= sequence.seqlen_kv(p) &&
+         (!kListedDqOrder<P> || QWalk<P>(p, sequence, work).next(p, sequence).head < 0);
+}
+
+/// Starts the copies of a tile of K and of V.
+template <class P>
+__device__ __forceinline__ void load_kv_tiles(const Params& p, const Sequence<P>& sequence,
+                                              const BackwardSmem<P>& smem, int h_kv, int kv_begin,
+                                              int seqused_kv) {
+  constexpr int kThreads = BackwardPolicy<P>::kThreads;
+  const KvSource<P> k(p, p.k, sequence, h_kv), v(p, p.v, sequence, h_kv);
+  load_tile<P::kBc, P::kHeadDim, kThreads>(smem.k(), k.row(kv_begin), k.stride(), seqused_kv - kv_begin);
+  load_tile<P::kBc, P::kHeadDimV, kThreads>(smem.v(), v.row(kv_begin), v.stride(), seqused_kv - kv_begin);
 }
 
 /// Starts the copies of a Q tile, of its dO and of its rows' LSE and D.

@@ -19,6 +19,17 @@ __device__ __forceinline__ void clear(BackwardScores<P>& s) {
       for (float& value : s[mt][nt]) value = 0.0f;
 }
 
+/// S or dP of the warp's keys: K Q^T, or V dO^T. `kv_rows`: matrix_offset() in K's or V's tile.
+template <class P, int kDim, class WarpRow>
+__device__ __forceinline__ void multiply_kv_rows(BackwardScores<P>& c, unsigned kv_rows, unsigned q_tile,
+                                                 const WarpRow& warp_row) {
+  constexpr int kPitch = pitch(kDim);
+  multiply_transposed<typename P::Element, kDim, 2>(
+      c, q_tile + matrix_offset<false>(kPitch), [&](unsigned(&a)[4], int mt, int k) {
+        load_matrix_x4(a, kv_rows + (warp_row(mt) * kPitch + k * 16) * 2);
+      });
+}
+
 /// S = score(S); keeps what the gradients need: the score's slope, and Q K^T.
 template <class P, class AtQ, class AtKv>
 __device__ __forceinline__ void apply_score(BackwardScores<P>& s, Slopes<P>& slope, Dots<P>& dots,

@@ -72,18 +72,14 @@ __device__ void backward_wide(const Params& p) {
   const KvWorkTile<P> work(p, number);
   const Sequence<P> sequence(p, work.b);
   const int kv_begin = work.kv_tile * P::kBc, seqused_kv = sequence.seqused_kv(p);
-  if (P::kVarlen && kv_begin >= sequence.seqlen_kv(p) &&
-      (!kListedDqOrder<P> || QWalk<P>(p, sequence, work).next(p, sequence).head < 0))
-    return;
+  if (is_past_sequence<P>(p, sequence, work)) return;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_warp = warp % Policy::kRowWarps, part = column_part<P>();
   const int first_query = part * Policy::kNt * 8;  // of those that the warp computes S and dP for
   const auto warp_row = [&](int mt) { return (row_warp * kMt + mt) * 16; };
 
-  const KvSource<P> k(p, p.k, sequence, work.h_kv), v(p, p.v, sequence, work.h_kv);
-  load_tile<P::kBc, P::kHeadDim, kThreads>(smem.k(), k.row(kv_begin), k.stride(), seqused_kv - kv_begin);
-  load_tile<P::kBc, P::kHeadDimV, kThreads>(smem.v(), v.row(kv_begin), v.stride(), seqused_kv - kv_begin);
+  load_kv_tiles<P>(p, sequence, smem, work.h_kv, kv_begin, seqused_kv);
   QWalk<P> walk(p, sequence, work);
   const auto load_next = [&](int stage) {
     StagedTile next = walk.next(p, sequence);

@@ -90,23 +90,15 @@ __device__ void backward(const Params& p) {
     const auto at_kv = [&](int mt, int e) { return kv_position + (mt * 16 + e / 2 * 8); };
     [[maybe_unused]] const auto head = sequence.head(p, h);
 
-    // The map's blocks are multiples of 16, so an m16n8 tile lies in one of them.
-    const auto in_map = [&](int mt, int nt) {
-      if constexpr (!kTestsMap<P>)
-        return true;
-      else
-        return in_block_map<P>(p, sequence.b, h, min(q_begin + nt * 8, sequence.seqlen_q(p) - 1),
-                               min(kv_begin + warp_row(mt), seqused_kv - 1));
-    };
     BackwardScores<P> s;               // S, then P
     [[maybe_unused]] Slopes<P> slope;  // of the score
     [[maybe_unused]] Dots<P> dots;     // Q K^T
     if (has_p) {
       clear<P>(s);
-      // S = Q K^T
-      multiply_kv_rows<P, P::kHeadDim>(s, k_rows, q_tile, warp_row);
+      multiply_kv_rows<P, P::kHeadDim>(s, k_rows, q_tile, warp_row);  // S = Q K^T
       apply_score<P>(s, slope, dots, p, head, at_q, at_kv);
-      if (tile.full == 0) apply_mask<P, true, false>(s, p, head, at_kv, at_q, q_begin, seqused_kv, in_map);
+      if (tile.full == 0)
+        mask_scores<P>(s, p, sequence, head, at_q, at_kv, warp_row, q_begin, kv_begin, seqused_kv);
       exponentials<P>(p, s, lse, lane);  // P = exp(S - LSE)
       if (P::kDropout) mark_dropped<P>(s, p, dropout_head<P>(p, sequence.b, h), at_q, at_kv);
       hand_over_p<P>(shared, s, slope, dots, row_warp, lane);

@@ -52,6 +52,23 @@ __device__ __forceinline__ void apply_score(BackwardScores<P>& s, Slopes<P>& slo
   }
 }
 
+/// S = -inf where a pair does not attend, of the queries from `q_begin` on and the keys from `kv_begin` on.
+template <class P, class AtQ, class AtKv, class WarpRow>
+__device__ __forceinline__ void mask_scores(BackwardScores<P>& s, const Params& p,
+                                            const Sequence<P>& sequence, const typename P::Head& head,
+                                            const AtQ& at_q, const AtKv& at_kv, const WarpRow& warp_row,
+                                            int q_begin, int kv_begin, int seqused_kv) {
+  // The map's blocks are multiples of 16, so an m16n8 tile lies in one of them.
+  const auto in_map = [&](int mt, int nt) {
+    if constexpr (!kTestsMap<P>)
+      return true;
+    else
+      return in_block_map<P>(p, sequence.b, head.h, min(q_begin + nt * 8, sequence.seqlen_q(p) - 1),
+                             min(kv_begin + warp_row(mt), seqused_kv - 1));
+  };
+  apply_mask<P, true, false>(s, p, head, at_kv, at_q, q_begin, seqused_kv, in_map);
+}
+
 /// P = exp(S - LSE)
 template <class P>
 __device__ __forceinline__ void exponentials(const Params& p, BackwardScores<P>& s, const float* lse,

@@ -32,26 +32,22 @@ __device__ void backward(const Params& p) {
   if constexpr (is_wide(P::kHeadDim, P::kHeadDimV)) return backward_wide<P>(p);
   using Policy = BackwardPolicy<P>;
   constexpr bool kPairs = Policy::kPairs, kLateDq = Policy::kLateDq;
-  constexpr int kThreads = Policy::kThreads, kRowWarps = Policy::kRowWarps, kMt = Policy::kMt;
-  constexpr int kDUnits = Policy::kDUnits, kDvUnits = Policy::kDvUnits, kQPitch = Policy::kQPitch,
-                kVPitch = Policy::kVPitch;
+  constexpr int kMt = Policy::kMt, kDUnits = Policy::kDUnits, kDvUnits = Policy::kDvUnits;
+  constexpr int kQPitch = Policy::kQPitch, kVPitch = Policy::kVPitch, kRowWarps = Policy::kRowWarps;
   extern __shared__ __align__(128) char shared[];
   const BackwardSmem<P> smem(shared);
 
   const unsigned number = next_work_tile<P>(p, shared);
   const KvWorkTile<P> work(p, number);
   const Sequence<P> sequence(p, work.b);
-  const int h_kv = work.h_kv, kv_tile = work.kv_tile, kv_begin = kv_tile * P::kBc;
-  const int seqused_kv = sequence.seqused_kv(p);
+  const int kv_begin = work.kv_tile * P::kBc, seqused_kv = sequence.seqused_kv(p);
   if (is_past_sequence<P>(p, sequence, work)) return;
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int row_warp = warp % kRowWarps;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row_warp = warp % kRowWarps;
   const bool has_p = !kPairs || warp < kRowWarps, has_ds = !kPairs || warp >= kRowWarps;
   const auto warp_row = [&](int mt) { return (row_warp * kMt + mt) * 16; };
 
-  load_kv_tiles<P>(p, sequence, smem, h_kv, kv_begin, seqused_kv);
-
+  load_kv_tiles<P>(p, sequence, smem, work.h_kv, kv_begin, seqused_kv);
   QWalk<P> walk(p, sequence, work);
   const auto load_next = [&](int stage) {
     StagedTile next = walk.next(p, sequence);
@@ -89,7 +85,6 @@ __device__ void backward(const Params& p) {
     const auto at_q = [&](int nt, int e) { return q_position + (nt * 8 + e % 2); };
     const auto at_kv = [&](int mt, int e) { return kv_position + (mt * 16 + e / 2 * 8); };
     [[maybe_unused]] const auto head = sequence.head(p, h);
-
     BackwardScores<P> s;               // S, then P
     [[maybe_unused]] Slopes<P> slope;  // of the score
     [[maybe_unused]] Dots<P> dots;     // Q K^T
@@ -111,12 +106,10 @@ __device__ void backward(const Params& p) {
       BackwardScores<P> dp = {};  // dP = dO V^T
       multiply_kv_rows<P, P::kHeadDimV>(dp, v_rows, dout_tile, warp_row);
       wait_for_p<P>(row_warp);
-      const auto take = [&](int mt, int nt) {
-        take_over_p<P>(shared, s, slope, dots, mt, nt, row_warp, lane);
-      };
-      // dS = P (dP - D)
       softmax_backward<P>(dp, s, slope, dots, row_d, smem.ds_pointer(buffer), p, head, at_q, at_kv, warp_row,
-                          lane, take);
+                          lane, [&](int mt, int nt) {  // dS = P (dP - D)
+                            take_over_p<P>(shared, s, slope, dots, mt, nt, row_warp, lane);
+                          });
       multiply_by_columns<P, kQPitch, kDUnits, kPairs && kUnits != kDUnits, false>(dk, dp,
                                                                                    q_tile);  // dK += dS^T Q
     }

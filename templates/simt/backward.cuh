@@ -71,7 +71,7 @@ __device__ __forceinline__ void gradient_tile(typename T::Scores& s, typename T:
         const int q = tile.q.begin + (kRowsAreQueries ? T::row(i) : T::column(j));
         const int kv = tile.kv.begin + (kRowsAreQueries ? T::column(j) : T::row(i));
         float dropout = 1.0f;
-        if constexpr (Problem::kDropout) dropout = pairs.keeps(i * T::kN + j) ? p.keep_scale : 0.0f;
+        if (Problem::kDropout) dropout = pairs.keeps(i * T::kN + j) ? p.keep_scale : 0.0f;
         gradient = pair_gradient<Problem>(p, head, q, kv, s[i][j], dp[i][j], stats[kRowsAreQueries ? i : j],
                                           dropout, add);
       }

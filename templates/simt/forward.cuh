@@ -154,7 +154,7 @@ __device__ void forward(const Params& p) {
     multiply_transposed<T, Problem::kHeadDim>(s, shared, q, q_range.begin, k, kv);
     score_tile<Problem, T>(s, p, tile, pairs, head);
     softmax_tile(s, rows, out);
-    if constexpr (Problem::kDropout) drop_tile<T>(s, pairs, p.keep_scale);
+    if (Problem::kDropout) drop_tile<T>(s, pairs, p.keep_scale);
     store_tile<T>(shared, s);
     multiply_add(out, shared, v, kv);
   }

@@ -67,7 +67,7 @@ __device__ void forward_of_indices(const Params& p) {
     if (!exists || T::lane() != 0) continue;
     const long long row = rows.sequence.lse_row(p, h) + rows.q;
     if (p.lse) p.lse[row] = end.lse;
-    if constexpr (Problem::kRowMax) p.row_max[row] = largest_or_nan(state.max[i], sum);
+    if (Problem::kRowMax) p.row_max[row] = largest_or_nan(state.max[i], sum);
   }
   store_result(out, rows.template matrix<OutElement<Problem>>(p.o), 0);
 }

@@ -42,23 +42,22 @@ __device__ void forward(const Params& p) {
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto warp_row = [&](int mt) { return mt * 16 * Policy::kRowWarps + row_warp<P>(warp) * 16; };
-  const KvSource<P> k(p, p.k, sequence, h_kv), v(p, p.v, sequence, h_kv);
-  const KvScales<P> k_scales(p, p.k_scale, sequence, h_kv), v_scales(p, p.v_scale, sequence, h_kv);
+  const int first_key_read = first_key_of<P>(p, head, q_range);
+  const KvSource<P> k(p, p.k, sequence, h_kv, first_key_read), v(p, p.v, sequence, h_kv, first_key_read);
+  const KvScales<P> k_scales(p, p.k_scale, sequence, h_kv, first_key_read),
+      v_scales(p, p.v_scale, sequence, h_kv, first_key_read);
   const auto list = [&] { return IndexList<P>(p, sequence, h_kv, q_tile_index); };
-  const int first_kv = first_key_of<P>(p, head, q_range);
   const auto load_k = [&](int i) {
     if (i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
-    KvLoader<P>::template load<Policy::kKColumns>(smem.k(i), k, list, p, b, kv, seqused_kv - kv,
-                                                  first_kv - kv);
-    load_key_scales<P>(smem.k_scales(i), k_scales, kv, seqused_kv - kv, first_kv - kv);
+    KvLoader<P>::template load<Policy::kKColumns>(smem.k(i), k, list, p, b, kv, seqused_kv - kv);
+    load_key_scales<P>(smem.k_scales(i), k_scales, kv, seqused_kv - kv);
   };
   const auto load_v = [&](int i) {
     if (P::kSharedKv || i < 0 || i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
-    KvLoader<P>::template load<Policy::kVColumns>(smem.v(i), v, list, p, b, kv, seqused_kv - kv,
-                                                  first_kv - kv);
-    load_key_scales<P>(smem.v_scales(i), v_scales, kv, seqused_kv - kv, first_kv - kv);
+    KvLoader<P>::template load<Policy::kVColumns>(smem.v(i), v, list, p, b, kv, seqused_kv - kv);
+    load_key_scales<P>(smem.v_scales(i), v_scales, kv, seqused_kv - kv);
   };
   const QBits<P>* q_rows =
       sequence.template q_pointer<QBits<P>>(p.q, h, P::kIndices ? q_tile_index : q_begin);

@@ -1,7 +1,7 @@
 // How a tile of K or V gets from global memory to shared memory; KvLoader<P> names one of the types below.
-// All have load<kColumns>(tile, from, list, p, b, first, valid, skipped), which starts the copies of the keys
-// from `first` on, of which those from `valid` on and those before `skipped` become zeros; `list()` is the
-// query's list of keys.
+// All have load<kColumns>(tile, from, list, p, b, first, valid), which starts the copies of the keys from
+// `first` on, of which those from `valid` on and those that the source does not read become zeros; `list()`
+// is the query's list of keys.
 #pragma once
 
 #include "flashjit/common/index_list.cuh"
@@ -14,7 +14,7 @@ template <class P>
 struct DenseKvLoader {
   template <int kColumns, class List>
   static __device__ __forceinline__ void load(unsigned tile, const KvSource<P>& from, const List&,
-                                              const Params&, int, int first, int valid, int) {
+                                              const Params&, int, int first, int valid) {
     const auto* row = reinterpret_cast<const unsigned short*>(from.row(first));
     load_tile<P::kBc, kColumns, P::kWarps * 32>(tile, row, kScaledKv<P> ? from.stride() / 2 : from.stride(),
                                                 valid);
@@ -26,14 +26,14 @@ template <class P>
 struct PagedKvLoader {
   template <int kColumns, class List>
   static __device__ __forceinline__ void load(unsigned tile, const KvSource<P>& from, const List&,
-                                              const Params&, int, int first, int valid, int skipped) {
+                                              const Params&, int, int first, int valid) {
     constexpr int kThreads = P::kWarps * 32, kChunks = round_up(kColumns, 16) / 8;
 #pragma unroll 1  // more rows at a time do not fit the registers
     for (int begin = 0; begin < P::kBc * kChunks; begin += kThreads) {
       const int index = begin + static_cast<int>(threadIdx.x), row = index / kChunks,
                 column = index % kChunks * 8;
       if (P::kBc * kChunks % kThreads != 0 && row >= P::kBc) break;
-      const bool in = (!kLeavesPages<P> || row >= skipped) && row < valid && column < kColumns;
+      const bool in = from.reads(first + row) && row < valid && column < kColumns;
       copy_async_16(tile + (row * pitch(kColumns) + column) * 2,
                     in ? from.row(first + row) + column : from.some_row(), in);
     }
@@ -46,15 +46,14 @@ template <class P>
 struct PagedQuantizedKvLoader {
   template <int kColumns, class List>
   static __device__ __forceinline__ void load(unsigned tile, const KvSource<P>& from, const List&,
-                                              const Params&, int, int first, int valid, int skipped) {
+                                              const Params&, int, int first, int valid) {
     constexpr int kThreads = P::kWarps * 32;
     constexpr int kChunks = round_up(kColumns, 16) / 8, kLookUps = (P::kBc + 31) / 32;
     int pages[kLookUps];
 #pragma unroll
     for (int i = 0; i < kLookUps; ++i) {
       const int row = i * 32 + lane_index();
-      pages[i] =
-          (!kLeavesPages<P> || row >= skipped) && row < min(valid, P::kBc) ? from.page_of(first + row) : 0;
+      pages[i] = from.reads(first + row) && row < min(valid, P::kBc) ? from.page_of(first + row) : 0;
     }
 #pragma unroll 4
     for (int begin = 0; begin < P::kBc * kChunks; begin += kThreads) {
@@ -67,7 +66,7 @@ struct PagedQuantizedKvLoader {
         if (row / 32 == i) page = other;
       }
       if (P::kBc * kChunks % kThreads != 0 && row >= P::kBc) continue;
-      const bool in = (!kLeavesPages<P> || row >= skipped) && row < valid && column < kColumns;
+      const bool in = from.reads(first + row) && row < valid && column < kColumns;
       copy_async_16(tile + (row * pitch(kColumns) + column) * 2,
                     in ? from.row_in_page(page, first + row) + column * 2 : from.some_row(), in);
     }
@@ -109,7 +108,7 @@ template <class P>
 struct ListedKvLoader {
   template <int kColumns, class List>
   static __device__ __forceinline__ void load(unsigned tile, const KvSource<P>& from, const List& list,
-                                              const Params& p, int b, int first, int, int) {
+                                              const Params& p, int b, int first, int) {
     load_listed_tile<P, kColumns, P::kWarps * 32>(tile, from, list(), p, b, first);
   }
 };
@@ -120,17 +119,17 @@ using KvLoader =
                 Conditional<P::kPageRows == 0, DenseKvLoader<P>,
                             Conditional<kScaledKv<P>, PagedQuantizedKvLoader<P>, PagedKvLoader<P>>>>;
 
-/// Starts copying a tile's scales of keys, where they have some: zeros from `valid` on, and before `skipped`.
+/// Starts copying a tile's scales of keys, where they have some: zeros from `valid` on, and where they are
+/// not read.
 template <class P>
-__device__ __forceinline__ void load_key_scales(float* to, const KvScales<P>& from, int first, int valid,
-                                                int skipped) {
+__device__ __forceinline__ void load_key_scales(float* to, const KvScales<P>& from, int first, int valid) {
   constexpr int kThreads = P::kWarps * 32;
   if constexpr (P::kKeyScales) {
 #pragma unroll
     for (int begin = 0; begin < P::kBc; begin += kThreads) {
       const int row = begin + static_cast<int>(threadIdx.x);
       if (P::kBc % kThreads != 0 && row >= P::kBc) break;
-      const bool in = (!kLeavesPages<P> || row >= skipped) && row < valid;
+      const bool in = from.reads(first + row) && row < valid;
       copy_async_4(shared_address(to + row), in ? from.of_key(first + row) : from.some(), in);
     }
   }

@@ -118,10 +118,8 @@ __device__ __forceinline__ float score_scale_log2(const Params& p, float k_scale
 /// Whether a row has keys, by its sum of exp(S - m): 1 or more where it has, and NaN where a score of them is
 /// NaN. The maximum cannot tell, as it passes over NaN.
 __device__ __forceinline__ bool has_keys(float sum) { return sum != 0.0f; }
-/// The largest score of a row, NaN where one is: `sum` is the row's sum, or its LSE.
-__device__ __forceinline__ float largest_or_nan(float largest, float sum) {
-  return sum != sum ? sum : largest;
-}
+/// The largest score of a row, NaN where one is: `sum` is the row's sum.
+__device__ __forceinline__ float largest_or_nan(float largest, float sum) { return fmaf(sum, 0.0f, largest); }
 
 /// Whether a row's highest score is next to the least float, as additive masks and parts of them put it, or
 /// -infinity.

@@ -63,8 +63,7 @@ __device__ __forceinline__ void multiply_tiles(float (&c)[BackwardPolicy<P>::kMt
 template <class P>
 __device__ void backward_wide(const Params& p) {
   using Policy = BackwardPolicy<P>;
-  constexpr int kThreads = Policy::kThreads, kMt = Policy::kMt, kQPitch = Policy::kQPitch,
-                kVPitch = Policy::kVPitch;
+  constexpr int kMt = Policy::kMt, kQPitch = Policy::kQPitch, kVPitch = Policy::kVPitch;
   extern __shared__ __align__(128) char shared[];
   const BackwardSmem<P> smem(shared);
 

@@ -24,7 +24,7 @@ template <class P>
 __device__ void forward(const Params& p) {
   using Policy = ForwardPolicy<P>;
   using Pv = PvStage<P>;
-  constexpr int kThreads = Policy::kThreads, kMt = Policy::kMt, kNt = Policy::kNt;
+  constexpr int kMt = Policy::kMt, kNt = Policy::kNt;
   extern __shared__ __align__(128) char shared[];
   const ForwardSmem<P> smem(shared);
 
@@ -125,8 +125,9 @@ __device__ void forward(const Params& p) {
       Pv::keep(p_fragments, s, k);
     }
     Pv::rescale(o, rescale, same_max);
-    Pv::multiply(i, o, p_fragments, s, rescale, smem, smem.v(i) + v_offset, p,
-                 dropout_head<P>(p, sequence.b, h), seqused_kv, warp_row, at_q, at_kv, add_pv);
+    Pv::multiply(
+        i, o, p_fragments, s, rescale, smem, smem.v(i) + v_offset, p,
+        [&] { return dropout_head<P>(p, sequence.b, h); }, seqused_kv, warp_row, at_q, at_kv, add_pv);
     end_step<P>(i, load_k);
   };
 

@@ -26,16 +26,16 @@ struct PlainPv {
   static __device__ __forceinline__ void rescale(OutTiles<P>& o, const RowValues<P>& factors, bool same_max) {
     if (!__all_sync(kWholeWarp, same_max)) rescale_rows<P>(o, factors);
   }
-  template <class WarpRow, class AtQ, class AtKv, class AddPv>
+  template <class BatchHead, class WarpRow, class AtQ, class AtKv, class AddPv>
   static __device__ __forceinline__ void multiply(int i, OutTiles<P>&, PFragments<P>& fragments,
                                                   ForwardScores<P>& s, const RowValues<P>&,
                                                   const ForwardSmem<P>&, unsigned, const Params& p,
-                                                  unsigned batch_head, int, const WarpRow&, const AtQ& at_q,
-                                                  const AtKv& at_kv, const AddPv& add_pv) {
+                                                  const BatchHead& batch_head, int, const WarpRow&,
+                                                  const AtQ& at_q, const AtKv& at_kv, const AddPv& add_pv) {
 #pragma unroll
     for (int k = 0; k < ForwardPolicy<P>::kNt / 2; ++k) {
       pack_p<P>(fragments[k], s, k);
-      if constexpr (P::kDropout) drop<P>(fragments[k], p, batch_head, at_q, at_kv, k);
+      if constexpr (P::kDropout) drop<P>(fragments[k], p, batch_head(), at_q, at_kv, k);
       add_pv(i, k, 0.0f);  // O += P V
     }
   }
@@ -58,13 +58,13 @@ struct LatePv : PlainPv<P> {
 /// By warps that share rows: P passes through shared memory.
 template <class P>
 struct SharedRowsPv : PlainPv<P> {
-  template <class WarpRow, class AtQ, class AtKv, class AddPv>
+  template <class BatchHead, class WarpRow, class AtQ, class AtKv, class AddPv>
   static __device__ __forceinline__ void multiply(int, OutTiles<P>& o, PFragments<P>&, ForwardScores<P>& s,
                                                   const RowValues<P>&, const ForwardSmem<P>& smem,
-                                                  unsigned v_tile, const Params& p, unsigned batch_head, int,
-                                                  const WarpRow& warp_row, const AtQ& at_q, const AtKv& at_kv,
-                                                  const AddPv&) {
-    store_p<P>(s, smem, p, batch_head, warp_row, at_q, at_kv);
+                                                  unsigned v_tile, const Params& p,
+                                                  const BatchHead& batch_head, int, const WarpRow& warp_row,
+                                                  const AtQ& at_q, const AtKv& at_kv, const AddPv&) {
+    store_p<P>(s, smem, p, batch_head(), warp_row, at_q, at_kv);
     sync_rows<P>();
     multiply_shared_p<P>(o, smem, v_tile, warp_row);  // O += P V
   }
@@ -74,13 +74,13 @@ struct SharedRowsPv : PlainPv<P> {
 template <class P>
 struct QuantizedPv : PlainPv<P> {
   static __device__ __forceinline__ void rescale(OutTiles<P>&, const RowValues<P>&, bool) {}
-  template <class WarpRow, class AtQ, class AtKv, class AddPv>
+  template <class BatchHead, class WarpRow, class AtQ, class AtKv, class AddPv>
   static __device__ __forceinline__ void multiply(int, OutTiles<P>& o, PFragments<P>&, ForwardScores<P>& s,
                                                   const RowValues<P>& factors, const ForwardSmem<P>&,
-                                                  unsigned v_tile, const Params& p, unsigned batch_head,
-                                                  int seqused_kv, const WarpRow&, const AtQ& at_q,
-                                                  const AtKv& at_kv, const AddPv&) {
-    if constexpr (P::kDropout) drop<P>(s, p, batch_head, at_q, at_kv);
+                                                  unsigned v_tile, const Params& p,
+                                                  const BatchHead& batch_head, int seqused_kv, const WarpRow&,
+                                                  const AtQ& at_q, const AtKv& at_kv, const AddPv&) {
+    if constexpr (P::kDropout) drop<P>(s, p, batch_head(), at_q, at_kv);
     add_pv_of_codes<P>(o, factors, s, v_tile,
                        static_cast<unsigned>(seqused_kv) >> 31);  // O = rescale O + P V
   }

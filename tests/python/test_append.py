@@ -251,11 +251,7 @@ def test_appends_that_make_no_sense_are_refused():
     refused(bad, "v_cache has length 8", v_cache=v_cache[:, :, :8])
     refused(bad, "v_cache has batch 7", "24", v_cache=v_cache[:7])
     refused(bad, "overlap", k_cache=k_cache[:1].expand(24, -1, -1, -1))
-    refused(
-        bad,
-        "third size is the rows of a page",
-        k_cache=torch.empty(2, 2, 300, DIM, device=DEVICE, dtype=DTYPE),
-    )
+    refused(bad, "third size is the rows of a page", k_cache=k_cache[:, :, :0], v_cache=v_cache[:, :, :0])
     refused(bad, "q_out is given without q", q_out=q)
     refused(bad, "q_out overlaps q", q=q[:, :, :2], q_out=q[:, :, 1:], k=k[:, :, :2], v=v[:, :, :2])
     refused(bad, "sin is given alone", sin=sin)

@@ -27,7 +27,7 @@ VALUES = {
     torch.int8: [-128, -3, 0, 1, 127],
     torch.int16: [-32768, -7, 0, 2, 32767],
     torch.int32: [-(2**31), -5, 0, 3, 2**31 - 1],
-    torch.int64: [-(2**40), -4, 0, 5, 2**62 + 3],
+    torch.int64: [-(2**40), -4, 0, 5, 2**61 + 3],
 }
 NUMBERS = [True, 3, -2, 0.5, -1.75]
 
@@ -352,3 +352,10 @@ def test_random_programs_are_pytorch_s():
                 )
         count += 1
     print(f"{count} programs from seed {first}")
+
+
+def test_sums_of_int64_saturate():
+    """PyTorch's wrap. A number that stands for "no limit" stays one, so that masks may move positions across it."""
+    most = torch.tensor([2**63 - 1], dtype=torch.int64)
+    got = evaluated(lambda s, b, h, q, kv: s + torch.where(most[b] + q >= most[b], 1.0, 0.0), 3)
+    torch.testing.assert_close(got, torch.ones(3))

@@ -241,8 +241,15 @@ def _check_varlen(cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: Any, max_
             "them from cu_seqlens would wait for the GPU."
         )
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
-        if isinstance(value, Tensor) or not hasattr(value, "__index__"):
+        if not _is_whole(value):
             raise WrongType(f"{name} is a {type(value).__name__}: give a Python int.")
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether it is an int, NumPy's too; compiled code, whose ints may be symbols, cannot be asked for attributes."""
+    if isinstance(value, (int, torch.SymInt)) or torch.compiler.is_compiling():
+        return not isinstance(value, (float, Tensor))
+    return not isinstance(value, Tensor) and hasattr(value, "__index__")
 
 
 def _check_dense(name: str, value: Any) -> None:
@@ -277,7 +284,7 @@ def _check_cache(
             "same number of queries."
         )
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
-        if value is not None and (isinstance(value, Tensor) or not hasattr(value, "__index__")):
+        if value is not None and not _is_whole(value):
             raise WrongType(f"{name} is a {type(value).__name__}: give a Python int.")
 
 

@@ -102,17 +102,16 @@ struct ForwardArgs {
   /// without sinks; -inf where it attends to nothing. QK-clip's largest logit of a head is the largest of its
   /// rows'.
   float* row_max = nullptr;
-  /// With K and V of 8 bits (spec.kv_dtype): what their codes are multiplied with, finite and positive.
+  /// Scales of quantized K and V (spec.kv_dtype), finite and positive.
   ConstScaleView k_scale = {}, v_scale = {};
-  /// With Q of 8 bits (spec.q_codes): of all queries, or of those of a sequence and a KV head.
+  /// Scales of FP8 Q (spec.q_codes): one, or one per sequence and KV head.
   ConstScaleView q_scale = {};
   IndicesView indices = {};         ///< with spec.indices: the keys that each query attends to
   DropoutPlace dropout_place = {};  ///< with spec.dropout_place
-  /// How many multiprocessors kernels whose blocks take work by turns leave to others, such as NCCL's. Other
-  /// kernels and stream-K use all. O does not change.
+  /// SMs that persistent kernels leave free, e.g. for NCCL. Other kernels and stream-K use all.
   int reserved_sms = 0;
-  /// With spec.shared_prefix: one number on the device, how many first keys each sequence has in common with
-  /// the first one. Each has at least so many besides those of its queries. 0: none. Kernels do not check it.
+  /// With spec.shared_prefix: one number on the device, how many first keys all sequences share. Every
+  /// sequence has at least this many keys besides its new ones. 0: none. Kernels do not check it.
   const std::int32_t* prefix_length = nullptr;
   /// With spec.running_state: O, like `out` but fp32, and LSE of other keys. They may be out's and lse's
   /// memory. O of a row whose LSE is -inf may be anything.
@@ -186,9 +185,8 @@ struct AppendArgs {
   const std::int32_t* cu_seqlens_q = nullptr;  ///< [batch_size + 1] on the device, with spec.varlen
   std::int64_t batch_size = 0;                 ///< sequences, with spec.varlen
   std::int64_t max_seqlen_kv = 0;              ///< the most keys of a sequence; 0: all there is room for
-  /// With caches of 8 bits (spec.kv_dtype), as of ForwardArgs. Those of heads are read: what is too large for
-  /// them becomes the largest code. With spec.key_scales each new key gets its own, which is written: they
-  /// have size 1 in sequences alone.
+  /// Scales of a quantized cache (spec.kv_dtype), as in ForwardArgs. Per-head scales are inputs; larger
+  /// values saturate. With spec.key_scales each new key's scale is written; sizes are 1 in sequences alone.
   ScaleView k_scale = {}, v_scale = {};
 };
 
@@ -212,7 +210,7 @@ struct QuantiseArgs {
   /// heads, such as the KV heads of Q.
   ScaleView scale;
   /// Rows are multiplied by an orthogonal matrix first: blocks of a Hadamard matrix, of the largest power of
-  /// two that divides d. Of Q and K alike it leaves Q K^T as it is, and outliers of some dimensions smaller.
+  /// two that divides d. Applied to both Q and K it preserves Q K^T and spreads outliers.
   bool hadamard = false;
   /// Before that, rows are rotated by their positions, [b, s], by default 0, 1, 2 ... of each b. A row
   /// without a position in the tables is not rotated.

@@ -49,17 +49,16 @@ struct AttentionSpec {
   /// varlen only Q is packed. Forward only; not with kv_lengths, which are padding: masks then see the padded
   /// length.
   bool cache = false;
-  /// Rows of a page, 1 or more, where the cache's rows are in pages that a page table names; 0: in slots, one
-  /// for each sequence. Pages are a cache without `cache` being set.
+  /// Page size of a paged KV cache in tokens, 1 or more; `cache` need not be set, too. 0: each sequence has
+  /// one contiguous slot.
   int pages = 0;
-  /// Of K and V: unless it is set, that of Q and O; else one of 8 bits: e4m3, e5m2, int8. K and V are then
-  /// codes times scales, which are given at the call. Forward only; head dimensions are multiples of 16.
+  /// Type of K and V; defaults to `dtype`. e4m3, e5m2 and int8 (an FP8 or INT8 KV cache) are quantized, and
+  /// their scales are given at the call. Forward only; head dimensions are multiples of 16.
   std::optional<DType> kv_dtype = {};
-  /// With K and V of 8 bits: keys of a head may have unlike scales, which pages or keys have. Without, a
-  /// head of a sequence has one.
+  /// Scales of quantized K and V are per key or per page; otherwise per sequence and head.
   bool key_scales = false;
   bool fp32_out = false;    ///< forward only: O is fp32, whatever the type of Q, K and V
-  bool fp32_grads = false;  ///< backward only: dQ, dK and dV are fp32, so that parts of them can be added up
+  bool fp32_grads = false;  ///< backward only: dQ, dK and dV are fp32
   /// Forward only: a row's bits do not depend on which other sequences are in the call. Keys are split, if at
   /// all, into parts of 2048, and tiles are chosen by the spec alone: see tools/docs/serving.md for the
   /// price.
@@ -68,26 +67,22 @@ struct AttentionSpec {
   /// be k's memory with k's strides. The backward pass does not differ; the gradient of that memory is dK +
   /// dV. Not with kv_dtype.
   bool shared_kv = false;
-  /// Q is of kv_dtype, too, e4m3 or e5m2: codes times a scale, which a KV head's queries share. O is of
-  /// dtype.
+  /// Q has kv_dtype, too (FP8: e4m3 or e5m2), with one scale for the queries of each KV head. O has `dtype`.
   bool q_codes = false;
   /// Sparse tokens: the heads that share a head of K and V attend to the keys that a list of each query names
   /// at the call, and to no others. Each entry is a key of its own, also where two are equal; -1, and what is
   /// no key of the sequence, is none. Masks and scores see a key's number as its position. Not with a block
   /// map, dropout, q_codes or, in the backward pass, `deterministic`.
   bool indices = false;
-  /// Backward only: dQ, dK and dV are fp32, and added to what is there: parts of a gradient, as of keys that
-  /// are on several GPUs.
+  /// Backward only: accumulate into fp32 dQ, dK and dV, for gradients that several calls compute.
   bool add_grads = false;
-  /// With dropout: its mask is that of a larger problem, in which a DropoutPlace at the call puts this one.
+  /// Use the dropout mask of a larger problem; `DropoutPlace` at the call gives this call's offset in it.
   bool dropout_place = false;
-  /// With pages and varlen: a number of keys at the call, prefix_length, says that all sequences have the
-  /// same first keys. The results are those without; the keys may be read once for all sequences. Forward
-  /// only.
+  /// All sequences share their first `prefix_length` keys, which may then be read once (cascade). Results do
+  /// not change. With pages and varlen; forward only.
   bool shared_prefix = false;
-  /// Forward only: a PartialState at the call, O and LSE of the same queries over other keys, which the
-  /// call's keys join: O and LSE are those of all. Not with a cache, indices, K and V of 8 bits, or sinks,
-  /// which the call that makes the first state is given.
+  /// Continue from the O and LSE of earlier keys, a PartialState at the call: online softmax across calls.
+  /// Forward only; not with a cache, indices, quantized K and V, or sinks, which belong to the first call.
   bool running_state = false;
 
   DType q_type() const { return q_codes ? kv_type() : dtype; }
@@ -96,7 +91,7 @@ struct AttentionSpec {
   DType out_type() const { return fp32_out ? DType::fp32 : dtype; }
   /// Of dQ, dK and dV.
   DType grad_type() const { return fp32_grads ? DType::fp32 : dtype; }
-  /// Whether K and V are codes with scales.
+  /// Whether K and V are quantized.
   bool has_scales() const { return size_of(kv_type()) == 1; }
   int v_dim() const { return head_dim_v ? head_dim_v : head_dim; }
   bool has_block_map() const { return block_map.q != 0; }

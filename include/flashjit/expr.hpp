@@ -19,8 +19,8 @@
 
 namespace flashjit::expr {
 
-/// int is 32 bits and wraps, int64 is 64 bits, whose sums and differences saturate and all else wraps; float is
-/// fp32.
+/// int is 32 bits and wraps, int64 is 64 bits, whose sums and differences saturate and all else wraps; float
+/// is fp32.
 enum class Type : std::uint8_t { boolean, integer, real, int64 };
 
 /// Names that every program may use.

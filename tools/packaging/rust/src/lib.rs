@@ -89,6 +89,37 @@ pub struct flashjit_capture {
 }
 
 #[repr(C)]
+pub struct flashjit_scales {
+    pub data: *mut f32,
+    pub size: [i64; 4],
+    pub stride: [i64; 4],
+}
+
+#[repr(C)]
+pub struct flashjit_indices {
+    pub data: *const i32,
+    pub size: [i64; 4],
+    pub stride: [i64; 4],
+}
+
+#[repr(C)]
+pub struct flashjit_dropout_place {
+    pub batch: i64,
+    pub head: i64,
+    pub heads: i64,
+    pub q: i64,
+    pub kv: i64,
+    pub q_step: i64,
+    pub kv_step: i64,
+}
+
+#[repr(C)]
+pub struct flashjit_partial_state {
+    pub out: flashjit_tensor,
+    pub lse: *const f32,
+}
+
+#[repr(C)]
 pub struct flashjit_forward_args {
     pub struct_size: usize,
     pub q: flashjit_tensor,
@@ -117,6 +148,14 @@ pub struct flashjit_forward_args {
     pub zero_unused_rows: i32,
     pub page_table: flashjit_page_table,
     pub row_max: *mut f32,
+    pub k_scale: flashjit_scales,
+    pub v_scale: flashjit_scales,
+    pub q_scale: flashjit_scales,
+    pub indices: flashjit_indices,
+    pub dropout_place: flashjit_dropout_place,
+    pub reserved_sms: i32,
+    pub prefix_length: *const i32,
+    pub state: flashjit_partial_state,
 }
 
 /// Structs of the interface begin as zeros, with their size.

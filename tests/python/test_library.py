@@ -206,16 +206,16 @@ def test_a_shape_of_wrong_types_is_refused():
 
 
 def test_tuning_can_be_ended(fake_gpu):
+    threads = len(os.listdir("/proc/self/task"))
     runtime = flashjit.Runtime(
         cache_dir="", nvrtc=fake_gpu.folder / "libflashjit_fake_nvrtc.so", tune_in_background=True
     )
     runtime.prepare("bf16:d64", (1, 2, 2, 128, 128))
-    threads = len(os.listdir("/proc/self/task"))
     runtime.stop_tuning()
-    assert len(os.listdir("/proc/self/task")) < threads
+    assert len(os.listdir("/proc/self/task")) <= threads
     runtime.stop_tuning()
     runtime.prepare("bf16:d64", (1, 2, 2, 128, 256))
-    assert len(os.listdir("/proc/self/task")) < threads
+    assert len(os.listdir("/proc/self/task")) <= threads
 
 
 def test_a_wrong_switch_is_named(monkeypatch):

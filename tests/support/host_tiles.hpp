@@ -153,7 +153,7 @@ class HostTiles {
 
   Range bounds(const expr::Point& head, Interval q, Interval kv, bool of_keys) const {
     const int length = of_keys ? head.seqlen_kv : head.seqlen_q;
-    if (analysis_.listed()) return {0, length};
+    if (analysis_.listed() && !of_keys) return {0, length};  // queries are found by lists
     Walk walk(*this, head, q, kv);
     walk.kept = {0, length};
     expr::narrow_bounds(graph_, analysis_, of_keys, walk);

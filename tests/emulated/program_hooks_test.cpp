@@ -1,4 +1,4 @@
-// Random programs' hooks on the GPU, pair by pair and tile by tile, against the CPU.
+// Random programs' hooks in a kernel, pair by pair and tile by tile, against the CPU.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -109,7 +109,7 @@ class ProgramHooks : public GpuTestWith<unsigned> {
 TEST_P(ProgramHooks, OfHalvesAreClose) { check("flashjit::bf16", 2e-2); }
 TEST_P(ProgramHooks, OfFloatsAreCloser) { check("float", 1e-4); }
 
-INSTANTIATE_TEST_SUITE_P(Random, ProgramHooks, testing::Values(0u, 1000u, 2000u, 3000u, 4000u, 5000u));
+INSTANTIATE_TEST_SUITE_P(Random, ProgramHooks, testing::Values(0u, 1000u, 2000u));
 
 }  // namespace
 }  // namespace flashjit::test

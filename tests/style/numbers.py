@@ -83,7 +83,6 @@ def count() -> dict[str, int]:
         f"files of more than {LONGEST_FILE} lines": sum(
             len(lines_of(path)) > LONGEST_FILE for path in sources
         ),
-        "lines of sources outside of tests/": sum(len(lines_of(path)) for path in sources),
     }
 
 

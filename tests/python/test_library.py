@@ -138,6 +138,13 @@ def test_a_runtime_without_a_driver_says_so(monkeypatch):
         runtime.supports("bf16:d64", (1, 1, 8, 8))
 
 
+def test_support_is_true_or_has_a_reason(fake_gpu):
+    found = fake_gpu.runtime.supports("bf16:d64", (1, 1, 1, 8, 8))
+    assert found and found.reason is None
+    missing = fake_gpu.runtime.supports("bf16:d576x512", (1, 1, 1, 8, 8), backward=True)
+    assert not missing and "576" in missing.reason
+
+
 @pytest.mark.parametrize(
     "option, environment, tunes",
     [(True, "", True), (None, "on", True), (None, "", False), (False, "on", False)],

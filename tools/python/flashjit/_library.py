@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -421,6 +422,16 @@ def _switch(name: str, value: Any) -> int:
     return _SWITCH[value]
 
 
+@dataclasses.dataclass(frozen=True)
+class Support:
+    """True where a problem is supported; else `reason` is each kernel family's reason against it."""
+
+    reason: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.reason is None
+
+
 class Runtime:
     """Compiles, caches and launches kernels. All calls use flashjit.runtime() by default.
 
@@ -524,15 +535,15 @@ class Runtime:
         )
         return needed.value
 
-    def supports(self, spec: str, shape: Sequence[int], *, backward: bool = False) -> str | None:
-        """None when some kernel family can do it on the current device, else each one's reason why not."""
+    def supports(self, spec: str, shape: Sequence[int], *, backward: bool = False) -> Support:
+        """Whether some kernel family can do it on the current device; `.reason` says why none can."""
         status = library().flashjit_supports(
             self.address, int(backward), spec_handle(spec).address, ctypes.byref(shape_struct(shape))
         )
         if status == 2:
-            return library().flashjit_last_error_message().decode(errors="replace")
+            return Support(library().flashjit_last_error_message().decode(errors="replace"))
         check(status)
-        return None
+        return Support()
 
 
 def _pass_of(spec: str, backward: bool) -> int:

@@ -1622,8 +1622,8 @@ def test_bad_input_is_refused(change, match, kind):
 @pytest.mark.parametrize(
     "name, match",
     [
-        ("window_size", "mask_mod"),
-        ("softcap", "tanh"),
+        ("window_size", "window"),
+        ("logits_soft_cap", "softcap"),
         ("softmax_scale", "give scale"),
         ("is_causal", "top_left"),
         ("attn_mask", "scaled_dot_product_attention"),

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from ._blocks import read_blocks
 from ._lists import TileLists, check_lists
+from ._named import with_named
 from ._operators import draw, through_operator
 from ._peers import refuse_unknown
 from ._plans import (
@@ -33,6 +34,7 @@ from ._plans import (
     switches_of,
 )
 from ._problem import autocast, check_types, plain_problem, read_problem
+from ._results import Results
 from ._scales import with_scales
 from ._tracing import torch_mode
 from ._transforms import refuse_second, refuse_tangents
@@ -54,6 +56,8 @@ def attention(
     score_mod: Any = None,
     mask_mod: Any = None,
     captures: Mapping[str, Any] | None = None,
+    window: Sequence[int | None] | None = None,
+    softcap: float | None = None,
     block_mask: Any = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
@@ -75,6 +79,9 @@ def attention(
     out_dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
     lists: TileLists | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
     **unknown: Any,
 ) -> Any:
     """softmax(score_mod(scale * Q K^T), where mask_mod) V, with gradients to q, k, v, sinks and captured tensors.
@@ -93,6 +100,9 @@ def attention(
         q_idx, kv_idx) -> whether the pair attends; or text, such as "score + slopes[h] * to_float(kv - q)"; or what
         flashjit.trace() made. Captured tensors that require gradients in score_mod get them.
     captures: the values of the names in texts: tensors of 1 to 6 dimensions, and numbers.
+    window: (left, right): how many keys before and after the key that it is at a query sees; None or -1: all. The last query
+        is at the last key; with causal="top_left" the first at the first. Not with mask_mod.
+    softcap: scores become softcap * tanh(score / softcap). Not with score_mod.
     block_mask: BlockMap, or FlexAttention's BlockMask, whose mask_mod holds in its partial blocks, as there; one that is given
         as mask_mod too holds everywhere. Its tables are read on the device at each call; with lists they keep their values.
     cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1]: q is [1, heads_q, all rows, head_dim], and sequence i has the rows
@@ -137,6 +147,10 @@ def attention(
     batch_invariant: O and LSE of a sequence are the same, bit by bit, whatever else is in the batch. Slower where there are few
         sequences: keys are split only with up to 64 queries, and then into parts of 2048.
     lists: TileLists built from these arguments, if many calls share a mask; None: built in this call, if needed.
+    out: where O is written and what is returned: of O's sizes, type and device, any strides whose last is 1 and whose others
+        are multiples of 16 bytes, in memory of its own. lse: likewise LSE, contiguous, which is then returned as with
+        return_lse; with cu_seqlens rows past a sequence's end stay as they are. workspace: uint8 [bytes] for this call in
+        place of an allocation, at least Runtime.workspace_bytes(). None of them with gradients or in compiled code.
 
     Returns O, [batch, heads_q, seqlen_q, head_dim_v]; rows that attend to nothing are 0. Raises flashjit.Error.
     """
@@ -181,6 +195,8 @@ def attention(
         is indices
         is prefix_length
         is state
+        is window
+        is softcap
         is None
     ):  # most calls, in a seventh of the time
         problem = plain_problem(
@@ -189,6 +205,8 @@ def attention(
             torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         )
     else:
+        if window is not None or softcap is not None:
+            score_mod, mask_mod, captures = with_named(causal, score_mod, mask_mod, captures, window, softcap)
         if block_mask is not None:
             queries = q.shape[2] if max_seqlen_q is None else max_seqlen_q
             keys = max_seqlen_kv
@@ -239,27 +257,22 @@ def attention(
             _refuse_gradients(q, k, v, sinks, values)
     if lists is not None:
         check_lists(lists)
+    results = Results(return_lse or lse is not None, return_row_max, out, lse, workspace)
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, *fixed, *values)
     try:
         if not plain or is_watched() or _is_negated(q, k, v, fixed, values):
-            if return_row_max or state is not None:
-                raise Unsupported(
-                    f"{'return_row_max' if return_row_max else 'state'} cannot be had in compiled code, or under "
-                    "modes and transforms of torch: call attention() outside of them."
-                )
-            out, lse = through_operator(
+            results.refuse_in_operators(state)
+            found = through_operator(
                 q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory
             )
-            return (out, lse) if return_lse else out
+            return found if return_lse else found[0]
         if v_columns and not scaled:
             problem = problem._replace(options=problem.options + ":shared_kv")
         rng = draw_rng(q) if dropout_p else NO_RNG
         if fixed is not NOTHING:
             fixed = contiguous(fixed)
-        return _launch(
-            q, k, v, v_columns, fixed, values, problem, rng, lists, return_lse, return_row_max, state
-        )
+        return _launch(q, k, v, v_columns, fixed, values, problem, rng, lists, results, state)
     except InvalidArgument as error:
         if compiling:
             raise
@@ -276,8 +289,7 @@ def _launch(
     problem: Problem,
     rng: Rng,
     lists: TileLists | None,
-    return_lse: bool,
-    return_row_max: bool,
+    results: Results,
     state: Any,
 ) -> Any:
     """Computes at once, and records what autograd asks for."""
@@ -286,7 +298,7 @@ def _launch(
         q, k = readable(q, "q"), readable(k, "k")
         v = k[..., :v_columns] if v_columns else readable(v, "v")
         plan = plan_of(q, k, v, fixed, values, problem)
-    row_max = plan.new_rows() if return_row_max else None
+    row_max = plan.new_rows() if results.row_max else None
     if state is not None:
         state = _read_state(state, plan, (q, k, v, *values) if torch.is_grad_enabled() else ())
     if torch.is_grad_enabled() and (
@@ -296,15 +308,18 @@ def _launch(
         or (fixed.sinks is not None and fixed.sinks.requires_grad)
         or _any_grad(values)
     ):
+        results.refuse_gradients()
         if not plan.prepared_both:
             _refuse_any_order(plan)
             plan.prepare_both()
-        call = _Call(plan, fixed, values, rng, lists, return_lse, row_max)
+        call = _Call(plan, fixed, values, rng, lists, results.wants_lse, row_max)
         if fixed is NOTHING and not values:
             result = _record(call, q, k, v)
         else:
             result = _record(call, q, k, v, *fixed, *[x for x in values if isinstance(x, Tensor)])
     else:
+        if results.out is not None or results.lse is not None or results.workspace is not None:
+            results.check(plan)
         out, lse = plan.forward(
             q,
             k,
@@ -312,13 +327,16 @@ def _launch(
             fixed,
             values,
             rng,
-            return_lse,
+            results.wants_lse,
             None if lists is None else lists.built[0],
             row_max,
-            state=state,
+            results.out,
+            state,
+            results.lse,
+            results.workspace,
         )
-        result = (out, lse) if return_lse else out
-    return result if row_max is None else (*result, row_max) if return_lse else (result, row_max)
+        result = (out, lse) if results.wants_lse else out
+    return result if row_max is None else (*result, row_max) if results.wants_lse else (result, row_max)
 
 
 def _refuse_any_order(plan: Plan) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._blocks import read_blocks
+from ._named import with_named
 from ._plans import BuiltLists, plan_of
 from ._problem import autocast, check_types, read_problem
 from .errors import Unsupported, WrongType
@@ -45,6 +46,8 @@ class TileLists:
         score_mod: Any = None,
         mask_mod: Any = None,
         captures: Mapping[str, Any] | None = None,
+        window: Sequence[int | None] | None = None,
+        softcap: float | None = None,
         block_mask: Any = None,
         cu_seqlens_q: Tensor | None = None,
         cu_seqlens_kv: Tensor | None = None,
@@ -64,6 +67,8 @@ class TileLists:
         if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
             q, k, v = autocast(q, k, v)
         both = torch.is_grad_enabled() if backward is None else backward
+        if window is not None or softcap is not None:
+            score_mod, mask_mod, captures = with_named(causal, score_mod, mask_mod, captures, window, softcap)
         if block_mask is not None:
             block_mask, mask_mod = read_blocks(
                 block_mask, mask_mod, max_seqlen_q or q.shape[2], max_seqlen_kv or k.shape[2], True

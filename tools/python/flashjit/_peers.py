@@ -11,10 +11,10 @@ _BIAS = "write score_mod=lambda s, b, h, q, kv: s + bias[b, h, q, kv], or call f
 _LENGTHS = "give kv_lengths, int32 [batch]"
 _CHOSEN = "leave it out: it is chosen for each problem"
 _INSTEAD = {
-    "window_size": "write mask_mod=lambda b, h, q, kv: (q - kv <= left) & (kv - q <= right)",
-    "sliding_window": "write mask_mod=lambda b, h, q, kv: q - kv < window, with causal=True",
-    "softcap": "write score_mod=lambda s, b, h, q, kv: cap * torch.tanh(s / cap)",
-    "logits_soft_cap": "write score_mod=lambda s, b, h, q, kv: cap * torch.tanh(s / cap)",
+    "window_size": "give window=(left, right)",
+    "sliding_window": "give window=(sliding_window - 1, 0)",
+    "logits_soft_cap": "give softcap",
+    "soft_cap": "give softcap",
     "alibi_slopes": "write score_mod=lambda s, b, h, q, kv: s + slopes[h] * (kv - q)",
     "attn_mask": _BIAS,
     "attn_bias": _BIAS,

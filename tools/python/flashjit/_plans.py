@@ -428,6 +428,7 @@ class Plan:
         rng: Rng,
         lists: BuiltLists | None,
         backward: bool,
+        workspace: Tensor | None = None,
     ) -> Any:
         """Sets the pointers that both passes have alike. Returns the workspace, which must live until the launch."""
         if type(rng) is Placed:
@@ -447,7 +448,12 @@ class Plan:
             needed = max(0, needed - lists.bytes)
         if not needed:
             return None
-        workspace = torch.empty(needed, dtype=torch.uint8, device=self.device)
+        if workspace is None:
+            workspace = torch.empty(needed, dtype=torch.uint8, device=self.device)
+        elif workspace.numel() < needed:
+            raise InvalidArgument(
+                f"workspace has {workspace.numel()} bytes, and this call needs {needed}: give more, or leave it out."
+            )
         words[at.workspace], words[at.workspace + 1] = workspace.data_ptr(), needed
         return workspace
 
@@ -469,9 +475,11 @@ class Plan:
         row_max: Tensor | None = None,
         out: Tensor | None = None,
         state: tuple[Tensor, Tensor] | None = None,
+        lse: Tensor | None = None,
+        workspace: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """O and LSE, and what new_rows() made as row_max, of tensors that are read where they lie: see readable(). out: where
-        O is written, if not to memory of its own. state: O, which may be `out`, and LSE that the keys join."""
+        """O and LSE, and what new_rows() made as row_max, of tensors that are read where they lie: see readable(). out, lse,
+        workspace: the caller's, checked, or made here. state: O, which may be `out`, and LSE that the keys join."""
         shared = runtime()
         if self.generation != shared.generation:
             self._refresh(shared)
@@ -480,15 +488,17 @@ class Plan:
             out = self.empty_strided(self.out_size, self.out_stride, dtype=self.out_dtype, device=self.device)
         else:
             words[_F_OUT_STRIDE : _F_OUT_STRIDE + 4] = array.array("Q", out.stride())
+            if self.empty_strided is not torch.empty_strided:  # nothing is launched
+                out.zero_()
         words[_F_Q], words[_F_K], words[_F_V], words[_F_OUT] = (
             q.data_ptr(),
             k.data_ptr(),
             v.data_ptr(),
             out.data_ptr(),
         )
-        lse = None
         if want_lse:
-            lse = self.new_rows()
+            if lse is None:
+                lse = self.new_rows()
             words[_F_LSE] = lse.data_ptr()
         if state is not None:
             words[_F_STATE : _F_STATE + _TENSOR_WORDS] = _library.words_of(
@@ -498,7 +508,7 @@ class Plan:
         if row_max is not None:
             words[_F_ROW_MAX] = row_max.data_ptr()
         _workspace = self._lend(
-            words, _F_LENT, self.workspace_forward, fixed, rng, lists, False
+            words, _F_LENT, self.workspace_forward, fixed, rng, lists, False, workspace
         )  # lives until the launch
         if values:
             captures = self._fill_captures(values)

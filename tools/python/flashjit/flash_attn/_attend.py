@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._attention import attention
+from .._named import SOFTCAP, window_text
 from .._plans import KV_TYPES, describe
 from .._sdpa import supported
 from ..errors import InvalidArgument, Unsupported
@@ -71,12 +72,12 @@ def _programs(given: tuple[str, ...], dims_of_slopes: int) -> tuple[str | None, 
     queries = "seqused_q[b]" if "seqused_q" in given else "seqlen_q"
     keys = "seqused_k[b]" if "seqused_k" in given else "seqlen_kv"
     at = f"q + {keys} - {queries}"  # the key that query q is at
-    score = "softcap * tanh(score / softcap)" if "softcap" in given else "score"
+    score = SOFTCAP if "softcap" in given else "score"
     if dims_of_slopes:
         score += f" - slopes[{'h' if dims_of_slopes == 1 else 'b, h'}] * to_float(abs({at} - kv))"
     conditions = {
-        "right": f"kv <= {at} + right",
-        "left": f"kv >= {at} - left",
+        "right": window_text(at, None, "right")[0],
+        "left": window_text(at, "left", None)[0],
         "chunk": f"{at} >= 0 && kv / chunk == ({at}) / chunk",
         "cache_leftpad": "kv >= cache_leftpad[b]",
         "seqused_q": "q < seqused_q[b]",

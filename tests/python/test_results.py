@@ -1,0 +1,150 @@
+"""attention() into the caller's memory: out, lse and workspace, on the GPU where there is one."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import flashjit  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
+
+def tensors(queries=37, keys=61, batch=2):
+    torch.manual_seed(7)
+    sizes = ((batch, 4, queries, 64), (batch, 2, keys, 64), (batch, 2, keys, 64))
+    return [torch.randn(size).to(DEVICE, DTYPE) for size in sizes]
+
+
+def poisoned(size, dtype=DTYPE):
+    return torch.full(size, math.nan, dtype=dtype, device=DEVICE)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd", "columns of a wider tensor"])
+def test_out_and_lse_are_written_and_returned(layout):
+    q, k, v = tensors()
+    want, want_lse = flashjit.attention(q, k, v, causal=True, return_lse=True)
+    if layout == "bhsd":
+        out = poisoned(q.shape)
+    elif layout == "bshd":
+        out = poisoned((2, 37, 4, 64)).transpose(1, 2)
+    else:
+        out = poisoned((2, 4, 37, 128))[..., 64:]
+    lse = poisoned((2, 4, 37), torch.float32)
+    got, got_lse = flashjit.attention(q, k, v, causal=True, out=out, lse=lse)
+    assert got is out and got_lse is lse
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+    assert flashjit.attention(q, k, v, causal=True, out=out) is out
+
+
+def test_beside_a_cache_in_pages():
+    q, k, v = tensors(1, 16, batch=8)
+    table = torch.tensor([[5, 0], [3, 7], [1, 2]], dtype=torch.int32, device=DEVICE)
+    given = dict(
+        causal=True,
+        page_table=table,
+        kv_lengths=torch.tensor([17, 32, 3], dtype=torch.int32, device=DEVICE),
+        window=(20, 0),
+        softcap=5.0,
+        return_lse=True,
+    )
+    want, want_lse = flashjit.attention(q[:3], k, v, **given)
+    tokens = poisoned((3, 4, 64))  # [tokens, heads, dim], as engines have it
+    lse = poisoned((3, 4, 1), torch.float32)
+    flashjit.attention(q[:3], k, v, **given, out=tokens.unsqueeze(1).transpose(1, 2), lse=lse)
+    assert torch.equal(tokens, want[:, :, 0]) and torch.equal(lse, want_lse)
+
+
+def test_packed_rows_of_no_sequence_become_zeros():
+    q, k, v = (x[:1] for x in tensors(37, 37))
+    offsets = torch.tensor([0, 20, 30], dtype=torch.int32, device=DEVICE)
+    given = dict(cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=20, max_seqlen_kv=20)
+    out, lse = poisoned(q.shape), poisoned((2, 4, 20), torch.float32)
+    flashjit.attention(q, k, v, **given, out=out, lse=lse)
+    want, want_lse = flashjit.attention(q, k, v, **given, return_lse=True)
+    assert torch.equal(out, want) and not out[:, :, 30:].any()
+    assert torch.equal(lse[0], want_lse[0]) and torch.equal(lse[1, :, :10], want_lse[1, :, :10])
+    assert lse[1, :, 10:].isnan().all()  # as they were
+    none = poisoned(q.shape)
+    flashjit.attention(
+        q, k, v, **{**given, "cu_seqlens_q": offsets[:1], "cu_seqlens_kv": offsets[:1]}, out=none
+    )
+    assert not none.any()
+
+
+def test_row_max_and_state_beside_them():
+    q, k, v = tensors()
+    first, first_lse = flashjit.attention(
+        q, k[:, :, :30], v[:, :, :30], return_lse=True, out_dtype=torch.float32
+    )
+    flashjit.attention(
+        q,
+        k[:, :, 30:],
+        v[:, :, 30:],
+        state=(first, first_lse),
+        out=first,
+        lse=first_lse,
+        out_dtype=torch.float32,
+    )
+    want, want_lse = flashjit.attention(q, k, v, return_lse=True, out_dtype=torch.float32)
+    torch.testing.assert_close(first, want, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(first_lse, want_lse, rtol=1e-4, atol=1e-4)
+    out = poisoned(q.shape)
+    got, row_max = flashjit.attention(q, k, v, return_row_max=True, out=out)
+    assert got is out and row_max.isfinite().all()
+
+
+def test_a_workspace_of_the_caller():
+    q, k, v = tensors(1, 3000)
+    shape, spec = (2, 4, 2, 1, 3000), "fp32:d64" if DTYPE is torch.float32 else "bf16:d64"
+    needed = flashjit.Runtime().workspace_bytes(spec, shape) if DEVICE == "cuda" else 0
+    workspace = torch.empty(max(1, needed), dtype=torch.uint8, device=DEVICE)
+    want = flashjit.attention(q, k, v)
+    assert torch.equal(flashjit.attention(q, k, v, workspace=workspace), want)
+    if needed:
+        with pytest.raises(
+            flashjit.InvalidArgument, match=f"workspace has 1 bytes, and this call needs {needed}"
+        ):
+            flashjit.attention(q, k, v, workspace=workspace[:1])
+
+
+@pytest.mark.parametrize(
+    "given, match",
+    [
+        (
+            lambda q: dict(out=q.new_empty(2, 4, 37, 32)),
+            r"out is .*\[2, 4, 37, 32\].*: it must be .* \[2, 4, 37, 64\]",
+        ),
+        (lambda q: dict(out=q.new_empty(q.shape, dtype=torch.float64)), "out is float64"),
+        (lambda q: dict(out="o"), "out is a str: give a torch.Tensor"),
+        (lambda q: dict(out=q.new_empty(2, 4, 64, 37).transpose(2, 3)), "out"),
+        (lambda q: dict(out=q.new_empty(q.numel() + 1)[1:].view(q.shape)), "out"),
+        (lambda q: dict(out=q), "out"),
+        (
+            lambda q: dict(lse=q.new_empty(2, 37, 4, dtype=torch.float32)),
+            r"lse is .*: it must be float32 \[2, 4, 37\]",
+        ),
+        (
+            lambda q: dict(lse=q.new_empty(2, 37, 4, dtype=torch.float32).transpose(1, 2)),
+            "lse has the strides",
+        ),
+        (lambda q: dict(workspace=q.new_empty(8)), r"workspace is .*: it must be uint8 \[bytes\]"),
+    ],
+)
+def test_wrong_ones_are_refused(given, match):
+    q, k, v = tensors()
+    with pytest.raises(flashjit.Error, match=match):
+        flashjit.attention(q, k, v, **given(q))
+
+
+def test_gradients_and_compiled_code_have_none():
+    q, k, v = tensors()
+    with pytest.raises(flashjit.Unsupported, match="out is given with tensors that require gradients"):
+        flashjit.attention(q.clone().requires_grad_(), k, v, out=torch.empty_like(q))
+    with torch.no_grad():
+        flashjit.attention(q.clone().requires_grad_(), k, v, out=torch.empty_like(q))
+    with pytest.raises(Exception, match="lse cannot be had in compiled code"):
+        torch.compile(lambda lse: flashjit.attention(q, k, v, lse=lse), fullgraph=True)(
+            poisoned((2, 4, 37), torch.float32)
+        )

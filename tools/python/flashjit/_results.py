@@ -1,0 +1,63 @@
+"""What attention() returns, and the caller's memory for it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._plans import Plan, describe
+from .errors import InvalidArgument, Unsupported, WrongType
+
+
+class Results(NamedTuple):
+    wants_lse: bool
+    row_max: bool
+    out: Tensor | None
+    lse: Tensor | None
+    workspace: Tensor | None
+
+    def _given(self) -> str | None:
+        """The name of memory that is the caller's."""
+        for name in ("out", "lse", "workspace"):
+            if getattr(self, name) is not None:
+                return name
+        return None
+
+    def refuse_in_operators(self, state: Any) -> None:
+        name = "return_row_max" if self.row_max else "state" if state is not None else self._given()
+        if name is not None:
+            raise Unsupported(
+                f"{name} cannot be had in compiled code, or under modes and transforms of torch: call attention() "
+                "outside of them."
+            )
+
+    def refuse_gradients(self) -> None:
+        name = self._given()
+        if name is not None:
+            raise Unsupported(
+                f"{name} is given with tensors that require gradients: leave it out, or call under torch.no_grad()."
+            )
+
+    def check(self, plan: Plan) -> None:
+        """That the caller's memory is as the plan's results are."""
+        for name, size, dtype in (
+            ("out", plan.out_size, plan.out_dtype),
+            ("lse", plan.lse_size, torch.float32),
+            ("workspace", None, torch.uint8),
+        ):
+            given = getattr(self, name)
+            if given is None:
+                continue
+            if not isinstance(given, Tensor):
+                raise WrongType(f"{name} is a {type(given).__name__}: give a torch.Tensor.")
+            wanted = list(given.shape) if size is None else list(size)
+            if list(given.shape) != wanted or given.dtype != dtype or given.device != plan.device:
+                type_name = str(dtype).removeprefix("torch.")
+                raise InvalidArgument(
+                    f"{name} is {describe(given)}: it must be {type_name} {'[bytes]' if size is None else wanted} on "
+                    f"{plan.device}."
+                )
+            if name != "out" and not given.is_contiguous():
+                raise InvalidArgument(f"{name} has the strides {given.stride()}: it must be contiguous.")

@@ -97,7 +97,7 @@ std::vector<fs::path> files(const std::set<std::string>& extensions) {
     }
   };
   for (const auto& entry : fs::directory_iterator(kRoot)) take(entry);
-  for (const char* folder : {"runtime", "templates", "autotune", "include", "tests", "tools"}) {
+  for (const char* folder : {"runtime", "templates", "autotune", "include", "tests", "tools", ".github"}) {
     for (const auto& entry : fs::recursive_directory_iterator(kRoot / folder)) take(entry);
   }
   return found;

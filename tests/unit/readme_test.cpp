@@ -1,6 +1,7 @@
 // What README.md and tools/docs repeat from the code is what the code says.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cctype>
 #include <fstream>
 #include <iterator>
@@ -78,9 +79,14 @@ std::vector<std::string> split(std::string text, const std::string& end) {
   return found;
 }
 
+TEST(Readme, IsOneScreenOrTwo) {
+  const std::string page = read("README.md");
+  EXPECT_LE(std::count(page.begin(), page.end(), '\n'), 120);
+}
+
 TEST(Readme, TenLinesAreTheExamples) {
   const std::string example = without_spaces(without_comments(read("tools/examples/ten_lines.cpp"), "//"));
-  const auto statements = split(without_comments(code_block("Use", "cpp"), "//"), ";");
+  const auto statements = split(without_comments(code_block("C++", "cpp"), "//"), ";");
   EXPECT_GE(statements.size(), 8u);
   for (const std::string& statement : statements) {
     EXPECT_NE(example.find(without_spaces(statement)), std::string::npos) << statement;

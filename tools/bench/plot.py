@@ -5,13 +5,17 @@
 
 The sections between the markers <!-- name --> and <!-- /name --> are replaced:
 
-    README.md                  peers    picture and ratios of compare.py's h100_dense.csv
-    tools/docs/benchmarks.md   figures  the same, and *_other.csv, *_few.csv, *_sparse.csv
+    README.md                  speed    five ratios, and where other libraries win the most
+    tools/docs/benchmarks.md   peers    picture and ratios of compare.py's h100_dense.csv
+                               leads    where other libraries win, by library
+    tools/docs/benchmarks-results.md
+                               figures  all points, and *_other.csv, *_few.csv, *_sparse.csv
     tools/docs/tuning.md       tuner    h100_tuner.csv of tuner_study.py
     tools/docs/serving.md      figures  h100_serving.csv of serving.py
     tools/docs/distributed.md  plans    plans.csv of `simulator.py --tokens 131072,1048576,4194304 --csv`
                                figures  h100_distributed.csv of distributed.py
-    tools/docs/benchmarks.md   scaling  h100_scaling.csv of distributed.py on up to eight GPUs, where that was run
+    tools/docs/benchmarks-results.md
+                               scaling  h100_scaling.csv of distributed.py on up to eight GPUs, where that was run
     tools/docs/paper.md        figures  h100_paper.csv and h100_paper_figure.csv of paper.py
 """
 
@@ -27,13 +31,13 @@ MASKS = {0: "full", 1: "causal"}
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 RESULTS = os.path.join(ROOT, "tools", "bench", "results")
-README, BENCHMARKS, TUNING, SERVING, PAPER, DISTRIBUTED = (
+README, BENCHMARKS, POINTS, TUNING, SERVING, PAPER, DISTRIBUTED = (
     os.path.join(ROOT, *path)
     for path in (
         ("README.md",),
         *(
             ("tools", "docs", f"{name}.md")
-            for name in ("benchmarks", "tuning", "serving", "paper", "distributed")
+            for name in ("benchmarks", "benchmarks-results", "tuning", "serving", "paper", "distributed")
         ),
     )
 )
@@ -468,7 +472,7 @@ def link(path, page):
 
 
 def peers_summary(dense, png):
-    """README.md"""
+    """tools/docs/benchmarks.md"""
     title = "TFLOP/s over sequence length on an H100: flashjit, " + ", ".join(
         LINES[who]["label"] for who in present(dense)
     )
@@ -476,71 +480,152 @@ def peers_summary(dense, png):
         f"{origin(dense)}; bf16, 16k tokens, hidden size 2048. Geometric means over full and causal masks and the lengths "
         "512 to 16k, all libraries in one process; above 1, flashjit is faster."
     )
-    return "\n\n".join([f"![{title}]({link(png, README)})", summary_table(dense), textwrap.fill(about, 118)])
+    return "\n\n".join(
+        [f"![{title}]({link(png, BENCHMARKS)})", summary_table(dense), textwrap.fill(about, 118)]
+    )
 
 
-def leads_section(dense, few, serving, latent, codes):
-    """README.md: for each peer, the most that it is ahead, and where."""
+def speeds_of_codes(rows):
+    """flashjit's speed by FA3's for Q, K and V in 8 bits, by head dimension."""
+    times = {(row["head_dim"], row["causal"], row["seqlen"], row["method"]): float(row["us"]) for row in rows}
+    found = {}
+    for (dim, causal, length, method), us in times.items():
+        if method == "fa3":
+            found.setdefault(dim, []).append(us / times[dim, causal, length, "flashjit"])
+    return {f"d{dim}": ratios_of_dim for dim, ratios_of_dim in sorted(found.items())}
+
+
+def speed_section(dense, few, serving, latent, codes, variants):
+    """README.md"""
+    by_dim = lambda name: [
+        mean([beside_the_best(row) for row in dense if row["pass"] == name and row["head_dim"] == dim])
+        for dim in values(dense, "head_dim")
+    ]
+    cached = [row for row in serving if row["queries"] and int(row["queries"]) <= 16]
+    from_a_cache = [
+        min(float(row[f"{who}_us"]) for who in ("fa3", "cudnn") if row[f"{who}_us"])
+        / float(row["contiguous_us"])
+        for row in cached
+        if row["fa3_us"] or row["cudnn_us"]
+    ]
+    measured = [row for row in variants if row["ratio"]]
+    compiled = [
+        statistics.median(float(row[f"{who}_compile_ms"]) for row in variants if row[f"{who}_compile_ms"])
+        for who in ("flex", "flashjit")
+    ]
+    of_codes = speeds_of_codes(codes)
+    dims = ", ".join(f"d{dim}" for dim in values(dense, "head_dim"))
+    lines = [
+        [
+            f"[training](tools/docs/benchmarks.md), forward; backward ({dims})",
+            "the best of cuDNN, FA2, FA3, FA4",
+            f"{', '.join(by_dim('fwd'))}; {', '.join(by_dim('bwd'))}",
+        ],
+        [
+            "[decoding](tools/docs/serving.md) from a KV cache, 1 to 16 queries",
+            "the better of cuDNN, FA3",
+            f"{mean(from_a_cache)} ({min(from_a_cache):.2f} to {max(from_a_cache):.2f})",
+        ],
+        [
+            f"[FP8 Q, K and V](tools/docs/eight-bits.md) ({', '.join(of_codes)})",
+            "FA3",
+            ", ".join(mean(found) for found in of_codes.values()),
+        ],
+        [
+            "[other masks and scores](tools/docs/gallery.md), forward; backward",
+            "FlexAttention",
+            "; ".join(
+                mean([float(row["ratio"]) for row in measured if row["pass"] == name]) for name in PASSES
+            ),
+        ],
+        [
+            "[first call](tools/docs/gallery.md), both passes compiled",
+            "FlexAttention",
+            f"{compiled[0] / compiled[1]:.1f} ({compiled[1] / 1e3:.1f} s)",
+        ],
+    ]
+    others = "; ".join(
+        f"{PEERS[who]} {ahead:.2f} ({where})"
+        for who, (ahead, where) in most_ahead(dense, few, serving, latent, codes).items()
+    )
+    about = (
+        "Above 1, flashjit is faster: geometric means on an H100 (FP8 on an H200), whose pages name commits and shapes. "
+        f"Where others win the most: {others}."
+    )
+    table = markdown(["speed of flashjit", "next to", "ratio"], lines)
+    return "\n\n".join([table, textwrap.fill(about, 140, break_long_words=False, break_on_hyphens=False)])
+
+
+def leads_of(dense, few, serving, latent, codes):
+    """For each peer, by kind of problem, the most that it is ahead, and where."""
 
     def row_of(row):
         heads = f", {row['heads']}/{row['heads_kv']} heads" if row["heads"] != row["heads_kv"] else ""
         return f"d{row['head_dim']} {MASKS[row['causal']]}, {row['batch']} x {short(row['seqlen'])}{heads}"
 
-    def most(what, found):
-        ahead, where = max(found, default=(0, ""))
-        return [f"{ahead:.2f} {what} ({where})"] if ahead >= 1.005 else []
+    def queries_of(row):
+        return f"{row['queries']} {'query' if row['queries'] == '1' else 'queries'}"
 
     of_codes = {
         (row["head_dim"], row["causal"], row["seqlen"], row["method"]): float(row["us"]) for row in codes
     }
-    lines = []
-    for who, name in PEERS.items():
-        ahead = lambda rows, unit, ours: [
-            (float(row[f"{ours}_{unit}"]) / float(row[f"{who}_{unit}"]), row)
+    found = {}
+    for who in PEERS:
+        ahead = lambda rows, unit, ours, where: [
+            (float(row[f"{ours}_{unit}"]) / float(row[f"{who}_{unit}"]), where(row))
             for row in rows
             if row.get(f"{who}_{unit}")
         ]
-        found = []
-        for pass_name, what in PASSES.items():
-            found += most(
-                what,
-                [
-                    (x, row_of(row))
-                    for x, row in ahead([row for row in dense if row["pass"] == pass_name], "ms", "flashjit")
-                ],
-            )
-        found += most(
-            "for few queries",
-            [
-                (x, f"{row['seqlen_q']} of {row['batch']} x {short(row['seqlen_kv'])}")
-                for x, row in ahead(few, "ms", "flashjit")
-            ],
+        kinds = {
+            what: ahead([row for row in dense if row["pass"] == name], "ms", "flashjit", row_of)
+            for name, what in PASSES.items()
+        }
+        kinds["for few queries"] = ahead(
+            few,
+            "ms",
+            "flashjit",
+            lambda row: f"{row['seqlen_q']} of {row['batch']} x {short(row['seqlen_kv'])}",
         )
-        found += most(
-            "from a cache",
-            [
-                (x, f"{row['problem']}, {row['queries']} {'query' if row['queries'] == '1' else 'queries'}")
-                for x, row in ahead(serving, "us", "contiguous")
-            ],
+        kinds["from a cache"] = ahead(
+            serving, "us", "contiguous", lambda row: f"{row['problem']}, {queries_of(row)}"
         )
-        found += most(
-            "with latents",
-            [
-                (x, f"{row['kind']}, {row['heads']} heads, {row['sequences']} x {short(int(row['keys']))}")
-                for x, row in ahead(latent, "us", "ours")
-            ],
+        kinds["with latents"] = ahead(
+            latent,
+            "us",
+            "ours",
+            lambda row: (
+                f"{row['kind']}, {row['heads']} heads, {row['sequences']} x {short(int(row['keys']))}"
+            ),
         )
-        found += most(
-            "with Q, K and V of 8 bits",
-            [
-                (of_codes[dim, causal, length, "flashjit"] / us, f"d{dim} {MASKS[causal]}, {short(length)}")
-                for (dim, causal, length, method), us in of_codes.items()
-                if method == who
-            ],
-        )
-        if found:
-            lines.append(textwrap.fill(f"- {name}: {listed(found)}", 118, subsequent_indent="  "))
+        kinds["with Q, K and V of 8 bits"] = [
+            (of_codes[dim, causal, length, "flashjit"] / us, f"d{dim} {MASKS[causal]}, {short(length)}")
+            for (dim, causal, length, method), us in of_codes.items()
+            if method == who
+        ]
+        found[who] = {
+            what: max(points) for what, points in kinds.items() if points and max(points)[0] >= 1.005
+        }
+    return found
+
+
+def leads_section(*results):
+    """tools/docs/benchmarks.md"""
+    lines = []
+    for who, leads in leads_of(*results).items():
+        if leads:
+            found = listed([f"{ahead:.2f} {what} ({where})" for what, (ahead, where) in leads.items()])
+            lines.append(textwrap.fill(f"- {PEERS[who]}: {found}", 118, subsequent_indent="  "))
     return "\n".join(lines)
+
+
+def most_ahead(*results):
+    """By peer that is ahead anywhere, the most, and where."""
+    found = {}
+    for who, leads in leads_of(*results).items():
+        if leads:
+            what, (ahead, where) = max(leads.items(), key=lambda lead: lead[1])
+            found[who] = ahead, f"{what}: {where}"
+    return found
 
 
 def figures_section(dense, other, few, sparse, png):
@@ -559,7 +644,7 @@ more. bf16, 16k tokens in all, hidden size 2048."""
     )
     parts = [
         f"""\
-![TFLOP/s over sequence length]({link(png, BENCHMARKS)})
+![TFLOP/s over sequence length]({link(png, POINTS)})
 
 {textwrap.fill(about, 118)}""",
         peers_table(dense),
@@ -798,7 +883,7 @@ def draw_scaling(rows, path):
 
 
 def scaling_section(rows, png):
-    """tools/docs/benchmarks.md"""
+    """tools/docs/benchmarks-results.md"""
     ranks = list(dict.fromkeys(row["ranks"] for row in rows))
     lines = []
     for tokens, scheme, passes in dict.fromkeys((row["tokens"], row["scheme"], row["pass"]) for row in rows):
@@ -813,7 +898,7 @@ def scaling_section(rows, png):
     return "\n\n".join(
         [
             "Speed on several GPUs of one host, as a multiple of one GPU's:",
-            f"![shares of linear speed]({link(png, BENCHMARKS)})",
+            f"![shares of linear speed]({link(png, POINTS)})",
             table,
         ]
     )
@@ -851,21 +936,21 @@ def main():
             draw_scaling(scaling, result("h100_scaling.png"))
         if paper:
             draw_paper(*paper, result("h100_paper.png"))
-    replace(README, "peers", peers_summary(dense, result("h100_dense.png")))
-    serving, latent = (read(result(f"h100_{name}.csv")) for name in ("serving", "latent"))
-    replace(
-        README,
-        "leads",
-        leads_section(dense + other, few, serving, latent, read(result("h100_eight_bits_speed.csv"))),
+    serving, latent, codes, variants = (
+        read(result(f"h100_{name}.csv")) for name in ("serving", "latent", "eight_bits_speed", "variants")
     )
-    replace(BENCHMARKS, "figures", figures_section(dense, other, few, sparse, result("h100_dense.png")))
+    leads = dense + other, few, serving, latent, codes
+    replace(README, "speed", speed_section(dense, *leads[1:], variants))
+    replace(BENCHMARKS, "peers", peers_summary(dense, result("h100_dense.png")))
+    replace(BENCHMARKS, "leads", leads_section(*leads))
+    replace(POINTS, "figures", figures_section(dense, other, few, sparse, result("h100_dense.png")))
     replace(SERVING, "figures", serving_section(serving))
     replace(TUNING, "tuner", tuner_section(read(result("h100_tuner.csv"))))
     replace(DISTRIBUTED, "plans", plans_section(read(result("plans.csv")), result("plans.png")))
     if os.path.exists(result("h100_distributed.csv")):
         replace(DISTRIBUTED, "figures", shared_section(read(result("h100_distributed.csv"))))
     if scaling:
-        replace(BENCHMARKS, "scaling", scaling_section(scaling, result("h100_scaling.png")))
+        replace(POINTS, "scaling", scaling_section(scaling, result("h100_scaling.png")))
     if paper:
         replace(PAPER, "figures", paper_section(*paper))
     return 0

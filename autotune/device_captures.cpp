@@ -7,7 +7,7 @@
 
 namespace flashjit {
 
-DeviceCaptures::DeviceCaptures(const std::shared_ptr<const device::Driver>& driver, const AttentionSpec& spec,
+DeviceCaptures::DeviceCaptures(const std::shared_ptr<const device::Driver>& driver, const KernelSpec& spec,
                                const std::vector<reference::Captured>& captures, CUstream stream)
     : values_(captures.size()), grads_(captures.size()) {
   for (const reference::Captured& captured : captures) names_.push_back(captured.name);

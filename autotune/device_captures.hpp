@@ -18,7 +18,7 @@ class DeviceCaptures {
   DeviceCaptures() = default;
   /// `captures` are those that the spec's programs declare. Room for gradients is made, and zeroed, in the
   /// backward pass alone. `stream` as DeviceBuffer takes it.
-  DeviceCaptures(const std::shared_ptr<const device::Driver>& driver, const AttentionSpec& spec,
+  DeviceCaptures(const std::shared_ptr<const device::Driver>& driver, const KernelSpec& spec,
                  const std::vector<reference::Captured>& captures, CUstream stream = nullptr);
 
   /// For ForwardArgs and BackwardArgs; valid while this is.

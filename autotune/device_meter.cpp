@@ -249,9 +249,7 @@ class Inputs {
 
   /// The backward pass needs O and LSE that belong to its inputs.
   void run_forward(const DeviceInfo& device, const RuntimeOptions& options) {
-    AttentionSpec spec = problem_.spec;
-    spec.pass = Pass::forward;
-    spec = spec.normalized();
+    const KernelSpec spec = KernelSpec{problem_.spec, Pass::forward}.normalized();
     Runtime runtime(options);
     const plan::ExecutionPlan plan = plan::make_plan(spec, problem_.shape, device, {});
     ensure_workspace(plan.workspace.bytes);
@@ -298,7 +296,7 @@ class Inputs {
   /// What both passes take alike.
   template <class Args>
   Args common_args(const TensorSet& set) const {
-    const AttentionSpec& spec = problem_.spec;
+    const KernelSpec& spec = problem_.spec;
     Args args;
     args.q = rows_of_q(set.q, spec.head_dim);
     args.k = rows_of_kv(set.k, spec.head_dim);
@@ -402,7 +400,7 @@ struct DeviceMeter::Impl {
 
   // One Runtime a candidate: a Runtime holds one configuration a problem.
   std::mutex mutex;
-  AttentionSpec spec;
+  KernelSpec spec;
   std::map<std::string, std::shared_ptr<Runtime>> runtimes;  // for `spec`, by the configuration's text
 
   Impl(const device::Context& c, MeterOptions o)

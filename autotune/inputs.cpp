@@ -24,7 +24,7 @@ std::int64_t keys_by_map(const BlockPattern& map, BlockSize block, std::int64_t 
 }
 
 /// Pairs of all batches and heads; of rows that are alike in each.
-double prefix_pairs(const AttentionSpec& spec, const AttentionShape& shape, const BlockPattern& map) {
+double prefix_pairs(const KernelSpec& spec, const AttentionShape& shape, const BlockPattern& map) {
   double pairs = 0;
   const std::vector<Range> keys =
       plan::keys_of_tiles(spec, shape, 1);  // of no mask or a causal one: a prefix
@@ -37,7 +37,7 @@ double prefix_pairs(const AttentionSpec& spec, const AttentionShape& shape, cons
 }
 
 /// The same of any mask, with plausible captures: estimated from some rows where there are many.
-double sampled_pairs(AttentionSpec spec, const AttentionShape& shape, const BlockPattern& map) {
+double sampled_pairs(KernelSpec spec, const AttentionShape& shape, const BlockPattern& map) {
   constexpr double kGoldenRatio = 0.6180339887498949;
   spec.score = {};
   const auto captures = reference::plausible_captures(spec, shape, kSeed);
@@ -65,7 +65,7 @@ double sampled_pairs(AttentionSpec spec, const AttentionShape& shape, const Bloc
 
 }  // namespace
 
-BlockPattern plausible_map(const AttentionSpec& spec, const AttentionShape& shape, double density) {
+BlockPattern plausible_map(const KernelSpec& spec, const AttentionShape& shape, double density) {
   if (!(density > 0 && density <= 1)) {
     throw Error(
         ErrorCode::invalid_argument,
@@ -86,7 +86,7 @@ BlockPattern plausible_map(const AttentionSpec& spec, const AttentionShape& shap
   return map;
 }
 
-Work work_of(const AttentionSpec& spec, const AttentionShape& shape, const BlockPattern& map) {
+Work work_of(const KernelSpec& spec, const AttentionShape& shape, const BlockPattern& map) {
   const double named = static_cast<double>(shape.batch * shape.heads_q * shape.seqlen_q) *
                        static_cast<double>(reference::plausible_top_k(shape.seqlen_kv));
   const bool prefix = spec.mask.empty() || plan::is_causal(spec.mask);

@@ -16,7 +16,7 @@ inline constexpr double kDefaultDropout = 0.1;
 /// The block map a spec is measured with, for all batches and heads: a window around the diagonal, ending at
 /// it under a mask, with `density` of every row's blocks. Empty when the spec has no block map. Throws
 /// Error(invalid_argument) when density is not in (0, 1].
-BlockPattern plausible_map(const AttentionSpec& spec, const AttentionShape& shape, double density);
+BlockPattern plausible_map(const KernelSpec& spec, const AttentionShape& shape, double density);
 
 /// What a call computes and must move at least.
 struct Work {
@@ -26,7 +26,7 @@ struct Work {
 };
 
 /// `map` as given by plausible_map(); key padding and dropout are not counted.
-Work work_of(const AttentionSpec& spec, const AttentionShape& shape, const BlockPattern& map);
+Work work_of(const KernelSpec& spec, const AttentionShape& shape, const BlockPattern& map);
 
 /// The middle value, or the mean of the middle two. `values` is not empty.
 double median(std::vector<double> values);

@@ -57,14 +57,14 @@ struct TileClocks {
   double sum() const { return products + exponentials + arithmetic + shared + l2 + reductions; }
 };
 
-bool is_backward(const AttentionSpec& spec) { return spec.pass == Pass::backward; }
+bool is_backward(const KernelSpec& spec) { return spec.pass == Pass::backward; }
 
 /// What is modelled: a kernel, by what computes its tiles.
 struct Candidate {
   const plan::KernelPlan& kernel;
   ComputedBy by;
 
-  const AttentionSpec& spec() const { return kernel.spec; }
+  const KernelSpec& spec() const { return kernel.spec; }
   const TileConfig& config() const { return kernel.config; }
 };
 
@@ -87,7 +87,7 @@ int readers(const Candidate& of) {
   return std::max(1, all / of.kernel.schedule.q_tiles_per_cta);
 }
 
-double multiply_adds(const AttentionSpec& spec, const TileConfig& c) {
+double multiply_adds(const KernelSpec& spec, const TileConfig& c) {
   const double d = round_up(spec.head_dim, 16), dv = round_up(spec.v_dim(), 16);
   // Warps that share columns of dK and dV each compute S and dP.
   return is_backward(spec) ? c.d_split * (d + dv) + 2 * d + dv : d + dv;
@@ -95,7 +95,7 @@ double multiply_adds(const AttentionSpec& spec, const TileConfig& c) {
 
 /// Bytes that the products read from shared memory for one tile.
 double shared_bytes(const Candidate& of) {
-  const AttentionSpec& spec = of.spec();
+  const KernelSpec& spec = of.spec();
   const TileConfig& c = of.config();
   const double dims = spec.head_dim + spec.v_dim();
   const double element = of.by == ComputedBy::threads ? 4 : size_of(spec.q_type());
@@ -110,7 +110,7 @@ double shared_bytes(const Candidate& of) {
 }
 
 TileClocks tile_clocks(const Candidate& of, const Rates& rates, double program_operations) {
-  const AttentionSpec& spec = of.spec();
+  const KernelSpec& spec = of.spec();
   const TileConfig& c = of.config();
   const double pairs = static_cast<double>(c.br) * c.bc;
   const double instructions = is_backward(spec) ? kBackwardInstructions : kForwardInstructions;
@@ -129,7 +129,7 @@ TileClocks tile_clocks(const Candidate& of, const Rates& rates, double program_o
 
 /// A tile's time when units work side by side as far as the warps of as many resident tiles let them.
 double overlapped(const TileClocks& clocks, const Candidate& of, int resident) {
-  const AttentionSpec& spec = of.spec();
+  const KernelSpec& spec = of.spec();
   const TileConfig& c = of.config();
   double busiest = 0;
   for (const auto& [unit, name] : clocks.units()) busiest = std::max(busiest, unit);
@@ -150,7 +150,7 @@ double overlapped(const TileClocks& clocks, const Candidate& of, int resident) {
 }
 
 int registers_a_thread(const Candidate& of, const plan::Entry& entry, const DeviceInfo& device) {
-  const AttentionSpec& spec = of.spec();
+  const KernelSpec& spec = of.spec();
   const TileConfig& c = of.config();
   // setmaxnreg shares out what the block has: all that there are.
   if (of.by == ComputedBy::warp_groups)
@@ -181,7 +181,7 @@ double end_of_blocks(std::vector<double> blocks, std::int64_t copies, double slo
   return plan::makespan(std::move(blocks), copies, static_cast<std::int64_t>(slots));
 }
 
-double operations_of(const AttentionSpec& spec) {
+double operations_of(const KernelSpec& spec) {
   expr::Graph graph;
   if (!spec.score.empty()) graph.add(spec.score.tree());
   const bool derived = is_backward(spec) && !spec.score.empty();
@@ -202,7 +202,7 @@ Rates rates_of(const DeviceInfo& device) {
   return {1.5e6, 512, 512, 64, 16, 0.3e9};
 }
 
-double roofline_ms(const AttentionSpec& spec, const Work& work, const DeviceInfo& device) {
+double roofline_ms(const KernelSpec& spec, const Work& work, const DeviceInfo& device) {
   const Rates rates = rates_of(device);
   const double multiprocessors = std::max(device.multiprocessors, 1);
   const double macs = dtype_info(spec.dtype).mma_name.empty() ? rates.plain_macs
@@ -223,7 +223,7 @@ Model::Model(const Problem& problem, const DeviceInfo& device, double map_densit
                     plausible_map(problem_.spec, problem_.shape, map_density))) {}
 
 Prediction Model::predict(const TileConfig& config) const {
-  const AttentionSpec& spec = problem_.spec;
+  const KernelSpec& spec = problem_.spec;
   const AttentionShape& shape = problem_.shape;
   const plan::FamilyTraits& traits = plan::traits(config.family);
   const plan::KernelPlan kernel = traits.kernel(spec_, config);

@@ -22,7 +22,7 @@ Rates rates_of(const DeviceInfo& device);
 
 /// The time that no kernel beats: products at the tensor cores' peak, exponentials, or each tensor read or
 /// written once, whichever is longest.
-double roofline_ms(const AttentionSpec& spec, const Work& work, const DeviceInfo& device);
+double roofline_ms(const KernelSpec& spec, const Work& work, const DeviceInfo& device);
 
 /// Where the time of one configuration goes.
 struct Prediction {

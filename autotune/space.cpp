@@ -82,7 +82,7 @@ std::vector<TileConfig> candidates(const Model& model, const std::vector<Family>
   return order;
 }
 
-std::string disqualified(const AttentionSpec& spec, const KernelReport& kernel, const DeviceInfo& device) {
+std::string disqualified(const KernelSpec& spec, const KernelReport& kernel, const DeviceInfo& device) {
   for (const plan::Entry& entry : plan::traits(kernel.config.family).kernel(spec, kernel.config).entries) {
     const auto report = std::find_if(kernel.entries.begin(), kernel.entries.end(),
                                      [&](const EntryReport& e) { return e.entry == entry.name; });

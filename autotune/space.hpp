@@ -19,6 +19,6 @@ bool canonical_less(const TileConfig& a, const TileConfig& b);
 std::vector<TileConfig> candidates(const Model& model, const std::vector<Family>& families = {});
 
 /// Why a compiled candidate is not worth measuring ("spills 32 bytes in forward", ...); empty when it is.
-std::string disqualified(const AttentionSpec& spec, const KernelReport& kernel, const DeviceInfo& device);
+std::string disqualified(const KernelSpec& spec, const KernelReport& kernel, const DeviceInfo& device);
 
 }  // namespace flashjit::autotune

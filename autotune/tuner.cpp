@@ -74,7 +74,7 @@ const Problem& require_work(const Problem& problem) {
 }
 
 /// What a report says of the main kernel: of several, the one that needs most.
-void note_resources(plan::Timing& timing, const AttentionSpec& spec, const KernelReport& kernel) {
+void note_resources(plan::Timing& timing, const KernelSpec& spec, const KernelReport& kernel) {
   for (const plan::Entry& entry : plan::traits(kernel.config.family).kernel(spec, kernel.config).entries) {
     for (const EntryReport& report : kernel.entries) {
       if (!entry.hot || report.entry != entry.name) continue;

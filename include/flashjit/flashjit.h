@@ -79,26 +79,20 @@ typedef struct flashjit_spec flashjit_spec;
 /** Tile lists, created by flashjit_build_lists(). */
 typedef struct flashjit_tile_lists flashjit_tile_lists;
 
-/** Options of a runtime. Zero is the default of every member. */
+/** Options of a runtime: see RuntimeOptions of flashjit/runtime.hpp. Zero is the default of every member. */
 typedef struct flashjit_options {
   size_t struct_size;
-  const char*
-      cache_dir; /**< null: FLASHJIT_CACHE_DIR, else the user's cache folder; "": nothing is kept on disk */
+  const char* cache_dir;    /**< null: as RuntimeOptions; "": nothing is kept on disk */
   const char* const* packs; /**< searched first to last, before FLASHJIT_PACKS and the cache */
   size_t pack_count;
   flashjit_jit jit;
-  const char* template_dir;                  /**< null: the embedded templates */
-  void (*log)(void* user, const char* line); /**< receives one line at a time, from any thread; may call the
-                                                library; null: stderr */
+  const char* template_dir; /**< null: the embedded templates */
+  /** Receives one line at a time, from any thread; may call the library; null: stderr. */
+  void (*log)(void* user, const char* line);
   void* log_user;
   const char* nvrtc;    /**< libnvrtc or its folder; null: FLASHJIT_NVRTC, else the usual places */
-  uint64_t cache_limit; /**< bytes of kernels in cache_dir at which the least recently used are removed; 0:
-                           FLASHJIT_CACHE_LIMIT, else 2 GiB; UINT64_MAX: none */
-  /** Whether the first use of a shape starts its tuning: in a thread, on a stream of its own, with inputs of
-   * its own in device memory, for some seconds. Calls go on, and switch when it is done to a configuration
-   * that needs no more workspace: the last bits of results may change then. Keep the context until
-   * flashjit_stop_tuning() or flashjit_runtime_destroy(). Needs NVRTC: without `jit` nothing is tuned. Shapes
-   * with tile lists are left alone. */
+  uint64_t cache_limit; /**< bytes of kernels in cache_dir; 0: as RuntimeOptions; UINT64_MAX: none */
+  /** As of RuntimeOptions. Keep the context until flashjit_stop_tuning() or flashjit_runtime_destroy(). */
   flashjit_tuning tune_in_background;
 } flashjit_options;
 
@@ -133,9 +127,7 @@ typedef struct flashjit_page_table {
 
 /** Scales of K or V where the spec says "kv<type>": fp32 [sequences, pages, KV heads, rows] on the device. A
  * key is its code times the scale of its sequence, page, head and row; a dimension of size 1 is shared by
- * all. Without "key_scales" pages and rows have size 1. The pages of a cache in slots are the slots, and
- * their rows its capacity; without a cache there is one page, whose rows are those of K, packed ones with
- * "varlen". */
+ * all. Without "key_scales" pages and rows have size 1. ScaleView of flashjit/tensor.hpp says more. */
 typedef struct flashjit_scales {
   float* data;       /**< null: there are none */
   int64_t size[4];   /**< sequences, pages, KV heads, rows */
@@ -183,8 +175,7 @@ typedef struct flashjit_capture {
 } flashjit_capture;
 
 /** With "dropout_place" in the spec: where a call is in the problem whose dropout mask it gets. Its pair (b,
- * h, i, j) is there (batch + b, head + h, q + q_step * i, kv + kv_step * j). Where the steps are 1 and q and
- * kv multiples of 16 it costs nothing; else each random number is drawn eight times. */
+ * h, i, j) is there (batch + b, head + h, q + q_step * i, kv + kv_step * j). */
 typedef struct flashjit_dropout_place {
   int64_t batch, head;
   int64_t heads; /**< of a batch entry there; 0: as many as here */
@@ -203,15 +194,13 @@ typedef struct flashjit_partial_state {
  * cu_seqlens_kv[i + 1] of K and V. batch_size, max_seqlen_q and max_seqlen_kv (the longest sequence's, or
  * more) are then the shape's batch and lengths; without "varlen" all of them are 0 or null.
  *
- * cu_seqlens is not checked, because that would wait for the device. If it is wrong (negative, descending,
- * beyond the last row, or a sequence longer than its maximum), kernels cut the sequence to existing rows. The
- * results of the sequences concerned are then wrong, but nothing outside the tensors is read or written.
- *
  * With "pages<rows>" in the spec, K and V are pools of pages [pages, heads_kv, rows, dim], and page_table
  * says whose they are; with "cache" they are slots [slots, heads_kv, capacity, dim]. kv_lengths is how many
  * keys each sequence has, max_seqlen_kv how many it may have (0: all that there is room for). "varlen" then
- * says that Q alone is packed. Launches and workspace depend on these bounds alone: a captured CUDA graph
- * stays right while lengths and tables change. */
+ * says that Q alone is packed.
+ *
+ * ForwardArgs of flashjit/runtime.hpp says what CUDA graphs may rely on, and what happens where offsets,
+ * lengths or page numbers on the device are wrong. */
 typedef struct flashjit_forward_args {
   size_t struct_size;
   flashjit_tensor q, k, v; /**< read only */
@@ -232,11 +221,10 @@ typedef struct flashjit_forward_args {
   const float* sinks;           /**< [heads_q] on the device, with "sinks" in the spec */
   int64_t batch_size, max_seqlen_q, max_seqlen_kv;
   const flashjit_tile_lists* lists; /**< from flashjit_build_lists(); null: built in this call, if needed */
-  const uint64_t* rng_state; /**< seed and offset on the device, 16-byte aligned, which the kernels read in
-                                  place of those above: a CUDA graph then has another dropout mask at each
-                                  replay. Null: those above */
-  int32_t zero_unused_rows;  /**< with "varlen" in the spec: whether rows of `out` that belong to no sequence,
-                                  from cu_seqlens_q[batch_size] on, become zeros; 0: they stay as they are */
+  /** Seed and offset on the device, 16-byte aligned, which kernels read in place of those above: a CUDA graph
+   * then has another dropout mask at each replay. Null: those above. */
+  const uint64_t* rng_state;
+  int32_t zero_unused_rows; /**< with "varlen": not 0: zeros in rows of `out` that belong to no sequence */
   flashjit_page_table page_table; /**< with "pages", and where slots of "cache" are not in order */
   float* row_max; /**< with "row_max" in the spec, like lse: the largest score that a query attends
                        to, after the score program and without sinks; -inf: it attends to nothing */
@@ -245,15 +233,12 @@ typedef struct flashjit_forward_args {
       q_scale; /**< with "q_codes", too: of all queries, or of those of a sequence and a KV head */
   flashjit_indices indices;             /**< with "indices" in the spec */
   flashjit_dropout_place dropout_place; /**< with "dropout_place" in the spec */
-  int32_t reserved_sms; /**< how many multiprocessors kernels whose blocks take work by turns leave to others,
-                           such as NCCL's */
-  const int32_t* prefix_length; /**< with "shared_prefix" in the spec: one number on the device, how many
-                                   first keys each sequence has in common with the first one. Each has at
-                                   least so many besides those of its queries. 0: none. Kernels do not check
-                                   it */
-  flashjit_partial_state state; /**< with "running_state" in the spec: O in fp32 and LSE of other keys, which
-                                   the call's keys join; may be the memory of out and lse. O of a row whose
-                                   LSE is -inf may be anything */
+  int32_t reserved_sms;                 /**< SMs that persistent kernels leave free, e.g. for NCCL */
+  /** With "shared_prefix" in the spec: one number on the device, how many first keys all sequences share.
+   * Every sequence has at least this many besides its new ones. 0: none. Kernels do not check it. */
+  const int32_t* prefix_length;
+  /** With "running_state" in the spec: O in fp32 and LSE of other keys; may be the memory of out and lse. */
+  flashjit_partial_state state;
 } flashjit_forward_args;
 
 /** Members of flashjit_forward_args mean the same here; gradients have the sizes of their tensors. With
@@ -303,11 +288,8 @@ typedef struct flashjit_rope {
  * i of the n of sequence b is key kv_lengths[b] - n + i: kv_lengths counts the new rows already. Sizes: k
  * [batch, heads_kv, n, dim], v likewise, q and q_out [batch, heads_q, n, dim], the caches as k and v of
  * flashjit_forward_args. With "varlen" in the spec the rows of batch_size sequences are packed, and sequence
- * b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
- *
- * A row without a sequence, without a place in the cache (its key's number is negative or beyond
- * max_seqlen_kv, or its page does not exist) or without a row in the tables is left out: nothing is written
- * for it. */
+ * b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]. Rows that AppendArgs of flashjit/runtime.hpp names are
+ * left out. */
 typedef struct flashjit_append_args {
   size_t struct_size;
   flashjit_tensor k, v; /**< read only */

@@ -76,16 +76,16 @@ struct ForwardArgs {
   ConstTensorView q, k, v;
   TensorView out;        ///< in memory of its own
   float* lse = nullptr;  ///< [b, hq, sq] contiguous, natural log of the row sums; may be null
-  std::optional<float> softmax_scale = {};   ///< finite and > 0; default 1 / sqrt(head_dim)
-  const std::int32_t* kv_lengths = nullptr;  ///< [b] on the device, with spec.kv_lengths: keys from there on
-                                             ///< are padding; and with a cache: the keys of each sequence
-  BlockMapView block_map = {};               ///< with spec.block_map
-  double dropout_p = 0.0;                    ///< in [0, 1), with spec.dropout; rounded to a multiple of 2^-15
-  std::uint64_t seed = 0;  ///< the dropout mask depends on (seed, offset, b, h, q, kv) alone
+  std::optional<float> softmax_scale = {};  ///< finite and > 0; default 1 / sqrt(head_dim)
+  /// [b] on the device, with spec.kv_lengths: keys from there on are padding; with a cache: each one's keys.
+  const std::int32_t* kv_lengths = nullptr;
+  BlockMapView block_map = {};  ///< with spec.block_map
+  double dropout_p = 0.0;       ///< in [0, 1), with spec.dropout; rounded to a multiple of 2^-15
+  std::uint64_t seed = 0;       ///< the dropout mask depends on (seed, offset, b, h, q, kv) alone
   std::uint64_t offset = 0;
   Workspace workspace = {};  ///< at least Runtime::workspace_bytes(spec, shape)
-  std::span<const Capture> captures =
-      {};  ///< a value for each name declared by the spec's programs, in any order; Capture::grad is ignored
+  /// A value for each name declared by the spec's programs, in any order; Capture::grad is ignored.
+  std::span<const Capture> captures = {};
   const std::int32_t* cu_seqlens_q =
       nullptr;  ///< [batch_size + 1] on the device, from 0 up, with spec.varlen
   const std::int32_t* cu_seqlens_kv = nullptr;       ///< the same of K and V
@@ -121,7 +121,7 @@ struct ForwardArgs {
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's, `out` and dO of Q's type;
 /// gradients have their tensor's sizes, and its type, or with spec.fp32_grads fp32, and memory of their own.
 /// With spec.add_grads they are added to. Members that ForwardArgs has mean the same, and are given what the
-/// forward pass was given; the workspace is that of a spec with Pass::backward.
+/// forward pass was given; the workspace is that of Pass::backward.
 struct BackwardArgs {
   ConstTensorView q, k, v, out;
   const float* lse = nullptr;  ///< [b, hq, sq] contiguous
@@ -140,9 +140,8 @@ struct BackwardArgs {
   std::int64_t batch_size = 0;
   std::int64_t max_seqlen_q = 0, max_seqlen_kv = 0;
   const float* sinks = nullptr;
-  float* dsinks = nullptr;  ///< [hq], ADDED to: zero it first; null: not wanted
-  const TileLists* lists =
-      nullptr;  ///< from Runtime::build_lists() with Pass::backward; null: built in this call
+  float* dsinks = nullptr;           ///< [hq], ADDED to: zero it first; null: not wanted
+  const TileLists* lists = nullptr;  ///< from build_lists() with Pass::backward; null: built in this call
   const std::uint64_t* rng_state = nullptr;
   bool zero_unused_rows = false;  ///< of dq, dk and dv
   const float* dlse = nullptr;    ///< [b, hq, sq] contiguous: the gradient of LSE; null: there is none
@@ -222,26 +221,26 @@ enum class JitMode : std::uint8_t { on, off };
 
 /// Explicit options win over the environment; tools/docs/environment.md lists the variables.
 struct RuntimeOptions {
-  std::optional<std::string> cache_dir = {};  ///< default FLASHJIT_CACHE_DIR, XDG_CACHE_HOME/flashjit,
-                                              ///< ~/.cache/flashjit; "" keeps nothing on disk
+  /// Default FLASHJIT_CACHE_DIR, XDG_CACHE_HOME/flashjit, ~/.cache/flashjit; "" keeps nothing on disk.
+  std::optional<std::string> cache_dir = {};
   std::vector<std::string> packs = {};  ///< searched first to last before the cache; then FLASHJIT_PACKS
   std::vector<EmbeddedPack> embedded_packs = {};  ///< searched before `packs`
   std::optional<JitMode> jit = {};                ///< default FLASHJIT_JIT, else on
   std::optional<std::string> template_dir = {};   ///< read templates from here instead of the embedded ones
-  std::optional<std::string> nvrtc =
-      {};  ///< libnvrtc or its folder; default FLASHJIT_NVRTC, else the usual places
-  std::optional<bool> check_indices =
-      {};  ///< slow kernels that print each index of a captured tensor, page
-           ///< number and length that is out of range; default FLASHJIT_CHECK_INDICES, else false
+  /// libnvrtc or its folder; default FLASHJIT_NVRTC, else the usual places.
+  std::optional<std::string> nvrtc = {};
+  /// Slow kernels that print each index of a captured tensor, page number and length that is out of range;
+  /// default FLASHJIT_CHECK_INDICES, else false.
+  std::optional<bool> check_indices = {};
   /// Kernels whose waits end with a launch error after 10 seconds, instead of hanging because of a bug in a
   /// kernel or in template_dir. The next synchronisation or call then reports CUDA_ERROR_LAUNCH_FAILED or
   /// CUDA_ERROR_ILLEGAL_INSTRUCTION, and so do all later ones, because the process has lost its context.
   /// Results are the same. Needs NVRTC, as packs hold no such kernels. Default FLASHJIT_CHECK_WAITS, else
   /// false.
   std::optional<bool> check_waits = {};
-  std::optional<std::uint64_t> cache_limit =
-      {};  ///< bytes of kernels in cache_dir at which the least recently used are removed, down to 7/8;
-           ///< default FLASHJIT_CACHE_LIMIT, else 2 GiB
+  /// Bytes of kernels in cache_dir at which the least recently used are removed, down to 7/8; default
+  /// FLASHJIT_CACHE_LIMIT, else 2 GiB.
+  std::optional<std::uint64_t> cache_limit = {};
   /// The first use of a shape without a record of this device starts its tuning: in a thread, on its own
   /// stream, with its own inputs in device memory, for some seconds. Calls meanwhile use the current
   /// configuration. When tuning finishes they switch to one of the same family that needs no more workspace,
@@ -270,7 +269,7 @@ struct EntryReport {
 
 /// Describes a prepared kernel, for logs and tables.
 struct KernelReport {
-  AttentionSpec spec = {};
+  KernelSpec spec = {};
   TileConfig config = {};
   ConfigSource config_source = ConfigSource::heuristic;
   std::string key = {};  ///< the directory's name in cache and pack; empty if there is nothing to launch
@@ -307,31 +306,51 @@ class FLASHJIT_API Runtime {
   /// Throws Error as forward() does.
   void quantise(const AttentionSpec& spec, const QuantiseArgs& args, Stream stream);
 
-  /// Compiles and loads now on the current device, e.g. before a graph capture. spec.pass chooses the pass.
-  /// With `config`, that configuration is used for this spec and shape from now on.
-  KernelReport prepare(const AttentionSpec& spec, const AttentionShape& shape,
+  // These ask about one pass, by default the forward one. A KernelSpec, such as parse_spec() returns, has its
+  // own.
+
+  /// Compiles and loads now on the current device, e.g. before a graph capture. With `config`, that
+  /// configuration is used for this pass, spec and shape from now on.
+  KernelReport prepare(const AttentionSpec& spec, const AttentionShape& shape, Pass pass = Pass::forward,
+                       const std::optional<TileConfig>& config = {}) {
+    return prepare(KernelSpec{spec, pass}, shape, config);
+  }
+  KernelReport prepare(const KernelSpec& spec, const AttentionShape& shape,
                        const std::optional<TileConfig>& config = {});
-  /// The same for both passes in parallel, whatever spec.pass is, in little more time than for one. For
-  /// training. Returns the forward pass's report, then the backward's.
+  /// The same for both passes in parallel, in little more time than for one. For training. Returns the
+  /// forward pass's report, then the backward's.
   std::array<KernelReport, 2> prepare_both(const AttentionSpec& spec, const AttentionShape& shape);
 
-  /// Bytes of Workspace that a call needs: see tools/docs/memory.md. spec.pass chooses the pass. A call that
-  /// receives its lists needs list_bytes() less.
-  std::size_t workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape);
+  /// Bytes of Workspace that a call needs: see tools/docs/memory.md. A call that receives its lists needs
+  /// list_bytes() less.
+  std::size_t workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape,
+                              Pass pass = Pass::forward) {
+    return workspace_bytes(KernelSpec{spec, pass}, shape);
+  }
+  std::size_t workspace_bytes(const KernelSpec& spec, const AttentionShape& shape);
 
-  /// Bytes of memory that build_lists() needs; 0 if the kernels use no lists. spec.pass chooses the pass.
-  std::size_t list_bytes(const AttentionSpec& spec, const AttentionShape& shape);
+  /// Bytes of memory that build_lists() needs; 0 if the kernels use no lists.
+  std::size_t list_bytes(const AttentionSpec& spec, const AttentionShape& shape, Pass pass = Pass::forward) {
+    return list_bytes(KernelSpec{spec, pass}, shape);
+  }
+  std::size_t list_bytes(const KernelSpec& spec, const AttentionShape& shape);
 
   /// Builds the tile lists of a block map or a mask on `stream` once, for many layers and steps: calls that
-  /// receive the result do not build them again. spec.pass chooses the pass; each has its own lists. If the
-  /// kernels use no lists, nothing is launched, and calls accept the result all the same. Throws Error as
-  /// forward() does.
+  /// receive the result do not build them again. Each pass has its own lists. If the kernels use no lists,
+  /// nothing is launched, and calls accept the result all the same. Throws Error as forward() does.
   TileLists build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
+                        Stream stream, Pass pass = Pass::forward) {
+    return build_lists(KernelSpec{spec, pass}, shape, args, stream);
+  }
+  TileLists build_lists(const KernelSpec& spec, const AttentionShape& shape, const ListArgs& args,
                         Stream stream);
 
   /// Whether some family supports the problem on the current device, or why none does. Throws
   /// Error(no_driver) or Error(no_device).
-  Support supports(const AttentionSpec& spec, const AttentionShape& shape);
+  Support supports(const AttentionSpec& spec, const AttentionShape& shape, Pass pass = Pass::forward) {
+    return supports(KernelSpec{spec, pass}, shape);
+  }
+  Support supports(const KernelSpec& spec, const AttentionShape& shape);
 
   /// Ends the tuning of RuntimeOptions::tune_in_background for good: waits for the current compilation or
   /// measurement, some seconds at most, and drops the rest. Tuned configurations stay in use.

@@ -21,25 +21,26 @@ struct BlockSize {
   bool operator==(const BlockSize&) const = default;
 };
 
-/// What is computed. Everything here is compiled into the kernel; everything else is an argument of the call.
+/// What attention is computed, in both passes. Everything here is compiled into the kernels; everything else
+/// is an argument of the call.
 ///
 /// O = dropout(softmax(mask(score(softmax_scale * Q K^T)))) V, row by row.
 /// With sinks, the softmax of a row has one more logit, its head's, without a value. LSE includes it, and a
-/// row that attends to nothing has O = 0 and LSE = its sink. As text: "fwd:bf16:d128:causal",
-/// "bwd:fp16:d64x32:causal_top_left:dropout:kvlen:map128x64:det", "fwd:bf16:d64:causal:varlen:sinks",
-/// "fwd:bf16:d128:causal:varlen:pages16",
-/// "fwd:bf16:d128:kve4m3:causal:cache:key_scales", "fwd:bf16:d128:kve4m3:causal:q_codes".
+/// row that attends to nothing has O = 0 and LSE = its sink. As text, to which a KernelSpec adds its pass:
+/// "bf16:d128:causal", "fp16:d64x32:causal_top_left:dropout:kvlen:map128x64:det",
+/// "bf16:d64:causal:varlen:sinks", "bf16:d128:causal:varlen:pages16",
+/// "bf16:d128:kve4m3:causal:cache:key_scales", "bf16:d128:kve4m3:causal:q_codes".
 struct AttentionSpec {
-  Pass pass = Pass::forward;  ///< set by the functions of Runtime; callers may leave it
   DType dtype = DType::bf16;
   int head_dim = 0;    ///< of Q and K: a multiple of 8 from 8 to 576
   int head_dim_v = 0;  ///< of V and O: a multiple of 8 from 8 to 512; 0 means head_dim
   ScoreProgram score = {};
   MaskProgram mask = {};
-  bool dropout = false;      ///< whether a dropout probability is applied (its value is given at the call)
-  bool kv_lengths = false;   ///< key padding: one length per batch entry is given at the call. With `causal`
-                             ///< only where Q and K are as long, or there is one query
-  BlockSize block_map = {};  ///< whether a block map is given at the call, and the size of its blocks
+  bool dropout = false;  ///< whether a dropout probability is applied (its value is given at the call)
+  /// Key padding: one length per batch entry is given at the call. With `causal` only where Q and K are as
+  /// long, or there is one query.
+  bool kv_lengths = false;
+  BlockSize block_map = {};    ///< whether a block map is given at the call, and the size of its blocks
   bool deterministic = false;  ///< backward only: the same bits on every run
   bool varlen = false;   ///< sequences of different lengths, packed one after the other; not with kv_lengths
   bool sinks = false;    ///< one more logit per query head in the softmax, without a value
@@ -102,12 +103,23 @@ struct AttentionSpec {
   /// The canonical form of equal problems: head_dim_v filled in, options dropped where they have no effect,
   /// int scalars that programs read as floats alone declared float, cache set beside pages, kv_dtype dropped
   /// where it is dtype.
-  /// Of the passes append, merge and quantise it keeps what these read: element types, head dimensions and
-  /// the cache.
   FLASHJIT_API AttentionSpec normalized() const;
   /// Throws Error(invalid_argument) that names the first field out of range and the allowed values.
   FLASHJIT_API void validate() const;
   bool operator==(const AttentionSpec&) const = default;
+};
+
+/// One pass of an attention, which is what a kernel computes: {spec, Pass::backward}. As text:
+/// "fwd:bf16:d128:causal", "bwd:bf16:d128:causal:det", "append:bf16:d128:pages16".
+struct KernelSpec : AttentionSpec {
+  Pass pass = Pass::forward;
+
+  /// As AttentionSpec's, and without what the other pass alone has. The passes append, merge and quantise
+  /// keep what they read: element types, head dimensions and the cache.
+  FLASHJIT_API KernelSpec normalized() const;
+  /// As AttentionSpec's, and refuses what the pass cannot do.
+  FLASHJIT_API void validate() const;
+  bool operator==(const KernelSpec&) const = default;
 };
 
 /// Sizes known at the call. As text: "b2:hq32:hkv8:sq4096:skv4096". With spec.varlen the batch is the number
@@ -171,13 +183,14 @@ struct DeviceInfo {
 };
 
 FLASHJIT_API std::string to_string(const AttentionSpec& spec);
+FLASHJIT_API std::string to_string(const KernelSpec& spec);
 FLASHJIT_API std::string to_string(const AttentionShape& shape);
 FLASHJIT_API std::string to_string(const TileConfig& config);
 FLASHJIT_API std::string to_string(const DeviceInfo& device);  ///< its arch
 
 /// Parsers throw Error(invalid_argument) that quotes the part they could not read and says what is allowed
 /// there. A spec's pass defaults to forward, its options may come in any order, and "map64" means "map64x64".
-FLASHJIT_API AttentionSpec parse_spec(std::string_view text);
+FLASHJIT_API KernelSpec parse_spec(std::string_view text);
 FLASHJIT_API AttentionShape parse_shape(std::string_view text);
 FLASHJIT_API TileConfig parse_config(std::string_view text);
 

@@ -23,7 +23,7 @@ struct flashjit_runtime {
 };
 
 struct flashjit_spec {
-  std::array<flashjit::AttentionSpec, 5> of_pass;  ///< by flashjit_pass
+  flashjit::AttentionSpec spec;
 };
 
 struct flashjit_shared_attention {
@@ -91,12 +91,13 @@ T& required(T* pointer, const char* name, const char* advice) {
 flashjit::Runtime& get(flashjit_runtime* runtime) {
   return required(runtime, "runtime", "make one with flashjit_runtime_create()").runtime;
 }
-const flashjit_spec& get(const flashjit_spec* spec) {
-  return required(spec, "spec", "make one with flashjit_spec_create()");
+const flashjit::AttentionSpec& get(const flashjit_spec* spec) {
+  return required(spec, "spec", "make one with flashjit_spec_create()").spec;
 }
 
-const flashjit::AttentionSpec& get(const flashjit_spec* spec, flashjit_pass pass) {
-  if (pass >= FLASHJIT_FORWARD && pass <= FLASHJIT_QUANTISE) return get(spec).of_pass[pass];
+flashjit::KernelSpec get(const flashjit_spec* spec, flashjit_pass pass) {
+  if (pass >= FLASHJIT_FORWARD && pass <= FLASHJIT_QUANTISE)
+    return {get(spec), static_cast<flashjit::Pass>(pass)};
   throw Error(
       ErrorCode::invalid_argument,
       fmt::format("pass is {}: give FLASHJIT_FORWARD (0), FLASHJIT_BACKWARD (1), FLASHJIT_APPEND (2), "
@@ -330,7 +331,7 @@ flashjit::SharedSequence shared_sequence(const flashjit_spec* spec, const flashj
   if (c.layout != FLASHJIT_ZIGZAG && c.layout != FLASHJIT_CONTIGUOUS)
     throw Error(ErrorCode::invalid_argument,
                 fmt::format("layout is {}: give FLASHJIT_ZIGZAG (0) or FLASHJIT_CONTIGUOUS (1).", c.layout));
-  flashjit::SharedSequence sequence{.spec = get(spec, FLASHJIT_FORWARD),
+  flashjit::SharedSequence sequence{.spec = get(spec),
                                     .batch = c.batch,
                                     .heads_q = c.heads_q,
                                     .heads_kv = c.heads_kv,
@@ -499,15 +500,8 @@ flashjit_status flashjit_spec_create(const char* text, flashjit_spec** spec) noe
   return guarded([&] {
     flashjit_spec*& created = required(spec, "spec", "give the address of a flashjit_spec*");
     created = nullptr;
-    flashjit::AttentionSpec parsed =
-        flashjit::parse_spec(&required(text, "text", "give a spec such as \"bf16:d128:causal\""));
-    parsed.validate();
-    auto made = std::make_unique<flashjit_spec>();
-    for (int pass = FLASHJIT_FORWARD; pass <= FLASHJIT_QUANTISE; ++pass) {
-      made->of_pass[pass] = parsed;
-      made->of_pass[pass].pass = static_cast<flashjit::Pass>(pass);
-    }
-    created = made.release();
+    created = new flashjit_spec{
+        flashjit::parse_spec(&required(text, "text", "give a spec such as \"bf16:d128:causal\""))};
   });
 }
 
@@ -517,8 +511,8 @@ flashjit_status flashjit_forward(flashjit_runtime* runtime, const flashjit_spec*
                                  const flashjit_forward_args* args, CUstream_st* stream) noexcept {
   return guarded([&] {
     Captures room;
-    get(runtime).forward(get(spec, FLASHJIT_FORWARD),
-                         forward_args(flashjit::read_struct("flashjit_forward_args", args), room), stream);
+    get(runtime).forward(get(spec), forward_args(flashjit::read_struct("flashjit_forward_args", args), room),
+                         stream);
   });
 }
 
@@ -526,27 +520,27 @@ flashjit_status flashjit_backward(flashjit_runtime* runtime, const flashjit_spec
                                   const flashjit_backward_args* args, CUstream_st* stream) noexcept {
   return guarded([&] {
     Captures room;
-    get(runtime).backward(get(spec, FLASHJIT_BACKWARD),
+    get(runtime).backward(get(spec),
                           backward_args(flashjit::read_struct("flashjit_backward_args", args), room), stream);
   });
 }
 
 flashjit_status flashjit_append(flashjit_runtime* runtime, const flashjit_spec* spec,
                                 const flashjit_append_args* args, CUstream_st* stream) noexcept {
-  return guarded([&] { get(runtime).append(get(spec, FLASHJIT_APPEND), append_args(args), stream); });
+  return guarded([&] { get(runtime).append(get(spec), append_args(args), stream); });
 }
 
 flashjit_status flashjit_merge(flashjit_runtime* runtime, const flashjit_spec* spec,
                                const flashjit_merge_args* args, CUstream_st* stream) noexcept {
   return guarded([&] {
     States room;
-    get(runtime).merge(get(spec, FLASHJIT_MERGE), merge_args(args, room), stream);
+    get(runtime).merge(get(spec), merge_args(args, room), stream);
   });
 }
 
 flashjit_status flashjit_quantise(flashjit_runtime* runtime, const flashjit_spec* spec,
                                   const flashjit_quantise_args* args, CUstream_st* stream) noexcept {
-  return guarded([&] { get(runtime).quantise(get(spec, FLASHJIT_QUANTISE), quantise_args(args), stream); });
+  return guarded([&] { get(runtime).quantise(get(spec), quantise_args(args), stream); });
 }
 
 flashjit_status flashjit_prepare(flashjit_runtime* runtime, flashjit_pass pass, const flashjit_spec* spec,
@@ -559,7 +553,7 @@ flashjit_status flashjit_prepare(flashjit_runtime* runtime, flashjit_pass pass, 
 
 flashjit_status flashjit_prepare_both(flashjit_runtime* runtime, const flashjit_spec* spec,
                                       const flashjit_shape* shape) noexcept {
-  return guarded([&] { get(runtime).prepare_both(get(spec, FLASHJIT_FORWARD), get(shape)); });
+  return guarded([&] { get(runtime).prepare_both(get(spec), get(shape)); });
 }
 
 flashjit_status flashjit_workspace_bytes(flashjit_runtime* runtime, flashjit_pass pass,
@@ -606,7 +600,7 @@ flashjit_status flashjit_reference_forward(const flashjit_spec* spec,
                                            const flashjit_forward_args* args) noexcept {
   return guarded([&] {
     Captures room;
-    flashjit::reference_forward(get(spec, FLASHJIT_FORWARD),
+    flashjit::reference_forward(get(spec),
                                 forward_args(flashjit::read_struct("flashjit_forward_args", args), room));
   });
 }
@@ -615,27 +609,27 @@ flashjit_status flashjit_reference_backward(const flashjit_spec* spec,
                                             const flashjit_backward_args* args) noexcept {
   return guarded([&] {
     Captures room;
-    flashjit::reference_backward(get(spec, FLASHJIT_BACKWARD),
+    flashjit::reference_backward(get(spec),
                                  backward_args(flashjit::read_struct("flashjit_backward_args", args), room));
   });
 }
 
 flashjit_status flashjit_reference_append(const flashjit_spec* spec,
                                           const flashjit_append_args* args) noexcept {
-  return guarded([&] { flashjit::reference_append(get(spec, FLASHJIT_APPEND), append_args(args)); });
+  return guarded([&] { flashjit::reference_append(get(spec), append_args(args)); });
 }
 
 flashjit_status flashjit_reference_merge(const flashjit_spec* spec,
                                          const flashjit_merge_args* args) noexcept {
   return guarded([&] {
     States room;
-    flashjit::reference_merge(get(spec, FLASHJIT_MERGE), merge_args(args, room));
+    flashjit::reference_merge(get(spec), merge_args(args, room));
   });
 }
 
 flashjit_status flashjit_reference_quantise(const flashjit_spec* spec,
                                             const flashjit_quantise_args* args) noexcept {
-  return guarded([&] { flashjit::reference_quantise(get(spec, FLASHJIT_QUANTISE), quantise_args(args)); });
+  return guarded([&] { flashjit::reference_quantise(get(spec), quantise_args(args)); });
 }
 
 flashjit_status flashjit_shared_create(flashjit_runtime* runtime, const flashjit_spec* spec,

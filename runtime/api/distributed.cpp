@@ -154,9 +154,7 @@ struct SharedAttention::Impl {
                                 .mask = s.spec.mask,
                                 .dropout = s.spec.dropout,
                                 .sinks = s.spec.sinks};
-    AttentionSpec asked = s.spec;
-    asked.pass = allowed.pass;
-    if (asked.normalized() != allowed.normalized())
+    if (KernelSpec{s.spec}.normalized() != KernelSpec{allowed}.normalized())
       refuse(
           "the spec of a shared sequence is {}: it has an element type, head dimensions, programs, "
           "dropout and sinks; nothing else.",
@@ -261,9 +259,8 @@ struct SharedAttention::Impl {
   bool is_ring() const { return s.scheme == SharingScheme::ring && ranks > 1; }
   bool gathers() const { return s.scheme == SharingScheme::all_gather && ranks > 1; }
 
-  AttentionSpec spec(Pass pass, const SharedCall& call) const {
-    AttentionSpec result = plain;
-    result.pass = pass;
+  KernelSpec spec(Pass pass, const SharedCall& call) const {
+    KernelSpec result{plain, pass};
     if (call.mask == CallMask::causal) result.mask = causal();
     if (call.mask == CallMask::program) result.mask = moved_mask;
     result.sinks = s.spec.sinks && call.first;  // one call of each row has it
@@ -347,9 +344,7 @@ struct SharedAttention::Impl {
   }
   template <class Args, class Given>
   void check_given(Pass pass, const Given& given) const {
-    AttentionSpec of_pass = s.spec;
-    of_pass.pass = pass;
-    check_arguments(of_pass, as_one_call<Args>(given));
+    check_arguments(s.spec, as_one_call<Args>(given));
     check_workspace(pass, given.workspace);
     check_captures(declared, given.captures, pass);
   }
@@ -685,11 +680,9 @@ struct SharedAttention::Impl {
 
   /// What all ranks must have alike, as a number.
   std::uint64_t digest(Pass pass) const {
-    AttentionSpec of_pass = sequence.spec;
-    of_pass.pass = pass;
     return std::hash<std::string>{}(
-        fmt::format("{} {} {} {} {} {} {} {} {}", to_string(of_pass), sequence.batch, sequence.heads_q,
-                    sequence.heads_kv, sequence.rows, static_cast<int>(sequence.scheme),
+        fmt::format("{} {} {} {} {} {} {} {} {}", to_string(KernelSpec{sequence.spec, pass}), sequence.batch,
+                    sequence.heads_q, sequence.heads_kv, sequence.rows, static_cast<int>(sequence.scheme),
                     static_cast<int>(sequence.layout), sequence.window, fmt::join(sequence.documents, ",")));
   }
   void prepare(Pass pass, const Workspace& workspace, CUstream stream) {

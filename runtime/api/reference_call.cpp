@@ -215,7 +215,7 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
   check_captures(declared, args.captures, pass);
 
   Missing missing;
-  reference::Problem problem{.spec = spec,
+  reference::Problem problem{.spec = {spec, pass},
                              .shape = shape,
                              .softmax_scale = args.softmax_scale,
                              .dropout_p = args.dropout_p,

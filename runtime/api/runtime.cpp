@@ -35,7 +35,7 @@ void Runtime::quantise(const AttentionSpec& spec, const QuantiseArgs& args, Stre
   impl_->quantise(spec, args, stream);
 }
 
-KernelReport Runtime::prepare(const AttentionSpec& spec, const AttentionShape& shape,
+KernelReport Runtime::prepare(const KernelSpec& spec, const AttentionShape& shape,
                               const std::optional<TileConfig>& config) {
   return impl_->prepare(spec, shape, config);
 }
@@ -44,20 +44,20 @@ std::array<KernelReport, 2> Runtime::prepare_both(const AttentionSpec& spec, con
   return impl_->prepare_both(spec, shape);
 }
 
-std::size_t Runtime::workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape) {
+std::size_t Runtime::workspace_bytes(const KernelSpec& spec, const AttentionShape& shape) {
   return impl_->workspace_bytes(spec, shape);
 }
 
-std::size_t Runtime::list_bytes(const AttentionSpec& spec, const AttentionShape& shape) {
+std::size_t Runtime::list_bytes(const KernelSpec& spec, const AttentionShape& shape) {
   return impl_->list_bytes(spec, shape);
 }
 
-TileLists Runtime::build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
+TileLists Runtime::build_lists(const KernelSpec& spec, const AttentionShape& shape, const ListArgs& args,
                                Stream stream) {
   return impl_->build_lists(spec, shape, args, stream);
 }
 
-Support Runtime::supports(const AttentionSpec& spec, const AttentionShape& shape) {
+Support Runtime::supports(const KernelSpec& spec, const AttentionShape& shape) {
   return impl_->supports(spec, shape);
 }
 

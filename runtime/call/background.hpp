@@ -13,7 +13,7 @@ namespace flashjit {
 
 /// A shape in use that deserves tuning.
 struct BackgroundJob {
-  AttentionSpec spec;
+  KernelSpec spec;
   AttentionShape shape;
   TileConfig current;           ///< what calls use until then: the family stays
   std::size_t workspace_bytes;  ///< what callers give, so what the new configuration may need at most

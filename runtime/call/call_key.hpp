@@ -34,7 +34,7 @@ struct CallKeyView {
         score(spec.score.text()),
         mask(spec.mask.text()) {
     // A field that is added to the spec does not compile here until it is in the key, too.
-    [[maybe_unused]] const auto& [own_pass, dtype, head_dim, head_dim_v, score_program, mask_program, dropout,
+    [[maybe_unused]] const auto& [dtype, head_dim, head_dim_v, score_program, mask_program, dropout,
                                   kv_lengths, block_map, deterministic, varlen, sinks, row_max, cache, pages,
                                   kv_dtype, key_scales, fp32_out, fp32_grads, batch_invariant, shared_kv,
                                   q_codes, indices, add_grads, dropout_place, shared_prefix, running_state] =

@@ -21,12 +21,7 @@ namespace {
 /// ever.
 constexpr std::size_t kOperationLimit = 4096;
 
-AttentionSpec with_pass(AttentionSpec spec, Pass pass) {
-  spec.pass = pass;
-  return spec;
-}
-
-std::string given_key(const AttentionSpec& spec, const AttentionShape& shape) {
+std::string given_key(const KernelSpec& spec, const AttentionShape& shape) {
   const plan::Problem problem = plan::fold_gqa(spec, shape);
   return fmt::format("{} {}", to_string(problem.spec), to_string(problem.shape));
 }
@@ -35,7 +30,7 @@ plan::Checks checks_of(const Settings& settings) {
   return {.check_indices = settings.check_indices, .check_waits = settings.check_waits};
 }
 
-std::string tuned_key(const AttentionSpec& spec, const AttentionShape& shape, CUdevice device) {
+std::string tuned_key(const KernelSpec& spec, const AttentionShape& shape, CUdevice device) {
   return fmt::format("{} {}", given_key(spec, shape), device);
 }
 
@@ -122,23 +117,22 @@ void Engine::backward(const AttentionSpec& spec, const BackwardArgs& args, Strea
 }
 
 void Engine::append(const AttentionSpec& spec, const AppendArgs& args, Stream stream) {
-  run_plain(with_pass(spec, Pass::append), args, stream);
+  run_plain(spec, Pass::append, args, stream);
 }
 
 void Engine::merge(const AttentionSpec& spec, const MergeArgs& args, Stream stream) {
-  run_plain(with_pass(spec, Pass::merge), args, stream);
+  run_plain(spec, Pass::merge, args, stream);
 }
 
 void Engine::quantise(const AttentionSpec& spec, const QuantiseArgs& args, Stream stream) {
-  run_plain(with_pass(spec, Pass::quantise), args, stream);
+  run_plain(spec, Pass::quantise, args, stream);
 }
 
 template <class Args>
-void Engine::run_plain(const AttentionSpec& spec, const Args& args, Stream stream) {
+void Engine::run_plain(const AttentionSpec& spec, Pass pass, const Args& args, Stream stream) {
   check_arguments(spec, args);
   const CUdevice device = device::current_device(*driver());
-  const OperationPtr operation =
-      operation_of(spec, spec.pass, shape_of(spec, args), {}, spec.pass, device, stream);
+  const OperationPtr operation = operation_of(spec, pass, shape_of(spec, args), {}, pass, device, stream);
   check_pointers_once(*operation, args, device);
   if (operation->steps.empty()) return;
   launch_steps(*driver(), operation->steps, make_params(spec, args), {}, stream,
@@ -169,7 +163,7 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
   launch(args);
 }
 
-TileLists Engine::build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
+TileLists Engine::build_lists(const KernelSpec& spec, const AttentionShape& shape, const ListArgs& args,
                               Stream stream) {
   check_arguments(spec, shape, args);
   const device::Driver& driver = *this->driver();
@@ -195,7 +189,7 @@ Engine::OperationPtr Engine::operation_of(const AttentionSpec& spec, Pass pass, 
   }
   const AttentionSpec normalized = spec.normalized();
   check_captures(expr::declarations(normalized.score, normalized.mask), captures, captures_of);
-  return add(with_pass(spec, pass), shape, device, {}, is_capturing(stream));
+  return add({spec, pass}, shape, device, {}, is_capturing(stream));
 }
 
 template <class Args>
@@ -210,7 +204,7 @@ void Engine::check_pointers(const Args& args, CUdevice device) {
   for (const NamedPointer& named : pointers_of(args)) check_reachable(*driver(), device, named);
 }
 
-KernelReport Engine::prepare(const AttentionSpec& spec, const AttentionShape& shape,
+KernelReport Engine::prepare(const KernelSpec& spec, const AttentionShape& shape,
                              const std::optional<TileConfig>& config) {
   const CUdevice device = device::current_device(*driver());
   const OperationPtr operation = add(spec, shape, device, config, false);
@@ -235,28 +229,28 @@ std::array<KernelReport, 2> Engine::prepare_both(const AttentionSpec& spec, cons
   // Nearly all of the time is the compiler's, which works in as many threads as ask.
   std::future<KernelReport> backward = std::async(std::launch::async, [&] {
     context.make_current();
-    return prepare(with_pass(spec, Pass::backward), shape, {});
+    return prepare({spec, Pass::backward}, shape, {});
   });
-  KernelReport forward = prepare(with_pass(spec, Pass::forward), shape, {});
+  KernelReport forward = prepare({spec, Pass::forward}, shape, {});
   return {std::move(forward), backward.get()};
 }
 
-plan::WorkspaceLayout Engine::workspace(const AttentionSpec& spec, const AttentionShape& shape) {
+plan::WorkspaceLayout Engine::workspace(const KernelSpec& spec, const AttentionShape& shape) {
   const CUdevice device = device::current_device(*driver());
   if (const OperationPtr operation = find(CallKeyView(spec, spec.pass, shape, device)))
     return operation->plan.workspace;
   return plan(spec, shape, devices_.info(*driver(), device), remembered(spec, shape, device)).workspace;
 }
 
-std::size_t Engine::workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape) {
+std::size_t Engine::workspace_bytes(const KernelSpec& spec, const AttentionShape& shape) {
   return workspace(spec, shape).bytes;
 }
 
-std::size_t Engine::list_bytes(const AttentionSpec& spec, const AttentionShape& shape) {
+std::size_t Engine::list_bytes(const KernelSpec& spec, const AttentionShape& shape) {
   return workspace(spec, shape).list_bytes();
 }
 
-Support Engine::supports(const AttentionSpec& spec, const AttentionShape& shape) {
+Support Engine::supports(const KernelSpec& spec, const AttentionShape& shape) {
   const CUdevice device = device::current_device(*driver());
   try {
     plan(spec, shape, devices_.info(*driver(), device), remembered(spec, shape, device));
@@ -275,7 +269,7 @@ Engine::OperationPtr Engine::find(const CallKeyView& key) const {
   return found == operations_.end() ? nullptr : found->second;
 }
 
-Engine::OperationPtr Engine::add(const AttentionSpec& spec, const AttentionShape& shape, CUdevice device,
+Engine::OperationPtr Engine::add(const KernelSpec& spec, const AttentionShape& shape, CUdevice device,
                                  const std::optional<TileConfig>& config, bool capturing) {
   std::uint64_t generation = 0;
   {
@@ -309,7 +303,7 @@ void Engine::keep(const CallKeyView& key, OperationPtr operation, std::uint64_t 
   operations_.insert_or_assign(CallKey(key), std::move(operation));
 }
 
-std::optional<Engine::Chosen> Engine::remembered(const AttentionSpec& spec, const AttentionShape& shape,
+std::optional<Engine::Chosen> Engine::remembered(const KernelSpec& spec, const AttentionShape& shape,
                                                  CUdevice device) const {
   const std::shared_lock lock(mutex_);
   if (!given_.empty()) {
@@ -354,8 +348,8 @@ void Engine::adopt(const BackgroundJob& job, const TileConfig& best) {
       .clear();  // one spec may be written in several ways; making an operation anew costs microseconds
 }
 
-plan::ExecutionPlan Engine::plan(const AttentionSpec& spec, const AttentionShape& shape,
-                                 const DeviceInfo& info, const std::optional<Chosen>& chosen) {
+plan::ExecutionPlan Engine::plan(const KernelSpec& spec, const AttentionShape& shape, const DeviceInfo& info,
+                                 const std::optional<Chosen>& chosen) {
   spec.validate();
   shape.validate();
   check_limits(shape);

@@ -36,14 +36,14 @@ class Engine {
   void append(const AttentionSpec& spec, const AppendArgs& args, Stream stream);
   void merge(const AttentionSpec& spec, const MergeArgs& args, Stream stream);
   void quantise(const AttentionSpec& spec, const QuantiseArgs& args, Stream stream);
-  KernelReport prepare(const AttentionSpec& spec, const AttentionShape& shape,
+  KernelReport prepare(const KernelSpec& spec, const AttentionShape& shape,
                        const std::optional<TileConfig>& config);
   std::array<KernelReport, 2> prepare_both(const AttentionSpec& spec, const AttentionShape& shape);
-  std::size_t workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape);
-  std::size_t list_bytes(const AttentionSpec& spec, const AttentionShape& shape);
-  TileLists build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
+  std::size_t workspace_bytes(const KernelSpec& spec, const AttentionShape& shape);
+  std::size_t list_bytes(const KernelSpec& spec, const AttentionShape& shape);
+  TileLists build_lists(const KernelSpec& spec, const AttentionShape& shape, const ListArgs& args,
                         Stream stream);
-  Support supports(const AttentionSpec& spec, const AttentionShape& shape);
+  Support supports(const KernelSpec& spec, const AttentionShape& shape);
   void stop_tuning();
   DeviceInfo device();
 
@@ -75,7 +75,7 @@ class Engine {
   void run(const AttentionSpec& spec, Pass pass, const Args& args, Stream stream);
   /// A pass without workspace, lists and captures.
   template <class Args>
-  void run_plain(const AttentionSpec& spec, const Args& args, Stream stream);
+  void run_plain(const AttentionSpec& spec, Pass pass, const Args& args, Stream stream);
   template <class Args>
   void check_pointers_once(const Operation& operation, const Args& args, CUdevice device);
   template <class Args>
@@ -85,11 +85,11 @@ class Engine {
   OperationPtr operation_of(const AttentionSpec& spec, Pass pass, const AttentionShape& shape,
                             std::span<const Capture> captures, Pass captures_of, CUdevice device,
                             Stream stream);
-  plan::WorkspaceLayout workspace(const AttentionSpec& spec, const AttentionShape& shape);
+  plan::WorkspaceLayout workspace(const KernelSpec& spec, const AttentionShape& shape);
   OperationPtr find(const CallKeyView& key) const;
   /// Makes the operation and keeps it. `config` is remembered for the spec and shape once it is known to
   /// work.
-  OperationPtr add(const AttentionSpec& spec, const AttentionShape& shape, CUdevice device,
+  OperationPtr add(const KernelSpec& spec, const AttentionShape& shape, CUdevice device,
                    const std::optional<TileConfig>& config, bool capturing);
   void keep(const CallKeyView& key, OperationPtr operation, std::uint64_t generation,
             const std::optional<TileConfig>& config);
@@ -98,7 +98,7 @@ class Engine {
     TileConfig config;
     ConfigSource source;  ///< given or tuned
   };
-  std::optional<Chosen> remembered(const AttentionSpec& spec, const AttentionShape& shape,
+  std::optional<Chosen> remembered(const KernelSpec& spec, const AttentionShape& shape,
                                    CUdevice device) const;
 
   /// Asks for tuning once a shape, where it is switched on and nothing better than a lead is known.
@@ -106,7 +106,7 @@ class Engine {
   /// What was tuned is loaded, and calls use it from then on.
   void adopt(const BackgroundJob& job, const TileConfig& best);
 
-  plan::ExecutionPlan plan(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& info,
+  plan::ExecutionPlan plan(const KernelSpec& spec, const AttentionShape& shape, const DeviceInfo& info,
                            const std::optional<Chosen>& chosen);
   /// The heuristics of the families that can do otherwise what the plan failed to; none for a given
   /// configuration.

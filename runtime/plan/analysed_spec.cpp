@@ -8,8 +8,8 @@ bool is_causal(const MaskProgram& mask) {
   return mask == causal(CausalAlignment::bottom_right) || mask == causal(CausalAlignment::top_left);
 }
 
-AnalysedSpec::AnalysedSpec(const AttentionSpec& spec, const Checks& checks)
-    : AttentionSpec(spec.normalized()),
+AnalysedSpec::AnalysedSpec(const KernelSpec& spec, const Checks& checks)
+    : KernelSpec(spec.normalized()),
       checks(checks),
       programs(expr::facts_of(score, mask, {.check_indices = checks.check_indices})),
       key_bounds(std::make_shared<expr::KeyBounds>(mask)),

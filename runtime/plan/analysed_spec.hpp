@@ -20,9 +20,9 @@ struct Checks {
 
 /// A normalized spec. Made of any spec that is valid; making one takes as long as planning does, so that what
 /// plans many kernels of a spec makes it once.
-struct AnalysedSpec : AttentionSpec {
+struct AnalysedSpec : KernelSpec {
   AnalysedSpec() = default;
-  AnalysedSpec(const AttentionSpec& spec, const Checks& checks = {});
+  AnalysedSpec(const KernelSpec& spec, const Checks& checks = {});
 
   Checks checks;
   expr::ProgramFacts programs;

@@ -154,7 +154,7 @@ void require_launchable(const ExecutionPlan& plan) {
 
 }  // namespace
 
-Support supports(const AttentionSpec& given, const DeviceInfo& device) {
+Support supports(const KernelSpec& given, const DeviceInfo& device) {
   try {
     given.validate();
   } catch (const Error& error) {
@@ -165,9 +165,9 @@ Support supports(const AttentionSpec& given, const DeviceInfo& device) {
   return first_chosen(spec, kAny, device) ? Support::yes() : Support::no(every_reason(spec, kAny, device));
 }
 
-Problem fold_gqa(const AttentionSpec& spec, const AttentionShape& shape) {
+Problem fold_gqa(const KernelSpec& spec, const AttentionShape& shape) {
   Problem problem{spec.normalized(), shape};
-  AttentionSpec& computed = problem.spec;
+  KernelSpec& computed = problem.spec;
   const bool grouped = shape.seqlen_q == 1 && shape.heads_q > shape.heads_kv && shape.heads_kv > 0;
   // The last query sees every key.
   const bool sees_all = computed.mask.empty() || computed.mask == causal();
@@ -180,7 +180,7 @@ Problem fold_gqa(const AttentionSpec& spec, const AttentionShape& shape) {
   return problem;
 }
 
-ExecutionPlan make_plan(const AttentionSpec& given_spec, const AttentionShape& given_shape,
+ExecutionPlan make_plan(const KernelSpec& given_spec, const AttentionShape& given_shape,
                         const DeviceInfo& device, const TuningRecords& records,
                         const std::optional<TileConfig>& given, const Checks& checks) {
   given_spec.validate();

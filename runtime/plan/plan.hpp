@@ -14,7 +14,7 @@ namespace flashjit::plan {
 
 /// A spec at a shape.
 struct Problem {
-  AttentionSpec spec;
+  KernelSpec spec;
   AttentionShape shape;
 
   bool operator==(const Problem&) const = default;
@@ -23,7 +23,7 @@ struct Problem {
 /// into queries of one head, which so reads K and V once. That is done to the forward pass of one query a
 /// head, as when tokens are generated, where all heads are treated alike. The shape tells whether it was
 /// done.
-Problem fold_gqa(const AttentionSpec& spec, const AttentionShape& shape);
+Problem fold_gqa(const KernelSpec& spec, const AttentionShape& shape);
 
 /// Everything about a call that does not depend on its pointers: a kernel at a shape.
 struct ExecutionPlan : KernelPlan {
@@ -40,12 +40,12 @@ struct ExecutionPlan : KernelPlan {
 };
 
 /// The first family that can do the spec, or the reasons of all of them.
-Support supports(const AttentionSpec& spec, const DeviceInfo& device);
+Support supports(const KernelSpec& spec, const DeviceInfo& device);
 
 /// The given configuration, else the tuned record's, else the nearest shape's, else the first able family's
 /// heuristic. Throws Error(unsupported) with every family's reason, or Error(invalid_argument) when the given
 /// configuration is not admitted.
-ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
+ExecutionPlan make_plan(const KernelSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
                         const TuningRecords& records, const std::optional<TileConfig>& given = {},
                         const Checks& checks = {});
 

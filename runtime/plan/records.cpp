@@ -162,7 +162,7 @@ void require_readable(const std::string& json) {
   }
 }
 
-std::string problem_key(const AttentionSpec& spec, const std::string& arch) {
+std::string problem_key(const KernelSpec& spec, const std::string& arch) {
   return fmt::format("{}/{}", arch, to_string(spec));
 }
 
@@ -218,7 +218,7 @@ bool same_versions(const TuningRecord& record, const DeviceInfo& device) {
 }
 
 /// The spec with the other 16-bit type: its kernels differ in an operand of the same instructions.
-std::optional<AttentionSpec> twin(AttentionSpec spec) {
+std::optional<KernelSpec> twin(KernelSpec spec) {
   if (spec.dtype == DType::fp16)
     spec.dtype = DType::bf16;
   else if (spec.dtype == DType::bf16)
@@ -316,12 +316,12 @@ void TuningRecords::add(TuningRecord record, Origin origin) {
   records.push_back({std::move(record), origin});
 }
 
-TuningRecords::Match TuningRecords::find(const AttentionSpec& spec, const AttentionShape& shape,
+TuningRecords::Match TuningRecords::find(const KernelSpec& spec, const AttentionShape& shape,
                                          const DeviceInfo& device,
                                          const std::function<bool(const TileConfig&)>& usable) const {
   Match match;
   double nearest = std::numeric_limits<double>::infinity();
-  const auto look = [&](const AttentionSpec& of, double further) {
+  const auto look = [&](const KernelSpec& of, double further) {
     const auto found = by_problem_.find(problem_key(of, device.arch));
     if (found == by_problem_.end()) return;
     for (const auto& [record, origin] : found->second) {

@@ -25,7 +25,7 @@ struct Timing {
 
 /// One JSON file. A pack writes records without timings: they only choose.
 struct TuningRecord {
-  AttentionSpec spec;  ///< normalized
+  KernelSpec spec;  ///< normalized
   AttentionShape shape;
   std::string arch;                    ///< "sm_90a"
   std::string device;                  ///< name of the GPU measured on; empty when nothing was measured
@@ -76,7 +76,7 @@ class TuningRecords {
   /// so the first pack of a search path wins. Records whose shape is unlike in several of these, or whose
   /// best configuration is not `usable`, are passed over. Of NVRTC nothing is asked here: a plan is made
   /// without it, and stored kernels are taken whichever made them; Engine compares it with the kernel's.
-  Match find(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
+  Match find(const KernelSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
              const std::function<bool(const TileConfig&)>& usable = {}) const;
   std::size_t size() const;
 

@@ -250,9 +250,6 @@ void check_scaled(const AttentionSpec& spec) {
   }
   if (spec.q_codes && spec.kv_type() == DType::int8)
     refuse("q_codes is set and kv_dtype is int8; products of 8 bits are those of e4m3 and e5m2");
-  if (spec.pass == Pass::backward)
-    refuse("the pass is backward and K and V are {}; the backward pass needs them in the type of Q{}",
-           to_string(spec.kv_type()), spec.q_codes ? " and Q in that of O" : "");
   for (const auto& [name, dim] :
        {std::pair("head_dim", spec.head_dim), std::pair("head_dim_v", spec.v_dim())})
     if (dim % kScaledDimStep != 0)
@@ -273,6 +270,10 @@ void read_option(FieldReader& reader, std::string_view field, TileConfig& config
     }
   }
   reader.unknown(field);
+}
+
+[[noreturn]] void refuse_beside_indices(const char* option) {
+  refuse("indices is set beside {}; a list of keys for each query is not for that, so leave one out", option);
 }
 
 void check_running_state(const AttentionSpec& spec) {
@@ -298,28 +299,11 @@ bool plan::names_pass(std::string_view spec_text) {
 }
 
 AttentionSpec AttentionSpec::normalized() const {
-  if (pass == Pass::append)
-    return {.pass = pass,
-            .dtype = dtype,
-            .head_dim = head_dim,
-            .head_dim_v = v_dim(),
-            .varlen = varlen,
-            .cache = true,
-            .pages = pages,
-            .kv_dtype = kv_dtype == dtype ? std::nullopt : kv_dtype,
-            .key_scales = key_scales};
-  if (pass == Pass::merge) return {.pass = pass, .dtype = dtype, .head_dim = v_dim(), .head_dim_v = v_dim()};
-  if (pass == Pass::quantise)
-    return {.pass = pass, .dtype = dtype, .head_dim = head_dim, .head_dim_v = head_dim, .kv_dtype = kv_dtype};
   AttentionSpec out = *this;
   out.head_dim_v = v_dim();
-  // The forward pass is deterministic without being asked.
-  if (pass == Pass::forward) out.deterministic = out.fp32_grads = out.add_grads = false;
-  if (pass == Pass::backward)
-    out.row_max = out.fp32_out = out.batch_invariant = out.shared_kv = out.running_state = false;
   if (dtype == DType::fp32)
     out.fp32_out = out.fp32_grads = false;
-  else if (out.add_grads)
+  else if (add_grads)
     out.fp32_grads = true;
   expr::declare_float_scalars(out.score, out.mask);
   if (pages != 0) out.cache = true;
@@ -327,9 +311,30 @@ AttentionSpec AttentionSpec::normalized() const {
   return out;
 }
 
+KernelSpec KernelSpec::normalized() const {
+  if (pass == Pass::append)
+    return {{.dtype = dtype,
+             .head_dim = head_dim,
+             .head_dim_v = v_dim(),
+             .varlen = varlen,
+             .cache = true,
+             .pages = pages,
+             .kv_dtype = kv_dtype == dtype ? std::nullopt : kv_dtype,
+             .key_scales = key_scales},
+            pass};
+  if (pass == Pass::merge) return {{.dtype = dtype, .head_dim = v_dim(), .head_dim_v = v_dim()}, pass};
+  if (pass == Pass::quantise)
+    return {{.dtype = dtype, .head_dim = head_dim, .head_dim_v = head_dim, .kv_dtype = kv_dtype}, pass};
+  KernelSpec out{AttentionSpec::normalized(), pass};
+  // The forward pass is deterministic without being asked.
+  if (pass == Pass::forward) out.deterministic = out.fp32_grads = out.add_grads = false;
+  if (pass == Pass::backward)
+    out.row_max = out.fp32_out = out.batch_invariant = out.shared_kv = out.running_state = false;
+  return out;
+}
+
 void AttentionSpec::validate() const {
-  parse_pass(to_string(pass));  // refuses numbers that a cast made an enumerator
-  parse_dtype(to_string(dtype));
+  parse_dtype(to_string(dtype));  // refuses numbers that a cast made an enumerator
   require_multiple("head_dim", head_dim, kHeadDimStep, kMinHeadDim, kMaxHeadDim);
   require_multiple("head_dim_v", v_dim(), kHeadDimStep, kMinHeadDim, kMaxHeadDimV);
   expr::declarations(score, mask);  // refuses what they disagree on
@@ -340,23 +345,10 @@ void AttentionSpec::validate() const {
   }
   if (pages < 0 || pages > kMostPageRows)
     refuse("pages is {}; it must be the rows of a page, 1 or more, or 0 for a cache without pages", pages);
-  const bool cached = has_cache();
-  if (cached && kv_lengths) {
+  if (has_cache() && kv_lengths) {
     refuse(
         "kv_lengths is set beside {}; a cache has lengths of its own, so leave kv_lengths out of the spec "
         "and give the lengths at the call",
-        pages ? "pages" : "cache");
-  }
-  if (pass == Pass::quantise && !has_scales())
-    refuse("the pass is quantise and K and V are {}; set kv_dtype to e4m3, e5m2 or int8",
-           to_string(kv_type()));
-  if (!cached && pass == Pass::append)
-    refuse(
-        "the pass is append and the spec has no cache: set spec.pages to the rows of a page, or spec.cache");
-  if (cached && pass == Pass::backward) {
-    refuse(
-        "the pass is backward and {} is set; the backward pass needs K and V as tensors without pages and "
-        "slots, so leave it out",
         pages ? "pages" : "cache");
   }
   check_scaled(*this);
@@ -366,12 +358,8 @@ void AttentionSpec::validate() const {
         "out",
         pages == 0 ? "pages" : "varlen");
   check_running_state(*this);
-  if (indices && (has_block_map() || dropout || q_codes || (deterministic && pass == Pass::backward)))
-    refuse("indices is set beside {}; a list of keys for each query is not for that, so leave one out",
-           has_block_map() ? "block_map"
-           : dropout       ? "dropout"
-           : q_codes       ? "q_codes"
-                           : "deterministic");
+  if (indices && (has_block_map() || dropout || q_codes))
+    refuse_beside_indices(has_block_map() ? "block_map" : dropout ? "dropout" : "q_codes");
   if (dropout_place && !dropout)
     refuse("dropout_place is set without dropout, whose mask it is about; set dropout, or leave it out");
   if (shared_kv && (v_dim() > head_dim || has_scales()))
@@ -383,6 +371,27 @@ void AttentionSpec::validate() const {
     require_multiple("block_map.q", block_map.q, kBlockStep, kMinBlock, kMaxBlock);
     require_multiple("block_map.kv", block_map.kv, kBlockStep, kMinBlock, kMaxBlock);
   }
+}
+
+void KernelSpec::validate() const {
+  parse_pass(to_string(pass));  // refuses numbers that a cast made an enumerator
+  AttentionSpec::validate();
+  if (pass == Pass::quantise && !has_scales())
+    refuse("the pass is quantise and K and V are {}; set kv_dtype to e4m3, e5m2 or int8",
+           to_string(kv_type()));
+  if (pass == Pass::append && !has_cache())
+    refuse(
+        "the pass is append and the spec has no cache: set spec.pages to the rows of a page, or spec.cache");
+  if (pass != Pass::backward) return;
+  if (has_cache())
+    refuse(
+        "the pass is backward and {} is set; the backward pass needs K and V as tensors without pages and "
+        "slots, so leave it out",
+        pages ? "pages" : "cache");
+  if (has_scales())
+    refuse("the pass is backward and K and V are {}; the backward pass needs them in the type of Q{}",
+           to_string(kv_type()), q_codes ? " and Q in that of O" : "");
+  if (indices && deterministic) refuse_beside_indices("deterministic");
 }
 
 void AttentionShape::validate() const {
@@ -406,9 +415,11 @@ void AttentionShape::validate() const {
         to_string(*this), heads, length);
 }
 
-std::string to_string(const AttentionSpec& given) {
-  const AttentionSpec spec = given.normalized();
-  std::string out = fmt::format("{}:{}:d{}", to_string(spec.pass), to_string(spec.dtype), spec.head_dim);
+namespace {
+
+/// The text of a normalized spec.
+std::string text_of(const AttentionSpec& spec) {
+  std::string out = fmt::format("{}:d{}", to_string(spec.dtype), spec.head_dim);
   const auto append = [&]<class... Args>(fmt::format_string<Args...> format, Args&&... args) {
     fmt::format_to(std::back_inserter(out), format, std::forward<Args>(args)...);
   };
@@ -432,6 +443,14 @@ std::string to_string(const AttentionSpec& given) {
   return out;
 }
 
+}  // namespace
+
+std::string to_string(const AttentionSpec& spec) { return text_of(spec.normalized()); }
+
+std::string to_string(const KernelSpec& spec) {
+  return fmt::format("{}:{}", to_string(spec.pass), text_of(spec.normalized()));
+}
+
 std::string to_string(const AttentionShape& s) {
   return fmt::format("b{}:hq{}:hkv{}:sq{}:skv{}", s.batch, s.heads_q, s.heads_kv, s.seqlen_q, s.seqlen_kv);
 }
@@ -448,9 +467,9 @@ std::string to_string(const TileConfig& config) {
   return out;
 }
 
-AttentionSpec parse_spec(std::string_view text) {
+KernelSpec parse_spec(std::string_view text) {
   FieldReader reader("spec", text, spec_allowed);
-  AttentionSpec spec;
+  KernelSpec spec;
   if (plan::names_pass(text)) spec.pass = parse_pass(reader.take("the pass"));
 
   const std::string_view dtype = reader.take("the element type");
@@ -464,12 +483,7 @@ AttentionSpec parse_spec(std::string_view text) {
 
   while (!reader.done()) read_option(reader, reader.take("a field"), spec);
   reader.validate(spec);
-  spec.head_dim_v = spec.v_dim();
-  if (spec.dtype == DType::fp32)
-    spec.fp32_out = spec.fp32_grads = false;
-  else if (spec.add_grads)
-    spec.fp32_grads = true;
-  return spec;  // with `det`, which a backward pass made of it must not have lost
+  return {spec.AttentionSpec::normalized(), spec.pass};  // with what the other pass has, such as `det`
 }
 
 AttentionShape parse_shape(std::string_view text) {

@@ -35,7 +35,7 @@ PackedHeadsParam packed_heads(const AttentionShape& shape, bool one_query) {
           static_cast<unsigned>(((1 << 16) + heads - 1) / heads)};
 }
 
-ForwardTiles forward_tiles(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config) {
+ForwardTiles forward_tiles(const KernelSpec& spec, const AttentionShape& shape, const TileConfig& config) {
   if (shape.heads_kv == 0) return {config.br, 0};
   if (spec.indices && !config.pack_gqa)
     return {1, shape.heads_kv * tiles(shape.heads_q / shape.heads_kv, config.br)};

@@ -28,7 +28,7 @@ PackedHeadsParam packed_heads(const AttentionShape& shape, bool one_query);
 struct ForwardTiles {
   std::int64_t queries, heads;
 };
-ForwardTiles forward_tiles(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config);
+ForwardTiles forward_tiles(const KernelSpec& spec, const AttentionShape& shape, const TileConfig& config);
 
 /// The keys that the queries of each Q tile of `queries` rows may attend to, as far as the mask's bounds
 /// tell.

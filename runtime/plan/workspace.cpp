@@ -53,7 +53,7 @@ class Allocator {
 
 std::int64_t padded_seqlen_q(const AttentionShape& shape) { return round_up(shape.seqlen_q, kRowMultiple); }
 
-WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpec& spec,
+WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const KernelSpec& spec,
                                  const AttentionShape& shape) {
   // Both are below 2^31, so this product fits.
   const std::int64_t heads = shape.batch * shape.heads_q;

@@ -27,7 +27,7 @@ struct WorkspaceLayout {
 std::int64_t padded_seqlen_q(const AttentionShape& shape);
 
 /// Throws Error(invalid_argument) when the size overflows.
-WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpec& spec,
+WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const KernelSpec& spec,
                                  const AttentionShape& shape);
 
 }  // namespace flashjit::plan

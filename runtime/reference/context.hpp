@@ -28,7 +28,7 @@ struct Rows {
 /// A checked problem with everything that is derived from it.
 struct Context {
   const Problem& problem;
-  AttentionSpec spec;  ///< normalized
+  KernelSpec spec;  ///< normalized
   AttentionShape shape;
   Programs programs;
   std::int64_t packed_q = 0, packed_kv = 0;  ///< rows of a head, with spec.varlen

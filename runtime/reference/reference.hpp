@@ -15,7 +15,7 @@ namespace flashjit::reference {
 /// With spec.varlen the tensors are packed, [heads, rows, dim]: see ForwardArgs. Of a cache Q alone is; its K
 /// and V are those of slots in order, with the shape's seqlen_kv as their capacity.
 struct Problem {
-  AttentionSpec spec;
+  KernelSpec spec;
   AttentionShape shape;
   std::vector<double> q = {}, k = {}, v = {}, dout = {};  ///< dout: backward only
   std::optional<double> softmax_scale = {};               ///< default 1 / sqrt(head_dim)

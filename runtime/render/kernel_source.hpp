@@ -19,7 +19,7 @@ struct Header {
 
 /// Everything NVRTC needs: nothing is read from a toolkit or a folder.
 struct KernelSource {
-  AttentionSpec spec;
+  KernelSpec spec;
   TileConfig config;
   std::string arch;             ///< "sm_90a"
   std::string text;             ///< thin: includes, the Problem struct, the entries

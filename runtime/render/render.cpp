@@ -92,7 +92,7 @@ KernelSource render(const plan::KernelPlan& kernel, const DeviceInfo& device, co
   return source;
 }
 
-KernelSource render(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device,
+KernelSource render(const KernelSpec& spec, const TileConfig& config, const DeviceInfo& device,
                     const TemplateSet& templates, const plan::Checks& checks) {
   return render(plan::traits(config.family).kernel({spec, checks}, config), device, templates);
 }

@@ -26,7 +26,7 @@ class TemplateSet {
 /// Deterministic: equal arguments give equal text. The text names no path, date or version.
 KernelSource render(const plan::KernelPlan& kernel, const DeviceInfo& device, const TemplateSet& templates);
 /// The kernel that the configuration's family plans for the spec.
-KernelSource render(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device,
+KernelSource render(const KernelSpec& spec, const TileConfig& config, const DeviceInfo& device,
                     const TemplateSet& templates, const plan::Checks& checks = {});
 
 }  // namespace flashjit::render

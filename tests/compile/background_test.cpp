@@ -16,7 +16,7 @@
 namespace flashjit {
 namespace {
 
-const AttentionSpec kSpec{.dtype = DType::fp32, .head_dim = 32};
+const KernelSpec kSpec{{.dtype = DType::fp32, .head_dim = 32}};
 constexpr AttentionShape kShape{1, 4, 4, 256, 256};
 
 class Background : public ::testing::Test {
@@ -53,7 +53,7 @@ TEST_F(Background, AShapeInUseIsTunedAndTheRecordIsKept) {
 
 TEST_F(Background, ARuntimeThatIsDestroyedMeanwhileEndsSoon) {
   const device::PrimaryContext gpu(device::Driver::open(test::built(FLASHJIT_FAKE_CUDA)));
-  const AttentionSpec slow{.dtype = DType::bf16, .head_dim = 128};
+  const KernelSpec slow{{.dtype = DType::bf16, .head_dim = 128}};
   const auto start = std::chrono::steady_clock::now();
   { runtime(true).prepare(slow, {1, 8, 8, 1024, 1024}); }
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));

@@ -65,7 +65,7 @@ std::string fault(const plan::Entry& entry, const CompiledKernel& kernel, const 
 }
 
 /// What is wrong with one kernel; empty: nothing.
-std::string compile_and_check(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device,
+std::string compile_and_check(const KernelSpec& spec, const TileConfig& config, const DeviceInfo& device,
                               const plan::Checks& checks = {}) {
   const std::string name = fmt::format("{} {} {}", device.arch, to_string(spec), to_string(config));
   std::string faults;
@@ -87,12 +87,12 @@ std::string compile_and_check(const AttentionSpec& spec, const TileConfig& confi
 
 /// One kernel to compile.
 struct Case {
-  AttentionSpec spec;
+  KernelSpec spec;
   TileConfig config;
 };
 
 /// The specs that the family can do, with the tiles it would take itself.
-std::vector<Case> cases_of(const plan::FamilyTraits& family, const std::vector<AttentionSpec>& specs,
+std::vector<Case> cases_of(const plan::FamilyTraits& family, const std::vector<KernelSpec>& specs,
                            const DeviceInfo& device) {
   std::vector<Case> cases;
   for (std::size_t i = 0; i < specs.size(); ++i) {
@@ -164,7 +164,7 @@ TEST(KernelsOfPlainAttention, CompileWithoutSpillsOnHopper) {
   const auto check = [&](const plan::FamilyTraits& family, const char* dims) {
     for (const char* mask : {"", ":causal"}) {
       for (const char* pass : {"fwd", "bwd"}) {
-        const AttentionSpec spec = parse_spec(fmt::format("{}:bf16:{}{}", pass, dims, mask)).normalized();
+        const KernelSpec spec = parse_spec(fmt::format("{}:bf16:{}{}", pass, dims, mask)).normalized();
         const TileConfig config = family.heuristic(spec, shape, device);
         const std::string faults = compile_and_check(spec, config, device);
         if (!faults.empty()) ADD_FAILURE() << faults;
@@ -186,7 +186,7 @@ TEST(KernelsOfLatents, CompileWithoutSpills) {
     for (const plan::FamilyTraits& family : plan::families())
       for (const char* text : kSpecs)
         for (const char* shape : {"b4:hq32:hkv1:sq4096:skv4096", "b1:hq1:hkv1:sq16:skv32768"}) {
-          const AttentionSpec spec = parse_spec(text);
+          const KernelSpec spec = parse_spec(text);
           if (!family.supports(spec, device)) continue;
           const TileConfig config = family.heuristic(spec, parse_shape(shape), device);
           EXPECT_EQ(compile_and_check(spec, config, device), "");
@@ -207,7 +207,7 @@ TEST(KernelsOfCaptureGrads, CompileWithoutSpills) {
   for (const char* dims : {"d64", "d128", "d256", "d512"}) {
     for (const char* score : kScores) {
       const DeviceInfo device = DeviceInfo::parse(kArchitectures[i / 3 % 3]);
-      const AttentionSpec spec =
+      const KernelSpec spec =
           parse_spec(fmt::format("bwd:bf16:{}:score{{{}}}{}", dims, score, kRests[i % 3]));
       const TileConfig config = plan::sm80_traits().heuristic(spec, shape_of(0), device);
       EXPECT_EQ(compile_and_check(spec, config, device), "");
@@ -224,13 +224,13 @@ TEST(KernelsThatReadBiasTiles, CompileWithoutSpills) {
   for (const char* dims : {"d40", "d64", "d96", "d128", "d192", "d192x128", "d256"}) {
     for (const char* score :
          {"bias: bf16 4d; score + bias[b, h, q, kv]", "m: fp16 2d; score * m[q, kv + 1]"}) {
-      const AttentionSpec spec =
+      const KernelSpec spec =
           parse_spec(fmt::format("fwd:bf16:{}:score{{{}}}{}", dims, score, kRests[i % 4]));
       EXPECT_EQ(compile_and_check(spec, plan::sm90_traits().heuristic(spec, shape_of(i), device), device),
                 "");
       ++i;
     }
-    const AttentionSpec backward =
+    const KernelSpec backward =
         parse_spec(fmt::format("bwd:fp16:{}:score{{bias: bf16 2d; score + bias[q, kv]}}", dims));
     EXPECT_EQ(
         compile_and_check(backward, plan::sm90_traits().heuristic(backward, shape_of(0), device), device),
@@ -244,8 +244,7 @@ TEST(KernelsOfGradientsFromDs, CompileWithoutSpills) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
   std::size_t i = 0;
   const auto check = [&](const char* dims, const char* score) {
-    const AttentionSpec spec =
-        parse_spec(fmt::format("bwd:bf16:{}:score{{{}}}{}", dims, score, kRests[i % 4]));
+    const KernelSpec spec = parse_spec(fmt::format("bwd:bf16:{}:score{{{}}}{}", dims, score, kRests[i % 4]));
     EXPECT_EQ(compile_and_check(spec, plan::sm90_traits().heuristic(spec, shape_of(i), device), device), "");
     ++i;
   };
@@ -267,7 +266,7 @@ TEST(KernelsThatReadPositions, CompileWithoutSpills) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
   std::size_t i = 0;
   const auto check = [&](const char* pass, const char* dims, const char* score, std::size_t rests) {
-    const AttentionSpec spec =
+    const KernelSpec spec =
         parse_spec(fmt::format("{}:bf16:{}:score{{{}}}{}", pass, dims, score, kRests[i % rests]));
     EXPECT_EQ(compile_and_check(spec, plan::sm90_traits().heuristic(spec, shape_of(i), device), device), "");
   };
@@ -295,7 +294,7 @@ void compile_split(const char* pass, const std::array<const char*, 5>& rests, co
     std::size_t i = 0;
     for (const char* dims : {"d8", "d64", "d96", "d128", "d192x128", "d256"}) {
       const std::string text = fmt::format("{}:bf16:{}{}", pass, dims, rests[i++ % rests.size()]);
-      const AttentionSpec spec = parse_spec(text).normalized();
+      const KernelSpec spec = parse_spec(text).normalized();
       TileConfig config = family.heuristic(spec, shape, device);
       EXPECT_TRUE(config.split || spec.pass == Pass::forward) << to_string(spec);
       config.split = true;
@@ -329,7 +328,7 @@ TEST(KernelsThatPackHeads, CompileWithoutSpills) {
   std::size_t i = 0;
   for (const char* dims : {"d8", "d64", "d96", "d128", "d192x128", "d256"}) {
     for (int n = 0; n < 2; ++n) {
-      const AttentionSpec spec = parse_spec(fmt::format("fwd:bf16:{}{}", dims, kRests[i++ % 6])).normalized();
+      const KernelSpec spec = parse_spec(fmt::format("fwd:bf16:{}{}", dims, kRests[i++ % 6])).normalized();
       TileConfig config = plan::sm90_traits().heuristic(spec, shape, device);
       config.split = config.pack_gqa = true;
       EXPECT_EQ(compile_and_check(spec, config, device), "");
@@ -349,7 +348,7 @@ TEST(KernelsOfCaches, CompileWithoutSpills) {
     const DeviceInfo device = DeviceInfo::parse(arch);
     for (const char* dims : {"d64", "d96", "d128", "d192x128", "d256"}) {
       for (const AttentionShape& shape : {AttentionShape{16, 32, 8, 1, 8192}, {4, 32, 8, 1024, 1024}}) {
-        const AttentionSpec spec =
+        const KernelSpec spec =
             parse_spec(fmt::format("fwd:bf16:{}{}", dims, kRests[i++ % kRests.size()])).normalized();
         for (const plan::FamilyTraits* family : {&plan::sm90_traits(), &plan::sm80_traits()})
           if (family->supports(spec, device)) {
@@ -373,10 +372,10 @@ TEST(KernelsOfIndices, CompileWithoutSpills) {
     const AttentionShape shape{16, 64, 1, 1, 8192};
     for (const char* arch : {"sm_80", "sm_90a", "sm_120"}) {
       const DeviceInfo device = DeviceInfo::parse(arch);
-      const AttentionSpec spec = parse_spec(fmt::format("{}{}", dims, kRests[i++ % kRests.size()]));
+      const KernelSpec spec = parse_spec(fmt::format("{}{}", dims, kRests[i++ % kRests.size()]));
       for (const plan::FamilyTraits& family : plan::families())
         for (const Pass pass : {Pass::forward, Pass::backward}) {
-          AttentionSpec of_pass = spec;
+          KernelSpec of_pass = spec;
           of_pass.pass = pass;
           if (pass == Pass::backward && spec.has_cache()) continue;
           of_pass = of_pass.normalized();
@@ -400,7 +399,7 @@ TEST(KernelsWithOutInFp32, CompileWithoutSpills) {
     const DeviceInfo device = DeviceInfo::parse(arch);
     for (const char* dims : {"d64", "d128", "d192x128", "d256"}) {
       for (const AttentionShape& shape : {AttentionShape{16, 32, 8, 1, 8192}, {4, 32, 8, 1024, 1024}}) {
-        const AttentionSpec spec =
+        const KernelSpec spec =
             parse_spec(fmt::format("fwd:bf16:{}{}", dims, kRests[i++ % kRests.size()])).normalized();
         const plan::ExecutionPlan plan = plan::make_plan(spec, shape, device, {});
         EXPECT_EQ(compile_and_check(plan.spec, plan.config, device), "");
@@ -417,7 +416,7 @@ TEST(KernelsOfRunningStates, CompileWithoutSpills) {
     const DeviceInfo device = DeviceInfo::parse(arch);
     for (const char* dims : {"d64", "d128", "d192x128", "d256", "d320x280"}) {
       for (const AttentionShape& shape : {AttentionShape{1, 32, 8, 16384, 16384}, {4, 8, 8, 30, 8192}}) {
-        const AttentionSpec spec =
+        const KernelSpec spec =
             parse_spec(fmt::format("fwd:bf16:{}{}:running_state", dims, kRests[i++ % kRests.size()]))
                 .normalized();
         const plan::ExecutionPlan plan = plan::make_plan(spec, shape, device, {});
@@ -432,7 +431,7 @@ TEST(KernelsOfSharedPrefixes, CompileWithoutSpills) {
   for (const char* text :
        {"bf16:d64:causal", "fp16:d128:sinks", "bf16:d256:causal", "bf16:d128:kve4m3:causal"})
     for (const std::int64_t queries : {1, 100}) {
-      const AttentionSpec spec =
+      const KernelSpec spec =
           parse_spec(fmt::format("fwd:{}:varlen:pages{}:shared_prefix", text, queries == 1 ? 16 : 3))
               .normalized();
       const plan::ExecutionPlan plan = plan::make_plan(spec, {64, 32, 8, queries, 8704}, device, {});
@@ -446,7 +445,7 @@ TEST(KernelsOfBlocksOfADropoutMask, CompileWithoutSpills) {
     const DeviceInfo device = DeviceInfo::parse(arch);
     for (const char* text : {"fwd:bf16:d64:causal:varlen", "fwd:bf16:d128:causal",
                              "bwd:bf16:d64:causal:varlen", "bwd:bf16:d128:causal"}) {
-      const AttentionSpec spec = parse_spec(fmt::format("{}:dropout:dropout_place", text)).normalized();
+      const KernelSpec spec = parse_spec(fmt::format("{}:dropout:dropout_place", text)).normalized();
       const plan::ExecutionPlan plan = plan::make_plan(spec, {1, 32, 8, 4096, 4096}, device, {});
       EXPECT_EQ(compile_and_check(plan.spec, plan.config, device), "");
     }
@@ -459,7 +458,7 @@ TEST(KernelsWithGradientsInFp32, CompileWithoutSpills) {
     for (const char* text :
          {"d64:causal", "d128", "d128:causal", "d128:causal:varlen", "d192x128:causal", "d256"}) {
       for (const char* option : {"fp32_grads", "add_grads"}) {
-        const AttentionSpec spec = parse_spec(fmt::format("bwd:bf16:{}:{}", text, option)).normalized();
+        const KernelSpec spec = parse_spec(fmt::format("bwd:bf16:{}:{}", text, option)).normalized();
         const plan::ExecutionPlan plan = plan::make_plan(spec, {4, 32, 8, 1024, 1024}, device, {});
         EXPECT_EQ(compile_and_check(plan.spec, plan.config, device), "");
       }
@@ -475,7 +474,7 @@ TEST(KernelsAroundAttention, CompileWithoutSpills) {
           "append:bf16:d8:varlen:cache", "append:bf16:d128:kve4m3:varlen:pages16:key_scales",
           "append:fp16:d64x32:kvint8:cache", "append:fp32:d80:kve5m2:pages1:key_scales", "merge:bf16:d128",
           "quantise:bf16:d128:kve4m3", "quantise:fp32:d80:kvint8", "merge:fp16:d40", "merge:fp32:d256"}) {
-      const AttentionSpec spec = parse_spec(text).normalized();
+      const KernelSpec spec = parse_spec(text).normalized();
       for (const plan::FamilyTraits& family : plan::families())
         if (family.supports(spec, device)) {
           EXPECT_EQ(compile_and_check(spec, family.heuristic(spec, shape_of(0), device), device), "");
@@ -486,13 +485,13 @@ TEST(KernelsAroundAttention, CompileWithoutSpills) {
 
 // Codes are converted on their way to the tensor cores, which takes registers.
 TEST(KernelsOfCodes, CompileWithoutSpills) {
-  const std::vector<AttentionSpec> specs = test::covering_specs_of_codes();
+  const std::vector<KernelSpec> specs = test::covering_specs_of_codes();
   std::size_t i = 0;
   for (const char* arch : {"sm_75", "sm_80", "sm_90a", "sm_120"}) {
     const DeviceInfo device = DeviceInfo::parse(arch);
     const plan::FamilyTraits& family =
         device.compute_capability < 80 ? plan::simt_traits() : plan::sm80_traits();
-    for (const AttentionSpec& spec : specs) {
+    for (const KernelSpec& spec : specs) {
       const AttentionShape shape =
           ++i % 2 ? AttentionShape{16, 32, 8, 1, 8192} : AttentionShape{4, 32, 8, 1024, 1024};
       EXPECT_EQ(compile_and_check(spec, family.heuristic(spec, shape, device), device), "");
@@ -503,7 +502,7 @@ TEST(KernelsOfCodes, CompileWithoutSpills) {
 TEST(KernelsOfCodes, CompileWithoutSpillsOnHopper) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
   std::size_t i = 0;
-  for (const AttentionSpec& spec : test::covering_specs_of_codes()) {
+  for (const KernelSpec& spec : test::covering_specs_of_codes()) {
     if (!plan::sm90_traits().supports(spec, device)) continue;
     const AttentionShape shape =
         ++i % 2 ? AttentionShape{16, 32, 8, 1, 8192} : AttentionShape{4, 32, 8, 1024, 1024};
@@ -518,7 +517,7 @@ TEST(KernelsOfProductsOfCodes, CompileWithoutSpills) {
     const DeviceInfo device = DeviceInfo::parse(arch);
     const plan::FamilyTraits& family =
         device.compute_capability < 80 ? plan::simt_traits() : plan::sm80_traits();
-    for (const AttentionSpec& spec : test::covering_specs_of_products_of_codes()) {
+    for (const KernelSpec& spec : test::covering_specs_of_products_of_codes()) {
       const AttentionShape shape =
           ++i % 2 ? AttentionShape{16, 32, 8, 1, 8192} : AttentionShape{4, 32, 8, 1024, 1024};
       EXPECT_EQ(compile_and_check(spec, family.heuristic(spec, shape, device), device), "");
@@ -528,7 +527,7 @@ TEST(KernelsOfProductsOfCodes, CompileWithoutSpills) {
 
 TEST(KernelsOfProductsOfCodes, CompileWithoutSpillsOnHopper) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
-  std::vector<AttentionSpec> specs = test::covering_specs_of_products_of_codes();
+  std::vector<KernelSpec> specs = test::covering_specs_of_products_of_codes();
   for (const char* text :
        {"fwd:bf16:d256:kve4m3:q_codes", "fwd:bf16:d256:kve4m3:q_codes:causal:varlen:pages16",
         "fwd:bf16:d240:kve5m2:q_codes:causal:fp32_out", "fwd:bf16:d208:kve4m3:q_codes:kvlen:sinks",
@@ -537,7 +536,7 @@ TEST(KernelsOfProductsOfCodes, CompileWithoutSpillsOnHopper) {
         "fwd:bf16:d128:kve4m3:q_codes:score{by_key: fp32 2d; score + by_key[b, kv]}:causal"})
     specs.push_back(parse_spec(text).normalized());
   std::size_t i = 0, compiled = 0;
-  for (const AttentionSpec& spec : specs) {
+  for (const KernelSpec& spec : specs) {
     if (!plan::sm90_traits().supports(spec, device)) continue;
     const AttentionShape shape =
         ++i % 2 ? AttentionShape{16, 32, 8, 1, 8192} : AttentionShape{4, 32, 8, 1024, 1024};
@@ -557,7 +556,7 @@ TEST(KernelsOfCodes, CompileWithPrograms) {
           "fwd:bf16:d256:kve4m3:score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}:causal:cache"})
       for (const AttentionShape& shape : {AttentionShape{16, 32, 8, 1, 8192}, {4, 32, 8, 1024, 1024}}) {
         const DeviceInfo device = DeviceInfo::parse(arch);
-        const AttentionSpec spec = parse_spec(text).normalized();
+        const KernelSpec spec = parse_spec(text).normalized();
         for (const plan::FamilyTraits& family : plan::families()) {
           if (!family.supports(spec, device)) continue;
           EXPECT_EQ(compile_and_check(spec, family.heuristic(spec, shape, device), device), "");
@@ -572,7 +571,7 @@ TEST(KernelsWithTwoTilesAtATime, CompileWithoutSpills) {
                            ":mask{q >= kv && q - kv < 300}", ":mask{q - kv < 300 && kv - q < 300}:sinks",
                            ":mask{((q / 128 ^ kv / 128) & (q / 128 ^ kv / 128) - 1) == 0}"}) {
     for (const char* dims : {"fp16:d64", "bf16:d40x64"}) {
-      const AttentionSpec spec = parse_spec(fmt::format("fwd:{}{}", dims, rest)).normalized();
+      const KernelSpec spec = parse_spec(fmt::format("fwd:{}{}", dims, rest)).normalized();
       for (const char* config : {"sm90:br128:bc64:w16:s3", "sm90:br128:bc64:w16:s4"})
         EXPECT_EQ(compile_and_check(spec, parse_config(config), device), "");
     }
@@ -584,7 +583,7 @@ TEST(KernelsOfPackedSequences, CompileWithoutSpills) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
   for (const char* dims : {"d64", "d72", "d96", "d128", "d128x64", "d256"}) {
     for (const char* rest : {"", ":causal", ":dropout:sinks"}) {
-      const AttentionSpec spec = parse_spec(fmt::format("bwd:bf16:{}:varlen{}", dims, rest)).normalized();
+      const KernelSpec spec = parse_spec(fmt::format("bwd:bf16:{}:varlen{}", dims, rest)).normalized();
       const TileConfig config = plan::sm90_traits().heuristic(spec, {4, 16, 16, 4096, 4096}, device);
       EXPECT_EQ(compile_and_check(spec, config, device), "");
     }
@@ -605,7 +604,7 @@ TEST(KernelsOfClustersThatSumUpDq, CompileWithoutSpills) {
                                  ":mask{q >= kv && q - kv < 100}"};
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
   const auto check = [&](const std::string& text, int keys) {
-    const AttentionSpec spec = parse_spec(text).normalized();
+    const KernelSpec spec = parse_spec(text).normalized();
     const TileConfig config = plan::sm90_traits().heuristic(spec, {64, 16, 16, keys, keys}, device);
     EXPECT_EQ(config.bc, keys) << text;
     EXPECT_EQ(compile_and_check(spec, config, device), "");
@@ -626,7 +625,7 @@ TEST(KernelsWhoseGroupsMeetOtherTiles, CompileWithoutSpills) {
                            "fwd:bf16:d192x128:map64x112 sm90:br128:bc112:w8:s2",
                            "fwd:bf16:d256:map64x64 sm90:br128:bc64:w8:s2"}) {
     const std::string both = text;
-    const AttentionSpec spec = parse_spec(both.substr(0, both.find(' '))).normalized();
+    const KernelSpec spec = parse_spec(both.substr(0, both.find(' '))).normalized();
     const TileConfig config = parse_config(both.substr(both.find(' ') + 1));
     EXPECT_EQ(test::planned_constant(spec, config, "kListedRows"), 64) << both;
     EXPECT_EQ(compile_and_check(spec, config, device), "");
@@ -639,7 +638,7 @@ TEST(KernelsThatDividePositions, CompileWithoutSpills) {
   for (const char* mask :
        {"((q / 128 ^ kv / 128) & (q / 128 ^ kv / 128) - 1) == 0", "kv / 8 <= q / 8", "(q ^ kv) % 16 < 4"}) {
     for (const char* dims : {"fwd:bf16:d128", "bwd:bf16:d64", "bwd:bf16:d128", "bwd:bf16:d256"}) {
-      const AttentionSpec spec = parse_spec(fmt::format("{}:mask{{{}}}", dims, mask));
+      const KernelSpec spec = parse_spec(fmt::format("{}:mask{{{}}}", dims, mask));
       EXPECT_EQ(compile_and_check(spec, plan::sm90_traits().heuristic(spec, shape_of(0), device), device),
                 "");
     }
@@ -653,7 +652,7 @@ TEST(KernelsWithMasksThatRead, CompileWithoutSpills) {
   for (const char* mask : {"ids: int32 1d; q >= kv && ids[q] == ids[kv]", "valid: bool 2d; valid[b, kv]",
                            "from: int64 1d; q >= kv && kv >= from[q]"}) {
     for (const char* dims : {"fwd:bf16:d64", "fwd:bf16:d128", "fwd:bf16:d256", "bwd:bf16:d256"}) {
-      const AttentionSpec spec = parse_spec(fmt::format("{}:mask{{{}}}", dims, mask));
+      const KernelSpec spec = parse_spec(fmt::format("{}:mask{{{}}}", dims, mask));
       EXPECT_EQ(compile_and_check(spec, plan::sm90_traits().heuristic(spec, shape_of(0), h100), h100), "");
       EXPECT_EQ(compile_and_check(spec, plan::sm80_traits().heuristic(spec, shape_of(0), a100), a100), "");
     }
@@ -662,7 +661,7 @@ TEST(KernelsWithMasksThatRead, CompileWithoutSpills) {
 
 TEST(KernelsOfOrderedCaptureGrads, CompileWithEveryTile) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
-  const AttentionSpec spec = parse_spec(
+  const KernelSpec spec = parse_spec(
       "bwd:fp32:d64:score{m: fp32 2d grad; t: fp16 1d grad; score * m[q, kv] + t[kv]}:dropout:varlen:det");
   const std::vector<TileConfig> configs = plan::simt_traits().search_space(spec, device);
   EXPECT_GE(configs.size(), 10u);
@@ -674,7 +673,7 @@ TEST(KernelsOfCheckedWaits, CompileWithoutSpillsAndTrap) {
   const auto expect_traps = [](const char* arch, Family family, const std::string& text) {
     SCOPED_TRACE(fmt::format("{} {} {}", arch, to_string(family), text));
     const DeviceInfo device = DeviceInfo::parse(arch);
-    const AttentionSpec spec = parse_spec(text).normalized();
+    const KernelSpec spec = parse_spec(text).normalized();
     const TileConfig config = plan::traits(family).heuristic(spec, shape_of(0), device);
     const auto traps = [&](const plan::Checks& checks) {
       const auto& templates = render::TemplateSet::embedded();
@@ -693,7 +692,7 @@ TEST(KernelsOfCheckedWaits, CompileWithoutSpillsAndTrap) {
 }
 
 /// Fails where a kernel's own account of its shared memory is not the planner's, by static_assert.
-std::string disagreement(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device,
+std::string disagreement(const KernelSpec& spec, const TileConfig& config, const DeviceInfo& device,
                          const plan::Checks& checks) {
   try {
     compiler().check(render::render(spec, config, device, render::TemplateSet::embedded(), checks));
@@ -708,7 +707,7 @@ std::string disagreement(const AttentionSpec& spec, const TileConfig& config, co
 TEST(KernelsOfChecks, ArePlannedAsTheyAreCompiled) {
   constexpr std::array kChecks = {plan::Checks{.check_indices = true}, plan::Checks{.check_waits = true},
                                   plan::Checks{.check_indices = true, .check_waits = true}};
-  std::vector<AttentionSpec> specs = test::covering_plain_specs();
+  std::vector<KernelSpec> specs = test::covering_plain_specs();
   for (const char* pass : {"fwd", "bwd"})
     for (const char* dims : {"d64", "d96", "d128", "d256"})
       for (const char* programs :
@@ -737,10 +736,10 @@ TEST(PerformanceLoss, IsFoundInTheLog) {
 }
 
 TEST(Covering, HoldsEveryPairOnceOrMore) {
-  const std::vector<AttentionSpec> specs = test::covering_specs();
+  const std::vector<KernelSpec> specs = test::covering_specs();
   std::set<std::pair<Pass, DType>> passes;
   std::set<std::tuple<DType, int, int>> dims;
-  for (const AttentionSpec& spec : specs) {
+  for (const KernelSpec& spec : specs) {
     passes.insert({spec.pass, spec.dtype});
     dims.insert({spec.dtype, spec.head_dim, spec.v_dim()});
   }

@@ -10,7 +10,7 @@
 namespace flashjit {
 namespace {
 
-void expect_compiled(const AttentionSpec& spec) {
+void expect_compiled(const KernelSpec& spec) {
   SCOPED_TRACE(to_string(spec));
   static const std::shared_ptr<const compile::Compiler> compiler = compile::Compiler::open();
   const KernelSource source = test::reference_source(spec.normalized(), DeviceInfo::parse("sm_90a"));

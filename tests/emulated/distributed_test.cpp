@@ -109,7 +109,7 @@ class DeviceCaptures {
 };
 
 reference::Problem whole_problem(const SharedCase& test) {
-  AttentionSpec spec = parse_spec(test.spec);
+  KernelSpec spec = parse_spec(test.spec);
   const std::int64_t rows = kRows * test.ranks;
   if (test.window > 0) spec.mask = MaskProgram(fmt::format("q >= kv && q - kv < {}", test.window));
   reference::Problem problem{.spec = spec,
@@ -319,7 +319,7 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
   Runtime runtime(
       RuntimeOptions{.cache_dir = fmt::format("{}/kernels", id.text), .log = [](std::string_view) {}});
   const reference::Problem problem = whole_problem(test);
-  const AttentionSpec spec = parse_spec(test.spec);
+  const KernelSpec spec = parse_spec(test.spec);
   const int d = spec.head_dim, dv = spec.v_dim();
   Shared shared(runtime,
                 {.spec = spec,
@@ -575,7 +575,7 @@ class SharedAttentionOfOne : public GpuTest {
 
   void* comm_ = lone_communicator();
   Runtime runtime_{RuntimeOptions{.cache_dir = "", .log = [](std::string_view) {}}};
-  const AttentionSpec plain_ = parse_spec("bf16:d32"), causal_ = parse_spec("bf16:d32:causal");
+  const KernelSpec plain_ = parse_spec("bf16:d32"), causal_ = parse_spec("bf16:d32:causal");
 };
 
 TEST_F(SharedAttentionOfOne, RefusesBadSequences) {

@@ -171,7 +171,7 @@ class BlockSparseRows : public GpuTestWith<RowsCase> {
  protected:
   /// For each block row of the map whether it attends to a block column, in all heads alike.
   static void check(const std::function<bool(std::int64_t, std::int64_t)>& attends) {
-    const AttentionSpec spec = parse_spec(GetParam().spec);
+    const KernelSpec spec = parse_spec(GetParam().spec);
     const AttentionCase test{.spec = spec, .shape = {1, 2, 2, 1000, 2600}, .family = Family::sm90};
     if (const Support support = supports(test.family, spec); !support)
       GTEST_SKIP() << to_string(test.family) << ": " << support.reason;

@@ -34,7 +34,7 @@ class CommandTune : public GpuTest {
     ASSERT_EQ(problems.size(), 3u) << result.out;
     for (const auto& problem : problems) {
       EXPECT_GT(problem["best_ms"], 0) << problem.dump(2);
-      const AttentionSpec spec = parse_spec(problem["spec"].get<std::string>());
+      const KernelSpec spec = parse_spec(problem["spec"].get<std::string>());
       const auto match = records.find(spec, parse_shape(problem["shape"].get<std::string>()), gpu().info);
       ASSERT_TRUE(match.record) << problem.dump(2);
       EXPECT_TRUE(match.exact) << "of this device and driver";

@@ -40,7 +40,7 @@ struct Case {
 /// The compiled reference kernels of one spec.
 class ReferenceKernels {
  public:
-  explicit ReferenceKernels(const AttentionSpec& spec)
+  explicit ReferenceKernels(const KernelSpec& spec)
       : kernels_(gpu().driver(),
                  compile::Compiler::open(read_environment().nvrtc)
                      ->compile(reference_source(spec, gpu().info))
@@ -139,7 +139,7 @@ class Problem {
         shape(parse_shape(given.shape)),
         offsets_q_(offsets(shape.seqlen_q, 1)),
         offsets_kv_(offsets(shape.seqlen_kv, 2)),
-        kernels_(spec),
+        kernels_({spec}),
         q(queries(layout, spec.head_dim)),
         k(keys(layout, spec.head_dim)),
         v(keys(layout, spec.v_dim())),
@@ -165,11 +165,10 @@ class Problem {
   void run(const std::string& config) {
     Runtime runtime({.cache_dir = ""});
     for (const Pass pass : {Pass::forward, Pass::backward}) {
-      spec.pass = pass;
       dsinks_.fill(0);
       device_captures_.zero_grads();
-      if (!config.empty()) runtime.prepare(spec, shape, parse_config(config));
-      const device::DeviceBuffer workspace = device_bytes(runtime.workspace_bytes(spec, shape));
+      if (!config.empty()) runtime.prepare(spec, shape, pass, parse_config(config));
+      const device::DeviceBuffer workspace = device_bytes(runtime.workspace_bytes(spec, shape, pass));
       forward_args.workspace = backward_args.workspace = {workspace.data(), workspace.bytes()};
       if (pass == Pass::forward) {
         runtime.forward(spec, forward_args, nullptr);
@@ -222,7 +221,7 @@ class Problem {
       return static_cast<double*>(buffer.data());
     };
     plan::ExecutionPlan plan;
-    plan.spec = plan::AnalysedSpec(spec);
+    plan.spec = plan::AnalysedSpec(KernelSpec{spec, Pass::backward});
     plan.shape = shape;
     const ReferenceParams params{.base = make_params(plan, args),
                                  .q_begin = static_cast<int>(window.q_begin),
@@ -318,11 +317,7 @@ class Problem {
           lse_rows[(b * shape.heads_q + h) * shape.seqlen_q + q] = 0;
   }
 
-  DeviceCaptures on_device_captures() const {
-    AttentionSpec backward = spec;
-    backward.pass = Pass::backward;
-    return {gpu().driver(), backward, captures_};
-  }
+  DeviceCaptures on_device_captures() const { return {gpu().driver(), {spec, Pass::backward}, captures_}; }
 
   void make_sinks() {
     if (spec.sinks) sinks_ = reference::random_sinks(shape.heads_q, 1);

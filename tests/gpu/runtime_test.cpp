@@ -93,9 +93,8 @@ bool all_finite(DType dtype, const device::DeviceBuffer& buffer) {
   return true;
 }
 
-AttentionSpec backward_spec(bool deterministic = false) {
-  AttentionSpec spec = kSpec;
-  spec.pass = Pass::backward;
+KernelSpec backward_spec(bool deterministic = false) {
+  KernelSpec spec{kSpec, Pass::backward};
   spec.deterministic = deterministic;
   return spec;
 }

@@ -271,7 +271,7 @@ class AppendRun {
   }
 
   AppendCase test_;
-  AttentionSpec spec_;
+  KernelSpec spec_;
   Cache cache_;  ///< before the call
   Rows k_{}, v_{}, q_{}, expected_q_{};
   std::vector<double> expected_k_, expected_v_, cos_, sin_;
@@ -295,7 +295,7 @@ inline std::vector<AppendCase> append_cases(std::initializer_list<const char*> s
                       .rope = rope,
                       .positions = rope != Rope::none && seed % 2 == 0,
                       .q_in_place = seed % 3 == 0};
-      const AttentionSpec& spec = test.cache.spec;
+      const KernelSpec& spec = test.cache.spec;
       if (rope != Rope::none) test.dims = seed % 2 ? 16 : spec.head_dim / 16 * 16;
       if (spec.v_dim() != spec.head_dim && test.cache.layout == PoolLayout::interleaved)
         test.cache.layout = PoolLayout::hnd;
@@ -308,7 +308,7 @@ inline std::vector<AppendCase> append_cases(std::initializer_list<const char*> s
 /// States of some of the rows, merged on the device and in fp64.
 inline void check_merge(Runtime& runtime, const char* spec_text, int count, std::optional<DType> states_type,
                         std::optional<DType> out_type, bool in_place) {
-  const AttentionSpec spec = parse_spec(spec_text);
+  const KernelSpec spec = parse_spec(spec_text);
   const DType from = states_type.value_or(spec.dtype), to = out_type.value_or(spec.dtype);
   constexpr std::int64_t kBatch = 3, kHeads = 2, kRows = 5;
   const std::int64_t rows = kBatch * kHeads * kRows, dim = spec.v_dim();

@@ -45,7 +45,7 @@ enum class Layout : std::uint8_t {
 };
 
 struct AttentionCase {
-  AttentionSpec spec;  ///< both passes are run, whatever its pass
+  AttentionSpec spec;  ///< of both passes
   AttentionShape shape;
   Family family = Family::simt;
   Layout layout = Layout::bhsd;
@@ -82,8 +82,7 @@ inline void vary(AttentionCase& test) {
 /// A name that GoogleTest allows: "bf16_d64_causal_b2_hq2_hkv1_sq64_skv65_sm80_bhsd_7".
 inline std::string name_of(const AttentionCase& test) {
   constexpr std::array kLayouts = {"bhsd", "bshd", "packed", "padded"};
-  AttentionSpec backward = test.spec;  // which says whether it is deterministic
-  backward.pass = Pass::backward;
+  KernelSpec backward{test.spec, Pass::backward};  // which says whether it is deterministic
   if (!test.variant.empty()) backward.score = {}, backward.mask = {};
   std::string name = fmt::format("{}_{}_{}_{}", to_string(backward).substr(4), to_string(test.shape),
                                  to_string(test.family), kLayouts[static_cast<int>(test.layout)]);
@@ -387,9 +386,8 @@ inline reference::Problem with_joined_results(reference::Problem problem) {
   return problem;
 }
 
-inline AttentionSpec with_pass(AttentionSpec spec, Pass pass) {
-  spec.pass = pass;
-  return spec.normalized();
+inline KernelSpec with_pass(const AttentionSpec& spec, Pass pass) {
+  return KernelSpec{spec, pass}.normalized();
 }
 
 inline double largest_finite(const std::vector<double>& values) {
@@ -577,7 +575,7 @@ class AttentionRun {
     GuardedMemory work, list_memory;
     TileLists lists;
   };
-  Lent lend(Runtime& runtime, const AttentionSpec& spec) const {
+  Lent lend(Runtime& runtime, const KernelSpec& spec) const {
     const std::size_t bytes = runtime.workspace_bytes(spec, test_.shape);
     const std::size_t list_bytes = test_.built_lists ? runtime.list_bytes(spec, test_.shape) : 0;
     Lent lent{GuardedMemory(bytes - list_bytes), GuardedMemory(list_bytes), {}};
@@ -649,7 +647,7 @@ class AttentionRun {
   }
 
   void launch_forward(Runtime& runtime, const TileConfig& config, float* lse) {
-    const AttentionSpec spec = with_pass(test_.spec, Pass::forward);
+    const KernelSpec spec = with_pass(test_.spec, Pass::forward);
     runtime.prepare(spec, test_.shape, config);
     const Lent lent = lend(runtime, spec);
     out_.memory->poison();
@@ -671,7 +669,7 @@ class AttentionRun {
   }
 
   void launch_backward(Runtime& runtime, const TileConfig& config) {
-    const AttentionSpec spec = with_pass(test_.spec, Pass::backward);
+    const KernelSpec spec = with_pass(test_.spec, Pass::backward);
     runtime.prepare(spec, test_.shape, config);
     const Lent lent = lend(runtime, spec);
     for (Tensor& grad : grads_) grad.memory->poison();
@@ -762,7 +760,7 @@ class AttentionRun {
 
 /// One kernel to have ready.
 struct Wanted {
-  AttentionSpec spec;
+  KernelSpec spec;
   AttentionShape shape;
   TileConfig config;
 };
@@ -785,7 +783,7 @@ inline void prepare_all(Runtime& runtime, const std::vector<Wanted>& kernels) {
 }
 
 /// The family or, where it cannot do the pass of the spec, the next that can.
-inline const plan::FamilyTraits& able_family(Family family, const AttentionSpec& spec) {
+inline const plan::FamilyTraits& able_family(Family family, const KernelSpec& spec) {
   const auto all = plan::families();
   const auto wanted = std::ranges::find(all, family, &plan::FamilyTraits::family);
   const auto able = std::find_if(wanted, all.end(), [&](const plan::FamilyTraits& candidate) {
@@ -797,7 +795,7 @@ inline const plan::FamilyTraits& able_family(Family family, const AttentionSpec&
 /// Whether both passes can be done by the family or one after it.
 inline Support supports(Family family, const AttentionSpec& given) {
   for (const Pass pass : {Pass::forward, Pass::backward}) {
-    const AttentionSpec spec = with_pass(given, pass);
+    const KernelSpec spec = with_pass(given, pass);
     const Support support = able_family(family, spec).supports(spec, gpu().info);
     if (!support) return support;
   }
@@ -806,7 +804,7 @@ inline Support supports(Family family, const AttentionSpec& given) {
 
 inline TileConfig heuristic(Family family, const AttentionSpec& given, const AttentionShape& shape,
                             Pass pass) {
-  const AttentionSpec spec = with_pass(given, pass);
+  const KernelSpec spec = with_pass(given, pass);
   return able_family(family, spec).heuristic(spec, shape, gpu().info);
 }
 
@@ -912,7 +910,7 @@ inline void check_every_configuration(const AttentionCase& test) {
   AttentionRun run(test);
   for (const Pass pass : {Pass::forward, Pass::backward}) {
     if (!supports(pass)) continue;
-    const AttentionSpec spec = with_pass(test.spec, pass);
+    const KernelSpec spec = with_pass(test.spec, pass);
     const std::vector<TileConfig> configs = family.search_space(spec, gpu().info);
     EXPECT_FALSE(configs.empty()) << to_string(spec);
     std::vector<Wanted> kernels;

@@ -30,7 +30,7 @@ enum class PoolLayout : std::uint8_t {
 };
 
 struct CacheCase {
-  AttentionSpec spec;    ///< with pages or cache
+  KernelSpec spec;       ///< with pages or cache
   AttentionShape shape;  ///< seqlen_kv: the most keys of a sequence
   Family family = Family::simt;
   PoolLayout layout = PoolLayout::nhd;
@@ -103,7 +103,7 @@ inline Pool make_pool(PoolLayout layout, std::int64_t pages, std::int64_t heads,
 }  // namespace cache_detail
 
 inline Cache make_cache(const CacheCase& test) {
-  const AttentionSpec spec = test.spec.normalized();
+  const KernelSpec spec = test.spec.normalized();
   const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test.shape;
   std::mt19937 random(77 + test.seed);
   Cache cache{.problem = {.spec = test.spec, .shape = test.shape}};

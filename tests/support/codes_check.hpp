@@ -13,7 +13,7 @@ namespace flashjit::test {
 /// 256 sequences of one key each: all elements of K or V have the sequence's number as their code.
 class CodesCheck {
  public:
-  CodesCheck(const AttentionSpec& spec, Family family, double scale)
+  CodesCheck(const KernelSpec& spec, Family family, double scale)
       : spec_(spec), family_(family), scale_(scale) {
     scales_.assign(spec.key_scales ? kCodes : 1, scale);
   }
@@ -87,7 +87,7 @@ class CodesCheck {
     return {decode(spec_.dtype, out.content()), decode(DType::fp32, lse.content())};
   }
 
-  AttentionSpec spec_;
+  KernelSpec spec_;
   Family family_;
   double scale_;
   std::vector<double> scales_;
@@ -97,7 +97,7 @@ class CodesCheck {
 /// turns.
 inline void check_long_mean(Runtime& runtime, Family family, std::int64_t keys) {
   constexpr int kDim = 16;
-  const AttentionSpec spec = parse_spec("bf16:d16:kve4m3:key_scales");
+  const KernelSpec spec = parse_spec("bf16:d16:kve4m3:key_scales");
   const AttentionShape shape{1, 1, 1, 1, keys};
   std::mt19937 random(9);
   std::vector<double> codes(keys * kDim), scales(keys), sums(kDim), sizes(kDim);
@@ -138,7 +138,7 @@ inline void check_long_mean(Runtime& runtime, Family family, std::int64_t keys) 
 inline void check_nan_behind_mask(Runtime& runtime, Family family,
                                   const char* of_codes = "bf16:d16:kve4m3:causal", bool in_v = false) {
   constexpr int kDim = 16, kRows = 40, kFirstNan = 20;
-  const AttentionSpec spec = parse_spec(of_codes);
+  const KernelSpec spec = parse_spec(of_codes);
   const AttentionShape shape{1, 1, 1, kRows, kRows};
   std::mt19937 random(3);
   std::vector<double> k(kRows * kDim), v(kRows * kDim);
@@ -197,7 +197,7 @@ inline void check_all_codes(Runtime& runtime, Family family) {
         "bf16:d16:kvint8:key_scales", "bf16:d16:kve4m3:q_codes", "fp16:d16:kve5m2:q_codes",
         "bf16:d16:kve4m3:q_codes:key_scales"})
     for (const double scale : {1.0, 0x1p-20, 0x1p20}) {
-      const AttentionSpec parsed = parse_spec(spec);
+      const KernelSpec parsed = parse_spec(spec);
       if (!plan::traits(family).supports(parsed, gpu().info)) continue;
       if (parsed.dtype == DType::fp16 && scale > 1) continue;  // whose O is infinite
       CodesCheck check(parsed, family, scale);

@@ -81,8 +81,8 @@ inline const std::vector<std::string> kHeadDims{":d128", ":d64",  ":d8",   ":d40
                                                 ":d96",  ":d192", ":d256", ":d192x128"};
 inline const std::vector<std::string> kMasks{"", ":causal", ":causal_top_left"};
 
-inline std::vector<AttentionSpec> specs_covering(const Features& features) {
-  std::vector<AttentionSpec> specs;
+inline std::vector<KernelSpec> specs_covering(const Features& features) {
+  std::vector<KernelSpec> specs;
   for (const Row& row : pairwise(features)) {
     std::string text;
     for (std::size_t i = 0; i < row.size(); ++i) text += features[i][row[i]];
@@ -91,7 +91,7 @@ inline std::vector<AttentionSpec> specs_covering(const Features& features) {
   return specs;
 }
 
-inline std::vector<AttentionSpec> covering_specs() {
+inline std::vector<KernelSpec> covering_specs() {
   return specs_covering({
       {"fwd", "bwd"},
       {":bf16", ":fp16", ":fp32"},
@@ -109,7 +109,7 @@ inline std::vector<AttentionSpec> covering_specs() {
 }
 
 /// Above 256 columns, with fewer values of each feature.
-inline std::vector<AttentionSpec> covering_wide_specs() {
+inline std::vector<KernelSpec> covering_wide_specs() {
   return specs_covering({{"fwd", "bwd"},
                          {":bf16", ":fp32"},
                          {":d512", ":d320x256", ":d576x512", ":d264"},
@@ -119,7 +119,7 @@ inline std::vector<AttentionSpec> covering_wide_specs() {
 }
 
 /// K and V of 8 bits.
-inline std::vector<AttentionSpec> covering_specs_of_codes() {
+inline std::vector<KernelSpec> covering_specs_of_codes() {
   return specs_covering({{"fwd"},
                          {":bf16", ":fp16"},
                          {":d128", ":d64", ":d16", ":d96", ":d192", ":d256", ":d192x128"},
@@ -133,7 +133,7 @@ inline std::vector<AttentionSpec> covering_specs_of_codes() {
 }
 
 /// Q, too; without d256, which spills some words outside of the loop.
-inline std::vector<AttentionSpec> covering_specs_of_products_of_codes() {
+inline std::vector<KernelSpec> covering_specs_of_products_of_codes() {
   return specs_covering({{"fwd"},
                          {":bf16", ":fp16"},
                          {":d128", ":d64", ":d16", ":d80", ":d192", ":d256x128", ":d192x128"},
@@ -147,7 +147,7 @@ inline std::vector<AttentionSpec> covering_specs_of_products_of_codes() {
 }
 
 /// What a family can do that has no options: most of covering_specs() is beyond it.
-inline std::vector<AttentionSpec> covering_plain_specs() {
+inline std::vector<KernelSpec> covering_plain_specs() {
   return specs_covering({{"fwd", "bwd"},
                          {":bf16", ":fp16"},
                          kHeadDims,

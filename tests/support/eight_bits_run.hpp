@@ -23,7 +23,7 @@ inline void PrintTo(const EightBits& test, std::ostream* out) {
 /// In the families that take it, with their heuristics' tiles; of this GPU, or of one that the emulator
 /// plays.
 inline void check_eight_bits(const EightBits& test, int capability = 0) {
-  const AttentionSpec spec = parse_spec(test.spec).normalized();
+  const KernelSpec spec = parse_spec(test.spec).normalized();
   const TemporaryDirectory folder;
   for (const Family family : {Family::simt, Family::sm80, Family::sm90}) {
     const plan::FamilyTraits& traits = plan::traits(family);

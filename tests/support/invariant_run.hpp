@@ -87,7 +87,7 @@ class InvariantRun {
   }
 
   Runtime& runtime_;
-  AttentionSpec spec_;
+  KernelSpec spec_;
   AttentionShape shape_;
   std::optional<TileConfig> config_;
   device::DeviceBuffer q_, k_, v_, lengths_;

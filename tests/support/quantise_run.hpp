@@ -21,7 +21,7 @@ struct QuantiseCase {
 
 inline void check_quantise(Runtime& runtime, const QuantiseCase& test) {
   SCOPED_TRACE(std::string(test.spec) + (test.hadamard ? " hadamard" : ""));
-  const AttentionSpec spec = parse_spec(test.spec);
+  const KernelSpec spec = parse_spec(test.spec);
   const std::int64_t batch = test.size[0], heads = test.size[1], rows = test.size[2];  // for the lambda
   const std::int64_t dim = spec.head_dim, count = batch * heads * rows * dim;
   std::mt19937 random(7);

@@ -37,7 +37,7 @@ inline std::string entry_text(const char* name, const char* params, const char* 
 }
 
 /// The Problem as a real kernel gets it, with the reference's entries instead of the family's.
-inline KernelSource reference_source(const AttentionSpec& spec, const DeviceInfo& device) {
+inline KernelSource reference_source(const KernelSpec& spec, const DeviceInfo& device) {
   const plan::FamilyTraits& family = plan::simt_traits();
   KernelSource source = render::render(spec, family.heuristic(spec, {1, 1, 1, 1, 1}, device), device,
                                        render::TemplateSet::embedded());

@@ -37,7 +37,7 @@ inline void expect_joins(Runtime& runtime, const RunningStateCase& test, Family 
 
 /// Where O is fp32 in place, too.
 inline void expect_joins(Runtime& runtime, const RunningStateCase& test) {
-  const AttentionSpec spec = parse_spec(std::string(test.spec) + ":running_state");
+  const KernelSpec spec = parse_spec(std::string(test.spec) + ":running_state");
   for (const Family family : {Family::simt, Family::sm80, Family::sm90}) {
     if (*test.config ? parse_config(test.config).family != family : !supports(family, spec)) continue;
     if (spec.normalized().out_type() == DType::fp32) expect_joins(runtime, test, family, 2);

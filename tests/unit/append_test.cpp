@@ -16,7 +16,7 @@
 namespace flashjit::test {
 namespace {
 
-AttentionSpec paged_spec() { return parse_spec("append:bf16:d64:varlen:pages16"); }
+KernelSpec paged_spec() { return parse_spec("append:bf16:d64:varlen:pages16"); }
 
 /// 50 new rows of three sequences, of up to 5 pages of 16 rows, of which a pool has 40.
 AppendArgs append_args() {
@@ -35,7 +35,7 @@ AppendArgs append_args() {
 
 template <class Change>
 std::string refusal(Change&& change) {
-  AttentionSpec spec = paged_spec();
+  KernelSpec spec = paged_spec();
   AppendArgs args = append_args();
   change(spec, args);
   return refusal_of([&] { check_arguments(spec, args); });
@@ -153,7 +153,7 @@ TEST(Append, ScalesOfCodesAreChecked) {
 /// The reference called as users call it: a key's largest value becomes the largest code.
 TEST(Append, TheReferenceGivesEachKeyItsScale) {
   constexpr int kDim = 16, kKeys = 2;
-  const AttentionSpec spec = parse_spec("append:fp32:d16:kve4m3:cache:key_scales");
+  const KernelSpec spec = parse_spec("append:fp32:d16:kve4m3:cache:key_scales");
   std::vector<float> k(kKeys * kDim), v(kKeys * kDim, 0.0f);
   for (int i = 0; i < kKeys * kDim; ++i)
     k[i] = static_cast<float>(i % kDim == 3 ? -7 * (1 + i / kDim) : i % kDim == 5);
@@ -180,7 +180,7 @@ TEST(Append, TheReferenceGivesEachKeyItsScale) {
 }
 
 TEST(Append, TheReferenceRefusesScalesThatNoCodeCanHave) {
-  const AttentionSpec spec = parse_spec("append:fp32:d16:kve4m3:cache");
+  const KernelSpec spec = parse_spec("append:fp32:d16:kve4m3:cache");
   std::vector<float> k(16, 1.0f);
   std::vector<std::uint8_t> k_cache(16), v_cache(16);
   const std::int32_t length = 1;
@@ -201,7 +201,7 @@ TEST(Append, TheReferenceRefusesScalesThatNoCodeCanHave) {
 
 /// What shares a scale with NaN has NaN for its scale, wherever the NaN is.
 TEST(Quantise, TheReferenceKeepsNan) {
-  const AttentionSpec spec = parse_spec("quantise:fp32:d16:kve4m3");
+  const KernelSpec spec = parse_spec("quantise:fp32:d16:kve4m3");
   for (const int place : {0, 20, 47}) {
     std::vector<float> x(3 * 16, 2.0f), scale(1);
     x[place] = std::nanf("");
@@ -214,7 +214,7 @@ TEST(Quantise, TheReferenceKeepsNan) {
 }
 
 TEST(Quantise, ScalesOfNoRowsAreOne) {
-  const AttentionSpec spec = parse_spec("quantise:fp32:d16:kve4m3");
+  const KernelSpec spec = parse_spec("quantise:fp32:d16:kve4m3");
   float x = 0;
   std::uint8_t codes = 0;
   std::vector<float> scales(6, -1.0f);

@@ -521,9 +521,9 @@ TEST(Arguments, Sinks) {
   EXPECT_SAYS(with(0x100, 0x202), "dsinks is at 0x202");
 }
 
-plan::ExecutionPlan plan_of(const AttentionSpec& s, const AttentionShape& shape) {
+plan::ExecutionPlan plan_of(const AttentionSpec& s, const AttentionShape& shape, Pass pass = Pass::forward) {
   plan::ExecutionPlan plan;
-  plan.spec = s;
+  plan.spec = KernelSpec{s, pass};
   plan.shape = shape;
   return plan;
 }
@@ -669,7 +669,7 @@ TEST(Arguments, PackedHeadsAreRowsOfOneHead) {
   args.q = ConstTensorView::bhsd(address(0x100000), 2, 8, 1, kDim);
   args.out = TensorView::bshd(address(0x400000), 2, 8, 1, kDim);
   args.q.stride[2] = -7;  // of one element: means nothing
-  const AttentionShape shape = plan::fold_gqa(spec(), {2, 8, 2, 1, 70}).shape;
+  const AttentionShape shape = plan::fold_gqa({spec()}, {2, 8, 2, 1, 70}).shape;
   const ForwardArgs packed = fold_gqa(args);
   EXPECT_EQ(shape_of(spec(), packed), shape);
   EXPECT_EQ(packed.q.size, (std::array<std::int64_t, 4>{2, 2, 4, kDim}));
@@ -760,9 +760,7 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
 
 TEST(Arguments, ParamsSayWhereAPassKeepsItsParts) {
   const auto params = [](const auto& args, Pass pass) {
-    AttentionSpec s = spec();
-    s.pass = pass;
-    plan::ExecutionPlan plan = plan_of(s, shape_of(s, args));
+    plan::ExecutionPlan plan = plan_of(spec(), shape_of(spec(), args), pass);
     plan.needs = {.num_splits = 3};
     plan.workspace = {.o_splits = 256, .lse_splits = 512, .dk_splits = 768, .dv_splits = 1024, .bytes = 2048};
     return make_params(plan, args);

@@ -212,7 +212,7 @@ TEST(AttentionPrograms, Combine) {
   spec.mask = programs::causal_mask() && programs::documents(1);
   EXPECT_EQ(
       to_string(spec),
-      "fwd:bf16:d64:score{slopes: fp32 1d; score - slopes[h] * abs(to_float(q + seqlen_kv - seqlen_q - kv))}:"
+      "bf16:d64:score{slopes: fp32 1d; score - slopes[h] * abs(to_float(q + seqlen_kv - seqlen_q - kv))}:"
       "mask{documents: int32 1d; kv <= q + seqlen_kv - seqlen_q && documents[q] == documents[kv]}");
 }
 

@@ -27,11 +27,11 @@ ForwardArgs paged_args() {
           .kv_lengths = address<std::int32_t>(0x500000),
           .page_table = {address<std::int32_t>(0x600000), 3, 5}};
 }
-AttentionSpec paged_spec() { return parse_spec("bf16:d64:causal:pages16"); }
+KernelSpec paged_spec() { return parse_spec("bf16:d64:causal:pages16"); }
 
 template <class Change>
 std::string refusal(Change&& change) {
-  AttentionSpec spec = paged_spec();
+  KernelSpec spec = paged_spec();
   ForwardArgs args = paged_args();
   change(spec, args);
   return refusal_of([&] {
@@ -45,7 +45,7 @@ TEST(Cache, ShapeIsOfTheBoundsAlone) {
   ForwardArgs args = paged_args();
   args.max_seqlen_kv = 70;
   EXPECT_EQ(shape_of(paged_spec(), args), (AttentionShape{3, 4, 2, 2, 70}));
-  const AttentionSpec slots = parse_spec("bf16:d64:cache");
+  const KernelSpec slots = parse_spec("bf16:d64:cache");
   EXPECT_EQ(shape_of(slots, args), (AttentionShape{3, 4, 2, 2, 70}));
   args.max_seqlen_kv = 0;
   EXPECT_EQ(shape_of(slots, args), (AttentionShape{3, 4, 2, 2, 16}));
@@ -180,7 +180,7 @@ TEST(Cache, ScalesOfQAreChecked) {
 /// The host sees scales in the reference alone, of which it reads those that keys have.
 TEST(Cache, TheReferenceSaysWhichScaleIsWrong) {
   constexpr int kDim = 16, kRows = 2;
-  const AttentionSpec spec = parse_spec("bf16:d16:kve4m3:cache:key_scales:q_codes");
+  const KernelSpec spec = parse_spec("bf16:d16:kve4m3:cache:key_scales:q_codes");
   const std::vector<std::uint8_t> codes(kRows * kDim);
   std::vector<std::uint16_t> out(kDim);
   const std::int32_t length = 1;
@@ -312,7 +312,7 @@ TEST(Cache, TheReferenceRefusesLengthsThatNothingHasRoomFor) {
 /// On a device nothing can say so: kernels may read the prefix from the first sequence's pages for all.
 TEST(Cache, TheReferenceSaysWhatSequencesDoNotShare) {
   constexpr int kDim = 16, kRows = 4;
-  const AttentionSpec spec = parse_spec("fp32:d16:causal:varlen:pages4:shared_prefix");
+  const KernelSpec spec = parse_spec("fp32:d16:causal:varlen:pages4:shared_prefix");
   std::vector<float> k(4 * kRows * kDim), v(k.size()), q(3 * kDim), out(q.size());
   std::iota(k.begin(), k.end(), 1.0f);
   const std::vector<std::int32_t> offsets = {0, 2, 2, 3};
@@ -381,7 +381,7 @@ TEST(Cache, CausalEndsAtEachSequencesOwnLength) {
 TEST(Cache, TextsOfSpecs) {
   EXPECT_EQ(to_string(parse_spec("bf16:d128:pages16:causal:varlen")), "fwd:bf16:d128:causal:varlen:pages16");
   EXPECT_EQ(to_string(parse_spec("bf16:d128:cache")), "fwd:bf16:d128:cache");
-  EXPECT_EQ(to_string(AttentionSpec{.head_dim = 64, .pages = 8}), "fwd:bf16:d64:pages8");
+  EXPECT_EQ(to_string(KernelSpec{{.head_dim = 64, .pages = 8}}), "fwd:bf16:d64:pages8");
   EXPECT_THROW(parse_spec("bf16:d128:pages0"), Error);
   EXPECT_EQ(to_string(parse_spec("bf16:d128:pages1056")), "fwd:bf16:d128:pages1056");
   EXPECT_THROW(parse_spec("bf16:d128:pages16:pages16"), Error);

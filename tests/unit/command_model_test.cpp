@@ -53,7 +53,7 @@ TEST_F(PackOfAModel, HasEachKernelThatAnEngineAsksFor) {
     AttentionShape shape{length(1024), 32, 8, length(packs ? 8192 : 16), length(1 << 18)};
     shape.seqlen_kv = std::max(shape.seqlen_kv, shape.seqlen_q);
     for (const char* text : {"fwd:bf16:d128:causal:pages16", "append:bf16:d128:pages16", "merge:bf16:d128"}) {
-      AttentionSpec spec = parse_spec(text);
+      KernelSpec spec = parse_spec(text);
       spec.varlen = packs && spec.pass != Pass::merge;
       spec.shared_prefix = packs && i % 4 == 0 && spec.pass == Pass::forward;
       const plan::ExecutionPlan plan = plan::make_plan(spec, shape, device, {});

@@ -22,7 +22,7 @@ namespace fs = std::filesystem;
 using test::FakeDriver;
 
 constexpr const char* kCompiler = "nvrtc1.2.3";
-const AttentionSpec kSpec{.dtype = DType::bf16, .head_dim = 64};
+const KernelSpec kSpec{{.dtype = DType::bf16, .head_dim = 64}};
 const AttentionShape kShape{2, 4, 2, 100, 70};
 
 template <class T = void>
@@ -77,14 +77,14 @@ class EngineTest : public testing::Test {
 
   static DeviceInfo device_info() { return device::query_device(*FakeDriver::driver(), 0); }
 
-  static plan::ExecutionPlan plan_of(const AttentionSpec& spec, const AttentionShape& shape,
+  static plan::ExecutionPlan plan_of(const KernelSpec& spec, const AttentionShape& shape,
                                      const std::optional<TileConfig>& config = {},
                                      const plan::Checks& checks = {}) {
     return plan::make_plan(spec, shape, device_info(), {}, config, checks);
   }
 
   /// Puts a kernel of the spec into a store, with the resources of one entry as ptxas would report them.
-  static void add_kernel(const fs::path& folder, const AttentionSpec& spec, const TileConfig& config,
+  static void add_kernel(const fs::path& folder, const KernelSpec& spec, const TileConfig& config,
                          int registers = 64, const std::string& compiler = kCompiler,
                          const plan::Checks& checks = {}) {
     const KernelSource source =
@@ -96,7 +96,7 @@ class EngineTest : public testing::Test {
     ASSERT_TRUE(
         store.store(source, cache::source_digest(source, compile::compile_options(source.arch)), kernel));
   }
-  void add_to_pack(const AttentionSpec& spec, const AttentionShape& shape = kShape, int registers = 64) {
+  void add_to_pack(const KernelSpec& spec, const AttentionShape& shape = kShape, int registers = 64) {
     add_kernel(pack(), spec, plan_of(spec, shape).config, registers);
   }
 
@@ -130,11 +130,7 @@ class EngineTest : public testing::Test {
   test::KeptLog log_;
 };
 
-AttentionSpec backward_spec() {
-  AttentionSpec spec = kSpec;
-  spec.pass = Pass::backward;
-  return spec;
-}
+KernelSpec backward_spec() { return {kSpec, Pass::backward}; }
 
 #define EXPECT_CONTAINS(text, part) EXPECT_NE(std::string(text).find(part), std::string::npos) << text
 
@@ -201,7 +197,7 @@ TEST_F(EngineTest, BadArgumentsLaunchNothing) {
   ForwardArgs args = forward_args();
   args.v.size[2] = 71;
   EXPECT_EQ(error_of([&] { runtime->forward(kSpec, args, nullptr); }).code(), ErrorCode::invalid_argument);
-  AttentionSpec odd = kSpec;
+  KernelSpec odd = kSpec;
   odd.head_dim = 60;
   EXPECT_EQ(error_of([&] { runtime->forward(odd, forward_args(kShape, 60), nullptr); }).code(),
             ErrorCode::invalid_argument);
@@ -343,7 +339,7 @@ TEST_F(EngineTest, AKernelThatDoesNotFitGivesWayToTheNextFamily) {
 }
 
 TEST_F(EngineTest, TensorMapsTellTheTmaUnitOfEveryTensor) {
-  AttentionSpec spec = kSpec;
+  KernelSpec spec = kSpec;
   spec.head_dim_v = 40;
   add_to_pack(spec);
   ForwardArgs args = forward_args();
@@ -380,7 +376,7 @@ TEST_F(EngineTest, TensorMapsTellTheTmaUnitOfEveryTensor) {
 }
 
 TEST_F(EngineTest, TmaLoadsABiasTileThatItCan) {
-  AttentionSpec spec = kSpec;
+  KernelSpec spec = kSpec;
   spec.score = ScoreProgram("t: fp32 1d; bias: fp16 4d; score + t[h] * bias[b, h, q, kv]");
   add_to_pack(spec);
   const auto runtime = engine();
@@ -419,7 +415,7 @@ TEST_F(EngineTest, TmaLoadsABiasTileThatItCan) {
 // Kernels that check indices read each element of a bias by itself: then there is room for O in shared
 // memory.
 TEST_F(EngineTest, CheckedIndicesArePlannedAsTheyAreCompiled) {
-  const AttentionSpec spec = parse_spec("fwd:fp16:d96:score{bias: fp16 4d; score + bias[b, h, q, kv]}");
+  const KernelSpec spec = parse_spec("fwd:fp16:d96:score{bias: fp16 4d; score + bias[b, h, q, kv]}");
   const plan::Checks checks{.check_indices = true};
   const plan::ExecutionPlan plan = plan_of(spec, kShape, parse_config("sm90:br128:bc128:w8:s2"), checks);
   add_kernel(pack(), spec, plan.config, 64, kCompiler, checks);
@@ -442,9 +438,8 @@ TEST_F(EngineTest, CheckedIndicesArePlannedAsTheyAreCompiled) {
 /// Documents, whose tiles are visited by lists.
 class EngineListsTest : public EngineTest {
  protected:
-  static AttentionSpec documents(Pass pass = Pass::forward) {
-    AttentionSpec spec = kSpec;
-    spec.pass = pass;
+  static KernelSpec documents(Pass pass = Pass::forward) {
+    KernelSpec spec{kSpec, pass};
     spec.mask = MaskProgram("doc: int32 1d; doc[q] == doc[kv]");
     return spec;
   }
@@ -466,7 +461,7 @@ TEST_F(EngineListsTest, AreMadeOnceForManyCalls) {
   for (const Pass pass : {Pass::forward, Pass::backward}) add_to_pack(documents(pass));
   const auto runtime = engine();
   for (const Pass pass : {Pass::forward, Pass::backward}) {
-    const AttentionSpec spec = documents(pass);
+    const KernelSpec spec = documents(pass);
     const plan::ExecutionPlan plan = plan_of(spec, kShape);
     const std::size_t bytes = runtime->list_bytes(spec, kShape);
     EXPECT_EQ(bytes, plan.workspace.list_bytes());
@@ -560,7 +555,7 @@ TEST_F(EngineListsTest, NeedMemoryAndTheMasksValues) {
 }
 
 TEST_F(EngineListsTest, OfAnotherBlockMapsBatchAreRefused) {
-  AttentionSpec spec = kSpec;
+  KernelSpec spec = kSpec;
   spec.block_map = {64, 64};
   add_to_pack(spec);
   const auto runtime = engine();
@@ -590,7 +585,7 @@ TEST_F(EngineListsTest, WhereKernelsWalkNoneAreEmptyAndTaken) {
 
 TEST_F(EngineTest, StridesOfSingleDimensionsDoNotReachTheTensorMaps) {
   const AttentionShape shape{1, 1, 1, 1, 70};
-  AttentionSpec spec = kSpec;
+  KernelSpec spec = kSpec;
   spec.dtype = DType::fp16;
   add_to_pack(spec, shape);
   ForwardArgs args = forward_args(shape);
@@ -604,7 +599,7 @@ TEST_F(EngineTest, StridesOfSingleDimensionsDoNotReachTheTensorMaps) {
 
 TEST_F(EngineTest, PersistentKernelsLeaveMultiprocessorsToOthers) {
   const AttentionShape shape{4, 32, 32, 4096, 4096};
-  const AttentionSpec spec = backward_spec();
+  const KernelSpec spec = backward_spec();
   const plan::ExecutionPlan plan = plan_of(spec, shape);
   add_to_pack(spec, shape);
   const auto runtime = engine();
@@ -625,7 +620,7 @@ TEST_F(EngineTest, PersistentKernelsLeaveMultiprocessorsToOthers) {
 }
 
 TEST_F(EngineTest, PackedSequencesAreOneLongBatchEntryOfTheTensorMapsAndManyOfTheGrid) {
-  AttentionSpec spec = kSpec;
+  KernelSpec spec = kSpec;
   spec.varlen = true;
   const AttentionShape longest{3, 4, 2, 100, 70};
   add_to_pack(spec, longest);
@@ -828,7 +823,7 @@ TEST_F(EngineTest, NothingToDoNeedsNoKernel) {
 TEST_F(EngineTest, SupportsSaysWhyNot) {
   const auto runtime = engine();
   EXPECT_TRUE(runtime->supports(kSpec, kShape));
-  AttentionSpec wide = kSpec;
+  KernelSpec wide = kSpec;
   wide.head_dim = 584;
   const Support refused = runtime->supports(wide, kShape);
   EXPECT_FALSE(refused);
@@ -877,8 +872,8 @@ TEST_F(EngineTest, ManyThreadsLoadOneKernel) {
 
 TEST(CallKey, TellsProblemsApart) {
   const auto key = [](const char* spec, const char* shape, int device = 0) {
-    static std::vector<std::unique_ptr<AttentionSpec>> specs;  // views need their spec
-    specs.push_back(std::make_unique<AttentionSpec>(parse_spec(spec)));
+    static std::vector<std::unique_ptr<KernelSpec>> specs;  // views need their spec
+    specs.push_back(std::make_unique<KernelSpec>(parse_spec(spec)));
     return CallKeyView(*specs.back(), specs.back()->pass, parse_shape(shape), device);
   };
   const char* shape = "b2:hq4:hkv2:sq100:skv70";
@@ -1047,7 +1042,7 @@ TEST_F(BackgroundTest, ALeadIsTunedAndAMeasurementIsNot) {
 }
 
 TEST_F(BackgroundTest, SpecsWithTileListsAreLeftAlone) {
-  const AttentionSpec spec = parse_spec("fwd:bf16:d64:mask{kv <= q || kv % 3 == 0}").normalized();
+  const KernelSpec spec = parse_spec("fwd:bf16:d64:mask{kv <= q || kv % 3 == 0}").normalized();
   add_to_pack(spec);
   const auto runtime = tuning_engine();
   EXPECT_GT(runtime->list_bytes(spec, kShape), 0u);

@@ -113,7 +113,7 @@ TEST(ExprFuzz, MutatedSpecsAreReadOrRefused) {
   Mutator mutator(4);
   for (std::uint64_t seed = 0; seed < 10000; ++seed) {
     test::RandomProgram programs(seed, {.depth = 3});
-    AttentionSpec spec{.head_dim = 64, .dropout = seed % 2 == 0};
+    KernelSpec spec{{.head_dim = 64, .dropout = seed % 2 == 0}};
     spec.score = programs.score_program();
     spec.mask = programs.mask_program();
     const std::string text = mutator.mutated(to_string(spec));

@@ -30,7 +30,7 @@ using test::Variable;
 
 constexpr AttentionShape kShape{1, 2, 2, 128, 128};
 
-AttentionSpec spec(int head_dim) { return {.dtype = DType::bf16, .head_dim = head_dim}; }
+KernelSpec spec(int head_dim) { return {{.dtype = DType::bf16, .head_dim = head_dim}}; }
 
 void be_stderr(int fd) { ::dup2(fd, STDERR_FILENO), ::close(fd); }
 

@@ -27,7 +27,7 @@ ForwardArgs sparse_args() {
 
 template <class Change>
 std::string refusal(Change&& change) {
-  AttentionSpec spec = parse_spec("bf16:d64:indices");
+  KernelSpec spec = parse_spec("bf16:d64:indices");
   ForwardArgs args = sparse_args();
   change(spec, args);
   return refusal_of([&] {
@@ -116,7 +116,7 @@ TEST(Indices, AListOfNoKeysGivesNothing) {
 
 TEST(Indices, HeadsOfOneQueryAreATileOnHopper) {
   const DeviceInfo hopper = DeviceInfo::parse("sm_90a");
-  const AttentionSpec spec = parse_spec("fwd:bf16:d576x512:shared_kv:indices");
+  const KernelSpec spec = parse_spec("fwd:bf16:d576x512:shared_kv:indices");
   const plan::ExecutionPlan plan = plan::make_plan(spec, {1, 128, 1, 4096, 8192}, hopper, {});
   EXPECT_EQ(plan.config.family, Family::sm90);
   EXPECT_TRUE(plan.schedule.stream_k && plan.config.pack_gqa);

@@ -110,9 +110,9 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   };
   // Where one of these does not compile, a field was added: add its change above.
   const AttentionSpec spec = {};
-  [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l, row_max, cache, pages, kv_dtype,
-                                key_scales, fp32_out, fp32_grads, batch_invariant, shared_kv, q_codes,
-                                indices, add_grads, dropout_place, shared_prefix, running_state] = spec;
+  [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, row_max, cache, pages, kv_dtype, key_scales,
+                                fp32_out, fp32_grads, batch_invariant, shared_kv, q_codes, indices, add_grads,
+                                dropout_place, shared_prefix, running_state] = spec;
   const TileConfig config = {};
   [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w] = config;
   // Not in the key by themselves: header, function and params, which are in the text, as is what hot means
@@ -263,7 +263,7 @@ TEST(Key, IsOneForIntsAndFloatsThatAreReadAsFloats) {
 }
 
 TEST(Key, ChangesWithEachDebugMode) {
-  const AttentionSpec spec = parse_spec("fwd:bf16:d64:score{t: fp32 1d; score + t[h]}").normalized();
+  const KernelSpec spec = parse_spec("fwd:bf16:d64:score{t: fp32 1d; score + t[h]}").normalized();
   const auto key = [&](const plan::Checks& options) {
     return source_digest(render::render(spec, parse_config("simt:br32:bc32:w4"), DeviceInfo::parse("sm_80"),
                                         render::TemplateSet::embedded(), options),
@@ -302,7 +302,7 @@ TEST(Key, IsReadableAsAFolderName) {
 TEST(Key, DiffersForEveryRenderedKernel) {
   std::set<std::string> digests;
   std::size_t count = 0;
-  const auto add = [&](const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device) {
+  const auto add = [&](const KernelSpec& spec, const TileConfig& config, const DeviceInfo& device) {
     const KernelSource s = render::render(spec, config, device, render::TemplateSet::embedded());
     EXPECT_TRUE(digests.insert(source_digest(s, kOptions)).second) << s.text;
     ++count;
@@ -315,7 +315,7 @@ TEST(Key, DiffersForEveryRenderedKernel) {
     add(parse_spec(text), parse_config("simt:br32:bc32:w4"), device);
   }
   add(parse_spec("fwd:fp32:d64"), parse_config("simt:br32:bc32:w4"), DeviceInfo::parse("sm_86"));
-  const AttentionSpec spec = parse_spec("fwd:bf16:d64").normalized();
+  const KernelSpec spec = parse_spec("fwd:bf16:d64").normalized();
   for (const TileConfig& config : plan::traits(Family::sm80).search_space(spec, device))
     add(spec, config, device);
   EXPECT_GT(count, 30u);

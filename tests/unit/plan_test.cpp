@@ -20,7 +20,7 @@ namespace {
 const DeviceInfo kA100 = DeviceInfo::parse("sm_80");
 const AttentionShape kShape{2, 8, 4, 1000, 1500};
 
-TuningRecord record(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& best) {
+TuningRecord record(const KernelSpec& spec, const AttentionShape& shape, const TileConfig& best) {
   TuningRecord out;
   out.spec = spec;
   out.shape = shape;
@@ -30,7 +30,7 @@ TuningRecord record(const AttentionSpec& spec, const AttentionShape& shape, cons
 }
 
 /// A configuration that is not the heuristic's.
-TileConfig other_config(const AttentionSpec& spec, const AttentionShape& shape) {
+TileConfig other_config(const KernelSpec& spec, const AttentionShape& shape) {
   const TileConfig heuristic = make_plan(spec, shape, kA100, {}).config;
   for (const TileConfig& config : traits(heuristic.family).search_space(spec, kA100)) {
     if (config != heuristic) return config;
@@ -111,7 +111,7 @@ TEST(Plan, DevicesOfLittleSharedMemoryHaveAPlanThatFitsOrARefusal) {
             "fwd:fp16:d576x512:pages64:shared_kv", "fwd:fp16:d128:indices", "bwd:bf16:d128:indices"})
         for (const std::int64_t queries : {1, 16, 4096}) {
           SCOPED_TRACE(fmt::format("{} {} {}", arch, kilobytes, text));
-          const AttentionSpec spec = parse_spec(text);
+          const KernelSpec spec = parse_spec(text);
           const Support support = supports(spec, device);
           try {
             const ExecutionPlan plan = make_plan(spec, {1, 16, 16, queries, 4096}, device, {});
@@ -241,7 +241,7 @@ TEST(Plan, HoldsWhatTheFamilySays) {
   for (const char* text :
        {"fwd:bf16:d128:causal", "bwd:fp16:d64:det", "bwd:fp32:d40", "fwd:bf16:d64:map64x64",
         "bwd:bf16:d64x128:map64x64:det", "fwd:fp16:d256:kvlen:dropout"}) {
-    const AttentionSpec spec = parse_spec(text);
+    const KernelSpec spec = parse_spec(text);
     const ExecutionPlan plan = make_plan(spec, kShape, kA100, {});
     const FamilyTraits& family = traits(plan.config.family);
     const KernelPlan kernel = family.kernel(spec, plan.config);
@@ -331,7 +331,7 @@ TEST(Plan, EveryWideHeadDimensionHasTilesOnTensorCores) {
   for (const char* arch : {"sm_80", "sm_86", "sm_90", "sm_120"})
     for (const std::string& of : dims)
       for (const char* pass : {"fwd", "bwd"}) {
-        const AttentionSpec spec = parse_spec(fmt::format("{}:bf16:{}", pass, of));
+        const KernelSpec spec = parse_spec(fmt::format("{}:bf16:{}", pass, of));
         const DeviceInfo device = DeviceInfo::parse(arch);
         const TileConfig config = make_plan(spec, kShape, device, {}).config;
         EXPECT_EQ(config.family, Family::sm80) << arch << ' ' << to_string(spec);
@@ -350,7 +350,7 @@ TEST(Plan, FamiliesRefuseElementTypesThatTheyLack) {
 }
 
 TEST(Plan, TheSpecIsNormalized) {
-  const ExecutionPlan plan = make_plan({.head_dim = 64, .deterministic = true}, kShape, kA100, {});
+  const ExecutionPlan plan = make_plan({{.head_dim = 64, .deterministic = true}}, kShape, kA100, {});
   EXPECT_EQ(plan.spec.head_dim_v, 64);
   EXPECT_FALSE(plan.spec.deterministic);
 }
@@ -397,7 +397,7 @@ TEST(Plan, BlocksShareTheKeysOfFewQueries) {
   EXPECT_TRUE(one.launches[1].early);
   EXPECT_GE(one.workspace.bytes, 8u * 16 * (128 + 1) * 4);
   // No more parts than tiles of keys, also where a configuration that shares them is given.
-  const AttentionSpec plain = parse_spec("fwd:bf16:d128").normalized();
+  const KernelSpec plain = parse_spec("fwd:bf16:d128").normalized();
   EXPECT_EQ(num_splits(plain, parse_shape("b1:hq1:hkv1:sq1:skv1000"), one.config, h100), 8);
   EXPECT_EQ(num_splits(plain, parse_shape("b64:hq8:hkv8:sq1:skv8192"), one.config, h100), 1);
   EXPECT_EQ(num_splits(plain, parse_shape("b0:hq8:hkv8:sq1:skv0"), one.config, h100), 1);
@@ -535,7 +535,7 @@ TEST(Plan, BackwardOfHopperReadsLseInBothUnitsWithoutAScore) {
 
 TEST(Plan, RecordsOfSharedTilesDoNotServeShapesWithoutParts) {
   const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
-  const AttentionSpec spec = parse_spec("bwd:bf16:d128:causal").normalized();
+  const KernelSpec spec = parse_spec("bwd:bf16:d128:causal").normalized();
   for (const auto& [shape, source] : {std::pair("b1:hq8:hkv1:sq4096:skv4096", ConfigSource::tuned),
                                       std::pair("b8:hq32:hkv8:sq4096:skv4096", ConfigSource::heuristic)}) {
     TuningRecords records;
@@ -648,7 +648,7 @@ TEST(Plan, ZeroSizesArePlanned) {
 }
 
 TEST(Plan, GivenBeforeTunedBeforeNearBeforeHeuristic) {
-  const AttentionSpec spec = parse_spec("fwd:bf16:d64");
+  const KernelSpec spec = parse_spec("fwd:bf16:d64");
   const AttentionShape near{2, 8, 4, 1000, 1600};
   const TileConfig heuristic = make_plan(spec, kShape, kA100, {}).config;
   const TileConfig tuned = other_config(spec, kShape);
@@ -667,7 +667,7 @@ TEST(Plan, GivenBeforeTunedBeforeNearBeforeHeuristic) {
 }
 
 TEST(Plan, RecordsThatAreNotAdmittedArePassedOver) {
-  const AttentionSpec spec = parse_spec("fwd:bf16:d64");
+  const KernelSpec spec = parse_spec("fwd:bf16:d64");
   const AttentionShape near{2, 8, 4, 1000, 1600};
   const TileConfig tuned = other_config(spec, kShape);
   TileConfig impossible = tuned;
@@ -684,14 +684,14 @@ TEST(Plan, RecordsThatAreNotAdmittedArePassedOver) {
 }
 
 TEST(Plan, RecordsOfAFamilyThatCannotArePassedOver) {
-  const AttentionSpec spec = parse_spec("fwd:fp32:d64");
+  const KernelSpec spec = parse_spec("fwd:fp32:d64");
   TuningRecords records;
   records.add(record(spec, kShape, parse_config("sm80:br128:bc64:w4:s2")));
   EXPECT_EQ(make_plan(spec, kShape, kA100, records).config.family, Family::simt);
 }
 
 TEST(Plan, AGivenConfigurationThatIsNotAdmittedIsRefused) {
-  const AttentionSpec spec = parse_spec("fwd:bf16:d64");
+  const KernelSpec spec = parse_spec("fwd:bf16:d64");
   for (const char* text : {"sm80:br17:bc64:w4", "sm80:br256:bc256:w1:s4", "simt:br1000:bc1000:w32"}) {
     const std::string message =
         failure(ErrorCode::invalid_argument, [&] { make_plan(spec, kShape, kA100, {}, parse_config(text)); });
@@ -706,7 +706,7 @@ TEST(Plan, ADeviceThatIsTooOldGetsEveryFamilysReason) {
   DeviceInfo old = DeviceInfo::parse("sm_75");
   old.name = old.arch = "sm_70";
   old.compute_capability = 70;
-  const AttentionSpec spec = parse_spec("fwd:bf16:d64");
+  const KernelSpec spec = parse_spec("fwd:bf16:d64");
   const std::string message = failure(ErrorCode::unsupported, [&] { make_plan(spec, kShape, old, {}); });
   expect_in("no kernel family can do fwd:bf16:d64 on sm_70", message);
   expect_in("sm90: ", message);
@@ -718,16 +718,16 @@ TEST(Plan, ADeviceThatIsTooOldGetsEveryFamilysReason) {
 }
 
 TEST(Plan, SupportsIsAValueForWrongSpecsToo) {
-  EXPECT_TRUE(supports({.head_dim = 64}, kA100));
-  const Support support = supports({.head_dim = 63}, kA100);
+  EXPECT_TRUE(supports({{.head_dim = 64}}, kA100));
+  const Support support = supports({{.head_dim = 63}}, kA100);
   EXPECT_FALSE(support);
   expect_in("head_dim is 63", support.reason);
 }
 
 TEST(Plan, WrongSpecsAndShapesAreRefused) {
-  const AttentionSpec spec = parse_spec("fwd:bf16:d64");
+  const KernelSpec spec = parse_spec("fwd:bf16:d64");
   expect_in("head_dim is 300",
-            failure(ErrorCode::invalid_argument, [] { make_plan({.head_dim = 300}, kShape, kA100, {}); }));
+            failure(ErrorCode::invalid_argument, [] { make_plan({{.head_dim = 300}}, kShape, kA100, {}); }));
   expect_in("heads_q is 3 and heads_kv is 2", failure(ErrorCode::invalid_argument, [&] {
               make_plan(spec, {1, 3, 2, 8, 8}, kA100, {});
             }));
@@ -766,7 +766,7 @@ TEST(Plan, EverySearchSpaceIsAdmitted) {
     const DeviceInfo device = DeviceInfo::parse(arch);
     for (const char* text : {"fwd:bf16:d8", "fwd:fp16:d128:causal", "bwd:bf16:d256", "bwd:fp32:d256x8",
                              "fwd:fp32:d40", "bwd:fp16:d96x104:det:map16x256"}) {
-      const AttentionSpec spec = parse_spec(text);
+      const KernelSpec spec = parse_spec(text);
       ASSERT_TRUE(supports(spec, device)) << text << " " << arch;
       for (const FamilyTraits& family : families()) {
         if (!family.supports(spec, device)) continue;

@@ -322,7 +322,7 @@ TEST_F(Choice, NothingForAnotherProblemOrDevice) {
   EXPECT_EQ(records_.find(parse_spec("fwd:bf16:d64:causal"), shape, h100()).record, nullptr);
   EXPECT_EQ(records_.find(example().spec, shape, DeviceInfo::parse("sm_80")).record, nullptr);
   EXPECT_NE(records_.find(example().spec, shape, h100()).record, nullptr);
-  AttentionSpec spelled = example().spec;
+  KernelSpec spelled = example().spec;
   spelled.head_dim_v = 0;
   EXPECT_NE(records_.find(spelled, shape, h100()).record, nullptr) << "equal problems have one spelling";
 }

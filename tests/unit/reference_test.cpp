@@ -33,7 +33,7 @@ std::vector<double> normal_values(std::int64_t count, unsigned seed) {
 }
 
 /// Normal Q, K, V and dO for a spec and shape, rounded to the element type.
-Problem random_problem(const AttentionSpec& spec, const AttentionShape& shape, unsigned seed = 1) {
+Problem random_problem(const KernelSpec& spec, const AttentionShape& shape, unsigned seed = 1) {
   const std::int64_t rows_q = shape.batch * shape.heads_q * shape.seqlen_q;
   const std::int64_t rows_kv = shape.batch * shape.heads_kv * shape.seqlen_kv;
   Problem problem{.spec = spec, .shape = shape};
@@ -49,13 +49,13 @@ Problem random_problem(const AttentionSpec& spec, const AttentionShape& shape, u
 
 /// Every feature at once, small enough for finite differences.
 Problem full_problem() {
-  const AttentionSpec spec{.dtype = DType::fp32,
-                           .head_dim = 8,
-                           .head_dim_v = 16,
-                           .mask = causal(),
-                           .dropout = true,
-                           .kv_lengths = true,
-                           .block_map = {16, 16}};
+  const KernelSpec spec{{.dtype = DType::fp32,
+                         .head_dim = 8,
+                         .head_dim_v = 16,
+                         .mask = causal(),
+                         .dropout = true,
+                         .kv_lengths = true,
+                         .block_map = {16, 16}}};
   Problem problem = random_problem(spec, {2, 4, 2, 20, 36});
   problem.softmax_scale = 0.7;
   problem.kv_lengths = {36, 17};
@@ -71,7 +71,7 @@ Problem full_problem() {
 Problem mask_problem(std::int64_t batch, std::int64_t heads, double p, std::uint64_t seed,
                      std::uint64_t offset) {
   const std::int64_t length = 64;
-  Problem problem = random_problem({.dtype = DType::fp32, .head_dim = 64, .dropout = true},
+  Problem problem = random_problem({{.dtype = DType::fp32, .head_dim = 64, .dropout = true}},
                                    {batch, heads, heads, length, length});
   std::fill(problem.q.begin(), problem.q.end(), 0.0);
   for (std::size_t i = 0; i < problem.v.size(); ++i) problem.v[i] = i / length % length == i % length;
@@ -83,13 +83,13 @@ Problem mask_problem(std::int64_t batch, std::int64_t heads, double p, std::uint
 
 /// Sequences of unlike lengths, one without queries and one without keys, with sinks.
 Problem packed_problem() {
-  const AttentionSpec spec{.dtype = DType::fp32,
-                           .head_dim = 8,
-                           .head_dim_v = 16,
-                           .mask = causal(),
-                           .block_map = {16, 16},
-                           .varlen = true,
-                           .sinks = true};
+  const KernelSpec spec{{.dtype = DType::fp32,
+                         .head_dim = 8,
+                         .head_dim_v = 16,
+                         .mask = causal(),
+                         .block_map = {16, 16},
+                         .varlen = true,
+                         .sinks = true}};
   // Rows for all: the packed tensors have the same heads.
   Problem problem = random_problem(spec, {1, 4, 2, 52, 77}, 5);
   problem.shape = {4, 4, 2, 30, 40};
@@ -147,7 +147,7 @@ void expect_refusal(const Problem& problem, const std::string& part) {
 }
 
 TEST(Reference, OneQueryTwoKeysByHand) {
-  Problem problem = random_problem({.dtype = DType::fp32, .head_dim = 8}, {1, 1, 1, 1, 2});
+  Problem problem = random_problem({{.dtype = DType::fp32, .head_dim = 8}}, {1, 1, 1, 1, 2});
   problem.softmax_scale = 0.5;
   problem.q = {2, 0, 0, 0, 0, 0, 0, 0};
   problem.k = {0, 1, 0, 0, 0, 0, 0, 0, std::log(3.0), 0, 1, 0, 0, 0, 0, 0};  // S = [0, log 3], P = [1/4, 3/4]
@@ -167,7 +167,8 @@ TEST(Reference, OneQueryTwoKeysByHand) {
 
 TEST(Reference, CausalAlignmentsByHand) {
   // All scores equal: O is the mean of the values that a query sees.
-  Problem problem = random_problem({.dtype = DType::fp32, .head_dim = 8, .mask = causal()}, {1, 1, 1, 2, 4});
+  Problem problem =
+      random_problem({{.dtype = DType::fp32, .head_dim = 8, .mask = causal()}}, {1, 1, 1, 2, 4});
   std::fill(problem.q.begin(), problem.q.end(), 0.0);
   for (std::size_t i = 0; i < problem.v.size(); ++i) problem.v[i] = static_cast<double>(i / 8);
   EXPECT_NEAR(forward(problem).out[0], (0 + 1 + 2) / 3.0, 1e-14);
@@ -252,7 +253,7 @@ TEST(Reference, ProbabilitiesOfARowSumToOne) {
 
 TEST(Reference, RowsThatAttendToNothingAreZero) {
   Problem problem = random_problem(
-      {.dtype = DType::fp16, .head_dim = 16, .mask = causal(), .kv_lengths = true}, {2, 1, 1, 9, 4});
+      {{.dtype = DType::fp16, .head_dim = 16, .mask = causal(), .kv_lengths = true}}, {2, 1, 1, 9, 4});
   problem.kv_lengths = {4, 0};
   for (const Precision precision : {Precision::exact, Precision::rounded}) {
     const Forward fwd = forward(problem, precision);
@@ -273,7 +274,7 @@ TEST(Reference, RowsThatAttendToNothingAreZero) {
 }
 
 TEST(Reference, NoKeysAndNoQueriesAreAllowed) {
-  const AttentionSpec spec{.dtype = DType::bf16, .head_dim = 8};
+  const KernelSpec spec{{.dtype = DType::bf16, .head_dim = 8}};
   const Problem no_keys = random_problem(spec, {2, 2, 1, 3, 0});
   EXPECT_EQ(forward(no_keys).out, std::vector<double>(2 * 2 * 3 * 8, 0.0));
   EXPECT_EQ(forward(no_keys).lse, std::vector<double>(2 * 2 * 3, -kInfinity));
@@ -286,7 +287,7 @@ TEST(Reference, NoKeysAndNoQueriesAreAllowed) {
 }
 
 TEST(Reference, GroupedHeadsAreRepeatedHeads) {
-  const AttentionSpec spec{.dtype = DType::fp32, .head_dim = 8, .mask = causal()};
+  const KernelSpec spec{{.dtype = DType::fp32, .head_dim = 8, .mask = causal()}};
   const Problem grouped = random_problem(spec, {2, 6, 2, 10, 12});
   Problem repeated = grouped;
   repeated.shape.heads_kv = 6;
@@ -317,7 +318,7 @@ TEST(Reference, GroupedHeadsAreRepeatedHeads) {
 }
 
 TEST(Reference, ExtremeScoresStayFinite) {
-  Problem problem = random_problem({.dtype = DType::fp32, .head_dim = 8}, {1, 1, 1, 4, 6});
+  Problem problem = random_problem({{.dtype = DType::fp32, .head_dim = 8}}, {1, 1, 1, 4, 6});
   problem.softmax_scale = 1e4;
   const Forward result = forward(problem);
   for (const double value : result.out) EXPECT_TRUE(std::isfinite(value));
@@ -325,8 +326,8 @@ TEST(Reference, ExtremeScoresStayFinite) {
 }
 
 TEST(Reference, MapThatIsFullChangesNothingAndBroadcasts) {
-  const AttentionSpec dense{.dtype = DType::fp32, .head_dim = 8};
-  AttentionSpec sparse = dense;
+  const KernelSpec dense{{.dtype = DType::fp32, .head_dim = 8}};
+  KernelSpec sparse = dense;
   sparse.block_map = {16, 32};
   Problem problem = random_problem(dense, {2, 2, 2, 40, 70});
   const Forward expected = forward(problem);
@@ -438,7 +439,7 @@ TEST(Reference, OffsetsOfPackedSequencesCanBeChecked) {
 }
 
 TEST(Reference, ASinkByHand) {
-  Problem problem = random_problem({.dtype = DType::fp32, .head_dim = 8, .sinks = true}, {1, 1, 1, 1, 2});
+  Problem problem = random_problem({{.dtype = DType::fp32, .head_dim = 8, .sinks = true}}, {1, 1, 1, 1, 2});
   problem.softmax_scale = 0.5;
   problem.q = {2, 0, 0, 0, 0, 0, 0, 0};
   problem.k = {0, 1, 0, 0, 0, 0, 0, 0, std::log(3.0), 0, 1, 0, 0, 0, 0, 0};
@@ -454,8 +455,8 @@ TEST(Reference, ASinkByHand) {
 }
 
 TEST(Reference, RowsThatAttendToNothingHaveTheirSinkAsLse) {
-  Problem problem =
-      random_problem({.dtype = DType::bf16, .head_dim = 8, .mask = causal(), .sinks = true}, {2, 2, 1, 9, 4});
+  Problem problem = random_problem({{.dtype = DType::bf16, .head_dim = 8, .mask = causal(), .sinks = true}},
+                                   {2, 2, 1, 9, 4});
   problem.sinks = {-2.5, -kInfinity};
   for (const Precision precision : {Precision::exact, Precision::rounded}) {
     const Forward fwd = forward(problem, precision);
@@ -650,7 +651,7 @@ TEST(Precision, RoundedResultsAreOfTheElementTypeAndNearTheExact) {
   for (const auto& of_type : cases) {
     const DType dtype = of_type.dtype;  // clang 14 has no structured bindings in lambdas
     const double epsilon = of_type.epsilon;
-    AttentionSpec spec{.dtype = dtype, .head_dim = 32, .mask = causal(), .dropout = true};
+    KernelSpec spec{{.dtype = dtype, .head_dim = 32, .mask = causal(), .dropout = true}};
     Problem problem = random_problem(spec, {1, 2, 1, 50, 60});
     problem.dropout_p = 0.2;
     const Forward exact = forward(problem), rounded = forward(problem, Precision::rounded);
@@ -668,7 +669,7 @@ TEST(Precision, RoundedResultsAreOfTheElementTypeAndNearTheExact) {
 }
 
 TEST(Precision, FusedKeepsScoresThatRoundingDestroys) {
-  Problem problem = random_problem({.dtype = DType::bf16, .head_dim = 16}, {1, 2, 2, 100, 100});
+  Problem problem = random_problem({{.dtype = DType::bf16, .head_dim = 16}}, {1, 2, 2, 100, 100});
   problem.softmax_scale = 100;
   const std::vector<double> exact = forward(problem).out;
   EXPECT_GT(max_abs_error(forward(problem, Precision::rounded).out, exact), 0.1);
@@ -723,7 +724,7 @@ TEST(Judge, GradientsOfCapturesAreMeasuredByWhatTheirTermsRoundingBrings) {
 }
 
 TEST(Reference, TheRowsOfSinksGradientsAddUpToThem) {
-  Problem problem = random_problem({.dtype = DType::fp32, .head_dim = 8, .mask = causal(), .sinks = true},
+  Problem problem = random_problem({{.dtype = DType::fp32, .head_dim = 8, .mask = causal(), .sinks = true}},
                                    {3, 4, 2, 20, 30});
   problem.sinks = {0.5, -1, 2, 0};
   const Backward grads = backward(problem);

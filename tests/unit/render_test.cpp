@@ -60,7 +60,7 @@ TEST(Render, IsDeterministic) {
 
 TEST(Render, OneSpellingOfEqualProblems) {
   const DeviceInfo device = DeviceInfo::parse("sm_80");
-  AttentionSpec spec = parse_spec("fwd:bf16:d64");
+  KernelSpec spec = parse_spec("fwd:bf16:d64");
   const TileConfig config =
       plan::traits(Family::sm80).heuristic(spec.normalized(), parse_shape("b1:hq1:hkv1:sq64:skv64"), device);
   spec.head_dim_v = 0;
@@ -85,7 +85,7 @@ TEST(Render, WritesTheProblem) {
 }
 
 TEST(Render, WritesWhetherWaitsAreChecked) {
-  const AttentionSpec spec = parse_spec("fwd:bf16:d64");
+  const KernelSpec spec = parse_spec("fwd:bf16:d64");
   const DeviceInfo device = DeviceInfo::parse("sm_80");
   const TileConfig config =
       plan::traits(Family::sm80).heuristic(spec, parse_shape("b1:hq1:hkv1:sq64:skv64"), device);

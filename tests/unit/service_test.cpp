@@ -40,8 +40,8 @@ using test::Variable;
 
 constexpr AttentionShape kShape{1, 2, 2, 128, 128};
 
-AttentionSpec spec(std::int64_t head_dim = 64) {
-  return AttentionSpec{.dtype = DType::bf16, .head_dim = static_cast<int>(head_dim)};
+KernelSpec spec(std::int64_t head_dim = 64) {
+  return KernelSpec{{.dtype = DType::bf16, .head_dim = static_cast<int>(head_dim)}};
 }
 
 ForwardArgs forward_args(std::int64_t head_dim = 64, const AttentionShape& s = kShape) {
@@ -462,7 +462,7 @@ TEST_F(Service, BackgroundTuningIsNeverOnTheCallersStreamAndKeepsToTheFamily) {
   Engine runtime(tuning, context.driver());
 
   for (const Pass pass : {Pass::forward, Pass::backward}) {
-    AttentionSpec tuned = spec();
+    KernelSpec tuned = spec();
     tuned.pass = pass;
     tuned = tuned.normalized();
     const TileConfig before = runtime.prepare(tuned, kShape, {}).config;

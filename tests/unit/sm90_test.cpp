@@ -142,11 +142,11 @@ TEST(Sm90, TilesFitRegisters) {
 TEST(Sm90, TheHeuristicIsAdmittedForEveryHeadDimension) {
   for (int d = 8; d <= 256; d += 8) {
     for (int dv = 8; dv <= 256; dv += 8) {
-      AttentionSpec biased{.head_dim = d, .head_dim_v = dv};
+      KernelSpec biased{{.head_dim = d, .head_dim_v = dv}};
       biased.score = ScoreProgram("bias: bf16 2d; score + bias[q, kv]");
-      AttentionSpec gated{.pass = Pass::backward, .head_dim = d, .head_dim_v = dv};
+      KernelSpec gated{{.head_dim = d, .head_dim_v = dv}, Pass::backward};
       gated.score = ScoreProgram("f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])");
-      for (const AttentionSpec& spec : {AttentionSpec{.head_dim = d, .head_dim_v = dv}, biased, gated}) {
+      for (const KernelSpec& spec : {KernelSpec{{.head_dim = d, .head_dim_v = dv}}, biased, gated}) {
         for (const AttentionShape& shape : {kLarge, kSmall}) {
           const TileConfig config = family().heuristic(spec, shape, kH100);
           const Support admitted = family().admits(spec, config, kH100);
@@ -333,7 +333,7 @@ TEST(Sm90, MultipliesCodes) {
                            "fwd:bf16:d16x240:kve4m3:q_codes:pages8:sinks:fp32_out",
                            "fwd:bf16:d128:kve4m3:q_codes:key_scales:pages16:causal"}) {
     EXPECT_TRUE(supports(spec)) << spec;
-    const AttentionSpec of_codes = parse_spec(spec);
+    const KernelSpec of_codes = parse_spec(spec);
     for (const AttentionShape& shape : {AttentionShape{4, 16, 4, 4096, 4096}, {64, 32, 8, 1, 4096}}) {
       const TileConfig config = family().heuristic(of_codes, shape, kH100);
       EXPECT_TRUE(family().admits(of_codes, config, kH100)) << spec << " " << to_string(config);
@@ -351,7 +351,7 @@ TEST(Sm90, MultipliesCodes) {
 }
 
 TEST(Sm90, PlansOneKernelWithTensorMaps) {
-  const AttentionSpec spec = parse_spec("fwd:bf16:d128:causal");
+  const KernelSpec spec = parse_spec("fwd:bf16:d128:causal");
   const ExecutionPlan plan = make_plan(spec, parse_shape("b2:hq16:hkv4:sq1025:skv2000"), kH100, {});
   ASSERT_EQ(to_string(plan.config), "sm90:br192:bc80:w12:s2");
   const sm90::ForwardLayout layout{.br = 192,
@@ -421,7 +421,7 @@ TEST(Sm90, BiasTilesAreLoadedWhereTheyFit) {
 TEST(Sm90, WhereIndicesAreCheckedThereAreNoBiasTiles) {
   for (const char* dims :
        {"fwd:bf16:d64", "fwd:bf16:d96", "fwd:bf16:d128", "fwd:bf16:d256", "bwd:bf16:d128"}) {
-    const AttentionSpec spec = parse_spec(std::string(dims) + ":score{bias: bf16 2d; score + bias[q, kv]}");
+    const KernelSpec spec = parse_spec(std::string(dims) + ":score{bias: bf16 2d; score + bias[q, kv]}");
     const ExecutionPlan plan = make_plan(spec, kLarge, kH100, {}, {}, {.check_indices = true});
     const KernelPlan plain = family().kernel(parse_spec(dims), plan.config);
     EXPECT_EQ(plan.main().shared_bytes, plain.main().shared_bytes) << dims;
@@ -505,7 +505,7 @@ TEST(Sm90, BlocksTakeTilesInTurnWhereTheyCostWhatThePlannerCanTell) {
 
 TEST(Sm90, OtherFamiliesHaveNoTensorMaps) {
   for (const FamilyTraits* other : {&sm80_traits(), &simt_traits()}) {
-    const AttentionSpec spec = parse_spec("fwd:bf16:d64");
+    const KernelSpec spec = parse_spec("fwd:bf16:d64");
     const TileConfig config = other->heuristic(spec, kLarge, kH100);
     const KernelPlan kernel = other->kernel(spec, config);
     EXPECT_FALSE(kernel.tensor_boxes);

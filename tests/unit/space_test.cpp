@@ -105,7 +105,7 @@ TEST(Space, CanonicalOrderIsStrict) {
 TEST(Space, DisqualifiedSaysWhy) {
   const TileConfig config = all_candidates().front();
   const auto device = setting().device;
-  const AttentionSpec spec = problem().spec;
+  const KernelSpec spec = problem().spec;
   EXPECT_EQ(disqualified(spec, report_with(config, 128, 0, 1024), device), "");
   EXPECT_NE(disqualified(spec, report_with(config, 128, 32, 1024), device).find("spills 32 bytes"),
             std::string::npos);
@@ -116,7 +116,7 @@ TEST(Space, DisqualifiedSaysWhy) {
 }
 
 TEST(Space, SpillsOutsideOfTheMainLoopAreForgiven) {
-  const AttentionSpec spec = parse_spec("bwd:bf16:d64").normalized();
+  const KernelSpec spec = parse_spec("bwd:bf16:d64").normalized();
   const auto device = setting().device;
   const TileConfig config = candidates_of({spec, problem().shape}, device).front();
   KernelReport report;

@@ -39,8 +39,8 @@ class Random {
   }
   bool coin() { return from_to(0, 1) == 1; }
 
-  AttentionSpec spec() {
-    AttentionSpec spec;
+  KernelSpec spec() {
+    KernelSpec spec;
     spec.pass = coin() ? Pass::forward : Pass::backward;
     spec.dtype = static_cast<DType>(from_to(0, 2));
     spec.head_dim = static_cast<int>(8 * from_to(1, 32));
@@ -104,24 +104,30 @@ class Random {
 // --- specs
 
 TEST(Spec, TextForms) {
-  EXPECT_EQ(to_string(AttentionSpec{.head_dim = 128, .mask = causal()}), "fwd:bf16:d128:causal");
-  const AttentionSpec everything{.pass = Pass::backward,
-                                 .dtype = DType::fp16,
-                                 .head_dim = 64,
-                                 .head_dim_v = 32,
-                                 .mask = causal(CausalAlignment::top_left),
-                                 .dropout = true,
-                                 .kv_lengths = true,
-                                 .block_map = {128, 64},
-                                 .deterministic = true};
+  EXPECT_EQ(to_string(KernelSpec{{.head_dim = 128, .mask = causal()}}), "fwd:bf16:d128:causal");
+  const KernelSpec everything{{.dtype = DType::fp16,
+                               .head_dim = 64,
+                               .head_dim_v = 32,
+                               .mask = causal(CausalAlignment::top_left),
+                               .dropout = true,
+                               .kv_lengths = true,
+                               .block_map = {128, 64},
+                               .deterministic = true},
+                              Pass::backward};
   EXPECT_EQ(to_string(everything), "bwd:fp16:d64x32:causal_top_left:dropout:kvlen:map128x64:det");
-  EXPECT_EQ(to_string(AttentionSpec{.head_dim = 64, .mask = causal(), .varlen = true, .sinks = true}),
+  EXPECT_EQ(to_string(KernelSpec{{.head_dim = 64, .mask = causal(), .varlen = true, .sinks = true}}),
             "fwd:bf16:d64:causal:varlen:sinks");
   EXPECT_EQ(parse_spec(to_string(everything)), everything);
 }
 
+TEST(Spec, ATextOfBothPassesNamesNone) {
+  const AttentionSpec spec{.head_dim = 64, .mask = causal(), .deterministic = true};
+  EXPECT_EQ(to_string(spec), "bf16:d64:causal:det");
+  EXPECT_EQ(AttentionSpec(parse_spec(to_string(spec))), spec.normalized());
+}
+
 TEST(Spec, ProgramsStandInBraces) {
-  AttentionSpec spec{.head_dim = 64, .dropout = true};
+  KernelSpec spec{{.head_dim = 64, .dropout = true}};
   spec.score = expr::score + expr::tensor("slopes", ElementType::fp32, 1)[expr::h];
   spec.mask = expr::q >= expr::kv && expr::q - expr::kv < 1024;
   const std::string text =
@@ -138,17 +144,17 @@ TEST(Spec, ProgramsStandInBraces) {
 }
 
 TEST(Spec, EqualProblemsHaveOneSpelling) {
-  const AttentionSpec plain{.head_dim = 64}, spelled{.head_dim = 64, .head_dim_v = 64, .deterministic = true};
+  const KernelSpec plain{{.head_dim = 64}},
+      spelled{{.head_dim = 64, .head_dim_v = 64, .deterministic = true}};
   EXPECT_EQ(plain.normalized(), spelled.normalized());
   EXPECT_EQ(to_string(plain), to_string(spelled));
   EXPECT_EQ(plain.normalized().head_dim_v, 64);
-  EXPECT_TRUE((AttentionSpec{.pass = Pass::backward, .head_dim = 64, .deterministic = true})
-                  .normalized()
-                  .deterministic);
+  EXPECT_TRUE(
+      (KernelSpec{{.head_dim = 64, .deterministic = true}, Pass::backward}).normalized().deterministic);
 }
 
 TEST(Spec, WhatTheBackwardPassAloneNeedsIsReadWhateverThePass) {
-  AttentionSpec spec = parse_spec("bf16:d64:det");
+  KernelSpec spec = parse_spec("bf16:d64:det");
   EXPECT_EQ(to_string(spec), "fwd:bf16:d64");
   spec.pass = Pass::backward;
   EXPECT_EQ(to_string(spec), "bwd:bf16:d64:det");
@@ -157,7 +163,7 @@ TEST(Spec, WhatTheBackwardPassAloneNeedsIsReadWhateverThePass) {
 TEST(Spec, RoundTrip) {
   Random random;
   for (int round = 0; round < 5000; ++round) {
-    const AttentionSpec spec = random.spec();
+    const KernelSpec spec = random.spec();
     ASSERT_NO_THROW(spec.validate());
     const std::string text = to_string(spec);
     ASSERT_EQ(parse_spec(text), spec.normalized()) << text;
@@ -219,51 +225,51 @@ TEST(Spec, ParseRefusesWithTheOffendingText) {
 }
 
 TEST(Spec, ValidateNamesTheField) {
-  const auto refused = [](const AttentionSpec& spec, const std::vector<std::string>& parts) {
+  const auto refused = [](const KernelSpec& spec, const std::vector<std::string>& parts) {
     expect_refused([&] { spec.validate(); }, parts);
   };
   refused({}, {"head_dim is 0", "a multiple of 8 from 8 to 576"});
-  refused({.head_dim = 584}, {"head_dim is 584"});
-  refused({.head_dim = 64, .pages = 16, .shared_prefix = true}, {"shared_prefix", "without varlen"});
-  refused({.head_dim = 64, .varlen = true, .cache = true, .shared_prefix = true},
+  refused({{.head_dim = 584}}, {"head_dim is 584"});
+  refused({{.head_dim = 64, .pages = 16, .shared_prefix = true}}, {"shared_prefix", "without varlen"});
+  refused({{.head_dim = 64, .varlen = true, .cache = true, .shared_prefix = true}},
           {"shared_prefix", "without pages"});
-  refused({.head_dim = 64, .sinks = true, .running_state = true}, {"running_state", "sinks", "first state"});
-  refused({.head_dim = 64, .cache = true, .running_state = true}, {"running_state", "a cache", "merge()"});
-  refused({.head_dim = 64, .indices = true, .running_state = true}, {"running_state", "indices"});
-  refused({.head_dim = 64, .kv_dtype = DType::e4m3, .running_state = true},
+  refused({{.head_dim = 64, .sinks = true, .running_state = true}},
+          {"running_state", "sinks", "first state"});
+  refused({{.head_dim = 64, .cache = true, .running_state = true}}, {"running_state", "a cache", "merge()"});
+  refused({{.head_dim = 64, .indices = true, .running_state = true}}, {"running_state", "indices"});
+  refused({{.head_dim = 64, .kv_dtype = DType::e4m3, .running_state = true}},
           {"running_state", "K and V of 8 bits"});
-  refused({.head_dim = 64, .head_dim_v = 128, .shared_kv = true}, {"shared_kv", "head_dim_v is 128"});
-  refused({.head_dim = 64, .kv_dtype = DType::e4m3, .shared_kv = true}, {"shared_kv", "of 8 bits"});
-  refused({.head_dim = 520}, {"head_dim_v is 520", "a multiple of 8 from 8 to 512"});
-  refused({.head_dim = -8}, {"head_dim is -8"});
-  refused({.head_dim = 64, .head_dim_v = 20}, {"head_dim_v is 20"});
-  refused({.head_dim = 64,
-           .score = ScoreProgram("t: fp32 1d; score + t[h]"),
-           .mask = MaskProgram("t: int; q < t")},
+  refused({{.head_dim = 64, .head_dim_v = 128, .shared_kv = true}}, {"shared_kv", "head_dim_v is 128"});
+  refused({{.head_dim = 64, .kv_dtype = DType::e4m3, .shared_kv = true}}, {"shared_kv", "of 8 bits"});
+  refused({{.head_dim = 520}}, {"head_dim_v is 520", "a multiple of 8 from 8 to 512"});
+  refused({{.head_dim = -8}}, {"head_dim is -8"});
+  refused({{.head_dim = 64, .head_dim_v = 20}}, {"head_dim_v is 20"});
+  refused({{.head_dim = 64,
+            .score = ScoreProgram("t: fp32 1d; score + t[h]"),
+            .mask = MaskProgram("t: int; q < t")}},
           {"the score program declares 't: fp32 1d', but the mask program 't: int'"});
-  refused({.head_dim = 64, .block_map = {0, 64}}, {"block_map.q is 0"});
-  refused({.head_dim = 64, .block_map = {64, 0}}, {"block_map.kv is 0"});
-  refused({.head_dim = 64, .block_map = {272, 64}}, {"block_map.q is 272"});
-  refused({.pass = static_cast<Pass>(7), .head_dim = 64}, {"the pass is 'unknown(7)'"});
-  refused({.dtype = static_cast<DType>(9), .head_dim = 64}, {"the element type is 'unknown(9)'"});
-  refused({.head_dim = 64, .kv_dtype = static_cast<DType>(9)}, {"the element type is 'unknown(9)'"});
-  refused({.head_dim = 64, .kv_dtype = DType::fp16},
+  refused({{.head_dim = 64, .block_map = {0, 64}}}, {"block_map.q is 0"});
+  refused({{.head_dim = 64, .block_map = {64, 0}}}, {"block_map.kv is 0"});
+  refused({{.head_dim = 64, .block_map = {272, 64}}}, {"block_map.q is 272"});
+  refused({{.head_dim = 64}, static_cast<Pass>(7)}, {"the pass is 'unknown(7)'"});
+  refused({{.dtype = static_cast<DType>(9), .head_dim = 64}}, {"the element type is 'unknown(9)'"});
+  refused({{.head_dim = 64, .kv_dtype = static_cast<DType>(9)}}, {"the element type is 'unknown(9)'"});
+  refused({{.head_dim = 64, .kv_dtype = DType::fp16}},
           {"kv_dtype is fp16 and dtype is bf16", "e4m3, e5m2 or int8"});
-  refused({.head_dim = 64, .key_scales = true}, {"key_scales is set", "bf16", "set kv_dtype"});
-  refused({.head_dim = 72, .kv_dtype = DType::e4m3}, {"head_dim is 72", "e4m3", "a multiple of 16", "pad"});
-  refused({.head_dim = 64, .head_dim_v = 40, .kv_dtype = DType::int8},
+  refused({{.head_dim = 64, .key_scales = true}}, {"key_scales is set", "bf16", "set kv_dtype"});
+  refused({{.head_dim = 72, .kv_dtype = DType::e4m3}}, {"head_dim is 72", "e4m3", "a multiple of 16", "pad"});
+  refused({{.head_dim = 64, .head_dim_v = 40, .kv_dtype = DType::int8}},
           {"head_dim_v is 40", "a multiple of 16"});
-  refused({.pass = Pass::backward, .head_dim = 64, .kv_dtype = DType::e5m2},
-          {"backward", "e5m2", "the type of Q"});
-  refused({.pass = Pass::quantise, .head_dim = 64}, {"quantise", "bf16", "set kv_dtype"});
-  refused({.head_dim = 64, .q_codes = true}, {"q_codes is set", "K and V are bf16", "set kv_dtype"});
-  refused({.head_dim = 64, .kv_dtype = DType::int8, .q_codes = true}, {"q_codes", "int8", "e4m3 and e5m2"});
-  refused({.pass = Pass::backward, .head_dim = 64, .kv_dtype = DType::e4m3, .q_codes = true},
+  refused({{.head_dim = 64, .kv_dtype = DType::e5m2}, Pass::backward}, {"backward", "e5m2", "the type of Q"});
+  refused({{.head_dim = 64}, Pass::quantise}, {"quantise", "bf16", "set kv_dtype"});
+  refused({{.head_dim = 64, .q_codes = true}}, {"q_codes is set", "K and V are bf16", "set kv_dtype"});
+  refused({{.head_dim = 64, .kv_dtype = DType::int8, .q_codes = true}}, {"q_codes", "int8", "e4m3 and e5m2"});
+  refused({{.head_dim = 64, .kv_dtype = DType::e4m3, .q_codes = true}, Pass::backward},
           {"backward", "e4m3", "Q in that of O"});
 }
 
 TEST(Spec, TheTypeOfKAndVHasItsText) {
-  const AttentionSpec spec = parse_spec("bf16:d128:causal:kve4m3:cache:key_scales");
+  const KernelSpec spec = parse_spec("bf16:d128:causal:kve4m3:cache:key_scales");
   EXPECT_EQ(spec.kv_dtype, DType::e4m3);
   EXPECT_TRUE(spec.has_scales() && spec.key_scales);
   EXPECT_EQ(to_string(spec), "fwd:bf16:d128:kve4m3:causal:cache:key_scales");

@@ -17,7 +17,7 @@ namespace {
 using test::problem;
 
 /// Pairs counted one by one.
-double count_pairs(const AttentionSpec& spec, const AttentionShape& shape, const BlockPattern& map) {
+double count_pairs(const KernelSpec& spec, const AttentionShape& shape, const BlockPattern& map) {
   double pairs = 0;
   for (std::int64_t q = 0; q < shape.seqlen_q; ++q) {
     for (std::int64_t kv = 0; kv < shape.seqlen_kv; ++kv) {
@@ -36,7 +36,7 @@ TEST(TuningInputs, AttendingPairsAreExact) {
     for (const char* shape_text :
          {"b1:hq1:hkv1:sq1:skv1", "b2:hq4:hkv2:sq100:skv100", "b1:hq2:hkv1:sq37:skv150",
           "b1:hq1:hkv1:sq150:skv37", "b1:hq1:hkv1:sq0:skv9", "b1:hq1:hkv1:sq9:skv0"}) {
-      const AttentionSpec spec = parse_spec(spec_text).normalized();
+      const KernelSpec spec = parse_spec(spec_text).normalized();
       const AttentionShape shape = parse_shape(shape_text);
       const BlockPattern map = plausible_map(spec, shape, 0.3);
       EXPECT_EQ(work_of(spec, shape, map).pairs, count_pairs(spec, shape, map))
@@ -67,7 +67,7 @@ TEST(TuningInputs, BytesCountEveryTensorOnce) {
 }
 
 TEST(TuningInputs, PlausibleMapHasItsDensityInEveryRow) {
-  const AttentionSpec spec = parse_spec("fwd:bf16:d64:map64x64").normalized();
+  const KernelSpec spec = parse_spec("fwd:bf16:d64:map64x64").normalized();
   const BlockPattern map = plausible_map(spec, parse_shape("b1:hq1:hkv1:sq4096:skv4096"), 0.25);
   EXPECT_EQ(map.rows, 64);
   EXPECT_EQ(map.columns, 64);
@@ -79,7 +79,7 @@ TEST(TuningInputs, PlausibleMapHasItsDensityInEveryRow) {
 }
 
 TEST(TuningInputs, PlausibleMapUnderACausalMaskLiesBelowTheDiagonal) {
-  const AttentionSpec spec = parse_spec("fwd:bf16:d64:causal:map64x64").normalized();
+  const KernelSpec spec = parse_spec("fwd:bf16:d64:causal:map64x64").normalized();
   const BlockPattern map = plausible_map(spec, parse_shape("b1:hq1:hkv1:sq4096:skv4096"), 0.25);
   for (std::int64_t row = 16; row < map.rows; ++row) {
     EXPECT_EQ(map.at(row, row), 1);
@@ -92,7 +92,7 @@ TEST(TuningInputs, PlausibleMapUnderACausalMaskLiesBelowTheDiagonal) {
 }
 
 TEST(TuningInputs, DensityOutOfRangeIsRefused) {
-  const AttentionSpec spec = parse_spec("fwd:bf16:d64:map64x64").normalized();
+  const KernelSpec spec = parse_spec("fwd:bf16:d64:map64x64").normalized();
   for (double density : {-0.1, 0.0, 1.5, std::nan("")}) {
     EXPECT_THROW(plausible_map(spec, problem().shape, density), Error) << density;
   }

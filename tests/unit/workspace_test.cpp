@@ -10,7 +10,7 @@
 namespace flashjit::plan {
 namespace {
 
-AttentionSpec spec_of(int head_dim) { return {.pass = Pass::backward, .head_dim = head_dim}; }
+KernelSpec spec_of(int head_dim) { return {{.head_dim = head_dim}, Pass::backward}; }
 
 constexpr std::size_t aligned(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -61,7 +61,7 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
     const WorkspaceNeeds needs{pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1,
                                pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(3),      pick(20),
                                pick(20),     pick(4),      pick(20),     pick(3)};
-    AttentionSpec spec = spec_of(8 * (1 + static_cast<int>(pick(31))));
+    KernelSpec spec = spec_of(8 * (1 + static_cast<int>(pick(31))));
     spec.pass = pick(1) == 1 ? Pass::backward : Pass::forward;
     const WorkspaceLayout layout = workspace_layout(needs, spec, shape);
 

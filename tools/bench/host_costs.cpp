@@ -41,7 +41,7 @@ class Bench {
   Bench()
       : context_(device::Driver::open(read_environment().libcuda)),
         info_(device::query_device(driver(), context_.device())),
-        plan_(plan::make_plan(make_spec(), kShape, info_, {})),
+        plan_(plan::make_plan({make_spec()}, kShape, info_, {})),
         tensors_(context_.driver(), 4 * kTensorBytes),
         stream_(context_.driver()) {
     tensors_.fill(0);

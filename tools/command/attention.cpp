@@ -103,7 +103,7 @@ std::vector<double> normal_values(std::int64_t count, DType dtype, std::mt19937_
 
 /// Q, K and V become codes times scales, where the spec has them.
 void quantise(reference::Problem& problem) {
-  const AttentionSpec& spec = problem.spec;
+  const KernelSpec& spec = problem.spec;
   if (!spec.has_scales()) return;
   const std::int64_t heads = problem.shape.heads_kv;
   const auto of_kv = [&](std::vector<double>& values, std::int64_t dim) {
@@ -126,8 +126,7 @@ std::int64_t blocks_of(std::int64_t length, int block) { return (length + block 
 
 }  // namespace
 
-reference::Problem random_problem(const AttentionSpec& spec, const AttentionShape& shape,
-                                  std::uint64_t seed) {
+reference::Problem random_problem(const KernelSpec& spec, const AttentionShape& shape, std::uint64_t seed) {
   std::mt19937_64 random(seed);
   reference::Problem problem;
   problem.spec = spec;
@@ -199,7 +198,7 @@ std::pair<std::string, std::string> named(const std::string& text, const char* f
 }
 
 /// The declaration of a name that must be a scalar, or must not.
-expr::Declaration declaration_of(const AttentionSpec& spec, const std::string& name, bool scalar) {
+expr::Declaration declaration_of(const KernelSpec& spec, const std::string& name, bool scalar) {
   std::vector<std::string> known;
   for (const expr::Declaration& d : expr::declarations(spec.score, spec.mask)) {
     if (d.is_scalar() != scalar) continue;
@@ -212,7 +211,7 @@ expr::Declaration declaration_of(const AttentionSpec& spec, const std::string& n
                           known.empty() ? "none" : fmt::format("{}", fmt::join(known, ", "))));
 }
 
-reference::Captured read_scalar(const AttentionSpec& spec, const std::string& text) {
+reference::Captured read_scalar(const KernelSpec& spec, const std::string& text) {
   const auto [name, value_text] = named(text, "\"name=value\"");
   const expr::Declaration d = declaration_of(spec, name, true);
   double value = 0;
@@ -317,7 +316,7 @@ void read_map(const std::string& path, reference::Problem& problem) {
 }
 
 /// A tensor of a program, whose type is the declared one; the file's may be any that holds the same values.
-reference::Captured read_capture(const AttentionSpec& spec, const std::string& text) {
+reference::Captured read_capture(const KernelSpec& spec, const std::string& text) {
   const auto [name, path] = named(text, "\"name=file.npy\"");
   const expr::Declaration d = declaration_of(spec, name, false);
   const npy::Array array = npy::read(path);
@@ -372,7 +371,7 @@ void read_packing(reference::Problem& problem, const InputFiles& files) {
 
 }  // namespace
 
-reference::Problem read_problem(const AttentionSpec& spec, const InputFiles& files, Layout layout) {
+reference::Problem read_problem(const KernelSpec& spec, const InputFiles& files, Layout layout) {
   if (spec.cache)
     throw Error(
         ErrorCode::invalid_argument,

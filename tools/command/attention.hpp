@@ -46,7 +46,7 @@ Json to_json(const Comparison& comparison);
 
 /// Normal Q, K, V and dO rounded to the spec's type; kv_lengths, block map, dropout, packed sequences, sinks
 /// and captures as the spec declares them.
-reference::Problem random_problem(const AttentionSpec& spec, const AttentionShape& shape, std::uint64_t seed);
+reference::Problem random_problem(const KernelSpec& spec, const AttentionShape& shape, std::uint64_t seed);
 
 /// Gives captured scalars the values of "name=value" texts. Throws Error(invalid_argument) for a text that is
 /// none and for a name that is no scalar of the problem's programs.
@@ -66,7 +66,7 @@ struct InputFiles {
 /// Reads Q, K, V and, where given, dO, lengths, map and captures; rounds to the spec's type; checks every
 /// size against the spec. With varlen, Q, K, V and dO have batch 1 and all sequences' rows. Throws Error(io)
 /// for a bad file, Error(invalid_argument) for files that do not fit together.
-reference::Problem read_problem(const AttentionSpec& spec, const InputFiles& files, Layout layout);
+reference::Problem read_problem(const KernelSpec& spec, const InputFiles& files, Layout layout);
 
 /// Throws Error(invalid_argument) for a scale, dropout, lengths, map or sinks that the spec does not have or
 /// that are out of range: what Runtime checks on the GPU, for the CPU.

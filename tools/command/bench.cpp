@@ -154,7 +154,7 @@ int bench(const BenchCommand& command, bool json) {
   if (!command.csv.empty())
     check_written(std::ofstream(command.csv, std::ios::app), command.csv);  // before the work
   std::vector<autotune::Problem> problems;
-  for (const AttentionSpec& spec : parse_passes(command.spec)) {
+  for (const KernelSpec& spec : parse_passes(command.spec)) {
     require_attention(spec);
     for (const std::string& text : command.shapes) {
       const AttentionShape shape = parse_shape(text);

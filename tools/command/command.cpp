@@ -148,7 +148,7 @@ void Progress::at(std::size_t done, std::size_t total, std::string_view item) {
                               std::string(kBar - filled, '.'), done_, total_, left, item.substr(0, 60)));
 }
 
-void require_attention(const AttentionSpec& spec) {
+void require_attention(const KernelSpec& spec) {
   if (is_attention(spec.pass)) return;
   throw Error(
       ErrorCode::invalid_argument,

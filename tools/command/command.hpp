@@ -98,7 +98,7 @@ using Problem = autotune::SuiteProblem;
 using autotune::parse_passes;
 /// Throws Error(invalid_argument) where the spec is of another pass than attention's two: what this command
 /// cannot run.
-void require_attention(const AttentionSpec& spec);
+void require_attention(const KernelSpec& spec);
 
 /// parse_suite() of a file. Throws Error(io) too.
 std::vector<Problem> read_suite(const std::filesystem::path& path);

@@ -72,7 +72,7 @@ class DeviceTensor {
 
 Workspace workspace_of(const DeviceBuffer& buffer) { return {buffer.data(), buffer.bytes()}; }
 
-DeviceBuffer make_workspace(Runtime& runtime, const DriverHandle& driver, const AttentionSpec& spec,
+DeviceBuffer make_workspace(Runtime& runtime, const DriverHandle& driver, const KernelSpec& spec,
                             const AttentionShape& shape) {
   DeviceBuffer buffer(driver, runtime.workspace_bytes(spec, shape));
   buffer.fill(kPoison);
@@ -162,7 +162,7 @@ class TensorMaker {
   TensorMaker(const DriverHandle& driver, const reference::Problem& problem)
       : driver_(driver), problem_(problem), table_(reference::shuffled_pages(pages(), problem.seed)) {
     const auto& [batch, heads_q, heads_kv, longest_q, longest_kv] = problem.shape;
-    const AttentionSpec& spec = problem.spec;
+    const KernelSpec& spec = problem.spec;
     batch_ = spec.varlen ? 1 : batch;
     batch_kv_ = spec.has_cache() ? batch : batch_;
     rows_q_ = spec.varlen ? problem.cu_seqlens_q.back() : longest_q;
@@ -249,8 +249,7 @@ class ProblemOnGpu {
         stream_(gpu.driver()) {}
 
   void forward(Results& results) {
-    AttentionSpec spec = problem_.spec;
-    spec.pass = Pass::forward;
+    const KernelSpec spec{problem_.spec, Pass::forward};
     const bool cached = spec.has_cache();
     const DeviceBuffer space = make_workspace(runtime_, gpu_.driver(), spec, problem_.shape);
     ForwardArgs args{.q = q_.view(), .k = k_.view(), .v = v_view(), .out = out_.view(), .lse = lse_.floats()};
@@ -280,7 +279,7 @@ class ProblemOnGpu {
 
   /// After forward().
   void backward(Results& results) {
-    const AttentionSpec& spec = problem_.spec;
+    const KernelSpec& spec = problem_.spec;
     const std::int64_t d = spec.head_dim, d_v = spec.v_dim();
     const DeviceTensor dout = make_.like_q(spec.dtype, d_v, problem_.dout);
     DeviceTensor dq = make_.like_q(spec.grad_type(), d), dk = make_.like_kv(spec.grad_type(), d),

@@ -22,7 +22,7 @@ struct InspectOptions {
 
 /// One kernel and what is known of it; what needs NVRTC is made when it is asked for.
 struct Subject {
-  AttentionSpec spec;
+  KernelSpec spec;
   TileConfig config;
   DeviceInfo device;
   std::string config_source;         ///< a ConfigSource, or "stored"
@@ -42,7 +42,7 @@ DeviceInfo default_device() {
   }
 }
 
-Subject subject_of_spec(const AttentionSpec& spec, const InspectOptions& options, const DeviceInfo& device) {
+Subject subject_of_spec(const KernelSpec& spec, const InspectOptions& options, const DeviceInfo& device) {
   const AttentionShape shape = options.shape.empty() ? default_shape() : parse_shape(options.shape);
   std::optional<TileConfig> config;
   if (!options.config.empty()) config = parse_config(options.config);
@@ -102,7 +102,7 @@ std::string ptx_of(const Subject& subject) {
 }
 
 /// A family's answer to the spec: "sm80: yes", or why not.
-Json families_json(const AttentionSpec& spec, const DeviceInfo& device) {
+Json families_json(const KernelSpec& spec, const DeviceInfo& device) {
   Json families = Json::array();
   for (const plan::FamilyTraits& family : plan::families()) {
     const Support support = family.supports(spec, device);
@@ -166,7 +166,7 @@ std::vector<Subject> subjects_of(const InspectOptions& options) {
   if (!options.key.empty()) return {subject_of_key(options)};
   const DeviceInfo device = options.arch.empty() ? default_device() : DeviceInfo::parse(options.arch);
   std::vector<Subject> subjects;
-  for (const AttentionSpec& spec : parse_passes(options.spec))
+  for (const KernelSpec& spec : parse_passes(options.spec))
     subjects.push_back(subject_of_spec(spec, options, device));
   return subjects;
 }

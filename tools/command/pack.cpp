@@ -29,7 +29,7 @@ std::vector<Problem> wanted_problems(const PackOptions& options) {
   }
   std::vector<Problem> named;
   for (const std::string& text : options.specs)
-    for (const AttentionSpec& spec : parse_passes(text)) named.push_back({spec, {}});
+    for (const KernelSpec& spec : parse_passes(text)) named.push_back({spec, {}});
   if (!options.suite.empty())
     for (const Problem& problem : read_suite(options.suite)) named.push_back(problem);
   if (named.empty() && options.models.empty())

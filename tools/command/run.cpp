@@ -24,8 +24,8 @@ struct RunOptions {
   bool cpu = false, force = false;
 };
 
-AttentionSpec spec_of(const RunOptions& options) {
-  AttentionSpec spec = parse_spec(options.spec);
+KernelSpec spec_of(const RunOptions& options) {
+  KernelSpec spec = parse_spec(options.spec);
   const bool backward = !options.files.dout.empty();
   require_attention(spec);
   if (plan::names_pass(options.spec) && (spec.pass == Pass::backward) != backward)
@@ -47,7 +47,7 @@ reference::Problem problem_of(const RunOptions& options, Layout layout) {
   problem.seed = options.seed;
   problem.offset = options.offset;
   check_problem(problem);
-  const AttentionSpec& spec = problem.spec;
+  const KernelSpec& spec = problem.spec;
   if (spec.shared_kv && problem.v != reference::first_columns(problem.k, spec.head_dim, spec.v_dim()))
     throw Error(
         ErrorCode::invalid_argument,
@@ -91,7 +91,7 @@ std::vector<OutputFile> output_files(const reference::Problem& problem, const Re
 }
 
 /// Before anything is computed, so that no work is lost to a refusal at its end.
-void check_out_dir(const RunOptions& options, const AttentionSpec& spec) {
+void check_out_dir(const RunOptions& options, const KernelSpec& spec) {
   const std::filesystem::path folder = options.out_dir;
   std::error_code problem;
   std::filesystem::create_directories(folder, problem);

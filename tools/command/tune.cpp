@@ -70,7 +70,7 @@ std::vector<autotune::Problem> problems_of(const TuneCommand& command) {
                             command.specs.empty() ? "--spec" : "--shape"));
   }
   for (const std::string& spec_text : command.specs) {
-    for (const AttentionSpec& spec : parse_passes(spec_text)) {
+    for (const KernelSpec& spec : parse_passes(spec_text)) {
       require_attention(spec);
       for (const std::string& shape_text : command.shapes) {
         const AttentionShape shape = parse_shape(shape_text);

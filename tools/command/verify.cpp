@@ -40,7 +40,7 @@ struct Verification {
 };
 
 /// The configurations to verify a pass with; nothing means the one that the runtime chooses.
-std::vector<std::optional<TileConfig>> configs_of(const VerifyOptions& options, const AttentionSpec& spec,
+std::vector<std::optional<TileConfig>> configs_of(const VerifyOptions& options, const KernelSpec& spec,
                                                   const DeviceInfo& device) {
   if (!options.config.empty()) return {parse_config(options.config)};
   if (!options.all_configs) return {std::nullopt};
@@ -76,7 +76,7 @@ std::vector<std::string> layers_in(const std::filesystem::path& folder) {
 }
 
 /// Q, K, V and dO of files; what else the spec has is random.
-reference::Problem problem_of_layer(const AttentionSpec& spec, const std::filesystem::path& folder,
+reference::Problem problem_of_layer(const KernelSpec& spec, const std::filesystem::path& folder,
                                     const std::string& layer, std::uint64_t seed) {
   if (spec.varlen || spec.shared_kv)
     throw Error(ErrorCode::invalid_argument,
@@ -95,7 +95,7 @@ reference::Problem problem_of_layer(const AttentionSpec& spec, const std::filesy
   return problem;
 }
 
-std::vector<Inputs> inputs_of(const VerifyOptions& options, const AttentionSpec& spec, std::uint64_t seed) {
+std::vector<Inputs> inputs_of(const VerifyOptions& options, const KernelSpec& spec, std::uint64_t seed) {
   std::vector<Inputs> all;
   if (options.data.empty())
     all.push_back({"random", random_problem(spec, parse_shape(options.shape), seed)});
@@ -114,7 +114,7 @@ std::vector<double> fp32(std::vector<double> values) {
 std::vector<Verification> verify_on(const VerifyOptions& options, const Inputs& inputs,
                                     const device::PrimaryContext* gpu) {
   const reference::Problem& problem = inputs.problem;
-  const AttentionSpec& spec = problem.spec;
+  const KernelSpec& spec = problem.spec;
   const AttentionShape& shape = problem.shape;
   const Results exact = reference_results(problem);
   const Results rounded = reference_results(problem, reference::Precision::rounded);
@@ -172,12 +172,12 @@ void print_table(const std::vector<Verification>& verifications) {
 int verify(const VerifyOptions& options, bool json) {
   if (options.all_configs && !options.config.empty())
     throw Error(ErrorCode::invalid_argument, "--config and --all-configs exclude each other; give one");
-  const std::vector<AttentionSpec> specs = parse_passes(options.spec);
+  const std::vector<KernelSpec> specs = parse_passes(options.spec);
   std::ranges::for_each(specs, require_attention);
   if (options.data.empty()) parse_shape(options.shape).validate();
   const std::uint64_t seed = options.seed ? *options.seed : std::random_device()();
   std::vector<Inputs> all;
-  for (const AttentionSpec& spec : specs)
+  for (const KernelSpec& spec : specs)
     for (Inputs& inputs : inputs_of(options, spec, seed)) all.push_back(std::move(inputs));
   std::optional<device::PrimaryContext> gpu;
   if (!options.cpu) gpu.emplace(chosen_driver(), options.device);

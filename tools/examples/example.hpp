@@ -34,8 +34,9 @@ std::vector<T> download(const cuda_functions& cuda, const void* from, std::size_
 /// Memory for one call; {} where none is needed.
 inline flashjit::Workspace workspace(const cuda_functions& cuda, flashjit::Runtime& runtime,
                                      const flashjit::AttentionSpec& spec,
-                                     const flashjit::AttentionShape& shape) {
-  const std::size_t bytes = runtime.workspace_bytes(spec, shape);
+                                     const flashjit::AttentionShape& shape,
+                                     flashjit::Pass pass = flashjit::Pass::forward) {
+  const std::size_t bytes = runtime.workspace_bytes(spec, shape, pass);
   return bytes ? flashjit::Workspace{make_filled(&cuda, 0, bytes / 2), bytes} : flashjit::Workspace{};
 }
 

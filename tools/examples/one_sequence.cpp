@@ -100,7 +100,7 @@ Tensors make_tensors(const cuda_functions& cuda, const std::vector<std::int64_t>
 }
 
 /// Both passes on this GPU alone.
-void run_alone(const cuda_functions& cuda, flashjit::Runtime& runtime, flashjit::AttentionSpec spec,
+void run_alone(const cuda_functions& cuda, flashjit::Runtime& runtime, const flashjit::AttentionSpec& spec,
                const Tensors& t, std::int64_t rows) {
   const auto of_q = [&](void* data) { return flashjit::TensorView::bhsd(data, 1, kHeads, rows, kDim); };
   const auto of_kv = [&](void* data) { return flashjit::TensorView::bhsd(data, 1, kHeadsKv, rows, kDim); };
@@ -113,7 +113,6 @@ void run_alone(const cuda_functions& cuda, flashjit::Runtime& runtime, flashjit:
                    .lse = t.lse,
                    .workspace = example::workspace(cuda, runtime, spec, shape)},
                   nullptr);
-  spec.pass = flashjit::Pass::backward;
   runtime.backward(spec,
                    {.q = of_q(t.q),
                     .k = of_kv(t.k),
@@ -124,7 +123,7 @@ void run_alone(const cuda_functions& cuda, flashjit::Runtime& runtime, flashjit:
                     .dq = of_q(t.dq),
                     .dk = of_kv(t.dk),
                     .dv = of_kv(t.dv),
-                    .workspace = example::workspace(cuda, runtime, spec, shape)},
+                    .workspace = example::workspace(cuda, runtime, spec, shape, flashjit::Pass::backward)},
                    nullptr);
 }
 

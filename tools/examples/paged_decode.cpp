@@ -173,9 +173,7 @@ int main() {
                     nullptr);
     engine.check(kPrefill, example::download<Bf16>(cuda, device.out, engine.q.size()));
 
-    flashjit::AttentionSpec append = kDecode;
-    append.pass = flashjit::Pass::append;
-    runtime.prepare(append, bounds);
+    runtime.prepare(kDecode, bounds, flashjit::Pass::append);
     runtime.prepare(kDecode, bounds);
     const flashjit::Workspace workspace = example::workspace(cuda, runtime, kDecode, bounds);
     CUstream stream = nullptr;

@@ -30,12 +30,14 @@ unsigned short attend(const cuda_functions& cuda) {
   CUstream stream = nullptr;
 
   flashjit::Runtime runtime;
-  flashjit::AttentionSpec spec{.dtype = flashjit::DType::bf16, .head_dim = 128, .mask = flashjit::causal()};
+  const flashjit::AttentionSpec spec{
+      .dtype = flashjit::DType::bf16, .head_dim = 128, .mask = flashjit::causal()};
   const auto q = flashjit::TensorView::bhsd(q_data, batch, heads, length, 128);
   runtime.forward(spec, {.q = q, .k = k, .v = v, .out = o, .lse = lse}, stream);
 
-  spec.pass = flashjit::Pass::backward;
-  const std::size_t bytes = runtime.workspace_bytes(spec, {batch, heads, heads, length, length});
+  const flashjit::AttentionShape shape{
+      .batch = batch, .heads_q = heads, .heads_kv = heads, .seqlen_q = length, .seqlen_kv = length};
+  const std::size_t bytes = runtime.workspace_bytes(spec, shape, flashjit::Pass::backward);
   const flashjit::Workspace workspace{device_memory(bytes), bytes};
   runtime.backward(spec,
                    {.q = q,

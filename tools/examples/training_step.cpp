@@ -31,11 +31,10 @@ int main() {
     float* lse = example::upload(cuda, std::vector<float>(kHeads * kLength));
 
     flashjit::Runtime runtime;
-    flashjit::AttentionSpec spec{
+    const flashjit::AttentionSpec spec{
         .dtype = flashjit::DType::fp32, .head_dim = kDim, .mask = flashjit::causal(), .dropout = true};
-    flashjit::AttentionSpec backward = spec;
-    backward.pass = flashjit::Pass::backward;
-    const auto lent = example::workspace(cuda, runtime, backward, {1, kHeads, kHeads, kLength, kLength});
+    const auto lent = example::workspace(cuda, runtime, spec, {1, kHeads, kHeads, kLength, kLength},
+                                         flashjit::Pass::backward);
     const auto q = tensor(device[0]), k = tensor(device[1]), v = tensor(device[2]), o = tensor(out);
 
     double first = 0, last = 0;
@@ -52,7 +51,7 @@ int main() {
       }
       if (step == 0) first = last;
       cuda.upload(reinterpret_cast<CUdeviceptr>(dout), gradient.data(), kElements * sizeof(float));
-      runtime.backward(backward,
+      runtime.backward(spec,
                        {.q = q,
                         .k = k,
                         .v = v,

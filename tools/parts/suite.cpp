@@ -43,19 +43,15 @@ void add_line(std::string line, std::vector<SuiteProblem>& problems) {
   const std::string spec(leading_spec(line));
   if (spec.empty()) return;
   const std::optional<AttentionShape> shape = parse_rest(line.substr(spec.size()));
-  for (const AttentionSpec& pass : parse_passes(spec)) problems.push_back({pass, shape});
+  for (const KernelSpec& pass : parse_passes(spec)) problems.push_back({pass, shape});
 }
 
 }  // namespace
 
-std::vector<AttentionSpec> parse_passes(std::string_view spec_text) {
-  AttentionSpec spec = parse_spec(spec_text);
-  spec.validate();
+std::vector<KernelSpec> parse_passes(std::string_view spec_text) {
+  const KernelSpec spec = parse_spec(spec_text);
   if (plan::names_pass(spec_text)) return {spec.normalized()};
-  AttentionSpec backward = spec;
-  backward.pass = Pass::backward;
-  spec.pass = Pass::forward;
-  return {spec.normalized(), backward.normalized()};
+  return {KernelSpec{spec, Pass::forward}.normalized(), KernelSpec{spec, Pass::backward}.normalized()};
 }
 
 std::vector<SuiteProblem> parse_suite(std::string_view text, std::string_view name) {

@@ -12,7 +12,7 @@ namespace flashjit::autotune {
 
 /// A spec and, where a line has one, a shape.
 struct SuiteProblem {
-  AttentionSpec spec;
+  KernelSpec spec;
   std::optional<AttentionShape> shape;
 
   bool operator==(const SuiteProblem&) const = default;
@@ -20,7 +20,7 @@ struct SuiteProblem {
 
 /// The spec of each pass that the text asks for: the one it names, else forward and backward. Validated,
 /// normalized.
-std::vector<AttentionSpec> parse_passes(std::string_view spec_text);
+std::vector<KernelSpec> parse_passes(std::string_view spec_text);
 /// "spec [shape]" a line, '#' begins a comment. Both passes where a line names none. Throws
 /// Error(invalid_argument) with `name`, which is the file's, and the line.
 std::vector<SuiteProblem> parse_suite(std::string_view text, std::string_view name);

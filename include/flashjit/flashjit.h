@@ -306,6 +306,12 @@ typedef struct flashjit_append_args {
    * code. With "key_scales" each new key gets its own, which is written: they have size 1 in sequences alone.
    */
   flashjit_scales k_scale, v_scale;
+  /** Where each new row goes, in place of kv_lengths, page_table, cu_seqlens_q, batch_size and max_seqlen_kv,
+   * on the device, one for each row of k: page * page size + row of the page (slots of a cache count as
+   * pages, of the capacity's rows). Negative numbers, and rows beyond the cache, are left out. A rotation
+   * then needs rope.positions. Null: none. */
+  const void* slots;
+  flashjit_element_type slots_type; /**< FLASHJIT_ELEMENT_INT64 (also by default) or FLASHJIT_ELEMENT_INT32 */
 } flashjit_append_args;
 
 /** O and LSE over all keys, from partial states whose keys are disjoint. A state with an LSE of -inf gives

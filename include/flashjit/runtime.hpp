@@ -164,6 +164,13 @@ struct RopeView {
                                               ///< for K and Q alike; null: their keys' numbers
 };
 
+/// Rows of a cache, one for each new row: page * page size + row of the page (slots of a cache count as
+/// pages, of the capacity's rows). Negative numbers, and rows beyond the cache, are left out.
+struct SlotsView {
+  const void* data = nullptr;  ///< on the device, [b, n] contiguous, with varlen [rows]; null: none
+  ElementType type = ElementType::int64;  ///< or int32
+};
+
 /// Arguments of append(): new rows of K and V, which are rotated and stored into a cache, and those of Q,
 /// which are rotated. New row i of the n of sequence b is key kv_lengths[b] - n + i: kv_lengths counts the
 /// new rows already, as forward() then wants it. Sizes: k [b, hkv, n, d], v [b, hkv, n, dv], q and q_out [b,
@@ -187,6 +194,9 @@ struct AppendArgs {
   /// Scales of a quantized cache (spec.kv_dtype), as in ForwardArgs. Per-head scales are inputs; larger
   /// values saturate. With spec.key_scales each new key's scale is written; sizes are 1 in sequences alone.
   ScaleView k_scale = {}, v_scale = {};
+  /// Where each new row goes, as engines' slot_mapping has it, in place of kv_lengths, page_table,
+  /// cu_seqlens_q, batch_size and max_seqlen_kv. A rotation then needs rope.positions.
+  SlotsView slots = {};
 };
 
 /// Arguments of merge(): O and LSE over all keys, from partial states whose keys are disjoint. A state with

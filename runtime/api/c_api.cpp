@@ -265,6 +265,20 @@ flashjit::RopeView view(const flashjit_rope& rope) {
           .positions = rope.positions};
 }
 
+flashjit::ElementType slots_type(flashjit_element_type type) {
+  switch (type) {
+    case FLASHJIT_ELEMENT_UNTOLD:
+    case FLASHJIT_ELEMENT_INT64:
+      return flashjit::ElementType::int64;
+    case FLASHJIT_ELEMENT_INT32:
+      return flashjit::ElementType::int32;
+    default:
+      throw Error(
+          ErrorCode::invalid_argument,
+          fmt::format("slots_type is {}: give FLASHJIT_ELEMENT_INT64, which 0 is too, or _INT32.", type));
+  }
+}
+
 flashjit::AppendArgs append_args(const flashjit_append_args* given) {
   const auto c = flashjit::read_struct("flashjit_append_args", given);
   return {.k = view(c.k),
@@ -280,7 +294,8 @@ flashjit::AppendArgs append_args(const flashjit_append_args* given) {
           .batch_size = c.batch_size,
           .max_seqlen_kv = c.max_seqlen_kv,
           .k_scale = view(c.k_scale),
-          .v_scale = view(c.v_scale)};
+          .v_scale = view(c.v_scale),
+          .slots = {c.slots, slots_type(c.slots_type)}};
 }
 
 /// Room for the states of a call, whose span the arguments hold.

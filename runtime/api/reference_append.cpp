@@ -31,13 +31,39 @@ void write_row(DType dtype, const TensorView& tensor, std::int64_t offset, const
     write_element(dtype, tensor.data, offset + static_cast<std::int64_t>(i), row[i]);
 }
 
-/// A new row: where it lies, and which key of which sequence it is.
+/// A new row: where it lies, which key of which sequence it is, and its place in the cache.
 struct NewRow {
   std::int64_t b, s;  ///< in the tensors
   std::int64_t sequence, key;
+  std::int64_t page = -1, page_row = 0;  ///< or slot; negative: there is no place for it
 };
 
+/// Rows whose places the caller names.
+std::vector<NewRow> rows_of_slots(const AppendArgs& args) {
+  const std::int64_t page_rows = std::max<std::int64_t>(args.k_cache.size[2], 1);
+  std::vector<NewRow> rows;
+  for (std::int64_t i = 0; i < args.k.size[0] * args.k.size[2]; ++i) {
+    const std::int64_t slot = args.slots.type == ElementType::int64
+                                  ? static_cast<const std::int64_t*>(args.slots.data)[i]
+                                  : static_cast<const std::int32_t*>(args.slots.data)[i];
+    if (slot >= 0 && slot / page_rows < args.k_cache.size[0])
+      rows.push_back({i / args.k.size[2], i % args.k.size[2], 0, 0, slot / page_rows, slot % page_rows});
+  }
+  return rows;
+}
+
+/// The page that has a key's row, or the slot; negative where there is no place for it.
+std::int64_t page_of(const AttentionSpec& spec, const AppendArgs& args, const NewRow& row) {
+  if (row.key < 0) return -1;
+  const PageTableView& table = args.page_table;
+  if (!table.data) return row.sequence;
+  const std::int64_t stride = table.stride ? table.stride : table.columns;
+  const std::int64_t page = table.data[row.sequence * stride + (spec.pages ? row.key / spec.pages : 0)];
+  return page < args.k_cache.size[0] ? page : -1;
+}
+
 std::vector<NewRow> new_rows(const AttentionSpec& spec, const AppendArgs& args) {
+  if (args.slots.data) return rows_of_slots(args);
   const AttentionShape shape = shape_of(spec, args);
   std::vector<std::int32_t> offsets;
   if (spec.varlen) {
@@ -54,20 +80,14 @@ std::vector<NewRow> new_rows(const AttentionSpec& spec, const AppendArgs& args) 
           "kv_lengths has {} for sequence {}, with its new keys: give 0 to {}, the most that there is room "
           "for.",
           length, b, shape.seqlen_kv);
-    for (std::int64_t s = begin; s < end; ++s)
-      rows.push_back({spec.varlen ? 0 : b, s, b, length - (end - s)});
+    for (std::int64_t s = begin; s < end; ++s) {
+      NewRow row{spec.varlen ? 0 : b, s, b, length - (end - s)};
+      row.page = page_of(spec, args, row);
+      row.page_row = spec.pages ? row.key % spec.pages : row.key;
+      if (row.page >= 0) rows.push_back(row);
+    }
   }
   return rows;
-}
-
-/// The page that has a key's row, or the slot; negative where there is no place for it.
-std::int64_t page_of(const AttentionSpec& spec, const AppendArgs& args, const NewRow& row) {
-  if (row.key < 0) return -1;
-  const PageTableView& table = args.page_table;
-  if (!table.data) return row.sequence;
-  const std::int64_t stride = table.stride ? table.stride : table.columns;
-  const std::int64_t page = table.data[row.sequence * stride + (spec.pages ? row.key / spec.pages : 0)];
-  return page < args.k_cache.size[0] ? page : -1;
 }
 
 class Rotation {
@@ -160,13 +180,12 @@ Weights weights_of(const MergeArgs& args, std::int64_t row) {
 void reference_append(const AttentionSpec& spec, const AppendArgs& args) {
   check_arguments(spec, args);
   const AttentionShape shape = shape_of(spec, args);
-  const std::int64_t page_rows = spec.pages ? spec.pages : args.k_cache.size[2];
   const Rotation rotation(spec, args.rope);
   for (const NewRow& row : new_rows(spec, args)) {
-    const std::int64_t page = page_of(spec, args, row);
+    const std::int64_t page = row.page;
     const std::int64_t position =
         args.rope.positions ? args.rope.positions[row.b * shape.seqlen_q + row.s] : row.key;
-    if (page < 0 || !rotation.has(position)) continue;
+    if (!rotation.has(position)) continue;
     const auto move = [&](const ConstTensorView& from, const TensorView& to, std::int64_t h,
                           std::int64_t offset, bool rotated) {
       std::vector<double> values = read_row(spec.dtype, from, offset_of(from, row.b, h, row.s));
@@ -175,7 +194,7 @@ void reference_append(const AttentionSpec& spec, const AppendArgs& args) {
     };
     const auto store = [&](const ConstTensorView& from, const TensorView& cache, const char* scales_name,
                            const ScaleView& scales, std::int64_t h, bool rotated) {
-      const std::int64_t slot = row.key % page_rows, offset = offset_of(cache, page, h, slot);
+      const std::int64_t slot = row.page_row, offset = offset_of(cache, page, h, slot);
       if (!spec.has_scales()) return move(from, cache, h, offset, rotated);
       std::vector<double> values = read_row(spec.dtype, from, offset_of(from, row.b, h, row.s));
       if (rotated) rotation.turn(values, position);

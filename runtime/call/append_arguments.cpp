@@ -76,11 +76,39 @@ void check_apart(const char* written_name, const ConstTensorView& written, int w
 void check_caches(const AttentionSpec& spec, const AppendArgs& args) {
   const bool same_rows = same_memory(args.k, args.v) && same_memory(args.k_cache, args.v_cache) &&
                          args.k_scale.data == args.v_scale.data && !rotates(args.rope);
-  // Behind a page table views may overlap, as where K's and V's pages take turns in one pool.
-  if (same_rows || (args.page_table.data && args.k_cache.data != args.v_cache.data)) return;
+  // Behind a page table or slots views may overlap, as where K's and V's pages take turns in one pool.
+  const bool behind_a_table = args.page_table.data || args.slots.data;
+  if (same_rows || (behind_a_table && args.k_cache.data != args.v_cache.data)) return;
   const int size = size_of(spec.kv_type());
   const Placed k("k_cache", args.k_cache, size), v("v_cache", args.v_cache, size);
   flashjit::check_apart({&k, 1}, {&v, 1});
+}
+
+void check_row_count(const ConstTensorView& k) {
+  if (k.size[0] > 0 && k.size[2] > kMaxInt / k.size[0])
+    refuse("k has {} x {} new rows: at most 2^31 - 1 are possible.", k.size[0], k.size[2]);
+}
+
+/// Slots say where rows go; what else would say so is not given.
+void check_slots(const AppendArgs& args) {
+  const SlotsView& slots = args.slots;
+  if (slots.type != ElementType::int64 && slots.type != ElementType::int32)
+    refuse("slots.type is {}: slots are of int64 or int32.", to_string(slots.type));
+  check_pointer("slots", slots.data, slots.type == ElementType::int64 ? 8 : 4);
+  const auto refuse_given = [](const char* name, bool given) {
+    if (given) refuse("{} is given with slots, which say where each row goes: leave it out.", name);
+  };
+  refuse_given("kv_lengths", args.kv_lengths != nullptr);
+  refuse_given("page_table", args.page_table.data != nullptr);
+  refuse_given("cu_seqlens_q", args.cu_seqlens_q != nullptr);
+  refuse_given("batch_size", args.batch_size != 0);
+  refuse_given("max_seqlen_kv", args.max_seqlen_kv != 0);
+  if (rotates(args.rope) && !args.rope.positions && args.k.size[0] * args.k.size[2] > 0)
+    refuse("rope.positions is null, but slots do not tell positions: give one for each new row.");
+  for (const auto& [name, scale] : {std::pair("k_scale", &args.k_scale), std::pair("v_scale", &args.v_scale)})
+    if (scale->data && scale->size[0] != 1)
+      refuse("{} has {} sequences, but slots do not tell sequences: give scales of size 1 there.", name,
+             scale->size[0]);
 }
 
 void check_new_rows(const AttentionSpec& spec, const AppendArgs& args) {
@@ -88,14 +116,15 @@ void check_new_rows(const AttentionSpec& spec, const AppendArgs& args) {
     if (args.k.size[0] != 1)
       refuse("k has batch {}, but the spec has varlen: pack the sequences into [1, heads, rows, head_dim].",
              args.k.size[0]);
+    if (args.slots.data) return check_row_count(args.k);
     if (args.batch_size < 0 || args.batch_size > kMaxInt)
       refuse("batch_size is {}: give the number of sequences, 0 to 2^31 - 1.", args.batch_size);
   } else if (args.batch_size != 0) {
     refuse("batch_size {} is given, but the spec has no varlen: set spec.varlen or leave it 0.",
            args.batch_size);
   }
-  if (args.k.size[0] > 0 && args.k.size[2] > kMaxInt / args.k.size[0])
-    refuse("k has {} x {} new rows: at most 2^31 - 1 are possible.", args.k.size[0], args.k.size[2]);
+  check_row_count(args.k);
+  if (args.slots.data) return;
   check_offsets("cu_seqlens_q", spec, shape_of(spec, args), args.cu_seqlens_q);
   if (args.max_seqlen_kv < 0 || args.max_seqlen_kv > kMaxInt)
     refuse(
@@ -182,7 +211,7 @@ constexpr const char* kLseNames[kMaxPartialStates] = {"states[0].lse", "states[1
 }  // namespace
 
 AttentionShape shape_of(const AttentionSpec& spec, const AppendArgs& args) {
-  return {.batch = spec.varlen ? args.batch_size : args.k.size[0],
+  return {.batch = spec.varlen && !args.slots.data ? args.batch_size : args.k.size[0],
           .heads_q = args.q.size[1],
           .heads_kv = args.k.size[1],
           .seqlen_q = args.k.size[2],
@@ -219,8 +248,12 @@ void check_arguments(const AttentionSpec& spec, const AppendArgs& args) {
   check_q(spec, args);
   const AttentionShape shape = shape_of(spec, args);
   check_heads(shape);
-  check_kv_lengths(spec, shape, args.kv_lengths);
-  check_page_table(spec, shape, "k_cache", args.k_cache, args.page_table);
+  if (args.slots.data) {
+    check_slots(args);
+  } else {
+    check_kv_lengths(spec, shape, args.kv_lengths);
+    check_page_table(spec, shape, "k_cache", args.k_cache, args.page_table);
+  }
   check_new_scales("k_scale", spec, shape, args.k_cache, args.k_scale);
   check_new_scales("v_scale", spec, shape, args.v_cache, args.v_scale);
   check_rope(spec, args.rope);
@@ -302,7 +335,11 @@ AppendParams make_params(const AttentionSpec& spec, const AppendArgs& args) {
           .heads_kv = static_cast<int>(shape.heads_kv),
           .heads_q = static_cast<int>(shape.heads_q),
           .seqlen_kv = static_cast<int>(shape.seqlen_kv),
-          .rope = rope_param(spec, args.rope)};
+          .rope = rope_param(spec, args.rope),
+          .slots = args.slots.data,
+          .wide_slots = args.slots.type == ElementType::int64,
+          .slot_rows = static_cast<int>(std::max<std::int64_t>(args.k_cache.size[2], 1)),
+          .slot_pages = static_cast<int>(args.k_cache.size[0])};
 }
 
 MergeParams make_params(const AttentionSpec& spec, const MergeArgs& args) {
@@ -354,7 +391,8 @@ std::vector<NamedPointer> pointers_of(const AppendArgs& args) {
                         {"rope.cos", args.rope.cos},
                         {"rope.sin", args.rope.sin},
                         {"rope.positions", args.rope.positions},
-                        {"cu_seqlens_q", args.cu_seqlens_q}});
+                        {"cu_seqlens_q", args.cu_seqlens_q},
+                        {"slots", args.slots.data}});
 }
 
 std::vector<NamedPointer> pointers_of(const QuantiseArgs& args) {

@@ -50,6 +50,15 @@ __device__ __forceinline__ KeyPlace place_of_key(const AppendParams& p, NewKey a
   return {exists ? page : -1, kPaged ? at.key % P::kPageRows : at.key};
 }
 
+/// The place that the caller names for a new row.
+__device__ __forceinline__ KeyPlace place_of_slot(const AppendParams& p, int row) {
+  const long long slot =
+      p.wide_slots ? static_cast<const long long*>(p.slots)[row] : static_cast<const int*>(p.slots)[row];
+  const long long page = slot / p.slot_rows;
+  return {slot >= 0 && page < p.slot_pages ? static_cast<int>(page) : -1,
+          static_cast<int>(slot % p.slot_rows)};
+}
+
 /// Two chunks of a row that a thread moves, negative where there is none: of rotated dimensions one of each
 /// half, so that it has both elements of its pairs, however these lie; of others likewise.
 struct ChunkPair {
@@ -142,8 +151,8 @@ __device__ __forceinline__ void store_part_as_codes(const AppendParams& p, const
 }
 
 /// One CTA of 128 threads for all heads of one new row; grid: batch * rows, packed: rows. A row without a
-/// sequence, a place in the cache or an angle in the tables is left out. The first heads' rows are read
-/// before anything is known of their place.
+/// sequence or slot, a place in the cache or an angle in the tables is left out. The first heads' rows are
+/// read before anything is known of their place.
 template <class P>
 __device__ void append(const AppendParams& p) {
   using Element = typename P::Element;
@@ -177,8 +186,9 @@ __device__ void append(const AppendParams& p) {
   };
   load(0);
 
-  const NewKey at = new_key<P>(p, row);
-  const KeyPlace place = place_of_key<P>(p, at);
+  const bool named = p.slots != nullptr;
+  const NewKey at = named ? NewKey{0, 0} : new_key<P>(p, row);
+  const KeyPlace place = named ? place_of_slot(p, row) : place_of_key<P>(p, at);
   __shared__ float2 angles[P::kHeadDim / 2];
   if (rope.pairs > 0) {
     const int position = rope.positions != nullptr ? rope.positions[row] : at.key;

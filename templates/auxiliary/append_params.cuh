@@ -37,6 +37,10 @@ struct AppendParams {
   int batch, rows, heads_kv, heads_q;
   int seqlen_kv;  ///< the most keys of a sequence
   RopeParam rope;
+  const void* slots;  ///< the cache's row for each new row, in place of lengths and table; null: none
+  int wide_slots;     ///< int64, else int32
+  int slot_rows;      ///< of a page or slot of the cache
+  int slot_pages;     ///< pages or slots of the cache
 };
 
 /// The most states that the merge entry takes, and dimensions of O that a thread of it does.

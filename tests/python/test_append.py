@@ -120,6 +120,35 @@ def test_new_rows_are_rotated_and_stored(rope, pages, packed):
     expect_close(q_out, want_q)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rows_go_to_slots(dtype, compiled):
+    """vLLM's slot_mapping: page * rows of a page + row; -1 and what is beyond the cache is left out."""
+    torch.manual_seed(3)
+    k, v = (torch.randn(1, 9, 2, 64).to(DEVICE, DTYPE).transpose(1, 2) for _ in range(2))
+    k_cache, v_cache = (torch.full((5, 2, 4, 64), math.nan, dtype=DTYPE, device=DEVICE) for _ in range(2))
+    slots = torch.tensor([17, 3, -1, 0, 12, 20, 9, 2**31 - 1, 19], dtype=dtype, device=DEVICE)
+    positions = torch.arange(9, dtype=torch.int32, device=DEVICE) * 5
+    run = torch.compile(flashjit.append, fullgraph=True) if compiled else flashjit.append
+    q = torch.randn(1, 9, 4, 64).to(DEVICE, DTYPE).transpose(1, 2)
+    given = dict(slots=slots, q=q, theta=10000.0, positions=positions)
+    rotated = run(k, v, k_cache, v_cache, **given)
+    at = 5 * torch.arange(9, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(32) / 32)
+    x, y = (part.double().cpu() for part in k[0].chunk(2, -1))
+    want_k = torch.cat((x * at.cos() - y * at.sin(), x * at.sin() + y * at.cos()), -1)
+    written = set()
+    for row, slot in enumerate(slots.tolist()):
+        if not 0 <= slot < 20:
+            continue
+        written.add(slot)
+        found = k_cache[slot // 4, :, slot % 4].double().cpu()
+        torch.testing.assert_close(found, want_k[:, row], rtol=1e-2, atol=1e-2)
+        assert torch.equal(v_cache[slot // 4, :, slot % 4], v[0, :, row])
+    others = [slot for slot in range(20) if slot not in written]
+    assert all(cache[slot // 4, :, slot % 4].isnan().all() for slot in others for cache in (k_cache, v_cache))
+    assert rotated.shape == q.shape
+
+
 def test_attention_sees_what_was_appended():
     torch.manual_seed(2)
     k_cache, v_cache, table, _ = new_cache("pages")

@@ -17,12 +17,14 @@ struct AppendCase {
   int dims = 0;            ///< of the rotation; 0: head_dim
   bool positions = false;  ///< given, up to 2^20
   bool q_in_place = false;
+  int slot_bytes = 0;  ///< 4 or 8: rows go to slots of int32 or int64, some to none
 };
 
 inline std::string name_of(const AppendCase& test) {
   constexpr const char* kRopes[] = {"none", "halves", "interleaved", "typed_tables", "theta"};
-  return fmt::format("{}_{}{}{}{}", name_of(test.cache), kRopes[static_cast<int>(test.rope)], test.dims,
-                     test.positions ? "_positions" : "", test.q_in_place ? "_in_place" : "");
+  return fmt::format("{}_{}{}{}{}{}", name_of(test.cache), kRopes[static_cast<int>(test.rope)], test.dims,
+                     test.positions ? "_positions" : "", test.q_in_place ? "_in_place" : "",
+                     test.slot_bytes ? fmt::format("_slots{}", test.slot_bytes) : "");
 }
 
 /// A tensor of rows [batch, heads, rows, dim] in the memory order [batch, rows, heads, dim].
@@ -54,6 +56,7 @@ class AppendRun {
     make_rotation(b * rows);
     expected_q_ = q_;
     if (!test_.q_in_place) std::ranges::fill(expected_q_.values, kPoison);
+    if (test_.slot_bytes) slots_.assign(static_cast<std::size_t>(b * rows), -1);
     poison_new_keys();
   }
 
@@ -94,6 +97,15 @@ class AppendRun {
     if (spec_.varlen) {
       args.cu_seqlens_q = static_cast<const std::int32_t*>(offsets.data());
       args.batch_size = test_.cache.shape.batch;
+    }
+    device::DeviceBuffer wide = to_device(slots_),
+                         narrow = to_device(std::vector<std::int32_t>(slots_.begin(), slots_.end()));
+    if (test_.slot_bytes) {
+      args.kv_lengths = args.cu_seqlens_q = nullptr;
+      args.page_table = {};
+      args.batch_size = args.max_seqlen_kv = 0;
+      args.slots = test_.slot_bytes == 8 ? SlotsView{wide.data(), ElementType::int64}
+                                         : SlotsView{narrow.data(), ElementType::int32};
     }
     runtime.append(test_.cache.spec, args, nullptr);
     gpu().context->synchronize();
@@ -224,6 +236,12 @@ class AppendRun {
         const std::int64_t position = positions_.empty() ? key : positions_[at * k_.rows + s];
         const std::int64_t page =
             cache_.table.empty() ? b : cache_.table[b * cache_.table_stride + key / page_rows];
+        if (test_.slot_bytes) {
+          const bool left_out = (at * k_.rows + s) % 5 == 3;
+          slots_[static_cast<std::size_t>(at * k_.rows + s)] =
+              left_out ? (s % 2 ? -1 : cache_.k.size[0] * page_rows) : page * page_rows + key % page_rows;
+          if (left_out) continue;
+        }
         const auto place = [&](const Pool& pool, std::int64_t h) {
           return pool.offset + page * pool.stride[0] + h * pool.stride[1] + key % page_rows * pool.stride[2];
         };
@@ -276,6 +294,7 @@ class AppendRun {
   Rows k_{}, v_{}, q_{}, expected_q_{};
   std::vector<double> expected_k_, expected_v_, cos_, sin_;
   std::vector<std::int32_t> positions_;
+  std::vector<std::int64_t> slots_;
   std::int64_t table_rows_ = 0;
 };
 
@@ -303,6 +322,16 @@ inline std::vector<AppendCase> append_cases(std::initializer_list<const char*> s
       ++seed;
     }
   return all;
+}
+
+/// The same cases with slots in place of lengths and tables.
+inline std::vector<AppendCase> with_slots(std::vector<AppendCase> cases) {
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    AppendCase& test = cases[i];
+    test.slot_bytes = i % 2 ? 8 : 4;
+    test.positions = test.rope != Rope::none;
+  }
+  return cases;
 }
 
 /// States of some of the rows, merged on the device and in fp64.

@@ -120,6 +120,35 @@ TEST(Append, WrongArgumentsAreNamed) {
               {"rope.type is fp16", "bf16"});
 }
 
+TEST(Append, SlotsStandAlone) {
+  const auto with_slots = [](auto&& change) {
+    return refusal([&](auto& spec, auto& args) {
+      args.slots = {.data = address(0x500000)};
+      args.kv_lengths = args.cu_seqlens_q = nullptr;
+      args.page_table = {};
+      args.batch_size = args.max_seqlen_kv = 0;
+      args.rope.positions = static_cast<const std::int32_t*>(address(0x600000));
+      change(spec, args);
+    });
+  };
+  EXPECT_EQ(with_slots([](auto&, auto&) {}), "accepted");
+  EXPECT_EQ(
+      with_slots([](auto& spec, auto& args) { spec.varlen = false, args.slots.type = ElementType::int32; }),
+      "accepted");
+  expect_says(with_slots([](auto&, auto& args) { args.slots.type = ElementType::int16; }),
+              {"slots.type is int16", "int64 or int32"});
+  expect_says(with_slots([](auto&, auto& args) { args.slots.data = address(0x500004); }), {"slots", "8"});
+  expect_says(with_slots([](auto&, auto& args) {
+                args.kv_lengths = static_cast<const std::int32_t*>(address(0x700000));
+              }),
+              {"kv_lengths is given with slots"});
+  expect_says(with_slots([](auto&, auto& args) { args.batch_size = 3; }), {"batch_size is given with slots"});
+  expect_says(with_slots([](auto&, auto& args) { args.max_seqlen_kv = 3; }),
+              {"max_seqlen_kv is given with slots"});
+  expect_says(with_slots([](auto&, auto& args) { args.rope.positions = nullptr; }),
+              {"rope.positions is null", "slots"});
+}
+
 std::string merge_refusal(const MergeArgs& args) {
   try {
     check_arguments(parse_spec("bf16:d64"), args);

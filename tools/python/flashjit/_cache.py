@@ -43,7 +43,7 @@ from .errors import InvalidArgument, Unsupported, WrongType
 class _Given(NamedTuple):
     """append()'s tensors besides new rows and caches."""
 
-    kv_lengths: Tensor
+    kv_lengths: Tensor | None
     page_table: Tensor | None
     cos: Tensor | None
     sin: Tensor | None
@@ -51,6 +51,7 @@ class _Given(NamedTuple):
     cu_seqlens_q: Tensor | None
     k_scale: Tensor | None  # of caches of 8 bits, in four dimensions
     v_scale: Tensor | None
+    slots: Tensor | None
 
 
 class _Rotation(NamedTuple):
@@ -65,8 +66,9 @@ def append(
     k_cache: Tensor,
     v_cache: Tensor,
     *,
-    kv_lengths: Tensor,
+    kv_lengths: Tensor | None = None,
     page_table: Tensor | None = None,
+    slots: Tensor | None = None,
     q: Tensor | None = None,
     q_out: Tensor | None = None,
     cos: Tensor | None = None,
@@ -88,6 +90,9 @@ def append(
         They share memory only where both get the same rows, unrotated, as latents do.
     kv_lengths: int32 [sequences]: how many keys each sequence has, WITH the new ones, as attention() wants it next.
     page_table: as of attention(): int32 [sequences, pages of the longest], or the slot of each; None: slots in order.
+    slots: in place of kv_lengths, page_table, cu_seqlens_q and max_seqlen_kv: where each new row goes, as engines' slot_mapping
+        has it, int64 or int32, one for each row of k's batch and rows: page * rows of a page + row in the page. Negative
+        ones, and those beyond the cache, are left out. RoPE then needs positions.
     q: like k, with heads_q heads. q_out: where the rotated rows go, which may be q; None: a new tensor.
     cos, sin: float32 or of k's type, [positions, rope_dims / 2]; or theta, with which pair i of position n turns by
         n * theta ** (-2 i / rope_dims). None of them: rows are copied.
@@ -113,6 +118,7 @@ def append(
         cu_seqlens_q,
         in_four_dims("k_scale", k_scale, True),
         in_four_dims("v_scale", v_scale, True),
+        slots,
     )
     _check_kinds(tensors, given)
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
@@ -201,9 +207,9 @@ def _append_padded(
 
 torch.library.define(
     "flashjit::append",
-    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? q, Tensor(c!)? q_out, Tensor kv_lengths, "
+    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? q, Tensor(c!)? q_out, Tensor? kv_lengths, "
     "Tensor? page_table, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? cu_seqlens_q, "
-    "Tensor(d!)? k_scale, Tensor(e!)? v_scale, float theta, int rope_dims, bool interleaved, SymInt max_seqlen_kv) -> ()",
+    "Tensor(d!)? k_scale, Tensor(e!)? v_scale, Tensor? slots, float theta, int rope_dims, bool interleaved, SymInt max_seqlen_kv) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.register_fake("flashjit::append")(lambda *_: None)
@@ -212,7 +218,8 @@ torch.library.register_fake("flashjit::append")(lambda *_: None)
 def _append(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, q: Tensor | None, q_out: Tensor | None, *rest: Any
 ) -> None:
-    given, rotation, max_seqlen_kv = _Given(*rest[:8]), _Rotation(*rest[8:11]), rest[11]
+    given, (theta, dims, interleaved, max_seqlen_kv) = _Given(*rest[:-4]), rest[-4:]
+    rotation = _Rotation(theta, dims, interleaved)
     for name, x in (
         ("k_cache", k_cache),
         ("v_cache", v_cache),
@@ -273,6 +280,8 @@ class _AppendCall:
             )
         if given.cu_seqlens_q is not None:
             args.batch_size = given.cu_seqlens_q.numel() - 1
+        if given.slots is not None:
+            args.slots_type = _library.ELEMENT_TYPES[ELEMENTS[given.slots.dtype]]
         self.words = _library.words_of(args)
 
     def launch(self, tensors: Sequence[Any], given: _Given) -> None:
@@ -290,7 +299,7 @@ _PLACES = (
         for name in ("k", "v", "k_cache", "v_cache", "q", "q_out", "kv_lengths", "page_table")
     ],
     *[_ROPE + _library.word(Rope, name) for name in ("cos", "sin", "positions")],
-    *[_library.word(AppendArgs, name) for name in ("cu_seqlens_q", "k_scale", "v_scale")],
+    *[_library.word(AppendArgs, name) for name in ("cu_seqlens_q", "k_scale", "v_scale", "slots")],
 )
 _calls: dict[Any, _AppendCall] = {}
 
@@ -302,7 +311,7 @@ def _readable_tables(given: _Given) -> _Given:
     if table is not None and not has_rows(table):
         table = table.contiguous()
     return _Given(
-        given.kv_lengths.contiguous(),
+        None if given.kv_lengths is None else given.kv_lengths.contiguous(),
         table,
         cos,
         sin,
@@ -310,18 +319,24 @@ def _readable_tables(given: _Given) -> _Given:
         None if given.cu_seqlens_q is None else given.cu_seqlens_q.contiguous(),
         given.k_scale,
         given.v_scale,
+        None if given.slots is None else given.slots.contiguous(),
     )
 
 
 def _check_kinds(tensors: dict[str, Any], given: _Given) -> None:
     for name, value in (*tensors.items(), *zip(_Given._fields, given)):
-        if value is None and name not in ("k", "v", "k_cache", "v_cache", "kv_lengths"):
+        if value is None and name not in ("k", "v", "k_cache", "v_cache"):
             continue
         if not isinstance(value, Tensor):
             raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor.")
     if tensors["q"] is None and tensors["q_out"] is not None:
         raise InvalidArgument("q_out is given without q: give both or neither.")
     check_both_tables(given.cos, given.sin)
+    if given.slots is None and given.kv_lengths is None:
+        raise InvalidArgument(
+            "kv_lengths is missing: give the number of keys of each sequence, with the new ones, or slots, where "
+            "each new row goes."
+        )
 
 
 def _check(tensors: dict[str, Any], given: _Given) -> None:
@@ -361,6 +376,11 @@ def _check(tensors: dict[str, Any], given: _Given) -> None:
         if tensor is not None and (tensor.dtype != torch.int32 or tuple(tensor.shape) != (size,)):
             raise InvalidArgument(f"{name} is {describe(tensor)}: it must be int32 [{size}].")
     rows = k.shape[0] * k.shape[2]
+    slots = given.slots
+    if slots is not None and (slots.dtype not in (torch.int64, torch.int32) or slots.numel() != rows):
+        raise InvalidArgument(
+            f"slots is {describe(slots)}: it must be int64 or int32 with {rows} elements, one for each new row."
+        )
     check_angles(k.dtype, rows, given.cos, given.sin, given.positions, k.shape[3])
 
 

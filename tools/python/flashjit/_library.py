@@ -221,6 +221,8 @@ class AppendArgs(ctypes.Structure):
         ("max_seqlen_kv", _i64),
         ("k_scale", Scales),
         ("v_scale", Scales),
+        ("slots", _pointer),
+        ("slots_type", ctypes.c_int32),
     ]
 
 

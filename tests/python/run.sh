@@ -25,7 +25,7 @@ install() {
     rm -rf "$environment"
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || skip "Python 3.10 or newer is needed"
     "$python" -m venv "$environment" || skip "$python -m venv does not work here; install python3-venv"
-    "$environment/bin/pip" install -q --disable-pip-version-check setuptools wheel pytest numpy auditwheel ||
+    "$environment/bin/pip" install -q --disable-pip-version-check --no-compile setuptools wheel pytest numpy auditwheel ||
       skip "PyPI cannot be reached"
     echo "$python" >"$environment/ready"
   fi
@@ -35,7 +35,7 @@ install() {
   if found=$("$python" -c 'import torch; print(torch.__path__[0].rpartition("/")[0])' 2>/dev/null); then
     echo "$found" >"$packages/borrowed.pth"
     "$environment/bin/python" -c 'import torch; print("with PyTorch", torch.__version__, "of", torch.__file__)'
-  elif [ "${CI:-}" = true ] && "$environment/bin/pip" install -q --disable-pip-version-check torch; then
+  elif [ "${CI:-}" = true ] && "$environment/bin/pip" install -q --disable-pip-version-check --no-compile torch; then
     "$environment/bin/python" -c 'import torch; print("with PyTorch", torch.__version__, "from PyPI")'
   else
     echo "$python has no PyTorch (FLASHJIT_TEST_PYTHON names another): its tests skip"
@@ -46,7 +46,7 @@ install() {
   cp -L "$build/libflashjit.so" "$build/tools/flashjit" "$native"
   FLASHJIT_NATIVE=$native "$environment/bin/pip" wheel -q --disable-pip-version-check --no-deps --no-build-isolation \
     -w "$native" "$root/tools/python"
-  "$environment/bin/pip" install -q --disable-pip-version-check --no-deps --force-reinstall "$native"/flashjit-*.whl
+  "$environment/bin/pip" install -q --disable-pip-version-check --no-compile --no-deps --force-reinstall "$native"/flashjit-*.whl
   cd "$native" # not the repository: the installed package is what is tested
   "$environment/bin/python" -c 'import flashjit; print("flashjit", flashjit.version(), "from", flashjit.__file__)'
   "$environment/bin/python" -m flashjit --help >/dev/null

@@ -26,7 +26,7 @@ case $2 in
     if [ "$(cat "$environment/ready" 2>/dev/null)" != "${tools[*]}" ]; then
       rm -rf "$environment"
       python3 -m venv "$environment" || skip "python3 -m venv does not work here; install python3-venv"
-      "$environment/bin/pip" install -q --disable-pip-version-check "${tools[@]}" || skip "PyPI cannot be reached"
+      "$environment/bin/pip" install -q --disable-pip-version-check --no-compile "${tools[@]}" || skip "PyPI cannot be reached"
       echo "${tools[*]}" >"$environment/ready"
     fi
     ;;

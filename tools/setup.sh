@@ -134,6 +134,7 @@ setup() {
 
 configure() {
   local options=()
+  [ -e "$build/CMakeCache.txt" ] || options+=(-DFLASHJIT_UNITY=ON) # a folder that was configured otherwise stays as it is
   command -v ccache >/dev/null && options+=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_C_COMPILER_LAUNCHER=ccache)
   say "configuring $build (Release)"
   cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DFLASHJIT_CUDA_INCLUDE="$cuda/include" "${options[@]}"

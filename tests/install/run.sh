@@ -65,8 +65,9 @@ cmake --build "$scratch/examples" >/dev/null
 ctest --test-dir "$scratch/examples" --output-on-failure
 
 # flashjit's sources within another project, by FetchContent.
+unity=$(sed -n 's/^FLASHJIT_UNITY:BOOL=//p' "$build/CMakeCache.txt")
 REUSE=$build cmake -S "$here/fetch" -B "$scratch/fetch" -G Ninja -DFLASHJIT_SOURCE="$here/../.." -DFLASHJIT_CUDA_INCLUDE="$cuda" \
-  -DCMAKE_CXX_COMPILER_LAUNCHER="$here/reuse.sh" >/dev/null
+  -DFLASHJIT_UNITY="$unity" -DCMAKE_CXX_COMPILER_LAUNCHER="$here/reuse.sh" >/dev/null
 REUSE=$build cmake --build "$scratch/fetch" >/dev/null
 "$scratch/fetch/fetch_cpp" >/dev/null
 "$scratch/fetch/fetch_c" >/dev/null

@@ -4,6 +4,7 @@ copy of the package, with a CMake that builds nothing and writes down what it wa
 import importlib.util
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -245,6 +246,9 @@ def test_a_source_distribution_has_all_that_a_wheel_is_built_of(repository, tmp_
     build = pathlib.Path(os.environ.get("FLASHJIT_FAKES", ROOT / "build" / "tests")).parent
     if not (build / "CMakeFiles" / "flashjit_support.dir").exists() or not shutil.which("cmake"):
         pytest.skip("flashjit is not built here")
+    unity = re.search(
+        "^FLASHJIT_UNITY:BOOL=(.*)$", (build / "CMakeCache.txt").read_text(), re.MULTILINE
+    ).group(1)
     packed = source_distribution(repository, tmp_path)
     with tarfile.open(packed) as tar:
         assert not [name for name in tar.getnames() if "/build/" in name or name.endswith(".pyc")]
@@ -268,6 +272,7 @@ def test_a_source_distribution_has_all_that_a_wheel_is_built_of(repository, tmp_
         env={
             **os.environ,
             "REUSE": str(build),
+            "CMAKE_ARGS": f"-DFLASHJIT_UNITY={unity}",
             "CMAKE_CXX_COMPILER_LAUNCHER": str(ROOT / "tests/install/reuse.sh"),
         },
     )

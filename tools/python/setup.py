@@ -5,6 +5,7 @@ oldest Linux that has the symbols which its files need."""
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -73,8 +74,9 @@ def build_native(folder):
     if not (build / "CMakeCache.txt").exists():
         fetched = build / "cuda" / "include"  # by tools/setup.sh
         options = [f"-DFLASHJIT_CUDA_INCLUDE={fetched}"] if fetched.exists() else []
+        asked = shlex.split(os.environ.get("CMAKE_ARGS", ""))
         build = folder
-        cmake("-S", ROOT, "-B", build, "-DCMAKE_BUILD_TYPE=Release", "-DFLASHJIT_TESTS=OFF", *options)
+        cmake("-S", ROOT, "-B", build, "-DCMAKE_BUILD_TYPE=Release", "-DFLASHJIT_TESTS=OFF", *options, *asked)
     cmake("--build", build, "--parallel", "--target", *NATIVE.values())
     return [build / "libflashjit.so", build / "tools" / "flashjit"]
 

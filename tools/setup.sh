@@ -3,8 +3,9 @@
 # finds CUDA's headers and NVRTC, in a toolkit or, where there is none, from PyPI into build/cuda.
 #
 # Sourced by quickstart.sh and test.sh, which then call `configure`; run by itself it only prepares.
-#   FLASHJIT_NO_TOOLKIT=1   pass over an installed CUDA toolkit
-#   FLASHJIT_CUDA_MAJOR=12  fetch CUDA 12 (for drivers older than 580) instead of 13
+#   FLASHJIT_NO_TOOLKIT=1       pass over an installed CUDA toolkit
+#   FLASHJIT_CUDA_MAJOR=12      fetch CUDA 12 (for drivers older than 580) instead of 13
+#   FLASHJIT_CUDA_VERSION=12.4  fetch the newest of this version
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -82,8 +83,9 @@ find_toolkit() {
 # What to fetch: 13, or 12 where the installed driver is too old for 13.
 cuda_major() {
   local driver
-  if [ -n "${FLASHJIT_CUDA_MAJOR:-}" ]; then
-    echo "$FLASHJIT_CUDA_MAJOR"
+  local asked=${FLASHJIT_CUDA_VERSION:-${FLASHJIT_CUDA_MAJOR:-}}
+  if [ -n "$asked" ]; then
+    echo "${asked%%.*}"
     return
   fi
   driver=$(sed -n 's/^NVRM version:.* \([0-9]\{3,\}\)\.[0-9.]* .*/\1/p' /proc/driver/nvidia/version 2>/dev/null || true)
@@ -98,6 +100,7 @@ fetch_cuda() {
     12) wheels=(nvidia-cuda-nvrtc-cu12==12.9.86 nvidia-cuda-runtime-cu12==12.9.79) ;;
     *) fail "FLASHJIT_CUDA_MAJOR is '$major'; it may be 12 or 13" ;;
   esac
+  [ -z "${FLASHJIT_CUDA_VERSION:-}" ] || wheels=("${wheels[@]/==*/==$FLASHJIT_CUDA_VERSION.*}")
   "$python" -m pip --version >/dev/null 2>&1 || install_packages python3-pip
   "$python" -m pip --version >/dev/null 2>&1 || python=/usr/bin/python3
 
@@ -108,6 +111,7 @@ fetch_cuda() {
   "$python" -m pip download -q --disable-pip-version-check --no-deps --only-binary :all: -d "$scratch/wheels" \
     "${wheels[@]}" || fail "the download failed; allow access to pypi.org, or install a CUDA toolkit (12.1 or newer) and set CUDA_HOME"
   for wheel in "$scratch"/wheels/*.whl; do "$python" -m zipfile -e "$wheel" "$scratch/unpacked"; done
+  find "$scratch/unpacked" -name __init__.py -delete # which wheels of old versions all have
   mv "$scratch"/unpacked/nvidia/*/include/* "$scratch/include/"
   mv "$scratch"/unpacked/nvidia/*/lib/libnvrtc{,-builtins}.so.* "$scratch/lib/"
   rm -rf "$scratch/wheels" "$scratch/unpacked" "$target"

@@ -1,20 +1,24 @@
 #!/usr/bin/env bash
 # Sets up, builds everything and runs every test. GPU tests skip themselves where there is no GPU. The last line is
 # "N passed, N failed, N skipped"; the exit code is 0 only if nothing failed.
+#   tools/test.sh -L unit        only the tests with this label
 #   tools/test.sh --sanitizers   first the unit tests under sanitizers and the parsers under libFuzzer (clang): an hour more
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 # For one test; without it the others run.
 command -v doxygen >/dev/null || (install_packages doxygen) || say "Doxygen is missing: its test is left out"
 
+chosen=()
 if [ "${1:-}" = --sanitizers ]; then
   export CMAKE_ARGS="-DFLASHJIT_CUDA_INCLUDE=$cuda/include"
   say "the unit tests under sanitizers"
   "$root/tests/sanitize.sh"
   say "the parsers under libFuzzer"
   "$root/tests/fuzz/run.sh"
+elif [ "${1:-}" = -L ] && [ $# = 2 ]; then
+  chosen=("$@")
 elif [ $# -gt 0 ]; then
-  fail "'$1' is no option of tools/test.sh; it has --sanitizers alone"
+  fail "'$*' is no option of tools/test.sh; it has -L LABEL and --sanitizers"
 fi
 
 configure
@@ -27,7 +31,7 @@ rm -rf "$FLASHJIT_CACHE_DIR" "$build/tests.xml"
 
 say "testing; what each test printed is in $build/Testing/Temporary/LastTest.log"
 status=0
-ctest --test-dir "$build" --parallel "$(nproc)" --output-on-failure --output-junit "$build/tests.xml" || status=$?
+ctest --test-dir "$build" --parallel "$(nproc)" --output-on-failure --output-junit "$build/tests.xml" "${chosen[@]}" || status=$?
 
 count() { # ATTRIBUTE: of the whole run; 0 where ctest wrote nothing
   local value

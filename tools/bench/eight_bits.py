@@ -9,7 +9,7 @@ The file is tools/bench/results/h100_eight_bits.csv: of each method the relative
 rounded (rel) and against what their codes mean (kernel), the RMS and the largest error. The page is the section of
 tools/docs/accuracy.md; the picture needs matplotlib. Codes are e4m3, with a scale for each sequence and KV head. Speeds are
 those of 16k tokens of hidden size 2048 in [batch, length, heads, d], and of flashjit in bf16: h100_eight_bits_speed.csv, and a
-section of tools/docs/eight-bits.md.
+section of tools/docs/eight-bits-results.md.
 Exit code: 0, 1 where an error is beyond its limit, 3 where there is no GPU or PyTorch.
 """
 
@@ -32,7 +32,9 @@ except ImportError:
 
 FILE, PICTURE = (os.path.join(RESULTS, f"h100_eight_bits.{kind}") for kind in ("csv", "png"))
 SPEED_FILE = os.path.join(RESULTS, "h100_eight_bits_speed.csv")
-PAGE, SPEED_PAGE = (os.path.join(ROOT, "tools", "docs", name) for name in ("accuracy.md", "eight-bits.md"))
+PAGE, SPEED_PAGE = (
+    os.path.join(ROOT, "tools", "docs", name) for name in ("accuracy.md", "eight-bits-results.md")
+)
 COLUMNS = ("inputs", "head_dim", "causal", "seqlen", "method", "rel", "kernel", "rmse", "largest")
 SPEED_COLUMNS = ("head_dim", "causal", "seqlen", "method", "us", "tflops")
 LENGTHS = (1024, 4096, 16384, 65536, 131072)

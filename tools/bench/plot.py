@@ -10,12 +10,13 @@ The sections between the markers <!-- name --> and <!-- /name --> are replaced:
                                leads    where other libraries win, by library
     tools/docs/benchmarks-results.md
                                figures  all points, and *_other.csv, *_few.csv, *_sparse.csv
-    tools/docs/tuning.md       tuner    h100_tuner.csv of tuner_study.py
-    tools/docs/serving.md      figures  h100_serving.csv of serving.py
-    tools/docs/distributed.md  plans    plans.csv of `simulator.py --tokens 131072,1048576,4194304 --csv`
-                               figures  h100_distributed.csv of distributed.py
-    tools/docs/benchmarks-results.md
                                scaling  h100_scaling.csv of distributed.py on up to eight GPUs, where that was run
+    tools/docs/tuning.md       tuner    h100_tuner.csv of tuner_study.py
+    tools/docs/serving-results.md
+                               figures  h100_serving.csv of serving.py
+    tools/docs/distributed-results.md
+                               plans    plans.csv of `simulator.py --tokens 131072,1048576,4194304 --csv`
+                               figures  h100_distributed.csv of distributed.py
     tools/docs/paper.md        figures  h100_paper.csv and h100_paper_figure.csv of paper.py
 """
 
@@ -31,15 +32,10 @@ MASKS = {0: "full", 1: "causal"}
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 RESULTS = os.path.join(ROOT, "tools", "bench", "results")
-README, BENCHMARKS, POINTS, TUNING, SERVING, PAPER, DISTRIBUTED = (
-    os.path.join(ROOT, *path)
-    for path in (
-        ("README.md",),
-        *(
-            ("tools", "docs", f"{name}.md")
-            for name in ("benchmarks", "benchmarks-results", "tuning", "serving", "paper", "distributed")
-        ),
-    )
+README = os.path.join(ROOT, "README.md")
+PAGES = "benchmarks", "benchmarks-results", "tuning", "serving-results", "paper", "distributed-results"
+BENCHMARKS, POINTS, TUNING, SERVING, PAPER, DISTRIBUTED = (
+    os.path.join(ROOT, "tools", "docs", f"{name}.md") for name in PAGES
 )
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish, in drawing order: flashjit and its dashes on top.
@@ -522,12 +518,12 @@ def speed_section(dense, few, serving, latent, codes, variants):
             f"{', '.join(by_dim('fwd'))}; {', '.join(by_dim('bwd'))}",
         ],
         [
-            "[decoding](tools/docs/serving.md) from a KV cache, 1 to 16 queries",
+            "[decoding](tools/docs/serving-results.md) from a KV cache, 1 to 16 queries",
             "the better of cuDNN, FA3",
             f"{mean(from_a_cache)} ({min(from_a_cache):.2f} to {max(from_a_cache):.2f})",
         ],
         [
-            f"[FP8 Q, K and V](tools/docs/eight-bits.md) ({', '.join(of_codes)})",
+            f"[FP8 Q, K and V](tools/docs/eight-bits-results.md) ({', '.join(of_codes)})",
             "FA3",
             ", ".join(mean(found) for found in of_codes.values()),
         ],
@@ -710,7 +706,7 @@ def tuner_section(rows):
 
 
 def serving_section(rows):
-    """tools/docs/serving.md"""
+    """tools/docs/serving-results.md"""
     pages = sorted((int(name[5:-3]) for name in rows[0] if name.startswith("pages")), reverse=True)
     columns = {
         "contiguous": "contiguous",
@@ -786,7 +782,7 @@ def draw_plans(rows, path):
 
 
 def plans_section(rows, png):
-    """tools/docs/distributed.md"""
+    """tools/docs/distributed-results.md"""
     ranks = list(dict.fromkeys(row["ranks"] for row in rows))
     lines = []
     for tokens in dict.fromkeys(row["tokens"] for row in rows):
@@ -801,7 +797,7 @@ def plans_section(rows, png):
 
 
 def shared_section(rows):
-    """tools/docs/distributed.md"""
+    """tools/docs/distributed-results.md"""
     left = lambda row: "" if int(row.get("reserved_sms") or 0) == 0 else f", {row['reserved_sms']} SMs left"
     lines = [
         [

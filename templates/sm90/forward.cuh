@@ -1,20 +1,7 @@
 // Forward pass for Hopper: FlashAttention-3 (sections 3.1 and 3.2). A producer warpgroup loads Q, K and V by
 // TMA; each consumer warpgroup owns 64 rows of Q and computes them by wgmma. Consumers alternate in starting
 // products (ping-pong), so that the softmax of one runs under the products of another; and a consumer's own P
-// V runs under its next softmax.
-//
-//   forward_policy.cuh    the compile-time switches, with their measurements
-//   forward_smem.cuh      shared memory and barriers
-//   forward_producer.cuh  the producer's warps
-//   kv_gather.cuh         the ones that copy K and V row by row, where TMA cannot
-//   kv_codes.cuh          the warpgroup that converts K and V of 8 bits
-//   forward_codes.cuh     Q, K and V of 8 bits: the consumers' loop, and the warps that transpose V
-//   forward_mainloop.cuh  the parts of a consumer's step: products, waits, releases, bias tile
-//   forward_wide.cuh      the main loops where two warpgroups share rows
-//   forward_softmax.cuh   S to P: score program, mask, online softmax
-//   forward_epilogue.cuh  LSE and O to global memory
-//
-// The schedulers, the work tile and the copies of pages are in ../tma.
+// V runs under its next softmax. README.md has the files and their roles.
 #pragma once
 
 #include "flashjit/async/warp_roles.cuh"
@@ -110,10 +97,10 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   float rescale[2], scale[2];
   StateFactors state;
   const auto softmax = [&](int n, bool first, auto& scores) {
-    scale_products(rows, scores);
-    apply_score(p, rows, kv_begin, bias, smem.column_terms(n) + threadIdx.x % 4 * 2, scores);
+    scale_products(rows, rows, scores);
+    ScoreStage<P>::apply(p, rows, kv_begin, bias, smem.column_terms(n) + threadIdx.x % 4 * 2, scores);
     release_terms(smem, n);
-    online_softmax(p, smem.work(round), rows, kv_begin, full, first, scores, rescale);
+    online_softmax<ScoreMask<P>>(p, smem.work(round), rows, kv_begin, full, first, scores, rescale);
   };
 
   int n = 0;

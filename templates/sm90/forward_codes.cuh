@@ -239,11 +239,11 @@ __device__ __forceinline__ void consume_codes(const Params& p, const TensorMaps&
       else
         release_k(smem, n, wg, round, i == 0);
       wait_terms(smem, n);
-      scale_products(rows, s);
-      apply_score(p, rows, kv_begin, bias, smem.column_terms(n) + threadIdx.x % 4 * 2, s);
+      scale_products(rows, rows, s);
+      ScoreStage<P>::apply(p, rows, kv_begin, bias, smem.column_terms(n) + threadIdx.x % 4 * 2, s);
       release_terms(smem, n);
-      add_log_of_v_scales(rows, s);
-      online_softmax(p, work, rows, kv_begin, full, false, s, rescale);  // P = exp2(S - m)
+      add_log_of_v_scales<P>(rows, s);
+      online_softmax<ScoreMask<P>>(p, work, rows, kv_begin, full, false, s, rescale);  // P = exp2(S - m)
       if constexpr (kKeyFactors<P>) release_k(smem, n, wg, round, i == 0);
       POperand<P> codes;
       pack_codes<P>(codes, s);

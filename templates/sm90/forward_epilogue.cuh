@@ -99,20 +99,13 @@ __device__ __forceinline__ StateFactors finalize_rows(const Params& p, const Wor
   StateFactors state;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float sum = rows.sum[half];
-    sum += __shfl_xor_sync(kWholeWarp, sum, 1);
-    sum += __shfl_xor_sync(kWholeWarp, sum, 2);
-    const float of_scores = sum / kLargestP<P>;
-    // As in sm80/forward.cuh: the sum is relative to a rounded shift, and the LSE is not.
-    highest[half] = kSoftmaxOfScores<P>
-                        ? rows.max[half]
-                        : __fmul_rn(rows.max[half], rows.times_k_scale(p.softmax_scale, half));
-    const float factor = exponent_factor<P>(rows.max[half], to_log2[half]);
-    const float rest = fmaf(rows.max[half], factor, -__fmul_rn(rows.max[half], factor));
-    lse[half] = has_keys(sum) ? highest[half] + (log2_approx(of_scores) - rest) * kLn2 : -infinity();
-    if constexpr (P::kSplit && P::kFarScores)
-      if (sum > 0.0f && is_far(highest[half])) lse[half] = far_lse(highest[half], of_scores);
-    if constexpr (P::kRowMax) highest[half] = largest_or_nan(highest[half], sum);
+    const float sum = sum_of_quad(rows.sum[half]);
+    highest[half] = largest_score(p, rows, half);
+    const float rest = shift_rest<P>(rows.max[half], to_log2[half]);
+    lse[half] = row_lse<P>(sum, highest[half], rest);
+    if (P::kSplit && P::kFarScores && sum > 0.0f && is_far(highest[half]))
+      lse[half] = far_lse(highest[half], sum);
+    if (P::kRowMax) highest[half] = largest_or_nan(highest[half], sum);
     RowEnd end = end_of_row<P>(p, work.h, lse[half]);
     if constexpr (kPlacesRows<P> && P::kSinks)
       if (work.split == kWhole)
@@ -123,10 +116,7 @@ __device__ __forceinline__ StateFactors finalize_rows(const Params& p, const Wor
           join_state<P>(p, q < work.sequence.seqlen_q(p), work.sequence.lse_row(p, work.h) + q, end);
     }
     lse[half] = end.lse;
-    const float of_products = kCodeProducts<P> ? sum : sum_of_products<ProductElement<P>>(sum, rest);
-    scale[half] =
-        has_keys(sum) ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, of_products) * end.factor : 0.0f;
-    scale[half] = rows.times_v_scale(scale[half]);
+    scale[half] = scale_of_row(p, rows, sum, rest, end.factor);
   }
   if constexpr (kPlacesRows<P>) {
     store_lse_of_part(p, work, wg, lse);
@@ -148,28 +138,6 @@ __device__ __forceinline__ void add_state(const Params& p, const WorkTile<P>& wo
       flashjit::add_state<kCount / 4>(
           o, half, work.sequence.template q_pointer<float>(p.o_state, work.h, q + half * 8),
           state.of_row[half]);
-  }
-}
-
-/// Multiplies the thread's two rows of O.
-template <int kCount>
-__device__ __forceinline__ void scale_o(float (&o)[kCount], const float (&scale)[2]) {
-#pragma unroll
-  for (int n = 0; n < kCount; ++n) o[n] *= scale[n / 2 % 2];
-}
-
-/// The same in a step, by what the rows' maxima have grown.
-template <class P, int kCount>
-__device__ __forceinline__ void rescale_o(float (&o)[kCount], const float (&rescale)[2]) {
-  if constexpr (!kVotesOnRescale<P>) {
-    scale_o(o, rescale);
-  } else {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (!__any_sync(kWholeWarp, rescale[half] != 1.0f)) continue;
-#pragma unroll
-      for (int n = half * 2; n < kCount; n += 4) o[n] *= rescale[half], o[n + 1] *= rescale[half];
-    }
   }
 }
 

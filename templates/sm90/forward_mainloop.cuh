@@ -4,6 +4,8 @@
 #pragma once
 
 #include "flashjit/sm90/forward_epilogue.cuh"
+#include "flashjit/sm90/forward_mask.cuh"
+#include "flashjit/sm90/forward_scores.cuh"
 #include "flashjit/sm90/forward_smem.cuh"
 #include "flashjit/tma/bias_tile.cuh"
 

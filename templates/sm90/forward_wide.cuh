@@ -155,10 +155,11 @@ __device__ __forceinline__ void consume_left(const Params& p, const TensorMaps& 
     if constexpr (!kTileInParts<P>) release_k(smem, n, wg, round, false);
     let_pv_start();
     wait_terms(smem, n);
-    apply_score(p, rows, kv_begin, 0, smem.column_terms(n) + threadIdx.x % 4 * 2, s);
+    ScoreStage<P>::apply(p, rows, kv_begin, 0, smem.column_terms(n) + threadIdx.x % 4 * 2, s);
     release_terms(smem, n);
-    online_softmax(p, smem.work(round), rows, kv_begin, full, false, s, rescale);  // P = exp2(S - m)
-    if (last) finalize_rows(p, smem.work(round), rows, wg, scale);                 // LSE = m + log(l)
+    online_softmax<ScoreMask<P>>(p, smem.work(round), rows, kv_begin, full, false, s,
+                                 rescale);                          // P = exp2(S - m)
+    if (last) finalize_rows(p, smem.work(round), rows, wg, scale);  // LSE = m + log(l)
     pack_p();
     if (n > 0) named_barrier_sync(smem.p_empty(), 256);
     hand_p_on(smem, p_operand, rescale, scale, rows.seqused_kv - kv_begin);

@@ -95,7 +95,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   const auto start_bias = [&](int n) { fill(n, [](const auto& warp_rows) { warp_rows.start(); }); };
   const auto finish_bias = [&](int n) { fill(n, [](const auto& warp_rows) { warp_rows.finish(); }); };
   float rescale[2], scale[2];
-  StateFactors state;
+  RunningState<P> state;
   const auto softmax = [&](int n, bool first, auto& scores) {
     scale_products(rows, rows, scores);
     ScoreStage<P>::apply(p, rows, kv_begin, bias, smem.column_terms(n) + threadIdx.x % 4 * 2, scores);
@@ -129,7 +129,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     wgmma_commit();
     ping_pong_arrive(smem, wg);
     find_descriptors(smem, n + 1, wg, k_tile, v_tile);
-    if (has_previous) state = finalize_rows(p, smem.work(round - 1), rows, wg, scale);  // LSE = m + log(l)
+    if (has_previous) finalize_rows(p, smem.work(round - 1), rows, wg, scale, state);  // LSE = m + log(l)
     rows.begin(p, smem.work(round), wg);
     if constexpr (kConvertsQ<P>) rows.k_scale[0] *= q_scale[0], rows.k_scale[1] *= q_scale[1];
     look_at(n);
@@ -153,9 +153,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     pack_p();
     if (has_previous) {
       release(smem.v_empty(before(n)));
-      scale_o(o, scale);  // O / l
-      add_state(p, smem.work(round - 1), wg, state, o);
-      store_o(p, maps, smem, smem.work(round - 1), wg, o);
+      store_o(p, maps, smem, smem.work(round - 1), wg, state, scale, o);  // O / l
     }
     last = n;
     if constexpr (kFirstPvOverwritesO<P>) {
@@ -203,12 +201,10 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     wait_v_tile(before(n));
     start_o();
     wgmma_commit();
-    state = finalize_rows(p, smem.work(round - 1), rows, wg, scale);
+    finalize_rows(p, smem.work(round - 1), rows, wg, scale, state);
     wgmma_wait<0>();
     pin(o);
-    scale_o(o, scale);
-    add_state(p, smem.work(round - 1), wg, state, o);
-    store_o(p, maps, smem, smem.work(round - 1), wg, o);
+    store_o(p, maps, smem, smem.work(round - 1), wg, state, scale, o);
     if (kTmaStoresO<P> && elected()) bulk_wait_read();  // before the next CTA gets this shared memory
   }
   if constexpr (kSplitTailWave<P>) skip_work_tile(smem, n, wg, round, i);

@@ -254,9 +254,9 @@ __device__ __forceinline__ void consume_codes(const Params& p, const TensorMaps&
       release(smem.v_empty(n));
     }
     if (Storage::kQStages == 2) release(smem.q_empty(wg, round));
-    finalize_rows(p, work, rows, wg, scale);  // LSE = m + log(l)
-    scale_o(o, scale);                        // O / l
-    store_o(p, maps, smem, work, wg, o);
+    RunningState<P> state;
+    finalize_rows(p, work, rows, wg, scale, state);     // LSE = m + log(l)
+    store_o(p, maps, smem, work, wg, state, scale, o);  // O / l
   }
   if (kTmaStoresO<P> && elected()) bulk_wait_read();  // before the next CTA gets this shared memory
   if (wg == 0) ping_pong_wait(smem, wg);              // the last arrival, which no other warpgroup waits for

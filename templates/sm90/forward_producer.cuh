@@ -161,14 +161,10 @@ __device__ __forceinline__ void write_empty_rows(const Params& p, const ShareSta
                  all = rows * p.batch * scheduled_heads<P>(p) * splits;
 #pragma unroll 1
   for (unsigned index = slot_index<P>(slot); index < all; index += grid_slots<P>()) {
-    const int split = kPlacesRows<P> ? kWhole : static_cast<int>(index % splits);
+    const int split = static_cast<int>(index % splits);
     const WorkTile<P> work(
         p, {index / splits / rows, index / splits % rows, {0, P::kBr / kWarpgroupRows}, split});
     if (work.count() > 0) continue;
-    if constexpr (kPlacesRows<P>) {
-      write_rows_without_keys(p, work, thread, threads);
-      continue;
-    }
     const int count = min(work.sequence.seqlen_q(p) - work.q_begin, queries_per_tile<P>(p));
     if constexpr (kJoinsState<P>) {
       copy_state<P>(p, work.sequence, work.h, work.q_begin, count, thread, threads);

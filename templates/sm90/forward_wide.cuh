@@ -118,6 +118,7 @@ __device__ __forceinline__ void consume_left(const Params& p, const TensorMaps& 
   SAccumulator<P> s;
   POperand<P> p_operand;
   float rescale[2], scale[2] = {};
+  RunningState<P> state;
   bool held = false;  // the second warpgroup's P V
   const auto let_pv_start = [&] {
     if (held) named_barrier_arrive(smem.may_start_pv(), 256);
@@ -159,7 +160,7 @@ __device__ __forceinline__ void consume_left(const Params& p, const TensorMaps& 
     release_terms(smem, n);
     online_softmax<ScoreMask<P>>(p, smem.work(round), rows, kv_begin, full, false, s,
                                  rescale);                          // P = exp2(S - m)
-    if (last) finalize_rows(p, smem.work(round), rows, wg, scale);  // LSE = m + log(l)
+    if (last) finalize_rows(p, smem.work(round), rows, wg, scale, state);  // LSE = m + log(l)
     pack_p();
     if (n > 0) named_barrier_sync(smem.p_empty(), 256);
     hand_p_on(smem, p_operand, rescale, scale, rows.seqused_kv - kv_begin);
@@ -181,8 +182,7 @@ __device__ __forceinline__ void consume_left(const Params& p, const TensorMaps& 
     pin(o);
     release(kTileInParts<P> ? smem.k_empty(n - 1) : smem.v_empty(n - 1));
     if (last) {
-      scale_o(o, scale);  // O / l
-      store_o(p, maps, smem, smem.work(round - 1), wg, o);
+      store_o(p, maps, smem, smem.work(round - 1), wg, state, scale, o);  // O / l
     }
     first = last;
   }
@@ -218,8 +218,7 @@ __device__ __forceinline__ void consume_right(const Params& p, const TensorMaps&
       release(smem.v_empty(n));
       arrive_for_p<P>(smem.p_empty());
     }
-    scale_o(o, scale);  // O / l
-    store_o(p, maps, smem, work, wg, o);
+    store_o(p, maps, smem, work, wg, RunningState<P>(), scale, o);  // O / l
   });
 }
 

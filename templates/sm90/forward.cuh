@@ -5,13 +5,10 @@
 #pragma once
 
 #include "flashjit/async/warp_roles.cuh"
-#include "flashjit/common/unused_rows.cuh"
 #include "flashjit/sm90/forward_codes.cuh"
 #include "flashjit/sm90/forward_mainloop.cuh"
-#include "flashjit/sm90/forward_producer.cuh"
+#include "flashjit/sm90/forward_roles.cuh"
 #include "flashjit/sm90/forward_wide.cuh"
-#include "flashjit/sm90/kv_codes.cuh"
-#include "flashjit/sm90/kv_gather.cuh"
 
 namespace flashjit::sm90 {
 
@@ -212,84 +209,38 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
 }
 
 template <class P>
+struct PlainConsumer {
+  static __device__ __forceinline__ void run(const Params& p, const TensorMaps& maps,
+                                             const ForwardStorage<P>& smem, int wg) {
+    consume(p, maps, smem, wg);
+  }
+};
+/// The main loop of a consumer warpgroup.
+template <class P>
+using Consumer = Conditional<kSharesRows<P>, WideConsumer<P>,
+                             Conditional<kCodeProducts<P>, QuantizedConsumer<P>, PlainConsumer<P>>>;
+
+template <class P>
 __device__ void forward(const Params& p, const TensorMaps& maps) {
   using Storage = ForwardStorage<P>;
   extern __shared__ __align__(kAlignment) char shared[];
-  if (threadIdx.x == 0) {
-    for (int slot = 0; slot < kQTilesPerCta<P>; ++slot) Storage(slot, shared).init_barriers();
-    barrier_init_fence();
-  }
-  if constexpr (P::kStreamK) {
-    let_next_grid_start<P>();  // combine_parts, which waits for this one's end by itself
-    if (threadIdx.x == 32 && p.seqlen_q > 0 && p.seqlen_kv > 0) {  // tensors without rows have no map
-      prefetch_map(maps.q);
-      if constexpr (!kGathers<P>) prefetch_map(maps.k);
-      if constexpr (!kGathers<P> && !P::kSharedKv) prefetch_map(maps.v);
-    }
-  }
-  __syncthreads();
-  if constexpr (P::kCountsTiles || P::kStreamK) wait_for_prior_grid<P>();
-  zero_unused_rows_of_output<P>(p);
-  ShareStart start;
-  if constexpr (P::kStreamK)
-    start = find_share<P>(p, static_cast<int>(blockIdx.x) / p.head_lanes, Storage(0, shared).share_scratch());
+  init_barriers<P>(shared);
+  const ShareStart start = begin_schedule<P>(p, maps, shared);
 
-  constexpr int kAllWarpgroups = kQTilesPerCta<P> * Storage::kWarpgroups;
+  // The producer is warpgroup -1; the one that converts K and V, if there is one, is behind the consumers.
+  constexpr int kConsumers = kQTilesPerCta<P> * Storage::kWarpgroups;
   const int wg = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0) - 1;
-  if constexpr (kConvertsKv<P>) {
-    if (wg == kAllWarpgroups) {
-      lower_register_limit<converter_registers(kAllWarpgroups, P::kMinBlocks)>();
-      return convert_kv(p, Storage(0, shared));
-    }
+  if (kConvertsKv<P> && wg == kConsumers) {
+    lower_register_limit<converter_registers(kConsumers, P::kMinBlocks)>();
+    return KvConverter<P>::run(p, Storage(0, shared));
   }
   if (wg < 0) {
-    lower_register_limit<producer_registers(kAllWarpgroups, P::kMinBlocks, P::kDSplit)>();
-    // The roles of the producer's four warps. Two slots share them: then two warps load K and V, and two load
-    // Q and write empty rows by their idle threads, which would cost 1 to 3% if they waited for the loading
-    // thread (NOTES.md#two-q-tiles-per-cta).
-    const int warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32, 0);
-    const int slot = warp % kQTilesPerCta<P>;
-    const ForwardStorage<P> smem(slot, shared);
-    if (warp / kQTilesPerCta<P> == 0) {
-      if constexpr (kGathers<P>)
-        gather_kv(p, smem, 0);
-      else if constexpr (kLoadsKvApart<P>)
-        load_kv<P, KvPart::k>(p, smem, maps);
-      else if (kPaged<P> || elected())
-        load_kv(p, smem, maps);
-    } else if (warp / kQTilesPerCta<P> == 1) {
-      if constexpr (kQTilesPerCta<P> == 2) {
-        const bool loads = elected();
-        const unsigned others = __ballot_sync(kWholeWarp, !loads);
-        if (!loads)
-          write_empty_rows<P>(p, start, slot, __popc(others & ((1u << threadIdx.x % 32) - 1u)), 31);
-        else
-          schedule_and_load_q(p, smem, maps, start);
-      } else if (elected())
-        schedule_and_load_q(p, smem, maps, start);
-    } else if (kCodeProducts<P> && warp < 2 + kTransposers<P>) {
-      if constexpr (kCodeProducts<P>) transpose_v(p, smem, warp - 2);
-      if (warp == 2) write_empty_rows<P>(p, start, slot, threadIdx.x % 32, 32);
-    } else if (kKeyFactors<P> && warp == 3) {
-      if constexpr (kKeyFactors<P>) find_key_factors(p, smem);
-    } else if (warp / kQTilesPerCta<P> == 2) {
-      if constexpr (P::kKeyScales && !kKeyFactors<P>) load_key_scales(p, smem);
-      write_empty_rows<P>(p, start, slot, threadIdx.x % 32, 32);
-    } else if constexpr (kGathers<P>) {
-      gather_kv(p, smem, 1);
-    } else if constexpr (kLoadsKvApart<P>) {
-      load_kv<P, KvPart::v>(p, smem, maps);
-    } else if constexpr (P::kScoreColumnTerm) {
-      find_column_terms(p, smem);
-    }
+    lower_register_limit<producer_registers(kConsumers, P::kMinBlocks, P::kDSplit)>();
+    run_producer<P>(p, maps, shared, start);
   } else {
-    raise_register_limit<consumer_registers(kAllWarpgroups, P::kMinBlocks, kConverters<P>, P::kDSplit)>();
-    if constexpr (kSharesRows<P>) return consume_wide(p, maps, Storage(0, shared), wg);
+    raise_register_limit<consumer_registers(kConsumers, P::kMinBlocks, kConverters<P>, P::kDSplit)>();
     const int slot = kQTilesPerCta<P> > 1 ? wg / Storage::kWarpgroups : 0;
-    if constexpr (kCodeProducts<P>)
-      consume_codes(p, maps, Storage(slot, shared), wg);
-    else
-      consume(p, maps, Storage(slot, shared), wg - slot * Storage::kWarpgroups);
+    Consumer<P>::run(p, maps, Storage(slot, shared), wg - slot * Storage::kWarpgroups);
   }
 }
 

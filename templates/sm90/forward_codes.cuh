@@ -262,4 +262,12 @@ __device__ __forceinline__ void consume_codes(const Params& p, const TensorMaps&
   if (wg == 0) ping_pong_wait(smem, wg);              // the last arrival, which no other warpgroup waits for
 }
 
+template <class P>
+struct QuantizedConsumer {
+  static __device__ __forceinline__ void run(const Params& p, const TensorMaps& maps,
+                                             const ForwardStorage<P>& smem, int wg) {
+    consume_codes(p, maps, smem, wg);
+  }
+};
+
 }  // namespace flashjit::sm90

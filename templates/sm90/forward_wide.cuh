@@ -223,12 +223,14 @@ __device__ __forceinline__ void consume_right(const Params& p, const TensorMaps&
 }
 
 template <class P>
-__device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& maps,
+struct WideConsumer {
+  static __device__ __forceinline__ void run(const Params& p, const TensorMaps& maps,
                                              const ForwardStorage<P>& smem, int wg) {
-  if (wg == 0)
-    consume_left(p, maps, smem);
-  else
-    consume_right(p, maps, smem);
-}
+    if (wg == 0)
+      consume_left(p, maps, smem);
+    else
+      consume_right(p, maps, smem);
+  }
+};
 
 }  // namespace flashjit::sm90

@@ -1,0 +1,182 @@
+// Who does what in a CTA of the forward pass, besides the consumers: the roles of the producer's four warps,
+// each a type with run(), and the warpgroup that converts quantized K and V.
+#pragma once
+
+#include "flashjit/async/warp_roles.cuh"
+#include "flashjit/common/unused_rows.cuh"
+#include "flashjit/sm90/forward_codes.cuh"
+#include "flashjit/sm90/forward_producer.cuh"
+#include "flashjit/sm90/kv_codes.cuh"
+#include "flashjit/sm90/kv_gather.cuh"
+
+namespace flashjit::sm90 {
+
+// --- K and V ----------------------------------------------------------------------------------------------
+
+/// Both, by TMA.
+template <class P>
+struct KvLoader {
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
+                                             const TensorMaps& maps, const ShareStart&, int) {
+    if (kPaged<P> || elected()) load_kv(p, smem, maps);
+  }
+};
+/// One of them.
+template <class P, KvPart kPart>
+struct KvPartLoader {
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
+                                             const TensorMaps& maps, const ShareStart&, int) {
+    load_kv<P, kPart>(p, smem, maps);
+  }
+};
+/// Some rows of both.
+template <class P, int kWarp>
+struct KvRowLoader {
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
+                                             const TensorMaps&, const ShareStart&, int) {
+    gather_kv(p, smem, kWarp);
+  }
+};
+
+// --- Q, and the schedule ----------------------------------------------------------------------------------
+
+template <class P>
+struct QLoader {
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
+                                             const TensorMaps& maps, const ShareStart& start, int) {
+    if (elected()) schedule_and_load_q(p, smem, maps, start);
+  }
+};
+/// Where two slots share the producer's warps, idle threads write empty rows, which would cost 1 to 3% if
+/// they waited for the loading thread (NOTES.md#two-q-tiles-per-cta).
+template <class P>
+struct BusyQLoader {
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
+                                             const TensorMaps& maps, const ShareStart& start, int) {
+    const bool loads = elected();
+    const unsigned others = __ballot_sync(kWholeWarp, !loads);
+    if (!loads)
+      write_empty_rows<P>(p, start, smem.slot, __popc(others & ((1u << threadIdx.x % 32) - 1u)), 31);
+    else
+      schedule_and_load_q(p, smem, maps, start);
+  }
+};
+
+// --- What scores and products read besides ----------------------------------------------------------------
+
+template <class P>
+struct VTransposer {
+  static __device__ __forceinline__ bool is(int warp) { return warp < 2 + kTransposers<P>; }
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
+                                             const TensorMaps&, const ShareStart&, int warp) {
+    transpose_v(p, smem, warp - 2);
+  }
+};
+template <class P>
+struct KeyFactorFinder {
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
+                                             const TensorMaps&, const ShareStart&, int) {
+    find_key_factors(p, smem);
+  }
+};
+template <class P>
+struct KeyScaleLoader {
+  static __device__ __forceinline__ bool is(int warp) { return warp / kQTilesPerCta<P> == 2; }
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
+                                             const TensorMaps&, const ShareStart&, int) {
+    load_key_scales(p, smem);
+  }
+};
+template <class P>
+struct ColumnTermFinder {
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
+                                             const TensorMaps&, const ShareStart&, int) {
+    find_column_terms(p, smem);
+  }
+};
+template <class P>
+struct Idle {
+  static __device__ __forceinline__ bool is(int warp) { return warp / kQTilesPerCta<P> == 2; }
+  static __device__ __forceinline__ void run(const Params&, const ForwardStorage<P>&, const TensorMaps&,
+                                             const ShareStart&, int) {}
+};
+
+// --- The warps of the producer ----------------------------------------------------------------------------
+
+template <class P>
+struct ProducerRoles {
+  using First = Conditional<kGathers<P>, KvRowLoader<P, 0>,
+                            Conditional<kLoadsKvApart<P>, KvPartLoader<P, KvPart::k>, KvLoader<P>>>;
+  using Second = Conditional<kQTilesPerCta<P> == 2, BusyQLoader<P>, QLoader<P>>;
+  /// Then it writes empty rows. With two transposers the fourth warp is one, too.
+  using Third =
+      Conditional<kCodeProducts<P>, VTransposer<P>, Conditional<P::kKeyScales, KeyScaleLoader<P>, Idle<P>>>;
+  using Fourth =
+      Conditional<kKeyFactors<P>, KeyFactorFinder<P>,
+                  Conditional<kGathers<P>, KvRowLoader<P, 1>,
+                              Conditional<kLoadsKvApart<P>, KvPartLoader<P, KvPart::v>,
+                                          Conditional<P::kScoreColumnTerm, ColumnTermFinder<P>, Idle<P>>>>>;
+};
+/// Two slots share the four warps, and have the first two roles each.
+template <class P>
+__device__ __forceinline__ void run_producer(const Params& p, const TensorMaps& maps, char* shared,
+                                             const ShareStart& start) {
+  using Roles = ProducerRoles<P>;
+  const int warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32, 0);
+  const int slot = warp % kQTilesPerCta<P>;
+  const ForwardStorage<P> smem(slot, shared);
+  if (warp / kQTilesPerCta<P> == 0) {
+    Roles::First::run(p, smem, maps, start, warp);
+  } else if (warp / kQTilesPerCta<P> == 1) {
+    Roles::Second::run(p, smem, maps, start, warp);
+  } else if (Roles::Third::is(warp)) {
+    Roles::Third::run(p, smem, maps, start, warp);
+    if (!kCodeProducts<P> || warp == 2) write_empty_rows<P>(p, start, slot, threadIdx.x % 32, 32);
+  } else {
+    Roles::Fourth::run(p, smem, maps, start, warp);
+  }
+}
+
+template <class P>
+struct KvConverterGroup {
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem) {
+    convert_kv(p, smem);
+  }
+};
+struct NoKvConverter {
+  template <class... Arguments>
+  static __device__ __forceinline__ void run(const Arguments&...) {}
+};
+template <class P>
+using KvConverter = Conditional<kConvertsKv<P>, KvConverterGroup<P>, NoKvConverter>;
+
+// --- Before the roles -------------------------------------------------------------------------------------
+
+template <class P>
+__device__ __forceinline__ void init_barriers(char* shared) {
+  if (threadIdx.x != 0) return;
+  for (int slot = 0; slot < kQTilesPerCta<P>; ++slot) ForwardStorage<P>(slot, shared).init_barriers();
+  barrier_init_fence();
+}
+/// Waits for what this launch depends on; stream-K: finds the CTA's share of the work.
+template <class P>
+__device__ __forceinline__ ShareStart begin_schedule(const Params& p, const TensorMaps& maps, char* shared) {
+  if constexpr (P::kStreamK) {
+    let_next_grid_start<P>();  // combine_parts, which waits for this one's end by itself
+    if (threadIdx.x == 32 && p.seqlen_q > 0 && p.seqlen_kv > 0) {  // tensors without rows have no map
+      prefetch_map(maps.q);
+      if (!kGathers<P>) prefetch_map(maps.k);
+      if (!kGathers<P> && !P::kSharedKv) prefetch_map(maps.v);
+    }
+  }
+  __syncthreads();
+  if (P::kCountsTiles || P::kStreamK) wait_for_prior_grid<P>();
+  zero_unused_rows_of_output<P>(p);
+  ShareStart start;
+  if constexpr (P::kStreamK)
+    start = find_share<P>(p, static_cast<int>(blockIdx.x) / p.head_lanes,
+                          ForwardStorage<P>(0, shared).share_scratch());
+  return start;
+}
+
+}  // namespace flashjit::sm90

@@ -33,10 +33,11 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
     if constexpr (!ForwardStorage<P>::kHasVBarriers || kPart == KvPart::k) return;
     barrier_wait<P>(smem.v_may_land(n), smem.v_landing_phase(n) ^ 1);
     if constexpr (kTileInParts<P>)
-      copy_kv_tile<P, P::kHeadDim, TilePart::right>(smem.k_landing(n), maps.k, smem.v_landed(n), loaded);
+      KvTileCopy<P>::template start<P::kHeadDim, TilePart::right>(smem.k_landing(n), maps.k, smem.v_landed(n),
+                                                                  loaded);
     else
-      copy_kv_tile<P, tile_columns(P::kHeadDimV, kCodeProducts<P>)>(smem.v_landing(n), maps.v,
-                                                                    smem.v_landed(n), loaded);
+      KvTileCopy<P>::template start<tile_columns(P::kHeadDimV, kCodeProducts<P>), TilePart::whole>(
+          smem.v_landing(n), maps.v, smem.v_landed(n), loaded);
   };
   int n = 0;
   for_each_work_tile(smem, [&](const WorkTile<P>& work) {
@@ -53,7 +54,8 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
         barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
         if constexpr (kProducerPostsEntries<P> && !kConvertsKv<P>)
           if (leads_kv_copies<P>()) post_entry(p, smem, work, n, entry);
-        copy_kv_tile<P, kQkColumns<P>, kKPart<P>>(smem.k_landing(n), maps.k, smem.k_landed(n), tile);
+        KvTileCopy<P>::template start<kQkColumns<P>, kKPart<P>>(smem.k_landing(n), maps.k, smem.k_landed(n),
+                                                                tile);
       }
       if constexpr (P::kBiasTile) {
         barrier_wait<P>(smem.terms_empty(n), smem.phase(n) ^ 1);

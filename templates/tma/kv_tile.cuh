@@ -21,29 +21,41 @@ __device__ __forceinline__ bool leads_kv_copies() {
   return !kPaged<P> || threadIdx.x % 32 == 0;
 }
 
-/// The coordinates of a KV tile; with pages those of the lane's box.
+/// The coordinates of a KV tile, which KvTilePlace<P> names: those of all its boxes.
 template <class P>
-struct KvTilePlace {
+struct DenseKvTile {
   int row = 0, head = 0, batch = 0;
 
-  __device__ __forceinline__ KvTilePlace() {}
+  __device__ __forceinline__ DenseKvTile() {}
+  /// `batch`: from page_of_tile().
+  __device__ __forceinline__ DenseKvTile(const Params&, const Sequence<P>& sequence, int batch, int h_kv,
+                                         int begin, int /*first_key*/)
+      : head(h_kv), batch(batch) {
+    row = sequence.kv_row(begin);
+  }
+  /// The batch index of K and V.
+  static __device__ __forceinline__ int page_of_tile(const Params& p, const Sequence<P>& sequence, int, int) {
+    return P::kCache ? page_of_key<P>(p, sequence.b, 0) : sequence.batch();
+  }
+};
+/// Or those of the lane's box.
+template <class P>
+struct PagedKvTile {
+  int row = 0, head = 0, batch = 0;
+
+  __device__ __forceinline__ PagedKvTile() {}
   /// `page`: from page_of_tile(); `first_key`: the work tile's.
-  __device__ __forceinline__ KvTilePlace(const Params& p, const Sequence<P>& sequence, int page, int h_kv,
+  __device__ __forceinline__ PagedKvTile(const Params& p, const Sequence<P>& sequence, int page, int h_kv,
                                          int begin, int first_key)
       : head(h_kv), batch(page) {
-    if constexpr (kPaged<P>) {
-      const int kv = first_row(begin);
-      row = kv % P::kPageRows;
-      // Rows of a page that does not exist come as zeros.
-      batch = has_keys(p, sequence, kv, first_key) ? existing_page(p, page) : p.page_table.count;
-    } else {
-      row = sequence.kv_row(begin);
-    }
+    const int kv = first_row(begin);
+    row = kv % P::kPageRows;
+    // Rows of a page that does not exist come as zeros.
+    batch = has_keys(p, sequence, kv, first_key) ? existing_page(p, page) : p.page_table.count;
   }
-  /// The batch index of K and V; with pages the table's entry for the lane's box, if that has keys.
+  /// The table's entry for the lane's box, if that has keys.
   static __device__ __forceinline__ int page_of_tile(const Params& p, const Sequence<P>& sequence, int begin,
                                                      int first_key) {
-    if constexpr (!kPaged<P>) return P::kCache ? page_of_key<P>(p, sequence.b, 0) : sequence.batch();
     const int kv = first_row(begin);
     return has_keys(p, sequence, kv, first_key) ? table_entry<P>(p, sequence.b, kv) : 0;
   }
@@ -59,6 +71,8 @@ struct KvTilePlace {
     return kv < sequence.seqused_kv(p);
   }
 };
+template <class P>
+using KvTilePlace = Conditional<kPaged<P>, PagedKvTile<P>, DenseKvTile<P>>;
 
 /// Which slices of a tile a copy has. Parts: see kTileInParts.
 enum class TilePart { whole, left, right };
@@ -76,30 +90,28 @@ constexpr int slices_of_part(TilePart part, int columns) {
   return count;
 }
 
-/// Starts the copy of a tile of K or V, or of a part of it, which completes on `full`. By one thread; with
-/// pages by a warp. Codes that are converted come in rows one after the other, not in
-/// slices.
-template <class P, int kColumns, TilePart kPart = TilePart::whole>
-__device__ __forceinline__ void copy_kv_tile(unsigned to, const TensorMap& map, unsigned full,
-                                             const KvTilePlace<P>& at) {
-  constexpr bool kInRows = kScaledKv<P> && !P::kQCodes;
-  constexpr int kBytes =
-      kInRows ? P::kBc * kColumns : slices_of_part<P>(kPart, kColumns) * P::kBc * kRowBytes;
-  if constexpr (kInRows) {
-    const int lane = kPaged<P> ? static_cast<int>(threadIdx.x) % 32 : 0;
-    if (lane == 0) barrier_expect(full, kBytes);
-    if constexpr (kPaged<P>) __syncwarp();
-    if (lane < P::kBc / kKvBoxRows<P>)
-      load_box(to + lane * kKvBoxRows<P> * kColumns, map, full, 0, at.row, at.head, at.batch);
-  } else if constexpr (!kPaged<P>) {
-    barrier_expect(full, kBytes);
+/// Starts the copy of a tile of K or V, or of a part of it, which completes on `full`; KvTileCopy<P> names
+/// one of three types. By one thread: a box a slice.
+template <class P>
+struct SliceCopy {
+  template <int kColumns, TilePart kPart>
+  static __device__ __forceinline__ void start(unsigned to, const TensorMap& map, unsigned full,
+                                               const KvTilePlace<P>& at) {
+    barrier_expect(full, slices_of_part<P>(kPart, kColumns) * P::kBc * kRowBytes);
     for (int slice = 0; slice < slices(kColumns); ++slice)
       if (is_in_part<P>(kPart, slice))
         load_box(to + slice * P::kBc * kRowBytes, map, full, slice * kSliceColumns, at.row, at.head,
                  at.batch);
-  } else {
+  }
+};
+/// By a warp: a box for each page's rows of a slice.
+template <class P>
+struct PagedSliceCopy {
+  template <int kColumns, TilePart kPart>
+  static __device__ __forceinline__ void start(unsigned to, const TensorMap& map, unsigned full,
+                                               const KvTilePlace<P>& at) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    if (lane == 0) barrier_expect(full, kBytes);
+    if (lane == 0) barrier_expect(full, slices_of_part<P>(kPart, kColumns) * P::kBc * kRowBytes);
     __syncwarp();
     if (lane < P::kBc / kKvBoxRows<P>)
       for (int slice = 0; slice < slices(kColumns); ++slice)
@@ -107,6 +119,23 @@ __device__ __forceinline__ void copy_kv_tile(unsigned to, const TensorMap& map, 
           load_box(to + (slice * P::kBc + lane * kKvBoxRows<P>)*kRowBytes, map, full, slice * kSliceColumns,
                    at.row, at.head, at.batch);
   }
-}
+};
+/// Codes that are converted come in rows one after the other, not in slices. By one thread; with pages by a
+/// warp.
+template <class P>
+struct RowCopy {
+  template <int kColumns, TilePart>
+  static __device__ __forceinline__ void start(unsigned to, const TensorMap& map, unsigned full,
+                                               const KvTilePlace<P>& at) {
+    const int lane = kPaged<P> ? static_cast<int>(threadIdx.x) % 32 : 0;
+    if (lane == 0) barrier_expect(full, P::kBc * kColumns);
+    if (kPaged<P>) __syncwarp();
+    if (lane < P::kBc / kKvBoxRows<P>)
+      load_box(to + lane * kKvBoxRows<P> * kColumns, map, full, 0, at.row, at.head, at.batch);
+  }
+};
+template <class P>
+using KvTileCopy = Conditional<kScaledKv<P> && !P::kQCodes, RowCopy<P>,
+                               Conditional<kPaged<P>, PagedSliceCopy<P>, SliceCopy<P>>>;
 
 }  // namespace flashjit::tma

@@ -82,7 +82,7 @@ std::vector<char> random_pattern(DType dtype) {
 
 /// Rows of a page of K and V, and pages of a sequence: one, where there are no pages.
 std::int64_t page_rows(const Problem& p) {
-  return p.spec.pages != 0 ? p.spec.pages : std::max<std::int64_t>(p.shape.seqlen_kv, 1);
+  return p.spec.kv.is_paged() ? p.spec.kv.page_size : std::max<std::int64_t>(p.shape.seqlen_kv, 1);
 }
 std::int64_t pages_of_sequence(const Problem& p) {
   return (p.shape.seqlen_kv + page_rows(p) - 1) / page_rows(p);
@@ -128,18 +128,18 @@ class Inputs {
     const std::vector<char> kv_pattern = random_pattern(problem_.spec.kv_type());
     const std::size_t count = set_count(sizes_.set(backward), static_cast<std::size_t>(device.l2_bytes));
     for (std::size_t i = 0; i < count; ++i) sets_.push_back(make_set(pattern, kv_pattern, backward));
-    if (problem_.spec.pages != 0)
+    if (problem_.spec.kv.is_paged())
       page_table_ = device::upload(
           driver_, reference::shuffled_pages(problem_.shape.batch * pages_of_sequence(problem_), kSeed),
           stream_);
-    if (problem_.spec.has_lengths()) {
+    if (problem_.spec.kv.has_lengths()) {
       kv_lengths_ =
           device::upload(driver_,
                          std::vector<std::int32_t>(static_cast<std::size_t>(problem_.shape.batch),
                                                    static_cast<std::int32_t>(problem_.shape.seqlen_kv)),
                          stream_);
     }
-    if (problem_.spec.shared_prefix)
+    if (problem_.spec.kv.shared_prefix)
       prefix_length_ =
           device::upload(driver_, std::vector{reference::plausible_prefix(problem_.shape)}, stream_);
     map_ = plausible_map(problem_.spec, problem_.shape, options.map_density);
@@ -276,10 +276,10 @@ class Inputs {
   }
   TensorView rows_of_kv(const DeviceBuffer& buffer, int dim) const {
     const AttentionShape& shape = problem_.shape;
-    if (problem_.spec.pages != 0)
-      return TensorView::bshd(buffer.data(), shape.batch * pages_of_sequence(problem_), problem_.spec.pages,
-                              shape.heads_kv, dim);
-    if (problem_.spec.cache)
+    if (problem_.spec.kv.is_paged())
+      return TensorView::bshd(buffer.data(), shape.batch * pages_of_sequence(problem_),
+                              problem_.spec.kv.page_size, shape.heads_kv, dim);
+    if (problem_.spec.kv.is_cache())
       return TensorView::bhsd(buffer.data(), shape.batch, shape.heads_kv, shape.seqlen_kv, dim);
     return rows(buffer, problem_.shape.heads_kv, problem_.shape.seqlen_kv, dim);
   }
@@ -289,7 +289,7 @@ class Inputs {
     const auto* data = static_cast<const float*>(scales_.data());
     if (!problem_.spec.key_scales) return ConstScaleView::of_tensor(data);
     const auto [batch, heads, rows, dim] = k.size;
-    if (problem_.spec.has_cache()) return ConstScaleView::of_keys(data, batch, heads, rows);
+    if (problem_.spec.kv.is_cache()) return ConstScaleView::of_keys(data, batch, heads, rows);
     return {data, {batch, 1, heads, rows}, {heads * rows, 0, rows, 1}};
   }
 
@@ -300,7 +300,7 @@ class Inputs {
     Args args;
     args.q = rows_of_q(set.q, spec.head_dim);
     args.k = rows_of_kv(set.k, spec.head_dim);
-    args.v = spec.shared_kv ? args.k.first_columns(spec.v_dim()) : rows_of_kv(set.v, spec.v_dim());
+    args.v = spec.kv.shared_kv ? args.k.first_columns(spec.v_dim()) : rows_of_kv(set.v, spec.v_dim());
     args.out = rows_of_q(set.out, spec.v_dim());
     args.lse = static_cast<float*>(set.lse.data());
     args.kv_lengths = static_cast<const std::int32_t*>(kv_lengths_.data());
@@ -318,7 +318,7 @@ class Inputs {
                                              reference::plausible_top_k(problem_.shape.seqlen_kv));
     if (spec.varlen) {
       args.cu_seqlens_q = static_cast<const std::int32_t*>(cu_seqlens_q_.data());
-      if (!spec.has_cache()) args.cu_seqlens_kv = static_cast<const std::int32_t*>(cu_seqlens_kv_.data());
+      if (!spec.kv.is_cache()) args.cu_seqlens_kv = static_cast<const std::int32_t*>(cu_seqlens_kv_.data());
       args.batch_size = problem_.shape.batch;
       args.max_seqlen_q = problem_.shape.seqlen_q;
       args.max_seqlen_kv = problem_.shape.seqlen_kv;
@@ -327,10 +327,10 @@ class Inputs {
   }
   ForwardArgs forward_args(const TensorSet& set) const {
     auto args = common_args<ForwardArgs>(set);
-    if (problem_.spec.pages != 0)
+    if (problem_.spec.kv.is_paged())
       args.page_table = {static_cast<const std::int32_t*>(page_table_.data()), problem_.shape.batch,
                          pages_of_sequence(problem_)};
-    if (problem_.spec.shared_prefix)
+    if (problem_.spec.kv.shared_prefix)
       args.prefix_length = static_cast<const std::int32_t*>(prefix_length_.data());
     if (problem_.spec.running_state)
       args.state = {rows_of_q(set.state, problem_.spec.v_dim()), static_cast<const float*>(set.lse.data())};

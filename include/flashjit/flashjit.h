@@ -109,8 +109,7 @@ typedef struct flashjit_tensor {
   int64_t stride[4];
 } flashjit_tensor;
 
-/** uint8 [batch or 1, heads_q or 1, ceil(seqlen_q / block), ceil(seqlen_kv / block)], contiguous, on the
- * device. */
+/** uint8 on the device, contiguous: see BlockMapView of flashjit/tensor.hpp. */
 typedef struct flashjit_block_map {
   const uint8_t* data;
   int64_t size[4];
@@ -125,9 +124,7 @@ typedef struct flashjit_page_table {
   int64_t stride; /**< from one sequence to the next, in elements; 0: columns */
 } flashjit_page_table;
 
-/** Scales of K or V where the spec says "kv<type>": fp32 [sequences, pages, KV heads, rows] on the device. A
- * key is its code times the scale of its sequence, page, head and row; a dimension of size 1 is shared by
- * all. Without "key_scales" pages and rows have size 1. ScaleView of flashjit/tensor.hpp says more. */
+/** Scales of quantized Q, K or V: fp32 on the device, see ScaleView of flashjit/tensor.hpp. */
 typedef struct flashjit_scales {
   float* data;       /**< null: there are none */
   int64_t size[4];   /**< sequences, pages, KV heads, rows */
@@ -165,17 +162,15 @@ enum { FLASHJIT_MAX_CAPTURES = 24, FLASHJIT_MAX_CAPTURE_DIMS = 6 };
 typedef struct flashjit_capture {
   const char* name;
   const void* data; /**< of a tensor, aligned to its element; null for a scalar */
-  float* grad;  /**< backward, if the program declares "grad": fp32 on the device, contiguous, the tensor's
-                   sizes. The gradient is added to the memory: zero it first */
-  int32_t rank; /**< of a tensor, 1 to 6; 0: a scalar */
+  float* grad;      /**< if the program declares "grad": fp32, contiguous, added to: zero it first */
+  int32_t rank;     /**< of a tensor, 1 to 6; 0: a scalar */
   flashjit_element_type type;
   int64_t size[FLASHJIT_MAX_CAPTURE_DIMS];   /**< the first `rank` count; each at least 1 */
   int64_t stride[FLASHJIT_MAX_CAPTURE_DIMS]; /**< in elements, 0 or more */
   double scalar;                             /**< an integer if declared int */
 } flashjit_capture;
 
-/** With "dropout_place" in the spec: where a call is in the problem whose dropout mask it gets. Its pair (b,
- * h, i, j) is there (batch + b, head + h, q + q_step * i, kv + kv_step * j). */
+/** Where a call is in a larger problem's dropout mask: see DropoutPlace of flashjit/tensor.hpp. */
 typedef struct flashjit_dropout_place {
   int64_t batch, head;
   int64_t heads; /**< of a batch entry there; 0: as many as here */
@@ -226,11 +221,9 @@ typedef struct flashjit_forward_args {
   const uint64_t* rng_state;
   int32_t zero_unused_rows; /**< with "varlen": not 0: zeros in rows of `out` that belong to no sequence */
   flashjit_page_table page_table; /**< with "pages", and where slots of "cache" are not in order */
-  float* row_max; /**< with "row_max" in the spec, like lse: the largest score that a query attends
-                       to, after the score program and without sinks; -inf: it attends to nothing */
-  flashjit_scales k_scale, v_scale; /**< with "kv<type>" in the spec; read only */
-  flashjit_scales
-      q_scale; /**< with "q_codes", too: of all queries, or of those of a sequence and a KV head */
+  float* row_max; /**< with "row_max" in the spec, like lse: the largest score that a query attends to */
+  flashjit_scales k_scale, v_scale;     /**< with "kv<type>" in the spec; read only */
+  flashjit_scales q_scale;              /**< with "q_codes", too */
   flashjit_indices indices;             /**< with "indices" in the spec */
   flashjit_dropout_place dropout_place; /**< with "dropout_place" in the spec */
   int32_t reserved_sms;                 /**< SMs that persistent kernels leave free, e.g. for NCCL */
@@ -271,8 +264,7 @@ typedef struct flashjit_backward_args {
   int32_t reserved_sms;
 } flashjit_backward_args;
 
-/** Rotary position embedding of the first `dims` dimensions of a head: pair i turns by the position's angle,
- * that of a table, or position * theta^(-2i / dims). Zero: nothing is rotated. */
+/** Rotary position embedding: see RopeView of flashjit/runtime.hpp. Zero: nothing is rotated. */
 typedef struct flashjit_rope {
   const void *cos, *sin;      /**< on the device, [table_rows, dims / 2]; null: by theta */
   int64_t table_rows;         /**< positions that the tables have */
@@ -299,23 +291,15 @@ typedef struct flashjit_append_args {
   flashjit_tensor q;              /**< read only; zero: there is none */
   flashjit_tensor q_out;          /**< may be q */
   flashjit_rope rope;
-  const int32_t* cu_seqlens_q; /**< [batch_size + 1] on the device, with "varlen" in the spec */
-  int64_t batch_size;          /**< sequences, with "varlen" in the spec */
-  int64_t max_seqlen_kv;       /**< the most keys of a sequence; 0: all there is room for */
-  /** With "kv<type>" in the spec: those of heads are read, and what is too large for them becomes the largest
-   * code. With "key_scales" each new key gets its own, which is written: they have size 1 in sequences alone.
-   */
-  flashjit_scales k_scale, v_scale;
-  /** Where each new row goes, in place of kv_lengths, page_table, cu_seqlens_q, batch_size and max_seqlen_kv,
-   * on the device, one for each row of k: page * page size + row of the page (slots of a cache count as
-   * pages, of the capacity's rows). Negative numbers, and rows beyond the cache, are left out. A rotation
-   * then needs rope.positions. Null: none. */
-  const void* slots;
+  const int32_t* cu_seqlens_q;      /**< [batch_size + 1] on the device, with "varlen" in the spec */
+  int64_t batch_size;               /**< sequences, with "varlen" in the spec */
+  int64_t max_seqlen_kv;            /**< the most keys of a sequence; 0: all there is room for */
+  flashjit_scales k_scale, v_scale; /**< with "kv<type>" in the spec: read; with "key_scales", too, written */
+  const void* slots; /**< where each new row goes, in place of lengths, table and offsets: see SlotsView */
   flashjit_element_type slots_type; /**< FLASHJIT_ELEMENT_INT64 (also by default) or FLASHJIT_ELEMENT_INT32 */
 } flashjit_append_args;
 
-/** O and LSE over all keys, from partial states whose keys are disjoint. A state with an LSE of -inf gives
- * nothing, whatever its O. Without any key O is 0 and LSE -inf. */
+/** O and LSE over all keys, from partial states whose keys are disjoint. */
 typedef struct flashjit_merge_args {
   size_t struct_size;
   const flashjit_partial_state* states; /**< state_count of them, on the host: 1 to 8 */
@@ -325,18 +309,14 @@ typedef struct flashjit_merge_args {
   flashjit_element_type states_type, out_type; /**< FLASHJIT_ELEMENT_FP32, or the spec's (also by default) */
 } flashjit_merge_args;
 
-/** A tensor as codes of 8 bits times scales, which are found such that the largest element of what shares a
- * scale becomes the largest code. A scale of zeros or of nothing is 1. */
+/** A tensor as codes of 8 bits times scales: see QuantiseArgs of flashjit/runtime.hpp. */
 typedef struct flashjit_quantise_args {
   size_t struct_size;
   flashjit_tensor x;     /**< [batch, heads, rows, dim] of the spec's type, or a pool of pages; read only */
   flashjit_tensor codes; /**< of x's sizes, of the type of "kv<type>" in the spec */
-  flashjit_scales scale; /**< written: sizes are 1, or x's batch in the place of sequences or pages, heads
-                            that divide x's, and with all others x's rows */
-  int32_t hadamard;      /**< whether rows are multiplied by blocks of a Hadamard matrix, of the largest power
-                              of two that divides dim: of Q and K alike it leaves their products alone */
-  flashjit_rope rope; /**< before that, rows are rotated by their positions, [batch, rows], by default 0, 1,
-                         2 ... of each entry; one without a position in the tables is not */
+  flashjit_scales scale; /**< written; its sizes say what shares a scale */
+  int32_t hadamard;      /**< not 0: rows are multiplied by blocks of a Hadamard matrix */
+  flashjit_rope rope;    /**< before that, rows are rotated by their positions */
 } flashjit_quantise_args;
 
 /** Inputs of tile lists: the arguments of the calls that will use them, as far as masks read them. */
@@ -480,6 +460,7 @@ enum { FLASHJIT_RING = 0, FLASHJIT_ALL_GATHER = 1, FLASHJIT_ULYSSES = 2 };
 typedef int32_t flashjit_shard_layout;
 enum { FLASHJIT_ZIGZAG = 0, FLASHJIT_CONTIGUOUS = 1 };
 
+/** See SharedSequence of flashjit/distributed.hpp. */
 typedef struct flashjit_shared_sequence {
   size_t struct_size;
   int64_t batch, heads_q, heads_kv;
@@ -487,20 +468,13 @@ typedef struct flashjit_shared_sequence {
   flashjit_sharing_scheme scheme;
   flashjit_shard_layout layout;
   int64_t window; /**< with causal: how many keys a query sees, the last at its own position; 0: all */
-  const int64_t* documents; /**< on the host, [document_count + 1]: where each begins in the whole sequence,
-                               and where the last one ends; null: there are none. With them the batch is 1 */
+  const int64_t* documents; /**< on the host, [document_count + 1]; null: there are none */
   size_t document_count;
   int32_t reserved_sms;     /**< left to transfers of a ring while these are under way */
-  void* heads_communicator; /**< two levels, with FLASHJIT_RING and FLASHJIT_ALL_GATHER: the ncclComm_t of
-                               ranks that share heads. Together they have the shard of one rank of the other
-                               communicator, of as many times the rows; each has consecutive rows of it, in
-                               the order of their ranks. Null: one level */
+  void* heads_communicator; /**< two levels: the ncclComm_t of ranks that share heads; null: one level */
 } flashjit_shared_sequence;
 
-/** Of this rank: q, out [batch, heads_q, rows, ...], k, v [batch, heads_kv, rows, ...], contiguous, 16-byte
- * aligned, and lse [chunks, batch, heads_q, rows / chunks] with one chunk, or with zigzag two; with
- * documents, and where ranks share heads, as flashjit/distributed.hpp says.
- */
+/** This rank's shards: see SharedForwardArgs of flashjit/distributed.hpp. */
 typedef struct flashjit_shared_forward_args {
   size_t struct_size;
   const void *q, *k, *v;

@@ -64,20 +64,20 @@ struct PartialState {
 /// beyond the last row, or a sequence longer than its maximum), kernels cut the sequence to existing rows.
 /// The results of the sequences concerned are then wrong, but nothing outside the tensors is read or written.
 ///
-/// With spec.pages, K and V are pools of pages, k [pages, hkv, spec.pages, d], with any strides (NHD, HND, K
-/// and V in one tensor, layers in one tensor), and page_table says whose they are. With spec.cache alone they
-/// are slots, k [slots, hkv, capacity, d]: sequence b has slot b, or the one that page_table names. In both,
-/// kv_lengths [b] says how many keys a sequence has, max_seqlen_kv (0: all that table or slot have room for)
-/// how many it may have, and spec.varlen says that Q alone is packed. Launches and workspace depend on these
-/// bounds alone, so that a captured CUDA graph stays right while lengths and tables change. Page numbers and
-/// lengths are on the device and not checked: where they are wrong the sequence's results are, too, but
-/// nothing outside the tensors is read or written.
+/// In a paged cache K and V are pools of pages, k [pages, hkv, page_size, d], with any strides (NHD, HND, K
+/// and V in one tensor, layers in one tensor), and page_table says whose they are. In slots, k [slots, hkv,
+/// capacity, d], sequence b has slot b, or the one that page_table names. In both, kv_lengths [b] says how
+/// many keys a sequence has, max_seqlen_kv (0: all that table or slot have room for) how many it may have,
+/// and spec.varlen says that Q alone is packed. Launches and workspace depend on these bounds alone, so that
+/// a captured CUDA graph stays right while lengths and tables change. Page numbers and lengths are on the
+/// device and not checked: where they are wrong the sequence's results are, too, but nothing outside the
+/// tensors is read or written.
 struct ForwardArgs {
   ConstTensorView q, k, v;
   TensorView out;        ///< in memory of its own
   float* lse = nullptr;  ///< [b, hq, sq] contiguous, natural log of the row sums; may be null
   std::optional<float> softmax_scale = {};  ///< finite and > 0; default 1 / sqrt(head_dim)
-  /// [b] on the device, with spec.kv_lengths: keys from there on are padding; with a cache: each one's keys.
+  /// [b] on the device: of padded keys, where padding begins; of a cache, how many keys each sequence has.
   const std::int32_t* kv_lengths = nullptr;
   BlockMapView block_map = {};  ///< with spec.block_map
   double dropout_p = 0.0;       ///< in [0, 1), with spec.dropout; rounded to a multiple of 2^-15
@@ -86,8 +86,7 @@ struct ForwardArgs {
   Workspace workspace = {};  ///< at least Runtime::workspace_bytes(spec, shape)
   /// A value for each name declared by the spec's programs, in any order; Capture::grad is ignored.
   std::span<const Capture> captures = {};
-  const std::int32_t* cu_seqlens_q =
-      nullptr;  ///< [batch_size + 1] on the device, from 0 up, with spec.varlen
+  const std::int32_t* cu_seqlens_q = nullptr;        ///< [batch_size + 1] on the device, with spec.varlen
   const std::int32_t* cu_seqlens_kv = nullptr;       ///< the same of K and V
   std::int64_t batch_size = 0;                       ///< sequences, with spec.varlen
   std::int64_t max_seqlen_q = 0, max_seqlen_kv = 0;  ///< longest sequence, with spec.varlen
@@ -97,7 +96,7 @@ struct ForwardArgs {
   /// graph then has another dropout mask at each replay. Null: those above.
   const std::uint64_t* rng_state = nullptr;
   bool zero_unused_rows = false;  ///< with spec.varlen: zeros in rows of `out` that belong to no sequence
-  PageTableView page_table = {};  ///< with spec.pages, and where slots of spec.cache are not in order
+  PageTableView page_table = {};  ///< of a paged cache, and where slots are not in order
   /// With spec.row_max, like lse: the largest score that a query attends to, after the score program and
   /// without sinks; -inf where it attends to nothing. QK-clip's largest logit of a head is the largest of its
   /// rows'.
@@ -110,7 +109,7 @@ struct ForwardArgs {
   DropoutPlace dropout_place = {};  ///< with spec.dropout_place
   /// SMs that persistent kernels leave free, e.g. for NCCL. Other kernels and stream-K use all.
   int reserved_sms = 0;
-  /// With spec.shared_prefix: one number on the device, how many first keys all sequences share. Every
+  /// With spec.kv.shared_prefix: one number on the device, how many first keys all sequences share. Every
   /// sequence has at least this many keys besides its new ones. 0: none. Kernels do not check it.
   const std::int32_t* prefix_length = nullptr;
   /// With spec.running_state: O, like `out` but fp32, and LSE of other keys. They may be out's and lse's

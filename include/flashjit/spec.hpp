@@ -21,14 +21,46 @@ struct BlockSize {
   bool operator==(const BlockSize&) const = default;
 };
 
+/// How K and V lie in memory, and what says how many keys a sequence has. As text: nothing, "kvlen", "cache",
+/// "pages16"; then "shared_kv" and "shared_prefix".
+struct KvLayout {
+  enum class Kind : std::uint8_t {
+    contiguous,  ///< [b, hkv, skv, d]; or with varlen packed, as Q is
+    padded,      ///< the same, and keys from kv_lengths[b] on are padding, which masks count. Not with varlen
+    slots,       ///< a cache: each sequence has one contiguous slot, and kv_lengths[b] of its rows
+    paged,       ///< a cache in pages that a page table names
+  };
+  Kind kind = Kind::contiguous;
+  int page_size = 0;  ///< tokens of a page of a paged cache, 1 or more; else 0
+  /// V is K's first head_dim_v columns, as in latent attention: the forward pass loads them once. Its v must
+  /// be k's memory with k's strides. The backward pass does not differ; the gradient of that memory is dK +
+  /// dV. Not with kv_dtype.
+  bool shared_kv = false;
+  /// All sequences share their first `prefix_length` keys, which may then be read once (cascade). Results do
+  /// not change. For paged caches and varlen.
+  bool shared_prefix = false;
+
+  static constexpr KvLayout padded() { return {Kind::padded}; }
+  static constexpr KvLayout slots() { return {Kind::slots}; }
+  static constexpr KvLayout paged(int page_size) { return {Kind::paged, page_size}; }
+
+  bool is_padded() const { return kind == Kind::padded; }
+  bool is_paged() const { return kind == Kind::paged; }
+  /// With a cache `causal` lets a sequence's last query see its last key, and with varlen only Q is packed.
+  /// Caches are for the forward pass alone.
+  bool is_cache() const { return kind == Kind::slots || kind == Kind::paged; }
+  /// Whether kv_lengths is given at the call.
+  bool has_lengths() const { return kind != Kind::contiguous; }
+  bool operator==(const KvLayout&) const = default;
+};
+
 /// What attention is computed, in both passes. Everything here is compiled into the kernels; everything else
 /// is an argument of the call.
 ///
 /// O = dropout(softmax(mask(score(softmax_scale * Q K^T)))) V, row by row.
 /// With sinks, the softmax of a row has one more logit, its head's, without a value. LSE includes it, and a
 /// row that attends to nothing has O = 0 and LSE = its sink. As text, to which a KernelSpec adds its pass:
-/// "bf16:d128:causal", "fp16:d64x32:causal_top_left:dropout:kvlen:map128x64:det",
-/// "bf16:d64:causal:varlen:sinks", "bf16:d128:causal:varlen:pages16",
+/// "bf16:d64x32:causal:dropout:kvlen:map128x64:det", "bf16:d64:causal:varlen:pages16:sinks",
 /// "bf16:d128:kve4m3:causal:cache:key_scales", "bf16:d128:kve4m3:causal:q_codes".
 struct AttentionSpec {
   DType dtype = DType::bf16;
@@ -37,22 +69,12 @@ struct AttentionSpec {
   ScoreProgram score = {};
   MaskProgram mask = {};
   bool dropout = false;  ///< whether a dropout probability is applied (its value is given at the call)
-  /// Key padding: one length per batch entry is given at the call. With `causal` only where Q and K are as
-  /// long, or there is one query.
-  bool kv_lengths = false;
+  KvLayout kv = {};
   BlockSize block_map = {};    ///< whether a block map is given at the call, and the size of its blocks
   bool deterministic = false;  ///< backward only: the same bits on every run
-  bool varlen = false;   ///< sequences of different lengths, packed one after the other; not with kv_lengths
-  bool sinks = false;    ///< one more logit per query head in the softmax, without a value
-  bool row_max = false;  ///< forward only: the largest score of each row is a result, too
-  /// K and V are a cache: sequence b has the first kv_lengths[b] of its slot's rows, and that is the
-  /// seqlen_kv which masks and programs see: `causal` lets a sequence's last query see its last key. With
-  /// varlen only Q is packed. Forward only; not with kv_lengths, which are padding: masks then see the padded
-  /// length.
-  bool cache = false;
-  /// Page size of a paged KV cache in tokens, 1 or more; `cache` need not be set, too. 0: each sequence has
-  /// one contiguous slot.
-  int pages = 0;
+  bool varlen = false;         ///< sequences of different lengths, packed one after the other
+  bool sinks = false;          ///< one more logit per query head in the softmax, without a value
+  bool row_max = false;        ///< forward only: the largest score of each row is a result, too
   /// Type of K and V; defaults to `dtype`. e4m3, e5m2 and int8 (an FP8 or INT8 KV cache) are quantized, and
   /// their scales are given at the call. Forward only; head dimensions are multiples of 16.
   std::optional<DType> kv_dtype = {};
@@ -61,13 +83,8 @@ struct AttentionSpec {
   bool fp32_out = false;    ///< forward only: O is fp32, whatever the type of Q, K and V
   bool fp32_grads = false;  ///< backward only: dQ, dK and dV are fp32
   /// Forward only: a row's bits do not depend on which other sequences are in the call. Keys are split, if at
-  /// all, into parts of 2048, and tiles are chosen by the spec alone: see tools/docs/serving.md for the
-  /// price.
+  /// all, into parts of 2048, and the spec alone chooses tiles: tools/docs/serving.md has the price.
   bool batch_invariant = false;
-  /// V is K's first head_dim_v columns, as in latent attention: the forward pass loads them once. Its v must
-  /// be k's memory with k's strides. The backward pass does not differ; the gradient of that memory is dK +
-  /// dV. Not with kv_dtype.
-  bool shared_kv = false;
   /// Q has kv_dtype, too (FP8: e4m3 or e5m2), with one scale for the queries of each KV head. O has `dtype`.
   bool q_codes = false;
   /// Sparse tokens: the heads that share a head of K and V attend to the keys that a list of each query names
@@ -79,9 +96,6 @@ struct AttentionSpec {
   bool add_grads = false;
   /// Use the dropout mask of a larger problem; `DropoutPlace` at the call gives this call's offset in it.
   bool dropout_place = false;
-  /// All sequences share their first `prefix_length` keys, which may then be read once (cascade). Results do
-  /// not change. With pages and varlen; forward only.
-  bool shared_prefix = false;
   /// Continue from the O and LSE of earlier keys, a PartialState at the call: online softmax across calls.
   /// Forward only; not with a cache, indices, quantized K and V, or sinks, which belong to the first call.
   bool running_state = false;
@@ -96,13 +110,8 @@ struct AttentionSpec {
   bool has_scales() const { return size_of(kv_type()) == 1; }
   int v_dim() const { return head_dim_v ? head_dim_v : head_dim; }
   bool has_block_map() const { return block_map.q != 0; }
-  /// Whether each batch entry has a number of keys of its own, which is given at the call.
-  bool has_lengths() const { return kv_lengths || has_cache(); }
-  /// Whether K and V are a cache's, in slots or in pages.
-  bool has_cache() const { return cache || pages != 0; }
   /// The canonical form of equal problems: head_dim_v filled in, options dropped where they have no effect,
-  /// int scalars that programs read as floats alone declared float, cache set beside pages, kv_dtype dropped
-  /// where it is dtype.
+  /// int scalars that programs read as floats alone declared float, kv_dtype dropped where it is dtype.
   FLASHJIT_API AttentionSpec normalized() const;
   /// Throws Error(invalid_argument) that names the first field out of range and the allowed values.
   FLASHJIT_API void validate() const;

@@ -41,7 +41,7 @@ struct BasicTensorView {
             {s * 3 * h * d, d, 3 * h * d, 1}};
   }
 
-  /// The first `count` columns: with spec.shared_kv V is those of K.
+  /// The first `count` columns: with spec.kv.shared_kv V is those of K.
   BasicTensorView first_columns(std::int64_t count) const {
     return {data, {size[0], size[1], size[2], count}, stride};
   }
@@ -62,10 +62,9 @@ struct BlockMapView {
   std::array<std::int64_t, 4> size{};  ///< batch or 1, heads or 1, block rows, block columns
 };
 
-/// Which pages of K and V have a sequence's keys, with spec.pages: int32 [sequences, columns] in device
-/// memory. Key n of sequence b is row n % spec.pages of page data[b * stride + n / spec.pages]. What a
-/// row has behind the pages of its keys is not read. Without spec.pages, in a cache of slots, a table has
-/// one column: the slot of each sequence.
+/// Which pages of a paged cache have a sequence's keys: int32 [sequences, columns] in device memory. Key n of
+/// sequence b is row n % page_size of page data[b * stride + n / page_size]. What a row has behind the pages
+/// of its keys is not read. For slots a table has one column: the slot of each sequence.
 struct PageTableView {
   const std::int32_t* data = nullptr;
   std::int64_t sequences = 0, columns = 0;

@@ -58,7 +58,8 @@ std::int64_t page_of(const AttentionSpec& spec, const AppendArgs& args, const Ne
   const PageTableView& table = args.page_table;
   if (!table.data) return row.sequence;
   const std::int64_t stride = table.stride ? table.stride : table.columns;
-  const std::int64_t page = table.data[row.sequence * stride + (spec.pages ? row.key / spec.pages : 0)];
+  const std::int64_t page =
+      table.data[row.sequence * stride + (spec.kv.is_paged() ? row.key / spec.kv.page_size : 0)];
   return page < args.k_cache.size[0] ? page : -1;
 }
 
@@ -83,7 +84,7 @@ std::vector<NewRow> new_rows(const AttentionSpec& spec, const AppendArgs& args) 
     for (std::int64_t s = begin; s < end; ++s) {
       NewRow row{spec.varlen ? 0 : b, s, b, length - (end - s)};
       row.page = page_of(spec, args, row);
-      row.page_row = spec.pages ? row.key % spec.pages : row.key;
+      row.page_row = spec.kv.is_paged() ? row.key % spec.kv.page_size : row.key;
       if (row.page >= 0) rows.push_back(row);
     }
   }

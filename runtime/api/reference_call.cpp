@@ -87,7 +87,7 @@ std::vector<double> gather_cache(const AttentionSpec& spec, const AttentionShape
                                  const ForwardArgs& args, const ConstTensorView& pool,
                                  const NamedScales& scales, Missing& missing) {
   const DType type = spec.kv_type();
-  const std::int64_t page_rows = spec.pages ? spec.pages : pool.size[2], dim = pool.size[3];
+  const std::int64_t page_rows = spec.kv.is_paged() ? spec.kv.page_size : pool.size[2], dim = pool.size[3];
   std::vector<double> values(static_cast<std::size_t>(shape.batch * shape.heads_kv * shape.seqlen_kv * dim));
   for (std::int64_t b = 0; b < shape.batch; ++b)
     for (std::int64_t n = 0; n < std::min<std::int64_t>(args.kv_lengths[b], shape.seqlen_kv); ++n) {
@@ -113,14 +113,14 @@ void refuse_missing_pages(const reference::Problem& problem, const ForwardArgs& 
   const PageTableView& table = args.page_table;
   const std::int64_t stride = table.stride ? table.stride : table.columns;
   refuse("page_table names page {} for key {} of sequence {}, but k has {} pages: give one of them.",
-         table.data[key->b * stride + (problem.spec.pages ? key->kv / problem.spec.pages : 0)], key->kv,
-         key->b, args.k.size[0]);
+         table.data[key->b * stride + (problem.spec.kv.is_paged() ? key->kv / problem.spec.kv.page_size : 0)],
+         key->kv, key->b, args.k.size[0]);
 }
 
 /// The shape with room for the longest sequence of a cache, not for what its table or its slots could hold.
 AttentionShape used_shape(const AttentionSpec& spec, const ForwardArgs& args) {
   AttentionShape shape = shape_of(spec, args);
-  if (!spec.has_cache() || spec.has_block_map()) return shape;
+  if (!spec.kv.is_cache() || spec.has_block_map()) return shape;
   std::int64_t longest = 0;
   for (std::int64_t b = 0; b < shape.batch; ++b)
     longest = std::max<std::int64_t>(longest, args.kv_lengths[b]);
@@ -151,7 +151,7 @@ void scale_rows(const AttentionSpec& spec, const ForwardArgs& args, const ConstT
 /// K or V as the reference takes them.
 std::vector<double> gather_kv(const AttentionSpec& spec, const AttentionShape& shape, const ForwardArgs& args,
                               const ConstTensorView& tensor, const NamedScales& scales, Missing& missing) {
-  if (spec.has_cache()) return gather_cache(spec, shape, args, tensor, scales, missing);
+  if (spec.kv.is_cache()) return gather_cache(spec, shape, args, tensor, scales, missing);
   std::vector<double> values = gather(spec.kv_type(), tensor);
   if (spec.has_scales()) scale_rows(spec, args, tensor, scales, values);
   return values;
@@ -222,7 +222,7 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
                              .seed = args.rng_state ? args.rng_state[0] : args.seed,
                              .offset = args.rng_state ? args.rng_state[1] : args.offset,
                              .dropout_place = args.dropout_place};
-  if (spec.has_lengths()) check_lengths(problem.shape, args.kv_lengths);
+  if (spec.kv.has_lengths()) check_lengths(problem.shape, args.kv_lengths);
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
     problem.shape = used_shape(spec, args);
     problem.q = gather_q(spec, args);
@@ -241,7 +241,7 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
     problem.v = gather(spec.dtype, args.v);
   }
   const std::int64_t batch = problem.shape.batch;
-  if (spec.has_lengths()) problem.kv_lengths.assign(args.kv_lengths, args.kv_lengths + batch);
+  if (spec.kv.has_lengths()) problem.kv_lengths.assign(args.kv_lengths, args.kv_lengths + batch);
   if (spec.has_block_map()) {
     const auto& [data, size] = args.block_map;
     problem.block_map.assign(data, data + size[0] * size[1] * size[2] * size[3]);

@@ -230,8 +230,8 @@ AttentionShape shape_of(const AttentionSpec& /*spec*/, const QuantiseArgs& args)
 }
 
 void check_arguments(const AttentionSpec& spec, const AppendArgs& args) {
-  if (!spec.has_cache())
-    refuse("The spec has no cache to append to: set spec.pages to the rows of a page, or spec.cache.");
+  if (!spec.kv.is_cache())
+    refuse("The spec has no cache to append to: set spec.kv to KvLayout::paged(page_size) or slots().");
   check_new_rows(spec, args);
   const int element_size = size_of(spec.dtype);
   const Size batch{args.k.size[0], "k"}, heads{args.k.size[1], "k"}, rows{args.k.size[2], "k"};
@@ -240,8 +240,8 @@ void check_arguments(const AttentionSpec& spec, const AppendArgs& args) {
   check_tensor("v", args.v, {batch, heads, rows, dv}, element_size, Access::read);
   const int cached_size = size_of(spec.kv_type());
   const Size pages{args.k_cache.size[0], "k_cache"};
-  const Size page_rows =
-      spec.pages != 0 ? Size{spec.pages, "spec.pages"} : Size{args.k_cache.size[2], "k_cache"};
+  const Size page_rows = spec.kv.is_paged() ? Size{spec.kv.page_size, "spec.kv.page_size"}
+                                            : Size{args.k_cache.size[2], "k_cache"};
   check_tensor("k_cache", args.k_cache, {pages, heads, page_rows, d}, cached_size, Access::write);
   check_tensor("v_cache", args.v_cache, {pages, heads, page_rows, dv}, cached_size, Access::write);
   check_caches(spec, args);

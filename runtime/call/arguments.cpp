@@ -85,7 +85,7 @@ void check_cached_sequences(const AttentionSpec& spec, const Args& args) {
 
 template <class Args>
 void check_varlen(const AttentionSpec& spec, const Args& args) {
-  if (spec.has_cache()) return check_cached_sequences(spec, args);
+  if (spec.kv.is_cache()) return check_cached_sequences(spec, args);
   if (!spec.varlen) {
     if (args.cu_seqlens_q || args.cu_seqlens_kv)
       refuse("{} is given, but the spec has no varlen: set spec.varlen.",
@@ -121,9 +121,9 @@ void check_sinks(const AttentionSpec& spec, const AttentionShape& shape, const f
 }
 
 void check_prefix(const AttentionSpec& spec, const AttentionShape& shape, const std::int32_t* length) {
-  if (!spec.shared_prefix && length)
-    refuse("prefix_length is given, but the spec has no shared_prefix: set spec.shared_prefix.");
-  if (spec.shared_prefix && !length && shape.batch > 0)
+  if (!spec.kv.shared_prefix && length)
+    refuse("prefix_length is given, but the spec has no shared_prefix: set spec.kv.shared_prefix.");
+  if (spec.kv.shared_prefix && !length && shape.batch > 0)
     refuse("prefix_length is null, but the spec has shared_prefix: give one int32 in device memory.");
   check_pointer("prefix_length", length, alignof(std::int32_t));
 }
@@ -226,7 +226,7 @@ AttentionShape shape_of_any(const AttentionSpec& spec, const Args& args) {
     shape.seqlen_kv = args.max_seqlen_kv;
   }
   if constexpr (requires { args.page_table; })
-    if (spec.has_cache())
+    if (spec.kv.is_cache())
       shape.seqlen_kv =
           args.max_seqlen_kv ? args.max_seqlen_kv : cache_capacity(spec, args.k, args.page_table);
   return shape;
@@ -236,9 +236,9 @@ AttentionShape shape_of_any(const AttentionSpec& spec, const Args& args) {
 template <class Args>
 Expected expected_sizes(const AttentionSpec& spec, const Args& args) {
   Expected sizes = expected_sizes(spec, stored_shape(args));
-  if (!spec.has_cache()) return sizes;
+  if (!spec.kv.is_cache()) return sizes;
   sizes.k[0] = sizes.v[0] = {args.k.size[0], "k"};
-  if (spec.pages != 0) sizes.k[2] = sizes.v[2] = {spec.pages, "spec.pages"};
+  if (spec.kv.is_paged()) sizes.k[2] = sizes.v[2] = {spec.kv.page_size, "spec.kv.page_size"};
   return sizes;
 }
 
@@ -252,7 +252,7 @@ void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expect
   check_tensor("k", args.k, sizes.k, of_kv, Access::read);
   check_tensor("v", args.v, sizes.v, of_kv, Access::read);
   const bool is_of_k = args.v.data == args.k.data && args.v.stride == args.k.stride;
-  if (spec.shared_kv && !is_of_k)
+  if (spec.kv.shared_kv && !is_of_k)
     refuse(
         "the spec has shared_kv, but v is not k's memory with k's strides: give v a view of k's first {} "
         "columns.",

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "flashjit/spec.hpp"
 #include "plan/spec_options.hpp"
@@ -25,7 +26,7 @@ struct CallKeyView {
       : numbers{flags(spec, pass),
                 two(spec.head_dim, spec.v_dim()),
                 two(spec.block_map.q, spec.block_map.kv),
-                two(spec.pages, device),
+                two(spec.kv.page_size, device),
                 shape.batch,
                 shape.heads_q,
                 shape.heads_kv,
@@ -34,25 +35,26 @@ struct CallKeyView {
         score(spec.score.text()),
         mask(spec.mask.text()) {
     // A field that is added to the spec does not compile here until it is in the key, too.
-    [[maybe_unused]] const auto& [dtype, head_dim, head_dim_v, score_program, mask_program, dropout,
-                                  kv_lengths, block_map, deterministic, varlen, sinks, row_max, cache, pages,
-                                  kv_dtype, key_scales, fp32_out, fp32_grads, batch_invariant, shared_kv,
-                                  q_codes, indices, add_grads, dropout_place, shared_prefix, running_state] =
-        spec;
+    [[maybe_unused]] const auto& [dtype, head_dim, head_dim_v, score_program, mask_program, dropout, kv,
+                                  block_map, deterministic, varlen, sinks, row_max, kv_dtype, key_scales,
+                                  fp32_out, fp32_grads, batch_invariant, q_codes, indices, add_grads,
+                                  dropout_place, running_state] = spec;
+    [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix] = kv;
   }
 
   bool operator==(const CallKeyView&) const = default;
 
  private:
   static std::int64_t flags(const AttentionSpec& spec, Pass pass) {
-    std::int64_t flags = static_cast<std::int64_t>(pass) | static_cast<std::int64_t>(spec.dtype) << 8 |
-                         static_cast<std::int64_t>(spec.kv_type()) << 12;
-    int bit = 16;
-    for (const plan::SpecOption& option : plan::kSpecOptions) {
-      const bool means_nothing = option.on == &AttentionSpec::deterministic && pass == Pass::forward;
-      flags |= std::int64_t{spec.*option.on && !means_nothing} << bit++;
-    }
-    return flags;
+    constexpr auto kEach = std::make_index_sequence<plan::kSpecOptions.size()>();
+    const auto options = [&]<std::size_t... i>(std::index_sequence<i...>) {
+      return ((std::int64_t{plan::kSpecOptions[i].is_on(spec) && !means_nothing(i, pass)} << i) | ...);
+    };
+    return static_cast<std::int64_t>(pass) | static_cast<std::int64_t>(spec.dtype) << 8 |
+           static_cast<std::int64_t>(spec.kv_type()) << 12 | options(kEach) << 16;
+  }
+  static constexpr bool means_nothing(std::size_t option, Pass pass) {
+    return plan::kSpecOptions[option].text == "det" && pass == Pass::forward;
   }
   static std::int64_t two(int high, int low) {
     return static_cast<std::int64_t>(static_cast<std::uint64_t>(static_cast<std::uint32_t>(high)) << 32 |

@@ -166,60 +166,63 @@ void check_pointer(const char* name, const void* pointer, std::uintptr_t alignme
 
 std::int64_t cache_capacity(const AttentionSpec& spec, const ConstTensorView& k, const PageTableView& table) {
   if (k.size[0] == 0) return 0;
-  return spec.pages != 0 ? times(table.columns, spec.pages) : k.size[2];
+  return spec.kv.is_paged() ? times(table.columns, spec.kv.page_size) : k.size[2];
 }
 
 void check_page_table(const AttentionSpec& spec, const AttentionShape& shape, const char* k_name,
                       const ConstTensorView& k, const PageTableView& table) {
-  if (!spec.has_cache()) {
+  if (!spec.kv.is_cache()) {
     if (table.data)
-      refuse("page_table is given, but the spec has no cache: set spec.pages to the rows of a page.");
+      refuse("page_table is given, but the spec has no cache: set spec.kv to KvLayout::paged(page_size).");
     return;
   }
   if (shape.batch == 0) return;
   if (shape.seqlen_kv > cache_capacity(spec, k, table))
     refuse("max_seqlen_kv is {}, but {} has room for {} keys: make it wider or the maximum smaller.",
-           shape.seqlen_kv, spec.pages != 0 ? "a row of page_table" : fmt::format("a slot of {}", k_name),
+           shape.seqlen_kv, spec.kv.is_paged() ? "a row of page_table" : fmt::format("a slot of {}", k_name),
            cache_capacity(spec, k, table));
   if (!table.data) {
     const bool empty = table.columns == 0 && table.sequences == shape.batch;  // no sequence has a key
-    if (spec.pages != 0 && !empty)
+    if (spec.kv.is_paged() && !empty)
       refuse(
           "page_table is null, but the spec has pages: give int32 [{}, pages of the longest] in device "
           "memory.",
           shape.batch);
-    if (spec.pages == 0 && k.size[0] < shape.batch)
+    if (!spec.kv.is_paged() && k.size[0] < shape.batch)
       refuse("{} has {} slots for {} sequences: give as many, or a page_table that says which slot is whose.",
              k_name, k.size[0], shape.batch);
     return;
   }
   check_pointer("page_table", table.data, alignof(std::int32_t));
-  if (spec.pages != 0 && k.size[0] > kMaxInt / spec.pages)
-    refuse("{} has {} pages of {} rows: give at most 2^31 - 1 rows in all.", k_name, k.size[0], spec.pages);
+  if (spec.kv.is_paged() && k.size[0] > kMaxInt / spec.kv.page_size)
+    refuse("{} has {} pages of {} rows: give at most 2^31 - 1 rows in all.", k_name, k.size[0],
+           spec.kv.page_size);
   if (table.sequences != shape.batch)
     refuse("page_table has {} rows, but there are {} sequences: give a row for each.", table.sequences,
            shape.batch);
-  if (table.columns < 0 || table.columns > kMaxInt || (spec.pages == 0 && table.columns != 1))
+  if (table.columns < 0 || table.columns > kMaxInt || (!spec.kv.is_paged() && table.columns != 1))
     refuse("page_table has {} columns: {}.", table.columns,
-           spec.pages == 0 ? "give one, the slot of each sequence, or set spec.pages"
-                           : "give one for each page of the longest sequence");
+           !spec.kv.is_paged()
+               ? "give one, the slot of each sequence, or set spec.kv to KvLayout::paged(page_size)"
+               : "give one for each page of the longest sequence");
   if (table.stride < 0 || table.stride > kMaxInt)
     refuse("page_table has stride {}: it must be from 0 to 2^31 - 1 elements.", table.stride);
 }
 
 void check_kv_lengths(const AttentionSpec& spec, const AttentionShape& shape, const std::int32_t* lengths) {
-  if (!spec.has_lengths() && lengths)
+  if (!spec.kv.has_lengths() && lengths)
     refuse(
-        "kv_lengths is given, but the spec has none: set spec.kv_lengths for keys that are padding, or "
-        "spec.cache or spec.pages for the keys of a cache.");
-  if (spec.has_lengths() && !lengths && shape.batch > 0)
+        "kv_lengths is given, but the spec has none: set spec.kv to KvLayout::padded() for keys that "
+        "are padding, or to slots() or paged(page_size) for a cache.");
+  if (spec.kv.has_lengths() && !lengths && shape.batch > 0)
     refuse("kv_lengths is null, but the spec has {}: give one length per batch entry in device memory.",
-           spec.has_cache() ? "a cache" : "them");
+           spec.kv.is_cache() ? "a cache" : "them");
   check_pointer("kv_lengths", lengths, alignof(std::int32_t));
-  if (spec.kv_lengths && spec.mask == causal() && shape.seqlen_q != 1 && shape.seqlen_q != shape.seqlen_kv)
+  if (spec.kv.is_padded() && spec.mask == causal() && shape.seqlen_q != 1 &&
+      shape.seqlen_q != shape.seqlen_kv)
     refuse(
         "The spec has causal with kv_lengths, which has two meanings for {} queries and {} keys: set "
-        "spec.cache instead of spec.kv_lengths where the last query is to see a sequence's own last key, or "
+        "spec.kv to KvLayout::slots() where the last query is to see a sequence's own last key, or "
         "take causal_top_left or a mask program where K is padded.",
         shape.seqlen_q, shape.seqlen_kv);
 }
@@ -248,13 +251,13 @@ void check_scales(const char* name, const AttentionSpec& spec, const AttentionSh
              type);
     return;
   }
-  const ScaleSizes all = {shape.batch, spec.has_cache() ? k.size[0] : 1, shape.heads_kv, k.size[2]};
+  const ScaleSizes all = {shape.batch, spec.kv.is_cache() ? k.size[0] : 1, shape.heads_kv, k.size[2]};
   if (std::ranges::find(all, 0) != all.end()) return;
   if (!scales.data)
     refuse("{} is null, but K and V are {}: give their scales in device memory, one float for all or more.",
            name, type);
   check_scale_view(name, scales, all);
-  if (spec.shared_prefix && scales.size[0] != 1)
+  if (spec.kv.shared_prefix && scales.size[0] != 1)
     refuse(
         "{} has {} sequences, but with shared_prefix sequences have keys in common, whose codes have one "
         "scale: give one for all sequences.",

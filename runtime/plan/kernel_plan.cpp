@@ -29,7 +29,7 @@ std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const Ti
                                      {"kTileLists", spec.has_tile_lists},
                                      {"kListsByBatch", by_batch},
                                      {"kListsByHead", by_head},
-                                     {"kPageRows", spec.pages},
+                                     {"kPageRows", spec.kv.page_size},
                                      {"kBr", config.br},
                                      {"kBc", config.bc},
                                      {"kWarps", config.warps},
@@ -41,7 +41,7 @@ std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const Ti
     else
       all.push_back({one.constant, config.*one.number});
   }
-  for (const SpecOption& option : kSpecOptions) all.push_back({option.constant, spec.*option.on});
+  for (const SpecOption& option : kSpecOptions) all.push_back({option.constant, option.is_on(spec)});
   std::ranges::move(expr::constants_of(spec.programs), std::back_inserter(all));
   return all;
 }

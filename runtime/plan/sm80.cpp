@@ -36,7 +36,7 @@ int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
                                size_of(spec.kv_type()),
                                spec.key_scales,
                                c.d_split,
-                               spec.shared_kv}
+                               spec.kv.shared_kv}
         .bytes();
   return sm80::BackwardLayout{
       c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, exchanged_values(spec, c), spec.indices}
@@ -170,7 +170,7 @@ TileConfig with_split(const AnalysedSpec& spec, TileConfig c, const DeviceInfo& 
 /// ptxas keeps more for other architectures.
 bool is_lean_on_hopper(const AnalysedSpec& spec, const DeviceInfo& device) {
   return device.compute_capability == 90 && spec.head_dim == spec.v_dim() && spec.score.empty() &&
-         !spec.varlen && spec.pages == 0;
+         !spec.varlen && !spec.kv.is_paged();
 }
 /// And nothing but lengths of keys, a causal mask or an order of additions asked for: the fewest registers.
 bool is_plain_on_hopper(const AnalysedSpec& spec, const DeviceInfo& device) {
@@ -200,7 +200,7 @@ std::vector<TileConfig> good_of(std::initializer_list<Choice> choices) {
 std::vector<TileConfig> forward_preferences_of_codes(const AnalysedSpec& spec, const DeviceInfo& device) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool by_instruction = device.compute_capability >= 89, map = spec.has_block_map();
-  const bool lean = !spec.key_scales && !spec.varlen && spec.pages == 0 && spec.score.empty() &&
+  const bool lean = !spec.key_scales && !spec.varlen && !spec.kv.is_paged() && spec.score.empty() &&
                     !(spec.q_codes && (map || spec.dropout));
   return good_of(
       {{config(128, 64, 4, 1), d <= 64 && lean && spec.mask.empty()},
@@ -233,10 +233,10 @@ TileConfig one_warp_tile(const AnalysedSpec& spec, const DeviceInfo& device, int
 // Above 256 columns the largest that fits a device comes first.
 std::vector<TileConfig> wide_forward_preferences(const AnalysedSpec& spec) {
   if (!is_wide(spec)) return {config(64, 64, 4, 1), config(64, 32, 4, 1), config(32, 32, 2, 1)};
-  return good_of({{config(64, 64, 8, 1, false, 4), !(spec.shared_kv && spec.varlen)},
+  return good_of({{config(64, 64, 8, 1, false, 4), !(spec.kv.shared_kv && spec.varlen)},
                   {config(64, 32, 8, 1, false, 2)},
                   {config(32, 32, 4, 1, false, 2)},
-                  {config(32, 16, 4, 1, false, 2), !spec.shared_kv}});
+                  {config(32, 16, 4, 1, false, 2), !spec.kv.shared_kv}});
 }
 std::vector<TileConfig> wide_backward_preferences(const AnalysedSpec& spec) {
   const bool spare = spec.score.empty() && !spec.dropout && !spec.varlen && !spec.has_block_map();
@@ -258,10 +258,10 @@ std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const Devi
     return good_of({{config(128, 64, 4, stages)}, {config(64, 128, 4, 1), large}, {config(64, 64, 4, 1)}});
   }
   if (d <= 128) {
-    const bool lengths_spill = (spec.varlen || spec.pages != 0) &&
+    const bool lengths_spill = (spec.varlen || spec.kv.is_paged()) &&
                                (spec.has_block_map() || spec.fp32_out || device.compute_capability == 90);
     // A mask beside lengths spills there by some words.
-    const bool masks_lengths = spec.has_lengths() && !spec.mask.empty();
+    const bool masks_lengths = spec.kv.has_lengths() && !spec.mask.empty();
     return good_of({{config(128, 64, 4, 1), d == 128 && is_plain_on_hopper(spec, device) && !masks_lengths},
                     {config(128, 48, 4, 1), large && !lengths_spill},
                     {config(128, 32, 4, 1)},

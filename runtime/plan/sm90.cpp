@@ -30,7 +30,7 @@ bool suits_four_blocks(const AnalysedSpec& spec, const AttentionShape& shape, co
   const std::int64_t heads = shape.batch * shape.heads_kv, at_once = device.multiprocessors * 10 / 11 / 4;
   const bool all_at_once = heads <= at_once && (is_narrow(spec) || heads > at_once / 3);
   const int fewest = !is_narrow(spec) ? 384 : all_at_once ? 320 : 448;
-  return shape.seqlen_kv > fewest && shape.seqlen_kv <= 512 && spec.mask.empty() && !spec.has_lengths() &&
+  return shape.seqlen_kv > fewest && shape.seqlen_kv <= 512 && spec.mask.empty() && !spec.kv.has_lengths() &&
          !spec.varlen && std::min(spec.head_dim, spec.v_dim()) >= 64 &&
          (heads >= device.multiprocessors || all_at_once);
 }
@@ -181,7 +181,7 @@ std::optional<TensorBoxes> tensor_boxes(const AnalysedSpec& spec, const TileConf
   TensorBoxes boxes;
   bool copies_bias = false;
   if (is_forward(spec)) {
-    boxes = {sm90::kWarpgroupRows, gathers(spec) ? 0 : sm90::kv_box_rows(spec.pages, c.bc),
+    boxes = {sm90::kWarpgroupRows, gathers(spec) ? 0 : sm90::kv_box_rows(spec.kv.page_size, c.bc),
              tma_stores_o(spec, c) ? sm90::kWarpRows : 0, c.pack_gqa, spec.indices};
     copies_bias = has_bias_tile(spec);
   } else {
@@ -204,7 +204,7 @@ bool reads_lse_log2(const AnalysedSpec& spec, const TileConfig& c) {
 
 /// Whether nothing but queries, keys and a causal mask says what a pair's P and dS are.
 bool is_plain(const AnalysedSpec& spec) {
-  return spec.score.empty() && !spec.dropout && !spec.varlen && !spec.has_lengths() && !spec.sinks &&
+  return spec.score.empty() && !spec.dropout && !spec.varlen && !spec.kv.has_lengths() && !spec.sinks &&
          !spec.has_tile_lists && !spec.has_block_map() && (spec.mask.empty() || spec.is_causal);
 }
 

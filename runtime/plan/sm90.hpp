@@ -21,7 +21,7 @@ inline bool is_forward(const AnalysedSpec& spec) { return spec.pass == Pass::for
 
 inline bool has_bias_tile(const AnalysedSpec& spec) { return spec.programs.bias_tile.has_value(); }
 
-inline bool gathers(const AnalysedSpec& spec) { return sm90::gathers(spec.indices, spec.pages); }
+inline bool gathers(const AnalysedSpec& spec) { return sm90::gathers(spec.indices, spec.kv.page_size); }
 inline int converters(const AnalysedSpec& spec) { return sm90::converters(spec.has_scales(), spec.q_codes); }
 
 inline bool is_narrow(const AnalysedSpec& spec) {

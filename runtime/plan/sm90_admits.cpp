@@ -72,7 +72,7 @@ Support supports_q_codes(const AnalysedSpec& spec) {
 
 Support check_pack_gqa(const AnalysedSpec& spec, const TileConfig& c) {
   if (!c.pack_gqa) return Support::yes();
-  if (!is_forward(spec) || (!c.split && (!spec.cache || spec.row_max)))
+  if (!is_forward(spec) || (!c.split && (!spec.kv.is_cache() || spec.row_max)))
     return Support::no("pack_gqa is for split keys, in the forward pass: give split, too");
   const bool alike = !spec.dropout && !spec.has_tile_lists && !has_bias_tile(spec) &&
                      !spec.programs.score_uses_head && !spec.programs.mask.uses_head;
@@ -153,7 +153,7 @@ Support check_backward_tile(const AnalysedSpec& spec, const TileConfig& c) {
 Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
   const Support shape = is_forward(spec) ? check_forward_tile(spec, c) : check_backward_tile(spec, c);
   if (!shape) return shape;
-  if (spec.shared_kv && c.stages < 2)
+  if (spec.kv.shared_kv && c.stages < 2)
     return Support::no("with shared_kv stages is 2 to 4, as K is read until P V of a step later");
   if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
   if (c.q_in_registers || (c.d_split != 1 && !is_forward(spec)))
@@ -191,7 +191,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (spec.running_state && spec.v_dim() > kMostColumns)
     return Support::no(
         fmt::format("a running state is for up to {} columns of V, not {}", kMostColumns, spec.v_dim()));
-  if (spec.shared_kv && spec.has_tile_lists) return Support::no("shared_kv is not for lists of tiles");
+  if (spec.kv.shared_kv && spec.has_tile_lists) return Support::no("shared_kv is not for lists of tiles");
   if (!is_forward(spec) && std::max(spec.head_dim, spec.v_dim()) > kMostBackwardColumns)
     return Support::no(fmt::format("the backward pass is for head dimensions up to {}, not {} and {}",
                                    kMostBackwardColumns, spec.head_dim, spec.v_dim()));

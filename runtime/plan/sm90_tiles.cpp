@@ -143,7 +143,7 @@ std::vector<TileConfig> preferences_to_192(const AnalysedSpec& spec) {
 std::vector<TileConfig> preferences_to_256(const AnalysedSpec& spec) {
   std::vector<TileConfig> choices = {forward_config(8, 64, 2), forward_config(4, 64, 2)};
   // Fewer steps rescale O less often, where registers hold no more than the plain softmax.
-  const bool known = !spec.varlen && !spec.has_lengths() && !spec.has_block_map();
+  const bool known = !spec.varlen && !spec.kv.has_lengths() && !spec.has_block_map();
   if (known && !spec.dropout && spec.score.empty() && (spec.mask.empty() || spec.is_causal))
     choices.insert(choices.begin(), forward_config(8, 80, 2));
   return choices;
@@ -166,7 +166,7 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
           .lists = spec.has_tile_lists,
           .q_tiles_per_cta = q_tiles_per_cta(spec, c),
           .d_split = c.d_split,
-          .shared_kv = spec.shared_kv,
+          .shared_kv = spec.kv.shared_kv,
           .codes = spec.has_scales(),
           .code_products = spec.q_codes,
           .key_scales = spec.key_scales,
@@ -195,7 +195,7 @@ bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c) {
-  return is_forward(spec) && (spec.cache || spec.indices) && c.split && !spec.has_tile_lists &&
+  return is_forward(spec) && (spec.kv.is_cache() || spec.indices) && c.split && !spec.has_tile_lists &&
          !spec.row_max && !spec.batch_invariant && !spec.programs.far_scores;
 }
 
@@ -204,16 +204,16 @@ bool counts_q_tiles_as_heads(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 bool is_cascade(const AnalysedSpec& spec, const TileConfig& c) {
-  return is_stream_k(spec, c) && spec.shared_prefix && (spec.mask.empty() || spec.mask == causal()) &&
+  return is_stream_k(spec, c) && spec.kv.shared_prefix && (spec.mask.empty() || spec.mask == causal()) &&
          spec.score.empty() && !spec.dropout && !spec.indices && !spec.q_codes && c.d_split == 1;
 }
 
 bool shares_tiles_out(const AnalysedSpec& spec) {
-  return !spec.has_tile_lists && !spec.varlen && !spec.has_lengths();
+  return !spec.has_tile_lists && !spec.varlen && !spec.kv.has_lengths();
 }
 
 bool counts_tiles(const AnalysedSpec& spec, const TileConfig& c) {
-  return is_forward(spec) && (spec.has_tile_lists || (spec.cache && !c.split));
+  return is_forward(spec) && (spec.has_tile_lists || (spec.kv.is_cache() && !c.split));
 }
 
 bool splits_tail_wave(const AnalysedSpec& spec, const TileConfig& c) {
@@ -231,7 +231,7 @@ int listed_rows(const AnalysedSpec& spec, const TileConfig& c) {
   const bool whole = !is_forward(spec) || !spec.has_block_map() || spec.block_map.q % c.br == 0 ||
                      spec.block_map.q % sm90::kWarpgroupRows != 0 || spec.block_map.kv % c.bc != 0;
   // What lies behind the last key is cleared by all groups, what masks and scores read is waited for by all.
-  const bool plain = !spec.q_codes && spec.mask.empty() && !spec.has_lengths() && !spec.varlen &&
+  const bool plain = !spec.q_codes && spec.mask.empty() && !spec.kv.has_lengths() && !spec.varlen &&
                      !has_bias_tile(spec) && !spec.programs.column_term;
   return whole || !plain || c.stages < 2 || q_tiles_per_cta(spec, c) > 1 ? c.br : sm90::kWarpgroupRows;
 }

@@ -27,7 +27,7 @@ namespace {
 
 constexpr int kMinHeadDim = 8, kMaxHeadDim = 576, kMaxHeadDimV = 512, kHeadDimStep = 8;
 constexpr int kScaledDimStep = 16;  // with K and V of 8 bits, which are copied 16 bytes at a time
-constexpr int kMostPageRows = 1 << 30;
+constexpr int kMostPageSize = 1 << 30;
 constexpr int kMinBlock = 16, kMaxBlock = 256, kBlockStep = 16;
 constexpr std::int64_t kMaxInt = std::numeric_limits<std::int32_t>::max();
 // Kernels count queries and keys in 32 bits, and their last tile reaches past the end.
@@ -205,16 +205,18 @@ std::string config_allowed() {
 }
 
 void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spec) {
-  for (const plan::SpecOption& option : plan::kSpecOptions)
-    if (reader.flag(field, option.text)) {
-      spec.*option.on = true;
-      return;
-    }
+  for (const plan::SpecOption& option : plan::kSpecOptions) {
+    if (field != option.text) continue;
+    const bool is_layout = field == "kvlen" || field == "cache";  // which one text may name once
+    reader.once(field, is_layout ? "the layout of K and V" : field);
+    return option.turn_on(spec);
+  }
   if (const auto blocks = reader.pair(field, "map")) {
     spec.block_map = {(*blocks)[0], (*blocks)[1]};
-  } else if (const auto rows = reader.number(field, "pages", 1, kMostPageRows)) {
-    spec.pages = *rows;
-    spec.cache = true;
+  } else if (const auto page_size = reader.number(field, "pages", 1, kMostPageSize)) {
+    reader.once(field, "the layout of K and V");
+    spec.kv.kind = KvLayout::Kind::paged;
+    spec.kv.page_size = *page_size;
   } else if (const auto type = reader.type(field, "kv")) {
     spec.kv_dtype = *type;
   } else if (field == "causal" || field == "causal_top_left") {
@@ -278,7 +280,7 @@ void read_option(FieldReader& reader, std::string_view field, TileConfig& config
 
 void check_running_state(const AttentionSpec& spec) {
   if (!spec.running_state) return;
-  const char* beside = spec.has_cache()    ? "a cache"
+  const char* beside = spec.kv.is_cache()  ? "a cache"
                        : spec.indices      ? "indices"
                        : spec.has_scales() ? "K and V of 8 bits"
                                            : nullptr;
@@ -306,7 +308,6 @@ AttentionSpec AttentionSpec::normalized() const {
   else if (add_grads)
     out.fp32_grads = true;
   expr::declare_float_scalars(out.score, out.mask);
-  if (pages != 0) out.cache = true;
   if (kv_dtype == dtype) out.kv_dtype.reset();
   return out;
 }
@@ -316,9 +317,8 @@ KernelSpec KernelSpec::normalized() const {
     return {{.dtype = dtype,
              .head_dim = head_dim,
              .head_dim_v = v_dim(),
+             .kv = {kv.kind, kv.page_size},
              .varlen = varlen,
-             .cache = true,
-             .pages = pages,
              .kv_dtype = kv_dtype == dtype ? std::nullopt : kv_dtype,
              .key_scales = key_scales},
             pass};
@@ -329,7 +329,7 @@ KernelSpec KernelSpec::normalized() const {
   // The forward pass is deterministic without being asked.
   if (pass == Pass::forward) out.deterministic = out.fp32_grads = out.add_grads = false;
   if (pass == Pass::backward)
-    out.row_max = out.fp32_out = out.batch_invariant = out.shared_kv = out.running_state = false;
+    out.row_max = out.fp32_out = out.batch_invariant = out.kv.shared_kv = out.running_state = false;
   return out;
 }
 
@@ -338,31 +338,26 @@ void AttentionSpec::validate() const {
   require_multiple("head_dim", head_dim, kHeadDimStep, kMinHeadDim, kMaxHeadDim);
   require_multiple("head_dim_v", v_dim(), kHeadDimStep, kMinHeadDim, kMaxHeadDimV);
   expr::declarations(score, mask);  // refuses what they disagree on
-  if (varlen && kv_lengths) {
+  if (varlen && kv.is_padded())
     refuse(
         "varlen and kv_lengths are both set; with varlen a sequence's own length says how many keys it has, "
         "so leave kv_lengths out");
-  }
-  if (pages < 0 || pages > kMostPageRows)
-    refuse("pages is {}; it must be the rows of a page, 1 or more, or 0 for a cache without pages", pages);
-  if (has_cache() && kv_lengths) {
-    refuse(
-        "kv_lengths is set beside {}; a cache has lengths of its own, so leave kv_lengths out of the spec "
-        "and give the lengths at the call",
-        pages ? "pages" : "cache");
-  }
+  if (kv.kind > KvLayout::Kind::paged) refuse("kv.kind is {}; it has no name", static_cast<int>(kv.kind));
+  if (kv.is_paged() ? kv.page_size < 1 || kv.page_size > kMostPageSize : kv.page_size != 0)
+    refuse("kv.page_size is {}; it must be the tokens of a page, 1 or more, in a paged cache, and else 0",
+           kv.page_size);
   check_scaled(*this);
-  if (shared_prefix && (pages == 0 || !varlen))
+  if (kv.shared_prefix && (!kv.is_paged() || !varlen))
     refuse(
         "shared_prefix is set without {}; it is for packed queries over pages, so set that, too, or leave it "
         "out",
-        pages == 0 ? "pages" : "varlen");
+        kv.is_paged() ? "varlen" : "pages");
   check_running_state(*this);
   if (indices && (has_block_map() || dropout || q_codes))
     refuse_beside_indices(has_block_map() ? "block_map" : dropout ? "dropout" : "q_codes");
   if (dropout_place && !dropout)
     refuse("dropout_place is set without dropout, whose mask it is about; set dropout, or leave it out");
-  if (shared_kv && (v_dim() > head_dim || has_scales()))
+  if (kv.shared_kv && (v_dim() > head_dim || has_scales()))
     refuse(
         "shared_kv is set, head_dim is {}, head_dim_v is {} and K and V are of {} bits; V is then K's first "
         "columns, of which there are at most head_dim, and K and V are of 16 or 32 bits",
@@ -379,15 +374,14 @@ void KernelSpec::validate() const {
   if (pass == Pass::quantise && !has_scales())
     refuse("the pass is quantise and K and V are {}; set kv_dtype to e4m3, e5m2 or int8",
            to_string(kv_type()));
-  if (pass == Pass::append && !has_cache())
-    refuse(
-        "the pass is append and the spec has no cache: set spec.pages to the rows of a page, or spec.cache");
+  if (pass == Pass::append && !kv.is_cache())
+    refuse("the pass is append and the spec has no cache: set kv to KvLayout::paged(page_size) or slots()");
   if (pass != Pass::backward) return;
-  if (has_cache())
+  if (kv.is_cache())
     refuse(
         "the pass is backward and {} is set; the backward pass needs K and V as tensors without pages and "
         "slots, so leave it out",
-        pages ? "pages" : "cache");
+        kv.is_paged() ? "pages" : "cache");
   if (has_scales())
     refuse("the pass is backward and K and V are {}; the backward pass needs them in the type of Q{}",
            to_string(kv_type()), q_codes ? " and Q in that of O" : "");
@@ -432,11 +426,11 @@ std::string text_of(const AttentionSpec& spec) {
     append(":mask{{{}}}", spec.mask.text());
   }
   for (const plan::SpecOption& option : plan::kSpecOptions) {
-    if (option.on == &AttentionSpec::deterministic && spec.has_block_map())
+    if (option.text == "det" && spec.has_block_map())
       append(":map{}x{}", spec.block_map.q, spec.block_map.kv);
-    if (option.on == &AttentionSpec::cache && spec.pages != 0) {
-      append(":pages{}", spec.pages);  // which says that it is a cache
-    } else if (spec.*option.on) {
+    if (option.text == "cache" && spec.kv.is_paged()) {
+      append(":pages{}", spec.kv.page_size);  // which says that it is a cache
+    } else if (option.is_on(spec)) {
       append(":{}", option.text);
     }
   }

@@ -11,30 +11,42 @@ namespace flashjit::plan {
 struct SpecOption {
   std::string_view text;      ///< in a spec: "kvlen"
   std::string_view constant;  ///< of the Problem: "kKvLengths"
-  bool AttentionSpec::*on;
+  bool (*is_on)(const AttentionSpec&);
+  void (*turn_on)(AttentionSpec&);
   std::string_view argument = "";  ///< of a call in Python, which turns it on: "kv_lengths"
 };
 
+/// A flag of a spec, or of a member of it.
+template <auto... kMembers>
+constexpr SpecOption spec_option(std::string_view text, std::string_view constant,
+                                 std::string_view argument = "") {
+  return {text, constant, [](const AttentionSpec& spec) { return (spec.*....*kMembers); },
+          [](AttentionSpec& spec) { (spec.*....*kMembers) = true; }, argument};
+}
+
 /// In the order of a spec's text, where a block map comes before `det`.
 inline constexpr std::array kSpecOptions{
-    SpecOption{"dropout", "kDropout", &AttentionSpec::dropout, "dropout_p"},
-    SpecOption{"kvlen", "kKvLengths", &AttentionSpec::kv_lengths, "kv_lengths"},
-    SpecOption{"det", "kDeterministic", &AttentionSpec::deterministic, "deterministic"},
-    SpecOption{"varlen", "kVarlen", &AttentionSpec::varlen, "cu_seqlens_q"},
-    SpecOption{"sinks", "kSinks", &AttentionSpec::sinks, "sinks"},
-    SpecOption{"cache", "kCache", &AttentionSpec::cache, "cache"},
-    SpecOption{"row_max", "kRowMax", &AttentionSpec::row_max, "return_row_max"},
-    SpecOption{"key_scales", "kKeyScales", &AttentionSpec::key_scales, "k_scale"},
-    SpecOption{"fp32_out", "kFp32Out", &AttentionSpec::fp32_out, "out_dtype"},
-    SpecOption{"fp32_grads", "kFp32Grads", &AttentionSpec::fp32_grads},
-    SpecOption{"add_grads", "kAddGrads", &AttentionSpec::add_grads},
-    SpecOption{"dropout_place", "kDropoutPlace", &AttentionSpec::dropout_place},
-    SpecOption{"invariant", "kInvariant", &AttentionSpec::batch_invariant, "batch_invariant"},
-    SpecOption{"shared_kv", "kSharedKv", &AttentionSpec::shared_kv, "v_columns"},
-    SpecOption{"q_codes", "kQCodes", &AttentionSpec::q_codes, "q_scale"},
-    SpecOption{"indices", "kIndices", &AttentionSpec::indices, "indices"},
-    SpecOption{"shared_prefix", "kSharedPrefix", &AttentionSpec::shared_prefix, "prefix_length"},
-    SpecOption{"running_state", "kRunningState", &AttentionSpec::running_state, "state"},
+    spec_option<&AttentionSpec::dropout>("dropout", "kDropout", "dropout_p"),
+    SpecOption{"kvlen", "kKvLengths", [](const AttentionSpec& spec) { return spec.kv.is_padded(); },
+               [](AttentionSpec& spec) { spec.kv.kind = KvLayout::Kind::padded; }, "kv_lengths"},
+    spec_option<&AttentionSpec::deterministic>("det", "kDeterministic", "deterministic"),
+    spec_option<&AttentionSpec::varlen>("varlen", "kVarlen", "cu_seqlens_q"),
+    spec_option<&AttentionSpec::sinks>("sinks", "kSinks", "sinks"),
+    SpecOption{"cache", "kCache", [](const AttentionSpec& spec) { return spec.kv.is_cache(); },
+               [](AttentionSpec& spec) { spec.kv.kind = KvLayout::Kind::slots; }, "cache"},
+    spec_option<&AttentionSpec::row_max>("row_max", "kRowMax", "return_row_max"),
+    spec_option<&AttentionSpec::key_scales>("key_scales", "kKeyScales", "k_scale"),
+    spec_option<&AttentionSpec::fp32_out>("fp32_out", "kFp32Out", "out_dtype"),
+    spec_option<&AttentionSpec::fp32_grads>("fp32_grads", "kFp32Grads"),
+    spec_option<&AttentionSpec::add_grads>("add_grads", "kAddGrads"),
+    spec_option<&AttentionSpec::dropout_place>("dropout_place", "kDropoutPlace"),
+    spec_option<&AttentionSpec::batch_invariant>("invariant", "kInvariant", "batch_invariant"),
+    spec_option<&AttentionSpec::kv, &KvLayout::shared_kv>("shared_kv", "kSharedKv", "v_columns"),
+    spec_option<&AttentionSpec::q_codes>("q_codes", "kQCodes", "q_scale"),
+    spec_option<&AttentionSpec::indices>("indices", "kIndices", "indices"),
+    spec_option<&AttentionSpec::kv, &KvLayout::shared_prefix>("shared_prefix", "kSharedPrefix",
+                                                              "prefix_length"),
+    spec_option<&AttentionSpec::running_state>("running_state", "kRunningState", "state"),
 };
 
 /// Whether the text names a pass: "fwd:bf16:d64" does, "bf16:d64" does not.

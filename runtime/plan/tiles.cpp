@@ -77,7 +77,7 @@ double makespan(std::vector<double> blocks, std::int64_t copies, std::int64_t sl
 }
 
 ListsDiffer lists_differ(const AnalysedSpec& spec) {
-  return {.by_batch = spec.varlen || spec.has_lengths() || spec.programs.mask.uses_batch,
+  return {.by_batch = spec.varlen || spec.kv.has_lengths() || spec.programs.mask.uses_batch,
           .by_head = spec.programs.mask.uses_head};
 }
 

@@ -65,7 +65,7 @@ Context::Context(const Problem& given)
   check_size("k", given.k.size(), count({kv_count(), spec.head_dim}));
   check_size("v", given.v.size(), count({kv_count(), spec.v_dim()}));
   if (spec.sinks) check_size("sinks", given.sinks.size(), shape.heads_q);
-  if (spec.has_lengths()) check_size("kv_lengths", given.kv_lengths.size(), shape.batch);
+  if (spec.kv.has_lengths()) check_size("kv_lengths", given.kv_lengths.size(), shape.batch);
   if (spec.has_block_map()) {
     const bool broadcasts = (given.map_batch == 1 || given.map_batch == shape.batch) &&
                             (given.map_heads == 1 || given.map_heads == shape.heads_q);
@@ -108,7 +108,7 @@ double Context::sink(std::int64_t task) const {
 
 bool Context::attends(const Point& at) const {
   if (spec.indices && named(at.b * shape.heads_q + at.h, at.q, at.kv) == 0) return false;
-  if (spec.kv_lengths && at.kv >= problem.kv_lengths[at.b]) return false;
+  if (spec.kv.is_padded() && at.kv >= problem.kv_lengths[at.b]) return false;
   if (spec.has_block_map()) {
     const std::int64_t map =
         (problem.map_batch == 1 ? 0 : at.b) * problem.map_heads + (problem.map_heads == 1 ? 0 : at.h);
@@ -171,7 +171,7 @@ std::optional<KeyPlace> first_attended(const Problem& problem, const std::vector
 void check_prefix(const Problem& problem) {
   const std::int64_t prefix = problem.prefix_length;
   const std::vector<std::int32_t>& offsets = problem.cu_seqlens_q;
-  if (!problem.spec.shared_prefix || prefix == 0 || offsets.back() == 0) return;
+  if (!problem.spec.kv.shared_prefix || prefix == 0 || offsets.back() == 0) return;
   if (prefix < 0) refuse("prefix_length is {}; it must be 0 or more", prefix);
   for (std::int64_t b = 0; b < problem.shape.batch; ++b) {
     const std::int64_t queries = offsets[b + 1] - offsets[b];

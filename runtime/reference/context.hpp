@@ -53,20 +53,20 @@ struct Context {
   Rows kv_rows(std::int64_t task) const {
     const std::int64_t b = batch_of(task), h = kv_head_of(task);
     if (packs_kv()) return packed(problem.cu_seqlens_kv, b, h, packed_kv, shape.seqlen_kv);
-    const std::int64_t length = spec.has_lengths()
+    const std::int64_t length = spec.kv.has_lengths()
                                     ? std::clamp<std::int64_t>(problem.kv_lengths[b], 0, shape.seqlen_kv)
                                     : shape.seqlen_kv;
     return {(b * shape.heads_kv + h) * shape.seqlen_kv, length};
   }
   /// The seqlen_kv of programs.
   std::int64_t seqlen_kv(std::int64_t task) const {
-    return spec.cache || packs_kv() ? kv_rows(task).count : shape.seqlen_kv;
+    return spec.kv.is_cache() || packs_kv() ? kv_rows(task).count : shape.seqlen_kv;
   }
   /// All rows of Q, and of K: [batch, heads, length], or [heads, packed rows].
   std::int64_t q_count() const { return count_rows(spec.varlen, shape.heads_q, packed_q, shape.seqlen_q); }
   std::int64_t kv_count() const { return count_rows(packs_kv(), shape.heads_kv, packed_kv, shape.seqlen_kv); }
   /// Whether K and V are packed, as Q is with spec.varlen.
-  bool packs_kv() const { return spec.varlen && !spec.cache; }
+  bool packs_kv() const { return spec.varlen && !spec.kv.is_cache(); }
 
   Point point(std::int64_t task, std::int64_t q, std::int64_t kv) const {
     return {batch_of(task), head_of(task), kv_head_of(task), q, kv, q_rows(task).count, seqlen_kv(task)};

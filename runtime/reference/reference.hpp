@@ -19,8 +19,8 @@ struct Problem {
   AttentionShape shape;
   std::vector<double> q = {}, k = {}, v = {}, dout = {};  ///< dout: backward only
   std::optional<double> softmax_scale = {};               ///< default 1 / sqrt(head_dim)
-  std::vector<std::int32_t> kv_lengths = {};              ///< [batch] with spec.has_lengths()
-  std::int32_t prefix_length = 0;                         ///< with spec.shared_prefix; it changes nothing
+  std::vector<std::int32_t> kv_lengths = {};              ///< [batch] with spec.kv.has_lengths()
+  std::int32_t prefix_length = 0;                         ///< with spec.kv.shared_prefix; it changes nothing
   std::vector<std::uint8_t> block_map = {};  ///< [map_batch, map_heads, rows, columns] with spec.block_map
   std::int64_t map_batch = 1, map_heads = 1;
   double dropout_p = 0;
@@ -91,8 +91,8 @@ struct KeyPlace {
 /// The first of `keys` that some query attends to. Looks at neither Q, K nor V.
 std::optional<KeyPlace> first_attended(const Problem& problem, const std::vector<KeyPlace>& keys);
 
-/// With spec.shared_prefix, throws Error(invalid_argument) unless the sequences have the prefix in common, as
-/// prefix_length says.
+/// With spec.kv.shared_prefix, throws Error(invalid_argument) unless the sequences have the prefix in common,
+/// as prefix_length says.
 void check_prefix(const Problem& problem);
 
 /// The values of [batch, heads_q, seqlen_q] whose rows exist: all, or those within their packed sequence.

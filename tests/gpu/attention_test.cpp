@@ -256,7 +256,7 @@ std::vector<AttentionCase> sweep_cases() {
       {{.dtype = DType::fp16, .head_dim = 64}, {Family::sm90}},
       {{.dtype = DType::bf16, .head_dim = 192, .head_dim_v = 128}, {Family::sm90}},
       {{.dtype = DType::bf16, .head_dim = 72, .head_dim_v = 40}, {Family::sm90}},
-      {{.dtype = DType::fp16, .head_dim = 128, .dropout = true, .kv_lengths = true},
+      {{.dtype = DType::fp16, .head_dim = 128, .dropout = true, .kv = KvLayout::padded()},
        {Family::sm90, Family::sm80}},
       {{.dtype = DType::bf16, .head_dim = 64, .mask = causal(), .deterministic = true}, {Family::sm90}},
       {{.dtype = DType::bf16, .head_dim = 32, .deterministic = true}, {Family::sm90}},
@@ -268,7 +268,7 @@ std::vector<AttentionCase> sweep_cases() {
       {{.dtype = DType::fp16, .head_dim = 40}, {Family::sm80}},
       {{.dtype = DType::fp32, .head_dim = 64, .mask = causal(), .dropout = true, .deterministic = true},
        {Family::simt}},
-      {{.dtype = DType::bf16, .head_dim = 128, .mask = causal(), .kv_lengths = true}, {Family::simt}},
+      {{.dtype = DType::bf16, .head_dim = 128, .mask = causal(), .kv = KvLayout::padded()}, {Family::simt}},
   };
   std::vector<AttentionCase> cases;
   for (const auto& [spec, families] : sweeps)
@@ -497,7 +497,7 @@ TEST_P(AttentionArguments, LseMayBeNull) {
 
 TEST_P(AttentionArguments, KvLengthsAreClampedToTheKeys) {
   const AttentionCase test{
-      .spec = {.dtype = DType::bf16, .head_dim = 64, .mask = causal(), .kv_lengths = true},
+      .spec = {.dtype = DType::bf16, .head_dim = 64, .mask = causal(), .kv = KvLayout::padded()},
       .shape = {4, 2, 1, 65, 130}};
   reference::Problem problem = make_problem(test);
   problem.kv_lengths = {-5, 1000, 130, 1};

@@ -336,7 +336,7 @@ class Problem {
 
   /// All keys for the last batch entry, fewer for those before, none for the first of several.
   void make_lengths() {
-    if (!spec.kv_lengths) return;
+    if (!spec.kv.is_padded()) return;
     for (std::int64_t b = 0; b < shape.batch; ++b) {
       const std::int64_t part = shape.batch == 1 ? 2 : b, parts = shape.batch == 1 ? 3 : shape.batch - 1;
       lengths_.push_back(static_cast<std::int32_t>(shape.seqlen_kv * part / parts));

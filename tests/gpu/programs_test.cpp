@@ -167,9 +167,9 @@ void add_lengths(std::vector<AttentionCase>& cases, const Variant& variant, cons
                  unsigned first_seed) {
   for (const int dim : {32, 64, 96, 128, 192, 256}) {
     const unsigned seed = first_seed + static_cast<unsigned>(cases.size());
-    AttentionSpec spec{.dtype = DType::bf16, .head_dim = dim, .kv_lengths = true};
+    AttentionSpec spec{.dtype = DType::bf16, .head_dim = dim, .kv = KvLayout::padded()};
     cases.push_back(case_of(variant, spec, shape, Family::sm90, seed));
-    spec.kv_lengths = false, spec.varlen = true, spec.dropout = true;
+    spec.kv = {}, spec.varlen = true, spec.dropout = true;
     cases.push_back(case_of(variant, spec, shape, Family::sm90, seed + 1));
     cases.back().dropout_p = 0.2;
   }
@@ -319,10 +319,10 @@ std::vector<AttentionCase> difference_grad_cases() {
       shape, 9300);
   for (const int dim : {32, 64, 96, 128, 192, 256}) {
     const unsigned seed = 9400 + static_cast<unsigned>(cases.size());
-    AttentionSpec spec{.dtype = DType::bf16, .head_dim = dim, .kv_lengths = true};
+    AttentionSpec spec{.dtype = DType::bf16, .head_dim = dim, .kv = KvLayout::padded()};
     cases.push_back(case_of(own, spec, shape, Family::sm90, seed));
     cases.push_back(case_of(sloped, spec, shape, Family::sm90, seed + 1));
-    spec.kv_lengths = false, spec.varlen = true, spec.dropout = true;
+    spec.kv = {}, spec.varlen = true, spec.dropout = true;
     cases.push_back(case_of(own, spec, shape, Family::sm90, seed + 2));
     cases.back().dropout_p = 0.2;
   }
@@ -385,7 +385,7 @@ std::vector<AttentionCase> position_value_cases() {
   for (const int dim : {32, 64, 96, 128, 192, 256}) {
     const AttentionSpec spec{.dtype = DType::bf16, .head_dim = dim};
     AttentionSpec padded = spec, packed = spec;
-    padded.kv_lengths = true;
+    padded.kv = KvLayout::padded();
     packed.varlen = packed.dropout = true;
     add(forget_gates(), padded, {2, 4, 2, 333, 440});
     add(key_bias, packed, {2, 4, 2, 333, 440});
@@ -395,7 +395,7 @@ std::vector<AttentionCase> position_value_cases() {
   for (const int dim : {64, 96, 128, 192, 256}) {
     const AttentionSpec spec{.dtype = DType::bf16, .head_dim = dim};
     AttentionSpec padded = spec, packed = spec;
-    padded.kv_lengths = true;
+    padded.kv = KvLayout::padded();
     packed.varlen = packed.dropout = true;
     for (const AttentionSpec& each : {spec, padded, packed}) add(divided, each, {3, 4, 2, 333, 440});
     add(forget_gates(), packed, {3, 4, 2, 333, 440});

@@ -249,7 +249,7 @@ inline std::vector<std::uint8_t> random_map(std::int64_t maps, std::int64_t rows
 /// there it is the other one.
 inline AttentionCase with_one_meaning(AttentionCase test) {
   AttentionSpec& spec = test.spec;
-  if (spec.kv_lengths && spec.mask == causal() && test.shape.seqlen_q != test.shape.seqlen_kv)
+  if (spec.kv.is_padded() && spec.mask == causal() && test.shape.seqlen_q != test.shape.seqlen_kv)
     spec.mask = MaskProgram("causal_top_left");
   return test;
 }
@@ -337,8 +337,8 @@ inline reference::Problem make_problem(const AttentionCase& given) {
   const double size = std::sqrt(test.score_size);
   problem.q = normal(heads_q * queries, spec.head_dim, size);
   problem.k = normal(heads_kv * keys, spec.head_dim, size);
-  problem.v = spec.shared_kv ? reference::first_columns(problem.k, spec.head_dim, spec.v_dim())
-                             : normal(heads_kv * keys, spec.v_dim(), 1);
+  problem.v = spec.kv.shared_kv ? reference::first_columns(problem.k, spec.head_dim, spec.v_dim())
+                                : normal(heads_kv * keys, spec.v_dim(), 1);
   problem.dout = normal(heads_q * queries, spec.v_dim(), 1);
   const auto spoil = [&](std::vector<double>& tensor, std::int64_t rows, int dim) {
     for (std::size_t i = 0; i < tensor.size(); ++i)
@@ -351,7 +351,7 @@ inline reference::Problem make_problem(const AttentionCase& given) {
   spoil(problem.dout, queries, spec.v_dim());
   if (test.dlse) problem.dlse = normal_values(batch * heads_q * seqlen_q, DType::fp32, 1, generator);
   if (test.softmax_scale) problem.softmax_scale = *test.softmax_scale;
-  if (spec.kv_lengths) {
+  if (spec.kv.is_padded()) {
     // One entry without keys, and one with all of them, where there are so many.
     std::uniform_int_distribution<std::int32_t> length(0, static_cast<std::int32_t>(seqlen_kv));
     for (std::int64_t b = 0; b < batch; ++b) problem.kv_lengths.push_back(b == 1 ? 0 : length(generator));
@@ -642,7 +642,7 @@ class AttentionRun {
   }
 
   ConstTensorView v_view() const {
-    if (!test_.spec.shared_kv) return inputs_[2].view;
+    if (!test_.spec.kv.shared_kv) return inputs_[2].view;
     return ConstTensorView(inputs_[1].view).first_columns(test_.spec.v_dim());
   }
 

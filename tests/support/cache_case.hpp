@@ -144,8 +144,8 @@ inline Cache make_cache(const CacheCase& test) {
     return codes;
   };
   problem.k = kv_values(spec.head_dim);
-  problem.v = spec.shared_kv ? reference::first_columns(problem.k, spec.head_dim, spec.v_dim())
-                             : kv_values(spec.v_dim());
+  problem.v = spec.kv.shared_kv ? reference::first_columns(problem.k, spec.head_dim, spec.v_dim())
+                                : kv_values(spec.v_dim());
   if (spec.sinks) problem.sinks = reference::random_sinks(heads_q, test.seed);
   if (spec.indices) {
     constexpr std::int64_t kTopK = 70;
@@ -158,14 +158,14 @@ inline Cache make_cache(const CacheCase& test) {
   for (std::int64_t b = 0; b < batch; ++b) problem.kv_lengths.push_back(length(random));
   if (batch > 1) problem.kv_lengths[1] = 0;
   if (batch > 2) problem.kv_lengths[2] = static_cast<std::int32_t>(seqlen_kv);
-  if (spec.shared_prefix) {
+  if (spec.kv.shared_prefix) {
     problem.prefix_length = reference::plausible_prefix(test.shape);
     reference::share_prefix(test.shape, problem.prefix_length, spec.head_dim, problem.k, problem.kv_lengths);
     reference::share_prefix(test.shape, problem.prefix_length, spec.v_dim(), problem.v, problem.kv_lengths);
   }
 
-  const std::int64_t rows = spec.pages ? spec.pages : seqlen_kv + 3;
-  const std::int64_t of_sequence = spec.pages ? (seqlen_kv + rows - 1) / rows : 1;
+  const std::int64_t rows = spec.kv.is_paged() ? spec.kv.page_size : seqlen_kv + 3;
+  const std::int64_t of_sequence = spec.kv.is_paged() ? (seqlen_kv + rows - 1) / rows : 1;
   const std::int64_t pages = batch * of_sequence + 2;
   cache.k = cache_detail::make_pool(test.layout, pages, heads_kv, rows, spec.head_dim);
   cache.v = cache_detail::make_pool(test.layout, pages, heads_kv, rows, spec.v_dim());
@@ -175,7 +175,7 @@ inline Cache make_cache(const CacheCase& test) {
   if (spec.has_scales()) {
     const std::array<std::int64_t, 4> all = {batch, pages, heads_kv, rows};
     // Sequences with keys in common have no scales of their own.
-    const auto form = [&](unsigned seed) { return spec.shared_prefix ? seed % 2 : seed; };
+    const auto form = [&](unsigned seed) { return spec.kv.shared_prefix ? seed % 2 : seed; };
     cache.k_scale = make_scales(spec.key_scales, form(test.seed), all, test.own_scales);
     cache.v_scale = make_scales(spec.key_scales, form(test.seed + test.seed / 2), all, test.own_scales);
   }
@@ -190,9 +190,9 @@ inline Cache make_cache(const CacheCase& test) {
 
   std::vector<std::int32_t> order(pages);
   std::iota(order.begin(), order.end(), 0);
-  const bool tabled = spec.pages != 0 || test.slot_table;
+  const bool tabled = spec.kv.is_paged() || test.slot_table;
   if (tabled) std::ranges::shuffle(order, random);
-  cache.columns = of_sequence + (spec.pages ? 1 : 0);
+  cache.columns = of_sequence + (spec.kv.is_paged() ? 1 : 0);
   cache.table_stride = cache.columns + 2;
   if (tabled) cache.table.assign(batch * cache.table_stride, std::numeric_limits<std::int32_t>::max());
   for (std::int64_t b = 0; b < batch; ++b) {
@@ -219,7 +219,7 @@ inline Cache make_cache(const CacheCase& test) {
       }
     }
     // A slot without keys is a slot all the same.
-    if (tabled && spec.pages == 0) cache.table[b * cache.table_stride] = order[b];
+    if (tabled && !spec.kv.is_paged()) cache.table[b * cache.table_stride] = order[b];
   }
   return cache;
 }

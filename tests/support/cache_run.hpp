@@ -103,7 +103,7 @@ class CacheRun {
     const ConstTensorView k = cache_.k.view(static_cast<const void*>(k_.data()), dtype);
     ForwardArgs args{.q = ConstTensorView::bhsd(q_.data(), b, heads_q, rows, d),
                      .k = k,
-                     .v = test_.spec.shared_kv ? k.first_columns(dv) : cache_.v.view(v, dtype),
+                     .v = test_.spec.kv.shared_kv ? k.first_columns(dv) : cache_.v.view(v, dtype),
                      .out = TensorView::bhsd(out_.data(), b, heads_q, rows, dv),
                      .lse = static_cast<float*>(lse_.data()),
                      .kv_lengths = static_cast<const std::int32_t*>(lengths_.data()),
@@ -120,7 +120,7 @@ class CacheRun {
       args.indices =
           IndicesView::contiguous(static_cast<const std::int32_t*>(indices_.data()), b, rows, heads_kv,
                                   std::ssize(cache_.problem.indices) / (b * rows * heads_kv));
-    if (test_.spec.shared_prefix)
+    if (test_.spec.kv.shared_prefix)
       args.prefix_length = static_cast<const std::int32_t*>(prefix_length_.data());
     if (varlen) {
       args.cu_seqlens_q = static_cast<const std::int32_t*>(cu_seqlens_q_.data());

@@ -55,7 +55,7 @@ class InvariantRun {
          .out = TensorView::bhsd(out.data(), count, shape.heads_q, shape.seqlen_q, spec_.v_dim()),
          .lse = static_cast<float*>(lse.data()),
          .kv_lengths =
-             spec_.has_lengths() ? static_cast<const std::int32_t*>(lengths_.data()) + first : nullptr,
+             spec_.kv.has_lengths() ? static_cast<const std::int32_t*>(lengths_.data()) + first : nullptr,
          .workspace = {work.data(), work.bytes()}},
         nullptr);
     gpu().context->synchronize();

@@ -87,7 +87,7 @@ TEST(Append, CachesThatShareMemoryGetTheSameRows) {
 
 TEST(Append, WrongArgumentsAreNamed) {
   expect_says(refusal([](auto& spec, auto&) { spec = parse_spec("bf16:d64:varlen"); }),
-              {"no cache", "spec.pages"});
+              {"no cache", "KvLayout::paged(page_size)"});
   expect_says(refusal([](auto&, auto& args) { args.k.size[0] = 2; }), {"k has batch 2", "varlen"});
   expect_says(refusal([](auto& spec, auto&) { spec.varlen = false; }), {"batch_size 3", "no varlen"});
   expect_says(refusal([](auto&, auto& args) { args.batch_size = -1; }), {"batch_size is -1"});
@@ -95,7 +95,7 @@ TEST(Append, WrongArgumentsAreNamed) {
   expect_says(refusal([](auto&, auto& args) { args.kv_lengths = nullptr; }), {"kv_lengths is null"});
   expect_says(refusal([](auto&, auto& args) { args.v.size[2] = 49; }), {"v has length 49", "k has 50"});
   expect_says(refusal([](auto&, auto& args) { args.k_cache.size[2] = 8; }),
-              {"k_cache has length 8", "spec.pages has 16"});
+              {"k_cache has length 8", "spec.kv.page_size has 16"});
   expect_says(refusal([](auto&, auto& args) { args.v_cache.size[0] = 39; }),
               {"v_cache has batch 39", "k_cache has 40"});
   expect_says(refusal([](auto&, auto& args) { args.k_cache.stride[0] = 0; }),

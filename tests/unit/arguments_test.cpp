@@ -138,7 +138,7 @@ TEST(Arguments, CausalBesideLengthsHasOneMeaning) {
     });
   };
   EXPECT_SAYS(refusal("bf16:d64:causal:kvlen", 16, 24), "two meanings for 16 queries and 24 keys",
-              "spec.cache", "causal_top_left");
+              "KvLayout::slots()", "causal_top_left");
   for (const char* spec : {"bf16:d64:causal_top_left:kvlen", "bf16:d64:causal:cache", "bf16:d64:kvlen"})
     EXPECT_EQ(refusal(spec, 16, 24), "accepted") << spec;
   EXPECT_EQ(refusal("bf16:d64:causal:kvlen", 24, 24), "accepted");
@@ -147,7 +147,7 @@ TEST(Arguments, CausalBesideLengthsHasOneMeaning) {
 
 TEST(Arguments, SharedKvIsKsMemory) {
   const auto shared = [](AttentionSpec& s, ForwardArgs& args) {
-    s.shared_kv = true;
+    s.kv.shared_kv = true;
     s.head_dim_v = 32;
     args.v = args.k.first_columns(32);
     args.out = TensorView::bhsd(address(0x400000), kBatch, kHeadsQ, kQueries, 32);
@@ -283,11 +283,11 @@ TEST(Arguments, Dropout) {
 }
 
 TEST(Arguments, KvLengths) {
-  EXPECT_SAYS(forward_refusal([](auto& s, auto&) { s.kv_lengths = true; }), "kv_lengths is null");
+  EXPECT_SAYS(forward_refusal([](auto& s, auto&) { s.kv = KvLayout::padded(); }), "kv_lengths is null");
   EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.kv_lengths = address<std::int32_t>(0x100); }),
-              "kv_lengths is given", "spec.kv_lengths");
+              "kv_lengths is given", "KvLayout::padded()");
   EXPECT_SAYS(backward_refusal([](auto& s, auto& args) {
-                s.kv_lengths = true;
+                s.kv = KvLayout::padded();
                 args.kv_lengths = address<std::int32_t>(0x101);
               }),
               "kv_lengths is at 0x101");
@@ -404,7 +404,7 @@ TEST(Arguments, TheGradientOfLseAndTheStateOfDropoutAreAligned) {
 TEST(Arguments, PrefixLength) {
   const auto with = [](const std::int32_t* length, bool shares, std::int64_t scaled_sequences = 0) {
     return forward_refusal([&](auto& s, auto& args) {
-      s.pages = 16, s.varlen = true, s.shared_prefix = shares;
+      s.kv = KvLayout::paged(16), s.varlen = true, s.kv.shared_prefix = shares;
       if (scaled_sequences > 0) {
         s.kv_dtype = DType::e4m3;
         args.k_scale =
@@ -423,7 +423,7 @@ TEST(Arguments, PrefixLength) {
   const auto* length = address<const std::int32_t>(0x300);
   EXPECT_EQ(with(length, true), "accepted");
   EXPECT_SAYS(with(nullptr, true), "prefix_length is null", "one int32");
-  EXPECT_SAYS(with(length, false), "prefix_length is given", "spec.shared_prefix");
+  EXPECT_SAYS(with(length, false), "prefix_length is given", "spec.kv.shared_prefix");
   EXPECT_SAYS(with(address<const std::int32_t>(0x302), true), "prefix_length is at 0x302");
   EXPECT_EQ(with(length, true, 1), "accepted");
   EXPECT_SAYS(with(length, true, kBatch), "k_scale has 2 sequences", "shared_prefix",
@@ -690,7 +690,7 @@ TEST(Arguments, WorkspaceIsLargeEnoughAndAligned) {
 TEST(Arguments, ParamsCarryWhatWasGiven) {
   AttentionSpec s = spec();
   s.dropout = true;
-  s.kv_lengths = true;
+  s.kv = KvLayout::padded();
   s.block_map = {32, 16};
   BackwardArgs args = backward_args();
   args.dropout_p = 0.25;

@@ -95,8 +95,9 @@ TEST(Cache, WrongArgumentsAreNamed) {
   expect_says(refusal([](auto&, auto& args) { args.kv_lengths = nullptr; }),
               {"kv_lengths is null", "a cache"});
   expect_says(refusal([](auto&, auto& args) { args.v.size[2] = 8; }),
-              {"v has length 8", "spec.pages has 16"});
-  expect_says(refusal([](auto& spec, auto&) { spec.pages = 32; }), {"k has length 16", "spec.pages has 32"});
+              {"v has length 8", "spec.kv.page_size has 16"});
+  expect_says(refusal([](auto& spec, auto&) { spec.kv.page_size = 32; }),
+              {"k has length 16", "spec.kv.page_size has 32"});
   expect_says(refusal([](auto&, auto& args) { args.v.size[0] = 39; }), {"v has batch 39", "k has 40"});
   expect_says(refusal([](auto&, auto& args) { args.k.stride[2] = 100; }), {"k has stride 100", "16 bytes"});
   expect_says(refusal([](auto&, auto& args) { args.cu_seqlens_kv = address<std::int32_t>(0x700000); }),
@@ -118,7 +119,7 @@ TEST(Cache, WrongArgumentsAreNamed) {
                 args.kv_lengths = nullptr;
                 args.k.size[0] = args.v.size[0] = 3;
               }),
-              {"page_table is given", "spec.pages"});
+              {"page_table is given", "KvLayout::paged(page_size)"});
   expect_says(refusal([](auto&, auto& args) {
                 args.k.size[0] = args.v.size[0] = 1LL << 27;
                 args.k.stride[0] = args.v.stride[0] = 0;
@@ -224,8 +225,8 @@ TEST(Cache, StridesOfCodesAreInBytes) {
 
 TEST(Cache, SpecsThatMakeNoSenseAreRefused) {
   expect_says(refusal([](auto& spec, auto&) { spec.pass = Pass::backward; }), {"backward", "pages"});
-  expect_says(refusal([](auto& spec, auto&) { spec.kv_lengths = true; }), {"kv_lengths", "pages", "leave"});
-  expect_says(refusal([](auto& spec, auto&) { spec.pages = -1; }), {"pages is -1", "1 or more"});
+  expect_says(refusal([](auto& spec, auto&) { spec.kv.page_size = -1; }),
+              {"kv.page_size is -1", "1 or more"});
 }
 
 /// The reference called as users call it, on the cache; and on the keys in order.
@@ -381,7 +382,7 @@ TEST(Cache, CausalEndsAtEachSequencesOwnLength) {
 TEST(Cache, TextsOfSpecs) {
   EXPECT_EQ(to_string(parse_spec("bf16:d128:pages16:causal:varlen")), "fwd:bf16:d128:causal:varlen:pages16");
   EXPECT_EQ(to_string(parse_spec("bf16:d128:cache")), "fwd:bf16:d128:cache");
-  EXPECT_EQ(to_string(KernelSpec{{.head_dim = 64, .pages = 8}}), "fwd:bf16:d64:pages8");
+  EXPECT_EQ(to_string(KernelSpec{{.head_dim = 64, .kv = KvLayout::paged(8)}}), "fwd:bf16:d64:pages8");
   EXPECT_THROW(parse_spec("bf16:d128:pages0"), Error);
   EXPECT_EQ(to_string(parse_spec("bf16:d128:pages1056")), "fwd:bf16:d128:pages1056");
   EXPECT_THROW(parse_spec("bf16:d128:pages16:pages16"), Error);

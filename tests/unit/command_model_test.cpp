@@ -55,7 +55,7 @@ TEST_F(PackOfAModel, HasEachKernelThatAnEngineAsksFor) {
     for (const char* text : {"fwd:bf16:d128:causal:pages16", "append:bf16:d128:pages16", "merge:bf16:d128"}) {
       KernelSpec spec = parse_spec(text);
       spec.varlen = packs && spec.pass != Pass::merge;
-      spec.shared_prefix = packs && i % 4 == 0 && spec.pass == Pass::forward;
+      spec.kv.shared_prefix = packs && i % 4 == 0 && spec.pass == Pass::forward;
       const plan::ExecutionPlan plan = plan::make_plan(spec, shape, device, {});
       EXPECT_TRUE(kernels.contains(to_string(plan.spec) + " " + to_string(plan.config)))
           << to_string(shape) << " " << to_string(plan.spec) << " " << to_string(plan.config);

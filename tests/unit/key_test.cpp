@@ -74,7 +74,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"score", [](auto& s) { s.spec.score = ScoreProgram("score * 2.0"); }},
       {"mask", [](auto& s) { s.spec.mask = causal(); }},
       {"dropout", [](auto& s) { s.spec.dropout = true; }},
-      {"kv_lengths", [](auto& s) { s.spec.kv_lengths = true; }},
+      {"kv_lengths", [](auto& s) { s.spec.kv = KvLayout::padded(); }},
       {"block_map",
        [](auto& s) {
          s.spec.block_map = {64, 64};
@@ -82,8 +82,8 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"deterministic", [](auto& s) { s.spec.pass = Pass::backward, s.spec.deterministic = true; }},
       {"varlen", [](auto& s) { s.spec.varlen = true; }},
       {"sinks", [](auto& s) { s.spec.sinks = true; }},
-      {"cache", [](auto& s) { s.spec.cache = true; }},
-      {"pages", [](auto& s) { s.spec.pages = 16; }},
+      {"cache", [](auto& s) { s.spec.kv = KvLayout::slots(); }},
+      {"pages", [](auto& s) { s.spec.kv = KvLayout::paged(16); }},
       {"row_max", [](auto& s) { s.spec.row_max = true; }},
       {"kv_dtype", [](auto& s) { s.spec.kv_dtype = DType::e4m3; }},
       {"q_codes", [](auto& s) { s.spec.kv_dtype = DType::e4m3, s.spec.q_codes = true; }},
@@ -93,9 +93,9 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"dropout_place", [](auto& s) { s.spec.dropout = s.spec.dropout_place = true; }},
       {"add_grads", [](auto& s) { s.spec.pass = Pass::backward, s.spec.add_grads = true; }},
       {"batch_invariant", [](auto& s) { s.spec.batch_invariant = true; }},
-      {"shared_kv", [](auto& s) { s.spec.shared_kv = true; }},
+      {"shared_kv", [](auto& s) { s.spec.kv.shared_kv = true; }},
       {"indices", [](auto& s) { s.spec.indices = true; }},
-      {"shared_prefix", [](auto& s) { s.spec.shared_prefix = true; }},
+      {"shared_prefix", [](auto& s) { s.spec.kv.shared_prefix = true; }},
       {"running_state", [](auto& s) { s.spec.running_state = true; }},
       {"br", [](auto& s) { s.config.br = 32; }},
       {"bc", [](auto& s) { s.config.bc = 32; }},
@@ -110,9 +110,10 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   };
   // Where one of these does not compile, a field was added: add its change above.
   const AttentionSpec spec = {};
-  [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, row_max, cache, pages, kv_dtype, key_scales,
-                                fp32_out, fp32_grads, batch_invariant, shared_kv, q_codes, indices, add_grads,
-                                dropout_place, shared_prefix, running_state] = spec;
+  [[maybe_unused]] const auto& [a, b, c, d, e, f, kv, h, i, j, k, row_max, kv_dtype, key_scales, fp32_out,
+                                fp32_grads, batch_invariant, q_codes, indices, add_grads, dropout_place,
+                                running_state] = spec;
+  [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix] = kv;
   const TileConfig config = {};
   [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w] = config;
   // Not in the key by themselves: header, function and params, which are in the text, as is what hot means

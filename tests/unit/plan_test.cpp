@@ -365,7 +365,7 @@ TEST(Plan, OneQueryOfGroupedHeadsIsATileOfTheirQueries) {
     const Problem made = problem(spec, shape), again = fold_gqa(made.spec, made.shape);
     EXPECT_EQ(made.shape, packed) << spec;
     EXPECT_TRUE(made.spec.mask.empty()) << spec;
-    EXPECT_EQ(made.spec.kv_lengths, parse_spec(spec).kv_lengths);
+    EXPECT_EQ(made.spec.kv, parse_spec(spec).kv);
     EXPECT_EQ(again.shape, packed) << spec;
   }
   for (const char* spec :

@@ -35,7 +35,7 @@ Problem problem_of(const std::string& options) {
   problem.v = filled(kKeys, 2.1);
   problem.dout = filled(kQueries, 0.4);
   if (problem.spec.sinks) problem.sinks = {0.5};
-  if (problem.spec.kv_lengths) problem.kv_lengths = {5};
+  if (problem.spec.kv.is_padded()) problem.kv_lengths = {5};
   return problem;
 }
 

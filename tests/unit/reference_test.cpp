@@ -54,7 +54,7 @@ Problem full_problem() {
                          .head_dim_v = 16,
                          .mask = causal(),
                          .dropout = true,
-                         .kv_lengths = true,
+                         .kv = KvLayout::padded(),
                          .block_map = {16, 16}}};
   Problem problem = random_problem(spec, {2, 4, 2, 20, 36});
   problem.softmax_scale = 0.7;
@@ -253,7 +253,7 @@ TEST(Reference, ProbabilitiesOfARowSumToOne) {
 
 TEST(Reference, RowsThatAttendToNothingAreZero) {
   Problem problem = random_problem(
-      {{.dtype = DType::fp16, .head_dim = 16, .mask = causal(), .kv_lengths = true}}, {2, 1, 1, 9, 4});
+      {{.dtype = DType::fp16, .head_dim = 16, .mask = causal(), .kv = KvLayout::padded()}}, {2, 1, 1, 9, 4});
   problem.kv_lengths = {4, 0};
   for (const Precision precision : {Precision::exact, Precision::rounded}) {
     const Forward fwd = forward(problem, precision);

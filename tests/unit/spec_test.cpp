@@ -50,16 +50,15 @@ class Random {
     if (coin()) spec.score = programs.score_program();
     if (coin()) spec.mask = programs.mask_program();
     spec.dropout = coin();
-    spec.kv_lengths = coin();
+    if (coin()) spec.kv = KvLayout::padded();
     if (coin())
       spec.block_map = {static_cast<int>(16 * from_to(1, 16)), static_cast<int>(16 * from_to(1, 16))};
     spec.deterministic = coin();
-    spec.varlen = !spec.kv_lengths && coin();
+    spec.varlen = !spec.kv.is_padded() && coin();
     spec.sinks = coin();
-    if (spec.pass == Pass::forward && !spec.kv_lengths && coin()) {
-      spec.cache = true;
-      spec.pages = coin() ? static_cast<int>(from_to(1, 256)) : 0;
-      spec.shared_prefix = spec.pages != 0 && spec.varlen && coin();
+    if (spec.pass == Pass::forward && !spec.kv.is_padded() && coin()) {
+      spec.kv = coin() ? KvLayout::paged(static_cast<int>(from_to(1, 256))) : KvLayout::slots();
+      spec.kv.shared_prefix = spec.kv.is_paged() && spec.varlen && coin();
     }
     spec.row_max = coin();
     if (spec.pass == Pass::forward && spec.head_dim % 16 == 0 && spec.v_dim() % 16 == 0 && coin()) {
@@ -72,7 +71,7 @@ class Random {
     spec.add_grads = coin();
     spec.dropout_place = spec.dropout && coin();
     spec.batch_invariant = coin();
-    spec.running_state = !spec.sinks && !spec.has_cache() && !spec.has_scales() && coin();
+    spec.running_state = !spec.sinks && !spec.kv.is_cache() && !spec.has_scales() && coin();
     return spec;
   }
 
@@ -110,7 +109,7 @@ TEST(Spec, TextForms) {
                                .head_dim_v = 32,
                                .mask = causal(CausalAlignment::top_left),
                                .dropout = true,
-                               .kv_lengths = true,
+                               .kv = KvLayout::padded(),
                                .block_map = {128, 64},
                                .deterministic = true},
                               Pass::backward};
@@ -213,6 +212,8 @@ TEST(Spec, ParseRefusesWithTheOffendingText) {
   refused("bf16:d64:score{t: fp32 1d; score + t[h]}:mask{t: int; q < t}", {"is out of range", "'t: int'"});
   refused("bf16:d64:dropout:dropout", {"says twice what 'dropout' says"});
   refused("bf16:d64:kvlen:kvlen", {"says twice what 'kvlen' says"});
+  refused("bf16:d64:kvlen:pages16", {"says twice what 'pages16' says"});
+  refused("bf16:d64:cache:kvlen", {"says twice what 'kvlen' says"});
   refused("bwd:bf16:d64:det:det", {"says twice what 'det' says"});
   refused("bf16:d64:varlen:varlen", {"says twice what 'varlen' says"});
   refused("bf16:d64:sink", {"unknown field 'sink'", "varlen, sinks"});
@@ -230,17 +231,23 @@ TEST(Spec, ValidateNamesTheField) {
   };
   refused({}, {"head_dim is 0", "a multiple of 8 from 8 to 576"});
   refused({{.head_dim = 584}}, {"head_dim is 584"});
-  refused({{.head_dim = 64, .pages = 16, .shared_prefix = true}}, {"shared_prefix", "without varlen"});
-  refused({{.head_dim = 64, .varlen = true, .cache = true, .shared_prefix = true}},
+  refused({{.head_dim = 64, .kv = {.kind = KvLayout::Kind::slots, .page_size = 16}}}, {"kv.page_size is 16"});
+  refused({{.head_dim = 64, .kv = KvLayout::paged(0)}}, {"kv.page_size is 0", "1 or more"});
+  refused({{.head_dim = 64, .kv = {.kind = static_cast<KvLayout::Kind>(9)}}}, {"kv.kind is 9"});
+  refused({{.head_dim = 64, .kv = {.kind = KvLayout::Kind::paged, .page_size = 16, .shared_prefix = true}}},
+          {"shared_prefix", "without varlen"});
+  refused({{.head_dim = 64, .kv = {.kind = KvLayout::Kind::slots, .shared_prefix = true}, .varlen = true}},
           {"shared_prefix", "without pages"});
   refused({{.head_dim = 64, .sinks = true, .running_state = true}},
           {"running_state", "sinks", "first state"});
-  refused({{.head_dim = 64, .cache = true, .running_state = true}}, {"running_state", "a cache", "merge()"});
+  refused({{.head_dim = 64, .kv = KvLayout::slots(), .running_state = true}},
+          {"running_state", "a cache", "merge()"});
   refused({{.head_dim = 64, .indices = true, .running_state = true}}, {"running_state", "indices"});
   refused({{.head_dim = 64, .kv_dtype = DType::e4m3, .running_state = true}},
           {"running_state", "K and V of 8 bits"});
-  refused({{.head_dim = 64, .head_dim_v = 128, .shared_kv = true}}, {"shared_kv", "head_dim_v is 128"});
-  refused({{.head_dim = 64, .kv_dtype = DType::e4m3, .shared_kv = true}}, {"shared_kv", "of 8 bits"});
+  refused({{.head_dim = 64, .head_dim_v = 128, .kv = {.shared_kv = true}}},
+          {"shared_kv", "head_dim_v is 128"});
+  refused({{.head_dim = 64, .kv = {.shared_kv = true}, .kv_dtype = DType::e4m3}}, {"shared_kv", "of 8 bits"});
   refused({{.head_dim = 520}}, {"head_dim_v is 520", "a multiple of 8 from 8 to 512"});
   refused({{.head_dim = -8}}, {"head_dim is -8"});
   refused({{.head_dim = 64, .head_dim_v = 20}}, {"head_dim_v is 20"});

@@ -31,7 +31,7 @@ TEST(TensorChecks, ATensorOfMoreThanAllMemoryHasAnExtent) {
 }
 
 TEST(TensorChecks, APageTableOfAnyWidthHasACapacity) {
-  AttentionSpec spec{.dtype = DType::bf16, .head_dim = 64, .pages = 256};
+  AttentionSpec spec{.dtype = DType::bf16, .head_dim = 64, .kv = KvLayout::paged(256)};
   ConstTensorView k;
   k.size = {1, 1, 256, 64};
   EXPECT_EQ(cache_capacity(spec, k, PageTableView{nullptr, 1, kLargest / 2}), kLargest);

@@ -107,7 +107,7 @@ void quantise(reference::Problem& problem) {
   if (!spec.has_scales()) return;
   const std::int64_t heads = problem.shape.heads_kv;
   const auto of_kv = [&](std::vector<double>& values, std::int64_t dim) {
-    const std::int64_t rows = spec.varlen && !spec.has_cache()
+    const std::int64_t rows = spec.varlen && !spec.kv.is_cache()
                                   ? std::ssize(values) / std::max<std::int64_t>(heads * dim, 1)
                                   : problem.shape.seqlen_kv;
     return reference::quantise(spec.kv_type(), spec.key_scales, heads, rows, dim, values);
@@ -137,19 +137,19 @@ reference::Problem random_problem(const KernelSpec& spec, const AttentionShape& 
     problem.cu_seqlens_q = reference::random_offsets(shape.batch, shape.seqlen_q, 1, random());
     queries = shape.heads_q * problem.cu_seqlens_q.back();
   }
-  if (spec.varlen && !spec.has_cache()) {
+  if (spec.varlen && !spec.kv.is_cache()) {
     problem.cu_seqlens_kv = reference::random_offsets(shape.batch, shape.seqlen_kv, 2, random());
     keys = shape.heads_kv * problem.cu_seqlens_kv.back();
   }
   problem.q = normal_values(queries * spec.head_dim, spec.dtype, random);
   problem.k = normal_values(keys * spec.head_dim, spec.dtype, random);
-  problem.v = spec.shared_kv ? reference::first_columns(problem.k, spec.head_dim, spec.v_dim())
-                             : normal_values(keys * spec.v_dim(), spec.dtype, random);
-  if (spec.has_lengths()) {
+  problem.v = spec.kv.shared_kv ? reference::first_columns(problem.k, spec.head_dim, spec.v_dim())
+                                : normal_values(keys * spec.v_dim(), spec.dtype, random);
+  if (spec.kv.has_lengths()) {
     std::uniform_int_distribution<std::int32_t> length(0, static_cast<std::int32_t>(shape.seqlen_kv));
     for (std::int64_t b = 0; b < shape.batch; ++b) problem.kv_lengths.push_back(length(random));
   }
-  if (spec.shared_prefix) {
+  if (spec.kv.shared_prefix) {
     problem.prefix_length = reference::plausible_prefix(shape);
     reference::share_prefix(shape, problem.prefix_length, spec.head_dim, problem.k, problem.kv_lengths);
     reference::share_prefix(shape, problem.prefix_length, spec.v_dim(), problem.v, problem.kv_lengths);
@@ -372,7 +372,7 @@ void read_packing(reference::Problem& problem, const InputFiles& files) {
 }  // namespace
 
 reference::Problem read_problem(const KernelSpec& spec, const InputFiles& files, Layout layout) {
-  if (spec.cache)
+  if (spec.kv.is_cache())
     throw Error(
         ErrorCode::invalid_argument,
         R"(the spec has a cache, but files have the keys in order: give "kvlen" or "varlen" instead)");
@@ -438,7 +438,7 @@ namespace {
 
 void check_lengths(const reference::Problem& problem) {
   const auto& lengths = problem.kv_lengths;
-  if (!problem.spec.kv_lengths) {
+  if (!problem.spec.kv.is_padded()) {
     if (!lengths.empty())
       refuse("lengths are given, but the spec has no \"kvlen\"; add it or leave the lengths out");
     return;

@@ -133,7 +133,7 @@ void set_common(Args& args, const reference::Problem& problem, const Extras& ext
 std::vector<double> in_pages(const reference::Problem& problem, const std::vector<double>& in_order,
                              const std::vector<std::int32_t>& table, std::int64_t columns, std::int64_t dim) {
   const auto [batch, heads_q, heads, seqlen_q, keys] = problem.shape;
-  const std::int64_t rows = problem.spec.pages;
+  const std::int64_t rows = problem.spec.kv.page_size;
   std::vector<double> pool(table.size() * heads * rows * dim, std::numeric_limits<double>::quiet_NaN());
   for (std::int64_t b = 0; b < batch; ++b)
     for (std::int64_t h = 0; h < heads; ++h)
@@ -164,9 +164,9 @@ class TensorMaker {
     const auto& [batch, heads_q, heads_kv, longest_q, longest_kv] = problem.shape;
     const KernelSpec& spec = problem.spec;
     batch_ = spec.varlen ? 1 : batch;
-    batch_kv_ = spec.has_cache() ? batch : batch_;
+    batch_kv_ = spec.kv.is_cache() ? batch : batch_;
     rows_q_ = spec.varlen ? problem.cu_seqlens_q.back() : longest_q;
-    rows_kv_ = spec.varlen && !spec.has_cache() ? problem.cu_seqlens_kv.back() : longest_kv;
+    rows_kv_ = spec.varlen && !spec.kv.is_cache() ? problem.cu_seqlens_kv.back() : longest_kv;
   }
 
   DeviceTensor like_q(DType type, std::int64_t dim) const {
@@ -204,18 +204,18 @@ class TensorMaker {
   }
   DeviceBuffer page_table() const { return device::upload(driver_, table_); }
   PageTableView view_of(const DeviceBuffer& page_table) const {
-    if (problem_.spec.pages == 0) return {};
+    if (!problem_.spec.kv.is_paged()) return {};
     return {static_cast<const std::int32_t*>(page_table.data()), problem_.shape.batch, pages_of_sequence()};
   }
 
  private:
   std::int64_t pages_of_sequence() const {
-    const std::int64_t rows = problem_.spec.pages;
+    const std::int64_t rows = problem_.spec.kv.page_size;
     return rows == 0 ? 0 : (problem_.shape.seqlen_kv + rows - 1) / rows;
   }
   std::int64_t pages() const { return problem_.shape.batch * pages_of_sequence(); }
   DeviceTensor in_cache(DType type, const std::vector<double>& in_order, std::int64_t dim) const {
-    const std::int64_t heads = problem_.shape.heads_kv, rows = problem_.spec.pages;
+    const std::int64_t heads = problem_.shape.heads_kv, rows = problem_.spec.kv.page_size;
     if (rows == 0) return DeviceTensor(driver_, type, {batch_kv_, heads, rows_kv_, dim}, in_order);
     return DeviceTensor(driver_, type, {pages(), heads, rows, dim},
                         in_pages(problem_, in_order, table_, pages_of_sequence(), dim));
@@ -250,14 +250,14 @@ class ProblemOnGpu {
 
   void forward(Results& results) {
     const KernelSpec spec{problem_.spec, Pass::forward};
-    const bool cached = spec.has_cache();
+    const bool cached = spec.kv.is_cache();
     const DeviceBuffer space = make_workspace(runtime_, gpu_.driver(), spec, problem_.shape);
     ForwardArgs args{.q = q_.view(), .k = k_.view(), .v = v_view(), .out = out_.view(), .lse = lse_.floats()};
     args.workspace = workspace_of(space);
     set_common(args, problem_, extras_);
     args.page_table = make_.view_of(page_table_);
     if (cached) args.max_seqlen_kv = problem_.shape.seqlen_kv;
-    if (spec.shared_prefix)
+    if (spec.kv.shared_prefix)
       args.prefix_length = static_cast<const std::int32_t*>(extras_.prefix_length.data());
     if (spec.has_scales()) {
       args.k_scale = k_scale_.scale_view(cached);
@@ -314,7 +314,7 @@ class ProblemOnGpu {
 
  private:
   ConstTensorView v_view() const {
-    if (problem_.spec.shared_kv) return ConstTensorView(k_.view()).first_columns(problem_.spec.v_dim());
+    if (problem_.spec.kv.shared_kv) return ConstTensorView(k_.view()).first_columns(problem_.spec.v_dim());
     return v_.view();
   }
 

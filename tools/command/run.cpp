@@ -48,7 +48,7 @@ reference::Problem problem_of(const RunOptions& options, Layout layout) {
   problem.offset = options.offset;
   check_problem(problem);
   const KernelSpec& spec = problem.spec;
-  if (spec.shared_kv && problem.v != reference::first_columns(problem.k, spec.head_dim, spec.v_dim()))
+  if (spec.kv.shared_kv && problem.v != reference::first_columns(problem.k, spec.head_dim, spec.v_dim()))
     throw Error(
         ErrorCode::invalid_argument,
         fmt::format("the spec has shared_kv, so V is the first {} columns of K, and --v has others; give "

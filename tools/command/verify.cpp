@@ -78,7 +78,7 @@ std::vector<std::string> layers_in(const std::filesystem::path& folder) {
 /// Q, K, V and dO of files; what else the spec has is random.
 reference::Problem problem_of_layer(const KernelSpec& spec, const std::filesystem::path& folder,
                                     const std::string& layer, std::uint64_t seed) {
-  if (spec.varlen || spec.shared_kv)
+  if (spec.varlen || spec.kv.shared_kv)
     throw Error(ErrorCode::invalid_argument,
                 "--data has sequences of one length, and V apart from K: leave varlen and shared_kv out");
   const auto file = [&](const char* tensor) {

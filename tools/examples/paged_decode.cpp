@@ -18,8 +18,10 @@ constexpr unsigned short kNan = 0x7fff;  // rows of pages that are no keys may h
 using Bf16 = unsigned short;
 using flashjit::ConstTensorView, flashjit::TensorView;
 
-const flashjit::AttentionSpec kDecode{
-    .dtype = flashjit::DType::bf16, .head_dim = kDim, .mask = flashjit::causal(), .pages = kPageRows};
+const flashjit::AttentionSpec kDecode{.dtype = flashjit::DType::bf16,
+                                      .head_dim = kDim,
+                                      .mask = flashjit::causal(),
+                                      .kv = flashjit::KvLayout::paged(kPageRows)};
 const flashjit::AttentionSpec kPrefill = [] {
   flashjit::AttentionSpec spec = kDecode;
   spec.varlen = true;

@@ -3,7 +3,8 @@
 #   run.sh BUILD_DIR install   makes the environment and the wheel, and installs it
 #   run.sh BUILD_DIR NAME      runs test_NAME.py there
 # Tests that need PyTorch see the packages of the Python that FLASHJIT_TEST_PYTHON names (default: python3) where it has
-# PyTorch. Where it has none, PyTorch is fetched in continuous integration alone (CI=true), as it is gigabytes. Exit code 77: skipped; no environment can be made here (no python3-venv, no PyPI),
+# PyTorch. Where it has none, PyTorch is fetched in continuous integration alone (CI=true), as it is gigabytes. Those that need
+# JAX see that Python's, too, else JAX for the CPU from PyPI. Exit code 77: skipped; no environment can be made here (no python3-venv, no PyPI),
 # or every test of the file skipped itself.
 set -euo pipefail
 
@@ -32,8 +33,13 @@ install() {
 
   packages=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   rm -f "$packages/borrowed.pth" # more folders to look into, after the environment's own
+  if found=$("$python" -c 'import jax; print(jax.__path__[0].rpartition("/")[0])' 2>/dev/null); then
+    echo "$found" >>"$packages/borrowed.pth"
+  elif ! "$environment/bin/pip" install -q --disable-pip-version-check "jax>=0.10"; then
+    echo "PyPI has no JAX for $python: its tests skip"
+  fi
   if found=$("$python" -c 'import torch; print(torch.__path__[0].rpartition("/")[0])' 2>/dev/null); then
-    echo "$found" >"$packages/borrowed.pth"
+    echo "$found" >>"$packages/borrowed.pth"
     "$environment/bin/python" -c 'import torch; print("with PyTorch", torch.__version__, "of", torch.__file__)'
   elif [ "${CI:-}" = true ] && "$environment/bin/pip" install -q --disable-pip-version-check --no-compile torch; then
     "$environment/bin/python" -c 'import torch; print("with PyTorch", torch.__version__, "from PyPI")'
@@ -44,6 +50,11 @@ install() {
   native=$(mktemp -d)
   trap 'rm -rf "$native"' EXIT
   cp -L "$build/libflashjit.so" "$build/tools/flashjit" "$native"
+  if found=$("$environment/bin/python" -c 'import jax; print(jax.ffi.include_dir())' 2>/dev/null); then
+    cmake -S "$root/tools/jax" -B "$environment/jax" -DFLASHJIT_JAX_INCLUDE="$found" >/dev/null
+    cmake --build "$environment/jax"
+    cp "$environment/jax/libflashjit_jax.so" "$native"
+  fi
   FLASHJIT_NATIVE=$native "$environment/bin/pip" wheel -q --disable-pip-version-check --no-deps --no-build-isolation \
     -w "$native" "$root/tools/python"
   "$environment/bin/pip" install -q --disable-pip-version-check --no-compile --no-deps --force-reinstall "$native"/flashjit-*.whl

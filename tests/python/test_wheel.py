@@ -23,6 +23,7 @@ echo "$@" >>"$ASKED"
 [ "$1" = --build ] || exit 0
 [ -z "$BROKEN" ] || exit 1
 mkdir -p "$2/tools" && echo made library >"$2/libflashjit.so" && echo made command >"$2/tools/flashjit"
+echo made handler >"$2/libflashjit_jax.so"
 """
 
 
@@ -78,7 +79,7 @@ def make_wheel(repository, cmake=CMAKE, source=None, **environment):
         text=True,
         timeout=300,
         capture_output=True,
-        env={**given, "PATH": str(tools), "ASKED": str(asked), **environment},
+        env={**given, "PATH": str(tools), "ASKED": str(asked), "FLASHJIT_JAX_INCLUDE": "", **environment},
     )
     return Outcome(scratch / "wheels", done, asked.read_text().splitlines() if asked.exists() else [])
 
@@ -134,6 +135,24 @@ def test_a_configured_build_folder_is_used(repository):
     assert made.code == 0, made.said
     assert [line.partition(" --parallel")[0] for line in made.asked] == [f"--build {repository / 'build'}"]
     assert made.files()["flashjit/native/libflashjit.so"] == b"made library\n"
+
+
+def test_with_jax_its_handler_is_built_by_itself(repository):
+    (repository / "build").mkdir()
+    (repository / "build/CMakeCache.txt").touch()
+    made = make_wheel(repository, FLASHJIT_JAX_INCLUDE="/headers")
+    assert made.code == 0, made.said
+    _, configure, build = made.asked
+    assert configure.startswith(f"-S {repository}/tools/jax -B ")
+    assert configure.endswith("-DFLASHJIT_JAX_INCLUDE=/headers") and build.startswith("--build ")
+    assert made.files()["flashjit/native/libflashjit_jax.so"] == b"made handler\n"
+
+
+def test_a_given_handler_is_in_the_wheel(repository, tmp_path):
+    given = native(tmp_path, "libflashjit.so", "flashjit", "libflashjit_jax.so")
+    made = make_wheel(repository, FLASHJIT_NATIVE=given)
+    assert made.code == 0, made.said
+    assert made.files()["flashjit/native/libflashjit_jax.so"] == b"given libflashjit_jax.so\n"
 
 
 def refused(made, *texts):
@@ -223,6 +242,7 @@ def source_distribution(repository, tmp_path):
         "cmake",
         "command",
         "parts",
+        "jax",
     ):
         copy = shutil.copytree if (ROOT / "tools" / name).is_dir() else shutil.copy
         copy(ROOT / "tools" / name, repository / "tools" / name)

@@ -1,6 +1,7 @@
 """Puts libflashjit.so and the flashjit command into the wheel: from FLASHJIT_NATIVE, a folder that holds both, or built
-by CMake from this repository, of which a source distribution has what that takes. The wheel is for every Python, and for the
-oldest Linux that has the symbols which its files need."""
+by CMake from this repository, of which a source distribution has what that takes; and libflashjit_jax.so, where the folder has
+it, or the environment has JAX. The wheel is for every Python, and for the oldest Linux that has the symbols which its files
+need."""
 
 import os
 import pathlib
@@ -8,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 
 from setuptools import Distribution, setup
@@ -37,7 +39,9 @@ SOURCES = (
     "tools/cmake",
     "tools/command",
     "tools/parts",
+    "tools/jax",
 )
+HANDLER = "libflashjit_jax.so"
 NATIVE = {"libflashjit.so": "flashjit", "flashjit": "flashjit_command"}  # file -> CMake target
 
 
@@ -78,7 +82,25 @@ def build_native(folder):
         build = folder
         cmake("-S", ROOT, "-B", build, "-DCMAKE_BUILD_TYPE=Release", "-DFLASHJIT_TESTS=OFF", *options, *asked)
     cmake("--build", build, "--parallel", "--target", *NATIVE.values())
-    return [build / "libflashjit.so", build / "tools" / "flashjit"]
+    return [build / "libflashjit.so", build / "tools" / "flashjit", *build_handler(folder)]
+
+
+def jax_headers():
+    """The folder of FLASHJIT_JAX_INCLUDE, or jaxlib's in the environment that builds; None where there is neither. An isolated build
+    cannot import what the environment has."""
+    given = os.environ.get("FLASHJIT_JAX_INCLUDE")
+    folder = pathlib.Path(sysconfig.get_path("platlib")) / "jaxlib/include" if given is None else given
+    return folder if given or given is None and folder.exists() else None
+
+
+def build_handler(folder):
+    """By itself, as it links nothing: the repository's build folder may know another JAX, or none."""
+    headers = jax_headers()
+    if headers is None:
+        return []
+    cmake("-S", ROOT / "tools/jax", "-B", folder / "jax", f"-DFLASHJIT_JAX_INCLUDE={headers}")
+    cmake("--build", folder / "jax")
+    return [folder / "jax" / HANDLER]
 
 
 def given_native(folder):
@@ -89,7 +111,8 @@ def given_native(folder):
                 f"FLASHJIT_NATIVE is {folder}, which has no {file.name}: it must hold {' and '.join(NATIVE)}; "
                 "without it they are built."
             )
-    return files
+    handler = pathlib.Path(folder) / HANDLER
+    return [*files, handler] if handler.exists() else files
 
 
 class BuildPackage(build_py):
@@ -133,7 +156,9 @@ class PlatformWheel(bdist_wheel):
 
     def get_tag(self):
         files = [
-            file for name in NATIVE for file in pathlib.Path(self.bdist_dir).glob(f"flashjit/native/{name}")
+            file
+            for name in (*NATIVE, HANDLER)
+            for file in pathlib.Path(self.bdist_dir).glob(f"flashjit/native/{name}")
         ]
         return "py3", "none", manylinux(files, super().get_tag()[2])
 

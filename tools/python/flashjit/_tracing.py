@@ -407,7 +407,7 @@ class Tracer:
     def score(self, function: Callable[..., Any]) -> tuple[str, list[str]]:
         """The text of a score_mod, "" where it returns the score as it is, and the conditions that it masks by."""
         result = self._call(function, (Value("score", "float32"), *_positions()), "score_mod")
-        result, conditions = _split_mask(result)
+        result, conditions = split_mask(result)
         return "" if result.text == "score" else as_text(result, "float"), conditions
 
     def mask(self, function: Callable[..., Any]) -> str:
@@ -493,7 +493,7 @@ def _positions() -> tuple[Value, ...]:
     return tuple([Value(name, "int32", 0, _POSITION_MAX) for name in ("b", "h", "q", "kv")])
 
 
-def _split_mask(score: Value) -> tuple[Value, list[str]]:
+def split_mask(score: Value) -> tuple[Value, list[str]]:
     """Conditions that give -inf at the outside of a score, as masks: they say the same and cost less."""
     conditions: list[str] = []
     while score.arms:

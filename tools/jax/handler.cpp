@@ -1,0 +1,370 @@
+/// XLA's calls of attention: buffers and attributes of a custom call as arguments of flashjit's C interface.
+///
+/// A call says by names what its operands and results are, separated by spaces: `args` such as "q k v sinks
+/// c0", `results` such as "out lse workspace". Captures, and the gradients of captures, have the names of the
+/// spec's programs; "dc0" is the gradient of "c0". A name that is not read here, such as that of zeros to add
+/// to, says nothing.
+
+#include <dlfcn.h>
+
+#include <xla/ffi/api/ffi.h>
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "flashjit/flashjit.h"
+
+namespace {
+
+namespace ffi = xla::ffi;
+
+/// The library's functions, from the file that Python has opened, and what calls share.
+class Library {
+ public:
+  /// Null, or what is wrong with the file.
+  const char* open(const char* path, flashjit_runtime* shared) {
+    void* file = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!file) return dlerror();
+    const bool found = find(file, "flashjit_forward", forward) && find(file, "flashjit_backward", backward) &&
+                       find(file, "flashjit_reference_forward", reference_forward) &&
+                       find(file, "flashjit_reference_backward", reference_backward) &&
+                       find(file, "flashjit_prepare", prepare) &&
+                       find(file, "flashjit_spec_create", spec_create) &&
+                       find(file, "flashjit_last_error_message", last_error_message);
+    if (!found) return dlerror();
+    runtime = shared;
+    return nullptr;
+  }
+
+  /// Null, with an error to ask for, where the text is wrong.
+  const flashjit_spec* spec(std::string_view text) {
+    const std::lock_guard lock(mutex_);
+    auto found = specs_.find(text);
+    if (found != specs_.end()) return found->second;
+    flashjit_spec* made = nullptr;
+    const std::string key(text);
+    if (spec_create(key.c_str(), &made) != FLASHJIT_OK) return nullptr;
+    return specs_.emplace(key, made).first->second;
+  }
+
+  /// Whether the device has not prepared such a call yet.
+  bool is_new(const std::string& call) {
+    const std::lock_guard lock(mutex_);
+    return !prepared_.contains(call);
+  }
+  void keep(std::string call) {
+    const std::lock_guard lock(mutex_);
+    prepared_.insert(std::move(call));
+  }
+
+  decltype(&flashjit_forward) forward = nullptr;
+  decltype(&flashjit_backward) backward = nullptr;
+  decltype(&flashjit_reference_forward) reference_forward = nullptr;
+  decltype(&flashjit_reference_backward) reference_backward = nullptr;
+  decltype(&flashjit_prepare) prepare = nullptr;
+  decltype(&flashjit_spec_create) spec_create = nullptr;
+  decltype(&flashjit_last_error_message) last_error_message = nullptr;
+  flashjit_runtime* runtime = nullptr;
+
+ private:
+  template <class Function>
+  static bool find(void* file, const char* name, Function& function) {
+    function = reinterpret_cast<Function>(dlsym(file, name));
+    return function != nullptr;
+  }
+
+  std::mutex mutex_;
+  std::map<std::string, flashjit_spec*, std::less<>> specs_;
+  std::set<std::string> prepared_;
+};
+
+/// XLA gives a handler nothing that outlives a call.
+Library& library() {
+  static Library& shared = *new Library;  // never destroyed: executables may run to the last
+  return shared;
+}
+
+ffi::Error error_of(flashjit_status status) {
+  if (status == FLASHJIT_OK) return ffi::Error::Success();
+  const ffi::ErrorCode code = status == FLASHJIT_INVALID_ARGUMENT ? ffi::ErrorCode::kInvalidArgument
+                              : status == FLASHJIT_UNSUPPORTED    ? ffi::ErrorCode::kUnimplemented
+                              : status == FLASHJIT_INTERNAL       ? ffi::ErrorCode::kInternal
+                                                                  : ffi::ErrorCode::kFailedPrecondition;
+  return {code, std::string("flashjit: ") + library().last_error_message()};
+}
+
+flashjit_element_type element_type(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F32:
+      return FLASHJIT_ELEMENT_FP32;
+    case ffi::DataType::F16:
+      return FLASHJIT_ELEMENT_FP16;
+    case ffi::DataType::BF16:
+      return FLASHJIT_ELEMENT_BF16;
+    case ffi::DataType::S32:
+      return FLASHJIT_ELEMENT_INT32;
+    case ffi::DataType::S64:
+      return FLASHJIT_ELEMENT_INT64;
+    case ffi::DataType::S16:
+      return FLASHJIT_ELEMENT_INT16;
+    case ffi::DataType::S8:
+      return FLASHJIT_ELEMENT_INT8;
+    case ffi::DataType::U8:
+      return FLASHJIT_ELEMENT_UINT8;
+    case ffi::DataType::PRED:
+      return FLASHJIT_ELEMENT_BOOL;
+    default:
+      return FLASHJIT_ELEMENT_UNTOLD;
+  }
+}
+
+/// The attributes of a call.
+struct Attributes {
+  std::string_view spec, layout, args, results;
+  float scale, dropout;
+};
+
+/// The operands and results of one call, by name, and what both passes make of them.
+class Call {
+ public:
+  Call(const Attributes& given, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets)
+      : given_(given), heads_first_(given.layout == "BHSD") {
+    add(given.args, args);
+    add(given.results, rets);
+    find_captures();
+  }
+
+  flashjit_forward_args forward() const {
+    auto made = with_common<flashjit_forward_args>();
+    made.lse = data<float>("lse");
+    return made;
+  }
+
+  flashjit_backward_args backward() const {
+    auto made = with_common<flashjit_backward_args>();
+    made.lse = data<float>("lse");
+    made.dlse = data<float>("dlse");
+    made.dout = tensor("dout");
+    made.dq = tensor("dq");
+    made.dk = tensor("dk");
+    made.dv = tensor("dv");
+    made.dsinks = data<float>("dsinks");
+    return made;
+  }
+
+  flashjit_shape shape() const {
+    const flashjit_tensor q = tensor("q"), k = tensor("k");
+    return {q.size[0], q.size[1], k.size[1], q.size[2], k.size[2]};
+  }
+
+  std::string_view spec() const { return given_.spec; }
+
+ private:
+  struct Named {
+    std::string_view name;
+    ffi::AnyBuffer buffer;
+  };
+
+  static ffi::AnyBuffer buffer_of(ffi::AnyBuffer buffer) { return buffer; }
+  static ffi::AnyBuffer buffer_of(ffi::Result<ffi::AnyBuffer> result) { return *result; }
+
+  template <class Buffers>
+  void add(std::string_view names, const Buffers& buffers) {
+    for (std::size_t i = 0; !names.empty() && i < buffers.size(); ++i) {
+      const std::size_t end = std::min(names.find(' '), names.size());
+      const std::string_view name = names.substr(0, end);
+      names.remove_prefix(std::min(end + 1, names.size()));
+      if (auto buffer = buffers.template get<ffi::AnyBuffer>(i); buffer.has_value())
+        buffers_.push_back({name, buffer_of(*buffer)});
+    }
+  }
+
+  const ffi::AnyBuffer* find(std::string_view name) const {
+    const auto found = std::find_if(buffers_.begin(), buffers_.end(),
+                                    [name](const Named& named) { return named.name == name; });
+    return found == buffers_.end() ? nullptr : &found->buffer;
+  }
+
+  template <class T>
+  T* data(std::string_view name) const {
+    const ffi::AnyBuffer* buffer = find(name);
+    return buffer ? static_cast<T*>(buffer->untyped_data()) : nullptr;
+  }
+
+  /// Dense in XLA's order of dimensions, seen in flashjit's: batch, heads, length, dim.
+  flashjit_tensor tensor(std::string_view name) const {
+    const ffi::AnyBuffer* buffer = find(name);
+    if (!buffer || buffer->dimensions().size() != 4) return {};
+    const auto size = buffer->dimensions();
+    flashjit_tensor made{buffer->untyped_data(),
+                         {size[0], size[1], size[2], size[3]},
+                         {size[1] * size[2] * size[3], size[2] * size[3], size[3], 1}};
+    if (!heads_first_) {
+      std::swap(made.size[1], made.size[2]);
+      std::swap(made.stride[1], made.stride[2]);
+    }
+    return made;
+  }
+
+  /// What the spec's programs read: operands whose names are a "c" and a number.
+  void find_captures() {
+    names_.reserve(buffers_.size());  // captures point into it
+    for (const Named& named : buffers_) {
+      if (named.name.size() < 2 || named.name[0] != 'c' || named.name[1] < '0' || named.name[1] > '9')
+        continue;
+      flashjit_capture capture{};
+      capture.name = names_.emplace_back(named.name).c_str();
+      capture.data = named.buffer.untyped_data();
+      capture.grad = data<float>("d" + names_.back());
+      capture.type = element_type(named.buffer.element_type());
+      const auto size = named.buffer.dimensions();
+      capture.rank = static_cast<std::int32_t>(size.size());
+      std::int64_t step = 1;
+      for (std::size_t i = std::min<std::size_t>(size.size(), FLASHJIT_MAX_CAPTURE_DIMS); i-- > 0;) {
+        capture.size[i] = size[i];
+        capture.stride[i] = step;
+        step *= size[i];
+      }
+      captures_.push_back(capture);
+    }
+  }
+
+  template <class Args>
+  Args with_common() const {
+    Args args{};
+    args.struct_size = sizeof args;
+    args.q = tensor("q");
+    args.k = tensor("k");
+    args.v = tensor("v");
+    args.out = tensor("out");
+    args.softmax_scale = &given_.scale;
+    args.dropout_p = given_.dropout;
+    args.rng_state = data<std::uint64_t>("rng");
+    args.kv_lengths = data<std::int32_t>("kv_lengths");
+    args.sinks = data<float>("sinks");
+    lend_workspace(args);
+    args.captures = captures_.data();
+    args.capture_count = captures_.size();
+    return args;
+  }
+
+  /// XLA aligns less than flashjit asks for, so that Python asks for more bytes than are needed.
+  template <class Args>
+  void lend_workspace(Args& args) const {
+    void* memory = data<void>("workspace");
+    std::size_t bytes = memory ? find("workspace")->size_bytes() : 0;
+    if (bytes == 0 || !std::align(kAlignment, 1, memory, bytes)) return;
+    args.workspace = memory;
+    args.workspace_bytes = bytes;
+  }
+
+  static constexpr std::size_t kAlignment = 256;
+
+  Attributes given_;
+  bool heads_first_;
+  std::vector<Named> buffers_;
+  std::vector<std::string> names_;
+  std::vector<flashjit_capture> captures_;
+};
+
+ffi::Error launch(flashjit_pass pass, const Call& call, CUstream_st* stream) {
+  const flashjit_spec* spec = library().spec(call.spec());
+  if (!spec) return error_of(FLASHJIT_INVALID_ARGUMENT);
+  flashjit_runtime* runtime = library().runtime;
+  if (pass == FLASHJIT_FORWARD) {
+    const auto args = call.forward();
+    return error_of(library().forward(runtime, spec, &args, stream));
+  }
+  const auto args = call.backward();
+  return error_of(library().backward(runtime, spec, &args, stream));
+}
+
+ffi::Error compute(flashjit_pass pass, const Call& call) {
+  const flashjit_spec* spec = library().spec(call.spec());
+  if (!spec) return error_of(FLASHJIT_INVALID_ARGUMENT);
+  if (pass == FLASHJIT_FORWARD) {
+    const auto args = call.forward();
+    return error_of(library().reference_forward(spec, &args));
+  }
+  const auto args = call.backward();
+  return error_of(library().reference_backward(spec, &args));
+}
+
+/// Compiles and loads before a stream is captured into a CUDA graph, in which nothing may be loaded.
+ffi::Error prepare(flashjit_pass pass, const Call& call, std::int32_t device) {
+  const flashjit_spec* spec = library().spec(call.spec());
+  if (!spec) return error_of(FLASHJIT_INVALID_ARGUMENT);
+  const flashjit_shape shape = call.shape();
+  std::string key(call.spec());
+  for (const std::int64_t part : {std::int64_t{device}, std::int64_t{pass}, shape.batch, shape.heads_q,
+                                  shape.heads_kv, shape.seqlen_q, shape.seqlen_kv})
+    key += ' ' + std::to_string(part);
+  if (!library().is_new(key)) return ffi::Error::Success();
+  const ffi::Error error = error_of(library().prepare(library().runtime, pass, spec, &shape, nullptr));
+  if (error.success()) library().keep(std::move(key));
+  return error;
+}
+
+using Text = std::string_view;
+
+template <flashjit_pass pass>
+ffi::Error on_gpu(CUstream_st* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, Text spec,
+                  Text layout, Text names, Text results, float scale, float dropout) {
+  return launch(pass, Call({spec, layout, names, results, scale, dropout}, args, rets), stream);
+}
+
+template <flashjit_pass pass>
+ffi::Error before_gpu(std::int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets, Text spec,
+                      Text layout, Text names, Text results, float scale, float dropout) {
+  return prepare(pass, Call({spec, layout, names, results, scale, dropout}, args, rets), device);
+}
+
+template <flashjit_pass pass>
+ffi::Error on_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets, Text spec, Text layout, Text names,
+                  Text results, float scale, float dropout) {
+  return compute(pass, Call({spec, layout, names, results, scale, dropout}, args, rets));
+}
+
+template <class Binding>
+auto with_all(Binding binding) {
+  return std::move(binding)
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<Text>("spec")
+      .template Attr<Text>("layout")
+      .template Attr<Text>("args")
+      .template Attr<Text>("results")
+      .template Attr<float>("scale")
+      .template Attr<float>("dropout");
+}
+
+auto on_stream() { return with_all(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>()); }
+auto on_device() {
+  return with_all(ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>());
+}
+auto on_host() { return with_all(ffi::Ffi::Bind()); }
+
+}  // namespace
+
+/// Null, or why the library at `path` cannot be used. Called once, before all handlers.
+extern "C" const char* flashjit_jax_open(const char* path, flashjit_runtime* runtime) {
+  return library().open(path, runtime);
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_forward, on_gpu<FLASHJIT_FORWARD>, on_stream(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_backward, on_gpu<FLASHJIT_BACKWARD>, on_stream(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_prepare_forward, before_gpu<FLASHJIT_FORWARD>, on_device());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_prepare_backward, before_gpu<FLASHJIT_BACKWARD>, on_device());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_reference_forward, on_cpu<FLASHJIT_FORWARD>, on_host());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_reference_backward, on_cpu<FLASHJIT_BACKWARD>, on_host());

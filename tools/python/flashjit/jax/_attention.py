@@ -1,0 +1,255 @@
+"""attention() of JAX arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._library import spec_handle
+from ..errors import InvalidArgument, WrongType
+from ._call import alike, attend
+from ._problem import FIXED, Problem
+from ._programs import Tracer
+
+_TYPES = ("float16", "bfloat16", "float32")
+_CAUSAL = {False: "", True: "causal", "bottom_right": "causal", "top_left": "causal_top_left"}
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool | str = False,
+    window: int | tuple[int, int] | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    bias: Any = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    segment_ids: Any = None,
+    kv_lengths: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_key: Any = None,
+    deterministic: bool = False,
+    layout: str = "BTNH",
+    return_lse: bool = False,
+) -> Any:
+    """softmax(scale * Q K^T) V, with gradients for q, k, v, bias, sinks and all float arrays that score_mod captures.
+
+    q: [batch, seqlen_q, heads, head_dim]; k and v: [batch, seqlen_kv, heads_kv, ...], where heads is a multiple of heads_kv;
+        float16, bfloat16 or float32. The batch may be left out. head_dim is a multiple of 8.
+    causal: query i sees keys up to i + seqlen_kv - seqlen_q (True, "bottom_right"), or up to i ("top_left").
+    window: (left, right), or one number for both: how many keys before and after its own position a query sees.
+    softcap: scores become softcap * tanh(score / softcap). scale: 1 / sqrt(head_dim) by default.
+    bias: [batch or 1, heads or 1, seqlen_q or 1, seqlen_kv or 1], added to scores after softcap, before score_mod.
+    score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score; mask_mod: mask_mod(b, h, q_idx, kv_idx) -> whether the pair
+        attends. Functions of JAX scalars, float32 and int32, which may read any arrays of the caller.
+    segment_ids: int32 [batch, length], or a pair of those of queries and of keys: only pairs of one segment attend.
+    kv_lengths: int32 [batch]: keys from there on are padding. sinks: float32 [heads], a logit more for each softmax.
+    dropout_p, dropout_key: the share of probabilities that become 0, and a key of jax.random.
+    deterministic: whether the backward pass gives the same bits each time.
+    layout: "BTNH", or "BHSD" for [batch, heads, length, head_dim].
+    return_lse: whether to return (out, lse), with lse float32 like q without head_dim, differentiable.
+
+    A query without keys gives 0, with an LSE of -inf.
+    """
+    given = dict(locals())
+    q, k, v = (jnp.asarray(x) for x in (q, k, v))
+    if q.ndim == k.ndim == v.ndim == 3:
+        named = {name: value for name, value in given.items() if name not in "qkv"}
+        result = attention(q[None], k[None], v[None], **named)
+        return jax.tree.map(lambda x: x[0], result)
+    batch, heads, seqlen_q, seqlen_kv = _check(q, k, v, layout)
+    if kv_lengths is not None and causal in (True, "bottom_right") and seqlen_q != seqlen_kv:
+        raise InvalidArgument(
+            f'causal with kv_lengths has two meanings for {seqlen_q} queries and {seqlen_kv} keys: give causal="top_left", '
+            "or a mask_mod that says which keys a query sees."
+        )
+    tracer = Tracer(batch, heads, seqlen_q, seqlen_kv)
+    score, masks = _score(tracer, softcap, bias, score_mod)
+    masks += _masks(tracer, causal, window, segment_ids, mask_mod)
+    program, captures = tracer.program(score, " && ".join(f"({mask})" for mask in masks if mask))
+    fixed = {
+        "kv_lengths": _checked("kv_lengths", kv_lengths, "int32", (batch,)),
+        "sinks": _checked("sinks", sinks, "float32", (heads,)),
+        "rng": _dropout_state(dropout_p, dropout_key),
+    }
+    problem = Problem(
+        layout=layout,
+        scale=_scale(scale, q.shape[3]),
+        program=program,
+        batch=batch,
+        dropout=float(dropout_p),
+        deterministic=bool(deterministic),
+        fixed=tuple(name for name in FIXED if fixed[name] is not None),
+    )
+    _check_spec(problem, q, v)
+    arrays = alike([q, k, v, *[fixed[name] for name in problem.fixed], *captures])
+    out, lse = attend(problem, arrays)
+    return (out, lse[..., 0]) if return_lse else out
+
+
+def _check(q: Any, k: Any, v: Any, layout: str) -> tuple[int, int, int, int]:
+    """The problem's batch, heads and lengths."""
+    if layout not in ("BTNH", "BHSD"):
+        raise InvalidArgument(f'layout is {layout!r}: give "BTNH" or "BHSD".')
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if str(x.dtype) not in _TYPES:
+            raise WrongType(
+                f"{name} is {_described(x)}: flashjit computes in {', '.join(_TYPES)}; convert it with .astype()."
+            )
+        if x.dtype != q.dtype:
+            raise WrongType(f"q is {q.dtype} and {name} is {x.dtype}: they must have one type; convert one.")
+        if x.ndim != 4:
+            raise InvalidArgument(
+                f"{name} is {_described(x)}: it needs the four dimensions {layout}, or q, k and v all without the first."
+            )
+    heads, length = (2, 1) if layout == "BTNH" else (1, 2)
+    if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]:
+        raise InvalidArgument(
+            f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: batches must be equal, k must have the "
+            "head_dim of q, and v the heads and the length of k."
+        )
+    if k.shape[heads] == 0 and q.shape[heads] or k.shape[heads] and q.shape[heads] % k.shape[heads]:
+        raise InvalidArgument(
+            f"q has {q.shape[heads]} heads and k has {k.shape[heads]}: the heads of q must be a multiple of those of k "
+            f"(layout is {layout!r})."
+        )
+    return q.shape[0], q.shape[heads], q.shape[length], k.shape[length]
+
+
+def _check_spec(problem: Problem, q: Any, v: Any) -> None:
+    try:
+        spec_handle(problem.spec(q, v))
+    except InvalidArgument as error:
+        _, found, reason = str(error).partition("out of range: head_dim")
+        if not found:
+            raise
+        raise InvalidArgument(
+            f"q is {_described(q)} and v is {_described(v)}: their head_dim{reason}; pad them with zeros and give the "
+            "scale, or call flashjit.jax.dot_product_attention(), which does so."
+        ) from None
+
+
+def _described(x: Any) -> str:
+    return f"{x.dtype} {list(x.shape)}"
+
+
+def _scale(scale: float | None, head_dim: int) -> float:
+    if scale is None:
+        return 1 / math.sqrt(head_dim) if head_dim else 1.0
+    if isinstance(scale, jax.core.Tracer) or not math.isfinite(scale) or scale <= 0:
+        raise InvalidArgument(
+            f"scale is {scale}: give a Python number above 0, which is part of the compiled call; to learn it, multiply "
+            "the score by a captured array in score_mod."
+        )
+    return float(scale)
+
+
+def _checked(name: str, array: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    if array is None:
+        return None
+    array = jnp.asarray(array)
+    kinds = "iu" if dtype == "int32" else "fV"  # V: bfloat16
+    if array.dtype.kind not in kinds or array.shape != shape:
+        raise InvalidArgument(f"{name} is {_described(array)}: it must be {dtype} {list(shape)}.")
+    return array.astype(dtype)
+
+
+def _dropout_state(dropout_p: float, key: Any) -> Any:
+    """Seed and offset as the kernels read them: two integers of 64 bits."""
+    if isinstance(dropout_p, jax.core.Tracer) or not 0 <= dropout_p < 1:
+        raise InvalidArgument(
+            f"dropout_p is {dropout_p}: give a Python number of at least 0 and less than 1."
+        )
+    if dropout_p == 0:
+        return None
+    if key is None:
+        raise InvalidArgument(
+            f"dropout_p is {dropout_p} and dropout_key is missing: give a key of jax.random."
+        )
+    return jax.random.bits(key, (4,), "uint32")
+
+
+# --- what is made of scores, and which pairs attend ------------------------------------------------------------------
+
+
+def _score(tracer: Tracer, softcap: float | None, bias: Any, score_mod: Any) -> tuple[str, list[str]]:
+    score = "score"
+    conditions: list[str] = []
+    if softcap is not None:
+        if isinstance(softcap, jax.core.Tracer) or not softcap > 0:
+            raise InvalidArgument(f"softcap is {softcap}: give a Python number above 0, or None.")
+        score = f"({float(softcap)!r} * tanh(score / {float(softcap)!r}))"
+    if bias is not None:
+        bias = _check_pairs("bias", jnp.asarray(bias), tracer, "f")
+        score = f"({score} + {tracer.read(bias, tracer.positions()).text})"
+    if score_mod is not None:
+        score, conditions = tracer.score(score_mod, score)
+    return score, conditions
+
+
+def _check_pairs(name: str, array: Any, tracer: Tracer, kind: str) -> Any:
+    """An array of each pair, or of what pairs share."""
+    wanted = list(tracer.sizes.values())
+    right = array.dtype.kind in ("fV" if kind == "f" else kind)
+    if not right or array.ndim != 4 or any(a not in (1, b) for a, b in zip(array.shape, wanted)):
+        raise InvalidArgument(
+            f"{name} is {_described(array)}: it must be {'floating-point' if kind == 'f' else 'bool'} "
+            f"[{wanted[0]} or 1, {wanted[1]} or 1, {wanted[2]} or 1, {wanted[3]} or 1]: batch, heads, queries, keys."
+        )
+    return array
+
+
+def _masks(tracer: Tracer, causal: Any, window: Any, segment_ids: Any, mask_mod: Any) -> list[str]:
+    if not isinstance(causal, (bool, str)) or causal not in _CAUSAL:
+        raise InvalidArgument(f'causal is {causal!r}: give True, False, "bottom_right" or "top_left".')
+    masks = [_CAUSAL[causal]]
+    if window is not None:
+        left, right = _window(window)
+        offset = "" if causal == "top_left" else " + seqlen_kv - seqlen_q"
+        masks.append(f"kv >= q{offset} - {left}")
+        if not causal:
+            masks.append(f"kv <= q{offset} + {right}")
+    if segment_ids is not None:
+        masks.append(_segments(tracer, segment_ids))
+    if mask_mod is not None:
+        masks.append(tracer.mask(mask_mod))
+    return masks
+
+
+def _window(window: Any) -> tuple[int, int]:
+    pair = (window, window) if isinstance(window, int) else window
+    if (
+        not isinstance(pair, (tuple, list))
+        or len(pair) != 2
+        or any(not isinstance(n, int) or n < 0 for n in pair)
+    ):
+        raise InvalidArgument(
+            f"window is {window!r}: give (left, right) or one number, how many keys a query sees before and after its "
+            "own position."
+        )
+    return min(pair[0], 2**30), min(pair[1], 2**30)
+
+
+def _segments(tracer: Tracer, segment_ids: Any) -> str:
+    pair = segment_ids if isinstance(segment_ids, (tuple, list)) else (segment_ids, segment_ids)
+    if len(pair) != 2:
+        raise InvalidArgument(
+            "segment_ids has not two arrays: give that of queries and that of keys, or one for both."
+        )
+    of_q, of_kv = (jnp.asarray(x) for x in pair) if pair[0] is not pair[1] else [jnp.asarray(pair[0])] * 2
+    sizes = tracer.sizes
+    for name, ids, length in (("queries", of_q, sizes["q"]), ("keys", of_kv, sizes["kv"])):
+        if ids.dtype.kind != "i" or ids.shape not in ((sizes["b"], length), (1, length)):
+            raise InvalidArgument(
+                f"segment_ids of {name} is {_described(ids)}: it must be int32 [{sizes['b']} or 1, {length}]."
+            )
+    b, q, kv = (tracer.position(name) for name in ("b", "q", "kv"))
+    return f"{tracer.read(of_q, (b, q)).text} == {tracer.read(of_kv, (b, kv)).text}"

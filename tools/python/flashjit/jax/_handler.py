@@ -1,0 +1,94 @@
+"""The handlers that XLA calls, and what a GPU needs for a call."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import jax
+
+from .. import _library
+from ..errors import CudaError, NoDriver, Unsupported
+
+#: By pass. A target's handlers are those of its execution and, on a GPU, of what comes before.
+TARGETS = {"forward": "flashjit_forward", "backward": "flashjit_backward"}
+
+_ALIGNMENT = 256
+
+
+def handler_path() -> pathlib.Path:
+    """Beside the library."""
+    return _library.library_path().parent / "libflashjit_jax.so"
+
+
+@functools.cache
+def register() -> None:
+    """Tells XLA about the handlers, once."""
+    path = handler_path()
+    try:
+        opened = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NoDriver(
+            f"flashjit.jax needs {path.name}, which cannot be opened ({error}): it is built where JAX is installed "
+            "before flashjit; install JAX, then flashjit again (pip install --force-reinstall ./tools/python), or build "
+            "the CMake target flashjit_jax."
+        ) from None
+    opened.flashjit_jax_open.restype = ctypes.c_char_p
+    opened.flashjit_jax_open.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
+    wrong = opened.flashjit_jax_open(os.fsencode(_library.library_path()), _library.runtime().address)
+    if wrong is not None:
+        raise NoDriver(
+            f"{path} does not fit {_library.library_path()} ({wrong.decode()}): install flashjit again."
+        )
+    capsule = lambda name: jax.ffi.pycapsule(getattr(opened, f"flashjit_jax_{name}"))
+    for call, target in TARGETS.items():
+        jax.ffi.register_ffi_target(target, capsule(f"reference_{call}"), platform="cpu")
+        stages = {"initialize": capsule(f"prepare_{call}"), "execute": capsule(call)}
+        jax.ffi.register_ffi_target(target, stages, platform="CUDA")
+
+
+def workspace_bytes(spec: str, shape: Sequence[int], backward: bool) -> int:
+    """Of device memory that a call needs on this process's GPUs, wherever it begins; a call that they cannot do is refused."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError as error:
+        raise Unsupported(
+            f"flashjit.jax makes calls for the GPU of this process, and JAX finds none ({error}): lower and compile on a "
+            "machine with the GPU, or for the platform cpu."
+        ) from None
+    kinds = {device.device_kind: device.local_hardware_id for device in devices}
+    needed = max(_needed(spec, shape, backward, ordinal) for ordinal in kinds.values())
+    return needed + _ALIGNMENT if needed else 0
+
+
+def _needed(spec: str, shape: Sequence[int], backward: bool, ordinal: int) -> int:
+    with _primary_context(ordinal):
+        reason = _library.runtime().supports(spec, shape, backward=backward)
+        if reason is not None:
+            raise Unsupported(reason)
+        return _library.runtime().workspace_bytes(spec, shape, backward=backward)
+
+
+@contextlib.contextmanager
+def _primary_context(ordinal: int) -> Iterator[None]:
+    """XLA's context, which is current in its own threads alone."""
+    driver = ctypes.CDLL(os.environ.get("FLASHJIT_LIBCUDA") or "libcuda.so.1")
+    context, popped = ctypes.c_void_p(), ctypes.c_void_p()
+    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal))
+    try:
+        _check(driver.cuCtxPushCurrent_v2(context))
+        try:
+            yield
+        finally:
+            driver.cuCtxPopCurrent_v2(ctypes.byref(popped))
+    finally:
+        driver.cuDevicePrimaryCtxRelease_v2(ordinal)
+
+
+def _check(result: int) -> None:
+    if result:
+        raise CudaError(f"CUDA returned error {result} when flashjit.jax asked for the device's context.")

@@ -1,0 +1,99 @@
+"""What a call is, besides its arrays: the text of its spec, and what its operands and results are called."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from ._programs import Program
+from ._rules import ELEMENTS
+
+#: Arrays besides Q, K, V and captures, in the order of the operands.
+FIXED = ("kv_lengths", "sinks", "rng")
+_SPEC_WORDS = {"kv_lengths": ":kvlen", "sinks": ":sinks", "rng": ":dropout"}
+_MARK = re.compile(r"@([bh])(?::c\d+:\d+)?@")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What a call is, besides its arrays.
+
+    fixed: which of FIXED are given. batch: of the call as written. folds: the sizes of axes that vmap put in front of the batch,
+    the first one first: entry b of the batch is entry b % batch of the call as written.
+    """
+
+    layout: str
+    scale: float
+    program: Program
+    batch: int
+    dropout: float = 0.0
+    deterministic: bool = False
+    fixed: tuple[str, ...] = ()
+    folds: tuple[int, ...] = ()
+
+    def spec(self, q: Any, v: Any, grads: tuple[bool, ...] = ()) -> str:
+        """As text. grads: which captures get a gradient."""
+        dims = f"d{q.shape[3]}" if q.shape[3] == v.shape[3] else f"d{q.shape[3]}x{v.shape[3]}"
+        captures = self.program.captures
+        lines = [f"c{i}: {c.type} {c.rank + len(c.folds)}d" for i, c in enumerate(captures)]
+        text = f"{ELEMENTS[str(q.dtype)]}:{dims}"
+        if self.program.score:
+            own = [
+                line + (" grad" if any(grads) and grads[i] else "")
+                for i, line in enumerate(lines)
+                if captures[i].in_score
+            ]
+            text += f":score{{{'; '.join([*own, self._placed(self.program.score)])}}}"
+        if self.program.mask:
+            own = [line for line, capture in zip(lines, captures) if capture.in_mask]
+            text += f":mask{{{'; '.join([*own, self._placed(self.program.mask)])}}}"
+        text += "".join(_SPEC_WORDS[name] for name in self.fixed)
+        return text + ":det" * self.deterministic
+
+    def _placed(self, text: str) -> str:
+        """The text with its marks resolved."""
+        for number, capture in enumerate(self.program.captures):
+            begin = "".join(f"{self._place(fold)}, " for fold in capture.folds)
+            text = text.replace(f"@c{number}@", begin)
+        inner = "b" if not self.folds else "0" if self.batch == 1 else f"(b % {self.batch})"
+        return _MARK.sub(lambda mark: inner if mark[1] == "b" else "h", text)
+
+    def _place(self, fold: int) -> str:
+        """The index along the axis of a vmap."""
+        inside = self.batch * math.prod(self.folds[:fold])
+        text = "b" if inside == 1 else f"b / {inside}"
+        return text if fold == len(self.folds) - 1 else f"{text} % {self.folds[fold]}"
+
+    def reads_batch(self) -> bool:
+        """Whether a program says more of b than which entries it reads of captures that are as long as the batch."""
+        text = self.program.score + self.program.mask
+        folded = any(capture.folds for capture in self.program.captures)
+        return "@b@" in text or folded or bool(self.folds) and "@b:" in text
+
+    def reads_heads(self) -> bool:
+        return "@h@" in self.program.score + self.program.mask
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """Which gradients a backward pass makes besides those of Q, K and V. dlse: whether it is given one of the LSE."""
+
+    dlse: bool = False
+    sinks: bool = False
+    captures: tuple[bool, ...] = ()
+
+
+def operand_names(problem: Problem, gradients: Gradients | None) -> list[str]:
+    names = ["q", "k", "v"]
+    if gradients is not None:
+        names += ["out", "lse", "dout"] + ["dlse"] * gradients.dlse
+    return [*names, *problem.fixed, *[f"c{i}" for i in range(len(problem.program.captures))]]
+
+
+def result_names(problem: Problem, gradients: Gradients | None) -> list[str]:
+    if gradients is None:
+        return ["out", "lse"]
+    names = ["dq", "dk", "dv"] + ["dsinks"] * gradients.sinks
+    return names + [f"dc{i}" for i, wanted in enumerate(gradients.captures) if wanted]

@@ -1,0 +1,48 @@
+"""The example and the measurement of flashjit.jax, in small sizes: that they run, agree, and write what they say."""
+
+import csv
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("jax", reason="JAX is not installed: pip install jax")
+import child  # noqa: E402
+import jax_reference  # noqa: E402, F401  (skips without the handler)
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def run(script, *arguments):
+    return subprocess.run(
+        [sys.executable, ROOT / script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env=child.environment(),
+    )
+
+
+def test_a_gpt_learns_the_same_with_both():
+    sizes = "--layers 1 --width 32 --heads 2 --length 16 --batch 2 --rate 0.01 --steps 40".split()
+    done = run("tools/examples/python/gpt_jax.py", *sizes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours, theirs, apart = done.stdout.splitlines()
+    losses = [float(line.partition("loss ")[2].split()[0]) for line in (ours, theirs)]
+    assert max(losses) < 5.0 and abs(losses[0] - losses[1]) < 1e-2, done.stdout
+    assert apart.startswith("the losses are at most 0.0")
+
+
+def test_libraries_are_measured_by_the_same_results(tmp_path):
+    done = run(
+        "tools/bench/jax_attention.py",
+        *f"--small --repeats 1 --rounds 1 --csv {tmp_path / 'jax.csv'}".split(),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with open(tmp_path / "jax.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["case"] for row in rows} == {"full", "causal", "window", "bias", "ALiBi"}
+    for library in ("flashjit", "xla"):
+        assert sum(row["library"] == library for row in rows) == 10
+    assert all(float(row["seconds"]) > 0 for row in rows)

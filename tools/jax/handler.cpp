@@ -34,12 +34,13 @@ class Library {
   const char* open(const char* path, flashjit_runtime* shared) {
     void* file = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!file) return dlerror();
-    const bool found = find(file, "flashjit_forward", forward) && find(file, "flashjit_backward", backward) &&
-                       find(file, "flashjit_reference_forward", reference_forward) &&
-                       find(file, "flashjit_reference_backward", reference_backward) &&
-                       find(file, "flashjit_prepare", prepare) &&
-                       find(file, "flashjit_spec_create", spec_create) &&
-                       find(file, "flashjit_last_error_message", last_error_message);
+    const bool found =
+        find(file, "flashjit_forward", forward) && find(file, "flashjit_backward", backward) &&
+        find(file, "flashjit_reference_forward", reference_forward) &&
+        find(file, "flashjit_reference_backward", reference_backward) &&
+        find(file, "flashjit_append", append) && find(file, "flashjit_reference_append", reference_append) &&
+        find(file, "flashjit_prepare", prepare) && find(file, "flashjit_spec_create", spec_create) &&
+        find(file, "flashjit_last_error_message", last_error_message);
     if (!found) return dlerror();
     runtime = shared;
     return nullptr;
@@ -70,6 +71,8 @@ class Library {
   decltype(&flashjit_backward) backward = nullptr;
   decltype(&flashjit_reference_forward) reference_forward = nullptr;
   decltype(&flashjit_reference_backward) reference_backward = nullptr;
+  decltype(&flashjit_append) append = nullptr;
+  decltype(&flashjit_reference_append) reference_append = nullptr;
   decltype(&flashjit_prepare) prepare = nullptr;
   decltype(&flashjit_spec_create) spec_create = nullptr;
   decltype(&flashjit_last_error_message) last_error_message = nullptr;
@@ -133,7 +136,13 @@ struct Attributes {
   float scale, dropout;
 };
 
-/// The operands and results of one call, by name, and what both passes make of them.
+/// How append() turns rows, besides its tables.
+struct Rotation {
+  float theta;
+  std::int64_t dims, interleaved;
+};
+
+/// The operands and results of one call, by name, and what each function makes of them.
 class Call {
  public:
   Call(const Attributes& given, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets)
@@ -146,6 +155,7 @@ class Call {
   flashjit_forward_args forward() const {
     auto made = with_common<flashjit_forward_args>();
     made.lse = data<float>("lse");
+    made.page_table = page_table();
     return made;
   }
 
@@ -161,9 +171,38 @@ class Call {
     return made;
   }
 
+  flashjit_append_args append(const Rotation& rotation) const {
+    flashjit_append_args made{};
+    made.struct_size = sizeof made;
+    made.k = tensor("k");
+    made.v = tensor("v");
+    made.k_cache = tensor("k_cache");
+    made.v_cache = tensor("v_cache");
+    made.kv_lengths = data<std::int32_t>("kv_lengths");
+    made.page_table = page_table();
+    made.q = tensor("q");
+    made.q_out = tensor("q_out");
+    made.rope.theta = rotation.theta;
+    made.rope.dims = static_cast<std::int32_t>(rotation.dims);
+    made.rope.interleaved = rotation.interleaved != 0;
+    made.rope.positions = data<std::int32_t>("positions");
+    if (const ffi::AnyBuffer* cos = find("cos")) {
+      made.rope.cos = cos->untyped_data();
+      made.rope.sin = data<void>("sin");
+      made.rope.table_rows = cos->dimensions()[0];
+      made.rope.type = element_type(cos->element_type());
+      made.rope.dims = static_cast<std::int32_t>(2 * cos->dimensions()[1]);
+    }
+    return made;
+  }
+
+  /// Of an append, the new rows are the queries.
   flashjit_shape shape() const {
-    const flashjit_tensor q = tensor("q"), k = tensor("k");
-    return {q.size[0], q.size[1], k.size[1], q.size[2], k.size[2]};
+    const bool appends = find("k_cache") != nullptr;
+    const flashjit_tensor q = tensor(find("q") ? "q" : "k"), k = tensor(appends ? "k_cache" : "k");
+    const flashjit_page_table table = page_table();
+    const bool in_pages = table.data && find("page_table")->dimensions().size() == 2;
+    return {q.size[0], q.size[1], k.size[1], q.size[2], k.size[2] * (in_pages ? table.columns : 1)};
   }
 
   std::string_view spec() const { return given_.spec; }
@@ -213,6 +252,14 @@ class Call {
       std::swap(made.stride[1], made.stride[2]);
     }
     return made;
+  }
+
+  flashjit_page_table page_table() const {
+    const ffi::AnyBuffer* table = find("page_table");
+    if (!table) return {};
+    const auto size = table->dimensions();
+    return {static_cast<const std::int32_t*>(table->untyped_data()), size[0], size.size() == 2 ? size[1] : 1,
+            0};
   }
 
   /// What the spec's programs read: operands whose names are a "c" and a number.
@@ -314,6 +361,14 @@ ffi::Error prepare(flashjit_pass pass, const Call& call, std::int32_t device) {
   return error;
 }
 
+ffi::Error append(bool launches, const Call& call, const Rotation& rotation, CUstream_st* stream) {
+  const flashjit_spec* spec = library().spec(call.spec());
+  if (!spec) return error_of(FLASHJIT_INVALID_ARGUMENT);
+  const auto args = call.append(rotation);
+  return error_of(launches ? library().append(library().runtime, spec, &args, stream)
+                           : library().reference_append(spec, &args));
+}
+
 using Text = std::string_view;
 
 template <flashjit_pass pass>
@@ -334,24 +389,51 @@ ffi::Error on_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets, Text spec, T
   return compute(pass, Call({spec, layout, names, results, scale, dropout}, args, rets));
 }
 
+ffi::Error append_on_gpu(CUstream_st* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, Text spec,
+                         Text layout, Text names, Text results, float theta, std::int64_t dims,
+                         std::int64_t interleaved) {
+  return append(true, Call({spec, layout, names, results, 1, 0}, args, rets), {theta, dims, interleaved},
+                stream);
+}
+
+ffi::Error before_append(std::int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets, Text spec,
+                         Text layout, Text names, Text results, float, std::int64_t, std::int64_t) {
+  return prepare(FLASHJIT_APPEND, Call({spec, layout, names, results, 1, 0}, args, rets), device);
+}
+
+ffi::Error append_on_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets, Text spec, Text layout, Text names,
+                         Text results, float theta, std::int64_t dims, std::int64_t interleaved) {
+  return append(false, Call({spec, layout, names, results, 1, 0}, args, rets), {theta, dims, interleaved},
+                nullptr);
+}
+
 template <class Binding>
-auto with_all(Binding binding) {
+auto with_names(Binding&& binding) {
   return std::move(binding)
       .RemainingArgs()
       .RemainingRets()
       .template Attr<Text>("spec")
       .template Attr<Text>("layout")
       .template Attr<Text>("args")
-      .template Attr<Text>("results")
-      .template Attr<float>("scale")
-      .template Attr<float>("dropout");
+      .template Attr<Text>("results");
 }
 
-auto on_stream() { return with_all(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>()); }
-auto on_device() {
-  return with_all(ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>());
+template <class Binding>
+auto with_rotation(Binding&& binding) {
+  return with_names(std::move(binding))
+      .template Attr<float>("theta")
+      .template Attr<std::int64_t>("rope_dims")
+      .template Attr<std::int64_t>("interleaved");
 }
-auto on_host() { return with_all(ffi::Ffi::Bind()); }
+
+template <class Binding>
+auto with_all(Binding&& binding) {
+  return with_names(std::move(binding)).template Attr<float>("scale").template Attr<float>("dropout");
+}
+
+auto on_stream() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>(); }
+auto on_device() { return ffi::Ffi::Bind<ffi::ExecutionStage::kInitialize>().Ctx<ffi::DeviceOrdinal>(); }
+auto on_host() { return ffi::Ffi::Bind(); }
 
 }  // namespace
 
@@ -360,11 +442,18 @@ extern "C" const char* flashjit_jax_open(const char* path, flashjit_runtime* run
   return library().open(path, runtime);
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_forward, on_gpu<FLASHJIT_FORWARD>, on_stream(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_forward, on_gpu<FLASHJIT_FORWARD>, with_all(on_stream()),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_backward, on_gpu<FLASHJIT_BACKWARD>, on_stream(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_backward, on_gpu<FLASHJIT_BACKWARD>, with_all(on_stream()),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_prepare_forward, before_gpu<FLASHJIT_FORWARD>, on_device());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_prepare_backward, before_gpu<FLASHJIT_BACKWARD>, on_device());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_reference_forward, on_cpu<FLASHJIT_FORWARD>, on_host());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_reference_backward, on_cpu<FLASHJIT_BACKWARD>, on_host());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_append, append_on_gpu, with_rotation(on_stream()),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_prepare_forward, before_gpu<FLASHJIT_FORWARD>,
+                              with_all(on_device()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_prepare_backward, before_gpu<FLASHJIT_BACKWARD>,
+                              with_all(on_device()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_prepare_append, before_append, with_rotation(on_device()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_reference_forward, on_cpu<FLASHJIT_FORWARD>, with_all(on_host()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_reference_backward, on_cpu<FLASHJIT_BACKWARD>,
+                              with_all(on_host()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_reference_append, append_on_cpu, with_rotation(on_host()));

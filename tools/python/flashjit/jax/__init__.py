@@ -1,6 +1,7 @@
 """flashjit for JAX: attention under jit, grad, vmap and shard_map. See tools/docs/jax.md."""
 
 from ._attention import attention
+from ._cache import append
 from ._dot_product import dot_product_attention
 
-__all__ = ["attention", "dot_product_attention"]
+__all__ = ["append", "attention", "dot_product_attention"]

@@ -33,6 +33,8 @@ def attention(
     mask_mod: Callable[..., Any] | None = None,
     segment_ids: Any = None,
     kv_lengths: Any = None,
+    page_table: Any = None,
+    cache: bool = False,
     sinks: Any = None,
     dropout_p: float = 0.0,
     dropout_key: Any = None,
@@ -51,7 +53,11 @@ def attention(
     score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score; mask_mod: mask_mod(b, h, q_idx, kv_idx) -> whether the pair
         attends. Functions of JAX scalars, float32 and int32, which may read any arrays of the caller.
     segment_ids: int32 [batch, length], or a pair of those of queries and of keys: only pairs of one segment attend.
-    kv_lengths: int32 [batch]: keys from there on are padding. sinks: float32 [heads], a logit more for each softmax.
+    kv_lengths: int32 [batch]: keys from there on are padding.
+    page_table, cache: K and V are a cache, forward alone: pages [pages, rows, heads_kv, ...] in which key n of sequence b is row
+        n % rows of page page_table[b, n // rows], or with cache=True slots [slots, capacity, heads_kv, ...], where page_table, if
+        given, has the slot of each sequence. kv_lengths is then how many keys each has, and its last query sees its last key.
+    sinks: float32 [heads], a logit more for each softmax.
     dropout_p, dropout_key: the share of probabilities that become 0, and a key of jax.random.
     deterministic: whether the backward pass gives the same bits each time.
     layout: "BTNH", or "BHSD" for [batch, heads, length, head_dim].
@@ -61,12 +67,24 @@ def attention(
     """
     given = dict(locals())
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
-    if q.ndim == k.ndim == v.ndim == 3:
+    cached = cache or page_table is not None
+    if q.ndim == k.ndim == v.ndim == 3 and not cached:
         named = {name: value for name, value in given.items() if name not in "qkv"}
         result = attention(q[None], k[None], v[None], **named)
         return jax.tree.map(lambda x: x[0], result)
-    batch, heads, seqlen_q, seqlen_kv = _check(q, k, v, layout)
-    if kv_lengths is not None and causal in (True, "bottom_right") and seqlen_q != seqlen_kv:
+    batch, heads, seqlen_q, seqlen_kv = _check(q, k, v, layout, cached)
+    pages, table = check_table(page_table, cache, batch, seqlen_kv, "k") if cached else (None, None)
+    if cached and kv_lengths is None:
+        raise InvalidArgument("kv_lengths is missing: with a cache it says how many keys each sequence has.")
+    if table is not None and pages:
+        seqlen_kv *= table.shape[1]
+    if (
+        not cached
+        and kv_lengths is not None
+        and seqlen_q > 1
+        and causal in (True, "bottom_right")
+        and seqlen_q != seqlen_kv
+    ):
         raise InvalidArgument(
             f'causal with kv_lengths has two meanings for {seqlen_q} queries and {seqlen_kv} keys: give causal="top_left", '
             "or a mask_mod that says which keys a query sees."
@@ -76,8 +94,9 @@ def attention(
     masks += _masks(tracer, causal, window, segment_ids, mask_mod)
     program, captures = tracer.program(score, " && ".join(f"({mask})" for mask in masks if mask))
     fixed = {
-        "kv_lengths": _checked("kv_lengths", kv_lengths, "int32", (batch,)),
-        "sinks": _checked("sinks", sinks, "float32", (heads,)),
+        "kv_lengths": checked("kv_lengths", kv_lengths, "int32", (batch,)),
+        "page_table": table,
+        "sinks": checked("sinks", sinks, "float32", (heads,)),
         "rng": _dropout_state(dropout_p, dropout_key),
     }
     problem = Problem(
@@ -88,6 +107,7 @@ def attention(
         dropout=float(dropout_p),
         deterministic=bool(deterministic),
         fixed=tuple(name for name in FIXED if fixed[name] is not None),
+        pages=pages,
     )
     _check_spec(problem, q, v)
     arrays = alike([q, k, v, *[fixed[name] for name in problem.fixed], *captures])
@@ -95,7 +115,7 @@ def attention(
     return (out, lse[..., 0]) if return_lse else out
 
 
-def _check(q: Any, k: Any, v: Any, layout: str) -> tuple[int, int, int, int]:
+def _check(q: Any, k: Any, v: Any, layout: str, cached: bool) -> tuple[int, int, int, int]:
     """The problem's batch, heads and lengths."""
     if layout not in ("BTNH", "BHSD"):
         raise InvalidArgument(f'layout is {layout!r}: give "BTNH" or "BHSD".')
@@ -111,7 +131,7 @@ def _check(q: Any, k: Any, v: Any, layout: str) -> tuple[int, int, int, int]:
                 f"{name} is {_described(x)}: it needs the four dimensions {layout}, or q, k and v all without the first."
             )
     heads, length = (2, 1) if layout == "BTNH" else (1, 2)
-    if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]:
+    if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0] and not cached:
         raise InvalidArgument(
             f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: batches must be equal, k must have the "
             "head_dim of q, and v the heads and the length of k."
@@ -122,6 +142,21 @@ def _check(q: Any, k: Any, v: Any, layout: str) -> tuple[int, int, int, int]:
             f"(layout is {layout!r})."
         )
     return q.shape[0], q.shape[heads], q.shape[length], k.shape[length]
+
+
+def check_table(table: Any, cache: bool, batch: int, rows: int, name: str) -> tuple[int, Any]:
+    """The rows of a page, 0 where a cache has slots, and its table."""
+    if table is None:
+        return 0, None
+    table = jnp.asarray(table)
+    if table.dtype.kind not in "iu" or table.ndim != (1 if cache else 2) or table.shape[0] != batch:
+        wanted = (
+            f"[{batch}], the slot of each sequence" if cache else f"[{batch}, pages of the longest sequence]"
+        )
+        raise InvalidArgument(f"page_table is {_described(table)}: it must be int32 {wanted}.")
+    if not cache and rows == 0:
+        raise InvalidArgument(f"the pages of {name} have no rows: give 1 or more, or cache=True for slots.")
+    return 0 if cache else rows, table.astype("int32")
 
 
 def _check_spec(problem: Problem, q: Any, v: Any) -> None:
@@ -152,7 +187,7 @@ def _scale(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
-def _checked(name: str, array: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+def checked(name: str, array: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     if array is None:
         return None
     array = jnp.asarray(array)

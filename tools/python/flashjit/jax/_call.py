@@ -50,6 +50,11 @@ def _forward_of_arrays(problem: Problem, arrays: tuple[Any, ...], flags: Any = N
 
 
 def _backward(problem: Problem, residuals: Any, cotangents: Any) -> Any:
+    if problem.pages is not None:
+        raise Unsupported(
+            "attention from a cache has no gradients, which need K and V as arrays: call it outside of jax.grad, or apply "
+            "jax.lax.stop_gradient to its arguments."
+        )
     arrays, out, lse, flags = residuals
     dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     names = operand_names(problem, None)
@@ -150,8 +155,8 @@ _shard_backward_p = _primitive("flashjit_backward_shard")
 def _batch_forward(arrays: Any, axes: Any, *, problem: Problem) -> Any:
     size = _axis_size(arrays, axes)
     names = operand_names(problem, None)
-    if _must_repeat(names, axes):
-        return _repeat(forward_p, arrays, axes, {"problem": problem})
+    if _must_repeat(problem, names, axes):
+        return one_after_another(forward_p, arrays, axes, problem=problem)
     problem, folded = _fold(problem, names, arrays, axes, size, ())
     results = forward_p.bind(*folded, problem=problem)
     return [_unfolded(x, size) for x in results], [0, 0]
@@ -160,8 +165,8 @@ def _batch_forward(arrays: Any, axes: Any, *, problem: Problem) -> Any:
 def _batch_backward(arrays: Any, axes: Any, *, problem: Problem, gradients: Gradients) -> Any:
     size = _axis_size(arrays, axes)
     names = operand_names(problem, gradients)
-    if _must_repeat(names, axes):
-        return _repeat(backward_p, arrays, axes, {"problem": problem, "gradients": gradients})
+    if _must_repeat(problem, names, axes):
+        return one_after_another(backward_p, arrays, axes, problem=problem, gradients=gradients)
     problem, folded = _fold(problem, names, arrays, axes, size, gradients.captures)
     results = dict.fromkeys(result_names(problem, gradients))
     made = dataclasses.replace(gradients, sinks=False)
@@ -179,14 +184,15 @@ def _axis_size(arrays: Any, axes: Any) -> int:
     return next(x.shape[axis] for x, axis in zip(arrays, axes) if axis is not None)
 
 
-def _must_repeat(names: Sequence[str], axes: Any) -> bool:
-    """Whether one call cannot do what many do: sinks have no batch, and a dropout mask is one of a whole batch."""
+def _must_repeat(problem: Problem, names: Sequence[str], axes: Any) -> bool:
+    """Whether one call cannot do what many do: sinks have no batch, a dropout mask is one of a whole batch, and a cache is one."""
     mapped = {name for name, axis in zip(names, axes) if axis is not None}
-    return "rng" in names or "sinks" in mapped
+    of_cache = problem.pages is not None and (bool({"k", "v"} & mapped) or "page_table" not in names)
+    return "rng" in names or "sinks" in mapped or of_cache
 
 
-def _repeat(primitive: Any, arrays: Any, axes: Any, params: dict[str, Any]) -> Any:
-    """Calls one after another."""
+def one_after_another(primitive: Any, arrays: Any, axes: Any, **params: Any) -> Any:
+    """A batching rule: calls in a loop."""
     mapped = [axis is not None for axis in axes]
     front = [jnp.moveaxis(x, axis, 0) if on else x for x, axis, on in zip(arrays, axes, mapped)]
 
@@ -209,7 +215,8 @@ def _fold(
         mapped = axis is not None
         front = jnp.moveaxis(array, axis, 0) if mapped else array
         number = int(name[1:]) if re.fullmatch(r"c\d+", name) else None
-        if name == "sinks" or number is not None and not mapped and not (grads and grads[number]):
+        in_cache = name in ("k", "v") and problem.pages is not None
+        if name == "sinks" or in_cache or number is not None and not mapped and not (grads and grads[number]):
             folded.append(front)
             continue
         front = front if mapped else jnp.broadcast_to(front, (size, *front.shape))
@@ -297,7 +304,8 @@ def _lower_shard(
 def _shape_of(avals: dict[str, Any], problem: Problem) -> tuple[int, ...]:
     q, k = avals["q"].shape, avals["k"].shape
     heads, length = (2, 1) if problem.layout == "BTNH" else (1, 2)
-    return (q[0], q[heads], k[heads], q[length], k[length])
+    columns = avals["page_table"].shape[1] if problem.pages else 1
+    return (q[0], q[heads], k[heads], q[length], k[length] * columns)
 
 
 def _memory_order(name: str, problem: Problem) -> tuple[int, ...] | None:

@@ -14,8 +14,8 @@ import jax
 from .. import _library
 from ..errors import CudaError, NoDriver, Unsupported
 
-#: By pass. A target's handlers are those of its execution and, on a GPU, of what comes before.
-TARGETS = {"forward": "flashjit_forward", "backward": "flashjit_backward"}
+#: By function. A target's handlers are those of its execution and, on a GPU, of what comes before.
+TARGETS = {"forward": "flashjit_forward", "backward": "flashjit_backward", "append": "flashjit_append"}
 
 _ALIGNMENT = 256
 

@@ -11,7 +11,7 @@ from ._programs import Program
 from ._rules import ELEMENTS
 
 #: Arrays besides Q, K, V and captures, in the order of the operands.
-FIXED = ("kv_lengths", "sinks", "rng")
+FIXED = ("kv_lengths", "page_table", "sinks", "rng")
 _SPEC_WORDS = {"kv_lengths": ":kvlen", "sinks": ":sinks", "rng": ":dropout"}
 _MARK = re.compile(r"@([bh])(?::c\d+:\d+)?@")
 
@@ -21,7 +21,8 @@ class Problem:
     """What a call is, besides its arrays.
 
     fixed: which of FIXED are given. batch: of the call as written. folds: the sizes of axes that vmap put in front of the batch,
-    the first one first: entry b of the batch is entry b % batch of the call as written.
+    the first one first: entry b of the batch is entry b % batch of the call as written. pages: the rows of a page where K and V
+    are a cache, 0 where that has slots; None: they are no cache.
     """
 
     layout: str
@@ -32,6 +33,7 @@ class Problem:
     deterministic: bool = False
     fixed: tuple[str, ...] = ()
     folds: tuple[int, ...] = ()
+    pages: int | None = None
 
     def spec(self, q: Any, v: Any, grads: tuple[bool, ...] = ()) -> str:
         """As text. grads: which captures get a gradient."""
@@ -49,7 +51,8 @@ class Problem:
         if self.program.mask:
             own = [line for line, capture in zip(lines, captures) if capture.in_mask]
             text += f":mask{{{'; '.join([*own, self._placed(self.program.mask)])}}}"
-        text += "".join(_SPEC_WORDS[name] for name in self.fixed)
+        words = _SPEC_WORDS if self.pages is None else {**_SPEC_WORDS, "kv_lengths": cache_option(self.pages)}
+        text += "".join(words.get(name, "") for name in self.fixed)
         return text + ":det" * self.deterministic
 
     def _placed(self, text: str) -> str:
@@ -74,6 +77,10 @@ class Problem:
 
     def reads_heads(self) -> bool:
         return "@h@" in self.program.score + self.program.mask
+
+
+def cache_option(pages: int) -> str:
+    return f":pages{pages}" if pages else ":cache"
 
 
 @dataclasses.dataclass(frozen=True)

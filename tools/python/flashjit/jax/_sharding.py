@@ -89,7 +89,8 @@ class _Rule:
         self.operand_names = operand_names(problem, gradients)
         self.result_names = result_names(problem, gradients)
         alike = "rng" not in problem.fixed
-        self.by_batch = alike and not problem.reads_batch()
+        in_order = problem.pages is not None and "page_table" not in problem.fixed  # entry b has slot b
+        self.by_batch = alike and not problem.reads_batch() and not in_order
         self.by_heads = alike and not problem.reads_heads()
         self.heads = 2 if problem.layout == "BTNH" else 1
 
@@ -97,6 +98,8 @@ class _Rule:
         plain = name if name in self.operand_names else name.removeprefix("d")
         if plain in ("kv_lengths", "sinks", "rng"):
             return ({"kv_lengths": "batch", "sinks": "heads", "rng": "state"}[plain],)
+        if plain == "page_table":
+            return ("batch", "columns")[: 2 if self.problem.pages else 1]
         if plain in ("q", "out", "lse", "dout", "dlse"):
             rows, last = ("heads", "queries"), {"q": "dim", "lse": "one", "dlse": "one"}.get(plain, "dim_v")
         elif plain in ("k", "v"):
@@ -106,7 +109,8 @@ class _Rule:
             along = {"b": "batch", "h": "heads"}
             own = (*[""] * len(capture.folds), *capture.along)
             return tuple(along.get(mark, f"{plain}_{d}") for d, mark in enumerate(own))
-        return ("batch", *(rows if self.heads == 1 else reversed(rows)), last)
+        first = "pages" if plain in ("k", "v") and self.problem.pages is not None else "batch"
+        return (first, *(rows if self.heads == 1 else reversed(rows)), last)
 
     def axes(self, mesh: Any, arguments: Sequence[Any]) -> _Axes:
         """Those of Q, as far as the call can be divided by them."""

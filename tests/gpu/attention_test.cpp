@@ -70,7 +70,7 @@ std::vector<AttentionCase> make_cases() {
                  .head_dim_v = kHeadDims[dims][1],
                  .mask = kMasks[mask],
                  .dropout = kDropout[dropout] > 0,
-                 .kv_lengths = kv_lengths == 1,
+                 .kv = padded_if(kv_lengths == 1),
                  .deterministic = det == 1};
     const auto [batch, heads_q, heads_kv] = kBatchAndHeads[heads];
     test.shape = {batch, heads_q, heads_kv, kLengths[lengths][0], kLengths[lengths][1]};
@@ -116,7 +116,7 @@ std::vector<AttentionCase> make_cases() {
         cases.push_back({.spec = {.dtype = DType::bf16,
                                   .head_dim = 128,
                                   .mask = kMasks[layout == Layout::bshd ? 0 : 1],
-                                  .kv_lengths = layout == Layout::padded},
+                                  .kv = padded_if(layout == Layout::padded)},
                          .shape = shape,
                          .family = family,
                          .layout = layout,

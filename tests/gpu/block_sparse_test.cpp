@@ -44,7 +44,7 @@ std::vector<AttentionCase> make_cases() {
                  .head_dim = kHeadDims[dim],
                  .mask = kMasks[mask],
                  .dropout = kDropout[dropout] > 0,
-                 .kv_lengths = kv_lengths == 1,
+                 .kv = padded_if(kv_lengths == 1),
                  .block_map = kBlocks[block],
                  .deterministic = det == 1};
     test.shape = {2, 4, 2, kLengths[lengths][0], kLengths[lengths][1]};

@@ -66,7 +66,7 @@ std::vector<AttentionCase> pair_cases() {
                              .head_dim = kHeadDims[dims][0],
                              .head_dim_v = kHeadDims[dims][1],
                              .dropout = dropout == 1,
-                             .kv_lengths = packing == kPadded,
+                             .kv = padded_if(packing == kPadded),
                              .block_map = kBlocks[block],
                              .deterministic = det == 1,
                              .varlen = packing == kPacked,

@@ -106,7 +106,8 @@ struct Sizes {
     o = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim(), p.spec.out_type());
     if (p.spec.has_scales())
       scales = static_cast<std::size_t>(p.spec.key_scales ? shape.batch * shape.heads_kv * keys : 1);
-    if (p.spec.running_state) state = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim(), DType::fp32);
+    if (p.spec.partial.running_state)
+      state = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim(), DType::fp32);
     lse = static_cast<std::size_t>(shape.batch * shape.heads_q * shape.seqlen_q) * sizeof(float);
   }
   std::size_t set(bool backward) const { return (q + k + v + o) * (backward ? 2 : 1) + state + lse; }
@@ -221,7 +222,7 @@ class Inputs {
                   {},
                   {},
                   {}};
-    if (problem_.spec.running_state && !backward) {
+    if (problem_.spec.partial.running_state && !backward) {
       set.state = DeviceBuffer(driver_, sizes_.state);
       set.state.fill(0), set.lse.fill(0);
     }
@@ -332,8 +333,9 @@ class Inputs {
                          pages_of_sequence(problem_)};
     if (problem_.spec.kv.shared_prefix)
       args.prefix_length = static_cast<const std::int32_t*>(prefix_length_.data());
-    if (problem_.spec.running_state)
-      args.state = {rows_of_q(set.state, problem_.spec.v_dim()), static_cast<const float*>(set.lse.data())};
+    if (problem_.spec.partial.running_state)
+      args.partial.state = {rows_of_q(set.state, problem_.spec.v_dim()),
+                            static_cast<const float*>(set.lse.data())};
     if (problem_.spec.has_scales()) args.k_scale = args.v_scale = scale_view(args.k);
     if (problem_.spec.q_codes)
       args.q_scale = ConstScaleView::of_tensor(static_cast<const float*>(scales_.data()));

@@ -48,8 +48,18 @@ struct PartialState {
   const float* lse = nullptr;  ///< [b, h, s] contiguous
 };
 
+/// Arguments of a call that computes a part of a larger problem, see Partial.
+struct PartialArgs {
+  /// With running_state: O, like `out` but fp32, and LSE of other keys. They may be out's and lse's memory. O
+  /// of a row whose LSE is -inf may be anything. Of the forward pass.
+  PartialState state = {};
+  DropoutPlace dropout_place = {};  ///< with dropout_place
+  /// SMs that persistent kernels leave free, e.g. for NCCL. Other kernels and stream-K use all.
+  int reserved_sms = 0;
+};
+
 /// Arguments of O = attention(Q, K, V). Sizes: q [b, hq, sq, d], k [b, hkv, skv, d], v [b, hkv, skv, dv],
-/// out [b, hq, sq, dv]; `out` has Q's type, or with spec.fp32_out fp32.
+/// out [b, hq, sq, dv]; `out` has Q's type, or with spec.partial.fp32_out fp32.
 ///
 /// With spec.varlen, b sequences of different lengths are packed: q [1, hq, rows, d], k [1, hkv, rows_kv, d]
 /// and so on. Sequence i has rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of Q and O, and cu_seqlens_kv[i] to
@@ -105,22 +115,17 @@ struct ForwardArgs {
   ConstScaleView k_scale = {}, v_scale = {};
   /// Scales of FP8 Q (spec.q_codes): one, or one per sequence and KV head.
   ConstScaleView q_scale = {};
-  IndicesView indices = {};         ///< with spec.indices: the keys that each query attends to
-  DropoutPlace dropout_place = {};  ///< with spec.dropout_place
-  /// SMs that persistent kernels leave free, e.g. for NCCL. Other kernels and stream-K use all.
-  int reserved_sms = 0;
+  IndicesView indices = {};  ///< with spec.indices: the keys that each query attends to
   /// With spec.kv.shared_prefix: one number on the device, how many first keys all sequences share. Every
   /// sequence has at least this many keys besides its new ones. 0: none. Kernels do not check it.
   const std::int32_t* prefix_length = nullptr;
-  /// With spec.running_state: O, like `out` but fp32, and LSE of other keys. They may be out's and lse's
-  /// memory. O of a row whose LSE is -inf may be anything.
-  PartialState state = {};
+  PartialArgs partial = {};
 };
 
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's, `out` and dO of Q's type;
-/// gradients have their tensor's sizes, and its type, or with spec.fp32_grads fp32, and memory of their own.
-/// With spec.add_grads they are added to. Members that ForwardArgs has mean the same, and are given what the
-/// forward pass was given; the workspace is that of Pass::backward.
+/// gradients have their tensor's sizes, and its type, or with spec.partial.fp32_grads fp32, and memory of
+/// their own. With spec.partial.add_grads they are added to. Members that ForwardArgs has mean the same, and
+/// are given what the forward pass was given; the workspace is that of Pass::backward.
 struct BackwardArgs {
   ConstTensorView q, k, v, out;
   const float* lse = nullptr;  ///< [b, hq, sq] contiguous
@@ -145,8 +150,7 @@ struct BackwardArgs {
   bool zero_unused_rows = false;  ///< of dq, dk and dv
   const float* dlse = nullptr;    ///< [b, hq, sq] contiguous: the gradient of LSE; null: there is none
   IndicesView indices = {};
-  DropoutPlace dropout_place = {};
-  int reserved_sms = 0;
+  PartialArgs partial = {};
 };
 
 /// Rotary position embedding of the first `dims` dimensions of a head: pair i turns by the position's angle,

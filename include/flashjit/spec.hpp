@@ -54,6 +54,22 @@ struct KvLayout {
   bool operator==(const KvLayout&) const = default;
 };
 
+/// What calls need that compute a part of a larger problem, as those of context parallelism do: some keys of
+/// its queries, or some queries of its keys.
+struct Partial {
+  bool fp32_out = false;    ///< forward only: O is fp32, whatever the type of Q, K and V
+  bool fp32_grads = false;  ///< backward only: dQ, dK and dV are fp32
+  /// Backward only: accumulate into fp32 dQ, dK and dV, for gradients that several calls compute.
+  bool add_grads = false;
+  /// Use the dropout mask of the larger problem; `DropoutPlace` at the call gives this call's offset in it.
+  bool dropout_place = false;
+  /// Continue from the O and LSE of earlier keys, a PartialState at the call: online softmax across calls.
+  /// Forward only; not with a cache, indices, quantized K and V, or sinks, which belong to the first call.
+  bool running_state = false;
+
+  bool operator==(const Partial&) const = default;
+};
+
 /// What attention is computed, in both passes. Everything here is compiled into the kernels; everything else
 /// is an argument of the call.
 ///
@@ -80,8 +96,6 @@ struct AttentionSpec {
   std::optional<DType> kv_dtype = {};
   /// Scales of quantized K and V are per key or per page; otherwise per sequence and head.
   bool key_scales = false;
-  bool fp32_out = false;    ///< forward only: O is fp32, whatever the type of Q, K and V
-  bool fp32_grads = false;  ///< backward only: dQ, dK and dV are fp32
   /// Forward only: a row's bits do not depend on which other sequences are in the call. Keys are split, if at
   /// all, into parts of 2048, and the spec alone chooses tiles: tools/docs/serving.md has the price.
   bool batch_invariant = false;
@@ -92,20 +106,14 @@ struct AttentionSpec {
   /// no key of the sequence, is none. Masks and scores see a key's number as its position. Not with a block
   /// map, dropout, q_codes or, in the backward pass, `deterministic`.
   bool indices = false;
-  /// Backward only: accumulate into fp32 dQ, dK and dV, for gradients that several calls compute.
-  bool add_grads = false;
-  /// Use the dropout mask of a larger problem; `DropoutPlace` at the call gives this call's offset in it.
-  bool dropout_place = false;
-  /// Continue from the O and LSE of earlier keys, a PartialState at the call: online softmax across calls.
-  /// Forward only; not with a cache, indices, quantized K and V, or sinks, which belong to the first call.
-  bool running_state = false;
+  Partial partial = {};
 
   DType q_type() const { return q_codes ? kv_type() : dtype; }
   DType kv_type() const { return kv_dtype.value_or(dtype); }
   /// Of O in the forward pass.
-  DType out_type() const { return fp32_out ? DType::fp32 : dtype; }
+  DType out_type() const { return partial.fp32_out ? DType::fp32 : dtype; }
   /// Of dQ, dK and dV.
-  DType grad_type() const { return fp32_grads ? DType::fp32 : dtype; }
+  DType grad_type() const { return partial.fp32_grads ? DType::fp32 : dtype; }
   /// Whether K and V are quantized.
   bool has_scales() const { return size_of(kv_type()) == 1; }
   int v_dim() const { return head_dim_v ? head_dim_v : head_dim; }

@@ -175,9 +175,9 @@ struct Workspace {
   std::size_t bytes = 0;
 };
 
-/// With spec.dropout_place: where a call is in the problem whose dropout mask it gets. Its pair (b, h, i, j)
-/// is there (batch + b, head + h, q + q_step * i, kv + kv_step * j). Where the steps are 1 and q and kv
-/// multiples of 16 it costs nothing; else each random number is drawn eight times.
+/// With spec.partial.dropout_place: where a call is in the problem whose dropout mask it gets. Its pair (b,
+/// h, i, j) is there (batch + b, head + h, q + q_step * i, kv + kv_step * j). Where the steps are 1 and q and
+/// kv multiples of 16 it costs nothing; else each random number is drawn eight times.
 struct DropoutPlace {
   std::int64_t batch = 0, head = 0;
   std::int64_t heads = 0;  ///< of a batch entry there; 0: as many as here

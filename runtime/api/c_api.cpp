@@ -198,8 +198,8 @@ void set_common(Args& args, const CArgs& c, Captures& room) {
   args.lists = c.lists ? &c.lists->lists : nullptr;
   args.rng_state = c.rng_state;
   args.indices = view(c.indices);
-  args.dropout_place = view(c.dropout_place);
-  args.reserved_sms = c.reserved_sms;
+  args.partial.dropout_place = view(c.dropout_place);
+  args.partial.reserved_sms = c.reserved_sms;
   args.zero_unused_rows = c.zero_unused_rows != 0;
 }
 
@@ -222,7 +222,7 @@ flashjit::ForwardArgs forward_args(const flashjit_forward_args& c, Captures& roo
   args.v_scale = view(c.v_scale);
   args.q_scale = view(c.q_scale);
   args.prefix_length = c.prefix_length;
-  args.state = {view(c.state.out), c.state.lse};
+  args.partial.state = {view(c.state.out), c.state.lse};
   return args;
 }
 

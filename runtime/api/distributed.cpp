@@ -216,7 +216,7 @@ struct SharedAttention::Impl {
     plain = s.spec;
     plain.mask = {};
     plain.sinks = false;
-    plain.dropout_place = s.spec.dropout;
+    plain.partial.dropout_place = s.spec.dropout;
     plain.score = moved(s.spec.score, moves);
     moved_mask = moved(mask_of(s), moves);
     expr::declarations(plain.score, moved_mask);  // refuses too many
@@ -264,9 +264,9 @@ struct SharedAttention::Impl {
     if (call.mask == CallMask::causal) result.mask = causal();
     if (call.mask == CallMask::program) result.mask = moved_mask;
     result.sinks = s.spec.sinks && call.first;  // one call of each row has it
-    result.fp32_out = pass == Pass::forward && !call.last;
-    result.running_state = pass == Pass::forward && !call.first;
-    result.add_grads = pass == Pass::backward;
+    result.partial.fp32_out = pass == Pass::forward && !call.last;
+    result.partial.running_state = pass == Pass::forward && !call.first;
+    result.partial.add_grads = pass == Pass::backward;
     return result;
   }
   AttentionShape shape(const SharedCall& call) const {
@@ -307,13 +307,13 @@ struct SharedAttention::Impl {
     args.offset = given.offset;
     args.captures = captures;
     if (s.spec.dropout)
-      args.dropout_place = {.batch = rows.document,
-                            .head = first_head(),
-                            .heads = sequence.heads_q,
-                            .q = rows.first,
-                            .kv = call.keys.first};
+      args.partial.dropout_place = {.batch = rows.document,
+                                    .head = first_head(),
+                                    .heads = sequence.heads_q,
+                                    .q = rows.first,
+                                    .kv = call.keys.first};
     if (s.spec.sinks && call.first) args.sinks = given.sinks + first_head();
-    if (is_ring() && travelling) args.reserved_sms = s.reserved_sms;
+    if (is_ring() && travelling) args.partial.reserved_sms = s.reserved_sms;
   }
   /// The caller's arguments as those of one call. They are checked before anything is sent.
   template <class Args, class Given>
@@ -567,7 +567,7 @@ struct SharedAttention::Impl {
                           .v = v_rows(block.v, element()).view(s.batch, keys.begin, keys.count),
                           .out = call.last ? o_rows(args.out).view(s.batch, rows.begin, rows.count) : state,
                           .lse = lse ? lse_of(lse, rows) : nullptr};
-        if (!call.first) given.state = {state, lse_of(p.lse, rows)};
+        if (!call.first) given.partial.state = {state, lse_of(p.lse, rows)};
         const AttentionSpec spec = this->spec(Pass::forward, call);
         const std::vector<Capture> captures = captures_of(spec, args.captures, call);
         set_common(given, args, call, captures, p.kernels, owner != (rank + 1) % ranks);

@@ -221,7 +221,7 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
                              .dropout_p = args.dropout_p,
                              .seed = args.rng_state ? args.rng_state[0] : args.seed,
                              .offset = args.rng_state ? args.rng_state[1] : args.offset,
-                             .dropout_place = args.dropout_place};
+                             .dropout_place = args.partial.dropout_place};
   if (spec.kv.has_lengths()) check_lengths(problem.shape, args.kv_lengths);
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
     problem.shape = used_shape(spec, args);
@@ -230,10 +230,10 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
     missing.clear();  // V's are the same
     problem.v = gather_kv(spec, problem.shape, args, args.v, {"v_scale", args.v_scale}, missing);
     if (args.prefix_length) problem.prefix_length = *args.prefix_length;
-    if (spec.running_state) {
-      problem.state_out = gather(DType::fp32, args.state.out);
+    if (spec.partial.running_state) {
+      problem.state_out = gather(DType::fp32, args.partial.state.out);
       const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = problem.shape;
-      problem.state_lse.assign(args.state.lse, args.state.lse + batch * heads_q * seqlen_q);
+      problem.state_lse.assign(args.partial.state.lse, args.partial.state.lse + batch * heads_q * seqlen_q);
     }
   } else {
     problem.q = gather(spec.dtype, args.q);
@@ -312,7 +312,7 @@ void reference_backward(const AttentionSpec& spec, const BackwardArgs& args) {
   const reference::Backward result = reference::backward(problem);
   const auto store = [&](std::vector<double> grad, const TensorView& to,
                          const std::vector<std::int32_t>& offsets) {
-    if (spec.add_grads) {
+    if (spec.partial.add_grads) {
       const std::vector<double> before = gather(DType::fp32, to);
       for (std::size_t i = 0; i < grad.size(); ++i) grad[i] += before[i];
     }

@@ -131,10 +131,10 @@ void check_prefix(const AttentionSpec& spec, const AttentionShape& shape, const 
 /// O of the state may be O's memory where each element has its own place.
 void check_state(const AttentionSpec& spec, const AttentionShape& shape, const ForwardArgs& args,
                  const Sizes& sizes) {
-  const PartialState& state = args.state;
-  if (!spec.running_state) {
+  const PartialState& state = args.partial.state;
+  if (!spec.partial.running_state) {
     if (state.out.data || state.lse)
-      refuse("state is given, but the spec has no running_state: set spec.running_state.");
+      refuse("state is given, but the spec has no running_state: set spec.partial.running_state.");
     return;
   }
   check_tensor("state.out", state.out, sizes, sizeof(float), Access::read);
@@ -151,9 +151,9 @@ void check_state(const AttentionSpec& spec, const AttentionShape& shape, const F
 
 /// In 32 bits, as kernels count.
 void check_dropout_place(const AttentionSpec& spec, const AttentionShape& shape, const DropoutPlace& place) {
-  if (!spec.dropout_place) {
+  if (!spec.partial.dropout_place) {
     if (place != DropoutPlace{})
-      refuse("dropout_place is given, but the spec has none: set spec.dropout_place.");
+      refuse("dropout_place is given, but the spec has none: set spec.partial.dropout_place.");
     return;
   }
   const auto check = [](const char* name, std::int64_t first, std::int64_t step, std::int64_t count) {
@@ -187,10 +187,10 @@ void check_common(const AttentionSpec& spec, const AttentionShape& shape, const 
   if (!spec.dropout && args.rng_state)
     refuse("rng_state is given, but the spec has no dropout: set spec.dropout.");
   check_pointer("rng_state", args.rng_state, kRngStateAlignment);
-  check_dropout_place(spec, shape, args.dropout_place);
-  if (args.reserved_sms < 0)
+  check_dropout_place(spec, shape, args.partial.dropout_place);
+  if (args.partial.reserved_sms < 0)
     refuse("reserved_sms is {}: give how many multiprocessors are left to others, 0 for none.",
-           args.reserved_sms);
+           args.partial.reserved_sms);
   check_kv_lengths(spec, shape, args.kv_lengths);
   check_block_map(spec, shape, args.block_map);
   check_sinks(spec, shape, args.sinks);
@@ -416,8 +416,8 @@ std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {
   return pointers_with(args, {{"page_table", args.page_table.data},
                               {"row_max", args.row_max},
                               {"prefix_length", args.prefix_length},
-                              {"state.out", memory_of(args.state.out)},
-                              {"state.lse", args.state.lse},
+                              {"state.out", memory_of(args.partial.state.out)},
+                              {"state.lse", args.partial.state.lse},
                               {"k_scale", args.k_scale.data},
                               {"v_scale", args.v_scale.data},
                               {"q_scale", args.q_scale.data}});

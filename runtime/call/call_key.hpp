@@ -37,8 +37,8 @@ struct CallKeyView {
     // A field that is added to the spec does not compile here until it is in the key, too.
     [[maybe_unused]] const auto& [dtype, head_dim, head_dim_v, score_program, mask_program, dropout, kv,
                                   block_map, deterministic, varlen, sinks, row_max, kv_dtype, key_scales,
-                                  fp32_out, fp32_grads, batch_invariant, q_codes, indices, add_grads,
-                                  dropout_place, running_state] = spec;
+                                  batch_invariant, q_codes, indices, partial] = spec;
+    [[maybe_unused]] const auto& [fp32_out, fp32_grads, add_grads, dropout_place, running_state] = partial;
     [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix] = kv;
   }
 

@@ -156,7 +156,7 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
     const Params params = make_params(plan, computed);
     launch_steps(
         driver, operation->steps, params, tensor_maps(driver, plan, computed, params), stream,
-        [&](const Operation::Step& step) { return step.when != skipped; }, args.reserved_sms);
+        [&](const Operation::Step& step) { return step.when != skipped; }, args.partial.reserved_sms);
   };
   if constexpr (std::is_same_v<Args, ForwardArgs>)
     if (plan.fold_gqa) return launch(fold_gqa(args));

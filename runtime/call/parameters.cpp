@@ -117,7 +117,8 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pas
   params.softmax_scale_log2 = params.softmax_scale * std::numbers::log2e_v<float>;
   set_dropout(params, spec, args.dropout_p, args.seed, args.offset);
   params.rng_state = reinterpret_cast<const unsigned*>(args.rng_state);
-  if (spec.dropout_place) params.dropout_place = dropout_place_param(args.dropout_place, plan.shape);
+  if (spec.partial.dropout_place)
+    params.dropout_place = dropout_place_param(args.partial.dropout_place, plan.shape);
   params.zero_unused_rows = args.zero_unused_rows;
   set_workspace(params, plan, args.workspace.data);
   set_lists(params, plan,
@@ -140,7 +141,7 @@ ForwardArgs fold_gqa(ForwardArgs args) {
   };
   fold(args.q);
   fold(args.out);
-  fold(args.state.out);
+  fold(args.partial.state.out);
   return args;
 }
 
@@ -152,9 +153,9 @@ Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args) {
   params.v_scale = scale_param(args.v_scale);
   params.q_scale = scale_param(args.q_scale);
   if (args.prefix_length) params.prefix_length = args.prefix_length;
-  if (plan.spec.running_state) {
-    params.o_state = tensor_param(args.state.out);
-    params.lse_state = args.state.lse;
+  if (plan.spec.partial.running_state) {
+    params.o_state = tensor_param(args.partial.state.out);
+    params.lse_state = args.partial.state.lse;
   }
   return params;
 }

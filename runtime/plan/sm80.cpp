@@ -258,8 +258,9 @@ std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const Devi
     return good_of({{config(128, 64, 4, stages)}, {config(64, 128, 4, 1), large}, {config(64, 64, 4, 1)}});
   }
   if (d <= 128) {
-    const bool lengths_spill = (spec.varlen || spec.kv.is_paged()) &&
-                               (spec.has_block_map() || spec.fp32_out || device.compute_capability == 90);
+    const bool lengths_spill =
+        (spec.varlen || spec.kv.is_paged()) &&
+        (spec.has_block_map() || spec.partial.fp32_out || device.compute_capability == 90);
     // A mask beside lengths spills there by some words.
     const bool masks_lengths = spec.kv.has_lengths() && !spec.mask.empty();
     return good_of({{config(128, 64, 4, 1), d == 128 && is_plain_on_hopper(spec, device) && !masks_lengths},

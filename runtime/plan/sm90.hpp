@@ -32,7 +32,7 @@ inline bool is_wide(const AnalysedSpec& spec) { return sm90::is_wide(spec.head_d
 inline bool exceeds_cta(const AnalysedSpec& spec) { return sm90::exceeds_cta(spec.head_dim, spec.v_dim()); }
 /// Whether tiles of 128 keys may have these columns: gradients in fp32, as of splits, spill then.
 inline bool fits_long_tile(const AnalysedSpec& spec) {
-  return sm90::fits_long_tile(spec.head_dim, spec.v_dim()) && !spec.fp32_grads;
+  return sm90::fits_long_tile(spec.head_dim, spec.v_dim()) && !spec.partial.fp32_grads;
 }
 
 // --- Tiles (sm90_tiles.cpp) --------------------------------------------------------------------------------

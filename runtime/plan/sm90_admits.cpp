@@ -188,7 +188,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (is_forward(spec) && spec.v_dim() > kMostColumns && has_bias_tile(spec))
     return Support::no(
         fmt::format("a dense bias beside more than {} columns of V is not for this family", kMostColumns));
-  if (spec.running_state && spec.v_dim() > kMostColumns)
+  if (spec.partial.running_state && spec.v_dim() > kMostColumns)
     return Support::no(
         fmt::format("a running state is for up to {} columns of V, not {}", kMostColumns, spec.v_dim()));
   if (spec.kv.shared_kv && spec.has_tile_lists) return Support::no("shared_kv is not for lists of tiles");

@@ -191,7 +191,8 @@ int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
-  return forward_layout(spec, c).has_o_tile() && !spec.varlen && !c.split && !c.pack_gqa && !spec.fp32_out;
+  return forward_layout(spec, c).has_o_tile() && !spec.varlen && !c.split && !c.pack_gqa &&
+         !spec.partial.fp32_out;
 }
 
 bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c) {

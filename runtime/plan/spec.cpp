@@ -279,7 +279,7 @@ void read_option(FieldReader& reader, std::string_view field, TileConfig& config
 }
 
 void check_running_state(const AttentionSpec& spec) {
-  if (!spec.running_state) return;
+  if (!spec.partial.running_state) return;
   const char* beside = spec.kv.is_cache()  ? "a cache"
                        : spec.indices      ? "indices"
                        : spec.has_scales() ? "K and V of 8 bits"
@@ -304,9 +304,9 @@ AttentionSpec AttentionSpec::normalized() const {
   AttentionSpec out = *this;
   out.head_dim_v = v_dim();
   if (dtype == DType::fp32)
-    out.fp32_out = out.fp32_grads = false;
-  else if (add_grads)
-    out.fp32_grads = true;
+    out.partial.fp32_out = out.partial.fp32_grads = false;
+  else if (partial.add_grads)
+    out.partial.fp32_grads = true;
   expr::declare_float_scalars(out.score, out.mask);
   if (kv_dtype == dtype) out.kv_dtype.reset();
   return out;
@@ -327,9 +327,10 @@ KernelSpec KernelSpec::normalized() const {
     return {{.dtype = dtype, .head_dim = head_dim, .head_dim_v = head_dim, .kv_dtype = kv_dtype}, pass};
   KernelSpec out{AttentionSpec::normalized(), pass};
   // The forward pass is deterministic without being asked.
-  if (pass == Pass::forward) out.deterministic = out.fp32_grads = out.add_grads = false;
+  if (pass == Pass::forward) out.deterministic = out.partial.fp32_grads = out.partial.add_grads = false;
   if (pass == Pass::backward)
-    out.row_max = out.fp32_out = out.batch_invariant = out.kv.shared_kv = out.running_state = false;
+    out.row_max = out.batch_invariant = out.kv.shared_kv = out.partial.fp32_out = out.partial.running_state =
+        false;
   return out;
 }
 
@@ -355,7 +356,7 @@ void AttentionSpec::validate() const {
   check_running_state(*this);
   if (indices && (has_block_map() || dropout || q_codes))
     refuse_beside_indices(has_block_map() ? "block_map" : dropout ? "dropout" : "q_codes");
-  if (dropout_place && !dropout)
+  if (partial.dropout_place && !dropout)
     refuse("dropout_place is set without dropout, whose mask it is about; set dropout, or leave it out");
   if (kv.shared_kv && (v_dim() > head_dim || has_scales()))
     refuse(

@@ -36,17 +36,17 @@ inline constexpr std::array kSpecOptions{
                [](AttentionSpec& spec) { spec.kv.kind = KvLayout::Kind::slots; }, "cache"},
     spec_option<&AttentionSpec::row_max>("row_max", "kRowMax", "return_row_max"),
     spec_option<&AttentionSpec::key_scales>("key_scales", "kKeyScales", "k_scale"),
-    spec_option<&AttentionSpec::fp32_out>("fp32_out", "kFp32Out", "out_dtype"),
-    spec_option<&AttentionSpec::fp32_grads>("fp32_grads", "kFp32Grads"),
-    spec_option<&AttentionSpec::add_grads>("add_grads", "kAddGrads"),
-    spec_option<&AttentionSpec::dropout_place>("dropout_place", "kDropoutPlace"),
+    spec_option<&AttentionSpec::partial, &Partial::fp32_out>("fp32_out", "kFp32Out", "out_dtype"),
+    spec_option<&AttentionSpec::partial, &Partial::fp32_grads>("fp32_grads", "kFp32Grads"),
+    spec_option<&AttentionSpec::partial, &Partial::add_grads>("add_grads", "kAddGrads"),
+    spec_option<&AttentionSpec::partial, &Partial::dropout_place>("dropout_place", "kDropoutPlace"),
     spec_option<&AttentionSpec::batch_invariant>("invariant", "kInvariant", "batch_invariant"),
     spec_option<&AttentionSpec::kv, &KvLayout::shared_kv>("shared_kv", "kSharedKv", "v_columns"),
     spec_option<&AttentionSpec::q_codes>("q_codes", "kQCodes", "q_scale"),
     spec_option<&AttentionSpec::indices>("indices", "kIndices", "indices"),
     spec_option<&AttentionSpec::kv, &KvLayout::shared_prefix>("shared_prefix", "kSharedPrefix",
                                                               "prefix_length"),
-    spec_option<&AttentionSpec::running_state>("running_state", "kRunningState", "state"),
+    spec_option<&AttentionSpec::partial, &Partial::running_state>("running_state", "kRunningState", "state"),
 };
 
 /// Whether the text names a pass: "fwd:bf16:d64" does, "bf16:d64" does not.

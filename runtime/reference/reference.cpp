@@ -213,7 +213,7 @@ HeadForward forward_head(const Context& context, const Arithmetic& arithmetic, c
 /// Joins O and LSE with those of other keys, where the problem has them.
 void join_state(const Context& context, const Arithmetic& arithmetic, std::int64_t task, HeadForward& fwd) {
   const Problem& problem = context.problem;
-  if (!context.spec.running_state) return;
+  if (!context.spec.partial.running_state) return;
   const Matrix before = slice(problem.state_out, context.q_rows(task), fwd.out.columns);
   for (std::int64_t i = 0; i < fwd.out.rows; ++i) {
     const double lse = problem.state_lse[task * context.shape.seqlen_q + i];
@@ -334,7 +334,7 @@ std::vector<double> sum_groups(const Context& context, const Arithmetic& arithme
 Forward forward(const Problem& problem, Precision precision) {
   const Context context(problem);
   const Arithmetic arithmetic{context.spec.dtype, precision};
-  if (context.spec.running_state) {
+  if (context.spec.partial.running_state) {
     check_size("state_out", problem.state_out.size(), count({context.q_count(), context.spec.v_dim()}));
     check_size("state_lse", problem.state_lse.size(), context.tasks() * context.shape.seqlen_q);
   }

@@ -25,7 +25,7 @@ struct Problem {
   std::int64_t map_batch = 1, map_heads = 1;
   double dropout_p = 0;
   std::uint64_t seed = 0, offset = 0;
-  DropoutPlace dropout_place = {};  ///< with spec.dropout_place
+  DropoutPlace dropout_place = {};  ///< with spec.partial.dropout_place
   std::vector<std::int32_t> cu_seqlens_q = {},
                             cu_seqlens_kv = {};  ///< [batch + 1] with spec.varlen, 0 to rows; wrong ones
                                                  ///< are read as kernels do, see check_offsets()
@@ -41,7 +41,7 @@ struct Problem {
   /// Backward: O, like Q with the dimension of V, and LSE [batch, heads_q, seqlen_q], where they are those of
   /// more keys than these; empty: those of these keys.
   std::vector<double> out = {}, lse = {};
-  /// Forward, with spec.running_state: O and LSE of other keys, sized like these.
+  /// Forward, with spec.partial.running_state: O and LSE of other keys, sized like these.
   std::vector<double> state_out = {}, state_lse = {};
   std::vector<double> dlse =
       {};  ///< backward: [batch, heads_q, seqlen_q], or empty where LSE has no gradient

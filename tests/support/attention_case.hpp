@@ -72,7 +72,7 @@ struct AttentionCase {
 inline void vary(AttentionCase& test) {
   test.dlse = test.seed % 3 == 1;
   test.rng_on_device = test.spec.dropout && test.seed % 2 == 1;
-  test.state_in_place = test.spec.running_state && test.spec.normalized().out_type() == DType::fp32 &&
+  test.state_in_place = test.spec.partial.running_state && test.spec.normalized().out_type() == DType::fp32 &&
                         !test.spec.varlen && test.seed % 2 == 0;
   if (test.seed % 5 == 2) test.reserved_sms = test.seed % 2 == 0 ? 1000 : 3;
   // Without queries there is no launch that could clear rows.
@@ -367,11 +367,11 @@ inline reference::Problem make_problem(const AttentionCase& given) {
   }
   if (spec.indices) add_indices(problem, test);
   problem.dropout_p = test.dropout_p;
-  if (spec.dropout_place) problem.dropout_place = place_of(test);
+  if (spec.partial.dropout_place) problem.dropout_place = place_of(test);
   problem.seed = 0x0123456789abcdefull + test.seed;
   problem.offset = 0xfedcba9876543210ull - test.seed;
   if (spec.sinks) problem.sinks = reference::random_sinks(heads_q, test.seed);
-  if (spec.running_state) add_state(problem, queries, generator);
+  if (spec.partial.running_state) add_state(problem, queries, generator);
   if (test.captures) problem.captures = test.captures(test.shape);
   if (problem.captures.empty()) problem.captures = reference::plausible_captures(spec, test.shape, test.seed);
   return problem;
@@ -379,7 +379,7 @@ inline reference::Problem make_problem(const AttentionCase& given) {
 
 /// The backward pass has O and LSE of all keys.
 inline reference::Problem with_joined_results(reference::Problem problem) {
-  if (!problem.spec.running_state) return problem;
+  if (!problem.spec.partial.running_state) return problem;
   const reference::Forward joined = reference::forward(problem);
   problem.out = joined.out;
   problem.lse = joined.lse;
@@ -426,7 +426,7 @@ class AttentionRun {
         rng_state_(to_device(std::vector{problem_.seed, problem_.offset})),
         indices_(to_device(problem_.indices)),
         captures_(gpu().driver(), with_pass(test.spec, Pass::backward), problem_.captures) {
-    if (test.spec.running_state) {
+    if (test.spec.partial.running_state) {
       state_ = make_tensor(test.layout, DType::fp32, out_size());
       state_.put(problem_.state_out);
       state_lse_ = to_device(DType::fp32, problem_.state_lse);
@@ -607,8 +607,8 @@ class AttentionRun {
     set_mask_args(args);
     args.softmax_scale = test_.softmax_scale;
     args.dropout_p = problem_.dropout_p;
-    args.dropout_place = problem_.dropout_place;
-    args.reserved_sms = test_.reserved_sms;
+    args.partial.dropout_place = problem_.dropout_place;
+    args.partial.reserved_sms = test_.reserved_sms;
     if (test_.rng_on_device) {
       args.rng_state = static_cast<const std::uint64_t*>(rng_state_.data());
     } else {
@@ -656,11 +656,12 @@ class AttentionRun {
     ForwardArgs args{.q = inputs_[0].view, .k = inputs_[1].view, .v = v_view(), .out = out_.view, .lse = lse};
     set_common(args, lent);
     if (spec.row_max) args.row_max = static_cast<float*>(row_max_.data());
-    if (spec.running_state) args.state = {state_.view, static_cast<const float*>(state_lse_.data())};
+    if (spec.partial.running_state)
+      args.partial.state = {state_.view, static_cast<const float*>(state_lse_.data())};
     if (test_.state_in_place && lse) {
       out_.put(problem_.state_out);
       lse_.write(encode(DType::fp32, problem_.state_lse));
-      args.state = {out_.view, lse};
+      args.partial.state = {out_.view, lse};
     }
     wait_for_fills();
     runtime.forward(spec, args, stream_);

@@ -267,12 +267,12 @@ TEST(Arguments, Dropout) {
   EXPECT_SAYS(backward_refusal([](auto&, auto& args) { args.dropout_p = 0.1; }), "dropout_p is 0.1",
               "spec.dropout");
   EXPECT_EQ(forward_refusal([](auto& s, auto&) { s.dropout = true; }), "accepted");
-  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.dropout_place.q = 16; }), "dropout_place is given",
-              "spec.dropout_place");
+  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.partial.dropout_place.q = 16; }),
+              "dropout_place is given", "spec.partial.dropout_place");
   const auto placed = [](DropoutPlace place) {
     return forward_refusal([&](auto& s, auto& args) {
-      s.dropout = s.dropout_place = true;
-      args.dropout_place = place;
+      s.dropout = s.partial.dropout_place = true;
+      args.partial.dropout_place = place;
     });
   };
   EXPECT_EQ(placed({.batch = 7, .head = 5, .heads = 64, .q = 1 << 20, .kv = 3, .q_step = 8}), "accepted");
@@ -433,23 +433,25 @@ TEST(Arguments, PrefixLength) {
 TEST(Arguments, RunningState) {
   const auto with = [](auto change) {
     return forward_refusal([&](auto& s, auto& args) {
-      s.running_state = true;
-      args.state = {ConstTensorView::bhsd(address(0x500000), kBatch, kHeadsQ, kQueries, kDim),
-                    address<const float>(0x400)};
+      s.partial.running_state = true;
+      args.partial.state = {ConstTensorView::bhsd(address(0x500000), kBatch, kHeadsQ, kQueries, kDim),
+                            address<const float>(0x400)};
       change(s, args);
     });
   };
   EXPECT_EQ(with([](auto&, auto&) {}), "accepted");
-  EXPECT_SAYS(with([](auto& s, auto&) { s.running_state = false; }), "state is given", "spec.running_state");
-  EXPECT_SAYS(with([](auto&, auto& args) { args.state.out.data = nullptr; }), "state.out is null");
-  EXPECT_SAYS(with([](auto&, auto& args) { args.state.lse = nullptr; }), "state.lse is null", "state.out");
-  EXPECT_SAYS(with([](auto&, auto& args) { args.state.lse = address<const float>(0x402); }),
+  EXPECT_SAYS(with([](auto& s, auto&) { s.partial.running_state = false; }), "state is given",
+              "spec.partial.running_state");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.partial.state.out.data = nullptr; }), "state.out is null");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.partial.state.lse = nullptr; }), "state.lse is null",
+              "state.out");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.partial.state.lse = address<const float>(0x402); }),
               "state.lse is at 0x402");
-  EXPECT_SAYS(with([](auto&, auto& args) { args.state.out.size[2] += 1; }), "state.out has length");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.partial.state.out.size[2] += 1; }), "state.out has length");
   const auto in_place = [&](bool fp32_out) {
     return with([&](auto& s, auto& args) {
-      s.fp32_out = fp32_out;
-      args.state.out.data = args.out.data;
+      s.partial.fp32_out = fp32_out;
+      args.partial.state.out.data = args.out.data;
     });
   };
   EXPECT_EQ(in_place(true), "accepted");

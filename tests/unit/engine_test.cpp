@@ -606,7 +606,7 @@ TEST_F(EngineTest, PersistentKernelsLeaveMultiprocessorsToOthers) {
   for (const int reserved : {0, 20, 100000}) {
     fake().launches.clear();
     BackwardArgs args = backward_args(shape);
-    args.reserved_sms = reserved;
+    args.partial.reserved_sms = reserved;
     runtime->backward(spec, args, nullptr);
     ASSERT_EQ(fake().launches.size(), plan.launches.size());
     for (std::size_t i = 0; i < plan.launches.size(); ++i) {

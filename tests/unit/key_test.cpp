@@ -88,15 +88,15 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"kv_dtype", [](auto& s) { s.spec.kv_dtype = DType::e4m3; }},
       {"q_codes", [](auto& s) { s.spec.kv_dtype = DType::e4m3, s.spec.q_codes = true; }},
       {"key_scales", [](auto& s) { s.spec.kv_dtype = DType::int8, s.spec.key_scales = true; }},
-      {"fp32_out", [](auto& s) { s.spec.fp32_out = true; }},
-      {"fp32_grads", [](auto& s) { s.spec.pass = Pass::backward, s.spec.fp32_grads = true; }},
-      {"dropout_place", [](auto& s) { s.spec.dropout = s.spec.dropout_place = true; }},
-      {"add_grads", [](auto& s) { s.spec.pass = Pass::backward, s.spec.add_grads = true; }},
+      {"fp32_out", [](auto& s) { s.spec.partial.fp32_out = true; }},
+      {"fp32_grads", [](auto& s) { s.spec.pass = Pass::backward, s.spec.partial.fp32_grads = true; }},
+      {"dropout_place", [](auto& s) { s.spec.dropout = s.spec.partial.dropout_place = true; }},
+      {"add_grads", [](auto& s) { s.spec.pass = Pass::backward, s.spec.partial.add_grads = true; }},
       {"batch_invariant", [](auto& s) { s.spec.batch_invariant = true; }},
       {"shared_kv", [](auto& s) { s.spec.kv.shared_kv = true; }},
       {"indices", [](auto& s) { s.spec.indices = true; }},
       {"shared_prefix", [](auto& s) { s.spec.kv.shared_prefix = true; }},
-      {"running_state", [](auto& s) { s.spec.running_state = true; }},
+      {"running_state", [](auto& s) { s.spec.partial.running_state = true; }},
       {"br", [](auto& s) { s.config.br = 32; }},
       {"bc", [](auto& s) { s.config.bc = 32; }},
       {"warps", [](auto& s) { s.config.warps = 4; }},
@@ -110,9 +110,9 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   };
   // Where one of these does not compile, a field was added: add its change above.
   const AttentionSpec spec = {};
-  [[maybe_unused]] const auto& [a, b, c, d, e, f, kv, h, i, j, k, row_max, kv_dtype, key_scales, fp32_out,
-                                fp32_grads, batch_invariant, q_codes, indices, add_grads, dropout_place,
-                                running_state] = spec;
+  [[maybe_unused]] const auto& [a, b, c, d, e, f, kv, h, i, j, k, row_max, kv_dtype, key_scales,
+                                batch_invariant, q_codes, indices, partial] = spec;
+  [[maybe_unused]] const auto& [fp32_out, fp32_grads, add_grads, dropout_place, running_state] = partial;
   [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix] = kv;
   const TileConfig config = {};
   [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w] = config;

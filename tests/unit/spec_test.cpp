@@ -66,12 +66,12 @@ class Random {
       spec.key_scales = coin();
       spec.q_codes = spec.kv_dtype != DType::int8 && coin();
     }
-    spec.fp32_out = coin();
-    spec.fp32_grads = coin();
-    spec.add_grads = coin();
-    spec.dropout_place = spec.dropout && coin();
+    spec.partial.fp32_out = coin();
+    spec.partial.fp32_grads = coin();
+    spec.partial.add_grads = coin();
+    spec.partial.dropout_place = spec.dropout && coin();
     spec.batch_invariant = coin();
-    spec.running_state = !spec.sinks && !spec.kv.is_cache() && !spec.has_scales() && coin();
+    spec.partial.running_state = !spec.sinks && !spec.kv.is_cache() && !spec.has_scales() && coin();
     return spec;
   }
 
@@ -238,12 +238,13 @@ TEST(Spec, ValidateNamesTheField) {
           {"shared_prefix", "without varlen"});
   refused({{.head_dim = 64, .kv = {.kind = KvLayout::Kind::slots, .shared_prefix = true}, .varlen = true}},
           {"shared_prefix", "without pages"});
-  refused({{.head_dim = 64, .sinks = true, .running_state = true}},
+  refused({{.head_dim = 64, .sinks = true, .partial = {.running_state = true}}},
           {"running_state", "sinks", "first state"});
-  refused({{.head_dim = 64, .kv = KvLayout::slots(), .running_state = true}},
+  refused({{.head_dim = 64, .kv = KvLayout::slots(), .partial = {.running_state = true}}},
           {"running_state", "a cache", "merge()"});
-  refused({{.head_dim = 64, .indices = true, .running_state = true}}, {"running_state", "indices"});
-  refused({{.head_dim = 64, .kv_dtype = DType::e4m3, .running_state = true}},
+  refused({{.head_dim = 64, .indices = true, .partial = {.running_state = true}}},
+          {"running_state", "indices"});
+  refused({{.head_dim = 64, .kv_dtype = DType::e4m3, .partial = {.running_state = true}}},
           {"running_state", "K and V of 8 bits"});
   refused({{.head_dim = 64, .head_dim_v = 128, .kv = {.shared_kv = true}}},
           {"shared_kv", "head_dim_v is 128"});

@@ -176,8 +176,8 @@ reference::Problem random_problem(const KernelSpec& spec, const AttentionShape& 
     problem.indices = reference::random_indices(
         rows * shape.heads_kv, reference::plausible_top_k(shape.seqlen_kv), shape.seqlen_kv, random());
   }
-  problem.spec.running_state = spec.running_state && spec.pass == Pass::forward;
-  if (problem.spec.running_state) {
+  problem.spec.partial.running_state = spec.partial.running_state && spec.pass == Pass::forward;
+  if (problem.spec.partial.running_state) {
     problem.state_out = normal_values(queries * spec.v_dim(), DType::fp32, random);
     problem.state_lse = normal_values(shape.batch * shape.heads_q * shape.seqlen_q, DType::fp32, random);
     for (double& lse : problem.state_lse)  // of as many keys
@@ -377,7 +377,7 @@ reference::Problem read_problem(const KernelSpec& spec, const InputFiles& files,
         ErrorCode::invalid_argument,
         R"(the spec has a cache, but files have the keys in order: give "kvlen" or "varlen" instead)");
   for (const auto& [is_set, name] :
-       {std::pair{spec.running_state, "a running_state"}, {spec.indices, "indices"}})
+       {std::pair{spec.partial.running_state, "a running_state"}, {spec.indices, "indices"}})
     if (is_set)
       throw Error(ErrorCode::invalid_argument,
                   fmt::format("the spec has {}, which no file can give: leave it out", name));

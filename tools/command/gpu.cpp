@@ -265,9 +265,9 @@ class ProblemOnGpu {
     }
     if (spec.q_codes) args.q_scale = q_scale_.scale_view(false);
     if (spec.row_max) args.row_max = row_max_.floats();
-    if (spec.running_state) {
-      args.state = {args.out, static_cast<const float*>(extras_.state_lse.data())};
-      args.state.out.data = extras_.state_out.data();
+    if (spec.partial.running_state) {
+      args.partial.state = {args.out, static_cast<const float*>(extras_.state_lse.data())};
+      args.partial.state.out.data = extras_.state_out.data();
     }
     gpu_.synchronize();  // the copies and fills are on another stream
     runtime_.forward(spec, args, stream_.get());
@@ -284,7 +284,7 @@ class ProblemOnGpu {
     const DeviceTensor dout = make_.like_q(spec.dtype, d_v, problem_.dout);
     DeviceTensor dq = make_.like_q(spec.grad_type(), d), dk = make_.like_kv(spec.grad_type(), d),
                  dv = make_.like_kv(spec.grad_type(), d_v);
-    if (spec.add_grads)
+    if (spec.partial.add_grads)
       for (DeviceTensor* gradient : {&dq, &dk, &dv}) gradient->clear();
     DeviceBuffer dsinks(gpu_.driver(), problem_.sinks.size() * sizeof(float));
     dsinks.fill(0);

@@ -386,6 +386,8 @@ inline reference::Problem with_joined_results(reference::Problem problem) {
   return problem;
 }
 
+inline KvLayout padded_if(bool padded) { return padded ? KvLayout::padded() : KvLayout{}; }
+
 inline KernelSpec with_pass(const AttentionSpec& spec, Pass pass) {
   return KernelSpec{spec, pass}.normalized();
 }

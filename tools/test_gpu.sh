@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # All that tests need a GPU for, where tools/test.sh has built before: the GPU tests, those that hang, a soak, the
-# examples, compute-sanitizer's four tools on a sample of every kernel and, where the host's Python has PyTorch, the
-# Python tests. About a quarter of an hour with 16 cores. Names of steps leave the others out, where a machine is lent
+# examples, compute-sanitizer's four tools on a sample of every kernel and, where the host's Python has PyTorch or JAX,
+# their tests. About a quarter of an hour with 16 cores. Names of steps leave the others out, where a machine is lent
 # for minutes at a time:
-#   tools/test_gpu.sh [tests] [hangs] [soak] [examples] [sanitizer] [python]
+#   tools/test_gpu.sh [tests] [hangs] [soak] [examples] [sanitizer] [python] [jax]
 # The exit code is 0 only if nothing failed, 2 for a wrong call, and 3 where there is no GPU.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 build=$root/build
 tests=$build/tests/flashjit_gpu_tests
-steps=(tests hangs soak examples sanitizer python)
+steps=(tests hangs soak examples sanitizer python jax)
 for name in "$@"; do
   [[ " ${steps[*]} " == *" $name "* ]] || { echo "there is no step '$name': ${steps[*]}" >&2; exit 2; }
 done
@@ -52,6 +52,10 @@ if python3 -c 'import torch, pytest' 2>/dev/null; then
   step python env PYTHONPATH="$root/tools/python" FLASHJIT_LIBRARY="$build/libflashjit.so" \
     python3 -m pytest -q -p no:cacheprovider "$root/tests/python/test_gpu.py" "$root/tests/python/test_accuracy.py" \
     "$root/tests/python/test_transformers.py"
+fi
+if [ -e "$build/libflashjit_jax.so" ] && python3 -c 'import jax, pytest' 2>/dev/null; then
+  step jax env PYTHONPATH="$root/tools/python" FLASHJIT_LIBRARY="$build/libflashjit.so" \
+    XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest -q -p no:cacheprovider "$root"/tests/python/test_jax*.py
 fi
 for command in ${failed[@]+"${failed[@]}"}; do echo "failed: $command"; done
 [ ${#failed[@]} -eq 0 ]

@@ -68,8 +68,8 @@ def attention(
 
 
 def in_float64(function, *arrays):
-    """function(*arrays) with floating-point arrays in float64."""
-    with jax.enable_x64(True):
+    """function(*arrays) with floating-point arrays in float64, on the CPU."""
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         wide = [
             jnp.asarray(np.asarray(x, np.float64))
             if jnp.issubdtype(x.dtype, jnp.floating)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-pytest.importorskip("jax", reason="JAX is not installed: pip install jax")
+pytest.importorskip("jax_reference")
 import flashjit  # noqa: E402
 import flashjit.jax as fj  # noqa: E402
 import jax.export  # noqa: E402

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-pytest.importorskip("jax", reason="JAX is not installed: pip install jax")
+pytest.importorskip("jax_reference")
 import flashjit  # noqa: E402
 import flashjit.jax as fj  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-pytest.importorskip("jax", reason="JAX is not installed: pip install jax")
+pytest.importorskip("jax_reference")
 import flashjit  # noqa: E402
 import flashjit.jax as fj  # noqa: E402
 from jax_reference import draw, expect_close, in_float64, jax, jnp, np, problem  # noqa: E402

@@ -3,5 +3,8 @@
 from ._attention import attention
 from ._cache import append
 from ._dot_product import dot_product_attention
+from ._handler import register
+
+register()
 
 __all__ = ["append", "attention", "dot_product_attention"]

@@ -264,7 +264,6 @@ def _lower_shard(
     ctx: Any, *operands: Any, problem: Problem, gradients: Gradients | None = None, on_gpu: bool
 ) -> Any:
     """As a call of the handler. Gradients that are added up begin as zeros, in their own memory."""
-    _handler.register()
     names, results = operand_names(problem, gradients), result_names(problem, gradients)
     avals = dict(zip(names, ctx.avals_in))
     spec = problem.spec(avals["q"], avals["v"], gradients.captures if gradients else ())

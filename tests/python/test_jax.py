@@ -1,12 +1,17 @@
 """flashjit.jax.attention against float64, under JAX's transformations; on a GPU where JAX finds one."""
 
 import functools
+import os
+import pathlib
 import random
 import re
+import subprocess
+import sys
 
 import pytest
 
 pytest.importorskip("jax_reference")
+import child  # noqa: E402
 import flashjit  # noqa: E402
 import flashjit.jax as fj  # noqa: E402
 import jax.export  # noqa: E402
@@ -549,3 +554,53 @@ def test_random_calls(seed):
     got = jax.jit(jax.grad(loss_of(ours), range(6)))(*arrays)
     want = in_float64(jax.grad(loss_of(reference), range(6)), *arrays)
     expect_close(got, want, sizes["dtype"])
+
+
+LOWERED = """
+import types
+from unittest import mock
+
+import flashjit.jax as fj
+import jax
+import jax.numpy as jnp
+
+q = jnp.ones((2, 64, 4, 64), jnp.bfloat16)
+slopes = jnp.ones(4)
+
+
+def loss(q, slopes):
+    alibi = lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
+    return fj.attention(q, q, q, causal=True, score_mod=alibi).astype(jnp.float32).sum()
+
+
+traced = jax.jit(jax.grad(loss, (0, 1))).trace(q, slopes)
+try:
+    traced.lower(lowering_platforms=("cuda",))
+except Exception as error:
+    print(type(error).__name__, error)
+gpu = types.SimpleNamespace(device_kind="a GPU", local_hardware_id=0)
+with mock.patch.object(jax, "local_devices", lambda backend: [gpu]):
+    print(traced.lower(lowering_platforms=("cuda",)).as_text())
+"""
+
+
+def test_lowering_for_a_gpu():
+    """Over the fake driver: with a workspace as a result, and gradients that are added to zeros."""
+    fakes = pathlib.Path(
+        os.environ.get("FLASHJIT_FAKES", pathlib.Path(__file__).parents[2] / "build" / "tests")
+    )
+    if not (fakes / "libflashjit_fake_cuda.so").exists():
+        pytest.skip("the fake driver is not built: build the target flashjit_unit_tests")
+    given = child.environment(FLASHJIT_LIBCUDA=fakes / "libflashjit_fake_cuda.so", JAX_PLATFORMS="cpu")
+    done = subprocess.run(
+        [sys.executable, "-c", LOWERED], capture_output=True, text=True, env=given, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith(
+        "Unsupported flashjit.jax makes calls for the GPU of this process, and JAX finds none"
+    )
+    assert re.search(r'args = "q k v c0", .*results = "out lse workspace"', done.stdout)
+    backward = next(line for line in done.stdout.splitlines() if "@flashjit_backward" in line)
+    assert 'results = "dq dk dv dc0 workspace"' in backward and "fp32 1d grad" in backward
+    assert "operand_index = 7" in backward  # the zeros, behind "q k v out lse dout c0"
+    assert int(re.search(r"tensor<([0-9]+)xui8>\)$", backward)[1]) > 256

@@ -8,6 +8,7 @@ import functools
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -76,19 +77,25 @@ def _needed(spec: str, shape: Sequence[int], backward: bool, ordinal: int) -> in
 @contextlib.contextmanager
 def _primary_context(ordinal: int) -> Iterator[None]:
     """XLA's context, which is current in its own threads alone."""
-    driver = ctypes.CDLL(os.environ.get("FLASHJIT_LIBCUDA") or "libcuda.so.1")
-    context, popped = ctypes.c_void_p(), ctypes.c_void_p()
-    _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), ordinal))
+    context, before = ctypes.c_void_p(), ctypes.c_void_p()
+    _driver("cuCtxGetCurrent", ctypes.byref(before))
+    _driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), ordinal)
     try:
-        _check(driver.cuCtxPushCurrent_v2(context))
-        try:
-            yield
-        finally:
-            driver.cuCtxPopCurrent_v2(ctypes.byref(popped))
+        _driver("cuCtxSetCurrent", context)
+        yield
     finally:
-        driver.cuDevicePrimaryCtxRelease_v2(ordinal)
+        _driver("cuCtxSetCurrent", before)
+        _driver("cuDevicePrimaryCtxRelease", ordinal)
 
 
-def _check(result: int) -> None:
+def _driver(name: str, *arguments: Any) -> None:
+    """Calls a function of libcuda, of the version that flashjit knows."""
+    library = ctypes.CDLL(os.environ.get("FLASHJIT_LIBCUDA") or "libcuda.so.1")
+    address, found = ctypes.c_void_p(), ctypes.c_int()
+    version, flags = 12000, ctypes.c_uint64(0)
+    result = library.cuGetProcAddress_v2(
+        name.encode(), ctypes.byref(address), version, flags, ctypes.byref(found)
+    )
+    result = result or ctypes.CFUNCTYPE(ctypes.c_int)(address.value or 0)(*arguments)
     if result:
-        raise CudaError(f"CUDA returned error {result} when flashjit.jax asked for the device's context.")
+        raise CudaError(f"{name} returned error {result} when flashjit.jax asked for the device's context.")

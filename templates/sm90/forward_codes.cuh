@@ -98,8 +98,8 @@ __device__ __forceinline__ void find_key_factors(const Params& p, const ForwardS
   int n = 0;
   for_each_work_tile(smem, [&](const WorkTile<P>& work) {
     const int h_kv = work.h / p.qhead_per_kvhead(), first_key = work.first_key(p);
-    const KvScales<P> k_scales(p, p.k_scale, work.sequence, h_kv),
-        v_scales(p, p.v_scale, work.sequence, h_kv);
+    const KvScales<P> k_scales(p, p.k_scale, work.sequence, h_kv, first_key),
+        v_scales(p, p.v_scale, work.sequence, h_kv, first_key);
     const float of_all = q_scale<P>(p, work.sequence.b, h_kv) * (P::kHasScore ? 1.0f : p.softmax_scale);
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void find_key_factors(const Params& p, const ForwardS
 #pragma unroll
       for (int own = 0; own < kPerLane; ++own) {
         const int row = own * 32 + lane;
-        const bool exists = (!kLeavesPages<P> || begin + row >= first_key) && row < valid;
+        const bool exists = k_scales.reads(begin + row) && row < valid;
         k[own] = exists ? *k_scales.of_key(begin + row) : 1.0f;
         v[own] = exists ? *v_scales.of_key(begin + row) : 1.0f;
       }

@@ -27,15 +27,11 @@ __device__ __forceinline__ void visit_kv_tiles(const ForwardStorage<P>& smem, co
   if (n > 0) visit_v(before, n - 1);
 }
 
-/// The keys of a KV tile, of which `valid` exist, and the first `skipped` may be in pages that were left.
+/// The keys of a KV tile, of which `valid` exist; the work tile reads those from `first_key` on.
 template <class P>
 struct TileKeys {
   Sequence<P> sequence;
-  int h_kv = 0, begin = 0, valid = 0, skipped = 0;
-
-  __device__ __forceinline__ bool has(int row) const {
-    return (!kLeavesPages<P> || row >= skipped) && row < valid;
-  }
+  int h_kv = 0, begin = 0, valid = 0, first_key = 0;
 };
 
 /// Starts the copies of the keys' scales, which count as one of each lane's arrivals on `full`. By a warp.
@@ -44,16 +40,17 @@ __device__ __forceinline__ void copy_key_scales(float* to, const KvScales<P>& fr
                                                 unsigned full) {
   constexpr int kOwn = (P::kBc + 31) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  const auto has = [&](int row) { return from.reads(keys.begin + row) && row < keys.valid; };
   const float* scales[kOwn];  // before any copy, so that look-ups of pages do not wait for each other
 #pragma unroll
   for (int own = 0; own < kOwn; ++own) {
     const int row = own * 32 + lane;
-    scales[own] = keys.has(row) ? from.of_key(keys.begin + row) : from.some();
+    scales[own] = has(row) ? from.of_key(keys.begin + row) : from.some();
   }
 #pragma unroll
   for (int own = 0; own < kOwn; ++own)
     if (const int row = own * 32 + lane; P::kBc % 32 == 0 || row < P::kBc)
-      copy_async_4(shared_address(to + row), scales[own], keys.has(row));
+      copy_async_4(shared_address(to + row), scales[own], has(row));
   barrier_arrive_after_copies(full);
 }
 
@@ -65,16 +62,18 @@ __device__ __forceinline__ void load_key_scales(const Params& p, const ForwardSt
       [&](const WorkTile<P>& work, int i, int n) {
         const int begin = work.kv_begin(i);
         const TileKeys<P> keys{work.sequence, work.h / p.qhead_per_kvhead(), begin,
-                               min(work.sequence.seqused_kv(p) - begin, P::kBc), work.first_key(p) - begin};
+                               min(work.sequence.seqused_kv(p) - begin, P::kBc), work.first_key(p)};
         barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
         copy_key_scales(smem.code_scales(smem.code_tile_k(n)),
-                        KvScales<P>(p, p.k_scale, keys.sequence, keys.h_kv), keys, smem.k_landed(n));
+                        KvScales<P>(p, p.k_scale, keys.sequence, keys.h_kv, keys.first_key), keys,
+                        smem.k_landed(n));
         return keys;
       },
       [&](const TileKeys<P>& keys, int n) {
         barrier_wait<P>(smem.v_may_land(n), smem.v_landing_phase(n) ^ 1);
         copy_key_scales(smem.code_scales(smem.code_tile_v(n)),
-                        KvScales<P>(p, p.v_scale, keys.sequence, keys.h_kv), keys, smem.v_landed(n));
+                        KvScales<P>(p, p.v_scale, keys.sequence, keys.h_kv, keys.first_key), keys,
+                        smem.v_landed(n));
       });
 }
 

@@ -22,7 +22,8 @@ __device__ __forceinline__ void gather_kv(const Params& p, const ForwardStorage<
   };
   int n = 0;
   for_each_work_tile(smem, [&](const WorkTile<P>& work) {
-    const int h_kv = work.h / p.qhead_per_kvhead(), first_key = work.first_key(p);
+    const int h_kv = work.h / p.qhead_per_kvhead();
+    const FirstKey<kLeavesPages<P>> first_key(work.first_key(p));
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
       const Tile tile{GatheredKeys<P>(p, work, work.kv_begin(i), first_key, warp), work.sequence, h_kv};

@@ -19,8 +19,8 @@ struct GatheredKeys {
   int slot[kOwn];
 
   __device__ __forceinline__ GatheredKeys() {}
-  __device__ __forceinline__ GatheredKeys(const Params& p, const WorkTile<P>& work, int begin, int first_key,
-                                          int warp) {
+  __device__ __forceinline__ GatheredKeys(const Params& p, const WorkTile<P>& work, int begin,
+                                          const FirstKey<kLeavesPages<P>>& first_key, int warp) {
     const int seqused_kv = work.sequence.seqused_kv(p), lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {
@@ -28,7 +28,7 @@ struct GatheredKeys {
       int kv = begin + at;
       if constexpr (P::kIndices)
         kv = at < P::kBc ? IndexList<P>(p, work.sequence, work.h_kv, work.q_begin).key(kv) : -1;
-      else if (kv >= seqused_kv || (kLeavesPages<P> && kv < first_key))
+      else if (kv >= seqused_kv || !first_key.reads(kv))
         kv = -1;
       slot[own] = kv >= 0 ? slot_of_key<P>(p, work.sequence.b, kv) : -1;
     }

@@ -68,9 +68,9 @@ def workspace_bytes(spec: str, shape: Sequence[int], backward: bool) -> int:
 
 def _needed(spec: str, shape: Sequence[int], backward: bool, ordinal: int) -> int:
     with _primary_context(ordinal):
-        reason = _library.runtime().supports(spec, shape, backward=backward)
-        if reason is not None:
-            raise Unsupported(reason)
+        support = _library.runtime().supports(spec, shape, backward=backward)
+        if not support:
+            raise Unsupported(support.reason)
         return _library.runtime().workspace_bytes(spec, shape, backward=backward)
 
 

@@ -68,62 +68,70 @@ __device__ __forceinline__ void transpose_tile(unsigned to, unsigned from, int v
 
 /// Transposes the tiles of V that the CTA meets. By each of kTransposers warps.
 template <class P>
-__device__ __forceinline__ void transpose_v(const Params& p, const ForwardStorage<P>& smem, int warp) {
-  int n = 0;
-  for_each_work_tile(smem, [&](const WorkTile<P>& work) {
-    const Range met = keys_of_work_tile(p, work);
+struct VTransposer {
+  static __device__ __forceinline__ bool is(int warp) { return warp < 2 + kTransposers<P>; }
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
+                                             const TensorMaps&, const ShareStart&, int warp) {
+    const int transposer = warp - 2;
+    int n = 0;
+    for_each_work_tile(smem, [&](const WorkTile<P>& work) {
+      const Range met = keys_of_work_tile(p, work);
 #pragma unroll 1
-    for (int i = work.count() - 1; i >= 0; --i, ++n) {
-      const int begin = work.kv_begin(i), valid = work.sequence.seqused_kv(p) - begin;
-      barrier_wait<P>(smem.v_landed(n), smem.v_landing_phase(n));
-      barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
-      if ((kForeignKeys<P> && valid < P::kBc) || (kHidesKeys<P> && !has_tile<P>(met, begin)))
-        transpose_tile<P, true>(smem.v(n), smem.v_landing(n), valid, warp);
-      else
-        transpose_tile<P, false>(smem.v(n), smem.v_landing(n), valid, warp);
-      publish_to_async_proxy();
-      barrier_arrive(smem.v_full(n));
-      release(smem.v_may_land(n));
-    }
-  });
-}
+      for (int i = work.count() - 1; i >= 0; --i, ++n) {
+        const int begin = work.kv_begin(i), valid = work.sequence.seqused_kv(p) - begin;
+        barrier_wait<P>(smem.v_landed(n), smem.v_landing_phase(n));
+        barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
+        if ((kForeignKeys<P> && valid < P::kBc) || (kHidesKeys<P> && !has_tile<P>(met, begin)))
+          transpose_tile<P, true>(smem.v(n), smem.v_landing(n), valid, transposer);
+        else
+          transpose_tile<P, false>(smem.v(n), smem.v_landing(n), valid, transposer);
+        publish_to_async_proxy();
+        barrier_arrive(smem.v_full(n));
+        release(smem.v_may_land(n));
+      }
+    });
+  }
+};
 
 /// Finds three factors of each key that the CTA meets: what makes scores of S, or what a program takes; and
 /// the logarithm and the inverse of V's scale. P times V's scale is what becomes codes, so the logarithm is
 /// added to scores, and the row sum l, which is of P alone, is multiplied by the inverse. By a warp.
 template <class P>
-__device__ __forceinline__ void find_key_factors(const Params& p, const ForwardStorage<P>& smem) {
-  constexpr int kPerLane = P::kBc / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  int n = 0;
-  for_each_work_tile(smem, [&](const WorkTile<P>& work) {
-    const int h_kv = work.h / p.qhead_per_kvhead(), first_key = work.first_key(p);
-    const KvScales<P> k_scales(p, p.k_scale, work.sequence, h_kv, first_key),
-        v_scales(p, p.v_scale, work.sequence, h_kv, first_key);
-    const float of_all = q_scale<P>(p, work.sequence.b, h_kv) * (P::kHasScore ? 1.0f : p.softmax_scale);
+struct KeyFactorFinder {
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
+                                             const TensorMaps&, const ShareStart&, int) {
+    constexpr int kPerLane = P::kBc / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    int n = 0;
+    for_each_work_tile(smem, [&](const WorkTile<P>& work) {
+      const int h_kv = work.h / p.qhead_per_kvhead(), first_key = work.first_key(p);
+      const KvScales<P> k_scales(p, p.k_scale, work.sequence, h_kv, first_key),
+          v_scales(p, p.v_scale, work.sequence, h_kv, first_key);
+      const float of_all = q_scale<P>(p, work.sequence.b, h_kv) * (P::kHasScore ? 1.0f : p.softmax_scale);
 #pragma unroll 1
-    for (int i = work.count() - 1; i >= 0; --i, ++n) {
-      const int begin = work.kv_begin(i), valid = work.sequence.seqused_kv(p) - begin;
-      float k[kPerLane], v[kPerLane];
+      for (int i = work.count() - 1; i >= 0; --i, ++n) {
+        const int begin = work.kv_begin(i), valid = work.sequence.seqused_kv(p) - begin;
+        float k[kPerLane], v[kPerLane];
 #pragma unroll
-      for (int own = 0; own < kPerLane; ++own) {
-        const int row = own * 32 + lane;
-        const bool exists = k_scales.reads(begin + row) && row < valid;
-        k[own] = exists ? *k_scales.of_key(begin + row) : 1.0f;
-        v[own] = exists ? *v_scales.of_key(begin + row) : 1.0f;
-      }
-      barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
+        for (int own = 0; own < kPerLane; ++own) {
+          const int row = own * 32 + lane;
+          const bool exists = k_scales.reads(begin + row) && row < valid;
+          k[own] = exists ? *k_scales.of_key(begin + row) : 1.0f;
+          v[own] = exists ? *v_scales.of_key(begin + row) : 1.0f;
+        }
+        barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
 #pragma unroll
-      for (int own = 0; own < kPerLane; ++own) {
-        float* to = smem.key_scales(n) + own * 32 + lane;
-        to[kOfScore * P::kBc] = k[own] * of_all;
-        to[kLogOfV * P::kBc] = log2_approx(v[own]) * kLn2;
-        to[kInverseOfV * P::kBc] = __fdividef(1.0f, v[own]);
+        for (int own = 0; own < kPerLane; ++own) {
+          float* to = smem.key_scales(n) + own * 32 + lane;
+          to[kOfScore * P::kBc] = k[own] * of_all;
+          to[kLogOfV * P::kBc] = log2_approx(v[own]) * kLn2;
+          to[kInverseOfV * P::kBc] = __fdividef(1.0f, v[own]);
+        }
+        barrier_arrive(smem.k_full(n));
       }
-      barrier_arrive(smem.k_full(n));
-    }
-  });
-}
+    });
+  }
+};
 
 // --- Consumers --------------------------------------------------------------------------------------------
 

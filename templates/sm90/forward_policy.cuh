@@ -64,7 +64,7 @@ constexpr bool kCodeProducts = P::kQCodes;
 template <class P>
 constexpr int kTransposers = P::kScoreColumnTerm || P::kKeyScales ? 1 : 2;
 
-/// Scales of keys are then factors that consumers read: see find_key_factors(). S becomes scores before its
+/// Scales of keys are then factors that consumers read: see KeyFactorFinder. S becomes scores before its
 /// softmax, also without a score program.
 template <class P>
 constexpr bool kKeyFactors = kCodeProducts<P>&& P::kKeyScales;

@@ -75,6 +75,13 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
   });
   if (!kSharesRows<P> && kPart != KvPart::v && n > 0) load_v(n - 1);
 }
+template <class P, KvPart kPart = KvPart::both>
+struct KvLoader {
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
+                                             const TensorMaps& maps, const ShareStart&, int) {
+    if (kPaged<P> || elected()) load_kv<P, kPart>(p, smem, maps);
+  }
+};
 
 /// PackGQA: loads a warpgroup's rows of Q of all heads of the work tile; none where there is no more work.
 template <class P>
@@ -131,26 +138,29 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
 
 /// Finds the score's column terms of each KV tile, once for all rows of the Q tile. By one warp.
 template <class P>
-__device__ __forceinline__ void find_column_terms(const Params& p, const ForwardStorage<P>& smem) {
-  constexpr int kPerLane = (P::kBc + 31) / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  int n = 0;
-  for_each_work_tile(smem, [&](const WorkTile<P>& work) {
-    const auto head = work.sequence.head(p, work.h);
+struct ColumnTermFinder {
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
+                                             const TensorMaps&, const ShareStart&, int) {
+    constexpr int kPerLane = (P::kBc + 31) / 32;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    int n = 0;
+    for_each_work_tile(smem, [&](const WorkTile<P>& work) {
+      const auto head = work.sequence.head(p, work.h);
 #pragma unroll 1
-    for (int i = work.count() - 1; i >= 0; --i, ++n) {
-      float terms[kPerLane];
+      for (int i = work.count() - 1; i >= 0; --i, ++n) {
+        float terms[kPerLane];
 #pragma unroll
-      for (int own = 0; own < kPerLane; ++own)
-        terms[own] = P::score_column_term(p, head, position(work.kv_begin(i) + own * 32 + lane));
-      barrier_wait<P>(smem.terms_empty(n), smem.phase(n) ^ 1);
+        for (int own = 0; own < kPerLane; ++own)
+          terms[own] = P::score_column_term(p, head, position(work.kv_begin(i) + own * 32 + lane));
+        barrier_wait<P>(smem.terms_empty(n), smem.phase(n) ^ 1);
 #pragma unroll
-      for (int own = 0; own < kPerLane; ++own)
-        if (own * 32 + lane < P::kBc) smem.column_terms(n)[own * 32 + lane] = terms[own];
-      barrier_arrive(smem.terms_full(n));
-    }
-  });
-}
+        for (int own = 0; own < kPerLane; ++own)
+          if (own * 32 + lane < P::kBc) smem.column_terms(n)[own * 32 + lane] = terms[own];
+        barrier_arrive(smem.terms_full(n));
+      }
+    });
+  }
+};
 
 /// Writes O and LSE, and the largest scores, of the Q tiles without keys, which the other warps skip: not O
 /// for a split of the keys. By the threads of one warp, or most of them.

@@ -11,35 +11,6 @@
 
 namespace flashjit::sm90 {
 
-// --- K and V ----------------------------------------------------------------------------------------------
-
-/// Both, by TMA.
-template <class P>
-struct KvLoader {
-  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
-                                             const TensorMaps& maps, const ShareStart&, int) {
-    if (kPaged<P> || elected()) load_kv(p, smem, maps);
-  }
-};
-/// One of them.
-template <class P, KvPart kPart>
-struct KvPartLoader {
-  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
-                                             const TensorMaps& maps, const ShareStart&, int) {
-    load_kv<P, kPart>(p, smem, maps);
-  }
-};
-/// Some rows of both.
-template <class P, int kWarp>
-struct KvRowLoader {
-  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
-                                             const TensorMaps&, const ShareStart&, int) {
-    gather_kv(p, smem, kWarp);
-  }
-};
-
-// --- Q, and the schedule ----------------------------------------------------------------------------------
-
 template <class P>
 struct QLoader {
   static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
@@ -62,38 +33,6 @@ struct BusyQLoader {
   }
 };
 
-// --- What scores and products read besides ----------------------------------------------------------------
-
-template <class P>
-struct VTransposer {
-  static __device__ __forceinline__ bool is(int warp) { return warp < 2 + kTransposers<P>; }
-  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
-                                             const TensorMaps&, const ShareStart&, int warp) {
-    transpose_v(p, smem, warp - 2);
-  }
-};
-template <class P>
-struct KeyFactorFinder {
-  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
-                                             const TensorMaps&, const ShareStart&, int) {
-    find_key_factors(p, smem);
-  }
-};
-template <class P>
-struct KeyScaleLoader {
-  static __device__ __forceinline__ bool is(int warp) { return warp / kQTilesPerCta<P> == 2; }
-  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
-                                             const TensorMaps&, const ShareStart&, int) {
-    load_key_scales(p, smem);
-  }
-};
-template <class P>
-struct ColumnTermFinder {
-  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
-                                             const TensorMaps&, const ShareStart&, int) {
-    find_column_terms(p, smem);
-  }
-};
 template <class P>
 struct Idle {
   static __device__ __forceinline__ bool is(int warp) { return warp / kQTilesPerCta<P> == 2; }
@@ -101,12 +40,10 @@ struct Idle {
                                              const ShareStart&, int) {}
 };
 
-// --- The warps of the producer ----------------------------------------------------------------------------
-
 template <class P>
 struct ProducerRoles {
   using First = Conditional<kGathers<P>, KvRowLoader<P, 0>,
-                            Conditional<kLoadsKvApart<P>, KvPartLoader<P, KvPart::k>, KvLoader<P>>>;
+                            Conditional<kLoadsKvApart<P>, KvLoader<P, KvPart::k>, KvLoader<P>>>;
   using Second = Conditional<kQTilesPerCta<P> == 2, BusyQLoader<P>, QLoader<P>>;
   /// Then it writes empty rows. With two transposers the fourth warp is one, too.
   using Third =
@@ -114,7 +51,7 @@ struct ProducerRoles {
   using Fourth =
       Conditional<kKeyFactors<P>, KeyFactorFinder<P>,
                   Conditional<kGathers<P>, KvRowLoader<P, 1>,
-                              Conditional<kLoadsKvApart<P>, KvPartLoader<P, KvPart::v>,
+                              Conditional<kLoadsKvApart<P>, KvLoader<P, KvPart::v>,
                                           Conditional<P::kScoreColumnTerm, ColumnTermFinder<P>, Idle<P>>>>>;
 };
 /// Two slots share the four warps, and have the first two roles each.
@@ -136,19 +73,6 @@ __device__ __forceinline__ void run_producer(const Params& p, const TensorMaps& 
     Roles::Fourth::run(p, smem, maps, start, warp);
   }
 }
-
-template <class P>
-struct KvConverterGroup {
-  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem) {
-    convert_kv(p, smem);
-  }
-};
-struct NoKvConverter {
-  template <class... Arguments>
-  static __device__ __forceinline__ void run(const Arguments&...) {}
-};
-template <class P>
-using KvConverter = Conditional<kConvertsKv<P>, KvConverterGroup<P>, NoKvConverter>;
 
 // --- Before the roles -------------------------------------------------------------------------------------
 

@@ -159,7 +159,7 @@ __device__ __forceinline__ void consume_left(const Params& p, const TensorMaps& 
     ScoreStage<P>::apply(p, rows, kv_begin, 0, smem.column_terms(n) + threadIdx.x % 4 * 2, s);
     release_terms(smem, n);
     online_softmax<ScoreMask<P>>(p, smem.work(round), rows, kv_begin, full, false, s,
-                                 rescale);                          // P = exp2(S - m)
+                                 rescale);                                 // P = exp2(S - m)
     if (last) finalize_rows(p, smem.work(round), rows, wg, scale, state);  // LSE = m + log(l)
     pack_p();
     if (n > 0) named_barrier_sync(smem.p_empty(), 256);

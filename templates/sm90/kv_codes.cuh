@@ -9,7 +9,7 @@
 
 namespace flashjit::sm90 {
 
-/// Visits the KV tiles of all work tiles in the order in which load_kv() loads them. `visit_k(work, i, n)` is
+/// Visits the KV tiles of all work tiles in the order in which KvLoader loads them. `visit_k(work, i, n)` is
 /// of K of tile n, KV tile i of its work tile, and returns what `visit_v(found, n)` gets.
 template <class P, class VisitK, class VisitV>
 __device__ __forceinline__ void visit_kv_tiles(const ForwardStorage<P>& smem, const VisitK& visit_k,
@@ -56,26 +56,30 @@ __device__ __forceinline__ void copy_key_scales(float* to, const KvScales<P>& fr
 
 /// Loads the scales of all keys that the CTA meets, K's and V's by turns. By a warp.
 template <class P>
-__device__ __forceinline__ void load_key_scales(const Params& p, const ForwardStorage<P>& smem) {
-  visit_kv_tiles<P>(
-      smem,
-      [&](const WorkTile<P>& work, int i, int n) {
-        const int begin = work.kv_begin(i);
-        const TileKeys<P> keys{work.sequence, work.h / p.qhead_per_kvhead(), begin,
-                               min(work.sequence.seqused_kv(p) - begin, P::kBc), work.first_key(p)};
-        barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
-        copy_key_scales(smem.code_scales(smem.code_tile_k(n)),
-                        KvScales<P>(p, p.k_scale, keys.sequence, keys.h_kv, keys.first_key), keys,
-                        smem.k_landed(n));
-        return keys;
-      },
-      [&](const TileKeys<P>& keys, int n) {
-        barrier_wait<P>(smem.v_may_land(n), smem.v_landing_phase(n) ^ 1);
-        copy_key_scales(smem.code_scales(smem.code_tile_v(n)),
-                        KvScales<P>(p, p.v_scale, keys.sequence, keys.h_kv, keys.first_key), keys,
-                        smem.v_landed(n));
-      });
-}
+struct KeyScaleLoader {
+  static __device__ __forceinline__ bool is(int warp) { return warp / kQTilesPerCta<P> == 2; }
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
+                                             const TensorMaps&, const ShareStart&, int) {
+    visit_kv_tiles<P>(
+        smem,
+        [&](const WorkTile<P>& work, int i, int n) {
+          const int begin = work.kv_begin(i);
+          const TileKeys<P> keys{work.sequence, work.h / p.qhead_per_kvhead(), begin,
+                                 min(work.sequence.seqused_kv(p) - begin, P::kBc), work.first_key(p)};
+          barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
+          copy_key_scales(smem.code_scales(smem.code_tile_k(n)),
+                          KvScales<P>(p, p.k_scale, keys.sequence, keys.h_kv, keys.first_key), keys,
+                          smem.k_landed(n));
+          return keys;
+        },
+        [&](const TileKeys<P>& keys, int n) {
+          barrier_wait<P>(smem.v_may_land(n), smem.v_landing_phase(n) ^ 1);
+          copy_key_scales(smem.code_scales(smem.code_tile_v(n)),
+                          KvScales<P>(p, p.v_scale, keys.sequence, keys.h_kv, keys.first_key), keys,
+                          smem.v_landed(n));
+        });
+  }
+};
 
 /// Eight codes as elements, times a scale where there is one.
 template <class P, class... Scale>
@@ -139,46 +143,54 @@ __device__ __forceinline__ void convert_tile(char* tile, const char* codes, cons
 
 /// Converts all tiles that the CTA meets, K and V by turns. By a warpgroup.
 template <class P>
-__device__ __forceinline__ void convert_kv(const Params& p, const ForwardStorage<P>& smem) {
-  const int thread = static_cast<int>(threadIdx.x) % kConverterThreads;
-  const auto at = [&](unsigned address) { return smem.shared + (address - smem.base); };
-  const auto finish = [&](unsigned full, unsigned codes_empty) {
-    publish_to_async_proxy();
-    barrier_arrive(full);
-    release(codes_empty);
-  };
-  constexpr bool kClearsNan = kHidesKeys<P> && kFirstSpecialCode<typename P::KvElement> < 0x80;
-  struct Keys {
-    int valid;
-    bool cut;  // a mask may hide some
-  };
-  visit_kv_tiles<P>(
-      smem,
-      [&](const WorkTile<P>& work, int i, int n) {
-        const int entry = work.kv_tiles.entry(i), begin = tile_of_entry<P>(entry) * P::kBc,
-                  valid = work.sequence.seqused_kv(p) - begin;
-        barrier_wait<P>(smem.k_landed(n), smem.k_landing_phase(n));
-        barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
-        if constexpr (kProducerPostsEntries<P>)
-          if (thread == 0) post_entry(p, smem, work, n, entry);
-        convert_tile<P, P::kHeadDim, false>(at(smem.k(n)), at(smem.k_landing(n)), nullptr, valid);
-        if constexpr (P::kKeyScales)
-          for (int row = thread; row < P::kBc; row += kConverterThreads)
-            smem.key_scales(n)[row] = smem.code_scales(smem.code_tile_k(n))[row];
-        finish(smem.k_full(n), smem.k_may_land(n));
-        return Keys{valid, kClearsNan && !has_tile<P>(keys_of_work_tile(p, work), begin)};
-      },
-      [&](const Keys& keys, int n) {
-        barrier_wait<P>(smem.v_landed(n), smem.v_landing_phase(n));
-        barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
-        char *tile = at(smem.v(n)), *codes = at(smem.v_landing(n));
-        const float* scales = smem.code_scales(smem.code_tile_v(n));
-        if (kClearsNan && keys.cut)
-          convert_tile<P, P::kHeadDimV, P::kKeyScales, kClearsNan>(tile, codes, scales, keys.valid);
-        else
-          convert_tile<P, P::kHeadDimV, P::kKeyScales>(tile, codes, scales, keys.valid);
-        finish(smem.v_full(n), smem.v_may_land(n));
-      });
-}
+struct KvConverterGroup {
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem) {
+    const int thread = static_cast<int>(threadIdx.x) % kConverterThreads;
+    const auto at = [&](unsigned address) { return smem.shared + (address - smem.base); };
+    const auto finish = [&](unsigned full, unsigned codes_empty) {
+      publish_to_async_proxy();
+      barrier_arrive(full);
+      release(codes_empty);
+    };
+    constexpr bool kClearsNan = kHidesKeys<P> && kFirstSpecialCode<typename P::KvElement> < 0x80;
+    struct Keys {
+      int valid;
+      bool cut;  // a mask may hide some
+    };
+    visit_kv_tiles<P>(
+        smem,
+        [&](const WorkTile<P>& work, int i, int n) {
+          const int entry = work.kv_tiles.entry(i), begin = tile_of_entry<P>(entry) * P::kBc,
+                    valid = work.sequence.seqused_kv(p) - begin;
+          barrier_wait<P>(smem.k_landed(n), smem.k_landing_phase(n));
+          barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
+          if constexpr (kProducerPostsEntries<P>)
+            if (thread == 0) post_entry(p, smem, work, n, entry);
+          convert_tile<P, P::kHeadDim, false>(at(smem.k(n)), at(smem.k_landing(n)), nullptr, valid);
+          if constexpr (P::kKeyScales)
+            for (int row = thread; row < P::kBc; row += kConverterThreads)
+              smem.key_scales(n)[row] = smem.code_scales(smem.code_tile_k(n))[row];
+          finish(smem.k_full(n), smem.k_may_land(n));
+          return Keys{valid, kClearsNan && !has_tile<P>(keys_of_work_tile(p, work), begin)};
+        },
+        [&](const Keys& keys, int n) {
+          barrier_wait<P>(smem.v_landed(n), smem.v_landing_phase(n));
+          barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
+          char *tile = at(smem.v(n)), *codes = at(smem.v_landing(n));
+          const float* scales = smem.code_scales(smem.code_tile_v(n));
+          if (kClearsNan && keys.cut)
+            convert_tile<P, P::kHeadDimV, P::kKeyScales, kClearsNan>(tile, codes, scales, keys.valid);
+          else
+            convert_tile<P, P::kHeadDimV, P::kKeyScales>(tile, codes, scales, keys.valid);
+          finish(smem.v_full(n), smem.v_may_land(n));
+        });
+  }
+};
+struct NoKvConverter {
+  template <class... Arguments>
+  static __device__ __forceinline__ void run(const Arguments&...) {}
+};
+template <class P>
+using KvConverter = Conditional<kConvertsKv<P>, KvConverterGroup<P>, NoKvConverter>;
 
 }  // namespace flashjit::sm90

@@ -6,50 +6,53 @@
 
 namespace flashjit::sm90 {
 
-/// Loads K and V as load_kv() does, in the same order. By each of kGatherWarps warps.
-template <class P>
-__device__ __forceinline__ void gather_kv(const Params& p, const ForwardStorage<P>& smem, int warp) {
-  struct Tile {
-    GatheredKeys<P> keys;
-    Sequence<P> sequence;
-    int h_kv;
-  } loaded;  // whose K was loaded last
-  const auto load_v = [&](int n, const Tile& tile) {
-    if constexpr (P::kSharedKv) return;
-    barrier_wait<P>(smem.v_may_land(n), smem.v_landing_phase(n) ^ 1);
-    gather_rows<P, P::kHeadDimV>(smem.v_landing(n), {p, p.v, tile.sequence, tile.h_kv}, tile.keys, warp);
-    barrier_arrive_after_copies(smem.v_landed(n));
-  };
-  int n = 0;
-  for_each_work_tile(smem, [&](const WorkTile<P>& work) {
-    const int h_kv = work.h / p.qhead_per_kvhead();
-    const FirstKey<kLeavesPages<P>> first_key(work.first_key(p));
+/// Loads K and V as KvLoader does, in the same order. By each of kGatherWarps warps.
+template <class P, int kWarp>
+struct KvRowLoader {
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
+                                             const TensorMaps&, const ShareStart&, int) {
+    struct Tile {
+      GatheredKeys<P> keys;
+      Sequence<P> sequence;
+      int h_kv;
+    } loaded;  // whose K was loaded last
+    const auto load_v = [&](int n, const Tile& tile) {
+      if constexpr (P::kSharedKv) return;
+      barrier_wait<P>(smem.v_may_land(n), smem.v_landing_phase(n) ^ 1);
+      gather_rows<P, P::kHeadDimV>(smem.v_landing(n), {p, p.v, tile.sequence, tile.h_kv}, tile.keys, kWarp);
+      barrier_arrive_after_copies(smem.v_landed(n));
+    };
+    int n = 0;
+    for_each_work_tile(smem, [&](const WorkTile<P>& work) {
+      const int h_kv = work.h / p.qhead_per_kvhead();
+      const FirstKey<kLeavesPages<P>> first_key(work.first_key(p));
 #pragma unroll 1
-    for (int i = work.count() - 1; i >= 0; --i, ++n) {
-      const Tile tile{GatheredKeys<P>(p, work, work.kv_begin(i), first_key, warp), work.sequence, h_kv};
-      barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
-      if constexpr (P::kIndices) tile.keys.publish(smem.present_keys(n), smem.k_full(n), warp);
-      if constexpr (kTileInParts<P>) {
+      for (int i = work.count() - 1; i >= 0; --i, ++n) {
+        const Tile tile{GatheredKeys<P>(p, work, work.kv_begin(i), first_key, kWarp), work.sequence, h_kv};
+        barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
+        if constexpr (P::kIndices) tile.keys.publish(smem.present_keys(n), smem.k_full(n), kWarp);
+        if constexpr (kTileInParts<P>) {
 #pragma unroll 1  // two copies of the code spill
-        for (int part = 0; part < 2; ++part) {
-          if (part == 1) barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
-          gather_rows<P, P::kHeadDim>(smem.k(n), {p, p.k, tile.sequence, h_kv}, tile.keys, warp,
-                                      part == 0 ? TilePart::left : TilePart::right);
-          barrier_arrive_after_copies(part == 0 ? smem.k_full(n) : smem.v_full(n));
+          for (int part = 0; part < 2; ++part) {
+            if (part == 1) barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
+            gather_rows<P, P::kHeadDim>(smem.k(n), {p, p.k, tile.sequence, h_kv}, tile.keys, kWarp,
+                                        part == 0 ? TilePart::left : TilePart::right);
+            barrier_arrive_after_copies(part == 0 ? smem.k_full(n) : smem.v_full(n));
+          }
+          continue;
         }
-        continue;
+        gather_rows<P, P::kHeadDim>(smem.k_landing(n), {p, p.k, tile.sequence, h_kv}, tile.keys, kWarp);
+        barrier_arrive_after_copies(smem.k_landed(n));
+        if constexpr (kSharesRows<P>) {
+          load_v(n, tile);
+          continue;
+        }
+        if (n > 0) load_v(n - 1, loaded);
+        loaded = tile;
       }
-      gather_rows<P, P::kHeadDim>(smem.k_landing(n), {p, p.k, tile.sequence, h_kv}, tile.keys, warp);
-      barrier_arrive_after_copies(smem.k_landed(n));
-      if constexpr (kSharesRows<P>) {
-        load_v(n, tile);
-        continue;
-      }
-      if (n > 0) load_v(n - 1, loaded);
-      loaded = tile;
-    }
-  });
-  if (!kSharesRows<P> && n > 0) load_v(n - 1, loaded);
-}
+    });
+    if (!kSharesRows<P> && n > 0) load_v(n - 1, loaded);
+  }
+};
 
 }  // namespace flashjit::sm90

@@ -79,15 +79,15 @@ struct VTransposer {
 #pragma unroll 1
       for (int i = work.count() - 1; i >= 0; --i, ++n) {
         const int begin = work.kv_begin(i), valid = work.sequence.seqused_kv(p) - begin;
-        barrier_wait<P>(smem.v_landed(n), smem.v_landing_phase(n));
+        barrier_wait<P>(smem.raw_v_full(n), smem.raw_v_phase(n));
         barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
         if ((kForeignKeys<P> && valid < P::kBc) || (kHidesKeys<P> && !has_tile<P>(met, begin)))
-          transpose_tile<P, true>(smem.v(n), smem.v_landing(n), valid, transposer);
+          transpose_tile<P, true>(smem.v(n), smem.raw_v(n), valid, transposer);
         else
-          transpose_tile<P, false>(smem.v(n), smem.v_landing(n), valid, transposer);
+          transpose_tile<P, false>(smem.v(n), smem.raw_v(n), valid, transposer);
         publish_to_async_proxy();
         barrier_arrive(smem.v_full(n));
-        release(smem.v_may_land(n));
+        release(smem.raw_v_empty(n));
       }
     });
   }

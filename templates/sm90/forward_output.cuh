@@ -151,7 +151,7 @@ struct StreamKOutput {
   static __device__ __forceinline__ void join_sink(const Params& p, const WorkTile<P>& work, int wg, int half,
                                                    float lse, RowEnd& end) {
     if (P::kSinks && work.split == kWhole)
-      end = with_sink<P>(p, row_place(p, work, wg, own_row() + half * 8).h, lse);
+      end = with_sink<P>(p, row_coord(p, work, wg, own_row() + half * 8).h, lse);
   }
   static __device__ __forceinline__ void store_lse(const Params& p, const WorkTile<P>& work, int wg,
                                                    const float (&lse)[2], const float (&)[2]) {
@@ -159,12 +159,12 @@ struct StreamKOutput {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = own_row() + half * 8;
-      const RowPlace place = row_place(p, work, wg, row);
-      if (place.q < 0) continue;
+      const RowCoord target = row_coord(p, work, wg, row);
+      if (target.q < 0) continue;
       if (work.split != kWhole) {
         p.lse_splits[row_of_part<P>(work.split, wg, row)] = lse[half];
       } else if (p.lse != nullptr) {
-        p.lse[work.sequence.lse_row(p, place.h) + place.q] = lse[half];
+        p.lse[work.sequence.lse_row(p, target.h) + target.q] = lse[half];
       }
     }
   }
@@ -174,14 +174,14 @@ struct StreamKOutput {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = own_row() + half * 8;
-      const RowPlace place = row_place(p, work, wg, row);
-      if (place.q < 0) continue;  // 16 heads are a quarter of a tile's rows
+      const RowCoord target = row_coord(p, work, wg, row);
+      if (target.q < 0) continue;  // 16 heads are a quarter of a tile's rows
       if (work.split != kWhole) {
         store_row<kCount / 4>(o_of_part<P>(p, row_of_part<P>(work.split, wg, row)) + first_column<P>(wg),
                               half, o, own_chunks<P>(wg));
       } else {
         OutElement<P>* to =
-            work.sequence.template q_pointer<OutElement<P>>(p.o, place.h, place.q) + first_column<P>(wg);
+            work.sequence.template q_pointer<OutElement<P>>(p.o, target.h, target.q) + first_column<P>(wg);
         store_columns_of_row<kCount / 4>(to, half, o, own_chunks<P>(wg));
       }
     }

@@ -192,7 +192,7 @@ constexpr ForwardLayout kForwardLayout{.br = P::kBr,
 /// Where two warpgroups share rows, the second one's P V waits for the first one's S, if K is there already,
 /// so that it runs under the softmax. With one stage it would hold up V.
 template <class P>
-constexpr bool kHoldsPv = (kTileInParts<P> || P::kStages > 1);
+constexpr bool kHoldsPv = (kTileInHalves<P> || P::kStages > 1);
 /// The first of a warpgroup's columns of O, and how many chunks of eight there are.
 template <class P>
 __device__ __forceinline__ int first_column(int wg) {

@@ -20,41 +20,41 @@ __device__ __forceinline__ void post_entry(const Params& p, const ForwardStorage
 }
 
 /// What a warp loads.
-enum class KvPart { both, k, v };
+enum class KvTensors { both, k, v };
 
 /// Loads K and V in the order in which they are needed: K of the next KV tile, which may be another work
 /// tile's, before V of this one, but where warpgroups share rows. The bias tile comes with K, since the
 /// scores read it before P V. By one thread; with pages by one warp, or by a warp each.
-template <class P, KvPart kPart = KvPart::both>
+template <class P, KvTensors kTensors = KvTensors::both>
 __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>& smem,
                                         const TensorMaps& maps) {
-  KvTilePlace<P> loaded;  // of the tile whose K was loaded last
+  KvTileCoord<P> loaded;  // of the tile whose K was loaded last
   const auto load_v = [&](int n) {
-    if constexpr (!ForwardStorage<P>::kHasVBarriers || kPart == KvPart::k) return;
-    barrier_wait<P>(smem.v_may_land(n), smem.v_landing_phase(n) ^ 1);
-    if constexpr (kTileInParts<P>)
-      KvTileCopy<P>::template start<P::kHeadDim, TilePart::right>(smem.k_landing(n), maps.k, smem.v_landed(n),
+    if constexpr (!ForwardStorage<P>::kHasVBarriers || kTensors == KvTensors::k) return;
+    barrier_wait<P>(smem.raw_v_empty(n), smem.raw_v_phase(n) ^ 1);
+    if constexpr (kTileInHalves<P>)
+      KvTileCopy<P>::template start<P::kHeadDim, TileHalf::right>(smem.raw_k(n), maps.k, smem.raw_v_full(n),
                                                                   loaded);
     else
-      KvTileCopy<P>::template start<tile_columns(P::kHeadDimV, kCodeProducts<P>), TilePart::whole>(
-          smem.v_landing(n), maps.v, smem.v_landed(n), loaded);
+      KvTileCopy<P>::template start<tile_columns(P::kHeadDimV, kCodeProducts<P>), TileHalf::whole>(
+          smem.raw_v(n), maps.v, smem.raw_v_full(n), loaded);
   };
   int n = 0;
   for_each_work_tile(smem, [&](const WorkTile<P>& work) {
     const int h_kv = work.h / p.qhead_per_kvhead();
     const auto begin_of = [&](int i) { return tile_of_entry<P>(work.kv_tiles.entry(i)) * P::kBc; };
     const int first_key = work.first_key(p);
-    int page = KvTilePlace<P>::page_of_tile(p, work.sequence, begin_of(work.count() - 1), first_key);
+    int page = KvTileCoord<P>::page_of_tile(p, work.sequence, begin_of(work.count() - 1), first_key);
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
       // The KV tile: the next of the work tile's range or list.
       const int entry = work.kv_tiles.entry(i), begin = tile_of_entry<P>(entry) * P::kBc;
-      const KvTilePlace<P> tile(p, work.sequence, page, h_kv, begin, first_key);
-      if constexpr (kPart != KvPart::v) {
-        barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
+      const KvTileCoord<P> tile(p, work.sequence, page, h_kv, begin, first_key);
+      if constexpr (kTensors != KvTensors::v) {
+        barrier_wait<P>(smem.raw_k_empty(n), smem.raw_k_phase(n) ^ 1);
         if constexpr (kProducerPostsEntries<P> && !kConvertsKv<P>)
           if (leads_kv_copies<P>()) post_entry(p, smem, work, n, entry);
-        KvTileCopy<P>::template start<kQkColumns<P>, kKPart<P>>(smem.k_landing(n), maps.k, smem.k_landed(n),
+        KvTileCopy<P>::template start<kQkColumns<P>, kKHalf<P>>(smem.raw_k(n), maps.k, smem.raw_k_full(n),
                                                                 tile);
       }
       if constexpr (P::kBiasTile) {
@@ -66,20 +66,20 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
       }
       // The page table is read a tile ahead of its copies.
       if (kPaged<P> && i > 0)
-        page = KvTilePlace<P>::page_of_tile(p, work.sequence, begin_of(i - 1), first_key);
-      constexpr bool kVFollows = !kSharesRows<P> && kPart != KvPart::v;
+        page = KvTileCoord<P>::page_of_tile(p, work.sequence, begin_of(i - 1), first_key);
+      constexpr bool kVFollows = !kSharesRows<P> && kTensors != KvTensors::v;
       if (kVFollows && n > 0) load_v(n - 1);
       loaded = tile;
       if (!kVFollows) load_v(n);
     }
   });
-  if (!kSharesRows<P> && kPart != KvPart::v && n > 0) load_v(n - 1);
+  if (!kSharesRows<P> && kTensors != KvTensors::v && n > 0) load_v(n - 1);
 }
-template <class P, KvPart kPart = KvPart::both>
+template <class P, KvTensors kTensors = KvTensors::both>
 struct KvLoader {
   static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
                                              const TensorMaps& maps, const ShareStart&, int) {
-    if (kPaged<P> || elected()) load_kv<P, kPart>(p, smem, maps);
+    if (kPaged<P> || elected()) load_kv<P, kTensors>(p, smem, maps);
   }
 };
 

@@ -43,7 +43,7 @@ struct Idle {
 template <class P>
 struct ProducerRoles {
   using First = Conditional<kGathers<P>, KvRowLoader<P, 0>,
-                            Conditional<kLoadsKvApart<P>, KvLoader<P, KvPart::k>, KvLoader<P>>>;
+                            Conditional<kLoadsKvApart<P>, KvLoader<P, KvTensors::k>, KvLoader<P>>>;
   using Second = Conditional<kQTilesPerCta<P> == 2, BusyQLoader<P>, QLoader<P>>;
   /// Then it writes empty rows. With two transposers the fourth warp is one, too.
   using Third =
@@ -51,7 +51,7 @@ struct ProducerRoles {
   using Fourth =
       Conditional<kKeyFactors<P>, KeyFactorFinder<P>,
                   Conditional<kGathers<P>, KvRowLoader<P, 1>,
-                              Conditional<kLoadsKvApart<P>, KvLoader<P, KvPart::v>,
+                              Conditional<kLoadsKvApart<P>, KvLoader<P, KvTensors::v>,
                                           Conditional<P::kScoreColumnTerm, ColumnTermFinder<P>, Idle<P>>>>>;
 };
 /// Two slots share the four warps, and have the first two roles each.

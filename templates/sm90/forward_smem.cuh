@@ -108,8 +108,8 @@ struct ForwardStorage {
     return base + kLayout.barriers() + kQStages * kRowGroups * 16 + n % P::kStages * 32;
   }
   __device__ unsigned k_empty(Count n) const { return k_full(n) + 8; }
-  // With kSharedKv K's: it is released when P V has read it. But parts have their own.
-  static constexpr bool kHasVBarriers = !P::kSharedKv || kTileInParts<P>;
+  // With kSharedKv K's: it is released when P V has read it. But halves have their own.
+  static constexpr bool kHasVBarriers = !P::kSharedKv || kTileInHalves<P>;
   __device__ unsigned v_full(Count n) const { return kHasVBarriers ? k_full(n) + 16 : k_full(n); }
   __device__ unsigned v_empty(Count n) const { return kHasVBarriers ? k_full(n) + 24 : k_empty(n); }
   __device__ int phase(Count n) const { return n / P::kStages & 1; }
@@ -129,31 +129,29 @@ struct ForwardStorage {
   __device__ unsigned codes_empty(Count c) const { return codes_full(c) + 8; }
   __device__ int codes_phase(Count c) const { return c / kCodeSlots & 1; }
 
-  // Where TMA puts tile n of K or V, and the barriers of that. Tiles of codes of both are in one ring, in the
-  // order of their loads: K of the next tile before V of this one. Where codes are multiplied it has V's
-  // alone.
+  // The raw stage of tile n of K or V, which TMA fills: K's or V's own, or a slot for codes. These are one
+  // ring, in the order of their loads: K of the next tile before V of this one. Where codes are multiplied it
+  // has V's alone.
   __device__ Count code_tile_k(Count n) const { return n > 0 ? 2 * n - 1 : 0; }
   __device__ Count code_tile_v(Count n) const { return kCodeProducts<P> ? n : 2 * n + 2; }
-  __device__ unsigned k_landing(Count n) const { return kConvertsKv<P> ? codes(code_tile_k(n)) : k(n); }
-  __device__ unsigned v_landing(Count n) const { return kScaledKv<P> ? codes(code_tile_v(n)) : v(n); }
-  __device__ unsigned k_landed(Count n) const {
+  __device__ unsigned raw_k(Count n) const { return kConvertsKv<P> ? codes(code_tile_k(n)) : k(n); }
+  __device__ unsigned raw_v(Count n) const { return kScaledKv<P> ? codes(code_tile_v(n)) : v(n); }
+  __device__ unsigned raw_k_full(Count n) const {
     return kConvertsKv<P> ? codes_full(code_tile_k(n)) : k_full(n);
   }
-  __device__ unsigned v_landed(Count n) const {
+  __device__ unsigned raw_v_full(Count n) const {
     return kScaledKv<P> ? codes_full(code_tile_v(n)) : v_full(n);
   }
-  __device__ unsigned k_may_land(Count n) const {
+  __device__ unsigned raw_k_empty(Count n) const {
     return kConvertsKv<P> ? codes_empty(code_tile_k(n)) : k_empty(n);
   }
-  __device__ unsigned v_may_land(Count n) const {
+  __device__ unsigned raw_v_empty(Count n) const {
     return kScaledKv<P> ? codes_empty(code_tile_v(n)) : v_empty(n);
   }
-  __device__ int k_landing_phase(Count n) const {
+  __device__ int raw_k_phase(Count n) const {
     return kConvertsKv<P> ? codes_phase(code_tile_k(n)) : phase(n);
   }
-  __device__ int v_landing_phase(Count n) const {
-    return kScaledKv<P> ? codes_phase(code_tile_v(n)) : phase(n);
-  }
+  __device__ int raw_v_phase(Count n) const { return kScaledKv<P> ? codes_phase(code_tile_v(n)) : phase(n); }
 
   // Named barriers: the ping-pong among warpgroups, and one for the four warps of a warpgroup. Where
   // warpgroups share rows there is no ping-pong: P is in shared memory, and has been read there; and the
@@ -181,9 +179,9 @@ struct ForwardStorage {
       barrier_init(k_full(stage), kLoads + (P::kIndices ? kGatherWarps : 0) + (kKeyFactors<P> ? 32 : 0));
       if constexpr (kHasVBarriers)
         barrier_init(v_full(stage), kCodeProducts<P> ? kTransposers<P> * 32 : kLoads);
-      // Of warpgroups that share rows only the first reads K, and only the second the right part.
+      // Of warpgroups that share rows only the first reads K, and only the second the right half.
       barrier_init(k_empty(stage), kRowGroups * (kThreadsReleaseK<P> ? 128 : 4));
-      if constexpr (kHasVBarriers) barrier_init(v_empty(stage), (kTileInParts<P> ? 1 : kWarpgroups) * 4);
+      if constexpr (kHasVBarriers) barrier_init(v_empty(stage), (kTileInHalves<P> ? 1 : kWarpgroups) * 4);
       if constexpr (P::kBiasTile) {
         barrier_init(terms_full(stage), 1);
         barrier_init(terms_empty(stage), kRowGroups * 4);

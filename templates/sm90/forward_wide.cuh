@@ -11,7 +11,7 @@
 
 namespace flashjit::sm90 {
 
-/// V of a tile of its own, or the right part of K's: both are in the stage's second load.
+/// V of a tile of its own, or the right half of K's: both are in the stage's second load.
 template <class P>
 __device__ __forceinline__ void wait_v_stage(const ForwardStorage<P>& smem, int n) {
   barrier_wait<P>(smem.v_full(n), smem.phase(n));
@@ -36,15 +36,15 @@ __device__ __forceinline__ unsigned long long own_v_descriptor(const ForwardStor
                          Storage::kSliceBytes);
 }
 
-/// S = Q K^T of tile n. If the tile comes in parts, the right one may come later.
+/// S = Q K^T of tile n. If the tile comes in halves, the right one may come later.
 template <class P>
 __device__ __forceinline__ void start_wide_qk(const ForwardStorage<P>& smem, int n, unsigned long long q,
                                               SAccumulator<P>& s) {
   const unsigned long long k = tile_descriptor(smem.k(n), 0);
-  const auto multiply = [&](TilePart part) {
+  const auto multiply = [&](TileHalf half) {
 #pragma unroll
     for (int step = 0; step < (P::kHeadDim + 15) / 16; ++step) {
-      if (!is_in_part<P>(part, step / 4)) continue;
+      if (!is_in_half<P>(half, step / 4)) continue;
       const int q_offset = step / 4 * kWarpgroupRows * kRowBytes + step % 4 * 32,
                 k_offset = step / 4 * ForwardStorage<P>::kSliceBytes + step % 4 * 32;
       P::multiply_scores(s, q + (q_offset >> 4), k + (k_offset >> 4), step > 0);
@@ -52,10 +52,10 @@ __device__ __forceinline__ void start_wide_qk(const ForwardStorage<P>& smem, int
   };
   pin(s);
   wgmma_fence();
-  multiply(kKPart<P>);
-  if constexpr (kTileInParts<P>) {
+  multiply(kKHalf<P>);
+  if constexpr (kTileInHalves<P>) {
     wait_v_stage(smem, n);
-    multiply(TilePart::right);
+    multiply(TileHalf::right);
   }
   pin(s);
 }
@@ -153,7 +153,7 @@ __device__ __forceinline__ void consume_left(const Params& p, const TensorMaps& 
     wgmma_wait<0>();  // S is there
     pin(s);
     if (last) release(smem.q_empty(wg, round));
-    if constexpr (!kTileInParts<P>) release_k(smem, n, wg, round, false);
+    if constexpr (!kTileInHalves<P>) release_k(smem, n, wg, round, false);
     let_pv_start();
     wait_terms(smem, n);
     ScoreStage<P>::apply(p, rows, kv_begin, 0, smem.column_terms(n) + threadIdx.x % 4 * 2, s);
@@ -166,7 +166,7 @@ __device__ __forceinline__ void consume_left(const Params& p, const TensorMaps& 
     hand_p_on(smem, p_operand, rescale, scale, rows.seqused_kv - kv_begin);
     held = kHoldsPv<P>;
     if (!first) rescale_o<P>(o, rescale);  // O *= exp2(m before - m)
-    if constexpr (!kTileInParts<P>) wait_v_stage(smem, n);
+    if constexpr (!kTileInHalves<P>) wait_v_stage(smem, n);
     clear_own_v(smem, n, wg, rows.seqused_kv - kv_begin);
     int adds = first ? 0 : 1;
     start_pv<P>(o, p_operand, own_v_descriptor(smem, n, wg), adds);  // O += P V
@@ -180,7 +180,7 @@ __device__ __forceinline__ void consume_left(const Params& p, const TensorMaps& 
     wgmma_commit();
     wgmma_wait<1>();  // O is there
     pin(o);
-    release(kTileInParts<P> ? smem.k_empty(n - 1) : smem.v_empty(n - 1));
+    release(kTileInHalves<P> ? smem.k_empty(n - 1) : smem.v_empty(n - 1));
     if (last) {
       store_o(p, maps, smem, smem.work(round - 1), wg, state, scale, o);  // O / l
     }

@@ -66,17 +66,17 @@ struct KeyScaleLoader {
           const int begin = work.kv_begin(i);
           const TileKeys<P> keys{work.sequence, work.h / p.qhead_per_kvhead(), begin,
                                  min(work.sequence.seqused_kv(p) - begin, P::kBc), work.first_key(p)};
-          barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
+          barrier_wait<P>(smem.raw_k_empty(n), smem.raw_k_phase(n) ^ 1);
           copy_key_scales(smem.code_scales(smem.code_tile_k(n)),
                           KvScales<P>(p, p.k_scale, keys.sequence, keys.h_kv, keys.first_key), keys,
-                          smem.k_landed(n));
+                          smem.raw_k_full(n));
           return keys;
         },
         [&](const TileKeys<P>& keys, int n) {
-          barrier_wait<P>(smem.v_may_land(n), smem.v_landing_phase(n) ^ 1);
+          barrier_wait<P>(smem.raw_v_empty(n), smem.raw_v_phase(n) ^ 1);
           copy_key_scales(smem.code_scales(smem.code_tile_v(n)),
                           KvScales<P>(p, p.v_scale, keys.sequence, keys.h_kv, keys.first_key), keys,
-                          smem.v_landed(n));
+                          smem.raw_v_full(n));
         });
   }
 };
@@ -162,27 +162,27 @@ struct KvConverterGroup {
         [&](const WorkTile<P>& work, int i, int n) {
           const int entry = work.kv_tiles.entry(i), begin = tile_of_entry<P>(entry) * P::kBc,
                     valid = work.sequence.seqused_kv(p) - begin;
-          barrier_wait<P>(smem.k_landed(n), smem.k_landing_phase(n));
+          barrier_wait<P>(smem.raw_k_full(n), smem.raw_k_phase(n));
           barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
           if constexpr (kProducerPostsEntries<P>)
             if (thread == 0) post_entry(p, smem, work, n, entry);
-          convert_tile<P, P::kHeadDim, false>(at(smem.k(n)), at(smem.k_landing(n)), nullptr, valid);
+          convert_tile<P, P::kHeadDim, false>(at(smem.k(n)), at(smem.raw_k(n)), nullptr, valid);
           if constexpr (P::kKeyScales)
             for (int row = thread; row < P::kBc; row += kConverterThreads)
               smem.key_scales(n)[row] = smem.code_scales(smem.code_tile_k(n))[row];
-          finish(smem.k_full(n), smem.k_may_land(n));
+          finish(smem.k_full(n), smem.raw_k_empty(n));
           return Keys{valid, kClearsNan && !has_tile<P>(keys_of_work_tile(p, work), begin)};
         },
         [&](const Keys& keys, int n) {
-          barrier_wait<P>(smem.v_landed(n), smem.v_landing_phase(n));
+          barrier_wait<P>(smem.raw_v_full(n), smem.raw_v_phase(n));
           barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
-          char *tile = at(smem.v(n)), *codes = at(smem.v_landing(n));
+          char *tile = at(smem.v(n)), *codes = at(smem.raw_v(n));
           const float* scales = smem.code_scales(smem.code_tile_v(n));
           if (kClearsNan && keys.cut)
             convert_tile<P, P::kHeadDimV, P::kKeyScales, kClearsNan>(tile, codes, scales, keys.valid);
           else
             convert_tile<P, P::kHeadDimV, P::kKeyScales>(tile, codes, scales, keys.valid);
-          finish(smem.v_full(n), smem.v_may_land(n));
+          finish(smem.v_full(n), smem.raw_v_empty(n));
         });
   }
 };

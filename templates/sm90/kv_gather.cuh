@@ -18,9 +18,9 @@ struct KvRowLoader {
     } loaded;  // whose K was loaded last
     const auto load_v = [&](int n, const Tile& tile) {
       if constexpr (P::kSharedKv) return;
-      barrier_wait<P>(smem.v_may_land(n), smem.v_landing_phase(n) ^ 1);
-      gather_rows<P, P::kHeadDimV>(smem.v_landing(n), {p, p.v, tile.sequence, tile.h_kv}, tile.keys, kWarp);
-      barrier_arrive_after_copies(smem.v_landed(n));
+      barrier_wait<P>(smem.raw_v_empty(n), smem.raw_v_phase(n) ^ 1);
+      gather_rows<P, P::kHeadDimV>(smem.raw_v(n), {p, p.v, tile.sequence, tile.h_kv}, tile.keys, kWarp);
+      barrier_arrive_after_copies(smem.raw_v_full(n));
     };
     int n = 0;
     for_each_work_tile(smem, [&](const WorkTile<P>& work) {
@@ -29,20 +29,20 @@ struct KvRowLoader {
 #pragma unroll 1
       for (int i = work.count() - 1; i >= 0; --i, ++n) {
         const Tile tile{GatheredKeys<P>(p, work, work.kv_begin(i), first_key, kWarp), work.sequence, h_kv};
-        barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
+        barrier_wait<P>(smem.raw_k_empty(n), smem.raw_k_phase(n) ^ 1);
         if constexpr (P::kIndices) tile.keys.publish(smem.present_keys(n), smem.k_full(n), kWarp);
-        if constexpr (kTileInParts<P>) {
+        if constexpr (kTileInHalves<P>) {
 #pragma unroll 1  // two copies of the code spill
-          for (int part = 0; part < 2; ++part) {
-            if (part == 1) barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
+          for (int half = 0; half < 2; ++half) {
+            if (half == 1) barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
             gather_rows<P, P::kHeadDim>(smem.k(n), {p, p.k, tile.sequence, h_kv}, tile.keys, kWarp,
-                                        part == 0 ? TilePart::left : TilePart::right);
-            barrier_arrive_after_copies(part == 0 ? smem.k_full(n) : smem.v_full(n));
+                                        half == 0 ? TileHalf::left : TileHalf::right);
+            barrier_arrive_after_copies(half == 0 ? smem.k_full(n) : smem.v_full(n));
           }
           continue;
         }
-        gather_rows<P, P::kHeadDim>(smem.k_landing(n), {p, p.k, tile.sequence, h_kv}, tile.keys, kWarp);
-        barrier_arrive_after_copies(smem.k_landed(n));
+        gather_rows<P, P::kHeadDim>(smem.raw_k(n), {p, p.k, tile.sequence, h_kv}, tile.keys, kWarp);
+        barrier_arrive_after_copies(smem.raw_k_full(n));
         if constexpr (kSharesRows<P>) {
           load_v(n, tile);
           continue;

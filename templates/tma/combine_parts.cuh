@@ -70,13 +70,13 @@ struct JoinedParts {
 /// Stores a row's O and LSE, by kWarps warps.
 template <class P, int kWarps>
 __device__ __forceinline__ void store_joined(const Params& p, const Sequence<P>& sequence,
-                                             const RowPlace& place, const JoinedParts<P>& joined, int warp) {
+                                             const RowCoord& target, const JoinedParts<P>& joined, int warp) {
   constexpr int kChunks = JoinedParts<P>::kChunks, kLaneChunks = JoinedParts<P>::kLaneChunks;
   const int thread = static_cast<int>(threadIdx.x) % 32;
   const float sum = joined.sum;
-  const RowEnd row_end = with_sink<P>(p, place.h, has_keys(sum) ? joined.highest + logf(sum) : -infinity());
+  const RowEnd row_end = with_sink<P>(p, target.h, has_keys(sum) ? joined.highest + logf(sum) : -infinity());
   const float factor = has_keys(sum) ? row_end.factor / sum : 0.0f;
-  OutElement<P>* to = sequence.template q_pointer<OutElement<P>>(p.o, place.h, place.q);
+  OutElement<P>* to = sequence.template q_pointer<OutElement<P>>(p.o, target.h, target.q);
 #pragma unroll
   for (int i = 0; i < kLaneChunks; ++i) {
     const int chunk = thread + i * 32;
@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_joined(const Params& p, const Sequence<P>&
     store_columns(to + chunk * 4, {o.x * factor, o.y * factor, o.z * factor, o.w * factor});
   }
   if (p.lse != nullptr && warp == 0 && thread == 0)
-    p.lse[sequence.lse_row(p, place.h) + place.q] = row_end.lse;
+    p.lse[sequence.lse_row(p, target.h) + target.q] = row_end.lse;
 }
 
 /// Joins a row of a cut work tile, whose first part is of share `first`. By kWarps warps that share its
@@ -103,8 +103,8 @@ __device__ __forceinline__ void join_parts(const Params& p, const CutTile& cut, 
   coord.split = kWhole;
   coord.kv_tiles = {0, 0};
   const WorkTile<P> tile(p, coord);
-  const RowPlace place = row_place(p, tile, row / kWarpgroupRows, row % kWarpgroupRows);
-  if (place.q < 0) return;
+  const RowCoord target = row_coord(p, tile, row / kWarpgroupRows, row % kWarpgroupRows);
+  if (target.q < 0) return;
 
   // The last part is its share's first, the others are their share's last.
   const auto row_in = [&](int share) {
@@ -139,7 +139,7 @@ __device__ __forceinline__ void join_parts(const Params& p, const CutTile& cut, 
     }
     __syncthreads();  // before another row
   }
-  store_joined<P, kWarps>(p, tile.sequence, place, joined, warp);
+  store_joined<P, kWarps>(p, tile.sequence, target, joined, warp);
 }
 
 /// Grid: shares * rows that a work tile may have / kJoinedRows.

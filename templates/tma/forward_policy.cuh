@@ -57,10 +57,11 @@ template <class P>
 constexpr bool kSharesRows = (P::kDSplit > 1);
 template <class P>
 constexpr int kOwnColumns = own_columns(P::kHeadDimV, P::kDSplit);
-/// With shared_kv the two then release their columns of a tile apart, as parts with barriers of their own:
-/// the right part, columns of V of the second warpgroup, has V's, the left one, which is all others, K's.
+/// With shared_kv the two then release their columns of a tile apart, as halves with barriers of their
+/// own: the right half, columns of V of the second warpgroup, has V's, the left one, which is all others,
+/// K's.
 template <class P>
-constexpr bool kTileInParts = (kSharesRows<P> && P::kSharedKv);
+constexpr bool kTileInHalves = (kSharesRows<P> && P::kSharedKv);
 /// Which 64 rows of a Q tile a warpgroup has.
 template <class P>
 __device__ __forceinline__ int row_group(int wg) {

@@ -87,7 +87,7 @@ __device__ __forceinline__ void gather_codes(unsigned to, const KvSource<P>& fro
 /// the order that the swizzle gives its chunks.
 template <class P, int kColumns>
 __device__ __forceinline__ void gather_rows(unsigned to, const KvSource<P>& from, const GatheredKeys<P>& keys,
-                                            int warp, TilePart part = TilePart::whole) {
+                                            int warp, TileHalf half = TileHalf::whole) {
   if constexpr (kScaledKv<P>) return gather_codes<P, kColumns>(to, from, keys, warp);
   constexpr int kLanes = kRowBytes / 16;
   constexpr int kRead = (kColumns + 15) / 16 * 16;  // products read whole steps
@@ -97,7 +97,7 @@ __device__ __forceinline__ void gather_rows(unsigned to, const KvSource<P>& from
     const unsigned line = to + at * kRowBytes + (chunk ^ at % 8) * 16;
 #pragma unroll
     for (int slice = 0; slice < slices(kColumns); ++slice) {
-      if (!is_in_part<P>(part, slice)) continue;
+      if (!is_in_half<P>(half, slice)) continue;
       const int column = slice * kSliceColumns + chunk * 8;
       if ((slice + 1) * kSliceColumns <= kColumns)
         copy_async_16(line + slice * P::kBc * kRowBytes, columns + slice * kSliceColumns, exists);

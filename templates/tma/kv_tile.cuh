@@ -21,7 +21,7 @@ __device__ __forceinline__ bool leads_kv_copies() {
   return !kPaged<P> || threadIdx.x % 32 == 0;
 }
 
-/// The coordinates of a KV tile, which KvTilePlace<P> names: those of all its boxes.
+/// The coordinates of a KV tile, which KvTileCoord<P> names: those of all its boxes.
 template <class P>
 struct DenseKvTile {
   int row = 0, head = 0, batch = 0;
@@ -72,34 +72,34 @@ struct PagedKvTile {
   }
 };
 template <class P>
-using KvTilePlace = Conditional<kPaged<P>, PagedKvTile<P>, DenseKvTile<P>>;
+using KvTileCoord = Conditional<kPaged<P>, PagedKvTile<P>, DenseKvTile<P>>;
 
-/// Which slices of a tile a copy has. Parts: see kTileInParts.
-enum class TilePart { whole, left, right };
+/// Which slices of a tile a copy has. Halves: see kTileInHalves.
+enum class TileHalf { whole, left, right };
 template <class P>
-constexpr bool is_in_part(TilePart part, int slice) {
+constexpr bool is_in_half(TileHalf half, int slice) {
   constexpr int kOwn = slices(kOwnColumns<P>);
-  return part == TilePart::whole || (slice >= kOwn && slice < 2 * kOwn) == (part == TilePart::right);
+  return half == TileHalf::whole || (slice >= kOwn && slice < 2 * kOwn) == (half == TileHalf::right);
 }
 template <class P>
-constexpr TilePart kKPart = kTileInParts<P> ? TilePart::left : TilePart::whole;
+constexpr TileHalf kKHalf = kTileInHalves<P> ? TileHalf::left : TileHalf::whole;
 template <class P>
-constexpr int slices_of_part(TilePart part, int columns) {
+constexpr int slices_of_half(TileHalf half, int columns) {
   int count = 0;
-  for (int slice = 0; slice < slices(columns); ++slice) count += is_in_part<P>(part, slice);
+  for (int slice = 0; slice < slices(columns); ++slice) count += is_in_half<P>(half, slice);
   return count;
 }
 
-/// Starts the copy of a tile of K or V, or of a part of it, which completes on `full`; KvTileCopy<P> names
+/// Starts the copy of a tile of K or V, or of a half of it, which completes on `full`; KvTileCopy<P> names
 /// one of three types. By one thread: a box a slice.
 template <class P>
 struct SliceCopy {
-  template <int kColumns, TilePart kPart>
+  template <int kColumns, TileHalf kHalf>
   static __device__ __forceinline__ void start(unsigned to, const TensorMap& map, unsigned full,
-                                               const KvTilePlace<P>& at) {
-    barrier_expect(full, slices_of_part<P>(kPart, kColumns) * P::kBc * kRowBytes);
+                                               const KvTileCoord<P>& at) {
+    barrier_expect(full, slices_of_half<P>(kHalf, kColumns) * P::kBc * kRowBytes);
     for (int slice = 0; slice < slices(kColumns); ++slice)
-      if (is_in_part<P>(kPart, slice))
+      if (is_in_half<P>(kHalf, slice))
         load_box(to + slice * P::kBc * kRowBytes, map, full, slice * kSliceColumns, at.row, at.head,
                  at.batch);
   }
@@ -107,15 +107,15 @@ struct SliceCopy {
 /// By a warp: a box for each page's rows of a slice.
 template <class P>
 struct PagedSliceCopy {
-  template <int kColumns, TilePart kPart>
+  template <int kColumns, TileHalf kHalf>
   static __device__ __forceinline__ void start(unsigned to, const TensorMap& map, unsigned full,
-                                               const KvTilePlace<P>& at) {
+                                               const KvTileCoord<P>& at) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    if (lane == 0) barrier_expect(full, slices_of_part<P>(kPart, kColumns) * P::kBc * kRowBytes);
+    if (lane == 0) barrier_expect(full, slices_of_half<P>(kHalf, kColumns) * P::kBc * kRowBytes);
     __syncwarp();
     if (lane < P::kBc / kKvBoxRows<P>)
       for (int slice = 0; slice < slices(kColumns); ++slice)
-        if (is_in_part<P>(kPart, slice))
+        if (is_in_half<P>(kHalf, slice))
           load_box(to + (slice * P::kBc + lane * kKvBoxRows<P>)*kRowBytes, map, full, slice * kSliceColumns,
                    at.row, at.head, at.batch);
   }
@@ -124,9 +124,9 @@ struct PagedSliceCopy {
 /// warp.
 template <class P>
 struct RowCopy {
-  template <int kColumns, TilePart>
+  template <int kColumns, TileHalf>
   static __device__ __forceinline__ void start(unsigned to, const TensorMap& map, unsigned full,
-                                               const KvTilePlace<P>& at) {
+                                               const KvTileCoord<P>& at) {
     const int lane = kPaged<P> ? static_cast<int>(threadIdx.x) % 32 : 0;
     if (lane == 0) barrier_expect(full, P::kBc * kColumns);
     if (kPaged<P>) __syncwarp();

@@ -320,11 +320,11 @@ __device__ __forceinline__ auto make_scheduler(const Params& p, const ShareStart
 }
 
 /// Where a row of a tile is: its query, -1 for none, and its head.
-struct RowPlace {
+struct RowCoord {
   int q, h;
 };
 template <class P>
-__device__ __forceinline__ RowPlace row_place(const Params& p, const WorkTile<P>& work, int wg, int row) {
+__device__ __forceinline__ RowCoord row_coord(const Params& p, const WorkTile<P>& work, int wg, int row) {
   const int query = query_of_row<P>(p, row),
             q = work.q_begin + row_group<P>(wg) * queries_per_warpgroup<P>(p) + query;
   int h = work.h;
@@ -359,13 +359,13 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p, const W
     return;
   }
   for (int row = thread; row < P::kBr; row += threads) {
-    const RowPlace place = row_place(p, work, row / kWarpgroupRows, row % kWarpgroupRows);
-    if (place.q < 0) continue;
-    OutElement<P>* o = work.sequence.template q_pointer<OutElement<P>>(p.o, place.h, place.q);
+    const RowCoord target = row_coord(p, work, row / kWarpgroupRows, row % kWarpgroupRows);
+    if (target.q < 0) continue;
+    OutElement<P>* o = work.sequence.template q_pointer<OutElement<P>>(p.o, target.h, target.q);
     for (int chunk = 0; chunk < kChunks; ++chunk)
       *reinterpret_cast<uint4*>(o + chunk * kOutVector<P>) = uint4{};
     if (p.lse != nullptr)
-      p.lse[work.sequence.lse_row(p, place.h) + place.q] = with_sink<P>(p, place.h, -infinity()).lse;
+      p.lse[work.sequence.lse_row(p, target.h) + target.q] = with_sink<P>(p, target.h, -infinity()).lse;
   }
 }
 template <class P>

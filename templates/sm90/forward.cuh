@@ -143,7 +143,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     } else {
       softmax(n, true, s);  // P = exp2(S - m)
     }
-    if constexpr (kIntraWarpgroupOverlap<P>) finish_before_wait(rows.sum[0] + rows.sum[1], smem.base);
+    if (kIntraWarpgroupOverlap<P>) finish_before_wait(rows.sum[0] + rows.sum[1], smem.base);
     wgmma_wait<0>();  // O of the work tile before is there
     poll(n);
     pin(o);
@@ -153,7 +153,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       store_o(p, maps, smem, smem.work(round - 1), wg, state, scale, o);  // O / l
     }
     last = n;
-    if constexpr (kFirstPvOverwritesO<P>) {
+    if (kFirstPvOverwritesO<P>) {
       adds = 0;
     } else {
 #pragma unroll
@@ -183,7 +183,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       release_k_tile(n);
       wait_terms(smem, n);
       softmax(n, false, s);  // P = exp2(S - m)
-      if constexpr (kIntraWarpgroupOverlap<P>) finish_before_wait(rows.sum[0] + rows.sum[1], smem.base);
+      if (kIntraWarpgroupOverlap<P>) finish_before_wait(rows.sum[0] + rows.sum[1], smem.base);
       wgmma_wait<0>();  // O is there
       poll(n);
       pin(o);
@@ -204,7 +204,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     store_o(p, maps, smem, smem.work(round - 1), wg, state, scale, o);
     if (kTmaStoresO<P> && elected()) bulk_wait_read();  // before the next CTA gets this shared memory
   }
-  if constexpr (kSplitTailWave<P>) skip_work_tile(smem, n, wg, round, i);
+  if (kSplitTailWave<P>) skip_work_tile(smem, n, wg, round, i);
   if (wg == 0) ping_pong_wait(smem, wg);  // the last arrival, which no other warpgroup waits for
 }
 

@@ -192,7 +192,7 @@ __device__ __forceinline__ void add_pv(OAccumulator<P>& o, const POperand<P>& co
     wgmma_wait<kBuffers - 1>();
     add(part + 1 - kBuffers);
   }
-  if constexpr (kBuffers > 1) wgmma_wait<0>();
+  if (kBuffers > 1) wgmma_wait<0>();
 #pragma unroll
   for (int part = kParts + 1 - kBuffers; part < kParts; ++part) add(part);
 }
@@ -237,7 +237,7 @@ __device__ __forceinline__ void consume_codes(const Params& p, const TensorMaps&
       ping_pong_wait(smem, wg);
       SAccumulator<P> s;
       start_qk<P>(s, tile_descriptor(smem.q(wg, round), 0), tile_descriptor(smem.k(n), 0));  // S = Q K^T
-      if constexpr (!kTurnEndsWithP<P>) ping_pong_arrive(smem, wg);
+      if (!kTurnEndsWithP<P>) ping_pong_arrive(smem, wg);
       look_at_tile(p, smem, work, rows, n, i, wg, kv_begin, full, entry);
       fill([](const auto& warp_rows) { warp_rows.finish(); });
       wgmma_wait<0>();
@@ -255,7 +255,7 @@ __device__ __forceinline__ void consume_codes(const Params& p, const TensorMaps&
       if constexpr (kKeyFactors<P>) release_k(smem, n, wg, round, i == 0);
       POperand<P> codes;
       pack_codes<P>(codes, s);
-      if constexpr (kTurnEndsWithP<P>) ping_pong_arrive(smem, wg);
+      if (kTurnEndsWithP<P>) ping_pong_arrive(smem, wg);
       if constexpr (P::kDropout) drop_codes(p, work, rows, kv_begin, codes);
       barrier_wait<P>(smem.v_full(n), smem.phase(n));
       add_pv<P>(o, codes, smem.v(n), rescale);  // O = exp2(m before - m) O + P V

@@ -27,7 +27,7 @@ template <class P>
 __device__ __forceinline__ void find_descriptors(const ForwardStorage<P>& smem, int n, int wg,
                                                  unsigned long long& k, unsigned long long& v) {
   using Storage = ForwardStorage<P>;
-  if constexpr (kVDescriptorFromK<P>)
+  if (kVDescriptorFromK<P>)
     v = k + (tile_descriptor(smem.v(0), Storage::kSliceBytes) - tile_descriptor(smem.k(0), 0));
   else
     v = tile_descriptor(smem.v(n - 1) + first_column<P>(wg) / kSliceColumns * Storage::kSliceBytes,
@@ -75,18 +75,18 @@ __device__ __forceinline__ void start_pv(OAccumulator<P>& o, POperand<P>& p_oper
 /// Ping-pong: the warpgroups of a slot alternate in starting products.
 template <class P>
 __device__ __forceinline__ void ping_pong_wait(const ForwardStorage<P>& smem, int wg) {
-  if constexpr (ForwardStorage<P>::kWarpgroups > 1) named_barrier_sync(smem.ping_pong(wg), 256);
+  if (ForwardStorage<P>::kWarpgroups > 1) named_barrier_sync(smem.ping_pong(wg), 256);
 }
 template <class P>
 __device__ __forceinline__ void ping_pong_arrive(const ForwardStorage<P>& smem, int wg) {
-  if constexpr (ForwardStorage<P>::kWarpgroups > 1)
+  if (ForwardStorage<P>::kWarpgroups > 1)
     named_barrier_arrive(smem.ping_pong(wg + 1 == ForwardStorage<P>::kWarpgroups ? 0 : wg + 1), 256);
 }
 /// `ready`: the barrier was polled in the step before.
 template <class P>
 __device__ __forceinline__ void wait_k(const ForwardStorage<P>& smem, int n, bool ready) {
   if (!ready) barrier_wait<P>(smem.k_full(n), smem.phase(n));
-  if constexpr (kGathers<P> && !kScaledKv<P>) publish_to_async_proxy();
+  if (kGathers<P> && !kScaledKv<P>) publish_to_async_proxy();
 }
 /// Clears V behind the last of `valid` keys: it may be NaN, which P = 0 does not hide.
 template <class P>
@@ -110,22 +110,22 @@ __device__ __forceinline__ void release(unsigned barrier) {
 template <class P>
 __device__ __forceinline__ void release_k(const ForwardStorage<P>& smem, int n, int wg, int round,
                                           bool last_of_q) {
-  if constexpr (kThreadsReleaseK<P>)
+  if (kThreadsReleaseK<P>)
     barrier_arrive(smem.k_empty(n));
-  else if constexpr (!P::kSharedKv)
+  else if (!P::kSharedKv)
     release(smem.k_empty(n));
   if (ForwardStorage<P>::kQStages == 1 && last_of_q) release(smem.q_empty(wg, round));
 }
 /// What the score reads: the bias tile, or the column terms.
 template <class P>
 __device__ __forceinline__ void wait_terms(const ForwardStorage<P>& smem, int n) {
-  if constexpr (P::kBiasTile || P::kScoreColumnTerm) barrier_wait<P>(smem.terms_full(n), smem.phase(n));
+  if (P::kBiasTile || P::kScoreColumnTerm) barrier_wait<P>(smem.terms_full(n), smem.phase(n));
 }
 template <class P>
 __device__ __forceinline__ void release_terms(const ForwardStorage<P>& smem, int n) {
-  if constexpr (P::kBiasTile)
+  if (P::kBiasTile)
     release(smem.terms_empty(n));
-  else if constexpr (P::kScoreColumnTerm)
+  else if (P::kScoreColumnTerm)
     barrier_arrive(smem.terms_empty(n));
 }
 
@@ -209,7 +209,7 @@ __device__ __forceinline__ void skip_tiles(const ForwardStorage<P>& smem, int n,
     ping_pong_wait(smem, wg);
     ping_pong_arrive(smem, wg);
     barrier_wait<P>(smem.k_full(n), smem.phase(n));
-    if constexpr (!P::kSharedKv) release_k(smem, n, wg, round, false);
+    if (!P::kSharedKv) release_k(smem, n, wg, round, false);
     barrier_wait<P>(smem.v_full(n), smem.phase(n));
     release(smem.v_empty(n));
     wait_terms(smem, n);

@@ -187,7 +187,7 @@ __device__ __forceinline__ void write_empty_rows(const Params& p, const ShareSta
         *reinterpret_cast<uint4*>(o + chunk / kChunks * p.o.stride_s + chunk % kChunks * kOutVector<P>) =
             uint4{0, 0, 0, 0};
     }
-    if constexpr (P::kRowMax) {
+    if (P::kRowMax) {
       for (int h = work.h; h < work.end(work.h); ++h) {
         float* of_head = row_max_of<P>(p, work.split) + work.sequence.lse_row(p, h) + work.q_begin;
         for (int row = thread; row < count; row += threads) of_head[row] = -infinity();

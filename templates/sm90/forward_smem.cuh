@@ -177,15 +177,14 @@ struct ForwardStorage {
     for (int stage = 0; stage < P::kStages; ++stage) {
       constexpr int kLoads = kConvertsKv<P> ? kConverterThreads : kGathers<P> ? kGatherWarps * 32 : 1;
       barrier_init(k_full(stage), kLoads + (P::kIndices ? kGatherWarps : 0) + (kKeyFactors<P> ? 32 : 0));
-      if constexpr (kHasVBarriers)
-        barrier_init(v_full(stage), kCodeProducts<P> ? kTransposers<P> * 32 : kLoads);
+      if (kHasVBarriers) barrier_init(v_full(stage), kCodeProducts<P> ? kTransposers<P> * 32 : kLoads);
       // Of warpgroups that share rows only the first reads K, and only the second the right half.
       barrier_init(k_empty(stage), kRowGroups * (kThreadsReleaseK<P> ? 128 : 4));
-      if constexpr (kHasVBarriers) barrier_init(v_empty(stage), (kTileInHalves<P> ? 1 : kWarpgroups) * 4);
-      if constexpr (P::kBiasTile) {
+      if (kHasVBarriers) barrier_init(v_empty(stage), (kTileInHalves<P> ? 1 : kWarpgroups) * 4);
+      if (P::kBiasTile) {
         barrier_init(terms_full(stage), 1);
         barrier_init(terms_empty(stage), kRowGroups * 4);
-      } else if constexpr (P::kScoreColumnTerm) {
+      } else if (P::kScoreColumnTerm) {
         barrier_init(terms_full(stage), 32);
         barrier_init(terms_empty(stage), kRowGroups * 128);
       }

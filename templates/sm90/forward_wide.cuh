@@ -15,7 +15,7 @@ namespace flashjit::sm90 {
 template <class P>
 __device__ __forceinline__ void wait_v_stage(const ForwardStorage<P>& smem, int n) {
   barrier_wait<P>(smem.v_full(n), smem.phase(n));
-  if constexpr (kGathers<P>) publish_to_async_proxy();
+  if (kGathers<P>) publish_to_async_proxy();
 }
 /// Clears a warpgroup's columns of V behind the last of `keys`: they may be NaN, which P = 0 does not hide.
 template <class P>
@@ -76,7 +76,7 @@ __device__ __forceinline__ void start_wide_pv(const ForwardStorage<P>& smem, int
 /// Says that P is full, or empty. racecheck does not follow arrivals: see tests/gpu/sanitize.sh.
 template <class P>
 __device__ __forceinline__ void arrive_for_p(int barrier) {
-  if constexpr (P::kCheckWaits)
+  if (P::kCheckWaits)
     named_barrier_sync(barrier, 256);
   else
     named_barrier_arrive(barrier, 256);
@@ -153,7 +153,7 @@ __device__ __forceinline__ void consume_left(const Params& p, const TensorMaps& 
     wgmma_wait<0>();  // S is there
     pin(s);
     if (last) release(smem.q_empty(wg, round));
-    if constexpr (!kTileInHalves<P>) release_k(smem, n, wg, round, false);
+    if (!kTileInHalves<P>) release_k(smem, n, wg, round, false);
     let_pv_start();
     wait_terms(smem, n);
     ScoreStage<P>::apply(p, rows, kv_begin, 0, smem.column_terms(n) + threadIdx.x % 4 * 2, s);
@@ -166,7 +166,7 @@ __device__ __forceinline__ void consume_left(const Params& p, const TensorMaps& 
     hand_p_on(smem, p_operand, rescale, scale, rows.seqused_kv - kv_begin);
     held = kHoldsPv<P>;
     if (!first) rescale_o<P>(o, rescale);  // O *= exp2(m before - m)
-    if constexpr (!kTileInHalves<P>) wait_v_stage(smem, n);
+    if (!kTileInHalves<P>) wait_v_stage(smem, n);
     clear_own_v(smem, n, wg, rows.seqused_kv - kv_begin);
     int adds = first ? 0 : 1;
     start_pv<P>(o, p_operand, own_v_descriptor(smem, n, wg), adds);  // O += P V
@@ -209,7 +209,7 @@ __device__ __forceinline__ void consume_right(const Params& p, const TensorMaps&
       if (adds) rescale_o<P>(o, rescale);  // O *= exp2(m before - m)
       wait_v_stage(smem, n);
       clear_own_v(smem, n, wg, handoff.keys);
-      if constexpr (kHoldsPv<P>) named_barrier_sync(smem.may_start_pv(), 256);
+      if (kHoldsPv<P>) named_barrier_sync(smem.may_start_pv(), 256);
       start_wide_pv(smem, n, o, adds);  // O += P V
       adds = 1;
       wgmma_commit();

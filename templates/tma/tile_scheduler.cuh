@@ -103,7 +103,7 @@ struct TileScheduler {
     const unsigned slots = grid_slots<P>();
     if (slots >= order.size() * splits) return;  // a single wave
     static_assert(!(kSplitTailWave<P> && P::kCountsTiles), "a warpgroup ends in the tail wave");
-    if constexpr (kSplitTailWave<P>) {
+    if (kSplitTailWave<P>) {
       const unsigned over = whole % slots;
       whole -= over;
       tail_parts = tail_splits(kWarpgroups, over, slots);
@@ -137,7 +137,7 @@ struct TileScheduler {
                           static_cast<int>(min((part + 1) * size, kWarpgroups))};
     }
     if (index >= order.size()) return false;
-    if constexpr (kHeadMajorOrder<P>) {
+    if (kHeadMajorOrder<P>) {
       found.batch_head = index / order.tiles_per_head;
       found.q_tile = order.tiles_per_head - 1 - index % order.tiles_per_head;
     } else {

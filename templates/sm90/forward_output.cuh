@@ -1,6 +1,6 @@
 // Where O and LSE of a work tile go at the end of the forward pass; Output<P> names one of the types below.
-// All have end_of_row(), which joins a sink, store_lse() for values of a thread's two rows, and store() for
-// O, which is scaled already.
+// All have join_sink(), for a row of several heads' rows; store_lse(), for values of a thread's two rows; and
+// store() for O, which is scaled already.
 #pragma once
 
 #include "flashjit/async/tma.cuh"
@@ -23,7 +23,7 @@ __device__ __forceinline__ int first_query(const WorkTile<P>& work, int wg) {
 /// Rows of a work tile are rows of O one after the other: in Q's type.
 template <class P>
 struct PlainOutput {
-  /// The sink is the row's head's, which end_of_row() took.
+  /// All rows are one head's, whose sink end_of_row() has joined.
   static __device__ __forceinline__ void join_sink(const Params&, const WorkTile<P>&, int, int, float,
                                                    RowEnd&) {}
   /// Writes a value of each of a thread's two rows to [batch, heads_q, seqlen_q]; null: nowhere.

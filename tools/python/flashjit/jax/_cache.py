@@ -19,6 +19,7 @@ from ._attention import check_table, checked
 from ._call import alike, one_after_another
 from ._problem import cache_option
 from ._rules import ELEMENTS
+from ._sharding import KEEP_CALLS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +156,7 @@ def _refuse_derivative(*_: Any, **__: Any) -> Any:
     raise Unsupported("flashjit.jax.append has no derivatives: apply jax.lax.stop_gradient to its arguments.")
 
 
-@functools.cache
+@functools.lru_cache(KEEP_CALLS)
 def _compiled(call: _Append) -> Any:
     return jax.jit(lambda *arrays: append_p.bind(*arrays, call=call))
 

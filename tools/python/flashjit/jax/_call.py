@@ -19,7 +19,7 @@ from .._library import spec_handle
 from ..errors import Unsupported
 from . import _handler
 from ._problem import Gradients, Problem, operand_names, result_names
-from ._sharding import partitioned, requires_devices
+from ._sharding import KEEP_CALLS, partitioned, requires_devices
 
 # --- the differentiable call -------------------------------------------------------------------------------------------
 
@@ -129,7 +129,7 @@ def _primitive(name: str) -> Any:
     return primitive
 
 
-@functools.cache
+@functools.lru_cache(KEEP_CALLS)
 def _compiled(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
     return jax.jit(lambda *arrays: primitive.bind(*arrays, **dict(params)))
 

@@ -19,6 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ._problem import Gradients, Problem, operand_names, result_names
 
+KEEP_CALLS = 1024
+
 
 def requires_devices(primitive: Any) -> None:
     """Tells JAX that the primitive's lowering looks at the devices, as it does for the calls that JAX itself partitions."""
@@ -40,7 +42,7 @@ def _divided() -> bool:
         return False
 
 
-@functools.cache
+@functools.lru_cache(KEEP_CALLS)
 def partitioned(shard: Any, problem: Problem, gradients: Gradients | None) -> Callable[..., Any]:
     """The call of one device's arrays, made one of arrays that XLA divides."""
     params = {"problem": problem} if gradients is None else {"problem": problem, "gradients": gradients}

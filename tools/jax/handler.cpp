@@ -2,8 +2,8 @@
 ///
 /// A call says by names what its operands and results are, separated by spaces: `args` such as "q k v sinks
 /// c0", `results` such as "out lse workspace". Captures, and the gradients of captures, have the names of the
-/// spec's programs; "dc0" is the gradient of "c0". A name that is not read here, such as that of zeros to add
-/// to, says nothing.
+/// spec's programs; "dc0" is the gradient of "c0". "new_k_cache" is the cache after append(). Where XLA put a
+/// result is looked at, never assumed: inside loops it writes results into slices of larger arrays.
 
 #include <dlfcn.h>
 
@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <map>
 #include <memory>
@@ -96,6 +97,38 @@ Library& library() {
   return shared;
 }
 
+/// Copies and clears memory on a stream, or on the host where there is none, by the driver that JAX has
+/// loaded.
+class Memory {
+ public:
+  explicit Memory(CUstream_st* stream, bool on_gpu) : stream_(stream), on_gpu_(on_gpu) {}
+
+  bool copy(void* to, const void* from, std::size_t bytes) const {
+    if (to == from || bytes == 0) return true;
+    if (!on_gpu_) return std::memcpy(to, from, bytes);
+    using Copy = int(std::uintptr_t, std::uintptr_t, std::size_t, CUstream_st*);
+    static Copy* const function = reinterpret_cast<Copy*>(find("cuMemcpyDtoDAsync_v2"));
+    return function && function(address(to), address(from), bytes, stream_) == 0;
+  }
+  bool clear(void* to, std::size_t bytes) const {
+    if (bytes == 0) return true;
+    if (!on_gpu_) return std::memset(to, 0, bytes);
+    using Clear = int(std::uintptr_t, unsigned char, std::size_t, CUstream_st*);
+    static Clear* const function = reinterpret_cast<Clear*>(find("cuMemsetD8Async"));
+    return function && function(address(to), 0, bytes, stream_) == 0;
+  }
+
+ private:
+  static std::uintptr_t address(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
+  static void* find(const char* name) {
+    void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    return driver ? dlsym(driver, name) : nullptr;
+  }
+
+  CUstream_st* stream_;
+  bool on_gpu_;
+};
+
 ffi::Error error_of(flashjit_status status) {
   if (status == FLASHJIT_OK) return ffi::Error::Success();
   const ffi::ErrorCode code = status == FLASHJIT_INVALID_ARGUMENT ? ffi::ErrorCode::kInvalidArgument
@@ -176,8 +209,8 @@ class Call {
     made.struct_size = sizeof made;
     made.k = tensor("k");
     made.v = tensor("v");
-    made.k_cache = tensor("k_cache");
-    made.v_cache = tensor("v_cache");
+    made.k_cache = tensor("new_k_cache");
+    made.v_cache = tensor("new_v_cache");
     made.kv_lengths = data<std::int32_t>("kv_lengths");
     made.page_table = page_table();
     made.q = tensor("q");
@@ -206,6 +239,21 @@ class Call {
   }
 
   std::string_view spec() const { return given_.spec; }
+
+  /// Makes of results what calls add to or write parts of: zeros of gradients, and copies of caches.
+  ffi::Error begin_results(const Memory& memory) const {
+    bool done = true;
+    for (const Named& result : buffers_) {
+      if (result.name == "dsinks" || result.name.starts_with("dc"))
+        done &= memory.clear(result.buffer.untyped_data(), result.buffer.size_bytes());
+      else if (result.name.starts_with("new_"))
+        done &= memory.copy(result.buffer.untyped_data(), data<void>(result.name.substr(4)),
+                            result.buffer.size_bytes());
+    }
+    return done
+               ? ffi::Error::Success()
+               : ffi::Error(ffi::ErrorCode::kInternal, "flashjit: the driver did not copy or clear a result");
+  }
 
   bool has_buffers() const { return !buffers_.empty(); }
 
@@ -333,6 +381,7 @@ ffi::Error launch(flashjit_pass pass, const Call& call, CUstream_st* stream) {
     const auto args = call.forward();
     return error_of(library().forward(runtime, spec, &args, stream));
   }
+  if (ffi::Error error = call.begin_results(Memory(stream, true)); error.failure()) return error;
   const auto args = call.backward();
   return error_of(library().backward(runtime, spec, &args, stream));
 }
@@ -344,6 +393,7 @@ ffi::Error compute(flashjit_pass pass, const Call& call) {
     const auto args = call.forward();
     return error_of(library().reference_forward(spec, &args));
   }
+  if (ffi::Error error = call.begin_results(Memory(nullptr, false)); error.failure()) return error;
   const auto args = call.backward();
   return error_of(library().reference_backward(spec, &args));
 }
@@ -367,6 +417,7 @@ ffi::Error prepare(flashjit_pass pass, const Call& call, std::int32_t device) {
 ffi::Error append(bool launches, const Call& call, const Rotation& rotation, CUstream_st* stream) {
   const flashjit_spec* spec = library().spec(call.spec());
   if (!spec) return error_of(FLASHJIT_INVALID_ARGUMENT);
+  if (ffi::Error error = call.begin_results(Memory(stream, launches)); error.failure()) return error;
   const auto args = call.append(rotation);
   return error_of(launches ? library().append(library().runtime, spec, &args, stream)
                            : library().reference_append(spec, &args));

@@ -170,7 +170,7 @@ def _lower(ctx: Any, *operands: Any, call: _Append) -> Any:
         spec=call.spec,
         layout=call.layout,
         args=" ".join(call.operands),
-        results=" ".join(["", "", "q_out"][: len(_results(call))]),
+        results=" ".join(["new_k_cache", "new_v_cache", "q_out"][: len(_results(call))]),
         theta=np.float32(call.theta),
         rope_dims=np.int64(call.rope_dims),
         interleaved=np.int64(call.interleaved),

@@ -263,32 +263,24 @@ def _lower_partitioned(shard: Any) -> Any:
 def _lower_shard(
     ctx: Any, *operands: Any, problem: Problem, gradients: Gradients | None = None, on_gpu: bool
 ) -> Any:
-    """As a call of the handler. Gradients that are added up begin as zeros, in their own memory."""
+    """As a call of the handler, which clears gradients that are added up."""
     names, results = operand_names(problem, gradients), result_names(problem, gradients)
     avals = dict(zip(names, ctx.avals_in))
     spec = problem.spec(avals["q"], avals["v"], gradients.captures if gradients else ())
     spec_handle(spec)
     avals_out = list(ctx.avals_out)
-    zeros = [i for i, name in enumerate(results) if name == "dsinks" or name.startswith("dc")]
-    aliases = {len(names) + n: i for n, i in enumerate(zeros)}
-    operands = (
-        *operands,
-        *[mlir.ir_constant(np.broadcast_to(np.float32(0), avals_out[i].shape)) for i in zeros],
-    )
-    avals_in = [*ctx.avals_in, *[avals_out[i] for i in zeros]]
     if on_gpu:
         bytes_needed = _handler.workspace_bytes(spec, _shape_of(avals, problem), gradients is not None)
         avals_out.append(jax.core.ShapedArray((bytes_needed,), np.dtype("uint8")))
-    in_order = [_memory_order(name, problem) for name in (*names, *[""] * len(zeros))]
+    in_order = [_memory_order(name, problem) for name in names]
     out_order = [_memory_order(name, problem) for name in (*results, *["workspace"] * on_gpu)]
     lowering = jax.ffi.ffi_lowering(
         _handler.TARGETS["forward" if gradients is None else "backward"],
-        operand_layouts=[_minor_to_major(order, aval) for order, aval in zip(in_order, avals_in)],
+        operand_layouts=[_minor_to_major(order, aval) for order, aval in zip(in_order, ctx.avals_in)],
         result_layouts=[_minor_to_major(order, aval) for order, aval in zip(out_order, avals_out)],
-        operand_output_aliases=aliases,
     )
     made = lowering(
-        ctx.replace(avals_in=avals_in, avals_out=avals_out),
+        ctx.replace(avals_out=avals_out),
         *operands,
         spec=spec,
         layout=problem.layout,

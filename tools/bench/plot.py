@@ -545,7 +545,7 @@ def speed_section(dense, few, serving, latent, codes, variants):
         for who, (ahead, where) in most_ahead(dense, few, serving, latent, codes).items()
     )
     about = (
-        "Above 1, flashjit is faster: geometric means on an H100 (FP8 on an H200), whose pages name commits and shapes. "
+        "Above 1, flashjit is faster: geometric means on an H100 (FP8: an H200); the linked pages name commits and shapes. "
         f"Where others win the most: {others}."
     )
     table = markdown(["speed of flashjit", "next to", "ratio"], lines)

@@ -153,6 +153,14 @@ struct BackwardArgs {
   PartialArgs partial = {};
 };
 
+/// `spec` with what a call's arguments tell, so that {.mask = causal()} is enough of one: element types of
+/// the views, whose dtype must be set; head dimensions that are 0; a layout of K and V that is contiguous;
+/// and all that is on where an argument is given. A page table of one column names slots, another one the
+/// pages of k. Without one, kv_lengths are padding: say KvLayout::slots() where they are a cache's. V is
+/// shared_kv where it is K's memory. Scales are of keys or pages where they have such sizes.
+FLASHJIT_API AttentionSpec spec_of(const ForwardArgs& args, AttentionSpec spec = {});
+FLASHJIT_API AttentionSpec spec_of(const BackwardArgs& args, AttentionSpec spec = {});
+
 /// Rotary position embedding of the first `dims` dimensions of a head: pair i turns by the position's angle,
 /// that of a table, or position * theta^(-2i / dims).
 struct RopeView {
@@ -307,9 +315,18 @@ class FLASHJIT_API Runtime {
   void forward(const AttentionSpec& spec, const ForwardArgs& args, Stream stream);
   /// Launches the backward pass (FlashAttention-2, algorithm 2) on `stream`.
   void backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream);
+  /// The same with spec_of(args, spec).
+  void forward(const ForwardArgs& args, const AttentionSpec& spec, Stream stream) {
+    forward(spec_of(args, spec), args, stream);
+  }
+  void backward(const BackwardArgs& args, const AttentionSpec& spec, Stream stream) {
+    backward(spec_of(args, spec), args, stream);
+  }
+  void forward(const ForwardArgs& args, Stream stream) { forward(spec_of(args), args, stream); }
+  void backward(const BackwardArgs& args, Stream stream) { backward(spec_of(args), args, stream); }
 
   /// Stores new rows of K and V into a cache, rotated, and in 8 bits where that has them; and rotates those
-  /// of Q. The spec is forward()'s: of it element types, head dimensions, varlen, cache, pages and key_scales
+  /// of Q. The spec is forward()'s: of it element types, head dimensions, varlen, kv and key_scales
   /// are read. Needs no workspace. Throws Error as forward() does.
   void append(const AttentionSpec& spec, const AppendArgs& args, Stream stream);
   /// Joins partial states. Of the spec, element type and head_dim_v are read. Needs no workspace. Throws
@@ -341,6 +358,10 @@ class FLASHJIT_API Runtime {
     return workspace_bytes(KernelSpec{spec, pass}, shape);
   }
   std::size_t workspace_bytes(const KernelSpec& spec, const AttentionShape& shape);
+
+  /// The same of one call with spec_of(args, spec); its workspace is not read.
+  std::size_t workspace_bytes(const ForwardArgs& args, const AttentionSpec& spec = {});
+  std::size_t workspace_bytes(const BackwardArgs& args, const AttentionSpec& spec = {});
 
   /// Bytes of memory that build_lists() needs; 0 if the kernels use no lists.
   std::size_t list_bytes(const AttentionSpec& spec, const AttentionShape& shape, Pass pass = Pass::forward) {

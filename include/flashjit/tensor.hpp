@@ -22,14 +22,18 @@ struct BasicTensorView {
   Void* data = nullptr;
   std::array<std::int64_t, 4> size{};    ///< batch, heads, length, dim
   std::array<std::int64_t, 4> stride{};  ///< in elements, same order
+  /// Element type. spec_of() reads it; beside a spec it may be left out, and must be the spec's.
+  std::optional<DType> dtype = {};
 
   /// Memory order [batch, heads, length, dim].
-  static BasicTensorView bhsd(Void* data, std::int64_t b, std::int64_t h, std::int64_t s, std::int64_t d) {
-    return {data, {b, h, s, d}, {h * s * d, s * d, d, 1}};
+  static BasicTensorView bhsd(Void* data, std::int64_t b, std::int64_t h, std::int64_t s, std::int64_t d,
+                              std::optional<DType> dtype = {}) {
+    return {data, {b, h, s, d}, {h * s * d, s * d, d, 1}, dtype};
   }
   /// Memory order [batch, length, heads, dim].
-  static BasicTensorView bshd(Void* data, std::int64_t b, std::int64_t s, std::int64_t h, std::int64_t d) {
-    return {data, {b, h, s, d}, {s * h * d, d, h * d, 1}};
+  static BasicTensorView bshd(Void* data, std::int64_t b, std::int64_t s, std::int64_t h, std::int64_t d,
+                              std::optional<DType> dtype = {}) {
+    return {data, {b, h, s, d}, {s * h * d, d, h * d, 1}, dtype};
   }
   /// Part `index` (0: Q, 1: K, 2: V) of a packed tensor [batch, length, 3, heads, dim], which starts at
   /// `data`.
@@ -43,12 +47,12 @@ struct BasicTensorView {
 
   /// The first `count` columns: with spec.kv.shared_kv V is those of K.
   BasicTensorView first_columns(std::int64_t count) const {
-    return {data, {size[0], size[1], size[2], count}, stride};
+    return {data, {size[0], size[1], size[2], count}, stride, dtype};
   }
 
   /// A writable view converts to a readable one.
   operator BasicTensorView<const void>() const requires(!std::is_const_v<Void>) {
-    return {data, size, stride};
+    return {data, size, stride, dtype};
   }
 };
 

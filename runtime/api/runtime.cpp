@@ -1,5 +1,6 @@
 #include "flashjit/runtime.hpp"
 
+#include "call/arguments.hpp"
 #include "call/engine.hpp"
 
 namespace flashjit {
@@ -46,6 +47,16 @@ std::array<KernelReport, 2> Runtime::prepare_both(const AttentionSpec& spec, con
 
 std::size_t Runtime::workspace_bytes(const KernelSpec& spec, const AttentionShape& shape) {
   return impl_->workspace_bytes(spec, shape);
+}
+
+std::size_t Runtime::workspace_bytes(const ForwardArgs& args, const AttentionSpec& given) {
+  const AttentionSpec spec = spec_of(args, given);
+  return workspace_bytes(spec, shape_of(spec, args), Pass::forward);
+}
+
+std::size_t Runtime::workspace_bytes(const BackwardArgs& args, const AttentionSpec& given) {
+  const AttentionSpec spec = spec_of(args, given);
+  return workspace_bytes(spec, shape_of(spec, args), Pass::backward);
 }
 
 std::size_t Runtime::list_bytes(const KernelSpec& spec, const AttentionShape& shape) {

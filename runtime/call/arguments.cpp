@@ -258,6 +258,10 @@ void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expect
         "columns.",
         spec.v_dim());
   check_tensor("out", args.out, sizes.out, out_size, kForward ? Access::write : Access::read);
+  check_type("q", args.q, spec.q_type());
+  check_type("k", args.k, spec.kv_type());
+  check_type("v", args.v, spec.kv_type());
+  check_type("out", args.out, kForward ? spec.out_type() : spec.dtype);
 }
 
 template <class Args>
@@ -337,7 +341,67 @@ void check_shared(const AttentionSpec& spec, const AttentionShape& shape, const 
   check_common(spec, shape, args);
 }
 
+template <class Void>
+DType type_of(const char* name, const BasicTensorView<Void>& view) {
+  if (!view.dtype)
+    refuse("{} has no dtype, and its type is taken from it: give it, as in bhsd(data, b, h, s, d, dtype).",
+           name);
+  return *view.dtype;
+}
+
+/// A size that is no head dimension is refused by validate().
+int dim_of(std::int64_t size) { return static_cast<int>(std::clamp<std::int64_t>(size, -1, kMaxInt)); }
+
+KvLayout layout_of(const ForwardArgs& args) {
+  const PageTableView& table = args.page_table;
+  if (table.data) return table.columns == 1 ? KvLayout::slots() : KvLayout::paged(dim_of(args.k.size[2]));
+  return args.kv_lengths ? KvLayout::padded() : KvLayout{};
+}
+KvLayout layout_of(const BackwardArgs& args) { return args.kv_lengths ? KvLayout::padded() : KvLayout{}; }
+
+/// Whether keys or pages have scales of their own.
+bool has_key_scales(const ConstScaleView& scales) { return scales.size[1] != 1 || scales.size[3] != 1; }
+
+/// What both passes tell. `dtype` is the type of O, and of Q unless that is quantized.
+template <class Args>
+void take_common(AttentionSpec& spec, const Args& args, DType dtype) {
+  spec.dtype = dtype;
+  if (const DType kv = type_of("k", args.k); kv != dtype) spec.kv_dtype = kv;
+  if (spec.head_dim == 0) spec.head_dim = dim_of(args.q.size[3]);
+  if (spec.head_dim_v == 0) spec.head_dim_v = dim_of(args.v.size[3]);
+  if (const KvLayout told = layout_of(args); !spec.kv.has_lengths())
+    spec.kv.kind = told.kind, spec.kv.page_size = told.page_size;
+  spec.dropout |= args.dropout_p > 0 || args.rng_state;
+  spec.varlen |= args.cu_seqlens_q != nullptr;
+  spec.sinks |= args.sinks != nullptr;
+  spec.indices |= args.indices.data != nullptr;
+  spec.partial.dropout_place |= args.partial.dropout_place != DropoutPlace{};
+}
+
 }  // namespace
+
+AttentionSpec spec_of(const ForwardArgs& args, AttentionSpec spec) {
+  const DType q = type_of("q", args.q), out = type_of("out", args.out);
+  spec.q_codes |= size_of(q) == 1;
+  // Of quantized Q, O tells the type; in fp32 it may be that of a part.
+  const DType of_codes = out == DType::fp32 ? spec.dtype : out;
+  take_common(spec, args, spec.q_codes ? of_codes : q);
+  spec.partial.fp32_out |= out == DType::fp32 && spec.dtype != DType::fp32;
+  spec.key_scales |= spec.has_scales() && (has_key_scales(args.k_scale) || has_key_scales(args.v_scale));
+  spec.row_max |= args.row_max != nullptr;
+  spec.kv.shared_prefix |= args.prefix_length != nullptr;
+  spec.kv.shared_kv |= args.k.data && args.v.data == args.k.data && args.v.stride == args.k.stride &&
+                       args.v.size[3] <= args.k.size[3] && !spec.has_scales();
+  spec.partial.running_state |= args.partial.state.out.data || args.partial.state.lse;
+  return spec;
+}
+
+AttentionSpec spec_of(const BackwardArgs& args, AttentionSpec spec) {
+  const DType dtype = type_of("q", args.q);
+  take_common(spec, args, dtype);
+  spec.partial.fp32_grads |= type_of("dq", args.dq) == DType::fp32 && dtype != DType::fp32;
+  return spec;
+}
 
 AttentionShape shape_of(const AttentionSpec& spec, const ForwardArgs& args) {
   return shape_of_any(spec, args);
@@ -369,6 +433,10 @@ AttentionShape check_arguments(const AttentionSpec& spec, const BackwardArgs& ar
   check_tensor("dq", args.dq, sizes.q, grad_size, Access::write);
   check_tensor("dk", args.dk, sizes.k, grad_size, Access::write);
   check_tensor("dv", args.dv, sizes.v, grad_size, Access::write);
+  check_type("dout", args.dout, spec.dtype);
+  check_type("dq", args.dq, spec.grad_type());
+  check_type("dk", args.dk, spec.grad_type());
+  check_type("dv", args.dv, spec.grad_type());
   if (!args.lse && shape.batch > 0 && shape.heads_q > 0 && shape.seqlen_q > 0)
     refuse("lse is null: the backward pass needs the LSE that the forward pass wrote.");
   if (args.dsinks && !spec.sinks) refuse("dsinks is given, but the spec has no sinks: set spec.sinks.");

@@ -159,6 +159,11 @@ void check_apart(std::span<const Placed> written, std::span<const Placed> read) 
   }
 }
 
+void refuse_type(const char* name, DType given, DType wanted) {
+  refuse("{} is {}, but the spec needs {}: give such a tensor, or another spec.", name, to_string(given),
+         to_string(wanted));
+}
+
 void check_pointer(const char* name, const void* pointer, std::uintptr_t alignment) {
   if (!aligned(pointer, alignment))
     refuse("{} is at {}, which is no multiple of {} bytes: align its memory.", name, pointer, alignment);

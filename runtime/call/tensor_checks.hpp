@@ -24,6 +24,12 @@ enum class Access { read, write };
 /// Whether the view has these sizes, and pointers and strides that kernels can read or write.
 void check_tensor(const char* name, const ConstTensorView& tensor, const Sizes& sizes, int element_size,
                   Access access);
+[[noreturn]] void refuse_type(const char* name, DType given, DType wanted);
+/// Where the view has an element type, it must be the spec's.
+template <class Void>
+void check_type(const char* name, const BasicTensorView<Void>& tensor, DType wanted) {
+  if (tensor.dtype.value_or(wanted) != wanted) refuse_type(name, *tensor.dtype, wanted);
+}
 void check_pointer(const char* name, const void* pointer, std::uintptr_t alignment);
 
 /// Product and sum of a caller's sizes, which nothing bounds: what leaves 63 bits is the largest number.

@@ -666,6 +666,14 @@ TEST(Captures, ParamsHoldThemInTheOrderOfTheDeclarations) {
   EXPECT_EQ(make_params(plan, forward).captures[1].grad, nullptr);
 }
 
+TEST(Arguments, ATypeOfAViewIsTheSpecs) {
+  EXPECT_EQ(forward_refusal([](auto&, auto& args) { args.q.dtype = DType::bf16; }), "accepted");
+  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.v.dtype = DType::fp16; }), "v is fp16",
+              "the spec needs bf16");
+  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.out.dtype = DType::fp32; }), "out is fp32");
+  EXPECT_SAYS(backward_refusal([](auto&, auto& args) { args.dk.dtype = DType::fp32; }), "dk is fp32");
+}
+
 TEST(Arguments, PackedHeadsAreRowsOfOneHead) {
   ForwardArgs args = forward_args();
   args.q = ConstTensorView::bhsd(address(0x100000), 2, 8, 1, kDim);

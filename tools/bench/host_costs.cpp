@@ -60,7 +60,7 @@ class Bench {
   ForwardArgs args() const {
     const auto view = [&](int index) {
       return TensorView::bhsd(static_cast<char*>(tensors_.data()) + index * kTensorBytes, kShape.batch,
-                              kShape.heads_q, kShape.seqlen_q, 64);
+                              kShape.heads_q, kShape.seqlen_q, 64, DType::bf16);
     };
     return {.q = view(0), .k = view(1), .v = view(2), .out = view(3)};
   }
@@ -191,6 +191,13 @@ void arguments_alone(benchmark::State& state, const Bench& bench) {
   }
 }
 
+/// What a call without a spec costs more.
+void spec_of_arguments(benchmark::State& state, const Bench& bench) {
+  const AttentionSpec options{.mask = causal()};
+  const ForwardArgs args = bench.args();
+  for (auto _ : state) benchmark::DoNotOptimize(spec_of(args, options));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -207,6 +214,7 @@ int main(int argc, char** argv) {
     add("flashjit_forward", c_forward);
     add("disk_to_first_launch", disk_to_first_launch);
     add("check_arguments_and_make_params", arguments_alone);
+    add("spec_of", spec_of_arguments);
     benchmark::RunSpecifiedBenchmarks();
     benchmark::Shutdown();
     return EXIT_SUCCESS;

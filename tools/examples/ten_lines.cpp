@@ -21,7 +21,7 @@ unsigned short attend(const cuda_functions& cuda) {
   };
   const auto device_memory = [&](std::size_t bytes) { return make_filled(&cuda, 0, bytes / 2); };
   const auto tensor = [&](unsigned short bits) {
-    return flashjit::TensorView::bhsd(memory(bits), batch, heads, length, 128);
+    return flashjit::TensorView::bhsd(memory(bits), batch, heads, length, 128, flashjit::DType::bf16);
   };
   const auto k = tensor(kOne), v = tensor(kOne), dout = tensor(kOne);
   const auto o = tensor(kNan), dq = tensor(kNan), dk = tensor(kNan), dv = tensor(kNan);
@@ -30,27 +30,15 @@ unsigned short attend(const cuda_functions& cuda) {
   CUstream stream = nullptr;
 
   flashjit::Runtime runtime;
-  const flashjit::AttentionSpec spec{
-      .dtype = flashjit::DType::bf16, .head_dim = 128, .mask = flashjit::causal()};
-  const auto q = flashjit::TensorView::bhsd(q_data, batch, heads, length, 128);
-  runtime.forward(spec, {.q = q, .k = k, .v = v, .out = o, .lse = lse}, stream);
+  const flashjit::AttentionSpec causal{.mask = flashjit::causal()};
+  const auto q = flashjit::TensorView::bhsd(q_data, batch, heads, length, 128, flashjit::DType::bf16);
+  runtime.forward({.q = q, .k = k, .v = v, .out = o, .lse = lse}, causal, stream);
 
-  const flashjit::AttentionShape shape{
-      .batch = batch, .heads_q = heads, .heads_kv = heads, .seqlen_q = length, .seqlen_kv = length};
-  const std::size_t bytes = runtime.workspace_bytes(spec, shape, flashjit::Pass::backward);
-  const flashjit::Workspace workspace{device_memory(bytes), bytes};
-  runtime.backward(spec,
-                   {.q = q,
-                    .k = k,
-                    .v = v,
-                    .out = o,
-                    .lse = lse,
-                    .dout = dout,
-                    .dq = dq,
-                    .dk = dk,
-                    .dv = dv,
-                    .workspace = workspace},
-                   stream);
+  flashjit::BackwardArgs args{
+      .q = q, .k = k, .v = v, .out = o, .lse = lse, .dout = dout, .dq = dq, .dk = dk, .dv = dv};
+  const std::size_t bytes = runtime.workspace_bytes(args, causal);
+  args.workspace = {device_memory(bytes), bytes};
+  runtime.backward(args, causal, stream);
 
   unsigned short first = 0;
   cuda.download(&first, reinterpret_cast<CUdeviceptr>(o.data), sizeof first);  // waits for the launches

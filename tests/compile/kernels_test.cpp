@@ -91,43 +91,12 @@ struct Case {
   TileConfig config;
 };
 
-/// Architectures whose kernels differ in what the planner chooses and in `kArch` alone.
-constexpr std::array<std::array<const char*, 3>, 2> kSiblings{
-    {{"sm_80", "sm_86", "sm_89"}, {"sm_100", "sm_120"}}};
-
-/// The source, but for the number of its architecture.
-std::string text_of(const KernelSpec& spec, const TileConfig& config, const DeviceInfo& device) {
-  std::string text = render::render(spec, config, device, render::TemplateSet::embedded(), {}).text;
-  const std::size_t begin = text.find("kArch = ");
-  return begin == text.npos ? text : text.erase(begin, text.find(';', begin) - begin);
-}
-
-/// Of siblings that have the same source one compiles it, each in its turn; what kArch decides is compiled by
-/// all.
-bool is_of_a_sibling(const KernelSpec& spec, std::size_t index, const plan::FamilyTraits& family,
-                     const DeviceInfo& device) {
-  const auto group = std::ranges::find_if(kSiblings, [&](const auto& names) {
-    return std::ranges::any_of(names, [&](const char* name) { return name && device.arch == name; });
-  });
-  if (group == kSiblings.end() || spec.has_scales()) return false;
-  const std::string own = text_of(spec, family.heuristic(spec, shape_of(index), device), device);
-  std::vector<std::string> same;
-  for (const char* name : *group) {
-    if (!name) continue;
-    const DeviceInfo sibling = DeviceInfo::parse(name);
-    if (family.supports(spec, sibling) &&
-        text_of(spec, family.heuristic(spec, shape_of(index), sibling), sibling) == own)
-      same.push_back(sibling.arch);
-  }
-  return same[index % same.size()] != device.arch;
-}
-
-/// The specs that the family can do, with the tiles it would take itself, but for what a sibling compiles.
+/// The specs that the family can do, with the tiles it would take itself.
 std::vector<Case> cases_of(const plan::FamilyTraits& family, const std::vector<KernelSpec>& specs,
                            const DeviceInfo& device) {
   std::vector<Case> cases;
   for (std::size_t i = 0; i < specs.size(); ++i) {
-    if (family.supports(specs[i], device) && !is_of_a_sibling(specs[i], i, family, device))
+    if (family.supports(specs[i], device))
       cases.push_back({specs[i], family.heuristic(specs[i], shape_of(i), device)});
   }
   return cases;

@@ -446,6 +446,11 @@ def test_sharding_leaves_what_programs_say_of_b_and_h():
         expect_close(jax.jit(gradient, in_shardings=[sharding] * 3)(q, k, v), gradient(q, k, v))
 
 
+@pytest.mark.xfail(
+    tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11),
+    reason="XLA refuses the sums of gradients that JAX 0.11 makes for explicit axes",
+    strict=True,
+)
 def test_shardings_as_types():
     """Of a mesh whose axes are explicit: O has the sharding of Q."""
     devices = mesh_of("cpu", 2, 2).devices

@@ -53,7 +53,7 @@ enum {
   FLASHJIT_BACKWARD = 1,
   FLASHJIT_APPEND = 2,
   FLASHJIT_MERGE = 3,
-  FLASHJIT_QUANTISE = 4
+  FLASHJIT_QUANTIZE = 4
 };
 
 /** Whether to compile a kernel that is in no pack and not in the cache. */
@@ -309,15 +309,15 @@ typedef struct flashjit_merge_args {
   flashjit_element_type states_type, out_type; /**< FLASHJIT_ELEMENT_FP32, or the spec's (also by default) */
 } flashjit_merge_args;
 
-/** A tensor as codes of 8 bits times scales: see QuantiseArgs of flashjit/runtime.hpp. */
-typedef struct flashjit_quantise_args {
+/** A tensor as codes of 8 bits times scales: see QuantizeArgs of flashjit/runtime.hpp. */
+typedef struct flashjit_quantize_args {
   size_t struct_size;
   flashjit_tensor x;     /**< [batch, heads, rows, dim] of the spec's type, or a pool of pages; read only */
   flashjit_tensor codes; /**< of x's sizes, of the type of "kv<type>" in the spec */
   flashjit_scales scale; /**< written; its sizes say what shares a scale */
   int32_t hadamard;      /**< not 0: rows are multiplied by blocks of a Hadamard matrix */
   flashjit_rope rope;    /**< before that, rows are rotated by their positions */
-} flashjit_quantise_args;
+} flashjit_quantize_args;
 
 /** Inputs of tile lists: the arguments of the calls that will use them, as far as masks read them. */
 typedef struct flashjit_list_args {
@@ -389,8 +389,8 @@ FLASHJIT_C_API flashjit_status flashjit_merge(flashjit_runtime* runtime, const f
                                               struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
 
 /** Makes codes of 8 bits of a tensor. Of the spec, element types and head dimension are read. */
-FLASHJIT_C_API flashjit_status flashjit_quantise(flashjit_runtime* runtime, const flashjit_spec* spec,
-                                                 const flashjit_quantise_args* args,
+FLASHJIT_C_API flashjit_status flashjit_quantize(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                                 const flashjit_quantize_args* args,
                                                  struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
 
 /** Compiles and loads now, e.g. before a graph capture. With `config`, such as "sm80:br128:bc64:w4:s2", that
@@ -440,13 +440,13 @@ flashjit_reference_forward(const flashjit_spec* spec, const flashjit_forward_arg
 /** The same for the gradients. */
 FLASHJIT_C_API flashjit_status
 flashjit_reference_backward(const flashjit_spec* spec, const flashjit_backward_args* args) FLASHJIT_NOEXCEPT;
-/** The same of flashjit_append(), flashjit_merge() and flashjit_quantise(). */
+/** The same of flashjit_append(), flashjit_merge() and flashjit_quantize(). */
 FLASHJIT_C_API flashjit_status flashjit_reference_append(const flashjit_spec* spec,
                                                          const flashjit_append_args* args) FLASHJIT_NOEXCEPT;
 FLASHJIT_C_API flashjit_status flashjit_reference_merge(const flashjit_spec* spec,
                                                         const flashjit_merge_args* args) FLASHJIT_NOEXCEPT;
 FLASHJIT_C_API flashjit_status
-flashjit_reference_quantise(const flashjit_spec* spec, const flashjit_quantise_args* args) FLASHJIT_NOEXCEPT;
+flashjit_reference_quantize(const flashjit_spec* spec, const flashjit_quantize_args* args) FLASHJIT_NOEXCEPT;
 
 /** Attention over a sequence whose rows the ranks of an NCCL communicator share. */
 typedef struct flashjit_shared_attention flashjit_shared_attention;

@@ -12,6 +12,6 @@ FLASHJIT_API void reference_forward(const AttentionSpec& spec, const ForwardArgs
 FLASHJIT_API void reference_backward(const AttentionSpec& spec, const BackwardArgs& args);
 FLASHJIT_API void reference_append(const AttentionSpec& spec, const AppendArgs& args);
 FLASHJIT_API void reference_merge(const AttentionSpec& spec, const MergeArgs& args);
-FLASHJIT_API void reference_quantise(const AttentionSpec& spec, const QuantiseArgs& args);
+FLASHJIT_API void reference_quantize(const AttentionSpec& spec, const QuantizeArgs& args);
 
 }  // namespace flashjit

@@ -219,10 +219,10 @@ struct MergeArgs {
   std::optional<DType> states_type = {}, out_type = {};  ///< fp32, or by default the spec's
 };
 
-/// Arguments of quantise(): x as codes times scales, which are found such that the largest element of what
+/// Arguments of quantize(): x as codes times scales, which are found such that the largest element of what
 /// shares a scale becomes the largest code, and are as forward() takes them. A scale of zeros or of nothing
 /// is 1.
-struct QuantiseArgs {
+struct QuantizeArgs {
   ConstTensorView x;  ///< Q, K or V [b, h, s, d], or a pool of pages; of the spec's type
   TensorView codes;   ///< of x's sizes, of spec.kv_dtype
   /// Written. Its sizes say what shares a scale: {1, 1, 1, 1} the tensor, {b, 1, h, 1} a head of a sequence,
@@ -334,7 +334,7 @@ class FLASHJIT_API Runtime {
   void merge(const AttentionSpec& spec, const MergeArgs& args, Stream stream);
   /// Makes codes of 8 bits of a tensor. Of the spec, element types and head_dim are read. Needs no workspace.
   /// Throws Error as forward() does.
-  void quantise(const AttentionSpec& spec, const QuantiseArgs& args, Stream stream);
+  void quantize(const AttentionSpec& spec, const QuantizeArgs& args, Stream stream);
 
   // These ask about one pass, by default the forward one. A KernelSpec, such as parse_spec() returns, has its
   // own.

@@ -131,7 +131,7 @@ struct AttentionSpec {
 struct KernelSpec : AttentionSpec {
   Pass pass = Pass::forward;
 
-  /// As AttentionSpec's, and without what the other pass alone has. The passes append, merge and quantise
+  /// As AttentionSpec's, and without what the other pass alone has. The passes append, merge and quantize
   /// keep what they read: element types, head dimensions and the cache.
   FLASHJIT_API KernelSpec normalized() const;
   /// As AttentionSpec's, and refuses what the pass cannot do.

@@ -20,7 +20,7 @@ enum class Pass : std::uint8_t {
   backward,  ///< dQ, dK, dV from those and dO
   append,    ///< new rows of K and V into a cache, rotated, and those of Q
   merge,     ///< O and LSE of partial states over disjoint keys
-  quantise,  ///< a tensor as codes of 8 bits times scales
+  quantize,  ///< a tensor as codes of 8 bits times scales
 };
 /// Whether the pass is attention's: what surrounds it has no masks, no scores and no tiles to choose.
 constexpr bool is_attention(Pass pass) { return pass == Pass::forward || pass == Pass::backward; }
@@ -56,7 +56,7 @@ enum class ConfigSource : std::uint8_t {
   heuristic,        ///< no record: the family chose
 };
 
-FLASHJIT_API std::string to_string(Pass pass);         // "fwd", "bwd", "append", "merge", "quantise"
+FLASHJIT_API std::string to_string(Pass pass);         // "fwd", "bwd", "append", "merge", "quantize"
 FLASHJIT_API std::string to_string(DType dtype);       // "fp16", "bf16", "fp32", "e4m3", ...
 FLASHJIT_API std::string to_string(ElementType type);  // "fp32", ..., "uint8", "bool"
 FLASHJIT_API std::string to_string(Family family);     // "sm90", "sm80", "simt"

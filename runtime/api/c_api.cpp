@@ -96,12 +96,12 @@ const flashjit::AttentionSpec& get(const flashjit_spec* spec) {
 }
 
 flashjit::KernelSpec get(const flashjit_spec* spec, flashjit_pass pass) {
-  if (pass >= FLASHJIT_FORWARD && pass <= FLASHJIT_QUANTISE)
+  if (pass >= FLASHJIT_FORWARD && pass <= FLASHJIT_QUANTIZE)
     return {get(spec), static_cast<flashjit::Pass>(pass)};
   throw Error(
       ErrorCode::invalid_argument,
       fmt::format("pass is {}: give FLASHJIT_FORWARD (0), FLASHJIT_BACKWARD (1), FLASHJIT_APPEND (2), "
-                  "FLASHJIT_MERGE (3) or FLASHJIT_QUANTISE (4).",
+                  "FLASHJIT_MERGE (3) or FLASHJIT_QUANTIZE (4).",
                   pass));
 }
 
@@ -316,8 +316,8 @@ flashjit::MergeArgs merge_args(const flashjit_merge_args* given, States& room) {
           .out_type = dtype("out_type", c.out_type)};
 }
 
-flashjit::QuantiseArgs quantise_args(const flashjit_quantise_args* given) {
-  const auto c = flashjit::read_struct("flashjit_quantise_args", given);
+flashjit::QuantizeArgs quantize_args(const flashjit_quantize_args* given) {
+  const auto c = flashjit::read_struct("flashjit_quantize_args", given);
   return {.x = view(c.x),
           .codes = view(c.codes),
           .scale = view(c.scale),
@@ -553,9 +553,9 @@ flashjit_status flashjit_merge(flashjit_runtime* runtime, const flashjit_spec* s
   });
 }
 
-flashjit_status flashjit_quantise(flashjit_runtime* runtime, const flashjit_spec* spec,
-                                  const flashjit_quantise_args* args, CUstream_st* stream) noexcept {
-  return guarded([&] { get(runtime).quantise(get(spec), quantise_args(args), stream); });
+flashjit_status flashjit_quantize(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                  const flashjit_quantize_args* args, CUstream_st* stream) noexcept {
+  return guarded([&] { get(runtime).quantize(get(spec), quantize_args(args), stream); });
 }
 
 flashjit_status flashjit_prepare(flashjit_runtime* runtime, flashjit_pass pass, const flashjit_spec* spec,
@@ -642,9 +642,9 @@ flashjit_status flashjit_reference_merge(const flashjit_spec* spec,
   });
 }
 
-flashjit_status flashjit_reference_quantise(const flashjit_spec* spec,
-                                            const flashjit_quantise_args* args) noexcept {
-  return guarded([&] { flashjit::reference_quantise(get(spec), quantise_args(args)); });
+flashjit_status flashjit_reference_quantize(const flashjit_spec* spec,
+                                            const flashjit_quantize_args* args) noexcept {
+  return guarded([&] { flashjit::reference_quantize(get(spec), quantize_args(args)); });
 }
 
 flashjit_status flashjit_shared_create(flashjit_runtime* runtime, const flashjit_spec* spec,

@@ -216,7 +216,7 @@ void reference_append(const AttentionSpec& spec, const AppendArgs& args) {
   }
 }
 
-void reference_quantise(const AttentionSpec& spec, const QuantiseArgs& args) {
+void reference_quantize(const AttentionSpec& spec, const QuantizeArgs& args) {
   check_arguments(spec, args);
   // No structured binding: clang 14 has none in lambdas.
   const std::int64_t batch = args.x.size[0], heads = args.x.size[1], rows = args.x.size[2];

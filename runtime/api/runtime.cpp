@@ -32,8 +32,8 @@ void Runtime::merge(const AttentionSpec& spec, const MergeArgs& args, Stream str
   impl_->merge(spec, args, stream);
 }
 
-void Runtime::quantise(const AttentionSpec& spec, const QuantiseArgs& args, Stream stream) {
-  impl_->quantise(spec, args, stream);
+void Runtime::quantize(const AttentionSpec& spec, const QuantizeArgs& args, Stream stream) {
+  impl_->quantize(spec, args, stream);
 }
 
 KernelReport Runtime::prepare(const KernelSpec& spec, const AttentionShape& shape,

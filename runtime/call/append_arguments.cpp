@@ -224,7 +224,7 @@ AttentionShape shape_of(const AttentionSpec& /*spec*/, const MergeArgs& args) {
   return {.batch = size[0], .heads_q = size[1], .heads_kv = size[1], .seqlen_q = size[2], .seqlen_kv = 0};
 }
 
-AttentionShape shape_of(const AttentionSpec& /*spec*/, const QuantiseArgs& args) {
+AttentionShape shape_of(const AttentionSpec& /*spec*/, const QuantizeArgs& args) {
   const auto& size = args.x.size;
   return {.batch = size[0], .heads_q = size[1], .heads_kv = size[1], .seqlen_q = size[2], .seqlen_kv = 0};
 }
@@ -288,7 +288,7 @@ void check_arguments(const AttentionSpec& spec, const MergeArgs& args) {
   }
 }
 
-void check_arguments(const AttentionSpec& spec, const QuantiseArgs& args) {
+void check_arguments(const AttentionSpec& spec, const QuantizeArgs& args) {
   if (!spec.has_scales())
     refuse("The spec has K and V of {}: set spec.kv_dtype to e4m3, e5m2 or int8.", to_string(spec.kv_type()));
   const auto [batch, heads, rows, dim] = args.x.size;
@@ -359,7 +359,7 @@ MergeParams make_params(const AttentionSpec& spec, const MergeArgs& args) {
   return params;
 }
 
-QuantiseParams make_params(const AttentionSpec& spec, const QuantiseArgs& args) {
+QuantizeParams make_params(const AttentionSpec& spec, const QuantizeArgs& args) {
   const AttentionShape shape = shape_of(spec, args);
   ScaleParam scale = scale_param(args.scale);
   scale.stride_b += scale.stride_page;  // one of which is 0
@@ -395,7 +395,7 @@ std::vector<NamedPointer> pointers_of(const AppendArgs& args) {
                         {"slots", args.slots.data}});
 }
 
-std::vector<NamedPointer> pointers_of(const QuantiseArgs& args) {
+std::vector<NamedPointer> pointers_of(const QuantizeArgs& args) {
   return without_nulls({{"x", memory_of(args.x)},
                         {"codes", memory_of(args.codes)},
                         {"scale", args.scale.data},

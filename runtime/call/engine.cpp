@@ -124,8 +124,8 @@ void Engine::merge(const AttentionSpec& spec, const MergeArgs& args, Stream stre
   run_plain(spec, Pass::merge, args, stream);
 }
 
-void Engine::quantise(const AttentionSpec& spec, const QuantiseArgs& args, Stream stream) {
-  run_plain(spec, Pass::quantise, args, stream);
+void Engine::quantize(const AttentionSpec& spec, const QuantizeArgs& args, Stream stream) {
+  run_plain(spec, Pass::quantize, args, stream);
 }
 
 template <class Args>

@@ -35,7 +35,7 @@ class Engine {
   void backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream);
   void append(const AttentionSpec& spec, const AppendArgs& args, Stream stream);
   void merge(const AttentionSpec& spec, const MergeArgs& args, Stream stream);
-  void quantise(const AttentionSpec& spec, const QuantiseArgs& args, Stream stream);
+  void quantize(const AttentionSpec& spec, const QuantizeArgs& args, Stream stream);
   KernelReport prepare(const KernelSpec& spec, const AttentionShape& shape,
                        const std::optional<TileConfig>& config);
   std::array<KernelReport, 2> prepare_both(const AttentionSpec& spec, const AttentionShape& shape);

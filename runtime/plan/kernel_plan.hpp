@@ -49,7 +49,7 @@ enum class Step : std::uint8_t {
   merge,                  ///< O and LSE of partial states
   clear_scales,           ///< before they are found
   find_scales,            ///< of a tensor's largest elements
-  quantise,               ///< the tensor divided by them
+  quantize,               ///< the tensor divided by them
 };
 
 /// A captured tensor whose last two dimensions TMA copies in tiles: rows at a time, its number among the

@@ -101,7 +101,7 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
     case Step::clear_scales:
       return tiles(std::max<std::int64_t>(heads, 1), kAuxiliaryThreads);  // one scale may be of nothing
     case Step::find_scales:
-    case Step::quantise:
+    case Step::quantize:
       return tiles(heads * shape.seqlen_q, kAuxiliaryThreads / 32);
     case Step::merge:
       return tiles(heads * shape.seqlen_q * (kernel.spec.v_dim() / kMergedDims), kAuxiliaryThreads);

@@ -139,12 +139,12 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
     kernel.add(Step::append, append);
   }
   if (spec.pass == Pass::merge) kernel.add(Step::merge, entry_without_tiles("merge", "MergeParams"));
-  if (spec.pass == Pass::quantise) {
+  if (spec.pass == Pass::quantize) {
     const std::pair<Step, const char*> entries[] = {{Step::clear_scales, "clear_scales"},
                                                     {Step::find_scales, "find_scales"},
-                                                    {Step::quantise, "quantise"}};
+                                                    {Step::quantize, "quantize"}};
     for (const auto& [step, name] : entries)
-      kernel.add(step, entry_without_tiles(name, "QuantiseParams", "quantise"));
+      kernel.add(step, entry_without_tiles(name, "QuantizeParams", "quantize"));
   }
   if (!is_attention(spec.pass)) return kernel;
   kernel.constants.push_back({"kLseLog2", false});

@@ -187,7 +187,7 @@ class FieldReader {
 
 std::string spec_allowed() {
   std::string allowed =
-      "write [fwd:|bwd:|append:|merge:|quantise:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at most "
+      "write [fwd:|bwd:|append:|merge:|quantize:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at most "
       "once, score{<program>}, a mask (causal or causal_top_left or mask{<program>}), map<queries>x<keys>, "
       "pages<rows>, kv<e4m3|e5m2|int8>";
   for (const plan::SpecOption& option : plan::kSpecOptions) allowed += fmt::format(", {}", option.text);
@@ -297,7 +297,7 @@ void check_running_state(const AttentionSpec& spec) {
 
 bool plan::names_pass(std::string_view spec_text) {
   const std::string_view first = spec_text.substr(0, spec_text.find(':'));
-  return first == "fwd" || first == "bwd" || first == "append" || first == "merge" || first == "quantise";
+  return first == "fwd" || first == "bwd" || first == "append" || first == "merge" || first == "quantize";
 }
 
 AttentionSpec AttentionSpec::normalized() const {
@@ -323,7 +323,7 @@ KernelSpec KernelSpec::normalized() const {
              .key_scales = key_scales},
             pass};
   if (pass == Pass::merge) return {{.dtype = dtype, .head_dim = v_dim(), .head_dim_v = v_dim()}, pass};
-  if (pass == Pass::quantise)
+  if (pass == Pass::quantize)
     return {{.dtype = dtype, .head_dim = head_dim, .head_dim_v = head_dim, .kv_dtype = kv_dtype}, pass};
   KernelSpec out{AttentionSpec::normalized(), pass};
   // The forward pass is deterministic without being asked.
@@ -372,8 +372,8 @@ void AttentionSpec::validate() const {
 void KernelSpec::validate() const {
   parse_pass(to_string(pass));  // refuses numbers that a cast made an enumerator
   AttentionSpec::validate();
-  if (pass == Pass::quantise && !has_scales())
-    refuse("the pass is quantise and K and V are {}; set kv_dtype to e4m3, e5m2 or int8",
+  if (pass == Pass::quantize && !has_scales())
+    refuse("the pass is quantize and K and V are {}; set kv_dtype to e4m3, e5m2 or int8",
            to_string(kv_type()));
   if (pass == Pass::append && !kv.is_cache())
     refuse("the pass is append and the spec has no cache: set kv to KvLayout::paged(page_size) or slots()");

@@ -280,7 +280,7 @@ std::vector<double> first_columns(const std::vector<double>& values, std::int64_
   return taken;
 }
 
-std::vector<double> quantise(DType type, bool by_row, std::int64_t heads, std::int64_t rows, std::int64_t dim,
+std::vector<double> quantize(DType type, bool by_row, std::int64_t heads, std::int64_t rows, std::int64_t dim,
                              std::vector<double>& values) {
   const DTypeInfo& info = dtype_info(type);
   const std::int64_t row_count = std::ssize(values) / dim;

@@ -44,7 +44,7 @@ std::vector<double> first_columns(const std::vector<double>& values, std::int64_
 
 /// Rounds `values`, [.., heads, rows, dim], to codes of the type times scales in fp32, such that the largest
 /// of a head, or of a row, is the type's largest. Returns the scales: [heads], or one a row.
-std::vector<double> quantise(DType type, bool by_row, std::int64_t heads, std::int64_t rows, std::int64_t dim,
+std::vector<double> quantize(DType type, bool by_row, std::int64_t heads, std::int64_t rows, std::int64_t dim,
                              std::vector<double>& values);
 
 /// Lists of `top_k` of `keys` keys each, some of which are named twice, or are -1 or no key.

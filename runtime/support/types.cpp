@@ -21,7 +21,7 @@ constexpr Names<Pass, 5> kPasses{{{Pass::forward, "fwd"},
                                   {Pass::backward, "bwd"},
                                   {Pass::append, "append"},
                                   {Pass::merge, "merge"},
-                                  {Pass::quantise, "quantise"}}};
+                                  {Pass::quantize, "quantize"}}};
 /// The names of the table of types.
 Names<DType, 6> dtype_names() {
   Names<DType, 6> names;

@@ -1,4 +1,4 @@
-// What the append, merge and quantise entries take, by value. Host and device include this file.
+// What the append, merge and quantize entries take, by value. Host and device include this file.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -57,8 +57,8 @@ struct MergeParams {
   int fp32_parts, fp32_out;  ///< else they are of the problem's type
 };
 
-/// What the quantise entries take.
-struct QuantiseParams {
+/// What the quantize entries take.
+struct QuantizeParams {
   TensorParam x, codes;  ///< [batch, heads, rows, dim]
   ScaleParam scale;      ///< written; strides are 0 where rows share one, pages are the batch
   int batch, heads, rows;

@@ -398,7 +398,7 @@ def test_merges_that_make_no_sense_are_refused():
     refused(bad, "out_type is fp16", dtype=torch.float16, given=parts_of(1, torch.bfloat16))
 
 
-@pytest.mark.parametrize("function", ["append", "merge", "quantise"])
+@pytest.mark.parametrize("function", ["append", "merge", "quantize"])
 def test_vmap_is_refused_with_what_to_do(function):
     x, lse, lengths = (
         torch.randn(3, 2, 4, 8, 16),
@@ -408,7 +408,7 @@ def test_vmap_is_refused_with_what_to_do(function):
     call = {
         "append": lambda x, lse, lengths: flashjit.append(x, x, x.clone(), x.clone(), kv_lengths=lengths),
         "merge": lambda x, lse, lengths: flashjit.merge([(x, lse), (x, lse)]),
-        "quantise": lambda x, lse, lengths: flashjit.quantise(x),
+        "quantize": lambda x, lse, lengths: flashjit.quantize(x),
     }[function]
     with pytest.raises(
         flashjit.Unsupported, match=f"{function}.. does not work under torch.vmap: call it outside"

@@ -149,13 +149,13 @@ def test_append_fills_what_attention_reads(dtype, by_key):
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("scales", ["tensor", "head", "page", "row"])
-def test_quantise_makes_what_attention_takes(dtype, scales):
+def test_quantize_makes_what_attention_takes(dtype, scales):
     torch.manual_seed(5)
     q, k, v = (
         torch.randn(BATCH, heads, n, DIM).to(DEVICE, DTYPE)
         for heads, n in ((HEADS, QUERIES), (HEADS_KV, KEYS), (HEADS_KV, KEYS))
     )
-    (k8, k_scale), (v8, v_scale) = (flashjit.quantise(x, dtype, scales=scales) for x in (k, v))
+    (k8, k_scale), (v8, v_scale) = (flashjit.quantize(x, dtype, scales=scales) for x in (k, v))
     assert k8.dtype == dtype and k8.shape == k.shape
     sizes = {
         "tensor": (),
@@ -171,7 +171,7 @@ def test_quantise_makes_what_attention_takes(dtype, scales):
     ] * want.norm()
 
 
-def test_quantised_queries_share_a_kv_head_s_scale_and_may_be_rotated():
+def test_quantized_queries_share_a_kv_head_s_scale_and_may_be_rotated():
     torch.manual_seed(6)
     q, k, v = (
         torch.randn(BATCH, heads, n, DIM)
@@ -181,9 +181,9 @@ def test_quantised_queries_share_a_kv_head_s_scale_and_may_be_rotated():
     q, k, v = (x.to(DEVICE, DTYPE) for x in (q, k, v))
     want, errors = attention(q, k, v, causal=True).float(), []
     for hadamard in (False, True):
-        q8, q_scale = flashjit.quantise(q, heads=HEADS_KV, hadamard=hadamard)
-        k8, k_scale = flashjit.quantise(k, hadamard=hadamard)
-        v8, v_scale = flashjit.quantise(v)
+        q8, q_scale = flashjit.quantize(q, heads=HEADS_KV, hadamard=hadamard)
+        k8, k_scale = flashjit.quantize(k, hadamard=hadamard)
+        v8, v_scale = flashjit.quantize(v)
         assert q_scale.shape == (BATCH, HEADS_KV)
         got = attention(q8, k8, v8, causal=True, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale).float()
         errors.append(((got - want).norm() / want.norm()).item())
@@ -199,8 +199,8 @@ def test_quantised_queries_share_a_kv_head_s_scale_and_may_be_rotated():
         {"tables": DTYPE, "positions": True, "hadamard": True},
     ],
 )
-def test_quantise_rotates_by_position_first(given):
-    """As append() does, which then quantises a cache."""
+def test_quantize_rotates_by_position_first(given):
+    """As append() does, which then quantizes a cache."""
     torch.manual_seed(7)
     x = torch.randn(BATCH, HEADS, QUERIES, DIM).to(DEVICE, DTYPE)
     given, rope_dims = dict(given), given.get("rope_dims") or DIM
@@ -223,30 +223,30 @@ def test_quantise_rotates_by_position_first(given):
     )
     pair = first * cos - second * sin, first * sin + second * cos
     head = torch.stack(pair, -1).flatten(-2) if given.get("interleaved") else torch.cat(pair, -1)
-    want, want_scale = flashjit.quantise(
+    want, want_scale = flashjit.quantize(
         torch.cat([head, turned[..., rope_dims:]], -1).contiguous(), hadamard=given.get("hadamard", False)
     )
-    got, scale = flashjit.quantise(x, **given)
+    got, scale = flashjit.quantize(x, **given)
     assert torch.allclose(scale, want_scale, rtol=2e-2 if table_type == DTYPE else 1e-4)
     got, want = got.float() * scale[..., None, None], want.float() * want_scale[..., None, None]
     assert (got - want).norm() < (0.05 if table_type == DTYPE else 0.005) * want.norm()
     assert (got - x.float()).norm() > 0.3 * want.norm()
 
 
-def test_quantise_compiles():
+def test_quantize_compiles():
     x = torch.randn(2, 2, 5, 32).to(DEVICE, DTYPE)
     for scales in ("head", "row"):
         torch._dynamo.reset()
         run = torch.compile(
-            lambda x: flashjit.quantise(2 * x, scales=scales, hadamard=True),
+            lambda x: flashjit.quantize(2 * x, scales=scales, hadamard=True),
             backend="aot_eager",
             fullgraph=True,
         )
-        for got, want in zip(run(x), flashjit.quantise(2 * x, scales=scales, hadamard=True)):
+        for got, want in zip(run(x), flashjit.quantize(2 * x, scales=scales, hadamard=True)):
             assert torch.equal(got.float(), want.float())
 
 
-def test_quantise_names_mistakes():
+def test_quantize_names_mistakes():
     x = torch.randn(BATCH, HEADS, QUERIES, DIM).to(DEVICE, DTYPE)
     for named, words in (
         ({"scales": "column"}, "scales is 'column'"),
@@ -262,14 +262,14 @@ def test_quantise_names_mistakes():
         ({"theta": 1e4, "positions": torch.ones(3, dtype=torch.int32, device=DEVICE)}, "positions is"),
     ):
         with pytest.raises(flashjit.InvalidArgument, match=words):
-            flashjit.quantise(x, **named)
+            flashjit.quantize(x, **named)
     with pytest.raises(flashjit.InvalidArgument, match="head_dim is 24"):
-        flashjit.quantise(torch.cat([x, x], -1)[..., :24].contiguous())
+        flashjit.quantize(torch.cat([x, x], -1)[..., :24].contiguous())
     with pytest.raises(flashjit.WrongType, match="dtype is torch.float16"):
-        flashjit.quantise(x, torch.float16)
+        flashjit.quantize(x, torch.float16)
     with pytest.raises(flashjit.Unsupported, match="no gradients"):
-        flashjit.quantise(x.clone().requires_grad_())
-    zeros, scale = flashjit.quantise(torch.zeros_like(x))
+        flashjit.quantize(x.clone().requires_grad_())
+    zeros, scale = flashjit.quantize(torch.zeros_like(x))
     assert (zeros.float() == 0).all() and (scale == 1).all()
 
 
@@ -279,14 +279,14 @@ def test_the_scales_of_nothing_are_one(scales, size, monkeypatch):
     monkeypatch.setattr(
         torch, "empty", lambda *size, **named: torch.full(*size, 7.0, **named)
     )  # what memory happens to hold
-    codes, scale = flashjit.quantise(torch.zeros(size, device=DEVICE, dtype=DTYPE), scales=scales)
+    codes, scale = flashjit.quantize(torch.zeros(size, device=DEVICE, dtype=DTYPE), scales=scales)
     assert codes.shape == size and (scale == 1).all()
 
 
 def test_views_that_negate_are_read_as_what_they_mean():
     x = torch.randn(BATCH, HEADS_KV, 6, DIM).to(DEVICE, DTYPE)
     negated = torch._neg_view(-x)
-    for got, want in zip(flashjit.quantise(negated), flashjit.quantise(x)):
+    for got, want in zip(flashjit.quantize(negated), flashjit.quantize(x)):
         assert torch.equal(got.float(), want.float())
     scale = torch.full((HEADS_KV,), 0.01, device=DEVICE)
     lengths = torch.full((BATCH,), 6, dtype=torch.int32, device=DEVICE)

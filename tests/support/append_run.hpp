@@ -219,7 +219,7 @@ class AppendRun {
       multiply(expected_v, cache_.v, cache_.v_scale);
     }
     // A new key's scale, or what is left of it by a scale that is given.
-    const auto quantised = [&](std::vector<double> row, double* scale) {
+    const auto quantized = [&](std::vector<double> row, double* scale) {
       if (!spec_.has_scales()) return row;
       const double largest = dtype_info(spec_.kv_type()).largest;
       if (spec_.key_scales) *scale = largest_finite(row) / largest;
@@ -249,10 +249,10 @@ class AppendRun {
           const auto scale_of = [&](Scales& scales) {
             return spec_.has_scales() ? &scales.at(b, page, h, key % page_rows) : nullptr;
           };
-          std::ranges::copy(quantised(rotated(k_.row(at, h, s), position), scale_of(cache_.k_scale)),
+          std::ranges::copy(quantized(rotated(k_.row(at, h, s), position), scale_of(cache_.k_scale)),
                             &expected_k_[place(cache_.k, h)]);
           const std::vector<double> v_row(v_.row(at, h, s), v_.row(at, h, s) + v_.dim);
-          std::ranges::copy(quantised(v_row, scale_of(cache_.v_scale)), &expected_v[place(cache_.v, h)]);
+          std::ranges::copy(quantized(v_row, scale_of(cache_.v_scale)), &expected_v[place(cache_.v, h)]);
           std::fill_n(&cache_.k.values[place(cache_.k, h)], k_.dim, kPoison);
           std::fill_n(&v_pool.values[place(cache_.v, h)], v_.dim, kPoison);
         }

@@ -229,25 +229,25 @@ TEST(Append, TheReferenceRefusesScalesThatNoCodeCanHave) {
 }
 
 /// What shares a scale with NaN has NaN for its scale, wherever the NaN is.
-TEST(Quantise, TheReferenceKeepsNan) {
-  const KernelSpec spec = parse_spec("quantise:fp32:d16:kve4m3");
+TEST(Quantize, TheReferenceKeepsNan) {
+  const KernelSpec spec = parse_spec("quantize:fp32:d16:kve4m3");
   for (const int place : {0, 20, 47}) {
     std::vector<float> x(3 * 16, 2.0f), scale(1);
     x[place] = std::nanf("");
     std::vector<std::uint8_t> codes(x.size());
-    reference_quantise(spec, {.x = ConstTensorView::bhsd(x.data(), 1, 1, 3, 16),
+    reference_quantize(spec, {.x = ConstTensorView::bhsd(x.data(), 1, 1, 3, 16),
                               .codes = TensorView::bhsd(codes.data(), 1, 1, 3, 16),
                               .scale = {scale.data(), {1, 1, 1, 1}}});
     EXPECT_TRUE(std::isnan(scale[0])) << place;
   }
 }
 
-TEST(Quantise, ScalesOfNoRowsAreOne) {
-  const KernelSpec spec = parse_spec("quantise:fp32:d16:kve4m3");
+TEST(Quantize, ScalesOfNoRowsAreOne) {
+  const KernelSpec spec = parse_spec("quantize:fp32:d16:kve4m3");
   float x = 0;
   std::uint8_t codes = 0;
   std::vector<float> scales(6, -1.0f);
-  reference_quantise(spec, {.x = ConstTensorView::bhsd(&x, 2, 3, 0, 16),
+  reference_quantize(spec, {.x = ConstTensorView::bhsd(&x, 2, 3, 0, 16),
                             .codes = TensorView::bhsd(&codes, 2, 3, 0, 16),
                             .scale = {scales.data(), {2, 1, 3, 1}, {3, 3, 1, 1}}});
   EXPECT_EQ(scales, std::vector<float>(6, 1.0f));

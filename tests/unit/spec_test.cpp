@@ -181,7 +181,7 @@ TEST(Spec, ParseRefusesWithTheOffendingText) {
     expect_refused([&] { parse_spec(text); }, parts);
   };
   refused("", {"the spec ''", "it must be one of: fp16, bf16, fp32"});
-  refused("fwd", {"'fwd' ends before the element type", "write [fwd:|bwd:|append:|merge:|quantise:]"});
+  refused("fwd", {"'fwd' ends before the element type", "write [fwd:|bwd:|append:|merge:|quantize:]"});
   refused("bf16", {"'bf16' ends before the head dimension"});
   refused("forward:bf16:d64", {"'forward:bf16:d64' has a wrong field 'forward'"});
   refused("fp8:d64", {"'fp8'", "fp16, bf16, fp32"});
@@ -269,7 +269,7 @@ TEST(Spec, ValidateNamesTheField) {
   refused({{.head_dim = 64, .head_dim_v = 40, .kv_dtype = DType::int8}},
           {"head_dim_v is 40", "a multiple of 16"});
   refused({{.head_dim = 64, .kv_dtype = DType::e5m2}, Pass::backward}, {"backward", "e5m2", "the type of Q"});
-  refused({{.head_dim = 64}, Pass::quantise}, {"quantise", "bf16", "set kv_dtype"});
+  refused({{.head_dim = 64}, Pass::quantize}, {"quantize", "bf16", "set kv_dtype"});
   refused({{.head_dim = 64, .q_codes = true}}, {"q_codes is set", "K and V are bf16", "set kv_dtype"});
   refused({{.head_dim = 64, .kv_dtype = DType::int8, .q_codes = true}}, {"q_codes", "int8", "e4m3 and e5m2"});
   refused({{.head_dim = 64, .kv_dtype = DType::e4m3, .q_codes = true}, Pass::backward},

@@ -85,7 +85,7 @@ def hadamard(x):
     return y / math.sqrt(block)
 
 
-def quantised(x):
+def quantized(x):
     """Codes, and the scale of each head of each sequence."""
     x = x.float()
     scale = x.abs().amax((2, 3)).clamp_min(1e-30) / LARGEST_CODE
@@ -257,7 +257,7 @@ def measure_case(kind, dim, causal, length, people, device="cuda", heads=HEADS):
 
     add("flashjit bf16", flashjit.attention(q, k, v, causal=causal)[:, :, rows], unrounded)
     for suffix, turn in (("", lambda x: x), (" hadamard", hadamard)):
-        given = [quantised(x) for x in (turn(q), turn(k), v)]
+        given = [quantized(x) for x in (turn(q), turn(k), v)]
         codes, scales = [x for x, _ in given], [scale for _, scale in given]
         of_codes = exact(*(meant(*x) for x in given), causal, rows)
         add("inputs" + suffix, of_codes, of_codes)
@@ -325,7 +325,7 @@ def measure_speeds(path):
                     .transpose(1, 2)
                     for _ in "qkv"
                 )
-                codes, scales = zip(*(quantised(x) for x in (q, k, v)))
+                codes, scales = zip(*(quantized(x) for x in (q, k, v)))
                 for causal in MASKS:
                     calls = {
                         "flashjit bf16": functools.partial(flashjit.attention, q, k, v, causal=bool(causal))

@@ -102,7 +102,7 @@ std::vector<double> normal_values(std::int64_t count, DType dtype, std::mt19937_
 }
 
 /// Q, K and V become codes times scales, where the spec has them.
-void quantise(reference::Problem& problem) {
+void quantize(reference::Problem& problem) {
   const KernelSpec& spec = problem.spec;
   if (!spec.has_scales()) return;
   const std::int64_t heads = problem.shape.heads_kv;
@@ -110,13 +110,13 @@ void quantise(reference::Problem& problem) {
     const std::int64_t rows = spec.varlen && !spec.kv.is_cache()
                                   ? std::ssize(values) / std::max<std::int64_t>(heads * dim, 1)
                                   : problem.shape.seqlen_kv;
-    return reference::quantise(spec.kv_type(), spec.key_scales, heads, rows, dim, values);
+    return reference::quantize(spec.kv_type(), spec.key_scales, heads, rows, dim, values);
   };
   if (spec.q_codes) {
     // The queries of a KV head, one head after the other.
     const std::int64_t rows = std::ssize(problem.q) / std::max<std::int64_t>(heads * spec.head_dim, 1) /
                               (spec.varlen ? 1 : std::max<std::int64_t>(problem.shape.batch, 1));
-    problem.q_scale = reference::quantise(spec.q_type(), false, heads, rows, spec.head_dim, problem.q);
+    problem.q_scale = reference::quantize(spec.q_type(), false, heads, rows, spec.head_dim, problem.q);
   }
   problem.k_scale = of_kv(problem.k, spec.head_dim);
   problem.v_scale = of_kv(problem.v, spec.v_dim());
@@ -154,7 +154,7 @@ reference::Problem random_problem(const KernelSpec& spec, const AttentionShape& 
     reference::share_prefix(shape, problem.prefix_length, spec.head_dim, problem.k, problem.kv_lengths);
     reference::share_prefix(shape, problem.prefix_length, spec.v_dim(), problem.v, problem.kv_lengths);
   }
-  quantise(problem);
+  quantize(problem);
   if (spec.pass == Pass::backward) problem.dout = normal_values(queries * spec.v_dim(), spec.dtype, random);
   if (spec.has_block_map()) {
     problem.map_batch = shape.batch;
@@ -403,7 +403,7 @@ reference::Problem read_problem(const KernelSpec& spec, const InputFiles& files,
   problem.q = std::move(q.values);
   problem.k = std::move(k.values);
   problem.v = std::move(v.values);
-  quantise(problem);
+  quantize(problem);
 
   if (!files.dout.empty()) {
     Tensor dout = read_tensor(files.dout, layout, spec.dtype);

@@ -33,7 +33,7 @@ from .functional import DeviceTileLists, backward, build_lists, forward
 from .programs import Program, trace
 
 if TYPE_CHECKING or "torch" in _sys.modules:
-    from .torch import BlockMap, TileLists, append, attention, merge, quantise
+    from .torch import BlockMap, TileLists, append, attention, merge, quantize
 
 __all__ = [
     "append",
@@ -42,7 +42,7 @@ __all__ = [
     "build_lists",
     "forward",
     "merge",
-    "quantise",
+    "quantize",
     "trace",
     "runtime",
     "version",
@@ -68,14 +68,14 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What needs PyTorch is imported when it is first asked for."""
-    if name in ("append", "attention", "merge", "quantise", "BlockMap", "TileLists"):
+    if name in ("append", "attention", "merge", "quantize", "BlockMap", "TileLists"):
         from . import torch
 
         globals().update(
             append=torch.append,
             attention=torch.attention,
             merge=torch.merge,
-            quantise=torch.quantise,
+            quantize=torch.quantize,
             BlockMap=torch.BlockMap,
             TileLists=torch.TileLists,
         )

@@ -18,7 +18,7 @@ from ._checks import check_whole
 from .errors import BY_STATUS, InternalError, InvalidArgument, NoDriver, WrongType
 
 PACKAGE = pathlib.Path(__file__).resolve().parent
-FORWARD, BACKWARD, APPEND, MERGE, QUANTISE = range(5)
+FORWARD, BACKWARD, APPEND, MERGE, QUANTIZE = range(5)
 MAX_CAPTURE_DIMS = 6
 
 #: flashjit_element_type, by the name that programs use.
@@ -238,7 +238,7 @@ class MergeArgs(ctypes.Structure):
     ]
 
 
-class QuantiseArgs(ctypes.Structure):
+class QuantizeArgs(ctypes.Structure):
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("x", Tensor),
@@ -275,7 +275,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_backward": (ctypes.c_int32, [_pointer] * 4),
     "flashjit_append": (ctypes.c_int32, [_pointer] * 4),
     "flashjit_merge": (ctypes.c_int32, [_pointer] * 4),
-    "flashjit_quantise": (ctypes.c_int32, [_pointer] * 4),
+    "flashjit_quantize": (ctypes.c_int32, [_pointer] * 4),
     "flashjit_prepare": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer, ctypes.c_char_p]),
     "flashjit_prepare_both": (ctypes.c_int32, [_pointer] * 3),
     "flashjit_workspace_bytes": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer, _pointer]),
@@ -287,7 +287,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_reference_backward": (ctypes.c_int32, [_pointer] * 2),
     "flashjit_reference_append": (ctypes.c_int32, [_pointer] * 2),
     "flashjit_reference_merge": (ctypes.c_int32, [_pointer] * 2),
-    "flashjit_reference_quantise": (ctypes.c_int32, [_pointer] * 2),
+    "flashjit_reference_quantize": (ctypes.c_int32, [_pointer] * 2),
 }
 
 
@@ -550,7 +550,7 @@ class Runtime:
 
 def _pass_of(spec: str, backward: bool) -> int:
     """flashjit_pass: what the text names, where it is not attention."""
-    return {"append": APPEND, "merge": MERGE, "quantise": QUANTISE}.get(
+    return {"append": APPEND, "merge": MERGE, "quantize": QUANTIZE}.get(
         spec.partition(":")[0], BACKWARD if backward else FORWARD
     )
 

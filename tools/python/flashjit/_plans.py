@@ -825,7 +825,7 @@ def check_alike(tensors: Mapping[str, Tensor], types: Mapping[torch.dtype, str] 
                 + (
                     "flashjit computes in float16, bfloat16 and float32; convert it."
                     if types is SPEC_TYPES
-                    else f"where {first_name} is {str(first.dtype).removeprefix('torch.')} it must be of that type, too; see flashjit.quantise()."
+                    else f"where {first_name} is {str(first.dtype).removeprefix('torch.')} it must be of that type, too; see flashjit.quantize()."
                 )
             )
         if tensor.dtype != first.dtype:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoPE) as append() and quantise() take them."""
+"""Rotary position embeddings (RoPE) as append() and quantize() take them."""
 
 from __future__ import annotations
 

@@ -15,14 +15,14 @@ from ._library import runtime
 from ._lists import TileLists
 from ._plans import SPEC_TYPES, bind_context
 from ._problem import BlockMap, causal_option, check_types
-from ._quantise import quantise
+from ._quantize import quantize
 from ._sdpa import scaled_dot_product_attention
 
 __all__ = [
     "append",
     "attention",
     "merge",
-    "quantise",
+    "quantize",
     "scaled_dot_product_attention",
     "BlockMap",
     "TileLists",

@@ -1,4 +1,4 @@
-"""quantise(): a tensor as codes of 8 bits times scales."""
+"""quantize(): a tensor as codes of 8 bits times scales."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import _library
 from ._checks import check_number, check_text, check_whole
-from ._library import QuantiseArgs, Rope, spec_handle
+from ._library import QuantizeArgs, Rope, spec_handle
 from ._plans import (
     KEEP_PLANS,
     KV_TYPES,
@@ -44,7 +44,7 @@ class _Angles(NamedTuple):
     positions: Tensor | None
 
 
-def quantise(
+def quantize(
     x: Tensor,
     dtype: torch.dtype = torch.float8_e4m3fn,
     *,
@@ -80,11 +80,11 @@ def quantise(
     check_text("scales", scales)
     if scales not in _SIZES:
         raise InvalidArgument(f"scales is {scales!r}: give {', '.join(map(repr, _SIZES))}.")
-    refuse_batched("quantise()", x, cos, sin, positions)
+    refuse_batched("quantize()", x, cos, sin, positions)
     check_alike({"x": x})
     if torch.is_grad_enabled() and x.requires_grad:
         raise Unsupported(
-            "quantise() has no gradients: call it under torch.no_grad(), or give a tensor that requires none."
+            "quantize() has no gradients: call it under torch.no_grad(), or give a tensor that requires none."
         )
     if heads is None:
         heads = x.shape[1]
@@ -106,32 +106,32 @@ def quantise(
     codes = torch.empty_strided(x.shape, dense_strides(x.shape, x.stride()), dtype=dtype, device=x.device)
     scale = torch.empty(_SIZES[scales](x.shape[0], heads, x.shape[2]), dtype=torch.float32, device=x.device)
     run = (
-        torch.ops.flashjit.quantise
+        torch.ops.flashjit.quantize
         if torch.compiler.is_compiling() or is_watched() or x.is_neg()
-        else _quantise
+        else _quantize
     )
     run(x, codes, scale, bool(hadamard), *angles, float(theta or 0), rope_dims or 0, bool(interleaved))
     return codes, scale
 
 
 torch.library.define(
-    "flashjit::quantise",
+    "flashjit::quantize",
     "(Tensor x, Tensor(a!) codes, Tensor(b!) scale, bool hadamard, Tensor? cos, Tensor? sin, "
     "Tensor? positions, float theta, int rope_dims, bool interleaved) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-torch.library.register_fake("flashjit::quantise")(lambda *_: None)
+torch.library.register_fake("flashjit::quantize")(lambda *_: None)
 _calls: dict[Any, Any] = {}
 _PLACES = (
-    *(_library.word(QuantiseArgs, name) for name in ("x", "codes", "scale")),
+    *(_library.word(QuantizeArgs, name) for name in ("x", "codes", "scale")),
     *(
-        _library.word(QuantiseArgs, "rope") + _library.word(Rope, name)
+        _library.word(QuantizeArgs, "rope") + _library.word(Rope, name)
         for name in ("cos", "sin", "positions")
     ),
 )
 
 
-def _quantise(
+def _quantize(
     x: Tensor,
     codes: Tensor,
     scale: Tensor,
@@ -164,8 +164,8 @@ def _quantise(
             else (scale.shape[0], 1, scale.shape[1], scale.shape[2] if scale.dim() == 3 else 1)
         )
         strides = (sizes[2] * sizes[3], 0, sizes[3], 1)
-        args = QuantiseArgs(
-            struct_size=ctypes.sizeof(QuantiseArgs),
+        args = QuantizeArgs(
+            struct_size=ctypes.sizeof(QuantizeArgs),
             x=tensor_struct(x.shape, x.stride()),
             codes=tensor_struct(codes.shape, codes.stride()),
             scale=_library.Scales(None, (ctypes.c_int64 * 4)(*sizes), (ctypes.c_int64 * 4)(*strides)),
@@ -184,7 +184,7 @@ def _quantise(
     for place, tensor in zip(_PLACES, (x, codes, scale, *angles)):
         if tensor is not None:
             words[place] = tensor.data_ptr()
-    launch("quantise", spec, words, x.get_device())
+    launch("quantize", spec, words, x.get_device())
 
 
-torch.library.impl("flashjit::quantise", ("cuda", "cpu"))(_quantise)
+torch.library.impl("flashjit::quantize", ("cuda", "cpu"))(_quantize)

@@ -11,25 +11,25 @@
 namespace flashjit::auxiliary {
 
 /// A row of the tensor, by a warp.
-struct QuantisedRow {
+struct QuantizedRow {
   int b, h, s;
   bool exists;
 };
-__device__ __forceinline__ QuantisedRow row_of_warp(const QuantiseParams& p) {
+__device__ __forceinline__ QuantizedRow row_of_warp(const QuantizeParams& p) {
   const long long row = static_cast<long long>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
   const long long head = row / p.rows;
   return {static_cast<int>(head / p.heads), static_cast<int>(head % p.heads), static_cast<int>(row % p.rows),
           head < static_cast<long long>(p.batch) * p.heads};
 }
 
-__device__ __forceinline__ float* scale_of_row(const QuantiseParams& p, const QuantisedRow& at) {
+__device__ __forceinline__ float* scale_of_row(const QuantizeParams& p, const QuantizedRow& at) {
   return p.scale.data + at.b * p.scale.stride_b + at.h / p.heads_of_scale * p.scale.stride_h +
          at.s * p.scale.stride_s;
 }
 
 /// Turns the pairs of a row by its position's angles, if it has any.
 template <class P>
-__device__ __forceinline__ void rotate_by_position(const QuantiseParams& p, const QuantisedRow& at,
+__device__ __forceinline__ void rotate_by_position(const QuantizeParams& p, const QuantizedRow& at,
                                                    float* row, int lane) {
   const RopeParam& rope = p.rope;
   const int position = rope.positions != nullptr ? rope.positions[at.b * p.rows + at.s] : at.s;
@@ -62,9 +62,9 @@ __device__ __forceinline__ void rotate_by_hadamard(float* row, int lane) {
   __syncwarp();
 }
 
-/// Fills a warp's row with what is quantised.
+/// Fills a warp's row with what is quantized.
 template <class P>
-__device__ __forceinline__ void load_row(const QuantiseParams& p, const QuantisedRow& at, float* row) {
+__device__ __forceinline__ void load_row(const QuantizeParams& p, const QuantizedRow& at, float* row) {
   using Element = typename P::Element;
   constexpr int kElements = kChunk<Element>;
   const int lane = threadIdx.x % 32;
@@ -93,11 +93,11 @@ __device__ __forceinline__ float scale_for(const float* row) {
   return __int_as_float(largest) / kLargestCode<typename P::KvElement>;
 }
 
-constexpr int kQuantisedRows = 4;  // of a CTA of 128 threads
+constexpr int kQuantizedRows = 4;  // of a CTA of 128 threads
 
 /// Clears the scales that rows share. Where there is no row they are 1.
 template <class P>
-__device__ void clear_scales(const QuantiseParams& p) {
+__device__ void clear_scales(const QuantizeParams& p) {
   const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
   if (p.scale_of_row || i >= p.scales_b * p.scales_h) return;
   const bool any = p.batch > 0 && p.heads > 0 && p.rows > 0;
@@ -106,9 +106,9 @@ __device__ void clear_scales(const QuantiseParams& p) {
 
 /// Raises them to what each row asks for.
 template <class P>
-__device__ void find_scales(const QuantiseParams& p) {
-  __shared__ float rows[kQuantisedRows][P::kHeadDim];
-  const QuantisedRow at = row_of_warp(p);
+__device__ void find_scales(const QuantizeParams& p) {
+  __shared__ float rows[kQuantizedRows][P::kHeadDim];
+  const QuantizedRow at = row_of_warp(p);
   if (p.scale_of_row || !at.exists) return;
   float* row = rows[threadIdx.x / 32];
   load_row<P>(p, at, row);
@@ -118,10 +118,10 @@ __device__ void find_scales(const QuantiseParams& p) {
 
 /// Divides each row by its scale. Where that is 0 all that share it are zeros; it becomes 1.
 template <class P>
-__device__ void quantise(const QuantiseParams& p) {
+__device__ void quantize(const QuantizeParams& p) {
   using Code = typename P::KvElement;
-  __shared__ float rows[kQuantisedRows][P::kHeadDim];
-  const QuantisedRow at = row_of_warp(p);
+  __shared__ float rows[kQuantizedRows][P::kHeadDim];
+  const QuantizedRow at = row_of_warp(p);
   if (!at.exists) return;
   const int lane = threadIdx.x % 32;
   float *row = rows[threadIdx.x / 32], *scale = scale_of_row(p, at);

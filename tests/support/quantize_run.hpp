@@ -1,4 +1,4 @@
-// quantise() on the GPU: codes times scales are x, rotated or not, as nearly as the codes' type allows.
+// quantize() on the GPU: codes times scales are x, rotated or not, as nearly as the codes' type allows.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 
 namespace flashjit::test {
 
-struct QuantiseCase {
+struct QuantizeCase {
   const char* spec;                  ///< "bf16:d64:kve4m3"
   std::array<std::int64_t, 3> size;  ///< batch, heads, rows
   std::array<std::int64_t, 4> scales;
@@ -19,7 +19,7 @@ struct QuantiseCase {
   bool positions = false;  ///< of its own for each row, backwards
 };
 
-inline void check_quantise(Runtime& runtime, const QuantiseCase& test) {
+inline void check_quantize(Runtime& runtime, const QuantizeCase& test) {
   SCOPED_TRACE(std::string(test.spec) + (test.hadamard ? " hadamard" : ""));
   const KernelSpec spec = parse_spec(test.spec);
   const std::int64_t batch = test.size[0], heads = test.size[1], rows = test.size[2];  // for the lambda
@@ -40,7 +40,7 @@ inline void check_quantise(Runtime& runtime, const QuantiseCase& test) {
                    test.scales,
                    {test.scales[1] * test.scales[2] * test.scales[3], test.scales[2] * test.scales[3],
                     test.scales[3], 1}};
-    return QuantiseArgs{.x = ConstTensorView::bhsd(x_data, batch, heads, rows, dim),
+    return QuantizeArgs{.x = ConstTensorView::bhsd(x_data, batch, heads, rows, dim),
                         .codes = TensorView::bhsd(codes, batch, heads, rows, dim),
                         .scale = view,
                         .hadamard = test.hadamard,
@@ -49,7 +49,7 @@ inline void check_quantise(Runtime& runtime, const QuantiseCase& test) {
   const auto device_x = to_device(spec.dtype, x);
   const auto device_positions = to_device(positions);
   const GuardedMemory codes(count), scale(scale_count * sizeof(float));
-  runtime.quantise(spec, args_of(device_x.data(), codes.data(), scale.data(), device_positions.data()),
+  runtime.quantize(spec, args_of(device_x.data(), codes.data(), scale.data(), device_positions.data()),
                    nullptr);
   gpu().context->synchronize();
   EXPECT_TRUE(codes.guards_intact() && scale.guards_intact());
@@ -58,7 +58,7 @@ inline void check_quantise(Runtime& runtime, const QuantiseCase& test) {
 
   std::vector<std::uint8_t> host_x = encode(spec.dtype, x), host_codes(count);
   std::vector<float> host_scales(scale_count);
-  reference_quantise(spec, args_of(host_x.data(), host_codes.data(), host_scales.data(), positions.data()));
+  reference_quantize(spec, args_of(host_x.data(), host_codes.data(), host_scales.data(), positions.data()));
   const std::vector<double> wanted = decode(spec.kv_type(), host_codes);
   for (std::int64_t i = 0; i < scale_count; ++i)
     EXPECT_NEAR(got_scales[i], host_scales[i], 1e-5 * host_scales[i]) << i;
@@ -77,8 +77,8 @@ inline void check_quantise(Runtime& runtime, const QuantiseCase& test) {
 }
 
 /// All types, and scales of a tensor, of heads, of Q's KV heads, of pages and of rows.
-inline const std::vector<QuantiseCase>& quantise_cases() {
-  static const std::vector<QuantiseCase> all = {
+inline const std::vector<QuantizeCase>& quantize_cases() {
+  static const std::vector<QuantizeCase> all = {
       {"bf16:d128:kve4m3", {3, 4, 37}, {1, 1, 1, 1}},
       {"bf16:d128:kve4m3", {3, 4, 37}, {3, 1, 4, 1}, true},
       {"fp16:d64:kve5m2", {2, 8, 5}, {2, 1, 2, 1}},

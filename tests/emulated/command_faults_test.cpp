@@ -40,7 +40,7 @@ const Fault kFaults[] = {
      "", 80, kForward, kCheckFailed, "NOT all within their limits"},
     {"products_not_awaited", "sm90/forward.cuh", "wgmma_wait<1>();", "", 90, kForward, kCheckFailed,
      "NOT all within their limits"},
-    {"fence_missing", "sm90/forward_epilogue.cuh", "publish_to_async_proxy();", "", 90, kForward, kFailure,
+    {"fence_missing", "sm90/forward_output.cuh", "publish_to_async_proxy();", "", 90, kForward, kFailure,
      "without a fence.proxy.async"},
     {"prior_grid_not_awaited", "sm90/backward.cuh", "wait_for_prior_grid<P>();", "", 90, kBackward, kFailure,
      "before it has waited for the grid before"},

@@ -187,7 +187,7 @@ Engine::OperationPtr Engine::operation_of(const AttentionSpec& spec, Pass pass, 
     check_captures(known->plan.spec.programs.declarations, captures, captures_of);
     return known;
   }
-  const AttentionSpec normalized = spec.normalized();
+  const KernelSpec normalized = KernelSpec{spec, pass}.normalized();  // append and others drop programs
   check_captures(expr::declarations(normalized.score, normalized.mask), captures, captures_of);
   return add({spec, pass}, shape, device, {}, is_capturing(stream));
 }

@@ -9,6 +9,8 @@ import flashjit
 import pytest
 from flashjit import _library
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
 
 def environment(**more):
     """In which they import the package under test, too. more: variables."""
@@ -18,6 +20,17 @@ def environment(**more):
         "PYTHONPATH": os.pathsep.join(paths),
         **{name: str(value) for name, value in more.items()},
     }
+
+
+def script(path, *arguments, timeout=120):
+    """What a script of the repository did."""
+    return subprocess.run(
+        [sys.executable, ROOT / path, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment(),
+    )
 
 
 def built_command():

@@ -3,9 +3,6 @@
 import argparse
 import csv
 import importlib
-import pathlib
-import subprocess
-import sys
 
 import pytest
 
@@ -13,17 +10,7 @@ torch = pytest.importorskip("torch")
 import child  # noqa: E402
 import flashjit  # noqa: E402
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-def run(script, *arguments):
-    return subprocess.run(
-        [sys.executable, ROOT / script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=child.environment(),
-    )
+ROOT, run = child.ROOT, child.script
 
 
 def table(path):

@@ -1,26 +1,14 @@
 """The example and the measurement of flashjit.jax, in small sizes: that they run, agree, and write what they say."""
 
 import csv
-import pathlib
-import subprocess
-import sys
+import functools
 
 import pytest
 
 pytest.importorskip("jax_reference")
 import child  # noqa: E402
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-
-
-def run(script, *arguments):
-    return subprocess.run(
-        [sys.executable, ROOT / script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env=child.environment(),
-    )
+run = functools.partial(child.script, timeout=600)
 
 
 def test_a_gpt_learns_the_same_with_both():

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.guards import assert_size_stride  # in C: a fraction of what comparing stride() takes
 
-from . import _library
+from . import _library, _values
 from ._library import BackwardArgs, Capture, ForwardArgs, Handle, ListArgs, library, runtime, spec_handle
 from ._tracing import is_scalar
 from .errors import Error, InvalidArgument, WrongType
@@ -33,17 +33,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
 SPEC_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 #: Of K and V that have scales.
 KV_TYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
-ELEMENTS = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.int16: "int16",
-    torch.int8: "int8",
-    torch.uint8: "uint8",
-    torch.bool: "bool",
-}
+ELEMENTS = {getattr(torch, name): text for name, text in _values.ELEMENTS.items()}
 KEEP_PLANS = 4096
 MAX_DIM, MAX_DIM_V = 576, 512
 PLAIN = frozenset({Tensor, torch.nn.Parameter})

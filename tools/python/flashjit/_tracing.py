@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from . import _functions  # noqa: F401  (fills FUNCTIONS)
 from ._compiling import call_compiled
 from ._values import (
+    ELEMENTS,
     FUNCTIONS,
     LOWEST,
     Shape,
@@ -276,7 +277,7 @@ class Tracer:
         )
 
     def _check_type(self, tensor: Any) -> None:
-        if _dtype_name(tensor) not in _ELEMENTS:
+        if _dtype_name(tensor) not in ELEMENTS:
             element_type(tensor, self.named(tensor))
 
     def index(self, tensor: Any, dimension: int, given: Any) -> Value:
@@ -626,19 +627,6 @@ def _has_stand_in(value: Any) -> bool:
     return isinstance(value, STAND_INS)
 
 
-_ELEMENTS = {
-    "float32": "fp32",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "int32": "int32",
-    "int64": "int64",
-    "int16": "int16",
-    "int8": "int8",
-    "uint8": "uint8",
-    "bool": "bool",
-}
-
-
 def _dtype_name(array: Any) -> str:
     return str(array.dtype).rpartition(".")[2]
 
@@ -646,9 +634,9 @@ def _dtype_name(array: Any) -> str:
 def element_type(array: Any, name: str = "a captured tensor") -> str:
     """ "fp32", ..., "bool" of a tensor or array. Raises WrongType for types that programs cannot read."""
     dtype = _dtype_name(array)
-    if dtype not in _ELEMENTS:
-        raise WrongType(f"{name} has type {dtype}: programs read {', '.join(_ELEMENTS)}; convert it.")
-    return _ELEMENTS[dtype]
+    if dtype not in ELEMENTS:
+        raise WrongType(f"{name} has type {dtype}: programs read {', '.join(ELEMENTS)}; convert it.")
+    return ELEMENTS[dtype]
 
 
 def is_scalar(value: Any) -> bool:

@@ -14,6 +14,18 @@ from typing import Any
 
 from .errors import InvalidArgument, WrongType
 
+#: Types of captured arrays, as PyTorch and JAX call them, and as the language does.
+ELEMENTS = {
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "int32": "int32",
+    "int64": "int64",
+    "int16": "int16",
+    "int8": "int8",
+    "uint8": "uint8",
+    "bool": "bool",
+}
 _FLOATS = frozenset(("float", "float16", "bfloat16", "float32"))
 _RANGES = {
     "uint8": (0, 255),

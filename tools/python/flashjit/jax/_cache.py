@@ -13,12 +13,12 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 
 from .._library import spec_handle
+from .._values import ELEMENTS
 from ..errors import InvalidArgument, Unsupported, WrongType
 from . import _handler
 from ._attention import check_table, checked
 from ._call import alike, one_after_another
 from ._problem import cache_option
-from ._rules import ELEMENTS
 from ._sharding import KEEP_CALLS
 
 

@@ -7,8 +7,8 @@ import math
 import re
 from typing import Any
 
+from .._values import ELEMENTS
 from ._programs import Program
-from ._rules import ELEMENTS
 
 #: Arrays besides Q, K, V and captures, in the order of the operands.
 FIXED = ("kv_lengths", "page_table", "sinks", "rng")

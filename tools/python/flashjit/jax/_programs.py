@@ -22,9 +22,9 @@ import numpy as np
 
 from .. import _values as v
 from .._tracing import MAX_TENSORS, SIGNATURES, split_mask
-from .._values import Value, as_text
+from .._values import ELEMENTS, Value, as_text
 from ..errors import InvalidArgument, WrongType
-from ._rules import ELEMENTS, INSTEAD, RULES, UNCHANGED, Elements, constant, dtype_of, scalar
+from ._rules import INSTEAD, RULES, UNCHANGED, Elements, constant, dtype_of, scalar
 
 _MOST_DIMENSIONS = 6
 

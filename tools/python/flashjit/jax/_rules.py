@@ -10,21 +10,9 @@ from typing import Any
 
 from .. import _functions  # noqa: F401  (fills FUNCTIONS)
 from .. import _values as v
-from .._values import FUNCTIONS, Value, converted, literal
+from .._values import ELEMENTS, FUNCTIONS, Value, converted, literal
 from ..errors import InvalidArgument, WrongType
 
-#: Types of captured arrays, as the language calls them.
-ELEMENTS = {
-    "float32": "fp32",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "int32": "int32",
-    "int64": "int64",
-    "int16": "int16",
-    "int8": "int8",
-    "uint8": "uint8",
-    "bool": "bool",
-}
 _MOST_UNROLLED = 256
 _NAN = Value("(0.0 / 0.0)", "float32")
 

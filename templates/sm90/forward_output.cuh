@@ -20,6 +20,14 @@ __device__ __forceinline__ int first_query(const WorkTile<P>& work, int wg) {
   return work.q_begin + row_group<P>(wg) * kWarpgroupRows;
 }
 
+/// LSE of a thread's two rows, and where wanted their largest scores, by an output's store_values().
+template <class Values, class P>
+__device__ __forceinline__ void store_row_stats(const Params& p, const WorkTile<P>& work, int wg,
+                                                const float (&lse)[2], const float (&highest)[2]) {
+  Values::store_values(p, work, wg, lse_of<P>(p, work.split), lse);
+  if (P::kRowMax) Values::store_values(p, work, wg, row_max_of<P>(p, work.split), highest);
+}
+
 /// Rows of a work tile are rows of O one after the other: in Q's type.
 template <class P>
 struct PlainOutput {
@@ -37,8 +45,7 @@ struct PlainOutput {
   }
   static __device__ __forceinline__ void store_lse(const Params& p, const WorkTile<P>& work, int wg,
                                                    const float (&lse)[2], const float (&highest)[2]) {
-    store_values(p, work, wg, lse_of<P>(p, work.split), lse);
-    if (P::kRowMax) store_values(p, work, wg, row_max_of<P>(p, work.split), highest);
+    store_row_stats<PlainOutput>(p, work, wg, lse, highest);
   }
   template <int kCount>
   static __device__ __forceinline__ void store(const Params& p, const TensorMaps&, const ForwardStorage<P>&,
@@ -118,8 +125,7 @@ struct PackedSplitOutput : SplitOutput<P> {
   }
   static __device__ __forceinline__ void store_lse(const Params& p, const WorkTile<P>& work, int wg,
                                                    const float (&lse)[2], const float (&highest)[2]) {
-    store_values(p, work, wg, lse_of<P>(p, work.split), lse);
-    if (P::kRowMax) store_values(p, work, wg, row_max_of<P>(p, work.split), highest);
+    store_row_stats<PackedSplitOutput>(p, work, wg, lse, highest);
   }
   template <int kCount>
   static __device__ __forceinline__ void store(const Params& p, const TensorMaps&, const ForwardStorage<P>&,

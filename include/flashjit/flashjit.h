@@ -295,7 +295,8 @@ typedef struct flashjit_append_args {
   int64_t batch_size;               /**< sequences, with "varlen" in the spec */
   int64_t max_seqlen_kv;            /**< the most keys of a sequence; 0: all there is room for */
   flashjit_scales k_scale, v_scale; /**< with "kv<type>" in the spec: read; with "key_scales", too, written */
-  const void* slots; /**< where each new row goes, in place of lengths, table and offsets: see SlotsView */
+  /** Where each new row goes, in place of lengths and table: see SlotsView of flashjit/runtime.hpp. */
+  const void* slots;
   flashjit_element_type slots_type; /**< FLASHJIT_ELEMENT_INT64 (also by default) or FLASHJIT_ELEMENT_INT32 */
 } flashjit_append_args;
 

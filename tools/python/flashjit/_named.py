@@ -1,4 +1,4 @@
-"""Masks and scores that attention() has by name, as programs: a sliding window and a soft cap."""
+"""Masks and scores that attention() has by name: causal, and as programs a sliding window and a soft cap."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 from ._checks import check_mapping, check_number
 from .errors import InvalidArgument, WrongType
 
+#: The masks of a spec, by the argument `causal`.
+CAUSAL = {False: "", True: "causal", "bottom_right": "causal", "top_left": "causal_top_left"}
 SOFTCAP = "softcap * tanh(score / softcap)"
 #: The key that query q is at, aligned at the last of each, as `causal` is.
 AT_LAST = "q + seqlen_kv - seqlen_q"
 
 
 def window_text(at: str, left: str | None, right: str | None) -> list[str]:
-    """The conditions of a window around key `at`, whose sides are the names of captures."""
-    return [f"kv <= {at} + {right}"] * (right is not None) + [f"kv >= {at} - {left}"] * (left is not None)
+    """The conditions of a window around key `at`; its sides are numbers or names of captures, None without a limit."""
+    return [f"kv >= {at} - {left}"] * (left is not None) + [f"kv <= {at} + {right}"] * (right is not None)
 
 
 def with_named(

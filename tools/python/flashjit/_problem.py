@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ._checks import check_mapping, check_number
 from ._library import options_of, spec_options
+from ._named import CAUSAL
 from ._plans import ELEMENTS, KEEP_PLANS, NOTHING, SPEC_TYPES, Fixed, Problem, describe, refuse_nested
 from ._tracing import is_real
 from .errors import InvalidArgument, WrongType
@@ -310,10 +311,9 @@ def _kinds(program: Program, wants_grad: bool) -> tuple[Any, ...]:
 
 def causal_option(causal: Any) -> str:
     """The mask's name in a spec."""
-    named = {False: "", True: "causal", "bottom_right": "causal", "top_left": "causal_top_left"}
-    if not isinstance(causal, Hashable) or causal not in named:
+    if not isinstance(causal, Hashable) or causal not in CAUSAL:
         raise InvalidArgument(f'causal is {causal!r}: give True, False, "bottom_right" or "top_left".')
-    return named[causal]
+    return CAUSAL[causal]
 
 
 def _options(key: tuple[Any, ...]) -> str:

@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from .._library import spec_handle
+from .._named import AT_LAST, CAUSAL, window_text
 from ..errors import InvalidArgument, WrongType
 from ._call import alike, attend
 from ._problem import FIXED, Problem
 from ._programs import Tracer
 
 _TYPES = ("float16", "bfloat16", "float32")
-_CAUSAL = {False: "", True: "causal", "bottom_right": "causal", "top_left": "causal_top_left"}
 
 
 def attention(
@@ -243,15 +243,14 @@ def _check_pairs(name: str, array: Any, tracer: Tracer, kind: str) -> Any:
 
 
 def _masks(tracer: Tracer, causal: Any, window: Any, segment_ids: Any, mask_mod: Any) -> list[str]:
-    if not isinstance(causal, (bool, str)) or causal not in _CAUSAL:
+    if not isinstance(causal, (bool, str)) or causal not in CAUSAL:
         raise InvalidArgument(f'causal is {causal!r}: give True, False, "bottom_right" or "top_left".')
-    masks = [_CAUSAL[causal]]
+    masks = [CAUSAL[causal]]
     if window is not None:
         left, right = _window(window)
-        offset = "" if causal == "top_left" else " + seqlen_kv - seqlen_q"
-        masks.append(f"kv >= q{offset} - {left}")
-        if not causal:
-            masks.append(f"kv <= q{offset} + {right}")
+        masks += window_text(
+            "q" if causal == "top_left" else AT_LAST, str(left), None if causal else str(right)
+        )
     if segment_ids is not None:
         masks.append(_segments(tracer, segment_ids))
     if mask_mod is not None:

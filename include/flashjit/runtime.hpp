@@ -154,10 +154,11 @@ struct BackwardArgs {
 };
 
 /// `spec` with what a call's arguments tell, so that {.mask = causal()} is enough of one: element types of
-/// the views, whose dtype must be set; head dimensions that are 0; a layout of K and V that is contiguous;
-/// and all that is on where an argument is given. A page table of one column names slots, another one the
-/// pages of k. Without one, kv_lengths are padding: say KvLayout::slots() where they are a cache's. V is
-/// shared_kv where it is K's memory. Scales are of keys or pages where they have such sizes.
+/// the views, whose dtype must be set; head dimensions that are 0; a layout of K and V that is contiguous.
+/// Features whose argument is given, except block_map, are switched on. A page table of one column names
+/// slots, another one the pages of k. Without one, kv_lengths are padding: say KvLayout::slots() where they
+/// are a cache's. Forward: unquantized V at K's address and strides sets shared_kv. Scales are per key or per
+/// page where they have such sizes.
 FLASHJIT_API AttentionSpec spec_of(const ForwardArgs& args, AttentionSpec spec = {});
 FLASHJIT_API AttentionSpec spec_of(const BackwardArgs& args, AttentionSpec spec = {});
 
@@ -182,11 +183,11 @@ struct SlotsView {
   ElementType type = ElementType::int64;  ///< or int32
 };
 
-/// Arguments of append(): new rows of K and V, which are rotated and stored into a cache, and those of Q,
-/// which are rotated. New row i of the n of sequence b is key kv_lengths[b] - n + i: kv_lengths counts the
-/// new rows already, as forward() then wants it. Sizes: k [b, hkv, n, d], v [b, hkv, n, dv], q and q_out [b,
-/// hq, n, d], the caches as k and v of ForwardArgs. With spec.varlen the rows of batch_size sequences are
-/// packed, k [1, hkv, rows, d] and so on, and sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+/// Arguments of append(): new rows of K (rotated) and V, stored in a cache, and rows of Q to rotate. New row
+/// i of the n of sequence b is key kv_lengths[b] - n + i: kv_lengths counts the new rows already, as
+/// forward() then wants it. Sizes: k [b, hkv, n, d], v [b, hkv, n, dv], q and q_out [b, hq, n, d], the caches
+/// as k and v of ForwardArgs. With spec.varlen the rows of batch_size sequences are packed, k [1, hkv, rows,
+/// d] and so on, and sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
 ///
 /// What the device alone knows is not checked. A row without a sequence, without a place in the cache (its
 /// key's number is negative or beyond max_seqlen_kv, or its page does not exist) or without a row in the
@@ -254,7 +255,7 @@ struct RuntimeOptions {
   /// default FLASHJIT_CHECK_INDICES, else false.
   std::optional<bool> check_indices = {};
   /// Kernels whose waits end with a launch error after 10 seconds, instead of hanging because of a bug in a
-  /// kernel or in template_dir. The next synchronisation or call then reports CUDA_ERROR_LAUNCH_FAILED or
+  /// kernel or in template_dir. The next synchronization or call then reports CUDA_ERROR_LAUNCH_FAILED or
   /// CUDA_ERROR_ILLEGAL_INSTRUCTION, and so do all later ones, because the process has lost its context.
   /// Results are the same. Needs NVRTC, as packs hold no such kernels. Default FLASHJIT_CHECK_WAITS, else
   /// false.
@@ -300,7 +301,7 @@ struct KernelReport {
 };
 
 /// Compiles, caches and launches attention kernels. Thread-safe; works in the context that is current at the
-/// call. It creates no context, allocates no device memory and never synchronises, except in the thread of
+/// call. It creates no context, allocates no device memory and never synchronizes, except in the thread of
 /// RuntimeOptions::tune_in_background. Its kernels stay loaded until it is destroyed: first wait for all
 /// launches, and drop graphs that captured one.
 class FLASHJIT_API Runtime {
@@ -325,14 +326,14 @@ class FLASHJIT_API Runtime {
   void forward(const ForwardArgs& args, Stream stream) { forward(spec_of(args), args, stream); }
   void backward(const BackwardArgs& args, Stream stream) { backward(spec_of(args), args, stream); }
 
-  /// Stores new rows of K and V into a cache, rotated, and in 8 bits where that has them; and rotates those
-  /// of Q. The spec is forward()'s: of it element types, head dimensions, varlen, kv and key_scales
-  /// are read. Needs no workspace. Throws Error as forward() does.
+  /// Stores new rows of K and V in a cache: K rotated, both quantized if the cache is. Rotates new rows of Q.
+  /// Takes forward()'s spec; reads element types, head dimensions, varlen, kv and key_scales. Needs no
+  /// workspace. Throws Error as forward() does.
   void append(const AttentionSpec& spec, const AppendArgs& args, Stream stream);
-  /// Joins partial states. Of the spec, element type and head_dim_v are read. Needs no workspace. Throws
-  /// Error as forward() does.
+  /// Joins partial states. Reads element type and head_dim_v from the spec. Needs no workspace. Throws Error
+  /// as forward() does.
   void merge(const AttentionSpec& spec, const MergeArgs& args, Stream stream);
-  /// Makes codes of 8 bits of a tensor. Of the spec, element types and head_dim are read. Needs no workspace.
+  /// Makes codes of 8 bits of a tensor. Reads element types and head_dim from the spec. Needs no workspace.
   /// Throws Error as forward() does.
   void quantize(const AttentionSpec& spec, const QuantizeArgs& args, Stream stream);
 

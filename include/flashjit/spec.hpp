@@ -1,6 +1,6 @@
-// The values that describe a problem and a way to compute it. All are plain values with ==, to_string and
-// parse, and parse(to_string(x)) == x (x.normalized() for a spec): one string serves logs, the command line,
-// records and file names.
+// The values that describe a problem and a way to compute it. All are plain values with ==. A spec
+// (normalized), a shape and a configuration survive to_string() and their parser: one string serves logs, the
+// command line, records and file names.
 #pragma once
 
 #include <cstdint>
@@ -54,8 +54,8 @@ struct KvLayout {
   bool operator==(const KvLayout&) const = default;
 };
 
-/// What calls need that compute a part of a larger problem, as those of context parallelism do: some keys of
-/// its queries, or some queries of its keys.
+/// Options for calls that compute part of a larger problem, as in context parallelism: some keys of its
+/// queries, or some queries of its keys.
 struct Partial {
   bool fp32_out = false;    ///< forward only: O is fp32, whatever the type of Q, K and V
   bool fp32_grads = false;  ///< backward only: dQ, dK and dV are fp32
@@ -110,9 +110,9 @@ struct AttentionSpec {
 
   DType q_type() const { return q_codes ? kv_type() : dtype; }
   DType kv_type() const { return kv_dtype.value_or(dtype); }
-  /// Of O in the forward pass.
+  /// O's type in the forward pass.
   DType out_type() const { return partial.fp32_out ? DType::fp32 : dtype; }
-  /// Of dQ, dK and dV.
+  /// The type of dQ, dK and dV.
   DType grad_type() const { return partial.fp32_grads ? DType::fp32 : dtype; }
   /// Whether K and V are quantized.
   bool has_scales() const { return size_of(kv_type()) == 1; }

@@ -92,16 +92,16 @@ def attention(
     v_columns: instead of v: V is the first so many columns of K, as in latent attention, where K and V are one cache. It is
         loaded once, and its gradient is the sum of both.
     causal: True masks later keys, with the last query seeing the last key; "top_left": the first query sees the first. With
-        cu_seqlens and with a cache of each sequence. With kv_lengths alone, padding, only where q and k are as long, or there
-        is one query: else it has two meanings, and is refused.
+        cu_seqlens or a cache it is aligned in each sequence. With kv_lengths as padding, True needs q and k of equal length, or
+        one query: else it is ambiguous, and refused.
     scale: default 1 / sqrt(head_dim).
     dropout_p: probability to drop a pair; seeded by PyTorch's generator.
     score_mod, mask_mod: functions as FlexAttention has them, score_mod(score, b, h, q_idx, kv_idx) and mask_mod(b, h,
         q_idx, kv_idx) -> whether the pair attends; or text, such as "score + slopes[h] * to_float(kv - q)"; or what
         flashjit.trace() made. Captured tensors that require gradients in score_mod get them.
     captures: the values of the names in texts: tensors of 1 to 6 dimensions, and numbers.
-    window: (left, right): how many keys before and after the key that it is at a query sees; None or -1: all. The last query
-        is at the last key; with causal="top_left" the first at the first. Not with mask_mod.
+    window: (left, right): how many keys a query sees before and after its own position; None or -1: all. The last query is
+        at the last key; with causal="top_left" the first at the first. Not with mask_mod.
     softcap: scores become softcap * tanh(score / softcap). Not with score_mod.
     block_mask: BlockMap, or FlexAttention's BlockMask, whose mask_mod holds in its partial blocks, as there; one that is given
         as mask_mod too holds everywhere. Its tables are read on the device at each call; with lists they keep their values.
@@ -129,7 +129,7 @@ def attention(
     indices: int32 [batch or 1, seqlen_q, heads_kv, top-k]: sparse tokens. A query of the heads that share a head of k attends to
         the keys that its list names, and to no others: the n-th row of k, with cu_seqlens of its sequence's (indices is then [1,
         all rows of q, heads_kv, top-k]), with page_table of the pages' in order. Each entry is a key of its own, also where two are
-        equal; -1, and what is no key of the sequence, is none. causal and mask_mod leave those of them that they allow. Not with
+        equal; -1, and what is no key of the sequence, is none. causal and mask_mod still apply. Not with
         block_mask, dropout_p, q of 8 bits and deterministic gradients.
     prefix_length: int32 [1], with page_table and cu_seqlens_q: how many first keys each sequence has in common with the first
         one; each has at least so many besides those of its queries. 0: none. It changes no results: where possible, these keys are
@@ -138,7 +138,7 @@ def attention(
         would make them. O of a row whose LSE is -inf may be anything. Not with a cache, indices, k and v of 8 bits, and sinks,
         which the call that makes the first state is given. No gradients, for which there is merge().
     deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says.
-        With indices there are none such: refused, or with warn_only=True a warning.
+        Not with indices: an error, or with warn_only=True a warning.
     return_lse: also return the log of the softmax's row sums, float32 [batch, heads_q, seqlen_q], which has gradients too;
         with cu_seqlens [sequences, heads_q, max_seqlen_q]. -inf where a row attends to nothing or does not exist.
     return_row_max: also return, last, the largest score of each query, like the LSE, after score_mod and without sinks: of one

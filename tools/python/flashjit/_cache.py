@@ -82,12 +82,12 @@ def append(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Tensor | None:
-    """Stores new rows of K and V into a cache, K's rotated (RoPE), and rotates those of Q, in one launch. Returns the rotated Q.
+    """Stores new rows of K and V into a cache, K's rotated (RoPE), and rotates Q, in one launch. Returns the rotated Q.
 
     k, v: [sequences, heads_kv, n, head_dim]: new row i of sequence b becomes its key kv_lengths[b] - n + i. With cu_seqlens_q,
         int32 [sequences + 1], they are packed, [1, heads_kv, all rows, head_dim].
     k_cache, v_cache: attention()'s k and v, which are written: pages with a page_table of two dimensions, else slots.
-        They share memory only where both get the same rows, unrotated, as latents do.
+        They are one memory only where both get the same unrotated rows (latents). Pages may interleave.
     kv_lengths: int32 [sequences]: how many keys each sequence has, WITH the new ones, as attention() wants it next.
     page_table: as of attention(): int32 [sequences, pages of the longest], or the slot of each; None: slots in order.
     slots: in place of kv_lengths, page_table, cu_seqlens_q and max_seqlen_kv: where each new row goes, as engines' slot_mapping
@@ -100,9 +100,9 @@ def append(
     interleaved: pairs are dimensions (2 i, 2 i + 1); else (i, i + rope_dims / 2).
     positions: int32, one for each new row, like a dimension of k's batch and rows; None: the number of its key.
     max_seqlen_kv: the most keys that a sequence may have; None: all that there is room for.
-    k_scale, v_scale: with caches of float8_e4m3fn, float8_e5m2 or int8, as of attention(): K and V are divided by those of a
-        head, and what is then too large becomes the largest code; of [pages, heads_kv, rows] each new key's is written, such
-        that its largest element becomes the largest code.
+    k_scale, v_scale: with caches of float8_e4m3fn, float8_e5m2 or int8, as of attention(): per-head scales are
+        read, and larger values saturate; [pages, heads_kv, rows] scales are written, so that each key's largest element becomes
+        the largest code.
 
     Rows without a sequence, without a place in the cache or without a row in the tables are left out: nothing is written for
     them, in q_out neither. On the CPU lengths beyond the cache are refused. Before a CUDA graph is captured, call it

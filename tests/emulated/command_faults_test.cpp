@@ -63,8 +63,7 @@ TEST_P(CommandFaults, AreFound) {
   const Fault& fault = GetParam();
   const TemporaryDirectory folder;
   const std::filesystem::path templates = folder.path() / "templates", changed = templates / fault.file;
-  std::filesystem::copy(FLASHJIT_SOURCE_DIR "/templates", templates,
-                        std::filesystem::copy_options::recursive);
+  std::filesystem::copy(test::sources() + "/templates", templates, std::filesystem::copy_options::recursive);
   std::string text = read_file(changed);
   const std::size_t at = text.find(fault.text);
   ASSERT_NE(at, text.npos) << changed << " has no " << fault.text;

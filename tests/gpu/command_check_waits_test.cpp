@@ -6,6 +6,7 @@
 #include <fstream>
 #include <string>
 
+#include "support/built.hpp"
 #include "tests/support/gpu_support.hpp"
 #include "tests/support/run_command.hpp"
 
@@ -25,7 +26,7 @@ class CheckWaits : public GpuTest {
   /// From now on kernels are made of templates in which `was`, which occurs once, is `is`.
   void change_template(const std::string& name, const std::string& was, const std::string& is) {
     const fs::path copy = folder_.path() / "templates";
-    fs::copy(FLASHJIT_SOURCE_DIR "/templates", copy, fs::copy_options::recursive);
+    fs::copy(test::sources() + "/templates", copy, fs::copy_options::recursive);
     std::string text = read_file((copy / name).string());
     const std::size_t at = text.find(was);
     ASSERT_NE(at, text.npos) << name << " has no '" << was << "'";

@@ -8,6 +8,7 @@
 
 #include "expr/emit.hpp"
 #include "render/render.hpp"
+#include "support/built.hpp"
 #include "support/file.hpp"
 #include "tests/support/program_params.cuh"
 
@@ -34,7 +35,7 @@ inline KernelSource program_source(const std::vector<expr::Trees>& programs, con
   for (const auto& [name, text] : render::TemplateSet::embedded().all())
     source.headers.push_back({name, text});
   for (const char* name : {"program_kernel.cuh", "program_params.cuh"})
-    source.headers.push_back({name, read_file(std::string(FLASHJIT_SOURCE_DIR "/tests/support/") + name)});
+    source.headers.push_back({name, read_file(test::sources() + "/tests/support/" + name)});
   return source;
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "reference/reference.hpp"
+#include "support/built.hpp"
 #include "tests/support/run_command.hpp"
 #include "tools/parts/npy.hpp"
 
@@ -97,8 +98,8 @@ TEST_F(Command, BadUsageExitsWith2AndSaysWhy) {
       {"cache show 00", "00"},
       {"verify --spec bf16:d32 --data /no/such/folder", "/no/such/folder"},
       {"verify --spec bf16:d32", "--data"},
-      {"verify --spec bf16:d32:varlen --data " FLASHJIT_SOURCE_DIR "/tests/data", "varlen"},
-      {"verify --spec bf16:d64 --data " FLASHJIT_SOURCE_DIR "/tests/data", "head dimension"},
+      {"verify --spec bf16:d32:varlen --data " + test::sources() + "/tests/data", "varlen"},
+      {"verify --spec bf16:d64 --data " + test::sources() + "/tests/data", "head dimension"},
   };
   for (const auto& [arguments, named] : cases) {
     const CommandResult result = run(arguments);
@@ -155,7 +156,7 @@ TEST_F(Command, DoctorRefusesAWrongVariable) {
 
 /// Real input: the quickstart's first layer.
 TEST_F(Command, RunTakesTheShippedLayers) {
-  const std::string layer = FLASHJIT_SOURCE_DIR "/tests/data/layer0_";
+  const std::string layer = test::sources() + "/tests/data/layer0_";
   const CommandResult done = run(fmt::format(
       "run --cpu --spec bf16:d32 --q {0}q.npy --k {0}k.npy --v {0}v.npy --dout {0}dout.npy --out-dir {1}",
       layer, file("results")));
@@ -169,7 +170,7 @@ TEST_F(Command, RunTakesTheShippedLayers) {
 
 TEST_F(Command, VerifyComputesTheShippedLayers) {
   const CommandResult done =
-      run("verify --cpu --json --spec bf16:d32:map32x32 --data " FLASHJIT_SOURCE_DIR "/tests/data");
+      run("verify --cpu --json --spec bf16:d32:map32x32 --data " + test::sources() + "/tests/data");
   ASSERT_EQ(done.code, 0) << done.err;
   const nlohmann::json kernels = done.json()["kernels"];
   ASSERT_EQ(kernels.size(), 4u) << "two passes of two layers";

@@ -19,6 +19,7 @@
 #include "compile/compiler.hpp"
 #include "plan/plan.hpp"
 #include "render/render.hpp"
+#include "support/built.hpp"
 #include "support/file.hpp"
 
 namespace flashjit {
@@ -185,7 +186,7 @@ TEST(Key, StaysInAnotherProcess) {
 class KeyOfTemplates : public testing::Test {
  protected:
   KeyOfTemplates() {
-    fs::copy(fs::path(FLASHJIT_SOURCE_DIR) / "templates", folder_, fs::copy_options::recursive);
+    fs::copy(fs::path(test::sources()) / "templates", folder_, fs::copy_options::recursive);
   }
   ~KeyOfTemplates() override { fs::remove_all(folder_); }
   std::string key() const { return rendered_key(render::TemplateSet::from_folder(folder_)); }

@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "support/built.hpp"
+
 namespace {
 
 namespace fs = std::filesystem;
@@ -78,7 +80,7 @@ std::vector<Include> includes_of(const fs::path& file) {
 
 class Layers : public testing::Test {
  protected:
-  const fs::path root_ = FLASHJIT_SOURCE_DIR;
+  const fs::path root_ = flashjit::test::sources();
 
   std::vector<fs::path> files(const std::vector<std::string>& folders) const {
     static const Names kExtensions{".hpp", ".h", ".cpp", ".c", ".cuh"};

@@ -12,13 +12,15 @@
 #include <string>
 #include <vector>
 
+#include "support/built.hpp"
+
 namespace flashjit {
 namespace {
 
 namespace fs = std::filesystem;
 using Lines = std::vector<std::string>;
 
-const fs::path kRoot = FLASHJIT_SOURCE_DIR;
+const fs::path kRoot = test::sources();
 
 Lines read_lines(const fs::path& file) {
   std::ifstream in(file);

@@ -13,6 +13,7 @@
 #include "autotune/space.hpp"
 #include "flashjit/flashjit.hpp"
 #include "plan/family.hpp"
+#include "support/built.hpp"
 
 namespace flashjit::autotune {
 namespace {
@@ -166,7 +167,7 @@ struct Figures {
 
 TEST(Model, TheH100sFiguresAreMostlyWithinAQuarter) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
-  const Figures figures(FLASHJIT_SOURCE_DIR "/tools/bench/results/h100_dense.csv");
+  const Figures figures(test::sources() + "/tools/bench/results/h100_dense.csv");
   ASSERT_GT(figures.rows.size(), 30u);
   std::vector<double> ratios;
   for (auto row : figures.rows) {

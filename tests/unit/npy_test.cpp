@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "flashjit/error.hpp"
+#include "support/built.hpp"
 #include "support/file.hpp"
 
 namespace flashjit::npy {
@@ -68,8 +69,7 @@ TEST_F(NpyFile, MissingFileAndFolderAreErrors) {
 TEST(Npy, ReadsTheShippedData) {
   for (const char* layer : {"layer0", "layer5"}) {
     for (const char* tensor : {"q", "k", "v", "dout"}) {
-      const std::string path =
-          std::string(FLASHJIT_SOURCE_DIR) + "/tests/data/" + layer + "_" + tensor + ".npy";
+      const std::string path = test::sources() + "/tests/data/" + layer + "_" + tensor + ".npy";
       const Array array = read(path);
       EXPECT_EQ(array.type, Type::float16) << path;
       EXPECT_EQ(array.shape, (std::vector<std::int64_t>{1, 12, 180, 32})) << path;

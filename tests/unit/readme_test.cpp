@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "plan/spec_options.hpp"
+#include "support/built.hpp"
 #include "support/environment.hpp"
 
 namespace flashjit {
@@ -20,7 +21,7 @@ namespace {
 using Rows = std::vector<std::pair<std::string, std::string>>;
 
 std::string read(const std::string& file) {
-  std::ifstream in(FLASHJIT_SOURCE_DIR "/" + file);
+  std::ifstream in(test::sources() + "/" + file);
   return {std::istreambuf_iterator<char>(in), {}};
 }
 

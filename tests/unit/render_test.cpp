@@ -9,6 +9,7 @@
 #include <set>
 
 #include "plan/plan.hpp"
+#include "support/built.hpp"
 #include "support/file.hpp"
 
 namespace flashjit {
@@ -39,7 +40,7 @@ std::vector<std::string> names(const KernelSource& source) {
 class TemplateCopy {
  public:
   TemplateCopy() : folder_(fs::path(testing::TempDir()) / ("templates-" + unique_suffix())) {
-    fs::copy(fs::path(FLASHJIT_SOURCE_DIR) / "templates", folder_, fs::copy_options::recursive);
+    fs::copy(fs::path(test::sources()) / "templates", folder_, fs::copy_options::recursive);
   }
   ~TemplateCopy() { fs::remove_all(folder_); }
   const fs::path& folder() const { return folder_; }
@@ -140,7 +141,7 @@ TEST(Render, TakesTheHeadersThatAreIncludedAndNoOthers) {
 }
 
 TEST(Templates, EmbeddedAreTheFilesByteForByte) {
-  const TemplateSet folder = TemplateSet::from_folder(fs::path(FLASHJIT_SOURCE_DIR) / "templates");
+  const TemplateSet folder = TemplateSet::from_folder(fs::path(test::sources()) / "templates");
   EXPECT_EQ(TemplateSet::embedded().all(), folder.all());
   EXPECT_GE(folder.all().size(), 5u);
 }
@@ -163,7 +164,7 @@ TEST(Templates, AnEditInAFolderReachesTheSource) {
 
 /// The templates that host code is compiled with, directly or through another: "flashjit/common/params.cuh".
 std::set<std::string> templates_of_the_host() {
-  const fs::path root = FLASHJIT_SOURCE_DIR;
+  const fs::path root = test::sources();
   std::set<std::string> found;
   const auto add_includes = [&](const fs::path& path, auto& self) -> void {
     std::ifstream file(path);

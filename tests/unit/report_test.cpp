@@ -12,6 +12,7 @@
 #include "flashjit/flashjit.hpp"
 #include "plan/plan.hpp"
 #include "plan/shipped.hpp"
+#include "support/built.hpp"
 #include "support/file.hpp"
 #include "tests/support/expectations.hpp"
 #include "tests/support/made_up_gpu.hpp"
@@ -41,7 +42,7 @@ TEST(RankCorrelation, OfKnownRanks) {
 /// The problems of a suite file whose lines all have a shape.
 std::vector<Problem> read_suite(const std::string& name) {
   std::vector<Problem> problems;
-  for (const SuiteProblem& line : parse_suite(read_file(std::string(FLASHJIT_SOURCE_DIR "/") + name), name))
+  for (const SuiteProblem& line : parse_suite(read_file(test::sources() + "/" + name), name))
     problems.push_back({line.spec, line.shape.value()});
   return problems;
 }

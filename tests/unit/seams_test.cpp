@@ -10,6 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "support/built.hpp"
+
 namespace flashjit {
 namespace {
 
@@ -24,7 +26,7 @@ std::string text_of(const fs::path& path) {
 /// Files in some folders of the tree in which `pattern` is found.
 Names files_naming(const std::string& pattern, const std::vector<const char*>& folders,
                    const Names& extensions) {
-  const fs::path root = FLASHJIT_SOURCE_DIR;
+  const fs::path root = test::sources();
   const std::regex wanted(pattern);
   Names found;
   for (const char* folder : folders)
@@ -53,7 +55,7 @@ struct Numbers {
   std::size_t files = 0, of_python = 0;
 };
 Numbers numbers_on_the_page(const std::string& what) {
-  const std::string page = text_of(fs::path(FLASHJIT_SOURCE_DIR) / "runtime/README.md");
+  const std::string page = text_of(fs::path(test::sources()) / "runtime/README.md");
   const std::regex wanted(
       "`" + what + "` is\\s+named\\s+in\\s+([0-9]+)\\s+files(\\s+and\\s+in\\s+([0-9]+)\\s+of\\s+Python)?");
   std::smatch found;

@@ -5,111 +5,33 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <functional>
 #include <initializer_list>
 #include <limits>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "api/shared_places.hpp"
 #include "api/shared_programs.hpp"
 #include "api/shared_schedule.hpp"
+#include "api/shared_transfers.hpp"
 #include "call/arguments.hpp"
 #include "call/captures.hpp"
 #include "call/tensor_checks.hpp"
-#include "device/nccl.hpp"
 #include "device/resources.hpp"
 #include "support/environment.hpp"
 #include "support/refuse.hpp"
 
 namespace flashjit {
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-constexpr std::chrono::microseconds kHeadStart{30};  ///< of NCCL's kernels before those of a step
-
-/// Rows of a tensor [b, h, rows, dim] in memory.
-struct Rows {
-  void* data;
-  std::int64_t heads, rows;
-  int dim, element;  ///< bytes
-
-  TensorView view(std::int64_t batch, std::int64_t begin, std::int64_t count) const {
-    return {static_cast<char*>(data) + begin * dim * element,
-            {batch, heads, count, dim},
-            {heads * rows * dim, rows * dim, dim, 1}};
-  }
-};
-
-constexpr std::size_t kPlaceAlignment = 256;
-
-/// Hands out a workspace, or with none counts what is needed.
-class Places {
- public:
-  explicit Places(void* data) : data_(static_cast<char*>(data)) {}
-  template <class T = void>
-  T* take(std::size_t bytes) {
-    char* const place = data_ ? data_ + used_ : nullptr;
-    used_ += (bytes + kPlaceAlignment - 1) / kPlaceAlignment * kPlaceAlignment;
-    return reinterpret_cast<T*>(place);
-  }
-  /// None if nothing is needed: the workspace may end here.
-  Workspace take_workspace(std::size_t bytes) { return bytes ? Workspace{take(bytes), bytes} : Workspace{}; }
-  std::size_t used() const { return used_; }
-
- private:
-  char* data_;
-  std::size_t used_ = 0;
-};
-
-struct KvBlock {
-  void *k = nullptr, *v = nullptr;
-};
-
-struct ForwardPlaces {
-  std::array<KvBlock, 2> blocks;  ///< ring: that under way and that at work
-  KvBlock all;                    ///< all_gather: every rank's
-  void* state;                    ///< O of all rows, which calls join in place
-  float* lse;                     ///< of each segment
-  Workspace kernels;
-};
-
-struct BackwardPlaces {
-  std::array<KvBlock, 2> blocks, sums;
-  KvBlock all, all_sums;
-  void* dq;
-  float* zeros;  ///< the LSE of sums that merge() rounds
-  Workspace kernels;
-};
-
-/// Where ranks share heads: all rows of this rank's heads.
-struct HeadPlaces {
-  void *q, *out, *dout = nullptr, *dq = nullptr;
-  KvBlock kv, dkv = {};
-};
-
-/// A tensor of some rows and all heads, and of all rows and `heads` of them.
-struct SharedHeads {
-  const void *shard, *whole;
-  std::int64_t heads;
-  int dim;
-};
-
-}  // namespace
-
 struct SharedAttention::Impl {
   Runtime& runtime;
   SharedSequence sequence;
   SharedSequence s;  ///< what is computed: `sequence`, or all rows of this rank's heads
-  void *comm, *heads_comm;
-  std::shared_ptr<const device::Nccl> nccl;
-  std::shared_ptr<const device::Driver> driver;
-  device::Event step_begins, arrived, sums_ready;
-  int peers = 1, peer = 0;                     ///< those that share heads
-  int rank = 0, ranks = 1;                     ///< those that share the rows of `s`
+  Transfers transfers;
+  device::Event arrived, sums_ready;
+  Communicator rows_comm, heads_comm;  ///< ranks that share the rows of `s`, and its heads
+  HeadShares head_shares;
   std::vector<RowChunk> segments;              ///< of this rank's rows
   std::vector<std::vector<SharedCall>> calls;  ///< by the owner of the keys
   std::vector<expr::Declaration> declared;     ///< by the programs as they are given
@@ -121,25 +43,20 @@ struct SharedAttention::Impl {
       : runtime(made),
         sequence(given),
         s(given),
-        comm(communicator),
-        heads_comm(given.scheme == SharingScheme::ulysses ? communicator : given.heads_communicator),
-        nccl(device::Nccl::open(library.empty() ? environment.nccl : library)),
-        driver(device::Driver::open(environment.libcuda)),
-        step_begins(driver),
-        arrived(driver),
-        sums_ready(driver) {
+        transfers(library.empty() ? environment.nccl : library, environment.libcuda),
+        arrived(transfers.driver()),
+        sums_ready(transfers.driver()) {
     check_spec();
     check_sizes();
-    check_communicators();
+    take_communicators(communicator);
     take_programs();
-    if (shares_heads()) std::tie(peer, peers) = place_in(heads_comm);
-    if (!is_ulysses()) std::tie(rank, ranks) = place_in(comm);
-    if (s.rows > std::numeric_limits<std::int32_t>::max() / (peers * ranks))
-      refuse("{} ranks of {} rows are more than programs and kernels can count.", peers * ranks, s.rows);
+    const int ranks = rows_comm.ranks, all_ranks = ranks * heads_comm.ranks;
+    if (s.rows > std::numeric_limits<std::int32_t>::max() / all_ranks)
+      refuse("{} ranks of {} rows are more than programs and kernels can count.", all_ranks, s.rows);
     if (shares_heads()) take_heads();
     check_documents();
-    segments = segments_of(s, rank, ranks);
-    for (int owner = 0; owner < ranks; ++owner) calls.push_back(calls_with(s, rank, owner, ranks));
+    segments = segments_of(s, rows_comm.rank, ranks);
+    for (int owner = 0; owner < ranks; ++owner) calls.push_back(calls_with(s, rows_comm.rank, owner, ranks));
     std::vector<SharedCall*> latest(segments.size());
     for (int i = 0; i < ranks; ++i)
       for (SharedCall& call : calls[owner_at(i)]) latest[call.segment] = &call;
@@ -179,22 +96,19 @@ struct SharedAttention::Impl {
       refuse("the window of a shared sequence is {}: give at most 2^31 - 1, or 0 for none.", s.window);
     if (s.reserved_sms < 0) refuse("reserved_sms is {}: give 0 or more.", s.reserved_sms);
   }
-  void check_communicators() const {
-    if (!comm) refuse("the communicator is null: give the ncclComm_t of the ranks that share the sequence.");
+  void take_communicators(void* given) {
+    if (!given) refuse("the communicator is null: give the ncclComm_t of the ranks that share the sequence.");
     if (is_ulysses() && sequence.heads_communicator)
       refuse(
           "heads_communicator is given with ulysses, whose ranks all share heads: leave it out, or use ring "
           "or all_gather for two levels.");
-  }
-  /// Rank and ranks.
-  std::pair<int, int> place_in(void* communicator) const {
-    int own = 0, count = 1;
-    nccl->check(nccl->comm_user_rank(communicator, &own), "ncclCommUserRank");
-    nccl->check(nccl->comm_count(communicator, &count), "ncclCommCount");
-    return {own, count};
+    void* const heads = is_ulysses() ? given : sequence.heads_communicator;
+    if (heads) heads_comm = transfers.ranks_of(heads);
+    if (!is_ulysses()) rows_comm = transfers.ranks_of(given);
   }
   /// All rows of the ranks that share heads, of a share of the heads.
   void take_heads() {
+    const int peers = heads_comm.ranks;
     if (s.heads_q % peers != 0 || s.heads_kv % peers != 0)
       refuse(
           "{} heads, and {} of K and V, do not divide into the {} ranks that share them: use ring or "
@@ -204,6 +118,11 @@ struct SharedAttention::Impl {
     s.heads_q /= peers;
     s.heads_kv /= peers;
     if (is_ulysses()) s.layout = ShardLayout::contiguous;
+    head_shares = {s.batch, sequence.rows, s.rows, element()};
+    for (int peer = 0; peer < peers; ++peer)
+      head_shares.chunks.push_back(is_ulysses()
+                                       ? chunks_of(sequence, peer, peers)
+                                       : std::vector<RowChunk>{{0, sequence.rows, peer * sequence.rows}});
   }
   void take_programs() {
     declared = expr::declarations(s.spec.score, mask_of(s));
@@ -224,11 +143,12 @@ struct SharedAttention::Impl {
   void check_documents() const {
     const auto& ends = s.documents;
     if (ends.empty()) return;
-    if (ends.front() != 0 || ends.back() != s.rows * ranks || !std::ranges::is_sorted(ends))
+    const std::int64_t all_rows = s.rows * rows_comm.ranks;
+    if (ends.front() != 0 || ends.back() != all_rows || !std::ranges::is_sorted(ends))
       refuse(
           "the documents of a shared sequence go from {} to {} for {} rows of all ranks: they begin with 0, "
           "do not fall, and end with the rows.",
-          ends.front(), ends.back(), s.rows * ranks);
+          ends.front(), ends.back(), all_rows);
     if (s.batch != 1) refuse("a shared sequence of documents has batch {}: it is 1.", s.batch);
   }
 
@@ -240,7 +160,7 @@ struct SharedAttention::Impl {
   /// Of a segment, in an LSE of all rows.
   float* lse_of(float* lse, const RowChunk& rows) const { return lse + s.batch * s.heads_q * rows.begin; }
   /// Whose keys a step has: at first this rank's own, then those of the ranks before it.
-  int owner_at(int step) const { return (rank + ranks - step) % ranks; }
+  int owner_at(int step) const { return (rows_comm.rank + rows_comm.ranks - step) % rows_comm.ranks; }
   /// Whether any segment has several calls.
   bool joins() const {
     bool several = false;
@@ -248,16 +168,11 @@ struct SharedAttention::Impl {
     return several;
   }
   bool is_ulysses() const { return sequence.scheme == SharingScheme::ulysses; }
-  bool shares_heads() const { return heads_comm != nullptr; }
+  bool shares_heads() const { return heads_comm.handle != nullptr; }
   /// Of this rank, among all.
-  std::int64_t first_head() const { return peer * s.heads_q; }
-  /// The rows of one of the ranks that share heads, among those of all of them.
-  std::vector<RowChunk> shared_rows(int of) const {
-    if (is_ulysses()) return chunks_of(sequence, of, peers);
-    return {{0, sequence.rows, of * sequence.rows}};
-  }
-  bool is_ring() const { return s.scheme == SharingScheme::ring && ranks > 1; }
-  bool gathers() const { return s.scheme == SharingScheme::all_gather && ranks > 1; }
+  std::int64_t first_head() const { return heads_comm.rank * s.heads_q; }
+  bool is_ring() const { return s.scheme == SharingScheme::ring && rows_comm.ranks > 1; }
+  bool gathers() const { return s.scheme == SharingScheme::all_gather && rows_comm.ranks > 1; }
 
   KernelSpec spec(Pass pass, const SharedCall& call) const {
     KernelSpec result{plain, pass};
@@ -279,7 +194,7 @@ struct SharedAttention::Impl {
             .head = first_head(),
             .head_kv = first_head() * s.heads_kv / s.heads_q,
             .batch = rows.document,
-            .length = length_of(s, rows.document, ranks)};
+            .length = length_of(s, rows.document, rows_comm.ranks)};
   }
   /// Values of the names that a call's programs declare: the caller's, and the call's place.
   std::vector<Capture> captures_of(const AttentionSpec& spec, std::span<const Capture> all,
@@ -363,16 +278,16 @@ struct SharedAttention::Impl {
   }
 
   KvBlock take_block(Places& places, int element, int count = 1) const {
-    KvBlock block;
-    block.k = places.take(k_bytes(element) * count);
-    block.v = places.take(v_bytes(element) * count);
+    KvBlock block{.k_bytes = k_bytes(element), .v_bytes = v_bytes(element)};
+    block.k = places.take(block.k_bytes * count);
+    block.v = places.take(block.v_bytes * count);
     return block;
   }
   ForwardPlaces forward_places(Places& places) const {
     ForwardPlaces p{};
     if (is_ring())
       for (KvBlock& block : p.blocks) block = take_block(places, element());
-    if (gathers()) p.all = take_block(places, element(), ranks);
+    if (gathers()) p.all = take_block(places, element(), rows_comm.ranks);
     const std::int64_t rows = joins() ? s.rows : 0;
     p.state = places.take(lse_bytes(rows) * s.spec.v_dim());
     p.lse = places.take<float>(lse_bytes(rows));
@@ -384,8 +299,10 @@ struct SharedAttention::Impl {
     constexpr int kFloat = sizeof(float);
     if (is_ring())
       for (KvBlock& block : p.blocks) block = take_block(places, element());
-    if (gathers())
-      p.all = take_block(places, element(), ranks), p.all_sums = take_block(places, kFloat, ranks);
+    if (gathers()) {
+      p.all = take_block(places, element(), rows_comm.ranks);
+      p.all_sums = take_block(places, kFloat, rows_comm.ranks);
+    }
     for (KvBlock& sum : p.sums) sum = take_block(places, kFloat);
     p.dq = places.take(s.batch * s.heads_q * s.rows * s.spec.head_dim * kFloat);
     p.zeros = places.take<float>(lse_bytes(s.rows));
@@ -413,7 +330,7 @@ struct SharedAttention::Impl {
     else
       backward_places(counted);
     Places compared(nullptr);  // by compare_ranks()
-    compared.take((std::max(ranks, peers) + 1) * sizeof(std::uint64_t));
+    compared.take((std::max(rows_comm.ranks, heads_comm.ranks) + 1) * sizeof(std::uint64_t));
     return std::max(counted.used(), compared.used());
   }
   void check_workspace(Pass pass, const Workspace& given) const {
@@ -435,86 +352,18 @@ struct SharedAttention::Impl {
   }
   Rows k_rows(void* data, int element) const { return {data, s.heads_kv, s.rows, s.spec.head_dim, element}; }
   Rows v_rows(void* data, int element) const { return {data, s.heads_kv, s.rows, s.spec.v_dim(), element}; }
-  KvBlock of_owner(const KvBlock& all, int owner, int element) const {
-    return {static_cast<char*>(all.k) + owner * k_bytes(element),
-            static_cast<char*>(all.v) + owner * v_bytes(element)};
-  }
-
-  void wait(CUstream stream, const device::Event& event) const { event.make_wait(stream); }
-  /// A block goes to the next rank, and the previous one's comes in, when `stream` has come here.
-  void travel(const KvBlock& from, const KvBlock& to, int element, CUstream stream, CUstream copies) const {
-    step_begins.record(stream);
-    wait(copies, step_begins);
-    const int next = (rank + 1) % ranks, previous = (rank + ranks - 1) % ranks;
-    using N = device::Nccl;
-    nccl->check(nccl->group_start(), "ncclGroupStart");
-    nccl->check(nccl->send(from.k, k_bytes(element), N::kBytes, next, comm, copies), "ncclSend");
-    nccl->check(nccl->send(from.v, v_bytes(element), N::kBytes, next, comm, copies), "ncclSend");
-    nccl->check(nccl->recv(to.k, k_bytes(element), N::kBytes, previous, comm, copies), "ncclRecv");
-    nccl->check(nccl->recv(to.v, v_bytes(element), N::kBytes, previous, comm, copies), "ncclRecv");
-    nccl->check(nccl->group_end(), "ncclGroupEnd");
-    let_transfers_begin(stream);
-  }
-  /// What `stream` gets next begins kHeadStart later. Where kernels take all multiprocessors before NCCL's,
-  /// it waits for their end, and the peers' NCCL, which waits for it, holds multiprocessors of theirs.
-  void let_transfers_begin(CUstream stream) const {
-    const auto pause = [](void*) {
-      for (const auto begin = Clock::now(); Clock::now() - begin < kHeadStart;) continue;
-    };
-    driver->check(driver->launch_host_func(stream, pause, nullptr), "cuLaunchHostFunc");
-  }
-  void gather(const KvBlock& mine, const KvBlock& all, CUstream stream, CUstream copies) const {
-    step_begins.record(stream);
-    wait(copies, step_begins);
-    using N = device::Nccl;
-    nccl->check(nccl->all_gather(mine.k, all.k, k_bytes(element()), N::kBytes, comm, copies),
-                "ncclAllGather");
-    nccl->check(nccl->all_gather(mine.v, all.v, v_bytes(element()), N::kBytes, comm, copies),
-                "ncclAllGather");
-    arrived.record(copies);
-    wait(stream, arrived);
-  }
-  /// All-to-all: rows of other ranks' heads go to these, and rows of this rank's heads come, each to its
-  /// place; or, with `back`, the other way round.
-  void exchange(std::initializer_list<SharedHeads> tensors, bool back, CUstream stream,
-                CUstream copies) const {
-    step_begins.record(stream);
-    wait(copies, step_begins);
-    for (const SharedHeads& tensor : tensors)
-      for (std::int64_t entry = 0; entry < s.batch; ++entry) exchange(tensor, entry, back, copies);
-    arrived.record(copies);
-    wait(stream, arrived);
-  }
-  void exchange(const SharedHeads& tensor, std::int64_t entry, bool back, CUstream copies) const {
-    const auto row = static_cast<std::int64_t>(tensor.dim) * element();
-    const auto move = [&](const void* base, std::int64_t first_row, std::int64_t count, int other,
-                          bool sends) {
-      void* const data = static_cast<char*>(const_cast<void*>(base)) + first_row * row;
-      if (sends)
-        nccl->check(nccl->send(data, count * row, device::Nccl::kBytes, other, heads_comm, copies),
-                    "ncclSend");
-      else
-        nccl->check(nccl->recv(data, count * row, device::Nccl::kBytes, other, heads_comm, copies),
-                    "ncclRecv");
-    };
-    const std::vector<RowChunk> mine = shared_rows(peer);
-    nccl->check(nccl->group_start(), "ncclGroupStart");
-    for (int other = 0; other < peers; ++other) {
-      const std::vector<RowChunk> theirs = shared_rows(other);
-      for (std::int64_t head = 0; head < tensor.heads; ++head) {
-        const std::int64_t in_shard = ((entry * peers + other) * tensor.heads + head) * sequence.rows;
-        const std::int64_t in_whole = (entry * tensor.heads + head) * s.rows;
-        for (const RowChunk& chunk : mine)
-          move(tensor.shard, in_shard + chunk.begin, chunk.count, other, !back);
-        for (const RowChunk& chunk : theirs)
-          move(tensor.whole, in_whole + chunk.first, chunk.count, other, back);
-      }
-    }
-    nccl->check(nccl->group_end(), "ncclGroupEnd");
+  KvBlock given_block(const void* k, const void* v) const {
+    return {const_cast<void*>(k), const_cast<void*>(v), k_bytes(element()), v_bytes(element())};
   }
   void clear(void* data, std::size_t bytes, CUstream stream) const {
-    driver->check(driver->memset_d8_async(reinterpret_cast<CUdeviceptr>(data), 0, bytes, stream),
-                  "cuMemsetD8Async");
+    const device::Driver& driver = *transfers.driver();
+    driver.check(driver.memset_d8_async(reinterpret_cast<CUdeviceptr>(data), 0, bytes, stream),
+                 "cuMemsetD8Async");
+  }
+
+  void exchange(std::initializer_list<SharedHeads> tensors, bool back, CUstream stream,
+                CUstream copies) const {
+    transfers.exchange(tensors, head_shares, heads_comm, back, stream, copies);
   }
 
   /// Calls `step(owner, block)` for every rank's K and V, while the next block is under way.
@@ -522,22 +371,24 @@ struct SharedAttention::Impl {
   void for_each_block(const KvBlock& mine, const std::array<KvBlock, 2>& blocks, const KvBlock& all,
                       CUstream stream, CUstream copies, Step step) const {
     if (!is_ring()) {
-      if (gathers()) gather(mine, all, stream, copies);
-      for (int i = 0; i < ranks; ++i) {
+      if (gathers()) transfers.gather(mine, all, rows_comm, stream, copies);
+      for (int i = 0; i < rows_comm.ranks; ++i) {
         const int owner = owner_at(i);
-        step(owner, gathers() && owner != rank ? of_owner(all, owner, element()) : mine);
+        step(owner, gathers() && owner != rows_comm.rank ? all.of(owner) : mine);
       }
       return;
     }
     KvBlock now = mine;
-    for (int i = 0; i < ranks; ++i) {
+    for (int i = 0; i < rows_comm.ranks; ++i) {
       const KvBlock& next = blocks[i % 2];
-      if (i + 1 < ranks) {
-        travel(now, next, element(), stream, copies);  // the step before has read what is overwritten
+      const bool travels = i + 1 < rows_comm.ranks;
+      if (travels) {
+        transfers.travel(now, next, rows_comm, stream,
+                         copies);  // the step before has read what is overwritten
         arrived.record(copies);
       }
       step(owner_at(i), now);
-      if (i + 1 < ranks) wait(stream, arrived);
+      if (travels) arrived.make_wait(stream);
       now = next;
     }
   }
@@ -556,7 +407,7 @@ struct SharedAttention::Impl {
     exchange({{args.out, p.out, s.heads_q, dv}}, true, stream, copies);
   }
   void forward_rows(const SharedForwardArgs& args, const ForwardPlaces& p, CUstream stream, CUstream copies) {
-    const KvBlock mine{const_cast<void*>(args.k), const_cast<void*>(args.v)};
+    const KvBlock mine = given_block(args.k, args.v);
     const auto step = [&](int owner, const KvBlock& block) {
       for (const SharedCall& call : calls[owner]) {
         const RowChunk &rows = segments[call.segment], &keys = call.keys;
@@ -570,7 +421,7 @@ struct SharedAttention::Impl {
         if (!call.first) given.partial.state = {state, lse_of(p.lse, rows)};
         const AttentionSpec spec = this->spec(Pass::forward, call);
         const std::vector<Capture> captures = captures_of(spec, args.captures, call);
-        set_common(given, args, call, captures, p.kernels, owner != (rank + 1) % ranks);
+        set_common(given, args, call, captures, p.kernels, owner != owner_at(-1));
         runtime.forward(spec, given, stream);
       }
     };
@@ -616,41 +467,25 @@ struct SharedAttention::Impl {
     constexpr int kFloat = sizeof(float);
     clear(p.dq, s.batch * s.heads_q * s.rows * s.spec.head_dim * kFloat, stream);
     clear(p.zeros, lse_bytes(s.rows), stream);
-    const auto clear_block = [&](const KvBlock& block, int count) {
-      clear(block.k, k_bytes(kFloat) * count, stream), clear(block.v, v_bytes(kFloat) * count, stream);
-    };
-    if (gathers())
-      clear_block(p.all_sums, ranks);
-    else
-      clear_block(p.sums[0], 1);
-    const KvBlock mine{const_cast<void*>(args.k), const_cast<void*>(args.v)};
+    const KvBlock& cleared = gathers() ? p.all_sums : p.sums[0];
+    clear(cleared.k, cleared.k_bytes * (gathers() ? rows_comm.ranks : 1), stream);
+    clear(cleared.v, cleared.v_bytes * (gathers() ? rows_comm.ranks : 1), stream);
+    const KvBlock mine = given_block(args.k, args.v);
     int steps = 0;
     const auto step = [&](int owner, const KvBlock& block) {
       // The sums of a block follow it: those of the ranks before have come when this one adds its own.
-      const KvBlock sums = gathers() ? of_owner(p.all_sums, owner, kFloat) : p.sums[steps % 2];
-      if (is_ring() && steps > 0) wait(stream, sums_ready);
+      const KvBlock sums = gathers() ? p.all_sums.of(owner) : p.sums[steps % 2];
+      if (is_ring() && steps > 0) sums_ready.make_wait(stream);
       for (const SharedCall& call : calls[owner]) add_gradients(args, p, call, block, sums, stream);
       ++steps;
       if (!is_ring()) return;
-      travel(sums, p.sums[steps % 2], kFloat, stream, copies);
+      transfers.travel(sums, p.sums[steps % 2], rows_comm, stream, copies);
       sums_ready.record(copies);
     };
     for_each_block(mine, p.blocks, p.all, stream, copies, step);
-    KvBlock home = p.sums[is_ring() ? steps % 2 : 0];
-    if (is_ring()) wait(stream, sums_ready);
-    if (gathers()) {
-      step_begins.record(stream);
-      wait(copies, step_begins);
-      using N = device::Nccl;
-      const auto scatter = [&](void* from, void* to, std::size_t bytes) {
-        nccl->check(nccl->reduce_scatter(from, to, bytes / kFloat, N::kFloats, N::kSum, comm, copies),
-                    "ncclReduceScatter");
-      };
-      scatter(p.all_sums.k, home.k, k_bytes(kFloat));
-      scatter(p.all_sums.v, home.v, v_bytes(kFloat));
-      arrived.record(copies);
-      wait(stream, arrived);
-    }
+    const KvBlock& home = p.sums[is_ring() ? steps % 2 : 0];
+    if (is_ring()) sums_ready.make_wait(stream);
+    if (gathers()) transfers.reduce_scatter(p.all_sums, home, rows_comm, stream, copies);
     round(p.dq, args.dq, s.heads_q, s.spec.head_dim, p.zeros, stream);
     round(home.k, args.dk, s.heads_kv, s.spec.head_dim, p.zeros, stream);
     round(home.v, args.dv, s.heads_kv, s.spec.v_dim(), p.zeros, stream);
@@ -689,27 +524,17 @@ struct SharedAttention::Impl {
     check_workspace(pass, workspace);
     for_each_call([&](const SharedCall& call) { runtime.prepare(spec(pass, call), shape(call)); });
     compare_ranks(digest(pass), heads_comm, workspace, stream);
-    if (!is_ulysses()) compare_ranks(digest(pass), comm, workspace, stream);
+    compare_ranks(digest(pass), rows_comm, workspace, stream);
   }
-  void compare_ranks(std::uint64_t own, void* communicator, const Workspace& workspace, CUstream stream) {
-    if (!communicator) return;
-    const auto [me, count] = place_in(communicator);
-    std::vector<std::uint64_t> all(count);
-    const auto place = reinterpret_cast<CUdeviceptr>(workspace.data);
-    driver->check(driver->memcpy_htod(place, &own, sizeof(own)), "cuMemcpyHtoD");
-    nccl->check(nccl->all_gather(workspace.data, static_cast<char*>(workspace.data) + sizeof(own),
-                                 sizeof(own), device::Nccl::kBytes, communicator, stream),
-                "ncclAllGather");
-    driver->check(driver->stream_synchronize(stream), "cuStreamSynchronize");
-    driver->check(driver->memcpy_dtoh(all.data(), place + sizeof(own), all.size() * sizeof(own)),
-                  "cuMemcpyDtoH");
-    for (int other = 0; other < count; ++other)
-      if (all[other] != all[0])
-        refuse(
-            "rank {} was given another shared sequence, or pass, than rank 0; rank {}, this one, has {} of "
-            "batch {}, {} and {} heads, {} rows a rank: give all ranks the same.",
-            other, me, to_string(sequence.spec), sequence.batch, sequence.heads_q, sequence.heads_kv,
-            sequence.rows);
+  void compare_ranks(std::uint64_t own, const Communicator& comm, const Workspace& workspace,
+                     CUstream stream) const {
+    if (!comm.handle) return;
+    if (const auto other = transfers.differing_rank(own, workspace.data, comm, stream))
+      refuse(
+          "rank {} was given another shared sequence, or pass, than rank 0; rank {}, this one, has {} of "
+          "batch {}, {} and {} heads, {} rows a rank: give all ranks the same.",
+          *other, comm.rank, to_string(sequence.spec), sequence.batch, sequence.heads_q, sequence.heads_kv,
+          sequence.rows);
   }
 };
 

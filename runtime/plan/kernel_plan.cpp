@@ -18,7 +18,8 @@ void KernelPlan::add(Step step, Entry entry) {
 
 const Entry& KernelPlan::main() const { return *std::ranges::find_if(entries, &Entry::hot); }
 
-std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const TileConfig& config) {
+std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const TileConfig& config,
+                                              bool tile_lists) {
   const auto [by_batch, by_head] = lists_differ(spec);
   std::vector<expr::Constant> all = {{"kBackward", spec.pass == Pass::backward},
                                      {"kHeadDim", spec.head_dim},
@@ -26,7 +27,7 @@ std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const Ti
                                      {"kBlockMap", spec.has_block_map()},
                                      {"kBlockQ", spec.block_map.q},
                                      {"kBlockKv", spec.block_map.kv},
-                                     {"kTileLists", spec.has_tile_lists},
+                                     {"kTileLists", tile_lists},
                                      {"kListsByBatch", by_batch},
                                      {"kListsByHead", by_head},
                                      {"kPageRows", spec.kv.page_size},

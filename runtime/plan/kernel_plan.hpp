@@ -77,6 +77,7 @@ struct Schedule {
   int q_tiles_per_cta = 1;        ///< Q tiles that a block of the forward pass computes at a time
   bool dynamic_tiles = false;     ///< blocks take tiles from a counter until there are none; backward they
                                   ///< convert dQ themselves, too
+  bool tile_lists = false;        ///< blocks walk lists of tiles; else what lies within the mask's bounds
   bool early_launch = false;      ///< kernels wait by themselves for the launch before
   bool row_terms = false;         ///< rows' terms of the score are found beforehand, once
   bool stream_k = false;          ///< CTAs take equal shares of all KV tiles of all work tiles
@@ -106,8 +107,9 @@ struct KernelPlan {
 };
 
 /// The constants that the Problem of every family has: of the spec, its programs and the configuration. A
-/// family adds its own.
-std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const TileConfig& config);
+/// family adds its own. `tile_lists`: see Schedule.
+std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const TileConfig& config,
+                                              bool tile_lists);
 
 /// An entry from templates/<family>/<header>.cuh.
 Entry family_entry(Family family, const std::string& name, const std::string& header, int threads);

@@ -20,7 +20,7 @@ LaunchedWhen launched_when(Step step, const KernelPlan& kernel) {
     case Step::list_ranks:
       return LaunchedWhen::lists_are_made;
     case Step::reset_work:
-      return kernel.spec.has_tile_lists ? LaunchedWhen::lists_are_given : LaunchedWhen::always;
+      return kernel.schedule.tile_lists ? LaunchedWhen::lists_are_given : LaunchedWhen::always;
     default:
       return LaunchedWhen::always;
   }
@@ -65,7 +65,7 @@ std::int64_t rows_of_work_tile(const KernelPlan& kernel, const AttentionShape& s
 }
 
 std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape& shape) {
-  const std::int64_t heads = shape.batch * shape.heads_q, sets = list_sets(kernel.spec, shape);
+  const std::int64_t heads = shape.batch * shape.heads_q, sets = list_sets(kernel, shape);
   const std::int64_t q_tiles = tiles(shape.seqlen_q, kernel.config.br),
                      kv_tiles = tiles(shape.seqlen_kv, kernel.config.bc);
   switch (step) {

@@ -131,7 +131,8 @@ Entry entry_without_tiles(const char* name, const char* params, const char* head
 }
 
 KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
-  KernelPlan kernel{.spec = spec, .config = config, .constants = problem_constants(spec, config)};
+  KernelPlan kernel{
+      .spec = spec, .config = config, .constants = problem_constants(spec, config, spec.has_tile_lists)};
   if (spec.pass == Pass::append) {
     Entry append = entry_without_tiles("append", "AppendParams");
     // Blocks wait for memory. With scales they spill with so few registers.

@@ -381,7 +381,7 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
 KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
   Entry main = main_entry(Family::sm80, spec, c.warps * 32, shared_bytes(spec, c));
   main.min_blocks = c.min_blocks;
-  KernelPlan kernel = tensor_core_kernel(spec, c, main, {});
+  KernelPlan kernel = tensor_core_kernel(spec, c, main, {.tile_lists = spec.has_tile_lists});
   kernel.constants.push_back({"kListedRows", c.br});
   if (spec.pass == Pass::backward) kernel.constants.push_back({"kExchanged", exchanged_values(spec, c)});
   return kernel;

@@ -104,8 +104,14 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
     return config(64, 64, 8, std::max(spec.head_dim, spec.v_dim()) > 96 ? 3 : 2);
   std::vector<TileConfig> choices = preferences(spec);
   if (!is_forward(spec)) return choices.front();
+  // Sequences of a cache may be of any lengths, which only equal shares even out. But many queries are
+  // enough work tiles, measured: 4k 0.89 ms instead of 1.16, 1k of 4k keys 0.38 instead of 0.40, 512 of 16k
+  // 0.77 instead of 0.78.
+  const std::int64_t many = converters(spec) > 0 ? 1024 : 512;
+  const bool stream_k = is_stream_k(spec, with_split(choices.front(), false));
+  const bool many_queries = stream_k && shape.seqlen_q >= many && !excludes_lists(spec);
   // Small: of any length there are enough. Larger ones where there are many, as the last round is not cut.
-  if (choices.front().min_blocks > 1) {
+  if (choices.front().min_blocks > 1 && (!stream_k || many_queries)) {
     const auto has_many = [&](const TileConfig& c) {
       const std::int64_t count = shape.batch * shape.heads_q * tiles(shape.seqlen_q, c.br);
       const bool two_tiles = q_tiles_per_cta(spec, c) > 1, three_groups = c.warps / kGroupWarps == 3;
@@ -114,18 +120,13 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
     const auto found = std::find_if(choices.rbegin(), choices.rend(), has_many);
     return found == choices.rend() ? choices.front() : *found;
   }
-  // Sequences of a cache may be of any lengths, which only equal shares even out. But many queries are
-  // enough work tiles, measured: 4k 0.89 ms instead of 1.16, 1k of 4k keys 0.38 instead of 0.40, 512 of 16k
-  // 0.77 instead of 0.78.
-  const std::int64_t many = converters(spec) > 0 ? 1024 : 512;
-  const bool stream_k = is_stream_k(spec, with_split(choices.front(), false));
-  const bool many_queries = stream_k && shape.seqlen_q >= many;
   const std::vector<TileConfig> to_split = many_queries ? std::vector<TileConfig>() : choices;
   if (stream_k && !many_queries) choices.clear();
   // Beside sequences with many queries there may be some with few, which would read K and V for each head.
   if (many_queries && spec.varlen && shape.heads_q > shape.heads_kv)
     choices = packed_where_admitted(spec, choices, device);
   for (const TileConfig& whole : to_split) {
+    if (whole.min_blocks > 1 || q_tiles_per_cta(spec, whole) > 1) continue;  // for lists of tiles
     const TileConfig alone = split_tile(spec, whole);
     const TileConfig shared = with_split(alone, false), packed = with_split(alone, true);
     if (num_splits(spec, shape, shared, device) > 1) choices.push_back(shared);
@@ -226,6 +227,7 @@ Schedule schedule(const AnalysedSpec& spec, const TileConfig& c) {
   const bool backward = !is_forward(spec);
   return {.q_tiles_per_cta = q_tiles_per_cta(spec, c),
           .dynamic_tiles = backward || counts_tiles(spec, c),
+          .tile_lists = walks_lists(spec, c),
           .early_launch = true,  // with an instruction that all devices of sm90 have
           .row_terms = backward && spec.programs.row_term,
           .stream_k = is_stream_k(spec, c),

@@ -86,6 +86,11 @@ bool takes_tiles_in_turn(const AnalysedSpec& spec, const TileConfig& c);
 /// For how many rows of a Q tile its list says whether they meet a KV tile: all together, or in the forward
 /// pass each warpgroup's, where the blocks of a map divide into those but not into whole tiles.
 int listed_rows(const AnalysedSpec& spec, const TileConfig& c);
+/// Whether blocks walk lists of tiles. Where they share out a cache's keys they walk any mask within its
+/// bounds: queries are few then, and no list is made at each call.
+bool walks_lists(const AnalysedSpec& spec, const TileConfig& c);
+/// Whether lists of tiles, which its mask would have, are not for its K and V.
+bool excludes_lists(const AnalysedSpec& spec);
 
 /// Blocks of the forward pass that take neighbouring Q tiles: two where a mask makes tiles unlike and the
 /// kernel shares them out, else one.

@@ -74,7 +74,7 @@ Support check_pack_gqa(const AnalysedSpec& spec, const TileConfig& c) {
   if (!c.pack_gqa) return Support::yes();
   if (!is_forward(spec) || (!c.split && (!spec.kv.is_cache() || spec.row_max)))
     return Support::no("pack_gqa is for split keys, in the forward pass: give split, too");
-  const bool alike = !spec.dropout && !spec.has_tile_lists && !has_bias_tile(spec) &&
+  const bool alike = !spec.dropout && !walks_lists(spec, c) && !has_bias_tile(spec) &&
                      !spec.programs.score_uses_head && !spec.programs.mask.uses_head;
   if (alike) return Support::yes();
   return Support::no(
@@ -167,7 +167,18 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
   return Support::yes();
 }
 
+Support no_lists(const AnalysedSpec& spec) {
+  return Support::no(fmt::format(
+      "lists of tiles are not for {}; a mask of a cache does without them where keys are split",
+      spec.kv.shared_kv ? "shared_kv"
+                        : fmt::format("pages whose rows are no multiple of {}", sm90::kSwizzledRows)));
+}
+
 }  // namespace
+
+bool excludes_lists(const AnalysedSpec& spec) {
+  return spec.has_tile_lists && (spec.kv.shared_kv || gathers(spec));
+}
 
 bool may_gather(const AnalysedSpec& spec, const TileConfig& c) {
   constexpr int kFewestRegisters = 40;
@@ -191,7 +202,6 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (spec.partial.running_state && spec.v_dim() > kMostColumns)
     return Support::no(
         fmt::format("a running state is for up to {} columns of V, not {}", kMostColumns, spec.v_dim()));
-  if (spec.kv.shared_kv && spec.has_tile_lists) return Support::no("shared_kv is not for lists of tiles");
   if (!is_forward(spec) && std::max(spec.head_dim, spec.v_dim()) > kMostBackwardColumns)
     return Support::no(fmt::format("the backward pass is for head dimensions up to {}, not {} and {}",
                                    kMostBackwardColumns, spec.head_dim, spec.v_dim()));
@@ -200,10 +210,12 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
         fmt::format("gradients of captured tensors are for head dimensions up to {}, not {} and {}",
                     sm90::kMostCtaColumns, spec.head_dim, spec.v_dim()));
   if (Support able = supports_indices(spec); !able) return able;
-  if (gathers(spec) && (spec.has_tile_lists || has_bias_tile(spec) || spec.programs.column_term))
+  if (excludes_lists(spec) && !is_stream_k(spec, with_split(config(sm90::kWarpgroupRows, 64, 4, 2), false)))
+    return no_lists(spec);
+  if (gathers(spec) && (has_bias_tile(spec) || spec.programs.column_term))
     return Support::no(
-        fmt::format("rows of pages that are no multiple of {} rows are for specs without lists of tiles, a "
-                    "dense bias, or what scores read of keys",
+        fmt::format("rows of pages that are no multiple of {} rows are for specs without a dense bias, or "
+                    "what scores read of keys",
                     sm90::kSwizzledRows));
   if (is_forward(spec)) return Support::yes();
   if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);
@@ -214,6 +226,7 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
   if (c.family != Family::sm90) return Support::no("the configuration is of another family");
   if (Support able = supports(spec, device); !able) return able;
   if (Support tile = check_tile(spec, c); !tile) return tile;
+  if (excludes_lists(spec) && walks_lists(spec, c)) return no_lists(spec);
   const int most_bytes =
       std::min(device.shared_per_block, device.shared_per_sm / c.min_blocks - kReservedSharedBytes);
   if (const int bytes = shared_bytes(spec, c); bytes > most_bytes)

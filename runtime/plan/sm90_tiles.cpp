@@ -7,12 +7,16 @@
 namespace flashjit::plan::hopper {
 namespace {
 
+/// On the device of the family; or its split, where that alone is.
+bool is_admitted(const AnalysedSpec& spec, const TileConfig& c) {
+  return admits(spec, excludes_lists(spec) ? with_split(c, false) : c, DeviceInfo::parse("sm_90a")).ok;
+}
+
 /// Above 256 columns; the largest that fit.
 std::vector<TileConfig> wide_preferences(const AnalysedSpec& spec) {
-  const DeviceInfo hopper = DeviceInfo::parse("sm_90a");
   std::vector<TileConfig> choices;
   const auto consider = [&](TileConfig c) {
-    if (choices.empty() && admits(spec, c, hopper)) choices.push_back(c);
+    if (choices.empty() && is_admitted(spec, c)) choices.push_back(c);
   };
   if (spec.v_dim() > kMostColumns) {
     for (const auto& [bc, stages] : {std::pair{64, 2}, {48, 2}, {64, 1}, {32, 2}, {32, 1}}) {
@@ -29,7 +33,6 @@ std::vector<TileConfig> wide_preferences(const AnalysedSpec& spec) {
 
 /// With K and V of 8 bits, whose conversion takes registers and shared memory: the largest that are admitted.
 std::vector<TileConfig> code_preferences(const AnalysedSpec& spec) {
-  const DeviceInfo hopper = DeviceInfo::parse("sm_90a");
   std::vector<TileConfig> choices;
   for (const int warps : {8, 4})
     for (const int bc : {128, 112, 96, 80, 64, 48, 32}) {
@@ -37,7 +40,7 @@ std::vector<TileConfig> code_preferences(const AnalysedSpec& spec) {
       if (has_bias_tile(spec) && bc % sm90::kSliceColumns != 0) continue;
       // A score program leaves no registers for 128 keys and as many columns.
       if (!spec.score.empty() && warps == 8 && bc == 128 && spec.v_dim() > 96) continue;
-      if (!admits(spec, c, hopper)) continue;
+      if (!is_admitted(spec, c)) continue;
       choices.push_back(c);
       break;
     }
@@ -48,7 +51,6 @@ std::vector<TileConfig> code_preferences(const AnalysedSpec& spec) {
 /// registers hold no more than the plain softmax: d128 4k 628 us instead of 691, causal 367 instead of 391.
 /// Not with fewer than 96 keys: 844 with 64.
 std::vector<TileConfig> code_product_preferences(const AnalysedSpec& spec) {
-  const DeviceInfo hopper = DeviceInfo::parse("sm_90a");
   const bool simple = spec.mask.empty() || spec.is_causal;
   const bool plain = simple && !spec.dropout && !spec.has_block_map() &&
                      std::min(spec.head_dim, spec.v_dim()) >= 96;  // d80 spills
@@ -59,7 +61,7 @@ std::vector<TileConfig> code_product_preferences(const AnalysedSpec& spec) {
       if (warps == 12 && (bc < 96 || !spec.score.empty() || spec.key_scales || !(is_narrow(spec) || plain)))
         continue;
       if (has_bias_tile(spec) && bc % sm90::kSliceColumns != 0) continue;
-      if (!admits(spec, c, hopper)) continue;
+      if (!is_admitted(spec, c)) continue;
       choices.push_back(c);
       break;
     }
@@ -163,7 +165,7 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
           .stages = c.stages,
           .reads_bias_tile = has_bias_tile(spec),
           .reads_column_terms = spec.programs.column_term,
-          .lists = spec.has_tile_lists,
+          .lists = walks_lists(spec, c),
           .q_tiles_per_cta = q_tiles_per_cta(spec, c),
           .d_split = c.d_split,
           .shared_kv = spec.kv.shared_kv,
@@ -196,8 +198,12 @@ bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c) {
-  return is_forward(spec) && (spec.kv.is_cache() || spec.indices) && c.split && !spec.has_tile_lists &&
+  return is_forward(spec) && (spec.kv.is_cache() || spec.indices) && c.split && !spec.has_block_map() &&
          !spec.row_max && !spec.batch_invariant && !spec.programs.far_scores;
+}
+
+bool walks_lists(const AnalysedSpec& spec, const TileConfig& c) {
+  return spec.has_tile_lists && !is_stream_k(spec, c);
 }
 
 bool counts_q_tiles_as_heads(const AnalysedSpec& spec, const TileConfig& c) {
@@ -214,7 +220,7 @@ bool shares_tiles_out(const AnalysedSpec& spec) {
 }
 
 bool counts_tiles(const AnalysedSpec& spec, const TileConfig& c) {
-  return is_forward(spec) && (spec.has_tile_lists || (spec.kv.is_cache() && !c.split));
+  return is_forward(spec) && (walks_lists(spec, c) || (spec.kv.is_cache() && !c.split));
 }
 
 bool splits_tail_wave(const AnalysedSpec& spec, const TileConfig& c) {

@@ -30,16 +30,19 @@ Entry main_entry(Family family, const AnalysedSpec& spec, int threads, int share
 KernelPlan tensor_core_kernel(const AnalysedSpec& spec, const TileConfig& config, const Entry& main,
                               const Schedule& schedule) {
   const bool backward = spec.pass == Pass::backward;
-  KernelPlan kernel{
-      .spec = spec, .config = config, .constants = problem_constants(spec, config), .schedule = schedule};
+  KernelPlan kernel{.spec = spec,
+                    .config = config,
+                    .constants = problem_constants(spec, config, schedule.tile_lists),
+                    .schedule = schedule};
   kernel.constants.push_back({"kSharedBytes", main.shared_bytes});
   kernel.constants.push_back({"kLseLog2", schedule.lse_log2});
   kernel.constants.push_back({"kFindsRowStats", schedule.finds_row_stats});
   kernel.constants.push_back({"kClaimsTiles", schedule.claims_tiles});
   if (backward) kernel.add(Step::preprocess, auxiliary_entry("preprocess"));
   if (backward && spec.sinks) kernel.add(Step::sink_grads, auxiliary_entry("sink_grads"));
-  if (has_term_bounds(spec)) kernel.add(Step::term_bounds, auxiliary_entry("term_bounds", "tile_lists"));
-  if (spec.has_tile_lists) kernel.add(Step::tile_lists, auxiliary_entry("tile_lists"));
+  if (schedule.tile_lists && has_term_bounds(spec))
+    kernel.add(Step::term_bounds, auxiliary_entry("term_bounds", "tile_lists"));
+  if (schedule.tile_lists) kernel.add(Step::tile_lists, auxiliary_entry("tile_lists"));
   if (has_ranks(spec)) kernel.add(Step::list_ranks, auxiliary_entry("list_ranks", "tile_lists"));
   if (!backward && schedule.dynamic_tiles)
     kernel.add(Step::reset_work, auxiliary_entry("reset_work", "tile_lists"));
@@ -77,10 +80,10 @@ WorkspaceNeeds tensor_core_workspace(const KernelPlan& kernel, const AttentionSh
           .semaphores = dynamic || (backward && spec.deterministic),
           .ranks = has_ranks(spec),
           .claims_tiles = kernel.schedule.claims_tiles,
-          .list_sets = list_sets(spec, shape),
+          .list_sets = list_sets(kernel, shape),
           .list_rows = backward ? kv_tiles : q_tiles,
           .list_columns = backward ? q_tiles : kv_tiles,
-          .term_bounds = q_tiles * mask.q_reads + kv_tiles * mask.kv_reads,
+          .term_bounds = kernel.schedule.tile_lists ? q_tiles * mask.q_reads + kv_tiles * mask.kv_reads : 0,
           .ordered_q_tiles = backward && spec.deterministic ? q_tiles : 0,
           .num_splits = backward && spec.indices ? 1 : 0,
           .part_rows = kernel.schedule.stream_k ? kernel.config.br : 0,

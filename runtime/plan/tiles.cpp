@@ -81,8 +81,9 @@ ListsDiffer lists_differ(const AnalysedSpec& spec) {
           .by_head = spec.programs.mask.uses_head};
 }
 
-std::int64_t list_sets(const AnalysedSpec& spec, const AttentionShape& shape) {
-  if (!spec.has_tile_lists) return 0;
+std::int64_t list_sets(const KernelPlan& kernel, const AttentionShape& shape) {
+  const AnalysedSpec& spec = kernel.spec;
+  if (!kernel.schedule.tile_lists) return 0;
   const auto [by_batch, by_head] = lists_differ(spec);
   const bool map = spec.has_block_map();
   return (by_batch || map ? shape.batch : 1) * (by_head || map ? shape.heads_q : 1);

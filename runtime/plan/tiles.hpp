@@ -58,7 +58,7 @@ struct ListsDiffer {
 };
 ListsDiffer lists_differ(const AnalysedSpec& spec);
 /// How many sets of lists there are at most: one where all share it; none where tiles are not listed.
-std::int64_t list_sets(const AnalysedSpec& spec, const AttentionShape& shape);
+std::int64_t list_sets(const KernelPlan& kernel, const AttentionShape& shape);
 /// Whether the mask is classed by the bounds of what it reads over each tile.
 bool has_term_bounds(const AnalysedSpec& spec);
 

@@ -4,6 +4,7 @@
 
 #include "flashjit/common/index_list.cuh"
 #include "flashjit/common/kv_work_tile.cuh"
+#include "flashjit/common/mask_walk.cuh"
 #include "flashjit/common/semaphores.cuh"
 #include "flashjit/common/visible.cuh"
 
@@ -37,6 +38,7 @@ struct KvTiles {
       const int end = min(bounds.end, seqused_kv);
       first = bounds.begin / P::kBc;
       count = end > bounds.begin ? (end + P::kBc - 1) / P::kBc - first : 0;
+      keep(EmptyEnds<P>::taken_off(p, head, q, {first, first + count}));
     }
   }
   __device__ void keep_split(const Params& p, int split) { keep_split_of<P>(p, split, list, first, count); }
@@ -56,8 +58,7 @@ struct KvTiles {
   __device__ bool full(const Params& p, const typename P::Head& head, Range q, int entry) const {
     if constexpr (kLists<P>) return entry & 1;
     if constexpr (!P::kHasMask) return true;
-    return P::classify_tile(p, head, q, tile_range(entry >> 1, P::kBc, head.seqlen_kv), nullptr, nullptr) ==
-           TileClass::full;
+    return mask_class<P>(p, head, q, tile_range(entry >> 1, P::kBc, head.seqlen_kv)) == TileClass::full;
   }
 };
 
@@ -104,8 +105,7 @@ struct QTiles {
       if constexpr (P::kDeterministic) staged.dq_order = rank[tile];
     } else {
       if constexpr (P::kHasMask)
-        staged.full = P::classify_tile(p, head, tile_range(tile, P::kBr, head.seqlen_q), kv, nullptr,
-                                       nullptr) == TileClass::full;
+        staged.full = mask_class<P>(p, head, tile_range(tile, P::kBr, head.seqlen_q), kv) == TileClass::full;
       if constexpr (P::kDeterministic) staged.dq_order = (seqused_kv - 1) / P::kBc - kv_tile;
     }
     return staged;

@@ -153,7 +153,7 @@ constexpr bool kMaxByBits = !kAddsScoreLine<P> && !kPartialFirstStep<P> && !(kSc
 /// classifying each KV tile. With the next switch window d64 +4.3%, d128 +2.9%; causal d128 +0.8 to +1.1%.
 /// NOTES.md#masked-tiles
 template <class P>
-constexpr bool kFullTilesByBounds = (P::kMaskBounds > 0 && !kLists<P>);
+constexpr bool kFullTilesByBounds = ((P::kMaskBounds > 0 && !kLists<P>) || kClassesTiles<P>);
 
 /// A word of bits says which keys of a row attend, instead of two comparisons of every pair. Window d64
 /// +3.5%, d128 +0.3%; causal d64 -1.4%: for masks of two bounds.

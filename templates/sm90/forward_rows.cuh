@@ -14,7 +14,7 @@ __device__ __forceinline__ Range keys_of_all_rows(const Params& p, const typenam
   if constexpr (!kFullTilesByBounds<P>) {
     return {0, seqused_kv};
   } else {
-    const Range keys = P::kv_bounds_of_all(p, head, q);
+    const Range keys = FullKeys<P>::of(p, head, q);
     return {keys.begin, min(keys.end, seqused_kv)};
   }
 }

@@ -81,8 +81,12 @@ __device__ __forceinline__ Range kv_tiles_of_row(const Params& p, int row) {
   if constexpr (!P::kMaskUsesHead) bounds = P::kv_bounds(p, sequence.head(p, 0), queries);
   const int end = min(bounds.end, keys);
   if (bounds.begin >= end) return {0, 0};
-  first = max(first, bounds.begin / P::kBc);
-  return {first, max(first, (end + P::kBc - 1) / P::kBc)};
+  const Range tiles = EmptyEnds < P,
+              kClassesTiles<P> &&
+                  !P::kMaskUsesHead > ::taken_off(p, sequence.head(p, 0), queries,
+                                                  {bounds.begin / P::kBc, (end + P::kBc - 1) / P::kBc});
+  first = max(first, tiles.begin);
+  return {first, max(first, tiles.end)};
 }
 template <class P>
 __device__ __forceinline__ long long work_of_row(const Params& p, int row) {

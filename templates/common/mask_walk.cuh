@@ -1,0 +1,127 @@
+// Masks that no bounds describe, walked without lists: tiles are classed by intervals as they are met, and
+// what the class says is empty at either end of a Q tile's keys is left out.
+#pragma once
+
+#include "flashjit/common/tile_lists.cuh"
+#include "flashjit/common/visible.cuh"
+
+namespace flashjit {
+
+/// What the mask reads by the query alone, over some queries: of few the bounds, of more anything.
+template <class P>
+struct RowTerms {
+  static constexpr int kMostQueries = 16;
+  Interval bounds[P::kMaskRowTerms + 1];
+
+  __device__ __forceinline__ RowTerms() {
+    for (Interval& term : bounds) term = any_int();
+  }
+  __device__ __forceinline__ RowTerms(const Params& p, const typename P::Head& head, Range q) : RowTerms() {
+    if (q.end - q.begin > kMostQueries) return;
+#pragma unroll
+    for (int i = 0; i < P::kMaskRowTerms; ++i) {
+      const int first = P::mask_row_term(p, head, i, q.begin);
+      Interval term{first, first};
+      for (int row = q.begin + 1; row < q.end; ++row) {
+        const int value = P::mask_row_term(p, head, i, row);
+        term = join(term, Interval{value, value});
+      }
+      bounds[i] = term;
+    }
+  }
+};
+
+/// The class of a tile by the mask program. What the mask reads by the key alone may be anything.
+template <class P>
+__device__ __forceinline__ TileClass mask_class(const Params& p, const typename P::Head& head, Range q,
+                                                Range kv, const RowTerms<P>& rows = {}) {
+  Interval columns[P::kMaskColumnTerms + 1];
+  for (Interval& term : columns) term = any_int();
+  return P::classify_tile(p, head, q, kv, rows.bounds, columns);
+}
+
+/// Whether neither bounds nor lists say which tiles a mask leaves.
+template <class P>
+constexpr bool kClassesTiles = P::kListed && !kLists<P>;
+
+/// Takes the empty tiles off both ends of the KV tiles of a Q tile.
+template <class P, bool kTakesOff = kClassesTiles<P>>
+struct EmptyEnds {
+  static __device__ __forceinline__ Range taken_off(const Params&, const typename P::Head&, Range,
+                                                    Range tiles) {
+    return tiles;
+  }
+};
+
+/// The keys that all of some queries attend to, as far as the mask says it without its pairs.
+template <class P, bool kClasses = kClassesTiles<P>>
+struct FullKeys {
+  static __device__ __forceinline__ Range of(const Params& p, const typename P::Head& head, Range q) {
+    return P::kv_bounds_of_all(p, head, q);
+  }
+};
+
+/// The most of `count` tiles that are of a class together, counted from one end. By bisection: a part of what
+/// intervals call empty, or full, they call so, too.
+template <class IsAlike>
+__device__ __forceinline__ int longest_run(int count, const IsAlike& is_alike) {
+  if (count <= 0 || !is_alike(1)) return 0;
+  int known = 1;
+  while (known < count) {
+    const int more = known + (count - known + 1) / 2;
+    if (is_alike(more))
+      known = more;
+    else
+      count = more - 1;
+  }
+  return known;
+}
+
+/// The classes of a Q tile's KV tiles.
+template <class P>
+struct ClassedTiles {
+  const Params& p;
+  const typename P::Head& head;
+  Range q;
+  RowTerms<P> rows = {};
+
+  __device__ __forceinline__ bool are(TileClass kind, int first, int count) const {
+    const Range keys{first * P::kBc, min((first + count) * P::kBc, head.seqlen_kv)};
+    return mask_class<P>(p, head, q, keys, rows) == kind;
+  }
+};
+
+/// Producers find them, too, with few registers: what the mask reads by the query may be anything.
+template <class P>
+struct EmptyEnds<P, true> {
+  static __device__ __forceinline__ Range taken_off(const Params& p, const typename P::Head& head, Range q,
+                                                    Range tiles) {
+    const ClassedTiles<P> classed{p, head, q};
+    tiles.begin += longest_run(tiles.end - tiles.begin,
+                               [&](int count) { return classed.are(TileClass::empty, tiles.begin, count); });
+    tiles.end -= longest_run(tiles.end - tiles.begin, [&](int count) {
+      return classed.are(TileClass::empty, tiles.end - count, count);
+    });
+    return tiles;
+  }
+};
+
+/// Those of the tiles from the first or the second on that is not empty, such as a cache's keys before the
+/// queries' own.
+template <class P>
+struct FullKeys<P, true> {
+  static __device__ __forceinline__ Range of(const Params& p, const typename P::Head& head, Range q) {
+    const Range bounds = P::kv_bounds(p, head, q);
+    const Range tiles =
+        EmptyEnds<P>::taken_off(p, head, q, {bounds.begin / P::kBc, (bounds.end + P::kBc - 1) / P::kBc});
+    const ClassedTiles<P> classed{p, head, q, {p, head, q}};
+    for (int first = tiles.begin; first < min(tiles.begin + 2, tiles.end); ++first) {
+      const int count = longest_run(
+          tiles.end - first, [&](int several) { return classed.are(TileClass::full, first, several); });
+      if (count > 0) return {first * P::kBc, (first + count) * P::kBc};
+    }
+    return {0, 0};
+  }
+};
+
+}  // namespace flashjit

@@ -46,6 +46,30 @@ FLASHJIT_API expr::Expr strided(std::int32_t local, std::int32_t stride);
 /// attend. Windows are cut at the borders, not shifted. Queries and keys are the same pixels. width > 0.
 FLASHJIT_API expr::Expr neighborhood_2d(std::int32_t width, std::int32_t radius);
 
+/// Chunked local attention: keys of the query's own chunk of `size` positions, up to the query. size > 0.
+FLASHJIT_API expr::Expr chunked(std::int32_t size);
+
+/// Causal, and besides keys first[b, q] <= kv < last[b, q], such as those of the query's own picture.
+/// Captures: int32 [batch, seqlen_q]; where last <= first there are none.
+FLASHJIT_API expr::Expr mm_prefix(std::string first = "mm_first", std::string last = "mm_last");
+
+/// Drafts in a tree: the last seqlen_q keys are the queries' own, of which query q sees those whose bits are
+/// set in ancestors[b, q], bit n for the n-th; and every key before them. Capture: int64 [batch, seqlen_q].
+/// Of more than 64 queries those from the 65th on are seen by none.
+FLASHJIT_API expr::Expr tree(std::string ancestors = "ancestors");
+
+/// Keys up to the query by positions that are given, in any order. Captures: int32 [batch, seqlen_q] and
+/// [batch, seqlen_kv].
+FLASHJIT_API expr::Expr positions(std::string q_positions = "q_positions",
+                                  std::string kv_positions = "kv_positions");
+
+/// The same where ranks have every ranks-th key, as in decode context parallelism: key kv of a rank is at
+/// kv * ranks + rank. Captures: int32 [batch, seqlen_q], and the ints "ranks" and "rank".
+FLASHJIT_API expr::Expr interleaved(std::string q_positions = "q_positions");
+
+/// Causal in the batch entries whose flag is not 0; all pairs in the others. Capture: int32 [batch].
+FLASHJIT_API expr::Expr causal_if(std::string flags = "causal_flags");
+
 // --- scores
 
 /// Press et al., "Train Short, Test Long" (2022): score - slopes[h] * distance. Capture: fp32 [heads_q].

@@ -88,6 +88,37 @@ Expr neighborhood_2d(std::int32_t width, std::int32_t radius) {
   return abs(q / width - kv / width) <= radius && abs(q % width - kv % width) <= radius;
 }
 
+Expr chunked(std::int32_t size) {
+  require("size", size, 1);
+  return causal_mask() && kv / size == position() / size;
+}
+
+Expr mm_prefix(std::string first, std::string last) {
+  const Tensor begin = tensor(std::move(first), ElementType::int32, 2);
+  const Tensor end = tensor(std::move(last), ElementType::int32, 2);
+  return causal_mask() || (begin(b, q) <= kv && kv < end(b, q));
+}
+
+Expr tree(std::string ancestors) {
+  const Expr own = kv - (seqlen_kv - seqlen_q);
+  const Tensor bits = tensor(std::move(ancestors), ElementType::int64, 2);
+  return own < 0 || (own < 64 && (bits(b, q) >> own & 1) == 1);
+}
+
+Expr positions(std::string q_positions, std::string kv_positions) {
+  return tensor(std::move(kv_positions), ElementType::int32, 2)(b, kv) <=
+         tensor(std::move(q_positions), ElementType::int32, 2)(b, q);
+}
+
+Expr interleaved(std::string q_positions) {
+  return kv * scalar_int("ranks") + scalar_int("rank") <=
+         tensor(std::move(q_positions), ElementType::int32, 2)(b, q);
+}
+
+Expr causal_if(std::string flags) {
+  return tensor(std::move(flags), ElementType::int32, 1)[b] == 0 || causal_mask();
+}
+
 // The distance in floats: kernels count positions in both, so that it costs no conversion.
 Expr alibi(std::string slopes) {
   return score - tensor(std::move(slopes), ElementType::fp32, 1)[h] * abs(to_float(position() - kv));

@@ -47,9 +47,7 @@ constexpr bool kClassesTiles = P::kListed && !kLists<P>;
 /// Takes the empty tiles off both ends of the KV tiles of a Q tile.
 template <class P, bool kTakesOff = kClassesTiles<P>>
 struct EmptyEnds {
-  static __device__ __forceinline__ Range taken_off(const Params&, const typename P::Head&, Range,
-                                                    Range tiles) {
-    return tiles;
+  static __device__ __forceinline__ void take_off(const Params&, const typename P::Head&, Range, int&, int&) {
   }
 };
 
@@ -94,15 +92,14 @@ struct ClassedTiles {
 /// Producers find them, too, with few registers: what the mask reads by the query may be anything.
 template <class P>
 struct EmptyEnds<P, true> {
-  static __device__ __forceinline__ Range taken_off(const Params& p, const typename P::Head& head, Range q,
-                                                    Range tiles) {
+  static __device__ __forceinline__ void take_off(const Params& p, const typename P::Head& head, Range q,
+                                                  int& first, int& count) {
     const ClassedTiles<P> classed{p, head, q};
-    tiles.begin += longest_run(tiles.end - tiles.begin,
-                               [&](int count) { return classed.are(TileClass::empty, tiles.begin, count); });
-    tiles.end -= longest_run(tiles.end - tiles.begin, [&](int count) {
-      return classed.are(TileClass::empty, tiles.end - count, count);
-    });
-    return tiles;
+    const int before =
+        longest_run(count, [&](int several) { return classed.are(TileClass::empty, first, several); });
+    first += before, count -= before;
+    count -= longest_run(
+        count, [&](int several) { return classed.are(TileClass::empty, first + count - several, several); });
   }
 };
 
@@ -112,13 +109,14 @@ template <class P>
 struct FullKeys<P, true> {
   static __device__ __forceinline__ Range of(const Params& p, const typename P::Head& head, Range q) {
     const Range bounds = P::kv_bounds(p, head, q);
-    const Range tiles =
-        EmptyEnds<P>::taken_off(p, head, q, {bounds.begin / P::kBc, (bounds.end + P::kBc - 1) / P::kBc});
+    int first = bounds.begin / P::kBc, count = (bounds.end + P::kBc - 1) / P::kBc - first;
+    EmptyEnds<P>::take_off(p, head, q, first, count);
     const ClassedTiles<P> classed{p, head, q, {p, head, q}};
-    for (int first = tiles.begin; first < min(tiles.begin + 2, tiles.end); ++first) {
-      const int count = longest_run(
-          tiles.end - first, [&](int several) { return classed.are(TileClass::full, first, several); });
-      if (count > 0) return {first * P::kBc, (first + count) * P::kBc};
+    for (int skipped = 0; skipped < min(2, count); ++skipped) {
+      const int begin = first + skipped;
+      const int full = longest_run(count - skipped,
+                                   [&](int several) { return classed.are(TileClass::full, begin, several); });
+      if (full > 0) return {begin * P::kBc, (begin + full) * P::kBc};
     }
     return {0, 0};
   }

@@ -38,7 +38,7 @@ struct KvTiles {
       const int end = min(bounds.end, seqused_kv);
       first = bounds.begin / P::kBc;
       count = end > bounds.begin ? (end + P::kBc - 1) / P::kBc - first : 0;
-      keep(EmptyEnds<P>::taken_off(p, head, q, {first, first + count}));
+      EmptyEnds<P>::take_off(p, head, q, first, count);
     }
   }
   __device__ void keep_split(const Params& p, int split) { keep_split_of<P>(p, split, list, first, count); }

@@ -81,12 +81,11 @@ __device__ __forceinline__ Range kv_tiles_of_row(const Params& p, int row) {
   if constexpr (!P::kMaskUsesHead) bounds = P::kv_bounds(p, sequence.head(p, 0), queries);
   const int end = min(bounds.end, keys);
   if (bounds.begin >= end) return {0, 0};
-  const Range tiles = EmptyEnds < P,
-              kClassesTiles<P> &&
-                  !P::kMaskUsesHead > ::taken_off(p, sequence.head(p, 0), queries,
-                                                  {bounds.begin / P::kBc, (end + P::kBc - 1) / P::kBc});
-  first = max(first, tiles.begin);
-  return {first, max(first, tiles.end)};
+  int met = bounds.begin / P::kBc, count = (end + P::kBc - 1) / P::kBc - met;
+  EmptyEnds<P, (kClassesTiles<P> && !P::kMaskUsesHead)>::take_off(p, sequence.head(p, 0), queries, met,
+                                                                  count);
+  first = max(first, met);
+  return {first, max(first, met + count)};
 }
 template <class P>
 __device__ __forceinline__ long long work_of_row(const Params& p, int row) {

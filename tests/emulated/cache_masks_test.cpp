@@ -1,24 +1,25 @@
 // Masks of caches that no bounds describe: trees of drafts, prefixes of pictures, chunks, masks by request
 // and given positions. Where keys are shared out they are walked without lists.
+#include "flashjit/attention_programs.hpp"
 #include "tests/support/cache_run.hpp"
 
 namespace flashjit::test {
 namespace {
 
 struct MaskCase {
-  const char *name, *mask;
+  std::string name, mask;
 };
 
-constexpr MaskCase kMasks[] = {
-    {"tree",
-     "tree: int64 2d; kv < seqlen_kv - seqlen_q || (tree[b, q] >> (kv - (seqlen_kv - seqlen_q)) & 1) == 1"},
-    {"mm_prefix",
-     "first: int32 2d; last: int32 2d; kv <= q + seqlen_kv - seqlen_q || "
-     "(first[b, q] <= kv && kv < last[b, q])"},
-    {"chunked", "kv <= q + seqlen_kv - seqlen_q && kv / 96 == (q + seqlen_kv - seqlen_q) / 96"},
-    {"causal_if", "flags: int32 1d; flags[b] == 0 || kv <= q + seqlen_kv - seqlen_q"},
-    {"positions", "q_pos: int32 2d; kv_pos: int32 2d; kv_pos[b, kv] <= q_pos[b, q]"},
-    {"interleaved", "q_pos: int32 2d; kv * 3 + 1 <= q_pos[b, q]"},
+void PrintTo(const MaskCase& test, std::ostream* out) { *out << test.name; }
+
+const MaskCase kMasks[] = {
+    {"tree", to_string(programs::tree())},
+    {"mm_prefix", to_string(programs::mm_prefix())},
+    {"chunked", to_string(programs::chunked(96))},
+    {"causal_if", to_string(programs::causal_if())},
+    {"positions", to_string(programs::positions())},
+    {"interleaved", to_string(programs::interleaved())},
+    {"prefix", to_string(programs::prefix_lm())},
     {"by_head", "heads: int32 1d; heads[h] != 0 || kv / 64 == (q + seqlen_kv - seqlen_q) / 64"},
     {"nothing", "kv / 64 == 1000"},
 };
@@ -63,7 +64,7 @@ TEST_P(EmulatedCacheMask, GivesTheSameWithLists) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, EmulatedCacheMask, testing::ValuesIn(kMasks),
-                         [](const auto& test) { return std::string(test.param.name); });
+                         [](const auto& test) { return test.param.name; });
 
 }  // namespace
 }  // namespace flashjit::test

@@ -119,6 +119,44 @@ TEST(AttentionPrograms, Neighborhood) {
   expect_in("width is 0", refusal([] { programs::neighborhood_2d(0, 1); }));
 }
 
+TEST(AttentionPrograms, Chunked) {
+  expect_mask(programs::chunked(4),
+              [](const Point& p) { return p.kv <= p.q + kShift && p.kv / 4 == (p.q + kShift) / 4; });
+  expect_in("size is 0", refusal([] { programs::chunked(0); }));
+}
+
+TEST(AttentionPrograms, OfServing) {
+  Captured first{"mm_first", {kBatch, kQueries}, {}}, last{"mm_last", {kBatch, kQueries}, {}},
+      bits{"ancestors", {kBatch, kQueries}, {}}, at{"q_positions", {kBatch, kQueries}, {}},
+      of_keys{"kv_positions", {kBatch, kKeys}, {}};
+  for (int i = 0; i < kBatch * kQueries; ++i) {
+    first.values.push_back(i % 7);
+    last.values.push_back(i % 5 + 5);
+    bits.values.push_back(static_cast<double>(i * 37 % 512));
+    at.values.push_back(i * 5 % 30);
+  }
+  for (int i = 0; i < kBatch * kKeys; ++i) of_keys.values.push_back(i * 7 % 30);
+  const auto of_query = [](const Captured& c, const Point& p) {
+    return static_cast<int>(c.values[p.b * kQueries + p.q]);
+  };
+  expect_mask(programs::mm_prefix(),
+              [&](const Point& p) {
+                return p.kv <= p.q + kShift || (of_query(first, p) <= p.kv && p.kv < of_query(last, p));
+              },
+              {first, last});
+  expect_mask(
+      programs::tree(),
+      [&](const Point& p) { return p.kv < kShift || (of_query(bits, p) >> (p.kv - kShift) & 1) == 1; },
+      {bits});
+  expect_mask(programs::positions(),
+              [&](const Point& p) { return of_keys.values[p.b * kKeys + p.kv] <= of_query(at, p); },
+              {at, of_keys});
+  expect_mask(programs::interleaved(), [&](const Point& p) { return p.kv * 3 + 2 <= of_query(at, p); },
+              {at, {"ranks", {}, {3}}, {"rank", {}, {2}}});
+  expect_mask(programs::causal_if(), [](const Point& p) { return p.b == 1 || p.kv <= p.q + kShift; },
+              {{"causal_flags", {kBatch}, {1, 0}}});
+}
+
 TEST(AttentionPrograms, Alibi) {
   const Captured slopes{"slopes", {kHeads}, {0.5, 0.25, 0.125}};
   expect_score(programs::alibi(),

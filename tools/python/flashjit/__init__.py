@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys as _sys
 from typing import TYPE_CHECKING, Any
 
+from . import masks
 from ._library import Runtime, runtime, version
 from .errors import (
     CompileFailed,
@@ -41,6 +42,7 @@ __all__ = [
     "backward",
     "build_lists",
     "forward",
+    "masks",
     "merge",
     "quantize",
     "trace",

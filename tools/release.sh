@@ -9,6 +9,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 parts=(source sdist wheel-x86_64 wheel-aarch64 deb sums try)
 glibc=28 # 2.28: manylinux_2_28
 from_pypi=(ziglang==0.17.1 setuptools==80.9.0 wheel==0.45.1)
+jaxlib=jaxlib==0.10.0 # the oldest that flashjit.jax runs with: XLA keeps its FFI compatible
 work=$build/release
 out=$work/out
 version=$(sed -n 's/^project(flashjit VERSION \([0-9.]*\).*/\1/p' "$root/CMakeLists.txt")
@@ -22,11 +23,14 @@ packaging() { python "$root/tools/packaging/release.py" "$@"; }
 # What compiles and packs, from PyPI.
 prepare() {
   mkdir -p "$out"
-  [ "$(cat "$work/python/ready" 2>/dev/null)" != "${from_pypi[*]}" ] || return 0
-  say "fetching ${from_pypi[*]}"
+  [ "$(cat "$work/python/ready" 2>/dev/null)" != "${from_pypi[*]} $jaxlib" ] || return 0
+  say "fetching ${from_pypi[*]}, and headers of $jaxlib"
   python3 -m venv --clear "$work/python"
   python -m pip install -q --disable-pip-version-check --no-compile "${from_pypi[@]}"
-  echo "${from_pypi[*]}" >"$work/python/ready"
+  python -m pip download -q --disable-pip-version-check --no-deps --only-binary :all: --platform manylinux_2_27_x86_64 \
+    --python-version 3.12 -d "$work/jaxlib" "$jaxlib"
+  packaging jax-headers "$work/jaxlib" "$work/jax-headers"
+  echo "${from_pypi[*]} $jaxlib" >"$work/python/ready"
 }
 
 # zig's clang for an old glibc, with libc++ within the library, as four commands that CMake takes.
@@ -39,7 +43,7 @@ compilers() { # ARCH
     printf '#!/bin/sh\nexec "%s" -m ziglang %s "$@"\n' "$work/python/bin/python" "$words" >"$folder/$tool"
     chmod +x "$folder/$tool"
   done
-  export ZIG_GLOBAL_CACHE_DIR=$work/zig-cache ZIG_LOCAL_CACHE_DIR=$work/zig-cache
+  export ZIG_GLOBAL_CACHE_DIR=${ZIG_GLOBAL_CACHE_DIR:-$work/zig-cache} ZIG_LOCAL_CACHE_DIR=$work/zig-cache
 }
 
 build_for() { # ARCH TARGET...: in $work/ARCH
@@ -50,16 +54,16 @@ build_for() { # ARCH TARGET...: in $work/ARCH
   cmake -S "$root" -B "$work/$arch" -G Ninja -DCMAKE_BUILD_TYPE=Release -DFLASHJIT_TESTS=OFF -DFLASHJIT_UNITY=ON \
     -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR="$arch" -DCMAKE_C_COMPILER="$zig/cc" -DCMAKE_CXX_COMPILER="$zig/c++" \
     -DCMAKE_AR="$zig/ar" -DCMAKE_RANLIB="$zig/ranlib" -DCMAKE_CXX_FLAGS="-g0 -ffile-prefix-map=$root=." \
-    -DCMAKE_SHARED_LINKER_FLAGS=-s -DCMAKE_EXE_LINKER_FLAGS=-s -Dfmt_DIR="$work/headers/cmake" \
-    -Dnlohmann_json_DIR="$work/headers/cmake" -DCLI11_DIR="$work/headers/cmake" -DXXHASH_INCLUDE="$work/headers" \
-    -DFLASHJIT_CUDA_INCLUDE="$cuda/include" >"$work/$arch.log"
+    -DCMAKE_SHARED_LINKER_FLAGS=-s -DCMAKE_MODULE_LINKER_FLAGS=-s -DCMAKE_EXE_LINKER_FLAGS=-s \
+    -Dfmt_DIR="$work/headers/cmake" -Dnlohmann_json_DIR="$work/headers/cmake" -DCLI11_DIR="$work/headers/cmake" -DXXHASH_INCLUDE="$work/headers" \
+    -DFLASHJIT_JAX_INCLUDE="$work/jax-headers" -DFLASHJIT_CUDA_INCLUDE="$cuda/include" >"$work/$arch.log"
   cmake --build "$work/$arch" --target "$@"
 }
 
 make_wheel() { # ARCH
-  build_for "$1" flashjit flashjit_command
+  build_for "$1" flashjit flashjit_command flashjit_jax
   mkdir -p "$work/native-$1"
-  cp -L "$work/$1/libflashjit.so" "$work/$1/tools/flashjit" "$work/native-$1"
+  cp -L "$work/$1/libflashjit.so" "$work/$1/tools/flashjit" "$work/$1/libflashjit_jax.so" "$work/native-$1"
   FLASHJIT_NATIVE=$work/native-$1 _PYTHON_HOST_PLATFORM=linux-$1 python -m pip wheel -q --disable-pip-version-check --no-deps \
     --no-build-isolation -w "$work/wheel-$1" "$root/tools/python"
   packaging check-wheel "$work/wheel-$1"/flashjit-"$version"-*_"$1".whl "$glibc" "$1"
@@ -94,7 +98,7 @@ make() { # PART
     wheel-x86_64 | wheel-aarch64) make_wheel "${1#wheel-}" ;;
     deb) make_deb ;;
     sums)
-      packaging sbom "$version" "$(git -C "$root" rev-parse HEAD)" "$cuda/include" "$out" "${from_pypi[0]}"
+      packaging sbom "$version" "$(git -C "$root" rev-parse HEAD)" "$cuda/include" "$out" "${from_pypi[0]}" "$jaxlib"
       (cd "$out" && find . -maxdepth 1 -type f ! -name SHA256SUMS -printf '%P\n' | sort | xargs sha256sum >SHA256SUMS)
       ;;
     try) try ;;

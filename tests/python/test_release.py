@@ -59,7 +59,7 @@ def test_archives_of_the_same_files_are_the_same_bytes(release, tmp_path):
 def wheel(folder, tag, machine=62, more=b""):
     path = folder / f"flashjit-0.1.0-py3-none-{tag}.whl"
     with zipfile.ZipFile(path, "w") as file:
-        for name in ("libflashjit.so", "flashjit"):
+        for name in ("libflashjit.so", "flashjit", "libflashjit_jax.so"):
             file.writestr(
                 f"flashjit/native/{name}", b"\x7fELF" + bytes(14) + struct.pack("<H", machine) + more
             )
@@ -79,17 +79,27 @@ def test_wheels_that_are_not_what_they_should_be_are_refused(release, tmp_path):
             release.check_wheel(wheel(tmp_path, tag, machine, more), "28", "x86_64")
 
 
+def test_of_jaxlib_only_the_headers_of_its_calls_are_kept(release, tmp_path):
+    with zipfile.ZipFile(tmp_path / "jaxlib-1-cp312-cp312-linux_x86_64.whl", "w") as file:
+        file.writestr("jaxlib/include/xla/ffi/api/ffi.h", "// calls")
+        file.writestr("jaxlib/lib.so", "large")
+    release.jax_headers(tmp_path, tmp_path / "include")
+    kept = [path for path in (tmp_path / "include").rglob("*") if path.is_file()]
+    assert kept == [tmp_path / "include/xla/ffi/api/ffi.h"] and kept[0].read_text() == "// calls"
+
+
 def test_the_bill_of_materials_names_files_and_what_is_compiled_in(release, tmp_path, monkeypatch):
     monkeypatch.setattr(release, "library_version", lambda name: "1.2.3")
     (tmp_path / "cuda.h").write_text("#define CUDA_VERSION 12040\n")
     (tmp_path / "out").mkdir()
     (tmp_path / "out/a.whl").write_text("a")
-    release.sbom("0.1.0", "c0ffee", tmp_path, tmp_path / "out", "zig==1")
+    release.sbom("0.1.0", "c0ffee", tmp_path, tmp_path / "out", "zig==1", "jaxlib==2")
     document = json.loads((tmp_path / "out/flashjit-0.1.0.spdx.json").read_text())
     versions = {package["name"]: package["versionInfo"] for package in document["packages"]}
     assert (
         versions["fmt"] == "1.2.3" and versions["cuda-headers"] == "12.4" and versions["flashjit"] == "0.1.0"
     )
+    assert versions["xla-ffi-headers"] == "of jaxlib==2, in wheels"
     assert [file["fileName"] for file in document["files"]] == ["./a.whl"]
     known = {part["SPDXID"] for part in (document, *document["packages"], *document["files"])}
     for relation in document["relationships"]:

@@ -56,6 +56,18 @@ def headers(target):
         (folder / "cmake" / f"{name}-config.cmake").write_text("\n".join(lines) + "\n")
 
 
+def jax_headers(folder, target):
+    """What XLA calls a handler by, of the jaxlib wheel in the folder: three headers."""
+    (path,) = pathlib.Path(folder).glob("jaxlib-*.whl")
+    shutil.rmtree(target, ignore_errors=True)
+    with zipfile.ZipFile(path) as wheel:
+        for name in wheel.namelist():
+            if name.startswith("jaxlib/include/xla/ffi/") and not name.endswith("/"):
+                file = pathlib.Path(target) / name.removeprefix("jaxlib/include/")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(wheel.read(name))
+
+
 def repack(source, target):
     """The same tar.gz, without times, owners and the order of a folder."""
     with (
@@ -78,7 +90,9 @@ def check_wheel(path, glibc, arch):
         sys.exit(f"{path} should be for manylinux_2_{glibc}_{arch} or older systems")
     machine = {"x86_64": 62, "aarch64": 183}[arch]
     with zipfile.ZipFile(path) as wheel:
-        for name in ("flashjit/native/libflashjit.so", "flashjit/native/flashjit"):
+        for name in (
+            f"flashjit/native/{file}" for file in ("libflashjit.so", "flashjit", "libflashjit_jax.so")
+        ):
             data = wheel.read(name)
             if data[:4] != b"\x7fELF" or struct.unpack_from("<H", data, 18)[0] != machine:
                 sys.exit(f"{name} of {path} is not for {arch}")
@@ -86,13 +100,14 @@ def check_wheel(path, glibc, arch):
                 sys.exit(f"{name} of {path} needs a C++ library of the system")
 
 
-def sbom(version, commit, cuda, folder, zig):
+def sbom(version, commit, cuda, folder, zig, jaxlib):
     """SPDX 2.3: what is in the folder, and what was compiled in."""
     cuda_version = int(
         re.search(r"define CUDA_VERSION (\d+)", (pathlib.Path(cuda) / "cuda.h").read_text()).group(1)
     )
     contents = [(name, library_version(name), license) for name, (_, _, license) in LIBRARIES.items()]
     contents.append(("cuda-headers", f"{cuda_version // 1000}.{cuda_version % 1000 // 10}", "NOASSERTION"))
+    contents.append(("xla-ffi-headers", f"of {jaxlib}, in wheels", "Apache-2.0"))
     contents.append(("libc++", f"of {zig}, in wheels", "Apache-2.0 WITH LLVM-exception"))
     package = lambda name, version, license: {
         "SPDXID": f"SPDXRef-{name.replace('_', '-').replace('+', 'p')}",
@@ -190,7 +205,14 @@ def try_installed(page):
     print(printed.getvalue(), end="")
 
 
-PARTS = {"headers": headers, "repack": repack, "check-wheel": check_wheel, "sbom": sbom, "try": try_installed}
+PARTS = {
+    "headers": headers,
+    "jax-headers": jax_headers,
+    "repack": repack,
+    "check-wheel": check_wheel,
+    "sbom": sbom,
+    "try": try_installed,
+}
 
 if __name__ == "__main__":
     PARTS[sys.argv[1]](*sys.argv[2:])

@@ -34,9 +34,9 @@ def register() -> None:
         opened = ctypes.CDLL(str(path))
     except OSError as error:
         raise NoDriver(
-            f"flashjit.jax needs {path.name}, which cannot be opened ({error}): it is built where JAX is installed "
-            "before flashjit; install JAX, then flashjit again (pip install --force-reinstall ./tools/python), or build "
-            "the CMake target flashjit_jax."
+            f"flashjit.jax needs {path.name}, which cannot be opened ({error}): a release's wheel has it; from source it is "
+            "built where JAX is installed before flashjit: install JAX, then flashjit again (pip install "
+            "--force-reinstall ./tools/python), or build the CMake target flashjit_jax."
         ) from None
     opened.flashjit_jax_open.restype = ctypes.c_char_p
     opened.flashjit_jax_open.argtypes = [ctypes.c_char_p, ctypes.c_void_p]

@@ -10,6 +10,7 @@
 
 #include "flashjit/spec.hpp"
 #include "plan/plan.hpp"
+#include "plan/shipped.hpp"
 #include "tests/support/built.hpp"
 #include "tests/support/run_command.hpp"
 
@@ -63,6 +64,29 @@ TEST_F(PackOfAModel, HasEachKernelThatAnEngineAsksFor) {
   }
 }
 
+TEST_F(PackOfAModel, HasBothPassesForTraining) {
+  const CommandResult packed = pack("32/8 heads, d128, training, bf16");
+  ASSERT_EQ(packed.code, 0) << packed.err;
+  const std::set<std::string> kernels = kernels_of(packed);
+  EXPECT_LT(kernels.size(), 25u);
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  plan::TuningRecords none, shipped;
+  for (const plan::TuningRecord& record : plan::shipped_records())
+    shipped.add(record, plan::TuningRecords::Origin::shipped);
+  for (const char* pass : {"fwd", "bwd"})
+    for (const char* packing : {"", ":varlen"})
+      for (const std::int64_t length : {100, 777, 4096, 8192, 33000})
+        for (const std::int64_t batch : {1, 3, 16}) {
+          const AttentionShape shape{batch, 32, 8, length, length};
+          const std::string text = std::string(pass) + ":bf16:d128:causal" + packing;
+          for (const plan::TuningRecords* records : {&none, &shipped}) {
+            const plan::ExecutionPlan plan = plan::make_plan(parse_spec(text), shape, device, *records);
+            EXPECT_TRUE(kernels.contains(to_string(plan.spec) + " " + to_string(plan.config)))
+                << to_string(shape) << " " << to_string(plan.spec) << " " << to_string(plan.config);
+          }
+        }
+}
+
 TEST_F(PackOfAModel, PassesOnWhatASpecHas) {
   const CommandResult packed = pack(
       "8 heads, d64x32, slots, fp16, sinks, mask{q - kv < max(100, 2) && kv <= q}", "--arch sm_80,sm_90a");
@@ -92,6 +116,7 @@ TEST_F(PackOfAModel, HasWhatACacheOfEightBitsNeeds) {
 
 TEST_F(PackOfAModel, NeedsNoRecords) {
   ASSERT_EQ(pack("8 heads, d64, slots, bf16").code, 0);
+  ASSERT_EQ(pack("32/8 heads, d128, training, bf16").code, 0);  // of which the library ships records
   EXPECT_FALSE(std::filesystem::exists(folder_.file("pack/v1/tuning")));
   EXPECT_EQ(test::run_command(folder_, "cache verify --dir " + folder_.file("pack")).code, 0);
 }
@@ -105,6 +130,8 @@ TEST_F(PackOfAModel, SaysWhatIsMissing) {
   says("d128, pages of 16, bf16", "has no heads");
   says("32/8 heads, pages of 16, bf16", "has no head dimension");
   says("32/8 heads, d128, bf16", "has no cache");
+  says("32/8 heads, d128, training, bf16, shared_prefix", "without a cache");
+  says("32/8 heads, d128, training, slots, bf16", "names its cache twice");
   says("32/8 heads, d128, pages of 16", "has no type");
   says("32/8 heads, d128, pages of 16, bf16, fp16", "names its type twice");
   says("32/8 heads, d128, pages of 16, slots, bf16", "names its cache twice");

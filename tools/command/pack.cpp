@@ -148,8 +148,8 @@ void add_pack(CLI::App& app, Context& context) {
   command
       ->add_option(
           "--model", options->models,
-          "What a model's attention is, repeatable: '32/8 heads, d128, pages of 16, bf16'; packs decode, "
-          "prefill, append and merge for all lengths")
+          "What a model's attention is, repeatable: '32/8 heads, d128, pages of 16, bf16' packs decode, "
+          "prefill, append and merge for all lengths; 'training' instead of the cache, both passes")
       ->allow_extra_args(false);
   command->add_option("--suite", options->suite, "A file with \"spec [shape]\" a line; # begins a comment");
   command

@@ -51,7 +51,7 @@ PackOutcome pack_one(const PackItem& item, cache::Store& store, const render::Te
   PackOutcome outcome;
   try {
     const BuiltKernel built = build_kernel(item.plan, item.device, templates, compiler, &store);
-    if (!item.chosen_by_heuristic) write_choice(store, item, compiler.tag());
+    if (!item.chosen_again) write_choice(store, item, compiler.tag());
     outcome.report = built.report;
     outcome.spills_in_main_loop = spills_in_main_loop(built.kernel, built.source.entries);
     outcome.state = built.report.origin == KernelOrigin::compiled ? State::compiled : State::kept;

@@ -14,7 +14,7 @@ struct PackItem {
   DeviceInfo device;
   plan::ExecutionPlan plan;
   /// The runtime chooses it again for this shape and others: it needs no record.
-  bool chosen_by_heuristic = false;
+  bool chosen_again = false;
 };
 /// "sm_90a fwd:bf16:d128 sm80:br128:...".
 std::string to_string(const PackItem& item);

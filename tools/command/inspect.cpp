@@ -11,12 +11,13 @@
 #include "gpu.hpp"
 #include "support/file.hpp"
 #include "support/json.hpp"
+#include "tools/parts/explain.hpp"
 
 namespace flashjit::command {
 namespace {
 
 struct InspectOptions {
-  std::string spec, shape, config, arch, key, dir;
+  std::string spec, shape, config, arch, key, dir, html;
   bool source = false, ptx = false, sass = false;
 };
 
@@ -30,6 +31,7 @@ struct Subject {
   KernelSource source;               ///< of a stored kernel without headers: its text alone was kept
   std::string cubin;                 ///< empty until compiled
   std::vector<EntryReport> entries;  ///< registers and spills are 0 until compiled
+  std::optional<plan::ExecutionPlan> plan = {};  ///< of a spec
 };
 
 /// The GPU of this machine, else sm_80: what most kernels are first looked at for.
@@ -47,7 +49,7 @@ Subject subject_of_spec(const KernelSpec& spec, const InspectOptions& options, c
   std::optional<TileConfig> config;
   if (!options.config.empty()) config = parse_config(options.config);
   const plan::ExecutionPlan plan = plan::make_plan(spec, shape, device, chosen_records(), config);
-  Subject subject{plan.spec, plan.config, device, to_string(plan.config_source), {}, {}, {}, {}};
+  Subject subject{plan.spec, plan.config, device, to_string(plan.config_source), {}, {}, {}, {}, plan};
   subject.source = render::render(plan.spec, plan.config, device, chosen_templates());
   subject.entries = entry_reports(subject.source.entries, {});
   return subject;
@@ -75,6 +77,7 @@ Subject subject_of_key(const InspectOptions& options) {
                   DeviceInfo::parse(meta.arch),
                   "stored",
                   stored.info.key,
+                  {},
                   {},
                   {},
                   {}};
@@ -171,10 +174,42 @@ std::vector<Subject> subjects_of(const InspectOptions& options) {
   return subjects;
 }
 
+/// Without NVRTC the page has no registers, and says so.
+Explained explained(Subject& subject) {
+  Explained kernel{*subject.plan, subject.device, subject.source.text, {}, {}, false, {}};
+  try {
+    compile(subject);
+    kernel.compiled = true;
+    kernel.compiler = chosen_compiler()->tag();
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::no_compiler) throw;
+    kernel.compiler = error.message();
+  }
+  kernel.entries = subject.entries;
+  for (const EntryReport& entry : subject.entries)
+    kernel.resident.push_back(blocks_per_multiprocessor(entry, subject.device));
+  return kernel;
+}
+
+int write_page(const InspectOptions& options, bool json) {
+  if (options.spec.empty())
+    throw Error(ErrorCode::invalid_argument,
+                "--html explains a plan; give --spec bf16:d128 instead of --key");
+  std::vector<Explained> kernels;
+  for (Subject& subject : subjects_of(options)) kernels.push_back(explained(subject));
+  write_file_atomically(options.html, explain_html(kernels));
+  if (json)
+    print_json({{"html", options.html}, {"kernels", kernels.size()}});
+  else
+    fmt::print("{} explains {} kernels\n", options.html, kernels.size());
+  return kOk;
+}
+
 int inspect(const InspectOptions& options, bool json) {
   if (options.spec.empty() == options.key.empty())
     throw Error(ErrorCode::invalid_argument,
                 "inspect looks at one thing; give --spec bf16:d128 or --key KEY");
+  if (!options.html.empty()) return write_page(options, json);
   const char* kind = options.source ? "source" : options.ptx ? "ptx" : options.sass ? "sass" : nullptr;
   Json kernels = Json::array();
   for (Subject& subject : subjects_of(options)) {
@@ -211,9 +246,17 @@ void add_inspect(CLI::App& app, Context& context) {
   command->add_option("--dir", options->dir, "Where --key looks, instead of the packs and the cache");
   CLI::Option* source = command->add_flag("--source", options->source, "Print the rendered CUDA source");
   CLI::Option* ptx = command->add_flag("--ptx", options->ptx, "Print the PTX")->excludes(source);
-  command->add_flag("--sass", options->sass, "Print the machine code; needs cuobjdump or nvdisasm")
+  CLI::Option* sass =
+      command->add_flag("--sass", options->sass, "Print the machine code; needs cuobjdump or nvdisasm")
+          ->excludes(source)
+          ->excludes(ptx);
+  command
+      ->add_option("--html", options->html,
+                   "Write a page here: the tiles that are computed, masked and skipped, the plan and why, "
+                   "resources, expected time and source")
       ->excludes(source)
-      ->excludes(ptx);
+      ->excludes(ptx)
+      ->excludes(sass);
 }
 
 }  // namespace flashjit::command

@@ -10,42 +10,15 @@
 
 #include "plan/family.hpp"
 #include "plan/plan.hpp"
+#include "tools/parts/html.hpp"
 
 namespace flashjit::autotune {
 namespace {
 
+using html::escaped, html::put;
+
 constexpr std::size_t kMostBars = 16;
 constexpr std::size_t kMostRows = 60;
-
-/// Fits the page's text, attributes and titles.
-std::string escaped(std::string_view text) {
-  std::string out;
-  for (const char c : text) {
-    switch (c) {
-      case '<':
-        out += "&lt;";
-        break;
-      case '>':
-        out += "&gt;";
-        break;
-      case '&':
-        out += "&amp;";
-        break;
-      case '"':
-        out += "&quot;";
-        break;
-      default:
-        out += c;
-    }
-  }
-  return out;
-}
-
-/// Appends to a page as fmt::format makes text.
-template <class... Args>
-void put(std::string& page, fmt::format_string<Args...> format, Args&&... args) {
-  fmt::format_to(std::back_inserter(page), format, std::forward<Args>(args)...);
-}
 
 std::string resources(const plan::Timing& timing) {
   if (timing.registers == 0) return "";
@@ -299,18 +272,8 @@ void section(std::string& page, const Reported& reported, const DeviceInfo& devi
   page += "</section>\n";
 }
 
-constexpr std::string_view kHead = R"html(<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>flashjit tune</title><style>
-body { font: 14px/1.4 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; color: #222 }
-h2 { font-size: 16px; border-top: 1px solid #ccc; padding-top: 1em } code { font-size: 14px }
-figure { margin: 1em 0; overflow-x: auto } figcaption { margin-bottom: 4px } .about { color: #666 }
-svg text { font: 11px system-ui, sans-serif; fill: #222 } .c { text-anchor: middle } .r { text-anchor: end }
-svg .p { fill: #999; font-style: italic } .best { stroke: #000; stroke-width: 3 } .frame { fill: none; stroke: #ccc }
-.roof { stroke: #36c; stroke-dasharray: 4 3 } .sm90 { fill: #2a7 } .sm80 { fill: #d80 } .simt { fill: #888 }
-table { border-collapse: collapse; margin: 6px 0 } td, th { padding: 1px 10px 1px 0; text-align: left }
-summary { cursor: pointer }
-</style></head><body>
-<svg width="0" height="0" style="position:absolute"><defs><pattern id="forbidden" width="6" height="6"
+constexpr std::string_view kIntroduction =
+    R"html(<svg width="0" height="0" style="position:absolute"><defs><pattern id="forbidden" width="6" height="6"
 patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="6" height="6" fill="#fff"/>
 <rect width="2" height="6" fill="#c55"/></pattern></defs></svg>
 <h1>flashjit tune</h1>
@@ -357,7 +320,8 @@ Cell cell_of(const Model& model, const plan::TuningRecord& record, Family family
 }
 
 std::string report_html(const std::vector<Reported>& records, const DeviceInfo& device, double map_density) {
-  std::string page(kHead);
+  std::string page = html::head("flashjit tune");
+  page += kIntroduction;
   for (const Reported& record : records) section(page, record, device, map_density);
   page += "</body></html>\n";
   return page;

@@ -91,9 +91,9 @@ TEST(LifetimeOfProcesses, ChildrenForkedBeforeCudaShareTheStoreWithTheirParent) 
     const int mine = use_store(folder, "parent");
     int status = 0;
     ::waitpid(child, &status, 0);
-    const int childs = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-    std::fprintf(stderr, "10: compiled, 11: read; the child %d, the parent %d\n", childs, mine);
-    const bool once = (mine == 10 && childs == 11) || (mine == 11 && childs == 10);
+    const int of_child = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+    std::fprintf(stderr, "10: compiled, 11: read; the child %d, the parent %d\n", of_child, mine);
+    const bool once = (mine == 10 && of_child == 11) || (mine == 11 && of_child == 10);
     const bool same = once && read_file(folder / "child") == read_file(folder / "parent");
     fs::remove_all(folder);
     std::_Exit(mine == 77 ? 77 : !once ? 1 : !same ? 2 : 0);

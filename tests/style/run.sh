@@ -4,6 +4,7 @@
 #   run.sh BUILD_DIR format     C++ and CUDA, by clang-format
 #   run.sh BUILD_DIR python     Python, by ruff
 #   run.sh BUILD_DIR types      the Python package, by mypy
+#   run.sh BUILD_DIR spelling   of everything, by codespell
 #   run.sh BUILD_DIR subjects   of commits: at most 72 characters, no full stop
 #   run.sh BUILD_DIR numbers    see numbers.py
 # Exit code 77: skipped; PyPI cannot be reached, or there is no git history.
@@ -12,7 +13,8 @@ set -euo pipefail
 build=$(cd "$1" && pwd)
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 environment=$build/style
-tools=(clang-format==14.0.6 ruff==0.17.6 mypy==2.4.1)
+tools=(clang-format==14.0.6 ruff==0.17.6 mypy==2.4.1 codespell==2.4.3)
+names=dout,kown,ot,nd,widnow # names, and a typing error that a page shows
 cd "$root"
 skip() {
   echo "skipped: $*"
@@ -42,6 +44,10 @@ case $2 in
   types)
     [ -e "$environment/ready" ] || skip "there is no environment"
     "$environment/bin/mypy" --cache-dir "$environment/mypy" --ignore-missing-imports tools/python/flashjit
+    ;;
+  spelling)
+    [ -e "$environment/ready" ] || skip "there is no environment"
+    git ls-files -z | grep -zvE '\.(png|csv|npy|bin)$' | xargs -0 "$environment/bin/codespell" --ignore-words-list="$names"
     ;;
   subjects)
     git rev-parse -q --verify "$first_ruled^{commit}" >/dev/null || skip "there is no history"

@@ -121,6 +121,7 @@ def test_specs_are_kept():
 
 def test_version():
     assert flashjit.version().count(".") == 2
+    assert flashjit.__version__ == flashjit.version()
 
 
 def test_a_runtime_without_a_driver_says_so(monkeypatch):

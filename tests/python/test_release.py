@@ -11,6 +11,7 @@ import tarfile
 import zipfile
 
 import pytest
+from flashjit import _library
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 VERSION = re.search(r"project\(flashjit VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text()).group(1)
@@ -31,10 +32,18 @@ def release():
         ("tools/packaging/rust/Cargo.toml", 'version = "{}"'),
         ("tools/docs/cpp-packages.md", "flashjit/{}"),
         ("tools/docs/changelog.md", "## {}"),
+        ("tools/docs/compatibility.md", "such as `v{}`"),
     ],
 )
 def test_every_file_has_the_version(file, wanted):
     assert wanted.format(VERSION) in (ROOT / file).read_text()
+
+
+def test_the_library_has_the_name_that_the_page_says():
+    major, minor, _ = VERSION.split(".")
+    name = f"libflashjit.so.{major if major != '0' else f'{major}.{minor}'}"
+    assert f"The shared library is `{name}`" in (ROOT / "tools/docs/compatibility.md").read_text()
+    assert name.encode() + b"\0" in _library.library_path().read_bytes()
 
 
 def archive(path, order, mtime):

@@ -33,6 +33,8 @@ from .errors import (
 from .functional import DeviceTileLists, backward, build_lists, forward
 from .programs import Program, trace
 
+if TYPE_CHECKING:
+    __version__: str
 if TYPE_CHECKING or "torch" in _sys.modules:
     from .torch import BlockMap, TileLists, append, attention, merge, quantize
 
@@ -69,7 +71,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs PyTorch is imported when it is first asked for."""
+    """What needs PyTorch is imported when it is first asked for, and the library opened."""
+    if name == "__version__":
+        return version()
     if name in ("append", "attention", "merge", "quantize", "BlockMap", "TileLists"):
         from . import torch
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <set>
 
 #include "build.hpp"
 #include "disassembler.hpp"
@@ -34,7 +35,7 @@ struct Examination {
   std::vector<Finding> findings;
   std::vector<DeviceInfo> devices;
   std::vector<std::string> compiles;  ///< architectures; empty without NVRTC or with FLASHJIT_JIT=off
-  std::vector<std::string> stored;    ///< architectures of kernels in packs and cache
+  std::set<std::string> stored;       ///< architectures of kernels in packs and cache
 
   void add(std::string subject, Verdict state, std::string text) {
     findings.push_back({std::move(subject), state, std::move(text)});
@@ -103,6 +104,7 @@ void examine_templates(Examination& found) {
 std::string count_kernels(Examination& found, const std::filesystem::path& folder) {
   std::size_t sound = 0, damaged = 0;
   std::uintmax_t bytes = 0;
+  std::set<std::string> architectures;
   for (const cache::EntryInfo& entry : cache::Store(folder, cache::Store::Access::read_only).list()) {
     bytes += entry.bytes;
     if (!entry.damage.empty()) {
@@ -110,10 +112,11 @@ std::string count_kernels(Examination& found, const std::filesystem::path& folde
       continue;
     }
     ++sound;
-    if (std::find(found.stored.begin(), found.stored.end(), entry.arch) == found.stored.end())
-      found.stored.push_back(entry.arch);
+    architectures.insert(entry.arch);
+    found.stored.insert(entry.arch);
   }
-  std::string text = fmt::format("'{}', {} kernels, {}", folder.string(), sound, format_bytes(bytes));
+  std::string text = fmt::format("'{}', {} kernels{}{}, {}", folder.string(), sound, sound > 0 ? " for " : "",
+                                 fmt::join(architectures, " "), format_bytes(bytes));
   if (damaged > 0)
     text += fmt::format("; {} damaged ones are not used: `flashjit cache verify --repair --dir '{}'`",
                         damaged, folder.string());
@@ -178,9 +181,9 @@ std::string why_not(const Examination& found) {
   if (found.devices.empty())
     return "there is no usable GPU; without one flashjit packs, inspects and runs the CPU reference";
   for (const DeviceInfo& device : found.devices)
-    for (const auto* architectures : {&found.compiles, &found.stored})
-      if (std::find(architectures->begin(), architectures->end(), device.arch) != architectures->end())
-        return {};
+    if (found.stored.contains(device.arch) ||
+        std::ranges::find(found.compiles, device.arch) != found.compiles.end())
+      return {};
   return fmt::format(
       "nothing compiles for {} and no pack or cache holds a kernel for it; install NVRTC or set "
       "FLASHJIT_PACKS",

@@ -100,6 +100,31 @@ def check_wheel(path, glibc, arch):
                 sys.exit(f"{name} of {path} needs a C++ library of the system")
 
 
+def kernels_wheel(name, version, pack, models, folder):
+    """flashjit-kernels-NAME: a pack where flashjit's package finds it, for every Python and host."""
+    from wheel.wheelfile import WheelFile
+
+    root, kernels = pathlib.Path(pack), f"flashjit_kernels_{name}-{version}"
+    manifest = "v1/SHA256SUMS"  # what it does not list is not the pack's
+    listed = [f"v1/{line.split(maxsplit=1)[1]}" for line in (root / manifest).read_text().splitlines()]
+    about = {
+        "Metadata-Version": "2.1",
+        "Name": f"flashjit-kernels-{name}",
+        "Version": version,
+        "Summary": f"Kernels of common models for flashjit, compiled for {name}",
+        "License": "MIT",
+        "Requires-Dist": f"flashjit=={version}",
+    }
+    lines = [f"{key}: {value}" for key, value in about.items()]
+    tags = ["Wheel-Version: 1.0", "Generator: flashjit", "Root-Is-Purelib: true", "Tag: py3-none-any"]
+    with WheelFile(pathlib.Path(folder) / f"{kernels}-py3-none-any.whl", "w") as wheel:
+        for path in sorted([*listed, manifest]):
+            wheel.writestr(f"flashjit_kernels/{name}/{path}", (root / path).read_bytes())
+        text = "\n".join([*lines, "", pathlib.Path(models).read_text()])
+        wheel.writestr(f"{kernels}.dist-info/METADATA", text)
+        wheel.writestr(f"{kernels}.dist-info/WHEEL", "\n".join([*tags, ""]))
+
+
 def sbom(version, commit, cuda, folder, zig, jaxlib):
     """SPDX 2.3: what is in the folder, and what was compiled in."""
     cuda_version = int(
@@ -210,6 +235,7 @@ PARTS = {
     "jax-headers": jax_headers,
     "repack": repack,
     "check-wheel": check_wheel,
+    "kernels-wheel": kernels_wheel,
     "sbom": sbom,
     "try": try_installed,
 }

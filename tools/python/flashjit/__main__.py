@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from ._library import PACKAGE, nvrtc_folder
+from ._library import PACKAGE, installed_packs, nvrtc_folder
 
 
 def main() -> int:
@@ -20,6 +20,9 @@ def main() -> int:
     nvrtc = nvrtc_folder()
     if nvrtc:
         os.environ["FLASHJIT_NVRTC"] = nvrtc
+    packs = [*installed_packs(), *filter(None, [os.environ.get("FLASHJIT_PACKS")])]
+    if packs:
+        os.environ["FLASHJIT_PACKS"] = os.pathsep.join(packs)
     os.execv(command, ["flashjit", *sys.argv[1:]])
 
 

@@ -372,6 +372,13 @@ def _nvrtc_candidates() -> Iterable[pathlib.Path]:
                 yield root / place / f"libnvrtc.so.{major}"
 
 
+def installed_packs() -> list[str]:
+    """Folders of packed kernels that wheels such as flashjit-kernels-sm90 brought: flashjit_kernels/NAME in Python's path."""
+    spec = importlib.util.find_spec("flashjit_kernels")
+    folders = [pathlib.Path(path) for path in spec.submodule_search_locations or []] if spec else []
+    return [str(pack.parent) for folder in folders for pack in sorted(folder.glob("*/v1"))]
+
+
 class Handle:
     """Owns what a create function made."""
 
@@ -439,7 +446,8 @@ class Runtime:
 
     cache_dir: folder of compiled kernels and tuning records; None: FLASHJIT_CACHE_DIR, else the user's cache folder;
         "": nothing is kept on disk.
-    packs: folders of packed kernels, searched in this order before the cache.
+    packs: folders of packed kernels, searched in this order before the cache; then come the packs of installed
+        flashjit-kernels wheels, and FLASHJIT_PACKS.
     jit: whether to compile kernels that are in no pack and not in the cache; None: FLASHJIT_JIT, else yes.
     template_dir: folder to read kernel templates from, instead of the embedded ones.
     nvrtc: libnvrtc or its folder; None: FLASHJIT_NVRTC, else PyTorch's, else the usual places.
@@ -465,6 +473,7 @@ class Runtime:
             raise WrongType(f"packs is {packs!r}, which is one folder: give a list of them.")
         check_whole("cache_limit", cache_limit or 0)
         text = lambda path: None if path is None else os.fsencode(path)
+        packs = [*packs, *installed_packs()]
         paths = (ctypes.c_char_p * len(packs))(*map(text, packs))
         options = Options(
             struct_size=ctypes.sizeof(Options),

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# Makes a release from a clean clone, in build/release/out: wheels, source distribution and archive, Debian package, SBOM, checksums.
-# The same commit with the same system packages gives the same bytes.
+# Makes a release from a clean clone, in build/release/out: wheels, source distribution and archive, Debian package, SBOM, checksums;
+# and tries it where there are no compilers. The same commit with the same system packages gives the same bytes.
 #   tools/release.sh                    everything
-#   tools/release.sh PART...            of source, sdist, wheel-x86_64, wheel-aarch64, deb, sums, try, in this order
+#   tools/release.sh PART...            the parts below, in their order
 #   tools/release.sh --twice [PART...]  in two clones in different folders, and compares
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-parts=(source sdist wheel-x86_64 wheel-aarch64 deb sums try)
+made=(source sdist wheel-x86_64 wheel-aarch64 kernels-sm80 kernels-sm89 kernels-sm90 deb sums)
+tried=(try try-aarch64 try-bookworm try-trixie)
+parts=("${made[@]}" "${tried[@]}")
 glibc=28 # 2.28: manylinux_2_28
 from_pypi=(ziglang==0.17.1 setuptools==80.9.0 wheel==0.45.1)
 jaxlib=jaxlib==0.10.0 # the oldest that flashjit.jax runs with: XLA keeps its FFI compatible
@@ -39,7 +41,7 @@ compilers() { # ARCH
   mkdir -p "$folder"
   for tool in cc c++ ar ranlib; do
     local words="$tool"
-    [[ $tool = c* ]] && words="$tool -target $1-linux-gnu.2.$glibc"
+    [[ $tool = c* ]] && words="$tool -s -target $1-linux-gnu.2.$glibc" # -s always: zig builds a libc++ for with and without
     printf '#!/bin/sh\nexec "%s" -m ziglang %s "$@"\n' "$work/python/bin/python" "$words" >"$folder/$tool"
     chmod +x "$folder/$tool"
   done
@@ -54,7 +56,6 @@ build_for() { # ARCH TARGET...: in $work/ARCH
   cmake -S "$root" -B "$work/$arch" -G Ninja -DCMAKE_BUILD_TYPE=Release -DFLASHJIT_TESTS=OFF -DFLASHJIT_UNITY=ON \
     -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR="$arch" -DCMAKE_C_COMPILER="$zig/cc" -DCMAKE_CXX_COMPILER="$zig/c++" \
     -DCMAKE_AR="$zig/ar" -DCMAKE_RANLIB="$zig/ranlib" -DCMAKE_CXX_FLAGS="-g0 -ffile-prefix-map=$root=." \
-    -DCMAKE_SHARED_LINKER_FLAGS=-s -DCMAKE_MODULE_LINKER_FLAGS=-s -DCMAKE_EXE_LINKER_FLAGS=-s \
     -Dfmt_DIR="$work/headers/cmake" -Dnlohmann_json_DIR="$work/headers/cmake" -DCLI11_DIR="$work/headers/cmake" -DXXHASH_INCLUDE="$work/headers" \
     -DFLASHJIT_JAX_INCLUDE="$work/jax-headers" -DFLASHJIT_CUDA_INCLUDE="$cuda/include" >"$work/$arch.log"
   cmake --build "$work/$arch" --target "$@"
@@ -78,13 +79,84 @@ make_deb() {
   rm -rf "$out/_CPack_Packages"
 }
 
-# A new environment, whose PATH has no compiler, runs the front page's first lines; without PyTorch, attention of NumPy arrays.
+# A wheel of kernels of common models, by an NVRTC whose kernels drivers from 525 load. Needs no GPU.
+make_kernels() { # NAME, such as sm90
+  local command=$work/$(uname -m)/tools/flashjit nvrtc=$work/cuda12/lib/libnvrtc.so.12 arch=${1/sm/sm_} models=() line
+  [ "$1" != sm90 ] || arch=sm_90a
+  [ -x "$command" ] || build_for "$(uname -m)" flashjit_command
+  [ -e "$nvrtc" ] || fetch_cuda "$work/cuda12" 12
+  while IFS= read -r line; do
+    [[ -z $line || $line = \#* ]] || models+=(--model "$line")
+  done <"$root/tools/packaging/kernels/models.txt"
+  rm -rf "$work/kernels-$1"
+  env -u FLASHJIT_PACKS FLASHJIT_CACHE_DIR="$work/no-cache" FLASHJIT_NVRTC="$nvrtc" \
+    "$command" pack "${models[@]}" --arch "$arch" --out "$work/kernels-$1" >"$work/kernels-$1.log" 2>&1 ||
+    fail "kernels for $arch could not be packed: see $work/kernels-$1.log"
+  packaging kernels-wheel "$1" "$version" "$work/kernels-$1" "$root/tools/packaging/kernels/models.txt" "$out"
+}
+
+# --- Trying what was made: the front page's first lines; without PyTorch, attention of NumPy arrays ------------------
+
+host_torch() { "${FLASHJIT_TEST_PYTHON:-python3}" -c 'import torch; print(torch.__path__[0].rpartition("/")[0])' 2>/dev/null || true; }
+
+# A new environment, whose PATH has no compiler.
 try() {
-  local torch
-  torch=$("${FLASHJIT_TEST_PYTHON:-python3}" -c 'import torch; print(torch.__path__[0].rpartition("/")[0])' 2>/dev/null || true)
   "${FLASHJIT_TEST_PYTHON:-python3}" -m venv --clear "$work/tried"
   "$work/tried/bin/pip" install -q --disable-pip-version-check --no-compile numpy "$out"/flashjit-*_"$(uname -m)".whl
-  (cd "$work/tried" && env -u LD_LIBRARY_PATH PATH="$work/tried/bin" PYTHONPATH="$torch" python "$root/tools/packaging/release.py" try "$root/README.md")
+  (cd "$work/tried" && env -u LD_LIBRARY_PATH PATH="$work/tried/bin" PYTHONPATH="$(host_torch)" \
+    python "$root/tools/packaging/release.py" try "$root/README.md")
+}
+
+needs_root() {
+  [ "$(id -u)" = 0 ] && return
+  say "$1 is left out: it takes root"
+  return 1
+}
+
+numpy_for() { # PYTHON ARCH FOLDER
+  python -m pip download -q --disable-pip-version-check --no-deps --only-binary :all: --python-version "$1" \
+    --platform "manylinux_2_28_$2" --platform "manylinux_2_17_$2" --platform "manylinux2014_$2" -d "$3" numpy
+}
+
+# A new Debian without compilers and network: the wheel with its packs, timed, and the Debian package.
+try_debian() { # NAME PYTHON
+  local folder=$work/$1 torch=
+  needs_root "try-$1" || return 0
+  command -v debootstrap >/dev/null || install_packages debootstrap
+  if [ ! -e "$folder/ready" ]; then
+    rm -rf "$folder"
+    debootstrap --variant=minbase --include=python3-venv "$1" "$folder" >"$work/$1.log" || fail "see $work/$1.log"
+    touch "$folder/ready"
+  fi
+  rm -rf "$folder/try"
+  mkdir "$folder/try" "$folder/try/host-packages"
+  cp "$out"/*.whl "$out"/*.deb "$root/README.md" "$root/tools/packaging/release.py" "$root/tools/packaging/try_debian.sh" "$folder/try"
+  numpy_for "$2" "$(uname -m)" "$folder/try"
+  if [ "$("${FLASHJIT_TEST_PYTHON:-python3}" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" = "$2" ]; then torch=$(host_torch); fi
+  # In a mount namespace of its own, so that nothing stays mounted.
+  unshare -m sh -c 'mount -t proc proc "$0/proc"; [ -z "$1" ] || mount --bind "$1" "$0/try/host-packages"; exec chroot "$0" sh /try/try_debian.sh' \
+    "$folder" "$torch"
+}
+
+# The other architecture's wheel, by qemu; what Debian's packages hold is enough to run its Python.
+try_aarch64() {
+  local folder=$work/arm64 deb
+  needs_root try-aarch64 || return 0
+  command -v debootstrap >/dev/null || install_packages debootstrap
+  command -v qemu-aarch64-static >/dev/null || install_packages qemu-user-static
+  if [ ! -e "$folder/ready" ]; then
+    rm -rf "$folder"
+    debootstrap --foreign --arch=arm64 --variant=minbase --include=python3 bookworm "$folder" >"$work/arm64.log" || fail "see $work/arm64.log"
+    for deb in "$folder"/var/cache/apt/archives/*.deb; do dpkg-deb -x "$deb" "$folder"; done
+    numpy_for 3.11 aarch64 "$folder/numpy"
+    touch "$folder/ready"
+  fi
+  rm -rf "$folder/try"
+  python -m pip install -q --disable-pip-version-check --no-deps --no-compile --no-index --only-binary :all: --python-version 3.11 \
+    --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 --target "$folder/try" \
+    "$folder"/numpy/*.whl "$out"/flashjit-*_aarch64.whl
+  env -i PYTHONPATH="$folder/try" qemu-aarch64-static -L "$folder" "$folder/usr/bin/python3.11" \
+    "$root/tools/packaging/release.py" try "$root/README.md"
 }
 
 make() { # PART
@@ -101,13 +173,18 @@ make() { # PART
       packaging sbom "$version" "$(git -C "$root" rev-parse HEAD)" "$cuda/include" "$out" "${from_pypi[0]}" "$jaxlib"
       (cd "$out" && find . -maxdepth 1 -type f ! -name SHA256SUMS -printf '%P\n' | sort | xargs sha256sum >SHA256SUMS)
       ;;
+    kernels-*) make_kernels "${1#kernels-}" ;;
     try) try ;;
+    try-aarch64) try_aarch64 ;;
+    try-bookworm) try_debian bookworm 3.11 ;;
+    try-trixie) try_debian trixie 3.13 ;;
     *) fail "'$1' is no part of a release; there are ${parts[*]}" ;;
   esac
 }
 
 twice() {
   local folder
+  [ $# -gt 0 ] || set -- "${made[@]}"
   for folder in first the-second; do
     rm -rf "$work/$folder"
     git clone -q "$root" "$work/$folder"

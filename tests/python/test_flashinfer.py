@@ -1,0 +1,359 @@
+"""flashjit.flashinfer: FlashInfer's names, against a softmax in fp64, LSE of base 2."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import flashjit  # noqa: E402
+from flashjit import flashinfer as fi  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HQ, HKV, DIM, PAGE = 4, 2, 32, 4
+QUERIES, KEYS = (3, 1, 5), (9, 4, 5)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def indptr(sizes):
+    return ints(0, *torch.tensor(sizes).cumsum(0).tolist())
+
+
+def normal(*size):
+    return torch.randn(*size, device=DEVICE)
+
+
+def exact(q, k, v, scale=None, causal=False, window=-1, cap=0.0, slopes=None, seen=None, sinks=None):
+    """O [queries, hq, d_v] and LSE [queries, hq], of base 2, of q [queries, hq, d] and k, v [keys, hkv, d]."""
+    q, k, v = (x.double().cpu() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    score = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[2] ** -0.5 if scale is None else scale)
+    at, key = torch.arange(len(q))[:, None], torch.arange(len(k))
+    if slopes is not None:
+        score = score + slopes.double()[:, None, None] * (key - at)
+    if cap:
+        score = cap * torch.tanh(score / cap)
+    last = at + len(k) - len(q)
+    kept = torch.ones(len(q), len(k), dtype=torch.bool) if seen is None else seen.cpu().bool()
+    if causal:
+        kept = kept & (key <= last)
+    if window >= 0:
+        kept = kept & (key >= last - window)
+    score = score.masked_fill(~kept, -math.inf)
+    more = [] if sinks is None else [sinks.double().cpu()[:, None, None].expand(-1, len(q), 1)]
+    total = torch.cat([score, *more], 2).logsumexp(2)
+    p = torch.where(kept, (score - total[..., None]).exp(), 0)
+    return torch.einsum("hqk,khd->qhd", p, v), total.T / math.log(2)
+
+
+class Pool:
+    """Sequences of KEYS keys in pages, scattered, NaN where no key is."""
+
+    def __init__(self, layout="NHD", together=True, keys=KEYS):
+        self.layout, self.keys = layout, keys
+        self.k, self.v = ([normal(n, HKV, DIM) for n in keys] for _ in range(2))
+        counts = [(n + PAGE - 1) // PAGE for n in keys]
+        self.indptr = indptr(counts)
+        self.indices = torch.randperm(sum(counts) + 2, device=DEVICE)[: sum(counts)].int()
+        self.last = ints(*[n - (c - 1) * PAGE for n, c in zip(keys, counts)])
+        pool = torch.full((sum(counts) + 2, 2, PAGE, HKV, DIM), math.nan, device=DEVICE)
+        for i, n in enumerate(keys):
+            for row in range(n):
+                page = self.indices[self.indptr[i] + row // PAGE]
+                pool[page, 0, row % PAGE], pool[page, 1, row % PAGE] = self.k[i][row], self.v[i][row]
+        pool = pool if layout == "NHD" else pool.transpose(2, 3).contiguous()
+        self.cache = pool if together else (pool[:, 0], pool[:, 1])
+
+    def plan(self):
+        return self.indptr, self.indices, self.last
+
+
+def planned(wrapper, first, *rest, **named):
+    wrapper.plan(*first, *rest, q_data_type="float32", **named)
+    return wrapper
+
+
+def workspace():
+    return torch.empty(16, dtype=torch.uint8, device=DEVICE)
+
+
+def check(found, wanted):
+    for x, y in zip(found, wanted):
+        torch.testing.assert_close(x.double().cpu(), y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("together", [True, False])
+def test_decode_over_pages(layout, together):
+    pool = Pool(layout, together)
+    q = normal(len(KEYS), HQ, DIM)
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(workspace(), layout)
+    planned(wrapper, pool.plan(), HQ, HKV, DIM, PAGE, window_left=3, logits_soft_cap=2.0)
+    out, lse = wrapper.run(q, pool.cache, return_lse=True)
+    for i in range(len(KEYS)):
+        check((out[i : i + 1], lse[i : i + 1]), exact(q[i : i + 1], pool.k[i], pool.v[i], window=3, cap=2.0))
+
+
+def test_decode_of_several_queries_is_causal():
+    pool = Pool()
+    q = normal(2 * len(KEYS), HQ, DIM)
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    planned(wrapper, pool.plan(), HQ, HKV, DIM, PAGE, q_len_per_req=2)
+    out, lse = wrapper.run(q, pool.cache, return_lse=True)
+    for i in range(len(KEYS)):
+        rows = slice(2 * i, 2 * i + 2)
+        check((out[rows], lse[rows]), exact(q[rows], pool.k[i], pool.v[i], causal=True))
+
+
+def test_prefill_over_pages_writes_into_the_callers_memory():
+    pool = Pool()
+    q, sinks = normal(sum(QUERIES), HQ, DIM), normal(HQ)
+    wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    planned(wrapper, (indptr(QUERIES), *pool.plan()), HQ, HKV, DIM, PAGE, causal=True, sm_scale=0.3)
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=DEVICE)
+    found = wrapper.run(q, pool.cache, out=out, lse=lse, return_lse=True, sinks=sinks)
+    assert found[0] is out and found[1] is lse
+    for i, rows in enumerate(sequences()):
+        wanted = exact(q[rows], pool.k[i], pool.v[i], scale=0.3, causal=True, sinks=sinks)
+        check((out[rows], lse[rows]), wanted)
+
+
+def sequences():
+    ends = torch.tensor(QUERIES).cumsum(0).tolist()
+    return [slice(end - n, end) for n, end in zip(QUERIES, ends)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("paged", [False, True])
+def test_custom_masks_of_each_sequence(packed, paged):
+    pool = Pool()
+    q = normal(sum(QUERIES), HQ, DIM)
+    masks = [torch.rand(n, m, device=DEVICE) < 0.6 for n, m in zip(QUERIES, KEYS)]
+    given = {"custom_mask": torch.cat([mask.flatten() for mask in masks])}
+    if packed:
+        given = {"packed_custom_mask": torch.cat([bits(mask.flatten()) for mask in masks])}
+    if paged:
+        wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(workspace())
+        planned(wrapper, (indptr(QUERIES), *pool.plan()), HQ, HKV, DIM, PAGE, causal=True, **given)
+        out, lse = wrapper.run(q, pool.cache, return_lse=True)
+    else:
+        wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+        planned(wrapper, (indptr(QUERIES), indptr(KEYS)), HQ, HKV, DIM, **given)
+        out, lse = wrapper.run(q, torch.cat(pool.k), torch.cat(pool.v), return_lse=True)
+    for i, rows in enumerate(sequences()):
+        check((out[rows], lse[rows]), exact(q[rows], pool.k[i], pool.v[i], seen=masks[i]))
+
+
+def bits(mask):
+    padded = torch.nn.functional.pad(mask.int(), (0, -len(mask) % 8)).view(-1, 8)
+    return (padded << torch.arange(8, device=mask.device)).sum(1).to(torch.uint8)
+
+
+def test_a_mask_that_is_too_short_is_refused_when_it_is_planned():
+    wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+    with pytest.raises(flashjit.InvalidArgument, match="custom_mask is .* must have 56 elements"):
+        planned(
+            wrapper, (indptr(QUERIES), indptr(KEYS)), HQ, HKV, DIM, custom_mask=torch.ones(9, device=DEVICE)
+        )
+
+
+@pytest.mark.parametrize("heads", [4, 6])
+def test_alibi_counts_from_the_first_query(heads):
+    q, k, v = normal(3, heads, DIM), normal(7, heads, DIM), normal(7, heads, DIM)
+    slopes = torch.tensor([2 ** (-2 * i) for i in range(1, 5)] + [2 ** (-i) for i in (1, 3)][: heads - 4])
+    found = fi.single_prefill_with_kv_cache(q, k, v, pos_encoding_mode="ALIBI", return_lse=True)
+    check(found, exact(q, k, v, slopes=slopes))
+    out, lse = fi.single_decode_with_kv_cache(q[0], k, v, pos_encoding_mode="ALIBI", return_lse=True)
+    check((out[None], lse[None]), exact(q[:1], k, v, slopes=slopes))
+
+
+def test_scales_of_heads_of_fp8():
+    q, k, v = (normal(n, h, DIM).to(torch.float8_e4m3fn) for n, h in ((4, HQ), (6, HKV), (6, HKV)))
+    scales = [torch.rand(h, device=DEVICE) + 0.5 for h in (HQ, HKV, HKV)]
+    wide = [x.double() * scale[:, None] for x, scale in zip((q, k, v), scales)]
+    found = fi.single_prefill_with_kv_cache(q, k, v, *scales, o_dtype=torch.float32, return_lse=True)
+    out, lse = exact(*wide)
+    torch.testing.assert_close(found[0].double().cpu(), out, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(found[1].double().cpu(), lse, rtol=0.05, atol=0.05)
+
+
+def test_a_cache_of_fp8_with_numbers_as_scales():
+    q, k, v = normal(HQ, DIM).half(), *(normal(6, HKV, DIM).to(torch.float8_e4m3fn) for _ in range(2))
+    out = fi.single_decode_with_kv_cache(q, k, v, k_scale=0.5, v_scale=3.0)
+    wanted, _ = exact(q[None], 0.5 * k.double(), 3 * v.double())
+    torch.testing.assert_close(out[None].double().cpu(), wanted, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("count", [2, 8, 11])
+def test_merged_states_are_attention_over_all_keys(count):
+    q, k, v = normal(5, HQ, DIM), normal(4 * count, HKV, DIM), normal(4 * count, HKV, DIM)
+    parts = [
+        fi.single_prefill_with_kv_cache(q, a, b, return_lse=True)
+        for a, b in zip(k.chunk(count), v.chunk(count))
+    ]
+    outs, lses = torch.stack([o for o, _ in parts], 1), torch.stack([lse for _, lse in parts], 1)
+    check(fi.merge_states(outs, lses), exact(q, k, v))
+    out, lse = (x.clone() for x in parts[0])
+    for part in parts[1:]:
+        fi.merge_state_in_place(out, lse, *part)
+    check((out, lse), exact(q, k, v))
+    rows = torch.tensor([1, 0, 1, 0, 0], dtype=torch.bool, device=DEVICE)
+    out, lse = (x.clone() for x in parts[0])
+    fi.merge_state_in_place(out, lse, *parts[1], mask=rows)
+    check(
+        (out[rows], lse[rows]), [x.double().cpu()[rows.cpu()] for x in fi.merge_state(*parts[0], *parts[1])]
+    )
+    assert torch.equal(out[~rows], parts[0][0][~rows])
+
+
+def test_append_stores_the_last_rows_of_each_sequence():
+    pool = Pool()
+    unwritten = pool.cache.clone()
+    new = (2, 1, 3)
+    lengths = fi.get_seq_lens(pool.indptr, pool.last, PAGE)
+    assert lengths.tolist() == list(KEYS)
+    batch, positions = fi.get_batch_indices_positions(indptr(new), lengths, sum(new))
+    assert batch.tolist() == [0, 0, 1, 2, 2, 2] and positions.tolist() == [7, 8, 3, 2, 3, 4]
+    k, v = normal(sum(new), HKV, DIM), normal(sum(new), HKV, DIM)
+    fi.append_paged_kv_cache(k, v, batch, positions, pool.cache, pool.indices, pool.indptr, pool.last)
+    for row, (b, at) in enumerate(zip(batch.tolist(), positions.tolist())):
+        page = pool.indices[pool.indptr[b] + at // PAGE]
+        assert torch.equal(pool.cache[page, 0, at % PAGE], k[row])
+        assert torch.equal(pool.cache[page, 1, at % PAGE], v[row])
+        pool.cache[page, :, at % PAGE] = unwritten[page, :, at % PAGE] = 0
+    assert torch.equal(pool.cache.nan_to_num(7), unwritten.nan_to_num(7))
+
+
+def test_append_of_fp8_keeps_every_bit():
+    codes = torch.arange(2 * HKV * DIM, dtype=torch.int32, device=DEVICE).to(torch.uint8).view(2, HKV, DIM)
+    new = codes.view(torch.float8_e4m3fn)  # NaN among them
+    cache = torch.zeros(3, 2, PAGE, HKV, DIM, dtype=torch.uint8, device=DEVICE).view(torch.float8_e4m3fn)
+    fi.append_paged_kv_cache(new, new, ints(0, 0), ints(3, 4), cache, ints(2, 0), ints(0, 2), ints(1))
+    assert torch.equal(cache.view(torch.uint8)[2, 0, 3], codes[0])
+    assert torch.equal(cache.view(torch.uint8)[0, 1, 0], codes[1])
+
+
+def test_levels_of_a_cascade_join():
+    shared, own = Pool(keys=(8,)), Pool()
+    total = len(shared.indices) + 2
+    cache = torch.cat((shared.cache, own.cache))
+    q = normal(sum(QUERIES), HQ, DIM)
+    wrapper = fi.MultiLevelCascadeAttentionWrapper(2, workspace())
+    wrapper.plan(
+        [ints(0, sum(QUERIES)), indptr(QUERIES)],
+        [shared.indptr, own.indptr],
+        [shared.indices, own.indices + total],
+        [shared.last, own.last],
+        HQ,
+        HKV,
+        DIM,
+        PAGE,
+        causal=True,
+        q_data_type=torch.float32,
+    )
+    out = wrapper.run(q, cache)
+    for i, rows in enumerate(sequences()):
+        k, v = torch.cat((shared.k[0], own.k[i])), torch.cat((shared.v[0], own.v[i]))
+        torch.testing.assert_close(
+            out[rows].double().cpu(), exact(q[rows], k, v, causal=True)[0], rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_latent_attention_of_two_caches(joined):
+    heads, rank, rope = 3, 64, 16
+    pages = normal(4, PAGE, rank + rope)
+    ckv, kpe = pages[..., :rank], pages[..., rank:]
+    if not joined:
+        ckv, kpe = ckv.contiguous(), kpe.contiguous()
+    wrapper = fi.BatchMLAPagedAttentionWrapper(workspace())
+    wrapper.plan(
+        ints(0, 2, 3),
+        ints(0, 2, 3),
+        ints(3, 1, 0),
+        ints(7, 2),
+        heads,
+        rank,
+        rope,
+        PAGE,
+        True,
+        0.2,
+        torch.float32,
+        torch.float32,
+    )
+    q = normal(3, heads, rank + rope)
+    out, lse = wrapper.run(q[..., :rank], q[..., rank:], ckv, kpe, return_lse=True)
+    for rows, keys in ((slice(0, 2), torch.cat((pages[3], pages[1]))[:7]), (slice(2, 3), pages[0, :2])):
+        check(
+            (out[rows], lse[rows]),
+            exact(q[rows], keys[:, None], keys[:, None, :rank], scale=0.2, causal=True),
+        )
+
+
+def test_a_captured_graph_finds_a_new_plan_in_the_same_memory():
+    pool = Pool()
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(
+        workspace(), use_cuda_graph=True, paged_kv_indices_buffer=torch.empty(6, device=DEVICE)
+    )
+    planned(wrapper, pool.plan(), HQ, HKV, DIM, PAGE)
+    before = [x.data_ptr() for x in wrapper._pages]
+    planned(wrapper, (pool.indptr, pool.indices.flip(0), pool.last), HQ, HKV, DIM, PAGE)
+    assert [x.data_ptr() for x in wrapper._pages] == before
+    with pytest.raises(flashjit.InvalidArgument, match="a wrapper for each batch size"):
+        planned(wrapper, (ints(0, 1), pool.indices, ints(2)), HQ, HKV, DIM, PAGE)
+
+
+def test_trtllm_decode_takes_a_table_and_both_scales():
+    pool = Pool("HND", keys=(9, 7, 5))
+    table = torch.full((3, 3), -1, dtype=torch.int32, device=DEVICE)
+    for i in range(3):
+        own = pool.indices[pool.indptr[i] : pool.indptr[i + 1]]
+        table[i, : len(own)] = own
+    q = normal(3, HQ, DIM)
+    out = fi.trtllm_batch_decode_with_kv_cache(
+        q, pool.cache, workspace(), table, ints(9, 7, 5), 9, 0.25, 2.0, window_left=4
+    )
+    for i in range(3):
+        wanted, _ = exact(q[i : i + 1], pool.k[i], 2 * pool.v[i], scale=0.25, window=4)
+        torch.testing.assert_close(out[i : i + 1].double().cpu(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, "rotate K once, when it is stored"),
+        ({"kv_data_type": torch.uint8}, "NVFP4"),
+        ({"kv_data_type": torch.bfloat16}, "give one type"),
+        ({"o_data_type": torch.float8_e4m3fn}, "o_data_type is"),
+        ({"prefix_len_ptr": torch.zeros(1)}, "prefix_len_ptr is given"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_when_it_is_planned(given, why):
+    pool = Pool()
+    wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    with pytest.raises(flashjit.Unsupported, match=why):
+        planned(wrapper, (indptr(QUERIES), *pool.plan()), HQ, HKV, DIM, PAGE, **given)
+
+
+def test_calls_that_do_not_fit_their_plan_are_refused():
+    pool = Pool()
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    with pytest.raises(flashjit.InvalidArgument, match="before plan"):
+        wrapper.run(normal(3, HQ, DIM), pool.cache)
+    planned(wrapper, pool.plan(), HQ, HKV, DIM, PAGE)
+    with pytest.raises(flashjit.InvalidArgument, match="q has 2 rows, but plan.. was given 3"):
+        wrapper.run(normal(2, HQ, DIM), pool.cache)
+    with pytest.raises(flashjit.InvalidArgument, match="q is torch.float16 and K torch.float32"):
+        wrapper.run(normal(3, HQ, DIM).half(), pool.cache)
+    with pytest.raises(flashjit.InvalidArgument, match="kv_layout is 'HDN'"):
+        fi.BatchDecodeWithPagedKVCacheWrapper(workspace(), "HDN")
+    with pytest.raises(flashjit.Unsupported, match="jit_args is given"):
+        fi.BatchDecodeWithPagedKVCacheWrapper(workspace(), jit_args=["a"])

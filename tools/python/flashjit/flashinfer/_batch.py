@@ -1,0 +1,498 @@
+"""FlashInfer's wrappers for batches: plan() keeps its arguments, and run() is one call of attention()."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidArgument
+from ._page import get_seq_lens
+from ._rows import Pages, Rows, check_layout, pages_of, results, run, unpacked
+from ._scores import Scales, Scores, check_dtypes, dtype_of, read_mask, read_scores, refuse
+
+
+class _Wrapper:
+    """What all wrappers have. A plan's tensors keep their memory with use_cuda_graph, where graphs read them."""
+
+    def __init__(self, workspace: Tensor, kv_layout: str, use_cuda_graph: bool, jit_args: Any) -> None:
+        refuse(jit_args=jit_args)
+        self._kv_layout = check_layout(kv_layout)
+        self.device = workspace.device
+        self._use_cuda_graph = use_cuda_graph
+        self._rows: Rows | None = None
+        self._scores = Scores()
+        self._kept: dict[str, Tensor] = {}
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        return self._use_cuda_graph
+
+    def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Any) -> None:
+        """No effect: flashjit asks PyTorch for memory."""
+
+    def end_forward(self) -> None:
+        """No effect, as in FlashInfer."""
+
+    def _keep(self, name: str, value: Tensor) -> Tensor:
+        """The value, where captured graphs find it."""
+        if not self._use_cuda_graph:
+            return value
+        kept = self._kept.get(name)
+        if kept is None:
+            kept = self._kept[name] = value.clone()
+        elif kept.shape != value.shape:
+            raise InvalidArgument(
+                f"{name} has the shape {list(value.shape)} and had {list(kept.shape)} when the first graph was captured: "
+                "with use_cuda_graph make a wrapper for each batch size."
+            )
+        return kept if kept is value else kept.copy_(value)
+
+    def _keep_types(self, q: Any, kv: Any, out: Any) -> None:
+        self._q_dtype = dtype_of(q)
+        self._kv_dtype = dtype_of(kv, self._q_dtype)
+        default = torch.bfloat16 if self._q_dtype.itemsize == 1 else self._q_dtype
+        self._out_dtype = dtype_of(out, default)
+        check_dtypes(self._q_dtype, self._kv_dtype, self._out_dtype)
+
+    def _planned(self, q: Tensor, k: Tensor) -> Rows:
+        if self._rows is None:
+            raise InvalidArgument("run() is called before plan().")
+        if q.dtype != self._q_dtype or k.dtype != self._kv_dtype:
+            raise InvalidArgument(
+                f"q is {q.dtype} and K {k.dtype}, but plan() was given q_data_type {self._q_dtype} and kv_data_type "
+                f"{self._kv_dtype}: give tensors of these types, or plan again."
+            )
+        if q.shape[0] != self._rows.total:
+            raise InvalidArgument(f"q has {q.shape[0]} rows, but plan() was given {self._rows.total}.")
+        return self._rows
+
+
+class _Paged(_Wrapper):
+    """Over pages: FlashInfer's list of pages, indptr, indices and last_page_len, becomes a table."""
+
+    _pages: Pages
+
+    def _keep_pages(
+        self, indptr: Tensor, indices: Tensor, lengths: Tensor, indices_buffer: Tensor | None
+    ) -> None:
+        width = int(indptr.diff().max()) if indptr.numel() > 1 else 0
+        if self._use_cuda_graph and indices_buffer is not None:
+            width = indices_buffer.numel()  # the most that any sequence may have
+        pages = pages_of(indptr, indices, lengths, width, self.device)
+        self._pages = Pages(self._keep("page_table", pages.table), self._keep("kv_lengths", pages.lengths))
+
+    def natural(
+        self,
+        q: Tensor,
+        paged_kv_cache: Any,
+        scales: Scales = Scales(),
+        out: Tensor | None = None,
+        wants_lse: bool = False,
+        sinks: Tensor | None = None,
+        scores: Scores | None = None,
+    ) -> tuple[Tensor, Any]:
+        """O [all rows, hq, d], and the natural LSE [hq, all rows] or None."""
+        k, v = unpacked(paged_kv_cache, self._kv_layout)
+        rows = self._planned(q, k)
+        return run(
+            q,
+            k,
+            v,
+            rows,
+            scores or self._scores,
+            scales,
+            self._out_dtype,
+            out,
+            wants_lse,
+            sinks=sinks,
+            **self._pages.named(),
+        )
+
+    def _with_window(self, window_left: int | None) -> Scores:
+        if window_left is None or window_left == self._scores.window_left:
+            return self._scores
+        return self._scores._replace(window_left=window_left)
+
+
+class BatchDecodeWithPagedKVCacheWrapper(_Paged):
+    """One query, or q_len_per_req queries, of each sequence over its pages."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: Any = None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, jit_args)
+        self.use_tensor_cores = use_tensor_cores
+        self._indices_buffer = paged_kv_indices_buffer
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: Any = None,
+        kv_data_type: Any = None,
+        data_type: Any = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+        *,
+        o_data_type: Any = None,
+        window_right: int = 0,
+        global_override_indptr_cpu: Tensor | None = None,
+    ) -> None:
+        """Keeps the arguments, which are FlashInfer's. fixed_split_size and disable_split_kv make results the same
+        whatever else is in the batch (batch_invariant of flashjit.attention)."""
+        self._keep_types(q_data_type or data_type or "float16", kv_data_type or data_type, o_data_type)
+        invariant = disable_split_kv or (fixed_split_size or 0) > 0
+        self._scores = read_scores(
+            pos_encoding_mode,
+            logits_soft_cap,
+            q_len_per_req > 1,
+            window_left,
+            sm_scale,
+            batch_invariant=invariant,
+        )
+        self._keep_pages(
+            indptr, indices, get_seq_lens(indptr, last_page_len, page_size), self._indices_buffer
+        )
+        self._rows = Rows(None, q_len_per_req, (indptr.numel() - 1) * q_len_per_req)
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: Any,
+        *args: Any,
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Tensor | None = None,
+        q_len_per_req: int | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf: Any = None,
+    ) -> Any:
+        """O [all rows, hq, d] of q [all rows, hq, d]; with return_lse also LSE [all rows, hq], of base 2."""
+        refuse(
+            args=args or None,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            kv_cache_sf=kv_cache_sf,
+        )
+        found = self.natural(
+            q,
+            paged_kv_cache,
+            Scales(q_scale, k_scale, v_scale),
+            out,
+            return_lse,
+            sinks,
+            self._with_window(window_left),
+        )
+        return results(found, lse)
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+    forward = run
+    forward_return_lse = run_return_lse
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    def __init__(
+        self,
+        workspace_buffer: Tensor,
+        indptr_buffer: Tensor,
+        indices_buffer: Tensor,
+        last_page_len_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+    ) -> None:
+        super().__init__(
+            workspace_buffer,
+            kv_layout,
+            True,
+            use_tensor_cores,
+            indptr_buffer,
+            indices_buffer,
+            last_page_len_buffer,
+        )
+
+
+def fast_decode_plan(wrapper: BatchDecodeWithPagedKVCacheWrapper, *args: Any, **named: Any) -> None:
+    """wrapper.plan(), which is as fast."""
+    type(wrapper).plan(wrapper, *args, **named)
+
+
+class BatchPrefillWithPagedKVCacheWrapper(_Paged):
+    """Packed queries over pages: prefill, chunks of it, and decoding in one call."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: Any = None,
+        jit_kwargs: Any = None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, jit_args)
+        self._indices_buffer = paged_kv_indices_buf
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        block_tables: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+    ) -> None:
+        """Keeps the arguments, which are FlashInfer's. The last query is at the last key."""
+        refuse(prefix_len_ptr=prefix_len_ptr)
+        self._keep_types(q_data_type, kv_data_type, o_data_type)
+        lengths = get_seq_lens(paged_kv_indptr, paged_kv_last_page_len, page_size)
+        self._keep_scores(
+            qo_indptr,
+            lengths,
+            (custom_mask, packed_custom_mask),
+            (pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale),
+            disable_split_kv or (fixed_split_size or 0) > 0,
+        )
+        self._keep_pages(paged_kv_indptr, paged_kv_indices, lengths, self._indices_buffer)
+
+    begin_forward = plan
+
+    def _keep_scores(
+        self, qo_indptr: Tensor, lengths: Tensor, masks: Any, scores: Any, invariant: bool
+    ) -> None:
+        queries = qo_indptr.cpu().diff()
+        pairs = queries.long() * lengths.cpu().long() if masks != (None, None) else queries
+        mask, start = read_mask(*masks, pairs, self.device)
+        self._scores = read_scores(*scores, mask, start, invariant)
+        offsets = self._keep("qo_indptr", qo_indptr.to(device=self.device, dtype=torch.int32))
+        longest = int(queries.max()) if queries.numel() else 0
+        self._rows = Rows(offsets, longest, int(qo_indptr[-1]))
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: Any,
+        *args: Any,
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: Tensor | None = None,
+        kv_cache_sf: Any = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+        use_fp16_softmax: bool | None = None,
+        uses_spcompress: bool | None = None,
+    ) -> Any:
+        """O [all rows, hq, d] of q [all rows, hq, d]; with return_lse also LSE [all rows, hq], of base 2.
+
+        args: the scales of q, k and v of 8 bits, float32 [heads of each], as FlashInfer's FP8 kernels take them."""
+        refuse(
+            kv_cache_sf=kv_cache_sf,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            use_fp16_softmax=use_fp16_softmax,
+            uses_spcompress=uses_spcompress,
+        )
+        scales = Scales(q_scale, k_scale, v_scale)
+        found = self.natural(
+            q,
+            paged_kv_cache,
+            of_arguments(args, scales, q),
+            out,
+            return_lse,
+            sinks,
+            self._with_window(window_left),
+        )
+        return results(found, lse)
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+    forward_return_lse = run_return_lse
+
+    def forward(
+        self,
+        q: Tensor,
+        paged_kv_cache: Any,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Any:
+        """run() with options of scores in the place of plan()'s."""
+        mask = (self._scores.mask, self._scores.mask_start)
+        self._scores = read_scores(pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale, *mask)
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
+
+
+def of_arguments(args: tuple[Any, ...], named: Scales, q: Tensor) -> Scales:
+    """Scales, which FlashInfer's FP8 kernels take without names."""
+    if not args:
+        return named
+    if q.dtype.itemsize > 1 or len(args) > 3:
+        raise InvalidArgument(
+            f"run() is given {len(args)} more arguments, as custom kernels of FlashInfer have them: flashjit takes q_scale, "
+            "k_scale and v_scale, by name or for q of 8 bits in this order."
+        )
+    return Scales(*[given if other is None else other for given, other in zip((*args, None, None), named)])
+
+
+class BatchAttention(_Paged):
+    """FlashInfer's wrapper for prefill and decoding in one call."""
+
+    def __init__(self, kv_layout: str = "NHD", device: Any = "cuda") -> None:
+        super().__init__(torch.empty(0, device=device), kv_layout, False, None)
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_len_arr: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        page_size: int,
+        causal: bool = False,
+        sm_scale: float | None = None,
+        logits_soft_cap: float | None = None,
+        q_data_type: Any = torch.bfloat16,
+        kv_data_type: Any = torch.bfloat16,
+        use_profiler: bool = False,
+    ) -> None:
+        refuse(use_profiler=use_profiler)
+        self._keep_types(q_data_type, kv_data_type, None)
+        self._scores = read_scores("NONE", logits_soft_cap, causal, -1, sm_scale)
+        self._keep_pages(kv_indptr, kv_indices, kv_len_arr, None)
+        offsets = qo_indptr.to(device=self.device, dtype=torch.int32)
+        self._rows = Rows(offsets, int(qo_indptr.diff().max()), int(qo_indptr[-1]))
+
+    def run(
+        self,
+        q: Tensor,
+        kv_cache: Any,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        logits_soft_cap: float = 0.0,
+        profiler_buffer: Tensor | None = None,
+        kv_cache_sf: Any = None,
+    ) -> Any:
+        """O and LSE, of base 2, [all rows, hq]."""
+        refuse(kv_cache_sf=kv_cache_sf)
+        scores = self._scores._replace(logits_soft_cap=logits_soft_cap) if logits_soft_cap else None
+        return results(
+            self.natural(q, kv_cache, Scales(None, k_scale, v_scale), out, True, scores=scores), lse
+        )
+
+
+class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
+    """Sinks in the softmax: one more logit for each head of q, without a value."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        q_data_type: Any = torch.bfloat16,
+        kv_data_type: Any = torch.bfloat16,
+        head_dim_qk: int = 128,
+        head_dim_vo: int = 128,
+        window_left: int = -1,
+    ) -> None:
+        super().__init__(
+            float_workspace_buffer, kv_layout, use_cuda_graph, paged_kv_indices_buf=paged_kv_indices_buf
+        )
+
+    def run(self, q: Tensor, paged_kv_cache: Any, *args: Any, **named: Any) -> Any:
+        """args: the sinks, float32 [hq], and the scale of scores, as FlashInfer takes them; or sinks by name."""
+        if args:
+            sinks, *scale = args
+            if scale:
+                self._scores = self._scores._replace(sm_scale=float(scale[0]))
+            named["sinks"] = sinks
+        return super().run(q, paged_kv_cache, **named)

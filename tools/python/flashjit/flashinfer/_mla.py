@@ -1,0 +1,125 @@
+"""FlashInfer's wrapper for latent attention, MLA: K is a latent and its rotated part, and V the latent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._attention import attention
+from .._plans import SPEC_TYPES, say_once
+from ..errors import InvalidArgument, Unsupported
+from ..flash_attn._attend import packed_lse, with_batch
+from ._batch import _Paged
+from ._rows import Rows
+from ._scores import LOG2E, read_scores, refuse
+
+
+class BatchMLAPagedAttentionWrapper(_Paged):
+    """Packed queries (nope, rope) over pages of latents."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: Tensor | None = None,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_len_arr: Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(float_workspace_buffer, "NHD", use_cuda_graph, None)
+        self._indices_buffer = kv_indices
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_len_arr: Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: Any,
+        kv_data_type: Any,
+        use_profiler: bool = False,
+    ) -> None:
+        """Keeps the arguments, which are FlashInfer's."""
+        refuse(use_profiler=use_profiler)
+        self._keep_types(q_data_type, kv_data_type, None)
+        if self._kv_dtype not in SPEC_TYPES or self._q_dtype not in SPEC_TYPES:
+            raise Unsupported(f"kv_data_type is {self._kv_dtype}: latents have 16 bits here.")
+        self._scores = read_scores("NONE", None, causal, -1, sm_scale)
+        self._keep_pages(kv_indptr, kv_indices, kv_len_arr, self._indices_buffer)
+        offsets = self._keep("qo_indptr", qo_indptr.to(device=self.device, dtype=torch.int32))
+        self._rows = Rows(offsets, int(qo_indptr.diff().max()), int(qo_indptr[-1]))
+
+    def run(
+        self,
+        q_nope: Tensor,
+        q_pe: Tensor,
+        ckv_cache: Tensor,
+        kpe_cache: Tensor,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        profiler_buffer: Tensor | None = None,
+        kv_len: Tensor | None = None,
+        page_table: Tensor | None = None,
+        return_lse_base_on_e: bool = False,
+        o_scale: float | None = None,
+        *,
+        ckv_scale: float | None = None,
+        ckv_scale_arr: Tensor | None = None,
+        kpe_scale: float | None = None,
+    ) -> Any:
+        """O [all rows, h, 512] of q_nope [all rows, h, 512] and q_pe [all rows, h, 64] over ckv_cache [pages, rows of a
+        page, 512] and kpe_cache [pages, rows of a page, 64]; with return_lse also LSE [all rows, h], of base 2 or e.
+
+        The two caches are best views of one tensor [pages, rows of a page, 576]; else they are copied in each call."""
+        refuse(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale, o_scale=o_scale)
+        rows = self._planned(q_nope, ckv_cache)
+        with torch.no_grad():
+            found = attention(
+                with_batch(torch.cat((q_nope, q_pe), -1)),
+                joined_columns(ckv_cache, kpe_cache)[:, None],
+                v_columns=ckv_cache.shape[-1],
+                causal=self._scores.causal,
+                scale=self._scores.sm_scale,
+                return_lse=return_lse,
+                out=None if out is None else with_batch(out),
+                **rows.named(),
+                **self._pages.named(),
+            )
+            o4, natural = found if return_lse else (found, None)
+            o = o4[0].transpose(0, 1) if out is None else out
+            if natural is None:
+                return o
+            assert rows.cu_seqlens is not None
+            packed = packed_lse(natural, rows.cu_seqlens, q_nope.shape[0]).transpose(0, 1)
+            if not return_lse_base_on_e:
+                packed = packed * LOG2E
+            return o, packed.contiguous() if lse is None else lse.copy_(packed)
+
+
+def joined_columns(left: Tensor, right: Tensor) -> Tensor:
+    """[pages, rows, both columns]: a view where they are neighbours in one tensor, else a copy."""
+    if left.shape[:-1] != right.shape[:-1] or left.dtype != right.dtype:
+        raise InvalidArgument(
+            f"ckv_cache is {list(left.shape)} {left.dtype} and kpe_cache {list(right.shape)} {right.dtype}: they must have "
+            "the same pages and rows, and one type."
+        )
+    columns = left.shape[-1] + right.shape[-1]
+    if left.stride() == right.stride() and right.data_ptr() - left.data_ptr() == (
+        left.shape[-1] * left.element_size()
+    ):
+        return left.as_strided((*left.shape[:-1], columns), left.stride())
+    say_once(
+        "ckv_cache and kpe_cache are copied in each call: make them views of one tensor [pages, rows of a page, "
+        f"{columns}] to save the time."
+    )
+    return torch.cat((left, right), -1)

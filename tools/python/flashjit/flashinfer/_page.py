@@ -1,0 +1,89 @@
+"""FlashInfer's functions for what is in pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._cache import append
+from .._plans import KV_TYPES
+from ..flash_attn._attend import places, with_batch
+from ._rows import check_layout, unpacked
+
+
+def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
+    """How many keys each sequence has, int32 [sequences], of its pages and of the rows in its last one."""
+    return (kv_indptr.diff() - 1).clamp_(min=0) * page_size + kv_last_page_len
+
+
+def get_batch_indices_positions(
+    append_indptr: Tensor,
+    seq_lens: Tensor,
+    nnz: int,
+    batch_indices: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The sequence of each new row and its position there, int32 [nnz]: the last ones of seq_lens, which count them."""
+    sequence, place = places(append_indptr, nnz)
+    found = seq_lens[sequence] - append_indptr.diff()[sequence] + place
+    results = (sequence.int(), found.int())
+    given = (batch_indices, positions)
+    return tuple(x if y is None else y.copy_(x) for x, y in zip(results, given))  # type: ignore[return-value]
+
+
+def slots_of(
+    batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor, page_size: int
+) -> Tensor:
+    """Where new rows go in the pool, int64: page * page_size + row."""
+    position = positions.long()
+    entry = kv_indptr[batch_indices.long()] + position // page_size
+    return kv_indices[entry.long()].long() * page_size + position % page_size
+
+
+def append_paged_kv_cache(
+    append_key: Tensor,
+    append_value: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    paged_kv_cache: Any,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Stores append_key and append_value, [nnz, hkv, d], into the pages of paged_kv_cache."""
+    k_cache, v_cache = unpacked(paged_kv_cache, check_layout(kv_layout))
+    slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, k_cache.shape[2])
+    if append_key.dtype in KV_TYPES:
+        _store(append_key, k_cache, slots)
+        _store(append_value, v_cache, slots)
+        return
+    with torch.no_grad():
+        append(with_batch(append_key), with_batch(append_value), k_cache, v_cache, slots=slots)
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: Tensor,
+    append_kpe: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    ckv_cache: Tensor | None,
+    kpe_cache: Tensor | None,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+) -> None:
+    """Stores append_ckv [nnz, 512] and append_kpe [nnz, 64] into pages [pages, rows of a page, columns]. None: not."""
+    for rows, cache in ((append_ckv, ckv_cache), (append_kpe, kpe_cache)):
+        if cache is not None:
+            slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, cache.shape[1])
+            _store(rows[:, None], cache[:, None], slots)
+
+
+def _store(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Rows [n, heads, d] as they are, bit by bit, into pages [pages, heads, rows of a page, d]."""
+    if cache.dtype in KV_TYPES:
+        rows, cache = rows.view(torch.uint8), cache.view(torch.uint8)
+    cache.transpose(1, 2)[slots // cache.shape[2], slots % cache.shape[2]] = rows.detach()

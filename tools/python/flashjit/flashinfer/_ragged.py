@@ -1,0 +1,133 @@
+"""FlashInfer's wrapper for packed queries, keys and values."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._batch import _Wrapper, of_arguments
+from ._rows import Rows, heads_first, results, run
+from ._scores import Scales, read_mask, read_scores, refuse
+
+
+class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
+    """Packed queries, keys and values: [all rows, heads, d] each."""
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        kv_indptr_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: Any = None,
+        jit_kwargs: Any = None,
+    ) -> None:
+        super().__init__(float_workspace_buffer, kv_layout, use_cuda_graph, jit_args)
+
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        head_dim_vo: int | None = None,
+        custom_mask: Tensor | None = None,
+        packed_custom_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: bool = True,
+        prefix_len_ptr: Tensor | None = None,
+        token_pos_in_items_ptr: Tensor | None = None,
+        token_pos_in_items_len: int = 0,
+        max_item_len_ptr: Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        seq_lens: Tensor | None = None,
+        seq_lens_q: Tensor | None = None,
+        max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None,
+        v_indptr: Tensor | None = None,
+        o_indptr: Tensor | None = None,
+    ) -> None:
+        """Keeps the arguments, which are FlashInfer's. The last query is at the last key."""
+        refuse(prefix_len_ptr=prefix_len_ptr, v_indptr=v_indptr, o_indptr=o_indptr)
+        self._keep_types(q_data_type, kv_data_type, o_data_type)
+        queries, keys = qo_indptr.cpu().diff(), kv_indptr.cpu().diff()
+        mask, start = read_mask(custom_mask, packed_custom_mask, queries.long() * keys.long(), self.device)
+        invariant = disable_split_kv or (fixed_split_size or 0) > 0
+        self._scores = read_scores(
+            pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale, mask, start, invariant
+        )
+        offsets = self._keep("qo_indptr", qo_indptr.to(device=self.device, dtype=torch.int32))
+        self._rows = Rows(offsets, int(queries.max()), int(qo_indptr[-1]))
+        self._keys = {
+            "cu_seqlens_kv": self._keep("kv_indptr", kv_indptr.to(device=self.device, dtype=torch.int32)),
+            "max_seqlen_kv": int(keys.max()),
+        }
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *args: Any,
+        q_scale: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        o_scale: Any = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        kv_cache_sf: Any = None,
+    ) -> Any:
+        """O [all rows, hq, d_v] of q, k and v [all rows, heads, d]; with return_lse also LSE [all rows, hq], of base 2.
+
+        args: the scales of q, k and v of 8 bits, float32 [heads of each], as FlashInfer's FP8 kernels take them."""
+        refuse(kv_cache_sf=kv_cache_sf, o_scale=None if o_scale == 1 else o_scale)
+        rows = self._planned(q, k)
+        k, v = (heads_first(x, "NHD")[None] for x in (k, v))
+        scales = of_arguments(args, Scales(q_scale, k_scale, v_scale), q)
+        found = run(q, k, v, rows, self._scores, scales, self._out_dtype, out, return_lse, **self._keys)
+        return results(found, lse)
+
+    run_return_lse = functools.partialmethod(run, return_lse=True)
+    forward_return_lse = run_return_lse
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+    ) -> Any:
+        """run() with options of scores in the place of plan()'s."""
+        mask = (self._scores.mask, self._scores.mask_start)
+        self._scores = read_scores(pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale, *mask)
+        return self.run(q, k, v)

@@ -1,0 +1,141 @@
+"""What all of FlashInfer's functions share: layouts, pages, and one call of attention()."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._attention import attention
+from .._plans import KV_TYPES, describe
+from ..errors import InvalidArgument
+from ..flash_attn._attend import packed_lse, with_batch
+from ._scores import LOG2E, Scales, Scores, call
+
+
+class Rows(NamedTuple):
+    """Where Q's rows are: packed, or the same number in each sequence."""
+
+    cu_seqlens: Tensor | None = None
+    longest: int = 1
+    total: int = 0
+
+    def of(self, q: Tensor) -> Tensor:
+        """[1, hq, all rows, d], or [sequences, hq, rows, d], of [all rows, hq, d]."""
+        if self.cu_seqlens is not None:
+            return with_batch(q)
+        return q.unflatten(0, (-1, self.longest)).transpose(1, 2)
+
+    def named(self) -> dict[str, Any]:
+        if self.cu_seqlens is None:
+            return {}
+        return {"cu_seqlens_q": self.cu_seqlens, "max_seqlen_q": self.longest}
+
+    def lse(self, lse: Tensor, rows: int) -> Tensor:
+        """[hq, all rows] of what attention() returns."""
+        if self.cu_seqlens is not None:
+            return packed_lse(lse, self.cu_seqlens, rows)
+        return lse.transpose(0, 1).flatten(1)
+
+
+def heads_first(x: Tensor, kv_layout: str) -> Tensor:
+    """K or V with its heads before its rows: [.., hkv, rows, d]."""
+    return x.transpose(-3, -2) if kv_layout == "NHD" else x
+
+
+def check_layout(kv_layout: str) -> str:
+    if kv_layout not in ("NHD", "HND"):
+        raise InvalidArgument(f"kv_layout is {kv_layout!r}: give NHD or HND.")
+    return kv_layout
+
+
+def unpacked(paged_kv_cache: Any, kv_layout: str) -> tuple[Tensor, Tensor]:
+    """K's and V's pages, [pages, hkv, rows of a page, d], of a pair, or of one tensor with both."""
+    if isinstance(paged_kv_cache, Tensor):
+        if paged_kv_cache.dim() != 5 or paged_kv_cache.shape[1] != 2:
+            raise InvalidArgument(
+                f"paged_kv_cache is {describe(paged_kv_cache)}: give (k_cache, v_cache), or one tensor [pages, 2, ..]."
+            )
+        k, v = paged_kv_cache.unbind(1)
+    else:
+        k, v = paged_kv_cache
+    return heads_first(k, kv_layout), heads_first(v, kv_layout)
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Rows,
+    scores: Scores,
+    scales: Scales,
+    out_dtype: torch.dtype,
+    out: Tensor | None,
+    wants_lse: bool,
+    **more: Any,
+) -> tuple[Tensor, Any]:
+    """O [all rows, hq, d], and LSE [hq, all rows], natural, or None. k, v: [.., hkv, rows, d]. more: attention()'s."""
+    with torch.no_grad():
+        given = call(q4 := rows.of(q), k, v, scores, scales, out_dtype)
+        direct = out is not None and out.dtype == _natural(q.dtype, given)
+        found = attention(
+            q4,
+            k,
+            v,
+            return_lse=wants_lse,
+            out=rows.of(out) if direct and out is not None else None,
+            **rows.named(),
+            **given,
+            **more,
+        )
+        o4, lse = found if wants_lse else (found, None)
+        o = out if direct and out is not None else o4.transpose(1, 2).flatten(0, 1)
+        if scales.v is not None and k.dtype not in KV_TYPES and not _is_one(scales.v):
+            o = o.mul_(scales.v)
+        if out is not None and not direct:
+            o = out.copy_(o)
+        elif o.dtype != out_dtype:
+            o = o.to(out_dtype)
+    return o, None if lse is None else rows.lse(lse, q.shape[0])
+
+
+def _natural(q: torch.dtype, given: dict[str, Any]) -> torch.dtype:
+    """The type of O."""
+    found = given.get("out_dtype", q)
+    return found if isinstance(found, torch.dtype) else q
+
+
+def _is_one(scale: Any) -> bool:
+    return not isinstance(scale, Tensor) and scale == 1
+
+
+def results(found: tuple[Tensor, Any], lse: Tensor | None) -> Any:
+    """O, or O and FlashInfer's LSE, [all rows, hq], of base 2."""
+    o, natural = found
+    if natural is None:
+        return o
+    binary = (natural * LOG2E).transpose(0, 1)
+    return o, binary.contiguous() if lse is None else lse.copy_(binary)
+
+
+class Pages(NamedTuple):
+    """The pages of all sequences, as attention() has them."""
+
+    table: Tensor  # int32 [sequences, pages of the longest]
+    lengths: Tensor  # int32 [sequences]
+
+    def named(self) -> dict[str, Any]:
+        return {"page_table": self.table, "kv_lengths": self.lengths}
+
+
+def pages_of(indptr: Tensor, indices: Tensor, lengths: Tensor, width: int, device: torch.device) -> Pages:
+    """Of one list of pages, in which sequence i has the entries indptr[i] to indptr[i + 1]. width: of the longest."""
+    first = indptr[:-1].to(device=device, dtype=torch.int64)
+    places = first[:, None] + torch.arange(max(width, 1), device=device)
+    indices = indices.to(device=device, dtype=torch.int32)
+    if indices.numel() == 0:
+        table = torch.zeros(places.shape, dtype=torch.int32, device=device)
+    else:
+        table = indices[places.clamp_(max=indices.numel() - 1)]
+    return Pages(table, lengths.to(device=device, dtype=torch.int32))

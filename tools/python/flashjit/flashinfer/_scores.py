@@ -1,0 +1,213 @@
+"""FlashInfer's options of a call as arguments of attention(): masks, scores and scales."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._named import AT_LAST, SOFTCAP, window_text
+from .._plans import KV_TYPES, SPEC_TYPES, describe
+from ..errors import InvalidArgument, Unsupported
+
+LOG2E = math.log2(math.e)
+NO_ROPE = (
+    "pos_encoding_mode is ROPE_LLAMA: flashjit does not rotate Q and K inside attention; rotate K once, when it is stored "
+    "(flashjit.append() does it in the same launch), and give NONE."
+)
+_PAIR = "q * seqlen_kv + kv"  # where FlashInfer's masks have a pair, from a sequence's first on
+
+
+class Scores(NamedTuple):
+    """How scores are made and masked: FlashInfer's names, each as plan() and the single_ functions take it."""
+
+    sm_scale: float | None = None
+    causal: bool = False
+    window_left: int = -1
+    logits_soft_cap: float | None = None
+    alibi: bool = False
+    mask: Tensor | None = None  # bool, or bits in uint8, of all sequences one after another
+    mask_start: Tensor | None = None  # int32 [sequences]: the first element of each
+    batch_invariant: bool = False
+
+
+class Scales(NamedTuple):
+    """What Q, K and V are multiplied with: numbers, or float32 with one element or one for each head."""
+
+    q: Any = None
+    k: Any = None
+    v: Any = None
+
+
+def read_scores(
+    pos_encoding_mode: str,
+    logits_soft_cap: float | None,
+    causal: bool,
+    window_left: int,
+    sm_scale: float | None,
+    mask: Tensor | None = None,
+    mask_start: Tensor | None = None,
+    batch_invariant: bool = False,
+) -> Scores:
+    """Refuses what cannot be served. A mask is in the place of a causal one, as in FlashInfer."""
+    if pos_encoding_mode == "ROPE_LLAMA":
+        raise Unsupported(NO_ROPE)
+    if pos_encoding_mode not in ("NONE", "ALIBI"):
+        raise InvalidArgument(f"pos_encoding_mode is {pos_encoding_mode!r}: give NONE or ALIBI.")
+    return Scores(
+        sm_scale,
+        causal and mask is None,
+        window_left,
+        logits_soft_cap,
+        pos_encoding_mode == "ALIBI",
+        mask,
+        mask_start,
+        batch_invariant,
+    )
+
+
+def refuse(**given: Any) -> None:
+    """What flashjit does not have, by its name in FlashInfer."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise Unsupported(f"{name} is given: flashjit.flashinfer does not have it; leave it out.")
+
+
+def dtype_of(given: Any, default: Any = None) -> torch.dtype:
+    """A torch.dtype of that, or of its name."""
+    given = default if given is None else given
+    found = getattr(torch, given, None) if isinstance(given, str) else given
+    if not isinstance(found, torch.dtype):
+        raise InvalidArgument(f"{given!r} is no type: give a torch.dtype, or its name.")
+    return found
+
+
+def check_dtypes(q: torch.dtype, kv: torch.dtype, out: torch.dtype) -> None:
+    """What plan() can say of the types of a call."""
+    if kv == torch.uint8:
+        raise Unsupported("kv_data_type is uint8, NVFP4: flashjit has caches of 16 bits, FP8 and INT8.")
+    if q not in SPEC_TYPES and q not in KV_TYPES or kv not in KV_TYPES and kv != q:
+        raise Unsupported(
+            f"q_data_type is {q} and kv_data_type {kv}: give one type of 16 or 32 bits, or float8_e4m3fn, float8_e5m2 or "
+            "int8 as kv_data_type."
+        )
+    if out not in SPEC_TYPES:
+        raise Unsupported(
+            f"o_data_type is {out}: give torch.bfloat16, torch.float16 or torch.float32; with q of 8 bits it is the type of "
+            "q where it is left out."
+        )
+
+
+def call(
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, scales: Scales, out_dtype: torch.dtype
+) -> dict[str, Any]:
+    """attention()'s arguments, for q [.., hq, .., d] in four dimensions. V's scale is among them where K has 8 bits."""
+    factor, more, captures = _scaled(q, k, scores, scales)
+    score, mask = _programs(
+        tuple(name for name in captures if name in ("q_scales", "k_scales")),
+        scores.alibi,
+        bool(scores.logits_soft_cap),
+        None if scores.mask is None else scores.mask.dtype == torch.uint8,
+        scores.window_left >= 0,
+    )
+    if scores.alibi:
+        captures["slopes"] = alibi_slopes(q.shape[1], q.device)
+    if scores.logits_soft_cap:
+        captures["softcap"] = float(scores.logits_soft_cap)
+    if scores.mask is not None:
+        captures.update(mask=scores.mask, mask_start=scores.mask_start)
+    if scores.window_left >= 0:
+        captures["window_left"] = int(scores.window_left)
+    if scores.sm_scale is not None or factor != 1:
+        base = q.shape[3] ** -0.5 if scores.sm_scale is None else scores.sm_scale
+        more["scale"] = float(base * factor)
+    if q.dtype in KV_TYPES:
+        more["out_dtype"] = out_dtype
+    elif out_dtype == torch.float32 != q.dtype:
+        more["out_dtype"] = torch.float32
+    if score is not None or mask is not None:
+        more.update(score_mod=score, mask_mod=mask, captures=captures)
+    return {"causal": scores.causal, "batch_invariant": scores.batch_invariant, **more}
+
+
+@functools.cache
+def _programs(
+    scales: Sequence[str], alibi: bool, capped: bool, bits: bool | None, window: bool
+) -> tuple[str | None, str | None]:
+    """Texts of the score and of the mask. bits: whether a custom mask has eight pairs in a byte; None: there is none."""
+    score = "score"
+    for name in scales:
+        score += f" * {name}[{'h' if name == 'q_scales' else 'h_kv'}]"
+    if alibi:
+        score += " + slopes[h] * to_float(kv - q)"
+    if capped:
+        score = SOFTCAP.replace("score", f"({score})")
+    conditions = []
+    if bits is not None:
+        conditions.append(
+            f"(mask[mask_start[b] + ({_PAIR}) / 8] >> ({_PAIR}) % 8 & 1) != 0"
+            if bits
+            else f"mask[mask_start[b] + {_PAIR}]"
+        )
+    if window:
+        conditions += window_text(AT_LAST, "window_left", None)
+    return None if score == "score" else score, " && ".join(conditions) or None
+
+
+def _scaled(
+    q: Tensor, k: Tensor, scores: Scores, scales: Scales
+) -> tuple[float, dict[str, Any], dict[str, Any]]:
+    """What the scale is multiplied with, attention()'s scales, and captures for scores."""
+    factor, more, captures = 1.0, {}, {}
+    quantized = k.dtype in KV_TYPES
+    if quantized:
+        one = constant(1.0, k.device)
+        more.update(k_scale=one, v_scale=one)
+        if q.dtype in KV_TYPES:
+            more["q_scale"] = one
+    for name, value in (("q", scales.q), ("k", scales.k)):
+        if isinstance(value, Tensor):
+            if name == "k" and quantized:
+                more["k_scale"] = value.float().reshape(-1)
+            else:
+                heads = q.shape[1] if name == "q" else k.shape[1]
+                captures[f"{name}_scales"] = value.float().reshape(-1).expand(heads)
+        elif value is not None:
+            factor *= value
+    if quantized and scales.v is not None:
+        v = scales.v
+        more["v_scale"] = v.float().reshape(-1) if isinstance(v, Tensor) else constant(float(v), k.device)
+    return factor, more, captures
+
+
+@functools.lru_cache(maxsize=256)
+def constant(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def alibi_slopes(heads: int, device: torch.device) -> Tensor:
+    """ALiBi's slopes of its paper: a power of two of heads has 2 ** (-8 i / n), and the rest every second of twice as many."""
+    whole = 1 << (heads.bit_length() - 1)
+    slopes = [2 ** (-8 * i / whole) for i in range(1, whole + 1)]
+    slopes += [2 ** (-4 * i / whole) for i in range(1, 2 * (heads - whole), 2)]
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+def read_mask(
+    custom: Tensor | None, packed: Tensor | None, pairs: Tensor, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """A custom mask, and where each sequence's begins. pairs: queries times keys of each sequence."""
+    if custom is None and packed is None:
+        return None, None
+    given, sizes = (custom, pairs) if packed is None else (packed, (pairs + 7) // 8)
+    if given.numel() < int(sizes.sum()):
+        name = "custom_mask" if packed is None else "packed_custom_mask"
+        raise InvalidArgument(f"{name} is {describe(given)}: it must have {int(sizes.sum())} elements.")
+    starts = (sizes.cumsum(0) - sizes).to(device=device, dtype=torch.int32)
+    given = given.reshape(-1).to(device)
+    return given if packed is not None or given.dtype == torch.bool else given != 0, starts

@@ -349,8 +349,12 @@ def test_calls_that_do_not_fit_their_plan_are_refused():
     with pytest.raises(flashjit.InvalidArgument, match="before plan"):
         wrapper.run(normal(3, HQ, DIM), pool.cache)
     planned(wrapper, pool.plan(), HQ, HKV, DIM, PAGE)
-    with pytest.raises(flashjit.InvalidArgument, match="q has 2 rows, but plan.. was given 3"):
+    with pytest.raises(
+        flashjit.InvalidArgument, match="q has 2 rows, but plan.. was given 3, q_len_per_req 1"
+    ):
         wrapper.run(normal(2, HQ, DIM), pool.cache)
+    with pytest.raises(flashjit.InvalidArgument, match="q_len_per_req is 2, but plan.. was given 1"):
+        wrapper.run(normal(3, HQ, DIM), pool.cache, q_len_per_req=2)
     with pytest.raises(flashjit.InvalidArgument, match="q is torch.float16 and K torch.float32"):
         wrapper.run(normal(3, HQ, DIM).half(), pool.cache)
     with pytest.raises(flashjit.InvalidArgument, match="kv_layout is 'HDN'"):

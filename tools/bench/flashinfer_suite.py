@@ -9,7 +9,7 @@ with a softmax in float64, where it is small. Cases end as
 
     passed    refused   by flashjit.Unsupported, with its reason
     missing   a name of FlashInfer that flashjit.flashinfer does not have
-    skipped   by FlashInfer's test itself             gpu   what only a GPU has: CUDA graphs, streams
+    skipped   by FlashInfer's test itself             gpu   what only a GPU has: CUDA graphs, processes
     large     longer than --limit seconds, or more than --memory GB
     wrong     a comparison failed                     error anything else
 """
@@ -50,6 +50,9 @@ def main() -> None:
     parser.add_argument("--source", default=SOURCE, help="a git repository with the commit")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--share", type=float, default=1, help="of each test function, the smallest cases")
+    parser.add_argument(
+        "--again", action="store_true", help="only what was missing, wrong, an error, or for a GPU"
+    )
     parser.add_argument("--limit", type=float, default=20, help="seconds of a case")
     parser.add_argument("--memory", type=float, default=12, help="GB of the process of a case")
     parser.add_argument("--files", nargs="*", default=FILES)
@@ -120,7 +123,7 @@ def collect(tests: pathlib.Path, args: argparse.Namespace) -> list[str]:
 
 def size_of(name: str) -> float:
     """The product of a case's numbers, by which cases of one function compare."""
-    return math.prod(float(number) for number in re.findall(r"(?<=[[-])\d+(?=[]-])", name) if number != "0")
+    return math.prod(float(number) for number in re.findall(r"(?<=[\[-])\d+(?=[\]-])", name) if number != "0")
 
 
 def sample(ids: list[str], args: argparse.Namespace) -> list[str]:
@@ -146,7 +149,12 @@ def sample(ids: list[str], args: argparse.Namespace) -> list[str]:
 def run(chosen: list[str], tests: pathlib.Path, args: argparse.Namespace) -> dict[str, dict[str, str]]:
     """What became of each case, from processes that are ended where one takes too long."""
     log = args.work / f"results-{args.device}-{args.seed}.jsonl"
-    log.unlink(missing_ok=True)
+    kept = [
+        x
+        for x in read(log).values()
+        if args.again and x["outcome"] in ("passed", "refused", "skipped", "large")
+    ]
+    log.write_text("".join(json.dumps(x) + "\n" for x in kept))
     left = sorted(chosen)
     while left:
         left = [name for name in left if name not in read(log)]

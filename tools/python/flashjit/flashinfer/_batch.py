@@ -66,7 +66,10 @@ class _Wrapper:
                 f"{self._kv_dtype}: give tensors of these types, or plan again."
             )
         if q.shape[0] != self._rows.total:
-            raise InvalidArgument(f"q has {q.shape[0]} rows, but plan() was given {self._rows.total}.")
+            raise InvalidArgument(
+                f"q has {q.shape[0]} rows, but plan() was given {self._rows.total}"
+                f"{'' if self._rows.cu_seqlens is not None else f', q_len_per_req {self._rows.longest} of each sequence'}."
+            )
         return self._rows
 
 
@@ -208,6 +211,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             kv_cache_sf=kv_cache_sf,
         )
+        if q_len_per_req is not None and self._rows is not None and q_len_per_req != self._rows.longest:
+            raise InvalidArgument(
+                f"q_len_per_req is {q_len_per_req}, but plan() was given {self._rows.longest}: plan again."
+            )
         found = self.natural(
             q,
             paged_kv_cache,
@@ -315,8 +322,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
         self._keep_scores(
             qo_indptr,
             lengths,
-            (custom_mask, packed_custom_mask),
-            (pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale),
+            custom_mask,
+            packed_custom_mask,
+            read_scores(pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale),
             disable_split_kv or (fixed_split_size or 0) > 0,
         )
         self._keep_pages(paged_kv_indptr, paged_kv_indices, lengths, self._indices_buffer)
@@ -324,12 +332,21 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
     begin_forward = plan
 
     def _keep_scores(
-        self, qo_indptr: Tensor, lengths: Tensor, masks: Any, scores: Any, invariant: bool
+        self,
+        qo_indptr: Tensor,
+        lengths: Tensor,
+        custom: Tensor | None,
+        packed: Tensor | None,
+        scores: Scores,
+        invariant: bool,
     ) -> None:
         queries = qo_indptr.cpu().diff()
-        pairs = queries.long() * lengths.cpu().long() if masks != (None, None) else queries
-        mask, start = read_mask(*masks, pairs, self.device)
-        self._scores = read_scores(*scores, mask, start, invariant)
+        masked = custom is not None or packed is not None
+        pairs = queries.long() * lengths.cpu().long() if masked else queries
+        mask, start = read_mask(custom, packed, pairs, self.device)
+        self._scores = scores._replace(
+            mask=mask, mask_start=start, causal=scores.causal and mask is None, batch_invariant=invariant
+        )
         offsets = self._keep("qo_indptr", qo_indptr.to(device=self.device, dtype=torch.int32))
         longest = int(queries.max()) if queries.numel() else 0
         self._rows = Rows(offsets, longest, int(qo_indptr[-1]))

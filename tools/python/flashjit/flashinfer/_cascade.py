@@ -75,21 +75,18 @@ class MultiLevelCascadeAttentionWrapper:
         paged_kv_indices_buf_arr: Sequence[Tensor] | None = None,
         paged_kv_last_page_len_buf_arr: Sequence[Tensor] | None = None,
     ) -> None:
-        buffers = (
+        buffers: list[Any] = [
             qo_indptr_buf_arr,
             paged_kv_indptr_buf_arr,
             paged_kv_indices_buf_arr,
             paged_kv_last_page_len_buf_arr,
-        )
-        self._levels = [
-            BatchPrefillWithPagedKVCacheWrapper(
-                float_workspace_buffer,
-                kv_layout,
-                use_cuda_graph,
-                *[None if given is None else given[level] for given in buffers],
-            )
-            for level in range(num_levels)
         ]
+        self._levels = []
+        for level in range(num_levels):
+            own: list[Any] = [None if given is None else given[level] for given in buffers]
+            self._levels.append(
+                BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, *own)
+            )
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
@@ -123,10 +120,13 @@ class MultiLevelCascadeAttentionWrapper:
         arrays = zip(
             self._levels, qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len
         )
-        for level, (wrapper, *given) in enumerate(arrays):
+        for level, (wrapper, qo_indptr, indptr, indices, last_page_len) in enumerate(arrays):
             last = level == len(self._levels) - 1
             wrapper.plan(
-                *given,
+                qo_indptr,
+                indptr,
+                indices,
+                last_page_len,
                 num_qo_heads,
                 num_kv_heads,
                 head_dim,
@@ -155,6 +155,8 @@ class MultiLevelCascadeAttentionWrapper:
 
 class _SharedPrefix:
     """A prefix, [keys, hkv, d] or [hkv, keys, d], that all sequences share, and pages of their own."""
+
+    _made: Any  # the wrapper of a sequence's own pages
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
         self._kv_layout = check_layout(kv_layout)

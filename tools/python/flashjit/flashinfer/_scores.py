@@ -162,7 +162,9 @@ def _scaled(
     q: Tensor, k: Tensor, scores: Scores, scales: Scales
 ) -> tuple[float, dict[str, Any], dict[str, Any]]:
     """What the scale is multiplied with, attention()'s scales, and captures for scores."""
-    factor, more, captures = 1.0, {}, {}
+    factor = 1.0
+    more: dict[str, Any] = {}
+    captures: dict[str, Any] = {}
     quantized = k.dtype in KV_TYPES
     if quantized:
         one = constant(1.0, k.device)
@@ -202,9 +204,9 @@ def read_mask(
     custom: Tensor | None, packed: Tensor | None, pairs: Tensor, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """A custom mask, and where each sequence's begins. pairs: queries times keys of each sequence."""
-    if custom is None and packed is None:
-        return None, None
     given, sizes = (custom, pairs) if packed is None else (packed, (pairs + 7) // 8)
+    if given is None:
+        return None, None
     if given.numel() < int(sizes.sum()):
         name = "custom_mask" if packed is None else "packed_custom_mask"
         raise InvalidArgument(f"{name} is {describe(given)}: it must have {int(sizes.sum())} elements.")

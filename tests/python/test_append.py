@@ -332,6 +332,13 @@ def joined(states):
     ), lse
 
 
+def test_no_new_rows_for_slots():
+    cache = torch.zeros(2, 1, 4, 32, device=DEVICE)
+    none = torch.empty(1, 1, 0, 32, device=DEVICE)
+    flashjit.append(none, none, cache, cache.clone(), slots=torch.empty(0, dtype=torch.int64, device=DEVICE))
+    assert not cache.any()
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 @pytest.mark.parametrize("types", [(DTYPE, None), (torch.float32, DTYPE), (DTYPE, torch.float32)])
 def test_states_are_joined(count, types):

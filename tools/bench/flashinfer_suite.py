@@ -118,7 +118,8 @@ def collect(tests: pathlib.Path, args: argparse.Namespace) -> list[str]:
         print(*[line for line in lines if line.startswith("ERROR")], sep="\n", flush=True)
         found = [line for line in lines if "::" in line and not line.startswith("ERROR")]
         kept.write_text("\n".join(found))
-    return kept.read_text().split("\n")
+    wanted = tuple(f"tests/attention/test_{name}.py::" for name in args.files)
+    return [name for name in kept.read_text().split("\n") if name.startswith(wanted)]
 
 
 def size_of(name: str) -> float:

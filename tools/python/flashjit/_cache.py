@@ -243,7 +243,8 @@ def _append(
         if len(_calls) >= KEEP_PLANS:
             _calls.clear()
         _calls[key] = call
-    call.launch(tensors, given)
+    if given.slots is None or given.slots.numel():  # without new rows their pointer is null
+        call.launch(tensors, given)
 
 
 torch.library.impl("flashjit::append", ("cuda", "cpu"))(_append)

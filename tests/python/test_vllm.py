@@ -1,0 +1,247 @@
+"""flashjit.vllm's backend, builder and layers over a stand-in of vLLM's interface, against fp64.
+
+vLLM itself: tools/bench/vllm_tokens.py."""
+
+import importlib
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import exact_attention  # noqa: E402
+import flashjit  # noqa: E402
+import vllm_standin  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HQ, HKV, DIM, BLOCK = 4, 2, 32, 16
+OLD, NEW = (20, 0, 3), (1, 18, 4)  # keys that are there, and new ones: decoding, a prefill, a chunk of one
+CONFIG = types.SimpleNamespace(
+    model_config=types.SimpleNamespace(is_mm_prefix_lm=True),
+    scheduler_config=types.SimpleNamespace(max_num_batched_tokens=64),
+)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    vllm_standin.install(monkeypatch)
+    return importlib.import_module("flashjit.vllm._backend")
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def normal(*size):
+    return torch.randn(*size, device=DEVICE)
+
+
+class Step:
+    """Requests with OLD keys in the cache and NEW tokens, as vLLM describes them. The cache is NaN elsewhere."""
+
+    def __init__(self, dtype=torch.float32, **more):
+        self.k, self.v = ([normal(n + m, HKV, DIM) for n, m in zip(OLD, NEW)] for _ in range(2))
+        self.q = normal(sum(NEW), HQ, DIM)
+        blocks = [(n + m + BLOCK - 1) // BLOCK for n, m in zip(OLD, NEW)]
+        order = iter(torch.randperm(sum(blocks) + 2).tolist())
+        self.table = torch.full((len(NEW), 4), -1, dtype=torch.int32, device=DEVICE)
+        for i, count in enumerate(blocks):
+            self.table[i, :count] = ints(*[next(order) for _ in range(count)])
+        self.cache = torch.full((sum(blocks) + 2, HKV, BLOCK, 2 * DIM), float("nan"), device=DEVICE).to(dtype)
+        starts = torch.tensor([0, *NEW]).cumsum(0).int()
+        slots = [
+            int(self.table[i, at // BLOCK]) * BLOCK + at % BLOCK
+            for i, (n, m) in enumerate(zip(OLD, NEW))
+            for at in range(n, n + m)
+        ]
+        self.common = vllm_standin.CommonAttentionMetadata(
+            query_start_loc=starts.to(DEVICE),
+            query_start_loc_cpu=starts,
+            seq_lens=ints(*[n + m for n, m in zip(OLD, NEW)]),
+            num_reqs=len(NEW),
+            num_actual_tokens=sum(NEW),
+            max_query_len=max(NEW),
+            max_seq_len=max(n + m for n, m in zip(OLD, NEW)),
+            block_table_tensor=self.table,
+            slot_mapping=torch.tensor(slots, device=DEVICE),
+            seq_lens_cpu_upper_bound=torch.tensor([n + m for n, m in zip(OLD, NEW)]),
+            **more,
+        )
+        self.rows = [slice(int(a), int(b)) for a, b in zip(starts, starts[1:])]
+
+    def old_slots(self, i):
+        at = torch.arange(OLD[i], device=DEVICE)
+        return self.table[i, at // BLOCK].long() * BLOCK + at % BLOCK
+
+    def run(self, backend, layer=types.SimpleNamespace(), **options):
+        """O of the layer; padded rows of the output keep their value."""
+        impl = backend.FlashjitImpl(HQ, DIM, 0.2, HKV, **options)
+        for i in range(len(NEW)):
+            n = OLD[i]
+            impl.do_kv_cache_update(layer, self.k[i][:n], self.v[i][:n], self.cache, self.old_slots(i))
+        k, v = (torch.cat([x[i][OLD[i] :] for i in range(len(NEW))]) for x in (self.k, self.v))
+        padded = [torch.cat((x, torch.full_like(x[:3], 9.0))) for x in (self.q, k, v)]
+        impl.do_kv_cache_update(layer, padded[1], padded[2], self.cache, self.common.slot_mapping)
+        builder = backend.FlashjitBuilder(None, ["layer"], CONFIG, DEVICE)
+        metadata = builder.build(0, self.common)
+        output = torch.full_like(padded[0], 7.0)
+        assert impl.forward(layer, *padded, self.cache, metadata, output) is output
+        assert (output[sum(NEW) :] == 7).all()
+        return output[: sum(NEW)]
+
+    def check(self, out, tolerance=1e-5, **options):
+        for i, rows in enumerate(self.rows):
+            more = {name: value(i) if callable(value) else value for name, value in options.items()}
+            wanted, _ = exact_attention.exact(self.q[rows], self.k[i], self.v[i], scale=0.2, **more)
+            torch.testing.assert_close(out[rows].double().cpu(), wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "options, wanted",
+    [
+        ({}, {}),
+        ({"sliding_window": 5}, {"window": 4}),
+        ({"logits_soft_cap": 1.5}, {"cap": 1.5}),
+        ({"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}),
+        ({"alibi_slopes": [0.5, 0.25, 0.1, 0.0]}, {"slopes": torch.tensor([0.5, 0.25, 0.1, 0.0])}),
+        ({"sliding_window": 9, "logits_soft_cap": 3.0}, {"window": 8, "cap": 3.0}),
+    ],
+)
+def test_a_mixed_batch_over_pages(backend, options, wanted):
+    step = Step()
+    if "sinks" in options:
+        options = {"sinks": options["sinks"].to(DEVICE)}
+    step.check(step.run(backend, **options), causal=True, **wanted)
+
+
+def test_each_request_is_causal_or_not(backend):
+    causal = torch.tensor([True, False, True], device=DEVICE)
+    step = Step(causal=causal)
+    step.check(step.run(backend), causal=lambda i: bool(causal[i]))
+    step = Step(causal=False)
+    step.check(step.run(backend), causal=False)
+
+
+@pytest.mark.parametrize("window, clamped", [(None, False), (4, False), (4, True)])
+def test_images_are_seen_whole(backend, window, clamped):
+    ranges = {1: [(2, 6), (9, 13)], 2: [(1, 5)]}
+    step = Step(mm_req_doc_ranges=ranges)
+
+    def seen(i):
+        at = torch.arange(NEW[i])[:, None] + OLD[i]
+        key = torch.arange(OLD[i] + NEW[i])
+        near = key > at - window if window else torch.ones_like(key, dtype=torch.bool)
+        own = torch.zeros(NEW[i], OLD[i] + NEW[i], dtype=torch.bool)
+        for low, high in ranges.get(i, ()):
+            own |= (at >= low) & (at <= high) & (key >= low) & (key <= high)
+        return ((key <= at) | own) & near if clamped else (key <= at) & near | own
+
+    layer = types.SimpleNamespace(mm_prefix_clamp_sliding_window=clamped)
+    step.check(step.run(backend, layer, sliding_window=window), seen=seen)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("stored_as", ["codes", "bytes"])
+def test_fp8_caches_with_scales(backend, name, stored_as):
+    dtype = torch.float8_e5m2 if name == "fp8_e5m2" else torch.float8_e4m3fn
+    layer = types.SimpleNamespace(
+        _k_scale=torch.tensor(0.5, device=DEVICE), _v_scale=torch.tensor(2.0, device=DEVICE)
+    )
+    step = Step(dtype)
+    if stored_as == "bytes":
+        step.cache = step.cache.view(torch.uint8)
+    step.check(step.run(backend, layer, kv_cache_dtype=name), 0.3, causal=True)
+
+
+def test_an_encoder_has_no_cache(backend):
+    step = Step()
+    step.k, step.v = ([x[i][OLD[i] :] for i in range(len(NEW))] for x in (step.k, step.v))
+    impl = backend.FlashjitImpl(HQ, DIM, 0.2, HKV, sliding_window=3, attn_type="encoder_only")
+    metadata = backend.FlashjitBuilder(None, [], CONFIG, DEVICE).build(0, step.common)
+    out = torch.empty_like(step.q)
+    empty = torch.empty(0, device=DEVICE)
+    impl.do_kv_cache_update(None, step.k[0], step.v[0], empty, step.common.slot_mapping)
+    impl.forward(None, step.q, torch.cat(step.k), torch.cat(step.v), empty, metadata, out)
+    step.check(out, seen=lambda i: (torch.arange(NEW[i])[:, None] - torch.arange(NEW[i])).abs() < 3)
+
+
+def test_slots_of_no_row_are_left_out(backend):
+    step = Step()
+    impl = backend.FlashjitImpl(HQ, DIM, 0.2, HKV)
+    slots = torch.tensor([-1, 5, 10**9], device=DEVICE)
+    impl.do_kv_cache_update(None, *(normal(3, HKV, DIM) for _ in range(2)), step.cache, slots)
+    written = ~step.cache.isnan().any(3).any(1)
+    assert written.nonzero().tolist() == [[0, 5]]
+
+
+def test_a_profile_without_metadata_gives_zeros(backend):
+    impl = backend.FlashjitImpl(HQ, DIM, 0.2, HKV)
+    out = torch.full((2, HQ, DIM), 7.0)
+    impl.forward(None, out, out, out, out, None, out)
+    assert not out.any()
+
+
+def test_the_builder_keeps_vllms_tensors(backend):
+    step = Step()
+    builder = backend.FlashjitBuilder(None, [], CONFIG, DEVICE)
+    assert builder._cudagraph_support is vllm_standin.AttentionCGSupport.ALWAYS
+    metadata = builder.build(0, step.common, fast_build=True)
+    assert metadata.batch.lengths is step.common.seq_lens and metadata.batch.table is step.table
+    other = step.table.clone()
+    moved = builder.update_block_table(metadata, other, metadata.slot_mapping)
+    assert moved.batch.table is other and moved.batch.lengths is metadata.batch.lengths
+
+
+def test_what_no_kernel_serves_is_refused_when_the_model_is_loaded(backend):
+    ask = backend.FlashjitBackend.validate
+    assert ask(128, torch.bfloat16, "auto", 16, (9, 0)) == []
+    assert ask(256, torch.bfloat16, "fp8", 64, (8, 0)) == []
+    assert ask(512, torch.bfloat16, "fp8", 64, (9, 0)) == [
+        "flashjit's FP8 caches have head sizes up to 256, not 512"
+    ]
+    assert "multiples of 8, up to 512, not 100" in ask(100, torch.bfloat16, "auto", 16, (9, 0))[-1]
+    assert "no cache of the type nvfp4" in ask(128, torch.bfloat16, "nvfp4", 16, (9, 0))[0]
+    assert "dtype not supported" in ask(128, torch.float64, "auto", 16, (9, 0))
+    assert "compute capability not supported" in ask(128, torch.float16, "auto", 16, (7, 0))
+    with pytest.raises(flashjit.Unsupported, match="does not have rotary"):
+        backend.FlashjitImpl(HQ, DIM, 0.2, HKV, rotary=1)
+    impl = backend.FlashjitImpl(HQ, DIM, 0.2, HKV)
+    with pytest.raises(flashjit.Unsupported, match="output_scale is given"):
+        out = torch.empty(1, HQ, DIM)
+        impl.forward(None, out, out, out, out, object(), out, output_scale=torch.ones(1))
+
+
+def test_latent_attention_decodes_with_several_queries(monkeypatch):
+    vllm_standin.install(monkeypatch)
+    latent = importlib.import_module("flashjit.vllm._latent")
+    heads, rank, columns = 3, 64, 80
+    impl = latent.FlashjitLatentImpl(kv_lora_rank=rank, scale=0.1)
+    impl.need_to_return_lse_for_decode = True
+    cache, q = normal(5, BLOCK, columns), normal(4, heads, columns)
+    step = types.SimpleNamespace(block_table=ints(3, 1, 0, 4).view(2, 2), seq_lens=ints(20, 7))
+    parts = (q[..., :rank], q[..., rank:])
+    out, lse = impl.forward_mqa(parts, cache, types.SimpleNamespace(decode=step), None)
+    for i, keys in enumerate((torch.cat((cache[3], cache[1]))[:20], cache[0][:7])):
+        rows = slice(2 * i, 2 * i + 2)
+        wanted = exact_attention.exact(q[rows], keys[:, None], keys[:, None, :rank], scale=0.1, causal=True)
+        for found, exact in zip((out[rows], lse[rows]), wanted):
+            torch.testing.assert_close(found.double().cpu(), exact, rtol=1e-5, atol=1e-5)
+    assert latent.FlashjitLatentBackend.supports_combination(576, torch.bfloat16, "fp8") is not None
+    with pytest.raises(flashjit.Unsupported, match="sliding_window is given"):
+        latent.FlashjitLatentImpl(kv_lora_rank=rank, scale=0.1, sliding_window=3)
+
+
+def test_registering_names_classes_that_exist(monkeypatch):
+    vllm_standin.install(monkeypatch)
+    from flashjit.vllm import register
+
+    register()
+    for path in vllm_standin.registered.values():
+        module, _, name = path.rpartition(".")
+        assert hasattr(importlib.import_module(module), name)
+    assert set(vllm_standin.registered) == {vllm_standin.AttentionBackendEnum.CUSTOM, "FLASHJIT_MLA"}

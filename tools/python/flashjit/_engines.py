@@ -1,0 +1,190 @@
+"""A layer's attention as serving engines describe it: packed queries over pages, in the engine's memory for O."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._attention import attention
+from ._cache import append
+from ._named import AT_LAST, SOFTCAP, window_text
+from ._plans import KV_TYPES, MAX_DIM, MAX_DIM_V, SPEC_TYPES
+from .flash_attn._attend import packed_lse, with_batch
+
+#: The names that engines have for the types of caches.
+CACHE_TYPES = {
+    "auto": None,
+    "float16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # which divide what engines choose
+
+
+class Batch(NamedTuple):
+    """What all layers of a step share."""
+
+    cu_seqlens: Tensor  # int32 [sequences + 1]: the rows of Q of each sequence
+    lengths: Tensor  # int32 [sequences]: keys, with those of this step
+    table: Tensor | None  # int32 [sequences, pages of the longest]; None: K and V are packed as Q
+    most_q: int
+    most_kv: int
+    causal: bool | Tensor = True  # or bool [sequences]
+    ranges: Tensor | None = None  # int32 [rows of Q, 2]: first and last key that a query sees besides
+
+
+class Layer:
+    """The masks and scores of a layer, which its calls share: nothing is traced in a call."""
+
+    def __init__(
+        self,
+        scale: float,
+        left: int | None = None,
+        right: int | None = None,
+        softcap: float | None = None,
+        slopes: Tensor | None = None,
+        clamped: bool = False,
+        batch_invariant: bool = False,
+    ) -> None:
+        """left, right: how many keys a query sees before and after its own; right holds where the call is not causal.
+        slopes: float32 [hq], of ALiBi. clamped: the window holds within a batch's ranges too."""
+        self.scale, self.clamped, self.batch_invariant = float(scale), clamped, batch_invariant
+        self._captures: dict[str, Any] = {}
+        if left is not None:
+            self._captures["window_left"] = int(left)
+        if right is not None:
+            self._captures["window_right"] = int(right)
+        if softcap:
+            self._captures["softcap"] = float(softcap)
+        if slopes is not None:
+            self._captures["slopes"] = slopes
+        self._causal = {name: x for name, x in self._captures.items() if name != "window_right"}
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        batch: Batch,
+        out: Tensor | None = None,
+        wants_lse: bool = False,
+        **more: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """O and LSE [hq, rows] of q [rows, hq, d], over pages k, v [pages, hkv, rows of a page, d], or over k, v [rows, hkv, d].
+
+        out: where O goes, [rows, hq, d_v]. more: attention()'s scales, sinks and v_columns."""
+        if batch.table is None:
+            k, v = with_batch(k), None if v is None else with_batch(v)
+            more.update(cu_seqlens_kv=batch.cu_seqlens, max_seqlen_kv=bound(batch.most_kv))
+        else:
+            room = batch.table.shape[1] * k.shape[2]
+            more.update(
+                page_table=batch.table,
+                kv_lengths=batch.lengths,
+                max_seqlen_kv=min(bound(batch.most_kv), room),
+            )
+        found = attention(
+            with_batch(q),
+            k,
+            v,
+            scale=self.scale,
+            out=None if out is None else with_batch(out),
+            cu_seqlens_q=batch.cu_seqlens,
+            max_seqlen_q=bound(batch.most_q),
+            return_lse=wants_lse,
+            batch_invariant=self.batch_invariant,
+            **self.masks(batch),
+            **more,
+        )
+        o, lse = found if wants_lse else (found, None)
+        result = o[0].transpose(0, 1) if out is None else out
+        return result, None if lse is None else packed_lse(lse, batch.cu_seqlens, q.shape[0])
+
+    def masks(self, batch: Batch) -> dict[str, Any]:
+        """attention()'s causal, score_mod, mask_mod and captures."""
+        kind, more = "causal" if batch.causal is not False else "full", {}
+        if batch.ranges is not None:
+            kind = "clamped" if self.clamped else "ranges"
+            more = {"ranges": batch.ranges, "first": batch.cu_seqlens}
+        elif isinstance(batch.causal, Tensor):
+            kind, more = "each", {"is_causal": batch.causal}
+        captures = self._captures if kind in ("full", "each") else self._causal
+        captures = {**captures, **more} if more else captures
+        score, mask = _programs(kind, tuple(captures))
+        if score is None and mask is None:
+            return {"causal": kind == "causal"}
+        return {"causal": kind == "causal", "score_mod": score, "mask_mod": mask, "captures": captures}
+
+
+@functools.cache
+def _programs(kind: str, given: tuple[str, ...]) -> tuple[str | None, str | None]:
+    """Texts of the score and of the mask. given: the captures."""
+    score = SOFTCAP if "softcap" in given else "score"
+    if "slopes" in given:
+        score += f" + slopes[h] * to_float(kv - ({AT_LAST}))"
+    left = window_text(AT_LAST, "window_left" if "window_left" in given else None, None)
+    right = window_text(AT_LAST, None, "window_right" if "window_right" in given else None)
+    before = f"kv <= {AT_LAST}"
+    own = "kv >= ranges[first[b] + q, 0] && kv <= ranges[first[b] + q, 1]"
+    conditions = {
+        "causal": left,
+        "full": left + right,
+        "each": [f"(kv <= {AT_LAST} || !is_causal[b])", *left, *right],
+        "ranges": [f"({' && '.join([before, *left])} || {own})"],
+        "clamped": [f"({before} || {own})", *left],
+    }[kind]
+    return None if score == "score" else score, " && ".join(conditions) or None
+
+
+def bound(size: int) -> int:
+    """A power of two that is no less: lengths that grow from step to step share a launch."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def store(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    k_scale: Any = None,
+    v_scale: Any = None,
+) -> None:
+    """New rows k, v [rows, hkv, d] into pages [pages, hkv, rows of a page, d], where slots [rows] says; -1: nowhere."""
+    rows = slots.numel()
+    scales = {"k_scale": k_scale, "v_scale": v_scale} if k_cache.dtype in KV_TYPES else {}
+    append(with_batch(k[:rows]), with_batch(v[:rows]), k_cache, v_cache, slots=slots, **scales)
+
+
+def why_not(head_dim: int, dtype: torch.dtype, cache_type: str | None, page_size: int | None) -> str | None:
+    """Why no kernel serves this combination, or None."""
+    cache = CACHE_TYPES.get(cache_type or "auto", "unknown")
+    if dtype not in SPEC_TYPES:
+        return f"flashjit computes in float16, bfloat16 and float32, not in {dtype}"
+    if cache == "unknown":
+        return f"flashjit has no cache of the type {cache_type}"
+    if head_dim % 8 or head_dim > MAX_DIM_V:
+        return f"flashjit has head sizes that are multiples of 8, up to {MAX_DIM_V}, not {head_dim}"
+    if cache in KV_TYPES and head_dim > 256:
+        return f"flashjit's FP8 caches have head sizes up to 256, not {head_dim}"
+    if page_size is not None and page_size > 256 and all(page_size % size for size in (64, 128, 256)):
+        return f"flashjit has pages of up to 256 rows, not {page_size}"
+    return None
+
+
+def why_not_latent(columns: int, dtype: torch.dtype, cache_type: str | None) -> str | None:
+    """Likewise of latent attention."""
+    if dtype not in SPEC_TYPES:
+        return f"flashjit computes in float16, bfloat16 and float32, not in {dtype}"
+    if CACHE_TYPES.get(cache_type or "auto", "unknown") not in (None, dtype):
+        return f"flashjit's latent caches have the type of the model, {dtype}, not {cache_type}"
+    if columns > MAX_DIM:
+        return f"flashjit has latents of up to {MAX_DIM} columns, not {columns}"
+    return None

@@ -1,0 +1,22 @@
+"""flashjit as vLLM's attention backend. Importing this needs neither vLLM nor PyTorch.
+
+A wheel of flashjit announces register() to vLLM by the entry point `vllm.general_plugins`; then
+
+    vllm serve MODEL --attention-backend CUSTOM
+
+computes attention with flashjit, for models with latent attention (MLA) too. A configuration that flashjit cannot serve is
+refused when the model is loaded, with the reason. Written for vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+BACKEND = f"{__name__}._backend.FlashjitBackend"
+LATENT_BACKEND = f"{__name__}._latent.FlashjitLatentBackend"
+
+
+def register() -> None:
+    """Makes vLLM's backends CUSTOM and FLASHJIT_MLA flashjit's. vLLM calls it in each of its processes."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    register_backend("FLASHJIT_MLA", LATENT_BACKEND)

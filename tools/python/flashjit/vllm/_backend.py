@@ -1,0 +1,246 @@
+"""vLLM's backend, metadata and layer for attention over pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm import envs
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+
+from .._engines import CACHE_TYPES, Batch, Layer, store, why_not
+from .._plans import KV_TYPES
+from ..errors import Unsupported
+
+_ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+
+class FlashjitBackend(AttentionBackend):
+    """What flashjit can do, as vLLM asks."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_TYPES)
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashjitImpl]:
+        return FlashjitImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashjitBuilder]:
+        return FlashjitBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [16, 32, 64, 128, 256]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return why_not(head_size, torch.bfloat16, None, None) is None
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return tuple(capability) >= (7, 5)
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in (*_ENCODERS, AttentionType.DECODER, AttentionType.ENCODER_DECODER)
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None,
+        *_: Any,
+        **__: Any,
+    ) -> str | None:
+        return why_not(head_size, dtype, kv_cache_dtype, block_size)
+
+
+def _always(cls: Any) -> bool:
+    return True
+
+
+for _name in (
+    "sink",
+    "sliding_window",
+    "mm_prefix",
+    "non_causal",
+    "batch_invariance",
+    "per_head_quant_scales",
+):
+    setattr(FlashjitBackend, f"supports_{_name}", classmethod(_always))
+
+
+@dataclass
+class FlashjitMetadata:
+    batch: Batch
+    num_actual_tokens: int
+    slot_mapping: Tensor
+
+
+class FlashjitBuilder(AttentionMetadataBuilder[FlashjitMetadata]):
+    """Keeps what vLLM gives: there is no plan on the host, so that a graph replays any batch."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
+    supports_update_block_table = True
+    supports_draft_decode_metadata_update = True
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._ranges: Tensor | None = None
+        if getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
+            rows = vllm_config.scheduler_config.max_num_batched_tokens
+            self._ranges = torch.full((rows, 2), -1, dtype=torch.int32, device=device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FlashjitMetadata:
+        given = common_attn_metadata
+        batch = Batch(
+            given.query_start_loc,
+            given.seq_lens,
+            given.block_table_tensor,
+            given.max_query_len,
+            given.max_seq_len,
+            given.causal,
+            self._ranges_of(given),
+        )
+        return FlashjitMetadata(batch, given.num_actual_tokens, given.slot_mapping)
+
+    def update_block_table(
+        self, metadata: FlashjitMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> FlashjitMetadata:
+        return replace(metadata, batch=metadata.batch._replace(table=blk_table), slot_mapping=slot_mapping)
+
+    def update_draft_decode_metadata(self, metadata: FlashjitMetadata) -> None:
+        """Nothing: the metadata are vLLM's own tensors."""
+
+    def _ranges_of(self, given: CommonAttentionMetadata) -> Tensor | None:
+        """The first and the last key of the image that each query belongs to, where a batch has images."""
+        if self._ranges is None or not given.mm_req_doc_ranges:
+            return None
+        starts, lengths = given.query_start_loc_cpu.tolist(), given.seq_lens_cpu_upper_bound
+        assert lengths is not None
+        found = torch.full((starts[-1], 2), -1, dtype=torch.int32)
+        for request, ranges in given.mm_req_doc_ranges.items():
+            row, end = starts[request], starts[request + 1]
+            first = int(lengths[request]) - (end - row)  # the position of the request's first query
+            for low, high in ranges:
+                if low < high:
+                    rows = slice(row + max(low - first, 0), row + min(max(high + 1 - first, 0), end - row))
+                    found[rows] = torch.tensor([low, high], dtype=torch.int32)
+        self._ranges[: len(found)].copy_(found, non_blocking=True)
+        return self._ranges
+
+
+class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
+    """A layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **unknown: Any,
+    ) -> None:
+        given = {name: value for name, value in unknown.items() if value}
+        if given:
+            raise Unsupported(f"flashjit.vllm does not have {', '.join(given)}: choose another backend.")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype, self.attn_type, self.sinks = kv_cache_dtype, attn_type, sinks
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.alibi_slopes, self.sliding_window = alibi_slopes, sliding_window
+        self.logits_soft_cap = logits_soft_cap
+        self._cache_type = CACHE_TYPES[kv_cache_dtype]
+        self._layer: Layer | None = None
+        self._sinks: Tensor | None = None
+
+    def _layer_on(self, layer: Any, device: torch.device) -> Layer:
+        """Made in the first call, where the device and the loaded weights are known."""
+        found = self._layer
+        if found is None:
+            side = None if self.sliding_window is None else self.sliding_window - 1
+            slopes = self.alibi_slopes
+            self._sinks = None if self.sinks is None else self.sinks.float()
+            found = self._layer = Layer(
+                self.scale,
+                side,
+                side,
+                self.logits_soft_cap,
+                None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device),
+                getattr(layer, "mm_prefix_clamp_sliding_window", False),
+                bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)),
+            )
+        return found
+
+    def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V, [blocks, heads, rows of a block, d], of [blocks, heads, rows of a block, 2 d]."""
+        if self._cache_type in KV_TYPES and kv_cache.dtype != self._cache_type:
+            kv_cache = kv_cache.view(self._cache_type)
+        return kv_cache[..., : self.head_size], kv_cache[..., self.head_size :]
+
+    def _scales(self, layer: Any) -> dict[str, Any]:
+        if self._cache_type not in KV_TYPES:
+            return {}
+        return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: FlashjitMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Writes O into output, [rows, heads, d], of query, likewise; key and value are in the cache already."""
+        if attn_metadata is None:  # vLLM measures memory
+            return output.fill_(0)
+        if output_scale is not None or output_block_scale is not None:
+            raise Unsupported("output_scale is given: flashjit.vllm writes O in the type of the model.")
+        rows, batch = attn_metadata.num_actual_tokens, attn_metadata.batch
+        described = self._layer_on(layer, query.device)
+        if self.attn_type in _ENCODERS:
+            k, v = key[:rows], value[:rows]
+            batch, scales = batch._replace(table=None, causal=False), {}
+        else:
+            k, v = self._pages(kv_cache)
+            scales = self._scales(layer)
+        described.attend(query[:rows], k, v, batch, output[:rows], sinks=self._sinks, **scales)
+        return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Stores new keys and values where slot_mapping says."""
+        if self.attn_type in _ENCODERS or kv_cache.numel() == 0:
+            return
+        store(key, value, *self._pages(kv_cache), slot_mapping, **self._scales(layer))

@@ -1,0 +1,104 @@
+"""vLLM's backend for latent attention, MLA: flashjit decodes; prefill is vLLM's, over its own choice of kernels."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+)
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from .._attention import attention
+from .._engines import bound, why_not_latent
+from ..errors import Unsupported
+
+
+class FlashjitLatentBackend(MLACommonBackend):
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASHJIT_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashjitLatentImpl]:
+        return FlashjitLatentImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashjitLatentBuilder]:
+        return FlashjitLatentBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [16, 32, 64, 128, 256]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return tuple(capability) >= (8, 0)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *_: Any, **__: Any
+    ) -> str | None:
+        return why_not_latent(head_size, dtype, kv_cache_dtype)
+
+
+class FlashjitLatentBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+
+class FlashjitLatentImpl(MLACommonImpl[MLACommonMetadata]):
+    can_return_lse_for_decode = True
+    lse_base_on_e = True
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        for name in ("alibi_slopes", "sliding_window", "logits_soft_cap"):
+            if named.get(name):
+                raise Unsupported(f"{name} is given: latent attention of flashjit.vllm does not have it.")
+
+    def forward_mqa(
+        self, q: Any, kv_c_and_k_pe_cache: Tensor, attn_metadata: MLACommonMetadata, layer: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """O [sequences, heads, latent columns] and LSE [sequences, heads] or None, of q [sequences, heads, columns]."""
+        return decode(
+            torch.cat(q, -1) if isinstance(q, tuple) else q,
+            kv_c_and_k_pe_cache,
+            attn_metadata.decode,
+            self.kv_lora_rank,
+            self.scale,
+            self.need_to_return_lse_for_decode,
+        )
+
+
+def decode(
+    q: Tensor, cache: Tensor, step: Any, rank: int, scale: float, wants_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """q: [rows, heads, columns], the same number of rows of each sequence. cache: [blocks, rows of a block, columns]."""
+    sequences = step.seq_lens.shape[0]
+    room = step.block_table.shape[1] * cache.shape[1]
+    found = attention(
+        q.unflatten(0, (sequences, -1)).transpose(1, 2),
+        cache[:, None],
+        v_columns=rank,
+        causal=True,
+        scale=scale,
+        page_table=step.block_table,
+        kv_lengths=step.seq_lens,
+        max_seqlen_kv=min(bound(getattr(step, "max_seq_len", None) or room), room),
+        return_lse=wants_lse,
+    )
+    o, lse = found if wants_lse else (found, None)
+    rows = o.transpose(1, 2).flatten(0, 1)
+    return rows, None if lse is None else lse.transpose(1, 2).flatten(0, 1)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._engines import bound
 from ..errors import InvalidArgument
 from ._page import get_seq_lens
 from ._rows import Pages, Rows, check_layout, pages_of, results, run, unpacked
@@ -81,7 +82,7 @@ class _Paged(_Wrapper):
     def _keep_pages(
         self, indptr: Tensor, indices: Tensor, lengths: Tensor, indices_buffer: Tensor | None
     ) -> None:
-        width = int(indptr.diff().max()) if indptr.numel() > 1 else 0
+        width = bound(int(indptr.diff().max())) if indptr.numel() > 1 else 0
         if self._use_cuda_graph and indices_buffer is not None:
             width = indices_buffer.numel()  # the most that any sequence may have
         pages = pages_of(indptr, indices, lengths, width, self.device)

@@ -1,0 +1,333 @@
+"""flashjit.sglang's backend over a stand-in of SGLang's interface, against fp64."""
+
+import types
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import exact_attention  # noqa: E402
+import flashjit  # noqa: E402
+import sglang_standin  # noqa: E402
+from sglang_standin import AttentionArch, ForwardMode  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HQ, HKV, DIM, CONTEXT = 4, 2, 32, 64
+OLD, NEW = (20, 0, 3), (5, 18, 4)
+
+
+@pytest.fixture(autouse=True)
+def seed(monkeypatch):
+    torch.manual_seed(0)
+    sglang_standin.install(monkeypatch)
+
+
+def normal(*size):
+    return torch.randn(*size, device=DEVICE)
+
+
+class Server:
+    """A runner with requests in the rows 3, 0 and 2 of its table, whose pages are scattered."""
+
+    def __init__(self, page, latent=False, dtype=torch.float32, translated=False, **arguments):
+        self.page, self.dtype = page, dtype
+        heads, dim = (1, 80) if latent else (HKV, DIM)
+        pool = sglang_standin.Pool(CONTEXT * 6, heads, dim, DIM, dtype, DEVICE)
+        if translated:
+            pool.translate_loc_from_full_to_swa = lambda tokens: (
+                CONTEXT * 6 - page - tokens // page * page + tokens % page
+            )
+        order = torch.randperm(CONTEXT * 5 // page, device=DEVICE).int()
+        pages = order[: 5 * (CONTEXT // page)].view(5, -1)
+        tokens = pages[..., None] * page + torch.arange(page, device=DEVICE, dtype=torch.int32)
+        self.runner = types.SimpleNamespace(
+            page_size=page,
+            device=DEVICE,
+            dtype=torch.float32,
+            kv_cache_dtype=dtype,
+            token_to_kv_pool=pool,
+            req_to_token_pool=types.SimpleNamespace(req_to_token=tokens.flatten(1)),
+            model_config=types.SimpleNamespace(
+                context_len=CONTEXT,
+                head_dim=DIM,
+                attention_arch=AttentionArch.MLA if latent else AttentionArch.MHA,
+                kv_lora_rank=64,
+                qk_rope_head_dim=16,
+                is_encoder_decoder=False,
+            ),
+            server_args=types.SimpleNamespace(
+                **{"speculative_num_draft_tokens": None, "speculative_eagle_topk": None, **arguments}
+            ),
+        )
+        self.requests = torch.tensor([3, 0, 2], device=DEVICE)
+
+    def backend(self):
+        from flashjit.sglang import register
+
+        register()
+        return sglang_standin.registered["flashjit"](self.runner)
+
+    def tokens(self, i, first, last):
+        return self.runner.req_to_token_pool.req_to_token[self.requests[i], first:last].long()
+
+    def step(self, mode, old, new):
+        """A batch whose requests have `old` keys and `new` tokens each."""
+        held = list(old) if mode is ForwardMode.TARGET_VERIFY else [a + b for a, b in zip(old, new)]
+        lengths = torch.tensor(held, device=DEVICE)
+        return types.SimpleNamespace(
+            forward_mode=mode,
+            batch_size=len(new),
+            seq_lens=lengths,
+            seq_lens_cpu=lengths.cpu(),
+            req_pool_indices=self.requests[: len(new)],
+            extend_seq_lens=torch.tensor(new, device=DEVICE),
+            extend_seq_lens_cpu=list(new),
+            extend_prefix_lens_cpu=list(old),
+            positions=torch.zeros(sum(new)),
+            out_cache_loc=torch.cat([self.tokens(i, a, a + b) for i, (a, b) in enumerate(zip(old, new))]),
+        )
+
+
+def layer(**options):
+    return types.SimpleNamespace(
+        **{
+            "layer_id": 0,
+            "tp_q_head_num": HQ,
+            "tp_k_head_num": HKV,
+            "tp_v_head_num": HKV,
+            "qk_head_dim": DIM,
+            "v_head_dim": DIM,
+            "scaling": 0.2,
+            "sliding_window_size": -1,
+            "logit_cap": 0.0,
+            "k_scale": None,
+            "v_scale": None,
+            "attn_type": sglang_standin.AttentionType.DECODER,
+            **options,
+        }
+    )
+
+
+class Sequences:
+    """K and V of each request, [keys, hkv, d]."""
+
+    def __init__(self, keys=CONTEXT):
+        self.k, self.v = ([normal(keys, HKV, DIM) for _ in OLD] for _ in range(2))
+
+    def rows(self, old, new):
+        """K and V of a step's tokens, as SGLang hands them on."""
+        cut = lambda xs: torch.cat([x[a : a + b] for x, a, b in zip(xs, old, new)]).flatten(1)
+        return cut(self.k), cut(self.v)
+
+    def check(self, out, q, old, new, tolerance=1e-5, **options):
+        first = 0
+        for i, (a, b) in enumerate(zip(old, new)):
+            wanted, _ = exact_attention.exact(
+                q.view(-1, HQ, DIM)[first : first + b],
+                self.k[i][: a + b],
+                self.v[i][: a + b],
+                scale=0.2,
+                **options,
+            )
+            found = out.view(-1, HQ, DIM)[first : first + b]
+            torch.testing.assert_close(found.double().cpu(), wanted, rtol=tolerance, atol=tolerance)
+            first += b
+
+
+def store_old(server, backend, sequences, given):
+    """What earlier steps left in the pool."""
+    if any(OLD):
+        step = server.step(ForwardMode.EXTEND, [0] * len(OLD), OLD)
+        k, v = sequences.rows([0] * len(OLD), OLD)
+        backend._store(given, step, k, v, None)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize(
+    "options, wanted",
+    [({}, {}), ({"sliding_window_size": 4}, {"window": 4}), ({"logit_cap": 1.5}, {"cap": 1.5})],
+)
+def test_extend_then_decode(page, options, wanted):
+    server, sequences, given = Server(page), Sequences(), layer(**options)
+    backend = server.backend()
+    store_old(server, backend, sequences, given)
+    for mode, old, new in (
+        (ForwardMode.EXTEND, OLD, NEW),
+        (ForwardMode.DECODE, [a + b for a, b in zip(OLD, NEW)], (1, 1, 1)),
+    ):
+        step = server.step(mode, old, new)
+        backend.init_forward_metadata(step)
+        q = normal(sum(new), HQ * DIM)
+        run = backend.forward_decode if mode is ForwardMode.DECODE else backend.forward_extend
+        out, lse = run(q, *sequences.rows(old, new), given, step, return_lse=True)
+        assert out.shape == q.shape and lse.shape == (sum(new), HQ)
+        sequences.check(out, q, old, new, causal=True, **wanted)
+
+
+def test_sinks_and_layers_that_look_both_ways():
+    server, sequences = Server(1), Sequences()
+    backend, sinks = server.backend(), normal(HQ)
+    step = server.step(ForwardMode.EXTEND, (0, 0, 0), NEW)
+    backend.init_forward_metadata(step)
+    q = normal(sum(NEW), HQ * DIM)
+    rows = sequences.rows((0, 0, 0), NEW)
+    out = backend.forward_extend(q, *rows, layer(), step, sinks=sinks)
+    sequences.check(out, q, (0, 0, 0), NEW, causal=True, sinks=sinks)
+    both = layer(layer_id=1, attn_type=sglang_standin.AttentionType.ENCODER_ONLY)
+    out = backend.forward_extend(q, *rows, both, step)
+    sequences.check(out, q, (0, 0, 0), NEW)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_a_graph_reads_each_steps_tokens(page):
+    """A graph repeats what init_forward_metadata_in_graph() and the layers launch; here they are called again."""
+    server, sequences, given = Server(page), Sequences(), layer()
+    backend = server.backend()
+    backend.init_cuda_graph_state(4, 4)
+    store_old(server, backend, sequences, given)
+    step = server.step(ForwardMode.DECODE, OLD, (1, 1, 1))
+    backend.init_forward_metadata_out_graph(step, in_capture=True)
+    captured = backend.batch
+    for add in (0, 1):
+        old = [n + add for n in OLD]
+        now = server.step(ForwardMode.DECODE, old, (1, 1, 1))
+        step.seq_lens.copy_(now.seq_lens)
+        step.out_cache_loc.copy_(now.out_cache_loc)
+        backend.init_forward_metadata_out_graph(step)
+        backend.init_forward_metadata_in_graph(step)
+        assert [x.data_ptr() for x in backend.batch[:3]] == [x.data_ptr() for x in captured[:3]]
+        assert backend.batch[3:] == captured[3:]
+        q = normal(3, HQ * DIM)
+        out = backend.forward_decode(q, *sequences.rows(old, (1, 1, 1)), given, step)
+        sequences.check(out, q, old, (1, 1, 1), causal=True)
+    assert backend.get_cuda_graph_seq_len_fill_value() == 1
+
+
+def test_a_chain_of_drafts_is_verified():
+    server, sequences, given = Server(1, speculative_num_draft_tokens=3), Sequences(), layer()
+    backend = server.backend()
+    store_old(server, backend, sequences, given)
+    new = (3, 3, 3)
+    step = server.step(ForwardMode.TARGET_VERIFY, OLD, new)
+    backend.init_forward_metadata(step)
+    q = normal(9, HQ * DIM)
+    out = backend.forward_extend(q, *sequences.rows(OLD, new), given, step)
+    sequences.check(out, q, OLD, new, causal=True)
+
+
+def test_fp8_pools_with_scales():
+    server, sequences = Server(16, dtype=torch.float8_e4m3fn), Sequences()
+    given = layer(k_scale=torch.tensor(0.5, device=DEVICE), v_scale=torch.tensor(2.0, device=DEVICE))
+    backend = server.backend()
+    store_old(server, backend, sequences, given)
+    step = server.step(ForwardMode.EXTEND, OLD, NEW)
+    backend.init_forward_metadata(step)
+    q = normal(sum(NEW), HQ * DIM)
+    out = backend.forward_extend(q, *sequences.rows(OLD, NEW), given, step)
+    sequences.check(out, q, OLD, NEW, 0.2, causal=True)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_windows_may_have_a_pool_of_their_own(graph):
+    server, sequences = Server(16, translated=True), Sequences()
+    given = layer(sliding_window_size=4)
+    backend, pool = server.backend(), server.runner.token_to_kv_pool
+    write = pool.set_kv_buffer
+    pool.set_kv_buffer = lambda layer, where, *rest: write(
+        layer, types.SimpleNamespace(loc=where.swa_loc), *rest
+    )
+    store_old(server, backend, sequences, given)
+    new = (1, 1, 1)
+    step = server.step(ForwardMode.DECODE, OLD, new)
+    if graph:
+        backend.init_cuda_graph_state(4, 4)
+        backend.init_forward_metadata_out_graph(step)
+        backend.init_forward_metadata_in_graph(step)
+    else:
+        backend.init_forward_metadata(step)
+    q = normal(3, HQ * DIM)
+    out = backend.forward_decode(q, *sequences.rows(OLD, new), given, step)
+    sequences.check(out, q, OLD, new, causal=True, window=4)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_latent_attention(page):
+    server = Server(page, latent=True)
+    backend, rank, columns, heads = server.backend(), 64, 80, 3
+    given = layer(
+        tp_q_head_num=heads,
+        tp_k_head_num=1,
+        tp_v_head_num=1,
+        qk_head_dim=columns,
+        v_head_dim=rank,
+        scaling=0.1,
+    )
+    keys = [normal(30, 1, columns) for _ in OLD]
+    for mode, old, new in (
+        (ForwardMode.EXTEND, (0, 0, 0), (9, 4, 6)),
+        (ForwardMode.DECODE, (9, 4, 6), (1, 1, 1)),
+    ):
+        step = server.step(mode, old, new)
+        backend.init_forward_metadata(step)
+        rows = torch.cat([x[a : a + b] for x, a, b in zip(keys, old, new)])
+        q = normal(sum(new), heads, columns)
+        out = backend.forward_extend(
+            q[..., :rank].flatten(1),
+            rows[..., :rank],
+            rows[..., :rank],
+            given,
+            step,
+            True,
+            q[..., rank:],
+            rows[..., rank:],
+        )
+        first = 0
+        for i, (a, b) in enumerate(zip(old, new)):
+            part, x = slice(first, first + b), keys[i][: a + b]
+            wanted, _ = exact_attention.exact(q[part], x, x[..., :rank], scale=0.1, causal=True)
+            torch.testing.assert_close(out[part].double().cpu(), wanted.flatten(1), rtol=1e-5, atol=1e-5)
+            first += b
+
+
+def test_a_latent_prefill_that_is_not_absorbed():
+    server = Server(1, latent=True)
+    backend, new = server.backend(), (9, 4, 6)
+    given = layer(tp_k_head_num=HQ, tp_v_head_num=HQ, qk_head_dim=DIM + 16, v_head_dim=DIM)
+    step = server.step(ForwardMode.EXTEND, (0, 0, 0), new)
+    backend.init_forward_metadata(step)
+    q, k, v = normal(sum(new), HQ, DIM + 16), normal(sum(new), HQ, DIM + 16), normal(sum(new), HQ, DIM)
+    out = backend.forward_extend(q.flatten(1), k, v, given, step, save_kv_cache=False)
+    first = 0
+    for b in new:
+        part = slice(first, first + b)
+        wanted, _ = exact_attention.exact(q[part], k[part], v[part], scale=0.2, causal=True)
+        torch.testing.assert_close(out[part].double().cpu(), wanted.flatten(1), rtol=1e-5, atol=1e-5)
+        first += b
+    step.extend_prefix_lens_cpu = [2, 0, 0]
+    with pytest.raises(flashjit.Unsupported, match="disable-chunked-prefix-cache"):
+        backend.forward_extend(q.flatten(1), k, v, given, step, save_kv_cache=False)
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (lambda s: setattr(s.runner.server_args, "speculative_eagle_topk", 4), "chains of drafts, not trees"),
+        (lambda s: setattr(s.runner.model_config, "is_encoder_decoder", True), "cross attention"),
+        (lambda s: setattr(s.runner, "attention_chunk_size", 8), "chunked local attention"),
+        (lambda s: setattr(s.runner.model_config, "head_dim", 100), "multiples of 8, up to 512, not 100"),
+        (lambda s: setattr(s.runner, "kv_cache_dtype", torch.uint8), "no cache of the type torch.uint8"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_when_the_model_is_loaded(change, why):
+    server = Server(1)
+    change(server)
+    with pytest.raises(flashjit.Unsupported, match=why):
+        server.backend()
+
+
+def test_registering_adds_the_name():
+    Server(1).backend()
+    assert "flashjit" in sglang_standin.choices and "flashjit" in sglang_standin.registered
+    server = Server(1)
+    with pytest.raises(flashjit.Unsupported, match="score_mod: flashjit.sglang does not have it"):
+        server.backend().forward_decode(None, None, None, layer(), None, score_mod=print)

@@ -196,6 +196,53 @@ def test_sinks_and_out():
         fa.flash_attn_func(q, k, v, sinks=sinks, s_aux=sinks)
 
 
+def test_out_is_written_without_a_copy(monkeypatch):
+    from flashjit.flash_attn import _attend
+
+    places = []
+    attention = _attend.attention
+    monkeypatch.setattr(
+        _attend, "attention", lambda *x, **given: (places.append(given["out"]), attention(*x, **given))[1]
+    )
+    q, k, v = (x.detach() for x in tensors())
+    rows, keys = q[0], k[0]
+    offsets, both = (torch.tensor([0, n], dtype=torch.int32, device=DEVICE) for n in (len(rows), len(keys)))
+    table = torch.tensor([[1], [0]], dtype=torch.int32, device=DEVICE)
+    calls = [
+        (q, lambda out: fa.flash_attn_func(q, k, v, causal=True, out=out)),
+        (q, lambda out: fa3.flash_attn_func(q, k, v, causal=True, out=out)),
+        (rows, lambda out: fa.flash_attn_varlen_func(rows, keys, v[0], offsets, both, 7, 11, out=out)),
+        (q, lambda out: fa.flash_attn_with_kvcache(q, k, v, block_table=table, softcap=2.0, out=out)),
+        (
+            rows,
+            lambda out: fa.flash_attn_with_kvcache(
+                rows,
+                k,
+                v,
+                cache_seqlens=5,
+                block_table=table[:1],
+                cu_seqlens_q=offsets,
+                max_seqlen_q=7,
+                out=out,
+            ),
+        ),
+    ]
+    for like, call in calls:
+        wide = torch.full((*like.shape[:-1], 2 * like.shape[-1]), 7.0, device=DEVICE)
+        out = wide[..., : like.shape[-1]]
+        assert call(out) is out
+        assert places[-1].data_ptr() == out.data_ptr() and (wide[..., like.shape[-1] :] == 7).all()
+        places.clear()
+        odd = torch.empty(*like.shape[:-1], like.shape[-1] + 1, device=DEVICE)[..., 1:]
+        close(call(odd), out)  # which no kernel can write: a copy
+        assert places == [None]
+        with pytest.raises(flashjit.InvalidArgument, match="out is float16"):
+            call(torch.empty_like(like, dtype=torch.float16))
+        places.clear()
+    place = q.clone()
+    close(fa.flash_attn_func(place, k, v, causal=True, out=place), fa.flash_attn_func(q, k, v, causal=True))
+
+
 def test_slopes_of_other_shapes_are_refused():
     q, k, v = tensors()
     offsets = torch.tensor([0, 7], dtype=torch.int32, device=DEVICE)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._attention import attention
 from .._named import SOFTCAP, window_text
-from .._plans import KV_TYPES, describe
+from .._plans import KV_TYPES, describe, is_watched
 from .._sdpa import supported
 from ..errors import InvalidArgument, Unsupported
 
@@ -117,18 +117,22 @@ def attend(
     wants_lse: bool,
     dropout_p: float = 0.0,
     deterministic: bool = False,
+    out: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, Any]:
-    """O and LSE, or None, of tensors [b, h, s, d], or of packed ones. more: attention()'s other arguments."""
+    """O and LSE, or None, of tensors [b, h, s, d], or of packed ones. out: where O goes, as check_out() wants it, in the same
+    layout. more: attention()'s other arguments."""
     offsets = more.get("cu_seqlens_q")
     programs = options.programs(q.shape[0] if offsets is None else offsets.shape[0] - 1, q.shape[1])
     dim_v, scale = v.shape[3], options.scale
     if q.shape[3] % 8 or dim_v % 8 or scale is not None:
         q, k, v, scale = supported(q, k, v, scale)
+    place = out if out is not None and _is_written_directly(out, dim_v, q, k, v) else None
     found = attention(
         q,
         k,
         v,
+        out=place,
         scale=scale,
         dropout_p=dropout_p,
         deterministic=deterministic or None,
@@ -137,8 +141,21 @@ def attend(
         **programs,
         **more,
     )
-    out, lse = found if wants_lse else (found, None)
-    return out if out.shape[3] == dim_v else out[..., :dim_v], lse
+    o, lse = found if wants_lse else (found, None)
+    o = o if o.shape[3] == dim_v else o[..., :dim_v]
+    return o if out is None or place is not None else written(out, o), lse
+
+
+def _is_written_directly(out: Tensor, dim_v: int, *given: Tensor) -> bool:
+    """Whether a kernel can write there: else a copy is made. given: q, k and v."""
+    if dim_v % 8 or torch.compiler.is_compiling() or is_watched() or out.data_ptr() % 16:
+        return False
+    size, memory = out.element_size(), out.untyped_storage()._cdata
+    return (
+        out.stride(3) == 1
+        and not any(stride * size % 16 for stride in out.stride()[:3])
+        and all(x.untyped_storage()._cdata != memory for x in given)
+    )
 
 
 # --- Arguments ----------------------------------------------------------------------------------------------
@@ -168,6 +185,17 @@ def scales(
         given.update(k_scale=k_descale, v_scale=v_descale)
     one = q.new_ones((), dtype=torch.float32) if None in given.values() else None
     return {name: one if scale is None else scale for name, scale in given.items()}
+
+
+def check_out(out: Tensor | None, q: Tensor, v: Tensor) -> None:
+    """That O of q and v, whose last dimensions are theirs, fits the caller's memory."""
+    if out is None:
+        return
+    size = [*q.shape[:-1], v.shape[-1]]
+    dtype = torch.bfloat16 if q.dtype in KV_TYPES else q.dtype
+    if list(out.shape) != size or out.dtype != dtype or out.device != q.device:
+        name = str(dtype).removeprefix("torch.")
+        raise InvalidArgument(f"out is {describe(out)}: it must be {name} {size} on {q.device}.")
 
 
 def written(out: Tensor, result: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from ._attend import (
     Options,
     Window,
     attend,
+    check_out,
     either,
     missing,
     packed_lse,
@@ -63,6 +64,7 @@ def flash_attn_func(
         either(sinks, s_aux, "sinks and s_aux"),
         chunk=attention_chunk,
     )
+    check_out(out, q, v)
     o, lse = attend(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -71,9 +73,10 @@ def flash_attn_func(
         return_attn_probs,
         0.0,
         deterministic,
+        None if out is None else out.transpose(1, 2),
         **scales(q, k, q_descale, k_descale, v_descale),
     )
-    o = o.transpose(1, 2) if out is None else written(out, o.transpose(1, 2))
+    o = o.transpose(1, 2) if out is None else out
     return (o, lse) if return_attn_probs else o
 
 
@@ -204,6 +207,7 @@ def flash_attn_varlen_func(
         seqused_k,
         attention_chunk,
     )
+    check_out(out, q, v)
     o, lse = attend(
         with_batch(q),
         with_batch(k),
@@ -212,15 +216,14 @@ def flash_attn_varlen_func(
         with_lse,
         0.0,
         deterministic,
+        None if out is None else with_batch(out),
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_kv=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_kv=max_seqlen_k,
         **scales(q, k, q_descale, k_descale, v_descale),
     )
-    o = o.squeeze(0).transpose(0, 1)
-    if out is not None:
-        o = written(out, o)
+    o = o.squeeze(0).transpose(0, 1) if out is None else out
     return (o, packed_lse(lse, cu_seqlens_q, q.shape[0])) if with_lse else o
 
 

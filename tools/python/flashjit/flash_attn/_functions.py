@@ -13,12 +13,12 @@ from ._attend import (
     Options,
     Window,
     attend,
+    check_out,
     either,
     missing,
     packed_lse,
     scales,
     with_batch,
-    written,
 )
 from ._kvcache import New, Place, attend_cache
 
@@ -53,6 +53,7 @@ def flash_attn_func(
     options = Options(
         softmax_scale, causal, window_size, softcap, alibi_slopes, either(sinks, s_aux, "sinks and s_aux")
     )
+    check_out(out, q, v)
     o, lse = attend(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -61,10 +62,9 @@ def flash_attn_func(
         return_attn_probs,
         dropout_p,
         deterministic,
+        None if out is None else out.transpose(1, 2),
     )
-    o = o.transpose(1, 2)
-    if out is not None:
-        o = written(out, o)
+    o = o.transpose(1, 2) if out is None else out
     return (o, lse, None) if return_attn_probs else o
 
 
@@ -156,10 +156,22 @@ def flash_attn_varlen_func(
     )
     return_lse = return_attn_probs or return_softmax_lse
     of_codes = scales(q, k, q_descale, k_descale, v_descale)
+    check_out(out, q, v)
     if table is not None:
         lengths = _lengths_of_pages(q, k, v, cu_seqlens_k, seqused_k, dropout_p)
         o, lse = attend_cache(
-            q, k, v, None, lengths, Place(table), options, return_lse, cu_seqlens_q, max_seqlen_q, **of_codes
+            q,
+            k,
+            v,
+            None,
+            lengths,
+            Place(table),
+            options,
+            return_lse,
+            cu_seqlens_q,
+            max_seqlen_q,
+            out,
+            **of_codes,
         )
     else:
         o, lse = attend(
@@ -170,17 +182,16 @@ def flash_attn_varlen_func(
             return_lse,
             dropout_p,
             deterministic,
+            None if out is None else with_batch(out),
             cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_kv=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q,
             max_seqlen_kv=max_seqlen_k,
             **of_codes,
         )
-        o = o.squeeze(0).transpose(0, 1)
+        o = o.squeeze(0).transpose(0, 1) if out is None else out
         if return_lse:
             lse = packed_lse(lse, cu_seqlens_q, q.shape[0])
-    if out is not None:
-        o = written(out, o)
     return (o, lse, None) if return_attn_probs else (o, lse) if return_lse else o
 
 
@@ -304,6 +315,7 @@ def flash_attn_with_kvcache(
         cache_leftpad,
         chunk=attention_chunk,
     )
+    check_out(out, q, v_cache)
     o, lse = attend_cache(
         q,
         k_cache,
@@ -315,9 +327,8 @@ def flash_attn_with_kvcache(
         return_softmax_lse,
         cu_seqlens_q,
         max_seqlen_q,
+        out,
         batch_invariant=num_splits == 1,
         **scales(q, k_cache, q_descale, k_descale, v_descale),
     )
-    if out is not None:
-        o = written(out, o)
     return (o, lse) if return_softmax_lse else o

@@ -80,9 +80,10 @@ def attend_cache(
     wants_lse: bool,
     cu_seqlens_q: Tensor | None = None,
     max_seqlen_q: int | None = None,
+    out: Tensor | None = None,
     **more: Any,
 ) -> tuple[Tensor, Any]:
-    """O and LSE, or None, of q [b, s, h, d], or with cu_seqlens_q [all rows, h, d], in the layout of q."""
+    """O and LSE, or None, of q [b, s, h, d], or with cu_seqlens_q [all rows, h, d], in the layout of q. out: where O goes."""
     where = place.named()
     k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     rows = q.shape[0]
@@ -95,10 +96,16 @@ def attend_cache(
             )
         if cu_seqlens_q is not None:
             more.update(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
-        out, lse = attend(q, k_cache, v_cache, options, wants_lse, kv_lengths=lengths, **where, **more)
-        if cu_seqlens_q is None:
-            return out.transpose(1, 2), lse
-        return out.squeeze(0).transpose(0, 1), packed_lse(lse, cu_seqlens_q, rows) if wants_lse else None
+        if out is not None:
+            more["out"] = out.transpose(1, 2) if cu_seqlens_q is None else with_batch(out)
+        o, lse = attend(q, k_cache, v_cache, options, wants_lse, kv_lengths=lengths, **where, **more)
+        if out is not None:
+            o = out
+        else:
+            o = o.transpose(1, 2) if cu_seqlens_q is None else o.squeeze(0).transpose(0, 1)
+        if cu_seqlens_q is None or not wants_lse:
+            return o, lse
+        return o, packed_lse(lse, cu_seqlens_q, rows)
 
 
 def _append(

@@ -68,6 +68,8 @@ run() {
   [ -e "$environment/ready" ] || skip "there is no environment"
   cd "$environment"
   export FLASHJIT_FAKES=$build/tests
+  # Threads beside the tests on the other cores: they spin while they wait for each other.
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
   "$environment/bin/python" -m pytest -q -p no:cacheprovider -rs "$root/tests/python/test_$name.py" || status=$?
   [ $status != 5 ] || skip "every test" # pytest's code where it collected none
   exit $status

@@ -2,7 +2,6 @@
 #include "call/background.hpp"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <condition_variable>
 #include <deque>
@@ -13,6 +12,7 @@
 #include "autotune/tuner.hpp"
 #include "cache/folders.hpp"
 #include "cache/store.hpp"
+#include "support/process.hpp"
 
 namespace flashjit {
 namespace {
@@ -110,9 +110,9 @@ class ThisProcessOnly : public BackgroundTuner {
   }
 
  private:
-  bool is_here() const { return ::getpid() == process_; }
+  bool is_here() const { return process_id() == process_; }
 
-  const pid_t process_ = ::getpid();
+  const std::int64_t process_ = process_id();
   std::unique_ptr<Thread> thread_;
 };
 

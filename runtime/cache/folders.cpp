@@ -1,18 +1,14 @@
 #include "cache/folders.hpp"
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/file.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <system_error>
 
 #include "cache/digest.hpp"
 #include "flashjit/error.hpp"
 #include "support/file.hpp"
+#include "support/owner.hpp"
 
 namespace flashjit::cache {
 namespace {
@@ -46,11 +42,6 @@ bool is_record_file(const fs::path& path) { return path.extension() == ".json"; 
 // What write_file_atomically() left of a record or a manifest when its process died.
 bool is_unfinished(const fs::path& path) { return path.filename().string().starts_with(kUnfinishedPrefix); }
 
-bool is_real_folder(const fs::path& path) {
-  std::error_code error;
-  return fs::symlink_status(path, error).type() == fs::file_type::directory;
-}
-
 // What the store has in one of its own folders; none when that is a link.
 std::vector<fs::path> own_children(const fs::path& root, std::string_view name) {
   return link_on_the_way(root, name).empty() ? children(root / name) : std::vector<fs::path>{};
@@ -63,10 +54,8 @@ bool make_own_folder(const fs::path& root, std::string_view name) {
 // Whether the file or folder is not locked; while `action` runs, it cannot be.
 template <class Action>
 void when_free(const fs::path& path, Action action) {
-  const int fd = open_apart(path, O_RDONLY | O_NOFOLLOW | O_NONBLOCK);
-  if (fd < 0) return;
-  if (::flock(fd, LOCK_EX | LOCK_NB) == 0) action();
-  ::close(fd);
+  FileLock lock;
+  if (lock.lock_existing(path) == FileLock::Attempt::held) action();
 }
 
 // Whether it was last changed that long ago. A time to come is another clock's, and as good as any.
@@ -137,22 +126,21 @@ fs::path link_on_the_way(const fs::path& root, std::string_view name) {
 }
 
 std::string why_foreign(const fs::path& folder) {
-  const ::uid_t user = ::geteuid();
-  const auto another = [](const fs::path& path, ::uid_t owner) {
-    return fmt::format("'{}' belongs to another user (uid {})", path.string(), owner);
+  const auto another = [](const fs::path& path, const Owner& owner) {
+    return fmt::format("'{}' belongs to another user ({})", path.string(), owner.name);
   };
-  struct stat named {
-  }, target{};
-  if (::lstat(folder.c_str(), &named) != 0) {
+  const std::optional<Owner> named = owner_of(folder, Links::kept);
+  if (!named) {
     const fs::path parent = existing_parent(folder);
-    const bool fits = ::stat(parent.c_str(), &target) != 0 || target.st_uid == user || target.st_uid == 0;
-    return fits ? std::string() : another(parent, target.st_uid);
+    const std::optional<Owner> owner = owner_of(parent, Links::followed);
+    return !owner || owner->is_user || owner->is_system ? std::string() : another(parent, *owner);
   }
-  if (named.st_uid != user) return another(folder, named.st_uid);
-  if (::stat(folder.c_str(), &target) != 0) return {};  // a link to nothing holds nothing
-  if (target.st_uid != user) return another(folder, target.st_uid);
-  if ((target.st_mode & (S_IWGRP | S_IWOTH)) == 0) return {};
-  return fmt::format("other users may write to '{}' (mode {:o})", folder.string(), target.st_mode & 07777);
+  if (!named->is_user) return another(folder, *named);
+  const std::optional<Owner> target = owner_of(folder, Links::followed);
+  if (!target) return {};  // a link to nothing holds nothing
+  if (!target->is_user) return another(folder, *target);
+  if (target->writers.empty()) return {};
+  return fmt::format("other users may write to '{}' ({})", folder.string(), target->writers);
 }
 
 std::vector<EntryFolder> entry_folders(const fs::path& root) {
@@ -182,10 +170,7 @@ TemporaryFolder::TemporaryFolder(const fs::path& parent) {
   for (int attempt = 0; attempt < kFolderAttempts; ++attempt) {
     path_ = parent / unique_suffix();
     if (std::string cause = make_private_folders(path_); !cause.empty()) throw Error(ErrorCode::io, cause);
-    fd_ = open_apart(path_, O_RDONLY | O_DIRECTORY);
-    const bool taken = fd_ >= 0 && ::flock(fd_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
-    if (!taken && is_real_folder(path_)) return;
-    if (fd_ >= 0) ::close(fd_);
+    if (lock_.lock_folder(path_) != FileLock::Attempt::taken && is_real_folder(path_)) return;
   }
   throw Error(ErrorCode::io, fmt::format("the temporary folders in '{}' are removed as soon as they are made",
                                          parent.string()));
@@ -194,7 +179,6 @@ TemporaryFolder::TemporaryFolder(const fs::path& parent) {
 TemporaryFolder::~TemporaryFolder() {
   std::error_code ignored;
   fs::remove_all(path_, ignored);
-  if (fd_ >= 0) ::close(fd_);
 }
 
 std::vector<fs::path> remove_leftovers(const fs::path& root, std::chrono::seconds age) {
@@ -238,8 +222,7 @@ bool remove_entry(const fs::path& root, const fs::path& entry) {
     return !whole || fs::remove(entry, error);
   }
   const fs::path away = root / kTemporaryFolder / unique_suffix();
-  fs::rename(entry, away, error);
-  if (error) return false;
+  if (rename_folder(entry, away)) return false;
   fs::remove_all(away, error);
   return true;
 }

@@ -7,6 +7,8 @@
 #include <string_view>
 #include <vector>
 
+#include "support/file_lock.hpp"
+
 namespace flashjit::cache {
 
 inline constexpr std::string_view kVersionFolder = "v1";
@@ -57,7 +59,7 @@ class TemporaryFolder {
 
  private:
   std::filesystem::path path_;
-  int fd_;
+  FileLock lock_;
 };
 
 /// Removes what dead processes left behind: temporary folders that are not locked, and the temporary files of

@@ -1,8 +1,6 @@
 #include "cache/store.hpp"
 
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/stat.h>
 
 #include <algorithm>
 #include <chrono>
@@ -51,7 +49,7 @@ std::string read_cubin(const fs::path& entry, const Meta& meta) {
 }
 
 void check_place(const fs::path& entry, const Meta& meta) {
-  check_place(meta, entry.parent_path().filename(), entry.filename());
+  check_place(meta, entry.parent_path().filename().string(), entry.filename().string());
 }
 
 // Throws Error(io) with the reason when the entry cannot be used for the source.
@@ -94,7 +92,7 @@ void install(const fs::path& finished, const fs::path& entry, const fs::path& ro
   for (int attempt = 0; attempt < kInstallAttempts; ++attempt) {
     // Again each time: clear() in another process may remove it meanwhile.
     if (std::string cause = make_private_folders(entry.parent_path()); !cause.empty()) damaged("{}", cause);
-    fs::rename(finished, entry, error);
+    error = rename_folder(finished, entry);
     if (!error || is_sound(entry, source, digest)) return;
     remove_entry(root, entry);
   }
@@ -140,7 +138,7 @@ void require_own_folders(const fs::path& root, std::string_view arch) {
 // The time of use, for prune() alone; what lies behind a link has none.
 void touch(const fs::path& root, const EntryFolder& entry) {
   if (!link_on_the_way(root, entry.arch).empty() || is_link(entry.path)) return;
-  ::utimensat(AT_FDCWD, (entry.path / kMetaFile).c_str(), nullptr, AT_SYMLINK_NOFOLLOW);
+  touch_file(entry.path / kMetaFile);
 }
 
 fs::file_time_type last_used(const fs::path& entry) {

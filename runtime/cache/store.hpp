@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "render/kernel_source.hpp"
+#include "support/file_lock.hpp"
 #include "support/once.hpp"
 
 namespace flashjit::cache {
@@ -88,15 +89,17 @@ class Store {
   class Lock {
    public:
     Lock() = default;
-    Lock(int fd, std::filesystem::path path) : fd_(fd), path_(std::move(path)) {}
-    Lock(Lock&& other) noexcept : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)) {}
-    Lock& operator=(Lock&& other) noexcept;
+    explicit Lock(FileLock lock) : lock_(std::move(lock)) {}
+    Lock(Lock&&) noexcept = default;
+    Lock& operator=(Lock&& other) noexcept {
+      std::swap(lock_, other.lock_);
+      return *this;
+    }
     ~Lock();
-    bool held() const { return fd_ >= 0; }
+    bool held() const { return lock_.held(); }
 
    private:
-    int fd_ = -1;
-    std::filesystem::path path_;
+    FileLock lock_;
   };
   Lock lock(const std::string& arch, const std::string& key, double timeout_seconds = 60) const;
 

@@ -1,6 +1,5 @@
 #include "compile/compiler.hpp"
 
-#include <dlfcn.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <nvrtc.h>
@@ -13,6 +12,7 @@
 #include <string_view>
 
 #include "support/environment.hpp"
+#include "support/libraries.hpp"
 #include "support/text.hpp"
 
 namespace flashjit::compile {
@@ -21,9 +21,13 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr int kOldestVersion = 1201;  // its ptxas knows st.async
-constexpr const char* kInstallAdvice =
-    "install NVRTC 12.1 or newer (`pip install nvidia-cuda-nvrtc`, or a CUDA toolkit) and set FLASHJIT_NVRTC "
-    "to its libnvrtc.so or the folder that holds it, or run from a pack or a filled cache";
+
+std::string install_advice() {
+  return fmt::format(
+      "install NVRTC 12.1 or newer (`pip install nvidia-cuda-nvrtc`, or a CUDA toolkit) and set "
+      "FLASHJIT_NVRTC to its {} or the folder that holds it, or run from a pack or a filled cache",
+      library_names().nvrtc_advice);
+}
 
 /// The functions of NVRTC that flashjit calls.
 struct Api {
@@ -44,11 +48,11 @@ struct Api {
 
 template <class Function>
 void find_symbol(void* library, const std::string& path, const char* name, Function& function) {
-  function = reinterpret_cast<Function>(::dlsym(library, name));
+  function = reinterpret_cast<Function>(flashjit::find_symbol(library, name));
   if (!function) {
     throw Error(ErrorCode::no_compiler,
                 fmt::format("{} has no function {}: it is no NVRTC, or a very old one; {}", quoted(path),
-                            name, kInstallAdvice));
+                            name, install_advice()));
   }
 }
 
@@ -73,8 +77,8 @@ Api load_api(void* library, const std::string& path) {
 /// Names below a folder: a toolkit's and PyPI's wheels' places, newest first.
 std::vector<std::string> libraries_below(const fs::path& folder) {
   std::vector<std::string> names;
-  for (const char* place : {"", "lib64", "lib", "nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"}) {
-    for (const char* file : {"libnvrtc.so.13", "libnvrtc.so.12"}) {
+  for (const char* place : library_names().nvrtc_places) {
+    for (const char* file : library_names().nvrtc) {
       std::error_code error;
       if (fs::path path = folder / place / file; fs::exists(path, error)) names.push_back(path.string());
     }
@@ -82,52 +86,48 @@ std::vector<std::string> libraries_below(const fs::path& folder) {
   return names;
 }
 
-/// What to hand to dlopen, in order. A given library is the only candidate: another one would surprise.
+/// What to hand to the loader, in order. A given library is the only candidate: another one would surprise.
 std::vector<std::string> candidates(const std::string& given) {
   std::error_code error;
   if (fs::is_directory(given, error)) return libraries_below(given);
   if (!given.empty()) return {given};
-  std::vector<std::string> names{"libnvrtc.so.13", "libnvrtc.so.12"};
-  for (const char* folder :
-       {"/usr/local/cuda", "/opt/cuda", "/usr/lib/cuda", "/usr/local/cuda-13", "/usr/local/cuda-12"}) {
+  const LibraryNames& known = library_names();
+  std::vector<std::string> names(known.nvrtc.begin(), known.nvrtc.end());
+  for (const char* folder : known.toolkits) {
     for (std::string& name : libraries_below(folder)) names.push_back(std::move(name));
   }
   return names;
 }
 
-std::string file_of(void* symbol) {
-  Dl_info info{};
-  return ::dladdr(symbol, &info) != 0 && info.dli_fname ? info.dli_fname : "";
-}
-
 /// Why a library cannot be taken; empty where it can, or is no NVRTC, which load_api() says.
 std::string too_old(void* library, const std::string& name) {
-  const auto version = reinterpret_cast<decltype(&::nvrtcVersion)>(::dlsym(library, "nvrtcVersion"));
+  const auto version =
+      reinterpret_cast<decltype(&::nvrtcVersion)>(flashjit::find_symbol(library, "nvrtcVersion"));
   int major = 0, minor = 0;
   if (!version || version(&major, &minor) != NVRTC_SUCCESS || major * 100 + minor >= kOldestVersion)
     return {};
   return fmt::format("{} is NVRTC {}.{}, which is too old", quoted(name), major, minor);
 }
 
-void* open_library(const std::string& given) {
+void* open_compiler(const std::string& given) {
   std::string causes;
   for (const std::string& name : candidates(given)) {
-    // Local, so that its LLVM does not meet another one in the process. Never closed: NVRTC leaves threads'
-    // state.
-    void* library = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
-    const std::string cause = library ? too_old(library, name) : ::dlerror();
+    // Its LLVM must not meet another one in the process.
+    const auto [library, problem] = flashjit::open_library(name);
+    const std::string cause = library ? too_old(library, name) : problem;
     if (cause.empty()) return library;
     causes += fmt::format("{}{}", causes.empty() ? "" : "; ", cause);
   }
-  if (causes.empty()) causes = fmt::format("no libnvrtc.so.13 or .12 in {}", quoted(given));
-  throw Error(ErrorCode::no_compiler, fmt::format("NVRTC cannot be opened ({}); {}", causes, kInstallAdvice));
+  if (causes.empty())
+    causes = fmt::format("no {} in {}", fmt::join(library_names().nvrtc, " or "), quoted(given));
+  throw Error(ErrorCode::no_compiler,
+              fmt::format("NVRTC cannot be opened ({}); {}", causes, install_advice()));
 }
 
 /// NVRTC opens its built-in functions by their bare file name, which the loader does not look for next to it,
 /// but finds when they are loaded already. Where they are not next to it, its own search has to find them.
 void open_builtins(const std::string& library, int major, int minor) {
-  const std::string name = fmt::format("libnvrtc-builtins.so.{}.{}", major, minor);
-  ::dlopen((fs::path(library).parent_path() / name).c_str(), RTLD_NOW | RTLD_LOCAL);
+  flashjit::open_library((fs::path(library).parent_path() / nvrtc_builtins_name(major, minor)).string());
 }
 
 /// One NVRTC program; destroyed with this object.
@@ -263,10 +263,10 @@ Compiler::~Compiler() = default;
 
 std::shared_ptr<const Compiler> Compiler::open(const std::string& library) {
   const std::string given = library.empty() ? read_environment().nvrtc : library;
-  void* handle = open_library(given);
+  void* handle = open_compiler(given);
   std::shared_ptr<Compiler> compiler(new Compiler);
   Impl& impl = *compiler->impl_;
-  impl.path = file_of(::dlsym(handle, "nvrtcVersion"));
+  impl.path = file_with(flashjit::find_symbol(handle, "nvrtcVersion"));
   impl.api = load_api(handle, impl.path.empty() ? given : impl.path);
 
   int major = 0, minor = 0, count = 0;

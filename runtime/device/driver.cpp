@@ -1,13 +1,13 @@
 #include "device/driver.hpp"
 
-#include <dlfcn.h>
 #include <fmt/format.h>
+
+#include "support/libraries.hpp"
 
 namespace flashjit::device {
 namespace {
 
 constexpr int kOldestVersion = 12000;
-constexpr const char* kDefaultLibrary = "libcuda.so.1";
 
 /// What CUDA_ERROR_NOT_INITIALIZED means from a driver that is asked to initialise, or has been.
 constexpr const char* kForked =
@@ -23,15 +23,15 @@ constexpr const char* kForked =
           path, found));
 }
 
-void* open_library(const std::string& path) {
-  if (void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
-  const char* reason = dlerror();
+void* open_driver(const std::string& path) {
+  const auto [handle, problem] = flashjit::open_library(path);
+  if (handle) return handle;
   throw Error(
       ErrorCode::no_driver,
       fmt::format(
           "The CUDA driver could not be opened: {}. It comes with the NVIDIA driver (525.60 or newer) "
-          "and needs an NVIDIA GPU; install it, or set FLASHJIT_LIBCUDA to the path of libcuda.so.1.",
-          reason ? reason : path));
+          "and needs an NVIDIA GPU; install it, or set FLASHJIT_LIBCUDA to the path of {}.",
+          problem, library_names().driver));
 }
 
 void initialise(const Driver& driver) {
@@ -53,12 +53,11 @@ void initialise(const Driver& driver) {
 
 std::shared_ptr<const Driver> Driver::open(const std::string& library) {
   auto driver = std::make_shared<Driver>();
-  driver->path = library.empty() ? kDefaultLibrary : library;
-  // Never closed: the driver keeps threads and exit handlers of its own.
-  void* handle = open_library(driver->path);
+  driver->path = library.empty() ? library_names().driver : library;
+  void* handle = open_driver(driver->path);
 
   const auto get_proc_address =
-      reinterpret_cast<decltype(&::cuGetProcAddress_v2)>(dlsym(handle, "cuGetProcAddress_v2"));
+      reinterpret_cast<decltype(&::cuGetProcAddress_v2)>(find_symbol(handle, "cuGetProcAddress_v2"));
   if (!get_proc_address) too_old(driver->path, "it has no cuGetProcAddress_v2");
 
   // The version is that of the declarations used, so that a newer driver does not hand out a newer signature.

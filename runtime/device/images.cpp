@@ -1,12 +1,32 @@
 #include "device/images.hpp"
 
-#include <elf.h>
-
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 
 namespace flashjit::device {
 namespace {
+
+// What is read of an ELF file, whose header not every system brings.
+constexpr std::string_view kMagic = "\177ELF";
+constexpr std::uint8_t kClass64 = 2;
+constexpr std::uint32_t kNoBits = 8;
+constexpr std::uint64_t kSegmentHeaderBytes = 56;
+struct FileHeader {
+  std::uint8_t magic[4], of_class, rest[11];
+  std::uint16_t type, machine;
+  std::uint32_t version;
+  std::uint64_t entry, segments_at, sections_at;
+  std::uint32_t flags;
+  std::uint16_t header_size, segment_size, segments, section_size, sections, names;
+};
+struct SectionHeader {
+  std::uint32_t name, type;
+  std::uint64_t flags, address, offset, size;
+  std::uint32_t link, info;
+  std::uint64_t alignment, entry_size;
+};
+static_assert(sizeof(FileHeader) == 64 && sizeof(SectionHeader) == 64);
 
 /// A structure at an offset; all zeros where the bytes end before.
 template <class T>
@@ -19,15 +39,15 @@ T read_at(std::string_view bytes, std::size_t offset) {
 
 /// Where the ELF file at the beginning of the bytes ends, if it is one: behind its sections and its tables.
 std::size_t end_of_first(std::string_view bytes) {
-  const auto header = read_at<Elf64_Ehdr>(bytes, 0);
-  if (std::memcmp(header.e_ident, ELFMAG, SELFMAG) != 0 || header.e_ident[EI_CLASS] != ELFCLASS64)
-    return bytes.size();
-  const auto sections = std::uint64_t{header.e_shnum} * sizeof(Elf64_Shdr);
-  const auto segments = std::uint64_t{header.e_phnum} * sizeof(Elf64_Phdr);
-  std::uint64_t end = std::max({sizeof(header), header.e_shoff + sections, header.e_phoff + segments});
-  for (std::uint64_t at = 0; at < sections; at += sizeof(Elf64_Shdr)) {
-    const auto section = read_at<Elf64_Shdr>(bytes, header.e_shoff + at);
-    if (section.sh_type != SHT_NOBITS) end = std::max(end, section.sh_offset + section.sh_size);
+  const auto header = read_at<FileHeader>(bytes, 0);
+  if (!bytes.starts_with(kMagic) || header.of_class != kClass64) return bytes.size();
+  const auto sections = std::uint64_t{header.sections} * sizeof(SectionHeader);
+  const auto segments = std::uint64_t{header.segments} * kSegmentHeaderBytes;
+  std::uint64_t end =
+      std::max({std::uint64_t{sizeof(header)}, header.sections_at + sections, header.segments_at + segments});
+  for (std::uint64_t at = 0; at < sections; at += sizeof(SectionHeader)) {
+    const auto section = read_at<SectionHeader>(bytes, header.sections_at + at);
+    if (section.type != kNoBits) end = std::max(end, section.offset + section.size);
   }
   return std::min<std::uint64_t>(end, bytes.size());
 }
@@ -39,7 +59,7 @@ std::vector<std::string_view> images(std::string_view cubin) {
   while (!cubin.empty()) {
     const std::size_t end = end_of_first(cubin);
     // A compiler may fill up what it writes.
-    const std::size_t next = std::min(cubin.find(ELFMAG, end), cubin.size());
+    const std::size_t next = std::min(cubin.find(kMagic, end), cubin.size());
     found.push_back(cubin.substr(0, next));
     cubin.remove_prefix(next);
   }

@@ -1,23 +1,27 @@
 #include "device/nccl.hpp"
 
-#include <dlfcn.h>
 #include <fmt/format.h>
 
 #include "flashjit/error.hpp"
+#include "support/libraries.hpp"
 
 namespace flashjit::device {
 
 std::shared_ptr<const Nccl> Nccl::open(const std::string& library) {
-  const std::string path = library.empty() ? "libnccl.so.2" : library;
-  void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed: it has threads of its own
+  const std::string path = library.empty() ? library_names().nccl : library;
+  if (path.empty())
+    throw Error(ErrorCode::unsupported,
+                "NCCL has no version for this system: sequences that GPUs share need Linux.");
+  const auto [opened, problem] = open_library(path);
+  void* const handle = opened;
   if (!handle)
     throw Error(ErrorCode::unsupported,
                 fmt::format("NCCL cannot be opened ({}): install it (`pip install nvidia-nccl-cu13`, or the "
                             "package libnccl2), or set FLASHJIT_NCCL to the path of libnccl.so.2.",
-                            ::dlerror()));
+                            problem));
   auto nccl = std::make_shared<Nccl>();
   const auto resolve = [&](auto& member, const char* symbol) {
-    member = reinterpret_cast<std::remove_reference_t<decltype(member)>>(::dlsym(handle, symbol));
+    member = reinterpret_cast<std::remove_reference_t<decltype(member)>>(find_symbol(handle, symbol));
     if (!member)
       throw Error(ErrorCode::unsupported,
                   fmt::format("{} has no {}: flashjit needs NCCL 2.7 or newer.", path, symbol));

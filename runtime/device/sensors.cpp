@@ -1,11 +1,9 @@
 #include "device/sensors.hpp"
 
-#include <dlfcn.h>
+#include "support/libraries.hpp"
 
 namespace flashjit::device {
 namespace {
-
-constexpr const char* kDefaultLibrary = "libnvidia-ml.so.1";
 
 // As nvml.h declares them, which is not among the headers that CUDA's wheels bring.
 using NvmlDevice = struct nvmlDevice_st*;
@@ -24,11 +22,10 @@ struct Sensors::Nvml {
 
   /// Whether the library has all of them.
   bool load(const std::string& library) {
-    // Never closed, as libcuda; what it holds, shutdown() gives back.
-    void* handle = ::dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+    void* const handle = open_library(library).handle;  // what it holds, shutdown() gives back
     if (!handle) return false;
     const auto resolve = [&]<class Function>(Function& function, const char* name) {
-      function = reinterpret_cast<Function>(::dlsym(handle, name));
+      function = reinterpret_cast<Function>(find_symbol(handle, name));
       return function != nullptr;
     };
     // The last by the name that all drivers have; newer ones call it ...ClocksEventReasons, too.
@@ -47,7 +44,7 @@ struct Sensors::Nvml {
 
 Sensors::Sensors(const std::string& pci_bus_id, const std::string& library) {
   auto nvml = std::make_unique<Nvml>();
-  if (!nvml->load(library.empty() ? kDefaultLibrary : library) || nvml->init() != kSuccess) return;
+  if (!nvml->load(library.empty() ? library_names().nvml : library) || nvml->init() != kSuccess) return;
   if (nvml->handle_by_bus_id(pci_bus_id.c_str(), &nvml->device) == kSuccess)
     nvml_ = std::move(nvml);
   else

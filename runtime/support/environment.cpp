@@ -3,8 +3,9 @@
 #include <fmt/format.h>
 
 #include <array>
-#include <cstdlib>
+#include <filesystem>
 #include <limits>
+#include <map>
 
 #include "flashjit/error.hpp"
 #include "support/text.hpp"
@@ -15,12 +16,13 @@ namespace {
 constexpr std::array<EnvironmentVariable, 12> kVariables{{
     {"FLASHJIT_CACHE_DIR",
      "Folder of compiled kernels and tuning records. Default: $XDG_CACHE_HOME/flashjit, else "
-     "~/.cache/flashjit."},
+     "~/.cache/flashjit; on Windows %LOCALAPPDATA%/flashjit."},
     {"FLASHJIT_CACHE_LIMIT",
      "Size of the cache, such as 512M or 4G, above which the least recently used kernels are removed. "
      "Default: 2G; off: none."},
     {"FLASHJIT_PACKS",
-     "Folders of packed kernels, separated by ':', searched in this order before the cache."},
+     "Folders of packed kernels, separated by ':' (on Windows by ';'), searched in this order before the "
+     "cache."},
     {"FLASHJIT_JIT",
      "on (default): compile kernels that are in no pack and not in the cache; off: never compile."},
     {"FLASHJIT_TEMPLATE_DIR", "Folder of kernel templates to use instead of the embedded ones."},
@@ -48,16 +50,14 @@ std::string value_of(const Get& get, const char* name) {
   return value ? value : "";
 }
 
-/// Below a folder that a variable names; only absolute paths count, as the XDG specification asks.
-std::string below(const std::string& folder, std::string_view name) {
-  if (!folder.starts_with('/')) return {};
-  return fmt::format("{}{}{}", folder, folder.ends_with('/') ? "" : "/", name);
-}
-
 std::string cache_dir(const Get& get) {
   if (std::string given = value_of(get, "FLASHJIT_CACHE_DIR"); !given.empty()) return given;
-  if (std::string xdg = below(value_of(get, "XDG_CACHE_HOME"), "flashjit"); !xdg.empty()) return xdg;
-  return below(value_of(get, "HOME"), ".cache/flashjit");
+  for (const CachePlace& place : cache_places()) {
+    // Only absolute paths count, as the XDG specification asks.
+    const std::filesystem::path folder = value_of(get, place.variable);
+    if (folder.is_absolute()) return (folder / place.name).string();
+  }
+  return {};
 }
 
 [[noreturn]] void refuse(std::string_view name, std::string_view value, std::string_view allowed) {
@@ -80,7 +80,7 @@ std::uint64_t cache_limit(const Get& get) {
 
 std::vector<std::string> paths(std::string_view text) {
   std::vector<std::string> out;
-  for (const std::string_view path : split(text, ':')) {
+  for (const std::string_view path : split(text, kPathSeparator)) {
     if (!path.empty()) out.emplace_back(path);
   }
   return out;
@@ -98,8 +98,10 @@ bool on_or_off(const Get& get, const char* name, bool otherwise) {
 std::span<const EnvironmentVariable> environment_variables() { return kVariables; }
 
 Environment read_environment() {
-  // A setuid program's user must not choose the code that runs in it.
-  return read_environment([](const char* name) -> const char* { return ::secure_getenv(name); });
+  std::map<std::string, std::string> values;  // the texts, as long as they are looked at
+  return read_environment([&](const char* name) -> const char* {
+    return values.insert_or_assign(name, environment_value(name)).first->second.c_str();
+  });
 }
 
 Environment read_environment(const Get& get) {

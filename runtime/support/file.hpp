@@ -1,17 +1,15 @@
 // Files read whole and written atomically.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <filesystem>
 #include <limits>
 #include <string>
 #include <string_view>
+#include <system_error>
 
 namespace flashjit {
-
-/// ::open() with O_CLOEXEC, and never the number of a standard stream that is closed: what the process prints
-/// must not go into the file. -1 and errno where it fails.
-int open_apart(const std::filesystem::path& path, int flags, unsigned mode = 0);
 
 /// Larger than any file that flashjit keeps in a store or a pack. One that is larger is not ours, and must
 /// not exhaust the memory.
@@ -38,8 +36,17 @@ void write_new_file(const std::filesystem::path& path, std::string_view bytes,
 /// How the names of those temporary files begin: a process that dies leaves one.
 inline constexpr std::string_view kUnfinishedPrefix = ".tmp-";
 
-/// Whether it is a symbolic link, wherever that leads.
+/// Whether it is a symbolic link, or a junction of Windows, wherever that leads.
 bool is_link(const std::filesystem::path& path);
+
+/// Whether it is a folder itself, and no link to one.
+bool is_real_folder(const std::filesystem::path& path);
+
+/// Renames a folder. To one that is there it fails, unless the system replaces empty ones.
+std::error_code rename_folder(const std::filesystem::path& from, const std::filesystem::path& to);
+
+/// Sets the file's time of change to now; a link's own. Where it cannot, the time stays.
+void touch_file(const std::filesystem::path& path);
 
 /// Makes the folder and its missing parents for this user alone. Returns what went wrong; empty: it is there.
 std::string make_private_folders(const std::filesystem::path& folder);
@@ -47,6 +54,12 @@ std::string make_private_folders(const std::filesystem::path& folder);
 /// Makes the names in a folder durable. Throws Error(io) when the folder cannot be opened or synced; file
 /// systems that cannot sync folders count as synced.
 void sync_folder(const std::filesystem::path& folder);
+
+/// What each system does in its own way for the functions above. make_private_folder() returns what went
+/// wrong.
+std::string make_private_folder(const std::filesystem::path& folder);
+std::array<std::uint32_t, 3> random_words();
+[[noreturn]] void fail_to(std::string_view action, const std::filesystem::path& path, std::string_view cause);
 
 /// 24 random hexadecimal digits: no other thread, process or host makes the same name.
 std::string unique_suffix();

@@ -7,7 +7,7 @@
 
 namespace flashjit {
 
-/// Destroys it when the library is unloaded, or when all that runs at exit has run.
+/// Destroys it when the library is unloaded, or when all that runs at exit has run; on Windows never.
 void destroy_at_unload(const void* value, void (*destroy)(const void*));
 
 /// Keeps the value until then. For a function's static reference: made once, by whichever thread comes first.

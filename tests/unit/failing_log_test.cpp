@@ -16,6 +16,7 @@
 
 #include "call/engine.hpp"
 #include "support/file.hpp"
+#include "support/file_posix.hpp"
 #include "support/stderr.hpp"
 #include "tests/support/built.hpp"
 #include "tests/support/fakes.hpp"

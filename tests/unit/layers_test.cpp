@@ -176,12 +176,27 @@ TEST_F(Layers, TemplatesIncludeOnlyTemplates) {
 
 TEST_F(Layers, OnlyTheEnvironmentReadsTheEnvironment) {
   for (const fs::path& file : files({"include", "runtime", "autotune", "tools"})) {
-    if (file == "runtime/support/environment.cpp") continue;
+    if (file.generic_string().starts_with("runtime/support/environment")) continue;
     std::ifstream in(root_ / file);
     const std::string text(std::istreambuf_iterator<char>(in), {});
-    EXPECT_EQ(text.find("getenv("), std::string::npos)
-        << file << ": read it in runtime/support/environment.cpp";
+    EXPECT_EQ(text.find("getenv("), std::string::npos) << file << ": ask runtime/support/environment.hpp";
   }
+}
+
+TEST_F(Layers, OnlyFilesOfASystemIncludeItsHeaders) {
+  static const std::regex kSystem(
+      "(unistd|fcntl|dlfcn|signal|spawn|poll|pthread|elf|pwd|windows|io|aclapi|sddl|bcrypt)\\.h|sys/.*");
+  static const std::regex kOfASystem(".*_(posix|windows)\\.[ch]pp");
+  int seen = 0;
+  for (const fs::path& file : files({"include", "runtime", "autotune", "tools/command", "tools/parts"})) {
+    for (const Include& include : includes_of(root_ / file)) {
+      if (include.quoted || !std::regex_match(include.name, kSystem)) continue;
+      ++seen;
+      EXPECT_TRUE(std::regex_match(file.string(), kOfASystem))
+          << file << ":" << include.line << " includes <" << include.name << ">: ask runtime/support/";
+    }
+  }
+  EXPECT_GE(seen, 10) << "this test no longer finds them";
 }
 
 TEST_F(Layers, FmtJoinComesFromFmtRanges) {  // where fmt 11 and newer have it, which vcpkg and Conan bring

@@ -13,6 +13,7 @@
 #include "command.hpp"
 #include "gpu.hpp"
 #include "plan/plan.hpp"
+#include "system.hpp"
 
 namespace flashjit::command {
 namespace {
@@ -133,9 +134,7 @@ void append_csv(const std::string& path, const std::vector<Measurement>& measure
       !std::filesystem::exists(path, ignored) || std::filesystem::file_size(path, ignored) == 0;
   std::ofstream file(path, std::ios::app);
   if (fresh) file << "date,device,spec,shape,config,config_source,ms,tflops,operations,bytes\n";
-  const std::time_t now = std::time(nullptr);
-  std::tm utc{};
-  gmtime_r(&now, &utc);
+  const std::tm utc = utc_of(std::time(nullptr));
   char date[32];
   std::strftime(date, sizeof date, "%Y-%m-%dT%H:%M:%SZ", &utc);
   for (const Measurement& m : measurements) {

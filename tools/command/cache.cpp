@@ -2,7 +2,6 @@
 #include "cache/store.hpp"
 
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <iostream>
 #include <memory>
@@ -14,6 +13,7 @@
 #include "support/json.hpp"
 #include "support/stderr.hpp"
 #include "support/text.hpp"
+#include "system.hpp"
 #include "tools/parts/manifest.hpp"
 #include "tools/parts/sha256.hpp"
 
@@ -179,7 +179,7 @@ int prune(const CacheOptions& options, bool json) {
 
 void confirm(const CacheOptions& options, const std::filesystem::path& folder) {
   if (options.yes) return;
-  if (isatty(STDIN_FILENO) == 0)
+  if (!is_terminal(Stream::in))
     throw Error(ErrorCode::invalid_argument,
                 "clear removes every kernel; pass --yes where there is no terminal to ask");
   write_to_stderr(fmt::format("Remove every kernel{} in {}? [y/N] ",

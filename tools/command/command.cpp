@@ -1,8 +1,6 @@
 #include "command.hpp"
 
 #include <fmt/format.h>
-#include <signal.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -16,6 +14,7 @@
 
 #include "support/file.hpp"
 #include "support/stderr.hpp"
+#include "system.hpp"
 
 namespace flashjit::command {
 
@@ -56,17 +55,10 @@ static_assert(std::atomic<bool>::is_always_lock_free);
 
 void on_interrupt(int) { interrupt_seen = true; }
 
-bool watch_interrupt() {
-  struct sigaction action = {};
-  action.sa_handler = on_interrupt;
-  action.sa_flags = static_cast<int>(SA_RESETHAND);  // a second Ctrl-C ends the process
-  return sigaction(SIGINT, &action, nullptr) == 0;
-}
-
 }  // namespace
 
 bool interrupted() {
-  static const bool watching = watch_interrupt();
+  static const bool watching = at_first_interrupt(on_interrupt);
   return watching && interrupt_seen;
 }
 
@@ -124,7 +116,7 @@ double seconds_now() {
 Progress::Progress(std::string what, std::size_t total, bool lines_only)
     : what_(std::move(what)),
       total_(total),
-      terminal_(!lines_only && isatty(STDERR_FILENO) != 0),
+      terminal_(!lines_only && is_terminal(Stream::error)),
       start_(seconds_now()) {}
 
 Progress::~Progress() {
@@ -199,17 +191,6 @@ std::string format_ms(double ms) {
   if (ms >= 100) return fmt::format("{:.0f}", ms);
   if (ms >= 10) return fmt::format("{:.1f}", ms);
   return fmt::format("{:.3f}", ms);
-}
-
-std::map<std::string, std::string> variables_with_prefix(std::string_view prefix) {
-  std::map<std::string, std::string> found;
-  for (char** variable = environ; variable && *variable; ++variable) {
-    const std::string_view text = *variable;
-    const std::size_t equals = text.find('=');
-    if (equals != std::string_view::npos && text.starts_with(prefix))
-      found.emplace(text.substr(0, equals), text.substr(equals + 1));
-  }
-  return found;
 }
 
 }  // namespace flashjit::command

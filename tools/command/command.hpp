@@ -8,7 +8,6 @@
 #include <CLI/CLI.hpp>
 #include <filesystem>
 #include <functional>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
@@ -113,9 +112,5 @@ std::string format_ms(double ms);
 
 /// Seconds of a monotonic clock.
 double seconds_now();
-
-/// The variables of this process's environment whose names begin with `prefix`, for diagnosis: what flashjit
-/// obeys is read by support/environment.
-std::map<std::string, std::string> variables_with_prefix(std::string_view prefix);
 
 }  // namespace flashjit::command

@@ -1,9 +1,6 @@
 #include "disassembler.hpp"
 
 #include <fmt/format.h>
-#include <spawn.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <array>
 #include <filesystem>
@@ -11,8 +8,10 @@
 
 #include "command.hpp"
 #include "device/images.hpp"
+#include "support/environment.hpp"
 #include "support/file.hpp"
 #include "support/text.hpp"
+#include "system.hpp"
 
 namespace flashjit::command {
 namespace {
@@ -21,46 +20,14 @@ constexpr std::array<const char*, 2> kTools{"cuobjdump", "nvdisasm"};
 
 std::vector<std::filesystem::path> tool_folders() {
   std::vector<std::filesystem::path> folders;
-  for (const auto& [name, value] : variables_with_prefix("PATH"))
-    if (name == "PATH")
-      for (std::string_view folder : split(value, ':'))
-        if (!folder.empty()) folders.emplace_back(folder);
-  for (const auto& [name, value] : variables_with_prefix("CUDA_"))
-    if (name == "CUDA_HOME" || name == "CUDA_PATH") folders.push_back(std::filesystem::path(value) / "bin");
+  const std::string path = environment_value("PATH");
+  for (const std::string_view folder : split(path, kPathSeparator))
+    if (!folder.empty()) folders.emplace_back(folder);
+  for (const char* name : {"CUDA_HOME", "CUDA_PATH"})
+    if (const std::string toolkit = environment_value(name); !toolkit.empty())
+      folders.push_back(std::filesystem::path(toolkit) / "bin");
   folders.emplace_back("/usr/local/cuda/bin");
   return folders;
-}
-
-/// What the program writes to stdout and stderr; its exit status is left in `status`.
-std::string output_of(const std::vector<std::string>& command, int* status) {
-  std::array<int, 2> ends{};
-  if (pipe(ends.data()) != 0) throw Error(ErrorCode::io, "cannot make a pipe: too many open files");
-  posix_spawn_file_actions_t actions;
-  posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
-  posix_spawn_file_actions_adddup2(&actions, ends[1], STDERR_FILENO);
-  posix_spawn_file_actions_addclose(&actions, ends[0]);
-  std::vector<char*> arguments;
-  for (const std::string& argument : command) arguments.push_back(const_cast<char*>(argument.c_str()));
-  arguments.push_back(nullptr);
-  pid_t child = 0;
-  const int problem =
-      posix_spawn(&child, command.front().c_str(), &actions, nullptr, arguments.data(), environ);
-  posix_spawn_file_actions_destroy(&actions);
-  close(ends[1]);
-  std::string output;
-  std::array<char, 65536> buffer;
-  for (ssize_t got = 0; problem == 0 && (got = read(ends[0], buffer.data(), buffer.size())) != 0;) {
-    if (got > 0)
-      output.append(buffer.data(), static_cast<std::size_t>(got));
-    else if (errno != EINTR)
-      break;
-  }
-  close(ends[0]);
-  if (problem != 0) throw Error(ErrorCode::io, fmt::format("cannot start '{}'", command.front()));
-  while (waitpid(child, status, 0) < 0 && errno == EINTR) {
-  }
-  return output;
 }
 
 /// A file for as long as the disassembler reads it.
@@ -85,13 +52,12 @@ class TemporaryFile {
 std::string disassemble_image(const std::string& tool, std::string_view image) {
   const TemporaryFile file{std::string(image)};
   std::vector<std::string> command{tool};
-  if (tool.ends_with("cuobjdump")) command.emplace_back("-sass");
+  if (std::filesystem::path(tool).stem() == "cuobjdump") command.emplace_back("-sass");
   command.push_back(file.path());
-  int status = 0;
-  std::string output = output_of(command, &status);
-  if (!WIFEXITED(status) || WEXITSTATUS(status) != 0)
-    throw Error(ErrorCode::io, fmt::format("'{}' could not disassemble the kernel", tool), output);
-  return output;
+  Finished finished = run_program(command);
+  if (finished.exit_code != 0)
+    throw Error(ErrorCode::io, fmt::format("'{}' could not disassemble the kernel", tool), finished.output);
+  return std::move(finished.output);
 }
 
 }  // namespace
@@ -99,7 +65,7 @@ std::string disassemble_image(const std::string& tool, std::string_view image) {
 std::optional<std::string> find_disassembler() {
   for (const std::filesystem::path& folder : tool_folders())
     for (const char* tool : kTools)
-      if (access((folder / tool).c_str(), X_OK) == 0) return (folder / tool).string();
+      if (const std::filesystem::path found = program_in(folder, tool); !found.empty()) return found.string();
   return std::nullopt;
 }
 

@@ -1,7 +1,6 @@
 // flashjit doctor: what flashjit finds on this machine, what is missing, and what to do about it.
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <memory>
@@ -13,6 +12,7 @@
 #include "support/environment.hpp"
 #include "support/file.hpp"
 #include "support/text.hpp"
+#include "system.hpp"
 
 namespace flashjit::command {
 namespace {
@@ -142,8 +142,9 @@ void examine_folders(Examination& found) {
   const Environment environment = read_environment();
   if (environment.cache_dir.empty())
     found.add("cache", Verdict::note,
-              "no folder: HOME is not set; kernels are compiled in every process until "
-              "FLASHJIT_CACHE_DIR is set");
+              fmt::format("no folder: {} is not set; kernels are compiled in every process until "
+                          "FLASHJIT_CACHE_DIR is set",
+                          cache_places().back().variable));
   else if (const std::string cause = cache::why_foreign(environment.cache_dir); !cause.empty())
     found.add(
         "cache", Verdict::note,

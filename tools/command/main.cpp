@@ -1,15 +1,16 @@
 // The `flashjit` command: parses, runs the chosen subcommand, and turns errors into messages and exit codes.
-#include <fcntl.h>
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <string>
+#include <vector>
 
 #include "command.hpp"
 #include "support/stderr.hpp"
 #include "support/text.hpp"
+#include "system.hpp"
 
 namespace flashjit::command {
 namespace {
@@ -57,13 +58,6 @@ int parse(CLI::App& app, Context& context, int argc, char** argv) {
   }
 }
 
-/// Takes the numbers of standard streams that are closed, so that no file gets one, and what is printed with
-/// it. The wrong way round: to use the stream fails as before.
-void keep_closed_streams_closed() {
-  for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
-    if (::fcntl(stream, F_GETFD) == -1) ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY);
-}
-
 int command(int argc, char** argv) {
   CLI::App app("Attention kernels generated, compiled at run time, tuned and cached.", "flashjit");
   app.set_version_flag("--version", fmt::format("flashjit {}", library_version()));
@@ -89,8 +83,11 @@ int command(int argc, char** argv) {
 
 int main(int argc, char** argv) {
   try {
-    flashjit::command::keep_closed_streams_closed();
-    return flashjit::command::command(argc, argv);
+    flashjit::command::prepare_streams();
+    std::vector<std::string> arguments = flashjit::command::program_arguments(argc, argv);
+    std::vector<char*> pointers;
+    for (std::string& argument : arguments) pointers.push_back(argument.data());
+    return flashjit::command::command(static_cast<int>(pointers.size()), pointers.data());
   } catch (const std::exception& error) {
     flashjit::command::warn(error.what());
     return flashjit::command::kFailed;

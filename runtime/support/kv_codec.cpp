@@ -1,0 +1,312 @@
+#include "support/kv_codec.hpp"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <span>
+
+#include "support/small_float.hpp"
+
+namespace flashjit {
+namespace {
+
+using Code = KvFormat::Code;
+using Number = KvFormat::Number;
+using Zero = KvFormat::Zero;
+
+constexpr std::array<float, 8> kE2m1{0, 0.5, 1, 1.5, 2, 3, 4, 6};
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+/// The nearest of values that grow, ties to even places.
+unsigned nearest_magnitude(std::span<const float> values, float magnitude) {
+  unsigned found = 0;
+  for (unsigned i = 1; i < values.size(); ++i) {
+    const float middle = (values[i - 1] + values[i]) / 2;
+    if (magnitude > middle || (magnitude == middle && i % 2 == 0)) found = i;
+  }
+  return found;
+}
+
+/// The nearest of values in any order; the first of those that are as near.
+unsigned nearest(std::span<const float> values, float value) {
+  unsigned found = 0;
+  for (unsigned i = 1; i < values.size(); ++i)
+    if (std::fabs(values[i] - value) < std::fabs(values[found] - value)) found = i;
+  return found;
+}
+
+/// The values of codes that are integers.
+struct Integers {
+  int low, high;
+};
+Integers integers_of(Code code) {
+  switch (code) {
+    case Code::int8:
+      return {-128, 127};
+    case Code::uint8:
+      return {0, 255};
+    case Code::int4:
+    case Code::int4_offset:
+      return {-8, 7};
+    case Code::uint4:
+      return {0, 15};
+    default:
+      return {0, 3};
+  }
+}
+
+unsigned integer_code(Code code, float value) {
+  const auto [low, high] = integers_of(code);
+  const int rounded = std::isnan(value)
+                          ? 0
+                          : static_cast<int>(std::clamp(std::nearbyint(value), static_cast<float>(low),
+                                                        static_cast<float>(high)));
+  if (code == Code::int4_offset) return static_cast<unsigned>(rounded + 8);
+  return static_cast<unsigned>(rounded) & (code == Code::int8 || code == Code::uint8 ? 0xffu
+                                           : code == Code::uint2                     ? 0x3u
+                                                                                     : 0xfu);
+}
+
+bool is_float(Code code) { return code == Code::e4m3 || code == Code::e5m2 || code == Code::e2m1; }
+
+/// Where a column's code is in its block.
+struct CodePlace {
+  int byte, shift;
+};
+CodePlace place_of(const KvFormat& format, int block, int column) {
+  const int bits = format.bits();
+  if (format.packing == KvFormat::Packing::halves) return {column % (block / 2), column < block / 2 ? 0 : 4};
+  return {column * bits / 8, column * bits % 8};
+}
+
+/// How the elements of a block become codes: what they are multiplied with and what is added.
+struct Quantizer {
+  float scale = 1, zero = 0;
+};
+
+/// The smallest power of two with which no code is too large, or the one of OCP's MX formats.
+float power_of_two_scale(const KvFormat& format, float largest) {
+  if (!is_float(format.code)) return largest / largest_value(format);
+  const int exponent = std::max(std::ilogb(largest), -127) - std::ilogb(largest_value(format));
+  return std::ldexp(1.0f, exponent);
+}
+
+Quantizer symmetric(const KvFormat& format, std::span<const float> values, float argument,
+                    std::uint8_t* scale) {
+  float extreme = 0;  // the element of the largest magnitude
+  for (const float value : values)
+    if (std::isnan(value) || std::fabs(value) > std::fabs(extreme))
+      extreme = std::isnan(extreme) ? extreme : value;
+  if (!std::isfinite(extreme)) return {encode_scale(format.scale_type, kNaN, scale) * argument};
+  const float largest = largest_value(format), magnitude = std::fabs(extreme) / argument;
+  if (magnitude == 0) return {encode_scale(format.scale_type, 1, scale) * argument};
+  if (format.scale_type == Number::e8m0)
+    return {encode_scale(format.scale_type, power_of_two_scale(format, magnitude), scale) * argument};
+  const float wanted = largest < 0 ? extreme / argument / largest : magnitude / largest;
+  return {encode_scale(format.scale_type, wanted, scale) * argument};
+}
+
+Quantizer with_zero(const KvFormat& format, std::span<const float> values, float argument,
+                    std::uint8_t* scale, std::uint8_t* zero) {
+  float low = values[0], high = values[0];
+  bool finite = true;
+  for (const float value : values) {
+    finite = finite && std::isfinite(value);
+    low = std::min(low, value), high = std::max(high, value);
+  }
+  if (!finite) low = high = kNaN;
+  const auto [lowest, highest] = integers_of(format.code);
+  const auto levels = static_cast<float>(highest - lowest);
+  if (format.zero == Zero::added) {
+    const float least = encode_number(format.scale_type, low / argument, zero);
+    const float range = high / argument - least;
+    const float step = encode_scale(format.scale_type, range == 0 ? 1 : range / levels, scale);
+    return {step * argument, least * argument};
+  }
+  low = std::min(low, 0.0f), high = std::max(high, 0.0f);
+  if (!finite) low = high = kNaN;
+  const float range = (high - low) / argument;
+  const float step = encode_scale(format.scale_type, range == 0 ? 1 : range / levels, scale) * argument;
+  const float at = static_cast<float>(lowest) - std::nearbyint(low / step);
+  return {step, encode_number(format.scale_type, at, zero)};
+}
+
+std::uint64_t small_bits(Number type, float value) {
+  if (type == Number::fp16) return Fp16::encode(value);
+  if (type == Number::bf16) return Bf16::encode(value);
+  return E4m3::encode(value);
+}
+
+/// The largest finite scale, and the least positive one.
+struct ScaleRange {
+  float least, largest;
+};
+ScaleRange range_of(Number type) {
+  switch (type) {
+    case Number::fp32:
+      return {0x1p-149f, std::numeric_limits<float>::max()};
+    case Number::fp16:
+      return {0x1p-24f, 65504};
+    case Number::bf16:
+      return {0x1p-133f, static_cast<float>(Bf16::kMax)};
+    case Number::e4m3:
+      return {0x1p-9f, 448};
+    default:
+      return {0x1p-127f, 0x1p127f};
+  }
+}
+
+}  // namespace
+
+double code_value(const KvFormat& format, unsigned code) {
+  switch (format.code) {
+    case Code::e4m3:
+      return E4m3::decode(static_cast<std::uint8_t>(code));
+    case Code::e5m2:
+      return E5m2::decode(static_cast<std::uint8_t>(code));
+    case Code::e2m1:
+      return code & 8 ? -kE2m1[code & 7] : kE2m1[code & 7];
+    case Code::int8:
+      return static_cast<std::int8_t>(code);
+    case Code::int4:
+      return static_cast<int>(code ^ 8) - 8;
+    case Code::int4_offset:
+      return static_cast<int>(code) - 8;
+    case Code::book:
+      return format.book[code];
+    default:
+      return code;
+  }
+}
+
+unsigned code_of(const KvFormat& format, float value) {
+  switch (format.code) {
+    case Code::e4m3:
+      return E4m3::encode(value);
+    case Code::e5m2:
+      return E5m2::encode(value);
+    case Code::e2m1:
+      return (std::signbit(value) ? 8u : 0u) | nearest_magnitude(kE2m1, std::fabs(value));
+    case Code::book:
+      return nearest(format.book, value);
+    default:
+      return integer_code(format.code, value);
+  }
+}
+
+float largest_value(const KvFormat& format) {
+  const bool is_signed = format.scales != KvFormat::Scales::argument && format.scale_type != Number::e8m0;
+  switch (format.code) {
+    case Code::e4m3:
+      return 448;
+    case Code::e5m2:
+      return 57344;
+    case Code::e2m1:
+      return 6;
+    case Code::int8:
+      return 127;
+    case Code::int4:
+    case Code::int4_offset:
+      return is_signed ? -8 : 7;
+    case Code::book: {
+      const float extreme = *std::ranges::max_element(
+          format.book, [](float a, float b) { return std::fabs(a) < std::fabs(b); });
+      return is_signed ? extreme : std::fabs(extreme);
+    }
+    default:
+      return static_cast<float>(integers_of(format.code).high);
+  }
+}
+
+int size_of(Number type) { return type == Number::fp32 ? 4 : type <= Number::bf16 ? 2 : 1; }
+
+double decode_number(Number type, const std::uint8_t* from) {
+  switch (type) {
+    case Number::fp32: {
+      float value;
+      std::memcpy(&value, from, sizeof value);
+      return value;
+    }
+    case Number::fp16:
+    case Number::bf16: {
+      std::uint16_t bits;
+      std::memcpy(&bits, from, sizeof bits);
+      return type == Number::fp16 ? Fp16::decode(bits) : Bf16::decode(bits);
+    }
+    case Number::e4m3:
+      return E4m3::decode(*from);
+    default:
+      return *from == 0xff ? kNaN : std::ldexp(1.0, *from - 127);
+  }
+}
+
+float encode_number(Number type, float value, std::uint8_t* to) {
+  if (type == Number::fp32) {
+    std::memcpy(to, &value, sizeof value);
+  } else if (type == Number::e8m0) {
+    const auto bits = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t up = (bits >> 23 & 0xff) + ((bits & 0x7fffff) != 0 && bits != 0x400000);
+    *to = static_cast<std::uint8_t>(std::isnan(value) ? 0xff : std::min(up, 254u));
+  } else {
+    const std::uint64_t bits = small_bits(type, value);
+    std::memcpy(to, &bits, static_cast<std::size_t>(size_of(type)));
+  }
+  return static_cast<float>(decode_number(type, to));
+}
+
+float encode_scale(Number type, float value, std::uint8_t* to) {
+  const auto [least, largest] = range_of(type);
+  if (value > 0) value = std::clamp(value, least, largest);
+  if (value < 0) value = std::max(value, -largest);
+  return encode_number(type, value, to);
+}
+
+void decode_row(const KvFormat& format, int dim, const std::uint8_t* row, double argument, double* to) {
+  const KvRow at = format.row(dim);
+  const unsigned mask = (1u << format.bits()) - 1;
+  const bool in_row = format.scales != KvFormat::Scales::argument;
+  for (int begin = 0, block = 0; begin < at.columns; begin += at.block, ++block) {
+    const double scale =
+        in_row ? decode_number(format.scale_type, row + at.scales + block * at.scale_step) * argument
+               : argument;
+    const double zero = format.zero == Zero::none
+                            ? 0
+                            : decode_number(format.scale_type, row + at.zeros + block * at.scale_step);
+    for (int i = 0; i < at.block; ++i) {
+      const auto [byte, shift] = place_of(format, at.block, i);
+      const double value = code_value(format, row[at.codes + block * at.block_step + byte] >> shift & mask);
+      to[begin + i] = format.zero == Zero::added ? value * scale + zero * argument : (value - zero) * scale;
+    }
+  }
+  for (int i = 0; i < format.tail; ++i)
+    to[at.columns + i] = decode_number(format.tail_type, row + at.tail + i * 2);
+}
+
+void encode_row(const KvFormat& format, int dim, const double* from, float argument, std::uint8_t* row) {
+  const KvRow at = format.row(dim);
+  const bool in_row = format.scales != KvFormat::Scales::argument;
+  std::vector<float> values(static_cast<std::size_t>(at.block));
+  std::memset(row, 0, static_cast<std::size_t>(at.tail));
+  for (int begin = 0, block = 0; begin < at.columns; begin += at.block, ++block) {
+    for (int i = 0; i < at.block; ++i) values[i] = static_cast<float>(from[begin + i]);
+    std::uint8_t *scale = row + at.scales + block * at.scale_step,
+                 *zero = row + at.zeros + block * at.scale_step;
+    const Quantizer by = !in_row                     ? Quantizer{argument}
+                         : format.zero == Zero::none ? symmetric(format, values, argument, scale)
+                                                     : with_zero(format, values, argument, scale, zero);
+    for (int i = 0; i < at.block; ++i) {
+      const float value =
+          format.zero == Zero::added ? (values[i] - by.zero) / by.scale : values[i] / by.scale + by.zero;
+      const auto [byte, shift] = place_of(format, at.block, i);
+      row[at.codes + block * at.block_step + byte] |=
+          static_cast<std::uint8_t>(code_of(format, value) << shift);
+    }
+  }
+  for (int i = 0; i < format.tail; ++i)
+    encode_number(format.tail_type, static_cast<float>(from[at.columns + i]), row + at.tail + i * 2);
+}
+
+}  // namespace flashjit

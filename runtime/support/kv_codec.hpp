@@ -1,0 +1,32 @@
+// Rows of K or V between elements and a KvFormat's bytes, on the host: what the kernels are checked against.
+#pragma once
+
+#include <cstdint>
+
+#include "flashjit/kv_format.hpp"
+
+namespace flashjit {
+
+/// The value of a code; `code` has format.bits() bits.
+double code_value(const KvFormat& format, unsigned code);
+/// The nearest code, ties to even; what is too large becomes the largest.
+unsigned code_of(const KvFormat& format, float value);
+
+/// The largest magnitude of a code, with the sign that scales give it: scales of a call are positive, and a
+/// row's may be negative, so that -8 of int4 is used.
+float largest_value(const KvFormat& format);
+
+/// Bytes of a scale, or of a zero point.
+int size_of(KvFormat::Number type);
+double decode_number(KvFormat::Number type, const std::uint8_t* from);
+/// The nearest of its type, of e8m0 the next larger; returns what it decodes to.
+float encode_number(KvFormat::Number type, float value, std::uint8_t* to);
+/// The same of scales: for positive values never zero, and never infinite.
+float encode_scale(KvFormat::Number type, float value, std::uint8_t* to);
+
+/// Fills `dim` elements. `argument`: the call's scale for this row; 1 where the format has none.
+void decode_row(const KvFormat& format, int dim, const std::uint8_t* row, double argument, double* to);
+/// Fills a row's bytes. The call's scale is read.
+void encode_row(const KvFormat& format, int dim, const double* from, float argument, std::uint8_t* row);
+
+}  // namespace flashjit

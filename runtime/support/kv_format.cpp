@@ -1,0 +1,345 @@
+#include "flashjit/kv_format.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <numeric>
+#include <optional>
+#include <utility>
+
+#include "support/kv_codec.hpp"
+#include "support/refuse.hpp"
+#include "support/text.hpp"
+
+namespace flashjit {
+namespace {
+
+using Code = KvFormat::Code;
+using Scales = KvFormat::Scales;
+using Number = KvFormat::Number;
+using Zero = KvFormat::Zero;
+using Packing = KvFormat::Packing;
+
+constexpr int kStep = 16;  // columns that are decoded at a time
+
+struct CodeName {
+  Code code;
+  std::string_view name;
+  int bits;
+  bool is_float;
+};
+constexpr std::array kCodes{
+    CodeName{Code::element, "element", 16, true}, CodeName{Code::e4m3, "e4m3", 8, true},
+    CodeName{Code::e5m2, "e5m2", 8, true},        CodeName{Code::int8, "int8", 8, false},
+    CodeName{Code::uint8, "uint8", 8, false},     CodeName{Code::e2m1, "e2m1", 4, true},
+    CodeName{Code::int4, "int4", 4, false},       CodeName{Code::int4_offset, "int4_offset", 4, false},
+    CodeName{Code::uint4, "uint4", 4, false},     CodeName{Code::uint2, "uint2", 2, false},
+    CodeName{Code::book, "book", 0, true},
+};
+constexpr std::array<std::pair<Number, std::string_view>, 5> kNumbers{{{Number::fp32, "fp32"},
+                                                                       {Number::fp16, "fp16"},
+                                                                       {Number::bf16, "bf16"},
+                                                                       {Number::e4m3, "e4m3"},
+                                                                       {Number::e8m0, "e8m0"}}};
+
+const CodeName& info_of(Code code) {
+  for (const CodeName& info : kCodes)
+    if (info.code == code) return info;
+  refuse("the codes of the format are number {}, which has no name", static_cast<int>(code));
+}
+
+std::string_view name_of(Number type) {
+  for (const auto& [value, name] : kNumbers)
+    if (value == type) return name;
+  refuse("the scales of the format have type number {}, which has no name", static_cast<int>(type));
+}
+
+std::string allowed() {
+  std::string names;
+  for (const NamedKvFormat& named : named_kv_formats()) names += fmt::format("{}, ", named.name);
+  return fmt::format(
+      "write {}or codes (e4m3, e5m2, int8, uint8, e2m1, int4, int4_offset, uint4, uint2, book(<values>)) and "
+      "then, for scales in the row, g16|g32|g64|g128|row, fp32|fp16|bf16|e4m3|e8m0, before, zero|min, "
+      "halves, "
+      "tail<columns>[xfp16], scaled, such as int4:g32:fp16:zero",
+      names);
+}
+
+[[noreturn]] void refuse_text(std::string_view text, std::string_view why) {
+  refuse("the KV format {} {}; {}", quoted(text), why, allowed());
+}
+
+bool is_unsigned(Code code) { return code == Code::uint8 || code == Code::uint4 || code == Code::uint2; }
+
+std::vector<float> parse_book(std::string_view text, std::string_view values) {
+  std::vector<float> book;
+  for (const std::string_view value : split(values, ',')) {
+    const std::string copy(value);
+    char* end = nullptr;
+    book.push_back(std::strtof(copy.c_str(), &end));
+    if (copy.empty() || *end != '\0')
+      refuse_text(text, fmt::format("has {}, which is no number", quoted(value)));
+  }
+  return book;
+}
+
+Code parse_code(std::string_view text, std::string_view word, KvFormat& format) {
+  if (word.starts_with("book(") && word.ends_with(')')) {
+    format.book = parse_book(text, word.substr(5, word.size() - 6));
+    return Code::book;
+  }
+  for (const CodeName& info : kCodes)
+    if (word == info.name && info.code != Code::book) return info.code;
+  refuse_text(text, fmt::format("begins with {}, which is neither a name nor codes", quoted(word)));
+}
+
+/// Columns that share a scale: "g32", or "row".
+std::optional<int> parse_block(std::string_view word) {
+  if (word == "row") return 0;
+  if (word.size() < 2 || word[0] != 'g') return {};
+  if (!std::ranges::all_of(word.substr(1), [](char c) { return c >= '0' && c <= '9'; })) return {};
+  return static_cast<int>(parse_int(word.substr(1), "the columns of a block", 1, 1 << 20));
+}
+
+bool parse_number(std::string_view word, Number& number) {
+  for (const auto& [type, name] : kNumbers)
+    if (word == name) {
+      number = type;
+      return true;
+    }
+  return false;
+}
+
+/// "tail64" or "tail64xfp16".
+bool parse_tail(std::string_view text, std::string_view word, KvFormat& format) {
+  if (!word.starts_with("tail")) return false;
+  const auto parts = split(word.substr(4), 'x');
+  format.tail = static_cast<int>(parse_int(parts[0], "the columns of the tail", 1, 1 << 20));
+  if (parts.size() > 2 || (parts.size() == 2 && !parse_number(parts[1], format.tail_type)))
+    refuse_text(text, fmt::format("has {} where tail<columns>x<type> should stand", quoted(word)));
+  return true;
+}
+
+KvFormat parse_parts(std::string_view text) {
+  KvFormat format;
+  const auto words = split(text, ':');
+  format.code = parse_code(text, words[0], format);
+  std::size_t next = 1;
+  const auto take = [&](std::string_view word) {
+    const bool found = next < words.size() && words[next] == word;
+    next += found;
+    return found;
+  };
+  if (next < words.size()) {
+    const auto block = parse_block(words[next]);
+    if (!block)
+      refuse_text(text, fmt::format("has {} where g<columns> or row should stand", quoted(words[next])));
+    format.scales = Scales::behind_codes;
+    format.block = *block;
+    ++next;
+    if (next == words.size() || !parse_number(words[next], format.scale_type))
+      refuse_text(text, "does not say the type of its scales");
+    ++next;
+    if (take("before")) format.scales = Scales::before_block;
+    if (take("zero"))
+      format.zero = Zero::subtracted;
+    else if (take("min"))
+      format.zero = Zero::added;
+    if (take("halves")) format.packing = Packing::halves;
+    if (next < words.size() && parse_tail(text, words[next], format)) ++next;
+    format.second_scale = take("scaled");
+  }
+  if (next < words.size())
+    refuse_text(text,
+                fmt::format("has {}, which is unknown, there twice or out of order", quoted(words[next])));
+  return format;
+}
+
+std::string parts_of(const KvFormat& format) {
+  std::string out(info_of(format.code).name);
+  if (format.code == Code::book) {
+    for (std::size_t i = 0; i < format.book.size(); ++i)
+      out += fmt::format("{}{}", i == 0 ? "(" : ",", format.book[i]);
+    out += ')';
+  }
+  if (format.scales == Scales::argument) return out;
+  out += format.block == 0 ? ":row" : fmt::format(":g{}", format.block);
+  out += fmt::format(":{}", name_of(format.scale_type));
+  if (format.scales == Scales::before_block) out += ":before";
+  if (format.zero == Zero::subtracted) out += ":zero";
+  if (format.zero == Zero::added) out += ":min";
+  if (format.packing == Packing::halves) out += ":halves";
+  if (format.tail > 0)
+    out += fmt::format(":tail{}{}", format.tail, format.tail_type == Number::fp16 ? "xfp16" : "");
+  if (format.second_scale) out += ":scaled";
+  return out;
+}
+
+/// Without scales in the row there is nothing that these could belong to.
+void validate_argument_scales(const KvFormat& format) {
+  const char* with_row = format.block != 0                      ? "a block"
+                         : format.zero != Zero::none            ? "zero points"
+                         : format.packing != Packing::neighbors ? "packing in halves"
+                         : format.second_scale                  ? "a second scale"
+                         : format.tail != 0                     ? "a tail"
+                                                                : nullptr;
+  if (with_row)
+    refuse(
+        "the KV format has {}, but its scales are an argument of the call; give scales in the row, such as "
+        "{}:g32:fp16",
+        with_row, info_of(format.code).name);
+}
+
+void validate_row_scales(const KvFormat& format) {
+  name_of(format.scale_type);
+  if (!(format.block == 0 || format.block == 16 || format.block == 32 || format.block == 64 ||
+        format.block == 128))
+    refuse("the KV format has blocks of {} columns; they have 16, 32, 64 or 128, or are the row",
+           format.block);
+  const bool is_float = info_of(format.code).is_float;
+  if (format.zero != Zero::none && is_float)
+    refuse(
+        "the KV format has zero points, but its codes are {}, which are signed floats; leave zero and min "
+        "out",
+        info_of(format.code).name);
+  if (format.zero != Zero::none && (format.scale_type == Number::e8m0 || format.scale_type == Number::e4m3))
+    refuse("the KV format has zero points of type {}; they are fp32, fp16 or bf16, as its scales then are",
+           name_of(format.scale_type));
+  if (format.zero == Zero::added && !is_unsigned(format.code))
+    refuse(
+        "the KV format adds the least element of a block to codes {}, which are signed; use uint4, or zero",
+        info_of(format.code).name);
+  if (format.packing == Packing::halves && (format.bits() != 4 || format.block == 16))
+    refuse(
+        "the KV format packs blocks in halves, which is for codes of 4 bits in blocks of 32 columns or more");
+  if (format.tail < 0 || format.tail % kStep != 0)
+    refuse("the KV format has a tail of {} columns; it must be a multiple of {}", format.tail, kStep);
+  if (format.tail_type != Number::bf16 && format.tail_type != Number::fp16)
+    refuse("the KV format has a tail of type {}; it is bf16 or fp16", name_of(format.tail_type));
+}
+
+}  // namespace
+
+int KvFormat::bits() const {
+  if (code != Code::book) return info_of(code).bits;
+  return book.size() == 4 ? 2 : book.size() == 16 ? 4 : 8;
+}
+
+KvRow KvFormat::row(int dim) const {
+  KvRow row{.columns = dim - tail};
+  row.block = block == 0 ? row.columns : block;
+  const int blocks = scales == Scales::argument || row.block == 0 ? 1 : row.columns / row.block;
+  const int code_bytes = row.block * bits() / 8, scale = scales == Scales::argument ? 0 : size_of(scale_type);
+  const int zero_bytes = zero == Zero::none ? 0 : scale;
+  const bool before = scales == Scales::before_block;
+  row.codes = before ? scale + zero_bytes : 0;
+  row.block_step = row.codes + code_bytes;
+  row.scales = before ? 0 : blocks * code_bytes;
+  row.scale_step = before ? row.block_step : scale;
+  row.zeros = before ? scale : row.scales + blocks * scale;
+  row.tail = blocks * (code_bytes + scale + zero_bytes);
+  row.bytes = row.tail + tail * 2;
+  for (const int place : {row.codes, row.block_step, row.scales, row.tail, row.bytes})
+    row.alignment = std::gcd(row.alignment, place);
+  return row;
+}
+
+void KvFormat::validate() const {
+  info_of(code);
+  if (code == Code::book ? book.size() != 4 && book.size() != 16 && book.size() != 256 : !book.empty())
+    refuse("the KV format has a code book of {} values; a book has 4, 16 or 256, and other codes have none",
+           book.size());
+  if (!std::ranges::all_of(book, [](float value) { return std::isfinite(value); }))
+    refuse("the KV format has a code book with a value that is not finite; give finite numbers");
+  if (code == Code::book && std::ranges::all_of(book, [](float value) { return value == 0; }))
+    refuse("the KV format has a code book of zeros; give values that differ");
+  if (scales > Scales::before_block || zero > Zero::added || packing > Packing::halves)
+    refuse("the KV format has scales, zero points or packing without a name");
+  if (code == Code::element && *this != KvFormat{})
+    refuse(
+        "the KV format is not quantized, but has scales, blocks or a tail; name its codes or leave these "
+        "out");
+  if (scales == Scales::argument)
+    validate_argument_scales(*this);
+  else
+    validate_row_scales(*this);
+  if (is_unsigned(code) && zero == Zero::none)
+    refuse("the KV format has codes {}, which are not negative, without zero points; add zero or min",
+           info_of(code).name);
+}
+
+void KvFormat::validate_row(int dim, std::string_view name) const {
+  validate();
+  if (!quantized()) return;
+  const std::string format = to_string(*this);
+  if (dim % kStep != 0)
+    refuse("{} is {}, but the KV format is {}; it must then be a multiple of {}: pad the heads with zeros",
+           name, dim, format, kStep);
+  if (dim <= tail)
+    refuse("{} is {}, but the KV format {} has a tail of {} columns; give a format whose tail is shorter",
+           name, dim, format, tail);
+  if (block != 0 && (dim - tail) % block != 0)
+    refuse(
+        "{} is {}, of which {} columns have codes, but the KV format {} has blocks of {}, which do not "
+        "divide them",
+        name, dim, dim - tail, format, block);
+  if (packing == Packing::halves && block == 0 && (dim - tail) % (2 * kStep) != 0)
+    refuse(
+        "{} is {}, of which {} columns have codes, but the KV format {} packs them in halves of a multiple "
+        "of {}",
+        name, dim, dim - tail, format, kStep);
+}
+
+KvFormat kv_format_of(DType dtype) {
+  switch (dtype) {
+    case DType::e4m3:
+      return {.code = Code::e4m3};
+    case DType::e5m2:
+      return {.code = Code::e5m2};
+    case DType::int8:
+      return {.code = Code::int8};
+    default:
+      return {};
+  }
+}
+
+const std::vector<NamedKvFormat>& named_kv_formats() {
+  static const std::vector<NamedKvFormat> kNamed{
+      {"fp8", "e4m3"},
+      {"fp8_e4m3", "e4m3"},
+      {"fp8_e5m2", "e5m2"},
+      {"fp8_ds_mla", "e4m3:g128:fp32:tail64"},
+      {"nvfp4", "e2m1:g16:e4m3:scaled"},
+      {"mxfp4", "e2m1:g32:e8m0"},
+      {"mxfp8", "e4m3:g32:e8m0"},
+      {"q8_0", "int8:g32:fp16:before"},
+      {"q4_0", "int4_offset:g32:fp16:before:halves"},
+      {"q4_1", "uint4:g32:fp16:before:min:halves"},
+      {"iq4_nl", "book(-127,-104,-83,-65,-49,-35,-22,-10,1,13,25,38,53,69,89,113):g32:fp16:before:halves"},
+  };
+  return kNamed;
+}
+
+std::string to_string(const KvFormat& format) {
+  std::string parts = parts_of(format);
+  for (const NamedKvFormat& named : named_kv_formats())
+    if (parts == named.parts && format.scales != Scales::argument) return std::string(named.name);
+  return parts;
+}
+
+KvFormat parse_kv_format(std::string_view text) {
+  std::string_view parts = text;
+  for (const NamedKvFormat& named : named_kv_formats())
+    if (text == named.name) parts = named.parts;
+  const KvFormat format = parse_parts(parts);
+  try {
+    format.validate();
+  } catch (const Error& error) {
+    refuse("the KV format {} is wrong: {}", quoted(text), error.message());
+  }
+  return format;
+}
+
+}  // namespace flashjit

@@ -1,0 +1,318 @@
+// KV formats: texts, errors, layouts of rows byte by byte, every code of every format, and rows that go
+// through encode and decode.
+#include "flashjit/kv_format.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <vector>
+
+#include "flashjit/error.hpp"
+#include "support/kv_codec.hpp"
+
+namespace flashjit {
+namespace {
+
+using Code = KvFormat::Code;
+using Bytes = std::vector<std::uint8_t>;
+using Values = std::vector<double>;
+
+std::string message_of(const std::string& text) {
+  try {
+    parse_kv_format(text);
+  } catch (const Error& error) {
+    return error.message();
+  }
+  return "";
+}
+
+std::string message_of_row(const std::string& text, int dim) {
+  try {
+    parse_kv_format(text).validate_row(dim);
+  } catch (const Error& error) {
+    return error.message();
+  }
+  return "";
+}
+
+Values decoded(const KvFormat& format, int dim, const Bytes& row, double argument = 1) {
+  Values values(static_cast<std::size_t>(dim));
+  decode_row(format, dim, row.data(), argument, values.data());
+  return values;
+}
+
+Bytes encoded(const KvFormat& format, const Values& values, float argument = 1) {
+  const int dim = static_cast<int>(values.size());
+  Bytes row(static_cast<std::size_t>(format.row_bytes(dim)));
+  encode_row(format, dim, values.data(), argument, row.data());
+  return row;
+}
+
+/// A float of so many exponent and mantissa bits, by its definition.
+double small_float(unsigned code, int exponent_bits, int mantissa_bits) {
+  const int bias = (1 << (exponent_bits - 1)) - 1,
+            exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1),
+            mantissa = code & ((1 << mantissa_bits) - 1);
+  const double sign = code >> (exponent_bits + mantissa_bits) & 1 ? -1 : 1;
+  if (exponent == 0) return sign * std::ldexp(mantissa, 1 - bias - mantissa_bits);
+  return sign * std::ldexp((1 << mantissa_bits) + mantissa, exponent - bias - mantissa_bits);
+}
+
+const std::vector<std::string>& formats() {
+  static const std::vector<std::string> kFormats = [] {
+    std::vector<std::string> texts;
+    for (const NamedKvFormat& named : named_kv_formats()) texts.emplace_back(named.name);
+    for (const char* text :
+         {"e4m3", "e5m2", "int8", "int4", "e2m1", "int4:row:fp16", "int4:g32:fp16:zero", "uint4:g64:bf16:min",
+          "uint2:g32:fp16:min", "uint2:g16:fp32:zero", "uint8:g128:fp32:zero", "int8:row:fp32:before",
+          "e4m3:g128:fp32", "e5m2:g64:e8m0", "book(-3,-1,1,3):g32:bf16", "e2m1:g16:e4m3:tail32xfp16:scaled",
+          "int4_offset:row:fp32:halves", "int4:g64:e8m0:before"})
+      texts.emplace_back(text);
+    return texts;
+  }();
+  return kFormats;
+}
+
+int dim_of(const KvFormat& format) { return 256 + format.tail; }
+
+TEST(KvFormat, EveryCodeIsItsTablesValue) {
+  for (unsigned code = 0; code < 256; ++code) {
+    const double e4m3 = code_value({.code = Code::e4m3}, code), e5m2 = code_value({.code = Code::e5m2}, code);
+    EXPECT_EQ(std::isnan(e4m3), (code & 0x7f) == 0x7f) << code;
+    if ((code & 0x7f) != 0x7f) {
+      EXPECT_EQ(e4m3, small_float(code, 4, 3)) << code;
+    }
+    if ((code & 0x7f) < 0x7c) {
+      EXPECT_EQ(e5m2, small_float(code, 5, 2)) << code;
+    }
+    EXPECT_EQ(code_value({.code = Code::int8}, code), code < 128 ? code : code - 256.0);
+    EXPECT_EQ(code_value({.code = Code::uint8}, code), code);
+  }
+  for (unsigned code = 0; code < 16; ++code) {
+    EXPECT_EQ(code_value({.code = Code::e2m1}, code), small_float(code, 2, 1)) << code;
+    EXPECT_EQ(code_value({.code = Code::int4}, code), code < 8 ? code : code - 16.0);
+    EXPECT_EQ(code_value({.code = Code::int4_offset}, code), code - 8.0);
+    EXPECT_EQ(code_value({.code = Code::uint4}, code), code);
+  }
+  constexpr double kE2m1[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6};
+  for (unsigned code = 0; code < 16; ++code) EXPECT_EQ(code_value({.code = Code::e2m1}, code), kE2m1[code]);
+  for (unsigned code = 0; code < 4; ++code) EXPECT_EQ(code_value({.code = Code::uint2}, code), code);
+}
+
+TEST(KvFormat, EveryScaleIsItsTypesValue) {
+  for (int code = 0; code < 256; ++code) {
+    const auto byte = static_cast<std::uint8_t>(code);
+    const double e8m0 = decode_number(KvFormat::Number::e8m0, &byte);
+    if (code == 255)
+      EXPECT_TRUE(std::isnan(e8m0));
+    else
+      EXPECT_EQ(e8m0, std::ldexp(1.0, code - 127)) << code;
+    std::uint8_t again = 0;
+    encode_scale(KvFormat::Number::e8m0, static_cast<float>(e8m0), &again);
+    EXPECT_EQ(again, byte);
+    if ((code & 0x7f) == 0x7f || code == 0 || code == 128) continue;
+    EXPECT_EQ(decode_number(KvFormat::Number::e4m3, &byte), small_float(byte, 4, 3));
+  }
+}
+
+TEST(KvFormat, EveryCodeOfEveryFormatSurvives) {
+  for (const std::string& text : formats()) {
+    const KvFormat format = parse_kv_format(text);
+    for (unsigned code = 0; code < 1u << format.bits(); ++code) {
+      const double value = code_value(format, code);
+      if (!std::isfinite(value)) continue;
+      EXPECT_EQ(code_value(format, code_of(format, static_cast<float>(value))), value) << text << " " << code;
+    }
+  }
+}
+
+TEST(KvFormat, CodesRoundToNearestWithTiesToEven) {
+  const KvFormat e2m1{.code = Code::e2m1};
+  const auto rounded = [&](float value) { return code_value(e2m1, code_of(e2m1, value)); };
+  constexpr float kTies[][2] = {{0.25f, 0}, {0.75f, 1}, {1.25f, 1}, {1.75f, 2}, {2.5f, 2}, {3.5f, 4}, {5, 4}};
+  for (const auto& [value, nearest] : kTies) {
+    EXPECT_EQ(rounded(value), nearest) << value;
+    EXPECT_EQ(rounded(-value), -nearest) << value;
+  }
+  EXPECT_EQ(rounded(5.01f), 6);
+  EXPECT_EQ(rounded(1e9f), 6);
+  EXPECT_EQ(code_of({.code = Code::int8}, 2.5f), 2u);
+  EXPECT_EQ(code_of({.code = Code::int4}, -99.0f), 8u);
+  EXPECT_EQ(code_of({.code = Code::int4_offset}, -99.0f), 0u);
+}
+
+TEST(KvFormat, TextsSurvive) {
+  for (const std::string& text : formats()) {
+    const KvFormat format = parse_kv_format(text);
+    EXPECT_EQ(parse_kv_format(to_string(format)), format) << text;
+  }
+  EXPECT_EQ(to_string(parse_kv_format("e2m1:g16:e4m3:scaled")), "nvfp4");
+  EXPECT_EQ(to_string(parse_kv_format("fp8")), "e4m3");
+  EXPECT_EQ(to_string(KvFormat{}), "element");
+  EXPECT_EQ(to_string(parse_kv_format("int4:g32:fp16:zero")), "int4:g32:fp16:zero");
+}
+
+TEST(KvFormat, ErrorsSayWhatIsWrong) {
+  const auto says = [](const std::string& message, std::initializer_list<const char*> parts) {
+    for (const char* part : parts)
+      EXPECT_NE(message.find(part), std::string::npos) << message << " lacks " << part;
+  };
+  says(message_of("int5"), {"'int5'", "neither a name nor codes", "nvfp4", "int4:g32:fp16:zero"});
+  says(message_of("int4:32"), {"'32'", "g<columns> or row"});
+  says(message_of("int4:g32"), {"the type of its scales"});
+  says(message_of("int4:g24:fp16"), {"blocks of 24 columns", "16, 32, 64 or 128"});
+  says(message_of("int4:g32:fp16:zero:min"), {"'min'", "out of order"});
+  says(message_of("e4m3:g32:fp16:zero"), {"zero points", "e4m3", "leave zero and min out"});
+  says(message_of("uint4:g32:fp16"), {"uint4", "add zero or min"});
+  says(message_of("uint4:g32:e8m0:min"), {"zero points of type e8m0", "fp32, fp16 or bf16"});
+  says(message_of("int4:g32:fp16:min"), {"signed", "uint4"});
+  says(message_of("int8:g32:fp16:halves"), {"halves", "4 bits"});
+  says(message_of("e4m3:g128:fp32:tail20"), {"tail of 20", "multiple of 16"});
+  says(message_of("e4m3:g128:fp32:tail64xe4m3"), {"tail of type e4m3", "bf16 or fp16"});
+  says(message_of("book(1,2,3)"), {"3 values", "4, 16 or 256"});
+  says(message_of("book(1,2,3,x)"), {"'x'", "no number"});
+  says(message_of("book(1,2,3,inf)"), {"not finite"});
+  says(message_of("element:g32:fp16"), {"not quantized"});
+  says(message_of(""), {"''"});
+  says(message_of_row("nvfp4", 72), {"head_dim is 72", "nvfp4", "a multiple of 16", "pad"});
+  says(message_of_row("q8_0", 80), {"head_dim is 80", "blocks of 32"});
+  says(message_of_row("fp8_ds_mla", 64), {"a tail of 64 columns"});
+  says(message_of_row("int4:row:fp16:halves", 80), {"halves"});
+  EXPECT_EQ(message_of_row("fp8_ds_mla", 576), "");
+  EXPECT_NO_THROW(KvFormat{}.validate_row(72));
+}
+
+TEST(KvFormat, BytesOfRows) {
+  const auto bytes = [](const char* text, int dim) { return parse_kv_format(text).row_bytes(dim); };
+  EXPECT_EQ(bytes("q8_0", 128), 4 * 34);
+  EXPECT_EQ(bytes("q4_0", 128), 4 * 18);
+  EXPECT_EQ(bytes("q4_1", 128), 4 * 20);
+  EXPECT_EQ(bytes("iq4_nl", 128), 4 * 18);
+  EXPECT_EQ(bytes("fp8_ds_mla", 576), 656);
+  EXPECT_EQ(bytes("nvfp4", 128), 64 + 8);
+  EXPECT_EQ(bytes("mxfp4", 128), 64 + 4);
+  EXPECT_EQ(bytes("mxfp8", 128), 128 + 4);
+  EXPECT_EQ(bytes("e4m3", 128), 128);
+  EXPECT_EQ(bytes("int4:row:fp16", 128), 64 + 2);
+  EXPECT_EQ(bytes("uint2:g32:fp16:min", 128), 32 + 4 * 4);
+  EXPECT_EQ(bytes("element", 128), 256);
+}
+
+TEST(KvFormat, AlignmentsOfRows) {
+  const auto alignment = [](const char* text, int dim) { return parse_kv_format(text).row(dim).alignment; };
+  EXPECT_EQ(alignment("q8_0", 128), 2);
+  EXPECT_EQ(alignment("q4_1", 128), 4);
+  EXPECT_EQ(alignment("fp8_ds_mla", 576), 16);
+  EXPECT_EQ(alignment("nvfp4", 128), 8);
+  EXPECT_EQ(alignment("mxfp8", 128), 4);
+  EXPECT_EQ(alignment("e4m3", 128), 16);
+  EXPECT_EQ(alignment("int4:g32:e8m0:before", 128), 1);
+}
+
+/// llama.cpp's block_q8_0: fp16 d, then int8 qs[32].
+TEST(KvFormat, BlocksOfQ8_0) {
+  Bytes row(68);
+  for (int block = 0; block < 2; ++block) {
+    row[block * 34] = 0x00, row[block * 34 + 1] = block == 0 ? 0x38 : 0xc0;  // 0.5 and -2 in fp16
+    for (int i = 0; i < 32; ++i) row[block * 34 + 2 + i] = static_cast<std::uint8_t>(i * 5 - 80);
+  }
+  const Values values = decoded(parse_kv_format("q8_0"), 64, row);
+  for (int i = 0; i < 64; ++i) EXPECT_EQ(values[i], (i % 32 * 5 - 80) * (i < 32 ? 0.5 : -2.0)) << i;
+}
+
+/// llama.cpp's block_q4_0: fp16 d, then qs[16], which have elements 0 to 15 in their lower halves.
+TEST(KvFormat, BlocksOfQ4_0) {
+  Bytes row(18);
+  row[1] = 0x3c;  // 1
+  for (int i = 0; i < 16; ++i) row[2 + i] = static_cast<std::uint8_t>(i | (15 - i) << 4);
+  const Values values = decoded(parse_kv_format("q4_0"), 32, row);
+  for (int i = 0; i < 16; ++i) {
+    EXPECT_EQ(values[i], i - 8.0) << i;
+    EXPECT_EQ(values[16 + i], 7.0 - i) << i;
+  }
+}
+
+/// llama.cpp's block_q4_1: fp16 d, fp16 m, then qs[16]; an element is d * q + m.
+TEST(KvFormat, BlocksOfQ4_1) {
+  Bytes row(20);
+  row[1] = 0x40, row[3] = 0xc2;  // 2 and -3
+  for (int i = 0; i < 16; ++i) row[4 + i] = static_cast<std::uint8_t>(i | (15 - i) << 4);
+  const Values values = decoded(parse_kv_format("q4_1"), 32, row);
+  for (int i = 0; i < 16; ++i) {
+    EXPECT_EQ(values[i], 2.0 * i - 3) << i;
+    EXPECT_EQ(values[16 + i], 2.0 * (15 - i) - 3) << i;
+  }
+}
+
+/// DeepSeek's rows of 656 bytes: 512 e4m3, four fp32 scales of 128 each, 64 bf16 of RoPE.
+TEST(KvFormat, RowsOfFp8DsMla) {
+  Bytes row(656);
+  for (int i = 0; i < 512; ++i) row[i] = static_cast<std::uint8_t>(i % 0x7f);
+  for (int i = 0; i < 4; ++i) {
+    const float scale = 0.25f * static_cast<float>(i + 1);
+    std::memcpy(&row[512 + i * 4], &scale, 4);
+  }
+  for (int i = 0; i < 64; ++i) row[528 + i * 2] = static_cast<std::uint8_t>(i), row[528 + i * 2 + 1] = 0x3f;
+  const Values values = decoded(parse_kv_format("fp8_ds_mla"), 576, row);
+  for (int i = 0; i < 512; ++i) EXPECT_EQ(values[i], small_float(i % 0x7f, 4, 3) * 0.25 * (i / 128 + 1)) << i;
+  for (int i = 0; i < 64; ++i) EXPECT_EQ(values[512 + i], small_float(0x3f00 | i, 8, 7)) << i;
+}
+
+/// NVFP4: two e2m1 a byte, the first in its lower half, an e4m3 scale for 16, one fp32 for all.
+TEST(KvFormat, RowsOfNvfp4) {
+  Bytes row(36);
+  for (int i = 0; i < 32; ++i) row[i] = static_cast<std::uint8_t>((2 * i % 16) | (2 * i + 1) % 16 << 4);
+  for (int i = 0; i < 4; ++i) row[32 + i] = static_cast<std::uint8_t>(0x38 + i);  // 1, 1.125, 1.25, 1.375
+  const Values values = decoded(parse_kv_format("nvfp4"), 64, row, 0.5);
+  for (int i = 0; i < 64; ++i)
+    EXPECT_EQ(values[i], small_float(i % 16, 2, 1) * (1 + 0.125 * (i / 16)) * 0.5) << i;
+}
+
+TEST(KvFormat, EncodeThenDecodeIsIdempotentAndNear) {
+  std::mt19937 random(7);
+  std::normal_distribution<double> normal;
+  for (const std::string& text : formats()) {
+    const KvFormat format = parse_kv_format(text);
+    const float argument = format.scales == KvFormat::Scales::argument ? 0.02f
+                           : format.second_scale                       ? 0.01f
+                                                                       : 1.0f;
+    for (int trial = 0; trial < 20; ++trial) {
+      Values values(static_cast<std::size_t>(dim_of(format)));
+      for (double& value : values) value = static_cast<float>(normal(random));
+      const Bytes row = encoded(format, values, argument);
+      const Values once = decoded(format, dim_of(format), row, argument);
+      if (format.zero == KvFormat::Zero::none) {  // in values: -0 may become 0
+        EXPECT_EQ(decoded(format, dim_of(format), encoded(format, once, argument), argument), once) << text;
+      }
+      if (format.scales == KvFormat::Scales::argument) continue;  // which may be too small
+      const bool coarse = format.scale_type == KvFormat::Number::e8m0 || format.code == Code::e5m2;
+      const double step = format.bits() == 2   ? 2.0
+                          : format.bits() == 4 ? (coarse ? 1.2 : 0.7)
+                          : coarse             ? 0.6
+                                               : 0.15;
+      for (int i = 0; i < dim_of(format); ++i) EXPECT_NEAR(once[i], values[i], step) << text << " " << i;
+    }
+  }
+}
+
+TEST(KvFormat, ZerosStayAndNanIsSeen) {
+  for (const std::string& text : formats()) {
+    const KvFormat format = parse_kv_format(text);
+    Values values(static_cast<std::size_t>(dim_of(format)));
+    for (const double value : decoded(format, dim_of(format), encoded(format, values)))
+      if (format.code != Code::book) {
+        EXPECT_EQ(value, 0) << text;
+      }
+    if (format.scales == KvFormat::Scales::argument) continue;
+    values[3] = std::numeric_limits<double>::quiet_NaN();
+    EXPECT_TRUE(std::isnan(decoded(format, dim_of(format), encoded(format, values))[3])) << text;
+    values[3] = std::numeric_limits<double>::infinity();
+    EXPECT_TRUE(std::isnan(decoded(format, dim_of(format), encoded(format, values))[3])) << text;
+  }
+}
+
+}  // namespace
+}  // namespace flashjit

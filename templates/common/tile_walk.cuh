@@ -105,7 +105,8 @@ struct QTiles {
       if constexpr (P::kDeterministic) staged.dq_order = rank[tile];
     } else {
       if constexpr (P::kHasMask)
-        staged.full = mask_class<P>(p, head, tile_range(tile, P::kBr, head.seqlen_q), kv) == TileClass::full;
+        staged.full = P::classify_tile(p, head, tile_range(tile, P::kBr, head.seqlen_q), kv, nullptr,
+                                       nullptr) == TileClass::full;
       if constexpr (P::kDeterministic) staged.dq_order = (seqused_kv - 1) / P::kBc - kv_tile;
     }
     return staged;

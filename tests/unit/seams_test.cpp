@@ -42,11 +42,15 @@ Names files_naming(const std::string& pattern) {
   return files_naming(pattern, {"include", "runtime", "templates", "autotune", "tools/command"},
                       {".cpp", ".hpp", ".h", ".cuh"});
 }
-/// A drop-in in a folder of its own counts once: its files repeat the arguments of whom it stands in for.
+/// Adapters and drop-ins do not count: they repeat the arguments of whom they serve, whatever is new here.
+/// JAX's folder counts once.
 Names files_of_python_naming(const std::string& pattern) {
+  const std::regex adapters(
+      "tools/python/flashjit/(flash_attn/|flashinfer/|sglang/|vllm/|vllm_omni|_engines).*");
   Names found;
   for (const std::string& name : files_naming(pattern, {"tools/python/flashjit"}, {".py"}))
-    found.insert(std::regex_replace(name, std::regex("(tools/python/flashjit/[a-z_]+)/.*"), "$1"));
+    if (!std::regex_match(name, adapters))
+      found.insert(std::regex_replace(name, std::regex("(tools/python/flashjit/[a-z_]+)/.*"), "$1"));
   return found;
 }
 

@@ -74,6 +74,8 @@ NAMES = {
     "apply_rotary_emb_torch rotate_half RotaryEmbedding ApplyRotaryEmb",
     "flash_attn.ops.triton.rotary": "apply_rotary",
     "flash_attn_3.flash_attn_interface": "flash_attn_func",
+    "flash_attn.cute": "flash_attn_func flash_attn_varlen_func",
+    "flash_attn.cute.interface": "flash_attn_func flash_attn_varlen_func flash_attn_combine",
     "flash_attn_interface": "flash_attn_func flash_attn_varlen_func flash_attn_qkvpacked_func "
     "flash_attn_with_kvcache "
     "flash_attn_combine get_scheduler_metadata _flash_attn_forward "
@@ -89,6 +91,38 @@ def test_names_that_libraries_import(installed, module):
         name for name in vars(found) if name in ("torch", "Tensor", "Any", "Union", "Options", "attention")
     ]
     assert leaked == []
+
+
+def test_flash_attention_4(installed):
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+    from flash_attn.cute.interface import flash_attn_combine
+
+    q, k, v = tensors()
+    sinks = torch.randn(4, device=DEVICE)
+    out, lse = flash_attn_func(q, k, v, causal=True, window_size=(3, None), softcap=2.0)
+    close(out, reference(q, k, v, causal=True, window=(3, -1), softcap=2.0)[0])
+    assert lse is None
+    out, lse = flash_attn_func(q, k, v, learnable_sink=sinks, return_lse=True)
+    plain, plain_lse = reference(q, k, v)
+    close(out, plain * torch.sigmoid(plain_lse - sinks[:, None]).transpose(1, 2)[..., None])
+    offsets = [torch.tensor([0, n], dtype=torch.int32, device=DEVICE) for n in (7, 11)]
+    packed, packed_lse = flash_attn_varlen_func(
+        q[0], k[0], v[0], *offsets, 7, 11, causal=True, return_lse=True
+    )
+    want, want_lse = reference(q[:1], k[:1], v[:1], causal=True)
+    close(packed, want[0])
+    close(packed_lse, want_lse[0])
+    halves = [
+        flash_attn_func(q, k[:, part], v[:, part], return_lse=True) for part in (slice(5), slice(5, 11))
+    ]
+    outs = torch.stack([o for o, _ in halves])
+    lses = torch.stack([x.transpose(1, 2) for _, x in halves])
+    close(flash_attn_combine(outs, lses)[0], plain)
+    close(flash_attn_combine(outs[:, 0], lses[:, 0])[0], plain[0])
+    for refused in ({"mask_mod": print}, {"score_mod": print}):
+        with pytest.raises(flashjit.Unsupported, match="functions of CuTe DSL"):
+            flash_attn_func(q, k, v, **refused)
+    assert "flash-attn-4" in importlib.metadata.packages_distributions()["flash_attn"]
 
 
 def test_missing_names_say_what_to_do(installed):

@@ -62,6 +62,7 @@ def _packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 
 _KNOWN: dict[str, Any] = {
     "has_flashinfer_jit_cache": lambda *_, **__: True,
+    "GPUArchitectureError": type("GPUArchitectureError", (Exception,), {}),
     "get_compute_capability": lambda *_: (9, 0),
     "is_sm90a_supported": lambda *_: True,
     "is_fa3_backend_supported": lambda *_, **__: False,
@@ -112,6 +113,15 @@ if ON_CPU:
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
     _batch.BatchAttention.__init__.__defaults__ = ("NHD", "cpu")
+    torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(  # type: ignore[assignment]
+        total_memory=80 << 30,
+        multi_processor_count=132,
+        major=9,
+        minor=0,
+        name="",
+        shared_memory_per_block_optin=232448,
+    )
+    torch.cuda.memory_reserved = torch.cuda.memory_allocated = lambda *_: 0  # type: ignore[assignment]
     torch.cuda.empty_cache = lambda: None  # type: ignore[assignment]
 
 # --- Each call beside a softmax in float64 -------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import types
 from typing import Any
 
 from ..errors import InvalidArgument
-from . import _fa3, _functions, _passes, bert_padding, rotary
+from . import _fa3, _fa4, _functions, _passes, bert_padding, rotary
 
 __version__ = "2.8.3"  # whose interface this is
 
@@ -37,6 +37,8 @@ def _contents() -> dict[str, dict[str, Any]]:
     return {
         "flash_attn": functions,
         "flash_attn.flash_attn_interface": {**functions, **passes, **wrapped},
+        "flash_attn.cute": _public(_fa4),
+        "flash_attn.cute.interface": _public(_fa4),
         "flash_attn.bert_padding": _public(bert_padding),
         "flash_attn.layers": {},
         "flash_attn.layers.rotary": {**_public(rotary), "apply_rotary_emb_func": rotary.apply_rotary_emb},
@@ -51,8 +53,8 @@ def _contents() -> dict[str, dict[str, Any]]:
 
 def install() -> None:
     """Puts flash_attn, its flash_attn_interface, bert_padding, layers.rotary and ops.triton.rotary, and
-    FlashAttention-3's flash_attn_interface, also in flash_attn_3, in place for `import` in this process,
-    where the packages flash-attn and flash-attn-3 count as installed: transformers' own
+    FlashAttention-3's flash_attn_interface, also in flash_attn_3, and FlashAttention-4's flash_attn.cute in place
+    for `import` in this process, where the packages flash-attn, flash-attn-3 and flash-attn-4 count as installed: transformers' own
     attn_implementation="flash_attention_2" then runs on flashjit. Raises flashjit.InvalidArgument where one
     of these modules was imported already from another package."""
     contents = _contents()
@@ -84,7 +86,7 @@ def install() -> None:
 def _why(name: str) -> str:
     return (
         f"{name} is not among the names that flashjit.flash_attn.install() gives for flash-attn: "
-        "flash_attn and its flash_attn_interface, bert_padding, layers.rotary and ops.triton.rotary, and "
+        "flash_attn and its flash_attn_interface, bert_padding, cute, layers.rotary and ops.triton.rotary, and "
         "flash_attn_interface. Leave out what needs it, or do not call install() and install flash-attn "
         "itself."
     )
@@ -126,6 +128,7 @@ class _Packages(importlib.metadata.DistributionFinder):
     packages = (
         _Package("flash-attn", "flash_attn", __version__),
         _Package("flash-attn-3", "flash_attn_interface\nflash_attn_3", "3.0.0"),
+        _Package("flash-attn-4", "flash_attn", "4.0.0"),
     )
 
     def find_distributions(self, context: Any = importlib.metadata.DistributionFinder.Context()) -> Any:

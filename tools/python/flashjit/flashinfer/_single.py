@@ -115,7 +115,10 @@ def trtllm_batch_decode_with_kv_cache(
     uses_shared_paged_kv_idx: bool = True,
     lse: Tensor | None = None,
     return_lse: bool = False,
-    **unknown: Any,
+    bmm1_scale_log2: Tensor | None = None,
+    multi_ctas_kv_counter_buffer: Tensor | None = None,
+    enable_block_sparse_attention: bool = False,
+    bf16q_fp8kv_transform_mode: str | None = None,
 ) -> Any:
     """O [all rows, hq, d] of query [all rows, hq, d] over pages by block_tables, int32 [sequences, pages of the longest].
 
@@ -129,7 +132,8 @@ def trtllm_batch_decode_with_kv_cache(
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         kv_cache_sf=kv_cache_sf,
         o_scale=None if o_scale in (None, 1) else o_scale,
-        **{name: value for name, value in unknown.items() if value},
+        bmm1_scale_log2=bmm1_scale_log2,
+        enable_block_sparse_attention=enable_block_sparse_attention,
     )
     if not uses_shared_paged_kv_idx:
         raise Unsupported("uses_shared_paged_kv_idx is False: K and V are in the same pages here.")

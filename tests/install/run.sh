@@ -91,8 +91,9 @@ grep -qF "\"version\": \"$version\"" "$packaging/vcpkg/flashjit/vcpkg.json" || {
 grep -qFx "version = \"$version\"" "$packaging/rust/Cargo.toml" || { echo "Cargo.toml is not of version $version" >&2 && exit 1; }
 if cargo --version >/dev/null 2>&1; then
   cp -r "$packaging/rust" "$scratch/rust"
-  cargo run --offline --quiet --manifest-path "$scratch/rust/Cargo.toml" --target-dir "$scratch/rust/target" --example attention |
-    grep -F "causal attention: the same"
+  run_example() { cargo run --offline --quiet --manifest-path "$scratch/rust/Cargo.toml" --target-dir "$scratch/rust/target" --example "$1"; }
+  run_example attention | grep -F "causal attention: the same"
+  run_example serving | grep -F "a paged cache: the same"
 else
   echo "no cargo here: the Rust crate is not tested"
 fi

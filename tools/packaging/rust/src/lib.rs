@@ -1,4 +1,5 @@
-//! The part of flashjit's C interface that a forward pass needs, as `flashjit/flashjit.h` declares it. Null and 0 mean what they
+//! The part of flashjit's C interface that inference needs, as `flashjit/flashjit.h` declares it: the forward pass over packed
+//! sequences and pages, new rows of a cache, partial states that join, codes of 8 bits with scales. Null and 0 mean what they
 //! mean there; `struct_size` is the size of the struct, by which the library refuses callers built for another version.
 
 #![no_std]
@@ -13,6 +14,14 @@ pub const FLASHJIT_INVALID_ARGUMENT: flashjit_status = 1;
 pub const FLASHJIT_UNSUPPORTED: flashjit_status = 2;
 pub const FLASHJIT_NO_DRIVER: flashjit_status = 3;
 pub const FLASHJIT_NO_DEVICE: flashjit_status = 4;
+
+pub type flashjit_element_type = i32;
+pub const FLASHJIT_ELEMENT_UNTOLD: flashjit_element_type = 0;
+pub const FLASHJIT_ELEMENT_FP32: flashjit_element_type = 1;
+pub const FLASHJIT_ELEMENT_FP16: flashjit_element_type = 2;
+pub const FLASHJIT_ELEMENT_BF16: flashjit_element_type = 3;
+pub const FLASHJIT_ELEMENT_INT32: flashjit_element_type = 4;
+pub const FLASHJIT_ELEMENT_INT64: flashjit_element_type = 5;
 
 pub type flashjit_pass = i32;
 pub const FLASHJIT_FORWARD: flashjit_pass = 0;
@@ -69,6 +78,7 @@ pub struct flashjit_block_map {
 }
 
 #[repr(C)]
+#[derive(Clone, Copy)]
 pub struct flashjit_page_table {
     pub data: *const i32,
     pub sequences: i64,
@@ -158,6 +168,64 @@ pub struct flashjit_forward_args {
     pub state: flashjit_partial_state,
 }
 
+/// Zero: nothing is rotated.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct flashjit_rope {
+    pub cos: *const c_void,
+    pub sin: *const c_void,
+    pub table_rows: i64,
+    pub stride: i64,
+    pub element: flashjit_element_type,
+    pub theta: f32,
+    pub dims: i32,
+    pub interleaved: i32,
+    pub positions: *const i32,
+}
+
+/// New rows of K and V for a cache, by lengths and a page table, or by slots.
+#[repr(C)]
+pub struct flashjit_append_args {
+    pub struct_size: usize,
+    pub k: flashjit_tensor,
+    pub v: flashjit_tensor,
+    pub k_cache: flashjit_tensor,
+    pub v_cache: flashjit_tensor,
+    pub kv_lengths: *const i32,
+    pub page_table: flashjit_page_table,
+    pub q: flashjit_tensor,
+    pub q_out: flashjit_tensor,
+    pub rope: flashjit_rope,
+    pub cu_seqlens_q: *const i32,
+    pub batch_size: i64,
+    pub max_seqlen_kv: i64,
+    pub k_scale: flashjit_scales,
+    pub v_scale: flashjit_scales,
+    pub slots: *const c_void,
+    pub slots_type: flashjit_element_type,
+}
+
+#[repr(C)]
+pub struct flashjit_merge_args {
+    pub struct_size: usize,
+    pub states: *const flashjit_partial_state,
+    pub state_count: usize,
+    pub out: flashjit_tensor,
+    pub lse: *mut f32,
+    pub states_type: flashjit_element_type,
+    pub out_type: flashjit_element_type,
+}
+
+#[repr(C)]
+pub struct flashjit_quantize_args {
+    pub struct_size: usize,
+    pub x: flashjit_tensor,
+    pub codes: flashjit_tensor,
+    pub scale: flashjit_scales,
+    pub hadamard: i32,
+    pub rope: flashjit_rope,
+}
+
 /// Structs of the interface begin as zeros, with their size.
 macro_rules! zeros_with_size {
     ($($name:ident),*) => {$(
@@ -169,7 +237,7 @@ macro_rules! zeros_with_size {
         }
     )*};
 }
-zeros_with_size!(flashjit_options, flashjit_forward_args);
+zeros_with_size!(flashjit_options, flashjit_forward_args, flashjit_append_args, flashjit_merge_args, flashjit_quantize_args);
 
 extern "C" {
     pub fn flashjit_version() -> *const c_char;
@@ -208,5 +276,26 @@ extern "C" {
         args: *const flashjit_forward_args,
         stream: *mut c_void,
     ) -> flashjit_status;
+    pub fn flashjit_append(
+        runtime: *mut flashjit_runtime,
+        spec: *const flashjit_spec,
+        args: *const flashjit_append_args,
+        stream: *mut c_void,
+    ) -> flashjit_status;
+    pub fn flashjit_merge(
+        runtime: *mut flashjit_runtime,
+        spec: *const flashjit_spec,
+        args: *const flashjit_merge_args,
+        stream: *mut c_void,
+    ) -> flashjit_status;
+    pub fn flashjit_quantize(
+        runtime: *mut flashjit_runtime,
+        spec: *const flashjit_spec,
+        args: *const flashjit_quantize_args,
+        stream: *mut c_void,
+    ) -> flashjit_status;
+    pub fn flashjit_reference_append(spec: *const flashjit_spec, args: *const flashjit_append_args) -> flashjit_status;
+    pub fn flashjit_reference_merge(spec: *const flashjit_spec, args: *const flashjit_merge_args) -> flashjit_status;
+    pub fn flashjit_reference_quantize(spec: *const flashjit_spec, args: *const flashjit_quantize_args) -> flashjit_status;
     pub fn flashjit_reference_forward(spec: *const flashjit_spec, args: *const flashjit_forward_args) -> flashjit_status;
 }

@@ -25,6 +25,11 @@ class AttentionBackendEnum(enum.Enum):
     CUSTOM = "CUSTOM"
 
 
+@dataclass
+class MultipleOf:
+    base: int
+
+
 class AttentionBackend:
     """Asks as vLLM's validate_configuration() does."""
 

@@ -25,7 +25,6 @@ CACHE_TYPES = {
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
 }
-PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # which divide what engines choose
 
 
 class Batch(NamedTuple):
@@ -163,7 +162,7 @@ def store(
     append(with_batch(k[:rows]), with_batch(v[:rows]), k_cache, v_cache, slots=slots, **scales)
 
 
-def why_not(head_dim: int, dtype: torch.dtype, cache_type: str | None, page_size: int | None) -> str | None:
+def why_not(head_dim: int, dtype: torch.dtype, cache_type: str | None) -> str | None:
     """Why no kernel serves this combination, or None."""
     cache = CACHE_TYPES.get(cache_type or "auto", "unknown")
     if dtype not in SPEC_TYPES:
@@ -174,8 +173,6 @@ def why_not(head_dim: int, dtype: torch.dtype, cache_type: str | None, page_size
         return f"flashjit has head sizes that are multiples of 8, up to {MAX_DIM_V}, not {head_dim}"
     if cache in KV_TYPES and head_dim > 256:
         return f"flashjit's FP8 caches have head sizes up to 256, not {head_dim}"
-    if page_size is not None and page_size > 256 and all(page_size % size for size in (64, 128, 256)):
-        return f"flashjit has pages of up to 256 rows, not {page_size}"
     return None
 
 

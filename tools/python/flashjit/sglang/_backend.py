@@ -51,7 +51,7 @@ class FlashjitBackend(AttentionBackend):
         reason = (
             why_not_latent(config.kv_lora_rank + config.qk_rope_head_dim, runner.dtype, name)
             if self.latent
-            else why_not(config.head_dim, runner.dtype, name, self.page_size)
+            else why_not(config.head_dim, runner.dtype, name)
         )
         if (arguments.speculative_eagle_topk or 0) > 1:
             reason = "speculative_eagle_topk is above 1: flashjit.sglang verifies chains of drafts, not trees"

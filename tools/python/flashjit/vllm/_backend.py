@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
+    MultipleOf,
 )
 
 from .._engines import CACHE_TYPES, Batch, Layer, store, why_not
@@ -45,11 +46,11 @@ class FlashjitBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [16, 32, 64, 128, 256]
+        return [MultipleOf(8)]  # which TMA copies
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        return why_not(head_size, torch.bfloat16, None, None) is None
+        return why_not(head_size, torch.bfloat16, None) is None
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -61,15 +62,9 @@ class FlashjitBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None,
-        *_: Any,
-        **__: Any,
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *_: Any, **__: Any
     ) -> str | None:
-        return why_not(head_size, dtype, kv_cache_dtype, block_size)
+        return why_not(head_size, dtype, kv_cache_dtype)
 
 
 def _always(cls: Any) -> bool:

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadata,
     MLACommonMetadataBuilder,
 )
-from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 from .._attention import attention
 from .._engines import bound, why_not_latent
@@ -37,7 +37,7 @@ class FlashjitLatentBackend(MLACommonBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [16, 32, 64, 128, 256]
+        return [MultipleOf(8)]
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:

@@ -84,7 +84,7 @@ make_kernels() { # NAME, such as sm90
   local command=$work/$(uname -m)/tools/flashjit nvrtc=$work/cuda12/lib/libnvrtc.so.12 arch=${1/sm/sm_} models=() line
   [ "$1" != sm90 ] || arch=sm_90a
   [ -x "$command" ] || build_for "$(uname -m)" flashjit_command
-  [ -e "$nvrtc" ] || fetch_cuda "$work/cuda12" 12
+  [ -e "$nvrtc" ] || FLASHJIT_CUDA_VERSION= fetch_cuda "$work/cuda12" 12
   while IFS= read -r line; do
     [[ -z $line || $line = \#* ]] || models+=(--model "$line")
   done <"$root/tools/packaging/kernels/models.txt"
@@ -130,7 +130,8 @@ try_debian() { # NAME PYTHON
   fi
   rm -rf "$folder/try"
   mkdir "$folder/try" "$folder/try/host-packages"
-  cp "$out"/*.whl "$out"/*.deb "$root/README.md" "$root/tools/packaging/release.py" "$root/tools/packaging/try_debian.sh" "$folder/try"
+  cp "$out"/flashjit-*_"$(uname -m)".whl "$out"/flashjit_kernels_*.whl "$out"/*.deb "$folder/try"
+  cp "$root/README.md" "$root/tools/packaging/release.py" "$root/tools/packaging/try_debian.sh" "$folder/try"
   numpy_for "$2" "$(uname -m)" "$folder/try"
   if [ "$("${FLASHJIT_TEST_PYTHON:-python3}" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" = "$2" ]; then torch=$(host_torch); fi
   # In a mount namespace of its own, so that nothing stays mounted.
@@ -140,7 +141,7 @@ try_debian() { # NAME PYTHON
 
 # The other architecture's wheel, by qemu; what Debian's packages hold is enough to run its Python.
 try_aarch64() {
-  local folder=$work/arm64 deb
+  local folder=$work/arm64 deb wheel
   needs_root try-aarch64 || return 0
   command -v debootstrap >/dev/null || install_packages debootstrap
   command -v qemu-aarch64-static >/dev/null || install_packages qemu-user-static
@@ -152,9 +153,7 @@ try_aarch64() {
     touch "$folder/ready"
   fi
   rm -rf "$folder/try"
-  python -m pip install -q --disable-pip-version-check --no-deps --no-compile --no-index --only-binary :all: --python-version 3.11 \
-    --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 --platform manylinux2014_aarch64 --target "$folder/try" \
-    "$folder"/numpy/*.whl "$out"/flashjit-*_aarch64.whl
+  for wheel in "$folder"/numpy/*.whl "$out"/flashjit-*_aarch64.whl; do python -m zipfile -e "$wheel" "$folder/try"; done
   env -i PYTHONPATH="$folder/try" qemu-aarch64-static -L "$folder" "$folder/usr/bin/python3.11" \
     "$root/tools/packaging/release.py" try "$root/README.md"
 }

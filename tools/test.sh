@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Sets up, builds everything and runs every test. GPU tests skip themselves where there is no GPU. The last line is
-# "N passed, N failed, N skipped"; the exit code is 0 only if nothing failed.
+# Sets up, builds everything and runs every test. GPU tests skip themselves where there is no GPU. What failed comes again
+# at the end, with its last lines; then "N passed, N failed, N skipped". The exit code is 0 only if nothing failed.
 #   tools/test.sh -L unit        only the tests with this label
 #   tools/test.sh --sanitizers   first the unit tests under sanitizers and the parsers under libFuzzer (clang): an hour more
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -32,6 +32,20 @@ rm -rf "$FLASHJIT_CACHE_DIR" "$build/tests.xml"
 say "testing; what each test printed is in $build/Testing/Temporary/LastTest.log"
 status=0
 ctest --test-dir "$build" --parallel "$(nproc)" --output-on-failure --output-junit "$build/tests.xml" "${chosen[@]}" || status=$?
+
+failures() { # of the whole run, with their last lines: at the end, where a log that was cut still has them
+  [ -e "$build/tests.xml" ] || return 0
+  python3 - "$build/tests.xml" <<'END' || say "$build/tests.xml cannot be read"
+import sys
+import xml.etree.ElementTree as tree
+
+for case in tree.parse(sys.argv[1]).iter("testcase"):
+    for failure in case.findall("failure"):
+        print(f"== {case.get('name')}, after {case.get('time')} s")
+        print("\n".join((case.findtext("system-out") or "it printed nothing").splitlines()[-20:]))
+END
+}
+failures
 
 count() { # ATTRIBUTE: of the whole run; 0 where ctest wrote nothing
   local value

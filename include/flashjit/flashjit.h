@@ -181,7 +181,9 @@ typedef struct flashjit_dropout_place {
 /** O and LSE of the same queries over some of their keys. */
 typedef struct flashjit_partial_state {
   flashjit_tensor out; /**< [batch, heads, rows, dim of V], read only */
-  const float* lse;    /**< [batch, heads, rows] contiguous */
+  const float* lse;    /**< [batch, heads, rows] */
+  /** In elements: batch, heads, rows; zeros: contiguous. Of a running state, those of lse. */
+  int64_t lse_stride[3];
 } flashjit_partial_state;
 
 /** With "varlen" in the spec, sequences of different lengths are packed: q [1, heads, rows, dim] and so on.
@@ -200,7 +202,10 @@ typedef struct flashjit_forward_args {
   size_t struct_size;
   flashjit_tensor q, k, v; /**< read only */
   flashjit_tensor out;     /**< of Q's type; with "fp32_out" in the spec, fp32; in memory of its own */
-  float* lse; /**< [batch, heads_q, seqlen_q] contiguous, natural log of the row sums; null: not wanted */
+  float* lse;              /**< [batch, heads_q, seqlen_q], natural log of the row sums; null: not wanted */
+  /** Of lse, row_max and state.lse, in elements: batch, heads, rows. With "varlen" LSE is packed like q, and
+   * the first is not read. Zeros: contiguous, packed [heads_q, rows of q]. */
+  int64_t lse_stride[3];
   const float* softmax_scale;   /**< on the host, finite and > 0; null: 1 / sqrt(head_dim) */
   const int32_t* kv_lengths;    /**< [batch] on the device, with "kvlen": keys from there on are padding; with
                                    "cache" or "pages": the keys of each sequence */
@@ -219,7 +224,8 @@ typedef struct flashjit_forward_args {
   /** Seed and offset on the device, 16-byte aligned, which kernels read in place of those above: a CUDA graph
    * then has another dropout mask at each replay. Null: those above. */
   const uint64_t* rng_state;
-  int32_t zero_unused_rows; /**< with "varlen": not 0: zeros in rows of `out` that belong to no sequence */
+  /** With "varlen", not 0: rows that belong to no sequence become zeros in out, and -inf in lse. */
+  int32_t zero_unused_rows;
   flashjit_page_table page_table; /**< with "pages", and where slots of "cache" are not in order */
   float* row_max; /**< with "row_max" in the spec, like lse: the largest score that a query attends to */
   flashjit_scales k_scale, v_scale;     /**< with "kv<type>" in the spec; read only */
@@ -239,7 +245,8 @@ typedef struct flashjit_forward_args {
 typedef struct flashjit_backward_args {
   size_t struct_size;
   flashjit_tensor q, k, v, out; /**< read only; out and lse are the forward pass's */
-  const float* lse;             /**< [batch, heads_q, seqlen_q] contiguous */
+  const float* lse;             /**< [batch, heads_q, seqlen_q] */
+  int64_t lse_stride[3];        /**< of lse and dlse */
   flashjit_tensor dout;         /**< read only */
   flashjit_tensor dq, dk, dv;   /**< of their tensor's type, or fp32 with "fp32_grads"; memory of their own */
   const float* softmax_scale;
@@ -257,8 +264,8 @@ typedef struct flashjit_backward_args {
   int64_t batch_size, max_seqlen_q, max_seqlen_kv;
   const flashjit_tile_lists* lists; /**< from flashjit_build_lists() with FLASHJIT_BACKWARD */
   const uint64_t* rng_state;
-  int32_t zero_unused_rows; /**< of dq, dk and dv */
-  const float* dlse; /**< [batch, heads_q, seqlen_q] contiguous: the gradient of LSE; null: there is none */
+  int32_t zero_unused_rows;             /**< of dq, dk and dv */
+  const float* dlse;                    /**< like lse: its gradient; null: there is none */
   flashjit_indices indices;             /**< with "indices" in the spec */
   flashjit_dropout_place dropout_place; /**< with "dropout_place" in the spec */
   int32_t reserved_sms;
@@ -307,6 +314,7 @@ typedef struct flashjit_merge_args {
   size_t state_count;
   flashjit_tensor out; /**< like those of the states; may be one of them, if of its type */
   float* lse;          /**< null: not wanted */
+  int64_t lse_stride[3];
   flashjit_element_type states_type, out_type; /**< FLASHJIT_ELEMENT_FP32, or the spec's (also by default) */
 } flashjit_merge_args;
 

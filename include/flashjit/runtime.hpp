@@ -45,13 +45,14 @@ struct TileLists {
 /// O and LSE of the same queries over some of their keys.
 struct PartialState {
   ConstTensorView out;         ///< [b, h, s, dv]
-  const float* lse = nullptr;  ///< [b, h, s] contiguous
+  const float* lse = nullptr;  ///< [b, h, s]
+  RowStrides lse_strides = {};
 };
 
 /// Arguments of a call that computes a part of a larger problem, see Partial.
 struct PartialArgs {
-  /// With running_state: O, like `out` but fp32, and LSE of other keys. They may be out's and lse's memory. O
-  /// of a row whose LSE is -inf may be anything. Of the forward pass.
+  /// With running_state: O, like `out` but fp32, and LSE of other keys, with the strides of lse. They may be
+  /// out's and lse's memory. O of a row whose LSE is -inf may be anything. Of the forward pass.
   PartialState state = {};
   DropoutPlace dropout_place = {};  ///< with dropout_place
   /// SMs that persistent kernels leave free, e.g. for NCCL. Other kernels and stream-K use all.
@@ -65,10 +66,10 @@ struct PartialArgs {
 /// and so on. Sequence i has rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of Q and O, and cu_seqlens_kv[i] to
 /// cu_seqlens_kv[i + 1] of K and V. batch_size, max_seqlen_q and max_seqlen_kv replace b, sq and skv, also
 /// for a block map (its blocks count within each sequence), workspace_bytes() and prepare(). A maximum may
-/// exceed the longest sequence, but not be smaller. Rows of LSE past a sequence's end are not written. Rows
-/// of O, dQ, dK and dV that belong to no sequence, those from cu_seqlens[batch_size] on, are left as they
-/// are, or with zero_unused_rows become zeros. Programs count q and kv within their sequence and see its own
-/// lengths.
+/// exceed the longest sequence, but not be smaller. LSE is packed like Q, [hq, rows]. Rows of O, dQ, dK and
+/// dV that belong to no sequence, those from cu_seqlens[batch_size] on, are left as they are, or with
+/// zero_unused_rows become zeros, and their LSE -inf. Programs count q and kv within their sequence and see
+/// its own lengths.
 ///
 /// cu_seqlens is not checked, because that would wait for the device. If it is wrong (negative, descending,
 /// beyond the last row, or a sequence longer than its maximum), kernels cut the sequence to existing rows.
@@ -84,8 +85,9 @@ struct PartialArgs {
 /// tensors is read or written.
 struct ForwardArgs {
   ConstTensorView q, k, v;
-  TensorView out;        ///< in memory of its own
-  float* lse = nullptr;  ///< [b, hq, sq] contiguous, natural log of the row sums; may be null
+  TensorView out;                           ///< in memory of its own
+  float* lse = nullptr;                     ///< [b, hq, sq], natural log of the row sums; null: not wanted
+  RowStrides lse_strides = {};              ///< of lse, row_max and partial.state.lse
   std::optional<float> softmax_scale = {};  ///< finite and > 0; default 1 / sqrt(head_dim)
   /// [b] on the device: of padded keys, where padding begins; of a cache, how many keys each sequence has.
   const std::int32_t* kv_lengths = nullptr;
@@ -105,7 +107,8 @@ struct ForwardArgs {
   /// Seed and offset on the device, 16-byte aligned, which the kernels read in place of the two above: a CUDA
   /// graph then has another dropout mask at each replay. Null: those above.
   const std::uint64_t* rng_state = nullptr;
-  bool zero_unused_rows = false;  ///< with spec.varlen: zeros in rows of `out` that belong to no sequence
+  /// With spec.varlen: rows that belong to no sequence become zeros in `out`, and -inf in lse and row_max.
+  bool zero_unused_rows = false;
   PageTableView page_table = {};  ///< of a paged cache, and where slots are not in order
   /// With spec.row_max, like lse: the largest score that a query attends to, after the score program and
   /// without sinks; -inf where it attends to nothing. QK-clip's largest logit of a head is the largest of its
@@ -128,7 +131,8 @@ struct ForwardArgs {
 /// are given what the forward pass was given; the workspace is that of Pass::backward.
 struct BackwardArgs {
   ConstTensorView q, k, v, out;
-  const float* lse = nullptr;  ///< [b, hq, sq] contiguous
+  const float* lse = nullptr;   ///< [b, hq, sq]
+  RowStrides lse_strides = {};  ///< of lse and dlse
   ConstTensorView dout;
   TensorView dq, dk, dv;
   std::optional<float> softmax_scale = {};
@@ -148,7 +152,7 @@ struct BackwardArgs {
   const TileLists* lists = nullptr;  ///< from build_lists() with Pass::backward; null: built in this call
   const std::uint64_t* rng_state = nullptr;
   bool zero_unused_rows = false;  ///< of dq, dk and dv
-  const float* dlse = nullptr;    ///< [b, hq, sq] contiguous: the gradient of LSE; null: there is none
+  const float* dlse = nullptr;    ///< like lse: its gradient; null: there is none
   IndicesView indices = {};
   PartialArgs partial = {};
 };
@@ -216,7 +220,8 @@ struct AppendArgs {
 struct MergeArgs {
   std::span<const PartialState> states;  ///< 1 to 8
   TensorView out;                        ///< [b, h, s, dv]; may be one of the states', if of its type
-  float* lse = nullptr;                  ///< [b, h, s] contiguous; null: not wanted
+  float* lse = nullptr;                  ///< [b, h, s]; null: not wanted
+  RowStrides lse_strides = {};
   std::optional<DType> states_type = {}, out_type = {};  ///< fp32, or by default the spec's
 };
 

@@ -59,6 +59,14 @@ struct BasicTensorView {
 using TensorView = BasicTensorView<void>;
 using ConstTensorView = BasicTensorView<const void>;
 
+/// Where rows are in LSE, or in another tensor with a float for each row of Q, in elements. All 0:
+/// contiguous, [batch, heads, length] of Q, which where sequences are packed is [heads, rows].
+struct RowStrides {
+  std::int64_t batch = 0, head = 0, row = 0;
+
+  bool operator==(const RowStrides&) const = default;
+};
+
 /// A block map: uint8 [batch or 1, heads_q or 1, ceil(seqlen_q / block.q), ceil(seqlen_kv / block.kv)], in
 /// device memory, contiguous; zero: no pair of the block attends.
 struct BlockMapView {

@@ -203,6 +203,12 @@ void set_common(Args& args, const CArgs& c, Captures& room) {
   args.zero_unused_rows = c.zero_unused_rows != 0;
 }
 
+flashjit::RowStrides strides(const std::int64_t (&c)[3]) { return {c[0], c[1], c[2]}; }
+
+flashjit::PartialState view(const flashjit_partial_state& c) {
+  return {view(c.out), c.lse, strides(c.lse_stride)};
+}
+
 flashjit::ListArgs list_args(const flashjit_list_args& c, Captures& room) {
   return {.memory = {c.memory, c.memory_bytes},
           .kv_lengths = c.kv_lengths,
@@ -215,6 +221,7 @@ flashjit::ListArgs list_args(const flashjit_list_args& c, Captures& room) {
 flashjit::ForwardArgs forward_args(const flashjit_forward_args& c, Captures& room) {
   flashjit::ForwardArgs args{
       .q = view(c.q), .k = view(c.k), .v = view(c.v), .out = view(c.out), .lse = c.lse};
+  args.lse_strides = strides(c.lse_stride);
   set_common(args, c, room);
   args.page_table = view(c.page_table);
   args.row_max = c.row_max;
@@ -222,7 +229,7 @@ flashjit::ForwardArgs forward_args(const flashjit_forward_args& c, Captures& roo
   args.v_scale = view(c.v_scale);
   args.q_scale = view(c.q_scale);
   args.prefix_length = c.prefix_length;
-  args.partial.state = {view(c.state.out), c.state.lse};
+  args.partial.state = view(c.state);
   return args;
 }
 
@@ -232,6 +239,7 @@ flashjit::BackwardArgs backward_args(const flashjit_backward_args& c, Captures& 
                               .v = view(c.v),
                               .out = view(c.out),
                               .lse = c.lse,
+                              .lse_strides = strides(c.lse_stride),
                               .dout = view(c.dout),
                               .dq = view(c.dq),
                               .dk = view(c.dk),
@@ -308,10 +316,11 @@ flashjit::MergeArgs merge_args(const flashjit_merge_args* given, States& room) {
                 fmt::format("state_count is {}: give 1 to {}, or merge the result with the rest.",
                             c.state_count, room.size()));
   required(c.states, "states", "give state_count of them");
-  for (std::size_t i = 0; i < c.state_count; ++i) room[i] = {view(c.states[i].out), c.states[i].lse};
+  for (std::size_t i = 0; i < c.state_count; ++i) room[i] = view(c.states[i]);
   return {.states = {room.data(), c.state_count},
           .out = view(c.out),
           .lse = c.lse,
+          .lse_strides = strides(c.lse_stride),
           .states_type = dtype("states_type", c.states_type),
           .out_type = dtype("out_type", c.out_type)};
 }

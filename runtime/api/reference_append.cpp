@@ -6,6 +6,7 @@
 
 #include "api/host_elements.hpp"
 #include "call/append_arguments.hpp"
+#include "call/tensor_checks.hpp"
 #include "flashjit/reference.hpp"
 #include "reference/reference.hpp"
 #include "support/refuse.hpp"
@@ -159,20 +160,29 @@ struct Weights {
   double lse = -std::numeric_limits<double>::infinity();
 };
 
-Weights weights_of(const MergeArgs& args, std::int64_t row) {
+std::int64_t lse_offset(const MergeArgs& args, const RowStrides& given, std::int64_t b, std::int64_t h,
+                        std::int64_t s) {
+  const RowStrides strides = row_strides(given, rows_of(args.out));
+  return b * strides.batch + h * strides.head + s * strides.row;
+}
+
+Weights weights_of(const MergeArgs& args, std::int64_t b, std::int64_t h, std::int64_t s) {
   Weights weights;
+  const auto lse_of = [&](const PartialState& state) {
+    return state.lse[lse_offset(args, state.lse_strides, b, h, s)];
+  };
   for (const PartialState& state : args.states)
-    if (const double lse = state.lse[row]; std::isnan(lse) || lse > weights.lse)
+    if (const double lse = lse_of(state); std::isnan(lse) || lse > weights.lse)
       weights.lse = lse;
     else if (std::isnan(weights.lse))
       break;
   if (std::isinf(weights.lse) && weights.lse < 0) return weights;
   const double highest = weights.lse;
   double sum = 0;
-  for (const PartialState& state : args.states) sum += std::exp(state.lse[row] - highest);
+  for (const PartialState& state : args.states) sum += std::exp(lse_of(state) - highest);
   weights.lse = highest + std::log(sum);
   for (std::size_t i = 0; i < args.states.size(); ++i)
-    weights.of[i] = std::exp(args.states[i].lse[row] - weights.lse);
+    weights.of[i] = std::exp(lse_of(args.states[i]) - weights.lse);
   return weights;
 }
 
@@ -262,16 +272,16 @@ void reference_merge(const AttentionSpec& spec, const MergeArgs& args) {
   const DType from = args.states_type.value_or(spec.dtype), to = args.out_type.value_or(spec.dtype);
   for (std::int64_t row = 0; row < batch * heads * rows; ++row) {
     const std::int64_t s = row % rows, h = row / rows % heads, b = row / rows / heads;
-    const Weights weights = weights_of(args, row);
+    const Weights weights = weights_of(args, b, h, s);
     std::vector<double> out(static_cast<std::size_t>(dim));
     for (std::size_t i = 0; i < args.states.size(); ++i) {
-      const auto& [state, lse] = args.states[i];
-      if (lse[row] == -std::numeric_limits<float>::infinity()) continue;  // its O may be anything
+      if (weights.of[i] == 0) continue;  // its O may be anything
+      const ConstTensorView& state = args.states[i].out;
       const std::vector<double> values = read_row(from, state, offset_of(state, b, h, s));
       for (std::size_t d = 0; d < out.size(); ++d) out[d] += weights.of[i] * values[d];
     }
     write_row(to, args.out, offset_of(args.out, b, h, s), out);
-    if (args.lse) args.lse[row] = static_cast<float>(weights.lse);
+    if (args.lse) args.lse[lse_offset(args, args.lse_strides, b, h, s)] = static_cast<float>(weights.lse);
   }
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -11,6 +12,7 @@
 #include "api/host_elements.hpp"
 #include "call/arguments.hpp"
 #include "call/captures.hpp"
+#include "call/tensor_checks.hpp"
 #include "expr/declarations.hpp"
 #include "reference/reference.hpp"
 #include "support/dtypes.hpp"
@@ -207,6 +209,12 @@ std::vector<double> gather_q(const AttentionSpec& spec, const ForwardArgs& args)
   return values;
 }
 
+/// LSE, or what is like it.
+template <class Args>
+std::vector<double> gather_rows(const Args& args, const float* data) {
+  return gather(DType::fp32, rows_view(data, args.lse_strides, rows_of(args.q)));
+}
+
 template <class Args>
 reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass pass) {
   const AttentionShape shape = check_arguments(spec, args);
@@ -232,8 +240,7 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
     if (args.prefix_length) problem.prefix_length = *args.prefix_length;
     if (spec.partial.running_state) {
       problem.state_out = gather(DType::fp32, args.partial.state.out);
-      const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = problem.shape;
-      problem.state_lse.assign(args.partial.state.lse, args.partial.state.lse + batch * heads_q * seqlen_q);
+      problem.state_lse = gather_rows(args, args.partial.state.lse);
     }
   } else {
     problem.q = gather(spec.dtype, args.q);
@@ -273,21 +280,25 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
   return problem;
 }
 
-/// Rows past a packed sequence's end stay as they are.
-void write_rows(const reference::Problem& problem, const std::vector<double>& values, float* to) {
-  const auto& [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = problem.shape;
-  for (std::int64_t row = 0; row < static_cast<std::int64_t>(values.size()); ++row) {
-    const std::int64_t b = row / (heads_q * seqlen_q), i = row % seqlen_q;
-    const bool exists = !problem.spec.varlen || i < problem.cu_seqlens_q[b + 1] - problem.cu_seqlens_q[b];
-    if (exists) to[row] = static_cast<float>(values[row]);
-  }
-}
-
 /// How many rows of a packed tensor are written, all of whose rows that belong to no sequence are zeros.
 template <class Args>
 std::int64_t written_rows(const Args& args, const std::vector<std::int32_t>& cu_seqlens,
                           const TensorView& view) {
   return cu_seqlens.empty() || args.zero_unused_rows ? view.size[2] : cu_seqlens.back();
+}
+
+/// LSE, or what is like it, which is neutral in rows that belong to no sequence.
+void scatter_rows(const reference::Problem& problem, const ForwardArgs& args, std::vector<double> values,
+                  float* to) {
+  if (!to) return;
+  const RowSizes sizes = rows_of(args.q);
+  const ConstTensorView view = rows_view(to, args.lse_strides, sizes);
+  const auto& offsets = problem.cu_seqlens_q;
+  for (std::size_t i = 0; i < values.size(); ++i)
+    if (!offsets.empty() && static_cast<std::int64_t>(i) % sizes.rows >= offsets.back())
+      values[i] = -std::numeric_limits<double>::infinity();
+  const TensorView written{to, view.size, view.stride};
+  scatter(DType::fp32, values, written, written_rows(args, offsets, written));
 }
 
 }  // namespace
@@ -296,19 +307,16 @@ void reference_forward(const AttentionSpec& spec, const ForwardArgs& args) {
   const reference::Problem problem = problem_of(spec, args, Pass::forward);
   const reference::Forward result = reference::forward(problem);
   scatter(spec.out_type(), result.out, args.out, written_rows(args, problem.cu_seqlens_q, args.out));
-  if (args.lse) write_rows(problem, result.lse, args.lse);
-  if (args.row_max) write_rows(problem, result.row_max, args.row_max);
+  scatter_rows(problem, args, result.lse, args.lse);
+  scatter_rows(problem, args, result.row_max, args.row_max);
 }
 
 void reference_backward(const AttentionSpec& spec, const BackwardArgs& args) {
   reference::Problem problem = problem_of(spec, args, Pass::backward);
   problem.dout = gather(spec.dtype, args.dout);
   problem.out = gather(spec.dtype, args.out);
-  problem.lse.assign(args.lse,
-                     args.lse + problem.shape.batch * problem.shape.heads_q * problem.shape.seqlen_q);
-  if (args.dlse)
-    problem.dlse.assign(args.dlse,
-                        args.dlse + problem.shape.batch * problem.shape.heads_q * problem.shape.seqlen_q);
+  problem.lse = gather_rows(args, args.lse);
+  if (args.dlse) problem.dlse = gather_rows(args, args.dlse);
   const reference::Backward result = reference::backward(problem);
   const auto store = [&](std::vector<double> grad, const TensorView& to,
                          const std::vector<std::int32_t>& offsets) {

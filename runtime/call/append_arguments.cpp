@@ -270,21 +270,19 @@ void check_arguments(const AttentionSpec& spec, const MergeArgs& args) {
   const Sizes sizes = {Size{size[0], "out"}, Size{size[1], "out"}, Size{size[2], "out"},
                        Size{spec.v_dim(), nullptr}};
   check_tensor("out", args.out, sizes, out_size, Access::write);
-  check_pointer("lse", args.lse, alignof(float));
+  const RowSizes rows = rows_of(args.out);
+  check_rows("lse", args.lse, args.lse_strides, rows, Access::write);
   const std::int64_t heads = check_rows("out", size);
   for (std::size_t i = 0; i < args.states.size(); ++i) {
     const PartialState& state = args.states[i];
     check_tensor(kStateNames[i], state.out, sizes, state_size, Access::read);
     if (!state.lse && heads * size[2] > 0) refuse("{} is null: a state needs its LSE.", kLseNames[i]);
-    check_pointer(kLseNames[i], state.lse, alignof(float));
+    check_rows(kLseNames[i], state.lse, state.lse_strides, rows, Access::read);
     check_apart("out", args.out, out_size, kStateNames[i], state.out, state_size);
-    const auto lse = [&](const float* data) {
-      return Extent{
-          reinterpret_cast<std::uintptr_t>(data),
-          reinterpret_cast<std::uintptr_t>(data) + 4 * static_cast<std::uintptr_t>(heads * size[2])};
-    };
-    if (const Extent a = lse(args.lse), b = lse(state.lse); args.lse && a.begin < b.end && b.begin < a.end)
-      refuse("lse overlaps {}, which is read meanwhile: give memory of its own.", kLseNames[i]);
+    if (!args.lse) continue;
+    const Placed written{"lse", rows_view(args.lse, args.lse_strides, rows), sizeof(float)},
+        read{kLseNames[i], rows_view(state.lse, state.lse_strides, rows), sizeof(float)};
+    check_apart({&written, 1}, {&read, 1});
   }
 }
 
@@ -345,7 +343,7 @@ AppendParams make_params(const AttentionSpec& spec, const AppendArgs& args) {
 MergeParams make_params(const AttentionSpec& spec, const MergeArgs& args) {
   MergeParams params{};
   params.out = tensor_param(args.out);
-  params.lse_out = args.lse;
+  params.lse_out = rows_param(args.lse, args.lse_strides, rows_of(args.out));
   params.count = static_cast<int>(args.states.size());
   params.batch = static_cast<int>(args.out.size[0]);
   params.heads = static_cast<int>(args.out.size[1]);
@@ -354,7 +352,7 @@ MergeParams make_params(const AttentionSpec& spec, const MergeArgs& args) {
   params.fp32_out = out_type(spec, args) == DType::fp32;
   for (std::size_t i = 0; i < args.states.size(); ++i) {
     params.o[i] = tensor_param(args.states[i].out);
-    params.lse[i] = args.states[i].lse;
+    params.lse[i] = rows_param(args.states[i].lse, args.states[i].lse_strides, rows_of(args.out));
   }
   return params;
 }

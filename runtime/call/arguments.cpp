@@ -106,11 +106,11 @@ void check_varlen(const AttentionSpec& spec, const Args& args) {
                args.batch_size);
 }
 
-void check_row_max(const AttentionSpec& spec, const AttentionShape& shape, const float* row_max) {
-  if (!spec.row_max && row_max) refuse("row_max is given, but the spec has none: set spec.row_max.");
-  if (spec.row_max && !row_max && shape.batch > 0 && shape.heads_q > 0 && shape.seqlen_q > 0)
+void check_row_max(const AttentionSpec& spec, const AttentionShape& shape, const ForwardArgs& args) {
+  if (!spec.row_max && args.row_max) refuse("row_max is given, but the spec has none: set spec.row_max.");
+  if (spec.row_max && !args.row_max && shape.batch > 0 && shape.heads_q > 0 && shape.seqlen_q > 0)
     refuse("row_max is null, but the spec has it: give fp32 [batch, heads_q, seqlen_q] in device memory.");
-  check_pointer("row_max", row_max, alignof(float));
+  check_rows("row_max", args.row_max, args.lse_strides, rows_of(args.q), Access::write);
 }
 
 void check_sinks(const AttentionSpec& spec, const AttentionShape& shape, const float* sinks) {
@@ -140,7 +140,11 @@ void check_state(const AttentionSpec& spec, const AttentionShape& shape, const F
   check_tensor("state.out", state.out, sizes, sizeof(float), Access::read);
   if (!state.lse && shape.batch > 0 && shape.heads_q > 0 && shape.seqlen_q > 0)
     refuse("state.lse is null, but the spec has running_state: give the LSE of state.out's keys.");
-  check_pointer("state.lse", state.lse, alignof(float));
+  check_rows("state.lse", state.lse, args.lse_strides, rows_of(args.q), Access::read);
+  if (state.lse_strides != RowStrides{} && state.lse_strides != args.lse_strides)
+    refuse("state.lse has strides [{}, {}, {}] and lse [{}, {}, {}]: they must be equal.",
+           state.lse_strides.batch, state.lse_strides.head, state.lse_strides.row, args.lse_strides.batch,
+           args.lse_strides.head, args.lse_strides.row);
   if (state.out.data && state.out.data == args.out.data &&
       (spec.out_type() != DType::fp32 || state.out.stride != args.out.stride))
     refuse(
@@ -336,7 +340,8 @@ Expected check_inputs_and_out(const AttentionSpec& spec, const Args& args) {
 template <class Args>
 void check_shared(const AttentionSpec& spec, const AttentionShape& shape, const Args& args) {
   check_key_lists(spec, shape, args.q.size[2], args.indices);
-  check_pointer("lse", args.lse, alignof(float));
+  check_rows("lse", args.lse, args.lse_strides, rows_of(args.q),
+             std::is_same_v<Args, ForwardArgs> ? Access::write : Access::read);
   check_heads(shape);
   check_common(spec, shape, args);
 }
@@ -416,7 +421,7 @@ AttentionShape check_arguments(const AttentionSpec& spec, const ForwardArgs& arg
   check_shared(spec, shape, args);
   check_state(spec, shape, args, sizes.out);
   check_page_table(spec, shape, "k", args.k, args.page_table);
-  check_row_max(spec, shape, args.row_max);
+  check_row_max(spec, shape, args);
   check_prefix(spec, shape, args.prefix_length);
   check_scales("k_scale", spec, shape, args.k, args.k_scale);
   check_scales("v_scale", spec, shape, args.v, args.v_scale);
@@ -441,7 +446,7 @@ AttentionShape check_arguments(const AttentionSpec& spec, const BackwardArgs& ar
     refuse("lse is null: the backward pass needs the LSE that the forward pass wrote.");
   if (args.dsinks && !spec.sinks) refuse("dsinks is given, but the spec has no sinks: set spec.sinks.");
   check_pointer("dsinks", args.dsinks, alignof(float));
-  check_pointer("dlse", args.dlse, alignof(float));
+  check_rows("dlse", args.dlse, args.lse_strides, rows_of(args.q), Access::read);
   check_shared(spec, shape, args);
   check_apart(spec, args);
   return shape;

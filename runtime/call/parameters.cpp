@@ -111,7 +111,7 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pas
   params.k = tensor_param(args.k);
   params.v = tensor_param(args.v);
   params.o = tensor_param(args.out);
-  params.lse = const_cast<float*>(args.lse);
+  params.lse = rows_param(args.lse, args.lse_strides, rows_of(args.q));
   params.softmax_scale =
       args.softmax_scale.value_or(static_cast<float>(1 / std::sqrt(double(spec.head_dim))));
   params.softmax_scale_log2 = params.softmax_scale * std::numbers::log2e_v<float>;
@@ -139,6 +139,8 @@ ForwardArgs fold_gqa(ForwardArgs args) {
     tensor.stride[2] = tensor.stride[1];
     tensor.stride[1] *= group;
   };
+  const RowStrides lse = row_strides(args.lse_strides, rows_of(args.q));
+  args.lse_strides = {lse.batch, lse.head * group, lse.head};
   fold(args.q);
   fold(args.out);
   fold(args.partial.state.out);

@@ -318,6 +318,30 @@ void check_key_lists(const AttentionSpec& spec, const AttentionShape& shape, std
   }
 }
 
+RowStrides row_strides(const RowStrides& given, const RowSizes& sizes) {
+  if (given != RowStrides{}) return given;
+  return {times(sizes.heads, sizes.rows), sizes.rows, 1};
+}
+
+void check_rows(const char* name, const float* data, const RowStrides& given, const RowSizes& sizes,
+                Access access) {
+  check_pointer(name, data, alignof(float));
+  if (!data || sizes.batch == 0 || sizes.heads == 0 || sizes.rows == 0) return;
+  const ConstTensorView rows = rows_view(data, given, sizes);
+  check_strides(name, rows, kTensorAlignment);  // any stride keeps the alignment of elements of that size
+  if (access == Access::write) check_distinct(name, rows);
+}
+
+ConstTensorView rows_view(const float* data, const RowStrides& given, const RowSizes& sizes) {
+  const RowStrides strides = row_strides(given, sizes);
+  return {data, {sizes.batch, sizes.heads, sizes.rows, 1}, {strides.batch, strides.head, strides.row, 1}};
+}
+
+RowsParam rows_param(const float* data, const RowStrides& given, const RowSizes& sizes) {
+  const RowStrides strides = row_strides(given, sizes);
+  return {const_cast<float*>(data), strides.batch, strides.head, strides.row};
+}
+
 TensorParam tensor_param(const ConstTensorView& tensor) {
   const auto stride = [&](int i) { return tensor.size[i] > 1 ? tensor.stride[i] : 0; };
   return {const_cast<void*>(tensor.data), stride(0), stride(1), stride(2)};

@@ -198,7 +198,7 @@ std::vector<double> existing_rows(const Problem& problem, const std::vector<doub
   const Context context(problem);
   std::vector<double> rows;
   for (std::int64_t task = 0; task < context.tasks(); ++task) {
-    const auto first = values.begin() + task * context.shape.seqlen_q;
+    const auto first = values.begin() + context.q_rows(task).begin;
     rows.insert(rows.end(), first, first + context.q_rows(task).count);
   }
   return rows;

@@ -75,7 +75,7 @@ struct Context {
   double sink(std::int64_t task) const;
   /// The gradient of a row's LSE. A row that attends to nothing has no P that it could change.
   double dlse(std::int64_t task, std::int64_t q, double lse) const {
-    return problem.dlse.empty() || lse == -kInfinity ? 0.0 : problem.dlse[task * shape.seqlen_q + q];
+    return problem.dlse.empty() || lse == -kInfinity ? 0.0 : problem.dlse[q_rows(task).begin + q];
   }
   bool attends(const Point& point) const;
   /// How often a query's list names a key; 1 without lists.

@@ -216,7 +216,7 @@ void join_state(const Context& context, const Arithmetic& arithmetic, std::int64
   if (!context.spec.partial.running_state) return;
   const Matrix before = slice(problem.state_out, context.q_rows(task), fwd.out.columns);
   for (std::int64_t i = 0; i < fwd.out.rows; ++i) {
-    const double lse = problem.state_lse[task * context.shape.seqlen_q + i];
+    const double lse = problem.state_lse[context.q_rows(task).begin + i];
     if (lse == -kInfinity) continue;  // whose O may be anything
     const double highest = std::max(lse, fwd.lse[i]);
     const double of_state = std::exp(lse - highest), of_keys = std::exp(fwd.lse[i] - highest);
@@ -264,7 +264,7 @@ void take_results_of_all_keys(const Context& context, std::int64_t task, HeadFor
   if (problem.lse.empty()) return;
   const Matrix out = slice(problem.out, context.q_rows(task), fwd.out.columns);
   for (std::int64_t i = 0; i < fwd.p.rows; ++i) {
-    const double lse = problem.lse[task * context.shape.seqlen_q + i];
+    const double lse = problem.lse[context.q_rows(task).begin + i];
     const bool of_more = std::isnan(lse) || lse > fwd.lse[i] + 1e-6 * (1 + std::abs(lse));
     if (!of_more || std::isnan(fwd.lse[i])) continue;
     const double share = std::exp(fwd.lse[i] - lse);
@@ -336,19 +336,18 @@ Forward forward(const Problem& problem, Precision precision) {
   const Arithmetic arithmetic{context.spec.dtype, precision};
   if (context.spec.partial.running_state) {
     check_size("state_out", problem.state_out.size(), count({context.q_count(), context.spec.v_dim()}));
-    check_size("state_lse", problem.state_lse.size(), context.tasks() * context.shape.seqlen_q);
+    check_size("state_lse", problem.state_lse.size(), context.q_count());
   }
   Forward result{std::vector<double>(context.q_count() * context.spec.v_dim()),
-                 std::vector<double>(context.tasks() * context.shape.seqlen_q, kNaN),
-                 std::vector<double>(context.tasks() * context.shape.seqlen_q, kNaN)};
+                 std::vector<double>(context.q_count(), kNaN), std::vector<double>(context.q_count(), kNaN)};
   std::mutex out_mutex;  // sequences may share rows where cu_seqlens_q is wrong
   parallel_for(context.tasks(), [&](std::int64_t task) {
     HeadForward head = forward_head(context, arithmetic, Head(context, task), task);
     join_state(context, arithmetic, task, head);
     const std::lock_guard lock(out_mutex);
     put(head.out, result.out, context.q_rows(task));
-    std::ranges::copy(head.lse, result.lse.begin() + task * context.shape.seqlen_q);
-    std::ranges::copy(head.row_max, result.row_max.begin() + task * context.shape.seqlen_q);
+    std::ranges::copy(head.lse, result.lse.begin() + context.q_rows(task).begin);
+    std::ranges::copy(head.row_max, result.row_max.begin() + context.q_rows(task).begin);
   });
   return result;
 }
@@ -358,10 +357,9 @@ Backward backward(const Problem& problem, Precision precision) {
   const Arithmetic arithmetic{context.spec.dtype, precision};
   const std::int64_t dim_v = context.spec.v_dim();
   check_size("dout", problem.dout.size(), count({context.q_count(), dim_v}));
-  if (!problem.dlse.empty())
-    check_size("dlse", problem.dlse.size(), context.tasks() * context.shape.seqlen_q);
+  if (!problem.dlse.empty()) check_size("dlse", problem.dlse.size(), context.q_count());
   if (!problem.lse.empty()) {
-    check_size("lse", problem.lse.size(), context.tasks() * context.shape.seqlen_q);
+    check_size("lse", problem.lse.size(), context.q_count());
     check_size("out", problem.out.size(), count({context.q_count(), dim_v}));
   }
   Backward result{.dq = std::vector<double>(problem.q.size()), .dk = {}, .dv = {}};

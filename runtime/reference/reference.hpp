@@ -38,13 +38,12 @@ struct Problem {
   std::vector<double> k_scale = {}, v_scale = {};
   std::vector<double> q_scale = {};     ///< with spec.q_codes, one for each KV head
   std::vector<Captured> captures = {};  ///< one for each name that the spec's programs declare
-  /// Backward: O, like Q with the dimension of V, and LSE [batch, heads_q, seqlen_q], where they are those of
-  /// more keys than these; empty: those of these keys.
+  /// Backward: O, like Q with the dimension of V, and LSE, like Q without a dimension, where they are those
+  /// of more keys than these; empty: those of these keys.
   std::vector<double> out = {}, lse = {};
   /// Forward, with spec.partial.running_state: O and LSE of other keys, sized like these.
   std::vector<double> state_out = {}, state_lse = {};
-  std::vector<double> dlse =
-      {};  ///< backward: [batch, heads_q, seqlen_q], or empty where LSE has no gradient
+  std::vector<double> dlse = {};  ///< backward: like lse, or empty where LSE has no gradient
 };
 
 /// The arithmetic to compute in.
@@ -57,8 +56,8 @@ enum class Precision : std::uint8_t {
 
 struct Forward {
   std::vector<double> out;  ///< [batch, heads_q, seqlen_q, head_dim_v]
-  std::vector<double> lse;  ///< [batch, heads_q, seqlen_q]; -inf for rows that attend to nothing, NaN where a
-                            ///< score of a key that they attend to is NaN, and past a packed sequence's end
+  std::vector<double> lse;  ///< like Q without a dimension; -inf for rows that attend to nothing, NaN where a
+                            ///< score of a key that they attend to is NaN, and in rows of no sequence
   std::vector<double> row_max;  ///< like lse: the largest score, without sinks
 };
 struct Backward {
@@ -95,7 +94,7 @@ std::optional<KeyPlace> first_attended(const Problem& problem, const std::vector
 /// as prefix_length says.
 void check_prefix(const Problem& problem);
 
-/// The values of [batch, heads_q, seqlen_q] whose rows exist: all, or those within their packed sequence.
+/// Values like LSE, but for packed rows that belong to no sequence.
 std::vector<double> existing_rows(const Problem& problem, const std::vector<double>& values);
 
 /// Rounds to nearest even, as the hardware does.

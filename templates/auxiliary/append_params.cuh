@@ -49,10 +49,10 @@ constexpr int kMaxPartialStates = 8, kMergedDims = 8;
 /// What the merge entry takes.
 struct MergeParams {
   TensorParam o[kMaxPartialStates];
-  const float* lse[kMaxPartialStates];  ///< [batch, heads, seqlen], as is lse_out
+  RowsParam lse[kMaxPartialStates];
   TensorParam out;
-  float* lse_out;  ///< null: not wanted
-  int count;       ///< of states
+  RowsParam lse_out;  ///< null: not wanted
+  int count;          ///< of states
   int batch, heads, seqlen;
   int fp32_parts, fp32_out;  ///< else they are of the problem's type
 };

@@ -61,7 +61,7 @@ __device__ void combine(const Params& p) {
                     : far && sum == sum ? far_highest(highest)
                                         : shift + logf(sum);
   RowEnd end = with_sink<P>(p, h, lse);
-  const float of_state = join_state<P>(p, true, row, end);
+  const float of_state = join_state<P>(p, true, sequence.lse_row(p, h, q), end);
   const float factor = has_keys(sum) ? end.factor / sum : 0.0f;
 
   float4 o[kLaneChunks] = {};
@@ -92,9 +92,10 @@ __device__ void combine(const Params& p) {
     }
     store_columns(sequence.template q_pointer<OutElement<P>>(p.o, h, q) + chunk * 4, all);
   }
-  if (p.lse != nullptr && threadIdx.x == 0) p.lse[row] = end.lse;
+  if (p.lse.data != nullptr && threadIdx.x == 0) p.lse.data[sequence.lse_row(p, h, q)] = end.lse;
   if constexpr (P::kRowMax)
-    if (threadIdx.x == 0) p.row_max[row] = largest_or_nan(row_max_of_splits<P>(p, row), sum);
+    if (threadIdx.x == 0)
+      p.row_max[sequence.lse_row(p, h, q)] = largest_or_nan(row_max_of_splits<P>(p, row), sum);
 }
 
 }  // namespace flashjit::auxiliary

@@ -7,6 +7,10 @@
 
 namespace flashjit::auxiliary {
 
+__device__ __forceinline__ float* lse_at(const RowsParam& lse, int b, int h, int s) {
+  return lse.data + b * lse.stride_b + h * lse.stride_h + s * lse.stride_s;
+}
+
 template <class Element>
 __device__ __forceinline__ void load_dims(const void* row, int chunk, float (&x)[kMergedDims]) {
   const uint4* from = static_cast<const uint4*>(row);
@@ -44,7 +48,7 @@ __device__ void merge(const MergeParams& p) {
   float lse[kMaxPartialStates], highest = -infinity(), sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kMaxPartialStates; ++i) {
-    lse[i] = i < p.count ? p.lse[i][row] : -infinity();
+    lse[i] = i < p.count ? *lse_at(p.lse[i], b, h, s) : -infinity();
     highest = fmaxf(highest, lse[i]);
   }
   const float shift = highest == -infinity() ? 0.0f : highest;
@@ -69,7 +73,8 @@ __device__ void merge(const MergeParams& p) {
     store_dims<float>(row_of<float>(p.out, b, h, s), chunk, o);
   else
     store_dims<Element>(row_of<Element>(p.out, b, h, s), chunk, o);
-  if (p.lse_out != nullptr && chunk == 0) p.lse_out[row] = sum == 0.0f ? -infinity() : shift + logf(sum);
+  if (p.lse_out.data != nullptr && chunk == 0)
+    *lse_at(p.lse_out, b, h, s) = sum == 0.0f ? -infinity() : shift + logf(sum);
 }
 
 }  // namespace flashjit::auxiliary

@@ -232,7 +232,7 @@ __device__ void reference_backward(const ReferenceParams& params) {
   reference_output<P, Real>(r, softmax);
   double row_d = 0.0;
   for (int d = 0; d < P::kHeadDimV; ++d) row_d += r.dout[d] * r.out[d];
-  if (r.p.dlse != nullptr && !softmax.nothing()) row_d -= r.p.dlse[r.sequence.lse_row(r.p, r.h) + r.q];
+  if (r.p.dlse != nullptr && !softmax.nothing()) row_d -= r.p.dlse[r.sequence.lse_row(r.p, r.h, r.q)];
   if (P::kSinks && threadIdx.x == 0 && !softmax.nothing()) {
     const double prob = rounded<Element, Real>(softmax.prob(reference_sink<P>(r)));
     params.dsink_rows[r.row] = -rounded<Element, Real>(prob * row_d);

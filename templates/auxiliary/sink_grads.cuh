@@ -20,10 +20,10 @@ __device__ void sink_grads(const Params& p) {
   if (sink != -infinity()) {
     for (int b = 0; b < p.batch; ++b) {
       const Sequence<P> sequence(p, b);
-      const long long lse = sequence.lse_row(p, h), stats = sequence.stats_row(p, h);
+      const long long stats = sequence.stats_row(p, h);
 #pragma unroll 8
       for (int q = threadIdx.x; q < sequence.seqlen_q(p); q += kThreads)
-        sum -= expf(sink - p.lse[lse + q]) * p.d[stats + q];
+        sum -= expf(sink - p.lse.data[sequence.lse_row(p, h, q)]) * p.d[stats + q];
     }
   }
   sums[threadIdx.x] = sum;

@@ -9,6 +9,12 @@ struct TensorParam {
   long long stride_b, stride_h, stride_s;
 };
 
+/// Pointer and strides, in elements, of one float for each row of [batch, heads, length].
+struct RowsParam {
+  float* data;
+  long long stride_b, stride_h, stride_s;
+};
+
 /// The tiles that a block map and a mask leave, as lists that the tile_lists entry makes: one set for each
 /// batch entry and head that they tell apart.
 struct TileListParam {
@@ -108,7 +114,7 @@ struct Params {
     TensorParam o_state;  ///< fp32; read with kRunningState only
   };
   TensorParam dq, dk, dv;
-  float* lse;             ///< [batch, heads_q, seqlen_q]; null: not wanted
+  RowsParam lse;          ///< null: not wanted; its strides are those of dlse, lse_state and row_max, too
   const int* kv_lengths;  ///< [batch]; read with Problem::kKvLengths and kCache only
   float* d;               ///< [batch, heads_q, seqlen_q_padded]: rowsum(dO * O)
   float* lse_padded;      ///< [batch, heads_q, seqlen_q_padded]: LSE, but +inf for rows without P, see
@@ -146,7 +152,7 @@ struct Params {
   int lpt_heads;     ///< how many of the last [batch, heads_kv] come in lpt_order(); read with kLptOrder only
   int zero_unused_rows;  ///< varlen: whether rows that belong to no sequence become zeros
   union {
-    const float* dlse;       ///< [batch, heads_q, seqlen_q]: the gradient of LSE; null: there is none
+    const float* dlse;       ///< like lse: its gradient; null: there is none
     const float* lse_state;  ///< like lse; read with kRunningState only
   };
   const unsigned* rng_state;  ///< dropout: seed_lo to offset_hi on the device; null: those above
@@ -157,7 +163,7 @@ struct Params {
                          ///< [2 num_splits, Br], of the parts of work tiles
     SharesOfTile* shares_of_tile;  ///< cascade: of each work tile; o_splits and lse_splits have rows of parts
   };
-  float* row_max;  ///< [batch, heads_q, seqlen_q]: the largest score of a row; read with kRowMax only
+  float* row_max;                 ///< like lse: the largest score of a row; read with kRowMax only
   unsigned scalars[kMaxScalars];  ///< bits of an int or a float
   CaptureParam captures[kMaxCaptures];
   ScaleParam k_scale, v_scale;      ///< read with K and V of 8 bits only

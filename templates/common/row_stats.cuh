@@ -18,11 +18,12 @@ struct RowStats {
   float lse, dlse;
 };
 template <class P>
-__device__ __forceinline__ RowStats load_row_stats(const Params& p, int head, int row, int seqlen_q) {
+__device__ __forceinline__ RowStats load_row_stats(const Params& p, const Sequence<P>& sequence, int h,
+                                                   int row) {
   RowStats stats{-infinity(), 0.0f};
-  if (row >= seqlen_q) return stats;
-  const long long at = static_cast<long long>(head) * p.seqlen_q + row;
-  stats.lse = p.lse[at];
+  if (row >= sequence.seqlen_q(p)) return stats;
+  const long long at = sequence.lse_row(p, h, row);
+  stats.lse = p.lse.data[at];
   if (p.dlse != nullptr) stats.dlse = p.dlse[at];
   return stats;
 }
@@ -110,7 +111,7 @@ __device__ __forceinline__ void find_row_stats(const Params& p, const Sequence<P
                                                int first, const auto& meanwhile) {
   const int lane = threadIdx.x % 32, part = lane % kLanesOfRow;
   const int row = first + lane / kLanesOfRow, own_row = row + part * kRowsAtOnce;
-  const RowStats stats = load_row_stats<P>(p, head, own_row, sequence.seqlen_q(p));
+  const RowStats stats = load_row_stats<P>(p, sequence, h, own_row);
   // Two turns at once where that is all and registers suffice: ../sm90/NOTES.md#beside-the-products.
   constexpr int kTurns = (RowChunks<P>::kChunks + kLanesOfRow - 1) / kLanesOfRow;
   constexpr int kAtOnce = P::kArch >= 90 && kTurns == 2 ? 2 : 1;

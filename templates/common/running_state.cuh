@@ -58,18 +58,20 @@ template <class P>
 __device__ __forceinline__ void copy_state(const Params& p, const Sequence<P>& sequence, int h, int first,
                                            int count, int thread, int threads) {
   constexpr int kChunks = P::kHeadDimV / 4;
-  const long long row_of_lse = sequence.lse_row(p, h) + first;
 #pragma unroll 1
   for (int chunk = thread; chunk < count * kChunks; chunk += threads) {
     const int row = chunk / kChunks, column = chunk % kChunks * 4;
-    const float factor = p.lse_state[row_of_lse + row] == -infinity() ? 0.0f : 1.0f;
+    const float factor = p.lse_state[sequence.lse_row(p, h, first + row)] == -infinity() ? 0.0f : 1.0f;
     const float* from = sequence.template q_pointer<float>(p.o_state, h, first + row) + column;
     store_columns(sequence.template q_pointer<OutElement<P>>(p.o, h, first + row) + column,
                   state_columns(from, factor));
   }
-  if (p.lse == nullptr) return;
+  if (p.lse.data == nullptr) return;
 #pragma unroll 1
-  for (int row = thread; row < count; row += threads) p.lse[row_of_lse + row] = p.lse_state[row_of_lse + row];
+  for (int row = thread; row < count; row += threads) {
+    const long long at = sequence.lse_row(p, h, first + row);
+    p.lse.data[at] = p.lse_state[at];
+  }
 }
 
 }  // namespace flashjit

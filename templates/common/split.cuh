@@ -26,7 +26,7 @@ __device__ __forceinline__ long long first_row_of_split(const Params& p, int spl
 /// Where a forward kernel writes the LSE of rows; null: nowhere.
 template <class P>
 __device__ __forceinline__ float* lse_of(const Params& p, int split) {
-  return P::kSplit ? p.lse_splits + first_row_of_split(p, split) : p.lse;
+  return P::kSplit ? p.lse_splits + first_row_of_split(p, split) : p.lse.data;
 }
 /// The same of the rows' largest scores, with kRowMax; those of splits stand behind their LSE.
 template <class P>

@@ -20,12 +20,25 @@ __device__ __forceinline__ void zero_rows(const TensorParam& tensor, int heads, 
   }
 }
 
-/// O of the forward pass. No CTA need wait for it: nothing else touches these rows.
+/// A neutral LSE, and such a largest score; `to` may be null.
+__device__ __forceinline__ void clear_lse_rows(const Params& p, float* to, Range rows) {
+  if (to == nullptr) return;
+#pragma unroll 1
+  for (int row = rows.begin + static_cast<int>(blockIdx.x); row < rows.end; row += gridDim.x)
+#pragma unroll 1
+    for (int h = threadIdx.x; h < p.heads_q; h += blockDim.x)
+      to[h * p.lse.stride_h + row * p.lse.stride_s] = -infinity();
+}
+
+/// O and LSE of the forward pass. No CTA need wait for it: nothing else touches these rows.
 template <class P>
 __device__ __forceinline__ void zero_unused_rows_of_output(const Params& p) {
   if constexpr (P::kVarlen) {
     if (p.zero_unused_rows == 0) return;
-    zero_rows<OutElement<P>, P::kHeadDimV>(p.o, p.heads_q, {max(p.cu_seqlens_q[p.batch], 0), p.rows_q});
+    const Range rows{max(p.cu_seqlens_q[p.batch], 0), p.rows_q};
+    zero_rows<OutElement<P>, P::kHeadDimV>(p.o, p.heads_q, rows);
+    clear_lse_rows(p, p.lse.data, rows);
+    if (P::kRowMax) clear_lse_rows(p, p.row_max, rows);
   }
 }
 

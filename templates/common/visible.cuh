@@ -66,9 +66,17 @@ struct Sequence {
   __device__ long long stats_row(const Params& p, int h) const {
     return (static_cast<long long>(b) * p.heads_q + h) * p.seqlen_q_padded;
   }
-  /// The same among [batch, heads_q, seqlen_q].
-  __device__ long long lse_row(const Params& p, int h) const {
-    return (static_cast<long long>(b) * p.heads_q + h) * p.seqlen_q;
+  /// A row of LSE, and of what has its strides: the largest scores, LSE's gradient, a state's LSE.
+  __device__ long long lse_row(const Params& p, int h, int q) const {
+    return batch() * p.lse.stride_b + h * p.lse.stride_h + q_row(q) * p.lse.stride_s;
+  }
+  /// A row of one split's O and LSE, which are [batch, heads_q, seqlen_q].
+  __device__ long long split_row(const Params& p, int h, int q) const {
+    return (static_cast<long long>(b) * p.heads_q + h) * p.seqlen_q + q;
+  }
+  /// Where the kernel that visits the keys writes a row's LSE, see lse_of(), and its largest score.
+  __device__ long long written_row(const Params& p, int h, int q) const {
+    return Problem::kSplit ? split_row(p, h, q) : lse_row(p, h, q);
   }
   __device__ typename Problem::Head head(const Params& p, int h) const {
     return Problem::head(p, b, h, seqlen_q(p), seqlen_kv(p));

@@ -18,7 +18,7 @@ template <class Problem>
 __device__ __forceinline__ RowStats row_stats(const Params& p, const Sequence<Problem>& sequence, int h,
                                               int q) {
   if (q >= sequence.seqlen_q(p)) return {infinity(), 0.0f};
-  const float lse = p.lse[sequence.lse_row(p, h) + q];
+  const float lse = p.lse.data[sequence.lse_row(p, h, q)];
   return {lse_gives_p(lse) ? lse : infinity(), p.d[sequence.stats_row(p, h) + q]};
 }
 

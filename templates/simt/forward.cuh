@@ -99,20 +99,19 @@ __device__ __forceinline__ void add_state(Result<T, kDim>& out, int i, const flo
 template <class Problem, class T, int kDim>
 __device__ __forceinline__ void finish_rows(const Params& p, const Sequence<Problem>& sequence, int h,
                                             RowState<T>& rows, Result<T, kDim>& out, int first, int end) {
-  const long long row_of_lse = sequence.lse_row(p, h);
 #pragma unroll
   for (int i = 0; i < T::kM; ++i) {
     const float sum = sum_over_lanes(rows.sum[i]);
     const bool nothing = !has_keys(sum);
     const int row = first + T::row(i);
+    const long long at = sequence.lse_row(p, h, row);
     RowEnd row_end = end_of_row<Problem>(p, h, nothing ? -infinity() : rows.max[i] + logf(sum));
-    const float of_state = join_state<Problem>(p, row < end, row_of_lse + row, row_end);
+    const float of_state = join_state<Problem>(p, row < end, at, row_end);
     scale_row(out, i, nothing ? 0.0f : row_end.factor / sum);
     if constexpr (Problem::kRunningState)
       add_state(out, i, sequence.template q_pointer<float>(p.o_state, h, row), of_state);
-    if (p.lse && T::lane() == 0 && row < end) p.lse[row_of_lse + row] = row_end.lse;
-    if (Problem::kRowMax && T::lane() == 0 && row < end)
-      p.row_max[row_of_lse + row] = largest_or_nan(rows.max[i], sum);
+    if (p.lse.data && T::lane() == 0 && row < end) p.lse.data[at] = row_end.lse;
+    if (Problem::kRowMax && T::lane() == 0 && row < end) p.row_max[at] = largest_or_nan(rows.max[i], sum);
   }
 }
 

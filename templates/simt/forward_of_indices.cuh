@@ -65,8 +65,8 @@ __device__ void forward_of_indices(const Params& p) {
     const RowEnd end = end_of_row<Problem>(p, h, nothing ? -infinity() : state.max[i] + logf(sum));
     scale_row(out, i, nothing ? 0.0f : end.factor / sum);
     if (!exists || T::lane() != 0) continue;
-    const long long row = rows.sequence.lse_row(p, h) + rows.q;
-    if (p.lse) p.lse[row] = end.lse;
+    const long long row = rows.sequence.lse_row(p, h, rows.q);
+    if (p.lse.data) p.lse.data[row] = end.lse;
     if (Problem::kRowMax) p.row_max[row] = largest_or_nan(state.max[i], sum);
   }
   store_result(out, rows.template matrix<OutElement<Problem>>(p.o), 0);

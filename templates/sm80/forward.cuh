@@ -148,12 +148,11 @@ __device__ void forward(const Params& p) {
         const float max = row_max[mt][half], sum = whole_sum<P>(row_sum[mt][half]);
         const int q = q_begin + warp_row(mt) + lane / 4 + half * 8;
         RowEnd end = end_of_row<P>(p, h, row_lse<P>(p, max, sum / Policy::kLargestP, scale_log2, scales.k));
-        state.join(p, q < seqlen_q, sequence.lse_row(p, h) + q, end, half);
-        if (float* to = lse_of<P>(p, split); to != nullptr && lane % 4 == 0 && q < seqlen_q)
-          to[sequence.lse_row(p, h) + q] = end.lse;
+        const long long at = sequence.written_row(p, h, q);
+        state.join(p, q < seqlen_q, at, end, half);
+        if (float* to = lse_of<P>(p, split); to != nullptr && lane % 4 == 0 && q < seqlen_q) to[at] = end.lse;
         if (P::kRowMax && lane % 4 == 0 && q < seqlen_q)
-          row_max_of<P>(p, split)[sequence.lse_row(p, h) + q] =
-              largest_or_nan(largest_score<P>(p, max, scales.k), sum);
+          row_max_of<P>(p, split)[at] = largest_or_nan(largest_score<P>(p, max, scales.k), sum);
         scale[half] = scale_of_row<P>(p, end, max, sum, scale_log2, scales.v);
       }
       state.add_to(p, sequence, h, q_begin + warp_row(mt) + lane / 4, o[mt], scale);

@@ -33,7 +33,7 @@ __device__ __forceinline__ void store_heads_of_tile(const Params& p, const Seque
     if (row + half * 8 >= heads) continue;
     const int of_row = h + row + half * 8;
     const RowEnd end = end_of_row<P>(p, of_row, row_lse<P>(p, max[half], sum[half], scale_log2, 1.0f));
-    if (p.lse != nullptr && threadIdx.x % 4 == 0) p.lse[sequence.lse_row(p, of_row) + q] = end.lse;
+    if (p.lse.data != nullptr && threadIdx.x % 4 == 0) p.lse.data[sequence.lse_row(p, of_row, q)] = end.lse;
     const float of_products =
         sum_of_products<typename P::Element>(sum[half], shift_rest<P>(max[half], scale_log2));
     const float scale = has_keys(sum[half]) ? end.factor / of_products : 0.0f;

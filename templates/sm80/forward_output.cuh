@@ -41,7 +41,7 @@ struct SplitOutput {
     scale_tile<P>(o, scale);
     for (int half = 0; half < 2; ++half)
       if (first_q + half * 8 < seqlen_q)
-        store_split<P>(p, split, sequence.lse_row(p, h) + first_q + half * 8, half, o[0]);
+        store_split<P>(p, split, sequence.split_row(p, h, first_q + half * 8), half, o[0]);
   }
 };
 /// The same of a warp that has some of the columns.
@@ -55,7 +55,7 @@ struct SplitColumnsOutput {
     float* columns = o_of_split<P>(p, split) + first_column<P>();
     for (int half = 0; half < 2; ++half)
       if (const int q = first_q + half * 8; q < seqlen_q)
-        store_row<ForwardPolicy<P>::kOt>(columns + (sequence.lse_row(p, h) + q) * P::kHeadDimV, half, o[0],
+        store_row<ForwardPolicy<P>::kOt>(columns + sequence.split_row(p, h, q) * P::kHeadDimV, half, o[0],
                                          own_chunks<P>());
   }
 };

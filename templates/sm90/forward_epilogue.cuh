@@ -22,7 +22,7 @@ struct JoinedState {
   __device__ __forceinline__ void join(const Params& p, const WorkTile<P>& work, int wg, int half,
                                        RowEnd& end) {
     const int q = first_query(work, wg) + own_row() + half * 8;
-    factor[half] = join_state<P>(p, q < work.sequence.seqlen_q(p), work.sequence.lse_row(p, work.h) + q, end);
+    factor[half] = join_state<P>(p, q < work.sequence.seqlen_q(p), work.sequence.lse_row(p, work.h, q), end);
   }
   /// Adds the state's O to O of a work tile, which is scaled already.
   template <int kCount>

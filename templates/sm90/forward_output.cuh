@@ -34,14 +34,13 @@ struct PlainOutput {
   /// All rows are one head's, whose sink end_of_row() has joined.
   static __device__ __forceinline__ void join_sink(const Params&, const WorkTile<P>&, int, int, float,
                                                    RowEnd&) {}
-  /// Writes a value of each of a thread's two rows to [batch, heads_q, seqlen_q]; null: nowhere.
+  /// Writes a value of each of a thread's two rows to LSE's place, or to what has its strides; null: nowhere.
   static __device__ __forceinline__ void store_values(const Params& p, const WorkTile<P>& work, int wg,
                                                       float* to, const float (&value)[2]) {
     if (to == nullptr || threadIdx.x % 4 != 0) return;
     const int q = first_query(work, wg) + own_row(), count = work.sequence.seqlen_q(p) - q;
-    to += work.sequence.lse_row(p, work.h) + q;
-    if (count > 0) to[0] = value[0];
-    if (count > 8) to[8] = value[1];
+    if (count > 0) to[work.sequence.written_row(p, work.h, q)] = value[0];
+    if (count > 8) to[work.sequence.written_row(p, work.h, q + 8)] = value[1];
   }
   static __device__ __forceinline__ void store_lse(const Params& p, const WorkTile<P>& work, int wg,
                                                    const float (&lse)[2], const float (&highest)[2]) {
@@ -102,7 +101,7 @@ struct SplitOutput : PlainOutput<P> {
     };
     for (int half = 0; half < 2; ++half)
       if (const int q = q_begin + own_row() + half * 8; q < work.sequence.seqlen_q(p))
-        store_columns(work.sequence.lse_row(p, work.h) + q, half);
+        store_columns(work.sequence.split_row(p, work.h, q), half);
   }
 };
 /// The same of rows of several heads.
@@ -115,7 +114,7 @@ struct PackedSplitOutput : SplitOutput<P> {
     const int head = row - query * p.packed.heads,
               q = work.q_begin + row_group<P>(wg) * p.packed.queries + query;
     if (query >= p.packed.queries || head >= work.heads || q >= work.sequence.seqlen_q(p)) return -1;
-    return work.sequence.lse_row(p, work.h + head) + q;
+    return work.sequence.split_row(p, work.h + head, q);
   }
   static __device__ __forceinline__ void store_values(const Params& p, const WorkTile<P>& work, int wg,
                                                       float* to, const float (&value)[2]) {
@@ -169,8 +168,8 @@ struct StreamKOutput {
       if (target.q < 0) continue;
       if (work.split != kWhole) {
         p.lse_splits[row_of_part<P>(work.split, wg, row)] = lse[half];
-      } else if (p.lse != nullptr) {
-        p.lse[work.sequence.lse_row(p, target.h) + target.q] = lse[half];
+      } else if (p.lse.data != nullptr) {
+        p.lse.data[work.sequence.lse_row(p, target.h, target.q)] = lse[half];
       }
     }
   }

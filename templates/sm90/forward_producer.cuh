@@ -189,17 +189,18 @@ __device__ __forceinline__ void write_empty_rows(const Params& p, const ShareSta
     }
     if (P::kRowMax) {
       for (int h = work.h; h < work.end(work.h); ++h) {
-        float* of_head = row_max_of<P>(p, work.split) + work.sequence.lse_row(p, h) + work.q_begin;
-        for (int row = thread; row < count; row += threads) of_head[row] = -infinity();
+        float* to = row_max_of<P>(p, work.split);
+        for (int row = thread; row < count; row += threads)
+          to[work.sequence.written_row(p, h, work.q_begin + row)] = -infinity();
       }
     }
     float* lse = kJoinsState<P> ? nullptr : lse_of<P>(p, work.split);
     if (lse == nullptr) continue;
 #pragma unroll 1
     for (int h = work.h; h < work.end(work.h); ++h) {
-      float* of_head = lse + work.sequence.lse_row(p, h) + work.q_begin;
 #pragma unroll 1
-      for (int row = thread; row < count; row += threads) of_head[row] = end_of_row<P>(p, h, -infinity()).lse;
+      for (int row = thread; row < count; row += threads)
+        lse[work.sequence.written_row(p, h, work.q_begin + row)] = end_of_row<P>(p, h, -infinity()).lse;
     }
   }
 }

@@ -84,8 +84,8 @@ __device__ __forceinline__ void store_joined(const Params& p, const Sequence<P>&
     const float4 o = joined.o[i];
     store_columns(to + chunk * 4, {o.x * factor, o.y * factor, o.z * factor, o.w * factor});
   }
-  if (p.lse != nullptr && warp == 0 && thread == 0)
-    p.lse[sequence.lse_row(p, target.h) + target.q] = row_end.lse;
+  if (p.lse.data != nullptr && warp == 0 && thread == 0)
+    p.lse.data[sequence.lse_row(p, target.h, target.q)] = row_end.lse;
 }
 
 /// Joins a row of a cut work tile, whose first part is of share `first`. By kWarps warps that share its

@@ -367,8 +367,8 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p, const W
     OutElement<P>* o = work.sequence.template q_pointer<OutElement<P>>(p.o, target.h, target.q);
     for (int chunk = 0; chunk < kChunks; ++chunk)
       *reinterpret_cast<uint4*>(o + chunk * kOutVector<P>) = uint4{};
-    if (p.lse != nullptr)
-      p.lse[work.sequence.lse_row(p, target.h) + target.q] = with_sink<P>(p, target.h, -infinity()).lse;
+    if (p.lse.data != nullptr)
+      p.lse.data[work.sequence.lse_row(p, target.h, target.q)] = with_sink<P>(p, target.h, -infinity()).lse;
   }
 }
 template <class P>

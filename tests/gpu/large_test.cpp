@@ -148,7 +148,8 @@ class Problem {
         dq(queries(layout, spec.head_dim)),
         dk(keys(layout, spec.head_dim)),
         dv(keys(layout, spec.v_dim())),
-        lse(poisoned(shape.batch * shape.heads_q * shape.seqlen_q * sizeof(float))) {
+        lse(poisoned(shape.heads_q * (spec.varlen ? offsets_q_.back() : shape.batch * shape.seqlen_q) *
+                     sizeof(float))) {
     unsigned seed = 1;
     for (const Tensor* input : {&q, &k, &v, &dout}) {
       kernels_.launch(kFill, 4096, FillParams{input->memory.data(), input->count(), seed++});
@@ -194,11 +195,12 @@ class Problem {
     };
     Results results{queries(out), {}, queries(dq), keys(dk), keys(dv)};
     const std::vector<float> rows = device::download<float>(lse);
-    for (std::int64_t head = 0; head < shape.batch * shape.heads_q; ++head) {
+    for (std::int64_t head = 0; !spec.varlen && head < shape.batch * shape.heads_q; ++head) {
       const auto first = rows.begin() + head * shape.seqlen_q + window.q_begin;
       results.lse.insert(results.lse.end(), first, first + window.q_count);
     }
-    forget_missing_rows(results.lse);
+    if (spec.varlen)
+      results.lse = unpacked({rows.begin(), rows.end()}, offsets_q_, shape.heads_q, shape.seqlen_q);
     results.dsinks = from_device(DType::fp32, dsinks_);
     results.captures = device_captures_.grads();
     return results;
@@ -276,9 +278,8 @@ class Problem {
   Results from_cpu(const reference::Forward& forward, const reference::Backward& backward) const {
     Results results{forward.out, forward.lse,     backward.dq,      backward.dk,
                     backward.dv, backward.dsinks, backward.captures};
-    forget_missing_rows(results.lse);
     if (!spec.varlen) return results;
-    for (std::vector<double>* rows : {&results.out, &results.dq})
+    for (std::vector<double>* rows : {&results.out, &results.lse, &results.dq})
       *rows = unpacked(*rows, offsets_q_, shape.heads_q, shape.seqlen_q);
     for (std::vector<double>* rows : {&results.dk, &results.dv})
       *rows = unpacked(*rows, offsets_kv_, shape.heads_kv, shape.seqlen_kv);
@@ -306,15 +307,6 @@ class Problem {
   std::vector<std::int32_t> offsets(std::int64_t longest, std::int64_t empty) const {
     return spec.varlen ? reference::random_offsets(shape.batch, longest, empty, 1)
                        : std::vector<std::int32_t>{};
-  }
-
-  /// LSE of rows past a sequence's end, which is not written.
-  void forget_missing_rows(std::vector<double>& lse_rows) const {
-    if (!spec.varlen) return;
-    for (std::int64_t b = 0; b < shape.batch; ++b)
-      for (std::int64_t h = 0; h < shape.heads_q; ++h)
-        for (std::int64_t q = offsets_q_[b + 1] - offsets_q_[b]; q < shape.seqlen_q; ++q)
-          lse_rows[(b * shape.heads_q + h) * shape.seqlen_q + q] = 0;
   }
 
   DeviceCaptures on_device_captures() const { return {gpu().driver(), {spec, Pass::backward}, captures_}; }

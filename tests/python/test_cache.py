@@ -105,7 +105,7 @@ def test_packed_queries_of_unlike_lengths(rows):
         return_lse=True,
         score_mod=lambda s, b, h, i, j: 5.0 * torch.tanh(s / 5.0),
     )
-    assert lse.shape == (len(LENGTHS), HEADS, 64)
+    assert lse.shape == q.shape[:3]
     for i, (begin, count) in enumerate(zip(offsets.tolist(), counts)):
         expect_close(
             out[0, :, begin : begin + count],

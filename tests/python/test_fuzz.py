@@ -267,14 +267,15 @@ class Problem:
                 b, *(x.to(dtype) for x in (q, k, v)), None if dropped is None else dropped[b].to(dtype)
             )
             outs.append(out)
-            lses.append(torch.nn.functional.pad(lse, (0, self.lse_rows() - n), value=-math.inf))
+            lses.append(lse)
             begin_q, begin_kv = begin_q + n, begin_kv + m
         if not case.varlen:
             return torch.stack(outs), torch.stack(lses)
-        return torch.nn.functional.pad(torch.cat(outs, 1), (0, 0, 0, case.tail))[None], torch.stack(lses)
-
-    def lse_rows(self):
-        return self.named.get("max_seqlen_q", self.longest_q)
+        pad = torch.nn.functional.pad
+        return (
+            pad(torch.cat(outs, 1), (0, 0, 0, case.tail))[None],
+            pad(torch.cat(lses, 1), (0, case.tail), value=-math.inf)[None],
+        )
 
     def sequence(self, b, q, k, v, dropped):
         case, n, m = self.case, q.shape[1], k.shape[1]
@@ -343,11 +344,6 @@ def gradient_from_errors_of_d(problem, out, exact, dout):
     """D is the sum of dO O over O as it was stored. Its error e changes a row's dS by -P e, and so the gradient of the slopes, as
     the gradient of e LSE says. Where a row's distances are large and alike, that is more than all other rounding."""
     errors = ((out.detach().double() - exact[0].detach()) * dout.double()).sum(3)
-    if problem.case.varlen:
-        parts = errors[0, :, : problem.rows_q].split(problem.case.lengths_q, 1)
-        errors = torch.stack(
-            [torch.nn.functional.pad(e, (0, problem.lse_rows() - e.shape[1])) for e in parts]
-        )
     lse = torch.where(exact[1] == -math.inf, 0.0, exact[1])
     slopes = problem.leaves["slopes"]
     loss = (errors * lse).sum() + 0 * slopes.sum()  # a sum without elements requires no gradient

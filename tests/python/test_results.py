@@ -32,6 +32,8 @@ def test_out_and_lse_are_written_and_returned(layout):
     else:
         out = poisoned((2, 4, 37, 128))[..., 64:]
     lse = poisoned((2, 4, 37), torch.float32)
+    if layout != "bhsd":  # [batch, rows, heads], and columns of a wider tensor
+        lse = poisoned((2, 37, 9), torch.float32)[..., 1:5].transpose(1, 2)
     got, got_lse = flashjit.attention(q, k, v, causal=True, out=out, lse=lse)
     assert got is out and got_lse is lse
     assert torch.equal(out, want) and torch.equal(lse, want_lse)
@@ -60,17 +62,50 @@ def test_packed_rows_of_no_sequence_become_zeros():
     q, k, v = (x[:1] for x in tensors(37, 37))
     offsets = torch.tensor([0, 20, 30], dtype=torch.int32, device=DEVICE)
     given = dict(cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=20, max_seqlen_kv=20)
-    out, lse = poisoned(q.shape), poisoned((2, 4, 20), torch.float32)
+    out, lse = poisoned(q.shape), poisoned((37, 4), torch.float32).t()[None]
     flashjit.attention(q, k, v, **given, out=out, lse=lse)
     want, want_lse = flashjit.attention(q, k, v, **given, return_lse=True)
     assert torch.equal(out, want) and not out[:, :, 30:].any()
-    assert torch.equal(lse[0], want_lse[0]) and torch.equal(lse[1, :, :10], want_lse[1, :, :10])
-    assert lse[1, :, 10:].isnan().all()  # as they were
+    assert torch.equal(lse, want_lse) and (lse[:, :, 30:] == -math.inf).all()
     none = poisoned(q.shape)
     flashjit.attention(
-        q, k, v, **{**given, "cu_seqlens_q": offsets[:1], "cu_seqlens_kv": offsets[:1]}, out=none
+        q, k, v, **{**given, "cu_seqlens_q": offsets[:1], "cu_seqlens_kv": offsets[:1]}, out=none, lse=lse
     )
-    assert not none.any()
+    assert not none.any() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_packed_states_join_without_a_copy(by_rows):
+    """O as [rows, heads, dim] and LSE as [rows, heads] or [heads, rows], as engines have them, join in running states and in
+    merge(); rows of no sequence are neutral."""
+    q, k, v = (x[:1] for x in tensors(37, 60))
+    offsets = torch.tensor([0, 20, 30], dtype=torch.int32, device=DEVICE)
+    cuts = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 11, 24], [0, 20, 36])]
+    packed = dict(cu_seqlens_q=offsets, max_seqlen_q=20, max_seqlen_kv=20, out_dtype=torch.float32)
+    keys = [k[:, :, :24], v[:, :, :24]], [k[:, :, 24:], v[:, :, 24:]]
+    states = []
+    for cu, (k_part, v_part) in zip(cuts, keys):
+        out = poisoned((37, 4, 64), torch.float32).transpose(0, 1)[None]
+        lse = poisoned((37, 4), torch.float32).t()[None] if by_rows else poisoned((1, 4, 37), torch.float32)
+        states.append(flashjit.attention(q, k_part, v_part, **packed, cu_seqlens_kv=cu, out=out, lse=lse))
+    merged, lse = flashjit.merge(states)
+    assert lse.shape == (1, 4, 37) and merged.stride()[1:] == states[0][0].stride()[1:]
+    for i in range(2):
+        rows = slice(*offsets[i : i + 2].tolist())
+        both = [
+            torch.cat([x[:, :, slice(*cu[i : i + 2].tolist())] for cu, x in zip(cuts, pair)], 2)
+            for pair in zip(*keys)
+        ]
+        want, want_lse = flashjit.attention(q[:, :, rows], *both, return_lse=True)
+        torch.testing.assert_close(merged[:, :, rows].to(want.dtype), want, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(lse[:, :, rows], want_lse, rtol=1e-4, atol=1e-4)
+    assert (lse[:, :, 30:] == -math.inf).all() and not merged[:, :, 30:].any()
+    out, lse_of_state = states[0]
+    flashjit.attention(
+        q, *keys[1], **packed, cu_seqlens_kv=cuts[1], state=states[0], out=out, lse=lse_of_state
+    )
+    torch.testing.assert_close(out[:, :, :30], merged[:, :, :30], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lse_of_state[:, :, :30], lse[:, :, :30], rtol=1e-4, atol=1e-4)
 
 
 def test_row_max_and_state_beside_them():
@@ -126,8 +161,8 @@ def test_a_workspace_of_the_caller():
             r"lse is .*: it must be float32 \[2, 4, 37\]",
         ),
         (
-            lambda q: dict(lse=q.new_empty(2, 37, 4, dtype=torch.float32).transpose(1, 2)),
-            "lse has the strides",
+            lambda q: dict(lse=q.new_empty(2, 1, 37, dtype=torch.float32).expand(2, 4, 37)),
+            "lse is written, but its elements overlap",
         ),
         (lambda q: dict(workspace=q.new_empty(8)), r"workspace is .*: it must be uint8 \[bytes\]"),
     ],

@@ -345,7 +345,7 @@ inline void check_merge(Runtime& runtime, const char* spec_text, int count, std:
   std::mt19937 random(count);
   std::normal_distribution<double> normal;
   std::vector<std::vector<double>> o(count), lse(count);
-  // LSE is [batch, heads, rows], O in memory [batch, rows, heads, dim].
+  // LSE is [batch, heads, rows], in memory of every other state [batch, rows, heads], as O is.
   const auto place_of = [&](std::int64_t row) {
     const std::int64_t s = row % kRows, h = row / kRows % kHeads, b = row / kRows / kHeads;
     return ((b * kRows + s) * kHeads + h) * dim;
@@ -366,11 +366,14 @@ inline void check_merge(Runtime& runtime, const char* spec_text, int count, std:
   std::vector<PartialState> states;
   for (int i = 0; i < count; ++i) {
     o_memory.push_back(to_device(from, o[i]));
-    lse_memory.push_back(to_device(DType::fp32, lse[i]));
+    std::vector<double> by_rows(rows);
+    for (std::int64_t row = 0; row < rows; ++row) by_rows[place_of(row) / dim] = lse[i][row];
+    lse_memory.push_back(to_device(DType::fp32, i % 2 == 0 ? lse[i] : by_rows));
   }
   for (int i = 0; i < count; ++i)
     states.push_back({ConstTensorView::bshd(o_memory[i].data(), kBatch, kRows, kHeads, dim),
-                      static_cast<const float*>(lse_memory[i].data())});
+                      static_cast<const float*>(lse_memory[i].data()),
+                      i % 2 == 0 ? RowStrides{} : RowStrides{kRows * kHeads, 1, kHeads}});
   device::DeviceBuffer out = poisoned(rows * dim * size_of(to)), lse_out = poisoned(rows * 4);
   device::DeviceBuffer& target = in_place ? o_memory[0] : out;
   runtime.merge(spec,

@@ -295,22 +295,16 @@ inline void add_state(reference::Problem& problem, std::int64_t queries, std::mt
   const auto& [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = problem.shape;
   const std::int64_t dim = problem.spec.v_dim();
   problem.state_out = normal_values(heads_q * queries * dim, DType::fp32, 1, generator);
-  problem.state_lse = normal_values(batch * heads_q * seqlen_q, DType::fp32, 3, generator);
+  problem.state_lse = normal_values(heads_q * queries, DType::fp32, 3, generator);
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
-  for (std::int64_t row = 0; row < batch * heads_q * seqlen_q; ++row) {
+  for (std::int64_t row = 0; row < heads_q * queries; ++row) {
     if (row % 5 != 3) {  // about as much as the call's keys
       problem.state_lse[row] =
           reference::round_to(DType::fp32, problem.state_lse[row] + std::log(seqlen_kv + 1.0));
       continue;
     }
     problem.state_lse[row] = -kInfinity;
-    const std::int64_t b = row / (heads_q * seqlen_q), h = row / seqlen_q % heads_q, q = row % seqlen_q;
-    std::int64_t of_out = row;
-    if (problem.spec.varlen) {
-      if (q >= problem.cu_seqlens_q[b + 1] - problem.cu_seqlens_q[b]) continue;
-      of_out = h * queries + problem.cu_seqlens_q[b] + q;
-    }
-    std::fill_n(problem.state_out.begin() + of_out * dim, dim, std::numeric_limits<double>::quiet_NaN());
+    std::fill_n(problem.state_out.begin() + row * dim, dim, std::numeric_limits<double>::quiet_NaN());
   }
 }
 
@@ -349,7 +343,7 @@ inline reference::Problem make_problem(const AttentionCase& given) {
   spoil(problem.k, keys, spec.head_dim);
   spoil(problem.v, keys, spec.v_dim());
   spoil(problem.dout, queries, spec.v_dim());
-  if (test.dlse) problem.dlse = normal_values(batch * heads_q * seqlen_q, DType::fp32, 1, generator);
+  if (test.dlse) problem.dlse = normal_values(heads_q * queries, DType::fp32, 1, generator);
   if (test.softmax_scale) problem.softmax_scale = *test.softmax_scale;
   if (spec.kv.is_padded()) {
     // One entry without keys, and one with all of them, where there are so many.
@@ -424,14 +418,14 @@ class AttentionRun {
         cu_seqlens_kv_(to_device(problem_.cu_seqlens_kv)),
         sinks_(to_device(DType::fp32, problem_.sinks)),
         dsinks_(device_bytes(sinks_.bytes())),
-        dlse_(to_device(DType::fp32, problem_.dlse)),
+        dlse_(to_device(DType::fp32, in_memory(problem_.dlse))),
         rng_state_(to_device(std::vector{problem_.seed, problem_.offset})),
         indices_(to_device(problem_.indices)),
         captures_(gpu().driver(), with_pass(test.spec, Pass::backward), problem_.captures) {
     if (test.spec.partial.running_state) {
       state_ = make_tensor(test.layout, DType::fp32, out_size());
       state_.put(problem_.state_out);
-      state_lse_ = to_device(DType::fp32, problem_.state_lse);
+      state_lse_ = to_device(DType::fp32, in_memory(problem_.state_lse));
     }
     if (test.strided_captures) strided_ = StridedCaptures(captures_.view(), problem_.captures);
     inputs_[0].put(problem_.q);
@@ -446,8 +440,8 @@ class AttentionRun {
   void use(Stream stream) { stream_ = stream; }
   /// What the last forward pass made.
   std::vector<double> out() const { return out_.get(); }
-  std::vector<double> lse() const { return decode(DType::fp32, lse_.content()); }
-  std::vector<double> row_max() const { return decode(DType::fp32, row_max_.content()); }
+  std::vector<double> lse() const { return rows_in(lse_); }
+  std::vector<double> row_max() const { return rows_in(row_max_); }
   /// What the last backward pass made: dQ, dK, dV.
   std::vector<double> grad(int which) const { return grads_[which].get(); }
 
@@ -477,7 +471,7 @@ class AttentionRun {
   /// Launches the forward pass and gives its LSE, for programs that set no limits.
   std::vector<double> launch_for_lse(Runtime& runtime, const TileConfig& config) {
     launch_forward(runtime, config, static_cast<float*>(lse_.data()));
-    return decode(DType::fp32, lse_.content());
+    return lse();
   }
 
   /// Launches without an LSE; O must have the same bits as with it. check_forward() must have run.
@@ -655,14 +649,19 @@ class AttentionRun {
     out_.memory->poison();
     if (lse) lse_.poison();
     row_max_.poison();
-    ForwardArgs args{.q = inputs_[0].view, .k = inputs_[1].view, .v = v_view(), .out = out_.view, .lse = lse};
+    ForwardArgs args{.q = inputs_[0].view,
+                     .k = inputs_[1].view,
+                     .v = v_view(),
+                     .out = out_.view,
+                     .lse = lse,
+                     .lse_strides = lse_strides()};
     set_common(args, lent);
     if (spec.row_max) args.row_max = static_cast<float*>(row_max_.data());
     if (spec.partial.running_state)
       args.partial.state = {state_.view, static_cast<const float*>(state_lse_.data())};
     if (test_.state_in_place && lse) {
       out_.put(problem_.state_out);
-      lse_.write(encode(DType::fp32, problem_.state_lse));
+      lse_.write(encode(DType::fp32, in_memory(problem_.state_lse)));
       args.partial.state = {out_.view, lse};
     }
     wait_for_fills();
@@ -683,6 +682,7 @@ class AttentionRun {
                       .v = v_view(),
                       .out = out_.view,
                       .lse = static_cast<const float*>(lse_.data()),
+                      .lse_strides = lse_strides(),
                       .dout = dout_.view,
                       .dq = grads_[0].view,
                       .dk = grads_[1].view,
@@ -696,23 +696,49 @@ class AttentionRun {
     expect_guards_intact(lent);
   }
 
+  /// Of every other case LSE is [batch, rows, heads], packed [rows, heads].
+  bool lse_by_rows() const { return test_.seed % 2 == 1; }
+  std::int64_t rows_of_batch() const { return inputs_[0].view.size[2]; }
+  RowStrides lse_strides() const {
+    const std::int64_t heads = test_.shape.heads_q;
+    return lse_by_rows() ? RowStrides{heads * rows_of_batch(), 1, heads} : RowStrides{};
+  }
+  /// LSE, or what is like it, as memory has it; the reference has [batch, heads, rows].
+  std::vector<double> in_memory(const std::vector<double>& rows) const {
+    return lse_by_rows() ? transposed(rows, test_.shape.heads_q, rows_of_batch()) : rows;
+  }
+  std::vector<double> rows_in(const GuardedMemory& memory) const {
+    const std::vector<double> values = decode(DType::fp32, memory.content());
+    return lse_by_rows() ? transposed(values, rows_of_batch(), test_.shape.heads_q) : values;
+  }
+  /// Matrices [rows, columns] one after the other, each transposed.
+  static std::vector<double> transposed(const std::vector<double>& values, std::int64_t rows,
+                                        std::int64_t columns) {
+    std::vector<double> result(values.size());
+    for (std::int64_t i = 0; i < std::ssize(values); ++i) {
+      const std::int64_t first = i / (rows * columns) * (rows * columns), at = i - first;
+      result[first + at % columns * rows + at / columns] = values[i];
+    }
+    return result;
+  }
+
   void check_lse() const { check_rows("LSE", lse_, exact_.lse); }
   void check_row_max() const {
     if (test_.spec.row_max) check_rows("row_max", row_max_, exact_.row_max);
   }
   /// What is written of each row that exists, and of no other.
   void check_rows(const char* name, const GuardedMemory& memory, const std::vector<double>& exact) const {
-    const std::vector<std::uint8_t> image = memory.content();
-    const std::vector<double> got = decode(DType::fp32, image);
+    const std::vector<double> got = rows_in(memory);
     EXPECT_LE(reference::max_abs_error(reference::existing_rows(problem_, got),
                                        reference::existing_rows(problem_, exact)),
               1e-3 + 1e-6 * largest_finite(exact))
         << name;
     for (std::size_t row = 0; row < got.size(); ++row) {
       if (!std::isnan(exact[row])) continue;
-      const bool poisoned =
-          std::all_of(&image[4 * row], &image[4 * row] + 4, [](int byte) { return byte == 0xff; });
-      EXPECT_TRUE(poisoned) << name << " of row " << row << ", which is past its sequence's end, was written";
+      if (test_.unused_rows > 0)
+        EXPECT_EQ(got[row], -std::numeric_limits<double>::infinity()) << name << " of unused row " << row;
+      else
+        EXPECT_TRUE(std::isnan(got[row])) << name << " of unused row " << row << " was written";
     }
     expect_guard_intact(memory, name);
   }

@@ -267,7 +267,12 @@ TEST(Merge, ArgumentsAreChecked) {
   args.out_type = DType::fp16;
   expect_says(merge_refusal(args), {"out_type is fp16", "bf16"});
   args.out_type = {}, args.lse = address<float>(0x90004);
-  expect_says(merge_refusal(args), {"lse overlaps states[0].lse"});
+  expect_says(merge_refusal(args), {"lse is written, but has memory of states[0].lse"});
+  states[0].lse_strides = {15, 1, 3}, args.lse_strides = {15, 5, 1};
+  args.lse = address<float>(0xa0000);
+  EXPECT_EQ(merge_refusal(args), "accepted");
+  args.lse_strides = {15, 5, 0};
+  expect_says(merge_refusal(args), {"lse is written, but its elements overlap", "in length"});
   args.lse = nullptr, states[1].lse = nullptr;
   expect_says(merge_refusal(args), {"states[1].lse is null"});
   states[1] = state, states[1].out.size[2] = 4;

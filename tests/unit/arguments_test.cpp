@@ -211,6 +211,22 @@ TEST(Arguments, Alignment) {
               "4 bytes");
 }
 
+TEST(Arguments, StridesOfLse) {
+  const auto with = [](RowStrides strides) {
+    return forward_refusal([&](auto&, auto& args) { args.lse_strides = strides; });
+  };
+  EXPECT_EQ(with({kHeadsQ * kQueries, 1, kHeadsQ}), "accepted");
+  EXPECT_EQ(with({(kHeadsQ * 2 + 1) * kQueries, 2, kHeadsQ * 2 + 1}), "accepted");
+  EXPECT_SAYS(with({kHeadsQ * kQueries, -1, kHeadsQ}), "lse has stride -1 in heads", "0 or more");
+  EXPECT_SAYS(with({kHeadsQ * kQueries, 0, 1}), "lse is written, but its elements overlap", "in heads");
+  EXPECT_EQ(backward_refusal([](auto&, auto& args) { args.lse_strides = {0, 0, 1}; }), "accepted");
+  EXPECT_SAYS(forward_refusal([](auto& s, auto& args) {
+                s.row_max = true, args.row_max = address<float>(0x900000), args.lse = nullptr;
+                args.lse_strides = {1, 1, 1};
+              }),
+              "row_max is written, but its elements overlap");
+}
+
 TEST(Arguments, Strides) {
   EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.v.stride[3] = 2; }), "v has stride 2 in head_dim",
               "contiguous");
@@ -447,6 +463,10 @@ TEST(Arguments, RunningState) {
               "state.out");
   EXPECT_SAYS(with([](auto&, auto& args) { args.partial.state.lse = address<const float>(0x402); }),
               "state.lse is at 0x402");
+  EXPECT_SAYS(with([](auto&, auto& args) {
+                args.partial.state.lse_strides = {kHeadsQ * kQueries, 1, kHeadsQ};
+              }),
+              "state.lse has strides", "must be equal");
   EXPECT_SAYS(with([](auto&, auto& args) { args.partial.state.out.size[2] += 1; }), "state.out has length");
   const auto in_place = [&](bool fp32_out) {
     return with([&](auto& s, auto& args) {
@@ -734,7 +754,7 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   EXPECT_EQ(p.dq.data, args.dq.data);
   EXPECT_EQ(p.dk.data, args.dk.data);
   EXPECT_EQ(p.dv.stride_b, kHeadsKv * kKeys * kDim);
-  EXPECT_EQ(p.lse, args.lse);
+  EXPECT_EQ(p.lse.data, args.lse);
   EXPECT_EQ(p.kv_lengths, args.kv_lengths);
   EXPECT_EQ(p.d, address<float>(0x100000));
   EXPECT_EQ(p.lse_padded, address<float>(0x100100));

@@ -223,6 +223,33 @@ struct TwoRows {
   }
 };
 
+/// [rows, heads] in a wider tensor, as engines have LSE; what is between stays as it is.
+TEST_F(CAbi, LseOfPackedRowsHasStrides) {
+  const SpecPtr s = flashjit::test::make_spec("fp32:d8:varlen");
+  alignas(16) float q[3 * 2 * 8] = {}, k[5 * 8] = {}, out[3 * 2 * 8];
+  float lse[3 * 3];
+  std::fill_n(lse, 9, 7.0f);
+  const std::int32_t cu_q[] = {0, 1, 2}, cu_kv[] = {0, 1, 5};  // the third row belongs to no sequence
+  flashjit_forward_args args{};
+  args.struct_size = sizeof args;
+  args.q = {q, {1, 2, 3, 8}, {48, 8, 16, 1}};
+  args.k = args.v = {k, {1, 1, 5, 8}, {40, 40, 8, 1}};
+  args.out = {out, {1, 2, 3, 8}, {48, 8, 16, 1}};
+  args.lse = lse;
+  args.lse_stride[1] = 1, args.lse_stride[2] = 3;
+  args.cu_seqlens_q = cu_q, args.cu_seqlens_kv = cu_kv;
+  args.batch_size = 2, args.max_seqlen_q = 1, args.max_seqlen_kv = 4;
+  ASSERT_EQ(flashjit_reference_forward(s.get(), &args), FLASHJIT_OK) << last_message();
+  const float one = 0, four = std::log(4.0f);
+  EXPECT_EQ(std::vector(lse, lse + 9), (std::vector<float>{one, one, 7, four, four, 7, 7, 7, 7}));
+  args.zero_unused_rows = 1;
+  ASSERT_EQ(flashjit_reference_forward(s.get(), &args), FLASHJIT_OK) << last_message();
+  EXPECT_EQ(std::vector(lse + 6, lse + 9), (std::vector<float>{-INFINITY, -INFINITY, 7}));
+  args.lse_stride[1] = -1;
+  EXPECT_EQ(flashjit_reference_forward(s.get(), &args), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("lse has stride -1 in heads");
+}
+
 TEST_F(CAbi, TheReferenceNeedsNeitherDriverNorRuntime) {
   flashjit_spec* made = nullptr;
   ASSERT_EQ(flashjit_spec_create("fp32:d8", &made), FLASHJIT_OK) << last_message();
@@ -267,7 +294,7 @@ TEST_F(CAbi, TheReferenceJoinsARunningState) {
   flashjit_forward_args forward = rows.forward();
   EXPECT_EQ(flashjit_reference_forward(s.get(), &forward), FLASHJIT_INVALID_ARGUMENT);
   EXPECT_MESSAGE("state.out");
-  forward.state = {two_rows(out), lse};
+  forward.state = {two_rows(out), lse, {}};
   ASSERT_EQ(flashjit_reference_forward(s.get(), &forward), FLASHJIT_OK) << last_message();
   EXPECT_EQ(out[0], 1.25f);  // the average of two keys' 2 and of two keys' 0.5
   EXPECT_FLOAT_EQ(lse[0], std::log(4.0f));
@@ -364,7 +391,7 @@ TEST_F(CAbi, StatesAreMergedByTheReference) {
   const float lse[] = {0}, lse_of_three_times[] = {std::log(3.0f)}, none[] = {-INFINITY};
   const auto view = [](void* data) { return flashjit_tensor{data, {1, 1, 1, 8}, {8, 8, 8, 1}}; };
   const flashjit_partial_state states[] = {
-      {view(first), lse}, {view(nothing), none}, {view(second), lse_of_three_times}};
+      {view(first), lse, {}}, {view(nothing), none, {}}, {view(second), lse_of_three_times, {}}};
   alignas(16) float out[8];
   float joined = 0;
   flashjit_merge_args args{};

@@ -179,7 +179,7 @@ reference::Problem random_problem(const KernelSpec& spec, const AttentionShape& 
   problem.spec.partial.running_state = spec.partial.running_state && spec.pass == Pass::forward;
   if (problem.spec.partial.running_state) {
     problem.state_out = normal_values(queries * spec.v_dim(), DType::fp32, random);
-    problem.state_lse = normal_values(shape.batch * shape.heads_q * shape.seqlen_q, DType::fp32, random);
+    problem.state_lse = normal_values(queries, DType::fp32, random);
     for (double& lse : problem.state_lse)  // of as many keys
       lse = reference::round_to(DType::fp32, lse + std::log(shape.seqlen_kv + 1.0));
   }

@@ -179,8 +179,7 @@ class TensorMaker {
     return DeviceTensor(driver_, type, {batch_kv_, problem_.shape.heads_kv, rows_kv_, dim});
   }
   DeviceTensor like_lse(bool wanted = true) const {
-    const auto& [batch, heads_q, heads_kv, longest_q, longest_kv] = problem_.shape;
-    return DeviceTensor(driver_, DType::fp32, {batch, heads_q, wanted ? longest_q : 0, 1});
+    return DeviceTensor(driver_, DType::fp32, {batch_, problem_.shape.heads_q, wanted ? rows_q_ : 0, 1});
   }
 
   DeviceTensor q() const {

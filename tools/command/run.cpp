@@ -74,9 +74,9 @@ std::vector<OutputFile> output_files(const reference::Problem& problem, const Re
   const std::int64_t q_rows = packed ? problem.cu_seqlens_q.back() : sq;
   const std::int64_t kv_rows = packed ? problem.cu_seqlens_kv.back() : skv;
   std::vector<OutputFile> files{{"out.npy", {b, hq, q_rows, dv}, &results.out, true},
-                                {"lse.npy", {batch, hq, sq}, &results.lse}};
+                                {"lse.npy", {b, hq, q_rows}, &results.lse}};
   if (problem.spec.pass == Pass::forward) {
-    if (problem.spec.row_max) files.push_back({"row_max.npy", {batch, hq, sq}, &results.row_max});
+    if (problem.spec.row_max) files.push_back({"row_max.npy", {b, hq, q_rows}, &results.row_max});
     return files;
   }
   files.push_back({"dq.npy", {b, hq, q_rows, d}, &results.dq, true});

@@ -139,8 +139,8 @@ def attention(
         which the call that makes the first state is given. No gradients, for which there is merge().
     deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says.
         Not with indices: an error, or with warn_only=True a warning.
-    return_lse: also return the log of the softmax's row sums, float32 [batch, heads_q, seqlen_q], which has gradients too;
-        with cu_seqlens [sequences, heads_q, max_seqlen_q]. -inf where a row attends to nothing or does not exist.
+    return_lse: also return the log of the softmax's row sums, float32 [batch, heads_q, seqlen_q], with cu_seqlens
+        [1, heads_q, all rows], which has gradients too. -inf where a row attends to nothing or belongs to no sequence.
     return_row_max: also return, last, the largest score of each query, like the LSE, after score_mod and without sinks: of one
         head row_max.amax((0, 2)), as QK-clip wants it. It has no gradient. In compiled code and under transforms it is refused.
     out_dtype: torch.float32, or None for the type of q; with q of 8 bits bfloat16, which None is, float16 or float32. Gradients are those of the rounded O.
@@ -148,8 +148,8 @@ def attention(
         sequences: keys are split only with up to 64 queries, and then into parts of 2048.
     lists: TileLists built from these arguments, if many calls share a mask; None: built in this call, if needed.
     out: where O is written and what is returned: of O's sizes, type and device, any strides whose last is 1 and whose others
-        are multiples of 16 bytes, in memory of its own. lse: likewise LSE, contiguous, which is then returned as with
-        return_lse; with cu_seqlens rows past a sequence's end stay as they are. workspace: uint8 [bytes] for this call in
+        are multiples of 16 bytes, in memory of its own. lse: likewise LSE, of any strides, which is then returned as
+        with return_lse. workspace: uint8 [bytes] for this call in
         place of an allocation, at least Runtime.workspace_bytes(). None of them with gradients or in compiled code.
 
     Returns O, [batch, heads_q, seqlen_q, head_dim_v]; rows that attend to nothing are 0. Raises flashjit.Error.

@@ -409,8 +409,8 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """(O, LSE) over all keys, from what attention(..., return_lse=True) gave over disjoint parts of them. With gradients.
 
-    states: 1 to 8 pairs (O, LSE) of the same queries: O [batch, heads, rows, dim], LSE float32 [batch, heads, rows]. One with an
-        LSE of -inf gives nothing, whatever its O.
+    states: 1 to 8 pairs (O, LSE) of the same queries: O [batch, heads, rows, dim], LSE float32 [batch, heads, rows], with
+        any strides; packed queries are one batch entry. One with an LSE of -inf gives nothing, whatever its O.
     dtype: of the result; None: that of the states. Where they differ one of them is float32.
 
     Without any key O is 0 and LSE -inf. Raises flashjit.Error.
@@ -465,11 +465,11 @@ def _merge(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype | None) ->
     for i, pair in enumerate(zip(outs, lses)):
         for x in pair:
             check_memory(f"states[{i}]", x)
-    outs, lses = [readable(out, "a state's O") for out in outs], [lse.contiguous() for lse in lses]
+    outs, lses = [readable(out, "a state's O") for out in outs], [lse.resolve_neg() for lse in lses]
     out, lse = _new_state(outs[0], dtype)
     of_states, of_out = outs[0].dtype, out.dtype
     states = (PartialState * len(outs))(
-        *[PartialState(_struct_of(x), y.data_ptr()) for x, y in zip(outs, lses)]
+        *[PartialState(_struct_of(x), y.data_ptr(), y.stride()) for x, y in zip(outs, lses)]
     )
     args = MergeArgs(
         struct_size=ctypes.sizeof(MergeArgs),

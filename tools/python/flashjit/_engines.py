@@ -12,7 +12,7 @@ from ._attention import attention
 from ._cache import append
 from ._named import AT_LAST, SOFTCAP, window_text
 from ._plans import KV_TYPES, MAX_DIM, MAX_DIM_V, SPEC_TYPES
-from .flash_attn._attend import packed_lse, with_batch
+from .flash_attn._attend import with_batch
 
 #: The names that engines have for the types of caches.
 CACHE_TYPES = {
@@ -104,7 +104,7 @@ class Layer:
         )
         o, lse = found if wants_lse else (found, None)
         result = o[0].transpose(0, 1) if out is None else out
-        return result, None if lse is None else packed_lse(lse, batch.cu_seqlens, q.shape[0])
+        return result, None if lse is None else lse.squeeze(0)
 
     def masks(self, batch: Batch) -> dict[str, Any]:
         """attention()'s causal, score_mod, mask_mod and captures."""

@@ -120,7 +120,7 @@ _LAST: list[Any] = [
 
 
 class PartialState(ctypes.Structure):
-    _fields_ = [("out", Tensor), ("lse", _pointer)]
+    _fields_ = [("out", Tensor), ("lse", _pointer), ("lse_stride", _i64 * 3)]
 
 
 class ForwardArgs(ctypes.Structure):
@@ -132,6 +132,7 @@ class ForwardArgs(ctypes.Structure):
             ("v", Tensor),
             ("out", Tensor),
             ("lse", _pointer),
+            ("lse_stride", _i64 * 3),
         ]
         + _COMMON
         + _LAST
@@ -159,6 +160,7 @@ class BackwardArgs(ctypes.Structure):
             ("v", Tensor),
             ("out", Tensor),
             ("lse", _pointer),
+            ("lse_stride", _i64 * 3),
             ("dout", Tensor),
             ("dq", Tensor),
             ("dk", Tensor),
@@ -233,6 +235,7 @@ class MergeArgs(ctypes.Structure):
         ("state_count", ctypes.c_size_t),
         ("out", Tensor),
         ("lse", _pointer),
+        ("lse_stride", _i64 * 3),
         ("states_type", ctypes.c_int32),
         ("out_type", ctypes.c_int32),
     ]

@@ -212,10 +212,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Ten
         dtype=out_dtype_of(arguments[-7], arguments[-1], q.dtype),
         device=q.device,
     )
-    cu_seqlens_q, max_seqlen_q = arguments[2], arguments[-4]
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
-    rows = q.shape[2] if cu_seqlens_q is None else max_seqlen_q
-    return out, torch.empty((batch, q.shape[1], rows), dtype=torch.float32, device=q.device)
+    return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
 @torch.library.register_fake("flashjit::attention_backward")

@@ -19,21 +19,9 @@ class Packed(NamedTuple):
     cu_seqlens_kv: Tensor
     max_seqlen_q: int
     max_seqlen_kv: int
-    document: Tensor  # of each row
-    place: Tensor  # of each row, in its document
 
     def given(self) -> dict[str, Any]:
-        return dict(zip(self._fields[:4], self[:4]))
-
-    def rows_of(self, lse: Tensor) -> Tensor:
-        """[1, heads, rows] of what attention() gives: [documents, heads, longest]."""
-        return lse[self.document, :, self.place].t()[None].contiguous()
-
-    def padded(self, lse: Tensor) -> Tensor:
-        """The inverse."""
-        result = lse.new_zeros((self.cu_seqlens_q.shape[0] - 1, lse.shape[1], self.max_seqlen_q))
-        result[self.document, :, self.place] = lse[0].t()
-        return result
+        return self._asdict()
 
 
 class Piece(NamedTuple):
@@ -209,9 +197,8 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
 
 @functools.lru_cache(maxsize=256)
 def packed_documents(lengths_q: tuple[int, ...], lengths_kv: tuple[int, ...], device: torch.device) -> Packed:
-    count = torch.tensor(lengths_q)
-    document = torch.arange(len(lengths_q)).repeat_interleave(count)
-    sums = [torch.nn.functional.pad(torch.tensor(x).cumsum(0), (1, 0)) for x in (lengths_q, lengths_kv)]
-    place = torch.arange(int(count.sum())) - sums[0][:-1].repeat_interleave(count)
-    cu_q, cu_kv = (x.to(torch.int32).to(device) for x in sums)
-    return Packed(cu_q, cu_kv, max(lengths_q), max(lengths_kv), document.to(device), place.to(device))
+    cu_q, cu_kv = (
+        torch.nn.functional.pad(torch.tensor(x).cumsum(0), (1, 0)).to(torch.int32).to(device)
+        for x in (lengths_q, lengths_kv)
+    )
+    return Packed(cu_q, cu_kv, max(lengths_q), max(lengths_kv))

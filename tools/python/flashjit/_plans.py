@@ -198,8 +198,7 @@ class Plan:
         self.shape = (batch, q.shape[1], k.shape[1], seqlen_q, seqlen_kv)
         self.out_size = (*q.shape[:3], v.shape[3])
         self.out_stride = dense_strides(self.out_size, q.stride())
-        self.lse_size = (batch, q.shape[1], seqlen_q)
-        self.lse_partial = varlen
+        self.lse_size = tuple(q.shape[:3])
         # Kernels that are launched write all rows of results.
         self.empty_strided = (
             torch.empty_strided
@@ -450,7 +449,9 @@ class Plan:
     def new_rows(self) -> Tensor:
         """Memory for LSE, or for the rows' largest scores."""
         rows = torch.empty(self.lse_size, dtype=torch.float32, device=self.device)
-        return rows.fill_(-math.inf) if self.lse_partial else rows  # past a sequence's end
+        return (
+            rows if self.empty_strided is torch.empty_strided else rows.fill_(-math.inf)
+        )  # nothing is launched
 
     def forward(
         self,
@@ -489,11 +490,17 @@ class Plan:
         if want_lse:
             if lse is None:
                 lse = self.new_rows()
+            else:
+                words[_F_LSE + 1 : _F_LSE + 4] = array.array("Q", lse.stride())
+                if self.empty_strided is not torch.empty_strided:
+                    lse.fill_(-math.inf)
             words[_F_LSE] = lse.data_ptr()
         if state is not None:
             words[_F_STATE : _F_STATE + _TENSOR_WORDS] = _library.words_of(
                 tensor_struct(state[0].shape, state[0].stride())
             )
+            if lse is not None:  # whose strides the state's LSE has, too
+                state = state[0], laid_out(state[1], self.lse_size, lse.stride())
             words[_F_STATE], words[_F_STATE + _TENSOR_WORDS] = (x.data_ptr() for x in state)
         if row_max is not None:
             words[_F_ROW_MAX] = row_max.data_ptr()

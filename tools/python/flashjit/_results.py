@@ -59,5 +59,5 @@ class Results(NamedTuple):
                     f"{name} is {describe(given)}: it must be {type_name} {'[bytes]' if size is None else wanted} on "
                     f"{plan.device}."
                 )
-            if name != "out" and not given.is_contiguous():
+            if name == "workspace" and not given.is_contiguous():
                 raise InvalidArgument(f"{name} has the strides {given.stride()}: it must be contiguous.")

@@ -166,14 +166,10 @@ def compute(
         q, k, v, piece, sinks, rng, reserved_sms, fp32_out=dtype != q.dtype, running_state=state is not None
     )
     if state is not None:
-        state = (
-            _cut(state[0], piece.rows),
-            state[1].contiguous() if piece.packed is None else piece.packed.padded(state[1]),
-        )
-    out, lse = call.plan.forward(
+        state = _cut(state[0], piece.rows), state[1].contiguous()
+    return call.plan.forward(
         *call.qkv, *call.rest, True, out=None if out is None else _cut(out, piece.rows), state=state
     )
-    return out, lse if piece.packed is None else piece.packed.rows_of(lse)
 
 
 class Sums:
@@ -219,12 +215,11 @@ class Saved(NamedTuple):
         self, k: Tensor, v: Tensor, piece: Piece, fp32: bool = True, reserved_sms: int = 0
     ) -> tuple[list[Tensor], Any]:
         """dQ, dK and dV of a piece, in float32 or in the tensors' type, and dsinks."""
-        rows, packed = piece.rows, piece.packed
+        rows = piece.rows
         plan, qkv, rest = _Call.of(self.q, k, v, piece, self.sinks, self.rng, reserved_sms, fp32_grads=fp32)
 
         def of_rows(x: Tensor) -> Tensor:
-            x = x[:, :, rows.begin : rows.end]
-            return x.contiguous() if packed is None else packed.padded(x)
+            return x[:, :, rows.begin : rows.end].contiguous()
 
         out = laid_out(_cut(self.out, rows), plan.out_size, plan.out_stride)
         found, dsinks, _ = plan.backward(

@@ -57,8 +57,8 @@ def forward(
         out, for NumPy, CuPy and PyTorch arrays; for others give arrays of these, as JAX's are never written.
     captures: values of the names that programs declare. block_map: uint8 [batch or 1, heads_q or 1, rows, columns].
     kv_lengths: int32 [batch]. cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1], with q [1, heads_q, all rows, head_dim]
-        and lse [sequences, heads_q, max_seqlen_q]; needs max_seqlen_q and max_seqlen_kv. Rows after the last sequence's
-        end get zeros; rows of lse past a sequence's end stay as they are, or are -inf if lse is left out. On the GPU
+        and lse [1, heads_q, all rows]; needs max_seqlen_q and max_seqlen_kv. Rows after the last sequence's end get
+        zeros, and an lse of -inf. On the GPU
         cu_seqlens is not checked: wrong values give wrong results for the sequences concerned, but nothing outside the
         tensors is read or written. sinks: float32 [heads_q].
     row_max: like lse, to write the largest score of each query to, after a score program and without sinks; -inf where it
@@ -87,11 +87,10 @@ def forward(
         max_seqlen_kv,
         stream,
     )
-    batch, heads_q, _, seqlen_q, _ = call.shape
     sizes = call.views["q"].size
     out_type = "fp32" if "fp32_out" in _options_in(options) else call.views["q"].type
     out = call.made(out, "out", (*sizes[:3], call.views["v"].size[3]), out_type, q)
-    lse = call.made(lse, "lse", (batch, heads_q, seqlen_q), "fp32", q, -math.inf)
+    lse = call.made(lse, "lse", sizes[:3], "fp32", q, -math.inf)
     args = ForwardArgs(
         struct_size=ctypes.sizeof(ForwardArgs),
         lse=call.views["lse"].contiguous_pointer("lse"),
@@ -99,7 +98,7 @@ def forward(
         **call.common(scale, dropout_p, seed, offset),
     )
     if row_max is not None:
-        call.made(row_max, "row_max", (batch, heads_q, seqlen_q), "fp32", q)
+        call.made(row_max, "row_max", sizes[:3], "fp32", q)
         args.row_max = call.views["row_max"].contiguous_pointer("row_max")
     if state is not None:
         args.state = call.state(state, call.views["out"].size, call.views["lse"].size)
@@ -349,8 +348,8 @@ class _Call:
             "cu_seqlens_q": (batch + 1,),
             "cu_seqlens_kv": (batch + 1,),
             "sinks": (heads_q,),
-            "lse": (batch, heads_q, seqlen_q),
-            "dlse": (batch, heads_q, seqlen_q),
+            "lse": self.views["q"].size[:3],
+            "dlse": self.views["q"].size[:3],
         }
         for name, size in wanted.items():
             if name in self.views and self.views[name].size != size:
@@ -409,7 +408,7 @@ class _Call:
     ) -> Any:
         """`given`, or a new array of q's library. unused: the value of what no kernel writes, or with `filled` of all."""
         array = _empty(like, size, type, name) if given is None else given
-        if given is None and (filled or self.varlen and (self.batch == 0 or unused)):
+        if given is None and (filled or self.varlen and self.batch == 0):
             array[...] = unused
         self.written(name, array, size, type)
         return array

@@ -127,6 +127,7 @@ pub struct flashjit_dropout_place {
 pub struct flashjit_partial_state {
     pub out: flashjit_tensor,
     pub lse: *const f32,
+    pub lse_stride: [i64; 3],
 }
 
 #[repr(C)]
@@ -137,6 +138,7 @@ pub struct flashjit_forward_args {
     pub v: flashjit_tensor,
     pub out: flashjit_tensor,
     pub lse: *mut f32,
+    pub lse_stride: [i64; 3],
     pub softmax_scale: *const f32,
     pub kv_lengths: *const i32,
     pub block_map: flashjit_block_map,

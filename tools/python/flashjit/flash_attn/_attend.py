@@ -224,16 +224,3 @@ def places(cu_seqlens: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         max=cu_seqlens.shape[0] - 2
     )
     return sequence, row - cu_seqlens[sequence]
-
-
-def packed_lse(lse: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
-    """[heads, all rows] of [sequences, heads, longest]; rows of no sequence have -inf."""
-    sequence, place = places(cu_seqlens, rows)
-    found = lse.permute(1, 0, 2)[:, sequence, place.clamp(max=lse.shape[2] - 1)]
-    return found.masked_fill(torch.arange(rows, device=lse.device) >= cu_seqlens[-1], -torch.inf)
-
-
-def unpacked_lse(lse: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
-    """The inverse of packed_lse(). Rows past a sequence's end have any value."""
-    row = cu_seqlens[:-1, None] + torch.arange(longest, device=lse.device)
-    return lse[:, row.clamp(max=max(lse.shape[1] - 1, 0))].transpose(0, 1)

@@ -19,7 +19,6 @@ from ._attend import (
     check_out,
     either,
     missing,
-    packed_lse,
     scales,
     with_batch,
     written,
@@ -224,7 +223,7 @@ def flash_attn_varlen_func(
         **scales(q, k, q_descale, k_descale, v_descale),
     )
     o = o.squeeze(0).transpose(0, 1) if out is None else out
-    return (o, packed_lse(lse, cu_seqlens_q, q.shape[0])) if with_lse else o
+    return (o, lse.squeeze(0)) if with_lse else o
 
 
 def flash_attn_with_kvcache(

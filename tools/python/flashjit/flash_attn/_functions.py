@@ -8,18 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidArgument, Unsupported
-from ._attend import (
-    EVERYTHING,
-    Options,
-    Window,
-    attend,
-    check_out,
-    either,
-    missing,
-    packed_lse,
-    scales,
-    with_batch,
-)
+from ._attend import EVERYTHING, Options, Window, attend, check_out, either, missing, scales, with_batch
 from ._kvcache import New, Place, attend_cache
 
 
@@ -191,7 +180,7 @@ def flash_attn_varlen_func(
         )
         o = o.squeeze(0).transpose(0, 1) if out is None else out
         if return_lse:
-            lse = packed_lse(lse, cu_seqlens_q, q.shape[0])
+            lse = lse.squeeze(0)
     return (o, lse, None) if return_attn_probs else (o, lse) if return_lse else o
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._cache import append
 from .._plans import KV_TYPES, describe
 from ..errors import InvalidArgument, Unsupported
-from ._attend import Options, attend, packed_lse, places, with_batch
+from ._attend import Options, attend, places, with_batch
 from .rotary import angles_at, turned
 
 
@@ -86,7 +86,6 @@ def attend_cache(
     """O and LSE, or None, of q [b, s, h, d], or with cu_seqlens_q [all rows, h, d], in the layout of q. out: where O goes."""
     where = place.named()
     k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-    rows = q.shape[0]
     q = q.transpose(1, 2) if cu_seqlens_q is None else with_batch(q)
     with torch.no_grad():
         if new is not None:
@@ -103,9 +102,7 @@ def attend_cache(
             o = out
         else:
             o = o.transpose(1, 2) if cu_seqlens_q is None else o.squeeze(0).transpose(0, 1)
-        if cu_seqlens_q is None or not wants_lse:
-            return o, lse
-        return o, packed_lse(lse, cu_seqlens_q, rows)
+        return o, lse if cu_seqlens_q is None or not wants_lse else lse.squeeze(0)
 
 
 def _append(

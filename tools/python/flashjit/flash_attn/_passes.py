@@ -14,7 +14,7 @@ from torch import Tensor
 from .._operators import draw, operator_arguments
 from .._problem import read_problem
 from ..errors import InvalidArgument
-from ._attend import Options, attend, packed_lse, unpacked_lse, with_batch
+from ._attend import Options, attend, with_batch
 from ._kvcache import Place, attend_cache
 
 
@@ -42,7 +42,7 @@ def forward(
             arguments = _arguments(q, options, dropout_p, False, rng, packing)
             out, lse = torch.ops.flashjit.attention_forward(q, k, v, *arguments)
         if packing is not None:
-            lse = packed_lse(lse, packing.cu_seqlens_q, q.shape[2])
+            lse = lse.squeeze(0)
         return _outer_layout(packing, out), lse, rng
 
 
@@ -70,7 +70,7 @@ def backward(
         dout, q, k, v, out = _inner_layout(packing, *(x.detach() for x in (dout, q, k, v, out)))
         lse = lse.detach()
         if packing is not None:
-            lse = unpacked_lse(lse, packing.cu_seqlens_q, packing.max_seqlen_q)
+            lse = lse.unsqueeze(0)
         arguments = _arguments(q, options, dropout_p, deterministic, rng, packing)
         found = torch.ops.flashjit.attention_backward(dout, None, q, k, v, out, lse, *arguments)
         for given, gradient in zip(gradients, found):

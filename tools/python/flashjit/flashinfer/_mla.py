@@ -10,7 +10,7 @@ from torch import Tensor
 from .._attention import attention
 from .._plans import SPEC_TYPES, say_once
 from ..errors import InvalidArgument, Unsupported
-from ..flash_attn._attend import packed_lse, with_batch
+from ..flash_attn._attend import with_batch
 from ._batch import _Paged
 from ._rows import Rows
 from ._scores import LOG2E, read_scores, refuse
@@ -99,8 +99,7 @@ class BatchMLAPagedAttentionWrapper(_Paged):
             o = o4[0].transpose(0, 1) if out is None else out
             if natural is None:
                 return o
-            assert rows.cu_seqlens is not None
-            packed = packed_lse(natural, rows.cu_seqlens, q_nope.shape[0]).transpose(0, 1)
+            packed = natural[0].transpose(0, 1)
             if not return_lse_base_on_e:
                 packed = packed * LOG2E
             return o, packed.contiguous() if lse is None else lse.copy_(packed)

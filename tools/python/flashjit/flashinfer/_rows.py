@@ -10,7 +10,7 @@ from torch import Tensor
 from .._attention import attention
 from .._plans import KV_TYPES, describe
 from ..errors import InvalidArgument
-from ..flash_attn._attend import packed_lse, with_batch
+from ..flash_attn._attend import with_batch
 from ._scores import LOG2E, Scales, Scores, call
 
 
@@ -32,10 +32,8 @@ class Rows(NamedTuple):
             return {}
         return {"cu_seqlens_q": self.cu_seqlens, "max_seqlen_q": self.longest}
 
-    def lse(self, lse: Tensor, rows: int) -> Tensor:
+    def lse(self, lse: Tensor) -> Tensor:
         """[hq, all rows] of what attention() returns."""
-        if self.cu_seqlens is not None:
-            return packed_lse(lse, self.cu_seqlens, rows)
         return lse.transpose(0, 1).flatten(1)
 
 
@@ -97,7 +95,7 @@ def run(
             o = out.copy_(o)
         elif o.dtype != out_dtype:
             o = o.to(out_dtype)
-    return o, None if lse is None else rows.lse(lse, q.shape[0])
+    return o, None if lse is None else rows.lse(lse)
 
 
 def _natural(q: torch.dtype, given: dict[str, Any]) -> torch.dtype:

@@ -53,7 +53,8 @@ enum {
   FLASHJIT_BACKWARD = 1,
   FLASHJIT_APPEND = 2,
   FLASHJIT_MERGE = 3,
-  FLASHJIT_QUANTIZE = 4
+  FLASHJIT_QUANTIZE = 4,
+  FLASHJIT_JVP = 5
 };
 
 /** Whether to compile a kernel that is in no pack and not in the cache. */
@@ -240,6 +241,17 @@ typedef struct flashjit_forward_args {
   flashjit_partial_state state;
 } flashjit_forward_args;
 
+/** O and its tangent, the derivative of O along the tangents of what it depends on: see JvpArgs of
+ * flashjit/runtime.hpp. A captured tensor's tangent is flashjit_capture's `grad`, read. */
+typedef struct flashjit_jvp_args {
+  size_t struct_size;
+  const flashjit_forward_args* forward;            /**< O's, with a workspace for FLASHJIT_JVP */
+  flashjit_tensor q_tangent, k_tangent, v_tangent; /**< like q, k and v, read only; zero: there is none */
+  flashjit_tensor out_tangent;                     /**< like out, in memory of its own */
+  float* lse_tangent;                              /**< like lse; null: not wanted */
+  const float* sinks_tangent; /**< [heads_q] on the device, with "sinks" in the spec; null: zero */
+} flashjit_jvp_args;
+
 /** Members of flashjit_forward_args mean the same here; gradients have the sizes of their tensors. With
  * "dropout", seed and offset are those of the forward pass. */
 typedef struct flashjit_backward_args {
@@ -387,6 +399,11 @@ FLASHJIT_C_API flashjit_status flashjit_backward(flashjit_runtime* runtime, cons
                                                  const flashjit_backward_args* args,
                                                  struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
 
+/** The same for O and its tangent. */
+FLASHJIT_C_API flashjit_status flashjit_jvp(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                            const flashjit_jvp_args* args,
+                                            struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
+
 /** Stores new rows of K and V into a cache, rotated, and rotates those of Q, in one launch. The spec is that
  * of flashjit_forward(): of it element type, head dimensions, "varlen", "cache" and "pages" are read. */
 FLASHJIT_C_API flashjit_status flashjit_append(flashjit_runtime* runtime, const flashjit_spec* spec,
@@ -449,6 +466,9 @@ flashjit_reference_forward(const flashjit_spec* spec, const flashjit_forward_arg
 /** The same for the gradients. */
 FLASHJIT_C_API flashjit_status
 flashjit_reference_backward(const flashjit_spec* spec, const flashjit_backward_args* args) FLASHJIT_NOEXCEPT;
+/** The same for O and its tangent. */
+FLASHJIT_C_API flashjit_status flashjit_reference_jvp(const flashjit_spec* spec,
+                                                      const flashjit_jvp_args* args) FLASHJIT_NOEXCEPT;
 /** The same of flashjit_append(), flashjit_merge() and flashjit_quantize(). */
 FLASHJIT_C_API flashjit_status flashjit_reference_append(const flashjit_spec* spec,
                                                          const flashjit_append_args* args) FLASHJIT_NOEXCEPT;

@@ -125,6 +125,19 @@ struct ForwardArgs {
   PartialArgs partial = {};
 };
 
+/// Arguments of O and its tangent, the derivative of O along the tangents of what it depends on: forward-mode
+/// differentiation. The members of ForwardArgs are those of O; row_max, caches, quantized K and V, indices
+/// and a running state have no tangent. A tangent has its tensor's sizes and type, and any strides; null: it
+/// is zero. With varlen rows of no sequence are left alone, or with zero_unused_rows become zeros in both.
+/// Where a query attends to nothing its tangent is zero. A captured tensor whose tangent is given has it as
+/// Capture::grad, which is then read, and the program declares "grad".
+struct JvpArgs : ForwardArgs {
+  ConstTensorView q_tangent, k_tangent, v_tangent;
+  TensorView out_tangent;                ///< like `out`, in memory of its own
+  float* lse_tangent = nullptr;          ///< like `lse`; may be null
+  const float* sinks_tangent = nullptr;  ///< [hq] on the device, with spec.sinks; null: zero
+};
+
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's, `out` and dO of Q's type;
 /// gradients have their tensor's sizes, and its type, or with spec.partial.fp32_grads fp32, and memory of
 /// their own. With spec.partial.add_grads they are added to. Members that ForwardArgs has mean the same, and
@@ -321,12 +334,17 @@ class FLASHJIT_API Runtime {
   void forward(const AttentionSpec& spec, const ForwardArgs& args, Stream stream);
   /// Launches the backward pass (FlashAttention-2, algorithm 2) on `stream`.
   void backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream);
+  /// Launches O and its tangent on `stream`.
+  void jvp(const AttentionSpec& spec, const JvpArgs& args, Stream stream);
   /// The same with spec_of(args, spec).
   void forward(const ForwardArgs& args, const AttentionSpec& spec, Stream stream) {
     forward(spec_of(args, spec), args, stream);
   }
   void backward(const BackwardArgs& args, const AttentionSpec& spec, Stream stream) {
     backward(spec_of(args, spec), args, stream);
+  }
+  void jvp(const JvpArgs& args, const AttentionSpec& spec, Stream stream) {
+    jvp(spec_of(args, spec), args, stream);
   }
   void forward(const ForwardArgs& args, Stream stream) { forward(spec_of(args), args, stream); }
   void backward(const BackwardArgs& args, Stream stream) { backward(spec_of(args), args, stream); }
@@ -368,6 +386,7 @@ class FLASHJIT_API Runtime {
   /// The same of one call with spec_of(args, spec); its workspace is not read.
   std::size_t workspace_bytes(const ForwardArgs& args, const AttentionSpec& spec = {});
   std::size_t workspace_bytes(const BackwardArgs& args, const AttentionSpec& spec = {});
+  std::size_t workspace_bytes(const JvpArgs& args, const AttentionSpec& spec = {});
 
   /// Bytes of memory that build_lists() needs; 0 if the kernels use no lists.
   std::size_t list_bytes(const AttentionSpec& spec, const AttentionShape& shape, Pass pass = Pass::forward) {

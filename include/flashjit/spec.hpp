@@ -127,7 +127,7 @@ struct AttentionSpec {
 };
 
 /// One pass of an attention, which is what a kernel computes: {spec, Pass::backward}. As text:
-/// "fwd:bf16:d128:causal", "bwd:bf16:d128:causal:det", "append:bf16:d128:pages16".
+/// "fwd:bf16:d128:causal", "bwd:bf16:d128:causal:det", "append:bf16:d128:pages16", "jvp:bf16:d128:causal".
 struct KernelSpec : AttentionSpec {
   Pass pass = Pass::forward;
 

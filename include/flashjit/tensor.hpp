@@ -146,7 +146,7 @@ struct Capture {
   std::string_view name;
   const void* data = nullptr;  ///< of a tensor, aligned to its element
   float* grad = nullptr;  ///< backward, if the program declares "grad": fp32, contiguous, the tensor's sizes.
-                          ///< The gradient is ADDED to the memory: zero it first
+                          ///< The gradient is ADDED to the memory: zero it first. Jvp: the tangent, read
   int rank = 0;           ///< of a tensor, 1 to 6; 0: a scalar
   std::array<std::int64_t, kMaxCaptureDims> size{};  ///< the first `rank` count; each at least 1
   std::array<std::int64_t, kMaxCaptureDims>

@@ -21,9 +21,12 @@ enum class Pass : std::uint8_t {
   append,    ///< new rows of K and V into a cache, rotated, and those of Q
   merge,     ///< O and LSE of partial states over disjoint keys
   quantize,  ///< a tensor as codes of 8 bits times scales
+  jvp,       ///< O and its tangent from Q, K, V and their tangents (forward-mode derivative)
 };
 /// Whether the pass is attention's: what surrounds it has no masks, no scores and no tiles to choose.
-constexpr bool is_attention(Pass pass) { return pass == Pass::forward || pass == Pass::backward; }
+constexpr bool is_attention(Pass pass) {
+  return pass == Pass::forward || pass == Pass::backward || pass == Pass::jvp;
+}
 
 /// Element type of Q, K, V, O and their gradients. LSE and D are always fp32; so is accumulation. Those of 8
 /// bits are codes: K and V are these times scales, which are tensors of their own.
@@ -56,7 +59,7 @@ enum class ConfigSource : std::uint8_t {
   heuristic,        ///< no record: the family chose
 };
 
-FLASHJIT_API std::string to_string(Pass pass);         // "fwd", "bwd", "append", "merge", "quantize"
+FLASHJIT_API std::string to_string(Pass pass);         // "fwd", "bwd", "append", "merge", "quantize", "jvp"
 FLASHJIT_API std::string to_string(DType dtype);       // "fp16", "bf16", "fp32", "e4m3", ...
 FLASHJIT_API std::string to_string(ElementType type);  // "fp32", ..., "uint8", "bool"
 FLASHJIT_API std::string to_string(Family family);     // "sm90", "sm80", "simt"

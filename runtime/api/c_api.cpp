@@ -96,12 +96,11 @@ const flashjit::AttentionSpec& get(const flashjit_spec* spec) {
 }
 
 flashjit::KernelSpec get(const flashjit_spec* spec, flashjit_pass pass) {
-  if (pass >= FLASHJIT_FORWARD && pass <= FLASHJIT_QUANTIZE)
-    return {get(spec), static_cast<flashjit::Pass>(pass)};
+  if (pass >= FLASHJIT_FORWARD && pass <= FLASHJIT_JVP) return {get(spec), static_cast<flashjit::Pass>(pass)};
   throw Error(
       ErrorCode::invalid_argument,
       fmt::format("pass is {}: give FLASHJIT_FORWARD (0), FLASHJIT_BACKWARD (1), FLASHJIT_APPEND (2), "
-                  "FLASHJIT_MERGE (3) or FLASHJIT_QUANTIZE (4).",
+                  "FLASHJIT_MERGE (3), FLASHJIT_QUANTIZE (4) or FLASHJIT_JVP (5).",
                   pass));
 }
 
@@ -247,6 +246,21 @@ flashjit::BackwardArgs backward_args(const flashjit_backward_args& c, Captures& 
   set_common(args, c, room);
   args.dsinks = c.dsinks;
   args.dlse = c.dlse;
+  return args;
+}
+
+flashjit::JvpArgs jvp_args(const flashjit_jvp_args* given, Captures& room) {
+  const auto c = flashjit::read_struct("flashjit_jvp_args", given);
+  required(c.forward, "forward", "give the arguments of O");
+  flashjit::JvpArgs args;
+  static_cast<flashjit::ForwardArgs&>(args) =
+      forward_args(flashjit::read_struct("flashjit_forward_args", c.forward), room);
+  args.q_tangent = view(c.q_tangent);
+  args.k_tangent = view(c.k_tangent);
+  args.v_tangent = view(c.v_tangent);
+  args.out_tangent = view(c.out_tangent);
+  args.lse_tangent = c.lse_tangent;
+  args.sinks_tangent = c.sinks_tangent;
   return args;
 }
 
@@ -549,6 +563,14 @@ flashjit_status flashjit_backward(flashjit_runtime* runtime, const flashjit_spec
   });
 }
 
+flashjit_status flashjit_jvp(flashjit_runtime* runtime, const flashjit_spec* spec,
+                             const flashjit_jvp_args* args, CUstream_st* stream) noexcept {
+  return guarded([&] {
+    Captures room;
+    get(runtime).jvp(get(spec), jvp_args(args, room), stream);
+  });
+}
+
 flashjit_status flashjit_append(flashjit_runtime* runtime, const flashjit_spec* spec,
                                 const flashjit_append_args* args, CUstream_st* stream) noexcept {
   return guarded([&] { get(runtime).append(get(spec), append_args(args), stream); });
@@ -635,6 +657,13 @@ flashjit_status flashjit_reference_backward(const flashjit_spec* spec,
     Captures room;
     flashjit::reference_backward(get(spec),
                                  backward_args(flashjit::read_struct("flashjit_backward_args", args), room));
+  });
+}
+
+flashjit_status flashjit_reference_jvp(const flashjit_spec* spec, const flashjit_jvp_args* args) noexcept {
+  return guarded([&] {
+    Captures room;
+    flashjit::reference_jvp(get(spec), jvp_args(args, room));
   });
 }
 

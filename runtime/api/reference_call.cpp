@@ -12,6 +12,7 @@
 #include "api/host_elements.hpp"
 #include "call/arguments.hpp"
 #include "call/captures.hpp"
+#include "call/jvp_arguments.hpp"
 #include "call/tensor_checks.hpp"
 #include "expr/declarations.hpp"
 #include "reference/reference.hpp"
@@ -287,16 +288,15 @@ std::int64_t written_rows(const Args& args, const std::vector<std::int32_t>& cu_
   return cu_seqlens.empty() || args.zero_unused_rows ? view.size[2] : cu_seqlens.back();
 }
 
-/// LSE, or what is like it, which is neutral in rows that belong to no sequence.
+/// LSE, or what is like it, with `unused` in rows that belong to no sequence.
 void scatter_rows(const reference::Problem& problem, const ForwardArgs& args, std::vector<double> values,
-                  float* to) {
+                  float* to, double unused = -std::numeric_limits<double>::infinity()) {
   if (!to) return;
   const RowSizes sizes = rows_of(args.q);
   const ConstTensorView view = rows_view(to, args.lse_strides, sizes);
   const auto& offsets = problem.cu_seqlens_q;
   for (std::size_t i = 0; i < values.size(); ++i)
-    if (!offsets.empty() && static_cast<std::int64_t>(i) % sizes.rows >= offsets.back())
-      values[i] = -std::numeric_limits<double>::infinity();
+    if (!offsets.empty() && static_cast<std::int64_t>(i) % sizes.rows >= offsets.back()) values[i] = unused;
   const TensorView written{to, view.size, view.stride};
   scatter(DType::fp32, values, written, written_rows(args, offsets, written));
 }
@@ -331,6 +331,30 @@ void reference_backward(const AttentionSpec& spec, const BackwardArgs& args) {
   store(result.dv, args.dv, problem.cu_seqlens_kv);
   add(result.dsinks, args.dsinks);
   for (std::size_t i = 0; i < result.captures.size(); ++i) add(result.captures[i], args.captures[i].grad);
+}
+
+void reference_jvp(const AttentionSpec& spec, const JvpArgs& args) {
+  check_arguments(spec, args);
+  reference::Problem problem = problem_of<ForwardArgs>(spec, args, Pass::jvp);
+  const auto tangent_of = [&](const ConstTensorView& tangent) {
+    return tangent.data ? gather(spec.dtype, tangent) : std::vector<double>();
+  };
+  problem.q_tangent = tangent_of(args.q_tangent);
+  problem.k_tangent = tangent_of(args.k_tangent);
+  problem.v_tangent = tangent_of(args.v_tangent);
+  if (args.sinks_tangent)
+    problem.sinks_tangent.assign(args.sinks_tangent, args.sinks_tangent + problem.shape.heads_q);
+  for (std::size_t i = 0; i < args.captures.size(); ++i) {
+    const float* tangent = args.captures[i].grad;
+    problem.capture_tangents.emplace_back();
+    if (tangent) problem.capture_tangents[i].assign(tangent, tangent + problem.captures[i].values.size());
+  }
+  const reference::Jvp result = reference::jvp(problem);
+  const std::int64_t rows = written_rows(args, problem.cu_seqlens_q, args.out);
+  scatter(spec.out_type(), result.out, args.out, rows);
+  scatter(spec.out_type(), result.out_tangent, args.out_tangent, rows);
+  scatter_rows(problem, args, result.lse, args.lse);
+  scatter_rows(problem, args, result.lse_tangent, args.lse_tangent, 0);
 }
 
 }  // namespace flashjit

@@ -24,6 +24,10 @@ void Runtime::backward(const AttentionSpec& spec, const BackwardArgs& args, Stre
   impl_->backward(spec, args, stream);
 }
 
+void Runtime::jvp(const AttentionSpec& spec, const JvpArgs& args, Stream stream) {
+  impl_->jvp(spec, args, stream);
+}
+
 void Runtime::append(const AttentionSpec& spec, const AppendArgs& args, Stream stream) {
   impl_->append(spec, args, stream);
 }
@@ -57,6 +61,11 @@ std::size_t Runtime::workspace_bytes(const ForwardArgs& args, const AttentionSpe
 std::size_t Runtime::workspace_bytes(const BackwardArgs& args, const AttentionSpec& given) {
   const AttentionSpec spec = spec_of(args, given);
   return workspace_bytes(spec, shape_of(spec, args), Pass::backward);
+}
+
+std::size_t Runtime::workspace_bytes(const JvpArgs& args, const AttentionSpec& given) {
+  const AttentionSpec spec = spec_of(args, given);
+  return workspace_bytes(spec, shape_of(spec, args), Pass::jvp);
 }
 
 std::size_t Runtime::list_bytes(const KernelSpec& spec, const AttentionShape& shape) {

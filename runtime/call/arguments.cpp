@@ -461,6 +461,11 @@ void check_arguments(const AttentionSpec& spec, const AttentionShape& shape, con
   check_block_map(spec, shape, args.block_map);
 }
 
+void check_sinks_tangent(const AttentionSpec& spec, const float* tangent) {
+  if (tangent && !spec.sinks) refuse("sinks_tangent is given, but the spec has no sinks: set spec.sinks.");
+  check_pointer("sinks_tangent", tangent, alignof(float));
+}
+
 void check_workspace(const Workspace& workspace, std::size_t needed) {
   check_lent("The workspace", "workspace", "workspace_bytes", workspace, needed);
 }

@@ -54,7 +54,7 @@ struct CallKeyView {
            static_cast<std::int64_t>(spec.kv_type()) << 12 | options(kEach) << 16;
   }
   static constexpr bool means_nothing(std::size_t option, Pass pass) {
-    return plan::kSpecOptions[option].text == "det" && pass == Pass::forward;
+    return plan::kSpecOptions[option].text == "det" && pass != Pass::backward;
   }
   static std::int64_t two(int high, int low) {
     return static_cast<std::int64_t>(static_cast<std::uint64_t>(static_cast<std::uint32_t>(high)) << 32 |

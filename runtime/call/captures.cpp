@@ -100,8 +100,8 @@ void check_grad(const Declaration& d, const Capture& c, Pass pass) {
            d.name, expr::to_string(d), expr::to_string(d));
   if (pass == Pass::forward || !d.wants_grad) return;
   if (!c.grad)
-    refuse("{} has no grad, but the program declares '{}': give fp32 device memory of its sizes, zeroed.",
-           d.name, expr::to_string(d));
+    refuse("{} has no grad, but the program declares '{}': give fp32 device memory of its sizes, {}.", d.name,
+           expr::to_string(d), pass == Pass::jvp ? "with its tangent" : "zeroed");
   if (reinterpret_cast<std::uintptr_t>(c.grad) % alignof(float) != 0)
     refuse("the grad of {} is at {}, which is no multiple of 4 bytes: align its memory.", d.name,
            static_cast<const void*>(c.grad));
@@ -170,7 +170,7 @@ void set_captures(Params& params, std::span<const Declaration> declared, std::sp
     if (d.is_scalar())
       params.scalars[scalars++] = bits_of(d, capture.scalar);
     else
-      params.captures[tensors++] = capture_param(capture, d.wants_grad && pass == Pass::backward);
+      params.captures[tensors++] = capture_param(capture, d.wants_grad && pass != Pass::forward);
   }
 }
 

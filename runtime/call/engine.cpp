@@ -11,6 +11,7 @@
 #include "call/append_arguments.hpp"
 #include "call/arguments.hpp"
 #include "call/captures.hpp"
+#include "call/jvp_arguments.hpp"
 #include "call/parameters.hpp"
 #include "device/tensor_maps.hpp"
 
@@ -116,6 +117,10 @@ void Engine::backward(const AttentionSpec& spec, const BackwardArgs& args, Strea
   run(spec, Pass::backward, args, stream);
 }
 
+void Engine::jvp(const AttentionSpec& spec, const JvpArgs& args, Stream stream) {
+  run(spec, Pass::jvp, args, stream);
+}
+
 void Engine::append(const AttentionSpec& spec, const AppendArgs& args, Stream stream) {
   run_plain(spec, Pass::append, args, stream);
 }
@@ -153,7 +158,7 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
   const auto skipped = args.lists ? plan::LaunchedWhen::lists_are_made : plan::LaunchedWhen::lists_are_given;
   const plan::ExecutionPlan& plan = operation->plan;
   const auto launch = [&](const Args& computed) {
-    const Params params = make_params(plan, computed);
+    const auto params = make_params(plan, computed);
     launch_steps(
         driver, operation->steps, params, tensor_maps(driver, plan, computed, params), stream,
         [&](const Operation::Step& step) { return step.when != skipped; }, args.partial.reserved_sms);
@@ -281,7 +286,7 @@ Engine::OperationPtr Engine::add(const KernelSpec& spec, const AttentionShape& s
       config ? Chosen{*config, ConfigSource::given} : remembered(spec, shape, device);
   OperationPtr operation = build(plan(spec, shape, info, chosen), info, device, capturing);
   keep(CallKeyView(spec, spec.pass, shape, device), operation, generation, config);
-  if (settings_.tune_in_background && operation->kernel && is_attention(spec.pass))
+  if (settings_.tune_in_background && operation->kernel && plan::is_tuned(spec.pass))
     tune_in_background(operation->plan, device);
   return operation;
 }

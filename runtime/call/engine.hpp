@@ -33,6 +33,7 @@ class Engine {
 
   void forward(const AttentionSpec& spec, const ForwardArgs& args, Stream stream);
   void backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream);
+  void jvp(const AttentionSpec& spec, const JvpArgs& args, Stream stream);
   void append(const AttentionSpec& spec, const AppendArgs& args, Stream stream);
   void merge(const AttentionSpec& spec, const MergeArgs& args, Stream stream);
   void quantize(const AttentionSpec& spec, const QuantizeArgs& args, Stream stream);

@@ -57,7 +57,7 @@ void set_workspace(Params& params, const plan::ExecutionPlan& plan, void* memory
   set_part(params.dq_accum, plan.needs.dq_accum, memory, at.dq_accum);
   params.num_splits = static_cast<int>(plan.needs.num_splits);
   params.head_lanes = static_cast<int>(plan.head_lanes);
-  const bool forward = plan.spec.pass == Pass::forward, split = plan.needs.num_splits > 0;
+  const bool forward = plan.spec.pass != Pass::backward, split = plan.needs.num_splits > 0;
   set_part(params.o_splits, split && forward, memory, at.o_splits);
   set_part(params.lse_splits, split && forward, memory, at.lse_splits);
   set_part(params.dk_splits, split && !forward, memory, at.dk_splits);
@@ -147,8 +147,8 @@ ForwardArgs fold_gqa(ForwardArgs args) {
   return args;
 }
 
-Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args) {
-  Params params = common_params(plan, args, Pass::forward);
+Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args, Pass pass) {
+  Params params = common_params(plan, args, pass);
   params.page_table = page_table_param(args.page_table, args.k);
   params.row_max = args.row_max;
   params.k_scale = scale_param(args.k_scale);

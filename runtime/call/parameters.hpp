@@ -12,7 +12,7 @@ namespace flashjit {
 ForwardArgs fold_gqa(ForwardArgs args);
 
 /// Of arguments, captures and a workspace that were checked.
-Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args);
+Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args, Pass pass = Pass::forward);
 Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args);
 Params make_params(const plan::ExecutionPlan& plan, const ListArgs& args);
 

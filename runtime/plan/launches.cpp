@@ -51,7 +51,7 @@ bool follows_another(Step step, const KernelPlan& kernel) {
 std::int64_t main_blocks(const KernelPlan& kernel, const AttentionShape& shape) {
   const ForwardTiles forward = forward_tiles(kernel.spec, shape, kernel.config);
   const std::int64_t q_tiles = shape.batch * forward.heads * tiles(shape.seqlen_q, forward.queries);
-  if (kernel.spec.pass == Pass::forward || kernel.spec.indices) return tiles(q_tiles, kernel.main().cluster);
+  if (kernel.spec.pass != Pass::backward || kernel.spec.indices) return tiles(q_tiles, kernel.main().cluster);
   const std::int64_t kv_tiles = shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, kernel.config.bc);
   return kernel.schedule.dynamic_tiles ? std::max(kv_tiles, q_tiles) : kv_tiles;
 }

@@ -103,7 +103,7 @@ std::int64_t lpt_heads(const ExecutionPlan& plan, const DeviceInfo& device) {
   constexpr std::int64_t kTilesOfLongHead = 16, kFewRounds = 4;
   const std::int64_t heads = plan.shape.batch * plan.shape.heads_kv, of_head = kv_tiles_of_head(plan);
   const AnalysedSpec& spec = plan.spec;
-  if (spec.pass == Pass::forward || !spec.is_causal || spec.has_tile_lists || of_head == 0) return 0;
+  if (spec.pass != Pass::backward || !spec.is_causal || spec.has_tile_lists || of_head == 0) return 0;
   const std::int64_t slots = blocks_at_once(plan.main(), device);
   if (of_head < kTilesOfLongHead && heads * of_head > kFewRounds * slots) return 0;
   return std::min(heads, (slots + of_head / 2) / of_head);

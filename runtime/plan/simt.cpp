@@ -18,14 +18,16 @@ constexpr TileConfig kWithoutTiles{
 
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& config) {
   const int by_queries = simt::shared_bytes(config.br, config.bc);
-  if (spec.pass == Pass::forward) return by_queries;
+  if (spec.pass != Pass::backward) return by_queries;
   return std::max(by_queries, simt::shared_bytes(config.bc, config.br));
 }
 
-/// In the backward pass each side of the tile is the rows of one entry: of dQ, and of dK and dV.
+/// In the backward pass each side of the tile is the rows of one entry: of dQ, and of dK and dV. Jvp has O
+/// and its tangent.
 bool shares_tile(const AnalysedSpec& spec, const TileConfig& config) {
   const int d = simt::chunks(spec.head_dim), dv = simt::chunks(spec.v_dim());
   if (spec.pass == Pass::forward) return simt::shares_tile(config.br, config.bc, config.warps, dv);
+  if (spec.pass == Pass::jvp) return simt::shares_tile(config.br, config.bc, config.warps, 2 * dv);
   return simt::shares_tile(config.br, config.bc, config.warps, d) &&
          simt::shares_tile(config.bc, config.br, config.warps, d + dv);
 }
@@ -154,6 +156,12 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
   kernel.constants.push_back({"kListedRows", config.br});
   const int by_queries = simt::shared_bytes(config.br, config.bc);
   const int by_keys = simt::shared_bytes(config.bc, config.br);
+  if (spec.pass == Pass::jvp) {
+    Entry jvp = entry("jvp", "jvp", config, by_queries);
+    jvp.params = "JvpParams";
+    kernel.add(Step::main, jvp);
+    return kernel;
+  }
   if (spec.pass == Pass::forward) {
     const char* name = spec.indices ? "forward_of_indices" : "forward";
     kernel.add(Step::main, entry(name, name, config, by_queries));

@@ -5,6 +5,7 @@
 #include <array>
 #include <initializer_list>
 
+#include "plan/sm80_jvp.hpp"
 #include "plan/tensor_core.hpp"
 #include "plan/tiles.hpp"
 #include "templates/sm80/layout.cuh"
@@ -81,6 +82,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (device.compute_capability < 80)
     return Support::no(
         fmt::format("needs mma.m16n8k16 and cp.async of sm_80, the device is {}", device.arch));
+  if (spec.pass == Pass::jvp) return sm80_jvp::supports(spec);
   const bool plain_lists =
       spec.score.empty() && !spec.row_max && !spec.has_scales() && !spec.programs.mask.uses_head;
   if (spec.indices && !plain_lists)
@@ -108,6 +110,7 @@ Support check_d_split(const AnalysedSpec& spec, const TileConfig& c) {
 Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& device) {
   if (c.family != Family::sm80) return Support::no("the configuration is of another family");
   if (Support s = supports(spec, device); !s) return s;
+  if (spec.pass == Pass::jvp) return sm80_jvp::admits(spec, c, device);
   const bool forward = spec.pass == Pass::forward;
   const auto one_of = [](int value, auto... allowed) { return ((value == allowed) || ...); };
   if (!one_of(c.warps, 1, 2, 4, 8)) return Support::no(fmt::format("warps is 1, 2, 4 or 8, not {}", c.warps));
@@ -320,6 +323,7 @@ std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec, const Dev
 }
 
 std::vector<TileConfig> preferences(const AnalysedSpec& spec, const DeviceInfo& device) {
+  if (spec.pass == Pass::jvp) return sm80_jvp::preferences(spec);
   return spec.pass == Pass::forward ? forward_preferences(spec, device) : backward_preferences(spec, device);
 }
 
@@ -335,6 +339,7 @@ std::vector<TileConfig> wide_space() {
 }
 
 std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo& device) {
+  if (spec.pass == Pass::jvp) return sm80_jvp::search_space(spec, device);
   const bool forward = spec.pass == Pass::forward;
   std::vector<TileConfig> found;
   const auto consider = [&](TileConfig c) {
@@ -379,6 +384,7 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
 }
 
 KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
+  if (spec.pass == Pass::jvp) return sm80_jvp::kernel(spec, c);
   Entry main = main_entry(Family::sm80, spec, c.warps * 32, shared_bytes(spec, c));
   main.min_blocks = c.min_blocks;
   KernelPlan kernel = tensor_core_kernel(spec, c, main, {.tile_lists = spec.has_tile_lists});
@@ -460,6 +466,7 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
     if (blocks * 10 >= device.multiprocessors * std::int64_t{9}) return c;
   }
   const bool few_wide_rows = spec.pass == Pass::forward && is_wide(spec) && shape.seqlen_q <= kRowsOfOneWarp;
+  if (spec.pass == Pass::jvp) return best;
   const TileConfig shared =
       with_split(spec, few_wide_rows ? config(kRowsOfOneWarp, 32, 4, 1, false, 4) : choices.back(), device);
   return gains_by_split(spec, shape, shared, device) ? shared : best;

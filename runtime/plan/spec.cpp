@@ -293,11 +293,27 @@ void check_running_state(const AttentionSpec& spec) {
         "first state");
 }
 
+/// What has no tangent, or none yet.
+void refuse_without_tangent(const AttentionSpec& spec) {
+  const char* option = spec.kv.is_cache()           ? "a cache"
+                       : spec.has_scales()          ? "quantized K and V"
+                       : spec.indices               ? "indices"
+                       : spec.partial.running_state ? "running_state"
+                       : spec.row_max               ? "row_max"
+                                                    : nullptr;
+  if (option)
+    refuse(
+        "the pass is jvp and {} is set; tangents are for K and V as tensors of Q's type, so leave it out or "
+        "call the forward pass",
+        option);
+}
+
 }  // namespace
 
 bool plan::names_pass(std::string_view spec_text) {
   const std::string_view first = spec_text.substr(0, spec_text.find(':'));
-  return first == "fwd" || first == "bwd" || first == "append" || first == "merge" || first == "quantize";
+  return first == "fwd" || first == "bwd" || first == "append" || first == "merge" || first == "quantize" ||
+         first == "jvp";
 }
 
 AttentionSpec AttentionSpec::normalized() const {
@@ -326,8 +342,9 @@ KernelSpec KernelSpec::normalized() const {
   if (pass == Pass::quantize)
     return {{.dtype = dtype, .head_dim = head_dim, .head_dim_v = head_dim, .kv_dtype = kv_dtype}, pass};
   KernelSpec out{AttentionSpec::normalized(), pass};
-  // The forward pass is deterministic without being asked.
-  if (pass == Pass::forward) out.deterministic = out.partial.fp32_grads = out.partial.add_grads = false;
+  // Passes without gradients are deterministic without being asked.
+  if (pass != Pass::backward) out.deterministic = out.partial.fp32_grads = out.partial.add_grads = false;
+  if (pass == Pass::jvp) out.batch_invariant = out.kv.shared_kv = false;
   if (pass == Pass::backward)
     out.row_max = out.batch_invariant = out.kv.shared_kv = out.partial.fp32_out = out.partial.running_state =
         false;
@@ -377,6 +394,7 @@ void KernelSpec::validate() const {
            to_string(kv_type()));
   if (pass == Pass::append && !kv.is_cache())
     refuse("the pass is append and the spec has no cache: set kv to KvLayout::paged(page_size) or slots()");
+  if (pass == Pass::jvp) refuse_without_tangent(*this);
   if (pass != Pass::backward) return;
   if (kv.is_cache())
     refuse(

@@ -1,16 +1,14 @@
 #include "reference/reference.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <functional>
-#include <future>
 #include <limits>
 #include <mutex>
 #include <numeric>
-#include <thread>
 
 #include "reference/context.hpp"
+#include "reference/head_forward.hpp"
+#include "reference/matrix.hpp"
 #include "support/dtypes.hpp"
 #include "support/refuse.hpp"
 
@@ -18,197 +16,6 @@ namespace flashjit::reference {
 namespace {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
-struct Matrix {
-  std::int64_t rows = 0, columns = 0;
-  std::vector<double> values;
-
-  Matrix(std::int64_t rows, std::int64_t columns) : rows(rows), columns(columns), values(rows * columns) {}
-  double* operator[](std::int64_t row) { return values.data() + row * columns; }
-  const double* operator[](std::int64_t row) const { return values.data() + row * columns; }
-};
-
-Matrix transpose(const Matrix& a) {
-  Matrix result(a.columns, a.rows);
-  for (std::int64_t i = 0; i < a.rows; ++i) {
-    for (std::int64_t j = 0; j < a.columns; ++j) result[j][i] = a[i][j];
-  }
-  return result;
-}
-
-/// A B with sums in `Sum`.
-template <class Sum>
-Matrix multiply(const Matrix& a, const Matrix& b) {
-  const std::vector<Sum> right(b.values.begin(), b.values.end());
-  Matrix result(a.rows, b.columns);
-  std::vector<Sum> row(b.columns);
-  for (std::int64_t i = 0; i < a.rows; ++i) {
-    std::fill(row.begin(), row.end(), Sum{0});
-    for (std::int64_t k = 0; k < a.columns; ++k) {
-      const Sum factor = static_cast<Sum>(a[i][k]);
-      if (factor == 0) continue;  // most of a masked P
-      const Sum* from = right.data() + k * b.columns;
-      for (std::int64_t j = 0; j < b.columns; ++j) row[j] += factor * from[j];
-    }
-    std::copy(row.begin(), row.end(), result[i]);
-  }
-  return result;
-}
-
-/// The arithmetic of a precision: how matrices are multiplied and what becomes of each result.
-struct Arithmetic {
-  DType dtype;
-  Precision precision;
-
-  double rounded(double value) const {
-    return precision == Precision::exact ? value : round_to(dtype, value);
-  }
-  double rounded_score(double value) const {
-    return precision == Precision::fused ? static_cast<float>(value) : rounded(value);
-  }
-  double sum(double a, double b) const {
-    return precision == Precision::exact ? a + b : static_cast<float>(a + b);
-  }
-  void round(Matrix& a) const {
-    if (precision != Precision::exact) {
-      for (double& value : a.values) value = round_to(dtype, value);
-    }
-  }
-  /// Rows of e4m3 whose largest is 256, as products of 8 bits have P.
-  void round_to_codes(Matrix& a) const {
-    if (precision == Precision::exact) return;
-    for (std::int64_t i = 0; i < a.rows; ++i) {
-      const double largest =
-          std::accumulate(a[i], a[i] + a.columns, 0.0, [](double x, double y) { return std::max(x, y); });
-      if (!(largest > 0)) continue;
-      for (std::int64_t j = 0; j < a.columns; ++j)
-        a[i][j] = round_to(DType::e4m3, a[i][j] * 256 / largest) * largest / 256;
-    }
-  }
-  Matrix product(const Matrix& a, const Matrix& b) const {
-    return precision == Precision::exact ? multiply<double>(a, b) : multiply<float>(a, b);
-  }
-};
-
-/// Calls task(0) to task(count - 1) on all processors; rethrows what one of them throws.
-void parallel_for(std::int64_t count, const std::function<void(std::int64_t)>& task) {
-  std::atomic<std::int64_t> next{0};
-  const auto work = [&] {
-    for (std::int64_t i = next++; i < count; i = next++) task(i);
-  };
-  const std::int64_t processors = std::max(1u, std::thread::hardware_concurrency());
-  std::vector<std::future<void>> helpers;
-  for (std::int64_t i = 1; i < std::min(processors, count); ++i) {
-    helpers.push_back(std::async(std::launch::async, work));
-  }
-  work();
-  for (auto& helper : helpers) helper.get();
-}
-
-/// Some rows of a tensor [..., columns].
-Matrix slice(const std::vector<double>& tensor, Rows rows, std::int64_t columns) {
-  Matrix result(rows.count, columns);
-  std::copy_n(tensor.begin() + rows.begin * columns, rows.count * columns, result.values.begin());
-  return result;
-}
-
-void put(const Matrix& from, std::vector<double>& tensor, Rows rows) {
-  std::copy(from.values.begin(), from.values.end(), tensor.begin() + rows.begin * from.columns);
-}
-
-/// One head's Q, K, V.
-struct Head {
-  Matrix q, k, v;
-
-  Head(const Context& context, std::int64_t task)
-      : q(slice(context.problem.q, context.q_rows(task), context.spec.head_dim)),
-        k(slice(context.problem.k, context.kv_rows(task), context.spec.head_dim)),
-        v(slice(context.problem.v, context.kv_rows(task), context.spec.v_dim())) {}
-};
-
-/// One head's forward pass, with what the backward pass uses again.
-struct HeadForward {
-  Matrix s;                   ///< what the score program is given
-  Matrix p;                   ///< after the softmax, before dropout
-  Matrix dropped;             ///< what dropout multiplies P with
-  std::vector<bool> attends;  ///< of each pair
-  Matrix out;
-  std::vector<double> lse, row_max;
-
-  explicit HeadForward(Matrix products)
-      : s(std::move(products)),
-        p(s.rows, s.columns),
-        dropped(s.rows, s.columns),
-        out(0, 0),
-        lse(s.rows),
-        row_max(s.rows) {}
-};
-
-/// The largest score of a row, or `first`; NaN where one is NaN or infinity, next to which no other has a
-/// share.
-double largest_of(const double* row, std::int64_t columns, double first) {
-  double largest = first;
-  for (std::int64_t j = 0; j < columns; ++j)
-    if (std::isnan(row[j]) || row[j] > largest)
-      largest = row[j];
-    else if (std::isnan(largest))
-      break;
-  return largest == kInfinity ? kNaN : largest;
-}
-
-/// Replaces a row of scores by its softmax, in which `sink` is one more score, and returns its LSE. A row of
-/// -inf becomes zeros.
-double softmax(double* row, std::int64_t columns, double sink) {
-  const double largest = largest_of(row, columns, sink);
-  if (largest == -kInfinity) {
-    std::fill_n(row, columns, 0.0);
-    return largest;
-  }
-  double sum = std::exp(sink - largest);
-  for (std::int64_t j = 0; j < columns; ++j) sum += row[j] = std::exp(row[j] - largest);
-  for (std::int64_t j = 0; j < columns; ++j) row[j] /= sum;
-  return largest + std::log(sum);
-}
-
-/// With an LSE of NaN, P is NaN where the query attends, and zero at all other keys.
-void spoil_row(HeadForward& fwd, std::int64_t i) {
-  for (std::int64_t j = 0; j < fwd.p.columns; ++j)
-    fwd.p[i][j] = fwd.attends[i * fwd.p.columns + j] ? kNaN : 0.0;
-}
-
-HeadForward forward_head(const Context& context, const Arithmetic& arithmetic, const Head& head,
-                         std::int64_t task) {
-  HeadForward fwd(arithmetic.product(head.q, transpose(head.k)));
-  for (std::int64_t i = 0; i < fwd.s.rows; ++i) {
-    double *const s = fwd.s[i], *const p = fwd.p[i];
-    for (std::int64_t j = 0; j < fwd.s.columns; ++j) {
-      const Point at = context.point(task, i, j);
-      s[j] = arithmetic.rounded_score(context.scale * s[j]);
-      const bool attends = context.attends(at);
-      p[j] = !attends                       ? -kInfinity
-             : context.programs.has_score() ? arithmetic.rounded_score(context.programs.score(at, s[j]))
-                                            : s[j];
-      fwd.dropped[i][j] = attends ? context.dropout_factor(task, i, j) : 0.0;
-      fwd.attends.push_back(attends);
-    }
-    fwd.row_max[i] = largest_of(p, fwd.p.columns, -kInfinity);
-    if (context.spec.indices)  // keys that are named twice count twice
-      for (std::int64_t j = 0; j < fwd.p.columns; ++j)
-        if (p[j] != -kInfinity) p[j] += std::log(context.named(task, i, j));
-    fwd.lse[i] = softmax(p, fwd.p.columns, context.sink(task));
-    if (std::isnan(fwd.lse[i])) spoil_row(fwd, i);
-  }
-  if (context.spec.q_codes)
-    arithmetic.round_to_codes(fwd.p);
-  else
-    arithmetic.round(fwd.p);
-  Matrix kept = fwd.p;
-  for (std::size_t i = 0; i < kept.values.size(); ++i) kept.values[i] *= fwd.dropped.values[i];
-  arithmetic.round(kept);
-  fwd.out = arithmetic.product(kept, head.v);
-  arithmetic.round(fwd.out);
-  return fwd;
-}
 
 /// Joins O and LSE with those of other keys, where the problem has them.
 void join_state(const Context& context, const Arithmetic& arithmetic, std::int64_t task, HeadForward& fwd) {

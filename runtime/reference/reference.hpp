@@ -44,6 +44,9 @@ struct Problem {
   /// Forward, with spec.partial.running_state: O and LSE of other keys, sized like these.
   std::vector<double> state_out = {}, state_lse = {};
   std::vector<double> dlse = {};  ///< backward: like lse, or empty where LSE has no gradient
+  /// Jvp: tangents, sized like their tensors; empty: zeros.
+  std::vector<double> q_tangent = {}, k_tangent = {}, v_tangent = {}, sinks_tangent = {};
+  std::vector<std::vector<double>> capture_tangents = {};  ///< one for each of `captures`, or none at all
 };
 
 /// The arithmetic to compute in.
@@ -70,10 +73,16 @@ struct Backward {
   CaptureGrads capture_counts = {};   ///< ... ones, over the pairs that `captures` sums
 };
 
-/// Both throw Error(invalid_argument) when the spec or the shape is not valid or a tensor has another size
+struct Jvp {
+  std::vector<double> out, lse;                  ///< as Forward has them
+  std::vector<double> out_tangent, lse_tangent;  ///< 0 for rows that attend to nothing
+};
+
+/// All throw Error(invalid_argument) when the spec or the shape is not valid or a tensor has another size
 /// than they say.
 Forward forward(const Problem& problem, Precision precision = Precision::exact);
 Backward backward(const Problem& problem, Precision precision = Precision::exact);
+Jvp jvp(const Problem& problem, Precision precision = Precision::exact);
 
 /// With spec.varlen, throws Error(invalid_argument) unless both cu_seqlens go from 0 up to the number of
 /// rows, or less, and no sequence is longer than the shape says: for those who have them on the host and can

@@ -1,6 +1,7 @@
 // Rows of packed tensors that belong to no sequence: those behind the last one's end, as trainers pad them.
 #pragma once
 
+#include "flashjit/common/jvp_params.cuh"
 #include "flashjit/common/out_element.cuh"
 #include "flashjit/common/params.cuh"
 #include "flashjit/common/types.cuh"
@@ -20,14 +21,14 @@ __device__ __forceinline__ void zero_rows(const TensorParam& tensor, int heads, 
   }
 }
 
-/// A neutral LSE, and such a largest score; `to` may be null.
-__device__ __forceinline__ void clear_lse_rows(const Params& p, float* to, Range rows) {
+/// LSE, or what is like it; `to` may be null.
+__device__ __forceinline__ void fill_lse_rows(const Params& p, float* to, Range rows, float value) {
   if (to == nullptr) return;
 #pragma unroll 1
   for (int row = rows.begin + static_cast<int>(blockIdx.x); row < rows.end; row += gridDim.x)
 #pragma unroll 1
     for (int h = threadIdx.x; h < p.heads_q; h += blockDim.x)
-      to[h * p.lse.stride_h + row * p.lse.stride_s] = -infinity();
+      to[h * p.lse.stride_h + row * p.lse.stride_s] = value;
 }
 
 /// O and LSE of the forward pass. No CTA need wait for it: nothing else touches these rows.
@@ -37,9 +38,19 @@ __device__ __forceinline__ void zero_unused_rows_of_output(const Params& p) {
     if (p.zero_unused_rows == 0) return;
     const Range rows{max(p.cu_seqlens_q[p.batch], 0), p.rows_q};
     zero_rows<OutElement<P>, P::kHeadDimV>(p.o, p.heads_q, rows);
-    clear_lse_rows(p, p.lse.data, rows);
-    if (P::kRowMax) clear_lse_rows(p, p.row_max, rows);
+    fill_lse_rows(p, p.lse.data, rows, -infinity());
+    if (P::kRowMax) fill_lse_rows(p, p.row_max, rows, -infinity());
   }
+}
+
+/// O and its tangent.
+template <class P>
+__device__ __forceinline__ void zero_unused_rows_of_tangents(const JvpParams& p) {
+  zero_unused_rows_of_output<P>(p);
+  if (!P::kVarlen || p.zero_unused_rows == 0) return;
+  const Range rows{max(p.cu_seqlens_q[p.batch], 0), p.rows_q};
+  zero_rows<OutElement<P>, P::kHeadDimV>(p.o_tangent, p.heads_q, rows);
+  fill_lse_rows(p, p.lse_tangent, rows, 0.0f);
 }
 
 /// dQ, dK and dV of the backward pass.

@@ -135,14 +135,11 @@ __device__ __forceinline__ void load_chunk(float* shared, const Rows& from, int 
   }
 }
 
-/// scores = A B^T, where A has the tile's rows and B its columns.
+/// scores += A B^T, where A has the tile's rows and B its columns.
 template <class T, int kDim, class RowsOfA, class RowsOfB>
-__device__ __forceinline__ void multiply_transposed(typename T::Scores& scores, const Shared& shared,
-                                                    const RowsOfA& a, int first_row, const RowsOfB& b,
-                                                    int first_column) {
-  for (int i = 0; i < T::kM; ++i) {
-    for (int j = 0; j < T::kN; ++j) scores[i][j] = 0.0f;
-  }
+__device__ __forceinline__ void add_transposed(typename T::Scores& scores, const Shared& shared,
+                                               const RowsOfA& a, int first_row, const RowsOfB& b,
+                                               int first_column) {
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks(kDim); ++chunk) {
     __syncthreads();
@@ -171,6 +168,17 @@ __device__ __forceinline__ void multiply_transposed(typename T::Scores& scores, 
       }
     }
   }
+}
+
+/// scores = A B^T
+template <class T, int kDim, class RowsOfA, class RowsOfB>
+__device__ __forceinline__ void multiply_transposed(typename T::Scores& scores, const Shared& shared,
+                                                    const RowsOfA& a, int first_row, const RowsOfB& b,
+                                                    int first_column) {
+  for (int i = 0; i < T::kM; ++i) {
+    for (int j = 0; j < T::kN; ++j) scores[i][j] = 0.0f;
+  }
+  add_transposed<T, kDim>(scores, shared, a, first_row, b, first_column);
 }
 
 /// Puts the tile where the threads that share its rows can read it. They are of one warp: no CTA-wide

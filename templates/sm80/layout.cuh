@@ -58,6 +58,19 @@ struct ForwardLayout {
   constexpr int bytes() const { return row_values() + (d_split > 1 ? d_split * br * 4 : 0); }
 };
 
+/// Q and its tangent (and at the end O and its), K and its tangent, V and its tangent, one stage each.
+struct JvpLayout {
+  int br, bc, head_dim, head_dim_v;
+
+  constexpr int q_tile() const { return tile_bytes(br, larger(head_dim, head_dim_v)); }
+  constexpr int q() const { return 0; }
+  constexpr int k() const { return 2 * q_tile(); }
+  constexpr int v() const { return k() + 2 * tile_bytes(bc, head_dim); }
+  constexpr int bytes() const { return v() + 2 * tile_bytes(bc, head_dim_v); }
+};
+/// Columns of V that a warp's registers have room for: those of O and of its tangent.
+constexpr int kMostJvpColumns = 128;
+
 /// Above so many columns the backward pass is another: warps that share rows share dK's and dV's columns.
 constexpr int kMostNarrowColumns = 256;
 constexpr bool is_wide(int head_dim, int head_dim_v) {

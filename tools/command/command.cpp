@@ -12,6 +12,7 @@
 #include <string>
 #include <string_view>
 
+#include "plan/records.hpp"
 #include "support/file.hpp"
 #include "support/stderr.hpp"
 #include "system.hpp"
@@ -141,10 +142,10 @@ void Progress::at(std::size_t done, std::size_t total, std::string_view item) {
 }
 
 void require_attention(const KernelSpec& spec) {
-  if (is_attention(spec.pass)) return;
+  if (plan::is_tuned(spec.pass)) return;
   throw Error(
       ErrorCode::invalid_argument,
-      fmt::format("{} is no attention: pack and inspect take it; give a forward or backward spec here",
+      fmt::format("{} is neither forward nor backward: pack and inspect take it; give such a spec here",
                   to_string(spec)));
 }
 

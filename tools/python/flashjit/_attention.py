@@ -37,7 +37,7 @@ from ._problem import autocast, check_types, plain_problem, read_problem
 from ._results import Results
 from ._scales import with_scales
 from ._tracing import torch_mode
-from ._transforms import refuse_second, refuse_tangents
+from ._transforms import have_tangents, refuse_second
 from .errors import InvalidArgument, Unsupported, WrongType
 from .programs import named_as_written
 
@@ -258,13 +258,12 @@ def attention(
     if lists is not None:
         check_lists(lists)
     results = Results(return_lse or lse is not None, return_row_max, out, lse, workspace)
-    if forward_ad._current_level >= 0:
-        refuse_tangents(q, k, v, *fixed, *values)
+    dual = forward_ad._current_level >= 0 and have_tangents(q, k, v, *fixed, *values)
     try:
-        if not plain or is_watched() or _is_negated(q, k, v, fixed, values):
+        if dual or not plain or is_watched() or _is_negated(q, k, v, fixed, values):
             results.refuse_in_operators(state)
             found = through_operator(
-                q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory
+                q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory, dual
             )
             return found if return_lse else found[0]
         if v_columns and not scaled:

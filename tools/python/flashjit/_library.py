@@ -18,7 +18,7 @@ from ._checks import check_whole
 from .errors import BY_STATUS, InternalError, InvalidArgument, NoDriver, WrongType
 
 PACKAGE = pathlib.Path(__file__).resolve().parent
-FORWARD, BACKWARD, APPEND, MERGE, QUANTIZE = range(5)
+FORWARD, BACKWARD, APPEND, MERGE, QUANTIZE, JVP = range(6)
 MAX_CAPTURE_DIMS = 6
 
 #: flashjit_element_type, by the name that programs use.
@@ -178,6 +178,19 @@ class BackwardArgs(ctypes.Structure):
     )
 
 
+class JvpArgs(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("forward", _pointer),
+        ("q_tangent", Tensor),
+        ("k_tangent", Tensor),
+        ("v_tangent", Tensor),
+        ("out_tangent", Tensor),
+        ("lse_tangent", _pointer),
+        ("sinks_tangent", _pointer),
+    ]
+
+
 class ListArgs(ctypes.Structure):
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -276,6 +289,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_spec_destroy": (None, [_pointer]),
     "flashjit_forward": (ctypes.c_int32, [_pointer] * 4),
     "flashjit_backward": (ctypes.c_int32, [_pointer] * 4),
+    "flashjit_jvp": (ctypes.c_int32, [_pointer] * 4),
     "flashjit_append": (ctypes.c_int32, [_pointer] * 4),
     "flashjit_merge": (ctypes.c_int32, [_pointer] * 4),
     "flashjit_quantize": (ctypes.c_int32, [_pointer] * 4),
@@ -288,6 +302,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_supports": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer]),
     "flashjit_reference_forward": (ctypes.c_int32, [_pointer] * 2),
     "flashjit_reference_backward": (ctypes.c_int32, [_pointer] * 2),
+    "flashjit_reference_jvp": (ctypes.c_int32, [_pointer] * 2),
     "flashjit_reference_append": (ctypes.c_int32, [_pointer] * 2),
     "flashjit_reference_merge": (ctypes.c_int32, [_pointer] * 2),
     "flashjit_reference_quantize": (ctypes.c_int32, [_pointer] * 2),
@@ -541,7 +556,7 @@ class Runtime:
         check(
             getattr(library(), function)(
                 self.address,
-                int(backward),
+                _pass_of(spec, backward),
                 spec_handle(spec).address,
                 ctypes.byref(shape_struct(shape)),
                 ctypes.byref(needed),
@@ -552,7 +567,10 @@ class Runtime:
     def supports(self, spec: str, shape: Sequence[int], *, backward: bool = False) -> Support:
         """Whether some kernel family can do it on the current device; `.reason` says why none can."""
         status = library().flashjit_supports(
-            self.address, int(backward), spec_handle(spec).address, ctypes.byref(shape_struct(shape))
+            self.address,
+            _pass_of(spec, backward),
+            spec_handle(spec).address,
+            ctypes.byref(shape_struct(shape)),
         )
         if status == 2:
             return Support(library().flashjit_last_error_message().decode(errors="replace"))
@@ -561,8 +579,8 @@ class Runtime:
 
 
 def _pass_of(spec: str, backward: bool) -> int:
-    """flashjit_pass: what the text names, where it is not attention."""
-    return {"append": APPEND, "merge": MERGE, "quantize": QUANTIZE}.get(
+    """flashjit_pass: what the text names, where it is not the forward or the backward pass."""
+    return {"append": APPEND, "merge": MERGE, "quantize": QUANTIZE, "jvp": JVP}.get(
         spec.partition(":")[0], BACKWARD if backward else FORWARD
     )
 

@@ -31,6 +31,7 @@ from ._plans import (
     plan_of,
     readable,
 )
+from ._tangents import launch_jvp
 from ._transforms import refuse_second, through_transforms
 from .errors import InvalidArgument
 
@@ -56,6 +57,12 @@ torch.library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define(
+    "flashjit::attention_jvp",
+    "(Tensor q, Tensor k, Tensor v, Tensor? q_tangent, Tensor? k_tangent, Tensor? v_tangent, Tensor? sinks_tangent, "
+    f"Tensor[] capture_tangents, str[] with_tangent, {_FIXED_SCHEMA}{_PROBLEM_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
     "flashjit::draw",
     "(Tensor like) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded),
@@ -70,12 +77,16 @@ def through_operator(
     values: tuple[Any, ...],
     problem: Problem,
     lists: tuple[Any, Any],
+    has_tangents: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """lists: the memory of those of the forward pass, and of the backward pass's, or None."""
+    """lists: the memory of those of the forward pass, and of the backward pass's, or None. has_tangents: whether some tensor has
+    one, of torch.autograd.forward_ad."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     rng = _draw_once(q, (q, k, v, fixed.sinks, *tensors)) if problem.dropout_p else None
     arguments = operator_arguments(fixed, values, problem, rng, lists)
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+    if has_tangents or (
+        not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+    ):
         return through_transforms(q, k, v, arguments)
     return torch.ops.flashjit.attention_forward(q, k, v, *arguments)
 
@@ -196,6 +207,30 @@ def _operator_backward(
     lse = aligned(lse.to(torch.float32).contiguous())
     grads, dsinks, dvalues = plan.backward(dout, dlse, *qkv, out, lse, fixed, values, rng, built_at(lists[1]))
     return [*grads, *([] if dsinks is None else [dsinks]), *dvalues]
+
+
+@torch.library.impl("flashjit::attention_jvp", ("cuda", "cpu"))
+def _operator_jvp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    dsinks: Any,
+    dcaptures: Sequence[Tensor],
+    with_tangent: Sequence[str],
+    *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    plan, qkv, fixed, values, rng, _ = _unpack(q, k, v, arguments)
+    by_name = dict(zip(with_tangent, dcaptures))
+    return launch_jvp(plan, qkv, (dq, dk, dv), dsinks, by_name, fixed, values, rng)
+
+
+@torch.library.register_fake("flashjit::attention_jvp")
+def _fake_jvp(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    out, lse = _fake_forward(q, k, v, *arguments[6:])
+    return out, lse, torch.empty_like(out), torch.empty_like(lse)
 
 
 @torch.library.register_fake("flashjit::draw")

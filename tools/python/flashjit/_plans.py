@@ -513,6 +513,31 @@ class Plan:
         launch("forward", self.spec, words, self.index)
         return out, lse
 
+    def words_for_tangents(
+        self,
+        qkv: Sequence[Tensor],
+        out: Tensor,
+        lse: Tensor,
+        fixed: Fixed,
+        values: Sequence[Any],
+        rng: Rng,
+        grads: Mapping[int, int],
+        workspace: int,
+    ) -> tuple[array.array[int], Any]:
+        """The forward pass's struct, whose captures at the places of `grads` have tangents at these addresses, and what must live
+        until the launch. workspace: its bytes."""
+        words = self.forward_words[:]
+        words[_F_Q], words[_F_K], words[_F_V], words[_F_OUT] = (x.data_ptr() for x in (*qkv, out))
+        words[_F_LSE] = lse.data_ptr()
+        lent = self._lend(words, _F_LENT, workspace, fixed, rng, None, False)
+        captures = None
+        if values:
+            captures = self._fill_captures(values)
+            for i, address in grads.items():
+                captures[i * _C_SIZE + _C_GRAD] = address
+            words[_F_CAPTURES] = ctypes.addressof(captures)
+        return words, (lent, captures)
+
     def backward(
         self,
         dout: Tensor | None,

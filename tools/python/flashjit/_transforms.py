@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ._plans import NOTHING, grads_of_fixed, names_with_grad
+from ._tangents import declared_with_grad
 from .errors import Unsupported
 
 _OPTIONAL = len(NOTHING) + 1  # of an operator's tensors: the fixed ones and the dropout's seed
@@ -46,21 +47,14 @@ def through_transforms(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]
     return _Forward.apply(_Call(lists, rest), q, k, v, *optional, *captures)
 
 
-def refuse_tangents(*tensors: Any) -> None:
-    """Of forward-mode differentiation. torch.compile does not show which tensors have them."""
-    for x in tensors:
-        if isinstance(x, Tensor) and (
-            torch.compiler.is_compiling() or forward_ad.unpack_dual(x).tangent is not None
-        ):
-            _refuse_forward_mode()
-
-
-def _refuse_forward_mode(*_: Any) -> Any:
-    raise Unsupported(
-        "flashjit has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, torch.autograd.forward_ad): "
-        "use torch.func.vjp or jacrev, or torch.nn.functional.scaled_dot_product_attention under "
-        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
-    )
+def have_tangents(*tensors: Any) -> bool:
+    """Whether some tensor is differentiated in forward mode. torch.compile does not show which ones are, and is refused."""
+    if torch.compiler.is_compiling():
+        raise Unsupported(
+            "flashjit has no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad) under "
+            "torch.compile: call it outside of what is compiled."
+        )
+    return any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def _over_batch(
@@ -110,6 +104,7 @@ class _Forward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.call = inputs[0]
         ctx.save_for_backward(*inputs[1:4], *output, *inputs[4:])
+        ctx.save_for_forward(*inputs[1:])
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -134,7 +129,11 @@ class _Forward(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: Any) -> Any:
         return _over_batch(_Forward, 3, info.batch_size, in_dims, call, tensors)
 
-    jvp = staticmethod(_refuse_forward_mode)  # type: ignore[assignment]
+    @staticmethod
+    def jvp(ctx: Any, _: Any, dq: Any, dk: Any, dv: Any, *rest: Any) -> Any:
+        q, k, v, *others = ctx.saved_tensors
+        dsinks, dcaptures = rest[4], rest[_OPTIONAL:]
+        return _Jvp.apply(ctx.call, q, k, v, dq, dk, dv, *others, dsinks, *dcaptures)[2:]
 
 
 class _Backward(torch.autograd.Function):
@@ -157,7 +156,58 @@ class _Backward(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: Any) -> Any:
         return _over_batch(_Backward, 7, info.batch_size, in_dims, call, tensors)
 
-    jvp = staticmethod(_refuse_forward_mode)  # type: ignore[assignment]
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        refuse_second()
+
+
+class _Jvp(torch.autograd.Function):
+    """O, LSE and their tangents, from Q, K, V and theirs, the call's other tensors, and the other tangents."""
+
+    @staticmethod
+    def forward(call: _Call, *tensors: Any) -> Any:
+        q, k, v, dq, dk, dv, *others = tensors
+        optional, others = others[:_OPTIONAL], others[_OPTIONAL:]
+        names, count = call.rest[1], (len(others) - 1) // 2
+        captures, dsinks, dcaptures = others[:count], others[count], others[count + 1 :]
+        given = {name: x for name, x in zip(names, dcaptures) if x is not None}
+        rest = list(call.rest)
+        rest[2] = declared_with_grad(call.options, given)
+        return torch.ops.flashjit.attention_jvp(
+            q,
+            k,
+            v,
+            dq,
+            dk,
+            dv,
+            dsinks,
+            list(given.values()),
+            list(given),
+            *optional,
+            *(None, None),  # lists are those of another pass
+            list(captures),
+            *rest,
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise Unsupported(
+            "flashjit has no gradient of a tangent (reverse over forward mode): detach() what jvp() gave as the tangent, or "
+            "compute with torch.nn.functional.scaled_dot_product_attention under "
+            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) where its gradient is needed."
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: Any) -> Any:
+        return _over_batch(_Jvp, 6, info.batch_size, in_dims, call, tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        refuse_second()
 
 
 def refuse_second(*_: Any) -> Any:

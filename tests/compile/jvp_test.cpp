@@ -1,0 +1,63 @@
+// Kernels of O's tangent compile for every architecture, without spills, and within the device's memory.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <memory>
+
+#include "compile/compiler.hpp"
+#include "plan/family.hpp"
+#include "plan/plan.hpp"
+#include "render/render.hpp"
+
+namespace flashjit {
+namespace {
+
+class KernelsOfTangents : public testing::TestWithParam<const char*> {};
+
+/// With the tiles that each family takes by itself, of a large and of a small problem.
+TEST_P(KernelsOfTangents, CompileWithoutSpills) {
+  constexpr std::array kSpecs = {
+      "bf16:d64",
+      "bf16:d64:causal:varlen",
+      "fp16:d64:dropout:sinks:kvlen",
+      "bf16:d128",
+      "fp16:d128:causal",
+      "bf16:d128:mask{q >= kv && q - kv < 300}:varlen:dropout",
+      "bf16:d128:score{50.0 * tanh(score / 50.0)}:causal",
+      "bf16:d128:map128x128",
+      "fp16:d64:score{bias: fp16 4d grad; score + bias[b, h, q, kv]}",
+      "bf16:d128:score{slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)}:causal",
+      "bf16:d192x128:causal",
+      "bf16:d256:causal",
+      "fp32:d64:causal:sinks",
+      "fp32:d128:score{gate: fp32 2d grad; score * gate[h, kv]}",
+      "bf16:d72x40:mask{doc: int32 1d; doc[q] == doc[kv]}",
+      "bf16:d320x280:causal",
+  };
+  const auto compiler = compile::Compiler::open();
+  const DeviceInfo device = DeviceInfo::parse(GetParam());
+  for (const char* text : kSpecs)
+    for (const plan::FamilyTraits& family : plan::families()) {
+      const KernelSpec spec{parse_spec(text), Pass::jvp};
+      if (!family.supports(spec, device)) continue;
+      for (const AttentionShape& shape : {AttentionShape{4, 32, 8, 4096, 4096}, {1, 2, 1, 100, 130}}) {
+        const TileConfig config = family.heuristic(spec, shape, device);
+        SCOPED_TRACE(fmt::format("{} {} {}", to_string(spec), to_string(config), device.arch));
+        const KernelSource source = render::render(spec, config, device, render::TemplateSet::embedded(), {});
+        const CompiledKernel kernel = compiler->compile(source);
+        EXPECT_FALSE(spills_in_main_loop(kernel, source.entries));
+        for (const EntryResources& used : kernel.resources)
+          RecordProperty(fmt::format("{}_{}", to_string(config), used.entry), used.registers);
+        for (const plan::Entry& entry : source.entries)
+          EXPECT_LE(entry.shared_bytes, device.shared_per_block);
+      }
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Architectures, KernelsOfTangents,
+                         testing::Values("sm_75", "sm_80", "sm_90a", "sm_120"),
+                         [](const auto& info) { return std::string(info.param); });
+
+}  // namespace
+}  // namespace flashjit

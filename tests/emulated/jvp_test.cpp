@@ -1,0 +1,40 @@
+// O's tangent as the emulator runs it.
+#include "tests/support/jvp_run.hpp"
+
+namespace flashjit::test {
+namespace {
+
+class EmulatedJvp : public GpuTest {};
+
+TEST_F(EmulatedJvp, IsTheDerivative) {
+  TemporaryRuntime runtime;
+  const JvpCase cases[] = {
+      {"bf16:d64", {2, 4, 2, 70, 90}},
+      {"fp32:d32x16:causal", {1, 2, 2, 100, 70}},  // rows without keys
+      {"fp16:d128", {1, 2, 1, 65, 1}},
+      {"bf16:d64:causal:varlen:dropout", {3, 4, 2, 70, 90}, "", "", 5},
+      {"bf16:d64:mask{q >= kv && q - kv < 30}:kvlen", {3, 2, 1, 100, 110}},
+      {"bf16:d64:map32x32", {1, 2, 2, 100, 130}},
+      {"fp16:d72x40:score{5.0 * tanh(score / 5.0)}:fp32_out", {1, 4, 1, 70, 90}},
+      {"fp32:d16:dropout:sinks", {2, 4, 2, 40, 50}},
+      {"bf16:d320x280:causal", {1, 2, 1, 40, 50}},
+      {"bf16:d64", {1, 2, 1, 50, 60}, "", "q"},
+      {"bf16:d64", {1, 2, 1, 50, 60}, "", "kv"},
+  };
+  unsigned seed = 0;
+  for (const JvpCase& test : cases) expect_tangents(runtime.get(), test, seed++);
+}
+
+TEST_F(EmulatedJvp, HasTangentsOfCaptures) {
+  TemporaryRuntime runtime;
+  for (const char* spec :
+       {"bf16:d64:score{slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)}:causal",
+        "fp16:d64:score{bias: fp16 4d grad; score + bias[b, h, q, kv]}",
+        "fp32:d32:score{gate: fp32 2d grad; score * exp(gate[h, kv]) - score * score}:sinks",
+        "bf16:d64:score{table: fp32 2d grad; score + table[h, max(min(kv - q, 31), -32) + 32]}"
+        ":mask{doc: int32 1d; doc[q] == doc[kv]}"})
+    expect_tangents(runtime.get(), {spec, {1, 4, 2, 70, 90}});
+}
+
+}  // namespace
+}  // namespace flashjit::test

@@ -1,0 +1,247 @@
+"""Forward-mode derivatives of attention() on the CPU path, against PyTorch's math path in fp64."""
+
+import flashjit
+import flashjit.torch
+import pytest
+import torch
+from flashjit.flex_attention import flex_attention
+from torch.autograd import forward_ad
+from torch.nn.attention.flex_attention import create_block_mask
+
+SIZES = {"plain": (2, 4, 2, 13, 17), "one": (1, 2, 2, 1, 9), "square": (2, 2, 1, 16, 16)}
+
+
+def inputs(sizes, dim=16, dim_v=8, dtype=torch.float32, seed=0):
+    """Q, K, V and their tangents."""
+    torch.manual_seed(seed)
+    batch, heads_q, heads_kv, queries, keys = sizes
+    shapes = ((batch, heads_q, queries, dim), (batch, heads_kv, keys, dim), (batch, heads_kv, keys, dim_v))
+    return tuple(tuple(torch.randn(shape, dtype=dtype) for shape in shapes) for _ in range(2))
+
+
+def math(q, k, v, score=None, mask=None, sinks=None, scale=None):
+    """O and LSE by plain operations; score(s, b, h, q, kv) and mask(b, h, q, kv) get tensors of indices."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    index = torch.meshgrid(*[torch.arange(n) for n in s.shape], indexing="ij")
+    if score is not None:
+        s = score(s, *index)
+    if mask is not None:
+        s = s.masked_fill(~mask(*index), -torch.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks[None, :, None, None].expand(*s.shape[:3], 1)], -1)
+    lse = s.logsumexp(-1)
+    p = (s - torch.where(lse.isinf(), 0.0, lse)[..., None]).exp()
+    return p[..., : v.shape[2]] @ v, lse
+
+
+def wide(tensors):
+    return tuple(x.double() for x in tensors)
+
+
+def check(got, wanted, tolerance=2e-5):
+    for x, y in zip(got, wanted):
+        torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
+
+
+PROGRAMS = {
+    "plain": (None, None),
+    "softcap": (lambda s, b, h, q, kv: 3.0 * torch.tanh(s / 3.0), None),
+    "square": (lambda s, b, h, q, kv: s * s * 0.3 + h, None),
+    "causal": (None, lambda b, h, q, kv: q >= kv),
+    "window": (lambda s, b, h, q, kv: s + 0.1 * (kv - q), lambda b, h, q, kv: (q >= kv) & (q - kv < 4)),
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_jvp_is_that_of_the_math_path(name, sizes):
+    score, mask = PROGRAMS[name]
+    primals, tangents = inputs(SIZES[sizes])
+    ours = lambda q, k, v: flashjit.attention(q, k, v, score_mod=score, mask_mod=mask, return_lse=True)
+    out, tangent = torch.func.jvp(ours, primals, tangents)
+    wanted = torch.func.jvp(lambda *x: math(*x, score=score, mask=mask), wide(primals), wide(tangents))
+    check((*out, *tangent), (*wanted[0], *wanted[1]))
+
+
+def test_dual_numbers():
+    primals, tangents = inputs(SIZES["plain"])
+    with forward_ad.dual_level():
+        q, k, v = map(forward_ad.make_dual, primals, tangents)
+        out = forward_ad.unpack_dual(flashjit.attention(q, k, v))
+        alone = forward_ad.unpack_dual(flashjit.attention(q, primals[1], primals[2]))
+    zero = tuple(torch.zeros_like(x) for x in tangents)
+    wanted = torch.func.jvp(lambda *x: math(*x)[0], wide(primals), wide(tangents))
+    of_q = torch.func.jvp(lambda *x: math(*x)[0], wide(primals), wide((tangents[0], *zero[1:])))
+    check((*out, *alone), (*wanted, *of_q))
+
+
+def test_jacfwd_is_jacrev():
+    (q, k, v), _ = inputs((1, 2, 1, 3, 4), dim=8)
+    for place in range(3):
+        forward = torch.func.jacfwd(flashjit.attention, argnums=place)(q, k, v)
+        torch.testing.assert_close(
+            forward, torch.func.jacrev(flashjit.attention, argnums=place)(q, k, v), rtol=1e-4, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_captured_tensors_and_sinks_have_tangents(dtype):
+    primals, tangents = inputs(SIZES["plain"], dtype=dtype)
+    batch, heads, _, queries, keys = SIZES["plain"]
+    captured = (torch.randn(heads, keys, dtype=dtype), torch.randn(queries, keys), torch.randn(heads))
+    dcaptured = tuple(torch.randn_like(x) for x in captured)
+
+    def score(gate, bias):
+        return lambda s, b, h, q, kv: s * torch.sigmoid(gate[h, kv]) + bias[q, kv]
+
+    def ours(q, k, v, gate, bias, sinks):
+        return flashjit.attention(
+            q, k, v, score_mod=score(gate, bias), sinks=sinks, causal="top_left", return_lse=True
+        )
+
+    def plain(q, k, v, gate, bias, sinks):
+        return math(q, k, v, score(gate, bias), lambda b, h, q, kv: q >= kv, sinks)
+
+    got = torch.func.jvp(ours, (*primals, *captured), (*tangents, *dcaptured))
+    wanted = torch.func.jvp(plain, wide((*primals, *captured)), wide((*tangents, *dcaptured)))
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    check((*got[0], *got[1]), (*wanted[0], *wanted[1]), tolerance)
+    # Of one captured tensor alone.
+    of_bias = torch.func.jvp(
+        lambda x: ours(*primals, captured[0], x, captured[2]), (captured[1],), (dcaptured[1],)
+    )
+    wanted = torch.func.jvp(
+        lambda x: plain(*wide((*primals, captured[0])), x, captured[2].double()),
+        wide(captured[1:2]),
+        wide(dcaptured[1:2]),
+    )
+    check(of_bias[1], wanted[1], tolerance)
+
+
+def test_packed_sequences():
+    (q, k, v), (dq, dk, dv) = inputs((1, 4, 2, 12, 14))
+    cu_q, cu_kv = (
+        torch.tensor([0, 5, 5, 10], dtype=torch.int32),
+        torch.tensor([0, 3, 7, 13], dtype=torch.int32),
+    )
+
+    def ours(q, k, v):
+        return flashjit.attention(
+            q, k, v, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, max_seqlen_q=5, max_seqlen_kv=6, causal=True
+        )
+
+    out, tangent = torch.func.jvp(ours, (q, k, v), (dq, dk, dv))
+    for i in range(3):
+        rows, keys = slice(*cu_q[i : i + 2].tolist()), slice(*cu_kv[i : i + 2].tolist())
+        shift = (keys.stop - keys.start) - (rows.stop - rows.start)
+        part = lambda q, k, v: (q[:, :, rows], k[:, :, keys], v[:, :, keys])
+        wanted = torch.func.jvp(
+            lambda *x: math(*x, mask=lambda b, h, q, kv: q + shift >= kv)[0],
+            wide(part(q, k, v)),
+            wide(part(dq, dk, dv)),
+        )
+        check((out[:, :, rows], tangent[:, :, rows]), wanted)
+    assert (tangent[:, :, 10:] == 0).all()
+
+
+def test_dropout_has_the_same_mask():
+    primals, tangents = inputs(SIZES["plain"])
+
+    def ours(*qkv):
+        torch.manual_seed(3)
+        return flashjit.attention(*qkv, dropout_p=0.4)
+
+    out, tangent = torch.func.jvp(ours, primals, tangents, strict=False)
+    torch.testing.assert_close(out, ours(*primals))
+    step = 1e-2
+    move = lambda sign: [x + sign * step * t for x, t in zip(primals, tangents)]
+    difference = (ours(*move(1)) - ours(*move(-1))) / (2 * step)
+    torch.testing.assert_close(tangent, difference, rtol=1e-2, atol=2e-3)
+
+
+def test_drop_ins():
+    primals, tangents = inputs((2, 2, 2, 16, 16), dim_v=16)
+    wanted = torch.func.jvp(
+        lambda *x: math(*x, mask=lambda b, h, q, kv: q >= kv)[0], wide(primals), wide(tangents)
+    )
+    sdpa = lambda *x: flashjit.torch.scaled_dot_product_attention(*x, is_causal=True)
+    check(torch.func.jvp(sdpa, primals, tangents), wanted)
+    blocks = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 16, 16, device="cpu")
+    check(torch.func.jvp(lambda *x: flex_attention(*x, block_mask=blocks), primals, tangents), wanted)
+
+
+def test_rows_without_keys_and_nan():
+    (q, k, v), (dq, dk, dv) = inputs((1, 1, 1, 4, 4), dim=8)
+    masked = lambda *x: flashjit.attention(*x, mask_mod=lambda b, h, q, kv: q > kv, return_lse=True)
+    _, (tangent, lse_tangent) = torch.func.jvp(masked, (q, k, v), (dq, dk, dv))
+    assert (tangent[0, 0, 0] == 0).all() and lse_tangent[0, 0, 0] == 0 and not tangent.isnan().any()
+    dk[0, 0, 1] = torch.nan
+    _, (tangent, _) = torch.func.jvp(masked, (q, k, v), (dq, dk, dv))
+    assert tangent.isnan().all(-1).tolist() == [[[False, False, True, True]]]
+
+
+@pytest.mark.parametrize("second", ["hessian", "jvp of jvp", "gradient of a tangent"])
+def test_second_derivatives_are_refused(second):
+    (q, k, v), (dq, _, _) = inputs((1, 2, 1, 3, 4), dim=8)
+    loss = lambda q: flashjit.attention(q, k, v).square().sum()
+    tangent = lambda q: torch.func.jvp(loss, (q,), (dq,))[1]
+    with pytest.raises(flashjit.Unsupported, match="no second derivative|no gradient of a tangent"):
+        if second == "hessian":
+            torch.func.hessian(loss)(q)
+        elif second == "jvp of jvp":
+            torch.func.jvp(tangent, (q,), (dq,))
+        else:
+            tangent(q.requires_grad_()).backward()
+
+
+def test_what_has_no_tangent_is_refused():
+    (q, k, v), (dq, dk, dv) = inputs((1, 2, 1, 3, 4), dim=8)
+    indices = torch.zeros(1, 3, 1, 2, dtype=torch.int32)
+    with pytest.raises(flashjit.InvalidArgument, match="the pass is jvp and indices is set"):
+        torch.func.jvp(lambda q: flashjit.attention(q, k, v, indices=indices), (q,), (dq,))
+
+
+class Net(torch.nn.Module):
+    """A velocity of (x, r, t), as MeanFlow's: attention between two layers."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.attend, self.enter, self.leave = attend, torch.nn.Linear(6, 48), torch.nn.Linear(16, 4)
+
+    def forward(self, x, r, t):
+        times = torch.stack([r, t], -1)[:, None].expand(-1, x.shape[1], -1)
+        q, k, v = self.enter(torch.cat([x, times], -1)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return self.leave(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+def mean_flow_losses(attend, dtype, steps=8):
+    """Losses of a training whose target is u's derivative along its flow, detached (MeanFlow, arXiv:2505.13447)."""
+    torch.manual_seed(1)
+    net = Net(attend).to(dtype)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+    torch.manual_seed(2)
+    losses = []
+    for _ in range(steps):
+        data, noise = (torch.randn(4, 7, 4).to(dtype) for _ in range(2))
+        r, t = torch.rand(2, 4).to(dtype).sort(0).values
+        velocity = noise - data
+        z = data + t[:, None, None] * velocity
+        u, du = torch.func.jvp(net, (z, r, t), (velocity, torch.zeros_like(r), torch.ones_like(t)))
+        target = velocity - (t - r)[:, None, None] * du
+        loss = (u - target.detach()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_mean_flow_trains_as_the_math_path_does():
+    ours = mean_flow_losses(flashjit.attention, torch.float32)
+    wanted = mean_flow_losses(lambda *x: math(*x)[0], torch.float64)
+    assert ours[-1] < ours[0]
+    torch.testing.assert_close(
+        torch.tensor(ours), torch.tensor(wanted), rtol=1e-4, atol=1e-5, check_dtype=False
+    )

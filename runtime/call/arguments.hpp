@@ -21,7 +21,7 @@ AttentionShape check_arguments(const AttentionSpec& spec, const BackwardArgs& ar
 
 void check_arguments(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args);
 
-/// Whether a tangent of the sinks may be given, and can be read.
+/// Refuses a sinks_tangent that the spec has no room for, or that cannot be read.
 void check_sinks_tangent(const AttentionSpec& spec, const float* tangent);
 
 /// Throws Error(invalid_argument) when the workspace is too small or misaligned.

@@ -89,6 +89,23 @@ __device__ __forceinline__ void weigh_tangents(ForwardScores<P>& ds, const Forwa
   }
 }
 
+/// Online softmax: S becomes P = exp2(S - m), and dS P dS; what was summed before is brought to the new m.
+template <class P>
+__device__ __forceinline__ void softmax_with_tangents(ForwardScores<P>& s, ForwardScores<P>& ds,
+                                                      OutTiles<P>& o, OutTiles<P>& o_tangent,
+                                                      RowValues<P>& row_max, RowValues<P>& row_sum,
+                                                      TangentSums<P>& sums, float scale_log2) {
+  RowValues<P> shift, rescale;
+  update_max<P>(row_max, row_sum, shift, rescale, scale_log2,
+                [&](float before, int mt, int half) { return max_of_row<P>(s, before, mt, half); });
+#pragma unroll
+  for (int nt = 0; nt < ForwardPolicy<P>::kNt; nt += 2)
+    exponentials<P>(s, row_sum, row_max, shift, scale_log2, nt);
+  weigh_tangents<P>(ds, s, rescale, sums);
+  rescale_rows<P>(o, rescale);
+  rescale_rows<P>(o_tangent, rescale);
+}
+
 /// Whether the block map lets a pair attend: where tiles reach across its blocks, and else.
 template <class P>
 struct MapAttends {
@@ -275,15 +292,7 @@ __device__ void jvp(const JvpParams& p) {
     apply_score<P>(s, p, head, 1.0f, at_q, at_kv);
     if (kv_begin + P::kBc > seqused_kv || !tiles.full(p, head, q_range, tiles.entry(i)))
       apply_mask<P, false, Policy::kKeyBits>(s, p, head, at_q, at_kv, kv_begin, seqused_kv, in_map);
-    RowValues<P> shift, rescale;
-    update_max<P>(row_max, row_sum, shift, rescale, scale_log2,
-                  [&](float before, int mt, int half) { return max_of_row<P>(s, before, mt, half); });
-#pragma unroll
-    for (int nt = 0; nt < Policy::kNt; nt += 2)
-      exponentials<P>(s, row_sum, row_max, shift, scale_log2, nt);  // P = exp2(S - m)
-    weigh_tangents<P>(ds, s, rescale, sums);
-    rescale_rows<P>(o, rescale);
-    rescale_rows<P>(o_tangent, rescale);
+    softmax_with_tangents<P>(s, ds, o, o_tangent, row_max, row_sum, sums, scale_log2);
     multiply_values<P>(o, o_tangent, sums, s, ds, v_rows, v_rows + Smem::kVBytes, p,
                        dropout_head<P>(p, sequence.b, h), at_q, at_kv);
   }

@@ -3,7 +3,9 @@
 import flashjit
 import flashjit.torch
 import pytest
+import test_library
 import torch
+from flashjit._tangents import JvpArgs, declared_with_grad
 from flashjit.flex_attention import flex_attention
 from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import create_block_mask
@@ -201,6 +203,17 @@ def test_what_has_no_tangent_is_refused():
     indices = torch.zeros(1, 3, 1, 2, dtype=torch.int32)
     with pytest.raises(flashjit.InvalidArgument, match="the pass is jvp and indices is set"):
         torch.func.jvp(lambda q: flashjit.attention(q, k, v, indices=indices), (q,), (dq,))
+
+
+def test_the_struct_has_the_layout_of_the_header(tmp_path, monkeypatch):
+    monkeypatch.setattr(test_library, "STRUCTS", {"flashjit_jvp_args": JvpArgs})
+    test_library.test_structs_have_the_layout_of_the_header(tmp_path)
+
+
+def test_captured_tensors_with_tangents_are_declared_so():
+    options = ":score{a: fp32 1d; b: bf16 2d grad; score + a[h] + b[q, kv]}:mask{a: fp32 1d; a[q] > 0.0}:det"
+    assert declared_with_grad(options, ["a", "b"]) == options.replace("a: fp32 1d; b", "a: fp32 1d grad; b")
+    assert declared_with_grad(":causal", ["a"]) == ":causal"
 
 
 class Net(torch.nn.Module):

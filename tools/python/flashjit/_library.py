@@ -178,19 +178,6 @@ class BackwardArgs(ctypes.Structure):
     )
 
 
-class JvpArgs(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("forward", _pointer),
-        ("q_tangent", Tensor),
-        ("k_tangent", Tensor),
-        ("v_tangent", Tensor),
-        ("out_tangent", Tensor),
-        ("lse_tangent", _pointer),
-        ("sinks_tangent", _pointer),
-    ]
-
-
 class ListArgs(ctypes.Structure):
     _fields_ = [
         ("struct_size", ctypes.c_size_t),

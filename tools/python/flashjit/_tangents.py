@@ -10,11 +10,24 @@ import torch
 from torch import Tensor
 
 from . import _library
-from ._library import JvpArgs, runtime
+from ._library import runtime
 from ._plans import Fixed, Plan, Rng, aligned, bind_context, describe, launch, readable, tensor_struct
 from .errors import InvalidArgument
 
 Tangents = Sequence["Tensor | None"]
+
+
+class JvpArgs(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("forward", ctypes.c_void_p),
+        ("q_tangent", _library.Tensor),
+        ("k_tangent", _library.Tensor),
+        ("v_tangent", _library.Tensor),
+        ("out_tangent", _library.Tensor),
+        ("lse_tangent", ctypes.c_void_p),
+        ("sinks_tangent", ctypes.c_void_p),
+    ]
 
 
 def declared_with_grad(options: str, names: Sequence[str]) -> str:

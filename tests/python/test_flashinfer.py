@@ -105,6 +105,8 @@ def test_prefill_over_pages_writes_into_the_callers_memory():
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=DEVICE)
     found = wrapper.run(q, pool.cache, out=out, lse=lse, return_lse=True, sinks=sinks)
     assert found[0] is out and found[1] is lse
+    out.zero_(), lse.zero_()
+    assert wrapper.run(q, pool.cache, out=out, lse=lse, sinks=sinks) is out  # both are written
     for i, rows in enumerate(sequences()):
         wanted = exact(q[rows], pool.k[i], pool.v[i], scale=0.3, causal=True, sinks=sinks)
         check((out[rows], lse[rows]), wanted)
@@ -261,7 +263,7 @@ def test_latent_attention_of_two_caches(joined):
     wrapper = fi.BatchMLAPagedAttentionWrapper(workspace())
     wrapper.plan(
         ints(0, 2, 3),
-        ints(0, 2, 3),
+        ints(0, 2, 3, 3),
         ints(3, 1, 0),
         ints(7, 2),
         heads,

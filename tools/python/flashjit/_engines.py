@@ -13,6 +13,7 @@ from ._cache import append
 from ._named import AT_LAST, SOFTCAP, window_text
 from ._plans import KV_TYPES, MAX_DIM, MAX_DIM_V, SPEC_TYPES
 from .flash_attn._attend import with_batch
+from .programs import repeated
 
 #: The names that engines have for the types of caches.
 CACHE_TYPES = {
@@ -107,7 +108,7 @@ class Layer:
         return result, None if lse is None else lse.squeeze(0)
 
     def masks(self, batch: Batch) -> dict[str, Any]:
-        """attention()'s causal, score_mod, mask_mod and captures."""
+        """attention()'s causal and mask_mod, a program with the score in it."""
         kind, more = "causal" if batch.causal is not False else "full", {}
         if batch.ranges is not None:
             kind = "clamped" if self.clamped else "ranges"
@@ -119,7 +120,7 @@ class Layer:
         score, mask = _programs(kind, tuple(captures))
         if score is None and mask is None:
             return {"causal": kind == "causal"}
-        return {"causal": kind == "causal", "score_mod": score, "mask_mod": mask, "captures": captures}
+        return {"causal": kind == "causal", "mask_mod": repeated(score, mask, captures)}
 
 
 @functools.cache

@@ -188,6 +188,24 @@ def trace(score_mod: Any = None, mask_mod: Any = None, captures: Mapping[str, An
         return _program(score_mod, mask_mod, captures, _known_form)
 
 
+_of_texts: dict[Any, Form] = {}
+
+
+def repeated(score: str | None, mask: str | None, captures: Mapping[str, Any]) -> Program:
+    """trace() of texts that come again, whose names stand for tensors or for numbers every time."""
+    key = (score, mask, tuple(captures))
+    form = _of_texts.get(key)
+    if form is None:
+        program = trace(score, mask, captures)
+        _of_texts[key] = program.form
+        return program
+    return Program(
+        form,
+        tuple([captures[name] for name in form.tensors]),
+        tuple([captures[name] for name in form.scalars]),
+    )
+
+
 def trace_unlocked(
     score_mod: Any = None, mask_mod: Any = None, captures: Mapping[str, Any] | None = None
 ) -> Program:

@@ -128,7 +128,7 @@ fn merge(states: &[(&Array<f32>, &[f32])]) -> Result<(Array<f32>, Vec<f32>)> {
     let first = states.first().ok_or("no states")?.0;
     let rows = (first.size[0] * first.size[1] * first.size[2]) as usize;
     assert!(states.iter().all(|(o, lse)| o.size == first.size && lse.len() == rows), "states of one size");
-    let parts: Vec<_> = states.iter().map(|(o, lse)| flashjit_partial_state { out: o.view(), lse: lse.as_ptr() }).collect();
+    let parts: Vec<_> = states.iter().map(|(o, lse)| flashjit_partial_state { out: o.view(), lse: lse.as_ptr(), lse_stride: [0; 3] }).collect();
     let (mut out, mut lse) = (Array::new(first.size), vec![0.0; rows]);
     let mut args = flashjit_merge_args { states: parts.as_ptr(), state_count: parts.len(), ..Default::default() };
     (args.out, args.lse) = (out.view_mut(), lse.as_mut_ptr());

@@ -214,6 +214,7 @@ pub struct flashjit_merge_args {
     pub state_count: usize,
     pub out: flashjit_tensor,
     pub lse: *mut f32,
+    pub lse_stride: [i64; 3],
     pub states_type: flashjit_element_type,
     pub out_type: flashjit_element_type,
 }

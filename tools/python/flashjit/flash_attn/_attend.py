@@ -14,6 +14,7 @@ from .._named import SOFTCAP, window_text
 from .._plans import KV_TYPES, describe, is_watched
 from .._sdpa import supported
 from ..errors import InvalidArgument, Unsupported
+from ..programs import repeated
 
 Window = Sequence[int]
 EVERYTHING = (-1, -1)
@@ -63,7 +64,9 @@ class Options(NamedTuple):
                 _checked_rows(batch, cache_leftpad=self.leftpad, seqused_q=self.used_q, seqused_k=self.used_k)
             )
         score, mask = _programs(tuple(captures), 0 if self.slopes is None else self.slopes.dim())
-        return {"causal": named, "score_mod": score, "mask_mod": mask, "captures": captures}
+        if torch.compiler.is_compiling():
+            return {"causal": named, "score_mod": score, "mask_mod": mask, "captures": captures}
+        return {"causal": named, "mask_mod": repeated(score, mask, captures)}
 
 
 @functools.cache

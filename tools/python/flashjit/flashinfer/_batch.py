@@ -82,6 +82,7 @@ class _Paged(_Wrapper):
     def _keep_pages(
         self, indptr: Tensor, indices: Tensor, lengths: Tensor, indices_buffer: Tensor | None
     ) -> None:
+        indptr = indptr[: lengths.numel() + 1]  # which some callers give more of
         width = bound(int(indptr.diff().max())) if indptr.numel() > 1 else 0
         if self._use_cuda_graph and indices_buffer is not None:
             width = indices_buffer.numel()  # the most that any sequence may have
@@ -221,11 +222,11 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
             paged_kv_cache,
             Scales(q_scale, k_scale, v_scale),
             out,
-            return_lse,
+            return_lse or lse is not None,
             sinks,
             self._with_window(window_left),
         )
-        return results(found, lse)
+        return results(found, lse, return_lse)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
     forward = run
@@ -386,11 +387,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
             paged_kv_cache,
             of_arguments(args, scales, q),
             out,
-            return_lse,
+            return_lse or lse is not None,
             sinks,
             self._with_window(window_left),
         )
-        return results(found, lse)
+        return results(found, lse, return_lse)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
     forward_return_lse = run_return_lse

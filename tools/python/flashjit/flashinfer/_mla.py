@@ -90,19 +90,20 @@ class BatchMLAPagedAttentionWrapper(_Paged):
                 v_columns=ckv_cache.shape[-1],
                 causal=self._scores.causal,
                 scale=self._scores.sm_scale,
-                return_lse=return_lse,
+                return_lse=return_lse or lse is not None,
                 out=None if out is None else with_batch(out),
                 **rows.named(),
                 **self._pages.named(),
             )
-            o4, natural = found if return_lse else (found, None)
+            o4, natural = found if isinstance(found, tuple) else (found, None)
             o = o4[0].transpose(0, 1) if out is None else out
             if natural is None:
                 return o
             packed = natural[0].transpose(0, 1)
             if not return_lse_base_on_e:
                 packed = packed * LOG2E
-            return o, packed.contiguous() if lse is None else lse.copy_(packed)
+            packed = packed.contiguous() if lse is None else lse.copy_(packed)
+            return (o, packed) if return_lse else o
 
 
 def joined_columns(left: Tensor, right: Tensor) -> Tensor:

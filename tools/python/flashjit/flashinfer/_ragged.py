@@ -107,8 +107,19 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         rows = self._planned(q, k)
         k, v = (heads_first(x, "NHD")[None] for x in (k, v))
         scales = of_arguments(args, Scales(q_scale, k_scale, v_scale), q)
-        found = run(q, k, v, rows, self._scores, scales, self._out_dtype, out, return_lse, **self._keys)
-        return results(found, lse)
+        found = run(
+            q,
+            k,
+            v,
+            rows,
+            self._scores,
+            scales,
+            self._out_dtype,
+            out,
+            return_lse or lse is not None,
+            **self._keys,
+        )
+        return results(found, lse, return_lse)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)
     forward_return_lse = run_return_lse

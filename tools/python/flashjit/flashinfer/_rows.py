@@ -108,13 +108,14 @@ def _is_one(scale: Any) -> bool:
     return not isinstance(scale, Tensor) and scale == 1
 
 
-def results(found: tuple[Tensor, Any], lse: Tensor | None) -> Any:
-    """O, or O and FlashInfer's LSE, [all rows, hq], of base 2."""
+def results(found: tuple[Tensor, Any], lse: Tensor | None, wants_lse: bool = True) -> Any:
+    """O, or with wants_lse O and FlashInfer's LSE, [all rows, hq], of base 2, which is also written into a given lse."""
     o, natural = found
     if natural is None:
         return o
     binary = (natural * LOG2E).transpose(0, 1)
-    return o, binary.contiguous() if lse is None else lse.copy_(binary)
+    binary = binary.contiguous() if lse is None else lse.copy_(binary)
+    return (o, binary) if wants_lse else o
 
 
 class Pages(NamedTuple):

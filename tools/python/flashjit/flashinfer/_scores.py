@@ -13,6 +13,7 @@ from torch import Tensor
 from .._named import AT_LAST, SOFTCAP, window_text
 from .._plans import KV_TYPES, SPEC_TYPES, describe
 from ..errors import InvalidArgument, Unsupported
+from ..programs import repeated
 
 LOG2E = math.log2(math.e)
 NO_ROPE = (
@@ -130,7 +131,7 @@ def call(
     elif out_dtype == torch.float32 != q.dtype:
         more["out_dtype"] = torch.float32
     if score is not None or mask is not None:
-        more.update(score_mod=score, mask_mod=mask, captures=captures)
+        more["mask_mod"] = repeated(score, mask, captures)
     return {"causal": scores.causal, "batch_invariant": scores.batch_invariant, **more}
 
 

@@ -161,10 +161,10 @@ def trtllm_batch_decode_with_kv_cache(
         scales,
         chosen,
         out,
-        return_lse,
+        return_lse or lse is not None,
         sinks=sinks,
         page_table=block_tables,
         kv_lengths=seq_lens.int(),
         max_seqlen_kv=max_seq_len,
     )
-    return results(found, lse)
+    return results(found, lse, return_lse)

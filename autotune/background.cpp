@@ -12,6 +12,7 @@
 #include "autotune/tuner.hpp"
 #include "cache/folders.hpp"
 #include "cache/store.hpp"
+#include "support/paths.hpp"
 #include "support/process.hpp"
 
 namespace flashjit {
@@ -75,7 +76,7 @@ class Thread {
     options.stop = [&] { return stop.stop_requested(); };
     const autotune::Problem problem{job.spec, job.shape};
     // Without a log: the calls' store of this folder has said what is wrong with it.
-    cache::Store store(settings_.cache_dir, cache::Store::Access::cache);
+    cache::Store store(path_of(settings_.cache_dir), cache::Store::Access::cache);
     const bool keeps = !settings_.cache_dir.empty() && store.is_usable(cache::kTuningFolder);
     const autotune::TuneResult result =
         keeps ? autotune::tune_into(store.records_folder(), problem, setting, meter, options)

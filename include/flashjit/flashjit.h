@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 #if defined(_WIN32)
-#define FLASHJIT_C_API
+#include "flashjit/windows_export.h"
 #else
 #define FLASHJIT_C_API __attribute__((visibility("default")))
 #endif

@@ -7,7 +7,7 @@
 #include <string_view>
 
 #if defined(_WIN32)
-#define FLASHJIT_API
+#include "flashjit/windows_export.h"
 #else
 #define FLASHJIT_API __attribute__((visibility("default")))
 #endif

@@ -339,7 +339,8 @@ std::vector<EntryInfo> Store::damaged_records() const {
     try {
       plan::parse_record(read_file(file, kMaxJsonBytes));
     } catch (const Error& error) {
-      found.push_back({.key = file.lexically_relative(records_folder()).string(), .damage = error.message()});
+      found.push_back(
+          {.key = file.lexically_relative(records_folder()).generic_string(), .damage = error.message()});
     }
   }
   return found;

@@ -6,6 +6,7 @@
 
 #include "cache/folders.hpp"
 #include "plan/shipped.hpp"
+#include "support/paths.hpp"
 #include "support/text.hpp"
 
 namespace flashjit {
@@ -81,9 +82,10 @@ struct KernelLibrary::Request {
 KernelLibrary::KernelLibrary(const Settings& settings) : settings_(settings) {
   for (const EmbeddedPack& pack : settings.embedded_packs) embedded_.emplace_back(pack, settings.log);
   for (const std::string& pack : settings.packs)
-    packs_.emplace_back(pack, cache::Store::Access::read_only, settings.log);
+    packs_.emplace_back(path_of(pack), cache::Store::Access::read_only, settings.log);
   if (!settings.cache_dir.empty())
-    cache_.emplace(settings.cache_dir, cache::Store::Access::cache, settings.log, settings.cache_limit);
+    cache_.emplace(path_of(settings.cache_dir), cache::Store::Access::cache, settings.log,
+                   settings.cache_limit);
 }
 
 KernelLibrary::Result KernelLibrary::get(const plan::KernelPlan& kernel, const DeviceInfo& info,
@@ -204,7 +206,8 @@ KernelLibrary::Ready KernelLibrary::try_load(const Request& request, const Compi
 
 const render::TemplateSet& KernelLibrary::templates() {
   if (settings_.template_dir.empty()) return render::TemplateSet::embedded();
-  templates_once_.run([&] { own_templates_ = render::TemplateSet::from_folder(settings_.template_dir); });
+  templates_once_.run(
+      [&] { own_templates_ = render::TemplateSet::from_folder(path_of(settings_.template_dir)); });
   return *own_templates_;
 }
 

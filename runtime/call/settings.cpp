@@ -8,6 +8,7 @@
 #include <mutex>
 #include <utility>
 
+#include "support/paths.hpp"
 #include "support/stderr.hpp"
 #include "support/text.hpp"
 
@@ -63,7 +64,7 @@ Log choose_log(const RuntimeOptions& options, const Environment& environment) {
 /// A relative path is meant for the folder that the process is in now; it may change that.
 std::string fixed(const std::string& path) {
   std::error_code error;
-  const std::filesystem::path absolute = std::filesystem::absolute(path, error);
+  const std::filesystem::path absolute = std::filesystem::absolute(path_of(path), error);
   return path.empty() || error ? path : absolute.string();
 }
 

@@ -13,6 +13,7 @@
 
 #include "support/environment.hpp"
 #include "support/libraries.hpp"
+#include "support/paths.hpp"
 #include "support/text.hpp"
 
 namespace flashjit::compile {
@@ -89,7 +90,7 @@ std::vector<std::string> libraries_below(const fs::path& folder) {
 /// What to hand to the loader, in order. A given library is the only candidate: another one would surprise.
 std::vector<std::string> candidates(const std::string& given) {
   std::error_code error;
-  if (fs::is_directory(given, error)) return libraries_below(given);
+  if (fs::is_directory(path_of(given), error)) return libraries_below(path_of(given));
   if (!given.empty()) return {given};
   const LibraryNames& known = library_names();
   std::vector<std::string> names(known.nvrtc.begin(), known.nvrtc.end());
@@ -127,7 +128,7 @@ void* open_compiler(const std::string& given) {
 /// NVRTC opens its built-in functions by their bare file name, which the loader does not look for next to it,
 /// but finds when they are loaded already. Where they are not next to it, its own search has to find them.
 void open_builtins(const std::string& library, int major, int minor) {
-  flashjit::open_library((fs::path(library).parent_path() / nvrtc_builtins_name(major, minor)).string());
+  flashjit::open_library((path_of(library).parent_path() / nvrtc_builtins_name(major, minor)).string());
 }
 
 /// One NVRTC program; destroyed with this object.

@@ -15,6 +15,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
+/// Lines end in LF in keys, whatever an editor made of them.
+void drop_carriage_returns(std::string& text) {
+  for (std::size_t at = 0; (at = text.find("\r\n", at)) != text.npos;) text.erase(at, 1);
+}
+
 std::string read_template(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
   std::string text{std::istreambuf_iterator<char>(file), {}};
@@ -22,6 +27,7 @@ std::string read_template(const fs::path& path) {
     throw Error(ErrorCode::io,
                 fmt::format("cannot read the template {}; check that it is a readable file", path.string()));
   }
+  drop_carriage_returns(text);
   return text;
 }
 

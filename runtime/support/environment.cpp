@@ -8,6 +8,7 @@
 #include <map>
 
 #include "flashjit/error.hpp"
+#include "support/paths.hpp"
 #include "support/text.hpp"
 
 namespace flashjit {
@@ -54,7 +55,7 @@ std::string cache_dir(const Get& get) {
   if (std::string given = value_of(get, "FLASHJIT_CACHE_DIR"); !given.empty()) return given;
   for (const CachePlace& place : cache_places()) {
     // Only absolute paths count, as the XDG specification asks.
-    const std::filesystem::path folder = value_of(get, place.variable);
+    const std::filesystem::path folder = path_of(value_of(get, place.variable));
     if (folder.is_absolute()) return (folder / place.name).string();
   }
   return {};

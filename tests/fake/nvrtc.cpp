@@ -5,13 +5,13 @@
 //   FAKE_NVRTC_FAIL=1    each fails
 //   FAKE_NVRTC_OLD=1     says that it is 12.0
 //   FAKE_NVRTC_MEET=N    each waits till N of this process are under way at once; after a minute it fails
-#include <fcntl.h>
 #include <nvrtc.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -33,14 +33,13 @@ nvrtcResult copy(const std::string& text, char* out) {
   return NVRTC_SUCCESS;
 }
 
-// One write() of a short line to the end of a file: lines of many processes do not mix.
+// One write of a short line to the end of a file: lines of many processes do not mix.
 void note_compilation() {
   const char* file = std::getenv("FAKE_NVRTC_LOG");
   if (!file) return;
-  const int fd = ::open(file, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
-  const std::string line = std::to_string(::getpid()) + "\n";
-  if (fd < 0 || ::write(fd, line.data(), line.size()) < 0) std::abort();
-  ::close(fd);
+  std::FILE* const log = std::fopen(file, "a");
+  if (!log || std::fprintf(log, "%d\n", static_cast<int>(::getpid())) < 0 || std::fclose(log) != 0)
+    std::abort();
 }
 
 bool is_second_program(int count, const char* const* options) {

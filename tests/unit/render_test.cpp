@@ -205,6 +205,15 @@ TEST(Templates, HeadersOfTheHostMustBeTheBuiltOnes) {
   EXPECT_NO_THROW(TemplateSet::from_folder(others.folder()));
 }
 
+TEST(Templates, LinesMayEndAsOnWindows) {
+  const std::string file = "sm80/forward.cuh", name = "flashjit/" + file;
+  TemplateCopy copy;
+  std::string text = read_file(copy.folder() / file);
+  for (std::size_t at = 0; (at = text.find('\n', at)) != text.npos; at += 2) text.insert(at, 1, '\r');
+  write_file_atomically(copy.folder() / file, text);
+  EXPECT_EQ(TemplateSet::from_folder(copy.folder()).get(name), TemplateSet::embedded().get(name));
+}
+
 TEST(Templates, AFolderWithoutTemplatesIsRefused) {
   const fs::path empty = fs::path(testing::TempDir()) / ("empty-" + unique_suffix());
   fs::create_directories(empty);

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "expr/declarations.hpp"
+#include "support/paths.hpp"
 #include "support/refuse.hpp"
 #include "support/text.hpp"
 #include "tools/parts/npy.hpp"
@@ -255,7 +256,7 @@ struct Tensor {
 };
 
 Tensor read_tensor(const std::string& path, Layout layout, DType dtype) {
-  const npy::Array array = npy::read(path);
+  const npy::Array array = npy::read(path_of(path));
   const bool real = array.type == npy::Type::float16 || array.type == npy::Type::float32 ||
                     array.type == npy::Type::float64;
   if (array.shape.size() != 4 || !real)
@@ -282,7 +283,7 @@ void check_size(const std::string& path, const char* dimension, std::int64_t got
 
 /// int32 [count], where `count` is how messages call it: "batch" or "batch + 1".
 std::vector<std::int32_t> read_lengths(const std::string& path, const char* count) {
-  const npy::Array array = npy::read(path);
+  const npy::Array array = npy::read(path_of(path));
   if (array.type != npy::Type::int32 || array.shape.size() != 1)
     throw Error(ErrorCode::invalid_argument,
                 fmt::format("'{}' holds {} {}; it must be int32 [{}]", path, npy::to_string(array.type),
@@ -294,7 +295,7 @@ std::vector<std::int32_t> read_lengths(const std::string& path, const char* coun
 
 /// uint8 [rows, columns], or [batch or 1, heads or 1, rows, columns].
 void read_map(const std::string& path, reference::Problem& problem) {
-  const npy::Array array = npy::read(path);
+  const npy::Array array = npy::read(path_of(path));
   Shape shape = array.shape;
   if (shape.size() == 2) shape.insert(shape.begin(), {1, 1});
   if (array.type != npy::Type::uint8 || shape.size() != 4)
@@ -319,7 +320,7 @@ void read_map(const std::string& path, reference::Problem& problem) {
 reference::Captured read_capture(const KernelSpec& spec, const std::string& text) {
   const auto [name, path] = named(text, "\"name=file.npy\"");
   const expr::Declaration d = declaration_of(spec, name, false);
-  const npy::Array array = npy::read(path);
+  const npy::Array array = npy::read(path_of(path));
   if (static_cast<int>(array.shape.size()) != d.rank)
     throw Error(ErrorCode::invalid_argument,
                 fmt::format("'{}' holds {} {}, but the program declares '{}'", path,
@@ -338,7 +339,7 @@ reference::Captured read_capture(const KernelSpec& spec, const std::string& text
 
 /// float32 [heads].
 std::vector<double> read_sinks(const std::string& path) {
-  const npy::Array array = npy::read(path);
+  const npy::Array array = npy::read(path_of(path));
   if (array.type != npy::Type::float32 || array.shape.size() != 1)
     throw Error(ErrorCode::invalid_argument, fmt::format("'{}' holds {} {}; sinks are float32 [heads]", path,
                                                          npy::to_string(array.type), describe(array.shape)));

@@ -13,6 +13,7 @@
 #include "command.hpp"
 #include "gpu.hpp"
 #include "plan/plan.hpp"
+#include "support/paths.hpp"
 #include "system.hpp"
 
 namespace flashjit::command {
@@ -130,9 +131,9 @@ void check_written(const std::ofstream& file, const std::string& path) {
 void append_csv(const std::string& path, const std::vector<Measurement>& measurements,
                 const std::string& device) {
   std::error_code ignored;
-  const bool fresh =
-      !std::filesystem::exists(path, ignored) || std::filesystem::file_size(path, ignored) == 0;
-  std::ofstream file(path, std::ios::app);
+  const bool fresh = !std::filesystem::exists(path_of(path), ignored) ||
+                     std::filesystem::file_size(path_of(path), ignored) == 0;
+  std::ofstream file(path_of(path), std::ios::app);
   if (fresh) file << "date,device,spec,shape,config,config_source,ms,tflops,operations,bytes\n";
   const std::tm utc = utc_of(std::time(nullptr));
   char date[32];
@@ -151,7 +152,7 @@ int bench(const BenchCommand& command, bool json) {
   if (command.all_configs && !command.config.empty())
     throw Error(ErrorCode::invalid_argument, "--config and --all-configs exclude each other; give one");
   if (!command.csv.empty())
-    check_written(std::ofstream(command.csv, std::ios::app), command.csv);  // before the work
+    check_written(std::ofstream(path_of(command.csv), std::ios::app), command.csv);  // before the work
   std::vector<autotune::Problem> problems;
   for (const KernelSpec& spec : parse_passes(command.spec)) {
     require_attention(spec);

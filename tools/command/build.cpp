@@ -9,13 +9,14 @@
 #include "cache/folders.hpp"
 #include "plan/shipped.hpp"
 #include "support/environment.hpp"
+#include "support/paths.hpp"
 #include "support/text.hpp"
 
 namespace flashjit::command {
 
 render::TemplateSet chosen_templates() {
   const std::string folder = read_environment().template_dir;
-  return folder.empty() ? render::TemplateSet::embedded() : render::TemplateSet::from_folder(folder);
+  return folder.empty() ? render::TemplateSet::embedded() : render::TemplateSet::from_folder(path_of(folder));
 }
 
 std::shared_ptr<const compile::Compiler> chosen_compiler() {
@@ -24,8 +25,9 @@ std::shared_ptr<const compile::Compiler> chosen_compiler() {
 
 std::vector<std::filesystem::path> kernel_folders() {
   const Environment environment = read_environment();
-  std::vector<std::filesystem::path> folders(environment.packs.begin(), environment.packs.end());
-  if (!environment.cache_dir.empty()) folders.emplace_back(environment.cache_dir);
+  std::vector<std::filesystem::path> folders;
+  for (const std::string& pack : environment.packs) folders.push_back(path_of(pack));
+  if (!environment.cache_dir.empty()) folders.push_back(path_of(environment.cache_dir));
   return folders;
 }
 

@@ -11,6 +11,7 @@
 #include "support/environment.hpp"
 #include "support/file.hpp"
 #include "support/json.hpp"
+#include "support/paths.hpp"
 #include "support/stderr.hpp"
 #include "support/text.hpp"
 #include "system.hpp"
@@ -37,7 +38,7 @@ std::filesystem::path cache_folder(const CacheOptions& options) {
     throw Error(
         ErrorCode::invalid_argument,
         "there is no cache folder: HOME, XDG_CACHE_HOME and FLASHJIT_CACHE_DIR are unset; give --dir");
-  return dir;
+  return path_of(dir);
 }
 
 Store open_store(const CacheOptions& options, Store::Access access) {

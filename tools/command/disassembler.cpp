@@ -10,6 +10,7 @@
 #include "device/images.hpp"
 #include "support/environment.hpp"
 #include "support/file.hpp"
+#include "support/paths.hpp"
 #include "support/text.hpp"
 #include "system.hpp"
 
@@ -22,10 +23,10 @@ std::vector<std::filesystem::path> tool_folders() {
   std::vector<std::filesystem::path> folders;
   const std::string path = environment_value("PATH");
   for (const std::string_view folder : split(path, kPathSeparator))
-    if (!folder.empty()) folders.emplace_back(folder);
+    if (!folder.empty()) folders.push_back(path_of(folder));
   for (const char* name : {"CUDA_HOME", "CUDA_PATH"})
     if (const std::string toolkit = environment_value(name); !toolkit.empty())
-      folders.push_back(std::filesystem::path(toolkit) / "bin");
+      folders.push_back(path_of(toolkit) / "bin");
   folders.emplace_back("/usr/local/cuda/bin");
   return folders;
 }
@@ -52,7 +53,7 @@ class TemporaryFile {
 std::string disassemble_image(const std::string& tool, std::string_view image) {
   const TemporaryFile file{std::string(image)};
   std::vector<std::string> command{tool};
-  if (std::filesystem::path(tool).stem() == "cuobjdump") command.emplace_back("-sass");
+  if (path_of(tool).stem() == "cuobjdump") command.emplace_back("-sass");
   command.push_back(file.path());
   Finished finished = run_program(command);
   if (finished.exit_code != 0)

@@ -11,6 +11,7 @@
 #include "gpu.hpp"
 #include "support/environment.hpp"
 #include "support/file.hpp"
+#include "support/paths.hpp"
 #include "support/text.hpp"
 #include "system.hpp"
 
@@ -145,25 +146,26 @@ void examine_folders(Examination& found) {
               fmt::format("no folder: {} is not set; kernels are compiled in every process until "
                           "FLASHJIT_CACHE_DIR is set",
                           cache_places().back().variable));
-  else if (const std::string cause = cache::why_foreign(environment.cache_dir); !cause.empty())
+  else if (const std::string cause = cache::why_foreign(path_of(environment.cache_dir)); !cause.empty())
     found.add(
         "cache", Verdict::note,
         cause +
             "; it is not used, and kernels are kept in memory only: set FLASHJIT_CACHE_DIR to a folder of "
             "your own that only you can write");
-  else if (!writable(environment.cache_dir))
+  else if (!writable(path_of(environment.cache_dir)))
     found.add("cache", Verdict::note,
-              count_kernels(found, environment.cache_dir) +
+              count_kernels(found, path_of(environment.cache_dir)) +
                   "; it cannot be written, so new kernels are kept in memory only: set "
                   "FLASHJIT_CACHE_DIR to a folder of yours");
   else
-    found.add("cache", Verdict::good, count_kernels(found, environment.cache_dir) + ", can be written");
+    found.add("cache", Verdict::good,
+              count_kernels(found, path_of(environment.cache_dir)) + ", can be written");
   for (const std::string& pack : environment.packs) {
     std::error_code problem;
-    const bool there = std::filesystem::is_directory(pack, problem);
-    found.add(
-        "pack", there ? Verdict::good : Verdict::missing,
-        there ? count_kernels(found, pack) : fmt::format("'{}' is no folder; correct FLASHJIT_PACKS", pack));
+    const bool there = std::filesystem::is_directory(path_of(pack), problem);
+    found.add("pack", there ? Verdict::good : Verdict::missing,
+              there ? count_kernels(found, path_of(pack))
+                    : fmt::format("'{}' is no folder; correct FLASHJIT_PACKS", pack));
   }
 }
 

@@ -11,6 +11,7 @@
 #include "gpu.hpp"
 #include "support/file.hpp"
 #include "support/json.hpp"
+#include "support/paths.hpp"
 #include "tools/parts/explain.hpp"
 
 namespace flashjit::command {
@@ -64,7 +65,7 @@ void compile(Subject& subject) {
 
 Subject subject_of_key(const InspectOptions& options) {
   const std::vector<std::filesystem::path> folders =
-      options.dir.empty() ? kernel_folders() : std::vector<std::filesystem::path>{options.dir};
+      options.dir.empty() ? kernel_folders() : std::vector<std::filesystem::path>{path_of(options.dir)};
   const StoredKernel stored = find_stored(folders, options.key);
   if (!stored.info.damage.empty())
     throw Error(ErrorCode::io,

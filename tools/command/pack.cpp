@@ -9,6 +9,7 @@
 #include "cache/folders.hpp"
 #include "model.hpp"
 #include "packing.hpp"
+#include "support/paths.hpp"
 #include "support/text.hpp"
 #include "tools/parts/manifest.hpp"
 
@@ -31,7 +32,7 @@ std::vector<Problem> wanted_problems(const PackOptions& options) {
   for (const std::string& text : options.specs)
     for (const KernelSpec& spec : parse_passes(text)) named.push_back({spec, {}});
   if (!options.suite.empty())
-    for (const Problem& problem : read_suite(options.suite)) named.push_back(problem);
+    for (const Problem& problem : read_suite(path_of(options.suite))) named.push_back(problem);
   if (named.empty() && options.models.empty())
     throw Error(
         ErrorCode::invalid_argument,
@@ -102,11 +103,11 @@ int pack(const PackOptions& options, bool json) {
   const render::TemplateSet templates = chosen_templates();
   const std::shared_ptr<const compile::Compiler> compiler = chosen_compiler();
   check_architectures(items, *compiler);
-  cache::Store store(options.out, cache::Store::Access::read_write, warn);
+  cache::Store store(path_of(options.out), cache::Store::Access::read_write, warn);
   remove_damaged(store);
   const std::vector<PackOutcome> outcomes = pack_all(items, store, templates, *compiler, options.jobs);
 
-  const std::string manifest = write_manifest(options.out);
+  const std::string manifest = write_manifest(path_of(options.out));
 
   const std::size_t failed = count(outcomes, PackOutcome::State::failed);
   const std::size_t skipped = count(outcomes, PackOutcome::State::skipped);

@@ -8,6 +8,7 @@
 #include "expr/declarations.hpp"
 #include "gpu.hpp"
 #include "plan/spec_options.hpp"
+#include "support/paths.hpp"
 #include "tools/parts/npy.hpp"
 
 namespace flashjit::command {
@@ -92,7 +93,7 @@ std::vector<OutputFile> output_files(const reference::Problem& problem, const Re
 
 /// Before anything is computed, so that no work is lost to a refusal at its end.
 void check_out_dir(const RunOptions& options, const KernelSpec& spec) {
-  const std::filesystem::path folder = options.out_dir;
+  const std::filesystem::path folder = path_of(options.out_dir);
   std::error_code problem;
   std::filesystem::create_directories(folder, problem);
   if (!std::filesystem::is_directory(folder, problem))
@@ -124,7 +125,7 @@ void write_output(const RunOptions& options, const OutputFile& file, Layout layo
     values = swap_heads_and_length(values, shape);
     std::swap(shape[1], shape[2]);
   }
-  npy::write(std::filesystem::path(options.out_dir) / file.name,
+  npy::write(path_of(options.out_dir) / file.name,
              npy::from_doubles(npy::Type::float32, std::move(shape), values));
 }
 
@@ -153,7 +154,7 @@ int run(const RunOptions& options, bool json) {
   Table table({"file", "shape", "computed by"});
   for (const OutputFile& file : output_files(problem, results)) {
     write_output(options, file, layout);
-    const std::string path = (std::filesystem::path(options.out_dir) / file.name).string();
+    const std::string path = (path_of(options.out_dir) / file.name).string();
     written.push_back(path);
     table.add({path, fmt::format("[{}]", fmt::join(file.shape, ", ")), where});
   }

@@ -22,6 +22,7 @@
 #include "plan/shipped.hpp"
 #include "support/environment.hpp"
 #include "support/file.hpp"
+#include "support/paths.hpp"
 #include "support/stderr.hpp"
 #include "tools/parts/report.hpp"
 
@@ -58,7 +59,7 @@ std::vector<autotune::Problem> problems_of(const TuneCommand& command) {
   }
   std::vector<autotune::Problem> problems;
   if (!listed) {
-    for (const Problem& line : read_suite(command.suite)) {
+    for (const Problem& line : read_suite(path_of(command.suite))) {
       require_attention(line.spec);
       problems.push_back({line.spec, line.shape.value_or(default_shape())});
     }
@@ -88,7 +89,7 @@ std::string cache_folder(const TuneCommand& command) {
     throw Error(ErrorCode::invalid_argument,
                 "there is no cache folder to keep tuning records in; give --dir or set FLASHJIT_CACHE_DIR");
   }
-  if (const std::string cause = cache::why_foreign(folder); !cause.empty())
+  if (const std::string cause = cache::why_foreign(path_of(folder)); !cause.empty())
     throw Error(ErrorCode::io,
                 fmt::format("no tuning records are kept in '{}', as no call would read them: {}; "
                             "give --dir a folder of your own that only you can write",
@@ -99,7 +100,7 @@ std::string cache_folder(const TuneCommand& command) {
 /// Reported before minutes are spent, not after.
 void require_folder_of(const std::string& file, const char* option) {
   if (file.empty()) return;
-  const std::filesystem::path folder = std::filesystem::absolute(file).parent_path();
+  const std::filesystem::path folder = std::filesystem::absolute(path_of(file)).parent_path();
   if (!std::filesystem::is_directory(folder))
     throw Error(ErrorCode::invalid_argument,
                 fmt::format("{} is '{}', but there is no folder '{}'; make it, or name another file", option,
@@ -191,7 +192,7 @@ autotune::TuneResult tune_one(const autotune::Problem& problem, const autotune::
                               autotune::Meter& meter, autotune::TuneOptions options,
                               const std::string& folder, Shared& shared) {
   options.leads = leads_for(problem, setting.device, shared);
-  const cache::Store store(folder, cache::Store::Access::read_write, warn);
+  const cache::Store store(path_of(folder), cache::Store::Access::read_write, warn);
   autotune::TuneResult result = autotune::tune_into(store.records_folder(), problem, setting, meter, options);
   if (result.has_best()) {
     const std::lock_guard lock(shared.mutex);
@@ -442,9 +443,10 @@ int tune(const TuneCommand& command, bool json) {
   const std::vector<Tuned> all = run.results();
   print_results(all, run.setting(), folder, command, json);
   if (!command.report.empty())
-    write_file_atomically(command.report,
+    write_file_atomically(path_of(command.report),
                           autotune::report_html(reported(all), run.setting().device, command.map_density));
-  if (!command.ship.empty()) write_file_atomically(command.ship, plan::shipped_text(records_of(all)));
+  if (!command.ship.empty())
+    write_file_atomically(path_of(command.ship), plan::shipped_text(records_of(all)));
   if (interrupted()) return kInterrupted;
   const auto failed = std::ranges::find_if(all, [](const Tuned& tuned) { return !tuned.ok(); });
   return failed == all.end() ? kOk : failed->exit;

@@ -12,6 +12,7 @@
 #include "gpu.hpp"
 #include "plan/family.hpp"
 #include "plan/plan.hpp"
+#include "support/paths.hpp"
 
 namespace flashjit::command {
 namespace {
@@ -100,8 +101,8 @@ std::vector<Inputs> inputs_of(const VerifyOptions& options, const KernelSpec& sp
   if (options.data.empty())
     all.push_back({"random", random_problem(spec, parse_shape(options.shape), seed)});
   else
-    for (const std::string& layer : layers_in(options.data))
-      all.push_back({layer, problem_of_layer(spec, options.data, layer, seed)});
+    for (const std::string& layer : layers_in(path_of(options.data)))
+      all.push_back({layer, problem_of_layer(spec, path_of(options.data), layer, seed)});
   for (Inputs& inputs : all) set_scalars(inputs.problem, options.scalars);
   return all;
 }

@@ -9,6 +9,7 @@
 #include "cache/folders.hpp"
 #include "flashjit/error.hpp"
 #include "support/file.hpp"
+#include "support/paths.hpp"
 #include "support/text.hpp"
 #include "tools/parts/sha256.hpp"
 
@@ -22,9 +23,10 @@ constexpr std::string_view kGap = "  ";
 
 /// Without a step up, and in the one spelling that a path has.
 bool stays_inside(std::string_view text) {
-  const fs::path path(text);
-  return text.find('\0') == text.npos && path.is_relative() && text == path.lexically_normal().string() &&
-         path.has_filename() && path != "." && *path.begin() != "..";
+  const fs::path path = path_of(text);
+  return text.find('\0') == text.npos && !path.has_root_path() &&
+         text == path.lexically_normal().generic_string() && path.has_filename() && path != "." &&
+         *path.begin() != "..";
 }
 
 ManifestLine parse_line(std::string_view line, std::size_t number) {
@@ -80,10 +82,10 @@ bool passes_a_link(const fs::path& root, const fs::path& relative) {
 /// What is wrong with a named file; empty: nothing.
 std::string complaint(const fs::path& root, const ManifestLine& line) {
   std::error_code error;
-  if (!fs::exists(fs::symlink_status(root / line.path, error))) return "is missing";
-  if (passes_a_link(root, line.path)) return "is reached through a link";
+  if (!fs::exists(fs::symlink_status(root / path_of(line.path), error))) return "is missing";
+  if (passes_a_link(root, path_of(line.path))) return "is reached through a link";
   try {
-    return sha256(read_file(root / line.path, kStoredFileLimit)) == line.digest ? "" : "has changed";
+    return sha256(read_file(root / path_of(line.path), kStoredFileLimit)) == line.digest ? "" : "has changed";
   } catch (const Error& failure) {
     return failure.message();
   }
@@ -123,7 +125,7 @@ std::string write_manifest(const fs::path& folder) {
       throw Error(ErrorCode::io,
                   fmt::format("the pack '{}' holds {}, a name that its manifest cannot have: remove it",
                               folder.string(), quoted(file)));
-    lines.push_back({sha256(read_file(root / file, kStoredFileLimit)), file});
+    lines.push_back({sha256(read_file(root / path_of(file), kStoredFileLimit)), file});
   }
   const std::string text = to_text(lines);
   write_file_atomically(manifest, text, Audience::user);

@@ -101,11 +101,12 @@ struct Sizes {
     };
     q = bytes(shape.heads_q, shape.seqlen_q, p.spec.head_dim, p.spec.q_type());
     const std::int64_t keys = pages_of_sequence(p) * page_rows(p);
-    k = bytes(shape.heads_kv, keys, p.spec.head_dim, p.spec.kv_type());
-    v = bytes(shape.heads_kv, keys, p.spec.v_dim(), p.spec.kv_type());
+    const StoredKvRow of_k = p.spec.stored_k(), of_v = p.spec.stored_v();
+    k = bytes(shape.heads_kv, keys, of_k.columns, of_k.type);
+    v = bytes(shape.heads_kv, keys, of_v.columns, of_v.type);
     o = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim(), p.spec.out_type());
-    if (p.spec.has_scales())
-      scales = static_cast<std::size_t>(p.spec.key_scales ? shape.batch * shape.heads_kv * keys : 1);
+    if (p.spec.kv.k_format.has_argument() || p.spec.kv.v_format.has_argument())
+      scales = static_cast<std::size_t>(p.spec.kv.key_scales ? shape.batch * shape.heads_kv * keys : 1);
     if (p.spec.partial.running_state)
       state = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim(), DType::fp32);
     lse = static_cast<std::size_t>(shape.batch * shape.heads_q * shape.seqlen_q) * sizeof(float);
@@ -288,7 +289,7 @@ class Inputs {
   /// One for all, or each row of K's.
   ConstScaleView scale_view(const ConstTensorView& k) const {
     const auto* data = static_cast<const float*>(scales_.data());
-    if (!problem_.spec.key_scales) return ConstScaleView::of_tensor(data);
+    if (!problem_.spec.kv.key_scales) return ConstScaleView::of_tensor(data);
     const auto [batch, heads, rows, dim] = k.size;
     if (problem_.spec.kv.is_cache()) return ConstScaleView::of_keys(data, batch, heads, rows);
     return {data, {batch, 1, heads, rows}, {heads * rows, 0, rows, 1}};
@@ -300,8 +301,9 @@ class Inputs {
     const KernelSpec& spec = problem_.spec;
     Args args;
     args.q = rows_of_q(set.q, spec.head_dim);
-    args.k = rows_of_kv(set.k, spec.head_dim);
-    args.v = spec.kv.shared_kv ? args.k.first_columns(spec.v_dim()) : rows_of_kv(set.v, spec.v_dim());
+    const int of_k = spec.stored_k().columns, of_v = spec.stored_v().columns;
+    args.k = rows_of_kv(set.k, of_k);
+    args.v = spec.kv.shared_kv ? args.k.first_columns(of_v) : rows_of_kv(set.v, of_v);
     args.out = rows_of_q(set.out, spec.v_dim());
     args.lse = static_cast<float*>(set.lse.data());
     args.kv_lengths = static_cast<const std::int32_t*>(kv_lengths_.data());
@@ -336,7 +338,8 @@ class Inputs {
     if (problem_.spec.partial.running_state)
       args.partial.state = {rows_of_q(set.state, problem_.spec.v_dim()),
                             static_cast<const float*>(set.lse.data())};
-    if (problem_.spec.has_scales()) args.k_scale = args.v_scale = scale_view(args.k);
+    if (problem_.spec.kv.k_format.has_argument()) args.k_scale = scale_view(args.k);
+    if (problem_.spec.kv.v_format.has_argument()) args.v_scale = scale_view(args.k);
     if (problem_.spec.q_codes)
       args.q_scale = ConstScaleView::of_tensor(static_cast<const float*>(scales_.data()));
     return args;

@@ -419,6 +419,15 @@ FLASHJIT_C_API flashjit_status flashjit_quantize(flashjit_runtime* runtime, cons
                                                  const flashjit_quantize_args* args,
                                                  struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
 
+/** A row of `head_dim` columns of K or V in a KV format, as the spec has it in "k{...}": its bytes, of what its
+ * address and strides are multiples, and whether the call has k_scale or v_scale for it. Results may be null;
+ * with head_dim 0 the text alone is checked. */
+FLASHJIT_C_API flashjit_status flashjit_kv_row(const char* format, int32_t head_dim, int64_t* bytes,
+                                               int32_t* alignment, int32_t* has_scale) FLASHJIT_NOEXCEPT;
+/** The names of KV formats and what they stand for, from index 0 on; 0: there are no more. */
+FLASHJIT_C_API int32_t flashjit_kv_format_name(size_t index, const char** name,
+                                               const char** parts) FLASHJIT_NOEXCEPT;
+
 /** Compiles and loads now, e.g. before a graph capture. With `config`, such as "sm80:br128:bc64:w4:s2", that
  * tile configuration is used for this spec and shape from now on; null: the tuned one, else the heuristic's.
  */

@@ -114,7 +114,7 @@ struct ForwardArgs {
   /// without sinks; -inf where it attends to nothing. QK-clip's largest logit of a head is the largest of its
   /// rows'.
   float* row_max = nullptr;
-  /// Scales of quantized K and V (spec.kv_dtype), finite and positive.
+  /// Scales of quantized K and V (spec.kv.k_format, v_format), finite and positive.
   ConstScaleView k_scale = {}, v_scale = {};
   /// Scales of FP8 Q (spec.q_codes): one, or one per sequence and KV head.
   ConstScaleView q_scale = {};
@@ -220,8 +220,9 @@ struct AppendArgs {
   const std::int32_t* cu_seqlens_q = nullptr;  ///< [batch_size + 1] on the device, with spec.varlen
   std::int64_t batch_size = 0;                 ///< sequences, with spec.varlen
   std::int64_t max_seqlen_kv = 0;              ///< the most keys of a sequence; 0: all there is room for
-  /// Scales of a quantized cache (spec.kv_dtype), as in ForwardArgs. Per-head scales are inputs; larger
-  /// values saturate. With spec.key_scales each new key's scale is written; sizes are 1 in sequences alone.
+  /// Scales of a quantized cache (spec.kv), as in ForwardArgs. Per-head scales are inputs; larger
+  /// values saturate. With spec.kv.key_scales each new key's scale is written; sizes are 1 in sequences
+  /// alone.
   ScaleView k_scale = {}, v_scale = {};
   /// Where each new row goes, as engines' slot_mapping has it, in place of kv_lengths, page_table,
   /// cu_seqlens_q, batch_size and max_seqlen_kv. A rotation then needs rope.positions.
@@ -243,7 +244,7 @@ struct MergeArgs {
 /// is 1.
 struct QuantizeArgs {
   ConstTensorView x;  ///< Q, K or V [b, h, s, d], or a pool of pages; of the spec's type
-  TensorView codes;   ///< of x's sizes, of spec.kv_dtype
+  TensorView codes;   ///< x's rows in spec.kv.k_format: bytes, or of x's sizes
   /// Written. Its sizes say what shares a scale: {1, 1, 1, 1} the tensor, {b, 1, h, 1} a head of a sequence,
   /// {1, b, h, 1} a head of a page; with s in the last place, a row. Without rows, h may be a divisor of x's
   /// heads, such as the KV heads of Q.

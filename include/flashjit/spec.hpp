@@ -8,6 +8,7 @@
 #include <string>
 #include <string_view>
 
+#include "flashjit/kv_format.hpp"
 #include "flashjit/programs.hpp"
 #include "flashjit/types.hpp"
 
@@ -34,15 +35,28 @@ struct KvLayout {
   int page_size = 0;  ///< tokens of a page of a paged cache, 1 or more; else 0
   /// V is K's first head_dim_v columns, as in latent attention: the forward pass loads them once. Its v must
   /// be k's memory with k's strides. The backward pass does not differ; the gradient of that memory is dK +
-  /// dV. Not with kv_dtype.
+  /// dV. V then has K's format.
   bool shared_kv = false;
   /// All sequences share their first `prefix_length` keys, which may then be read once (cascade). Results do
   /// not change. For paged caches and varlen.
   bool shared_prefix = false;
+  /// How rows of K and of V are stored; by default as elements of Q's type. Quantized ones are for the
+  /// forward pass, and head dimensions are multiples of 16. Where both are e4m3, e5m2 or int8 alone (an FP8
+  /// or INT8 KV cache), tensor cores' kernels read the codes; other formats are decoded as tiles are loaded.
+  KvFormat k_format = {}, v_format = {};
+  /// Scales at the call, k_scale and v_scale, are per key or per page; otherwise per sequence and head.
+  bool key_scales = false;
 
-  static constexpr KvLayout padded() { return {Kind::padded}; }
-  static constexpr KvLayout slots() { return {Kind::slots}; }
-  static constexpr KvLayout paged(int page_size) { return {Kind::paged, page_size}; }
+  bool quantized() const { return k_format.quantized() || v_format.quantized(); }
+  /// The same format of K and V.
+  KvLayout with(const KvFormat& format) const {
+    KvLayout layout = *this;
+    layout.k_format = layout.v_format = format;
+    return layout;
+  }
+  static KvLayout padded() { return {Kind::padded}; }
+  static KvLayout slots() { return {Kind::slots}; }
+  static KvLayout paged(int page_size) { return {Kind::paged, page_size}; }
 
   bool is_padded() const { return kind == Kind::padded; }
   bool is_paged() const { return kind == Kind::paged; }
@@ -70,6 +84,14 @@ struct Partial {
   bool operator==(const Partial&) const = default;
 };
 
+/// A row of K or V in memory: so many columns of a type. A quantized row's columns are its bytes, whose type
+/// is int8 where it is not a format of one.
+struct StoredKvRow {
+  DType type = DType::bf16;
+  int columns = 0;
+  int alignment = 16;  ///< bytes; of pointers and strides
+};
+
 /// What attention is computed, in both passes. Everything here is compiled into the kernels; everything else
 /// is an argument of the call.
 ///
@@ -77,7 +99,7 @@ struct Partial {
 /// With sinks, the softmax of a row has one more logit, its head's, without a value. LSE includes it, and a
 /// row that attends to nothing has O = 0 and LSE = its sink. As text, to which a KernelSpec adds its pass:
 /// "bf16:d64x32:causal:dropout:kvlen:map128x64:det", "bf16:d64:causal:varlen:pages16:sinks",
-/// "bf16:d128:kve4m3:causal:cache:key_scales", "bf16:d128:kve4m3:causal:q_codes".
+/// "bf16:d128:kve4m3:causal:cache:key_scales", "bf16:d128:k{q8_0}:v{int4:g32:fp16}:cache".
 struct AttentionSpec {
   DType dtype = DType::bf16;
   int head_dim = 0;    ///< of Q and K: a multiple of 8 from 8 to 576
@@ -91,15 +113,11 @@ struct AttentionSpec {
   bool varlen = false;         ///< sequences of different lengths, packed one after the other
   bool sinks = false;          ///< one more logit per query head in the softmax, without a value
   bool row_max = false;        ///< forward only: the largest score of each row is a result, too
-  /// Type of K and V; defaults to `dtype`. e4m3, e5m2 and int8 (an FP8 or INT8 KV cache) are quantized, and
-  /// their scales are given at the call. Forward only; head dimensions are multiples of 16.
-  std::optional<DType> kv_dtype = {};
-  /// Scales of quantized K and V are per key or per page; otherwise per sequence and head.
-  bool key_scales = false;
   /// Forward only: a row's bits do not depend on which other sequences are in the call. Keys are split, if at
   /// all, into parts of 2048, and the spec alone chooses tiles: tools/docs/serving.md has the price.
   bool batch_invariant = false;
-  /// Q has kv_dtype, too (FP8: e4m3 or e5m2), with one scale for the queries of each KV head. O has `dtype`.
+  /// Q has the type of K, too (FP8: e4m3 or e5m2), with one scale for the queries of each KV head. O has
+  /// `dtype`.
   bool q_codes = false;
   /// Sparse tokens: the heads that share a head of K and V attend to the keys that a list of each query names
   /// at the call, and to no others. Each entry is a key of its own, also where two are equal; -1, and what is
@@ -109,17 +127,26 @@ struct AttentionSpec {
   Partial partial = {};
 
   DType q_type() const { return q_codes ? kv_type() : dtype; }
-  DType kv_type() const { return kv_dtype.value_or(dtype); }
+  /// The element type that kernels read K and V as; formats that are decoded as tiles are loaded become
+  /// `dtype`.
+  FLASHJIT_API DType kv_type() const;
+  /// Rows of K, and of V, in memory.
+  FLASHJIT_API StoredKvRow stored_k() const;
+  FLASHJIT_API StoredKvRow stored_v() const;
   /// O's type in the forward pass.
   DType out_type() const { return partial.fp32_out ? DType::fp32 : dtype; }
   /// The type of dQ, dK and dV.
   DType grad_type() const { return partial.fp32_grads ? DType::fp32 : dtype; }
-  /// Whether K and V are quantized.
+  /// Whether kernels read codes of 8 bits, whose scales are given at the call.
   bool has_scales() const { return size_of(kv_type()) == 1; }
+  /// Whether kernels multiply S and V with scales of keys; decoded rows are multiplied before.
+  bool has_key_scales() const { return kv.key_scales && has_scales(); }
+  /// Whether K or V is in a format that is decoded as its tiles are loaded.
+  bool decodes_kv() const { return kv.quantized() && !has_scales(); }
   int v_dim() const { return head_dim_v ? head_dim_v : head_dim; }
   bool has_block_map() const { return block_map.q != 0; }
   /// The canonical form of equal problems: head_dim_v filled in, options dropped where they have no effect,
-  /// int scalars that programs read as floats alone declared float, kv_dtype dropped where it is dtype.
+  /// int scalars that programs read as floats alone declared float.
   FLASHJIT_API AttentionSpec normalized() const;
   /// Throws Error(invalid_argument) that names the first field out of range and the allowed values.
   FLASHJIT_API void validate() const;

@@ -104,8 +104,8 @@ struct IndicesView {
 /// key is its code times the scale of its sequence, page, head and row. A dimension of size 1 is shared by
 /// all.
 ///
-/// Without spec.key_scales pages and rows have size 1. The pages of a cache in slots are the slots, and their
-/// rows its capacity; without a cache there is one page, whose rows are those of K: packed ones with
+/// Without spec.kv.key_scales pages and rows have size 1. The pages of a cache in slots are the slots, and
+/// their rows its capacity; without a cache there is one page, whose rows are those of K: packed ones with
 /// spec.varlen.
 template <class Float>
 struct BasicScaleView {

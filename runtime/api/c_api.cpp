@@ -510,6 +510,28 @@ int32_t flashjit_spec_option(size_t index, const char** option, const char** arg
   return 1;
 }
 
+flashjit_status flashjit_kv_row(const char* format, int32_t head_dim, int64_t* bytes, int32_t* alignment,
+                                int32_t* has_scale) noexcept {
+  return guarded([&] {
+    const flashjit::KvFormat parsed =
+        flashjit::parse_kv_format(&required(format, "format", "give a KV format such as \"nvfp4\""));
+    if (head_dim != 0) parsed.validate_row(head_dim);
+    const flashjit::KvRow row = parsed.row(head_dim);
+    if (bytes) *bytes = row.bytes;
+    if (alignment) *alignment = row.alignment;
+    if (has_scale) *has_scale = parsed.has_argument();
+  });
+}
+
+int32_t flashjit_kv_format_name(size_t index, const char** name, const char** parts) noexcept {
+  const auto& named = flashjit::named_kv_formats();
+  if (index >= named.size()) return 0;
+  // Texts of the program, which end with 0.
+  if (name) *name = named[index].name.data();
+  if (parts) *parts = named[index].parts.data();
+  return 1;
+}
+
 const char* flashjit_last_error_message(void) noexcept {
   const LastError* last = last_error();
   return last ? last->message.c_str() : "";

@@ -9,6 +9,7 @@
 #include "call/tensor_checks.hpp"
 #include "flashjit/reference.hpp"
 #include "reference/reference.hpp"
+#include "support/kv_codec.hpp"
 #include "support/refuse.hpp"
 
 namespace flashjit {
@@ -148,10 +149,17 @@ float largest_of(const std::vector<double>& row) {
   return static_cast<float>(largest);
 }
 
-/// That the row's largest magnitude becomes the type's largest code.
-float scale_of_row(DType type, const std::vector<double>& row) {
-  const double largest = largest_of(row);
-  return largest == 0 ? 1.0f : static_cast<float>(largest / dtype_info(type).largest);
+/// The scale of the call with which the row's largest magnitude becomes the largest code.
+float scale_of_row(const KvFormat& format, const std::vector<double>& row) {
+  const float largest = largest_of(row);
+  return largest == 0 ? 1.0f : largest / largest_with_argument(format);
+}
+
+/// Encodes a row at an offset of a tensor of bytes.
+void encode(const KvFormat& format, const TensorView& tensor, std::int64_t offset,
+            const std::vector<double>& row, float argument) {
+  encode_row(format, static_cast<int>(row.size()), row.data(), argument,
+             static_cast<std::uint8_t*>(tensor.data) + offset);
 }
 
 /// The weight of each state of a row, and the LSE of all.
@@ -204,22 +212,25 @@ void reference_append(const AttentionSpec& spec, const AppendArgs& args) {
       write_row(spec.dtype, to, offset, values);
     };
     const auto store = [&](const ConstTensorView& from, const TensorView& cache, const char* scales_name,
-                           const ScaleView& scales, std::int64_t h, bool rotated) {
+                           const ScaleView& scales, const KvFormat& format, std::int64_t h, bool rotated) {
       const std::int64_t slot = row.page_row, offset = offset_of(cache, page, h, slot);
-      if (!spec.has_scales()) return move(from, cache, h, offset, rotated);
+      if (!format.quantized()) return move(from, cache, h, offset, rotated);
       std::vector<double> values = read_row(spec.dtype, from, offset_of(from, row.b, h, row.s));
       if (rotated) rotation.turn(values, position);
-      float& scale = scales.data[offset_of_scale(scales, row.sequence, page, h, slot)];
-      if (spec.key_scales)
-        scale = scale_of_row(spec.kv_type(), values);
-      else
-        checked_scale(scales_name, scale, row.sequence, page, h, slot);
-      for (double& value : values) value /= scale;
-      write_row(spec.kv_type(), cache, offset, values);
+      float argument = 1;
+      if (format.has_argument()) {
+        float& scale = scales.data[offset_of_scale(scales, row.sequence, page, h, slot)];
+        if (spec.kv.key_scales)
+          scale = scale_of_row(format, values);
+        else
+          checked_scale(scales_name, scale, row.sequence, page, h, slot);
+        argument = scale;
+      }
+      encode(format, cache, offset, values, argument);
     };
     for (std::int64_t h = 0; h < shape.heads_kv; ++h) {
-      store(args.k, args.k_cache, "k_scale", args.k_scale, h, true);
-      store(args.v, args.v_cache, "v_scale", args.v_scale, h, false);
+      store(args.k, args.k_cache, "k_scale", args.k_scale, spec.kv.k_format, h, true);
+      if (args.v.data) store(args.v, args.v_cache, "v_scale", args.v_scale, spec.kv.v_format, h, false);
     }
     for (std::int64_t h = 0; h < shape.heads_q; ++h)
       move(args.q, args.q_out, h, offset_of(args.q_out, row.b, h, row.s), true);
@@ -244,6 +255,13 @@ void reference_quantize(const AttentionSpec& spec, const QuantizeArgs& args) {
     const std::int64_t b = row / rows / heads;
     return args.scale.data[offset_of_scale(args.scale, b, b, row / rows % heads / group, row % rows)];
   };
+  const KvFormat& format = spec.kv.k_format;
+  if (!format.has_argument()) {  // all scales are in the rows
+    for (std::int64_t row = 0; row < batch * heads * rows; ++row)
+      encode(format, args.codes, offset_of(args.codes, row / rows / heads, row / rows % heads, row % rows),
+             row_at(row), 1);
+    return;
+  }
   if (!args.scale.data) return;  // of nothing
   const auto& scales = args.scale.size;
   const float of_nothing = batch * heads * rows == 0 ? 1.0f : 0.0f;
@@ -252,17 +270,15 @@ void reference_quantize(const AttentionSpec& spec, const QuantizeArgs& args) {
     args.scale.data[offset_of_scale(args.scale, b, b, head % scales[2], i % scales[3])] = of_nothing;
   }
   for (std::int64_t row = 0; row < batch * heads * rows; ++row) {
-    const float wanted = largest_of(row_at(row)) / static_cast<float>(dtype_info(spec.kv_type()).largest);
+    const float wanted = largest_of(row_at(row)) / largest_with_argument(format);
     float& scale = scale_at(row);
     if (wanted > scale || std::isnan(wanted)) scale = wanted;  // std::max would drop NaN
   }
   for (std::int64_t row = 0; row < batch * heads * rows; ++row)
     if (scale_at(row) == 0) scale_at(row) = 1;
   for (std::int64_t row = 0; row < batch * heads * rows; ++row) {
-    std::vector<double> values = row_at(row);
-    for (double& value : values) value /= scale_at(row);
-    write_row(spec.kv_type(), args.codes,
-              offset_of(args.codes, row / rows / heads, row / rows % heads, row % rows), values);
+    encode(format, args.codes, offset_of(args.codes, row / rows / heads, row / rows % heads, row % rows),
+           row_at(row), scale_at(row));
   }
 }
 

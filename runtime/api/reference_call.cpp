@@ -17,6 +17,7 @@
 #include "expr/declarations.hpp"
 #include "reference/reference.hpp"
 #include "support/dtypes.hpp"
+#include "support/kv_codec.hpp"
 #include "support/refuse.hpp"
 
 namespace flashjit {
@@ -84,26 +85,43 @@ std::int64_t page_of(const ForwardArgs& args, std::int64_t b, std::int64_t page_
   return page < args.k.size[0] ? std::max<std::int64_t>(page, -1) : -1;
 }
 
+/// K or V of a call: its tensor, format and scales.
+struct StoredKv {
+  const ConstTensorView& tensor;
+  const KvFormat& format;
+  DType type;
+  int dim;      ///< columns that the row has
+  int columns;  ///< the first of them, which are read
+  NamedScales scales;
+
+  /// Fills a row of elements; it is at an offset in the tensor's elements.
+  void read(std::int64_t offset, std::int64_t b, std::int64_t page, std::int64_t h, std::int64_t row,
+            double* to) const {
+    if (!format.quantized()) {
+      for (int i = 0; i < columns; ++i) to[i] = read_element(type, tensor.data, offset + i);
+      return;
+    }
+    const double scale = format.has_argument() ? scales.at(b, page, h, row) : 1;
+    std::vector<double> values(static_cast<std::size_t>(dim));
+    decode_row(format, dim, static_cast<const std::uint8_t*>(tensor.data) + offset, scale, values.data());
+    std::copy_n(values.begin(), columns, to);
+  }
+};
+
 /// K or V of a cache as slots in order, [batch, heads, seqlen_kv, dim]: zeros past a sequence's keys, and for
 /// keys without a page, which are noted.
 std::vector<double> gather_cache(const AttentionSpec& spec, const AttentionShape& shape,
-                                 const ForwardArgs& args, const ConstTensorView& pool,
-                                 const NamedScales& scales, Missing& missing) {
-  const DType type = spec.kv_type();
-  const std::int64_t page_rows = spec.kv.is_paged() ? spec.kv.page_size : pool.size[2], dim = pool.size[3];
+                                 const ForwardArgs& args, const StoredKv& kv, Missing& missing) {
+  const ConstTensorView& pool = kv.tensor;
+  const std::int64_t page_rows = spec.kv.is_paged() ? spec.kv.page_size : pool.size[2], dim = kv.columns;
   std::vector<double> values(static_cast<std::size_t>(shape.batch * shape.heads_kv * shape.seqlen_kv * dim));
   for (std::int64_t b = 0; b < shape.batch; ++b)
     for (std::int64_t n = 0; n < std::min<std::int64_t>(args.kv_lengths[b], shape.seqlen_kv); ++n) {
       const std::int64_t page = page_of(args, b, page_rows, n);
       if (page < 0) missing.push_back({b, n});
-      for (std::int64_t h = 0; page >= 0 && h < shape.heads_kv; ++h) {
-        const double scale = spec.has_scales() ? scales.at(b, page, h, n % page_rows) : 1;
-        for (std::int64_t i = 0; i < dim; ++i)
-          values[((b * shape.heads_kv + h) * shape.seqlen_kv + n) * dim + i] =
-              scale *
-              read_element(type, pool.data,
-                           page * pool.stride[0] + h * pool.stride[1] + n % page_rows * pool.stride[2] + i);
-      }
+      for (std::int64_t h = 0; page >= 0 && h < shape.heads_kv; ++h)
+        kv.read(page * pool.stride[0] + h * pool.stride[1] + n % page_rows * pool.stride[2], b, page, h,
+                n % page_rows, &values[((b * shape.heads_kv + h) * shape.seqlen_kv + n) * dim]);
     }
   return values;
 }
@@ -138,25 +156,19 @@ std::int64_t sequence_of_row(const std::int32_t* cu_seqlens, std::int64_t sequen
   return b;
 }
 
-/// Multiplies the rows of K or V without a cache with their scales. Packed rows have their sequence's.
-void scale_rows(const AttentionSpec& spec, const ForwardArgs& args, const ConstTensorView& tensor,
-                const NamedScales& scales, std::vector<double>& values) {
-  const auto [batch, heads, rows, dim] = tensor.size;
-  for (std::int64_t i = 0; i < batch * heads * rows; ++i) {
-    const std::int64_t row = i % rows;
-    const std::int64_t b =
-        spec.varlen ? sequence_of_row(args.cu_seqlens_kv, args.batch_size, row) : i / rows / heads;
-    const double scale = scales.at(b, 0, i / rows % heads, row);
-    for (std::int64_t j = 0; j < dim; ++j) values[i * dim + j] *= scale;
-  }
-}
-
-/// K or V as the reference takes them.
+/// K or V as the reference takes them. Packed rows have their sequence's scales.
 std::vector<double> gather_kv(const AttentionSpec& spec, const AttentionShape& shape, const ForwardArgs& args,
-                              const ConstTensorView& tensor, const NamedScales& scales, Missing& missing) {
-  if (spec.kv.is_cache()) return gather_cache(spec, shape, args, tensor, scales, missing);
-  std::vector<double> values = gather(spec.kv_type(), tensor);
-  if (spec.has_scales()) scale_rows(spec, args, tensor, scales, values);
+                              const StoredKv& kv, Missing& missing) {
+  if (spec.kv.is_cache()) return gather_cache(spec, shape, args, kv, missing);
+  const ConstTensorView& tensor = kv.tensor;
+  const std::int64_t batch = tensor.size[0], heads = tensor.size[1], rows = tensor.size[2];
+  std::vector<double> values(static_cast<std::size_t>(batch * heads * rows * kv.columns));
+  for (std::int64_t i = 0; i < batch * heads * rows; ++i) {
+    const std::int64_t row = i % rows, h = i / rows % heads, b = i / rows / heads;
+    const std::int64_t sequence = spec.varlen ? sequence_of_row(args.cu_seqlens_kv, args.batch_size, row) : b;
+    kv.read(b * tensor.stride[0] + h * tensor.stride[1] + row * tensor.stride[2], sequence, 0, h, row,
+            &values[i * kv.columns]);
+  }
   return values;
 }
 
@@ -235,9 +247,17 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
     problem.shape = used_shape(spec, args);
     problem.q = gather_q(spec, args);
-    problem.k = gather_kv(spec, problem.shape, args, args.k, {"k_scale", args.k_scale}, missing);
+    const KvLayout& kv = spec.kv;
+    const StoredKv k{args.k,        kv.k_format,   spec.kv_type(),
+                     spec.head_dim, spec.head_dim, {"k_scale", args.k_scale}};
+    problem.k = gather_kv(spec, problem.shape, args, k, missing);
     missing.clear();  // V's are the same
-    problem.v = gather_kv(spec, problem.shape, args, args.v, {"v_scale", args.v_scale}, missing);
+    // With shared_kv its rows are those of K.
+    const bool shared = kv.shared_kv && kv.k_format.quantized();
+    const StoredKv v{args.v,         shared ? kv.k_format : kv.v_format,
+                     spec.kv_type(), shared ? spec.head_dim : spec.v_dim(),
+                     spec.v_dim(),   {"v_scale", shared ? args.k_scale : args.v_scale}};
+    problem.v = gather_kv(spec, problem.shape, args, v, missing);
     if (args.prefix_length) problem.prefix_length = *args.prefix_length;
     if (spec.partial.running_state) {
       problem.state_out = gather(DType::fp32, args.partial.state.out);

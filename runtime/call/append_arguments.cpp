@@ -79,10 +79,13 @@ void check_caches(const AttentionSpec& spec, const AppendArgs& args) {
   // Behind a page table or slots views may overlap, as where K's and V's pages take turns in one pool.
   const bool behind_a_table = args.page_table.data || args.slots.data;
   if (same_rows || (behind_a_table && args.k_cache.data != args.v_cache.data)) return;
-  const int size = size_of(spec.kv_type());
-  const Placed k("k_cache", args.k_cache, size), v("v_cache", args.v_cache, size);
+  const Placed k("k_cache", args.k_cache, size_of(spec.stored_k().type)),
+      v("v_cache", args.v_cache, size_of(spec.stored_v().type));
   flashjit::check_apart({&k, 1}, {&v, 1});
 }
+
+/// Quantized latents have V in the rows of K.
+bool has_v(const AttentionSpec& spec) { return !(spec.kv.shared_kv && spec.kv.k_format.quantized()); }
 
 void check_row_count(const ConstTensorView& k) {
   if (k.size[0] > 0 && k.size[2] > kMaxInt / k.size[0])
@@ -145,16 +148,16 @@ void check_q(const AttentionSpec& spec, const AppendArgs& args) {
   check_apart("q_out", args.q_out, element_size, "q", args.q, element_size);
 }
 
-/// With spec.key_scales each new key's are written, which so must be its own.
-void check_new_scales(const char* name, const AttentionSpec& spec, const AttentionShape& shape,
-                      const ConstTensorView& cache, const ScaleView& scales) {
-  check_scales(name, spec, shape, cache, scales);
-  if (!spec.key_scales || !scales.data) return;
+/// With spec.kv.key_scales each new key's are written, which so must be its own.
+void check_new_scales(const char* name, const AttentionSpec& spec, const KvFormat& format,
+                      const AttentionShape& shape, const ConstTensorView& cache, const ScaleView& scales) {
+  check_scales(name, spec, format, shape, cache, scales);
+  if (!spec.kv.key_scales || !scales.data) return;
   const auto [sequences, pages, heads, rows] = scales.size;
   if (sequences != 1 || pages != cache.size[0] || heads != cache.size[1] || rows != cache.size[2])
     refuse(
         "{} is [{}, {}, {}, {}], but each new key gets a scale of its own: give [1, {}, {}, {}], or leave "
-        "spec.key_scales out and give scales of heads.",
+        "spec.kv.key_scales out and give scales of heads.",
         name, sequences, pages, heads, rows, cache.size[0], cache.size[1], cache.size[2]);
 }
 
@@ -237,13 +240,18 @@ void check_arguments(const AttentionSpec& spec, const AppendArgs& args) {
   const Size batch{args.k.size[0], "k"}, heads{args.k.size[1], "k"}, rows{args.k.size[2], "k"};
   const Size d{spec.head_dim, nullptr}, dv{spec.v_dim(), nullptr};
   check_tensor("k", args.k, {batch, heads, rows, d}, element_size, Access::read);
-  check_tensor("v", args.v, {batch, heads, rows, dv}, element_size, Access::read);
-  const int cached_size = size_of(spec.kv_type());
   const Size pages{args.k_cache.size[0], "k_cache"};
   const Size page_rows = spec.kv.is_paged() ? Size{spec.kv.page_size, "spec.kv.page_size"}
                                             : Size{args.k_cache.size[2], "k_cache"};
-  check_tensor("k_cache", args.k_cache, {pages, heads, page_rows, d}, cached_size, Access::write);
-  check_tensor("v_cache", args.v_cache, {pages, heads, page_rows, dv}, cached_size, Access::write);
+  check_kv_tensor("k_cache", args.k_cache, {pages, heads, page_rows, d}, spec.stored_k(), spec.kv.k_format,
+                  Access::write);
+  if (!has_v(spec) && (args.v.data || args.v_cache.data))
+    refuse("v or v_cache is given, but with shared_kv rows of {} have V in them: leave both out.",
+           to_string(spec.kv.k_format));
+  if (has_v(spec)) check_tensor("v", args.v, {batch, heads, rows, dv}, element_size, Access::read);
+  if (has_v(spec))
+    check_kv_tensor("v_cache", args.v_cache, {pages, heads, page_rows, dv}, spec.stored_v(), spec.kv.v_format,
+                    Access::write);
   check_caches(spec, args);
   check_q(spec, args);
   const AttentionShape shape = shape_of(spec, args);
@@ -254,8 +262,8 @@ void check_arguments(const AttentionSpec& spec, const AppendArgs& args) {
     check_kv_lengths(spec, shape, args.kv_lengths);
     check_page_table(spec, shape, "k_cache", args.k_cache, args.page_table);
   }
-  check_new_scales("k_scale", spec, shape, args.k_cache, args.k_scale);
-  check_new_scales("v_scale", spec, shape, args.v_cache, args.v_scale);
+  check_new_scales("k_scale", spec, spec.kv.k_format, shape, args.k_cache, args.k_scale);
+  if (has_v(spec)) check_new_scales("v_scale", spec, spec.kv.v_format, shape, args.v_cache, args.v_scale);
   check_rope(spec, args.rope);
 }
 
@@ -287,14 +295,22 @@ void check_arguments(const AttentionSpec& spec, const MergeArgs& args) {
 }
 
 void check_arguments(const AttentionSpec& spec, const QuantizeArgs& args) {
-  if (!spec.has_scales())
-    refuse("The spec has K and V of {}: set spec.kv_dtype to e4m3, e5m2 or int8.", to_string(spec.kv_type()));
+  if (!spec.kv.k_format.quantized())
+    refuse("The spec has K of {}: set spec.kv.k_format to e4m3, e5m2 or int8, or to another KV format.",
+           to_string(spec.dtype));
   const auto [batch, heads, rows, dim] = args.x.size;
   const Sizes sizes = {Size{batch, "x"}, Size{heads, "x"}, Size{rows, "x"}, Size{spec.head_dim, nullptr}};
   check_tensor("x", args.x, sizes, size_of(spec.dtype), Access::read);
-  check_tensor("codes", args.codes, sizes, size_of(spec.kv_type()), Access::write);
+  spec.kv.k_format.validate_row(spec.head_dim);
+  check_kv_tensor("codes", args.codes, sizes, spec.stored_k(), spec.kv.k_format, Access::write);
   check_rows("x", args.x.size);
   check_rope(spec, args.rope);
+  if (!spec.kv.k_format.has_argument()) {
+    if (args.scale.data)
+      refuse("scale is given, but rows of {} have their scales themselves: leave it out.",
+             to_string(spec.kv.k_format));
+    return;
+  }
   if (!args.scale.data && (batch == 0 || heads == 0 || rows == 0)) return;
   if (!args.scale.data) refuse("scale is null: give fp32 in device memory, one float or more.");
   check_pointer("scale", args.scale.data, alignof(float));

@@ -250,11 +250,10 @@ Expected expected_sizes(const AttentionSpec& spec, const Args& args) {
 template <class Args>
 void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expected& sizes) {
   constexpr bool kForward = std::is_same_v<Args, ForwardArgs>;
-  const int of_kv = size_of(spec.kv_type());
   const int out_size = size_of(kForward ? spec.out_type() : spec.dtype);
   check_tensor("q", args.q, sizes.q, size_of(spec.q_type()), Access::read);
-  check_tensor("k", args.k, sizes.k, of_kv, Access::read);
-  check_tensor("v", args.v, sizes.v, of_kv, Access::read);
+  check_kv_tensor("k", args.k, sizes.k, spec.stored_k(), spec.kv.k_format, Access::read);
+  check_kv_tensor("v", args.v, sizes.v, spec.stored_v(), spec.kv.v_format, Access::read);
   const bool is_of_k = args.v.data == args.k.data && args.v.stride == args.k.stride;
   if (spec.kv.shared_kv && !is_of_k)
     refuse(
@@ -263,15 +262,13 @@ void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expect
         spec.v_dim());
   check_tensor("out", args.out, sizes.out, out_size, kForward ? Access::write : Access::read);
   check_type("q", args.q, spec.q_type());
-  check_type("k", args.k, spec.kv_type());
-  check_type("v", args.v, spec.kv_type());
   check_type("out", args.out, kForward ? spec.out_type() : spec.dtype);
 }
 
 template <class Args>
 std::array<Placed, 3> placed_qkv(const AttentionSpec& spec, const Args& args) {
-  return {Placed{"q", args.q, size_of(spec.q_type())}, Placed{"k", args.k, size_of(spec.kv_type())},
-          Placed{"v", args.v, size_of(spec.kv_type())}};
+  return {Placed{"q", args.q, size_of(spec.q_type())}, Placed{"k", args.k, size_of(spec.stored_k().type)},
+          Placed{"v", args.v, size_of(spec.stored_v().type)}};
 }
 
 void check_apart(const AttentionSpec& spec, const ForwardArgs& args) {
@@ -367,13 +364,31 @@ KvLayout layout_of(const BackwardArgs& args) { return args.kv_lengths ? KvLayout
 /// Whether keys or pages have scales of their own.
 bool has_key_scales(const ConstScaleView& scales) { return scales.size[1] != 1 || scales.size[3] != 1; }
 
+/// A tensor of 8 bits tells its format; bytes of rows do not.
+void take_format(const char* name, const ConstTensorView& tensor, DType dtype, KvFormat& format) {
+  if (format.quantized()) return;
+  const DType type = type_of(name, tensor);
+  if (type == dtype) return;
+  format = kv_format_of(type);
+  if (!format.quantized())
+    refuse(
+        "{} is {} and Q is {}: K and V have the type of Q, or e4m3, e5m2 or int8, or spec.kv names their "
+        "format.",
+        name, to_string(type), to_string(dtype));
+}
+
 /// What both passes tell. `dtype` is the type of O, and of Q unless that is quantized.
 template <class Args>
 void take_common(AttentionSpec& spec, const Args& args, DType dtype) {
   spec.dtype = dtype;
-  if (const DType kv = type_of("k", args.k); kv != dtype) spec.kv_dtype = kv;
+  take_format("k", args.k, dtype, spec.kv.k_format);
+  if (args.v.dtype)
+    take_format("v", args.v, dtype, spec.kv.v_format);
+  else if (!spec.kv.v_format.quantized())
+    spec.kv.v_format = spec.kv.k_format;
   if (spec.head_dim == 0) spec.head_dim = dim_of(args.q.size[3]);
-  if (spec.head_dim_v == 0) spec.head_dim_v = dim_of(args.v.size[3]);
+  if (spec.head_dim_v == 0 && spec.stored_v().columns == spec.head_dim)
+    spec.head_dim_v = dim_of(args.v.size[3]);
   if (const KvLayout told = layout_of(args); !spec.kv.has_lengths())
     spec.kv.kind = told.kind, spec.kv.page_size = told.page_size;
   spec.dropout |= args.dropout_p > 0 || args.rng_state;
@@ -392,11 +407,12 @@ AttentionSpec spec_of(const ForwardArgs& args, AttentionSpec spec) {
   const DType of_codes = out == DType::fp32 ? spec.dtype : out;
   take_common(spec, args, spec.q_codes ? of_codes : q);
   spec.partial.fp32_out |= out == DType::fp32 && spec.dtype != DType::fp32;
-  spec.key_scales |= spec.has_scales() && (has_key_scales(args.k_scale) || has_key_scales(args.v_scale));
+  spec.kv.key_scales |= spec.kv.quantized() && (has_key_scales(args.k_scale) || has_key_scales(args.v_scale));
   spec.row_max |= args.row_max != nullptr;
   spec.kv.shared_prefix |= args.prefix_length != nullptr;
   spec.kv.shared_kv |= args.k.data && args.v.data == args.k.data && args.v.stride == args.k.stride &&
-                       args.v.size[3] <= args.k.size[3] && !spec.has_scales();
+                       args.v.size[3] <= args.k.size[3] && !spec.has_scales() &&
+                       spec.kv.k_format == spec.kv.v_format;
   spec.partial.running_state |= args.partial.state.out.data || args.partial.state.lse;
   return spec;
 }
@@ -423,8 +439,11 @@ AttentionShape check_arguments(const AttentionSpec& spec, const ForwardArgs& arg
   check_page_table(spec, shape, "k", args.k, args.page_table);
   check_row_max(spec, shape, args);
   check_prefix(spec, shape, args.prefix_length);
-  check_scales("k_scale", spec, shape, args.k, args.k_scale);
-  check_scales("v_scale", spec, shape, args.v, args.v_scale);
+  check_scales("k_scale", spec, spec.kv.k_format, shape, args.k, args.k_scale);
+  if (!spec.kv.shared_kv)
+    check_scales("v_scale", spec, spec.kv.v_format, shape, args.v, args.v_scale);
+  else if (args.v_scale.data)
+    refuse("v_scale is given, but with shared_kv V is K's memory and has its scales: leave v_scale out.");
   check_q_scale(spec, shape, args.q_scale);
   check_apart(spec, args);
   return shape;

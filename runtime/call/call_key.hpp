@@ -17,10 +17,10 @@ namespace flashjit {
 
 /// Spec, shape and device of a call, as a view of the caller's spec.
 struct CallKeyView {
-  std::array<std::int64_t, 9> numbers;
+  std::array<std::int64_t, 10> numbers;
   std::string_view score, mask;
 
-  CallKeyView(std::array<std::int64_t, 9> numbers_, std::string_view score_, std::string_view mask_)
+  CallKeyView(std::array<std::int64_t, 10> numbers_, std::string_view score_, std::string_view mask_)
       : numbers(numbers_), score(score_), mask(mask_) {}
   CallKeyView(const AttentionSpec& spec, Pass pass, const AttentionShape& shape, int device)
       : numbers{flags(spec, pass),
@@ -31,15 +31,17 @@ struct CallKeyView {
                 shape.heads_q,
                 shape.heads_kv,
                 shape.seqlen_q,
-                shape.seqlen_kv},
+                shape.seqlen_kv,
+                formats(spec.kv)},
         score(spec.score.text()),
         mask(spec.mask.text()) {
     // A field that is added to the spec does not compile here until it is in the key, too.
     [[maybe_unused]] const auto& [dtype, head_dim, head_dim_v, score_program, mask_program, dropout, kv,
-                                  block_map, deterministic, varlen, sinks, row_max, kv_dtype, key_scales,
-                                  batch_invariant, q_codes, indices, partial] = spec;
+                                  block_map, deterministic, varlen, sinks, row_max, batch_invariant, q_codes,
+                                  indices, partial] = spec;
     [[maybe_unused]] const auto& [fp32_out, fp32_grads, add_grads, dropout_place, running_state] = partial;
-    [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix] = kv;
+    [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix, k_format, v_format, key_scales] =
+        kv;
   }
 
   bool operator==(const CallKeyView&) const = default;
@@ -51,7 +53,22 @@ struct CallKeyView {
       return ((std::int64_t{plan::kSpecOptions[i].is_on(spec) && !means_nothing(i, pass)} << i) | ...);
     };
     return static_cast<std::int64_t>(pass) | static_cast<std::int64_t>(spec.dtype) << 8 |
-           static_cast<std::int64_t>(spec.kv_type()) << 12 | options(kEach) << 16;
+           options(kEach) << 16;
+  }
+  /// Both formats, or 0: a hash, as a code book may have 256 values.
+  static std::int64_t formats(const KvLayout& kv) {
+    if (!kv.quantized()) return 0;
+    return static_cast<std::int64_t>(hash_of(kv.k_format) * 3 + hash_of(kv.v_format));
+  }
+  static std::uint64_t hash_of(const KvFormat& f) {
+    const std::uint8_t parts[] = {
+        static_cast<std::uint8_t>(f.code),       static_cast<std::uint8_t>(f.scales),
+        static_cast<std::uint8_t>(f.scale_type), static_cast<std::uint8_t>(f.zero),
+        static_cast<std::uint8_t>(f.packing),    static_cast<std::uint8_t>(f.second_scale),
+        static_cast<std::uint8_t>(f.tail_type),  static_cast<std::uint8_t>(f.block),
+        static_cast<std::uint8_t>(f.tail),       static_cast<std::uint8_t>(f.tail >> 8)};
+    return XXH3_64bits_withSeed(parts, sizeof parts,
+                                f.book.empty() ? 0 : XXH3_64bits(f.book.data(), f.book.size() * 4));
   }
   static constexpr bool means_nothing(std::size_t option, Pass pass) {
     return plan::kSpecOptions[option].text == "det" && pass != Pass::backward;
@@ -67,7 +84,7 @@ struct CallKey {
   explicit CallKey(const CallKeyView& view) : numbers(view.numbers), score(view.score), mask(view.mask) {}
   operator CallKeyView() const { return {numbers, score, mask}; }
 
-  std::array<std::int64_t, 9> numbers;
+  std::array<std::int64_t, 10> numbers;
   std::string score, mask;
 };
 

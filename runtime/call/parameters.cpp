@@ -152,7 +152,7 @@ Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args, Pas
   params.page_table = page_table_param(args.page_table, args.k);
   params.row_max = args.row_max;
   params.k_scale = scale_param(args.k_scale);
-  params.v_scale = scale_param(args.v_scale);
+  params.v_scale = scale_param(plan.spec.kv.shared_kv ? args.k_scale : args.v_scale);
   params.q_scale = scale_param(args.q_scale);
   if (args.prefix_length) params.prefix_length = args.prefix_length;
   if (plan.spec.partial.running_state) {

@@ -14,7 +14,6 @@ namespace {
 
 constexpr std::int64_t kMaxOffset = std::int64_t{1} << 62;  // elements
 constexpr std::int64_t kMaxInt = std::numeric_limits<int>::max();
-constexpr std::uintptr_t kTensorAlignment = 16;
 constexpr const char* kDimensions[] = {"batch", "heads", "length", "head_dim"};
 
 bool aligned(const void* pointer, std::uintptr_t alignment) {
@@ -30,8 +29,8 @@ bool aligned(const void* pointer, std::uintptr_t alignment) {
          expected.owner, expected.value);
 }
 
-/// Refuses negative and overflowing strides, and those that are no multiple of 16 bytes.
-void check_strides(const char* name, const ConstTensorView& tensor, int element_size) {
+/// Refuses negative and overflowing strides, and those that are no multiple of `alignment` bytes.
+void check_strides(const char* name, const ConstTensorView& tensor, int element_size, int alignment) {
   std::int64_t extent = 0;
   for (int i = 0; i < 3; ++i) {
     if (tensor.size[i] <= 1) continue;
@@ -43,11 +42,11 @@ void check_strides(const char* name, const ConstTensorView& tensor, int element_
       refuse("{} reaches beyond 2^62 elements: sizes [{}] with strides [{}].", name,
              fmt::join(tensor.size, ", "), fmt::join(tensor.stride, ", "));
     extent += span;
-    if (stride % (static_cast<std::int64_t>(kTensorAlignment) / element_size) != 0)
+    if (stride % (alignment / element_size) != 0)
       refuse(
-          "{} has stride {} in {}: strides must be multiples of {} elements (16 bytes); pad the rows or copy "
+          "{} has stride {} in {}: strides must be multiples of {} elements ({} bytes); pad the rows or copy "
           "the tensor.",
-          name, stride, kDimensions[i], static_cast<std::int64_t>(kTensorAlignment) / element_size);
+          name, stride, kDimensions[i], alignment / element_size, alignment);
   }
   if (tensor.size[3] > 1 && tensor.stride[3] != 1)
     refuse(
@@ -95,7 +94,7 @@ void check_scale_view(const char* name, const ConstScaleView& scales, const Scal
 }  // namespace
 
 void check_tensor(const char* name, const ConstTensorView& tensor, const Sizes& sizes, int element_size,
-                  Access access) {
+                  Access access, int alignment) {
   bool empty = false;
   for (int i = 0; i < 4; ++i) {
     if (tensor.size[i] < 0)
@@ -105,10 +104,25 @@ void check_tensor(const char* name, const ConstTensorView& tensor, const Sizes& 
   }
   if (empty) return;
   if (!tensor.data) refuse("{} is null, but it has elements: give device memory.", name);
-  if (!aligned(tensor.data, kTensorAlignment))
-    refuse("{} is at {}, which is no multiple of 16 bytes: align its memory.", name, tensor.data);
-  check_strides(name, tensor, element_size);
+  if (!aligned(tensor.data, static_cast<std::uintptr_t>(alignment)))
+    refuse("{} is at {}, which is no multiple of {} bytes: align its memory.", name, tensor.data, alignment);
+  check_strides(name, tensor, element_size, alignment);
   if (access == Access::write) check_distinct(name, tensor);
+}
+
+void check_kv_tensor(const char* name, const ConstTensorView& tensor, Sizes sizes, const StoredKvRow& row,
+                     const KvFormat& format, Access access) {
+  sizes[3] = {row.columns, nullptr};
+  if (row.type == DType::int8 && !format.is_plain_8bit() && tensor.size[3] != row.columns)
+    refuse(
+        "{} has rows of {} bytes, but rows of the KV format {} have {}: give bytes, with strides in bytes.",
+        name, tensor.size[3], to_string(format), row.columns);
+  check_tensor(name, tensor, sizes, size_of(row.type), access, row.alignment);
+  check_type(name, tensor, row.type);
+  if (tensor.size[2] > 1 && tensor.stride[2] < row.columns && access == Access::read && format.quantized() &&
+      tensor.stride[2] != 0)
+    refuse("{} has stride {} in length, but rows of the KV format {} have {} bytes: give a larger stride.",
+           name, tensor.stride[2], to_string(format), row.columns);
 }
 
 Extent extent_of(const ConstTensorView& tensor, int element_size) {
@@ -247,13 +261,15 @@ void check_heads(const AttentionShape& shape) {
            shape.heads_kv);
 }
 
-void check_scales(const char* name, const AttentionSpec& spec, const AttentionShape& shape,
-                  const ConstTensorView& k, const ConstScaleView& scales) {
-  const std::string type = to_string(spec.kv_type());
-  if (!spec.has_scales()) {
+void check_scales(const char* name, const AttentionSpec& spec, const KvFormat& format,
+                  const AttentionShape& shape, const ConstTensorView& k, const ConstScaleView& scales) {
+  const std::string type = format.quantized() ? to_string(format) : to_string(spec.dtype);
+  if (!format.has_argument()) {
     if (scales.data)
-      refuse("{} is given, but K and V are {}, which has no scales: set spec.kv_dtype or leave it out.", name,
-             type);
+      refuse(
+          "{} is given, but K and V are {}, which has no scales: set spec.kv.k_format and v_format, or leave "
+          "it out.",
+          name, type);
     return;
   }
   const ScaleSizes all = {shape.batch, spec.kv.is_cache() ? k.size[0] : 1, shape.heads_kv, k.size[2]};
@@ -268,8 +284,8 @@ void check_scales(const char* name, const AttentionSpec& spec, const AttentionSh
         "scale: give one for all sequences.",
         name, scales.size[0]);
   for (std::size_t i = 1; i < all.size(); i += 2)
-    if (scales.size[i] != 1 && !spec.key_scales)
-      refuse("{} has {} {}, but the spec has one scale for all keys of a head: set spec.key_scales.", name,
+    if (scales.size[i] != 1 && !spec.kv.key_scales)
+      refuse("{} has {} {}, but the spec has one scale for all keys of a head: set spec.kv.key_scales.", name,
              scales.size[i], kScaleDimensions[i]);
 }
 

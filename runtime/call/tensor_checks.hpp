@@ -37,7 +37,10 @@ RowsParam rows_param(const float* data, const RowStrides& strides, const RowSize
 
 /// Whether the view has these sizes, and pointers and strides that kernels can read or write.
 void check_tensor(const char* name, const ConstTensorView& tensor, const Sizes& sizes, int element_size,
-                  Access access);
+                  Access access, int alignment = 16);
+/// The same of rows of K or V.
+void check_kv_tensor(const char* name, const ConstTensorView& tensor, Sizes sizes, const StoredKvRow& row,
+                     const KvFormat& format, Access access);
 [[noreturn]] void refuse_type(const char* name, DType given, DType wanted);
 /// Where the view has an element type, it must be the spec's.
 template <class Void>
@@ -86,8 +89,8 @@ void check_heads(const AttentionShape& shape);
 
 /// The scales of K or V as the spec has them; `k` is what has the keys' rows: a tensor, packed rows, pages or
 /// slots.
-void check_scales(const char* name, const AttentionSpec& spec, const AttentionShape& shape,
-                  const ConstTensorView& k, const ConstScaleView& scales);
+void check_scales(const char* name, const AttentionSpec& spec, const KvFormat& format,
+                  const AttentionShape& shape, const ConstTensorView& k, const ConstScaleView& scales);
 /// That of Q, with spec.q_codes.
 void check_q_scale(const AttentionSpec& spec, const AttentionShape& shape, const ConstScaleView& scales);
 

@@ -42,7 +42,9 @@ std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const Ti
     else
       all.push_back({one.constant, config.*one.number});
   }
-  for (const SpecOption& option : kSpecOptions) all.push_back({option.constant, option.is_on(spec)});
+  for (const SpecOption& option : kSpecOptions)
+    all.push_back(
+        {option.constant, option.is_on(spec) && (option.text != "key_scales" || spec.has_scales())});
   std::ranges::move(expr::constants_of(spec.programs), std::back_inserter(all));
   return all;
 }

@@ -136,9 +136,11 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
   KernelPlan kernel{
       .spec = spec, .config = config, .constants = problem_constants(spec, config, spec.has_tile_lists)};
   if (spec.pass == Pass::append) {
-    Entry append = entry_without_tiles("append", "AppendParams");
+    Entry append =
+        entry_without_tiles("append", "AppendParams", spec.decodes_kv() ? "append_rows" : "append");
+    if (spec.decodes_kv()) append.function = "flashjit::auxiliary::append_rows";
     // Blocks wait for memory. With scales they spill with so few registers.
-    if (!spec.has_scales()) append.min_blocks = 8;
+    if (!spec.kv.quantized()) append.min_blocks = 8;
     kernel.add(Step::append, append);
   }
   if (spec.pass == Pass::merge) kernel.add(Step::merge, entry_without_tiles("merge", "MergeParams"));
@@ -146,8 +148,12 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
     const std::pair<Step, const char*> entries[] = {{Step::clear_scales, "clear_scales"},
                                                     {Step::find_scales, "find_scales"},
                                                     {Step::quantize, "quantize"}};
-    for (const auto& [step, name] : entries)
-      kernel.add(step, entry_without_tiles(name, "QuantizeParams", "quantize"));
+    for (const auto& [step, name] : entries) {
+      if (step != Step::quantize && !spec.kv.k_format.has_argument()) continue;  // no scales but the rows'
+      Entry entry = entry_without_tiles(name, "QuantizeParams", "quantize");
+      if (step == Step::quantize && spec.decodes_kv()) entry.function = "flashjit::auxiliary::quantize_rows";
+      kernel.add(step, entry);
+    }
   }
   if (!is_attention(spec.pass)) return kernel;
   kernel.constants.push_back({"kLseLog2", false});

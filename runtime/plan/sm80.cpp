@@ -35,7 +35,7 @@ int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
                                spec.v_dim(),
                                c.stages,
                                size_of(spec.kv_type()),
-                               spec.key_scales,
+                               spec.has_key_scales(),
                                c.d_split,
                                spec.kv.shared_kv}
         .bytes();
@@ -69,7 +69,7 @@ int accumulator_registers(const AnalysedSpec& spec, const TileConfig& c) {
 constexpr int kKeysOfCodes = 32;  // of a product of codes
 /// Whether Q, too, is multiplied as codes; else it is converted.
 bool multiplies_codes(const AnalysedSpec& spec, const DeviceInfo& device) {
-  return sm80::multiplies_codes(spec.q_codes, spec.key_scales, device.compute_capability);
+  return sm80::multiplies_codes(spec.q_codes, spec.has_key_scales(), device.compute_capability);
 }
 
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
@@ -203,7 +203,7 @@ std::vector<TileConfig> good_of(std::initializer_list<Choice> choices) {
 std::vector<TileConfig> forward_preferences_of_codes(const AnalysedSpec& spec, const DeviceInfo& device) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool by_instruction = device.compute_capability >= 89, map = spec.has_block_map();
-  const bool lean = !spec.key_scales && !spec.varlen && !spec.kv.is_paged() && spec.score.empty() &&
+  const bool lean = !spec.has_key_scales() && !spec.varlen && !spec.kv.is_paged() && spec.score.empty() &&
                     !(spec.q_codes && (map || spec.dropout));
   return good_of(
       {{config(128, 64, 4, 1), d <= 64 && lean && spec.mask.empty()},
@@ -447,7 +447,7 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
   if (spec.indices) return heuristic_of_indices(spec, shape, device);
   if (spec.has_scales() && shape.seqlen_q <= kRowsOfOneWarp) {
     const bool spills = std::max(spec.head_dim, spec.v_dim()) > 192 &&
-                        (spec.dropout || spec.key_scales || !spec.score.empty());
+                        (spec.dropout || spec.has_key_scales() || !spec.score.empty());
     TileConfig c = one_warp_tile(spec, device, spills && !multiplies_codes(spec, device) ? 16 : 32, 2);
     c.split = true;
     c.split = gains_by_split(spec, shape, c, device);

@@ -17,7 +17,7 @@ int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
     const int at_a_time = sm90::pv_parts_at_a_time(parts, c.warps / kGroupWarps);
     const int products = at_a_time * spec.v_dim() / parts / 2;
     return spec.v_dim() / 2 + std::max(c.bc / 2, c.bc / 4 + products) + (has_bias_tile(spec) ? 8 : 0) +
-           (spec.key_scales ? 8 : 0);
+           (spec.has_key_scales() ? 8 : 0);
   }
   if (is_forward(spec)) {
     return c.bc / 2 + sm90::own_columns(spec.v_dim(), c.d_split) / 2 + c.bc / 4 +
@@ -59,7 +59,7 @@ Support supports_indices(const AnalysedSpec& spec) {
 
 Support supports_q_codes(const AnalysedSpec& spec) {
   if (!spec.q_codes) return Support::yes();
-  if (spec.key_scales && (spec.row_max || spec.programs.column_term))
+  if (spec.has_key_scales() && (spec.row_max || spec.programs.column_term))
     return Support::no(
         "Q of 8 bits beside scales of keys is for specs without row_max and what scores read of keys");
   if (gathers(spec))
@@ -193,6 +193,10 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (spec.pass == Pass::jvp) return Support::no("it has no kernel of O's tangent");
   if (spec.dtype != DType::fp16 && spec.dtype != DType::bf16)
     return Support::no(fmt::format("its kernels take fp16 and bf16, the spec has {}", to_string(spec.dtype)));
+  if (spec.decodes_kv())
+    return Support::no(
+        fmt::format("TMA copies rows of elements, e4m3, e5m2 and int8, the spec has K of {} and V of {}",
+                    to_string(spec.kv.k_format), to_string(spec.kv.v_format)));
   if (Support able = supports_q_codes(spec); !able) return able;
   if (spec.has_scales() && std::max(spec.head_dim, spec.v_dim()) > kMostColumns)
     return Support::no(fmt::format("K and V of 8 bits are for head dimensions up to {}, not {} and {}",

@@ -58,7 +58,8 @@ std::vector<TileConfig> code_product_preferences(const AnalysedSpec& spec) {
   for (const int warps : {12, 8, 4})
     for (const int bc : {128, 96, 64, 32}) {
       const TileConfig c = forward_config(warps, bc, warps == 12 && !is_narrow(spec) ? 3 : 2);
-      if (warps == 12 && (bc < 96 || !spec.score.empty() || spec.key_scales || !(is_narrow(spec) || plain)))
+      if (warps == 12 &&
+          (bc < 96 || !spec.score.empty() || spec.has_key_scales() || !(is_narrow(spec) || plain)))
         continue;
       if (has_bias_tile(spec) && bc % sm90::kSliceColumns != 0) continue;
       if (!is_admitted(spec, c)) continue;
@@ -171,7 +172,7 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
           .shared_kv = spec.kv.shared_kv,
           .codes = spec.has_scales(),
           .code_products = spec.q_codes,
-          .key_scales = spec.key_scales,
+          .key_scales = spec.has_key_scales(),
           .split = c.split,
           .indices = spec.indices,
           .ctas = c.min_blocks};
@@ -251,7 +252,7 @@ int forward_cluster(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 bool multiplies_as_fp16(const AnalysedSpec& spec) {
-  return is_forward(spec) && converters(spec) > 0 && !spec.key_scales && spec.score.empty() &&
+  return is_forward(spec) && converters(spec) > 0 && !spec.has_key_scales() && spec.score.empty() &&
          spec.head_dim == spec.v_dim() && spec.head_dim <= 192;
 }
 

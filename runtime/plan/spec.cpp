@@ -26,7 +26,6 @@ namespace flashjit {
 namespace {
 
 constexpr int kMinHeadDim = 8, kMaxHeadDim = 576, kMaxHeadDimV = 512, kHeadDimStep = 8;
-constexpr int kScaledDimStep = 16;  // with K and V of 8 bits, which are copied 16 bytes at a time
 constexpr int kMostPageSize = 1 << 30;
 constexpr int kMinBlock = 16, kMaxBlock = 256, kBlockStep = 16;
 constexpr std::int64_t kMaxInt = std::numeric_limits<std::int32_t>::max();
@@ -189,7 +188,7 @@ std::string spec_allowed() {
   std::string allowed =
       "write [fwd:|bwd:|append:|merge:|quantize:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at most "
       "once, score{<program>}, a mask (causal or causal_top_left or mask{<program>}), map<queries>x<keys>, "
-      "pages<rows>, kv<e4m3|e5m2|int8>";
+      "pages<rows>, kv<e4m3|e5m2|int8>, kv{<format>}, k{<format>}, v{<format>}";
   for (const plan::SpecOption& option : plan::kSpecOptions) allowed += fmt::format(", {}", option.text);
   return allowed;
 }
@@ -202,6 +201,35 @@ std::string config_allowed() {
   for (const plan::ConfigSwitch& one : plan::kConfigSwitches)
     allowed += one.on ? fmt::format(", {}", one.text) : fmt::format(", {}<1 to {}>", one.text, one.max);
   return allowed;
+}
+
+/// "k{<format>}", "v{<format>}", or of both "kv{<format>}" and, of 8 bits with scales at the call, "kve4m3".
+bool read_format(FieldReader& reader, std::string_view field, AttentionSpec& spec) {
+  const auto set = [&](KvFormat& to, const char* what, std::string_view text) {
+    reader.once(field, what);
+    to = reader.in_field(field, [&] { return parse_kv_format(text); });
+  };
+  const auto set_both = [&](std::string_view text) {
+    set(spec.kv.k_format, "the format of K", text);
+    set(spec.kv.v_format, "the format of V", text);
+  };
+  if (const auto both = reader.program(field, "kv"))
+    set_both(*both);
+  else if (const auto k = reader.program(field, "k"))
+    set(spec.kv.k_format, "the format of K", *k);
+  else if (const auto v = reader.program(field, "v"))
+    set(spec.kv.v_format, "the format of V", *v);
+  else if (const auto type = reader.type(field, "kv"); type && size_of(*type) == 1)
+    set_both(to_string(*type));
+  else if (type && *type != spec.dtype)
+    reader.in_field(field, [&] {
+      refuse(
+          "K and V are {} and Q is {}; they have the type of Q, or are quantized, such as e4m3, e5m2 or int8",
+          to_string(*type), to_string(spec.dtype));
+    });
+  else
+    return type.has_value();
+  return true;
 }
 
 void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spec) {
@@ -217,8 +245,8 @@ void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spe
     reader.once(field, "the layout of K and V");
     spec.kv.kind = KvLayout::Kind::paged;
     spec.kv.page_size = *page_size;
-  } else if (const auto type = reader.type(field, "kv")) {
-    spec.kv_dtype = *type;
+  } else if (read_format(reader, field, spec)) {
+    return;
   } else if (field == "causal" || field == "causal_top_left") {
     reader.once(field, "mask");
     spec.mask = MaskProgram(field);
@@ -231,32 +259,49 @@ void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spe
   }
 }
 
-/// What K and V of 8 bits ask for, and what they alone can have.
-void check_scaled(const AttentionSpec& spec) {
-  if (spec.kv_dtype) parse_dtype(to_string(*spec.kv_dtype));
-  if (spec.kv_type() != spec.dtype && !spec.has_scales())
-    refuse("kv_dtype is {} and dtype is {}; K and V have the type of Q, or e4m3, e5m2 or int8",
-           to_string(spec.kv_type()), to_string(spec.dtype));
-  if (!spec.has_scales()) {
-    if (spec.key_scales)
-      refuse(
-          "key_scales is set, but K and V are {}, which has no scales; set kv_dtype to e4m3, e5m2 or int8, "
-          "or leave it out",
-          to_string(spec.kv_type()));
-    if (spec.q_codes)
-      refuse(
-          "q_codes is set, but K and V are {}; set kv_dtype to e4m3 or e5m2, which Q is then, too, or leave "
-          "it out",
-          to_string(spec.kv_type()));
-    return;
-  }
-  if (spec.q_codes && spec.kv_type() == DType::int8)
-    refuse("q_codes is set and kv_dtype is int8; products of 8 bits are those of e4m3 and e5m2");
-  for (const auto& [name, dim] :
-       {std::pair("head_dim", spec.head_dim), std::pair("head_dim_v", spec.v_dim())})
-    if (dim % kScaledDimStep != 0)
-      refuse("{} is {}, but K and V are {}; it must then be a multiple of {}: pad the heads with zeros", name,
-             dim, to_string(spec.kv_type()), kScaledDimStep);
+/// The formats of K and V for messages.
+std::string format_text(const AttentionSpec& spec) {
+  const auto text = [&](const KvFormat& format) {
+    return format.quantized() ? to_string(format) : to_string(spec.dtype);
+  };
+  const std::string k = text(spec.kv.k_format), v = text(spec.kv.v_format);
+  return k == v ? k : fmt::format("{} and {}", k, v);
+}
+
+/// What quantized K and V ask for, and what they alone can have.
+void check_formats(const AttentionSpec& spec) {
+  const KvFormat &k = spec.kv.k_format, &v = spec.kv.v_format;
+  k.validate_row(spec.head_dim, "head_dim");
+  if (spec.kv.shared_kv)
+    v.validate();
+  else
+    v.validate_row(spec.v_dim(), "head_dim_v");
+  if (spec.kv.key_scales && !k.has_argument() && !v.has_argument())
+    refuse(
+        "key_scales is set, but K and V are {}, which has no scales at the call; set kv.k_format to e4m3, "
+        "e5m2 "
+        "or int8, or leave it out",
+        format_text(spec));
+  if (!spec.q_codes) return;
+  if (!spec.has_scales())
+    refuse(
+        "q_codes is set, but K and V are {}; set kv.k_format and kv.v_format to e4m3 or e5m2, which Q is "
+        "then, "
+        "too, or leave it out",
+        format_text(spec));
+  if (spec.kv_type() == DType::int8)
+    refuse("q_codes is set and K and V are int8; products of 8 bits are those of e4m3 and e5m2");
+}
+
+StoredKvRow stored_row(const AttentionSpec& spec, const KvFormat& format, int dim) {
+  if (!format.quantized()) return {spec.dtype, dim};
+  const KvRow row = format.row(dim);
+  const KvFormat::Code code = format.code;
+  return {!format.is_plain_8bit()        ? DType::int8
+          : code == KvFormat::Code::e4m3 ? DType::e4m3
+          : code == KvFormat::Code::e5m2 ? DType::e5m2
+                                         : DType::int8,
+          row.bytes, row.alignment};
 }
 
 void read_option(FieldReader& reader, std::string_view field, TileConfig& config) {
@@ -280,10 +325,10 @@ void read_option(FieldReader& reader, std::string_view field, TileConfig& config
 
 void check_running_state(const AttentionSpec& spec) {
   if (!spec.partial.running_state) return;
-  const char* beside = spec.kv.is_cache()  ? "a cache"
-                       : spec.indices      ? "indices"
-                       : spec.has_scales() ? "K and V of 8 bits"
-                                           : nullptr;
+  const char* beside = spec.kv.is_cache()    ? "a cache"
+                       : spec.indices        ? "indices"
+                       : spec.kv.quantized() ? "quantized K and V"
+                                             : nullptr;
   if (beside)
     refuse("running_state is set beside {}; merge() joins the states of such calls, so leave one out",
            beside);
@@ -316,6 +361,17 @@ bool plan::names_pass(std::string_view spec_text) {
          first == "jvp";
 }
 
+DType AttentionSpec::kv_type() const {
+  const bool reads_codes = kv.k_format.is_plain_8bit() && kv.k_format == kv.v_format && !kv.shared_kv;
+  return reads_codes ? stored_k().type : dtype;
+}
+
+StoredKvRow AttentionSpec::stored_k() const { return stored_row(*this, kv.k_format, head_dim); }
+StoredKvRow AttentionSpec::stored_v() const {
+  if (kv.shared_kv && kv.k_format.quantized()) return stored_k();  // the same rows
+  return stored_row(*this, kv.v_format, v_dim());
+}
+
 AttentionSpec AttentionSpec::normalized() const {
   AttentionSpec out = *this;
   out.head_dim_v = v_dim();
@@ -324,7 +380,7 @@ AttentionSpec AttentionSpec::normalized() const {
   else if (partial.add_grads)
     out.partial.fp32_grads = true;
   expr::declare_float_scalars(out.score, out.mask);
-  if (kv_dtype == dtype) out.kv_dtype.reset();
+  if (kv.shared_kv) out.kv.v_format = kv.k_format;
   return out;
 }
 
@@ -333,14 +389,19 @@ KernelSpec KernelSpec::normalized() const {
     return {{.dtype = dtype,
              .head_dim = head_dim,
              .head_dim_v = v_dim(),
-             .kv = {kv.kind, kv.page_size},
-             .varlen = varlen,
-             .kv_dtype = kv_dtype == dtype ? std::nullopt : kv_dtype,
-             .key_scales = key_scales},
+             .kv = {.kind = kv.kind,
+                    .page_size = kv.page_size,
+                    .shared_kv = kv.shared_kv && kv.k_format.quantized(),  // V is not written
+                    .k_format = kv.k_format,
+                    .v_format = kv.shared_kv ? kv.k_format : kv.v_format,
+                    .key_scales = kv.key_scales},
+             .varlen = varlen},
             pass};
   if (pass == Pass::merge) return {{.dtype = dtype, .head_dim = v_dim(), .head_dim_v = v_dim()}, pass};
   if (pass == Pass::quantize)
-    return {{.dtype = dtype, .head_dim = head_dim, .head_dim_v = head_dim, .kv_dtype = kv_dtype}, pass};
+    return {
+        {.dtype = dtype, .head_dim = head_dim, .head_dim_v = head_dim, .kv = KvLayout{}.with(kv.k_format)},
+        pass};
   KernelSpec out{AttentionSpec::normalized(), pass};
   // Passes without gradients are deterministic without being asked.
   if (pass != Pass::backward) out.deterministic = out.partial.fp32_grads = out.partial.add_grads = false;
@@ -364,7 +425,7 @@ void AttentionSpec::validate() const {
   if (kv.is_paged() ? kv.page_size < 1 || kv.page_size > kMostPageSize : kv.page_size != 0)
     refuse("kv.page_size is {}; it must be the tokens of a page, 1 or more, in a paged cache, and else 0",
            kv.page_size);
-  check_scaled(*this);
+  check_formats(*this);
   if (kv.shared_prefix && (!kv.is_paged() || !varlen))
     refuse(
         "shared_prefix is set without {}; it is for packed queries over pages, so set that, too, or leave it "
@@ -375,11 +436,15 @@ void AttentionSpec::validate() const {
     refuse_beside_indices(has_block_map() ? "block_map" : dropout ? "dropout" : "q_codes");
   if (partial.dropout_place && !dropout)
     refuse("dropout_place is set without dropout, whose mask it is about; set dropout, or leave it out");
-  if (kv.shared_kv && (v_dim() > head_dim || has_scales()))
+  if (kv.shared_kv && v_dim() > head_dim)
     refuse(
-        "shared_kv is set, head_dim is {}, head_dim_v is {} and K and V are of {} bits; V is then K's first "
-        "columns, of which there are at most head_dim, and K and V are of 16 or 32 bits",
-        head_dim, v_dim(), size_of(kv_type()) * 8);
+        "shared_kv is set, head_dim is {} and head_dim_v is {}; V is then K's first columns, of which there "
+        "are "
+        "at most head_dim",
+        head_dim, v_dim());
+  if (kv.shared_kv && kv.v_format.quantized() && kv.v_format != kv.k_format)
+    refuse("shared_kv is set, and V is {} and K is {}; V is then K's memory, so leave kv.v_format out",
+           to_string(kv.v_format), to_string(kv.k_format));
   if (block_map != BlockSize{}) {
     require_multiple("block_map.q", block_map.q, kBlockStep, kMinBlock, kMaxBlock);
     require_multiple("block_map.kv", block_map.kv, kBlockStep, kMinBlock, kMaxBlock);
@@ -389,9 +454,9 @@ void AttentionSpec::validate() const {
 void KernelSpec::validate() const {
   parse_pass(to_string(pass));  // refuses numbers that a cast made an enumerator
   AttentionSpec::validate();
-  if (pass == Pass::quantize && !has_scales())
-    refuse("the pass is quantize and K and V are {}; set kv_dtype to e4m3, e5m2 or int8",
-           to_string(kv_type()));
+  if (pass == Pass::quantize && !kv.k_format.quantized())
+    refuse("the pass is quantize and K and V are {}; set kv.k_format to e4m3, e5m2 or int8",
+           format_text(*this));
   if (pass == Pass::append && !kv.is_cache())
     refuse("the pass is append and the spec has no cache: set kv to KvLayout::paged(page_size) or slots()");
   if (pass == Pass::jvp) refuse_without_tangent(*this);
@@ -401,9 +466,9 @@ void KernelSpec::validate() const {
         "the pass is backward and {} is set; the backward pass needs K and V as tensors without pages and "
         "slots, so leave it out",
         kv.is_paged() ? "pages" : "cache");
-  if (has_scales())
+  if (kv.quantized())
     refuse("the pass is backward and K and V are {}; the backward pass needs them in the type of Q{}",
-           to_string(kv_type()), q_codes ? " and Q in that of O" : "");
+           format_text(*this), q_codes ? " and Q in that of O" : "");
   if (indices && deterministic) refuse_beside_indices("deterministic");
 }
 
@@ -437,7 +502,15 @@ std::string text_of(const AttentionSpec& spec) {
     fmt::format_to(std::back_inserter(out), format, std::forward<Args>(args)...);
   };
   if (spec.head_dim_v != spec.head_dim) append("x{}", spec.head_dim_v);
-  if (spec.kv_dtype) append(":kv{}", to_string(*spec.kv_dtype));
+  const KvFormat &k = spec.kv.k_format, &v = spec.kv.v_format;
+  if (k == v && k.is_plain_8bit()) {
+    append(":kv{}", to_string(k));
+  } else if (k == v && k.quantized()) {
+    append(":kv{{{}}}", to_string(k));
+  } else {
+    if (k.quantized()) append(":k{{{}}}", to_string(k));
+    if (v.quantized()) append(":v{{{}}}", to_string(v));
+  }
   if (!spec.score.empty()) append(":score{{{}}}", spec.score.text());
   if (plan::is_causal(spec.mask)) {  // a spec has these by their names
     append(":{}", spec.mask.text());

@@ -33,8 +33,8 @@ struct Problem {
   /// With spec.indices, [index_batch, queries, heads_kv, top-k]: see IndicesView.
   std::vector<std::int32_t> indices = {};
   std::int64_t index_batch = 1;
-  /// What kernels are given beside codes where the spec has them: one for each head, or with spec.key_scales
-  /// for each row of k and v. These have codes times scales already.
+  /// What kernels are given beside codes where the spec has them: one for each head, or with
+  /// spec.kv.key_scales for each row of k and v. These have codes times scales already.
   std::vector<double> k_scale = {}, v_scale = {};
   std::vector<double> q_scale = {};     ///< with spec.q_codes, one for each KV head
   std::vector<Captured> captures = {};  ///< one for each name that the spec's programs declare

@@ -7,6 +7,7 @@
 
 #include "expr/emit.hpp"
 #include "plan/family.hpp"
+#include "render/kv_format_text.hpp"
 #include "support/dtypes.hpp"
 
 namespace flashjit::render {
@@ -80,7 +81,8 @@ KernelSource render(const plan::KernelPlan& kernel, const DeviceInfo& device, co
       "  using KvElement = {};\n{}\n{}{}{}}};\n\n"
       "}}  // namespace flashjit\n",
       to_string(source.spec), to_string(source.config), includes(source.entries),
-      dtype_info(spec.dtype).cuda_name, dtype_info(spec.kv_type()).cuda_name, constants,
+      dtype_info(spec.dtype).cuda_name, dtype_info(spec.kv_type()).cuda_name,
+      constants + kv_formats_text(spec),
       expr::emit_functions(expr::trees_of(spec.score, spec.mask),
                            {.check_indices = spec.checks.check_indices}),
       functions.empty() ? "" : "\n", functions);

@@ -16,6 +16,9 @@ unsigned code_of(const KvFormat& format, float value);
 /// row's may be negative, so that -8 of int4 is used.
 float largest_value(const KvFormat& format);
 
+/// The largest magnitude of a row where its scale at the call is 1; with scales of e4m3 in the row, too.
+float largest_with_argument(const KvFormat& format);
+
 /// Bytes of a scale, or of a zero point.
 int size_of(KvFormat::Number type);
 double decode_number(KvFormat::Number type, const std::uint8_t* from);

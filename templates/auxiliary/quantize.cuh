@@ -4,6 +4,7 @@
 #pragma once
 
 #include "flashjit/auxiliary/append_params.cuh"
+#include "flashjit/auxiliary/encode_row.cuh"
 #include "flashjit/auxiliary/rope.cuh"
 #include "flashjit/common/chunk.cuh"
 #include "flashjit/common/ptx.cuh"
@@ -33,16 +34,7 @@ __device__ __forceinline__ void rotate_by_position(const QuantizeParams& p, cons
                                                    float* row, int lane) {
   const RopeParam& rope = p.rope;
   const int position = rope.positions != nullptr ? rope.positions[at.b * p.rows + at.s] : at.s;
-  if (!has_angles(rope, position)) return;
-  for (int pair = lane; pair < rope.pairs; pair += 32) {
-    const float2 angle = rotation<typename P::Element>(rope, position, pair);
-    float &x = row[rope.interleaved ? 2 * pair : pair],
-          &y = row[rope.interleaved ? 2 * pair + 1 : pair + rope.pairs];
-    const float before = x;
-    x = x * angle.x - y * angle.y;
-    y = before * angle.y + y * angle.x;
-  }
-  __syncwarp();
+  if (has_angles(rope, position)) rotate_row<typename P::Element>(rope, position, row, lane);
 }
 
 /// Multiplies a row by blocks of a Hadamard matrix, of the largest power of two that divides it.
@@ -80,6 +72,16 @@ __device__ __forceinline__ void load_row(const QuantizeParams& p, const Quantize
   if (p.hadamard) rotate_by_hadamard<P::kHeadDim>(row, lane);
 }
 
+/// The largest magnitude that a scale of 1 allows.
+template <class P, bool kDecodes = kDecodesKv<P>>
+struct LargestElement {
+  static constexpr float kValue = kLargestCode<typename P::KvElement>;
+};
+template <class P>
+struct LargestElement<P, true> {
+  static constexpr float kValue = kLargestWithArgument<typename P::KFormat>;
+};
+
 /// What a warp's row asks of its scale; NaN where it has one, as bits of floats that are not negative grow as
 /// these do.
 template <class P>
@@ -90,7 +92,7 @@ __device__ __forceinline__ float scale_for(const float* row) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2)
     largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, lanes));
-  return __int_as_float(largest) / kLargestCode<typename P::KvElement>;
+  return __int_as_float(largest) / LargestElement<P>::kValue;
 }
 
 constexpr int kQuantizedRows = 4;  // of a CTA of 128 threads
@@ -137,6 +139,27 @@ __device__ void quantize(const QuantizeParams& p) {
       word |= static_cast<unsigned>(from_float<Code>(row[four * 4 + i] / divisor).bits) << (i * 8);
     to[four] = word;
   }
+}
+
+/// The same of a format whose rows are encoded. Their scale is read, or each row's own.
+template <class P>
+__device__ void quantize_rows(const QuantizeParams& p) {
+  using Format = typename P::KFormat;
+  __shared__ float rows[kQuantizedRows][P::kHeadDim];
+  __shared__ RowEncoder<Format> encoders[kQuantizedRows];
+  const QuantizedRow at = row_of_warp(p);
+  if (!at.exists) return;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  load_row<P>(p, at, rows[warp]);
+  float argument = 1.0f;
+  if (Format::kArgument) {
+    float* scale = scale_of_row(p, at);
+    const float found = p.scale_of_row ? scale_for<P>(rows[warp]) : *scale;
+    argument = found == 0.0f ? 1.0f : found;
+    __syncwarp();
+    if (lane == 0 && (p.scale_of_row || found == 0.0f)) *scale = argument;
+  }
+  encoders[warp].encode(rows[warp], argument, row_of<unsigned char>(p.codes, at.b, at.h, at.s));
 }
 
 }  // namespace flashjit::auxiliary

@@ -26,6 +26,19 @@ __device__ __forceinline__ float2 rotation(const RopeParam& rope, int position, 
   };
   return rope.fp32_tables ? read(float{}) : read(Element{});
 }
+/// Turns the pairs of a row in shared memory by its position's angles. By a warp.
+template <class Element>
+__device__ __forceinline__ void rotate_row(const RopeParam& rope, int position, float* row, int lane) {
+  for (int pair = lane; pair < rope.pairs; pair += 32) {
+    const float2 angle = rotation<Element>(rope, position, pair);
+    float &x = row[rope.interleaved ? 2 * pair : pair],
+          &y = row[rope.interleaved ? 2 * pair + 1 : pair + rope.pairs];
+    const float before = x;
+    x = x * angle.x - y * angle.y;
+    y = before * angle.y + y * angle.x;
+  }
+  __syncwarp();
+}
 /// Whether a position has angles.
 __device__ __forceinline__ bool has_angles(const RopeParam& rope, int position) {
   return rope.cos == nullptr || static_cast<unsigned>(position) < static_cast<unsigned>(rope.table_rows);

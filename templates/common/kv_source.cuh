@@ -149,7 +149,7 @@ class KvSource : public FirstKey<kLeavesPages<P>> {
 };
 
 /// What the codes of these keys are multiplied with.
-template <class P>
+template <class P, bool kOfKeys = P::kKeyScales>
 class KvScales : public FirstKey<kLeavesPages<P>> {
  public:
   __device__ KvScales(const Params& p, const ScaleParam& scales, const Sequence<P>& sequence, int h_kv,
@@ -160,18 +160,18 @@ class KvScales : public FirstKey<kLeavesPages<P>> {
         b_(sequence.b),
         first_row_(sequence.kv_row(0)),
         first_(scales.data + sequence.b * scales.stride_b + h_kv * scales.stride_h) {
-    if constexpr (P::kKeyScales && P::kCache && P::kPageRows == 0)
+    if constexpr (kOfKeys && P::kCache && P::kPageRows == 0)
       first_ += page_of_key<P>(p, b_, 0) * scales.stride_page;
   }
 
   /// Of all keys.
   __device__ __forceinline__ float of_head() const {
-    static_assert(!P::kKeyScales, "keys have their own");
+    static_assert(!kOfKeys, "keys have their own");
     return *first_;
   }
   /// Where that of key `kv` is, which must exist where there are pages.
   __device__ __forceinline__ const float* of_key(int kv) const {
-    if constexpr (!P::kKeyScales) return first_;
+    if constexpr (!kOfKeys) return first_;
     if constexpr (P::kPageRows > 0)
       return first_ + page_of_key<P>(p_, b_, kv) * scales_.stride_page + kv % P::kPageRows * scales_.stride_s;
     return first_ + (first_row_ + kv) * scales_.stride_s;

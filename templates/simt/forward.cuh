@@ -129,10 +129,8 @@ __device__ void forward(const Params& p) {
   const int kv_end = sequence.seqused_kv(p), kv_begin = first_key_of<Problem>(p, head, q_range);
   const ScaledQMatrix<Problem> q{q_matrix<Problem, QElement<Problem>>(sequence, p.q, h, q_range.end),
                                  q_scale<Problem>(p, work.b, h_kv)};
-  const ScaledKvMatrix<Problem> k{kv_matrix(p, sequence, p.k, h_kv, kv_end, kv_begin),
-                                  {p, p.k_scale, sequence, h_kv}};
-  const ScaledKvMatrix<Problem> v{kv_matrix(p, sequence, p.v, h_kv, kv_end, kv_begin),
-                                  {p, p.v_scale, sequence, h_kv}};
+  const auto k = KvMatrices<Problem>::k(p, sequence, h_kv, kv_end, kv_begin);
+  const auto v = KvMatrices<Problem>::v(p, sequence, h_kv, kv_end, kv_begin);
   const Shared shared = shared_memory<T>();
 
   Result<T, Problem::kHeadDimV> out = {};

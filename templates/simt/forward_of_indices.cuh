@@ -38,7 +38,8 @@ __device__ void forward_of_indices(const Params& p) {
   const auto q = rows.matrix(p.q);
   const Shared shared = shared_memory<T>();
   __shared__ ListTile<Problem> list;
-  const auto k = rows.keys_of(p, p.k, p.k_scale, list), v = rows.keys_of(p, p.v, p.v_scale, list);
+  const auto k = EntryMatrices<Problem>::k(p, rows, list);
+  const auto v = EntryMatrices<Problem>::v(p, rows, list);
 
   Result<T, Problem::kHeadDimV> out = {};
   RowState<T> state;

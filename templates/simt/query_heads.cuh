@@ -33,6 +33,43 @@ struct EntryMatrix {
   }
 };
 
+/// The same where rows are decoded.
+template <class Source>
+struct DecodedEntryMatrix {
+  static constexpr bool kDecodes = true;
+  Source source;
+  const int* keys;
+  __device__ __forceinline__ bool has(int n) const { return keys[n] >= 0; }
+  __device__ __forceinline__ void decode16(int n, int column, float (&to)[16]) const {
+    source.decode16(keys[n], column, to);
+  }
+};
+
+/// K and V of the tile of a list.
+template <class Problem, bool kDecodes = kDecodesKv<Problem>>
+struct EntryMatrices {
+  template <class Rows>
+  static __device__ auto k(const Params& p, const Rows& rows, ListTile<Problem>& list) {
+    return rows.keys_of(p, p.k, p.k_scale, list);
+  }
+  template <class Rows>
+  static __device__ auto v(const Params& p, const Rows& rows, ListTile<Problem>& list) {
+    return rows.keys_of(p, p.v, p.v_scale, list);
+  }
+};
+template <class Problem>
+struct EntryMatrices<Problem, true> {
+  using Sources = KvSources<Problem>;
+  template <class Rows>
+  static __device__ auto k(const Params& p, const Rows& rows, ListTile<Problem>& list) {
+    return DecodedEntryMatrix<typename Sources::K>{Sources::k(p, rows.sequence, rows.h_kv, 0), list.keys};
+  }
+  template <class Rows>
+  static __device__ auto v(const Params& p, const Rows& rows, ListTile<Problem>& list) {
+    return DecodedEntryMatrix<typename Sources::V>{Sources::v(p, rows.sequence, rows.h_kv, 0), list.keys};
+  }
+};
+
 /// A CTA's rows: up to Br of the heads that share a head of K and V, of one query. CTAs: batch * seqlen_q *
 /// heads_kv * sets of Br heads.
 template <class Problem>

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "flashjit/common/dropout.cuh"
-#include "flashjit/common/kv_source.cuh"
+#include "flashjit/common/kv_format.cuh"
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/common/tile_class.cuh"
 #include "flashjit/common/tile_walk.cuh"
@@ -94,6 +94,18 @@ struct ScaledKvMatrix : KvMatrix<Problem> {
   __device__ __forceinline__ float scale(int n) const { return *scales.of_key(n); }
 };
 
+/// The same where rows are decoded.
+template <class Source>
+struct DecodedKvMatrix {
+  static constexpr bool kDecodes = true;
+  Source source;
+  int end;
+  __device__ __forceinline__ bool has(int n) const { return source.reads(n) && n < end; }
+  __device__ __forceinline__ void decode16(int n, int column, float (&to)[16]) const {
+    source.decode16(n, column, to);
+  }
+};
+
 template <class Problem, class Element = typename Problem::Element>
 __device__ __forceinline__ Matrix<Element> q_matrix(const Sequence<Problem>& sequence,
                                                     const TensorParam& tensor, int h, int end) {
@@ -106,6 +118,32 @@ __device__ __forceinline__ KvMatrix<Problem, Element> kv_matrix(const Params& p,
                                                                 int begin = 0) {
   return {{p, tensor, sequence, h, begin}, end};
 }
+
+/// K and V of a head.
+template <class Problem, bool kDecodes = kDecodesKv<Problem>>
+struct KvMatrices {
+  using Source = ScaledKvMatrix<Problem>;
+  static __device__ __forceinline__ Source k(const Params& p, const Sequence<Problem>& sequence, int h_kv,
+                                             int end, int begin) {
+    return {kv_matrix(p, sequence, p.k, h_kv, end, begin), {p, p.k_scale, sequence, h_kv}};
+  }
+  static __device__ __forceinline__ Source v(const Params& p, const Sequence<Problem>& sequence, int h_kv,
+                                             int end, int begin) {
+    return {kv_matrix(p, sequence, p.v, h_kv, end, begin), {p, p.v_scale, sequence, h_kv}};
+  }
+};
+template <class Problem>
+struct KvMatrices<Problem, true> {
+  using Sources = KvSources<Problem>;
+  static __device__ __forceinline__ auto k(const Params& p, const Sequence<Problem>& sequence, int h_kv,
+                                           int end, int begin) {
+    return DecodedKvMatrix<typename Sources::K>{Sources::k(p, sequence, h_kv, begin), end};
+  }
+  static __device__ __forceinline__ auto v(const Params& p, const Sequence<Problem>& sequence, int h_kv,
+                                           int end, int begin) {
+    return DecodedKvMatrix<typename Sources::V>{Sources::v(p, sequence, h_kv, begin), end};
+  }
+};
 
 /// Copies columns [chunk * kChunk, ...) of kRows rows from `first` on to shared memory, as floats. Columns
 /// from kDim on stay as they are, as they are never read.
@@ -132,6 +170,23 @@ __device__ __forceinline__ void load_chunk(float* shared, const Rows& from, int 
         for (float& x : to[e / 4].at) x *= scale;
       }
     }
+  }
+}
+
+/// The same of rows that are decoded, 16 columns at a time.
+template <int kThreads, int kRows, int kDim, class Rows>
+requires Rows::kDecodes __device__ __forceinline__ void load_chunk(float* shared, const Rows& from, int first,
+                                                                   int chunk) {
+  constexpr int kPieces = kChunk / 16;
+  const int column = static_cast<int>(threadIdx.x) % kPieces * 16;
+  if (chunk * kChunk + column >= kDim) return;
+#pragma unroll 1
+  for (int row = threadIdx.x / kPieces; row < kRows; row += kThreads / kPieces) {
+    float x[16] = {};
+    if (from.has(first + row)) from.decode16(first + row, chunk * kChunk + column, x);
+    Float4* to = reinterpret_cast<Float4*>(shared + row * kChunkStride + column);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) to[e] = {{x[4 * e], x[4 * e + 1], x[4 * e + 2], x[4 * e + 3]}};
   }
 }
 

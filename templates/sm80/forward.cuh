@@ -4,7 +4,7 @@
 // and exponentials then work at the same time within a warp, too.
 #pragma once
 
-#include "flashjit/common/kv_source.cuh"
+#include "flashjit/common/kv_format.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/common/unused_rows.cuh"
 #include "flashjit/sm80/forward_heads.cuh"
@@ -43,7 +43,8 @@ __device__ void forward(const Params& p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto warp_row = [&](int mt) { return mt * 16 * Policy::kRowWarps + row_warp<P>(warp) * 16; };
   const int first_key_read = first_key_of<P>(p, head, q_range);
-  const KvSource<P> k(p, p.k, sequence, h_kv, first_key_read), v(p, p.v, sequence, h_kv, first_key_read);
+  const auto k = KvSources<P>::k(p, sequence, h_kv, first_key_read);
+  const auto v = KvSources<P>::v(p, sequence, h_kv, first_key_read);
   const KvScales<P> k_scales(p, p.k_scale, sequence, h_kv, first_key_read),
       v_scales(p, p.v_scale, sequence, h_kv, first_key_read);
   const auto list = [&] { return IndexList<P>(p, sequence, h_kv, q_tile_index); };

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "flashjit/common/index_list.cuh"
+#include "flashjit/common/kv_format.cuh"
 #include "flashjit/sm80/tile.cuh"
 
 namespace flashjit::sm80 {
@@ -113,11 +114,38 @@ struct ListedKvLoader {
   }
 };
 
+/// Rows of any format, in any place: decoded as they are read, 16 columns at a time. A barrier follows, as it
+/// does after copies.
 template <class P>
-using KvLoader =
+struct DecodedKvLoader {
+  template <int kColumns, class Source, class List>
+  static __device__ __forceinline__ void load(unsigned tile, const Source& from, const List& list,
+                                              const Params&, int, int first, int valid) {
+    constexpr int kThreads = P::kWarps * 32, kPieces = kColumns / 16;
+    extern __shared__ __align__(128) char shared[];
+    char* at = shared + (tile - shared_address(shared));
+#pragma unroll 2
+    for (int begin = 0; begin < P::kBc * kPieces; begin += kThreads) {
+      const int index = begin + static_cast<int>(threadIdx.x), row = index / kPieces,
+                column = index % kPieces * 16;
+      if (P::kBc * kPieces % kThreads != 0 && row >= P::kBc) break;
+      const int key = P::kIndices ? list().key(first + row) : row < valid ? first + row : -1;
+      float x[16] = {};
+      if (key >= 0 && from.reads(key)) from.decode16(key, column, x);
+      auto* to = reinterpret_cast<uint4*>(at + (row * pitch(kColumns) + column) * 2);
+      to[0] = pack_eight<typename P::Element>(x);
+      to[1] = pack_eight<typename P::Element>(x + 8);
+    }
+  }
+};
+
+template <class P>
+using CopyingKvLoader =
     Conditional<P::kIndices, ListedKvLoader<P>,
                 Conditional<P::kPageRows == 0, DenseKvLoader<P>,
                             Conditional<kScaledKv<P>, PagedQuantizedKvLoader<P>, PagedKvLoader<P>>>>;
+template <class P>
+using KvLoader = Conditional<kDecodesKv<P>, DecodedKvLoader<P>, CopyingKvLoader<P>>;
 
 /// Starts copying a tile's scales of keys, where they have some: zeros from `valid` on, and where they are
 /// not read.

@@ -222,7 +222,7 @@ class AppendRun {
     const auto quantized = [&](std::vector<double> row, double* scale) {
       if (!spec_.has_scales()) return row;
       const double largest = dtype_info(spec_.kv_type()).largest;
-      if (spec_.key_scales) *scale = largest_finite(row) / largest;
+      if (spec_.kv.key_scales) *scale = largest_finite(row) / largest;
       for (double& value : row) value = std::clamp(value, -largest * *scale, largest * *scale);
       return row;
     };
@@ -309,7 +309,7 @@ inline std::vector<AppendCase> append_cases(std::initializer_list<const char*> s
                                 .shape = shapes[(seed + seed / shapes.size()) % shapes.size()],
                                 .layout = static_cast<PoolLayout>((seed + seed / 3) % 3),
                                 .slot_table = seed % 2 == 1,
-                                .own_scales = parse_spec(text).key_scales,
+                                .own_scales = parse_spec(text).kv.key_scales,
                                 .seed = seed},
                       .rope = rope,
                       .positions = rope != Rope::none && seed % 2 == 0,

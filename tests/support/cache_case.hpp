@@ -176,8 +176,8 @@ inline Cache make_cache(const CacheCase& test) {
     const std::array<std::int64_t, 4> all = {batch, pages, heads_kv, rows};
     // Sequences with keys in common have no scales of their own.
     const auto form = [&](unsigned seed) { return spec.kv.shared_prefix ? seed % 2 : seed; };
-    cache.k_scale = make_scales(spec.key_scales, form(test.seed), all, test.own_scales);
-    cache.v_scale = make_scales(spec.key_scales, form(test.seed + test.seed / 2), all, test.own_scales);
+    cache.k_scale = make_scales(spec.kv.key_scales, form(test.seed), all, test.own_scales);
+    cache.v_scale = make_scales(spec.kv.key_scales, form(test.seed + test.seed / 2), all, test.own_scales);
   }
   // The reference's keys are codes times scales.
   const auto scale_row = [&](Scales& scales, std::int64_t b, std::int64_t page, std::int64_t h,

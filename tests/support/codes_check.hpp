@@ -15,7 +15,7 @@ class CodesCheck {
  public:
   CodesCheck(const KernelSpec& spec, Family family, double scale)
       : spec_(spec), family_(family), scale_(scale) {
-    scales_.assign(spec.key_scales ? kCodes : 1, scale);
+    scales_.assign(spec.kv.key_scales ? kCodes : 1, scale);
   }
 
   void check_v(Runtime& runtime) {

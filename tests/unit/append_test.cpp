@@ -176,7 +176,8 @@ TEST(Append, ScalesOfCodesAreChecked) {
   expect_says(with_scales(kOfKeys, keys, pages),
               {"v_scale is [1, 40, 2, 1]", "a scale of its own", "[1, 40, 2, 16]"});
   expect_says(with_scales(kOfKeys, one, keys), {"k_scale is [1, 1, 1, 1]"});
-  expect_says(with_scales("append:bf16:d64:varlen:pages16", one, one), {"k_scale is given", "spec.kv_dtype"});
+  expect_says(with_scales("append:bf16:d64:varlen:pages16", one, one),
+              {"k_scale is given", "spec.kv.k_format"});
 }
 
 /// The reference called as users call it: a key's largest value becomes the largest code.

@@ -422,7 +422,7 @@ TEST(Arguments, PrefixLength) {
     return forward_refusal([&](auto& s, auto& args) {
       s.kv = KvLayout::paged(16), s.varlen = true, s.kv.shared_prefix = shares;
       if (scaled_sequences > 0) {
-        s.kv_dtype = DType::e4m3;
+        s.kv = s.kv.with(kv_format_of(DType::e4m3));
         args.k_scale =
             args.v_scale = {address<const float>(0x400), {scaled_sequences, 1, 1, 1}, {1, 1, 1, 1}};
       }

@@ -144,9 +144,9 @@ TEST(Cache, ScalesAreChecked) {
     EXPECT_EQ(with_scales(kOfKeys, k, keys), "accepted");
   expect_says(with_scales(kOfHeads, {}, one), {"k_scale is null", "e4m3", "device memory"});
   expect_says(with_scales(kOfHeads, one, {}), {"v_scale is null"});
-  expect_says(with_scales("bf16:d64:pages16", one, one), {"k_scale is given", "bf16", "spec.kv_dtype"});
-  expect_says(with_scales(kOfHeads, pages, one), {"k_scale has 40 pages", "spec.key_scales"});
-  expect_says(with_scales(kOfHeads, one, keys), {"v_scale has 40 pages", "spec.key_scales"});
+  expect_says(with_scales("bf16:d64:pages16", one, one), {"k_scale is given", "bf16", "spec.kv.k_format"});
+  expect_says(with_scales(kOfHeads, pages, one), {"k_scale has 40 pages", "spec.kv.key_scales"});
+  expect_says(with_scales(kOfHeads, one, keys), {"v_scale has 40 pages", "spec.kv.key_scales"});
   expect_says(with_scales(kOfHeads, ConstScaleView::of_heads(data, 2, 2), one),
               {"k_scale has 2 sequences", "or 3"});
   expect_says(with_scales(kOfKeys, one, ConstScaleView::of_keys(data, 40, 2, 8)),

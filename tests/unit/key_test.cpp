@@ -86,9 +86,12 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"cache", [](auto& s) { s.spec.kv = KvLayout::slots(); }},
       {"pages", [](auto& s) { s.spec.kv = KvLayout::paged(16); }},
       {"row_max", [](auto& s) { s.spec.row_max = true; }},
-      {"kv_dtype", [](auto& s) { s.spec.kv_dtype = DType::e4m3; }},
-      {"q_codes", [](auto& s) { s.spec.kv_dtype = DType::e4m3, s.spec.q_codes = true; }},
-      {"key_scales", [](auto& s) { s.spec.kv_dtype = DType::int8, s.spec.key_scales = true; }},
+      {"k_format", [](auto& s) { s.spec.kv.k_format = parse_kv_format("nvfp4"); }},
+      {"v_format", [](auto& s) { s.spec.kv.v_format = parse_kv_format("q8_0"); }},
+      {"q_codes",
+       [](auto& s) { s.spec.kv = s.spec.kv.with(kv_format_of(DType::e4m3)), s.spec.q_codes = true; }},
+      {"key_scales",
+       [](auto& s) { s.spec.kv = s.spec.kv.with(kv_format_of(DType::int8)), s.spec.kv.key_scales = true; }},
       {"fp32_out", [](auto& s) { s.spec.partial.fp32_out = true; }},
       {"fp32_grads", [](auto& s) { s.spec.pass = Pass::backward, s.spec.partial.fp32_grads = true; }},
       {"dropout_place", [](auto& s) { s.spec.dropout = s.spec.partial.dropout_place = true; }},
@@ -111,10 +114,11 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   };
   // Where one of these does not compile, a field was added: add its change above.
   const AttentionSpec spec = {};
-  [[maybe_unused]] const auto& [a, b, c, d, e, f, kv, h, i, j, k, row_max, kv_dtype, key_scales,
-                                batch_invariant, q_codes, indices, partial] = spec;
+  [[maybe_unused]] const auto& [a, b, c, d, e, f, kv, h, i, j, k, row_max, batch_invariant, q_codes, indices,
+                                partial] = spec;
   [[maybe_unused]] const auto& [fp32_out, fp32_grads, add_grads, dropout_place, running_state] = partial;
-  [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix] = kv;
+  [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix, k_format, v_format, key_scales] =
+      kv;
   const TileConfig config = {};
   [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w] = config;
   // Not in the key by themselves: header, function and params, which are in the text, as is what hot means

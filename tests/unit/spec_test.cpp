@@ -62,9 +62,9 @@ class Random {
     }
     spec.row_max = coin();
     if (spec.pass == Pass::forward && spec.head_dim % 16 == 0 && spec.v_dim() % 16 == 0 && coin()) {
-      spec.kv_dtype = static_cast<DType>(from_to(3, 5));
-      spec.key_scales = coin();
-      spec.q_codes = spec.kv_dtype != DType::int8 && coin();
+      spec.kv = spec.kv.with(kv_format_of(static_cast<DType>(from_to(3, 5))));
+      spec.kv.key_scales = coin();
+      spec.q_codes = spec.kv_type() != DType::int8 && coin();
     }
     spec.partial.fp32_out = coin();
     spec.partial.fp32_grads = coin();
@@ -244,11 +244,14 @@ TEST(Spec, ValidateNamesTheField) {
           {"running_state", "a cache", "merge()"});
   refused({{.head_dim = 64, .indices = true, .partial = {.running_state = true}}},
           {"running_state", "indices"});
-  refused({{.head_dim = 64, .kv_dtype = DType::e4m3, .partial = {.running_state = true}}},
-          {"running_state", "K and V of 8 bits"});
+  refused({{.head_dim = 64,
+            .kv = KvLayout{}.with(kv_format_of(DType::e4m3)),
+            .partial = {.running_state = true}}},
+          {"running_state", "quantized K and V"});
   refused({{.head_dim = 64, .head_dim_v = 128, .kv = {.shared_kv = true}}},
           {"shared_kv", "head_dim_v is 128"});
-  refused({{.head_dim = 64, .kv = {.shared_kv = true}, .kv_dtype = DType::e4m3}}, {"shared_kv", "of 8 bits"});
+  refused({{.head_dim = 64, .kv = {.shared_kv = true, .v_format = kv_format_of(DType::e4m3)}}},
+          {"shared_kv", "V is e4m3", "leave kv.v_format out"});
   refused({{.head_dim = 520}}, {"head_dim_v is 520", "a multiple of 8 from 8 to 512"});
   refused({{.head_dim = -8}}, {"head_dim is -8"});
   refused({{.head_dim = 64, .head_dim_v = 20}}, {"head_dim_v is 20"});
@@ -261,25 +264,28 @@ TEST(Spec, ValidateNamesTheField) {
   refused({{.head_dim = 64, .block_map = {272, 64}}}, {"block_map.q is 272"});
   refused({{.head_dim = 64}, static_cast<Pass>(7)}, {"the pass is 'unknown(7)'"});
   refused({{.dtype = static_cast<DType>(9), .head_dim = 64}}, {"the element type is 'unknown(9)'"});
-  refused({{.head_dim = 64, .kv_dtype = static_cast<DType>(9)}}, {"the element type is 'unknown(9)'"});
-  refused({{.head_dim = 64, .kv_dtype = DType::fp16}},
-          {"kv_dtype is fp16 and dtype is bf16", "e4m3, e5m2 or int8"});
-  refused({{.head_dim = 64, .key_scales = true}}, {"key_scales is set", "bf16", "set kv_dtype"});
-  refused({{.head_dim = 72, .kv_dtype = DType::e4m3}}, {"head_dim is 72", "e4m3", "a multiple of 16", "pad"});
-  refused({{.head_dim = 64, .head_dim_v = 40, .kv_dtype = DType::int8}},
+  refused({{.head_dim = 64, .kv = KvLayout{}.with({.code = static_cast<KvFormat::Code>(99)})}},
+          {"number 99", "no name"});
+  refused({{.head_dim = 64, .kv = {.key_scales = true}}}, {"key_scales is set", "bf16", "set kv.k_format"});
+  refused({{.head_dim = 72, .kv = KvLayout{}.with(kv_format_of(DType::e4m3))}},
+          {"head_dim is 72", "e4m3", "a multiple of 16", "pad"});
+  refused({{.head_dim = 64, .head_dim_v = 40, .kv = KvLayout{}.with(kv_format_of(DType::int8))}},
           {"head_dim_v is 40", "a multiple of 16"});
-  refused({{.head_dim = 64, .kv_dtype = DType::e5m2}, Pass::backward}, {"backward", "e5m2", "the type of Q"});
-  refused({{.head_dim = 64}, Pass::quantize}, {"quantize", "bf16", "set kv_dtype"});
-  refused({{.head_dim = 64, .q_codes = true}}, {"q_codes is set", "K and V are bf16", "set kv_dtype"});
-  refused({{.head_dim = 64, .kv_dtype = DType::int8, .q_codes = true}}, {"q_codes", "int8", "e4m3 and e5m2"});
-  refused({{.head_dim = 64, .kv_dtype = DType::e4m3, .q_codes = true}, Pass::backward},
-          {"backward", "e4m3", "Q in that of O"});
+  refused({{.head_dim = 64, .kv = KvLayout{}.with(kv_format_of(DType::e5m2))}, Pass::backward},
+          {"backward", "e5m2", "the type of Q"});
+  refused({{.head_dim = 64}, Pass::quantize}, {"quantize", "bf16", "set kv.k_format"});
+  refused({{.head_dim = 64, .q_codes = true}}, {"q_codes is set", "K and V are bf16", "set kv.k_format"});
+  refused({{.head_dim = 64, .kv = KvLayout{}.with(kv_format_of(DType::int8)), .q_codes = true}},
+          {"q_codes", "int8", "e4m3 and e5m2"});
+  refused(
+      {{.head_dim = 64, .kv = KvLayout{}.with(kv_format_of(DType::e4m3)), .q_codes = true}, Pass::backward},
+      {"backward", "e4m3", "Q in that of O"});
 }
 
 TEST(Spec, TheTypeOfKAndVHasItsText) {
   const KernelSpec spec = parse_spec("bf16:d128:causal:kve4m3:cache:key_scales");
-  EXPECT_EQ(spec.kv_dtype, DType::e4m3);
-  EXPECT_TRUE(spec.has_scales() && spec.key_scales);
+  EXPECT_EQ(spec.kv_type(), DType::e4m3);
+  EXPECT_TRUE(spec.has_scales() && spec.kv.key_scales);
   EXPECT_EQ(to_string(spec), "fwd:bf16:d128:kve4m3:causal:cache:key_scales");
   EXPECT_EQ(to_string(parse_spec("fp16:d64:kvint8:kvlen")), "fwd:fp16:d64:kvint8:kvlen");
   // That of Q is no other.
@@ -288,6 +294,34 @@ TEST(Spec, TheTypeOfKAndVHasItsText) {
   EXPECT_EQ(parse_spec("fp16:d64").kv_type(), DType::fp16);
   expect_refused([] { parse_spec("bf16:d64:kve4m3:kvint8"); }, {"says twice", "kvint8"});
   expect_refused([] { parse_spec("bf16:d64:kvfp8"); }, {"unknown field 'kvfp8'", "kv<e4m3|e5m2|int8>"});
+  expect_refused([] { parse_spec("bf16:d64:kvfp16"); },
+                 {"K and V are fp16 and Q is bf16", "e4m3, e5m2 or int8"});
+}
+
+TEST(Spec, FormatsOfKAndVHaveTheirTexts) {
+  for (const char* text :
+       {"fwd:bf16:d128:kv{nvfp4}:causal", "fwd:bf16:d128:kv{int4:g32:fp16:zero}:cache",
+        "fwd:bf16:d128:k{q8_0}:v{q4_0}:pages16", "fwd:fp16:d64:k{int8}", "fwd:bf16:d64:v{mxfp4}",
+        "fwd:bf16:d128:kv{int4}:cache:key_scales", "fwd:bf16:d576x512:kv{fp8_ds_mla}:cache:shared_kv",
+        "append:bf16:d128:kv{nvfp4}:pages16", "quantize:bf16:d128:kv{nvfp4}"})
+    EXPECT_EQ(to_string(parse_spec(text)), text);
+  EXPECT_EQ(to_string(parse_spec("bf16:d64:kv{fp8}")), "fwd:bf16:d64:kve4m3");
+  EXPECT_EQ(to_string(parse_spec("bf16:d64:v{e4m3}:k{e4m3}")), "fwd:bf16:d64:kve4m3");
+  const KernelSpec spec = parse_spec("bf16:d128:k{q8_0}:v{e4m3}");
+  EXPECT_TRUE(spec.decodes_kv() && !spec.has_scales());
+  EXPECT_EQ(spec.kv_type(), DType::bf16);
+  EXPECT_EQ(spec.stored_k().columns, 136);
+  EXPECT_EQ(spec.stored_k().alignment, 2);
+  EXPECT_EQ(spec.stored_v().columns, 128);
+  EXPECT_EQ(parse_spec("bf16:d576x512:kv{fp8_ds_mla}:shared_kv").stored_v().columns, 656);
+  expect_refused([] { parse_spec("bf16:d64:kv{nvfp5}"); },
+                 {"'kv{nvfp5}'", "neither a name nor codes", "mxfp4"});
+  expect_refused([] { parse_spec("bf16:d64:kv{nvfp4}:k{q8_0}"); }, {"says twice"});
+  expect_refused([] { parse_spec("bf16:d80:kv{q8_0}"); }, {"head_dim is 80", "blocks of 32"});
+  expect_refused([] { parse_spec("bwd:bf16:d64:kv{q8_0}").validate(); },
+                 {"backward", "q8_0", "the type of Q"});
+  expect_refused([] { parse_spec("bf16:d64:kv{q8_0}:key_scales"); }, {"key_scales is set", "q8_0"});
+  expect_refused([] { parse_spec("bf16:d64:kv{nvfp4}:q_codes"); }, {"q_codes is set", "nvfp4"});
 }
 
 // --- shapes

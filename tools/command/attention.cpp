@@ -105,13 +105,19 @@ std::vector<double> normal_values(std::int64_t count, DType dtype, std::mt19937_
 /// Q, K and V become codes times scales, where the spec has them.
 void quantize(reference::Problem& problem) {
   const KernelSpec& spec = problem.spec;
+  if (spec.decodes_kv())
+    refuse(
+        "the command makes K and V of 16 bits, e4m3, e5m2 and int8, and the spec is {}; call the library "
+        "with "
+        "such rows, or `flashjit inspect` the kernel",
+        to_string(spec));
   if (!spec.has_scales()) return;
   const std::int64_t heads = problem.shape.heads_kv;
   const auto of_kv = [&](std::vector<double>& values, std::int64_t dim) {
     const std::int64_t rows = spec.varlen && !spec.kv.is_cache()
                                   ? std::ssize(values) / std::max<std::int64_t>(heads * dim, 1)
                                   : problem.shape.seqlen_kv;
-    return reference::quantize(spec.kv_type(), spec.key_scales, heads, rows, dim, values);
+    return reference::quantize(spec.kv_type(), spec.kv.key_scales, heads, rows, dim, values);
   };
   if (spec.q_codes) {
     // The queries of a KV head, one head after the other.

@@ -193,10 +193,10 @@ class TensorMaker {
   DeviceTensor kv(const std::vector<double>& values, const std::vector<double>& scales,
                   std::int64_t dim) const {
     return in_cache(problem_.spec.kv_type(),
-                    codes_of(problem_, values, scales, problem_.spec.key_scales, rows_kv_, dim), dim);
+                    codes_of(problem_, values, scales, problem_.spec.kv.key_scales, rows_kv_, dim), dim);
   }
   DeviceTensor kv_scale(const std::vector<double>& scales) const {
-    return problem_.spec.key_scales ? in_cache(DType::fp32, scales, 1) : scale(scales);
+    return problem_.spec.kv.key_scales ? in_cache(DType::fp32, scales, 1) : scale(scales);
   }
   DeviceTensor scale(const std::vector<double>& scales) const {
     return DeviceTensor(driver_, DType::fp32, {1, std::ssize(scales), 1, 1}, scales);

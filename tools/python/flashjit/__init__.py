@@ -36,7 +36,7 @@ from .programs import Program, trace
 if TYPE_CHECKING:
     __version__: str
 if TYPE_CHECKING or "torch" in _sys.modules:
-    from .torch import BlockMap, TileLists, append, attention, merge, quantize
+    from .torch import BlockMap, KvFormat, TileLists, append, attention, merge, quantize
 
 __all__ = [
     "append",
@@ -52,6 +52,7 @@ __all__ = [
     "version",
     "DeviceTileLists",
     "BlockMap",
+    "KvFormat",
     "Program",
     "Runtime",
     "TileLists",
@@ -74,7 +75,7 @@ def __getattr__(name: str) -> Any:
     """What needs PyTorch is imported when it is first asked for, and the library opened."""
     if name == "__version__":
         return version()
-    if name in ("append", "attention", "merge", "quantize", "BlockMap", "TileLists"):
+    if name in ("append", "attention", "merge", "quantize", "BlockMap", "KvFormat", "TileLists"):
         from . import torch
 
         globals().update(
@@ -83,6 +84,7 @@ def __getattr__(name: str) -> Any:
             merge=torch.merge,
             quantize=torch.quantize,
             BlockMap=torch.BlockMap,
+            KvFormat=torch.KvFormat,
             TileLists=torch.TileLists,
         )
         return globals()[name]

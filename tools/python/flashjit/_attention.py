@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ._blocks import read_blocks
+from ._formats import KvFormat, refuse_formats_in_operators, with_formats
 from ._lists import TileLists, check_lists
 from ._named import with_named
 from ._operators import draw, through_operator
@@ -19,7 +20,6 @@ from ._plans import (
     NO_RNG,
     NOTHING,
     PLAIN,
-    SPEC_TYPES,
     Fixed,
     Layout,
     Plan,
@@ -35,7 +35,7 @@ from ._plans import (
 )
 from ._problem import autocast, check_types, plain_problem, read_problem
 from ._results import Results
-from ._scales import with_scales
+from ._scales import is_fp32_out, with_scales
 from ._tracing import torch_mode
 from ._transforms import have_tangents, refuse_second
 from .errors import InvalidArgument, Unsupported, WrongType
@@ -70,6 +70,8 @@ def attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     q_scale: Tensor | None = None,
+    k_format: KvFormat | str | None = None,
+    v_format: KvFormat | str | None = None,
     indices: Tensor | None = None,
     prefix_length: Tensor | None = None,
     state: tuple[Tensor, Tensor] | None = None,
@@ -126,6 +128,9 @@ def attention(
         strides. No gradients.
     q_scale: with q of their type too, float8_e4m3fn or float8_e5m2: one number, [heads_kv], or [sequences, heads_kv]: of all
         query heads of a KV head.
+    k_format, v_format: KvFormat, or its text such as "nvfp4": k or v is uint8, [..., bytes of a row]: rows in that format, with
+        strides that are multiples of its alignment(). k_scale and v_scale are the scales that it has at the call. With v_columns
+        V has the rows of K. None: elements, of 16 or 8 bits. No gradients.
     indices: int32 [batch or 1, seqlen_q, heads_kv, top-k]: sparse tokens. A query of the heads that share a head of k attends to
         the keys that its list names, and to no others: the n-th row of k, with cu_seqlens of its sequence's (indices is then [1,
         all rows of q, heads_kv, top-k]), with page_table of the pages' in order. Each entry is a key of its own, also where two are
@@ -159,7 +164,8 @@ def attention(
     compiling = torch.compiler.is_compiling()
     if compiling or torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q, k, v)
-    v = _value_of(k, v, v_columns)
+    stored = k_format is not None or v_format is not None
+    v = k if stored and v is None and v_columns is not None else _value_of(k, v, v_columns)
     plain = not compiling and type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN
     if not plain and not compiling:
         check_types(q, k, v)
@@ -172,10 +178,11 @@ def attention(
         k_scale is not None
         or v_scale is not None
         or q_scale is not None
+        or stored
         or k.dtype in KV_TYPES
         or q.dtype in KV_TYPES
     )
-    fp32_out = out_dtype is not None and _is_fp32_out(out_dtype, q)
+    fp32_out = out_dtype is not None and is_fp32_out(out_dtype, q)
     if (
         plain
         and not (cached or scaled or return_row_max or fp32_out or batch_invariant)
@@ -251,7 +258,11 @@ def attention(
                 "cache=True too where the last query is to see a sequence's own last key, or "
                 'causal="top_left", or a mask_mod, where k is padded.'
             )
-        if scaled:
+        if stored:
+            fixed, problem = with_formats(
+                fixed, problem, q, k, v, v_columns, (k_format, v_format), (k_scale, v_scale)
+            )
+        elif scaled:
             fixed, problem = with_scales(fixed, problem, q, k, (q_scale, k_scale, v_scale), out_dtype)
         if (cached or scaled) and wants_grad:
             _refuse_gradients(q, k, v, sinks, values)
@@ -262,6 +273,8 @@ def attention(
     try:
         if dual or not plain or is_watched() or _is_negated(q, k, v, fixed, values):
             results.refuse_in_operators(state)
+            if stored:
+                refuse_formats_in_operators()
             found = through_operator(
                 q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory, dual
             )
@@ -293,7 +306,11 @@ def _launch(
 ) -> Any:
     """Computes at once, and records what autograd asks for."""
     plan = plan_of(q, k, v, fixed, values, problem)
-    if not plan.reads or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+    if problem.stored is not None:
+        if not plan.reads or q.data_ptr() % 16:
+            q = readable(q, "q")
+            plan = plan_of(q, k, v, fixed, values, problem)
+    elif not plan.reads or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q, k = readable(q, "q"), readable(k, "k")
         v = k[..., :v_columns] if v_columns else readable(v, "v")
         plan = plan_of(q, k, v, fixed, values, problem)
@@ -361,20 +378,6 @@ def _read_state(state: Any, plan: Plan, differentiable: Sequence[Any]) -> tuple[
         if x.dtype != torch.float32 or tuple(x.shape) != tuple(size) or x.device != plan.device:
             raise InvalidArgument(f"{name} is {describe(x)}: give float32 {list(size)} on {plan.device}.")
     return readable(state[0], "state[0]"), state[1].contiguous()
-
-
-def _is_fp32_out(out_dtype: Any, q: Tensor) -> bool:
-    if q.dtype in KV_TYPES:
-        if not isinstance(out_dtype, torch.dtype) or out_dtype not in SPEC_TYPES:
-            raise InvalidArgument(
-                f"out_dtype is {out_dtype}: with q of 8 bits give torch.bfloat16, torch.float16 or torch.float32."
-            )
-        return out_dtype == torch.float32
-    if out_dtype not in (torch.float32, q.dtype):
-        raise InvalidArgument(
-            f"out_dtype is {out_dtype}: give torch.float32, or None for the type of q, {q.dtype}."
-        )
-    return out_dtype != q.dtype
 
 
 def _value_of(k: Tensor, v: Tensor | None, v_columns: int | None) -> Tensor:

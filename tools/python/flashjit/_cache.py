@@ -13,11 +13,13 @@ from torch import Tensor
 
 from . import _library
 from ._checks import check_number, check_whole
+from ._formats import Formats, KvFormat, of_tensor, read_format, refuse_formats_in_operators
 from ._library import AppendArgs, MergeArgs, PartialState, Rope, spec_handle
 from ._plans import (
     ELEMENTS,
     KEEP_PLANS,
     KV_TYPES,
+    MAX_DIM_V,
     SPEC_TYPES,
     check_alike,
     check_device,
@@ -62,9 +64,9 @@ class _Rotation(NamedTuple):
 
 def append(
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     *,
     kv_lengths: Tensor | None = None,
     page_table: Tensor | None = None,
@@ -81,6 +83,8 @@ def append(
     max_seqlen_kv: int | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    k_format: KvFormat | str | None = None,
+    v_format: KvFormat | str | None = None,
 ) -> Tensor | None:
     """Stores new rows of K and V into a cache, K's rotated (RoPE), and rotates Q, in one launch. Returns the rotated Q.
 
@@ -103,6 +107,8 @@ def append(
     k_scale, v_scale: with caches of float8_e4m3fn, float8_e5m2 or int8, as of attention(): per-head scales are
         read, and larger values saturate; [pages, heads_kv, rows] scales are written, so that each key's largest element becomes
         the largest code.
+    k_format, v_format: as of attention(): k_cache or v_cache is uint8, rows in that format, which new rows are encoded to. Latents
+        have V in the rows of k_cache: give None for v and v_cache. Not in compiled code.
 
     Rows without a sequence, without a place in the cache or without a row in the tables are left out: nothing is written for
     them, in q_out neither. On the CPU lengths beyond the cache are refused. Before a CUDA graph is captured, call it
@@ -120,7 +126,9 @@ def append(
         in_four_dims("v_scale", v_scale, True),
         slots,
     )
-    _check_kinds(tensors, given)
+    formats = Formats(read_format("k_format", k_format), read_format("v_format", v_format))
+    stored = formats != (None, None)
+    _check_kinds(tensors, given, ("k", "k_cache") if stored else ("k", "v", "k_cache", "v_cache"))
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         k, v, q = _autocast(k_cache, k, v, q)
         tensors.update(k=k, v=v, q=q)
@@ -141,7 +149,11 @@ def append(
             q.shape, dense_strides(q.shape, q.stride()), dtype=q.dtype, device=q.device
         )
     run = torch.ops.flashjit.append if torch.compiler.is_compiling() or is_watched() else _append
-    if (k.shape[-1] % 8 or v.shape[-1] % 8) and k_cache.dtype in SPEC_TYPES:
+    if stored:
+        if run is not _append:
+            refuse_formats_in_operators()
+        run = functools.partial(_append, formats=formats)
+    elif (k.shape[-1] % 8 or v is not None and v.shape[-1] % 8) and k_cache.dtype in SPEC_TYPES:
         run = functools.partial(_append_padded, run)
     run(
         k,
@@ -216,7 +228,14 @@ torch.library.register_fake("flashjit::append")(lambda *_: None)
 
 
 def _append(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, q: Tensor | None, q_out: Tensor | None, *rest: Any
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q: Tensor | None,
+    q_out: Tensor | None,
+    *rest: Any,
+    formats: Formats = Formats(None, None),
 ) -> None:
     given, (theta, dims, interleaved, max_seqlen_kv) = _Given(*rest[:-4]), rest[-4:]
     rotation = _Rotation(theta, dims, interleaved)
@@ -232,14 +251,14 @@ def _append(
                 f"{name} is a view whose memory holds the negated numbers: give its resolve_neg()."
             )
     given = _readable_tables(given)
-    k, v = readable(k.resolve_neg(), "k"), readable(v.resolve_neg(), "v")
+    k, v = readable(k.resolve_neg(), "k"), v if v is None else readable(v.resolve_neg(), "v")
     if q is not None and q is not q_out:
         q = readable(q.resolve_neg(), "q")
     tensors = (k, v, k_cache, v_cache, q, q_out)
-    key = (*[signature(x) for x in (*tensors, *given)], rotation, max_seqlen_kv)
+    key = (*[signature(x) for x in (*tensors, *given)], rotation, max_seqlen_kv, formats)
     call = _calls.get(key)
     if call is None:
-        call = _AppendCall(tensors, given, rotation, max_seqlen_kv)
+        call = _AppendCall(tensors, given, rotation, max_seqlen_kv, formats)
         if len(_calls) >= KEEP_PLANS:
             _calls.clear()
         _calls[key] = call
@@ -254,17 +273,22 @@ class _AppendCall:
     """Checked sizes and the filled struct of calls that look alike."""
 
     def __init__(
-        self, tensors: Sequence[Any], given: _Given, rotation: _Rotation, max_seqlen_kv: int
+        self, tensors: Sequence[Any], given: _Given, rotation: _Rotation, max_seqlen_kv: int, formats: Formats
     ) -> None:
         named = dict(zip(("k", "v", "k_cache", "v_cache", "q", "q_out"), tensors))
-        _check(named, given)
+        _check(named, given, formats)
         k, v = named["k"], named["v"]
         table = given.page_table
-        dims = f"{k.shape[3]}" if k.shape[3] == v.shape[3] else f"{k.shape[3]}x{v.shape[3]}"
+        dim_v = min(k.shape[3], MAX_DIM_V) if v is None else v.shape[3]
+        dims = f"{k.shape[3]}" if k.shape[3] == dim_v else f"{k.shape[3]}x{dim_v}"
         options = f"{':varlen' if given.cu_seqlens_q is not None else ''}" + (
             f":pages{named['k_cache'].shape[2]}" if table is not None and table.dim() == 2 else ":cache"
         )
-        options += kv_options(named["k_cache"], given.k_scale, given.v_scale)
+        scales = (given.k_scale, given.v_scale)
+        if formats == (None, None):
+            options += kv_options(named["k_cache"], *scales)
+        else:
+            options += formats.options(scales) + (":shared_kv" if v is None else "")
         self.spec = spec_handle(f"{SPEC_TYPES[k.dtype]}:d{dims}{options}")
         self.index = k.get_device()
         args = AppendArgs(
@@ -324,9 +348,9 @@ def _readable_tables(given: _Given) -> _Given:
     )
 
 
-def _check_kinds(tensors: dict[str, Any], given: _Given) -> None:
+def _check_kinds(tensors: dict[str, Any], given: _Given, required: Sequence[str]) -> None:
     for name, value in (*tensors.items(), *zip(_Given._fields, given)):
-        if value is None and name not in ("k", "v", "k_cache", "v_cache"):
+        if value is None and name not in required:
             continue
         if not isinstance(value, Tensor):
             raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor.")
@@ -340,12 +364,20 @@ def _check_kinds(tensors: dict[str, Any], given: _Given) -> None:
         )
 
 
-def _check(tensors: dict[str, Any], given: _Given) -> None:
+def _check(tensors: dict[str, Any], given: _Given, formats: Formats) -> None:
     """What the library does not see, or knows by other names."""
     k, k_cache = tensors["k"], tensors["k_cache"]
-    caches = {name: tensors[name] for name in ("k_cache", "v_cache")} if k_cache.dtype in KV_TYPES else {}
+    stored = formats != (None, None)
+    caches = (
+        {name: tensors[name] for name in ("k_cache", "v_cache") if tensors[name] is not None}
+        if stored or k_cache.dtype in KV_TYPES
+        else {}
+    )
     check_alike({name: x for name, x in tensors.items() if x is not None and name not in caches})
-    if caches:
+    if stored:
+        for name, format in zip(caches, formats):
+            of_tensor(name, caches[name], format, k)
+    elif caches:
         check_alike(caches, KV_TYPES)
         check_device(k, "k", caches)
     check_device(k, "k", given._asdict())

@@ -267,6 +267,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_version": (ctypes.c_char_p, []),
     "flashjit_status_name": (ctypes.c_char_p, [ctypes.c_int32]),
     "flashjit_spec_option": (ctypes.c_int32, [ctypes.c_size_t, _pointer, _pointer]),
+    "flashjit_kv_row": (ctypes.c_int32, [ctypes.c_char_p, ctypes.c_int32, _pointer, _pointer, _pointer]),
+    "flashjit_kv_format_name": (ctypes.c_int32, [ctypes.c_size_t, _pointer, _pointer]),
     "flashjit_last_error_message": (ctypes.c_char_p, []),
     "flashjit_last_error_detail": (ctypes.c_char_p, []),
     "flashjit_runtime_create": (ctypes.c_int32, [_pointer, _pointer]),

@@ -64,6 +64,12 @@ def grads_of_fixed(dsinks: Any) -> Fixed:
     return Fixed(sinks=dsinks)
 
 
+class Stored(NamedTuple):
+    """What tensors of rows in a KV format do not tell."""
+
+    dim_v: int
+
+
 class Problem(NamedTuple):
     """What all calls of a plan share, besides the tensors' sizes and strides."""
 
@@ -76,6 +82,7 @@ class Problem(NamedTuple):
     cached: bool = False  # K and V are a cache's pages or slots
     out_type: str = ""  # the spec's type where Q is of 8 bits: that of O, unless that is fp32
     reserved_sms: int = 0  # multiprocessors left to others
+    stored: Stored | None = None  # K or V are bytes of rows in a KV format
 
 
 class Layout(NamedTuple):
@@ -196,7 +203,8 @@ class Plan:
         else:
             seqlen_kv = problem.max_seqlen_kv if varlen else k.shape[2]
         self.shape = (batch, q.shape[1], k.shape[1], seqlen_q, seqlen_kv)
-        self.out_size = (*q.shape[:3], v.shape[3])
+        dim_v = v.shape[3] if problem.stored is None else problem.stored.dim_v
+        self.out_size = (*q.shape[:3], dim_v)
         self.out_stride = dense_strides(self.out_size, q.stride())
         self.lse_size = tuple(q.shape[:3])
         # Kernels that are launched write all rows of results.
@@ -205,11 +213,13 @@ class Plan:
             if not varlen or batch and seqlen_q
             else lambda *given, **named: torch.empty_strided(*given, **named).zero_()
         )
-        self.reads = _strides_are_read(q) and _strides_are_read(k) and _strides_are_read(v)
+        self.reads = _strides_are_read(q) and (
+            problem.stored is not None or _strides_are_read(k) and _strides_are_read(v)
+        )
         self.grads = [(tuple(t.shape), dense_strides(t.shape, t.stride())) for t in (q, k, v)]
         self.shares_kv = "shared_kv" in switches_of(problem.options)
         self.saved = self._layouts_of_saved((q, k, v), (*fixed, *values))
-        dims = f"{q.shape[3]}" if q.shape[3] == v.shape[3] else f"{q.shape[3]}x{v.shape[3]}"
+        dims = f"{q.shape[3]}" if q.shape[3] == dim_v else f"{q.shape[3]}x{dim_v}"
         self.spec_text = f"{problem.out_type or SPEC_TYPES[q.dtype]}:d{dims}{problem.options}"
         self.spec = _spec_of(self.spec_text, q, v)
         self._make_captures(values)
@@ -868,7 +878,9 @@ def check_alike(tensors: Mapping[str, Tensor], types: Mapping[torch.dtype, str] 
 def _check_tensors(
     q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem
 ) -> None:
-    if q.dtype in KV_TYPES:
+    if problem.stored is not None:
+        check_alike({"q": q})
+    elif q.dtype in KV_TYPES:
         check_alike({"q": q, "k": k, "v": v}, KV_TYPES)
     elif k.dtype in KV_TYPES:
         check_alike({"q": q})
@@ -877,13 +889,14 @@ def _check_tensors(
     else:
         check_alike({"q": q, "k": k, "v": v})
     check_device(q, "q", fixed._asdict())
-    if problem.cached and (v.shape[:3] != k.shape[:3] or k.shape[3] != q.shape[3]):
+    as_stored = problem.stored is not None  # whose rows' bytes the library checks
+    if problem.cached and (v.shape[:3] != k.shape[:3] or not as_stored and k.shape[3] != q.shape[3]):
         raise InvalidArgument(
             f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: k must have the head_dim of "
             "q, and v the pages or slots, heads and rows of k."
         )
     if not problem.cached and (
-        v.shape[:3] != k.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]
+        v.shape[:3] != k.shape[:3] or not as_stored and k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]
     ):
         raise InvalidArgument(
             f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: batches must be equal, k "

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import _library
 from ._checks import check_number, check_text, check_whole
+from ._formats import KvFormat, new_rows, read_format
 from ._library import QuantizeArgs, Rope, spec_handle
 from ._plans import (
     KEEP_PLANS,
@@ -48,6 +49,7 @@ def quantize(
     x: Tensor,
     dtype: torch.dtype = torch.float8_e4m3fn,
     *,
+    format: KvFormat | str | None = None,
     scales: str = "head",
     heads: int | None = None,
     hadamard: bool = False,
@@ -57,11 +59,12 @@ def quantize(
     rope_dims: int | None = None,
     interleaved: bool = False,
     positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Codes of 8 bits and their scales, as attention() takes them: x is codes times scales, as nearly as the type allows.
+) -> tuple[Tensor, Tensor | None]:
+    """Codes and their scales, as attention() takes them: x is codes times scales, as nearly as the type allows.
 
     x: Q, K or V, [batch, heads, rows, head_dim], or a pool of pages; float16, bfloat16 or float32; head_dim a multiple of 16.
     dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8.
+    format: KvFormat, or its text such as "nvfp4", in place of dtype: codes are then uint8 [..., bytes of a row].
     scales: what shares one: "tensor"; "head" of a batch entry; "page" and head, which is the same with sizes as attention() wants
         them of pages; each "row". The largest element of what shares a scale becomes the largest code.
     heads: how many heads have scales, if not all: those of K and V, for Q, whose query heads then share one.
@@ -71,7 +74,7 @@ def quantize(
     positions: int32 [batch, rows] or as many; None: 0, 1, 2 ... of each batch entry. A row without a position in the tables is not
         rotated.
 
-    Returns (codes, scale): codes like x; scale float32. No gradients. Raises flashjit.Error.
+    Returns (codes, scale): codes like x; scale float32, None where the format has its scales in the rows. No gradients. Raises flashjit.Error.
     """
     if not isinstance(x, Tensor):
         raise WrongType(f"x is a {type(x).__name__}: give a torch.Tensor.")
@@ -103,8 +106,16 @@ def quantize(
         check_number("theta", theta)
     if rope_dims is not None:
         check_whole("rope_dims", rope_dims)
-    codes = torch.empty_strided(x.shape, dense_strides(x.shape, x.stride()), dtype=dtype, device=x.device)
+    wanted = read_format("format", format)
     scale = torch.empty(_SIZES[scales](x.shape[0], heads, x.shape[2]), dtype=torch.float32, device=x.device)
+    if wanted is not None:
+        if torch.compiler.is_compiling():
+            raise Unsupported("quantize() with a format is not for compiled code: call it outside.")
+        codes = new_rows(wanted, x)
+        rest = (bool(hadamard), *angles, float(theta or 0), rope_dims or 0, bool(interleaved))
+        _quantize(x.resolve_neg(), codes, scale, *rest, text=wanted.text, has_scale=wanted.has_scale)
+        return codes, scale if wanted.has_scale else None
+    codes = torch.empty_strided(x.shape, dense_strides(x.shape, x.stride()), dtype=dtype, device=x.device)
     run = (
         torch.ops.flashjit.quantize
         if torch.compiler.is_compiling() or is_watched() or x.is_neg()
@@ -142,6 +153,8 @@ def _quantize(
     theta: float,
     rope_dims: int,
     interleaved: bool,
+    text: str = "",
+    has_scale: bool = True,
 ) -> None:
     x = readable(x, "x")
     angles = _Angles(*readable_angles(cos, sin), None if positions is None else positions.contiguous())
@@ -154,6 +167,7 @@ def _quantize(
         theta,
         rope_dims,
         interleaved,
+        text,
     )
     call = _calls.get(key)
     if call is None:
@@ -174,14 +188,16 @@ def _quantize(
         )
         dims = f"{x.shape[3]}" if x.shape[3] <= 512 else f"{x.shape[3]}x512"  # the most that V has
         call = (
-            spec_handle(f"{SPEC_TYPES[x.dtype]}:d{dims}:kv{KV_TYPES[codes.dtype]}"),
+            spec_handle(
+                f"{SPEC_TYPES[x.dtype]}:d{dims}:{f'k{{{text}}}' if text else f'kv{KV_TYPES[codes.dtype]}'}"
+            ),
             _library.words_of(args),
         )
         if len(_calls) >= KEEP_PLANS:
             _calls.clear()
         _calls[key] = call
     spec, words = call[0], call[1][:]
-    for place, tensor in zip(_PLACES, (x, codes, scale, *angles)):
+    for place, tensor in zip(_PLACES, (x, codes, scale if has_scale else None, *angles)):
         if tensor is not None:
             words[place] = tensor.data_ptr()
     launch("quantize", spec, words, x.get_device())

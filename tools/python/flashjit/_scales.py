@@ -89,3 +89,18 @@ def in_four_dims(name: str, scale: Any, cached: bool) -> Tensor | None:
     if scale.dim() == 3:
         return scale[None] if cached else scale[:, None]
     return scale.reshape(1, 1, -1, 1) if scale.dim() < 2 else scale[:, None, :, None]
+
+
+def is_fp32_out(out_dtype: Any, q: Tensor) -> bool:
+    """Whether O is asked for in fp32, and Q is not."""
+    if q.dtype in KV_TYPES:
+        if not isinstance(out_dtype, torch.dtype) or out_dtype not in SPEC_TYPES:
+            raise InvalidArgument(
+                f"out_dtype is {out_dtype}: with q of 8 bits give torch.bfloat16, torch.float16 or torch.float32."
+            )
+        return out_dtype == torch.float32
+    if out_dtype not in (torch.float32, q.dtype):
+        raise InvalidArgument(
+            f"out_dtype is {out_dtype}: give torch.float32, or None for the type of q, {q.dtype}."
+        )
+    return out_dtype != q.dtype

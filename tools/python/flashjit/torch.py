@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._attention import attention
 from ._cache import append, merge
+from ._formats import KvFormat
 from ._library import runtime
 from ._lists import TileLists
 from ._plans import SPEC_TYPES, bind_context
@@ -25,6 +26,7 @@ __all__ = [
     "quantize",
     "scaled_dot_product_attention",
     "BlockMap",
+    "KvFormat",
     "TileLists",
     "prepare",
     "register_with_diffusers",

@@ -1,0 +1,71 @@
+#include "render/kv_format_text.hpp"
+
+#include <fmt/format.h>
+
+#include "support/dtypes.hpp"
+#include "support/kv_codec.hpp"
+
+namespace flashjit::render {
+namespace {
+
+std::string book_text(const KvFormat& format) {
+  std::string cases;
+  for (std::size_t i = 0; i < format.book.size(); ++i)
+    cases += fmt::format(" case {}: return {:.9e}f;", i, format.book[i]);
+  return fmt::format(
+      "    static __device__ float book(unsigned code) {{ switch (code) {{{} }} return 0.0f; }}\n", cases);
+}
+
+/// Elements that are no codes are all tail.
+std::string struct_text(const char* name, const KvFormat& format, int dim, const KernelSpec& spec) {
+  const DType dtype = spec.dtype;
+  const bool quantized = format.quantized();
+  const KvRow row = quantized ? format.row(dim) : KvRow{.block = 16};
+  const int tail_type = quantized                               ? static_cast<int>(format.tail_type)
+                        : dtype == DType::fp32                  ? static_cast<int>(KvFormat::Number::fp32)
+                        : dtype_info(dtype).cuda_name == "fp16" ? static_cast<int>(KvFormat::Number::fp16)
+                                                                : static_cast<int>(KvFormat::Number::bf16);
+  const char* stored = quantized ? "unsigned char" : dtype == DType::fp32 ? "float" : "unsigned short";
+  std::string text = fmt::format("  struct {} {{\n    using Stored = {};\n", name, stored);
+  const auto add = [&](const char* type, const char* constant, auto value) {
+    text += fmt::format("    static constexpr {} {} = {};\n", type, constant, value);
+  };
+  const auto add_enum = [&](const char* type, const char* constant, auto value) {
+    text +=
+        fmt::format("    static constexpr {0} {1} = {0}({2});\n", type, constant, static_cast<int>(value));
+  };
+  add_enum("KvCode", "kCode", format.code);
+  add_enum("KvZero", "kZero", format.zero);
+  add_enum("KvNumber", "kScaleType", format.scale_type);
+  text += fmt::format("    static constexpr KvNumber kTailType = KvNumber({});\n", tail_type);
+  add("bool", "kHalves", format.packing == KvFormat::Packing::halves);
+  add("bool", "kScalesInRow", format.scales != KvFormat::Scales::argument);
+  add("bool", "kArgument", format.has_argument());
+  add("bool", "kArgumentOfKeys", format.has_argument() && spec.kv.key_scales);
+  add("int", "kBits", format.bits());
+  add("float", "kLargest", fmt::format("{:.9e}f", quantized ? largest_value(format) : 1.0f));
+  add("int", "kDim", dim);
+  add("int", "kColumns", row.columns);
+  add("int", "kBlock", row.block);
+  add("int", "kCodes", row.codes);
+  add("int", "kBlockStep", row.block_step);
+  add("int", "kScales", row.scales);
+  add("int", "kZeros", row.zeros);
+  add("int", "kScaleStep", row.scale_step);
+  add("int", "kTail", row.tail);
+  add("int", "kBytes", row.bytes);
+  add("int", "kAlignment", row.alignment);
+  return text + book_text(format) + "  };\n";
+}
+
+}  // namespace
+
+std::string kv_formats_text(const KernelSpec& spec) {
+  if (!spec.decodes_kv()) return {};
+  const bool shared = spec.kv.shared_kv;
+  return struct_text("KFormat", spec.kv.k_format, spec.head_dim, spec) +
+         struct_text("VFormat", shared ? spec.kv.k_format : spec.kv.v_format,
+                     shared ? spec.head_dim : spec.v_dim(), spec);
+}
+
+}  // namespace flashjit::render

@@ -1,0 +1,78 @@
+// New rows of K and V on their way into a cache whose rows are encoded, and of Q: as append(), by a warp for
+// each head's row.
+#pragma once
+
+#include "flashjit/auxiliary/append.cuh"
+#include "flashjit/auxiliary/encode_row.cuh"
+
+namespace flashjit::auxiliary {
+
+/// Fills a row in shared memory.
+template <class Element, int kDim>
+__device__ __forceinline__ void load_new_row(const Element* from, float* row, int lane) {
+  for (int i = lane; i < kDim; i += 32) row[i] = to_float(from[i]);
+  __syncwarp();
+}
+
+/// Encodes a row of K or V into the cache. With scales of keys the call's scale is written, too.
+template <class P, class Format>
+__device__ __forceinline__ void store_encoded(RowEncoder<Format>& encoder, const float* row,
+                                              const TensorParam& cache, const ScaleParam& scales, int b,
+                                              KeyPlace place, int h) {
+  float argument = 1.0f;
+  if (Format::kArgument) {
+    float* scale = scale_at(scales, b, place, h);
+    if (Format::kArgumentOfKeys) {
+      const BlockExtremes found = extremes_of_block<32>(row, Format::kDim);
+      const float largest = found.finite ? fabsf(found.extreme) : __uint_as_float(0x7fffffffu);
+      argument = largest == 0.0f ? 1.0f : largest / kLargestWithArgument<Format>;
+      if (threadIdx.x % 32 == 0) *scale = argument;
+    } else {
+      argument = *scale;
+    }
+  }
+  auto* to = row_of<typename Format::Stored>(cache, place.page, h, place.row);
+  encoder.encode(row, argument, reinterpret_cast<unsigned char*>(to));
+}
+
+/// One CTA of 128 threads for all heads of one new row; grid: batch * rows, packed: rows. Rows are left out
+/// as append() does.
+template <class P>
+__device__ void append_rows(const AppendParams& p) {
+  using Element = typename P::Element;
+  constexpr int kWarps = 4;
+  __shared__ float rows[kWarps][max(P::kHeadDim, P::kHeadDimV)];
+  __shared__ RowEncoder<typename P::KFormat> k_encoders[kWarps];
+  __shared__ RowEncoder<typename P::VFormat> v_encoders[kWarps];
+  const RopeParam& rope = p.rope;
+  const int new_row = static_cast<int>(blockIdx.x);
+  const int b = P::kVarlen ? 0 : new_row / p.rows, s = P::kVarlen ? new_row : new_row % p.rows;
+  const bool named = p.slots != nullptr;
+  const NewKey at = named ? NewKey{0, 0} : new_key<P>(p, new_row);
+  const KeyPlace place = named ? place_of_slot(p, new_row) : place_of_key<P>(p, at);
+  const int position = rope.pairs > 0 && rope.positions != nullptr ? rope.positions[new_row] : at.key;
+  if ((rope.pairs > 0 && !has_angles(rope, position)) || place.page < 0) return;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float* row = rows[warp];
+  for (int head = warp; head < 2 * p.heads_kv + p.heads_q; head += kWarps) {
+    const bool is_k = head < p.heads_kv, is_v = !is_k && head < 2 * p.heads_kv;
+    const int h = is_k ? head : is_v ? head - p.heads_kv : head - 2 * p.heads_kv;
+    if (is_v && P::kSharedKv) continue;  // V is in the rows of K
+    if (is_v) {
+      load_new_row<Element, P::kHeadDimV>(row_of<Element>(p.v, b, h, s), row, lane);
+      store_encoded<P>(v_encoders[warp], row, p.v_cache, p.v_scale, at.b, place, h);
+      continue;
+    }
+    load_new_row<Element, P::kHeadDim>(row_of<Element>(is_k ? p.k : p.q, b, h, s), row, lane);
+    if (rope.pairs > 0) rotate_row<Element>(rope, position, row, lane);
+    if (is_k) {
+      store_encoded<P>(k_encoders[warp], row, p.k_cache, p.k_scale, at.b, place, h);
+      continue;
+    }
+    Element* to = row_of<Element>(p.q_out, b, h, s);
+    for (int i = lane; i < P::kHeadDim; i += 32) to[i] = from_float<Element>(row[i]);
+    __syncwarp();
+  }
+}
+
+}  // namespace flashjit::auxiliary

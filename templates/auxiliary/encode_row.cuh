@@ -1,0 +1,227 @@
+// A row of floats in shared memory as the bytes of a KV format, by a warp: the inverse of decode16(), with
+// the same numbers as encode_row() of runtime/support/kv_codec.cpp.
+#pragma once
+
+#include "flashjit/common/kv_format.cuh"
+#include "flashjit/common/ptx.cuh"
+
+namespace flashjit::auxiliary {
+
+/// Codes are v / scale + zero, or (v - zero) / scale where zero points are added.
+struct KvQuantizer {
+  float scale, zero;
+};
+
+template <class Format>
+constexpr bool kHasFloatCodes =
+    Format::kCode == KvCode::e4m3 || Format::kCode == KvCode::e5m2 || Format::kCode == KvCode::e2m1;
+template <class Format>
+constexpr int kLowestCode = Format::kCode == KvCode::int8                                           ? -128
+                            : Format::kCode == KvCode::int4 || Format::kCode == KvCode::int4_offset ? -8
+                                                                                                    : 0;
+template <class Format>
+constexpr int kHighestCode = kLowestCode<Format> + (1 << Format::kBits) - 1;
+
+/// The largest magnitude of a row whose scale at the call is 1: largest_with_argument().
+template <class Format>
+constexpr float kLargestWithArgument = (Format::kLargest < 0 ? -Format::kLargest : Format::kLargest) *
+                                       (Format::kScalesInRow && Format::kScaleType == KvNumber::e4m3 ? 448.0f
+                                                                                                     : 1.0f);
+
+/// The bits of the nearest number, of e8m0 of the next larger power of two.
+template <KvNumber kType>
+__device__ __forceinline__ unsigned bits_of_number(float x) {
+  const unsigned bits = __float_as_uint(x);
+  switch (kType) {
+    case KvNumber::fp32:
+      return bits;
+    case KvNumber::fp16:
+      return from_float<fp16>(x).bits;
+    case KvNumber::bf16:
+      return from_float<bf16>(x).bits;
+    case KvNumber::e4m3:
+      return from_float<e4m3>(x).bits;
+    default: {
+      const unsigned up = (bits >> 23 & 0xffu) + ((bits & 0x7fffffu) != 0 && bits != 0x400000u ? 1u : 0u);
+      return x != x ? 0xffu : up < 254u ? up : 254u;
+    }
+  }
+}
+/// The same of a scale: never zero and never infinite.
+template <KvNumber kType>
+__device__ __forceinline__ unsigned bits_of_scale(float x) {
+  constexpr float kLeast = kType == KvNumber::fp32   ? 1.401298464e-45f
+                           : kType == KvNumber::fp16 ? 5.960464478e-8f
+                           : kType == KvNumber::bf16 ? 9.183549616e-41f
+                           : kType == KvNumber::e4m3 ? 0.001953125f
+                                                     : 5.877471754e-39f;
+  constexpr float kMost = kType == KvNumber::fp32   ? 3.402823466e38f
+                          : kType == KvNumber::fp16 ? 65504.0f
+                          : kType == KvNumber::bf16 ? 3.389531390e38f
+                          : kType == KvNumber::e4m3 ? 448.0f
+                                                    : 1.701411835e38f;
+  if (x > 0.0f) x = fminf(fmaxf(x, kLeast), kMost);
+  if (x < 0.0f) x = fmaxf(x, -kMost);
+  return bits_of_number<kType>(x);
+}
+template <int kBytes>
+__device__ __forceinline__ void store_bytes(unsigned char* to, unsigned bits) {
+#pragma unroll
+  for (int i = 0; i < kBytes; ++i) to[i] = static_cast<unsigned char>(bits >> 8 * i);
+}
+
+/// The nearest code, ties to even; what is too large becomes the largest.
+template <class Format>
+__device__ __forceinline__ unsigned code_of_value(float x) {
+  switch (Format::kCode) {
+    case KvCode::e4m3:
+      return from_float<e4m3>(x).bits;
+    case KvCode::e5m2:
+      return from_float<e5m2>(x).bits;
+    case KvCode::e2m1: {
+      const float y = fabsf(x);
+      const unsigned magnitude =
+          (y > 0.25f) + (y >= 0.75f) + (y > 1.25f) + (y >= 1.75f) + (y > 2.5f) + (y >= 3.5f) + (y > 5.0f);
+      return (__float_as_uint(x) >> 28 & 8u) | magnitude;
+    }
+    case KvCode::book: {
+      unsigned nearest = 0;
+      float distance = fabsf(Format::book(0) - x);
+#pragma unroll 1
+      for (unsigned code = 1; code < 1u << Format::kBits; ++code)
+        if (const float other = fabsf(Format::book(code) - x); other < distance)
+          nearest = code, distance = other;
+      return nearest;
+    }
+    default: {
+      const int rounded = clamped(__float2int_rn(x), kLowestCode<Format>, kHighestCode<Format>);
+      return static_cast<unsigned>(Format::kCode == KvCode::int4_offset ? rounded + 8 : rounded) &
+             ((1u << Format::kBits) - 1);
+    }
+  }
+}
+
+/// What lanes find together in a block's columns.
+struct BlockExtremes {
+  float extreme;  ///< of the largest magnitude, the first of several
+  int column;
+  float low, high;
+  bool finite;
+};
+
+template <int kLanes>
+__device__ __forceinline__ BlockExtremes extremes_of_block(const float* block, int columns) {
+  BlockExtremes found{0.0f, 0, block[0], block[0], true};
+  for (int i = static_cast<int>(threadIdx.x) % kLanes; i < columns; i += kLanes) {
+    const float x = block[i];
+    if (fabsf(x) > fabsf(found.extreme)) found.extreme = x, found.column = i;
+    found.low = fminf(found.low, x), found.high = fmaxf(found.high, x);
+    found.finite = found.finite && fabsf(x) <= 3.402823466e38f;
+  }
+#pragma unroll
+  for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
+    const float extreme = __shfl_xor_sync(kWholeWarp, found.extreme, lanes);
+    const int column = __shfl_xor_sync(kWholeWarp, found.column, lanes);
+    if (fabsf(extreme) > fabsf(found.extreme) ||
+        (fabsf(extreme) == fabsf(found.extreme) && column < found.column))
+      found.extreme = extreme, found.column = column;
+    found.low = fminf(found.low, __shfl_xor_sync(kWholeWarp, found.low, lanes));
+    found.high = fmaxf(found.high, __shfl_xor_sync(kWholeWarp, found.high, lanes));
+    found.finite = __shfl_xor_sync(kWholeWarp, found.finite ? 1 : 0, lanes) != 0 && found.finite;
+  }
+  return found;
+}
+
+/// The scale of a block without zero points.
+template <class Format>
+__device__ __forceinline__ unsigned symmetric_scale(const BlockExtremes& found, float argument) {
+  constexpr float kLargest = Format::kLargest;
+  if (!found.finite) return bits_of_scale<Format::kScaleType>(__uint_as_float(0x7fffffffu));
+  const float magnitude = fabsf(found.extreme) / argument;
+  if (magnitude == 0.0f) return bits_of_scale<Format::kScaleType>(1.0f);
+  if (Format::kScaleType == KvNumber::e8m0 && kHasFloatCodes<Format>) {  // as OCP's MX formats
+    const int exponent = static_cast<int>(__float_as_uint(magnitude) >> 23) -
+                         static_cast<int>(__float_as_uint(kLargest) >> 23);
+    return static_cast<unsigned>(clamped(exponent + 127, 0, 254));
+  }
+  return bits_of_scale<Format::kScaleType>(kLargest < 0.0f ? found.extreme / argument / kLargest
+                                                           : magnitude / kLargest);
+}
+
+/// Finds a block's scale and zero point, and writes them to the row. By kLanes lanes.
+template <class Format, int kLanes>
+__device__ __forceinline__ KvQuantizer quantizer_of_block(const float* values, float argument,
+                                                          unsigned char* scale_at, unsigned char* zero_at) {
+  constexpr KvNumber kType = Format::kScaleType;
+  constexpr int kBytes = size_of(kType);
+  const BlockExtremes found = extremes_of_block<kLanes>(values, Format::kBlock);
+  const bool writes = static_cast<int>(threadIdx.x) % kLanes == 0;
+  if (Format::kZero == KvZero::none) {
+    const unsigned bits = symmetric_scale<Format>(found, argument);
+    if (writes) store_bytes<kBytes>(scale_at, bits);
+    return {number_of_bits<kType>(bits) * argument, 0.0f};
+  }
+  constexpr float kLevels = static_cast<float>(kHighestCode<Format> - kLowestCode<Format>);
+  const float nan = __uint_as_float(0x7fffffffu);
+  const bool added = Format::kZero == KvZero::added;
+  const float low = !found.finite ? nan : added ? found.low : fminf(found.low, 0.0f);
+  const float high = !found.finite ? nan : added ? found.high : fmaxf(found.high, 0.0f);
+  unsigned zero_bits = added ? bits_of_number<kType>(low / argument) : 0u;
+  const float least = number_of_bits<kType>(zero_bits);
+  const float range = added ? high / argument - least : (high - low) / argument;
+  const unsigned bits = bits_of_scale<kType>(range == 0.0f ? 1.0f : range / kLevels);
+  const float scale = number_of_bits<kType>(bits) * argument;
+  if (!added) zero_bits = bits_of_number<kType>(static_cast<float>(kLowestCode<Format>) - rintf(low / scale));
+  if (writes) store_bytes<kBytes>(scale_at, bits), store_bytes<kBytes>(zero_at, zero_bits);
+  const float zero = number_of_bits<kType>(zero_bits);
+  return {scale, added ? zero * argument : zero};
+}
+
+/// Encodes a row, which all lanes see. `argument` is the call's scale. By a warp; `quantizers` is its own.
+template <class Format>
+struct RowEncoder {
+  static constexpr int kBlocks = Format::kColumns > 0 ? Format::kColumns / Format::kBlock : 0;
+  static constexpr int kLanes = Format::kBlock >= 128 || Format::kBlock % 16 != 0 ? 32
+                                : Format::kBlock == 64                            ? 16
+                                : Format::kBlock == 32                            ? 8
+                                : Format::kBlock == 16                            ? 4
+                                                                                  : 32;
+  KvQuantizer quantizers[kBlocks + 1];
+
+  __device__ __forceinline__ void encode(const float* row, float argument, unsigned char* to) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    constexpr int kAtOnce = 32 / kLanes;
+    for (int first = 0; first < kBlocks; first += kAtOnce) {
+      const int block = min(first + lane / kLanes, kBlocks - 1);
+      KvQuantizer by{argument, 0.0f};
+      if (Format::kScalesInRow)
+        by = quantizer_of_block<Format, kLanes>(row + block * Format::kBlock, argument,
+                                                to + Format::kScales + block * Format::kScaleStep,
+                                                to + Format::kZeros + block * Format::kScaleStep);
+      if (lane % kLanes == 0) quantizers[block] = by;
+    }
+    __syncwarp();
+    constexpr int kBlockBytes = Format::kBlock * Format::kBits / 8;
+    for (int i = lane; i < kBlocks * kBlockBytes; i += 32) {
+      const int block = i / kBlockBytes, byte = i % kBlockBytes;
+      const KvQuantizer by = quantizers[block];
+      unsigned bits = 0;
+#pragma unroll
+      for (int n = 0; n < 8 / Format::kBits; ++n) {
+        const int column = Format::kHalves ? byte + n * (Format::kBlock / 2) : byte * (8 / Format::kBits) + n;
+        const float x = row[block * Format::kBlock + column];
+        const float value =
+            Format::kZero == KvZero::added ? (x - by.zero) / by.scale : x / by.scale + by.zero;
+        bits |= code_of_value<Format>(value) << n * Format::kBits;
+      }
+      to[Format::kCodes + block * Format::kBlockStep + byte] = static_cast<unsigned char>(bits);
+    }
+    constexpr int kSize = size_of(Format::kTailType);
+    for (int i = Format::kColumns + lane; i < Format::kDim; i += 32)
+      store_bytes<kSize>(to + Format::kTail + (i - Format::kColumns) * kSize,
+                         bits_of_number<Format::kTailType>(row[i]));
+    __syncwarp();
+  }
+};
+
+}  // namespace flashjit::auxiliary

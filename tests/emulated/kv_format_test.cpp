@@ -1,0 +1,87 @@
+// K and V in every format, decoded by kernels of every family that takes them: each code exactly, and
+// attention in slots, pages, latents and lists.
+#include "tests/support/kv_format_run.hpp"
+
+namespace flashjit::test {
+namespace {
+
+class EmulatedKvFormat : public GpuTestWith<KvFormatCase> {};
+class EmulatedLatents : public GpuTest {};
+class EmulatedKvCodes : public GpuTestWith<KvFormatCase> {};
+
+TEST_P(EmulatedKvFormat, IsAttentionOverTheDecodedRows) {
+  TemporaryRuntime runtime;
+  check_kv_format(runtime.get(), GetParam());
+}
+
+TEST_P(EmulatedKvCodes, AreTheirTablesValues) {
+  TemporaryRuntime runtime;
+  check_every_code(runtime.get(), GetParam());
+}
+
+class EmulatedKvEncoding : public GpuTestWith<std::string> {};
+
+/// quantize() and append() on the GPU make the bytes that the CPU reference makes.
+TEST_P(EmulatedKvEncoding, IsTheReferences) {
+  TemporaryRuntime runtime;
+  check_quantized_rows(runtime.get(), GetParam());
+  check_appended_rows(runtime.get(), GetParam());
+}
+
+/// Latents have one cache, in which V is the first columns of K.
+TEST_F(EmulatedLatents, AreAppended) {
+  TemporaryRuntime runtime;
+  check_appended_rows(runtime.get(), "fp8_ds_mla", 576);
+}
+
+constexpr Family kFamilies[] = {Family::simt, Family::sm80};
+
+std::vector<KvFormatCase> codes() {
+  std::vector<KvFormatCase> all;
+  for (const Family family : kFamilies)
+    for (const std::string& format : kv_formats_of_128())
+      all.push_back({"bf16:d128:kv{" + format + "}", {2, 1, 1, 128, 1}, family});
+  return all;
+}
+
+/// A format in turn with each layout.
+std::vector<KvFormatCase> forms() {
+  struct Form {
+    const char* options;
+    AttentionShape shape;
+  };
+  const Form kForms[] = {{"causal:pages16", {2, 4, 2, 3, 90}},
+                         {"cache", {2, 4, 1, 20, 70}},
+                         {"pages3:causal", {2, 2, 1, 1, 40}},
+                         {"causal", {1, 2, 2, 50, 70}}};
+  std::vector<KvFormatCase> all;
+  int turn = 0;
+  for (const Family family : kFamilies)
+    for (const std::string& format : kv_formats_of_128()) {
+      const Form& form = kForms[turn++ % 4];
+      all.push_back(
+          {fmt::format("bf16:d128:kv{{{}}}:{}", format, form.options), form.shape, family, turn % 3});
+    }
+  for (const Family family : kFamilies)
+    for (const char* spec :
+         {"bf16:d576x512:kv{fp8_ds_mla}:shared_kv:pages64",
+          "bf16:d576x512:kv{fp8_ds_mla}:shared_kv:pages64:indices", "bf16:d576x512:kve4m3:shared_kv:cache",
+          "fp16:d64:k{q8_0}:v{e4m3}:pages16", "bf16:d128x64:k{int4}:v{nvfp4}:cache:key_scales",
+          "bf16:d64:v{q4_0}:pages16", "bf16:d64:k{mxfp8}:cache", "fp16:d96x32:kv{q8_0}:cache:indices",
+          "bf16:d256:kv{q4_0}:pages16:causal",
+          "bf16:d64:kv{int8:g32:fp32}:pages16:mask{q + seqlen_kv - seqlen_q - kv < 20 && kv <= q + seqlen_kv "
+          "- "
+          "seqlen_q}"})
+      all.push_back({spec, {2, 4, 1, 2, 80}, family, 1});
+  for (const char* spec : {"fp32:d128:kv{nvfp4}:cache", "fp32:d64:k{q8_0}:pages16"})
+    all.push_back({spec, {2, 4, 1, 2, 80}, Family::simt});
+  return all;
+}
+
+const auto kName = [](const auto& info) { return std::to_string(info.index) + "_" + name_of(info.param); };
+INSTANTIATE_TEST_SUITE_P(All, EmulatedKvCodes, testing::ValuesIn(codes()), kName);
+INSTANTIATE_TEST_SUITE_P(All, EmulatedKvEncoding, testing::ValuesIn(kv_formats_of_128()));
+INSTANTIATE_TEST_SUITE_P(All, EmulatedKvFormat, testing::ValuesIn(forms()), kName);
+
+}  // namespace
+}  // namespace flashjit::test

@@ -1,0 +1,411 @@
+// Attention over K and V in any format: rows of random values in the format's bytes, which kernels and the
+// CPU reference read through the same arguments.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "flashjit/reference.hpp"
+#include "plan/family.hpp"
+#include "support/kv_codec.hpp"
+#include "tests/support/attention_case.hpp"
+
+namespace flashjit::test {
+
+struct KvFormatCase {
+  std::string spec;
+  AttentionShape shape;
+  Family family = Family::simt;
+  int padding = 0;  ///< of rows, in units of their alignment
+};
+
+inline std::string name_of(const KvFormatCase& test) {
+  std::string name =
+      fmt::format("{}_{}_{}_{}", test.spec, to_string(test.shape), to_string(test.family), test.padding);
+  std::ranges::replace_if(
+      name, [](unsigned char c) { return !std::isalnum(c); }, '_');
+  return name;
+}
+inline void PrintTo(const KvFormatCase& test, std::ostream* out) { *out << name_of(test); }
+
+/// K or V of a cache, or of a call without one: [pages, heads, rows, bytes].
+struct StoredPool {
+  KvFormat format;
+  StoredKvRow row;
+  int dim;
+  std::array<std::int64_t, 4> size, stride;  ///< in elements of the row's type
+  std::vector<std::uint8_t> bytes;
+  std::vector<float> scales;  ///< of the call, [pages, heads, rows] or one for all
+
+  StoredPool(const AttentionSpec& spec, const KvFormat& of, const StoredKvRow& stored, int columns,
+             std::int64_t pages, std::int64_t heads, std::int64_t rows, int padding)
+      : format(of), row(stored), dim(columns), size{pages, heads, rows, stored.columns} {
+    const std::int64_t step = stored.columns + padding * stored.alignment / size_of(stored.type);
+    stride = {rows * heads * step, step, heads * step, 1};  // heads of a row are neighbours
+    bytes.assign(static_cast<std::size_t>(pages * stride[0] * size_of(stored.type)), 0xff);
+    if (format.has_argument())
+      scales.assign(static_cast<std::size_t>(spec.kv.key_scales ? pages * heads * rows : 1), 0.0f);
+  }
+  float argument(std::int64_t page, std::int64_t h, std::int64_t n) const {
+    if (scales.empty()) return 1;
+    return scales[scales.size() == 1 ? 0 : static_cast<std::size_t>((page * size[1] + h) * size[2] + n)];
+  }
+  std::uint8_t* at(std::int64_t page, std::int64_t h, std::int64_t n) {
+    return &bytes[static_cast<std::size_t>((page * stride[0] + h * stride[1] + n * stride[2]) *
+                                           size_of(row.type))];
+  }
+  void put(DType dtype, std::int64_t page, std::int64_t h, std::int64_t n,
+           const std::vector<double>& values) {
+    if (format.quantized())
+      return encode_row(format, dim, values.data(), argument(page, h, n), at(page, h, n));
+    for (int i = 0; i < dim; ++i) dtype_info(dtype).encode(values[i], at(page, h, n) + i * size_of(dtype));
+  }
+  std::vector<double> get(DType dtype, std::int64_t page, std::int64_t h, std::int64_t n) {
+    std::vector<double> values(static_cast<std::size_t>(dim));
+    if (format.quantized())
+      decode_row(format, dim, at(page, h, n), argument(page, h, n), values.data());
+    else
+      for (int i = 0; i < dim; ++i) values[i] = dtype_info(dtype).decode(at(page, h, n) + i * size_of(dtype));
+    return values;
+  }
+  ConstTensorView view(const void* data) const { return {data, size, stride}; }
+  ConstScaleView scale_view(const void* data, bool cached) const {
+    if (scales.empty()) return {};
+    const auto* floats = static_cast<const float*>(data);
+    if (scales.size() == 1) return ConstScaleView::of_tensor(floats);
+    if (cached) return ConstScaleView::of_keys(floats, size[0], size[1], size[2]);
+    return {floats, {size[0], 1, size[1], size[2]}, {size[1] * size[2], 0, size[2], 1}};
+  }
+};
+
+/// A case's memory on the host, and the same on the device.
+class KvFormatRun {
+ public:
+  explicit KvFormatRun(const KvFormatCase& test)
+      : test_(test),
+        spec_(parse_spec(test.spec)),
+        k_(pool(spec_.kv.k_format, spec_.stored_k(), spec_.head_dim)),
+        v_(pool(spec_.kv.v_format, spec_.stored_v(), spec_.v_dim())) {
+    for (StoredPool* pool : {&k_, &v_})
+      for (float& scale : pool->scales)
+        scale =
+            4.0f / largest_with_argument(pool->format) * (0.5f + 0.01f * static_cast<float>(random_() % 100));
+    const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test.shape;
+    table_.resize(static_cast<std::size_t>(batch * columns()));
+    std::vector<std::int32_t> pages(static_cast<std::size_t>(k_.size[0]));
+    std::iota(pages.begin(), pages.end(), 0);
+    if (spec_.kv.is_cache()) std::ranges::shuffle(pages, random_);
+    std::copy_n(pages.begin(), table_.size(), table_.begin());
+    for (std::int64_t b = 0; b < batch; ++b)
+      lengths_.push_back(static_cast<std::int32_t>(b == 1 ? 1 : seqlen_kv - 3 * b % seqlen_kv));
+    q_ = random_values(batch * heads_q * seqlen_q * spec_.head_dim);
+    if (spec_.indices)
+      for (std::int64_t i = 0; i < batch * seqlen_q * heads_kv * kTopK; ++i)
+        indices_.push_back(static_cast<std::int32_t>(random_() % (seqlen_kv + 2)) - 1);
+    for (std::int64_t page = 0; page < k_.size[0]; ++page)
+      for (std::int64_t h = 0; h < heads_kv; ++h)
+        for (std::int64_t n = 0; n < k_.size[2]; ++n) {
+          k_.put(spec_.dtype, page, h, n, random_values(spec_.head_dim));
+          if (!spec_.kv.shared_kv) v_.put(spec_.dtype, page, h, n, random_values(spec_.v_dim()));
+        }
+  }
+
+  const KernelSpec& spec() const { return spec_; }
+  StoredPool& k() { return k_; }
+  StoredPool& v() { return v_; }
+  std::vector<double>& q() { return q_; }
+  void softmax_scale(float scale) { scale_ = scale; }
+  /// Where key `n` of a sequence is.
+  std::int64_t page_of(std::int64_t b, std::int64_t n) const {
+    return table_[static_cast<std::size_t>(b * columns() +
+                                           (spec_.kv.is_paged() ? n / spec_.kv.page_size : 0))];
+  }
+  std::int64_t row_of(std::int64_t n) const { return spec_.kv.is_paged() ? n % spec_.kv.page_size : n; }
+
+  struct Results {
+    std::vector<double> out, lse;
+  };
+  /// By the CPU reference.
+  Results reference() {
+    const std::vector<std::uint8_t> q = encode(spec_.dtype, q_);
+    std::vector<std::uint8_t> out(out_count() * size_of(spec_.dtype));
+    std::vector<float> lse(lse_count());
+    const ForwardArgs args =
+        args_of({q.data(), k_.bytes.data(), v_.bytes.data(), k_.scales.data(), v_.scales.data(),
+                 table_.data(), lengths_.data(), indices_.data(), out.data(), lse.data()});
+    reference_forward(spec_, args);
+    return {decode(spec_.dtype, out), {lse.begin(), lse.end()}};
+  }
+  /// By a kernel.
+  Results launch(Runtime& runtime) {
+    const plan::FamilyTraits& family = plan::traits(test_.family);
+    runtime.prepare(spec_, test_.shape, family.heuristic(spec_, test_.shape, gpu().info));
+    const auto q = to_device(spec_.dtype, q_);
+    const auto k = to_device(k_.bytes), v = to_device(v_.bytes);
+    const auto k_scale = to_device(k_.scales), v_scale = to_device(v_.scales);
+    const auto table = to_device(table_), lengths = to_device(lengths_), indices = to_device(indices_);
+    const GuardedMemory out(out_count() * size_of(spec_.dtype)), lse(lse_count() * sizeof(float));
+    const GuardedMemory work(runtime.workspace_bytes(spec_, test_.shape));
+    ForwardArgs args = args_of({q.data(), k.data(), v.data(), k_scale.data(), v_scale.data(), table.data(),
+                                lengths.data(), indices.data(), out.data(), lse.data()});
+    args.workspace = {work.data(), work.bytes()};
+    runtime.forward(spec_, args, nullptr);
+    gpu().context->synchronize();
+    EXPECT_TRUE(out.guards_intact() && lse.guards_intact() && work.guards_intact());
+    return {decode(spec_.dtype, out.content()), decode(DType::fp32, lse.content())};
+  }
+
+ private:
+  static constexpr std::int64_t kTopK = 20;
+  struct Memory {
+    const void *q, *k, *v, *k_scale, *v_scale, *table, *lengths, *indices;
+    void *out, *lse;
+  };
+
+  StoredPool pool(const KvFormat& format, const StoredKvRow& row, int dim) const {
+    const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test_.shape;
+    const std::int64_t rows = spec_.kv.is_paged() ? spec_.kv.page_size : seqlen_kv;
+    return {spec_,    format, row,          dim, batch * columns() + (spec_.kv.is_cache() ? 2 : 0),
+            heads_kv, rows,   test_.padding};
+  }
+  std::int64_t columns() const {
+    if (!spec_.kv.is_paged()) return 1;
+    return (test_.shape.seqlen_kv + spec_.kv.page_size - 1) / spec_.kv.page_size;
+  }
+  std::size_t out_count() const {
+    return static_cast<std::size_t>(test_.shape.batch * test_.shape.heads_q * test_.shape.seqlen_q *
+                                    spec_.v_dim());
+  }
+  std::size_t lse_count() const {
+    return static_cast<std::size_t>(test_.shape.batch * test_.shape.heads_q * test_.shape.seqlen_q);
+  }
+  std::vector<double> random_values(std::int64_t count) {
+    std::normal_distribution<double> normal;
+    std::vector<double> values(static_cast<std::size_t>(count));
+    for (double& value : values) value = dtype_info(spec_.dtype).round(normal(random_));
+    return values;
+  }
+  ForwardArgs args_of(const Memory& memory) const {
+    const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test_.shape;
+    const bool cached = spec_.kv.is_cache(), shared = spec_.kv.shared_kv;
+    ForwardArgs args{.q = ConstTensorView::bhsd(memory.q, batch, heads_q, seqlen_q, spec_.head_dim),
+                     .k = k_.view(memory.k),
+                     .v = shared ? k_.view(memory.k) : v_.view(memory.v),
+                     .out = TensorView::bhsd(memory.out, batch, heads_q, seqlen_q, spec_.v_dim()),
+                     .lse = static_cast<float*>(memory.lse),
+                     .k_scale = k_.scale_view(memory.k_scale, cached),
+                     .v_scale = shared ? ConstScaleView{} : v_.scale_view(memory.v_scale, cached)};
+    if (scale_) args.softmax_scale = scale_;
+    if (cached) {
+      args.kv_lengths = static_cast<const std::int32_t*>(memory.lengths);
+      args.max_seqlen_kv = seqlen_kv;
+      args.page_table = {static_cast<const std::int32_t*>(memory.table), batch, columns()};
+    }
+    if (spec_.indices)
+      args.indices = IndicesView::contiguous(static_cast<const std::int32_t*>(memory.indices), batch,
+                                             seqlen_q, heads_kv, kTopK);
+    return args;
+  }
+
+  KvFormatCase test_;
+  KernelSpec spec_;
+  std::mt19937 random_{11};
+  std::optional<float> scale_;
+  StoredPool k_, v_;
+  std::vector<double> q_;
+  std::vector<std::int32_t> table_, lengths_, indices_;
+};
+
+/// Kernel and reference agree within the limits of 16 bits.
+inline void check_kv_format(Runtime& runtime, const KvFormatCase& test) {
+  SCOPED_TRACE(name_of(test));
+  KvFormatRun run(test);
+  const auto wanted = run.reference(), got = run.launch(runtime);
+  for (std::size_t i = 0; i < wanted.out.size(); ++i)
+    ASSERT_NEAR(got.out[i], wanted.out[i], 0.02 * (0.5 + std::abs(wanted.out[i]))) << i;
+  for (std::size_t i = 0; i < wanted.lse.size(); ++i)
+    if (std::isfinite(wanted.lse[i])) {
+      ASSERT_NEAR(got.lse[i], wanted.lse[i], 0.02 * (0.5 + std::abs(wanted.lse[i]))) << i;
+    }
+}
+
+/// Every code of K and V, exactly: each sequence has one key, so that O is its V, and LSE of a query that is
+/// 1 in one column and else 0 is that column of K. `spec`: without its layout; with as many queries as
+/// columns.
+inline void check_every_code(Runtime& runtime, const KvFormatCase& test) {
+  SCOPED_TRACE(name_of(test));
+  KvFormatRun run(test);
+  const int dim = run.spec().head_dim;
+  const std::int64_t batch = test.shape.batch, keys = run.k().size[2];
+  ASSERT_EQ(test.shape.seqlen_q, dim);
+  ASSERT_TRUE(test.shape.seqlen_kv == 1 && test.shape.heads_q == 1 && keys >= 1);
+  run.softmax_scale(1.0f);
+  run.q().assign(run.q().size(), 0.0);
+  for (std::int64_t i = 0; i < batch * dim; ++i) run.q()[i * dim + i % dim] = 1.0;
+  const auto fill = [&](StoredPool& pool, int columns) {
+    const unsigned codes = pool.format.quantized() ? 1u << pool.format.bits() : 64;
+    for (std::int64_t b = 0; b < batch; ++b) {
+      std::vector<double> row(static_cast<std::size_t>(columns));
+      for (int i = 0; i < columns; ++i) {
+        const unsigned code = static_cast<unsigned>((b * columns + i) % codes);
+        const double value = pool.format.quantized() ? code_value(pool.format, code) : code * 0.125 - 3;
+        row[i] = std::isfinite(value) ? value * pool.argument(run.page_of(b, 0), 0, 0) : 0;
+      }
+      pool.put(run.spec().dtype, run.page_of(b, 0), 0, run.row_of(0), row);
+    }
+  };
+  fill(run.k(), dim);
+  if (!run.spec().kv.shared_kv) fill(run.v(), run.spec().v_dim());
+  const auto got = run.launch(runtime);
+  const int dim_v = run.spec().v_dim();
+  for (std::int64_t b = 0; b < batch; ++b) {
+    const auto k = run.k().get(run.spec().dtype, run.page_of(b, 0), 0, run.row_of(0));
+    const auto v =
+        run.spec().kv.shared_kv ? k : run.v().get(run.spec().dtype, run.page_of(b, 0), 0, run.row_of(0));
+    const double ulp = 2 * dtype_info(run.spec().dtype).unit_roundoff;
+    for (int i = 0; i < dim; ++i) {
+      ASSERT_NEAR(got.lse[b * dim + i], k[i], ulp * std::abs(k[i]) + 1e-6) << "K " << b << " " << i;
+      for (int j = 0; j < dim_v; ++j)
+        ASSERT_NEAR(got.out[(b * dim + i) * dim_v + j], v[j], ulp * std::abs(v[j]) + 1e-6)
+            << "V " << b << " " << j;
+    }
+  }
+}
+
+/// Rows from a kernel are those of the reference, but for quotients next to the middle between two codes.
+inline void expect_same_rows(const KvFormat& format, int dim, std::vector<std::uint8_t> got,
+                             std::vector<std::uint8_t> wanted) {
+  ASSERT_EQ(got.size(), wanted.size());
+  std::size_t other = 0;
+  for (std::size_t i = 0; i < got.size(); ++i) other += got[i] != wanted[i];
+  EXPECT_LE(other, got.size() / 200) << "of " << got.size() << " bytes, " << to_string(format);
+  const std::size_t bytes = static_cast<std::size_t>(format.row_bytes(dim));
+  std::vector<double> x(static_cast<std::size_t>(dim)), y(x);
+  for (std::size_t row = 0; row + bytes <= got.size(); row += bytes) {
+    decode_row(format, dim, &got[row], 1, x.data());
+    decode_row(format, dim, &wanted[row], 1, y.data());
+    const double largest = std::abs(*std::ranges::max_element(y, {}, [](double v) { return std::abs(v); }));
+    for (int i = 0; i < dim; ++i) ASSERT_NEAR(x[i], y[i], 0.4 * largest + 1e-6) << row / bytes << " " << i;
+  }
+}
+
+inline std::vector<double> rows_with_zeros(std::int64_t rows, int dim) {
+  std::mt19937 random(5);
+  std::vector<double> values = normal_values(rows * dim, DType::bf16, 2.0, random);
+  std::fill_n(values.begin(), dim, 0.0);  // a row of zeros, whose scales are 1
+  return values;
+}
+
+inline void check_quantized_rows(Runtime& runtime, const std::string& format_text) {
+  const KernelSpec spec = parse_spec("quantize:bf16:d128:kv{" + format_text + "}");
+  const KvFormat& format = spec.kv.k_format;
+  const std::int64_t batch = 2, heads = 3, rows = 7, bytes = spec.stored_k().columns;
+  const std::vector<double> x = rows_with_zeros(batch * heads * rows, 128);
+  const auto args_of = [&](const void* from, void* codes, void* scale) {
+    QuantizeArgs args{.x = ConstTensorView::bhsd(from, batch, heads, rows, 128),
+                      .codes = TensorView::bhsd(codes, batch, heads, rows, bytes),
+                      .scale = {}};
+    if (format.has_argument()) args.scale = ScaleView::of_heads(static_cast<float*>(scale), batch, heads);
+    return args;
+  };
+  const std::vector<std::uint8_t> host_x = encode(DType::bf16, x);
+  std::vector<std::uint8_t> wanted(static_cast<std::size_t>(batch * heads * rows * bytes));
+  std::vector<float> wanted_scales(6);
+  reference_quantize(spec, args_of(host_x.data(), wanted.data(), wanted_scales.data()));
+  const auto device_x = to_device(host_x);
+  const GuardedMemory codes(wanted.size()), scales(6 * sizeof(float));
+  runtime.quantize(spec, args_of(device_x.data(), codes.data(), scales.data()), nullptr);
+  gpu().context->synchronize();
+  EXPECT_TRUE(codes.guards_intact() && scales.guards_intact());
+  const std::vector<double> got_scales = decode(DType::fp32, scales.content());
+  for (int i = 0; i < 6 && format.has_argument(); ++i)
+    EXPECT_NEAR(got_scales[i], wanted_scales[i], 1e-5 * wanted_scales[i]) << i;
+  expect_same_rows(format, 128, codes.content(), wanted);
+}
+
+/// New rows in pages in any order, rotated. With 576 columns they are latents, which have no V of their own.
+inline void check_appended_rows(Runtime& runtime, const std::string& format_text, int dim = 128) {
+  const bool latent = dim > 512, keyed = parse_kv_format(format_text).scales == KvFormat::Scales::argument;
+  const KernelSpec spec = parse_spec(fmt::format("append:bf16:d{}:kv{{{}}}:pages4{}",
+                                                 latent ? "576x512" : std::to_string(dim), format_text,
+                                                 latent  ? ":shared_kv"
+                                                 : keyed ? ":key_scales"
+                                                         : ""))
+                              .normalized();
+  const KvFormat& format = spec.kv.k_format;
+  const std::int64_t batch = 2, heads = latent ? 1 : 2, rows = 5, pages = 6, bytes = spec.stored_k().columns;
+  const std::vector<std::int32_t> table{4, 0, 2, 1, 5, 3}, lengths{9, 12};
+  const std::vector<std::uint8_t> x = encode(DType::bf16, rows_with_zeros(batch * heads * rows, dim));
+  const std::vector<float> fixed_scales(static_cast<std::size_t>(pages * heads * 4), 0.01f);
+  const auto args_of = [&](const void* from, void* k, void* v, void* k_scale, void* v_scale,
+                           const void* page_table, const void* kv_lengths) {
+    const auto view = ConstTensorView::bhsd(from, batch, heads, rows, dim);
+    AppendArgs args{.k = view,
+                    .v = latent ? ConstTensorView{} : view,
+                    .k_cache = TensorView::bshd(k, pages, 4, heads, bytes),
+                    .v_cache = latent ? TensorView{} : TensorView::bshd(v, pages, 4, heads, bytes),
+                    .kv_lengths = static_cast<const std::int32_t*>(kv_lengths),
+                    .page_table = {static_cast<const std::int32_t*>(page_table), batch, 3},
+                    .rope = {.theta = latent ? 0 : 1e4f}};
+    const auto scale = [&](void* data) {
+      if (!format.has_argument()) return ScaleView{};
+      auto* floats = static_cast<float*>(data);
+      return keyed ? ScaleView::of_keys(floats, pages, heads, 4) : ScaleView::of_tensor(floats);
+    };
+    args.k_scale = scale(k_scale), args.v_scale = scale(v_scale);
+    return args;
+  };
+  std::vector<std::uint8_t> k(static_cast<std::size_t>(pages * 4 * heads * bytes), 0), v = k;
+  std::vector<float> k_scales = fixed_scales, v_scales = fixed_scales;
+  const auto device_x = to_device(x), device_k = to_device(k), device_v = to_device(v);
+  const auto device_k_scales = to_device(k_scales), device_v_scales = to_device(v_scales);
+  const auto device_table = to_device(table), device_lengths = to_device(lengths);
+  reference_append(spec, args_of(x.data(), k.data(), v.data(), k_scales.data(), v_scales.data(), table.data(),
+                                 lengths.data()));
+  runtime.append(spec,
+                 args_of(device_x.data(), device_k.data(), device_v.data(), device_k_scales.data(),
+                         device_v_scales.data(), device_table.data(), device_lengths.data()),
+                 nullptr);
+  gpu().context->synchronize();
+  expect_same_rows(format, dim, device::download<std::uint8_t>(device_k), k);
+  expect_same_rows(format, dim, device::download<std::uint8_t>(device_v), v);
+  const std::vector<double> got_scales = from_device(DType::fp32, device_k_scales);
+  for (std::size_t i = 0; i < k_scales.size() && keyed; ++i)
+    EXPECT_NEAR(got_scales[i], k_scales[i], 1e-4 * k_scales[i]) << i;
+}
+
+/// Formats with and without names, of which heads of 128 columns have rows.
+inline const std::vector<std::string>& kv_formats_of_128() {
+  static const std::vector<std::string> kFormats{"nvfp4",
+                                                 "mxfp4",
+                                                 "mxfp8",
+                                                 "q8_0",
+                                                 "q4_0",
+                                                 "q4_1",
+                                                 "iq4_nl",
+                                                 "int4",
+                                                 "e2m1",
+                                                 "int4:row:fp16",
+                                                 "int4:g32:fp16:zero",
+                                                 "uint4:g64:bf16:min",
+                                                 "uint2:g32:fp16:min",
+                                                 "uint2:g16:fp32:zero",
+                                                 "uint8:g128:fp32:zero",
+                                                 "int8:row:fp32:before",
+                                                 "e4m3:g128:fp32",
+                                                 "e5m2:g64:e8m0",
+                                                 "e4m3:g64:fp32:tail64",
+                                                 "book(-3,-1,1,3):g32:bf16",
+                                                 "e2m1:g16:e4m3:tail32xfp16:scaled",
+                                                 "int4_offset:row:fp32:halves",
+                                                 "int4:g64:e8m0:before"};
+  return kFormats;
+}
+
+}  // namespace flashjit::test

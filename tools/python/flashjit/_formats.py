@@ -1,0 +1,165 @@
+"""KvFormat: how rows of K and V are stored, and what attention(), append() and quantize() make of it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._library import check, library
+from ._plans import KV_TYPES, SPEC_TYPES, Fixed, Problem, Stored, describe
+from ._scales import in_four_dims
+from .errors import InvalidArgument, Unsupported, WrongType
+
+
+@functools.cache
+def _row(text: str, head_dim: int) -> tuple[int, int, bool]:
+    size, alignment, has_scale = ctypes.c_int64(), ctypes.c_int32(), ctypes.c_int32()
+    results = map(ctypes.byref, (size, alignment, has_scale))
+    check(library().flashjit_kv_row(text.encode(), head_dim, *results))
+    return size.value, alignment.value, bool(has_scale.value)
+
+
+class KvFormat:
+    """How a row of K or V is stored: a plain value, made from a name or from its parts.
+
+    text: a name of KvFormat.names(), such as "nvfp4", "q8_0" or "fp8_ds_mla"; or codes ("e4m3", "int4", "uint2", ...) and then,
+        for scales in the row, "g32" (of 32 columns) or "row", their type, and "before", "zero" or "min", "halves", "tail64",
+        "scaled": "int4:g32:fp16:zero". Codes alone have the scales of k_scale or v_scale.
+    """
+
+    def __init__(self, text: str) -> None:
+        if not isinstance(text, str):
+            raise WrongType(f'the format is a {type(text).__name__}: give a text such as "nvfp4".')
+        self.text = text
+        self.has_scale = _row(text, 0)[2]  #: whether a call has k_scale or v_scale for it
+
+    def row_bytes(self, head_dim: int) -> int:
+        """Bytes of a row of head_dim columns: the last size of a cache's uint8 tensor."""
+        return _row(self.text, head_dim)[0]
+
+    def alignment(self, head_dim: int) -> int:
+        """Bytes of which addresses and strides of rows are multiples."""
+        return _row(self.text, head_dim)[1]
+
+    @staticmethod
+    def names() -> dict[str, str]:
+        """Formats with names, and their parts."""
+        name, parts = ctypes.c_char_p(), ctypes.c_char_p()
+        found: dict[str, str] = {}
+        while library().flashjit_kv_format_name(len(found), ctypes.byref(name), ctypes.byref(parts)):
+            found[(name.value or b"").decode()] = (parts.value or b"").decode()
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KvFormat) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __repr__(self) -> str:
+        return f"KvFormat({self.text!r})"
+
+
+def read_format(name: str, given: Any) -> KvFormat | None:
+    if given is None or isinstance(given, KvFormat):
+        return given
+    if not isinstance(given, str):
+        raise WrongType(f'{name} is a {type(given).__name__}: give a KvFormat or a text such as "nvfp4".')
+    return KvFormat(given)
+
+
+def of_tensor(name: str, tensor: Tensor, format: KvFormat | None, q: Tensor) -> KvFormat | None:
+    """The format of a tensor's rows: as given, or as its type says; None: elements of Q's type."""
+    if not isinstance(tensor, Tensor) or tensor.dim() != 4 or tensor.layout is not torch.strided:
+        raise InvalidArgument(
+            f"{name} is {describe(tensor)}: give a tensor [batch, heads, length, bytes of a row]."
+        )
+    if tensor.device != q.device:
+        raise InvalidArgument(f"{name} is on {tensor.device} and q on {q.device}: move it there.")
+    if format is None and tensor.dtype in KV_TYPES:
+        return KvFormat(KV_TYPES[tensor.dtype])
+    if format is not None and tensor.element_size() != 1:
+        raise WrongType(
+            f"{name} is {describe(tensor)} and its format is {format.text}: give its rows' bytes, torch.uint8."
+        )
+    if format is None and tensor.dtype != q.dtype:
+        raise WrongType(
+            f"{name} is {describe(tensor)} and q {describe(q)}: give it in q's type, or its rows' bytes and {name}_format."
+        )
+    return format
+
+
+class Formats(NamedTuple):
+    """Of K and V; None: elements of Q's type."""
+
+    k: KvFormat | None
+    v: KvFormat | None
+
+    def options(self, scales: tuple[Tensor | None, Tensor | None]) -> str:
+        """Of a spec. Each key has its own scale where pages or rows have."""
+        text = "".join(
+            f":{name}{{{format.text}}}"
+            for name, format in (("k", self.k), ("v", self.v))
+            if format is not None
+        )
+        by_key = any(scale is not None and (scale.shape[1] > 1 or scale.shape[3] > 1) for scale in scales)
+        return text + (":key_scales" if by_key else "")
+
+
+def with_formats(
+    fixed: Fixed,
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    v_columns: int | None,
+    formats: tuple[Any, Any],
+    scales: tuple[Any, Any],
+) -> tuple[Fixed, Problem]:
+    """The call's tensors and options with those of its formats: of K and V."""
+    k_scale, v_scale = (
+        in_four_dims(name, scale, problem.cached) for name, scale in zip(("k_scale", "v_scale"), scales)
+    )
+    of_k = of_tensor("k", k, read_format("k_format", formats[0]), q)
+    of_v = of_tensor("v", v, of_k if v_columns else read_format("v_format", formats[1]), q)
+    dim_v = v_columns or (q.shape[3] if of_v is not None else v.shape[3])
+    if of_v is not None and not v_columns and of_v.row_bytes(dim_v) != v.shape[3]:
+        dim_v = _columns_of(of_v, v.shape[3], dim_v)
+    used = Formats(of_k, None if v_columns else of_v)
+    options = used.options((k_scale, v_scale)) + (":shared_kv" if v_columns else "")
+    return (
+        fixed._replace(k_scale=k_scale, v_scale=v_scale),
+        problem._replace(options=problem.options + options, stored=Stored(dim_v)),
+    )
+
+
+def _columns_of(format: KvFormat, size: int, most: int) -> int:
+    """The columns of a row of so many bytes, where V has others than K."""
+    for dim in range(16, 513, 16):
+        try:
+            if format.row_bytes(dim) == size:
+                return dim
+        except InvalidArgument:
+            continue
+    raise InvalidArgument(
+        f"v has rows of {size} bytes, which no head_dim has in the format {format.text}: with {most} columns "
+        f"a row has {format.row_bytes(most)}."
+    )
+
+
+def refuse_formats_in_operators() -> None:
+    raise Unsupported(
+        "k_format and v_format are not for compiled code, tensor subclasses and transforms: call attention() outside "
+        "of torch.compile, or give K and V of float8_e4m3fn, float8_e5m2 or int8."
+    )
+
+
+def new_rows(format: KvFormat, x: Tensor) -> Tensor:
+    """Memory for x's rows in a format."""
+    if x.dtype not in SPEC_TYPES:
+        raise WrongType(f"x is {describe(x)}: give float16, bfloat16 or float32.")
+    return torch.empty(*x.shape[:3], format.row_bytes(x.shape[3]), dtype=torch.uint8, device=x.device)

@@ -344,7 +344,7 @@ void check_rows(const char* name, const float* data, const RowStrides& given, co
   check_pointer(name, data, alignof(float));
   if (!data || sizes.batch == 0 || sizes.heads == 0 || sizes.rows == 0) return;
   const ConstTensorView rows = rows_view(data, given, sizes);
-  check_strides(name, rows, kTensorAlignment);  // any stride keeps the alignment of elements of that size
+  check_strides(name, rows, 16, 16);  // any stride keeps the alignment of elements of that size
   if (access == Access::write) check_distinct(name, rows);
 }
 

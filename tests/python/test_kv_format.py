@@ -116,6 +116,16 @@ def test_formats_of_k_and_v_may_differ():
     torch.testing.assert_close(out.double(), exact(q, k_values, v_values, False), atol=1e-5, rtol=1e-5)
 
 
+def test_switches_stand_behind_formats():
+    q = torch.randn(1, 2, 30, 64, dtype=torch.bfloat16)
+    rows, _ = flashjit.quantize(q, format="int4:g32:fp16")
+    given = {"k_format": "int4:g32:fp16", "v_format": "int4:g32:fp16", "return_lse": True}
+    out, lse = flashjit.attention(q, rows, rows, out_dtype=torch.float32, **given)
+    rounded, _ = flashjit.attention(q, rows, rows, **given)
+    assert out.dtype == torch.float32 and rounded.dtype == torch.bfloat16
+    torch.testing.assert_close(out.bfloat16(), rounded)
+
+
 @pytest.mark.parametrize("name", ["q8_0", "q4_1", "int4:g32:fp16:zero", "mxfp8"])
 def test_append_encodes_into_pages(name):
     torch.manual_seed(3)

@@ -288,7 +288,7 @@ class _AppendCall:
         if formats == (None, None):
             options += kv_options(named["k_cache"], *scales)
         else:
-            options += formats.options(scales) + (":shared_kv" if v is None else "")
+            options = formats.options(options, scales) + (":shared_kv" if v is None else "")
         self.spec = spec_handle(f"{SPEC_TYPES[k.dtype]}:d{dims}{options}")
         self.index = k.get_device()
         args = AppendArgs(

@@ -99,15 +99,15 @@ class Formats(NamedTuple):
     k: KvFormat | None
     v: KvFormat | None
 
-    def options(self, scales: tuple[Tensor | None, Tensor | None]) -> str:
-        """Of a spec. Each key has its own scale where pages or rows have."""
+    def options(self, before: str, scales: tuple[Tensor | None, Tensor | None]) -> str:
+        """Of a spec, with those before, behind whose braces switches are. Each key has its own scale where pages or rows have."""
         text = "".join(
             f":{name}{{{format.text}}}"
             for name, format in (("k", self.k), ("v", self.v))
             if format is not None
         )
         by_key = any(scale is not None and (scale.shape[1] > 1 or scale.shape[3] > 1) for scale in scales)
-        return text + (":key_scales" if by_key else "")
+        return text + before + (":key_scales" if by_key else "")
 
 
 def with_formats(
@@ -130,10 +130,10 @@ def with_formats(
     if of_v is not None and not v_columns and of_v.row_bytes(dim_v) != v.shape[3]:
         dim_v = _columns_of(of_v, v.shape[3], dim_v)
     used = Formats(of_k, None if v_columns else of_v)
-    options = used.options((k_scale, v_scale)) + (":shared_kv" if v_columns else "")
+    options = used.options(problem.options, (k_scale, v_scale)) + (":shared_kv" if v_columns else "")
     return (
         fixed._replace(k_scale=k_scale, v_scale=v_scale),
-        problem._replace(options=problem.options + options, stored=Stored(dim_v)),
+        problem._replace(options=options, stored=Stored(dim_v)),
     )
 
 

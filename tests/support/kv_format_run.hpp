@@ -284,7 +284,9 @@ inline void expect_same_rows(const KvFormat& format, int dim, std::vector<std::u
   ASSERT_EQ(got.size(), wanted.size());
   std::size_t other = 0;
   for (std::size_t i = 0; i < got.size(); ++i) other += got[i] != wanted[i];
-  EXPECT_LE(other, got.size() / 200) << "of " << got.size() << " bytes, " << to_string(format);
+  // Rotated rows differ in the last bits, which scales of fp32 show.
+  const std::size_t most = got.size() / (format.scale_type == KvFormat::Number::fp32 ? 50 : 200);
+  EXPECT_LE(other, most) << "of " << got.size() << " bytes, " << to_string(format);
   const std::size_t bytes = static_cast<std::size_t>(format.row_bytes(dim));
   std::vector<double> x(static_cast<std::size_t>(dim)), y(x);
   for (std::size_t row = 0; row + bytes <= got.size(); row += bytes) {

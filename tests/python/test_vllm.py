@@ -170,6 +170,16 @@ def test_an_encoder_has_no_cache(backend):
     step.check(out, seen=lambda i: (torch.arange(NEW[i])[:, None] - torch.arange(NEW[i])).abs() < 3)
 
 
+@pytest.mark.parametrize("given", [{}, {"mm_req_doc_ranges": {1: [(2, 6)]}}])
+def test_a_call_traces_nothing(backend, monkeypatch, given):
+    from flashjit import programs
+
+    options = {"sliding_window": 5, "logits_soft_cap": 1.5}
+    Step(**given).run(backend, **options)  # which may
+    monkeypatch.setattr(programs, "_program", lambda *_: pytest.fail("a program is traced in a call"))
+    Step(**given).run(backend, **options)
+
+
 def test_slots_of_no_row_are_left_out(backend):
     step = Step()
     impl = backend.FlashjitImpl(HQ, DIM, 0.2, HKV)

@@ -17,6 +17,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 VOCABULARY = 512
 COMMON = {"vocab_size": VOCABULARY, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3}
@@ -52,7 +53,7 @@ def make(name: str, folder: pathlib.Path) -> None:
     model.save_pretrained(folder)
 
 
-def generate(folder: str, flashjit: bool, own: str, answer: pathlib.Path) -> None:
+def generate(folder: str, flashjit: bool, own: str, answer: pathlib.Path, more: dict[str, Any]) -> None:
     from vllm import LLM, SamplingParams
 
     if flashjit and own == "CPU_ATTN":
@@ -73,6 +74,7 @@ def generate(folder: str, flashjit: bool, own: str, answer: pathlib.Path) -> Non
         enable_prefix_caching=True,
         attention_backend=backend,
         block_size=32,
+        **more,
     )
     shared = [(7 * i * i + 3) % VOCABULARY for i in range(70)]
     prompts = [
@@ -116,24 +118,26 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="*", default=["llama", "qwen3", "gemma2", "mistral", "gpt_oss"])
     parser.add_argument("--own", default="CPU_ATTN", help="the backend of vLLM to compare with")
+    parser.add_argument("--engine", default="{}", help="more arguments of vLLM's LLM, as JSON")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         folder, which, answer = args.one
-        generate(folder, which == "flashjit", args.own, pathlib.Path(answer))
+        generate(folder, which == "flashjit", args.own, pathlib.Path(answer), json.loads(args.engine))
         return
     for name in args.models:
         with tempfile.TemporaryDirectory() as folder:
             make(name, pathlib.Path(folder) / "model")
-            print(f"{name}: {compare(pathlib.Path(folder), args.own)}", flush=True)
+            print(f"{name}: {compare(pathlib.Path(folder), args.own, args.engine)}", flush=True)
 
 
-def compare(folder: pathlib.Path, own: str) -> str:
+def compare(folder: pathlib.Path, own: str, engine: str) -> str:
     answers = {}
     for which in ("own", "flashjit"):
         answer = folder / f"{which}.json"
         environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        command = [sys.executable, __file__, "--own", own, "--one", str(folder / "model"), which, str(answer)]
+        command = [sys.executable, __file__, "--own", own, "--engine", engine]
+        command += ["--one", str(folder / "model"), which, str(answer)]
         run = subprocess.run(command, env=environment, capture_output=True, text=True)
         if not answer.exists():
             return f"{which} failed: {(run.stdout + run.stderr)[-2500:]}"

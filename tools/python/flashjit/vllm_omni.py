@@ -100,7 +100,9 @@ def _means(x: Tensor, rows: int) -> Tensor:
 
 def _programs(given: Any, window: Any, q: Tensor, k: Tensor) -> tuple[str | None, str | None, dict[str, Any]]:
     """score_mod, mask_mod and captures of a mask and a window."""
-    conditions, captures, score = [], {}, None
+    conditions: list[str] = []
+    captures: dict[str, Any] = {}
+    score = None
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
             raise WrongType(f"window is {window!r}: give (left, right), None for no limit.")

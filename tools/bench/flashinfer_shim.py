@@ -111,6 +111,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 sys.meta_path.insert(0, _Finder())
 if ON_CPU:
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: 0  # type: ignore[assignment]
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
     _batch.BatchAttention.__init__.__defaults__ = ("NHD", "cpu")
     torch.cuda.get_device_properties = lambda *_: types.SimpleNamespace(  # type: ignore[assignment]

@@ -94,7 +94,7 @@ def git(clone: pathlib.Path, *command: str) -> str:
 
 
 def on_cpu(text: str) -> str:
-    text = re.sub(r"""(["'])cuda(:\d+)?\1""", '"cpu"', text)
+    text = re.sub(r"""f?(["'])cuda(:\d+|:\{\w+\})?\1""", '"cpu"', text)
     return text.replace(".cuda()", ".cpu()").replace(".to(0)", '.to("cpu")')
 
 

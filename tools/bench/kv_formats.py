@@ -69,15 +69,13 @@ def plot(table: dict[str, list[float]], file: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4))
+    figure, axes = pyplot.subplots(figsize=(7, 5))
+    names = [f"{form} ({flashjit.KvFormat(form).row_bytes(DIM)} bytes)" for form in table]
     for i, kind in enumerate(KINDS):
-        sizes = [flashjit.KvFormat(form).row_bytes(DIM) for form in table]
-        axes.scatter(sizes, [errors[i] for errors in table.values()], label=kind, marker="os^"[i])
-    for form, errors in table.items():
-        axes.annotate(form, (flashjit.KvFormat(form).row_bytes(DIM), errors[0]), fontsize=6, rotation=30)
-    axes.set(
-        xlabel="bytes of a row of 128 columns (16 bits: 256)", ylabel="relative error of O", yscale="log"
-    )
+        axes.plot([errors[i] for errors in table.values()], names, "os^"[i], label=kind)
+    axes.set(xlabel="relative error of O", xscale="log")
+    axes.invert_yaxis()
+    axes.grid(alpha=0.4)
     axes.legend()
     figure.tight_layout()
     figure.savefig(file)

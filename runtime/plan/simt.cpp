@@ -27,7 +27,8 @@ int shared_bytes(const AnalysedSpec& spec, const TileConfig& config) {
 bool shares_tile(const AnalysedSpec& spec, const TileConfig& config) {
   const int d = simt::chunks(spec.head_dim), dv = simt::chunks(spec.v_dim());
   if (spec.pass == Pass::forward) return simt::shares_tile(config.br, config.bc, config.warps, dv);
-  if (spec.pass == Pass::jvp) return simt::shares_tile(config.br, config.bc, config.warps, 2 * dv);
+  // And two tiles of scores at a time, which take registers, too.
+  if (spec.pass == Pass::jvp) return simt::shares_tile(config.br, config.bc, config.warps, 2 * dv + 2);
   return simt::shares_tile(config.br, config.bc, config.warps, d) &&
          simt::shares_tile(config.bc, config.br, config.warps, d + dv);
 }

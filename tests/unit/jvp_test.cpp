@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "call/jvp_arguments.hpp"
 #include "expr/declarations.hpp"
 #include "reference/inputs.hpp"
 #include "reference/reference.hpp"
@@ -110,6 +111,37 @@ TEST(JvpOfReference, ChecksTheSizesOfTangents) {
   Problem problem = problem_of("fp32:d8", {1, 1, 1, 4, 4});
   problem.k_tangent.pop_back();
   EXPECT_THROW(reference::jvp(problem), Error);
+}
+
+/// Addresses that nothing reads: the checks look at pointers, not at memory.
+JvpArgs arguments() {
+  const auto at = [](std::uintptr_t value) { return reinterpret_cast<void*>(value); };
+  const auto view = [&](std::uintptr_t value) { return TensorView::bhsd(at(value), 2, 4, 100, 64); };
+  JvpArgs args;
+  args.q = view(0x1000000), args.k = view(0x2000000), args.v = view(0x3000000), args.out = view(0x4000000);
+  args.q_tangent = view(0x5000000), args.k_tangent = view(0x6000000), args.v_tangent = view(0x7000000);
+  args.out_tangent = view(0x8000000);
+  return args;
+}
+
+TEST(JvpArguments, AreCheckedLikeTheirTensors) {
+  const AttentionSpec spec{.dtype = DType::bf16, .head_dim = 64};
+  const auto refusal = [&](auto change) {
+    return failure(ErrorCode::invalid_argument, [&] {
+      JvpArgs args = arguments();
+      change(args);
+      check_arguments(spec, args);
+    });
+  };
+  EXPECT_NO_THROW(check_arguments(spec, arguments()));
+  JvpArgs zero = arguments();
+  zero.q_tangent = zero.v_tangent = {};
+  EXPECT_NO_THROW(check_arguments(spec, zero));
+  expect_in("k_tangent", refusal([](JvpArgs& args) { args.k_tangent.size[2] = 99; }));
+  expect_in("out_tangent", refusal([](JvpArgs& args) { args.out_tangent = args.out; }));
+  expect_in("out_tangent", refusal([](JvpArgs& args) { args.out_tangent.data = nullptr; }));
+  float tangent = 0;
+  expect_in("sinks_tangent is given", refusal([&](JvpArgs& args) { args.sinks_tangent = &tangent; }));
 }
 
 TEST(JvpSpec, IsWithoutWhatHasNoTangent) {

@@ -123,6 +123,9 @@ typedef struct flashjit_page_table {
   const int32_t* data;
   int64_t sequences, columns;
   int64_t stride; /**< from one sequence to the next, in elements; 0: columns */
+  /** [sequences] or more on the device, as in CSR: entries lie in one row, of `columns` in all, where
+   * sequence b's begin at data[starts[b]]. Null: each has a row. */
+  const int32_t* starts;
 } flashjit_page_table;
 
 /** Scales of quantized Q, K or V: fp32 on the device, see ScaleView of flashjit/tensor.hpp. */

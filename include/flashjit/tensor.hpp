@@ -77,10 +77,21 @@ struct BlockMapView {
 /// Which pages of a paged cache have a sequence's keys: int32 [sequences, columns] in device memory. Key n of
 /// sequence b is row n % page_size of page data[b * stride + n / page_size]. What a row has behind the pages
 /// of its keys is not read. For slots a table has one column: the slot of each sequence.
+///
+/// With starts the sequences' entries are in one row (CSR: indptr and indices): sequence b's begin at
+/// data[starts[b]], and columns is how many entries there are, which no sequence can exceed.
 struct PageTableView {
   const std::int32_t* data = nullptr;
   std::int64_t sequences = 0, columns = 0;
-  std::int64_t stride = 0;  ///< from one sequence to the next, in elements; 0: columns
+  std::int64_t stride = 0;               ///< from one sequence to the next, in elements; 0: columns
+  const std::int32_t* starts = nullptr;  ///< [sequences], or more, in device memory; null: each has a row
+
+  /// On the host, where the table is: what it has for a page of a sequence.
+  std::int64_t entry(std::int64_t sequence, std::int64_t page) const {
+    if (!starts) return data[sequence * (stride ? stride : columns) + page];
+    const std::int64_t at = starts[sequence] + page;
+    return at >= 0 && at < columns ? data[at] : -1;
+  }
 };
 
 /// Which keys each query attends to, with spec.indices: int32 [sequences or 1, queries, KV heads, top-k] in

@@ -115,7 +115,7 @@ flashjit::TensorView view(const flashjit_tensor& tensor) {
 }
 
 flashjit::PageTableView view(const flashjit_page_table& table) {
-  return {table.data, table.sequences, table.columns, table.stride};
+  return {table.data, table.sequences, table.columns, table.stride, table.starts};
 }
 
 flashjit::ScaleView view(const flashjit_scales& scales) {

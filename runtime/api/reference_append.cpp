@@ -59,9 +59,7 @@ std::int64_t page_of(const AttentionSpec& spec, const AppendArgs& args, const Ne
   if (row.key < 0) return -1;
   const PageTableView& table = args.page_table;
   if (!table.data) return row.sequence;
-  const std::int64_t stride = table.stride ? table.stride : table.columns;
-  const std::int64_t page =
-      table.data[row.sequence * stride + (spec.kv.is_paged() ? row.key / spec.kv.page_size : 0)];
+  const std::int64_t page = table.entry(row.sequence, spec.kv.is_paged() ? row.key / spec.kv.page_size : 0);
   return page < args.k_cache.size[0] ? page : -1;
 }
 

@@ -80,8 +80,7 @@ using Missing = std::vector<reference::KeyPlace>;
 /// The page that has a key, or its slot; -1: the table names no page of the cache.
 std::int64_t page_of(const ForwardArgs& args, std::int64_t b, std::int64_t page_rows, std::int64_t n) {
   const PageTableView& table = args.page_table;
-  const std::int64_t stride = table.stride ? table.stride : table.columns;
-  const std::int64_t page = table.data ? table.data[b * stride + n / page_rows] : b;
+  const std::int64_t page = table.data ? table.entry(b, n / page_rows) : b;
   return page < args.k.size[0] ? std::max<std::int64_t>(page, -1) : -1;
 }
 
@@ -131,11 +130,9 @@ void refuse_missing_pages(const reference::Problem& problem, const ForwardArgs& 
                           const Missing& missing) {
   const auto key = reference::first_attended(problem, missing);
   if (!key) return;
-  const PageTableView& table = args.page_table;
-  const std::int64_t stride = table.stride ? table.stride : table.columns;
+  const std::int64_t page = problem.spec.kv.is_paged() ? key->kv / problem.spec.kv.page_size : 0;
   refuse("page_table names page {} for key {} of sequence {}, but k has {} pages: give one of them.",
-         table.data[key->b * stride + (problem.spec.kv.is_paged() ? key->kv / problem.spec.kv.page_size : 0)],
-         key->kv, key->b, args.k.size[0]);
+         args.page_table.entry(key->b, page), key->kv, key->b, args.k.size[0]);
 }
 
 /// The shape with room for the longest sequence of a cache, not for what its table or its slots could hold.

@@ -400,6 +400,7 @@ std::vector<NamedPointer> pointers_of(const AppendArgs& args) {
                         {"v_scale", args.v_scale.data},
                         {"kv_lengths", args.kv_lengths},
                         {"page_table", args.page_table.data},
+                        {"page_table.starts", args.page_table.starts},
                         {"q", memory_of(args.q)},
                         {"q_out", memory_of(args.q_out)},
                         {"rope.cos", args.rope.cos},

@@ -356,7 +356,8 @@ int dim_of(std::int64_t size) { return static_cast<int>(std::clamp<std::int64_t>
 
 KvLayout layout_of(const ForwardArgs& args) {
   const PageTableView& table = args.page_table;
-  if (table.data) return table.columns == 1 ? KvLayout::slots() : KvLayout::paged(dim_of(args.k.size[2]));
+  if (table.data)
+    return table.columns == 1 && !table.starts ? KvLayout::slots() : KvLayout::paged(dim_of(args.k.size[2]));
   return args.kv_lengths ? KvLayout::padded() : KvLayout{};
 }
 KvLayout layout_of(const BackwardArgs& args) { return args.kv_lengths ? KvLayout::padded() : KvLayout{}; }
@@ -511,6 +512,7 @@ void check_limits(const AttentionShape& shape) {
 
 std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {
   return pointers_with(args, {{"page_table", args.page_table.data},
+                              {"page_table.starts", args.page_table.starts},
                               {"row_max", args.row_max},
                               {"prefix_length", args.prefix_length},
                               {"state.out", memory_of(args.partial.state.out)},

@@ -198,7 +198,9 @@ void check_page_table(const AttentionSpec& spec, const AttentionShape& shape, co
   if (shape.batch == 0) return;
   if (shape.seqlen_kv > cache_capacity(spec, k, table))
     refuse("max_seqlen_kv is {}, but {} has room for {} keys: make it wider or the maximum smaller.",
-           shape.seqlen_kv, spec.kv.is_paged() ? "a row of page_table" : fmt::format("a slot of {}", k_name),
+           shape.seqlen_kv,
+           spec.kv.is_paged() ? table.starts ? "page_table" : "a row of page_table"
+                              : fmt::format("a slot of {}", k_name),
            cache_capacity(spec, k, table));
   if (!table.data) {
     const bool empty = table.columns == 0 && table.sequences == shape.batch;  // no sequence has a key
@@ -213,6 +215,12 @@ void check_page_table(const AttentionSpec& spec, const AttentionShape& shape, co
     return;
   }
   check_pointer("page_table", table.data, alignof(std::int32_t));
+  check_pointer("page_table.starts", table.starts, alignof(std::int32_t));
+  if (table.starts && !spec.kv.is_paged())
+    refuse("page_table.starts is given, but a slot is one page: set spec.kv to KvLayout::paged(page_size).");
+  if (table.starts && table.stride != 0)
+    refuse("page_table has starts and stride {}: entries lie one behind the other, so leave stride 0.",
+           table.stride);
   if (spec.kv.is_paged() && k.size[0] > kMaxInt / spec.kv.page_size)
     refuse("{} has {} pages of {} rows: give at most 2^31 - 1 rows in all.", k_name, k.size[0],
            spec.kv.page_size);
@@ -375,7 +383,8 @@ IndicesParam indices_param(const IndicesView& indices) {
 
 PageTableParam page_table_param(const PageTableView& table, const ConstTensorView& k) {
   return {table.data, static_cast<int>(table.stride ? table.stride : table.columns),
-          static_cast<int>(k.size[0])};
+          static_cast<int>(k.size[0]), table.starts,
+          static_cast<unsigned>(std::max<std::int64_t>(table.columns - 1, 0))};
 }
 
 }  // namespace flashjit

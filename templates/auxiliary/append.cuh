@@ -43,9 +43,7 @@ __device__ __forceinline__ KeyPlace place_of_key(const AppendParams& p, NewKey a
   constexpr bool kPaged = P::kPageRows > 0;
   int page = at.b;
   if (kPaged || p.page_table.pages != nullptr)
-    page =
-        p.page_table
-            .pages[static_cast<long long>(at.b) * p.page_table.stride + (kPaged ? at.key / P::kPageRows : 0)];
+    page = entry_of(p.page_table, at.b, kPaged ? at.key / P::kPageRows : 0);
   const bool exists = static_cast<unsigned>(page) < static_cast<unsigned>(p.page_table.count);
   return {exists ? page : -1, kPaged ? at.key % P::kPageRows : at.key};
 }

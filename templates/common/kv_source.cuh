@@ -1,6 +1,7 @@
 // Where key n is in memory: one key after the other, in the slot of a cache, or in pages that a table names.
 #pragma once
 
+#include "flashjit/common/page_table.cuh"
 #include "flashjit/common/visible.cuh"
 
 namespace flashjit {
@@ -18,7 +19,7 @@ template <class P>
 __device__ __forceinline__ int table_entry(const Params& p, int b, int kv) {
   if (P::kPageRows == 0 && p.page_table.pages == nullptr) return b;
   const int column = P::kPageRows > 0 ? kv / P::kPageRows : 0;
-  const int page = p.page_table.pages[static_cast<long long>(b) * p.page_table.stride + column];
+  const int page = entry_of(p.page_table, b, column);
   if constexpr (P::kCheckIndices) check_page<P>(p, b, column, page);
   return page;
 }

@@ -66,9 +66,11 @@ struct PackedHeadsParam {
 
 /// Where a cache has the keys of its sequences. A slot is one page that holds all of a sequence's keys.
 struct PageTableParam {
-  const int* pages;  ///< [batch, columns]: a page's batch index in K and V; null: that of the sequence
-  int stride;        ///< from one sequence to the next
-  int count;         ///< pages of K and V
+  const int* pages;   ///< [batch, columns]: a page's batch index in K and V; null: that of the sequence
+  int stride;         ///< from one sequence to the next
+  int count;          ///< pages of K and V
+  const int* starts;  ///< where each sequence's entries begin in `pages`, which is one row; null: it has rows
+  unsigned last_entry;  ///< of that row
 };
 
 /// The keys that queries attend to, [batch, queries, heads_kv, count]; packed queries are in batch 0.

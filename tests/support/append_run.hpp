@@ -69,8 +69,9 @@ class AppendRun {
                          k_scale = to_device(DType::fp32, cache_.k_scale.values),
                          v_scale = to_device(DType::fp32, cache_.v_scale.values),
                          lengths = to_device(cache_.problem.kv_lengths), table = to_device(cache_.table),
-                         offsets = to_device(cache_.problem.cu_seqlens_q), positions = to_device(positions_),
-                         cos = to_device(table_type(), cos_), sin = to_device(table_type(), sin_);
+                         starts = to_device(cache_.starts), offsets = to_device(cache_.problem.cu_seqlens_q),
+                         positions = to_device(positions_), cos = to_device(table_type(), cos_),
+                         sin = to_device(table_type(), sin_);
     const bool shared = test_.cache.layout == PoolLayout::interleaved, tables = !cos_.empty();
     device::DeviceBuffer& rotated_q = test_.q_in_place ? q : q_out;
     AppendArgs args{
@@ -79,7 +80,8 @@ class AppendRun {
         .k_cache = cache_.k.view(k_cache.data(), cached),
         .v_cache = cache_.v.view(shared ? k_cache.data() : v_cache.data(), cached),
         .kv_lengths = static_cast<const std::int32_t*>(lengths.data()),
-        .page_table = cache_.table_view(static_cast<const std::int32_t*>(table.data())),
+        .page_table = cache_.table_view(static_cast<const std::int32_t*>(table.data()),
+                                        static_cast<const std::int32_t*>(starts.data())),
         .q = q_.view(static_cast<const void*>(q.data())),
         .q_out = q_.view(rotated_q.data()),
         .rope = {.cos = tables ? cos.data() : nullptr,
@@ -136,8 +138,9 @@ class AppendRun {
   std::int64_t sequence_of(std::int64_t page) const {
     for (std::int64_t b = 0; b < test_.cache.shape.batch; ++b) {
       if (cache_.table.empty() && page == b) return b;
-      for (std::int64_t column = 0; column < cache_.columns && !cache_.table.empty(); ++column)
-        if (cache_.table[b * cache_.table_stride + column] == page) return b;
+      const std::int64_t keys = cache_.problem.kv_lengths[b], rows = cache_.k.size[2];
+      for (std::int64_t key = 0; key < keys && !cache_.table.empty(); key += rows)
+        if (cache_.entry(b, key / rows) == page) return b;
     }
     return -1;
   }
@@ -234,8 +237,7 @@ class AppendRun {
         if (key < 0) continue;
         const std::int64_t at = spec_.varlen ? 0 : b, s = first + i;
         const std::int64_t position = positions_.empty() ? key : positions_[at * k_.rows + s];
-        const std::int64_t page =
-            cache_.table.empty() ? b : cache_.table[b * cache_.table_stride + key / page_rows];
+        const std::int64_t page = cache_.table.empty() ? b : cache_.entry(b, key / page_rows);
         if (test_.slot_bytes) {
           const bool left_out = (at * k_.rows + s) % 5 == 3;
           slots_[static_cast<std::size_t>(at * k_.rows + s)] =

@@ -80,10 +80,14 @@ struct Cache {
   Scales q_scale = {};
   std::vector<std::int32_t> table = {};
   std::int64_t columns = 0, table_stride = 0;
+  std::vector<std::int32_t> starts = {};  ///< of the sequences in the table, if that is one row
 
-  PageTableView table_view(const std::int32_t* data) const {
+  std::int64_t entry(std::int64_t b, std::int64_t column) const {
+    return table_view(table.data(), starts.data()).entry(b, column);
+  }
+  PageTableView table_view(const std::int32_t* data, const std::int32_t* in_one_row) const {
     if (table.empty()) return {};
-    return {data, problem.shape.batch, columns, table_stride};
+    return {data, problem.shape.batch, columns, table_stride, starts.empty() ? nullptr : in_one_row};
   }
 };
 
@@ -101,6 +105,21 @@ inline Pool make_pool(PoolLayout layout, std::int64_t pages, std::int64_t heads,
 }
 
 }  // namespace cache_detail
+
+/// The table as CSR has it: the entries of each sequence behind those of the one before, and no others.
+inline void put_in_one_row(Cache& cache, std::int64_t page_rows) {
+  std::vector<std::int32_t> entries;
+  for (std::int64_t b = 0; b < cache.problem.shape.batch; ++b) {
+    cache.starts.push_back(static_cast<std::int32_t>(entries.size()));
+    const auto first = cache.table.begin() + b * cache.table_stride;
+    entries.insert(entries.end(), first, first + (cache.problem.kv_lengths[b] + page_rows - 1) / page_rows);
+  }
+  // Room for the longest sequence that the shape allows; what is there is not read.
+  entries.resize(std::max<std::size_t>(entries.size(), cache.columns),
+                 std::numeric_limits<std::int32_t>::max());
+  cache.table = std::move(entries);
+  cache.columns = std::ssize(cache.table), cache.table_stride = 0;
+}
 
 inline Cache make_cache(const CacheCase& test) {
   const KernelSpec spec = test.spec.normalized();
@@ -221,6 +240,7 @@ inline Cache make_cache(const CacheCase& test) {
     // A slot without keys is a slot all the same.
     if (tabled && !spec.kv.is_paged()) cache.table[b * cache.table_stride] = order[b];
   }
+  if (spec.kv.is_paged() && test.seed % 2 == 1) put_in_one_row(cache, rows);
   return cache;
 }
 

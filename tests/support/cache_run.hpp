@@ -27,6 +27,7 @@ class CacheRun {
         sinks_(to_device(DType::fp32, cache_.problem.sinks)),
         indices_(to_device(cache_.problem.indices)),
         table_(to_device(cache_.table)),
+        starts_(to_device(cache_.starts)),
         prefix_length_(to_device(std::vector<std::int32_t>{cache_.problem.prefix_length})),
         captures_(gpu().driver(), test.spec, cache_.problem.captures),
         out_(cache_.problem.q.size() / test.spec.head_dim * test.spec.v_dim() * size_of(test.spec.dtype)),
@@ -111,7 +112,8 @@ class CacheRun {
                      .captures = captures_.view(),
                      .max_seqlen_kv = seqlen_kv,
                      .sinks = static_cast<const float*>(sinks_.data()),
-                     .page_table = cache_.table_view(static_cast<const std::int32_t*>(table_.data())),
+                     .page_table = cache_.table_view(static_cast<const std::int32_t*>(table_.data()),
+                                                     static_cast<const std::int32_t*>(starts_.data())),
                      .k_scale = cache_.k_scale.view(k_scale_.data()),
                      .v_scale = cache_.v_scale.view(v_scale_.data()),
                      .q_scale = cache_.q_scale.view(q_scale_.data())};
@@ -134,7 +136,7 @@ class CacheRun {
   Cache cache_;
   reference::Forward exact_, rounded_;
   device::DeviceBuffer q_, k_, v_, k_scale_, v_scale_, q_scale_, lengths_, cu_seqlens_q_, sinks_, indices_,
-      table_, prefix_length_;
+      table_, starts_, prefix_length_;
   DeviceCaptures captures_;
   GuardedMemory out_, lse_;
 };

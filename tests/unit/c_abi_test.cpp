@@ -315,7 +315,7 @@ TEST_F(CAbi, NewRowsAreAppendedByTheReference) {
   args.k_cache = {k_cache, {3, 1, 2, 16}, {32, 32, 16, 1}};
   args.v_cache = {v_cache, {3, 1, 2, 16}, {32, 32, 16, 1}};
   args.kv_lengths = lengths;
-  args.page_table = {table, 1, 3, 0};
+  args.page_table = {table, 1, 3, 0, nullptr};
   args.q = args.q_out = {q, {1, 1, 2, 16}, {32, 32, 16, 1}};
   args.rope.theta = 100;
   args.rope.interleaved = 1;

@@ -74,6 +74,22 @@ TEST(Cache, SoundArgumentsPass) {
   EXPECT_EQ(refusal([](auto&, auto& args) { args.page_table = {nullptr, 3, 0}; }), "accepted") << "no keys";
 }
 
+TEST(Cache, TablesInOneRow) {
+  const auto with = [](const std::int32_t* starts, std::int64_t entries, std::int64_t stride,
+                       const char* spec) {
+    return refusal([&](auto& s, auto& args) {
+      s = parse_spec(spec);
+      args.page_table = {address<std::int32_t>(0x600000), 3, entries, stride, starts};
+    });
+  };
+  const auto* starts = address<std::int32_t>(0x700000);
+  EXPECT_EQ(with(starts, 5, 0, "bf16:d64:pages16"), "accepted");
+  expect_says(with(starts, 5, 5, "bf16:d64:pages16"),
+              {"page_table has starts and stride 5", "leave stride 0"});
+  expect_says(with(starts, 1, 0, "bf16:d64:cache"), {"page_table.starts is given", "KvLayout::paged"});
+  expect_says(with(address<std::int32_t>(0x700002), 5, 0, "bf16:d64:pages16"), {"page_table.starts is at"});
+}
+
 TEST(Cache, WrongArgumentsAreNamed) {
   expect_says(refusal([](auto&, auto& args) { args.page_table = {}; }), {"page_table is null", "[3, "});
   expect_says(refusal([](auto&, auto& args) { args.page_table.data = nullptr; }), {"page_table is null"});
@@ -258,7 +274,7 @@ void expect_read_as_in_order(const CacheCase& test) {
                    .lse = lse.data(),
                    .kv_lengths = cache.problem.kv_lengths.data(),
                    .max_seqlen_kv = seqlen_kv,
-                   .page_table = cache.table_view(cache.table.data()),
+                   .page_table = cache.table_view(cache.table.data(), cache.starts.data()),
                    .k_scale = cache.k_scale.view(k_scale.data()),
                    .v_scale = cache.v_scale.view(v_scale.data()),
                    .q_scale = cache.q_scale.view(q_scale.data())};

@@ -309,7 +309,7 @@ class Call {
     if (!table) return {};
     const auto size = table->dimensions();
     return {static_cast<const std::int32_t*>(table->untyped_data()), size[0], size.size() == 2 ? size[1] : 1,
-            0};
+            0, nullptr};
   }
 
   /// What the spec's programs read: operands whose names are a "c" and a number.

@@ -84,6 +84,7 @@ pub struct flashjit_page_table {
     pub sequences: i64,
     pub columns: i64,
     pub stride: i64,
+    pub starts: *const i32,
 }
 
 #[repr(C)]

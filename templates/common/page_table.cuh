@@ -1,0 +1,14 @@
+// The entries of a page table: a row for each sequence, or one row for all, as CSR has it.
+#pragma once
+
+#include "flashjit/common/params.cuh"
+
+namespace flashjit {
+
+/// The host cannot check where sequences begin: nothing outside of the table is read.
+__device__ __forceinline__ int entry_of(const PageTableParam& table, int b, int column) {
+  if (table.starts == nullptr) return table.pages[static_cast<long long>(b) * table.stride + column];
+  return table.pages[min(static_cast<unsigned>(table.starts[b] + column), table.last_entry)];
+}
+
+}  // namespace flashjit

@@ -422,9 +422,9 @@ FLASHJIT_C_API flashjit_status flashjit_quantize(flashjit_runtime* runtime, cons
                                                  const flashjit_quantize_args* args,
                                                  struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
 
-/** A row of `head_dim` columns of K or V in a KV format, as the spec has it in "k{...}": its bytes, of what its
- * address and strides are multiples, and whether the call has k_scale or v_scale for it. Results may be null;
- * with head_dim 0 the text alone is checked. */
+/** A row of `head_dim` columns of K or V in a KV format, as the spec has it in "k{...}": its bytes, of what
+ * its address and strides are multiples, and whether the call has k_scale or v_scale for it. Results may be
+ * null; with head_dim 0 the text alone is checked. */
 FLASHJIT_C_API flashjit_status flashjit_kv_row(const char* format, int32_t head_dim, int64_t* bytes,
                                                int32_t* alignment, int32_t* has_scale) FLASHJIT_NOEXCEPT;
 /** The names of KV formats and what they stand for, from index 0 on; 0: there are no more. */

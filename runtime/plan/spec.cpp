@@ -341,7 +341,7 @@ void check_running_state(const AttentionSpec& spec) {
 /// What has no tangent, or none yet.
 void refuse_without_tangent(const AttentionSpec& spec) {
   const char* option = spec.kv.is_cache()           ? "a cache"
-                       : spec.kv.quantized()          ? "quantized K and V"
+                       : spec.kv.quantized()        ? "quantized K and V"
                        : spec.indices               ? "indices"
                        : spec.partial.running_state ? "running_state"
                        : spec.row_max               ? "row_max"

@@ -66,7 +66,13 @@ class BlockMap(ctypes.Structure):
 
 
 class PageTable(ctypes.Structure):
-    _fields_ = [("data", _pointer), ("sequences", _i64), ("columns", _i64), ("stride", _i64), ("starts", _pointer)]
+    _fields_ = [
+        ("data", _pointer),
+        ("sequences", _i64),
+        ("columns", _i64),
+        ("stride", _i64),
+        ("starts", _pointer),
+    ]
 
 
 class Scales(ctypes.Structure):

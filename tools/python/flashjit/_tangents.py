@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class JvpArgs(ctypes.Structure):
     ]
 
 
-def declared_with_grad(options: str, names: Sequence[str]) -> str:
+def declared_with_grad(options: str, names: Collection[str]) -> str:
     """A spec's options whose score program declares these names "grad", as captured tensors with tangents are."""
     before, found, rest = options.partition(":score{")
     if not found:

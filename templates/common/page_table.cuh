@@ -8,7 +8,8 @@ namespace flashjit {
 /// The host cannot check where sequences begin: nothing outside of the table is read.
 __device__ __forceinline__ int entry_of(const PageTableParam& table, int b, int column) {
   if (table.starts == nullptr) return table.pages[static_cast<long long>(b) * table.stride + column];
-  return table.pages[min(static_cast<unsigned>(table.starts[b] + column), table.last_entry)];
+  const auto entry = static_cast<unsigned>(table.starts[b] + column);
+  return table.pages[entry < table.last_entry ? entry : table.last_entry];
 }
 
 }  // namespace flashjit

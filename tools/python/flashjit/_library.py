@@ -66,13 +66,8 @@ class BlockMap(ctypes.Structure):
 
 
 class PageTable(ctypes.Structure):
-    _fields_ = [
-        ("data", _pointer),
-        ("sequences", _i64),
-        ("columns", _i64),
-        ("stride", _i64),
-        ("starts", _pointer),
-    ]
+    _sizes = ("sequences", "columns", "stride")
+    _fields_ = [("data", _pointer), *((name, _i64) for name in _sizes), ("starts", _pointer)]
 
 
 class Scales(ctypes.Structure):

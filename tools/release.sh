@@ -154,7 +154,7 @@ try_aarch64() {
   fi
   rm -rf "$folder/try"
   for wheel in "$folder"/numpy/*.whl "$out"/flashjit-*_aarch64.whl; do python -m zipfile -e "$wheel" "$folder/try"; done
-  env -i PYTHONPATH="$folder/try" qemu-aarch64-static -L "$folder" "$folder/usr/bin/python3.11" \
+  env -i PATH="$folder/try" PYTHONPATH="$folder/try" "$(command -v qemu-aarch64-static)" -L "$folder" "$folder/usr/bin/python3.11" \
     "$root/tools/packaging/release.py" try "$root/README.md"
 }
 

@@ -135,7 +135,7 @@ try_debian() { # NAME PYTHON
   numpy_for "$2" "$(uname -m)" "$folder/try"
   if [ "$("${FLASHJIT_TEST_PYTHON:-python3}" -c 'import sys; print("%d.%d" % sys.version_info[:2])')" = "$2" ]; then torch=$(host_torch); fi
   # In a mount namespace of its own, so that nothing stays mounted.
-  unshare -m sh -c 'mount -t proc proc "$0/proc"; [ -z "$1" ] || mount --bind "$1" "$0/try/host-packages"; exec chroot "$0" sh /try/try_debian.sh' \
+  unshare -m sh -c 'mount -t proc proc "$0/proc"; [ -z "$1" ] || mount --bind "$1" "$0/try/host-packages"; exec chroot "$0" env -i sh /try/try_debian.sh' \
     "$folder" "$torch"
 }
 

@@ -66,8 +66,7 @@ class BlockMap(ctypes.Structure):
 
 
 class PageTable(ctypes.Structure):
-    _sizes = ("sequences", "columns", "stride")
-    _fields_ = [("data", _pointer), *((name, _i64) for name in _sizes), ("starts", _pointer)]
+    _fields_ = list(zip(("data", "sequences", "columns", "stride", "starts"), (_pointer, *[_i64] * 3, _pointer)))
 
 
 class Scales(ctypes.Structure):

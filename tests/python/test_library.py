@@ -237,12 +237,20 @@ def test_nvrtc_of_the_environment_decides(monkeypatch):
     assert _library.nvrtc_folder() is None
 
 
-def test_nvrtc_is_found_in_wheels(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("windows", "name"),
+    [
+        (False, "cu13/lib/libnvrtc.so.13"),
+        (True, "cu13/bin/x86_64/nvrtc64_130_0.dll"),
+        (True, "cuda_nvrtc/bin/nvrtc64_120_0.dll"),
+    ],
+)
+def test_nvrtc_is_found_in_wheels(windows, name, tmp_path, monkeypatch):
     monkeypatch.delenv("FLASHJIT_NVRTC", raising=False)
-    (tmp_path / "nvidia/cu13/lib").mkdir(parents=True)
-    library = tmp_path / "nvidia/cu13/lib/libnvrtc.so.13"
+    library = tmp_path / "nvidia" / name
+    library.parent.mkdir(parents=True)
     library.touch()
-    code = "from flashjit import _library; print(_library.nvrtc_folder())"
+    code = f"from flashjit import _library; _library.WINDOWS = {windows}; print(_library.nvrtc_folder())"
     path = os.pathsep.join([str(tmp_path), str(pathlib.Path(flashjit.__file__).parent.parent)])
     found = subprocess.run(
         [sys.executable, "-S", "-c", code],

@@ -53,7 +53,7 @@ def headers(target):
         for one in targets:
             lines.append(f"add_library({one} INTERFACE IMPORTED)")
             lines.append(f"target_include_directories({one} INTERFACE ${{CMAKE_CURRENT_LIST_DIR}}/..)")
-        (folder / "cmake" / f"{name}-config.cmake").write_text("\n".join(lines) + "\n")
+        (folder / "cmake" / f"{name.lower()}-config.cmake").write_text("\n".join(lines) + "\n")
 
 
 def jax_headers(folder, target):

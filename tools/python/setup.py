@@ -42,10 +42,12 @@ SOURCES = (
     "tools/jax",
 )
 HANDLER = "libflashjit_jax.so"
-NATIVE = {"libflashjit.so": "flashjit", "flashjit": "flashjit_command"}  # file -> CMake target
+WINDOWS = sysconfig.get_platform().startswith("win")  # what the wheel is for
+LIBRARY, COMMAND = ("flashjit.dll", "flashjit.exe") if WINDOWS else ("libflashjit.so", "flashjit")
+NATIVE = {LIBRARY: "flashjit", COMMAND: "flashjit_command"}  # file -> CMake target
 
 
-OTHERWISE = "or set FLASHJIT_NATIVE to a folder that holds a built libflashjit.so and the flashjit command."
+OTHERWISE = f"or set FLASHJIT_NATIVE to a folder that holds a built {LIBRARY} and the flashjit command."
 
 
 def version():
@@ -82,7 +84,7 @@ def build_native(folder):
         build = folder
         cmake("-S", ROOT, "-B", build, "-DCMAKE_BUILD_TYPE=Release", "-DFLASHJIT_TESTS=OFF", *options, *asked)
     cmake("--build", build, "--parallel", "--target", *NATIVE.values())
-    return [build / "libflashjit.so", build / "tools" / "flashjit", *build_handler(folder)]
+    return [build / LIBRARY, build / "tools" / COMMAND, *build_handler(folder)]
 
 
 def jax_headers():

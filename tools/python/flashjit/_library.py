@@ -18,6 +18,8 @@ from ._checks import check_whole
 from .errors import BY_STATUS, InternalError, InvalidArgument, NoDriver, WrongType
 
 PACKAGE = pathlib.Path(__file__).resolve().parent
+WINDOWS = os.name == "nt"
+LIBRARY_NAME, COMMAND_NAME = ("flashjit.dll", "flashjit.exe") if WINDOWS else ("libflashjit.so", "flashjit")
 FORWARD, BACKWARD, APPEND, MERGE, QUANTIZE, JVP = range(6)
 MAX_CAPTURE_DIMS = 6
 
@@ -301,7 +303,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 def library_path() -> pathlib.Path:
     """The shared library: what FLASHJIT_LIBRARY names, else the one that the wheel carries."""
     given = os.environ.get("FLASHJIT_LIBRARY")
-    return pathlib.Path(given).resolve() if given else PACKAGE / "native" / "libflashjit.so"
+    return pathlib.Path(given).resolve() if given else PACKAGE / "native" / LIBRARY_NAME
 
 
 @functools.cache
@@ -312,8 +314,8 @@ def library() -> ctypes.CDLL:
         opened = ctypes.CDLL(str(path))
     except OSError as error:
         raise NoDriver(
-            f"libflashjit.so cannot be opened ({error}): install the flashjit wheel (pip wheel tools/python), "
-            "or set FLASHJIT_LIBRARY to a libflashjit.so that was built from the same sources."
+            f"{LIBRARY_NAME} cannot be opened ({error}): install the flashjit wheel (pip wheel tools/python), "
+            f"or set FLASHJIT_LIBRARY to a {LIBRARY_NAME} that was built from the same sources."
         ) from None
     for name, (result, arguments) in _SIGNATURES.items():
         try:
@@ -375,8 +377,15 @@ def _nvrtc_candidates() -> Iterable[pathlib.Path]:
     spec = importlib.util.find_spec("nvidia")
     for root in map(pathlib.Path, spec.submodule_search_locations or [] if spec else []):
         for major in majors:
+            if WINDOWS:
+                for place in (f"cu{major}/bin/x86_64", "cuda_nvrtc/bin"):
+                    yield root / place / f"nvrtc64_{major}0_0.dll"
+                continue
             for place in (f"cu{major}/lib", "cuda_nvrtc/lib"):
                 yield root / place / f"libnvrtc.so.{major}"
+    if WINDOWS and torch is not None:  # whose wheels of Windows have CUDA's libraries within
+        for major in majors:
+            yield pathlib.Path(torch.__file__).parent / "lib" / f"nvrtc64_{major}0_0.dll"
 
 
 def installed_packs() -> list[str]:

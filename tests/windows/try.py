@@ -20,7 +20,7 @@ BUILD = WORK / "build"
 COMMAND = BUILD / "tools" / "flashjit.exe"
 NVRTC = WORK / "nvrtc" / "nvidia" / "cu13" / "bin" / "x86_64" / "nvrtc64_130_0.dll"
 FAKES = BUILD / "tests" / "windows"
-# A kernel of every family: simt, sm80, sm90 and tma are planned for these.
+# A kernel of every family: simt, sm80 and sm90 are planned for these.
 FAMILIES = "--spec fwd:bf16:d64:causal --arch sm_75,sm_80,sm_90a,sm_100a".split()
 TESTS = []
 

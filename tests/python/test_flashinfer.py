@@ -227,6 +227,31 @@ def test_append_of_fp8_keeps_every_bit():
     assert torch.equal(cache.view(torch.uint8)[0, 1, 0], codes[1])
 
 
+@pytest.mark.parametrize("block", [(16, 32), (4, 8)])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_as_a_bsr_matrix(block, masked, causal):
+    rows, keys = block
+    m, n = 3 * rows, 4 * keys
+    blocks = torch.tensor([[1, 0, 0, 1], [0, 1, 1, 0], [1, 1, 0, 1]], dtype=torch.bool, device=DEVICE)
+    given = {"mask": torch.rand(7, rows, keys, device=DEVICE) < 0.7} if masked else {}
+    wrapper = fi.BlockSparseAttentionWrapper(workspace())
+    columns = blocks.nonzero()[:, 1].int()
+    sizes = (m, n, rows, keys, HQ, HKV, DIM)
+    planned(wrapper, (indptr((2, 2, 3)), columns), *sizes, causal=causal, **given)
+    q, k, v = normal(m, HQ, DIM), normal(n, HKV, DIM), normal(n, HKV, DIM)
+    seen = torch.zeros(3, 4, rows, keys, dtype=torch.bool, device=DEVICE)
+    seen[blocks] = given.get("mask", True)
+    seen = seen.transpose(1, 2).reshape(m, n)
+    found = wrapper.run(q, k, v, return_lse=True)
+    check(found, exact(q, k, v, causal=causal, seen=seen))
+    if not masked:
+        planned(wrapper, (None, None), *sizes, causal=causal, block_mask=blocks)
+        check(wrapper.run(q, k, v, return_lse=True), [x.double().cpu() for x in found])
+    with pytest.raises(flashjit.InvalidArgument, match="must be multiples of R"):
+        planned(wrapper, (None, None), m + 1, *sizes[1:], block_mask=blocks)
+
+
 def test_levels_of_a_cascade_join():
     shared, own = Pool(keys=(8,)), Pool()
     total = len(shared.indices) + 2

@@ -37,6 +37,7 @@ from ._single import (
     single_prefill_with_kv_cache_return_lse,
     trtllm_batch_decode_with_kv_cache,
 )
+from ._sparse import BlockSparseAttentionWrapper
 
 __all__ = [
     "BatchAttention",
@@ -44,6 +45,7 @@ __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchMLAPagedAttentionWrapper",
+    "BlockSparseAttentionWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",

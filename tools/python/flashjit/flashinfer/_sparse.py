@@ -1,0 +1,104 @@
+"""FlashInfer's wrapper for block-sparse attention of one sequence, whose blocks come as a BSR matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._problem import BlockMap
+from ..errors import InvalidArgument
+from ._batch import _Wrapper
+from ._rows import Rows, heads_first, results, run
+from ._scores import Scales, read_mask, read_scores, refuse
+
+
+class BlockSparseAttentionWrapper(_Wrapper):
+    """Blocks of R queries and C keys. Where both are multiples of 16 up to 256, the others cost nothing; else, and with a mask
+    within blocks, plan() makes a mask of all pairs."""
+
+    def __init__(self, float_workspace_buffer: Tensor, backend: str = "auto") -> None:
+        super().__init__(float_workspace_buffer, "NHD", False, None)
+        self._blocks: dict[str, Any] = {}
+
+    def plan(
+        self,
+        indptr: Tensor | None,
+        indices: Tensor | None,
+        M: int,
+        N: int,
+        R: int,
+        C: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        mask: Tensor | None = None,
+        packed_mask: Tensor | None = None,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = "float16",
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: bool = True,
+        block_mask: Tensor | None = None,
+    ) -> None:
+        """indptr [M / R + 1] and indices: the blocks of keys of each block of queries; or block_mask, bool [M / R, N / C]. mask:
+        bool [blocks, R, C]: which pairs of each block attend."""
+        refuse(packed_mask=packed_mask)
+        if M % R or N % C:
+            raise InvalidArgument(f"M is {M} and N {N}: they must be multiples of R, {R}, and C, {C}.")
+        self._keep_types(q_data_type, kv_data_type, o_data_type)
+        if block_mask is not None:
+            blocks = block_mask.to(self.device).bool()
+        elif indptr is None or indices is None:
+            raise InvalidArgument("give indptr and indices, or block_mask.")
+        else:
+            rows = torch.arange(M // R).repeat_interleave(indptr.cpu().diff().long())
+            places = (rows.to(self.device), indices.to(self.device).long())
+            blocks = torch.zeros(M // R, N // C, dtype=torch.bool, device=self.device)
+            blocks[places] = True
+        whole = mask is None and all(size in range(16, 257, 16) for size in (R, C))
+        self._blocks = {"block_mask": BlockMap(blocks, (R, C))} if whole else {}
+        pairs = None
+        if not whole:
+            pairs = blocks[:, :, None, None].expand(-1, -1, R, C)
+            if mask is not None:
+                pairs = torch.zeros_like(pairs, dtype=torch.bool)
+                pairs[places if block_mask is None else blocks.nonzero(as_tuple=True)] = mask.to(self.device)
+            pairs = pairs.transpose(1, 2).reshape(M, N)
+        if pairs is not None and causal:
+            pairs = pairs & torch.ones_like(pairs).tril(N - M)
+        given = read_mask(pairs, None, torch.tensor([M * N]), self.device)
+        self._scores = read_scores(pos_encoding_mode, logits_soft_cap, causal, -1, sm_scale, *given)
+        self._rows = Rows(None, M, M)
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale_q: Any = None,
+        scale_k: Any = None,
+        scale_v: Any = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> Any:
+        """O [M, hq, d] of q [M, hq, d], k and v [N, hkv, d]; with return_lse also LSE [M, hq], of base 2."""
+        rows = self._planned(q, k)
+        keys, values = (heads_first(x, "NHD")[None] for x in (k, v))
+        scales = Scales(scale_q, scale_k, scale_v)
+        wants = return_lse or lse is not None
+        found = run(q, keys, values, rows, self._scores, scales, self._out_dtype, out, wants, **self._blocks)
+        return results(found, lse, return_lse)
+
+    forward = run

@@ -78,7 +78,7 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
   main.hot = true;
   main.params = "JvpParams";
   main.min_blocks = c.min_blocks;
-  KernelPlan kernel = tensor_core_kernel(spec, c, main, {});
+  KernelPlan kernel = tensor_core_kernel(spec, c, main, {.tile_lists = spec.has_tile_lists});
   kernel.constants.push_back({"kListedRows", c.br});
   return kernel;
 }

@@ -115,7 +115,7 @@ Jvp jvp(const Problem& problem, Precision precision) {
   const Context context(problem);
   const Arithmetic arithmetic{context.spec.dtype, precision};
   check_tangents(context);
-  const std::int64_t rows = context.tasks() * context.shape.seqlen_q;
+  const std::int64_t rows = context.q_count();
   Jvp result{.out = std::vector<double>(context.q_count() * context.spec.v_dim()),
              .lse = std::vector<double>(rows, kNaN),
              .out_tangent = std::vector<double>(context.q_count() * context.spec.v_dim()),
@@ -126,8 +126,8 @@ Jvp jvp(const Problem& problem, Precision precision) {
     const std::lock_guard lock(out_mutex);
     put(head.fwd.out, result.out, context.q_rows(task));
     put(head.out, result.out_tangent, context.q_rows(task));
-    std::ranges::copy(head.fwd.lse, result.lse.begin() + task * context.shape.seqlen_q);
-    std::ranges::copy(head.lse, result.lse_tangent.begin() + task * context.shape.seqlen_q);
+    std::ranges::copy(head.fwd.lse, result.lse.begin() + context.q_rows(task).begin);
+    std::ranges::copy(head.lse, result.lse_tangent.begin() + context.q_rows(task).begin);
   });
   return result;
 }

@@ -72,13 +72,18 @@ Problem moved(Problem problem, double step) {
 class Jvp : public testing::TestWithParam<const char*> {};
 
 TEST_P(Jvp, IsTheLimitOfDifferences) {
-  const Problem problem = problem_of(GetParam(), {2, 4, 2, 7, 9});
+  // Packed sequences of three lengths, the second without queries.
+  const bool packed = parse_spec(GetParam()).varlen;
+  const Problem problem = problem_of(GetParam(), {packed ? 4 : 2, 4, 2, 7, 9});
   const reference::Jvp jvp = reference::jvp(problem);
   constexpr double kStep = 1e-5;
   const reference::Forward before = reference::forward(moved(problem, -kStep)),
                            after = reference::forward(moved(problem, kStep)),
                            here = reference::forward(problem);
   EXPECT_EQ(jvp.out, here.out);
+  ASSERT_EQ(jvp.lse_tangent.size(), here.lse.size());
+  for (std::size_t i = 0; i < here.lse.size(); ++i)
+    EXPECT_TRUE(jvp.lse[i] == here.lse[i] || std::isnan(here.lse[i])) << i;
   for (std::size_t i = 0; i < here.out.size(); ++i)
     EXPECT_NEAR(jvp.out_tangent[i], (after.out[i] - before.out[i]) / (2 * kStep), 1e-7) << i;
   for (std::size_t i = 0; i < here.lse.size(); ++i) {

@@ -7,7 +7,7 @@ import sys
 
 import flashjit
 import pytest
-from flashjit import _library
+from flashjit import _installed
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -35,9 +35,9 @@ def script(path, *arguments, timeout=120):
 
 def built_command():
     """The wheel's command, or the one beside the library under test."""
-    built = pathlib.Path(os.environ.get("FLASHJIT_COMMAND") or _library.PACKAGE / "native" / "flashjit")
+    built = pathlib.Path(os.environ.get("FLASHJIT_COMMAND") or _installed.PACKAGE / "native" / "flashjit")
     if not built.exists():
-        built = _library.library_path().parent / "tools" / "flashjit"
+        built = _installed.library_path().parent / "tools" / "flashjit"
     if not built.exists():
         pytest.skip("the command is not built: build the target flashjit_command")
     return built

@@ -15,7 +15,7 @@ if importlib.util.find_spec("flashjit") is None:
 import flashjit._library  # noqa: E402  (the path is set above)
 import flashjit.functional  # noqa: E402
 
-if not flashjit._library.library_path().exists():
+if not flashjit._installed.library_path().exists():
     os.environ.setdefault("FLASHJIT_LIBRARY", str(ROOT / "build" / "libflashjit.so"))
 os.environ.setdefault("FLASHJIT_CACHE_DIR", str(ROOT / "build" / "test-cache"))
 

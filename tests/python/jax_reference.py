@@ -8,9 +8,9 @@ import pytest  # noqa: E402
 jax = pytest.importorskip("jax", reason="JAX is not installed: pip install jax")
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from flashjit import _library  # noqa: E402
+from flashjit import _installed  # noqa: E402
 
-if not (_library.library_path().parent / "libflashjit_jax.so").exists():
+if not (_installed.library_path().parent / "libflashjit_jax.so").exists():
     pytest.skip("libflashjit_jax.so is not built: build the target flashjit_jax", allow_module_level=True)
 
 LIMITS = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 3e-2}

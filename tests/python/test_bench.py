@@ -14,7 +14,7 @@ flex = pytest.importorskip("torch.nn.attention.flex_attention")
 np = pytest.importorskip("numpy")
 import child  # noqa: E402
 import flashjit  # noqa: E402
-from flashjit import _library  # noqa: E402
+from flashjit import _installed  # noqa: E402
 
 BENCH = pathlib.Path(__file__).resolve().parents[2] / "tools" / "bench"
 LENGTH, HEADS = 256, 2
@@ -666,7 +666,7 @@ def test_the_scaling_run_works_on_the_cpu(plot, tmp_path, mask, given):
         capture_output=True,
         text=True,
         timeout=300,
-        env=child.environment(FLASHJIT_LIBRARY=_library.library_path()),
+        env=child.environment(FLASHJIT_LIBRARY=_installed.library_path()),
     )
     assert run.returncode == 0, run.stdout + run.stderr
     with open(path, newline="") as file:

@@ -17,7 +17,7 @@ MODELS = ROOT / "tools/packaging/kernels/models.txt"
 # A first call, as far as there is no GPU: the kernel is found, checked and loaded.
 PREPARE = """
 import flashjit
-print(flashjit._library.installed_packs())
+print(flashjit._installed.installed_packs())
 runtime = flashjit.Runtime(cache_dir="", jit=False)
 runtime.prepare("bf16:d128:causal", (1, 16, 16, 4096, 4096))
 print("prepared")

@@ -12,7 +12,7 @@ import sys
 import child
 import flashjit
 import pytest
-from flashjit import _library, errors
+from flashjit import _installed, _library, errors
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STRUCTS = {
@@ -234,7 +234,7 @@ def test_a_wrong_switch_is_named(monkeypatch):
 
 def test_nvrtc_of_the_environment_decides(monkeypatch):
     monkeypatch.setenv("FLASHJIT_NVRTC", "/somewhere/libnvrtc.so.13")
-    assert _library.nvrtc_folder() is None
+    assert _installed.nvrtc_folder() is None
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,9 @@ def test_nvrtc_is_found_in_wheels(windows, name, tmp_path, monkeypatch):
     library = tmp_path / "nvidia" / name
     library.parent.mkdir(parents=True)
     library.touch()
-    code = f"from flashjit import _library; _library.WINDOWS = {windows}; print(_library.nvrtc_folder())"
+    code = (
+        f"from flashjit import _installed; _installed.WINDOWS = {windows}; print(_installed.nvrtc_folder())"
+    )
     path = os.pathsep.join([str(tmp_path), str(pathlib.Path(flashjit.__file__).parent.parent)])
     found = subprocess.run(
         [sys.executable, "-S", "-c", code],

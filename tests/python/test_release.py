@@ -11,7 +11,7 @@ import tarfile
 import zipfile
 
 import pytest
-from flashjit import _library
+from flashjit import _installed
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 VERSION = re.search(r"project\(flashjit VERSION ([0-9.]+)", (ROOT / "CMakeLists.txt").read_text()).group(1)
@@ -43,7 +43,7 @@ def test_the_library_has_the_name_that_the_page_says():
     major, minor, _ = VERSION.split(".")
     name = f"libflashjit.so.{major if major != '0' else f'{major}.{minor}'}"
     assert f"The shared library is `{name}`" in (ROOT / "tools/docs/compatibility.md").read_text()
-    assert name.encode() + b"\0" in _library.library_path().read_bytes()
+    assert name.encode() + b"\0" in _installed.library_path().read_bytes()
 
 
 def archive(path, order, mtime):

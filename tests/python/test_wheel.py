@@ -12,7 +12,7 @@ import tarfile
 import zipfile
 
 import pytest
-from flashjit import _library
+from flashjit import _installed
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 if not (importlib.util.find_spec("wheel") or importlib.util.find_spec("setuptools.command.bdist_wheel")):
@@ -183,7 +183,7 @@ def test_the_package_alone_without_the_repository(repository, tmp_path):
 def test_the_tag_is_what_auditwheel_says(repository, tmp_path):
     """Of the library and the command under test."""
     pytest.importorskip("auditwheel", reason="auditwheel")
-    library = _library.library_path()
+    library = _installed.library_path()
     command = next(
         (
             path

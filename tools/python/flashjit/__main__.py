@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from ._library import COMMAND_NAME, PACKAGE, WINDOWS, installed_packs, nvrtc_folder
+from ._installed import COMMAND_NAME, PACKAGE, WINDOWS, installed_packs, nvrtc_folder
 
 
 def main() -> int:

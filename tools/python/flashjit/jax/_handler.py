@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from .. import _library
+from .. import _installed, _library
 from ..errors import CudaError, NoDriver, Unsupported
 
 #: By function. A target's handlers are those of its execution and, on a GPU, of what comes before.
@@ -23,7 +23,7 @@ _ALIGNMENT = 256
 
 def handler_path() -> pathlib.Path:
     """Beside the library."""
-    return _library.library_path().parent / "libflashjit_jax.so"
+    return _installed.library_path().parent / "libflashjit_jax.so"
 
 
 @functools.cache
@@ -40,10 +40,10 @@ def register() -> None:
         ) from None
     opened.flashjit_jax_open.restype = ctypes.c_char_p
     opened.flashjit_jax_open.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
-    wrong = opened.flashjit_jax_open(os.fsencode(_library.library_path()), _library.runtime().address)
+    wrong = opened.flashjit_jax_open(os.fsencode(_installed.library_path()), _library.runtime().address)
     if wrong is not None:
         raise NoDriver(
-            f"{path} does not fit {_library.library_path()} ({wrong.decode()}): install flashjit again."
+            f"{path} does not fit {_installed.library_path()} ({wrong.decode()}): install flashjit again."
         )
     capsule = lambda name: jax.ffi.pycapsule(getattr(opened, f"flashjit_jax_{name}"))
     for call, target in TARGETS.items():

@@ -47,7 +47,7 @@ def _nvrtc_candidates() -> Iterable[pathlib.Path]:
                 yield root / place / f"libnvrtc.so.{major}"
     if WINDOWS and torch is not None:  # whose wheels of Windows have CUDA's libraries within
         for major in majors:
-            yield pathlib.Path(torch.__file__).parent / "lib" / f"nvrtc64_{major}0_0.dll"
+            yield pathlib.Path(str(torch.__file__)).parent / "lib" / f"nvrtc64_{major}0_0.dll"
 
 
 def installed_packs() -> list[str]:

@@ -90,6 +90,21 @@ TEST(Seams, AnElementTypeIsNamedWhereFamiliesListItAndInTheTable) {
                    "runtime/support/dtypes.cpp"}));
 }
 
+/// What a new kind of code touches: besides its text and row in kv_format.cpp no more than decode and encode.
+TEST(Seams, ACodeOfAKvFormatIsNamedWhereItIsDescribedDecodedAndEncoded) {
+  EXPECT_EQ(files_naming("Code::e2m1"),
+            (Names{"runtime/support/kv_codec.cpp", "runtime/support/kv_format.cpp",
+                   "templates/auxiliary/encode_row.cuh", "templates/common/kv_format.cuh"}));
+}
+
+/// What a kernel family knows of formats: one decoded source of rows.
+TEST(Seams, FamiliesDecodeByOneFunction) {
+  EXPECT_EQ(
+      files_naming("\\bdecode16\\b"),
+      (Names{"templates/auxiliary/encode_row.cuh", "templates/common/kv_format.cuh",
+             "templates/simt/query_heads.cuh", "templates/simt/tile.cuh", "templates/sm80/kv_loader.cuh"}));
+}
+
 TEST(Seams, AFamilyIsNamedInItsOwnFilesAndInTheTables) {
   Names files = files_naming("Family::sm90|sm90_traits|sm90::");
   for (const char* own :

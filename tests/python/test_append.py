@@ -60,20 +60,23 @@ def expect_close(got, want):
 
 def new_cache(pages):
     """K and V full of NaN, the table, and where key n of sequence i lies."""
-    rows = 16 if pages == "pages" else 80
+    rows = 16 if pages in ("pages", "csr") else 80
     k = torch.full((24, rows, HEADS_KV, DIM), math.nan, dtype=DTYPE, device=DEVICE).transpose(1, 2)
     v = torch.full((24, HEADS_KV, rows, DIM_V), math.nan, dtype=DTYPE, device=DEVICE)
     if pages == "ordered":
         return k, v, None, lambda i, n: (i, n)
-    order = torch.randperm(24)[: 4 * (5 if pages == "pages" else 1)].to(DEVICE, torch.int32)
+    order = torch.randperm(24)[: 4 * (80 // rows)].to(DEVICE, torch.int32)
     if pages == "slots":
         return k, v, order, lambda i, n: (int(order[i]), n)
     table = order.view(4, 5)
+    if pages == "csr":
+        indptr = torch.arange(0, 21, 5, dtype=torch.int32, device=DEVICE)
+        return k, v, (indptr, order), lambda i, n: (int(table[i, n // 16]), n % 16)
     return k, v, table, lambda i, n: (int(table[i, n // 16]), n % 16)
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("pages", ["pages", "slots", "ordered"])
+@pytest.mark.parametrize("pages", ["pages", "csr", "slots", "ordered"])
 @pytest.mark.parametrize("rope", ROPES)
 def test_new_rows_are_rotated_and_stored(rope, pages, packed):
     torch.manual_seed(1)
@@ -109,6 +112,7 @@ def test_new_rows_are_rotated_and_stored(rope, pages, packed):
         v_cache,
         kv_lengths=lengths,
         page_table=table,
+        max_seqlen_kv=80,
         q=q,
         q_out=q_out,
         **rope_arguments,

@@ -75,6 +75,51 @@ def test_pages(rows, layout):
         expect_close(out[i], exact(q[i], cache.keys[i], cache.values[i]))
 
 
+def in_one_row(cache, rows):
+    """The table as CSR has it: (indptr, indices), with entries of no sequence in front of all and behind."""
+    counts = [-(-n // rows) for n in LENGTHS]
+    none = cache.table.new_full((2,), 2**31 - 1)
+    indptr = torch.tensor([0, *counts], dtype=torch.int32, device=DEVICE).cumsum(0, dtype=torch.int32) + 2
+    return indptr, torch.cat([none, *[row[:n] for row, n in zip(cache.table, counts)], none])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 256])
+@pytest.mark.parametrize("lengths", ["kv_lengths", "last_page_len"])
+def test_a_table_in_one_row(rows, lengths):
+    cache = Cache(rows)
+    q = torch.randn(len(LENGTHS), HEADS, 3, DIM).to(DEVICE, DTYPE)
+    table, given = in_one_row(cache, rows), {"kv_lengths": cache.lengths}
+    if lengths == "last_page_len":
+        table, given = (*table, torch.where(cache.lengths > 0, (cache.lengths - 1) % rows + 1, 0)), {}
+    given["max_seqlen_kv"] = max(LENGTHS)
+    out = flashjit.attention(q, cache.k, cache.v, causal=True, page_table=table, **given)
+    for i in range(len(LENGTHS)):
+        expect_close(out[i], exact(q[i], cache.keys[i], cache.values[i]))
+    compiled = torch.compile(flashjit.attention, backend="eager", fullgraph=True)
+    got = compiled(q, cache.k, cache.v, causal=True, page_table=table, **given)
+    assert torch.equal(got, out)
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        (lambda indptr, indices: (indptr[1:], indices), r"page_table's indptr is .*: it must be int32 \[5\]"),
+        (lambda indptr, indices: (indptr, indices.long()), "page_table's indices are int64"),
+        (lambda indptr, indices: (indptr, indices[None]), "page_table's indices are"),
+        (lambda indptr, indices: (indptr,), "page_table has 1 parts"),
+        (lambda indptr, indices: (indptr.tolist(), indices), "page_table's indptr is a list"),
+        (lambda indptr, indices: (indptr, indices, indptr[1:]), "are both given"),
+    ],
+)
+def test_wrong_tables_in_one_row_are_refused(change, match):
+    cache = Cache(16)
+    q = torch.randn(len(LENGTHS), HEADS, 3, DIM).to(DEVICE, DTYPE)
+    with pytest.raises(flashjit.Error, match=match):
+        flashjit.attention(
+            q, cache.k, cache.v, page_table=change(*in_one_row(cache, 16)), kv_lengths=cache.lengths
+        )
+
+
 def test_sequences_that_share_a_row_of_the_table():
     cache = Cache(16)
     q = torch.randn(3, HEADS, 1, DIM).to(DEVICE, DTYPE)

@@ -14,6 +14,7 @@ from ._formats import KvFormat, refuse_formats_in_operators, with_formats
 from ._lists import TileLists, check_lists
 from ._named import with_named
 from ._operators import draw, through_operator
+from ._pages import read_table
 from ._peers import refuse_unknown
 from ._plans import (
     KV_TYPES,
@@ -65,7 +66,7 @@ def attention(
     max_seqlen_kv: int | None = None,
     sinks: Tensor | None = None,
     kv_lengths: Tensor | None = None,
-    page_table: Tensor | None = None,
+    page_table: Tensor | tuple[Tensor, ...] | None = None,
     cache: bool = False,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
@@ -121,6 +122,8 @@ def attention(
         what is behind them, in pages or table, is not read. causal lets a sequence's last query see its last key. With
         cu_seqlens_q and max_seqlen_q the queries are packed; max_seqlen_kv is the most keys that a sequence may have, by
         default all that a row of the table has room for. No gradients.
+        Or CSR: (indptr, indices), int32 [sequences + 1] and [pages of all], best with max_seqlen_kv, whose default is the room
+        in all of them; (indptr, indices, last_page_len), int32 [sequences], in place of kv_lengths too.
     cache: k and v are a cache's slots in order, k [sequences, heads_kv, capacity, head_dim]; all else as with page_table.
     k_scale, v_scale: with k and v of float8_e4m3fn, float8_e5m2 or int8: float32, what these are multiplied with: one number,
         [heads_kv], [sequences, heads_kv], or for keys or pages with scales of their own [pages, heads_kv, rows of a page], 1 in
@@ -173,7 +176,7 @@ def attention(
     fixed = NOTHING
     values: tuple[Any, ...] = ()
     cached = cache or page_table is not None
-    pages = k.shape[2] if isinstance(page_table, Tensor) and page_table.dim() == 2 else 0
+    page_starts, page_table, kv_lengths, pages = read_table(page_table, kv_lengths, k)
     scaled = (
         k_scale is not None
         or v_scale is not None
@@ -218,7 +221,7 @@ def attention(
             queries = q.shape[2] if max_seqlen_q is None else max_seqlen_q
             keys = max_seqlen_kv
             if keys is None:
-                keys = page_table.shape[1] * pages if page_table is not None and pages else k.shape[2]
+                keys = page_table.shape[-1] * pages if page_table is not None and pages else k.shape[2]
             for_lists = lists is not None and not compiling
             block_mask, mask_mod = read_blocks(block_mask, mask_mod, queries, keys, for_lists)
         fixed, values, problem = read_problem(
@@ -246,6 +249,7 @@ def attention(
             indices=indices,
             prefix_length=prefix_length,
             running_state=state is not None,
+            page_starts=page_starts,
         )
         if (
             kv_lengths is not None

@@ -15,6 +15,7 @@ from . import _library
 from ._checks import check_number, check_whole
 from ._formats import Formats, KvFormat, of_tensor, read_format, refuse_formats_in_operators
 from ._library import AppendArgs, MergeArgs, PartialState, Rope, spec_handle
+from ._pages import read_csr
 from ._plans import (
     ELEMENTS,
     KEEP_PLANS,
@@ -25,11 +26,13 @@ from ._plans import (
     check_device,
     check_four_dims,
     check_memory,
+    check_page_table,
     dense_strides,
     describe,
     has_rows,
     is_watched,
     launch,
+    page_table_struct,
     readable,
     say_once,
     scales_struct,
@@ -54,6 +57,7 @@ class _Given(NamedTuple):
     k_scale: Tensor | None  # of caches of 8 bits, in four dimensions
     v_scale: Tensor | None
     slots: Tensor | None
+    page_starts: Tensor | None  # of each sequence's entries in page_table, which is then one row
 
 
 class _Rotation(NamedTuple):
@@ -69,7 +73,7 @@ def append(
     v_cache: Tensor | None,
     *,
     kv_lengths: Tensor | None = None,
-    page_table: Tensor | None = None,
+    page_table: Tensor | tuple[Tensor, ...] | None = None,
     slots: Tensor | None = None,
     q: Tensor | None = None,
     q_out: Tensor | None = None,
@@ -93,7 +97,8 @@ def append(
     k_cache, v_cache: attention()'s k and v, which are written: pages with a page_table of two dimensions, else slots.
         They are one memory only where both get the same unrotated rows (latents). Pages may interleave.
     kv_lengths: int32 [sequences]: how many keys each sequence has, WITH the new ones, as attention() wants it next.
-    page_table: as of attention(): int32 [sequences, pages of the longest], or the slot of each; None: slots in order.
+    page_table: as of attention(): int32 [sequences, pages of the longest], or the slot of each, or (indptr, indices), also with
+        last_page_len in place of kv_lengths; None: slots in order.
     slots: in place of kv_lengths, page_table, cu_seqlens_q and max_seqlen_kv: where each new row goes, as engines' slot_mapping
         has it, int64 or int32, one for each row of k's batch and rows: page * rows of a page + row in the page. Negative
         ones, and those beyond the cache, are left out. RoPE then needs positions.
@@ -115,6 +120,9 @@ def append(
     once. No gradients. Raises flashjit.Error.
     """
     tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "q": q, "q_out": q_out}
+    page_starts = None
+    if isinstance(page_table, (tuple, list)):
+        page_starts, page_table, kv_lengths = read_csr(page_table, kv_lengths, k_cache.shape[2])
     given = _Given(
         kv_lengths,
         page_table,
@@ -125,6 +133,7 @@ def append(
         in_four_dims("k_scale", k_scale, True),
         in_four_dims("v_scale", v_scale, True),
         slots,
+        page_starts,
     )
     formats = Formats(read_format("k_format", k_format), read_format("v_format", v_format))
     stored = formats != (None, None)
@@ -221,7 +230,7 @@ torch.library.define(
     "flashjit::append",
     "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? q, Tensor(c!)? q_out, Tensor? kv_lengths, "
     "Tensor? page_table, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? cu_seqlens_q, "
-    "Tensor(d!)? k_scale, Tensor(e!)? v_scale, Tensor? slots, float theta, int rope_dims, bool interleaved, SymInt max_seqlen_kv) -> ()",
+    "Tensor(d!)? k_scale, Tensor(e!)? v_scale, Tensor? slots, Tensor? page_starts, float theta, int rope_dims, bool interleaved, SymInt max_seqlen_kv) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.register_fake("flashjit::append")(lambda *_: None)
@@ -282,7 +291,9 @@ class _AppendCall:
         dim_v = min(k.shape[3], MAX_DIM_V) if v is None else v.shape[3]
         dims = f"{k.shape[3]}" if k.shape[3] == dim_v else f"{k.shape[3]}x{dim_v}"
         options = f"{':varlen' if given.cu_seqlens_q is not None else ''}" + (
-            f":pages{named['k_cache'].shape[2]}" if table is not None and table.dim() == 2 else ":cache"
+            f":pages{named['k_cache'].shape[2]}"
+            if given.page_starts is not None or table is not None and table.dim() == 2
+            else ":cache"
         )
         scales = (given.k_scale, given.v_scale)
         if formats == (None, None):
@@ -300,9 +311,7 @@ class _AppendCall:
             **{name: tensor_struct(x.shape, x.stride()) for name, x in named.items() if x is not None},
         )
         if table is not None:
-            args.page_table = _library.PageTable(
-                None, table.shape[0], table.shape[1] if table.dim() == 2 else 1, table.stride(0)
-            )
+            args.page_table = page_table_struct(given)
         if given.cu_seqlens_q is not None:
             args.batch_size = given.cu_seqlens_q.numel() - 1
         if given.slots is not None:
@@ -325,6 +334,7 @@ _PLACES = (
     ],
     *[_ROPE + _library.word(Rope, name) for name in ("cos", "sin", "positions")],
     *[_library.word(AppendArgs, name) for name in ("cu_seqlens_q", "k_scale", "v_scale", "slots")],
+    _library.word(AppendArgs, "page_table") + _library.word(_library.PageTable, "starts"),
 )
 _calls: dict[Any, _AppendCall] = {}
 
@@ -345,6 +355,7 @@ def _readable_tables(given: _Given) -> _Given:
         given.k_scale,
         given.v_scale,
         None if given.slots is None else given.slots.contiguous(),
+        None if given.page_starts is None else given.page_starts.contiguous(),
     )
 
 
@@ -389,19 +400,7 @@ def _check(tensors: dict[str, Any], given: _Given, formats: Formats) -> None:
                 f"k is {list(k.shape)}: with cu_seqlens_q its batch is 1, and the sequences lie one behind the "
                 "other, [1, heads_kv, all rows, head_dim]."
             )
-    table = given.page_table
-    if table is not None and (
-        table.dtype != torch.int32 or table.dim() not in (1, 2) or table.shape[0] != sequences
-    ):
-        raise InvalidArgument(
-            f"page_table is {describe(table)}: it must be int32 [{sequences}, pages of the longest sequence], or "
-            f"[{sequences}] for the slot of each sequence."
-        )
-    if table is not None and table.dim() == 2 and k_cache.shape[2] == 0:
-        raise InvalidArgument(
-            f"k_cache is {list(k_cache.shape)}: with a page_table its third size is the rows of a page, 1 or "
-            "more; where it has slots for whole sequences, give a page_table of one dimension, or none."
-        )
+    check_page_table("k_cache", k_cache, given.page_table, given.page_starts, sequences)
     _check_written_scales(given)
     wanted = {"kv_lengths": sequences, "cu_seqlens_q": sequences + 1}
     for name, size in wanted.items():

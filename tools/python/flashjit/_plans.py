@@ -51,6 +51,7 @@ class Fixed(NamedTuple):
     # Of the forward pass alone: a cache's, and in four dimensions those of K, V and Q of 8 bits.
     page_table: Any = None
     prefix_length: Any = None
+    page_starts: Any = None  # where a sequence's entries begin in page_table, which is then one row
     k_scale: Any = None
     v_scale: Any = None
     q_scale: Any = None
@@ -134,11 +135,14 @@ _B_DOUT_STRIDE = _B_DOUT + _library.word(_library.Tensor, "stride")
 
 def _lent(structure: type[ctypes.Structure], fixed: Sequence[str]) -> Lent:
     names = ("workspace", "lists", "seed", "rng_state", "dropout_place")
-    return Lent(**dict(zip(names, _word(structure, *names))), fixed=_word(structure, *fixed))
+    words = {name: _library.word(structure, name) for name in fixed if name != "page_starts"}
+    if "page_starts" in fixed:
+        words["page_starts"] = words["page_table"] + _library.word(_library.PageTable, "starts")
+    return Lent(**dict(zip(names, _word(structure, *names))), fixed=tuple(words[name] for name in fixed))
 
 
 _F_LENT = _lent(ForwardArgs, Fixed._fields)
-_B_LENT = _lent(BackwardArgs, Fixed._fields[:-5])
+_B_LENT = _lent(BackwardArgs, Fixed._fields[:-6])
 _C_SIZE = ctypes.sizeof(Capture) // 8
 _C_DATA, _C_GRAD, _C_SCALAR = _word(Capture, "data", "grad", "scalar")
 
@@ -199,7 +203,7 @@ class Plan:
         seqlen_q = problem.max_seqlen_q if varlen else q.shape[2]
         if problem.cached:
             batch = fixed.kv_lengths.numel()
-            seqlen_kv = problem.max_seqlen_kv or cache_capacity(k, fixed.page_table)
+            seqlen_kv = problem.max_seqlen_kv or cache_capacity(k, fixed)
         else:
             seqlen_kv = problem.max_seqlen_kv if varlen else k.shape[2]
         self.shape = (batch, q.shape[1], k.shape[1], seqlen_q, seqlen_kv)
@@ -313,15 +317,7 @@ class Plan:
         tensors = {name: tensor_struct(t.shape, t.stride()) for name, t in (("q", q), ("k", k), ("v", v))}
         tensors["out"] = tensor_struct(self.out_size, self.out_stride)
         table = fixed.page_table
-        forward_alone: dict[str, Any] = (
-            {}
-            if table is None
-            else {
-                "page_table": _library.PageTable(
-                    None, table.shape[0], table.shape[1] if table.dim() == 2 else 1, table.stride(0)
-                )
-            }
-        )
+        forward_alone: dict[str, Any] = {} if table is None else {"page_table": page_table_struct(fixed)}
         forward_alone |= {
             name: scales_struct(getattr(fixed, name)) for name in ("k_scale", "v_scale", "q_scale")
         }
@@ -735,9 +731,24 @@ def has_rows(table: Tensor) -> bool:
     return table.dim() == 0 or table.stride(-1) == 1 and table.stride(0) > 0
 
 
-def cache_capacity(k: Tensor, table: Tensor | None) -> int:
+def cache_capacity(k: Tensor, fixed: Fixed) -> int:
     """How many keys a sequence of a cache may have."""
-    return k.shape[2] * (table.shape[1] if table is not None and table.dim() == 2 else 1)
+    return k.shape[2] * table_size(fixed)[1]
+
+
+def table_size(fixed: Any) -> tuple[int, int]:
+    """Sequences and columns of the page table as the library knows it."""
+    table = fixed.page_table
+    if table is None:
+        return 0, 1
+    if fixed.page_starts is not None:
+        return fixed.page_starts.shape[0] - 1, table.shape[0]
+    return table.shape[0], table.shape[1] if table.dim() == 2 else 1
+
+
+def page_table_struct(fixed: Any) -> _library.PageTable:
+    stride = 0 if fixed.page_starts is not None else fixed.page_table.stride(0)
+    return _library.PageTable(None, *table_size(fixed), stride)
 
 
 def out_dtype_of(options: str, out_type: str, dtype: torch.dtype) -> torch.dtype:
@@ -957,18 +968,31 @@ def _check_fixed(q: Tensor, k: Tensor, fixed: Fixed, problem: Problem) -> None:
                 "a list of keys for each query and head of k."
             )
         check_memory("indices", indices)
-    table = fixed.page_table
-    if table is not None and table.dim() == 2 and k.shape[2] == 0:
+    check_page_table("k", k, fixed.page_table, fixed.page_starts, batch)
+
+
+def check_page_table(k_name: str, k: Tensor, table: Any, starts: Any, sequences: int) -> None:
+    """k: the pages or slots of K."""
+    if table is None:
+        return
+    if starts is not None:
+        if starts.dtype != torch.int32 or starts.shape != (sequences + 1,):
+            raise InvalidArgument(
+                f"page_table's indptr is {describe(starts)}: it must be int32 [{sequences + 1}]."
+            )
+        if table.dtype != torch.int32 or table.dim() != 1:
+            raise InvalidArgument(
+                f"page_table's indices are {describe(table)}: they must be int32 [pages of all sequences]."
+            )
+    elif table.dtype != torch.int32 or table.dim() not in (1, 2) or table.shape[0] != sequences:
         raise InvalidArgument(
-            f"k is {list(k.shape)}: with a page_table its third size is the rows of a page, 1 or more; "
-            "where k has slots for whole sequences, give cache=True, or a page_table of one dimension."
+            f"page_table is {describe(table)}: it must be int32 [{sequences}, pages of the longest sequence], or "
+            f"[{sequences}] for the slot of each sequence."
         )
-    if table is not None and (
-        table.dtype != torch.int32 or table.dim() not in (1, 2) or table.shape[0] != batch
-    ):
+    if (starts is not None or table.dim() == 2) and k.shape[2] == 0:
         raise InvalidArgument(
-            f"page_table is {describe(table)}: it must be int32 [{batch}, pages of the longest sequence], or "
-            f"[{batch}] for the slot of each sequence."
+            f"{k_name} is {list(k.shape)}: with a page_table its third size is the rows of a page, 1 or more; "
+            f"where {k_name} has slots for whole sequences, give a page_table of one dimension, or none."
         )
 
 

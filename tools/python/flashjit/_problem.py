@@ -95,6 +95,7 @@ def read_problem(
     indices: Any = None,
     prefix_length: Any = None,
     running_state: bool = False,
+    page_starts: Any = None,
 ) -> tuple[Fixed, tuple[Any, ...], Problem]:
     """attention()'s arguments besides Q, K and V, and the values of the names in its programs.
 
@@ -128,6 +129,7 @@ def read_problem(
             ("indices", indices),
             ("page_table", page_table),
             ("prefix_length", prefix_length),
+            ("page_table's indptr", page_starts),
         ):
             _check_dense(name, value)
         if sinks is not None and sinks.dtype != torch.float32:
@@ -141,6 +143,7 @@ def read_problem(
             indices,
             page_table,
             prefix_length,
+            page_starts,
         )
     if prefix_length is not None and (not pages or cu_seqlens_q is None):
         raise InvalidArgument(

@@ -1,0 +1,46 @@
+"""Page tables in CSR, as FlashInfer and MLC have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._plans import describe
+from .errors import InvalidArgument, WrongType
+
+
+def read_csr(table: Sequence[Any], kv_lengths: Tensor | None, page_size: int) -> tuple[Tensor, Tensor, Any]:
+    """indptr, indices and kv_lengths of attention()'s page_table where that is a tuple."""
+    names = ("indptr", "indices", "last_page_len")
+    if len(table) not in (2, 3):
+        raise InvalidArgument(
+            f"page_table has {len(table)} parts: give (indptr, indices), or (indptr, indices, last_page_len)."
+        )
+    for name, part in zip(names, table):
+        if not isinstance(part, Tensor):
+            raise WrongType(f"page_table's {name} is a {type(part).__name__}: give an int32 tensor.")
+    indptr, indices = table[:2]
+    if len(table) == 2:
+        return indptr, indices, kv_lengths
+    last = table[2]
+    if kv_lengths is not None:
+        raise InvalidArgument(
+            "kv_lengths and page_table's last_page_len are both given: they say the same, so leave one out."
+        )
+    if indptr.dim() != 1 or last.dtype != torch.int32 or last.shape != (max(indptr.shape[0] - 1, 0),):
+        raise InvalidArgument(
+            f"page_table's last_page_len is {describe(last)}, and indptr {describe(indptr)}: they must be int32 "
+            "[sequences] and [sequences + 1]."
+        )
+    pages = indptr.diff()
+    return indptr, indices, torch.where(pages > 0, (pages - 1) * page_size + last, 0).to(torch.int32)
+
+
+def read_table(table: Any, kv_lengths: Any, k: Tensor) -> tuple[Any, Any, Any, int]:
+    """attention()'s page_table: indptr or None, table or indices, kv_lengths, and the rows of a page, 0 for slots."""
+    if isinstance(table, (tuple, list)):
+        return *read_csr(table, kv_lengths, k.shape[2]), k.shape[2]
+    return None, table, kv_lengths, k.shape[2] if isinstance(table, Tensor) and table.dim() == 2 else 0

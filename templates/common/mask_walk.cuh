@@ -42,7 +42,7 @@ __device__ __forceinline__ TileClass mask_class(const Params& p, const typename 
 
 /// Whether neither bounds nor lists say which tiles a mask leaves.
 template <class P>
-constexpr bool kClassesTiles = P::kListed && !kLists<P>;
+constexpr bool kClassesTiles = P::kListed && !kLists<P> && !P::kIndices;
 
 /// Takes the empty tiles off both ends of the KV tiles of a Q tile.
 template <class P, bool kTakesOff = kClassesTiles<P>>

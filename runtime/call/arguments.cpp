@@ -138,7 +138,7 @@ void check_state(const AttentionSpec& spec, const AttentionShape& shape, const F
     return;
   }
   check_tensor("state.out", state.out, sizes, sizeof(float), Access::read);
-  if (!state.lse && shape.batch > 0 && shape.heads_q > 0 && shape.seqlen_q > 0)
+  if (!state.lse && args.q.size[0] > 0 && args.q.size[1] > 0 && args.q.size[2] > 0)
     refuse("state.lse is null, but the spec has running_state: give the LSE of state.out's keys.");
   check_rows("state.lse", state.lse, args.lse_strides, rows_of(args.q), Access::read);
   if (state.lse_strides != RowStrides{} && state.lse_strides != args.lse_strides)
@@ -462,7 +462,7 @@ AttentionShape check_arguments(const AttentionSpec& spec, const BackwardArgs& ar
   check_type("dq", args.dq, spec.grad_type());
   check_type("dk", args.dk, spec.grad_type());
   check_type("dv", args.dv, spec.grad_type());
-  if (!args.lse && shape.batch > 0 && shape.heads_q > 0 && shape.seqlen_q > 0)
+  if (!args.lse && args.q.size[0] > 0 && args.q.size[1] > 0 && args.q.size[2] > 0)
     refuse("lse is null: the backward pass needs the LSE that the forward pass wrote.");
   if (args.dsinks && !spec.sinks) refuse("dsinks is given, but the spec has no sinks: set spec.sinks.");
   check_pointer("dsinks", args.dsinks, alignof(float));

@@ -183,3 +183,13 @@ def test_gradients_and_compiled_code_have_none():
         torch.compile(lambda lse: flashjit.attention(q, k, v, lse=lse), fullgraph=True)(
             poisoned((2, 4, 37), torch.float32)
         )
+
+
+def test_packed_sequences_without_a_query_have_gradients():
+    q, k = torch.randn(1, 3, 0, 32, requires_grad=True), torch.randn(1, 3, 22, 32, requires_grad=True)
+    none, all_keys = torch.tensor([0, 0], dtype=torch.int32), torch.tensor([0, 22], dtype=torch.int32)
+    named = dict(cu_seqlens_q=none, cu_seqlens_kv=all_keys, max_seqlen_q=4, max_seqlen_kv=22)
+    out, lse = flashjit.attention(q, k, k, return_lse=True, **named)
+    assert out.shape == (1, 3, 0, 32) and lse.shape == (1, 3, 0)
+    (out.sum() + lse.sum()).backward()
+    assert q.grad.shape == q.shape and (k.grad == 0).all()

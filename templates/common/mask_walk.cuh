@@ -17,7 +17,7 @@ struct RowTerms {
     for (Interval& term : bounds) term = any_int();
   }
   __device__ __forceinline__ RowTerms(const Params& p, const typename P::Head& head, Range q) : RowTerms() {
-    if (q.end - q.begin > kMostQueries) return;
+    if (q.begin >= q.end || q.end - q.begin > kMostQueries) return;
 #pragma unroll
     for (int i = 0; i < P::kMaskRowTerms; ++i) {
       const int first = P::mask_row_term(p, head, i, q.begin);
@@ -103,11 +103,12 @@ struct EmptyEnds<P, true> {
   }
 };
 
-/// Those of the tiles from the first or the second on that is not empty, such as a cache's keys before the
+/// The full tiles from the first or the second tile on that is not empty, such as a cache's keys before the
 /// queries' own.
 template <class P>
 struct FullKeys<P, true> {
   static __device__ __forceinline__ Range of(const Params& p, const typename P::Head& head, Range q) {
+    if (q.begin >= q.end) return {0, 0};
     const Range bounds = P::kv_bounds(p, head, q);
     int first = bounds.begin / P::kBc, count = (bounds.end + P::kBc - 1) / P::kBc - first;
     EmptyEnds<P>::take_off(p, head, q, first, count);

@@ -63,17 +63,42 @@ __device__ __forceinline__ void apply_score_tangent(ForwardScores<P>& ds, const 
         ds[mt][nt][e] = score_tangent<P>(p, head, s[mt][nt][e], ds[mt][nt][e], at_q(mt, e), at_kv(nt, e));
 }
 
-/// What a row sums up of P dS: as it is, for LSE's tangent, and rounded as the products have it, for O's. A
-/// rounding error of P dS then weighs V - O, which is 0 where a query attends to one key.
+/// What a row sums up of P (dS - shift): as it is, for LSE's tangent, and rounded as the products have it,
+/// for O's. A rounding error of P dS then weighs V - O, which is 0 where a query attends to one key. O's
+/// tangent is the same for any shift; the mean of dS over a row's first keys leaves nothing large that would
+/// cancel.
 template <class P>
 struct TangentSums {
-  RowValues<P> exact = {}, rounded = {};
+  RowValues<P> exact = {}, rounded = {}, shift = {};
+  unsigned has_shift = 0;  ///< bit n: the rows of half n
 };
 
-/// dS = P dS, and its row sums, after those before are rescaled.
+/// Finds the shifts of rows that have none yet.
+template <class P>
+__device__ __forceinline__ void find_shifts(const ForwardScores<P>& ds, const ForwardScores<P>& p,
+                                            TangentSums<P>& sums) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const bool has_shift = (sums.has_shift >> half & 1) != 0;
+    if (__all_sync(kWholeWarp, has_shift)) continue;
+    float weight = 0.0f, sum = 0.0f;
+#pragma unroll
+    for (int nt = 0; nt < ForwardPolicy<P>::kNt; ++nt)
+#pragma unroll
+      for (int e = 2 * half; e < 2 * half + 2; ++e)
+        weight += p[0][nt][e], sum += chained(p[0][nt][e], ds[0][nt][e]);
+    weight = quad_sum(weight), sum = quad_sum(sum);
+    if (has_shift || !(weight > 0.0f)) continue;
+    sums.shift[0][half] = sum / weight;
+    sums.has_shift |= 1u << half;
+  }
+}
+
+/// dS = P (dS - shift), and its row sums, after the sums before are rescaled.
 template <class P>
 __device__ __forceinline__ void weigh_tangents(ForwardScores<P>& ds, const ForwardScores<P>& p,
                                                const RowValues<P>& rescale, TangentSums<P>& sums) {
+  find_shifts<P>(ds, p, sums);
 #pragma unroll
   for (int mt = 0; mt < ForwardPolicy<P>::kMt; ++mt) {
 #pragma unroll
@@ -83,7 +108,8 @@ __device__ __forceinline__ void weigh_tangents(ForwardScores<P>& ds, const Forwa
     for (int nt = 0; nt < ForwardPolicy<P>::kNt; ++nt)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        ds[mt][nt][e] = chained(p[mt][nt][e], ds[mt][nt][e]);  // a tangent may be anything where P is zero
+        const float tangent = ds[mt][nt][e] - sums.shift[mt][e / 2];
+        ds[mt][nt][e] = chained(p[mt][nt][e], tangent);  // which may be anything where P is zero
         sums.exact[mt][e / 2] += ds[mt][nt][e];
       }
   }
@@ -171,7 +197,7 @@ __device__ __forceinline__ void store_rows(const TensorParam& to, const Sequence
 
 /// A row's sums over its keys.
 struct RowSums {
-  float p, exact, rounded;
+  float p, exact, rounded, shift;
 };
 
 /// Divides by the row sums, and writes O, LSE and their tangents of 16 rows from `row` of the Q tile on.
@@ -188,8 +214,10 @@ __device__ __forceinline__ void finish_rows(const JvpParams& p, const Sequence<P
     const RowEnd end = with_sink<P>(p, h, row_lse<P>(p, max, sum, scale_log2, 1.0f));
     const float scale = scale_of_row<P>(p, end, max, sum, scale_log2, 1.0f);
     const float share = has_keys(sum) ? end.factor / sum : 0.0f;
-    const float exact = with_sink_tangent<P>(p, h, sums[half].exact * share, end.factor);
-    const float rounded = with_sink_tangent<P>(p, h, sums[half].rounded * share, end.factor);
+    const float shift = sums[half].shift, of_keys = sums[half].exact * share + shift * end.factor;
+    const float exact = with_sink_tangent<P>(p, h, of_keys, end.factor);
+    const float rounded = with_sink_tangent<P>(p, h, sums[half].rounded * share, end.factor) -
+                          (P::kSinks ? (1.0f - end.factor) * shift : 0.0f);
 #pragma unroll
     for (int ot = 0; ot < ForwardPolicy<P>::kOt; ++ot)
 #pragma unroll
@@ -301,8 +329,8 @@ __device__ void jvp(const JvpParams& p) {
   RowSums whole[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half)
-    whole[half] = {quad_sum(row_sum[0][half]), quad_sum(sums.exact[0][half]),
-                   quad_sum(sums.rounded[0][half])};
+    whole[half] = {quad_sum(row_sum[0][half]), quad_sum(sums.exact[0][half]), quad_sum(sums.rounded[0][half]),
+                   sums.shift[0][half]};
   finish_rows<P>(p, sequence, h, q_begin, row, seqlen_q, shared, o[0], o_tangent[0], row_max[0], whole,
                  scale_log2);
 }

@@ -268,7 +268,7 @@ std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const Devi
     const bool masks_lengths = spec.kv.has_lengths() && !spec.mask.empty();
     return good_of({{config(128, 64, 4, 1), d == 128 && is_plain_on_hopper(spec, device) && !masks_lengths},
                     {config(128, 48, 4, 1), large && !lengths_spill},
-                    {config(128, 32, 4, 1)},
+                    {config(128, 32, 4, 1), large || !(spec.partial.fp32_out && spec.has_block_map())},
                     {config(64, 64, 4, 1)},
                     {config(64, 32, 4, 1)}});
   }

@@ -34,8 +34,8 @@ TEST_F(EmulatedJvp, HasTangentsOfCaptures) {
         "bf16:d64:score{table: fp32 2d grad; score + table[h, max(min(kv - q, 31), -32) + 32]}"
         ":mask{doc: int32 1d; doc[q] == doc[kv]}",
         // A large dS that all keys of a row have in common leaves O as it is.
-        "bf16:d64:score{common: fp32 1d grad; score + 40.0 * common[h]}:causal",
-        "fp16:d64:score{common: fp32 1d grad; score + 40.0 * common[h]}:sinks"})
+        "bf16:d64:score{common: fp32 1d grad; score + 1000.0 * common[h]}:causal",
+        "fp16:d64:score{common: fp32 1d grad; score + 1000.0 * common[h]}:sinks"})
     expect_tangents(runtime.get(), {spec, {1, 4, 2, 70, 90}});
 }
 

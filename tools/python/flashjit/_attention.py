@@ -221,6 +221,11 @@ def attention(
             queries = q.shape[2] if max_seqlen_q is None else max_seqlen_q
             keys = max_seqlen_kv
             if keys is None:
+                if isinstance(page_table, tuple):
+                    raise InvalidArgument(
+                        "block_mask comes with page_table=(indptr, indices) and no max_seqlen_kv: give the most "
+                        "keys that a sequence may have."
+                    )
                 keys = page_table.shape[-1] * pages if page_table is not None and pages else k.shape[2]
             for_lists = lists is not None and not compiling
             block_mask, mask_mod = read_blocks(block_mask, mask_mod, queries, keys, for_lists)

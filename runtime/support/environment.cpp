@@ -61,7 +61,7 @@ std::string cache_dir(const Get& get) {
   return {};
 }
 
-[[noreturn]] void refuse(std::string_view name, std::string_view value, std::string_view allowed) {
+[[noreturn]] void refuse_variable(std::string_view name, std::string_view value, std::string_view allowed) {
   throw Error(ErrorCode::invalid_argument,
               fmt::format("the environment variable {} is {}; set it to {}, or unset it", name, quoted(value),
                           allowed));
@@ -75,7 +75,7 @@ std::uint64_t cache_limit(const Get& get) {
   try {
     return parse_bytes(value);
   } catch (const Error&) {
-    refuse(kName, value, "a size such as 512M or 4G, or off");
+    refuse_variable(kName, value, "a size such as 512M or 4G, or off");
   }
 }
 
@@ -91,7 +91,7 @@ bool on_or_off(const Get& get, const char* name, bool otherwise) {
   const std::string value = value_of(get, name);
   if (value.empty()) return otherwise;
   if (value == "on" || value == "off") return value == "on";
-  refuse(name, value, "on or off");
+  refuse_variable(name, value, "on or off");
 }
 
 }  // namespace
@@ -120,7 +120,7 @@ Environment read_environment(const Get& get) {
   out.tune_in_background = on_or_off(get, "FLASHJIT_TUNE_IN_BACKGROUND", false);
   const std::string log = value_of(get, "FLASHJIT_LOG");
   if (!log.empty() && log != "quiet" && log != "info" && log != "debug") {
-    refuse("FLASHJIT_LOG", log, "quiet, info or debug");
+    refuse_variable("FLASHJIT_LOG", log, "quiet, info or debug");
   }
   out.verbose = log == "debug";
   out.quiet = log == "quiet";

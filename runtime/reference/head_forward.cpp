@@ -6,8 +6,6 @@
 namespace flashjit::reference {
 namespace {
 
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
 /// The largest score of a row, or `first`; NaN where one is NaN or infinity, next to which no other has a
 /// share.
 double largest_of(const double* row, std::int64_t columns, double first) {

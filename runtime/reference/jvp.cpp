@@ -14,8 +14,6 @@
 namespace flashjit::reference {
 namespace {
 
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
 /// Some rows of a tangent; zeros where there is none.
 Matrix tangent_of(const std::vector<double>& tangent, Rows rows, std::int64_t columns) {
   return tangent.empty() ? Matrix(rows.count, columns) : slice(tangent, rows, columns);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <future>
+#include <limits>
 #include <numeric>
 #include <thread>
 #include <vector>
@@ -13,6 +14,8 @@
 #include "reference/context.hpp"
 
 namespace flashjit::reference {
+
+inline constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 struct Matrix {
   std::int64_t rows = 0, columns = 0;

@@ -15,8 +15,6 @@
 namespace flashjit::reference {
 namespace {
 
-constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
 /// Joins O and LSE with those of other keys, where the problem has them.
 void join_state(const Context& context, const Arithmetic& arithmetic, std::int64_t task, HeadForward& fwd) {
   const Problem& problem = context.problem;

@@ -14,7 +14,7 @@ from ._formats import KvFormat, refuse_formats_in_operators, with_formats
 from ._lists import TileLists, check_lists
 from ._named import with_named
 from ._operators import draw, through_operator
-from ._pages import read_table
+from ._pages import most_keys, read_table
 from ._peers import refuse_unknown
 from ._plans import (
     KV_TYPES,
@@ -219,14 +219,7 @@ def attention(
             score_mod, mask_mod, captures = with_named(causal, score_mod, mask_mod, captures, window, softcap)
         if block_mask is not None:
             queries = q.shape[2] if max_seqlen_q is None else max_seqlen_q
-            keys = max_seqlen_kv
-            if keys is None:
-                if isinstance(page_table, tuple):
-                    raise InvalidArgument(
-                        "block_mask comes with page_table=(indptr, indices) and no max_seqlen_kv: give the most "
-                        "keys that a sequence may have."
-                    )
-                keys = page_table.shape[-1] * pages if page_table is not None and pages else k.shape[2]
+            keys = most_keys(page_starts, page_table, pages, k) if max_seqlen_kv is None else max_seqlen_kv
             for_lists = lists is not None and not compiling
             block_mask, mask_mod = read_blocks(block_mask, mask_mod, queries, keys, for_lists)
         fixed, values, problem = read_problem(
@@ -269,7 +262,7 @@ def attention(
             )
         if stored:
             fixed, problem = with_formats(
-                fixed, problem, q, k, v, v_columns, (k_format, v_format), (k_scale, v_scale)
+                fixed, problem, q, k, v, v_columns, (k_format, v_format), (k_scale, v_scale, q_scale)
             )
         elif scaled:
             fixed, problem = with_scales(fixed, problem, q, k, (q_scale, k_scale, v_scale), out_dtype)

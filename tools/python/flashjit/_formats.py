@@ -118,9 +118,13 @@ def with_formats(
     v: Tensor,
     v_columns: int | None,
     formats: tuple[Any, Any],
-    scales: tuple[Any, Any],
+    scales: tuple[Any, Any, Any],
 ) -> tuple[Fixed, Problem]:
-    """The call's tensors and options with those of its formats: of K and V."""
+    """The call's tensors and options with the formats of K and V. scales: of K, V and Q, which is none here."""
+    if scales[2] is not None:
+        raise InvalidArgument(
+            "q_scale is given with k_format or v_format: it goes with a q of 8 bits; leave it out."
+        )
     k_scale, v_scale = (
         in_four_dims(name, scale, problem.cached) for name, scale in zip(("k_scale", "v_scale"), scales)
     )

@@ -24,6 +24,7 @@ def read_csr(table: Sequence[Any], kv_lengths: Tensor | None, page_size: int) ->
             raise WrongType(f"page_table's {name} is a {type(part).__name__}: give an int32 tensor.")
     indptr, indices = table[:2]
     if len(table) == 2:
+        _check_room(indptr, kv_lengths, page_size)
         return indptr, indices, kv_lengths
     last = table[2]
     if kv_lengths is not None:
@@ -36,11 +37,40 @@ def read_csr(table: Sequence[Any], kv_lengths: Tensor | None, page_size: int) ->
             "[sequences] and [sequences + 1]."
         )
     pages = indptr.diff()
-    return indptr, indices, torch.where(pages > 0, (pages - 1) * page_size + last, 0).to(torch.int32)
+    lengths = torch.where(pages > 0, (pages - 1) * page_size + last, 0).to(torch.int32)
+    _check_room(indptr, lengths, page_size)
+    return indptr, indices, lengths
+
+
+def _check_room(indptr: Tensor, lengths: Any, page_size: int) -> None:
+    """On the CPU alone, where values can be read."""
+    if indptr.device.type != "cpu" or indptr.dim() != 1 or torch.compiler.is_compiling():
+        return
+    pages = indptr.diff()
+    if bool((pages < 0).any()):
+        raise InvalidArgument(
+            "page_table's indptr falls: give where each sequence's entries begin, in order, and the end."
+        )
+    if not isinstance(lengths, Tensor) or lengths.shape != pages.shape or lengths.device.type != "cpu":
+        return
+    if bool(((lengths < 0) | (lengths > pages * page_size)).any()):
+        raise InvalidArgument(
+            "a sequence has more keys than its own pages have room for: give it pages, or a smaller length."
+        )
 
 
 def read_table(table: Any, kv_lengths: Any, k: Tensor) -> tuple[Any, Any, Any, int]:
     """attention()'s page_table: indptr or None, table or indices, kv_lengths, and the rows of a page, 0 for slots."""
-    if isinstance(table, (tuple, list)):
+    if isinstance(table, tuple):
         return *read_csr(table, kv_lengths, k.shape[2]), k.shape[2]
     return None, table, kv_lengths, k.shape[2] if isinstance(table, Tensor) and table.dim() == 2 else 0
+
+
+def most_keys(starts: Any, table: Any, page_size: int, k: Tensor) -> int:
+    """How many keys a sequence may have, where max_seqlen_kv is left out."""
+    if starts is not None:
+        raise InvalidArgument(
+            "block_mask comes with page_table=(indptr, indices) and no max_seqlen_kv: give the most keys that a "
+            "sequence may have."
+        )
+    return int(table.shape[-1]) * page_size if table is not None and page_size else k.shape[2]

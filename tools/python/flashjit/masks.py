@@ -21,7 +21,7 @@ MOST_DRAFTS = 64  # the bits of an int64
 def chunked(size: int) -> Program:
     """Chunked local attention: keys of the query's own chunk of `size` positions, up to the query."""
     check_number("size", size)
-    if size != int(size) or not 1 <= size <= 2**30:
+    if not 1 <= size <= 2**30 or size != int(size):
         raise InvalidArgument(f"size is {size}: give the positions of a chunk, from 1 to 2^30.")
     at = f"q + {_LAST}"
     return trace(None, f"{_CAUSAL} && kv / {int(size)} == ({at}) / {int(size)}")
@@ -64,12 +64,17 @@ def ancestors_of(parents: Any) -> Any:
     """The bits that tree() takes, of a PyTorch tensor [batch, queries] of parents. Nothing waits for the device."""
     import torch
 
-    if not isinstance(parents, torch.Tensor) or parents.dim() != 2 or parents.is_floating_point():
+    ints = (torch.int64, torch.int32, torch.int16, torch.int8)
+    if not isinstance(parents, torch.Tensor) or parents.dim() != 2 or parents.dtype not in ints:
         raise WrongType(
             "parents is no tensor of ints [batch, queries]: give one, with -1 where there is no parent."
         )
     _check_drafts("parents", parents)
     queries = parents.shape[1]
+    if parents.device.type == "cpu" and bool((parents >= queries).any()):
+        raise InvalidArgument(
+            f"parents names a query from {queries} on: give 0 to {queries - 1}, or -1 for none."
+        )
     bits = (
         torch.ones((), dtype=torch.int64, device=parents.device)
         << torch.arange(queries, device=parents.device)

@@ -107,8 +107,12 @@ def _programs(given: Any, window: Any, q: Tensor, k: Tensor) -> tuple[str | None
         if not isinstance(window, (tuple, list)) or len(window) != 2:
             raise WrongType(f"window is {window!r}: give (left, right), None for no limit.")
         for side, limit, condition in zip(("left", "right"), window, ("kv >= q - left", "kv <= q + right")):
-            if limit is not None:
-                captures[side] = int(limit)
+            if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < -1):
+                raise InvalidArgument(
+                    f"window's {side} side is {limit!r}: give an int from 0 on, -1 or None for no limit."
+                )
+            if limit is not None and limit != -1:
+                captures[side] = limit
                 conditions.append(condition)
     if given is None:
         return None, " && ".join(conditions) or None, captures

@@ -82,7 +82,7 @@ impl Sequences<'_> {
     fn table(&self) -> flashjit_page_table {
         assert_eq!(self.table.len(), self.lengths.len() * self.columns, "a row of the table for each sequence");
         let (sequences, columns) = (self.lengths.len() as i64, self.columns as i64);
-        flashjit_page_table { data: self.table.as_ptr(), sequences, columns, stride: columns }
+        flashjit_page_table { data: self.table.as_ptr(), sequences, columns, stride: columns, starts: std::ptr::null() }
     }
 }
 

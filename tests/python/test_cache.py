@@ -308,7 +308,7 @@ def test_what_makes_no_sense_is_refused():
     refused(flashjit.InvalidArgument, ["max_seqlen_q"], cu_seqlens_q=cache.lengths)
     refused(
         flashjit.InvalidArgument,
-        ["rows of a page", "1 or more", "cache=True"],
+        ["rows of a page", "1 or more", "page_table of one dimension"],
         k=torch.zeros(3, HEADS_KV, 0, DIM, dtype=DTYPE, device=DEVICE),
         v=torch.zeros(3, HEADS_KV, 0, DIM, dtype=DTYPE, device=DEVICE),
     )

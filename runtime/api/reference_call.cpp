@@ -130,9 +130,14 @@ void refuse_missing_pages(const reference::Problem& problem, const ForwardArgs& 
                           const Missing& missing) {
   const auto key = reference::first_attended(problem, missing);
   if (!key) return;
+  const PageTableView& table = args.page_table;
   const std::int64_t page = problem.spec.kv.is_paged() ? key->kv / problem.spec.kv.page_size : 0;
+  if (const std::int64_t first = table.starts ? table.starts[key->b] : 0;
+      first < 0 || first + page >= (table.starts ? table.columns : page + 1))
+    refuse("sequence {} begins at entry {}, but page_table has {}: give starts whose entries it has.", key->b,
+           first, table.columns);
   refuse("page_table names page {} for key {} of sequence {}, but k has {} pages: give one of them.",
-         args.page_table.entry(key->b, page), key->kv, key->b, args.k.size[0]);
+         table.entry(key->b, page), key->kv, key->b, args.k.size[0]);
 }
 
 /// The shape with room for the longest sequence of a cache, not for what its table or its slots could hold.

@@ -383,8 +383,7 @@ IndicesParam indices_param(const IndicesView& indices) {
 
 PageTableParam page_table_param(const PageTableView& table, const ConstTensorView& k) {
   return {table.data, static_cast<int>(table.stride ? table.stride : table.columns),
-          static_cast<int>(k.size[0]), table.starts,
-          static_cast<unsigned>(std::max<std::int64_t>(table.columns - 1, 0))};
+          static_cast<int>(k.size[0]), table.starts, static_cast<unsigned>(table.columns)};
 }
 
 }  // namespace flashjit

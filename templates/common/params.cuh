@@ -70,7 +70,7 @@ struct PageTableParam {
   int stride;         ///< from one sequence to the next
   int count;          ///< pages of K and V
   const int* starts;  ///< where each sequence's entries begin in `pages`, which is one row; null: it has rows
-  unsigned last_entry;  ///< of that row
+  unsigned entries;   ///< in that row
 };
 
 /// The keys that queries attend to, [batch, queries, heads_kv, count]; packed queries are in batch 0.

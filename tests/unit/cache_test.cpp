@@ -288,7 +288,7 @@ void expect_read_as_in_order(const CacheCase& test) {
 
 /// A cache of two pages of four rows, one sequence and one query: the reference's complaint, or its O.
 std::string read_with(const char* spec, std::int32_t length, std::array<std::int32_t, 3> table,
-                      std::vector<float>* result = nullptr) {
+                      std::vector<float>* result = nullptr, const std::int32_t* starts = nullptr) {
   constexpr int kDim = 16, kRows = 4;
   std::vector<float> k(2 * kRows * kDim, 0.0f), v(k.size()), q(kDim, 1.0f), out(kDim);
   std::iota(v.begin(), v.end(), 0.0f);
@@ -297,7 +297,7 @@ std::string read_with(const char* spec, std::int32_t length, std::array<std::int
                    .v = ConstTensorView::bhsd(v.data(), 2, 1, kRows, kDim),
                    .out = TensorView::bhsd(out.data(), 1, 1, 1, kDim)};
   args.kv_lengths = &length;
-  args.page_table = {table.data(), 1, 3};
+  args.page_table = {table.data(), 1, 3, 0, starts};
   try {
     reference_forward(parse_spec(spec), args);
   } catch (const Error& error) {
@@ -318,6 +318,17 @@ TEST(Cache, TheReferenceNeedsThePagesThatQueriesSee) {
   expect_says(read_with(kWindow, 7, {-1, 1, 0}), {"page_table names page -1 for key 3 of sequence 0"});
   expect_says(read_with("fp32:d16:pages4", 5, {0, 2, 0}),
               {"page 2 for key 4 of sequence 0", "k has 2 pages", "give one of them"});
+}
+
+TEST(Cache, TheReferenceNamesStartsThatTheTableHasNoEntriesFor) {
+  const auto from = [](std::int32_t start, std::int32_t length) {
+    return read_with("fp32:d16:pages4", length, {0, 1, 0}, nullptr, &start);
+  };
+  EXPECT_EQ(from(1, 8), "accepted");
+  EXPECT_EQ(from(7, 0), "accepted") << "no keys";
+  expect_says(from(7, 1), {"sequence 0 begins at entry 7, but page_table has 3"});
+  expect_says(from(2, 5), {"sequence 0 begins at entry 2, but page_table has 3"});
+  expect_says(from(-1, 1), {"sequence 0 begins at entry -1"});
 }
 
 TEST(Cache, TheReferenceRefusesLengthsThatNothingHasRoomFor) {

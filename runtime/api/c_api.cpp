@@ -15,6 +15,7 @@
 #include "flashjit/reference.hpp"
 #include "plan/spec_options.hpp"
 #include "support/dtypes.hpp"
+#include "support/refuse.hpp"
 #include "templates/auxiliary/append_params.cuh"
 #include "templates/common/params.cuh"
 
@@ -515,11 +516,15 @@ flashjit_status flashjit_kv_row(const char* format, int32_t head_dim, int64_t* b
   return guarded([&] {
     const flashjit::KvFormat parsed =
         flashjit::parse_kv_format(&required(format, "format", "give a KV format such as \"nvfp4\""));
-    if (head_dim != 0) parsed.validate_row(head_dim);
+    if (has_scale) *has_scale = parsed.has_argument();
+    if (head_dim == 0) return;
+    if (head_dim < 0 || head_dim > flashjit::plan::kMaxHeadDim)
+      flashjit::refuse("head_dim is {}; give 1 to {}, or 0 to check the format alone.", head_dim,
+                       flashjit::plan::kMaxHeadDim);
+    parsed.validate_row(head_dim);
     const flashjit::KvRow row = parsed.row(head_dim);
     if (bytes) *bytes = row.bytes;
     if (alignment) *alignment = row.alignment;
-    if (has_scale) *has_scale = parsed.has_argument();
   });
 }
 

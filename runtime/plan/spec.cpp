@@ -25,7 +25,7 @@
 namespace flashjit {
 namespace {
 
-constexpr int kMinHeadDim = 8, kMaxHeadDim = 576, kMaxHeadDimV = 512, kHeadDimStep = 8;
+constexpr int kMinHeadDim = 8, kMaxHeadDimV = 512, kHeadDimStep = 8;
 constexpr int kMostPageSize = 1 << 30;
 constexpr int kMinBlock = 16, kMaxBlock = 256, kBlockStep = 16;
 constexpr std::int64_t kMaxInt = std::numeric_limits<std::int32_t>::max();
@@ -414,7 +414,7 @@ KernelSpec KernelSpec::normalized() const {
 
 void AttentionSpec::validate() const {
   parse_dtype(to_string(dtype));  // refuses numbers that a cast made an enumerator
-  require_multiple("head_dim", head_dim, kHeadDimStep, kMinHeadDim, kMaxHeadDim);
+  require_multiple("head_dim", head_dim, kHeadDimStep, kMinHeadDim, plan::kMaxHeadDim);
   require_multiple("head_dim_v", v_dim(), kHeadDimStep, kMinHeadDim, kMaxHeadDimV);
   expr::declarations(score, mask);  // refuses what they disagree on
   if (varlen && kv.is_padded())

@@ -8,6 +8,8 @@
 
 namespace flashjit::plan {
 
+constexpr int kMaxHeadDim = 576;  ///< of Q and K
+
 struct SpecOption {
   std::string_view text;      ///< in a spec: "kvlen"
   std::string_view constant;  ///< of the Problem: "kKvLengths"

@@ -79,6 +79,24 @@ TEST_F(CAbiErrors, InvalidArgument) {
   expect_that_it_works(r.get());
 }
 
+TEST_F(CAbiErrors, RowsOfAFormatHaveColumnsThatHeadsCanHave) {
+  std::int64_t bytes = -1;
+  std::int32_t alignment = -1, has_scale = -1;
+  const auto row = [&](std::int32_t dim) {
+    return flashjit_kv_row("nvfp4", dim, &bytes, &alignment, &has_scale);
+  };
+  for (const std::int32_t wrong : {-16, 592, 1 << 30}) {
+    EXPECT_EQ(row(wrong), FLASHJIT_INVALID_ARGUMENT) << wrong;
+    EXPECT_NE(std::string_view(flashjit_last_error_message()).find("576"), std::string_view::npos);
+  }
+  EXPECT_EQ(row(0), FLASHJIT_OK);
+  EXPECT_EQ(bytes, -1);
+  EXPECT_EQ(alignment, -1);
+  EXPECT_GE(has_scale, 0);
+  EXPECT_EQ(row(64), FLASHJIT_OK);
+  EXPECT_GT(bytes, 0);
+}
+
 TEST_F(CAbiErrors, Unsupported) {
   fake().compute_capability = 60;
   expect(FLASHJIT_UNSUPPORTED, "sm_60", runtime().get());

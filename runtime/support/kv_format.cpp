@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <cmath>
 #include <numeric>
 #include <optional>
@@ -76,10 +77,9 @@ bool is_unsigned(Code code) { return code == Code::uint8 || code == Code::uint4 
 std::vector<float> parse_book(std::string_view text, std::string_view values) {
   std::vector<float> book;
   for (const std::string_view value : split(values, ',')) {
-    const std::string copy(value);
-    char* end = nullptr;
-    book.push_back(std::strtof(copy.c_str(), &end));
-    if (copy.empty() || *end != '\0')
+    const char* const end = value.data() + value.size();
+    const auto [stop, error] = std::from_chars(value.data(), end, book.emplace_back());
+    if (error != std::errc() || stop != end)
       refuse_text(text, fmt::format("has {}, which is no number", quoted(value)));
   }
   return book;

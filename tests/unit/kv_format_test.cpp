@@ -174,6 +174,8 @@ TEST(KvFormat, ErrorsSayWhatIsWrong) {
   says(message_of("e4m3:g128:fp32:tail64xe4m3"), {"tail of type e4m3", "bf16 or fp16"});
   says(message_of("book(1,2,3)"), {"3 values", "4, 16 or 256"});
   says(message_of("book(1,2,3,x)"), {"'x'", "no number"});
+  says(message_of("book( 0x1,2,3,4)"), {"' 0x1'", "no number"});
+  says(message_of("book(1,,3,4)"), {"''", "no number"});
   says(message_of("book(1,2,3,inf)"), {"not finite"});
   says(message_of("element:g32:fp16"), {"not quantized"});
   says(message_of(""), {"''"});

@@ -141,7 +141,8 @@ void check_state(const AttentionSpec& spec, const AttentionShape& shape, const F
   if (!state.lse && args.q.size[0] > 0 && args.q.size[1] > 0 && args.q.size[2] > 0)
     refuse("state.lse is null, but the spec has running_state: give the LSE of state.out's keys.");
   check_rows("state.lse", state.lse, args.lse_strides, rows_of(args.q), Access::read);
-  if (state.lse_strides != RowStrides{} && state.lse_strides != args.lse_strides)
+  if (state.lse_strides != RowStrides{} &&
+      row_strides(state.lse_strides, rows_of(args.q)) != row_strides(args.lse_strides, rows_of(args.q)))
     refuse("state.lse has strides [{}, {}, {}] and lse [{}, {}, {}]: they must be equal.",
            state.lse_strides.batch, state.lse_strides.head, state.lse_strides.row, args.lse_strides.batch,
            args.lse_strides.head, args.lse_strides.row);

@@ -467,6 +467,11 @@ TEST(Arguments, RunningState) {
                 args.partial.state.lse_strides = {kHeadsQ * kQueries, 1, kHeadsQ};
               }),
               "state.lse has strides", "must be equal");
+  EXPECT_EQ(with([](auto&, auto& args) {
+              args.partial.state.lse_strides = {kHeadsQ * kQueries, kQueries, 1};
+            }),
+            "accepted")
+      << "contiguous, as zeros are";
   EXPECT_SAYS(with([](auto&, auto& args) { args.partial.state.out.size[2] += 1; }), "state.out has length");
   const auto in_place = [&](bool fp32_out) {
     return with([&](auto& s, auto& args) {

@@ -35,6 +35,11 @@ void check_apart(const AttentionSpec& spec, const JvpArgs& args) {
   add("q", args.q), add("k", args.k), add("v", args.v);
   add("q_tangent", args.q_tangent), add("k_tangent", args.k_tangent), add("v_tangent", args.v_tangent);
   check_apart(written, read);
+  if (!args.lse || !args.lse_tangent) return;
+  const auto rows = [&](const char* name, const float* data) {
+    return std::array{Placed{name, rows_view(data, args.lse_strides, rows_of(args.q)), sizeof(float)}};
+  };
+  check_apart(rows("lse_tangent", args.lse_tangent), rows("lse", args.lse));
 }
 
 }  // namespace
@@ -48,7 +53,7 @@ AttentionShape check_arguments(const AttentionSpec& spec, const JvpArgs& args) {
   check_tensor("out_tangent", args.out_tangent, sizes_like(args.out, "out"), size_of(spec.out_type()),
                Access::write);
   check_type("out_tangent", args.out_tangent, spec.out_type());
-  check_pointer("lse_tangent", args.lse_tangent, alignof(float));
+  check_rows("lse_tangent", args.lse_tangent, args.lse_strides, rows_of(args.q), Access::write);
   check_sinks_tangent(spec, args.sinks_tangent);
   check_apart(spec, args);
   return shape;

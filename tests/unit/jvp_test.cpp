@@ -146,6 +146,9 @@ TEST(JvpArguments, AreCheckedLikeTheirTensors) {
   expect_in("out_tangent", refusal([](JvpArgs& args) { args.out_tangent = args.out; }));
   expect_in("out_tangent", refusal([](JvpArgs& args) { args.out_tangent.data = nullptr; }));
   float tangent = 0;
+  expect_in("lse_tangent is written, but has memory of lse", refusal([&](JvpArgs& args) {
+              args.lse = args.lse_tangent = reinterpret_cast<float*>(0x9000000);
+            }));
   expect_in("sinks_tangent is given", refusal([&](JvpArgs& args) { args.sinks_tangent = &tangent; }));
 }
 

@@ -289,7 +289,8 @@ void reference_merge(const AttentionSpec& spec, const MergeArgs& args) {
     const Weights weights = weights_of(args, b, h, s);
     std::vector<double> out(static_cast<std::size_t>(dim));
     for (std::size_t i = 0; i < args.states.size(); ++i) {
-      if (weights.of[i] == 0) continue;  // its O may be anything
+      const float lse = args.states[i].lse[lse_offset(args, args.states[i].lse_strides, b, h, s)];
+      if (std::isinf(lse) && lse < 0) continue;  // its O may be anything
       const ConstTensorView& state = args.states[i].out;
       const std::vector<double> values = read_row(from, state, offset_of(state, b, h, s));
       for (std::size_t d = 0; d < out.size(); ++d) out[d] += weights.of[i] * values[d];

@@ -161,6 +161,15 @@ TEST(ReferenceNaN, OfAStateIsMerged) {
   }
 }
 
+TEST(ReferenceNaN, OfAStateWhoseWeightUnderflowsIsSeen) {
+  std::vector<float> a(8, std::nanf("")), b(8, 3.0f), out(8);
+  const float low = -2000.0f, high = 2000.0f;
+  const auto view = [](auto& values) { return TensorView::bhsd(values.data(), 1, 1, 1, 8); };
+  const PartialState states[] = {{view(a), &low}, {view(b), &high}};
+  reference_merge(parse_spec("merge:fp32:d8"), {.states = states, .out = view(out)});
+  for (const float value : out) EXPECT_TRUE(std::isnan(value));
+}
+
 /// Two sequences of at most 33 keys in pages of 16, with room for many.
 struct Paged {
   std::vector<float> q, k, v, out = std::vector<float>(2 * 8), lse = std::vector<float>(2);

@@ -356,8 +356,7 @@ void reference_backward(const AttentionSpec& spec, const BackwardArgs& args) {
 }
 
 void reference_jvp(const AttentionSpec& spec, const JvpArgs& args) {
-  check_arguments(spec, args);
-  reference::Problem problem = problem_of<ForwardArgs>(spec, args, Pass::jvp);
+  reference::Problem problem = problem_of(spec, args, Pass::jvp);
   const auto tangent_of = [&](const ConstTensorView& tangent) {
     return tangent.data ? gather(spec.dtype, tangent) : std::vector<double>();
   };

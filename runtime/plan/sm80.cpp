@@ -465,8 +465,8 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
     if (blocks > most) best = c, most = blocks;
     if (blocks * 10 >= device.multiprocessors * std::int64_t{9}) return c;
   }
-  const bool few_wide_rows = spec.pass == Pass::forward && is_wide(spec) && shape.seqlen_q <= kRowsOfOneWarp;
   if (spec.pass == Pass::jvp) return best;
+  const bool few_wide_rows = spec.pass == Pass::forward && is_wide(spec) && shape.seqlen_q <= kRowsOfOneWarp;
   const TileConfig shared =
       with_split(spec, few_wide_rows ? config(kRowsOfOneWarp, 32, 4, 1, false, 4) : choices.back(), device);
   return gains_by_split(spec, shape, shared, device) ? shared : best;

@@ -126,7 +126,8 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
   if (many_queries && spec.varlen && shape.heads_q > shape.heads_kv)
     choices = packed_where_admitted(spec, choices, device);
   for (const TileConfig& whole : to_split) {
-    if (whole.min_blocks > 1 || q_tiles_per_cta(spec, whole) > 1) continue;  // for lists of tiles
+    // Small tiles and pairs of Q tiles are for lists of tiles, which stream-K has not.
+    if (whole.min_blocks > 1 || q_tiles_per_cta(spec, whole) > 1) continue;
     const TileConfig alone = split_tile(spec, whole);
     const TileConfig shared = with_split(alone, false), packed = with_split(alone, true);
     if (num_splits(spec, shape, shared, device) > 1) choices.push_back(shared);

@@ -124,7 +124,8 @@ typedef struct flashjit_page_table {
   int64_t sequences, columns;
   int64_t stride; /**< from one sequence to the next, in elements; 0: columns */
   /** [sequences] or more on the device, as in CSR: entries lie in one row, of `columns` in all, where
-   * sequence b's begin at data[starts[b]]. Null: each has a row. */
+   * sequence b's begin at data[starts[b]]. Give max_seqlen_kv then: its default is all entries times
+   * page_size. Null: each has a row. */
   const int32_t* starts;
 } flashjit_page_table;
 
@@ -424,7 +425,7 @@ FLASHJIT_C_API flashjit_status flashjit_quantize(flashjit_runtime* runtime, cons
 
 /** A row of `head_dim` columns of K or V in a KV format, as the spec has it in "k{...}": its bytes, of what
  * its address and strides are multiples, and whether the call has k_scale or v_scale for it. Results may be
- * null; with head_dim 0 the text alone is checked. */
+ * null; with head_dim 0 bytes and alignment are left alone. */
 FLASHJIT_C_API flashjit_status flashjit_kv_row(const char* format, int32_t head_dim, int64_t* bytes,
                                                int32_t* alignment, int32_t* has_scale) FLASHJIT_NOEXCEPT;
 /** The names of KV formats and what they stand for, from index 0 on; 0: there are no more. */

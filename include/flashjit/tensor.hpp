@@ -79,7 +79,8 @@ struct BlockMapView {
 /// of its keys is not read. For slots a table has one column: the slot of each sequence.
 ///
 /// With starts the sequences' entries are in one row (CSR: indptr and indices): sequence b's begin at
-/// data[starts[b]], and columns is how many entries there are, which no sequence can exceed.
+/// data[starts[b]], and columns is how many entries there are, which no sequence can exceed. Give
+/// max_seqlen_kv then: its default is all entries times page_size.
 struct PageTableView {
   const std::int32_t* data = nullptr;
   std::int64_t sequences = 0, columns = 0;

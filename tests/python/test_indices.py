@@ -154,7 +154,7 @@ def test_the_operators_are_sound():
         k,
         *[None] * 5,
         indices,
-        *[None] * 8,
+        *[None] * 9,
         [],
         [],
         [],

@@ -2,11 +2,17 @@
 
 #include <fmt/format.h>
 
+#include <array>
+#include <string_view>
+
 #include "support/dtypes.hpp"
 #include "support/kv_codec.hpp"
 
 namespace flashjit::render {
 namespace {
+
+/// The enumerators of KvZero, in the order of KvFormat::Zero.
+constexpr std::array<std::string_view, 3> kZeros{"none", "subtracted", "added"};
 
 std::string book_text(const KvFormat& format) {
   std::string cases;
@@ -21,29 +27,29 @@ std::string struct_text(const char* name, const KvFormat& format, int dim, const
   const DType dtype = spec.dtype;
   const bool quantized = format.quantized();
   const KvRow row = quantized ? format.row(dim) : KvRow{.block = 16};
-  const int tail_type = quantized                               ? static_cast<int>(format.tail_type)
-                        : dtype == DType::fp32                  ? static_cast<int>(KvFormat::Number::fp32)
-                        : dtype_info(dtype).cuda_name == "fp16" ? static_cast<int>(KvFormat::Number::fp16)
-                                                                : static_cast<int>(KvFormat::Number::bf16);
+  const std::string tail_type = quantized ? std::string(name_of(format.tail_type)) : to_string(dtype);
   const char* stored = quantized ? "unsigned char" : dtype == DType::fp32 ? "float" : "unsigned short";
   std::string text = fmt::format("  struct {} {{\n    using Stored = {};\n", name, stored);
   const auto add = [&](const char* type, const char* constant, auto value) {
     text += fmt::format("    static constexpr {} {} = {};\n", type, constant, value);
   };
-  const auto add_enum = [&](const char* type, const char* constant, auto value) {
-    text +=
-        fmt::format("    static constexpr {0} {1} = {0}({2});\n", type, constant, static_cast<int>(value));
+  const auto add_enum = [&](const char* type, const char* constant, std::string_view name) {
+    text += fmt::format("    static constexpr {0} {1} = {0}::{2};\n", type, constant, name);
   };
-  add_enum("KvCode", "kCode", format.code);
-  add_enum("KvZero", "kZero", format.zero);
-  add_enum("KvNumber", "kScaleType", format.scale_type);
-  text += fmt::format("    static constexpr KvNumber kTailType = KvNumber({});\n", tail_type);
+  add_enum("KvCode", "kCode", name_of(format.code));
+  add_enum("KvZero", "kZero", kZeros.at(static_cast<std::size_t>(format.zero)));
+  add_enum("KvNumber", "kScaleType", name_of(format.scale_type));
+  add_enum("KvNumber", "kTailType", tail_type);
   add("bool", "kHalves", format.packing == KvFormat::Packing::halves);
   add("bool", "kScalesInRow", format.scales != KvFormat::Scales::argument);
   add("bool", "kArgument", format.has_argument());
   add("bool", "kArgumentOfKeys", format.has_argument() && spec.kv.key_scales);
   add("int", "kBits", format.bits());
-  add("float", "kLargest", fmt::format("{:.9e}f", quantized ? largest_value(format) : 1.0f));
+  const auto add_float = [&](const char* constant, float value) {
+    add("float", constant, fmt::format("{:.9e}f", value));
+  };
+  add_float("kLargest", quantized ? largest_value(format) : 1.0f);
+  add_float("kLargestWithArgument", quantized ? largest_with_argument(format) : 1.0f);
   add("int", "kDim", dim);
   add("int", "kColumns", row.columns);
   add("int", "kBlock", row.block);

@@ -2,14 +2,19 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 #include "flashjit/kv_format.hpp"
 
 namespace flashjit {
 
+/// As in the text of a format; the kernels' enumerators have the same names. Both refuse what has no name.
+std::string_view name_of(KvFormat::Code code);
+std::string_view name_of(KvFormat::Number type);
+
 /// The value of a code; `code` has format.bits() bits.
 double code_value(const KvFormat& format, unsigned code);
-/// The nearest code, ties to even; what is too large becomes the largest.
+/// The nearest code, ties to even; larger values become the largest code.
 unsigned code_of(const KvFormat& format, float value);
 
 /// The largest magnitude of a code, with the sign that scales give it: scales of a call are positive, and a

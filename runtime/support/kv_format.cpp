@@ -51,12 +51,6 @@ const CodeName& info_of(Code code) {
   refuse("the codes of the format are number {}, which has no name", static_cast<int>(code));
 }
 
-std::string_view name_of(Number type) {
-  for (const auto& [value, name] : kNumbers)
-    if (value == type) return name;
-  refuse("the scales of the format have type number {}, which has no name", static_cast<int>(type));
-}
-
 std::string allowed() {
   std::string names;
   for (const NamedKvFormat& named : named_kv_formats()) names += fmt::format("{}, ", named.name);
@@ -158,7 +152,7 @@ KvFormat parse_parts(std::string_view text) {
 }
 
 std::string parts_of(const KvFormat& format) {
-  std::string out(info_of(format.code).name);
+  std::string out(name_of(format.code));
   if (format.code == Code::book) {
     for (std::size_t i = 0; i < format.book.size(); ++i)
       out += fmt::format("{}{}", i == 0 ? "(" : ",", format.book[i]);
@@ -189,7 +183,7 @@ void validate_argument_scales(const KvFormat& format) {
     refuse(
         "the KV format has {}, but its scales are an argument of the call; give scales in the row, such as "
         "{}:g32:fp16",
-        with_row, info_of(format.code).name);
+        with_row, name_of(format.code));
 }
 
 void validate_row_scales(const KvFormat& format) {
@@ -203,14 +197,14 @@ void validate_row_scales(const KvFormat& format) {
     refuse(
         "the KV format has zero points, but its codes are {}, which are signed floats; leave zero and min "
         "out",
-        info_of(format.code).name);
+        name_of(format.code));
   if (format.zero != Zero::none && (format.scale_type == Number::e8m0 || format.scale_type == Number::e4m3))
     refuse("the KV format has zero points of type {}; they are fp32, fp16 or bf16, as its scales then are",
            name_of(format.scale_type));
   if (format.zero == Zero::added && !is_unsigned(format.code))
     refuse(
         "the KV format adds the least element of a block to codes {}, which are signed; use uint4, or zero",
-        info_of(format.code).name);
+        name_of(format.code));
   if (format.packing == Packing::halves && (format.bits() != 4 || format.block == 16))
     refuse(
         "the KV format packs blocks in halves, which is for codes of 4 bits in blocks of 32 columns or more");
@@ -221,6 +215,13 @@ void validate_row_scales(const KvFormat& format) {
 }
 
 }  // namespace
+
+std::string_view name_of(Code code) { return info_of(code).name; }
+std::string_view name_of(Number type) {
+  for (const auto& [value, name] : kNumbers)
+    if (value == type) return name;
+  refuse("the scales of the format have type number {}, which has no name", static_cast<int>(type));
+}
 
 int KvFormat::bits() const {
   if (code != Code::book) return info_of(code).bits;
@@ -267,7 +268,7 @@ void KvFormat::validate() const {
     validate_row_scales(*this);
   if (is_unsigned(code) && zero == Zero::none)
     refuse("the KV format has codes {}, which are not negative, without zero points; add zero or min",
-           info_of(code).name);
+           name_of(code));
 }
 
 void KvFormat::validate_row(int dim, std::string_view name) const {
@@ -282,12 +283,12 @@ void KvFormat::validate_row(int dim, std::string_view name) const {
            name, dim, format, tail);
   if (block != 0 && (dim - tail) % block != 0)
     refuse(
-        "{} is {}, of which {} columns have codes, but the KV format {} has blocks of {}, which do not "
+        "{} is {} with {} columns of codes, but the KV format {} has blocks of {}, which do not "
         "divide them",
         name, dim, dim - tail, format, block);
   if (packing == Packing::halves && block == 0 && (dim - tail) % (2 * kStep) != 0)
     refuse(
-        "{} is {}, of which {} columns have codes, but the KV format {} packs them in halves of a multiple "
+        "{} is {} with {} columns of codes, but the KV format {} packs them in halves of a multiple "
         "of {}",
         name, dim, dim - tail, format, kStep);
 }

@@ -25,7 +25,7 @@ __device__ __forceinline__ void store_encoded(RowEncoder<Format>& encoder, const
     if (Format::kArgumentOfKeys) {
       const BlockExtremes found = extremes_of_block<32>(row, Format::kDim);
       const float largest = found.finite ? fabsf(found.extreme) : __uint_as_float(0x7fffffffu);
-      argument = largest == 0.0f ? 1.0f : largest / kLargestWithArgument<Format>;
+      argument = largest == 0.0f ? 1.0f : largest / Format::kLargestWithArgument;
       if (threadIdx.x % 32 == 0) *scale = argument;
     } else {
       argument = *scale;

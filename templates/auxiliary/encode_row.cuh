@@ -22,12 +22,6 @@ constexpr int kLowestCode = Format::kCode == KvCode::int8                       
 template <class Format>
 constexpr int kHighestCode = kLowestCode<Format> + (1 << Format::kBits) - 1;
 
-/// The largest magnitude of a row whose scale at the call is 1: largest_with_argument().
-template <class Format>
-constexpr float kLargestWithArgument = (Format::kLargest < 0 ? -Format::kLargest : Format::kLargest) *
-                                       (Format::kScalesInRow && Format::kScaleType == KvNumber::e4m3 ? 448.0f
-                                                                                                     : 1.0f);
-
 /// The bits of the nearest number, of e8m0 of the next larger power of two.
 template <KvNumber kType>
 __device__ __forceinline__ unsigned bits_of_number(float x) {
@@ -70,7 +64,7 @@ __device__ __forceinline__ void store_bytes(unsigned char* to, unsigned bits) {
   for (int i = 0; i < kBytes; ++i) to[i] = static_cast<unsigned char>(bits >> 8 * i);
 }
 
-/// The nearest code, ties to even; what is too large becomes the largest.
+/// The nearest code, ties to even; larger values become the largest code.
 template <class Format>
 __device__ __forceinline__ unsigned code_of_value(float x) {
   switch (Format::kCode) {

@@ -79,7 +79,7 @@ struct LargestElement {
 };
 template <class P>
 struct LargestElement<P, true> {
-  static constexpr float kValue = kLargestWithArgument<typename P::KFormat>;
+  static constexpr float kValue = P::KFormat::kLargestWithArgument;
 };
 
 /// What a warp's row asks of its scale; NaN where it has one, as bits of floats that are not negative grow as

@@ -7,7 +7,7 @@
 
 namespace flashjit {
 
-// As in include/flashjit/kv_format.hpp.
+// By the names of include/flashjit/kv_format.hpp; a Problem is rendered with the names.
 enum class KvCode : int { element, e4m3, e5m2, int8, uint8, e2m1, int4, int4_offset, uint4, uint2, book };
 enum class KvNumber : int { fp32, fp16, bf16, e4m3, e8m0 };
 enum class KvZero : int { none, subtracted, added };

@@ -12,7 +12,17 @@ from .._engines import bound
 from ..errors import InvalidArgument
 from ._page import get_seq_lens
 from ._rows import Pages, Rows, check_layout, pages_of, results, run, unpacked
-from ._scores import Scales, Scores, check_dtypes, dtype_of, read_mask, read_scores, refuse
+from ._scores import (
+    Scales,
+    Scores,
+    check_dtypes,
+    dtype_of,
+    is_invariant,
+    read_mask,
+    read_scores,
+    refuse,
+    type_of_out,
+)
 
 
 class _Wrapper:
@@ -54,9 +64,28 @@ class _Wrapper:
     def _keep_types(self, q: Any, kv: Any, out: Any) -> None:
         self._q_dtype = dtype_of(q)
         self._kv_dtype = dtype_of(kv, self._q_dtype)
-        default = torch.bfloat16 if self._q_dtype.itemsize == 1 else self._q_dtype
-        self._out_dtype = dtype_of(out, default)
+        self._out_dtype = dtype_of(out, type_of_out(self._q_dtype))
         check_dtypes(self._q_dtype, self._kv_dtype, self._out_dtype)
+
+    def _keep_queries(self, qo_indptr: Tensor) -> Tensor:
+        """Keeps where Q's rows are, and gives how many each sequence has, on the host."""
+        ends = qo_indptr.cpu()
+        queries = ends.diff()
+        offsets = self._keep("qo_indptr", qo_indptr.to(device=self.device, dtype=torch.int32))
+        self._rows = Rows(offsets, int(queries.max()) if queries.numel() else 0, int(ends[-1]))
+        return queries
+
+    def _replace_scores(
+        self,
+        pos_encoding_mode: str,
+        cap: float | None,
+        causal: bool,
+        window_left: int,
+        sm_scale: float | None,
+    ) -> None:
+        """Others than plan()'s, with its mask."""
+        mask = (self._scores.mask, self._scores.mask_start)
+        self._scores = read_scores(pos_encoding_mode, cap, causal, window_left, sm_scale, *mask)
 
     def _planned(self, q: Tensor, k: Tensor) -> Rows:
         if self._rows is None:
@@ -173,14 +202,13 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
         """Keeps the arguments, which are FlashInfer's. fixed_split_size and disable_split_kv make results the same
         whatever else is in the batch (batch_invariant of flashjit.attention)."""
         self._keep_types(q_data_type or data_type or "float16", kv_data_type or data_type, o_data_type)
-        invariant = disable_split_kv or (fixed_split_size or 0) > 0
         self._scores = read_scores(
             pos_encoding_mode,
             logits_soft_cap,
             q_len_per_req > 1,
             window_left,
             sm_scale,
-            batch_invariant=invariant,
+            batch_invariant=is_invariant(fixed_split_size, disable_split_kv),
         )
         self._keep_pages(
             indptr, indices, get_seq_lens(indptr, last_page_len, page_size), self._indices_buffer
@@ -327,7 +355,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
             custom_mask,
             packed_custom_mask,
             read_scores(pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale),
-            disable_split_kv or (fixed_split_size or 0) > 0,
+            is_invariant(fixed_split_size, disable_split_kv),
         )
         self._keep_pages(paged_kv_indptr, paged_kv_indices, lengths, self._indices_buffer)
 
@@ -342,16 +370,13 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
         scores: Scores,
         invariant: bool,
     ) -> None:
-        queries = qo_indptr.cpu().diff()
+        queries = self._keep_queries(qo_indptr)
         masked = custom is not None or packed is not None
         pairs = queries.long() * lengths.cpu().long() if masked else queries
         mask, start = read_mask(custom, packed, pairs, self.device)
         self._scores = scores._replace(
             mask=mask, mask_start=start, causal=scores.causal and mask is None, batch_invariant=invariant
         )
-        offsets = self._keep("qo_indptr", qo_indptr.to(device=self.device, dtype=torch.int32))
-        longest = int(queries.max()) if queries.numel() else 0
-        self._rows = Rows(offsets, longest, int(qo_indptr[-1]))
 
     def run(
         self,
@@ -412,8 +437,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
         rope_theta: float | None = None,
     ) -> Any:
         """run() with options of scores in the place of plan()'s."""
-        mask = (self._scores.mask, self._scores.mask_start)
-        self._scores = read_scores(pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale, *mask)
+        self._replace_scores(pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
 
 
@@ -457,8 +481,7 @@ class BatchAttention(_Paged):
         self._keep_types(q_data_type, kv_data_type, None)
         self._scores = read_scores("NONE", logits_soft_cap, causal, -1, sm_scale)
         self._keep_pages(kv_indptr, kv_indices, kv_len_arr, None)
-        offsets = qo_indptr.to(device=self.device, dtype=torch.int32)
-        self._rows = Rows(offsets, int(qo_indptr.diff().max()), int(qo_indptr[-1]))
+        self._keep_queries(qo_indptr)
 
     def run(
         self,

@@ -12,7 +12,6 @@ from .._plans import SPEC_TYPES, say_once
 from ..errors import InvalidArgument, Unsupported
 from ..flash_attn._attend import with_batch
 from ._batch import _Paged
-from ._rows import Rows
 from ._scores import LOG2E, read_scores, refuse
 
 
@@ -55,8 +54,7 @@ class BatchMLAPagedAttentionWrapper(_Paged):
             raise Unsupported(f"kv_data_type is {self._kv_dtype}: latents have 16 bits here.")
         self._scores = read_scores("NONE", None, causal, -1, sm_scale)
         self._keep_pages(kv_indptr, kv_indices, kv_len_arr, self._indices_buffer)
-        offsets = self._keep("qo_indptr", qo_indptr.to(device=self.device, dtype=torch.int32))
-        self._rows = Rows(offsets, int(qo_indptr.diff().max()), int(qo_indptr[-1]))
+        self._keep_queries(qo_indptr)
 
     def run(
         self,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ._batch import _Wrapper, of_arguments
-from ._rows import Rows, heads_first, results, run
-from ._scores import Scales, read_mask, read_scores, refuse
+from ._rows import heads_first, results, run
+from ._scores import Scales, is_invariant, read_mask, read_scores, refuse
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
@@ -69,14 +69,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         """Keeps the arguments, which are FlashInfer's. The last query is at the last key."""
         refuse(prefix_len_ptr=prefix_len_ptr, v_indptr=v_indptr, o_indptr=o_indptr)
         self._keep_types(q_data_type, kv_data_type, o_data_type)
-        queries, keys = qo_indptr.cpu().diff(), kv_indptr.cpu().diff()
+        queries, keys = self._keep_queries(qo_indptr), kv_indptr.cpu().diff()
         mask, start = read_mask(custom_mask, packed_custom_mask, queries.long() * keys.long(), self.device)
-        invariant = disable_split_kv or (fixed_split_size or 0) > 0
+        invariant = is_invariant(fixed_split_size, disable_split_kv)
         self._scores = read_scores(
             pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale, mask, start, invariant
         )
-        offsets = self._keep("qo_indptr", qo_indptr.to(device=self.device, dtype=torch.int32))
-        self._rows = Rows(offsets, int(queries.max()), int(qo_indptr[-1]))
         self._keys = {
             "cu_seqlens_kv": self._keep("kv_indptr", kv_indptr.to(device=self.device, dtype=torch.int32)),
             "max_seqlen_kv": int(keys.max()),
@@ -139,6 +137,5 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         rope_theta: float | None = None,
     ) -> Any:
         """run() with options of scores in the place of plan()'s."""
-        mask = (self._scores.mask, self._scores.mask_start)
-        self._scores = read_scores(pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale, *mask)
+        self._replace_scores(pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale)
         return self.run(q, k, v)

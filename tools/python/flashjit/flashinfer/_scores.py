@@ -87,6 +87,16 @@ def dtype_of(given: Any, default: Any = None) -> torch.dtype:
     return found
 
 
+def type_of_out(q: torch.dtype) -> torch.dtype:
+    """O's type where none is given."""
+    return torch.bfloat16 if q.itemsize == 1 else q
+
+
+def is_invariant(fixed_split_size: int | None, disable_split_kv: bool) -> bool:
+    """Whether results are to be the same whatever else is in the batch."""
+    return disable_split_kv or (fixed_split_size or 0) > 0
+
+
 def check_dtypes(q: torch.dtype, kv: torch.dtype, out: torch.dtype) -> None:
     """What plan() can say of the types of a call."""
     if kv == torch.uint8:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import Unsupported
 from ._rows import Rows, check_layout, heads_first, results, run, unpacked
-from ._scores import Scales, Scores, check_dtypes, dtype_of, read_mask, read_scores, refuse
+from ._scores import Scales, Scores, check_dtypes, dtype_of, read_mask, read_scores, refuse, type_of_out
 
 
 def single_decode_with_kv_cache(
@@ -33,7 +33,7 @@ def single_decode_with_kv_cache(
     """O [hq, d] of q [hq, d] and k, v [keys, hkv, d], or by HND [hkv, keys, d]; with return_lse also LSE [hq], of base 2."""
     scores = read_scores(pos_encoding_mode, logits_soft_cap, False, window_left, sm_scale)
     k, v = (heads_first(x, check_layout(kv_layout))[None] for x in (k, v))
-    out_dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+    out_dtype = type_of_out(q.dtype)
     check_dtypes(q.dtype, k.dtype, out_dtype)
     scales = Scales(q_scale, k_scale, v_scale)
     found = results(run(q[None], k, v, Rows(), scores, scales, out_dtype, None, return_lse), None)
@@ -69,7 +69,7 @@ def single_prefill_with_kv_cache(
     LSE [queries, hq], of base 2. The last query is at the last key."""
     refuse(kv_cache_sf=kv_cache_sf)
     k, v = (heads_first(x, check_layout(kv_layout))[None] for x in (k, v))
-    out_dtype = dtype_of(o_dtype, torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
+    out_dtype = dtype_of(o_dtype, type_of_out(q.dtype))
     check_dtypes(q.dtype, k.dtype, out_dtype)
     pairs = torch.tensor([q.shape[0] * k.shape[2]])
     mask, start = read_mask(custom_mask, packed_custom_mask, pairs, q.device)
@@ -138,8 +138,7 @@ def trtllm_batch_decode_with_kv_cache(
     if not uses_shared_paged_kv_idx:
         raise Unsupported("uses_shared_paged_kv_idx is False: K and V are in the same pages here.")
     k, v = unpacked(kv_cache, check_layout(kv_layout))
-    natural = torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype
-    chosen = dtype_of(out_dtype, natural if out is None else out.dtype)
+    chosen = dtype_of(out_dtype, type_of_out(query.dtype) if out is None else out.dtype)
     check_dtypes(query.dtype, k.dtype, chosen)
     if cum_seq_lens_q is None:
         rows = Rows(None, q_len_per_req or 1)

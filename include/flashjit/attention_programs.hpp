@@ -49,13 +49,13 @@ FLASHJIT_API expr::Expr neighborhood_2d(std::int32_t width, std::int32_t radius)
 /// Chunked local attention: keys of the query's own chunk of `size` positions, up to the query. size > 0.
 FLASHJIT_API expr::Expr chunked(std::int32_t size);
 
-/// Causal, and besides keys first[b, q] <= kv < last[b, q], such as those of the query's own picture.
+/// Causal, and besides keys first[b, q] <= kv < last[b, q], such as the keys of the query's own picture.
 /// Captures: int32 [batch, seqlen_q]; where last <= first there are none.
 FLASHJIT_API expr::Expr mm_prefix(std::string first = "mm_first", std::string last = "mm_last");
 
-/// Drafts in a tree: the last seqlen_q keys are the queries' own, of which query q sees those whose bits are
+/// Drafts in a tree: the last seqlen_q keys are the queries' own. Query q sees the ones whose bits are
 /// set in ancestors[b, q], bit n for the n-th; and every key before them. Capture: int64 [batch, seqlen_q].
-/// Of more than 64 queries those from the 65th on are seen by none.
+/// Queries see no draft from the 65th on.
 FLASHJIT_API expr::Expr tree(std::string ancestors = "ancestors");
 
 /// Keys up to the query by positions that are given, in any order. Captures: int32 [batch, seqlen_q] and

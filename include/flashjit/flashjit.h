@@ -187,7 +187,7 @@ typedef struct flashjit_dropout_place {
 typedef struct flashjit_partial_state {
   flashjit_tensor out; /**< [batch, heads, rows, dim of V], read only */
   const float* lse;    /**< [batch, heads, rows] */
-  /** In elements: batch, heads, rows; zeros: contiguous. Of a running state, those of lse. */
+  /** In elements: batch, heads, rows; zeros: contiguous. A running state has the strides of lse. */
   int64_t lse_stride[3];
 } flashjit_partial_state;
 
@@ -208,8 +208,8 @@ typedef struct flashjit_forward_args {
   flashjit_tensor q, k, v; /**< read only */
   flashjit_tensor out;     /**< of Q's type; with "fp32_out" in the spec, fp32; in memory of its own */
   float* lse;              /**< [batch, heads_q, seqlen_q], natural log of the row sums; null: not wanted */
-  /** Of lse, row_max and state.lse, in elements: batch, heads, rows. With "varlen" LSE is packed like q, and
-   * the first is not read. Zeros: contiguous, packed [heads_q, rows of q]. */
+  /** Strides of lse, row_max and state.lse, in elements: batch, heads, rows. With "varlen" LSE is packed like
+   * q, and the first is not read. Zeros: contiguous, packed [heads_q, rows of q]. */
   int64_t lse_stride[3];
   const float* softmax_scale;   /**< on the host, finite and > 0; null: 1 / sqrt(head_dim) */
   const int32_t* kv_lengths;    /**< [batch] on the device, with "kvlen": keys from there on are padding; with

@@ -89,7 +89,7 @@ struct KvFormat {
   /// Bytes of a row of `dim` columns; of a format that is not quantized as of 16-bit elements.
   int row_bytes(int dim) const { return row(dim).bytes; }
 
-  /// Throws Error(invalid_argument) that says what contradicts what, and what is allowed.
+  /// Throws Error(invalid_argument) that names the contradiction and the allowed values.
   FLASHJIT_API void validate() const;
   /// The same of rows of `dim` columns; `name` is what the message calls these: "head_dim".
   FLASHJIT_API void validate_row(int dim, std::string_view name = "head_dim") const;
@@ -100,7 +100,7 @@ struct KvFormat {
 FLASHJIT_API KvFormat kv_format_of(DType dtype);
 /// A format's name where it has one, else its parts; "element" where it is not quantized.
 FLASHJIT_API std::string to_string(const KvFormat& format);
-/// Throws Error(invalid_argument) that quotes what it could not read, and says what is allowed.
+/// Throws Error(invalid_argument) that quotes the part it could not read, and names the allowed values.
 FLASHJIT_API KvFormat parse_kv_format(std::string_view text);
 
 /// A format with a name of its own.

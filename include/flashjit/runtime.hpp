@@ -126,7 +126,7 @@ struct ForwardArgs {
 };
 
 /// Arguments of O and its tangent, the derivative of O along the tangents of what it depends on: forward-mode
-/// differentiation. The members of ForwardArgs are those of O; row_max, caches, quantized K and V, indices
+/// differentiation. The members of ForwardArgs describe O; row_max, caches, quantized K and V, indices
 /// and a running state have no tangent. A tangent has its tensor's sizes and type, and any strides; null: it
 /// is zero. With varlen rows of no sequence are left alone, or with zero_unused_rows become zeros in both.
 /// Where a query attends to nothing its tangent is zero. A captured tensor whose tangent is given has it as

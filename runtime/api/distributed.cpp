@@ -384,7 +384,7 @@ struct SharedAttention::Impl {
       const bool travels = i + 1 < rows_comm.ranks;
       if (travels) {
         transfers.travel(now, next, rows_comm, stream,
-                         copies);  // the step before has read what is overwritten
+                         copies);  // the step before has read this block
         arrived.record(copies);
       }
       step(owner_at(i), now);

@@ -224,7 +224,7 @@ std::vector<double> gather_q(const AttentionSpec& spec, const ForwardArgs& args)
   return values;
 }
 
-/// LSE, or what is like it.
+/// LSE, or another tensor with its strides.
 template <class Args>
 std::vector<double> gather_rows(const Args& args, const float* data) {
   return gather(DType::fp32, rows_view(data, args.lse_strides, rows_of(args.q)));
@@ -254,7 +254,7 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
                      spec.head_dim, spec.head_dim, {"k_scale", args.k_scale}};
     problem.k = gather_kv(spec, problem.shape, args, k, missing);
     missing.clear();  // V's are the same
-    // With shared_kv its rows are those of K.
+    // With shared_kv V is in the rows of K.
     const bool shared = kv.shared_kv && kv.k_format.quantized();
     const StoredKv v{args.v,         shared ? kv.k_format : kv.v_format,
                      spec.kv_type(), shared ? spec.head_dim : spec.v_dim(),
@@ -310,7 +310,7 @@ std::int64_t written_rows(const Args& args, const std::vector<std::int32_t>& cu_
   return cu_seqlens.empty() || args.zero_unused_rows ? view.size[2] : cu_seqlens.back();
 }
 
-/// LSE, or what is like it, with `unused` in rows that belong to no sequence.
+/// LSE, or another tensor with its strides, with `unused` in rows that belong to no sequence.
 void scatter_rows(const reference::Problem& problem, const ForwardArgs& args, std::vector<double> values,
                   float* to, double unused = -std::numeric_limits<double>::infinity()) {
   if (!to) return;

@@ -25,7 +25,7 @@ struct Rows {
 
 constexpr std::size_t kPlaceAlignment = 256;
 
-/// Hands out a workspace, or with none counts what is needed.
+/// Hands out a workspace, or with none counts the bytes.
 class Places {
  public:
   explicit Places(void* data) : data_(static_cast<char*>(data)) {}

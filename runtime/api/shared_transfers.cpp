@@ -9,7 +9,7 @@ namespace {
 using device::Nccl;
 using Clock = std::chrono::steady_clock;
 
-constexpr std::chrono::microseconds kHeadStart{30};  ///< of NCCL's kernels before those of a step
+constexpr std::chrono::microseconds kHeadStart{30};  ///< of NCCL's kernels before a step's kernels
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// Arguments of O's tangent: their checks, beside those of O, and what its kernels get.
+// Arguments of O's tangent: their checks, and the parameters of its kernels.
 #pragma once
 
 #include <vector>

@@ -21,15 +21,15 @@ using Sizes = std::array<Size, 4>;
 
 enum class Access { read, write };
 
-/// Rows of LSE, or of what is like it.
+/// Rows of LSE, or of another tensor with its strides.
 struct RowSizes {
   std::int64_t batch, heads, rows;
 };
 /// LSE has a float for each row of Q.
 inline RowSizes rows_of(const ConstTensorView& q) { return {q.size[0], q.size[1], q.size[2]}; }
-/// The strides as given, or those of contiguous rows.
+/// The strides as given, or contiguous ones.
 RowStrides row_strides(const RowStrides& given, const RowSizes& sizes);
-/// Whether pointer and strides are those of floats; where they are written, each has memory of its own.
+/// Whether pointer and strides fit floats; where they are written, each has memory of its own.
 void check_rows(const char* name, const float* data, const RowStrides& strides, const RowSizes& sizes,
                 Access access);
 ConstTensorView rows_view(const float* data, const RowStrides& strides, const RowSizes& sizes);

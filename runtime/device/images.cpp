@@ -7,7 +7,7 @@
 namespace flashjit::device {
 namespace {
 
-// What is read of an ELF file, whose header not every system brings.
+// The parts of an ELF file that are read; not every system brings its header.
 constexpr std::string_view kMagic = "\177ELF";
 constexpr std::uint8_t kClass64 = 2;
 constexpr std::uint32_t kNoBits = 8;

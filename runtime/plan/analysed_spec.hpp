@@ -27,7 +27,7 @@ struct AnalysedSpec : KernelSpec {
   Checks checks;
   expr::ProgramFacts programs;
   std::shared_ptr<const expr::KeyBounds> key_bounds;  ///< of the mask
-  /// Whether kernels may walk lists of tiles: those of a block map, of a mask without bounds, or of any mask
+  /// Whether kernels may walk lists of tiles: for a block map, a mask without bounds, or any mask
   /// where additions to dQ are ordered.
   bool has_tile_lists = false;
   bool is_causal = false;          ///< the mask is a causal one, of either alignment

@@ -39,7 +39,7 @@ struct Problem {
   std::vector<double> q_scale = {};     ///< with spec.q_codes, one for each KV head
   std::vector<Captured> captures = {};  ///< one for each name that the spec's programs declare
   /// Backward: O, like Q with the dimension of V, and LSE, like Q without a dimension, where they are those
-  /// of more keys than these; empty: those of these keys.
+  /// of more keys than these; empty: of these keys.
   std::vector<double> out = {}, lse = {};
   /// Forward, with spec.partial.running_state: O and LSE of other keys, sized like these.
   std::vector<double> state_out = {}, state_lse = {};

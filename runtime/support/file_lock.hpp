@@ -19,11 +19,11 @@ class FileLock {
   /// Releases it.
   ~FileLock();
 
-  /// Of a lock file, which is made if need be; a link is not followed. None of these waits.
+  /// Locks a lock file, and makes it if need be; a link is not followed. None of these waits.
   Attempt lock_file(const std::filesystem::path& path);
-  /// Of a folder, which others may use and rename meanwhile.
+  /// Locks a folder, which others may use and rename meanwhile.
   Attempt lock_folder(const std::filesystem::path& folder);
-  /// Of a lock file or a folder that is there, whichever it is; a link is not followed.
+  /// Locks a lock file or a folder that is there; a link is not followed.
   Attempt lock_existing(const std::filesystem::path& path);
 
   bool held() const { return state_ != nullptr; }

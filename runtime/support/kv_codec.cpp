@@ -82,7 +82,7 @@ CodePlace place_of(const KvFormat& format, int block, int column) {
   return {column * bits / 8, column * bits % 8};
 }
 
-/// How the elements of a block become codes: what they are multiplied with and what is added.
+/// How the elements of a block become codes: a factor and a summand.
 struct Quantizer {
   float scale = 1, zero = 0;
 };

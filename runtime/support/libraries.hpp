@@ -18,7 +18,7 @@ struct LibraryNames {
 };
 const LibraryNames& library_names();
 
-/// Of the file with NVRTC's built-in functions, beside the library of this version.
+/// The name of the file with NVRTC's built-in functions, beside the library of this version.
 std::string nvrtc_builtins_name(int major, int minor);
 
 struct OpenedLibrary {
@@ -26,7 +26,7 @@ struct OpenedLibrary {
   std::string problem;  ///< why it could not be opened
 };
 /// By a path, or by a bare name along the loader's own path, which is never the current folder. Its symbols
-/// stay its own. Never closed: what is opened so has threads and exit handlers.
+/// stay its own. Never closed: such libraries have threads and exit handlers.
 OpenedLibrary open_library(const std::string& name);
 
 /// Null where the library has no such function.

@@ -71,7 +71,7 @@ std::string name_of(PSID sid) {
   return name;
 }
 
-/// The first that may change what is there and is none of `trusted`; empty: there is none.
+/// The first that may change the file and is none of `trusted`; empty: there is none.
 std::string other_writer(PACL list, const std::vector<Sid>& trusted) {
   constexpr DWORD kWrites = FILE_WRITE_DATA | FILE_APPEND_DATA | FILE_DELETE_CHILD | DELETE | WRITE_DAC |
                             WRITE_OWNER | GENERIC_WRITE | GENERIC_ALL;

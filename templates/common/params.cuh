@@ -116,7 +116,7 @@ struct Params {
     TensorParam o_state;  ///< fp32; read with kRunningState only
   };
   TensorParam dq, dk, dv;
-  RowsParam lse;          ///< null: not wanted; its strides are those of dlse, lse_state and row_max, too
+  RowsParam lse;          ///< null: not wanted; dlse, lse_state and row_max have its strides
   const int* kv_lengths;  ///< [batch]; read with Problem::kKvLengths and kCache only
   float* d;               ///< [batch, heads_q, seqlen_q_padded]: rowsum(dO * O)
   float* lse_padded;      ///< [batch, heads_q, seqlen_q_padded]: LSE, but +inf for rows without P, see

@@ -21,7 +21,7 @@ __device__ __forceinline__ void zero_rows(const TensorParam& tensor, int heads, 
   }
 }
 
-/// LSE, or what is like it; `to` may be null.
+/// LSE, or another tensor with its strides; `to` may be null.
 __device__ __forceinline__ void fill_lse_rows(const Params& p, float* to, Range rows, float value) {
   if (to == nullptr) return;
 #pragma unroll 1

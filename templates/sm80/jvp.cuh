@@ -37,7 +37,7 @@ struct JvpSmem {
         v(shared_address(memory) + kLayout.v()) {}
 };
 
-/// A tile and its tangent from row `first` on, of which `valid` exist. A tangent that is null becomes zeros.
+/// A tile and its tangent from row `first` on; `valid` rows exist. A tangent that is null becomes zeros.
 template <int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ void load_with_tangent(unsigned tile, unsigned tangent_tile,
                                                   const unsigned short* rows, long long stride,

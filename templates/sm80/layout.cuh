@@ -68,7 +68,7 @@ struct JvpLayout {
   constexpr int v() const { return k() + 2 * tile_bytes(bc, head_dim); }
   constexpr int bytes() const { return v() + 2 * tile_bytes(bc, head_dim_v); }
 };
-/// Columns of V that a warp's registers have room for: those of O and of its tangent.
+/// Columns of V that a warp's registers have room for, of O and of its tangent.
 constexpr int kMostJvpColumns = 128;
 
 /// Above so many columns the backward pass is another: warps that share rows share dK's and dV's columns.

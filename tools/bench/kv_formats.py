@@ -4,7 +4,7 @@
     tools/bench/kv_formats.py [--rows N] [--plot FILE]
 
 Prints the table of tools/docs/cache-formats.md: bytes of a row of 128 columns, and the error of O, the root of the mean
-square over that of O, for three kinds of keys: normal; with outlier channels, four columns 20 times as large; and strong
+square over the same of O, for three kinds of keys: normal; with outlier channels, four columns 20 times as large; and strong
 keys, one of 64 keys ten times as large.
 """
 

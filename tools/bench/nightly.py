@@ -5,7 +5,7 @@ median of the last nights on the same kind of GPU, and with the tables of tools/
 seen, too. Groups of other points than before are new ones. Peers that are not installed have no ratios.
 
     python3 tools/bench/nightly.py --lib build/libflashjit.so --history nightly.csv
-    python3 tools/bench/nightly.py --tables FOLDER --history nightly.csv    # compares what is measured already
+    python3 tools/bench/nightly.py --tables FOLDER --history nightly.csv    # compares stored figures
 
 Exit code: 0 if no ratio fell, 1 if one did or a measurement failed, 3 without GPU or PyTorch.
 """
@@ -28,7 +28,7 @@ COLUMNS = ("date", "device", "commit", "table", "group", "peer", "points", "rati
 
 
 class Table(typing.NamedTuple):
-    """A measured table: its file, the columns that name a group, flashjit's column, and those of its peers."""
+    """A measured table: its file, the columns that name a group, flashjit's column, and its peers' columns."""
 
     file: str
     group: tuple[str, ...]

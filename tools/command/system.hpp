@@ -13,8 +13,9 @@ namespace flashjit::command {
 /// The arguments in UTF-8, the program's name first.
 std::vector<std::string> program_arguments(int argc, char** argv);
 
-/// Takes the numbers of standard streams that are closed, so that no file gets one, and what is printed with
-/// it. Standard output gets the bytes that are written to it, and lines that end in \n everywhere.
+/// Takes the numbers of standard streams that are closed, so that no file gets one, and texts that are
+/// printed with it. Standard output gets the bytes that are written to it, and lines that end in \n
+/// everywhere.
 void prepare_streams();
 
 enum class Stream : int { in = 0, out = 1, error = 2 };

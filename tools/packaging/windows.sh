@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # flashjit for Windows on x86-64, built with MinGW-w64: flashjit.dll with its import library and its .def, flashjit.exe, the wheel.
-#   windows.sh BUILD_DIR [PART...]   of build, wheel; in BUILD_DIR/windows. CUDA's headers are those of BUILD_DIR
+#   windows.sh BUILD_DIR [PART...]   of build, wheel; in BUILD_DIR/windows. CUDA's headers come from BUILD_DIR
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 linux=$(cd "$1" && pwd)
@@ -14,7 +14,7 @@ build() {
   local launcher=()
   command -v ccache >/dev/null && launcher=(-DCMAKE_CXX_COMPILER_LAUNCHER=ccache -DCMAKE_C_COMPILER_LAUNCHER=ccache)
   mkdir -p "$work"
-  # The system's headers without those of its C library.
+  # The system's headers but its C library's.
   [ -e "$work/headers" ] || python3 "$root/tools/packaging/release.py" headers "$work/headers"
   cmake -S "$root" -B "$work/build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DCMAKE_TOOLCHAIN_FILE="$root/tools/cmake/mingw-w64.cmake" \
     -DFLASHJIT_INSTALL=OFF -DFLASHJIT_UNITY=ON -DCMAKE_CXX_FLAGS="-g0" -Dfmt_DIR="$work/headers/cmake" \

@@ -32,7 +32,7 @@ class Batch(NamedTuple):
     """What all layers of a step share."""
 
     cu_seqlens: Tensor  # int32 [sequences + 1]: the rows of Q of each sequence
-    lengths: Tensor  # int32 [sequences]: keys, with those of this step
+    lengths: Tensor  # int32 [sequences]: keys, with the new ones of this step
     table: Tensor | None  # int32 [sequences, pages of the longest]; None: K and V are packed as Q
     most_q: int
     most_kv: int

@@ -42,7 +42,7 @@ class KvFormat:
         return _row(self.text, head_dim)[0]
 
     def alignment(self, head_dim: int) -> int:
-        """Bytes of which addresses and strides of rows are multiples."""
+        """Addresses and strides of rows are multiples of so many bytes."""
         return _row(self.text, head_dim)[1]
 
     @staticmethod
@@ -94,13 +94,13 @@ def of_tensor(name: str, tensor: Tensor, format: KvFormat | None, q: Tensor) -> 
 
 
 class Formats(NamedTuple):
-    """Of K and V; None: elements of Q's type."""
+    """The formats of K and V; None: elements of Q's type."""
 
     k: KvFormat | None
     v: KvFormat | None
 
     def options(self, before: str, scales: tuple[Tensor | None, Tensor | None]) -> str:
-        """Of a spec, with those before, behind whose braces switches are. Each key has its own scale where pages or rows have."""
+        """The options of a spec: the formats, then the given ones. Each key has its own scale where pages or rows have."""
         text = "".join(
             f":{name}{{{format.text}}}"
             for name, format in (("k", self.k), ("v", self.v))

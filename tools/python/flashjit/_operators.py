@@ -79,7 +79,7 @@ def through_operator(
     lists: tuple[Any, Any],
     has_tangents: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """lists: the memory of those of the forward pass, and of the backward pass's, or None. has_tangents: whether some tensor has
+    """lists: the memory of the forward pass's lists, and of the backward pass's, or None. has_tangents: whether some tensor has
     one, of torch.autograd.forward_ad."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     rng = _draw_once(q, (q, k, v, fixed.sinks, *tensors)) if problem.dropout_p else None

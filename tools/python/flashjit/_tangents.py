@@ -55,7 +55,7 @@ def launch_jvp(
     values: Sequence[Any],
     rng: Rng,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """O, LSE and their tangents. tangents: those of Q, K and V, None where they are zero; capture_tangents: by name."""
+    """O, LSE and their tangents. tangents: of Q, K and V, None where they are zero; capture_tangents: by name."""
     out, out_tangent = (
         plan.empty_strided(plan.out_size, plan.out_stride, dtype=plan.out_dtype, device=plan.device)
         for _ in range(2)

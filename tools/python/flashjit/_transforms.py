@@ -184,7 +184,7 @@ class _Jvp(torch.autograd.Function):
             list(given.values()),
             list(given),
             *optional,
-            *(None, None),  # lists are those of another pass
+            *(None, None),  # the lists belong to another pass
             list(captures),
             *rest,
         )

@@ -34,7 +34,7 @@ def prefix(length: Any) -> Program:
 
 
 def mm_prefix(first: Any, last: Any) -> Program:
-    """Causal, and besides keys first[b, q] <= kv < last[b, q], such as those of the query's own picture.
+    """Causal, and besides keys first[b, q] <= kv < last[b, q], such as the keys of the query's own picture.
 
     first, last: int32 [batch, queries]; where last <= first there are none.
     """

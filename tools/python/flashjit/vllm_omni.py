@@ -31,7 +31,7 @@ def sparse_attention(
 ) -> Tensor:
     """O [b, sq, h, d] of query [b, sq, h, d] and key, value [b, skv, h, d], over the keys that params leave.
 
-    params, of which one of the first three is needed; other entries, which are the framework's, have no effect:
+    params: one of the first three is needed; other entries, which are the framework's, have no effect:
         block_mask: [b or 1, h or 1, ceil(sq / rows), ceil(skv / keys)], or the last two: nonzero blocks attend.
         topk: above 0, to 1: the share of the blocks of keys that each block of queries keeps, those with the largest product
             of the blocks' means; protected_kv_prefix: so many first keys are kept besides.

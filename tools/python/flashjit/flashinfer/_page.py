@@ -1,4 +1,4 @@
-"""FlashInfer's functions for what is in pages."""
+"""FlashInfer's functions for rows in pages."""
 
 from __future__ import annotations
 

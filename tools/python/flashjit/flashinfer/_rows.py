@@ -129,7 +129,7 @@ class Pages(NamedTuple):
 
 
 def pages_of(indptr: Tensor, indices: Tensor, lengths: Tensor, width: int, device: torch.device) -> Pages:
-    """Of one list of pages, in which sequence i has the entries indptr[i] to indptr[i + 1]. width: of the longest."""
+    """A table of one list of pages, in which sequence i has the entries indptr[i] to indptr[i + 1]. width: of the longest."""
     first = indptr[:-1].to(device=device, dtype=torch.int64)
     places = first[:, None] + torch.arange(max(width, 1), device=device)
     indices = indices.to(device=device, dtype=torch.int32)

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# All that tests need a GPU for, where tools/test.sh has built before: the GPU tests, those that hang, a soak, the
-# examples, compute-sanitizer's four tools on a sample of every kernel and, where the host's Python has PyTorch or JAX,
-# their tests. About a quarter of an hour with 16 cores. Names of steps leave the others out, where a machine is lent
-# for minutes at a time:
-#   tools/test_gpu.sh [tests] [hangs] [soak] [examples] [sanitizer] [python] [jax]
+# All that tests need a GPU for, where tools/test.sh has built before: the GPU tests, the kernels of the emulated
+# tests, tests that hang, a soak, the examples, compute-sanitizer's four tools on a sample of every kernel and, where
+# the host's Python has PyTorch or JAX, their tests. About a quarter of an hour with 16 cores. Names of steps leave the
+# others out, where a machine is lent for minutes at a time:
+#   tools/test_gpu.sh [tests] [emulated] [hangs] [soak] [examples] [sanitizer] [python] [jax]
 # The exit code is 0 only if nothing failed, 2 for a wrong call, and 3 where there is no GPU.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 build=$root/build
 tests=$build/tests/flashjit_gpu_tests
-steps=(tests hangs soak examples sanitizer python jax)
+steps=(tests emulated hangs soak examples sanitizer python jax)
 for name in "$@"; do
   [[ " ${steps[*]} " == *" $name "* ]] || { echo "there is no step '$name': ${steps[*]}" >&2; exit 2; }
 done
@@ -42,6 +42,8 @@ shards() {  # COUNT NAME COMMAND...
 }
 cores=$(nproc)
 step tests shards $((cores < 14 ? cores : 14)) gpu-shard "$tests" --gtest_filter='-Lifetime*:CheckWaits*'
+step emulated shards $((cores < 14 ? cores : 14)) emulated-shard env FLASHJIT_LIBCUDA=libcuda.so.1 \
+  "$build/tests/flashjit_emulated_tests"
 # Alone: kernels that hang until they trap, which takes their context with them.
 step hangs "$tests" --gtest_brief=1 --gtest_filter='CheckWaits*'
 # Alone: it counts what memory is in use.

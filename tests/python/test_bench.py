@@ -398,6 +398,17 @@ def test_the_calls_of_an_engine_agree(serving):
             torch.testing.assert_close(out, outs["contiguous"], atol=limit, rtol=limit)
 
 
+def test_masks_of_requests_are_checked_against_pytorch(serving):
+    """On the CPU, where nothing is timed: as drafts and as a prefill, each with every mask it has."""
+    masks = importlib.import_module("serving_masks")
+    report = importlib.import_module("compare").Report(None, [], {})
+    for queries, least in ((3, 4), (512, 4)):
+        problem = serving.Problem("small", 16, 4, 2, queries, [512] * 2)
+        assert len(masks.masks_of(flashjit, problem, "cpu")) == least
+        masks.run_problem(report, problem, flashjit, 1, "cpu")
+    assert report.failures == []
+
+
 def test_the_calls_over_latents_agree(serving):
     """On the CPU: pages in a random order, and lists of all keys, which are dense attention."""
     latent = importlib.import_module("latent")

@@ -22,6 +22,16 @@ constexpr int kLowestCode = Format::kCode == KvCode::int8                       
 template <class Format>
 constexpr int kHighestCode = kLowestCode<Format> + (1 << Format::kBits) - 1;
 
+/// The bits of the nearest fp16, in a register of 32 bits: ptxas 13.0 stores a byte of a register that
+/// cvt.f16 wrote as the number's integer part.
+__device__ __forceinline__ unsigned bits_of_fp16(float x) {
+  unsigned bits;
+  asm("{\n.reg .b16 nearest;\ncvt.rn.f16.f32 nearest, %1;\ncvt.u32.u16 %0, nearest;\n}"
+      : "=r"(bits)
+      : "f"(x));
+  return bits;
+}
+
 /// The bits of the nearest number, of e8m0 of the next larger power of two.
 template <KvNumber kType>
 __device__ __forceinline__ unsigned bits_of_number(float x) {
@@ -30,7 +40,7 @@ __device__ __forceinline__ unsigned bits_of_number(float x) {
     case KvNumber::fp32:
       return bits;
     case KvNumber::fp16:
-      return from_float<fp16>(x).bits;
+      return bits_of_fp16(x);
     case KvNumber::bf16:
       return from_float<bf16>(x).bits;
     case KvNumber::e4m3:

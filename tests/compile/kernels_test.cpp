@@ -483,6 +483,39 @@ TEST(KernelsAroundAttention, CompileWithoutSpills) {
   }
 }
 
+/// The stores of one byte of a register that cvt wrote a half to, of which ptxas 13.0 stores the half's
+/// integer part.
+std::vector<std::string> bytes_of_halves(const std::string& ptx) {
+  std::set<std::string> halves;
+  std::vector<std::string> found;
+  std::istringstream lines(ptx);
+  for (std::string line; std::getline(lines, line);) {
+    std::string operation, first, second;
+    std::istringstream(line) >> operation >> first >> second;
+    if (operation.starts_with("cvt.rn.f16.")) halves.insert(first.substr(0, first.find(',')));
+    if (operation.starts_with("st.") && operation.ends_with("8") &&
+        halves.contains(second.substr(0, second.find(';'))))
+      found.push_back(line);
+  }
+  return found;
+}
+
+TEST(KernelsThatEncode, StoreNoByteOfARegisterOfAHalf) {
+  EXPECT_EQ(bytes_of_halves("cvt.rn.f16.f32 %rs1, %f1;\nst.global.u8 [%rd1+-1], %rs1;\n").size(), 1u);
+  for (const char* format : {"e2m1:g16:e4m3:tail32xfp16:scaled", "q8_0", "q4_1", "uint2:g32:fp16:min"}) {
+    for (const char* call : {"quantize:bf16:d128:kv{{{}}}", "append:fp16:d128:kv{{{}}}:pages16"}) {
+      const KernelSpec spec = parse_spec(fmt::format(fmt::runtime(call), format)).normalized();
+      const DeviceInfo device = DeviceInfo::parse("sm_90a");
+      EXPECT_EQ(compile_and_check(spec, plan::simt_traits().heuristic(spec, shape_of(0), device), device),
+                "");
+      const KernelSource source =
+          render::render(spec, plan::simt_traits().heuristic(spec, shape_of(0), device), device,
+                         render::TemplateSet::embedded());
+      EXPECT_EQ(bytes_of_halves(compiler().ptx(source)), std::vector<std::string>{}) << format;
+    }
+  }
+}
+
 // Codes are converted on their way to the tensor cores, which takes registers.
 TEST(KernelsOfCodes, CompileWithoutSpills) {
   const std::vector<KernelSpec> specs = test::covering_specs_of_codes();

@@ -1,5 +1,5 @@
-// The runtime of these tests opens the emulator's libcuda and NVRTC. FLASHJIT_LIBCUDA=libcuda.so.1 runs them on a GPU,
-// with the NVRTC that is found.
+// The runtime of these tests opens the emulator's libcuda and NVRTC. FLASHJIT_LIBCUDA=libcuda.so.1 runs them
+// on a GPU, with the NVRTC that is found.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

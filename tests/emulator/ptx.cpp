@@ -274,6 +274,8 @@ const Known kArithmetic[] = {
      [](const Instruction& of, Frame& frame) {
        frame.set(of.arguments[0], Fp16::encode(frame.get_float(of.arguments[1])));
      }},
+    {"cvt.u32.u16", [](const Instruction& of,
+                       Frame& frame) { frame.set(of.arguments[0], frame.get(of.arguments[1]) & 0xffff); }},
     {"cvt.rn.f16x2.f32",
      [](const Instruction& of, Frame& frame) { frame.set(of.arguments[0], pair_of<Fp16>(of, frame)); }},
     {"cvt.rn.bf16x2.f32",

@@ -185,10 +185,21 @@ bool MaskAnalysis::plain(int place) const {
          std::ranges::all_of(graph_[place].args, [&](int arg) { return plain(arg); });
 }
 
+/// The block of a position, such as kv / 1024: it never falls, so that intervals are exact.
+bool MaskAnalysis::is_block(int place) const {
+  const Op op = graph_.node(place).op;
+  if (op != Op::divide && op != Op::shift_right) return false;
+  const std::vector<int>& args = graph_[place].args;
+  const Node& by = graph_.node(args[1]);
+  const std::optional<Affine> position = affine_form(graph_, args[0]);
+  return position && always_fits(graph_, *position) && is_literal(by) && by.type == Type::integer &&
+         by.integer >= (op == Op::divide ? 1 : 0);
+}
+
 void MaskAnalysis::find_reads(int place, bool negated) {
   const Node& node = graph_.node(place);
   if (graph_.uniform(place) || comparison(place)) return;
-  if (node.type == Type::integer && affine_form(graph_, place)) return;
+  if (node.type == Type::integer && (affine_form(graph_, place) || is_block(place))) return;
   const bool by_q = graph_.uses(place) & kUsesQ, by_kv = graph_.uses(place) & kUsesKv;
   if (node.type != Type::real && node.type != Type::int64 && by_q != by_kv && !plain(place)) {
     (by_q ? q_reads_ : kv_reads_).push_back(place);

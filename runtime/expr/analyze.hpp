@@ -64,6 +64,7 @@ class MaskAnalysis {
   std::size_t count_bounds() const;
   void find_reads(int place, bool negated);
   bool plain(int place) const;
+  bool is_block(int place) const;
   bool inexact(int place, bool negated) const;
 
   const Graph& graph_;

@@ -297,7 +297,16 @@ typedef struct flashjit_rope {
   int32_t dims;               /**< a multiple of 16; 0: all of head_dim */
   int32_t interleaved;        /**< not 0: pairs of dimensions (2i, 2i + 1); else (i, i + dims / 2) */
   const int32_t* positions;   /**< one for each row, on the device; null: the number of its key */
+  int32_t sections[3];        /**< M-RoPE: pairs by time, height and width, with three arrays of positions */
+  int32_t interleaved_sections; /**< not 0: pairs of the three take turns */
 } flashjit_rope;
+
+/** RMS norm of a head's row before the rotation: see NormView of flashjit/runtime.hpp. Zero: none. */
+typedef struct flashjit_norm {
+  const void* weight;         /**< on the device, [head_dim] */
+  flashjit_element_type type; /**< FLASHJIT_ELEMENT_FP32 (also by default), or the spec's */
+  float eps;                  /**< added to the mean of squares; 0: 1e-6 */
+} flashjit_norm;
 
 /** New rows of K and V, which are rotated and stored into a cache, and those of Q, which are rotated. New row
  * i of the n of sequence b is key kv_lengths[b] - n + i: kv_lengths counts the new rows already. Sizes: k
@@ -321,6 +330,7 @@ typedef struct flashjit_append_args {
   /** Where each new row goes, in place of lengths and table: see SlotsView of flashjit/runtime.hpp. */
   const void* slots;
   flashjit_element_type slots_type; /**< FLASHJIT_ELEMENT_INT64 (also by default) or FLASHJIT_ELEMENT_INT32 */
+  flashjit_norm k_norm, q_norm;
 } flashjit_append_args;
 
 /** O and LSE over all keys, from partial states whose keys are disjoint. */

@@ -191,6 +191,18 @@ struct RopeView {
   bool interleaved = false;                   ///< pairs of dimensions (2i, 2i + 1); else (i, i + dims / 2)
   const std::int32_t* positions = nullptr;    ///< on the device, [b, n] of n rows each, with varlen [rows],
                                               ///< for K and Q alike; null: their keys' numbers
+  /// M-RoPE: how many pairs turn by the time, by the height and by the width of a row, together all.
+  /// positions are then three such arrays, one behind the other. Zeros: one position turns all pairs.
+  std::array<int, 3> sections = {};
+  bool interleaved_sections =
+      false;  ///< pairs of the three take turns, until the height and width have theirs
+};
+
+/// RMS norm of a head's row, in fp32 and before the rotation: x * rsqrt(mean(x^2) + eps) * weight.
+struct NormView {
+  const void* weight = nullptr;  ///< on the device, [head_dim]; null: no norm
+  DType type = DType::fp32;      ///< of the weight: fp32, or the spec's
+  float eps = 1e-6f;
 };
 
 /// Rows of a cache, one for each new row: page * page size + row of the page (slots of a cache count as
@@ -227,6 +239,7 @@ struct AppendArgs {
   /// Where each new row goes, as engines' slot_mapping has it, in place of kv_lengths, page_table,
   /// cu_seqlens_q, batch_size and max_seqlen_kv. A rotation then needs rope.positions.
   SlotsView slots = {};
+  NormView k_norm = {}, q_norm = {};
 };
 
 /// Arguments of merge(): O and LSE over all keys, from partial states whose keys are disjoint. A state with

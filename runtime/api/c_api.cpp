@@ -285,7 +285,15 @@ flashjit::RopeView view(const flashjit_rope& rope) {
           .theta = rope.theta,
           .dims = rope.dims,
           .interleaved = rope.interleaved != 0,
-          .positions = rope.positions};
+          .positions = rope.positions,
+          .sections = {rope.sections[0], rope.sections[1], rope.sections[2]},
+          .interleaved_sections = rope.interleaved_sections != 0};
+}
+
+flashjit::NormView view(const char* name, const flashjit_norm& norm) {
+  flashjit::NormView view{norm.weight, dtype(name, norm.type).value_or(flashjit::DType::fp32)};
+  if (norm.eps != 0) view.eps = norm.eps;
+  return view;
 }
 
 flashjit::ElementType slots_type(flashjit_element_type type) {
@@ -318,7 +326,9 @@ flashjit::AppendArgs append_args(const flashjit_append_args* given) {
           .max_seqlen_kv = c.max_seqlen_kv,
           .k_scale = view(c.k_scale),
           .v_scale = view(c.v_scale),
-          .slots = {c.slots, slots_type(c.slots_type)}};
+          .slots = {c.slots, slots_type(c.slots_type)},
+          .k_norm = view("k_norm.type", c.k_norm),
+          .q_norm = view("q_norm.type", c.q_norm)};
 }
 
 /// Room for the states of a call, whose span the arguments hold.

@@ -98,13 +98,25 @@ class Rotation {
         type_(rope.type),
         pairs_(rope.cos || rope.theta != 0 ? (rope.dims ? rope.dims : spec.head_dim) / 2 : 0) {}
 
-  bool has(std::int64_t position) const {
-    return pairs_ == 0 || !rope_.cos || (position >= 0 && position < rope_.table_rows);
+  /// Of row `row` of `rows`, which has key `key`: one position, or with M-RoPE its time, height and width.
+  using Positions = std::array<std::int64_t, 3>;
+  Positions positions(std::int64_t row, std::int64_t rows, std::int64_t key) const {
+    if (!rope_.positions) return {key, key, key};
+    Positions found;
+    for (std::size_t i = 0; i < 3; ++i)
+      found[i] = rope_.positions[row + (has_sections() ? static_cast<std::int64_t>(i) * rows : 0)];
+    return found;
   }
 
-  void turn(std::vector<double>& row, std::int64_t position) const {
+  bool has(const Positions& positions) const {
+    return pairs_ == 0 || !rope_.cos || std::ranges::all_of(positions, [&](std::int64_t position) {
+             return position >= 0 && position < rope_.table_rows;
+           });
+  }
+
+  void turn(std::vector<double>& row, const Positions& positions) const {
     for (std::int64_t pair = 0; pair < pairs_; ++pair) {
-      const auto [c, s] = angle(position, pair);
+      const auto [c, s] = angle(positions[section_of(pair)], pair);
       double& x = row[rope_.interleaved ? 2 * pair : pair];
       double& y = row[rope_.interleaved ? 2 * pair + 1 : pair + pairs_];
       const double before = x;
@@ -114,6 +126,15 @@ class Rotation {
   }
 
  private:
+  bool has_sections() const { return rope_.sections != std::array<int, 3>{}; }
+
+  std::size_t section_of(std::int64_t pair) const {
+    if (!has_sections()) return 0;
+    const auto turn = static_cast<std::size_t>(pair % 3);
+    if (rope_.interleaved_sections) return pair < 3 * std::int64_t{rope_.sections[turn]} ? turn : 0;
+    return pair < rope_.sections[0] ? 0 : pair < rope_.sections[0] + rope_.sections[1] ? 1 : 2;
+  }
+
   std::array<double, 2> angle(std::int64_t position, std::int64_t pair) const {
     if (rope_.cos) {
       const std::int64_t at = position * (rope_.stride ? rope_.stride : pairs_) + pair;
@@ -128,6 +149,15 @@ class Rotation {
   DType type_;
   std::int64_t pairs_;
 };
+
+void norm_row(const NormView& norm, std::vector<double>& row) {
+  if (!norm.weight) return;
+  double squares = 0;
+  for (const double value : row) squares += value * value;
+  const double factor = 1 / std::sqrt(squares / static_cast<double>(row.size()) + norm.eps);
+  for (std::size_t i = 0; i < row.size(); ++i)
+    row[i] *= factor * read_element(norm.type, norm.weight, static_cast<std::int64_t>(i));
+}
 
 /// Multiplies a row by blocks of a Hadamard matrix, of the largest power of two that divides it.
 void rotate_by_hadamard(std::vector<double>& row) {
@@ -200,21 +230,21 @@ void reference_append(const AttentionSpec& spec, const AppendArgs& args) {
   const Rotation rotation(spec, args.rope);
   for (const NewRow& row : new_rows(spec, args)) {
     const std::int64_t page = row.page;
-    const std::int64_t position =
-        args.rope.positions ? args.rope.positions[row.b * shape.seqlen_q + row.s] : row.key;
-    if (!rotation.has(position)) continue;
-    const auto move = [&](const ConstTensorView& from, const TensorView& to, std::int64_t h,
-                          std::int64_t offset, bool rotated) {
+    const Rotation::Positions positions =
+        rotation.positions(row.b * shape.seqlen_q + row.s, args.k.size[0] * args.k.size[2], row.key);
+    if (!rotation.has(positions)) continue;
+    // Rows of V have no norm and do not turn.
+    const auto read = [&](const ConstTensorView& from, std::int64_t h, const NormView* norm) {
       std::vector<double> values = read_row(spec.dtype, from, offset_of(from, row.b, h, row.s));
-      if (rotated) rotation.turn(values, position);
-      write_row(spec.dtype, to, offset, values);
+      if (norm) norm_row(*norm, values), rotation.turn(values, positions);
+      return values;
     };
     const auto store = [&](const ConstTensorView& from, const TensorView& cache, const char* scales_name,
-                           const ScaleView& scales, const KvFormat& format, std::int64_t h, bool rotated) {
+                           const ScaleView& scales, const KvFormat& format, std::int64_t h,
+                           const NormView* norm) {
       const std::int64_t slot = row.page_row, offset = offset_of(cache, page, h, slot);
-      if (!format.quantized()) return move(from, cache, h, offset, rotated);
-      std::vector<double> values = read_row(spec.dtype, from, offset_of(from, row.b, h, row.s));
-      if (rotated) rotation.turn(values, position);
+      const std::vector<double> values = read(from, h, norm);
+      if (!format.quantized()) return write_row(spec.dtype, cache, offset, values);
       float argument = 1;
       if (format.has_argument()) {
         float& scale = scales.data[offset_of_scale(scales, row.sequence, page, h, slot)];
@@ -227,11 +257,12 @@ void reference_append(const AttentionSpec& spec, const AppendArgs& args) {
       encode(format, cache, offset, values, argument);
     };
     for (std::int64_t h = 0; h < shape.heads_kv; ++h) {
-      store(args.k, args.k_cache, "k_scale", args.k_scale, spec.kv.k_format, h, true);
-      if (args.v.data) store(args.v, args.v_cache, "v_scale", args.v_scale, spec.kv.v_format, h, false);
+      store(args.k, args.k_cache, "k_scale", args.k_scale, spec.kv.k_format, h, &args.k_norm);
+      if (args.v.data) store(args.v, args.v_cache, "v_scale", args.v_scale, spec.kv.v_format, h, nullptr);
     }
     for (std::int64_t h = 0; h < shape.heads_q; ++h)
-      move(args.q, args.q_out, h, offset_of(args.q_out, row.b, h, row.s), true);
+      write_row(spec.dtype, args.q_out, offset_of(args.q_out, row.b, h, row.s),
+                read(args.q, h, &args.q_norm));
   }
 }
 
@@ -244,8 +275,8 @@ void reference_quantize(const AttentionSpec& spec, const QuantizeArgs& args) {
   const auto row_at = [&](std::int64_t row) {
     const std::int64_t b = row / rows / heads, s = row % rows;
     std::vector<double> values = read_row(spec.dtype, args.x, offset_of(args.x, b, row / rows % heads, s));
-    const std::int64_t position = args.rope.positions ? args.rope.positions[b * rows + s] : s;
-    if (rotation.has(position)) rotation.turn(values, position);
+    const Rotation::Positions positions = rotation.positions(b * rows + s, batch * rows, s);
+    if (rotation.has(positions)) rotation.turn(values, positions);
     if (args.hadamard) rotate_by_hadamard(values);
     return values;
   };

@@ -41,9 +41,39 @@ void check_tables(const AttentionSpec& spec, const RopeView& rope) {
     refuse("rope.stride is {}: it must be from 0 to 2^31 - 1 elements.", rope.stride);
 }
 
+bool has_sections(const RopeView& rope) { return rope.sections != std::array<int, 3>{}; }
+
+/// M-RoPE's, of `pairs` pairs.
+void check_sections(const RopeView& rope, int pairs) {
+  const auto [time, height, width] = rope.sections;
+  if (!has_sections(rope)) {
+    if (rope.interleaved_sections)
+      refuse("rope.interleaved_sections is given without rope.sections: give the pairs of the three, too.");
+    return;
+  }
+  if (std::min({time, height, width}) < 0 || std::int64_t{time} + height + width != pairs)
+    refuse("rope.sections is {}, {}, {}: give numbers of pairs from 0 on, {} together.", time, height, width,
+           pairs);
+  if (!rope.positions)
+    refuse("rope.positions is null, but rope.sections is given: give three arrays of positions.");
+  if (rope.interleaved_sections && (time < height || time < width))
+    refuse("rope.sections is {}, {}, {}: interleaved, the first is the largest.", time, height, width);
+}
+
+void check_norm(const char* name, const AttentionSpec& spec, const NormView& norm, bool has_rows) {
+  if (!norm.weight) return;
+  if (!has_rows) refuse("{} is given without rows to norm: leave it out, or give q.", name);
+  if (norm.type != DType::fp32 && norm.type != spec.dtype)
+    refuse("{}.type is {}: weights are of fp32 or of the spec's type, {}.", name, to_string(norm.type),
+           to_string(spec.dtype));
+  check_pointer(name, norm.weight, static_cast<std::uintptr_t>(size_of(norm.type)));
+  if (!(std::isfinite(norm.eps) && norm.eps > 0))
+    refuse("{}.eps is {}: it must be finite and greater than 0.", name, norm.eps);
+}
+
 void check_rope(const AttentionSpec& spec, const RopeView& rope) {
   if (!rotates(rope)) {
-    if (rope.dims != 0 || rope.positions)
+    if (rope.dims != 0 || rope.positions || has_sections(rope))
       refuse("rope has neither tables nor theta: give rope.cos and rope.sin, or rope.theta.");
     return;
   }
@@ -52,6 +82,7 @@ void check_rope(const AttentionSpec& spec, const RopeView& rope) {
     refuse("rope.dims is {}: it must be a multiple of {} up to head_dim, {}.", dims, kRopeStep,
            spec.head_dim);
   check_pointer("rope.positions", rope.positions, alignof(std::int32_t));
+  check_sections(rope, dims / 2);
   if (rope.cos || rope.sin) return check_tables(spec, rope);
   if (!(std::isfinite(rope.theta) && rope.theta > 0))
     refuse("rope.theta is {}: it must be finite and greater than 0.", rope.theta);
@@ -75,7 +106,7 @@ void check_apart(const char* written_name, const ConstTensorView& written, int w
 /// lost.
 void check_caches(const AttentionSpec& spec, const AppendArgs& args) {
   const bool same_rows = same_memory(args.k, args.v) && same_memory(args.k_cache, args.v_cache) &&
-                         args.k_scale.data == args.v_scale.data && !rotates(args.rope);
+                         args.k_scale.data == args.v_scale.data && !rotates(args.rope) && !args.k_norm.weight;
   // Behind a page table or slots views may overlap, as where K's and V's pages take turns in one pool.
   const bool behind_a_table = args.page_table.data || args.slots.data;
   if (same_rows || (behind_a_table && args.k_cache.data != args.v_cache.data)) return;
@@ -161,13 +192,19 @@ void check_new_scales(const char* name, const AttentionSpec& spec, const KvForma
         name, sequences, pages, heads, rows, cache.size[0], cache.size[1], cache.size[2]);
 }
 
-RopeParam rope_param(const AttentionSpec& spec, const RopeView& rope) {
+NormParam norm_param(const NormView& norm) { return {norm.weight, norm.type == DType::fp32, norm.eps}; }
+
+/// `rows`: how many positions there are.
+RopeParam rope_param(const AttentionSpec& spec, const RopeView& rope, std::int64_t rows) {
   RopeParam param{};
   if (!rotates(rope)) return param;
   const int dims = rotated_dims(spec, rope);
   param.pairs = dims / 2;
   param.interleaved = rope.interleaved;
   param.positions = rope.positions;
+  std::ranges::copy(rope.sections, param.sections);
+  param.interleaved_sections = rope.interleaved_sections;
+  param.position_count = static_cast<int>(rows);
   param.cos = rope.cos;
   param.sin = rope.sin;
   param.stride = table_stride(spec, rope);
@@ -265,6 +302,8 @@ void check_arguments(const AttentionSpec& spec, const AppendArgs& args) {
   check_new_scales("k_scale", spec, spec.kv.k_format, shape, args.k_cache, args.k_scale);
   if (has_v(spec)) check_new_scales("v_scale", spec, spec.kv.v_format, shape, args.v_cache, args.v_scale);
   check_rope(spec, args.rope);
+  check_norm("k_norm", spec, args.k_norm, true);
+  check_norm("q_norm", spec, args.q_norm, args.q.size != std::array<std::int64_t, 4>{});
 }
 
 void check_arguments(const AttentionSpec& spec, const MergeArgs& args) {
@@ -349,11 +388,13 @@ AppendParams make_params(const AttentionSpec& spec, const AppendArgs& args) {
           .heads_kv = static_cast<int>(shape.heads_kv),
           .heads_q = static_cast<int>(shape.heads_q),
           .seqlen_kv = static_cast<int>(shape.seqlen_kv),
-          .rope = rope_param(spec, args.rope),
+          .rope = rope_param(spec, args.rope, args.k.size[0] * args.k.size[2]),
           .slots = args.slots.data,
           .wide_slots = args.slots.type == ElementType::int64,
           .slot_rows = static_cast<int>(std::max<std::int64_t>(args.k_cache.size[2], 1)),
-          .slot_pages = static_cast<int>(args.k_cache.size[0])};
+          .slot_pages = static_cast<int>(args.k_cache.size[0]),
+          .k_norm = norm_param(args.k_norm),
+          .q_norm = norm_param(args.q_norm)};
 }
 
 MergeParams make_params(const AttentionSpec& spec, const MergeArgs& args) {
@@ -388,7 +429,7 @@ QuantizeParams make_params(const AttentionSpec& spec, const QuantizeArgs& args) 
           .heads_of_scale = static_cast<int>(shape.heads_q / std::max<std::int64_t>(args.scale.size[2], 1)),
           .scale_of_row = args.scale.size[3] != 1,
           .hadamard = args.hadamard,
-          .rope = rope_param(spec, args.rope)};
+          .rope = rope_param(spec, args.rope, args.x.size[0] * args.x.size[2])};
 }
 
 std::vector<NamedPointer> pointers_of(const AppendArgs& args) {
@@ -406,6 +447,8 @@ std::vector<NamedPointer> pointers_of(const AppendArgs& args) {
                         {"rope.cos", args.rope.cos},
                         {"rope.sin", args.rope.sin},
                         {"rope.positions", args.rope.positions},
+                        {"k_norm", args.k_norm.weight},
+                        {"q_norm", args.q_norm.weight},
                         {"cu_seqlens_q", args.cu_seqlens_q},
                         {"slots", args.slots.data}});
 }

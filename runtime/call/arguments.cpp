@@ -129,8 +129,7 @@ void check_prefix(const AttentionSpec& spec, const AttentionShape& shape, const 
 }
 
 /// O of the state may be O's memory where each element has its own place.
-void check_state(const AttentionSpec& spec, const AttentionShape& shape, const ForwardArgs& args,
-                 const Sizes& sizes) {
+void check_state(const AttentionSpec& spec, const ForwardArgs& args, const Sizes& sizes) {
   const PartialState& state = args.partial.state;
   if (!spec.partial.running_state) {
     if (state.out.data || state.lse)
@@ -437,7 +436,7 @@ AttentionShape check_arguments(const AttentionSpec& spec, const ForwardArgs& arg
   const Expected sizes = check_inputs_and_out(spec, args);
   const AttentionShape shape = shape_of(spec, args);
   check_shared(spec, shape, args);
-  check_state(spec, shape, args, sizes.out);
+  check_state(spec, args, sizes.out);
   check_page_table(spec, shape, "k", args.k, args.page_table);
   check_row_max(spec, shape, args);
   check_prefix(spec, shape, args.prefix_length);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flashjit/auxiliary/append_params.cuh"
+#include "flashjit/auxiliary/norm.cuh"
 #include "flashjit/auxiliary/rope.cuh"
 #include "flashjit/common/chunk.cuh"
 #include "flashjit/common/kv_source.cuh"
@@ -189,22 +190,30 @@ __device__ void append(const AppendParams& p) {
   const KeyPlace place = named ? place_of_slot(p, row) : place_of_key<P>(p, at);
   __shared__ float2 angles[P::kHeadDim / 2];
   if (rope.pairs > 0) {
-    const int position = rope.positions != nullptr ? rope.positions[row] : at.key;
-    if (!has_angles(rope, position)) return;
+    const RowPositions positions(rope, row, at.key);
+    if (!positions.have_angles(rope)) return;
     for (int pair = threadIdx.x; pair < rope.pairs; pair += kThreads)
-      angles[pair] = rotation<Element>(rope, position, pair);
+      angles[pair] = rotation<Element>(rope, positions.of_pair(rope, pair), pair);
     __syncthreads();
   }
   if (place.page < 0) return;
+  const bool norms = p.k_norm.weight != nullptr || p.q_norm.weight != nullptr;
 
   for (int begin = 0; begin < heads; begin += kHeadsAtOnce) {
     const HeadPart part = part_of(begin);
     if (begin > 0) load(begin);
-    if (!(kScaledKv<P> && P::kKeyScales) && !part.exists) continue;
+    if (!(kScaledKv<P> && P::kKeyScales) && !norms && !part.exists) continue;
     const bool rotates = !part.is_v && mine < rotated;
     float x[kElements], y[kElements];
-    if (kScaledKv<P> || rotates) {
+    if (kScaledKv<P> || rotates || norms) {
       unpack_chunk<Element>(first, x), unpack_chunk<Element>(second, y);
+      if (norms) {
+        const NormParam& norm = part.is_k ? p.k_norm : p.q_norm;
+        const float factor = part_of_row_norm<kPairs, kThreads>(norm, P::kHeadDim, x, y);
+        if (!part.is_v && part.has_first) normalize<Element>(norm, factor, part.chunks.first * kElements, x);
+        if (!part.is_v && part.has_second)
+          normalize<Element>(norm, factor, part.chunks.second * kElements, y);
+      }
       if (rotates && rope.interleaved)
         rotate<true>(x, y, angles, mine, rotated);
       else if (rotates)

@@ -21,8 +21,18 @@ struct RopeParam {
   int pairs;                     ///< 0: nothing is rotated
   int interleaved;               ///< pairs of dimensions (2i, 2i + 1); else (i, i + pairs)
   const int* positions;          ///< one for each row; null: the number of its key
+  int sections[3];               ///< M-RoPE: pairs of each array of positions; zeros: there is one
+  int interleaved_sections;      ///< pairs take turns
+  int position_count;            ///< of an array of positions
   double turns;                  ///< of pair 0 for each position
   double factors[kRopeFactors];  ///< turns of pair i + 2^n over those of pair i
+};
+
+/// RMS norm of a head's rows; null: none.
+struct NormParam {
+  const void* weight;  ///< [head_dim], of fp32 or the problem's type
+  int fp32;
+  float eps;
 };
 
 /// What the append entry takes.
@@ -41,6 +51,7 @@ struct AppendParams {
   int wide_slots;     ///< int64, else int32
   int slot_rows;      ///< of a page or slot of the cache
   int slot_pages;     ///< pages or slots of the cache
+  NormParam k_norm, q_norm;
 };
 
 /// The most states that the merge entry takes, and dimensions of O that a thread of it does.

@@ -50,8 +50,8 @@ __device__ void append_rows(const AppendParams& p) {
   const bool named = p.slots != nullptr;
   const NewKey at = named ? NewKey{0, 0} : new_key<P>(p, new_row);
   const KeyPlace place = named ? place_of_slot(p, new_row) : place_of_key<P>(p, at);
-  const int position = rope.pairs > 0 && rope.positions != nullptr ? rope.positions[new_row] : at.key;
-  if ((rope.pairs > 0 && !has_angles(rope, position)) || place.page < 0) return;
+  const RowPositions positions(rope, new_row, at.key);
+  if ((rope.pairs > 0 && !positions.have_angles(rope)) || place.page < 0) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float* row = rows[warp];
   for (int head = warp; head < 2 * p.heads_kv + p.heads_q; head += kWarps) {
@@ -64,7 +64,8 @@ __device__ void append_rows(const AppendParams& p) {
       continue;
     }
     load_new_row<Element, P::kHeadDim>(row_of<Element>(is_k ? p.k : p.q, b, h, s), row, lane);
-    if (rope.pairs > 0) rotate_row<Element>(rope, position, row, lane);
+    normalize_row<Element, P::kHeadDim>(is_k ? p.k_norm : p.q_norm, row, lane);
+    if (rope.pairs > 0) rotate_row<Element>(rope, positions, row, lane);
     if (is_k) {
       store_encoded<P>(k_encoders[warp], row, p.k_cache, p.k_scale, at.b, place, h);
       continue;

@@ -33,8 +33,8 @@ template <class P>
 __device__ __forceinline__ void rotate_by_position(const QuantizeParams& p, const QuantizedRow& at,
                                                    float* row, int lane) {
   const RopeParam& rope = p.rope;
-  const int position = rope.positions != nullptr ? rope.positions[at.b * p.rows + at.s] : at.s;
-  if (has_angles(rope, position)) rotate_row<typename P::Element>(rope, position, row, lane);
+  const RowPositions positions(rope, at.b * p.rows + at.s, at.s);
+  if (positions.have_angles(rope)) rotate_row<typename P::Element>(rope, positions, row, lane);
 }
 
 /// Multiplies a row by blocks of a Hadamard matrix, of the largest power of two that divides it.

@@ -27,6 +27,14 @@ INSTANTIATE_TEST_SUITE_P(Slots, EmulatedAppend,
                                           {{4, 4, 2, 7, 50}, {3, 2, 2, 1, 40}}))),
                          [](const auto& info) { return name_of(info.param); });
 
+INSTANTIATE_TEST_SUITE_P(Norms, EmulatedAppend,
+                         testing::ValuesIn(with_norms(append_cases(
+                             {"bf16:d128:causal:varlen:pages16", "fp16:d64x32:pages3", "fp32:d40:cache",
+                              "bf16:d96:varlen:cache", "bf16:d128:kve4m3:varlen:pages16:key_scales",
+                              "fp16:d64x32:kve4m3:pages3"},
+                             {{4, 4, 2, 7, 50}, {3, 2, 2, 1, 40}}))),
+                         [](const auto& info) { return name_of(info.param); });
+
 class EmulatedMerge : public GpuTest {};
 
 TEST_F(EmulatedMerge, IsTheSoftmaxOverAllKeys) {

@@ -29,6 +29,14 @@ INSTANTIATE_TEST_SUITE_P(
                                               {{4, 4, 2, 7, 50}, {3, 2, 2, 1, 40}, {300, 16, 2, 5, 90}}))),
     [](const auto& info) { return name_of(info.param); });
 
+INSTANTIATE_TEST_SUITE_P(
+    Norms, AppendTest,
+    testing::ValuesIn(with_norms(append_cases({"bf16:d128:causal:varlen:pages16", "fp16:d64x32:pages3",
+                                               "fp32:d40:cache", "bf16:d96:varlen:cache", "bf16:d256:pages1",
+                                               "bf16:d128:kve4m3:varlen:pages16:key_scales"},
+                                              {{4, 4, 2, 7, 50}, {3, 2, 2, 1, 40}, {300, 16, 2, 5, 90}}))),
+    [](const auto& info) { return name_of(info.param); });
+
 class MergeTest : public GpuTest {};
 
 TEST_F(MergeTest, IsTheSoftmaxOverAllKeys) {

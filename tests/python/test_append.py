@@ -199,6 +199,82 @@ def test_q_may_be_rotated_in_place_and_left_out():
     assert flashjit.append(k, v, k_cache, v_cache, kv_lengths=lengths, page_table=table) is None
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rows_get_their_norm_and_three_positions(interleaved, compiled):
+    """As Qwen3-VL has it: RMS norms of K and Q, then M-RoPE by time, height and width."""
+    torch.manual_seed(3)
+    make = lambda *size: torch.randn(*size, device=DEVICE).to(DTYPE)
+    k, v, q = make(2, HEADS_KV, 5, DIM), make(2, HEADS_KV, 5, DIM), make(2, HEADS, 5, DIM)
+    k_norm, q_norm = torch.rand(DIM, device=DEVICE) + 0.5, make(DIM)
+    caches = make(2, HEADS_KV, 16, DIM), make(2, HEADS_KV, 16, DIM)
+    lengths = torch.tensor([5, 9], dtype=torch.int32, device=DEVICE)
+    positions = torch.randint(0, 90, (3, 2, 5), device=DEVICE, dtype=torch.int32)
+    sections = (12, 10, 10)
+    cos, sin = tables(DIM)
+    append = lambda *tensors, **options: flashjit.append(*tensors, **options)
+    append = torch.compile(append, fullgraph=True) if compiled else append
+    rotated = append(
+        k,
+        v,
+        *caches,
+        kv_lengths=lengths,
+        q=q,
+        cos=cos,
+        sin=sin,
+        positions=positions,
+        k_norm=k_norm,
+        q_norm=q_norm,
+        norm_eps=1e-3,
+        mrope_section=sections,
+        mrope_interleaved=interleaved,
+    )
+    axis = torch.zeros(DIM // 2, dtype=torch.long)
+    if interleaved:
+        for n in (1, 2):
+            axis[n : 3 * sections[n] : 3] = n
+    else:
+        axis = torch.tensor([0] * 12 + [1] * 10 + [2] * 10)
+
+    def want(x, weight, b):
+        x = x[b].double()
+        x = x * (x.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * weight.double()
+        at = positions[:, b].long()[axis].T  # [rows, pairs]
+        c, s = (t.double().gather(0, at) for t in (cos, sin))
+        left, right = x.chunk(2, -1)
+        return torch.cat((left * c - right * s, left * s + right * c), -1)
+
+    for b, length in enumerate(lengths.tolist()):
+        expect_close(caches[0][b, :, length - 5 : length], want(k, k_norm, b))
+        expect_close(rotated[b], want(q, q_norm, b))
+        assert torch.equal(caches[1][b, :, length - 5 : length], v[b])
+
+
+def test_norms_and_sections_that_make_no_sense_are_refused():
+    k = torch.randn(1, HEADS_KV, 2, DIM, device=DEVICE, dtype=DTYPE)
+    caches = (
+        torch.zeros(1, HEADS_KV, 8, DIM, device=DEVICE, dtype=DTYPE).clone(),
+        torch.zeros_like(k[:, :, :1]).expand(1, HEADS_KV, 8, DIM).contiguous(),
+    )
+    lengths = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    rows = torch.zeros(3, 2, dtype=torch.int32, device=DEVICE)
+    weight = torch.ones(DIM, device=DEVICE)
+    for options, message in (
+        ({"k_norm": weight[1:]}, "k_norm is"),
+        ({"k_norm": weight.double()}, "k_norm is"),
+        ({"q_norm": weight}, "q_norm is given without rows"),
+        ({"k_norm": weight, "norm_eps": 0.0}, "norm_eps is 0"),
+        ({"k_norm": weight, "norm_eps": math.inf}, "norm_eps is inf"),
+        ({"theta": 1e4, "mrope_section": (16, 16)}, "mrope_section is"),
+        ({"theta": 1e4, "mrope_section": (16, 8, 8)}, "positions is null"),
+        ({"theta": 1e4, "mrope_section": (16, 8, 9), "positions": rows}, "32 together"),
+        ({"theta": 1e4, "mrope_section": (16, 8, 8), "positions": rows[:1]}, "positions is"),
+        ({"theta": 1e4, "mrope_interleaved": True, "positions": rows[0]}, "mrope_interleaved is given"),
+    ):
+        with pytest.raises(flashjit.Error, match=message):
+            flashjit.append(k, k, *caches, kv_lengths=lengths, **options)
+
+
 def test_tables_may_be_expanded():
     torch.manual_seed(3)
     k, v, q = (

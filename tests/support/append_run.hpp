@@ -10,6 +10,7 @@
 namespace flashjit::test {
 
 enum class Rope : std::uint8_t { none, halves, interleaved, typed_tables, theta };
+enum class Sections : std::uint8_t { none, apart, interleaved };
 
 struct AppendCase {
   CacheCase cache;  ///< its seqlen_q: new rows of a sequence, with varlen the most
@@ -17,14 +18,18 @@ struct AppendCase {
   int dims = 0;            ///< of the rotation; 0: head_dim
   bool positions = false;  ///< given, up to 2^20
   bool q_in_place = false;
-  int slot_bytes = 0;  ///< 4 or 8: rows go to slots of int32 or int64, some to none
+  int slot_bytes = 0;                  ///< 4 or 8: rows go to slots of int32 or int64, some to none
+  Sections sections = Sections::none;  ///< with positions
+  bool norms = false;                  ///< of K and Q, with weights of fp32 and of the spec's type
 };
 
 inline std::string name_of(const AppendCase& test) {
   constexpr const char* kRopes[] = {"none", "halves", "interleaved", "typed_tables", "theta"};
-  return fmt::format("{}_{}{}{}{}{}", name_of(test.cache), kRopes[static_cast<int>(test.rope)], test.dims,
+  constexpr const char* kSections[] = {"", "_sections", "_interleaved_sections"};
+  return fmt::format("{}_{}{}{}{}{}{}{}", name_of(test.cache), kRopes[static_cast<int>(test.rope)], test.dims,
                      test.positions ? "_positions" : "", test.q_in_place ? "_in_place" : "",
-                     test.slot_bytes ? fmt::format("_slots{}", test.slot_bytes) : "");
+                     test.slot_bytes ? fmt::format("_slots{}", test.slot_bytes) : "",
+                     kSections[static_cast<int>(test.sections)], test.norms ? "_norms" : "");
 }
 
 /// A tensor of rows [batch, heads, rows, dim] in the memory order [batch, rows, heads, dim].
@@ -54,6 +59,7 @@ class AppendRun {
     v_ = make_rows(b, heads_kv, rows, spec_.v_dim());
     q_ = make_rows(b, heads_q, rows, spec_.head_dim);
     make_rotation(b * rows);
+    make_norms();
     expected_q_ = q_;
     if (!test_.q_in_place) std::ranges::fill(expected_q_.values, kPoison);
     if (test_.slot_bytes) slots_.assign(static_cast<std::size_t>(b * rows), -1);
@@ -72,6 +78,8 @@ class AppendRun {
                          starts = to_device(cache_.starts), offsets = to_device(cache_.problem.cu_seqlens_q),
                          positions = to_device(positions_), cos = to_device(table_type(), cos_),
                          sin = to_device(table_type(), sin_);
+    const device::DeviceBuffer k_weight = to_device(DType::fp32, k_weight_),
+                               q_weight = to_device(dtype, q_weight_);
     const bool shared = test_.cache.layout == PoolLayout::interleaved, tables = !cos_.empty();
     device::DeviceBuffer& rotated_q = test_.q_in_place ? q : q_out;
     AppendArgs args{
@@ -92,10 +100,14 @@ class AppendRun {
                  .dims = test_.dims,
                  .interleaved = test_.rope == Rope::interleaved,
                  .positions =
-                     positions_.empty() ? nullptr : static_cast<const std::int32_t*>(positions.data())},
+                     positions_.empty() ? nullptr : static_cast<const std::int32_t*>(positions.data()),
+                 .sections = sections(),
+                 .interleaved_sections = test_.sections == Sections::interleaved},
         .max_seqlen_kv = test_.cache.shape.seqlen_kv,
         .k_scale = writable(cache_.k_scale, k_scale),
         .v_scale = writable(cache_.v_scale, v_scale)};
+    if (test_.norms)
+      args.k_norm = {k_weight.data(), DType::fp32, kEps}, args.q_norm = {q_weight.data(), dtype, kEps};
     if (spec_.varlen) {
       args.cu_seqlens_q = static_cast<const std::int32_t*>(offsets.data());
       args.batch_size = test_.cache.shape.batch;
@@ -127,7 +139,7 @@ class AppendRun {
 
  private:
   static constexpr double kPoison = std::numeric_limits<double>::quiet_NaN();
-  static constexpr float kTheta = 10000.0f;
+  static constexpr float kTheta = 10000.0f, kEps = 1e-3f;
 
   static ScaleView writable(const Scales& scales, device::DeviceBuffer& memory) {
     const ConstScaleView view = scales.view(memory.data());
@@ -180,7 +192,7 @@ class AppendRun {
     if (test_.rope == Rope::none) return;
     const bool far = test_.positions && test_.rope == Rope::theta;
     if (test_.positions)
-      for (std::int64_t i = 0; i < rows; ++i)
+      for (std::int64_t i = 0; i < (test_.sections == Sections::none ? rows : 3 * rows); ++i)
         positions_.push_back(static_cast<std::int32_t>(far ? (1 << 20) - 17 * i : (37 * i + 5) % 50));
     if (test_.rope == Rope::theta) return;
     table_rows_ = std::max<std::int64_t>(test_.cache.shape.seqlen_kv, 50);
@@ -192,11 +204,48 @@ class AppendRun {
       }
   }
 
-  std::vector<double> rotated(const double* row, std::int64_t position) const {
-    std::vector<double> out(row, row + spec_.head_dim);
-    if (test_.rope == Rope::none) return out;
+  void make_norms() {
+    if (!test_.norms) return;
+    std::mt19937 random(9);
+    std::uniform_real_distribution<double> weight(0.5, 1.5);
+    for (int i = 0; i < spec_.head_dim; ++i) {
+      k_weight_.push_back(static_cast<float>(weight(random)));
+      q_weight_.push_back(reference::round_to(spec_.dtype, weight(random)));
+    }
+  }
+  std::vector<double> normed(std::vector<double> row, const std::vector<double>& weight) const {
+    double squares = 0;
+    for (const double value : row) squares += value * value;
+    for (std::size_t i = 0; i < weight.size(); ++i)
+      row[i] *= weight[i] / std::sqrt(squares / static_cast<double>(row.size()) + kEps);
+    return row;
+  }
+
+  /// A quarter of the pairs turns by the time, half by the height and the rest by the width; interleaved,
+  /// half, a quarter and a quarter, as the first is the largest there.
+  std::array<int, 3> sections() const {
+    const int quarter = dims() / 8;
+    if (test_.sections == Sections::none) return {};
+    return test_.sections == Sections::apart ? std::array{quarter, 2 * quarter, dims() / 2 - 3 * quarter}
+                                             : std::array{dims() / 2 - 2 * quarter, quarter, quarter};
+  }
+  /// Which of a row's positions turns a pair.
+  int section_of(int pair) const {
+    const auto [time, height, width] = sections();
+    if (test_.sections == Sections::interleaved)
+      return pair % 3 == 1 && pair < 3 * height ? 1 : pair % 3 == 2 && pair < 3 * width ? 2 : 0;
+    return pair < time ? 0 : pair < time + height ? 1 : 2;
+  }
+
+  std::vector<double> rotated(const double* first, const std::vector<double>& weight,
+                              const std::array<std::int64_t, 3>& positions) const {
+    std::vector<double> row(first, first + spec_.head_dim);
+    if (test_.norms) row = normed(row, weight);
+    if (test_.rope == Rope::none) return row;
+    std::vector<double> out = row;
     const int pairs = dims() / 2;
     for (int pair = 0; pair < pairs; ++pair) {
+      const std::int64_t position = positions[test_.sections == Sections::none ? 0 : section_of(pair)];
       const double angle =
           static_cast<double>(position) * std::pow(static_cast<double>(kTheta), -1.0 * pair / pairs);
       const bool tables = !cos_.empty();
@@ -236,7 +285,10 @@ class AppendRun {
         const std::int64_t key = cache_.problem.kv_lengths[b] - count + i;
         if (key < 0) continue;
         const std::int64_t at = spec_.varlen ? 0 : b, s = first + i;
-        const std::int64_t position = positions_.empty() ? key : positions_[at * k_.rows + s];
+        std::array<std::int64_t, 3> position{key, key, key};
+        for (std::int64_t n = 0; n < 3 && !positions_.empty(); ++n)
+          position[n] =
+              positions_[at * k_.rows + s + (test_.sections == Sections::none ? 0 : n * k_.batch * k_.rows)];
         const std::int64_t page = cache_.table.empty() ? b : cache_.entry(b, key / page_rows);
         if (test_.slot_bytes) {
           const bool left_out = (at * k_.rows + s) % 5 == 3;
@@ -251,15 +303,16 @@ class AppendRun {
           const auto scale_of = [&](Scales& scales) {
             return spec_.has_scales() ? &scales.at(b, page, h, key % page_rows) : nullptr;
           };
-          std::ranges::copy(quantized(rotated(k_.row(at, h, s), position), scale_of(cache_.k_scale)),
-                            &expected_k_[place(cache_.k, h)]);
+          std::ranges::copy(
+              quantized(rotated(k_.row(at, h, s), k_weight_, position), scale_of(cache_.k_scale)),
+              &expected_k_[place(cache_.k, h)]);
           const std::vector<double> v_row(v_.row(at, h, s), v_.row(at, h, s) + v_.dim);
           std::ranges::copy(quantized(v_row, scale_of(cache_.v_scale)), &expected_v[place(cache_.v, h)]);
           std::fill_n(&cache_.k.values[place(cache_.k, h)], k_.dim, kPoison);
           std::fill_n(&v_pool.values[place(cache_.v, h)], v_.dim, kPoison);
         }
         for (std::int64_t h = 0; h < q_.heads; ++h)
-          std::ranges::copy(rotated(q_.row(at, h, s), position), expected_q_.row(at, h, s));
+          std::ranges::copy(rotated(q_.row(at, h, s), q_weight_, position), expected_q_.row(at, h, s));
       }
     }
   }
@@ -294,7 +347,7 @@ class AppendRun {
   KernelSpec spec_;
   Cache cache_;  ///< before the call
   Rows k_{}, v_{}, q_{}, expected_q_{};
-  std::vector<double> expected_k_, expected_v_, cos_, sin_;
+  std::vector<double> expected_k_, expected_v_, cos_, sin_, k_weight_, q_weight_;
   std::vector<std::int32_t> positions_;
   std::vector<std::int64_t> slots_;
   std::int64_t table_rows_ = 0;
@@ -324,6 +377,18 @@ inline std::vector<AppendCase> append_cases(std::initializer_list<const char*> s
       ++seed;
     }
   return all;
+}
+
+/// The same cases with norms of K and Q, and the three positions of M-RoPE where there is a rotation.
+inline std::vector<AppendCase> with_norms(std::vector<AppendCase> cases) {
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    AppendCase& test = cases[i];
+    test.norms = true;
+    if (test.rope == Rope::none) continue;
+    test.positions = true;
+    test.sections = i % 2 ? Sections::apart : Sections::interleaved;
+  }
+  return cases;
 }
 
 /// The same cases with slots in place of lengths and tables.

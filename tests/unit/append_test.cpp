@@ -115,6 +115,34 @@ TEST(Append, WrongArgumentsAreNamed) {
               {"rope.sin is null"});
   expect_says(refusal([](auto&, auto& args) { args.rope = {.dims = 32}; }), {"neither tables nor theta"});
   expect_says(refusal([](auto&, auto& args) {
+                args.rope.sections = {16, 8, 8};
+              }),
+              {"rope.positions is null", "three arrays"});
+  const auto with_sections = [](std::array<int, 3> sections, bool interleaved) {
+    return refusal([&](auto&, auto& args) {
+      args.rope.positions = static_cast<const std::int32_t*>(address(0x600000));
+      args.rope.sections = sections, args.rope.interleaved_sections = interleaved;
+    });
+  };
+  expect_says(with_sections({16, 8, 9}, false), {"16, 8, 9", "32 together"});
+  expect_says(with_sections({40, -8, 0}, false), {"40, -8, 0"});
+  expect_says(with_sections({8, 16, 8}, true), {"the first is the largest"});
+  expect_says(with_sections({0, 0, 0}, true), {"rope.interleaved_sections is given without"});
+  EXPECT_EQ(with_sections({16, 8, 8}, true), "accepted");
+  expect_says(refusal([](auto&, auto& args) {
+                args.k_norm = {address(0x700000), DType::fp16};
+              }),
+              {"k_norm.type is fp16", "bf16"});
+  expect_says(refusal([](auto&, auto& args) { args.k_norm = {address(0x700002), DType::fp32}; }), {"k_norm"});
+  expect_says(refusal([](auto&, auto& args) {
+                args.q_norm = {address(0x700000), DType::fp32, 0};
+              }),
+              {"q_norm.eps is 0"});
+  expect_says(refusal([](auto&, auto& args) {
+                args.q = {}, args.q_out = {}, args.q_norm = {address(0x700000), DType::fp32};
+              }),
+              {"q_norm is given without rows"});
+  expect_says(refusal([](auto&, auto& args) {
                 args.rope = {.cos = address(8), .sin = address(16), .type = DType::fp16};
               }),
               {"rope.type is fp16", "bf16"});

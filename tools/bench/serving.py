@@ -322,7 +322,7 @@ def run_mix(report, flashjit, rounds):
 
 
 def run_states(report, flashjit, rounds):
-    """append() of rotated keys and values beside a copy of its bytes, and merge() beside one of its own."""
+    """append() of rotated keys and values beside a copy of its bytes, also with Q and norms; merge() beside a copy."""
     like = dict(device="cuda", dtype=torch.bfloat16)
     for tokens in (64, 4096):
         k, v = torch.randn(tokens, 8, 1, 128, **like), torch.randn(tokens, 8, 1, 128, **like)
@@ -333,6 +333,8 @@ def run_states(report, flashjit, rounds):
         table = torch.randperm(tokens, device="cuda").to(torch.int32)[:, None]
         lengths = torch.randint(1, 17, (tokens,), device="cuda", dtype=torch.int32)
         twice = torch.empty_like(k), torch.empty_like(v)
+        q = torch.randn(tokens, 32, 1, 128, **like)
+        q_out, weight = torch.empty_like(q), torch.ones(128, **like)
         us = microseconds(
             {
                 "append": [
@@ -340,6 +342,22 @@ def run_states(report, flashjit, rounds):
                 ]
                 * 20,
                 "copy": [lambda: torch._foreach_copy_(twice, (k, v))] * 20,
+                "prologue": [
+                    lambda: flashjit.append(
+                        k,
+                        v,
+                        *pool,
+                        kv_lengths=lengths,
+                        page_table=table,
+                        theta=1e4,
+                        q=q,
+                        q_out=q_out,
+                        k_norm=weight,
+                        q_norm=weight,
+                    )
+                ]
+                * 20,
+                "prologue_copy": [lambda: torch._foreach_copy_((*twice, q_out), (k, v, q))] * 20,
             },
             rounds,
         )
@@ -408,6 +426,8 @@ def main():
         "fa3_us",
         "cudnn_us",
         "append_us",
+        "prologue_us",
+        "prologue_copy_us",
         "merge_us",
         "copy_us",
         "together_us",

@@ -1,10 +1,10 @@
-"""append() and merge(): what goes into a cache, and what comes of calls over parts of the keys."""
+"""append(): what goes into a cache."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from . import _library
 from ._checks import check_number, check_whole
 from ._formats import Formats, KvFormat, of_tensor, read_format, refuse_formats_in_operators
-from ._library import AppendArgs, MergeArgs, PartialState, Rope, spec_handle
+from ._library import AppendArgs, Rope, spec_handle
 from ._pages import read_csr
 from ._plans import (
     ELEMENTS,
@@ -25,7 +25,6 @@ from ._plans import (
     check_alike,
     check_device,
     check_four_dims,
-    check_memory,
     check_page_table,
     dense_strides,
     describe,
@@ -39,7 +38,7 @@ from ._plans import (
     signature,
     tensor_struct,
 )
-from ._rope import check_angles, check_both_tables, readable_angles, rope_struct
+from ._rope import check_angles, check_both_tables, norm_struct, read_sections, readable_angles, rope_struct
 from ._scales import in_four_dims, kv_options
 from ._transforms import refuse_batched
 from .errors import InvalidArgument, Unsupported, WrongType
@@ -58,12 +57,16 @@ class _Given(NamedTuple):
     v_scale: Tensor | None
     slots: Tensor | None
     page_starts: Tensor | None  # of each sequence's entries in page_table, which is then one row
+    k_norm: Tensor | None
+    q_norm: Tensor | None
 
 
 class _Rotation(NamedTuple):
     theta: float
     dims: int
     interleaved: bool
+    sections: tuple[int, ...]
+    interleaved_sections: bool
 
 
 def append(
@@ -89,6 +92,11 @@ def append(
     v_scale: Tensor | None = None,
     k_format: KvFormat | str | None = None,
     v_format: KvFormat | str | None = None,
+    k_norm: Tensor | None = None,
+    q_norm: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    mrope_section: Sequence[int] | None = None,
+    mrope_interleaved: bool = False,
 ) -> Tensor | None:
     """Stores new rows of K and V into a cache, K's rotated (RoPE), and rotates Q, in one launch. Returns the rotated Q.
 
@@ -108,6 +116,10 @@ def append(
     rope_dims: how many dimensions of a head turn, a multiple of 16; None: all.
     interleaved: pairs are dimensions (2 i, 2 i + 1); else (i, i + rope_dims / 2).
     positions: int32, one for each new row, like a dimension of k's batch and rows; None: the number of its key.
+    k_norm, q_norm: float32 or of k's type, [head_dim]: weights of an RMS norm of each head's row of K and of Q before it turns,
+        x * rsqrt(mean(x^2) + norm_eps) * weight in fp32. None: no norm. head_dim is then a multiple of 8.
+    mrope_section: M-RoPE: how many pairs turn by the time, the height and the width of a row, rope_dims / 2 together; positions
+        are then int32 [3, ...]. mrope_interleaved: pairs of the three take turns, until height and width have theirs.
     max_seqlen_kv: the most keys that a sequence may have; None: all that there is room for.
     k_scale, v_scale: with caches of float8_e4m3fn, float8_e5m2 or int8, as of attention(): per-head scales are
         read, and larger values saturate; [pages, heads_kv, rows] scales are written, so that each key's largest element becomes
@@ -134,7 +146,12 @@ def append(
         in_four_dims("v_scale", v_scale, True),
         slots,
         page_starts,
+        k_norm,
+        q_norm,
     )
+    check_number("norm_eps", norm_eps)
+    if not norm_eps > 0:
+        raise InvalidArgument(f"norm_eps is {norm_eps}: it must be greater than 0.")
     formats = Formats(read_format("k_format", k_format), read_format("v_format", v_format))
     stored = formats != (None, None)
     _check_kinds(tensors, given, ("k", "k_cache") if stored else ("k", "v", "k_cache", "v_cache"))
@@ -162,7 +179,12 @@ def append(
         if run is not _append:
             refuse_formats_in_operators()
         run = functools.partial(_append, formats=formats)
-    elif (k.shape[-1] % 8 or v is not None and v.shape[-1] % 8) and k_cache.dtype in SPEC_TYPES:
+    elif (
+        k_norm is None
+        and q_norm is None
+        and (k.shape[-1] % 8 or v is not None and v.shape[-1] % 8)
+        and k_cache.dtype in SPEC_TYPES
+    ):
         run = functools.partial(_append_padded, run)
     run(
         k,
@@ -176,6 +198,9 @@ def append(
         rope_dims or 0,
         bool(interleaved),
         max_seqlen_kv or 0,
+        float(norm_eps),
+        read_sections(mrope_section),
+        bool(mrope_interleaved),
     )
     return q_out
 
@@ -230,7 +255,9 @@ torch.library.define(
     "flashjit::append",
     "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? q, Tensor(c!)? q_out, Tensor? kv_lengths, "
     "Tensor? page_table, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? cu_seqlens_q, "
-    "Tensor(d!)? k_scale, Tensor(e!)? v_scale, Tensor? slots, Tensor? page_starts, float theta, int rope_dims, bool interleaved, SymInt max_seqlen_kv) -> ()",
+    "Tensor(d!)? k_scale, Tensor(e!)? v_scale, Tensor? slots, Tensor? page_starts, Tensor? k_norm, Tensor? q_norm, "
+    "float theta, int rope_dims, bool interleaved, SymInt max_seqlen_kv, float norm_eps, int[] sections, "
+    "bool interleaved_sections) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.register_fake("flashjit::append")(lambda *_: None)
@@ -246,8 +273,9 @@ def _append(
     *rest: Any,
     formats: Formats = Formats(None, None),
 ) -> None:
-    given, (theta, dims, interleaved, max_seqlen_kv) = _Given(*rest[:-4]), rest[-4:]
-    rotation = _Rotation(theta, dims, interleaved)
+    given, rest = _Given(*rest[: len(_Given._fields)]), rest[len(_Given._fields) :]
+    theta, dims, interleaved, max_seqlen_kv, norm_eps, sections, interleaved_sections = rest
+    rotation = _Rotation(theta, dims, interleaved, tuple(sections), interleaved_sections)
     for name, x in (
         ("k_cache", k_cache),
         ("v_cache", v_cache),
@@ -264,10 +292,10 @@ def _append(
     if q is not None and q is not q_out:
         q = readable(q.resolve_neg(), "q")
     tensors = (k, v, k_cache, v_cache, q, q_out)
-    key = (*[signature(x) for x in (*tensors, *given)], rotation, max_seqlen_kv, formats)
+    key = (*[signature(x) for x in (*tensors, *given)], rotation, max_seqlen_kv, norm_eps, formats)
     call = _calls.get(key)
     if call is None:
-        call = _AppendCall(tensors, given, rotation, max_seqlen_kv, formats)
+        call = _AppendCall(tensors, given, rotation, max_seqlen_kv, norm_eps, formats)
         if len(_calls) >= KEEP_PLANS:
             _calls.clear()
         _calls[key] = call
@@ -282,10 +310,16 @@ class _AppendCall:
     """Checked sizes and the filled struct of calls that look alike."""
 
     def __init__(
-        self, tensors: Sequence[Any], given: _Given, rotation: _Rotation, max_seqlen_kv: int, formats: Formats
+        self,
+        tensors: Sequence[Any],
+        given: _Given,
+        rotation: _Rotation,
+        max_seqlen_kv: int,
+        norm_eps: float,
+        formats: Formats,
     ) -> None:
         named = dict(zip(("k", "v", "k_cache", "v_cache", "q", "q_out"), tensors))
-        _check(named, given, formats)
+        _check(named, given, formats, 3 if any(rotation.sections) else 1)
         k, v = named["k"], named["v"]
         table = given.page_table
         dim_v = min(k.shape[3], MAX_DIM_V) if v is None else v.shape[3]
@@ -305,7 +339,9 @@ class _AppendCall:
         args = AppendArgs(
             struct_size=ctypes.sizeof(AppendArgs),
             max_seqlen_kv=max_seqlen_kv,
-            rope=rope_struct(given.cos, rotation.theta, rotation.dims, rotation.interleaved),
+            rope=rope_struct(given.cos, *rotation),
+            k_norm=norm_struct(given.k_norm, norm_eps),
+            q_norm=norm_struct(given.q_norm, norm_eps),
             k_scale=scales_struct(given.k_scale),
             v_scale=scales_struct(given.v_scale),
             **{name: tensor_struct(x.shape, x.stride()) for name, x in named.items() if x is not None},
@@ -335,6 +371,7 @@ _PLACES = (
     *[_ROPE + _library.word(Rope, name) for name in ("cos", "sin", "positions")],
     *[_library.word(AppendArgs, name) for name in ("cu_seqlens_q", "k_scale", "v_scale", "slots")],
     _library.word(AppendArgs, "page_table") + _library.word(_library.PageTable, "starts"),
+    *[_library.word(AppendArgs, name) for name in ("k_norm", "q_norm")],
 )
 _calls: dict[Any, _AppendCall] = {}
 
@@ -356,6 +393,8 @@ def _readable_tables(given: _Given) -> _Given:
         given.v_scale,
         None if given.slots is None else given.slots.contiguous(),
         None if given.page_starts is None else given.page_starts.contiguous(),
+        None if given.k_norm is None else given.k_norm.resolve_neg().contiguous(),
+        None if given.q_norm is None else given.q_norm.resolve_neg().contiguous(),
     )
 
 
@@ -375,8 +414,8 @@ def _check_kinds(tensors: dict[str, Any], given: _Given, required: Sequence[str]
         )
 
 
-def _check(tensors: dict[str, Any], given: _Given, formats: Formats) -> None:
-    """What the library does not see, or knows by other names."""
+def _check(tensors: dict[str, Any], given: _Given, formats: Formats, axes: int) -> None:
+    """What the library does not see, or knows by other names. axes: how many positions a row has."""
     k, k_cache = tensors["k"], tensors["k_cache"]
     stored = formats != (None, None)
     caches = (
@@ -413,7 +452,14 @@ def _check(tensors: dict[str, Any], given: _Given, formats: Formats) -> None:
         raise InvalidArgument(
             f"slots is {describe(slots)}: it must be int64 or int32 with {rows} elements, one for each new row."
         )
-    check_angles(k.dtype, rows, given.cos, given.sin, given.positions, k.shape[3])
+    check_angles(k.dtype, axes * rows, given.cos, given.sin, given.positions, k.shape[3])
+    for name, norm in (("k_norm", given.k_norm), ("q_norm", given.q_norm)):
+        if norm is not None and (
+            norm.dtype not in (torch.float32, k.dtype) or tuple(norm.shape) != (k.shape[3],)
+        ):
+            raise InvalidArgument(
+                f"{name} is {describe(norm)}: give float32 or {str(k.dtype).removeprefix('torch.')} [{k.shape[3]}]."
+            )
 
 
 def _check_written_scales(given: _Given) -> None:
@@ -430,162 +476,3 @@ def _check_written_scales(given: _Given) -> None:
                 f"{name} is an expanded tensor, whose elements share memory, and each new key's scale is written: "
                 "give its contiguous()."
             )
-
-
-# --- merge ---------------------------------------------------------------------------------------------------------
-
-
-def merge(
-    states: Sequence[tuple[Tensor, Tensor]], *, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor]:
-    """(O, LSE) over all keys, from what attention(..., return_lse=True) gave over disjoint parts of them. With gradients.
-
-    states: 1 to 8 pairs (O, LSE) of the same queries: O [batch, heads, rows, dim], LSE float32 [batch, heads, rows], with
-        any strides; packed queries are one batch entry. One with an LSE of -inf gives nothing, whatever its O.
-    dtype: of the result; None: that of the states. Where they differ one of them is float32.
-
-    Without any key O is 0 and LSE -inf. Raises flashjit.Error.
-    """
-    pairs = _check_states(states)
-    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in SPEC_TYPES):
-        raise WrongType(
-            f"dtype is {dtype}: give torch.float16, torch.bfloat16 or torch.float32, or None for that of the states."
-        )
-    outs, lses = [out for out, _ in pairs], [lse for _, lse in pairs]
-    refuse_batched("merge()", *outs, *lses)
-    dim = outs[0].shape[3]
-    if dim % 8:
-        out, lse = merge([(F.pad(out, (0, -dim % 8)), lse) for out, lse in pairs], dtype=dtype)
-        return out[..., :dim], lse
-    if (
-        torch.compiler.is_compiling()
-        or is_watched()
-        or torch.is_grad_enabled()
-        and any(x.requires_grad for x in (*outs, *lses))
-        or any(x.is_neg() for x in (*outs, *lses))
-    ):
-        return torch.ops.flashjit.merge(outs, lses, dtype)  # type: ignore[no-any-return]
-    return _merge(outs, lses, dtype)
-
-
-torch.library.define(
-    "flashjit::merge",
-    "(Tensor[] outs, Tensor[] lses, ScalarType? dtype) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-
-def _new_state(like: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    return (
-        torch.empty_strided(
-            like.shape,
-            dense_strides(like.shape, like.stride()),
-            dtype=dtype or like.dtype,
-            device=like.device,
-        ),
-        torch.empty(like.shape[:3], dtype=torch.float32, device=like.device),
-    )
-
-
-@torch.library.register_fake("flashjit::merge")
-def _fake_merge(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    return _new_state(outs[0], dtype)
-
-
-def _merge(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    for i, pair in enumerate(zip(outs, lses)):
-        for x in pair:
-            check_memory(f"states[{i}]", x)
-    outs, lses = [readable(out, "a state's O") for out in outs], [lse.resolve_neg() for lse in lses]
-    out, lse = _new_state(outs[0], dtype)
-    of_states, of_out = outs[0].dtype, out.dtype
-    states = (PartialState * len(outs))(
-        *[PartialState(_struct_of(x), y.data_ptr(), y.stride()) for x, y in zip(outs, lses)]
-    )
-    args = MergeArgs(
-        struct_size=ctypes.sizeof(MergeArgs),
-        states=ctypes.addressof(states),
-        state_count=len(outs),
-        out=_struct_of(out),
-        lse=lse.data_ptr(),
-        states_type=_library.ELEMENT_TYPES[ELEMENTS[of_states]],
-        out_type=_library.ELEMENT_TYPES[ELEMENTS[of_out]],
-    )
-    spec = spec_handle(f"{SPEC_TYPES[of_out if of_states == torch.float32 else of_states]}:d{out.shape[3]}")
-    launch("merge", spec, _library.words_of(args), out.get_device())
-    return out, lse
-
-
-torch.library.impl("flashjit::merge", ("cuda", "cpu"))(_merge)
-
-
-def _struct_of(tensor: Tensor) -> _library.Tensor:
-    struct = tensor_struct(tensor.shape, tensor.stride())
-    struct.data = tensor.data_ptr()
-    return struct
-
-
-def _save_states(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[0], *inputs[1], output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _merge_gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, Any, None]:
-    """With weights w_i = exp(LSE_i - LSE): dO_i = w_i dO, dLSE_i = w_i (dO O_i - the sum of w_j dO O_j + dLSE)."""
-    *tensors, lse = ctx.saved_tensors
-    outs, lses = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-    weights = [torch.where(x.isneginf(), 0.0, (x - lse).exp()) for x in lses]
-    wide = None if dout is None else dout.float()
-    if wide is None:
-        products = [torch.zeros_like(lse)] * len(outs)
-    else:
-        products = [torch.where(w > 0, (wide * x.float()).sum(-1), 0.0) for w, x in zip(weights, outs)]
-    shared = sum(w * product for w, product in zip(weights, products))
-    shared = shared if dlse is None else shared - dlse
-    douts = [None if wide is None else (w[..., None] * wide).to(x.dtype) for w, x in zip(weights, outs)]
-    return douts, [w * (product - shared) for w, product in zip(weights, products)], None
-
-
-torch.library.register_autograd("flashjit::merge", _merge_gradient, setup_context=_save_states)
-
-
-def _check_states(states: Any) -> list[tuple[Tensor, Tensor]]:
-    if not isinstance(states, Iterable) or isinstance(states, Tensor):
-        raise WrongType(f"states is a {type(states).__name__}: give a list of pairs (O, LSE).")
-    pairs = list(states)
-    if not 1 <= len(pairs) <= 8:
-        raise InvalidArgument(
-            f"states has {len(pairs)} pairs: give 1 to 8, or merge the result with the rest."
-        )
-    for i, pair in enumerate(pairs):
-        if (
-            not isinstance(pair, (tuple, list))
-            or len(pair) != 2
-            or not all(isinstance(x, Tensor) for x in pair)
-        ):
-            raise WrongType(
-                f"states[{i}] is a {type(pair).__name__}: give pairs (O, LSE) of tensors, as attention(..., "
-                "return_lse=True) returns."
-            )
-        out, lse = pair
-        first = pairs[0][0]
-        if (
-            out.dim() != 4
-            or out.dtype not in SPEC_TYPES
-            or out.shape != first.shape
-            or out.dtype != first.dtype
-        ):
-            raise InvalidArgument(
-                f"states[{i}][0] is {describe(out)}: each O must be float16, bfloat16 or float32 [batch, heads, "
-                f"rows, dim], all like states[0][0], which is {describe(first)}."
-            )
-        if lse.dtype != torch.float32 or lse.shape != out.shape[:3]:
-            raise InvalidArgument(
-                f"states[{i}][1] is {describe(lse)}: each LSE must be float32 {list(out.shape[:3])}."
-            )
-        for x in pair:
-            if x.device != first.device:
-                raise InvalidArgument(
-                    f"states[0][0] is on {first.device} and states[{i}] on {x.device}: move them to one device."
-                )
-    return pairs

@@ -203,7 +203,13 @@ class Rope(ctypes.Structure):
         ("dims", ctypes.c_int32),
         ("interleaved", ctypes.c_int32),
         ("positions", _pointer),
+        ("sections", ctypes.c_int32 * 3),
+        ("interleaved_sections", ctypes.c_int32),
     ]
+
+
+class Norm(ctypes.Structure):
+    _fields_ = [("weight", _pointer), ("type", ctypes.c_int32), ("eps", ctypes.c_float)]
 
 
 class AppendArgs(ctypes.Structure):
@@ -225,6 +231,8 @@ class AppendArgs(ctypes.Structure):
         ("v_scale", Scales),
         ("slots", _pointer),
         ("slots_type", ctypes.c_int32),
+        ("k_norm", Norm),
+        ("q_norm", Norm),
     ]
 
 
@@ -329,6 +337,10 @@ _PYTHON_WORDS = {
     "rope.cos": "cos",
     "rope.sin": "sin",
     "rope.positions": "positions",
+    "rope.sections": "mrope_section",
+    "rope.interleaved_sections": "mrope_interleaved",
+    "k_norm.eps": "norm_eps",
+    "q_norm.eps": "norm_eps",
     **{f"{x}_scale is null": f"{x}_scale is missing" for x in "qkv"},
 }
 

@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from ._library import ELEMENT_TYPES, Rope
+from ._library import ELEMENT_TYPES, Norm, Rope
 from ._plans import ELEMENTS, describe, has_rows
 from .errors import InvalidArgument
 
 
-def rope_struct(cos: Tensor | None, theta: float, dims: int, interleaved: bool) -> Rope:
+def read_sections(sections: Any) -> list[int]:
+    """M-RoPE's pairs by time, height and width; none: zeros."""
+    if sections is None:
+        return [0, 0, 0]
+    found = list(sections) if isinstance(sections, (tuple, list)) else []
+    if len(found) != 3 or not all(isinstance(n, int) and not isinstance(n, bool) for n in found):
+        raise InvalidArgument(
+            f"mrope_section is {sections!r}: give three ints, the pairs that turn by time, height and width."
+        )
+    return found
+
+
+def norm_struct(weight: Tensor | None, eps: float) -> Norm:
+    """Without its pointer."""
+    if weight is None:
+        return Norm()
+    return Norm(type=ELEMENT_TYPES[ELEMENTS[weight.dtype]], eps=eps)
+
+
+def rope_struct(
+    cos: Tensor | None,
+    theta: float,
+    dims: int,
+    interleaved: bool,
+    sections: Sequence[int] = (0, 0, 0),
+    interleaved_sections: bool = False,
+) -> Rope:
     """Without pointers."""
-    rope = Rope(theta=theta, dims=dims, interleaved=interleaved)
+    rope = Rope(
+        theta=theta,
+        dims=dims,
+        interleaved=interleaved,
+        sections=tuple(sections),
+        interleaved_sections=interleaved_sections,
+    )
     if cos is not None:
         rope.table_rows, pairs = cos.shape
         rope.stride, rope.type = cos.stride(0), ELEMENT_TYPES[ELEMENTS[cos.dtype]]

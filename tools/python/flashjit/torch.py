@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ._attention import attention
-from ._cache import append, merge
+from ._cache import append
 from ._formats import KvFormat
 from ._library import runtime
 from ._lists import TileLists
+from ._merge import merge
 from ._plans import SPEC_TYPES, bind_context
 from ._problem import BlockMap, causal_option, check_types
 from ._quantize import quantize

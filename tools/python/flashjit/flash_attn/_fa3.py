@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from .._cache import merge
+from .._merge import merge
 from .._plans import describe
 from ..errors import InvalidArgument
 from . import _functions, _passes

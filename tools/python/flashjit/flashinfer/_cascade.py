@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._cache import merge
+from .._merge import merge
 from ..flash_attn._attend import with_batch
 from ._batch import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from ._rows import Rows, check_layout, heads_first, run

@@ -1,0 +1,183 @@
+"""merge(): one result from calls over disjoint parts of the keys."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import _library
+from ._library import MergeArgs, PartialState, spec_handle
+from ._plans import (
+    ELEMENTS,
+    SPEC_TYPES,
+    check_memory,
+    dense_strides,
+    describe,
+    is_watched,
+    launch,
+    readable,
+    tensor_struct,
+)
+from ._transforms import refuse_batched
+from .errors import InvalidArgument, WrongType
+
+
+def merge(
+    states: Sequence[tuple[Tensor, Tensor]], *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """(O, LSE) over all keys, from what attention(..., return_lse=True) gave over disjoint parts of them. With gradients.
+
+    states: 1 to 8 pairs (O, LSE) of the same queries: O [batch, heads, rows, dim], LSE float32 [batch, heads, rows], with
+        any strides; packed queries are one batch entry. One with an LSE of -inf gives nothing, whatever its O.
+    dtype: of the result; None: that of the states. Where they differ one of them is float32.
+
+    Without any key O is 0 and LSE -inf. Raises flashjit.Error.
+    """
+    pairs = _check_states(states)
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in SPEC_TYPES):
+        raise WrongType(
+            f"dtype is {dtype}: give torch.float16, torch.bfloat16 or torch.float32, or None for that of the states."
+        )
+    outs, lses = [out for out, _ in pairs], [lse for _, lse in pairs]
+    refuse_batched("merge()", *outs, *lses)
+    dim = outs[0].shape[3]
+    if dim % 8:
+        out, lse = merge([(F.pad(out, (0, -dim % 8)), lse) for out, lse in pairs], dtype=dtype)
+        return out[..., :dim], lse
+    if (
+        torch.compiler.is_compiling()
+        or is_watched()
+        or torch.is_grad_enabled()
+        and any(x.requires_grad for x in (*outs, *lses))
+        or any(x.is_neg() for x in (*outs, *lses))
+    ):
+        return torch.ops.flashjit.merge(outs, lses, dtype)  # type: ignore[no-any-return]
+    return _merge(outs, lses, dtype)
+
+
+torch.library.define(
+    "flashjit::merge",
+    "(Tensor[] outs, Tensor[] lses, ScalarType? dtype) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _new_state(like: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty_strided(
+            like.shape,
+            dense_strides(like.shape, like.stride()),
+            dtype=dtype or like.dtype,
+            device=like.device,
+        ),
+        torch.empty(like.shape[:3], dtype=torch.float32, device=like.device),
+    )
+
+
+@torch.library.register_fake("flashjit::merge")
+def _fake_merge(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    return _new_state(outs[0], dtype)
+
+
+def _merge(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    for i, pair in enumerate(zip(outs, lses)):
+        for x in pair:
+            check_memory(f"states[{i}]", x)
+    outs, lses = [readable(out, "a state's O") for out in outs], [lse.resolve_neg() for lse in lses]
+    out, lse = _new_state(outs[0], dtype)
+    of_states, of_out = outs[0].dtype, out.dtype
+    states = (PartialState * len(outs))(
+        *[PartialState(_struct_of(x), y.data_ptr(), y.stride()) for x, y in zip(outs, lses)]
+    )
+    args = MergeArgs(
+        struct_size=ctypes.sizeof(MergeArgs),
+        states=ctypes.addressof(states),
+        state_count=len(outs),
+        out=_struct_of(out),
+        lse=lse.data_ptr(),
+        states_type=_library.ELEMENT_TYPES[ELEMENTS[of_states]],
+        out_type=_library.ELEMENT_TYPES[ELEMENTS[of_out]],
+    )
+    spec = spec_handle(f"{SPEC_TYPES[of_out if of_states == torch.float32 else of_states]}:d{out.shape[3]}")
+    launch("merge", spec, _library.words_of(args), out.get_device())
+    return out, lse
+
+
+torch.library.impl("flashjit::merge", ("cuda", "cpu"))(_merge)
+
+
+def _struct_of(tensor: Tensor) -> _library.Tensor:
+    struct = tensor_struct(tensor.shape, tensor.stride())
+    struct.data = tensor.data_ptr()
+    return struct
+
+
+def _save_states(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[0], *inputs[1], output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _merge_gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, Any, None]:
+    """With weights w_i = exp(LSE_i - LSE): dO_i = w_i dO, dLSE_i = w_i (dO O_i - the sum of w_j dO O_j + dLSE)."""
+    *tensors, lse = ctx.saved_tensors
+    outs, lses = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+    weights = [torch.where(x.isneginf(), 0.0, (x - lse).exp()) for x in lses]
+    wide = None if dout is None else dout.float()
+    if wide is None:
+        products = [torch.zeros_like(lse)] * len(outs)
+    else:
+        products = [torch.where(w > 0, (wide * x.float()).sum(-1), 0.0) for w, x in zip(weights, outs)]
+    shared = sum(w * product for w, product in zip(weights, products))
+    shared = shared if dlse is None else shared - dlse
+    douts = [None if wide is None else (w[..., None] * wide).to(x.dtype) for w, x in zip(weights, outs)]
+    return douts, [w * (product - shared) for w, product in zip(weights, products)], None
+
+
+torch.library.register_autograd("flashjit::merge", _merge_gradient, setup_context=_save_states)
+
+
+def _check_states(states: Any) -> list[tuple[Tensor, Tensor]]:
+    if not isinstance(states, Iterable) or isinstance(states, Tensor):
+        raise WrongType(f"states is a {type(states).__name__}: give a list of pairs (O, LSE).")
+    pairs = list(states)
+    if not 1 <= len(pairs) <= 8:
+        raise InvalidArgument(
+            f"states has {len(pairs)} pairs: give 1 to 8, or merge the result with the rest."
+        )
+    for i, pair in enumerate(pairs):
+        if (
+            not isinstance(pair, (tuple, list))
+            or len(pair) != 2
+            or not all(isinstance(x, Tensor) for x in pair)
+        ):
+            raise WrongType(
+                f"states[{i}] is a {type(pair).__name__}: give pairs (O, LSE) of tensors, as attention(..., "
+                "return_lse=True) returns."
+            )
+        out, lse = pair
+        first = pairs[0][0]
+        if (
+            out.dim() != 4
+            or out.dtype not in SPEC_TYPES
+            or out.shape != first.shape
+            or out.dtype != first.dtype
+        ):
+            raise InvalidArgument(
+                f"states[{i}][0] is {describe(out)}: each O must be float16, bfloat16 or float32 [batch, heads, "
+                f"rows, dim], all like states[0][0], which is {describe(first)}."
+            )
+        if lse.dtype != torch.float32 or lse.shape != out.shape[:3]:
+            raise InvalidArgument(
+                f"states[{i}][1] is {describe(lse)}: each LSE must be float32 {list(out.shape[:3])}."
+            )
+        for x in pair:
+            if x.device != first.device:
+                raise InvalidArgument(
+                    f"states[0][0] is on {first.device} and states[{i}] on {x.device}: move them to one device."
+                )
+    return pairs

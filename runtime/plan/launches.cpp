@@ -88,8 +88,11 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
       return main_blocks(kernel, shape);
     case Step::main_of_dq:
       return heads * q_tiles;
-    case Step::combine:
-      return heads * shape.seqlen_q;
+    case Step::combine: {
+      constexpr std::int64_t kManyRows = 1 << 13;  // enough for a warp each
+      const std::int64_t rows = heads * shape.seqlen_q;
+      return rows >= kManyRows ? tiles(rows, kAuxiliaryThreads / 32) : rows;
+    }
     case Step::combine_cascade:
       return tiles(heads * shape.seqlen_q, kAuxiliaryThreads / 32);
     case Step::combine_dkdv:

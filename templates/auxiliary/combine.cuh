@@ -19,83 +19,126 @@ __device__ __forceinline__ float row_max_of_splits(const Params& p, long long ro
   return largest;
 }
 
-/// The sum of four columns that each warp has.
-template <int kWarps, int kChunks>
-__device__ __forceinline__ float4 sum_of_warps(const float4 (&sums)[kWarps][kChunks], int chunk) {
-  float4 all = sums[0][chunk];
-#pragma unroll
-  for (int other = 1; other < kWarps; ++other) all = add_columns(all, sums[other][chunk]);
-  return all;
-}
+constexpr int kCombineWarps = 4;
 
-/// One CTA of 128 threads for one query of one head, whose warps share the splits; grid:
-/// batch * heads_q * seqlen_q.
+/// Columns of a lane: chunk lane + 32 i of the row.
 template <class P>
-__device__ void combine(const Params& p) {
-  constexpr int kWarps = 4, kChunks = P::kHeadDimV / 4, kLaneChunks = (kChunks + 31) / 32;
-  __shared__ float4 sums[kWarps][kChunks];
-  wait_for_prior_grid<P>();
-  const long long row = blockIdx.x;
-  const int q = static_cast<int>(row % p.seqlen_q), h = static_cast<int>(row / p.seqlen_q % p.heads_q);
-  const Sequence<P> sequence(p, static_cast<int>(row / p.seqlen_q / p.heads_q));
-  if (q >= sequence.seqlen_q(p)) return;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+struct LaneColumns {
+  static constexpr int kChunks = P::kHeadDimV / 4, kCount = (kChunks + 31) / 32;
+  float4 of[kCount] = {};
 
-  const auto lse_at = [&](int split) { return lse_of<P>(p, split)[row]; };
-  float highest = -infinity(), sum = 0.0f;
-  for (int split = lane; split < p.num_splits; split += 32) highest = fmaxf(highest, lse_at(split));
+  __device__ __forceinline__ static int chunk(int i) { return static_cast<int>(threadIdx.x) % 32 + i * 32; }
+  __device__ __forceinline__ void add(const LaneColumns& other) {
 #pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2)
-    highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, lanes));
-  const float shift = highest == -infinity() ? 0.0f : highest;
-  const bool far = P::kFarScores && highest != -infinity() && is_far(highest);
-  const auto weight_of = [&](float lse) {
+    for (int i = 0; i < kCount; ++i) of[i] = add_columns(of[i], other.of[i]);
+  }
+};
+
+/// The LSE of all splits of a row, by a warp, and what their O are multiplied by.
+template <class P>
+struct SplitWeights {
+  const Params& p;
+  long long row;
+  float shift, highest, sum;
+  bool far;
+
+  __device__ __forceinline__ float lse_at(int split) const { return lse_of<P>(p, split)[row]; }
+  __device__ __forceinline__ float weight_of(float lse) const {
     if constexpr (P::kFarScores)
       if (far) return far_sum(lse, highest);
     return expf(lse - shift);
-  };
-  for (int split = lane; split < p.num_splits; split += 32) sum += weight_of(lse_at(split));
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lanes);
-  const float lse = !has_keys(sum)      ? -infinity()
-                    : far && sum == sum ? far_highest(highest)
-                                        : shift + logf(sum);
-  RowEnd end = with_sink<P>(p, h, lse);
-  const float of_state = join_state<P>(p, true, sequence.lse_row(p, h, q), end);
-  const float factor = has_keys(sum) ? end.factor / sum : 0.0f;
+  }
 
-  float4 o[kLaneChunks] = {};
-#pragma unroll 8
-  for (int split = warp; split < p.num_splits; split += kWarps) {
-    const float split_lse = lse_at(split);
-    const bool has_o = split_lse != -infinity();  // else there is memory, but it was not written
-    const float weight = weight_of(split_lse) * factor;
-    const float4* from = reinterpret_cast<const float4*>(o_of_split<P>(p, split) + row * P::kHeadDimV);
+  __device__ __forceinline__ SplitWeights(const Params& p, long long row)
+      : p(p), row(row), highest(-infinity()), sum(0.0f) {
+    const int lane = threadIdx.x % 32;
+    for (int split = lane; split < p.num_splits; split += 32) highest = fmaxf(highest, lse_at(split));
 #pragma unroll
-    for (int i = 0; i < kLaneChunks; ++i) {
-      const int chunk = lane + i * 32;
-      if (chunk >= kChunks) break;
-      const float4 x = from[chunk];
-      const auto add = [&](float& to, float value) { to = has_o ? fmaf(weight, value, to) : to; };
-      add(o[i].x, x.x), add(o[i].y, x.y), add(o[i].z, x.z), add(o[i].w, x.w);
+    for (int lanes = 16; lanes > 0; lanes /= 2)
+      highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, lanes));
+    shift = highest == -infinity() ? 0.0f : highest;
+    far = P::kFarScores && highest != -infinity() && is_far(highest);
+    for (int split = lane; split < p.num_splits; split += 32) sum += weight_of(lse_at(split));
+#pragma unroll
+    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lanes);
+  }
+
+  __device__ __forceinline__ float lse() const {
+    if (!has_keys(sum)) return -infinity();
+    return far && sum == sum ? far_highest(highest) : shift + logf(sum);
+  }
+
+  /// The sum over every fourth split from `first` on.
+  __device__ __forceinline__ LaneColumns<P> sum_from(int first, float factor) const {
+    // Of a batch that may be large more rows at once are worth more than more splits of one.
+    constexpr int kSplitsAtOnce = P::kInvariant ? 4 : 8;
+    LaneColumns<P> o;
+#pragma unroll kSplitsAtOnce
+    for (int split = first; split < p.num_splits; split += kCombineWarps) {
+      const float split_lse = lse_at(split);
+      const bool has_o = split_lse != -infinity();  // else there is memory, but it was not written
+      const float weight = weight_of(split_lse) * factor;
+      const float4* from = reinterpret_cast<const float4*>(o_of_split<P>(p, split) + row * P::kHeadDimV);
+#pragma unroll
+      for (int i = 0; i < LaneColumns<P>::kCount; ++i) {
+        const int chunk = LaneColumns<P>::chunk(i);
+        if (chunk >= LaneColumns<P>::kChunks) break;
+        const float4 x = from[chunk];
+        const auto add = [&](float& to, float value) { to = has_o ? fmaf(weight, value, to) : to; };
+        add(o.of[i].x, x.x), add(o.of[i].y, x.y), add(o.of[i].z, x.z), add(o.of[i].w, x.w);
+      }
     }
+    return o;
+  }
+};
+
+/// One CTA of 128 threads for one query of one head, whose warps share the splits, or of many rows for four,
+/// one of each warp; grid: batch * heads_q * seqlen_q, or a quarter. Both add in the same order.
+template <class P>
+__device__ void combine(const Params& p) {
+  using Columns = LaneColumns<P>;
+  __shared__ Columns sums[kCombineWarps][32];
+  wait_for_prior_grid<P>();
+  const long long rows = static_cast<long long>(p.batch) * p.heads_q * p.seqlen_q;
+  const bool warp_has_row = gridDim.x < rows;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const long long row = warp_has_row ? static_cast<long long>(blockIdx.x) * kCombineWarps + warp : blockIdx.x;
+  if (row >= rows) return;
+  const int q = static_cast<int>(row % p.seqlen_q), h = static_cast<int>(row / p.seqlen_q % p.heads_q);
+  const Sequence<P> sequence(p, static_cast<int>(row / p.seqlen_q / p.heads_q));
+  if (q >= sequence.seqlen_q(p)) return;
+
+  const SplitWeights<P> splits(p, row);
+  RowEnd end = with_sink<P>(p, h, splits.lse());
+  const float of_state = join_state<P>(p, true, sequence.lse_row(p, h, q), end);
+  const float factor = has_keys(splits.sum) ? end.factor / splits.sum : 0.0f;
+  Columns all;
+  if (warp_has_row) {
+    all = splits.sum_from(0, factor);
+#pragma unroll 1
+    for (int first = 1; first < kCombineWarps; ++first) all.add(splits.sum_from(first, factor));
+  } else {
+    sums[warp][lane] = splits.sum_from(warp, factor);
+    __syncthreads();
+    if (warp != 0) return;
+    all = sums[0][lane];
+#pragma unroll
+    for (int other = 1; other < kCombineWarps; ++other) all.add(sums[other][lane]);
   }
 #pragma unroll
-  for (int i = 0; i < kLaneChunks; ++i)
-    if (const int chunk = lane + i * 32; chunk < kChunks) sums[warp][chunk] = o[i];
-  __syncthreads();
-  for (int chunk = threadIdx.x; chunk < kChunks; chunk += kWarps * 32) {
-    float4 all = sum_of_warps(sums, chunk);
+  for (int i = 0; i < Columns::kCount; ++i) {
+    const int chunk = Columns::chunk(i);
+    if (chunk >= Columns::kChunks) break;
     if constexpr (P::kRunningState) {
       const float* from = sequence.template q_pointer<float>(p.o_state, h, q) + chunk * 4;
-      all = add_columns(all, state_columns(from, of_state));
+      all.of[i] = add_columns(all.of[i], state_columns(from, of_state));
     }
-    store_columns(sequence.template q_pointer<OutElement<P>>(p.o, h, q) + chunk * 4, all);
+    store_columns(sequence.template q_pointer<OutElement<P>>(p.o, h, q) + chunk * 4, all.of[i]);
   }
-  if (p.lse.data != nullptr && threadIdx.x == 0) p.lse.data[sequence.lse_row(p, h, q)] = end.lse;
+  if (lane != 0) return;
+  if (p.lse.data != nullptr) p.lse.data[sequence.lse_row(p, h, q)] = end.lse;
   if constexpr (P::kRowMax)
-    if (threadIdx.x == 0)
-      p.row_max[sequence.lse_row(p, h, q)] = largest_or_nan(row_max_of_splits<P>(p, row), sum);
+    p.row_max[sequence.lse_row(p, h, q)] = largest_or_nan(row_max_of_splits<P>(p, row), splits.sum);
 }
 
 }  // namespace flashjit::auxiliary

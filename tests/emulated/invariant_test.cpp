@@ -22,6 +22,11 @@ TEST_F(EmulatedInvariance, ASequenceIsTheSameAlone) {
   for (const char* config : {"sm80:br64:bc32:w4:min_blocks2:split", "sm90:br64:bc128:w4:s2:split"})
     expect_same_alone(runtime.get(), {"bf16:d32:cache:invariant", {2, 4, 2, 2, 2200}, {2200, 2049}, config});
   expect_same_alone(runtime.get(), {"fp32:d16:cache:invariant", {3, 2, 1, 2, 90}, {90, 1, 40}});
+  // So many rows together that a warp combines one, and alone a CTA.
+  expect_same_alone(runtime.get(), {"bf16:d32x40:cache:invariant",
+                                    {2, 64, 1, 65, 2100},
+                                    {2100, 9},
+                                    "sm80:br64:bc32:w4:min_blocks2:split"});
 }
 
 class EmulatedFp32Out : public GpuTest {};

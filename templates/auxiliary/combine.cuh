@@ -13,9 +13,9 @@ namespace flashjit::auxiliary {
 
 /// The largest score of a row, of which each split has its own.
 template <class P>
-__device__ __forceinline__ float row_max_of_splits(const Params& p, long long row) {
+__device__ __forceinline__ float row_max_of_splits(const Params& p, int count, long long row) {
   float largest = -infinity();
-  for (int split = 0; split < p.num_splits; ++split) largest = fmaxf(largest, row_max_of<P>(p, split)[row]);
+  for (int split = 0; split < count; ++split) largest = fmaxf(largest, row_max_of<P>(p, split)[row]);
   return largest;
 }
 
@@ -38,6 +38,7 @@ struct LaneColumns {
 template <class P>
 struct SplitWeights {
   const Params& p;
+  int count;  ///< of splits
   long long row;
   float shift, highest, sum;
   bool far;
@@ -49,16 +50,16 @@ struct SplitWeights {
     return expf(lse - shift);
   }
 
-  __device__ __forceinline__ SplitWeights(const Params& p, long long row)
-      : p(p), row(row), highest(-infinity()), sum(0.0f) {
+  __device__ __forceinline__ SplitWeights(const Params& p, int count, long long row)
+      : p(p), count(count), row(row), highest(-infinity()), sum(0.0f) {
     const int lane = threadIdx.x % 32;
-    for (int split = lane; split < p.num_splits; split += 32) highest = fmaxf(highest, lse_at(split));
+    for (int split = lane; split < count; split += 32) highest = fmaxf(highest, lse_at(split));
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2)
       highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, lanes));
     shift = highest == -infinity() ? 0.0f : highest;
     far = P::kFarScores && highest != -infinity() && is_far(highest);
-    for (int split = lane; split < p.num_splits; split += 32) sum += weight_of(lse_at(split));
+    for (int split = lane; split < count; split += 32) sum += weight_of(lse_at(split));
 #pragma unroll
     for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lanes);
   }
@@ -74,7 +75,7 @@ struct SplitWeights {
     constexpr int kSplitsAtOnce = P::kInvariant ? 4 : 8;
     LaneColumns<P> o;
 #pragma unroll kSplitsAtOnce
-    for (int split = first; split < p.num_splits; split += kCombineWarps) {
+    for (int split = first; split < count; split += kCombineWarps) {
       const float split_lse = lse_at(split);
       const bool has_o = split_lse != -infinity();  // else there is memory, but it was not written
       const float weight = weight_of(split_lse) * factor;
@@ -108,7 +109,7 @@ __device__ void combine(const Params& p) {
   const Sequence<P> sequence(p, static_cast<int>(row / p.seqlen_q / p.heads_q));
   if (q >= sequence.seqlen_q(p)) return;
 
-  const SplitWeights<P> splits(p, row);
+  const SplitWeights<P> splits(p, splits_with_keys<P>(p, sequence.seqused_kv(p)), row);
   RowEnd end = with_sink<P>(p, h, splits.lse());
   const float of_state = join_state<P>(p, true, sequence.lse_row(p, h, q), end);
   const float factor = has_keys(splits.sum) ? end.factor / splits.sum : 0.0f;
@@ -138,7 +139,8 @@ __device__ void combine(const Params& p) {
   if (lane != 0) return;
   if (p.lse.data != nullptr) p.lse.data[sequence.lse_row(p, h, q)] = end.lse;
   if constexpr (P::kRowMax)
-    p.row_max[sequence.lse_row(p, h, q)] = largest_or_nan(row_max_of_splits<P>(p, row), splits.sum);
+    p.row_max[sequence.lse_row(p, h, q)] =
+        largest_or_nan(row_max_of_splits<P>(p, splits.count, row), splits.sum);
 }
 
 }  // namespace flashjit::auxiliary

@@ -19,6 +19,12 @@ __device__ __forceinline__ int split_begin(const Params& p, int split, int count
   if constexpr (P::kInvariant) return min(split * tiles_of_split(P::kBc), count);
   return static_cast<int>(static_cast<long long>(count) * split / num_splits<P>(p));
 }
+/// How many splits may meet keys of a sequence that has `keys`: none of the others is written or read.
+template <class P>
+__device__ __forceinline__ int splits_with_keys(const Params& p, int keys) {
+  constexpr int kKeys = tiles_of_split(P::kBc) * P::kBc;
+  return P::kInvariant ? min(p.num_splits, (keys + kKeys - 1) / kKeys) : p.num_splits;
+}
 /// The first of a split's rows of O and LSE, which are [num_splits, batch, heads_q, seqlen_q].
 __device__ __forceinline__ long long first_row_of_split(const Params& p, int split) {
   return static_cast<long long>(split) * p.batch * p.heads_q * p.seqlen_q;

@@ -111,6 +111,7 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
     WorkTile<P>& work = smem.work(round);
     TileCoord coord;
     const bool more = scheduler.next(p, taken, coord);
+    if (more && is_behind_keys<P>(p, coord.batch_head, coord.split)) continue;
     work = more ? WorkTile<P>(p, coord) : WorkTile<P>();
     if (more && work.count() == 0) {
       finish_tile(coord);
@@ -174,6 +175,7 @@ __device__ __forceinline__ void write_empty_rows(const Params& p, const ShareSta
 #pragma unroll 1
   for (unsigned index = slot_index<P>(slot); index < all; index += grid_slots<P>()) {
     const int split = static_cast<int>(index % splits);
+    if (is_behind_keys<P>(p, index / splits / rows, split)) continue;
     const WorkTile<P> work(
         p, {index / splits / rows, index / splits % rows, {0, P::kBr / kWarpgroupRows}, split});
     if (work.count() > 0) continue;

@@ -80,6 +80,14 @@ struct TileCoord {
   Range kv_tiles;  ///< stream-K: of the part
 };
 
+/// Whether a sequence has too few keys for a split.
+template <class P>
+__device__ __forceinline__ bool is_behind_keys(const Params& p, unsigned batch_head, int split) {
+  if constexpr (!P::kSplit || !P::kInvariant) return false;
+  const Sequence<P> sequence = sequence_at<P>(p, static_cast<int>(batch_head / scheduled_heads<P>(p)));
+  return split >= splits_with_keys<P>(p, sequence.seqused_kv(p));
+}
+
 /// Hands out the Q tiles, one a wave to each slot of the grid; where Q tiles differ in cost as only the
 /// device knows, by lists of KV tiles or lengths of a cache, dynamically by a counter. Without a mask the
 /// tiles of a head follow each other, so that its K and V are read once. A mask makes some rows longer: LPT

@@ -89,9 +89,9 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
     case Step::main_of_dq:
       return heads * q_tiles;
     case Step::combine: {
-      constexpr std::int64_t kManyRows = 1 << 13;  // enough for a warp each
+      constexpr std::int64_t kManyRows = 1 << 13;  // enough to fill a device
       const std::int64_t rows = heads * shape.seqlen_q;
-      return rows >= kManyRows ? tiles(rows, kAuxiliaryThreads / 32) : rows;
+      return rows >= kManyRows ? tiles(rows, combined_rows_of_cta(kernel.spec.v_dim())) : rows;
     }
     case Step::combine_cascade:
       return tiles(heads * shape.seqlen_q, kAuxiliaryThreads / 32);

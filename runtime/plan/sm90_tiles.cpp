@@ -221,7 +221,8 @@ bool shares_tiles_out(const AnalysedSpec& spec) {
 }
 
 bool counts_tiles(const AnalysedSpec& spec, const TileConfig& c) {
-  return is_forward(spec) && (walks_lists(spec, c) || (spec.kv.is_cache() && !c.split));
+  return is_forward(spec) &&
+         (walks_lists(spec, c) || (spec.kv.is_cache() && (!c.split || spec.batch_invariant)));
 }
 
 bool splits_tail_wave(const AnalysedSpec& spec, const TileConfig& c) {

@@ -30,6 +30,10 @@ constexpr int kCombinedRows = 8, kMaxQuerySplits = 32;
 
 /// Keys of a split where these depend on nothing but a row's own keys, and the KV tiles that it has.
 constexpr int kKeysOfSplit = 2048;
+/// Rows of O that a CTA of the combine entry does, where there are many.
+constexpr int combined_rows_of_cta(int head_dim_v) {
+  return head_dim_v <= 128 ? 16 : head_dim_v <= 256 ? 8 : 4;
+}
 constexpr int tiles_of_split(int bc) { return bc < kKeysOfSplit ? kKeysOfSplit / bc : 1; }
 
 constexpr int kMaxCaptures = 16, kMaxScalars = 8;

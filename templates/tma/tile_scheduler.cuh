@@ -136,8 +136,14 @@ struct TileScheduler {
   /// The tile of an index; false after the last.
   __device__ bool find(unsigned index, TileCoord& found) const {
     found.warpgroups = {0, static_cast<int>(kWarpgroups)};
-    found.split = P::kStreamK ? kWhole : static_cast<int>(index % splits);
-    index /= splits;
+    if constexpr (P::kInvariant) {  // what is behind a sequence's keys comes late, and is skipped
+      found.split = static_cast<int>(index / order.size());
+      if (found.split >= static_cast<int>(splits)) return false;
+      index %= order.size();
+    } else {
+      found.split = P::kStreamK ? kWhole : static_cast<int>(index % splits);
+      index /= splits;
+    }
     if (kSplitTailWave<P> && index >= whole) {
       const unsigned part = (index - whole) % tail_parts, size = (kWarpgroups + tail_parts - 1) / tail_parts;
       index = whole + (index - whole) / tail_parts;

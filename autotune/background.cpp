@@ -3,17 +3,12 @@
 
 #include <fmt/format.h>
 
-#include <condition_variable>
-#include <deque>
-#include <mutex>
-#include <thread>
-
 #include "autotune/device_meter.hpp"
 #include "autotune/tuner.hpp"
 #include "cache/folders.hpp"
 #include "cache/store.hpp"
 #include "support/paths.hpp"
-#include "support/process.hpp"
+#include "support/worker.hpp"
 
 namespace flashjit {
 namespace {
@@ -23,29 +18,12 @@ constexpr double kBudgetSeconds = 60;    // a shape
 // All are read at a process's first call. A service that sees many lengths would go on for ever.
 constexpr std::size_t kMostRecords = 1000;
 
-class Thread {
+class TunerThread : public BackgroundTuner {
  public:
-  Thread(const Settings& settings, Adopt adopt) : settings_(settings), adopt_(std::move(adopt)) {
-    thread_ = std::jthread([this](const std::stop_token& stop) { run(stop); });
-  }
+  TunerThread(const Settings& settings, Adopt adopt) : settings_(settings), adopt_(std::move(adopt)) {}
 
-  void want(BackgroundJob job) {
-    {
-      const std::lock_guard lock(mutex_);
-      jobs_.push_back(std::move(job));
-    }
-    changed_.notify_one();
-  }
-
- private:
-  void run(const std::stop_token& stop) {
-    for (;;) {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, stop, [&] { return !jobs_.empty(); });
-      if (stop.stop_requested()) return;  // with jobs in the queue, too
-      const BackgroundJob job = std::move(jobs_.front());
-      jobs_.pop_front();
-      lock.unlock();
+  void want(BackgroundJob job) override {
+    worker_.want([this, job = std::move(job)](const std::stop_token& stop) {
       // The service goes on without tuning: the error is reported, and calls keep their configurations.
       try {
         tune(job, stop);
@@ -53,9 +31,10 @@ class Thread {
         settings_.log(fmt::format("cannot tune {} at {} in the background: {}", to_string(job.spec),
                                   to_string(job.shape), error.what()));
       }
-    }
+    });
   }
 
+ private:
   RuntimeOptions candidate_options() const {
     RuntimeOptions options = autotune::candidate_options();
     options.nvrtc = settings_.nvrtc;
@@ -90,37 +69,14 @@ class Thread {
   }
 
   const Settings& settings_;
-  Adopt adopt_;
-  std::mutex mutex_;
-  std::condition_variable_any changed_;
-  std::deque<BackgroundJob> jobs_;
-  std::jthread thread_;  // last: ended before the rest goes
-};
-
-/// A forked child has a copy of the thread's memory and no thread: to wait for it, or to touch a lock that it
-/// may hold, would take for ever.
-class ThisProcessOnly : public BackgroundTuner {
- public:
-  explicit ThisProcessOnly(std::unique_ptr<Thread> thread) : thread_(std::move(thread)) {}
-  ~ThisProcessOnly() override {
-    if (!is_here()) (void)thread_.release();
-  }
-
-  void want(BackgroundJob job) override {
-    if (is_here()) thread_->want(std::move(job));
-  }
-
- private:
-  bool is_here() const { return process_id() == process_; }
-
-  const std::int64_t process_ = process_id();
-  std::unique_ptr<Thread> thread_;
+  const Adopt adopt_;
+  Worker worker_;  // last: ended before the rest goes
 };
 
 }  // namespace
 
 std::unique_ptr<BackgroundTuner> make_background_tuner(const Settings& settings, Adopt adopt) {
-  return std::make_unique<ThisProcessOnly>(std::make_unique<Thread>(settings, std::move(adopt)));
+  return std::make_unique<TunerThread>(settings, std::move(adopt));
 }
 
 }  // namespace flashjit

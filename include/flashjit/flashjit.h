@@ -65,12 +65,12 @@ enum {
   FLASHJIT_JIT_OFF = 2
 };
 
-/** Whether a thread tunes shapes in use. */
-typedef int32_t flashjit_tuning;
+/** An option that is on or off. */
+typedef int32_t flashjit_switch;
 enum {
-  FLASHJIT_TUNING_DEFAULT = 0, /**< the environment variable FLASHJIT_TUNE_IN_BACKGROUND, else off */
-  FLASHJIT_TUNING_ON = 1,
-  FLASHJIT_TUNING_OFF = 2
+  FLASHJIT_SWITCH_DEFAULT = 0, /**< what the option's environment variable says, else off */
+  FLASHJIT_SWITCH_ON = 1,
+  FLASHJIT_SWITCH_OFF = 2
 };
 
 /** Compiles, caches and launches kernels; created by flashjit_runtime_create(). */
@@ -94,7 +94,8 @@ typedef struct flashjit_options {
   const char* nvrtc;    /**< libnvrtc or its folder; null: FLASHJIT_NVRTC, else the usual places */
   uint64_t cache_limit; /**< bytes of kernels in cache_dir; 0: as RuntimeOptions; UINT64_MAX: none */
   /** As of RuntimeOptions. Keep the context until flashjit_stop_tuning() or flashjit_runtime_destroy(). */
-  flashjit_tuning tune_in_background;
+  flashjit_switch tune_in_background;
+  flashjit_switch compile_in_background; /**< as of RuntimeOptions, likewise */
 } flashjit_options;
 
 /** Sizes of a problem. heads_q is a multiple of heads_kv. */

@@ -303,6 +303,13 @@ struct RuntimeOptions {
   /// because build_lists() builds lists for one configuration: tune those beforehand. Default
   /// FLASHJIT_TUNE_IN_BACKGROUND, else false.
   std::optional<bool> tune_in_background = {};
+  /// A call whose kernel must be compiled does not wait where another configuration of its spec is in memory
+  /// and needs no more workspace: that one computes it, and a thread compiles the better one, which later
+  /// calls use. The switch may change the last bits of results. Calls wait as ever where the spec wants
+  /// the same bits each time, with tile lists and with a configuration that was given to prepare(), which
+  /// always compiles. Keep the context as for tune_in_background. Default FLASHJIT_COMPILE_IN_BACKGROUND,
+  /// else false.
+  std::optional<bool> compile_in_background = {};
   /// Receives one line at a time, from any thread; default stderr. It may call the library. What it throws,
   /// and what stderr does not take, is dropped: a log never fails a call.
   std::function<void(std::string_view)> log = {};
@@ -425,8 +432,8 @@ class FLASHJIT_API Runtime {
   }
   Support supports(const KernelSpec& spec, const AttentionShape& shape);
 
-  /// Ends the tuning of RuntimeOptions::tune_in_background for good: waits for the current compilation or
-  /// measurement, some seconds at most, and drops the rest. Tuned configurations stay in use.
+  /// Ends RuntimeOptions::tune_in_background and compile_in_background for good: waits for the current
+  /// compilation or measurement, some seconds at most, and drops the rest. Tuned configurations stay in use.
   void stop_tuning();
 
   /// The device of the current context. Throws Error(no_driver) or Error(no_device).

@@ -430,20 +430,20 @@ std::optional<flashjit::JitMode> jit_mode(flashjit_jit jit) {
                   jit));
 }
 
-std::optional<bool> tuning(flashjit_tuning tuning) {
-  switch (tuning) {
-    case FLASHJIT_TUNING_DEFAULT:
+std::optional<bool> switched(const char* name, flashjit_switch value) {
+  switch (value) {
+    case FLASHJIT_SWITCH_DEFAULT:
       return std::nullopt;
-    case FLASHJIT_TUNING_ON:
+    case FLASHJIT_SWITCH_ON:
       return true;
-    case FLASHJIT_TUNING_OFF:
+    case FLASHJIT_SWITCH_OFF:
       return false;
   }
   throw Error(
       ErrorCode::invalid_argument,
-      fmt::format("tune_in_background is {}: give FLASHJIT_TUNING_DEFAULT (0), FLASHJIT_TUNING_ON (1) "
-                  "or FLASHJIT_TUNING_OFF (2).",
-                  tuning));
+      fmt::format("{} is {}: give FLASHJIT_SWITCH_DEFAULT (0), FLASHJIT_SWITCH_ON (1) or FLASHJIT_SWITCH_OFF "
+                  "(2).",
+                  name, value));
 }
 
 flashjit::RuntimeOptions runtime_options(const flashjit_options* given) {
@@ -458,7 +458,8 @@ flashjit::RuntimeOptions runtime_options(const flashjit_options* given) {
   if (c.template_dir) options.template_dir = c.template_dir;
   if (c.nvrtc) options.nvrtc = c.nvrtc;
   if (c.cache_limit != 0) options.cache_limit = c.cache_limit;
-  options.tune_in_background = tuning(c.tune_in_background);
+  options.tune_in_background = switched("tune_in_background", c.tune_in_background);
+  options.compile_in_background = switched("compile_in_background", c.compile_in_background);
   if (c.log)
     options.log = [log = c.log, user = c.log_user](std::string_view line) {
       log(user, std::string(line).c_str());

@@ -194,7 +194,7 @@ Engine::OperationPtr Engine::operation_of(const AttentionSpec& spec, Pass pass, 
   }
   const KernelSpec normalized = KernelSpec{spec, pass}.normalized();  // append and others drop programs
   check_captures(expr::declarations(normalized.score, normalized.mask), captures, captures_of);
-  return add({spec, pass}, shape, device, {}, is_capturing(stream));
+  return add({spec, pass}, shape, device, {}, is_capturing(stream) ? Asker::capturing_call : Asker::call);
 }
 
 template <class Args>
@@ -212,7 +212,7 @@ void Engine::check_pointers(const Args& args, CUdevice device) {
 KernelReport Engine::prepare(const KernelSpec& spec, const AttentionShape& shape,
                              const std::optional<TileConfig>& config) {
   const CUdevice device = device::current_device(*driver());
-  const OperationPtr operation = add(spec, shape, device, config, false);
+  const OperationPtr operation = add(spec, shape, device, config, Asker::prepare);
   KernelReport report{.spec = operation->plan.spec,
                       .config = operation->plan.config,
                       .config_source = operation->plan.config_source};
@@ -243,7 +243,7 @@ std::array<KernelReport, 2> Engine::prepare_both(const AttentionSpec& spec, cons
 plan::WorkspaceLayout Engine::workspace(const KernelSpec& spec, const AttentionShape& shape) {
   const CUdevice device = device::current_device(*driver());
   if (const OperationPtr operation = find(CallKeyView(spec, spec.pass, shape, device)))
-    return operation->plan.workspace;
+    return operation->workspace_of_better.value_or(operation->plan.workspace);
   return plan(spec, shape, devices_.info(*driver(), device), remembered(spec, shape, device)).workspace;
 }
 
@@ -275,7 +275,7 @@ Engine::OperationPtr Engine::find(const CallKeyView& key) const {
 }
 
 Engine::OperationPtr Engine::add(const KernelSpec& spec, const AttentionShape& shape, CUdevice device,
-                                 const std::optional<TileConfig>& config, bool capturing) {
+                                 const std::optional<TileConfig>& config, Asker asker) {
   std::uint64_t generation = 0;
   {
     const std::shared_lock lock(mutex_);
@@ -284,7 +284,10 @@ Engine::OperationPtr Engine::add(const KernelSpec& spec, const AttentionShape& s
   const DeviceInfo& info = devices_.info(*driver(), device);
   const std::optional<Chosen> chosen =
       config ? Chosen{*config, ConfigSource::given} : remembered(spec, shape, device);
-  OperationPtr operation = build(plan(spec, shape, info, chosen), info, device, capturing);
+  plan::ExecutionPlan best = plan(spec, shape, info, chosen);
+  const bool waits = asker == Asker::prepare || plan::wants_same_bits(spec);
+  OperationPtr operation = waits ? nullptr : fallback(best, info, device);
+  if (!operation) operation = build(std::move(best), info, device, asker == Asker::capturing_call);
   keep(CallKeyView(spec, spec.pass, shape, device), operation, generation, config);
   if (settings_.tune_in_background && operation->kernel && plan::is_tuned(spec.pass))
     tune_in_background(operation->plan, device);
@@ -335,10 +338,12 @@ void Engine::tune_in_background(const plan::ExecutionPlan& plan, CUdevice device
 }
 
 void Engine::stop_tuning() {
-  std::unique_ptr<BackgroundTuner> ended;  // without the lock, which its thread may wait for
+  // Without the lock, which their threads may wait for.
+  std::unique_ptr<BackgroundTuner> ended;
+  std::unique_ptr<Worker> ended_compiler;
   const std::unique_lock lock(mutex_);
   tuning_stopped_ = true;
-  ended = std::move(tuner_);
+  ended = std::move(tuner_), ended_compiler = std::move(compiler_);
 }
 
 void Engine::adopt(const BackgroundJob& job, const TileConfig& best) {
@@ -398,8 +403,9 @@ Engine::OperationPtr Engine::build(plan::ExecutionPlan first, const DeviceInfo& 
 }
 
 Engine::OperationPtr Engine::load(plan::ExecutionPlan plan, const DeviceInfo& info, CUdevice device,
-                                  bool capturing) {
+                                  bool capturing, const std::optional<plan::WorkspaceLayout>& of_better) {
   auto operation = std::make_shared<Operation>();
+  operation->workspace_of_better = of_better;
   operation->plan = std::move(plan);
   const plan::ExecutionPlan& planned = operation->plan;
   operation->name =
@@ -419,6 +425,7 @@ Engine::OperationPtr Engine::load(plan::ExecutionPlan plan, const DeviceInfo& in
   const std::string& timed = planned.tuned_nvrtc;
   if (planned.config_source == ConfigSource::tuned && !timed.empty() && timed != operation->kernel->compiler)
     operation->plan.config_source = ConfigSource::tuned_elsewhere;
+  note_loaded(planned, device);
   for (const plan::Launch& launch : planned.launches) {
     if (launch.blocks == 0) continue;
     const plan::Entry& entry = planned.entries[launch.entry];

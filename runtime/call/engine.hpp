@@ -21,6 +21,7 @@
 #include "flashjit/runtime.hpp"
 #include "plan/plan.hpp"
 #include "support/once.hpp"
+#include "support/worker.hpp"
 
 namespace flashjit {
 
@@ -66,7 +67,9 @@ class Engine {
     std::string name;                           ///< spec, shape and configuration: what lists are built for
     std::shared_ptr<const ReadyKernel> kernel;  ///< null: there is nothing to launch
     std::vector<Step> steps;
-    bool made = false;                                   ///< the kernel was not in memory before
+    bool made = false;  ///< the kernel was not in memory before
+    /// Of a fallback: what callers give, so that a call with the better kernel has enough.
+    std::optional<plan::WorkspaceLayout> workspace_of_better = {};
     mutable std::atomic<bool> pointers_checked = false;  ///< the driver was asked about one call's pointers
   };
   using OperationPtr = std::shared_ptr<const Operation>;
@@ -88,10 +91,17 @@ class Engine {
                             Stream stream);
   plan::WorkspaceLayout workspace(const KernelSpec& spec, const AttentionShape& shape);
   OperationPtr find(const CallKeyView& key) const;
+  /// Who asks for an operation: a call may get a fallback.
+  enum class Asker : std::uint8_t { prepare, call, capturing_call };
   /// Makes the operation and keeps it. `config` is remembered for the spec and shape once it is known to
   /// work.
   OperationPtr add(const KernelSpec& spec, const AttentionShape& shape, CUdevice device,
-                   const std::optional<TileConfig>& config, bool capturing);
+                   const std::optional<TileConfig>& config, Asker asker);
+  /// Where the kernel must be compiled, and another of its spec is in memory: that one's operation, while the
+  /// kernel is compiled in the background. Null: the call waits.
+  OperationPtr fallback(const plan::ExecutionPlan& better, const DeviceInfo& info, CUdevice device);
+  std::vector<TileConfig> configs_in_memory(const plan::ExecutionPlan& better, CUdevice device) const;
+  void compile_in_background(const plan::ExecutionPlan& better, const DeviceInfo& info, CUdevice device);
   void keep(const CallKeyView& key, OperationPtr operation, std::uint64_t generation,
             const std::optional<TileConfig>& config);
   /// A configuration that was chosen in this process, and by whom.
@@ -113,7 +123,10 @@ class Engine {
   /// configuration.
   std::vector<plan::ExecutionPlan> alternatives(const plan::ExecutionPlan& failed, const DeviceInfo& info);
   OperationPtr build(plan::ExecutionPlan plan, const DeviceInfo& info, CUdevice device, bool capturing);
-  OperationPtr load(plan::ExecutionPlan plan, const DeviceInfo& info, CUdevice device, bool capturing);
+  void note_loaded(const plan::ExecutionPlan& plan, CUdevice device);
+  /// `of_better`: see Operation.
+  OperationPtr load(plan::ExecutionPlan plan, const DeviceInfo& info, CUdevice device, bool capturing,
+                    const std::optional<plan::WorkspaceLayout>& of_better = {});
 
   const std::shared_ptr<const device::Driver>& driver();
   bool is_capturing(Stream stream);
@@ -132,6 +145,14 @@ class Engine {
   std::set<std::string> wanted_;             // of tuned_: what was asked to be tuned
   std::uint64_t generation_ =
       0;  // of given_ and tuned_: what was planned before a change is not kept after it
+  /// A configuration whose kernel is in memory, and a shape that it was loaded for.
+  struct Loaded {
+    TileConfig config;
+    AttentionShape shape;
+  };
+  std::map<std::string, std::vector<Loaded>> loaded_;  // "<spec> <device>"
+  std::set<std::string> compiled_;    // "<spec> <config> <device>": asked for in the background
+  std::unique_ptr<Worker> compiler_;  // made when first wanted
   bool tuning_stopped_ = false;
   std::unique_ptr<BackgroundTuner> tuner_;  // made when first wanted; last, so that its thread ends first
 };

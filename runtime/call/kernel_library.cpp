@@ -90,13 +90,33 @@ KernelLibrary::KernelLibrary(const Settings& settings) : settings_(settings) {
 
 KernelLibrary::Result KernelLibrary::get(const plan::KernelPlan& kernel, const DeviceInfo& info,
                                          const std::shared_ptr<const device::Driver>& driver) {
-  return kernels_.get(memory_key(kernel, info), [&] {
-    const Stopwatch stopwatch;
-    Request request{info, driver, render::render(kernel, info, templates()), {}, 0};
-    request.digest = cache::source_digest(request.source, compile::compile_options(info.arch));
-    request.render_ms = stopwatch.ms();
-    return make(request);
-  });
+  return kernels_.get(memory_key(kernel, info), [&] { return make(request(kernel, info, driver)); });
+}
+
+KernelLibrary::Request KernelLibrary::request(const plan::KernelPlan& kernel, const DeviceInfo& info,
+                                              const std::shared_ptr<const device::Driver>& driver) {
+  const Stopwatch stopwatch;
+  Request request{info, driver, render::render(kernel, info, templates()), {}, 0};
+  request.digest = cache::source_digest(request.source, compile::compile_options(info.arch));
+  request.render_ms = stopwatch.ms();
+  return request;
+}
+
+bool KernelLibrary::brings(const plan::KernelPlan& kernel, const DeviceInfo& info,
+                           const std::shared_ptr<const device::Driver>& driver) {
+  const std::string key = memory_key(kernel, info);
+  if (kernels_.holds(key)) return true;
+  if (kernels_.is_in_flight(key)) return false;
+  try {
+    kernels_.get(key, [&] {
+      if (Ready ready = from_stores(request(kernel, info, driver))) return ready;
+      throw Error(ErrorCode::kernel_missing, "no pack and no cache holds it");
+    });
+    return true;
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kernel_missing) throw;
+    return false;
+  }
 }
 
 bool KernelLibrary::holds(const plan::KernelPlan& kernel, const DeviceInfo& info) const {

@@ -44,6 +44,10 @@ class KernelLibrary {
   Result get(const plan::KernelPlan& kernel, const DeviceInfo& info,
              const std::shared_ptr<const device::Driver>& driver);
 
+  /// Whether get() takes no compile: brings a stored kernel to memory. Does not wait for a compile under way.
+  bool brings(const plan::KernelPlan& kernel, const DeviceInfo& info,
+              const std::shared_ptr<const device::Driver>& driver);
+
   /// Whether get() would find it in memory.
   bool holds(const plan::KernelPlan& kernel, const DeviceInfo& info) const;
 
@@ -54,6 +58,8 @@ class KernelLibrary {
  private:
   using Ready = std::shared_ptr<const ReadyKernel>;
   struct Request;
+  Request request(const plan::KernelPlan& kernel, const DeviceInfo& info,
+                  const std::shared_ptr<const device::Driver>& driver);
   Ready make(const Request& request);
   Ready from_stores(const Request& request);
   Ready from_cache(const Request& request, const std::string& compiler_tag);

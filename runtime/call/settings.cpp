@@ -86,6 +86,8 @@ Settings resolve_settings(const RuntimeOptions& options, const Environment& envi
   settings.check_waits = options.check_waits.value_or(environment.check_waits);
   settings.tune_in_background =
       options.tune_in_background.value_or(environment.tune_in_background) && settings.jit;
+  settings.compile_in_background =
+      options.compile_in_background.value_or(environment.compile_in_background) && settings.jit;
   settings.verbose = environment.verbose;
   settings.log = choose_log(options, environment);
   return settings;

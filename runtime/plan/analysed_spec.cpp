@@ -20,4 +20,6 @@ AnalysedSpec::AnalysedSpec(const KernelSpec& spec, const Checks& checks)
   has_capture_grads = backward && std::ranges::any_of(programs.declarations, &expr::Declaration::wants_grad);
 }
 
+bool wants_same_bits(const AttentionSpec& spec) { return spec.deterministic || spec.batch_invariant; }
+
 }  // namespace flashjit::plan

@@ -36,6 +36,10 @@ struct AnalysedSpec : KernelSpec {
   bool orders_capture_grads() const { return deterministic && has_capture_grads; }
 };
 
+/// Whether each call of a spec is to give the same bits, so that its configuration may not change. A plan
+/// does not tell: it leaves out what its kernels do not need.
+bool wants_same_bits(const AttentionSpec& spec);
+
 /// Whether it is a causal mask, of either alignment.
 bool is_causal(const MaskProgram& mask);
 

@@ -14,7 +14,7 @@
 namespace flashjit {
 namespace {
 
-constexpr std::array<EnvironmentVariable, 12> kVariables{{
+constexpr std::array<EnvironmentVariable, 13> kVariables{{
     {"FLASHJIT_CACHE_DIR",
      "Folder of compiled kernels and tuning records. Default: $XDG_CACHE_HOME/flashjit, else "
      "~/.cache/flashjit; on Windows %LOCALAPPDATA%/flashjit."},
@@ -40,6 +40,10 @@ constexpr std::array<EnvironmentVariable, 12> kVariables{{
      "on: kernels whose waits end with a launch error after 10 seconds, instead of a hang; off (default)."},
     {"FLASHJIT_TUNE_IN_BACKGROUND",
      "on: tune each shape at its first use, in a background thread; off (default). Needs NVRTC."},
+    {"FLASHJIT_COMPILE_IN_BACKGROUND",
+     "on: a call whose kernel must be compiled uses another one of its spec that is in memory, and a "
+     "background "
+     "thread compiles; off (default). Needs NVRTC."},
     {"FLASHJIT_LOG", "quiet, info (default) or debug: how much to log."},
 }};
 
@@ -118,6 +122,7 @@ Environment read_environment(const Get& get) {
   out.check_indices = on_or_off(get, "FLASHJIT_CHECK_INDICES", false);
   out.check_waits = on_or_off(get, "FLASHJIT_CHECK_WAITS", false);
   out.tune_in_background = on_or_off(get, "FLASHJIT_TUNE_IN_BACKGROUND", false);
+  out.compile_in_background = on_or_off(get, "FLASHJIT_COMPILE_IN_BACKGROUND", false);
   const std::string log = value_of(get, "FLASHJIT_LOG");
   if (!log.empty() && log != "quiet" && log != "info" && log != "debug") {
     refuse_variable("FLASHJIT_LOG", log, "quiet, info or debug");

@@ -21,17 +21,18 @@ std::span<const EnvironmentVariable> environment_variables();
 struct Environment {
   std::string
       cache_dir;  ///< FLASHJIT_CACHE_DIR, else below the first of cache_places(); "" when it is unknown
-  std::uint64_t cache_limit;        ///< FLASHJIT_CACHE_LIMIT in bytes; the largest number: none
-  std::vector<std::string> packs;   ///< FLASHJIT_PACKS, separated by kPathSeparator
-  bool jit = true;                  ///< FLASHJIT_JIT: on or off
-  std::string template_dir;         ///< FLASHJIT_TEMPLATE_DIR
-  std::string nvrtc;                ///< FLASHJIT_NVRTC: path of libnvrtc
-  std::string libcuda;              ///< FLASHJIT_LIBCUDA: path of libcuda
-  std::string nccl;                 ///< FLASHJIT_NCCL: path of libnccl
-  bool check_indices = false;       ///< FLASHJIT_CHECK_INDICES: on or off
-  bool check_waits = false;         ///< FLASHJIT_CHECK_WAITS: on or off
-  bool tune_in_background = false;  ///< FLASHJIT_TUNE_IN_BACKGROUND: on or off
-  bool verbose = false;             ///< FLASHJIT_LOG: quiet, info (default) or debug
+  std::uint64_t cache_limit;           ///< FLASHJIT_CACHE_LIMIT in bytes; the largest number: none
+  std::vector<std::string> packs;      ///< FLASHJIT_PACKS, separated by kPathSeparator
+  bool jit = true;                     ///< FLASHJIT_JIT: on or off
+  std::string template_dir;            ///< FLASHJIT_TEMPLATE_DIR
+  std::string nvrtc;                   ///< FLASHJIT_NVRTC: path of libnvrtc
+  std::string libcuda;                 ///< FLASHJIT_LIBCUDA: path of libcuda
+  std::string nccl;                    ///< FLASHJIT_NCCL: path of libnccl
+  bool check_indices = false;          ///< FLASHJIT_CHECK_INDICES: on or off
+  bool check_waits = false;            ///< FLASHJIT_CHECK_WAITS: on or off
+  bool tune_in_background = false;     ///< FLASHJIT_TUNE_IN_BACKGROUND: on or off
+  bool compile_in_background = false;  ///< FLASHJIT_COMPILE_IN_BACKGROUND: on or off
+  bool verbose = false;                ///< FLASHJIT_LOG: quiet, info (default) or debug
   bool quiet = false;
 };
 

@@ -52,6 +52,12 @@ class SingleFlight {
     }
   }
 
+  /// Whether some thread makes the value.
+  bool is_in_flight(const std::string& key) const {
+    const std::lock_guard lock(mutex_);
+    const auto flight = flights_.find(key);
+    return flight != flights_.end() && !is_ready(flight->second.value);
+  }
   /// Whether the value is there already; does not wait.
   bool holds(const std::string& key) const {
     const std::lock_guard lock(mutex_);

@@ -203,7 +203,7 @@ TEST_F(CAbiErrors, DeterministicIsMeantForTheBackwardPassWhateverPassTheTextName
 /// cannot be tuned on is what it tells.
 TEST_F(CAbiErrors, TuningInTheBackgroundIsPassedOn) {
   options_.log = [](void* user, const char* line) { static_cast<test::KeptLog*>(user)->add(line); };
-  const auto tunes = [&](flashjit_tuning option, const char* environment) {
+  const auto tunes = [&](flashjit_switch option, const char* environment) {
     const Variable variable("FLASHJIT_TUNE_IN_BACKGROUND", environment);
     test::KeptLog log;
     options_.log_user = &log;
@@ -213,15 +213,15 @@ TEST_F(CAbiErrors, TuningInTheBackgroundIsPassedOn) {
     const RuntimePtr r = runtime();
     expect_that_it_works(r.get());
     const char* line = "cannot tune fwd:bf16:d64:causal";
-    const bool expected = option == FLASHJIT_TUNING_ON || (!option && std::string(environment) == "on");
+    const bool expected = option == FLASHJIT_SWITCH_ON || (!option && std::string(environment) == "on");
     log.hears(line, std::chrono::milliseconds(expected ? 10000 : 50));
     EXPECT_EQ(flashjit_stop_tuning(r.get()), FLASHJIT_OK) << flashjit_last_error_message();
     return log.has(line);
   };
-  EXPECT_TRUE(tunes(FLASHJIT_TUNING_ON, ""));
-  EXPECT_TRUE(tunes(FLASHJIT_TUNING_DEFAULT, "on"));
-  EXPECT_FALSE(tunes(FLASHJIT_TUNING_DEFAULT, ""));
-  EXPECT_FALSE(tunes(FLASHJIT_TUNING_OFF, "on"));
+  EXPECT_TRUE(tunes(FLASHJIT_SWITCH_ON, ""));
+  EXPECT_TRUE(tunes(FLASHJIT_SWITCH_DEFAULT, "on"));
+  EXPECT_FALSE(tunes(FLASHJIT_SWITCH_DEFAULT, ""));
+  EXPECT_FALSE(tunes(FLASHJIT_SWITCH_OFF, "on"));
 }
 
 TEST_F(CAbiErrors, EveryCodeHasATestOfItsName) {

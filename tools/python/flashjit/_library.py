@@ -48,6 +48,7 @@ class Options(ctypes.Structure):
         ("nvrtc", ctypes.c_char_p),
         ("cache_limit", ctypes.c_uint64),
         ("tune_in_background", ctypes.c_int32),
+        ("compile_in_background", ctypes.c_int32),
     ]
 
 
@@ -401,7 +402,7 @@ def spec_handle(text: str) -> Handle:
     return _SHARED.setdefault(text, Handle("flashjit_spec_create", "flashjit_spec_destroy", text.encode()))
 
 
-#: flashjit_jit and flashjit_tuning, by what the arguments say.
+#: flashjit_jit and flashjit_switch, by what the arguments say.
 _SWITCH = {None: 0, True: 1, False: 2}
 
 
@@ -438,6 +439,9 @@ class Runtime:
     tune_in_background: whether the first use of a shape starts its tuning, in a background thread, for some seconds; calls
         switch when it finishes, and results may change in their last bits. Needs NVRTC; shapes with tile lists are
         not tuned. None: FLASHJIT_TUNE_IN_BACKGROUND, else no.
+    compile_in_background: whether a call whose kernel must be compiled uses another one of its spec that is in memory, while
+        the better one is compiled in a background thread; then calls switch, and results may change in their last bits. Not for
+        deterministic and batch-invariant calls. None: FLASHJIT_COMPILE_IN_BACKGROUND, else no.
     """
 
     def __init__(
@@ -450,6 +454,7 @@ class Runtime:
         nvrtc: str | os.PathLike[str] | None = None,
         cache_limit: int | None = None,
         tune_in_background: bool | None = None,
+        compile_in_background: bool | None = None,
     ) -> None:
         if isinstance(packs, (str, os.PathLike)):
             raise WrongType(f"packs is {packs!r}, which is one folder: give a list of them.")
@@ -467,6 +472,7 @@ class Runtime:
             nvrtc=text(nvrtc if nvrtc is not None else nvrtc_folder()),
             cache_limit=cache_limit or 0,
             tune_in_background=_switch("tune_in_background", tune_in_background),
+            compile_in_background=_switch("compile_in_background", compile_in_background),
         )
         self._handle = Handle("flashjit_runtime_create", "flashjit_runtime_destroy", ctypes.byref(options))
         self.address = self._handle.address

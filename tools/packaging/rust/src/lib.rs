@@ -50,6 +50,7 @@ pub struct flashjit_options {
     pub nvrtc: *const c_char,
     pub cache_limit: u64,
     pub tune_in_background: i32,
+    pub compile_in_background: i32,
 }
 
 #[repr(C)]

@@ -59,8 +59,15 @@ def test_types_and_residual(dtype):
     got = fj.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
     reference = functools.partial(jax.nn.dot_product_attention, is_causal=True, return_residual=True)
     want = in_float64(reference, q, k, v)
-    assert got[0].dtype == dtype and got[1].shape == want[1].shape
+    assert got[0].dtype == got[1].dtype == dtype and got[1].shape == want[1].shape
     expect_close(got, want, dtype)
+
+
+def test_a_residual_has_no_gradient():
+    q, k, v = problem()
+    loss = lambda attention, q: attention(q, k, v, return_residual=True)[1].sum()
+    for attention in (fj.dot_product_attention, jax.nn.dot_product_attention):
+        np.testing.assert_array_equal(jax.grad(functools.partial(loss, attention))(q), np.zeros(q.shape))
 
 
 def test_without_a_batch():

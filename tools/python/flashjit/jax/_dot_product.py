@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ..errors import InvalidArgument
@@ -31,7 +32,8 @@ def dot_product_attention(
     """The same arguments and results as jax.nn.dot_product_attention(), with gradients for bias.
 
     implementation: what that function may be given; flashjit computes in any case. A query that attends to no key gives 0, not
-    the mean of the values, and a residual of -inf; residuals are float32.
+    the mean of the values, and a residual of -inf. A residual has key's type and no gradient, as there; attention(return_lse=True)
+    has LSE in float32 with one.
     """
     if implementation not in _IMPLEMENTATIONS:
         raise InvalidArgument(
@@ -57,7 +59,9 @@ def dot_product_attention(
     )
     out, *residual = result if return_residual else (result,)
     out = out[..., : dims[2]].reshape(*shape[:-1], dims[2])
-    return (out, residual[0].reshape(shape[:-1])) if residual else out
+    if not residual:
+        return out
+    return out, jax.lax.stop_gradient(residual[0].reshape(shape[:-1])).astype(arrays[1].dtype)
 
 
 def _with_batch(x: Any) -> Any:

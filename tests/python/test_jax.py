@@ -309,17 +309,6 @@ def test_vmap_of_sinks_and_of_dropout_is_a_loop():
     )
 
 
-def test_other_derivatives_are_refused():
-    q, k, v = problem()
-    attend = lambda q: fj.attention(q, k, v).sum()
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(attend, (q,), (q,))
-    with pytest.raises(flashjit.Unsupported, match="in reverse mode alone, by jax.grad"):
-        jax.grad(lambda q: (jax.grad(attend)(q) ** 2).sum())(q)
-    with pytest.raises(flashjit.Unsupported, match="apply jax.lax.stop_gradient"):
-        jax.jacfwd(jax.grad(attend))(q)
-
-
 def test_donated_buffers_and_ahead_of_time():
     q, k, v = problem(heads_kv=4, seqlen_q=7)
     want = fj.attention(q, k, v)

@@ -167,7 +167,7 @@ def test_sharded_by_batch_and_heads():
 def test_gradients_are_refused():
     k, v, more = caches("pages")
     (q,) = draw(1, (3, 1, HEADS, DIM))
-    with pytest.raises(flashjit.Unsupported, match="attention from a cache has no gradients"):
+    with pytest.raises(flashjit.Unsupported, match="attention from a cache has no derivatives"):
         jax.grad(lambda q: fj.attention(q, k, v, kv_lengths=LENGTHS, **more).sum())(q)
     new = draw(1, (3, 1, HEADS_KV, DIM), (3, 1, HEADS_KV, DIM_V))
     with pytest.raises(flashjit.Unsupported, match="flashjit.jax.append has no derivatives"):

@@ -2,8 +2,9 @@
 ///
 /// A call says by names what its operands and results are, separated by spaces: `args` such as "q k v sinks
 /// c0", `results` such as "out lse workspace". Captures, and the gradients of captures, have the names of the
-/// spec's programs; "dc0" is the gradient of "c0". "new_k_cache" is the cache after append(). Where XLA put a
-/// result is looked at, never assumed: inside loops it writes results into slices of larger arrays.
+/// spec's programs; "dc0" is the gradient of "c0", "c0_tangent" its tangent. "new_k_cache" is the cache after
+/// append(). Where XLA put a result is looked at, never assumed: inside loops it writes results into slices of
+/// larger arrays.
 
 #include <dlfcn.h>
 
@@ -38,7 +39,8 @@ class Library {
     const bool found =
         find(file, "flashjit_forward", forward) && find(file, "flashjit_backward", backward) &&
         find(file, "flashjit_reference_forward", reference_forward) &&
-        find(file, "flashjit_reference_backward", reference_backward) &&
+        find(file, "flashjit_reference_backward", reference_backward) && find(file, "flashjit_jvp", jvp) &&
+        find(file, "flashjit_reference_jvp", reference_jvp) &&
         find(file, "flashjit_append", append) && find(file, "flashjit_reference_append", reference_append) &&
         find(file, "flashjit_prepare", prepare) && find(file, "flashjit_spec_create", spec_create) &&
         find(file, "flashjit_last_error_message", last_error_message);
@@ -72,6 +74,8 @@ class Library {
   decltype(&flashjit_backward) backward = nullptr;
   decltype(&flashjit_reference_forward) reference_forward = nullptr;
   decltype(&flashjit_reference_backward) reference_backward = nullptr;
+  decltype(&flashjit_jvp) jvp = nullptr;
+  decltype(&flashjit_reference_jvp) reference_jvp = nullptr;
   decltype(&flashjit_append) append = nullptr;
   decltype(&flashjit_reference_append) reference_append = nullptr;
   decltype(&flashjit_prepare) prepare = nullptr;
@@ -204,6 +208,20 @@ class Call {
     return made;
   }
 
+  /// `forward` must live as long as the result.
+  flashjit_jvp_args jvp(const flashjit_forward_args& forward) const {
+    flashjit_jvp_args made{};
+    made.struct_size = sizeof made;
+    made.forward = &forward;
+    made.q_tangent = tensor("q_tangent");
+    made.k_tangent = tensor("k_tangent");
+    made.v_tangent = tensor("v_tangent");
+    made.out_tangent = tensor("out_tangent");
+    made.lse_tangent = data<float>("lse_tangent");
+    made.sinks_tangent = data<float>("sinks_tangent");
+    return made;
+  }
+
   flashjit_append_args append(const Rotation& rotation) const {
     flashjit_append_args made{};
     made.struct_size = sizeof made;
@@ -240,11 +258,12 @@ class Call {
 
   std::string_view spec() const { return given_.spec; }
 
-  /// Makes of results what calls add to or write parts of: zeros of gradients, and copies of caches.
+  /// Makes of results what calls add to or write parts of: zeros of gradients and of LSE's tangent, and copies
+  /// of caches.
   ffi::Error begin_results(const Memory& memory) const {
     bool done = true;
     for (const Named& result : buffers_) {
-      if (result.name == "dsinks" || result.name.starts_with("dc"))
+      if (result.name == "dsinks" || result.name == "lse_tangent" || result.name.starts_with("dc"))
         done &= memory.clear(result.buffer.untyped_data(), result.buffer.size_bytes());
       else if (result.name.starts_with("new_"))
         done &= memory.copy(result.buffer.untyped_data(), data<void>(result.name.substr(4)),
@@ -312,16 +331,22 @@ class Call {
             0, nullptr};
   }
 
-  /// What the spec's programs read: operands whose names are a "c" and a number.
+  /// A "c" and a number.
+  static bool is_capture(std::string_view name) {
+    return name.starts_with('c') && name.size() > 1 &&
+           name.find_first_not_of("0123456789", 1) == std::string_view::npos;
+  }
+
+  /// What the spec's programs read.
   void find_captures() {
     names_.reserve(buffers_.size());  // captures point into it
     for (const Named& named : buffers_) {
-      if (named.name.size() < 2 || named.name[0] != 'c' || named.name[1] < '0' || named.name[1] > '9')
-        continue;
+      if (!is_capture(named.name)) continue;
       flashjit_capture capture{};
       capture.name = names_.emplace_back(named.name).c_str();
       capture.data = named.buffer.untyped_data();
       capture.grad = data<float>("d" + names_.back());
+      if (!capture.grad) capture.grad = data<float>(names_.back() + "_tangent");
       capture.type = element_type(named.buffer.element_type());
       const auto size = named.buffer.dimensions();
       capture.rank = static_cast<std::int32_t>(size.size());
@@ -382,6 +407,11 @@ ffi::Error launch(flashjit_pass pass, const Call& call, CUstream_st* stream) {
     return error_of(library().forward(runtime, spec, &args, stream));
   }
   if (ffi::Error error = call.begin_results(Memory(stream, true)); error.failure()) return error;
+  if (pass == FLASHJIT_JVP) {
+    const auto forward = call.forward();
+    const auto args = call.jvp(forward);
+    return error_of(library().jvp(runtime, spec, &args, stream));
+  }
   const auto args = call.backward();
   return error_of(library().backward(runtime, spec, &args, stream));
 }
@@ -394,6 +424,11 @@ ffi::Error compute(flashjit_pass pass, const Call& call) {
     return error_of(library().reference_forward(spec, &args));
   }
   if (ffi::Error error = call.begin_results(Memory(nullptr, false)); error.failure()) return error;
+  if (pass == FLASHJIT_JVP) {
+    const auto forward = call.forward();
+    const auto args = call.jvp(forward);
+    return error_of(library().reference_jvp(spec, &args));
+  }
   const auto args = call.backward();
   return error_of(library().reference_backward(spec, &args));
 }
@@ -500,14 +535,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_forward, on_gpu<FLASHJIT_FORWARD>, wi
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_backward, on_gpu<FLASHJIT_BACKWARD>, with_all(on_stream()),
                               {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_tangent, on_gpu<FLASHJIT_JVP>, with_all(on_stream()),
+                              {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_append, append_on_gpu, with_rotation(on_stream()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_prepare_forward, before_gpu<FLASHJIT_FORWARD>,
                               with_all(on_device()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_prepare_backward, before_gpu<FLASHJIT_BACKWARD>,
                               with_all(on_device()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_prepare_tangent, before_gpu<FLASHJIT_JVP>, with_all(on_device()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_prepare_append, before_append, with_rotation(on_device()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_reference_forward, on_cpu<FLASHJIT_FORWARD>, with_all(on_host()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_reference_backward, on_cpu<FLASHJIT_BACKWARD>,
                               with_all(on_host()));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_reference_tangent, on_cpu<FLASHJIT_JVP>, with_all(on_host()));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_reference_append, append_on_cpu, with_rotation(on_host()));

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from .._library import spec_handle
 from .._named import AT_LAST, CAUSAL, window_text
 from ..errors import InvalidArgument, WrongType
-from ._call import alike, attend
+from ._call import alike
+from ._derivatives import attend
 from ._problem import FIXED, Problem
 from ._programs import Tracer
 
@@ -42,7 +43,8 @@ def attention(
     layout: str = "BTNH",
     return_lse: bool = False,
 ) -> Any:
-    """softmax(scale * Q K^T) V, with gradients for q, k, v, bias, sinks and all float arrays that score_mod captures.
+    """softmax(scale * Q K^T) V, with first derivatives (jax.grad, jax.jvp) for q, k, v, bias, sinks and all float arrays that
+    score_mod captures.
 
     q: [batch, seqlen_q, heads, head_dim]; k and v: [batch, seqlen_kv, heads_kv, ...], where heads is a multiple of heads_kv;
         float16, bfloat16 or float32. The batch may be left out. head_dim is a multiple of 8.

@@ -1,4 +1,4 @@
-"""Attention as primitives of JAX: their shapes, derivatives, batching, sharding and lowering."""
+"""Attention as primitives of JAX: their shapes, batching, sharding and lowering."""
 
 from __future__ import annotations
 
@@ -12,79 +12,12 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 
 from .._library import spec_handle
-from ..errors import Unsupported
 from . import _handler
-from ._problem import Gradients, Problem, operand_names, result_names
+from ._problem import TANGENT, Derivative, Gradients, Problem, differentiated, operand_names, result_names
 from ._sharding import KEEP_CALLS, partitioned, requires_devices
-
-# --- the differentiable call -------------------------------------------------------------------------------------------
-
-
-def attend(problem: Problem, arrays: Sequence[Any]) -> tuple[Any, Any]:
-    """O, and LSE with a last dimension of 1; arrays are those of operand_names()."""
-    try:
-        return _attend(problem, tuple(arrays))
-    except NotImplementedError as error:  # of shard_map outside of jit, which knows no symbolic zeros
-        if isinstance(error, Unsupported):
-            raise
-        return _attend_with_all_gradients(problem, tuple(arrays))
-
-
-def _forward(problem: Problem, arrays: tuple[Any, ...]) -> tuple[Any, Any]:
-    return tuple(forward_p.bind(*alike(arrays), problem=problem))
-
-
-def _forward_of_primals(problem: Problem, primals: tuple[Any, ...]) -> tuple[Any, Any]:
-    """With what each array's gradient is wanted for: structure says so, as residuals are arrays."""
-    flags = tuple(None if primal.perturbed else () for primal in primals)
-    return _forward_of_arrays(problem, tuple(primal.value for primal in primals), flags)
-
-
-def _forward_of_arrays(problem: Problem, arrays: tuple[Any, ...], flags: Any = None) -> tuple[Any, Any]:
-    out, lse = _forward(problem, arrays)
-    return (out, lse), (arrays, out, lse, (None,) * len(arrays) if flags is None else flags)
-
-
-def _backward(problem: Problem, residuals: Any, cotangents: Any) -> Any:
-    if problem.pages is not None:
-        raise Unsupported(
-            "attention from a cache has no gradients, which need K and V as arrays: call it outside of jax.grad, or apply "
-            "jax.lax.stop_gradient to its arguments."
-        )
-    arrays, out, lse, flags = residuals
-    dout, dlse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
-    names = operand_names(problem, None)
-    wanted = {
-        name
-        for name, flag, array in zip(names, flags, arrays)
-        if flag is None and jnp.issubdtype(array.dtype, jnp.floating)
-    }
-    captures = problem.program.captures
-    gradients = Gradients(
-        dlse is not None,
-        "sinks" in wanted,
-        tuple(f"c{i}" in wanted and captures[i].in_score for i in range(len(captures))),
-    )
-    if dout is None:
-        dout = jnp.zeros_like(out)
-    given = [*arrays[:3], out, lse, dout, *([] if dlse is None else [dlse]), *arrays[3:]]
-    made = backward_p.bind(*alike(given), problem=problem, gradients=gradients)
-    by_name = dict(zip(result_names(problem, gradients), made))
-    return (tuple(_as_type_of(by_name.get(f"d{name}"), array) for name, array in zip(names, arrays)),)
-
-
-def _as_type_of(gradient: Any, array: Any) -> Any:
-    return None if gradient is None else gradient.astype(array.dtype)
-
-
-_attend = jax.custom_vjp(_forward, nondiff_argnums=(0,))
-_attend.defvjp(_forward_of_primals, _backward, symbolic_zeros=True)
-_attend_with_all_gradients = jax.custom_vjp(_forward, nondiff_argnums=(0,))
-_attend_with_all_gradients.defvjp(_forward_of_arrays, _backward)
 
 
 def alike(arrays: Sequence[Any]) -> list[Any]:
@@ -106,15 +39,17 @@ def _varying(array: Any) -> frozenset[str]:
 # --- primitives --------------------------------------------------------------------------------------------------------
 
 
-def _shapes(*avals: Any, problem: Problem, gradients: Gradients | None = None) -> list[Any]:
+def _shapes(*avals: Any, problem: Problem, derivative: Derivative = None) -> list[Any]:
     """Of the results. LSE has the dimensions of Q, so that it has its sharding, too."""
-    by_name = dict(zip(operand_names(problem, gradients), avals))
+    by_name = dict(zip(operand_names(problem, derivative), avals))
     q, v = by_name["q"], by_name["v"]
-    if gradients is None:
+    if isinstance(derivative, tuple):
+        return [by_name["out"], by_name["lse"]]
+    if derivative is None:
         of_lse = q.update(shape=(*q.shape[:3], 1), dtype=np.dtype("float32"))
         return [q.update(shape=(*q.shape[:3], v.shape[3])), of_lse]
     made = []
-    for name in result_names(problem, gradients):
+    for name in result_names(problem, derivative):
         aval = by_name[name[1:]]
         made.append(aval if name in ("dq", "dk", "dv") else aval.update(dtype=np.dtype("float32")))
     return made
@@ -125,7 +60,6 @@ def _primitive(name: str) -> Any:
     primitive.multiple_results = True
     primitive.def_abstract_eval(_shapes)
     primitive.def_impl(lambda *arrays, **params: _compiled(primitive, tuple(params.items()))(*arrays))
-    ad.primitive_jvps[primitive] = _refuse_derivative
     return primitive
 
 
@@ -134,19 +68,14 @@ def _compiled(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Callable[.
     return jax.jit(lambda *arrays: primitive.bind(*arrays, **dict(params)))
 
 
-def _refuse_derivative(*_: Any, **__: Any) -> Any:
-    raise Unsupported(
-        "flashjit.jax.attention has first derivatives in reverse mode alone, by jax.grad and jax.vjp: instead of jax.jvp, "
-        "jax.jacfwd, jax.hessian or a gradient of a gradient apply jax.lax.stop_gradient to what is differentiated twice, "
-        "or compute this term with jax.nn.dot_product_attention."
-    )
-
-
 forward_p = _primitive("flashjit_forward")
 backward_p = _primitive("flashjit_backward")
+#: Tangents of O and LSE, linear in those that it is given. It reads O and LSE for its transpose alone.
+tangent_p = _primitive("flashjit_tangent")
 #: The same of one device's arrays, below what XLA partitions.
 _shard_forward_p = _primitive("flashjit_forward_shard")
 _shard_backward_p = _primitive("flashjit_backward_shard")
+_shard_tangent_p = _primitive("flashjit_tangent_shard")
 
 
 # --- vmap --------------------------------------------------------------------------------------------------------------
@@ -162,20 +91,30 @@ def _batch_forward(arrays: Any, axes: Any, *, problem: Problem) -> Any:
     return [_unfolded(x, size) for x in results], [0, 0]
 
 
-def _batch_backward(arrays: Any, axes: Any, *, problem: Problem, gradients: Gradients) -> Any:
+def _batch_tangent(arrays: Any, axes: Any, *, problem: Problem, derivative: tuple[str, ...]) -> Any:
     size = _axis_size(arrays, axes)
-    names = operand_names(problem, gradients)
+    names = operand_names(problem, derivative)
     if _must_repeat(problem, names, axes):
-        return one_after_another(backward_p, arrays, axes, problem=problem, gradients=gradients)
-    problem, folded = _fold(problem, names, arrays, axes, size, gradients.captures)
-    results = dict.fromkeys(result_names(problem, gradients))
-    made = dataclasses.replace(gradients, sinks=False)
+        return one_after_another(tangent_p, arrays, axes, problem=problem, derivative=derivative)
+    problem, folded = _fold(problem, names, arrays, axes, size, differentiated(problem, derivative))
+    results = tangent_p.bind(*folded, problem=problem, derivative=derivative)
+    return [_unfolded(x, size) for x in results], [0, 0]
+
+
+def _batch_backward(arrays: Any, axes: Any, *, problem: Problem, derivative: Gradients) -> Any:
+    size = _axis_size(arrays, axes)
+    names = operand_names(problem, derivative)
+    if _must_repeat(problem, names, axes):
+        return one_after_another(backward_p, arrays, axes, problem=problem, derivative=derivative)
+    problem, folded = _fold(problem, names, arrays, axes, size, derivative.captures)
+    results = dict.fromkeys(result_names(problem, derivative))
+    made = dataclasses.replace(derivative, sinks=False)
     results.update(
-        zip(result_names(problem, made), backward_p.bind(*folded, problem=problem, gradients=made))
+        zip(result_names(problem, made), backward_p.bind(*folded, problem=problem, derivative=made))
     )
     for name in ("dq", "dk", "dv"):
         results[name] = _unfolded(results[name], size)
-    if gradients.sinks:
+    if derivative.sinks:
         results["dsinks"] = _sink_gradients(dict(zip(names, folded)), problem, size)
     return list(results.values()), [0] * len(results)
 
@@ -188,7 +127,7 @@ def _must_repeat(problem: Problem, names: Sequence[str], axes: Any) -> bool:
     """Whether one call cannot do what many do: sinks have no batch, a dropout mask is one of a whole batch, and a cache is one."""
     mapped = {name for name, axis in zip(names, axes) if axis is not None}
     of_cache = problem.pages is not None and (bool({"k", "v"} & mapped) or "page_table" not in names)
-    return "rng" in names or "sinks" in mapped or of_cache
+    return "rng" in names or bool({"sinks", f"sinks{TANGENT}"} & mapped) or of_cache
 
 
 def one_after_another(primitive: Any, arrays: Any, axes: Any, **params: Any) -> Any:
@@ -208,24 +147,32 @@ def _fold(
     problem: Problem, names: Sequence[str], arrays: Any, axes: Any, size: int, grads: tuple[bool, ...]
 ) -> tuple[Problem, list[Any]]:
     """The mapped axis as part of the batch. A capture keeps it as a dimension of its own, also where it is not mapped and its
-    gradient is one of each entry."""
+    gradient is one of each entry, as does a capture's tangent."""
     captures = list(problem.program.captures)
     folded = []
     for name, array, axis in zip(names, arrays, axes):
         mapped = axis is not None
         front = jnp.moveaxis(array, axis, 0) if mapped else array
-        number = int(name[1:]) if re.fullmatch(r"c\d+", name) else None
+        plain = name.removesuffix(TANGENT)
+        number = int(plain[1:]) if re.fullmatch(r"c\d+", plain) else None
         in_cache = name in ("k", "v") and problem.pages is not None
-        if name == "sinks" or in_cache or number is not None and not mapped and not (grads and grads[number]):
+        if (
+            plain == "sinks"
+            or in_cache
+            or number is not None
+            and not mapped
+            and not (grads and grads[number])
+        ):
             folded.append(front)
             continue
         front = front if mapped else jnp.broadcast_to(front, (size, *front.shape))
         if number is None:
             folded.append(front.reshape(size * front.shape[1], *front.shape[2:]))
-        else:
+            continue
+        folded.append(front)
+        if plain == name:
             capture = captures[number]
             captures[number] = dataclasses.replace(capture, folds=(len(problem.folds), *capture.folds))
-            folded.append(front)
     program = dataclasses.replace(problem.program, captures=tuple(captures))
     return dataclasses.replace(problem, program=program, folds=(*problem.folds, size)), alike(folded)
 
@@ -247,6 +194,7 @@ def _sink_gradients(arrays: dict[str, Any], problem: Problem, size: int) -> Any:
 
 
 batching.primitive_batchers[forward_p] = _batch_forward
+batching.primitive_batchers[tangent_p] = _batch_tangent
 batching.primitive_batchers[backward_p] = _batch_backward
 
 
@@ -254,42 +202,54 @@ batching.primitive_batchers[backward_p] = _batch_backward
 
 
 def _lower_partitioned(shard: Any) -> Any:
-    def call(*arrays: Any, problem: Problem, gradients: Gradients | None = None) -> Any:
-        return partitioned(shard, problem, gradients)(*arrays)
+    def call(*arrays: Any, problem: Problem, derivative: Derivative = None) -> Any:
+        return partitioned(shard, problem, derivative)(*arrays)
 
     return mlir.lower_fun(call, multiple_results=True)
 
 
 def _lower_shard(
-    ctx: Any, *operands: Any, problem: Problem, gradients: Gradients | None = None, on_gpu: bool
+    ctx: Any, *operands: Any, problem: Problem, derivative: Derivative = None, on_gpu: bool
 ) -> Any:
     """As a call of the handler, which clears gradients that are added up."""
-    names, results = operand_names(problem, gradients), result_names(problem, gradients)
+    names, results = operand_names(problem, derivative), result_names(problem, derivative)
     avals = dict(zip(names, ctx.avals_in))
-    spec = problem.spec(avals["q"], avals["v"], gradients.captures if gradients else ())
+    spec = problem.spec(avals["q"], avals["v"], differentiated(problem, derivative))
     spec_handle(spec)
-    avals_out = list(ctx.avals_out)
+    avals_out, count = list(ctx.avals_out), len(results)
+    kind = _kind(derivative)
+    if kind == "tangent":  # which makes O and LSE again
+        given = [(name, x) for name, x in zip(names, operands) if name not in ("out", "lse")]
+        names, operands = [name for name, _ in given], [x for _, x in given]
+        avals_out += [avals["out"], avals["lse"]]
+        results = [*results, "out", "lse"]
     if on_gpu:
-        bytes_needed = _handler.workspace_bytes(spec, _shape_of(avals, problem), gradients is not None)
+        bytes_needed = _handler.workspace_bytes(spec, _shape_of(avals, problem), kind)
         avals_out.append(jax.core.ShapedArray((bytes_needed,), np.dtype("uint8")))
-    in_order = [_memory_order(name, problem) for name in names]
-    out_order = [_memory_order(name, problem) for name in (*results, *["workspace"] * on_gpu)]
+        results = [*results, "workspace"]
+    avals_in = [avals[name] for name in names]
     lowering = jax.ffi.ffi_lowering(
-        _handler.TARGETS["forward" if gradients is None else "backward"],
-        operand_layouts=[_minor_to_major(order, aval) for order, aval in zip(in_order, ctx.avals_in)],
-        result_layouts=[_minor_to_major(order, aval) for order, aval in zip(out_order, avals_out)],
+        _handler.TARGETS[kind],
+        operand_layouts=_layouts(names, avals_in, problem),
+        result_layouts=_layouts(results, avals_out, problem),
     )
     made = lowering(
-        ctx.replace(avals_out=avals_out),
+        ctx.replace(avals_in=avals_in, avals_out=avals_out),
         *operands,
         spec=spec,
         layout=problem.layout,
         args=" ".join(names),
-        results=" ".join([*results, *["workspace"] * on_gpu]),
+        results=" ".join(results),
         scale=np.float32(problem.scale),
         dropout=np.float32(problem.dropout),
     )
-    return made[: len(results)]
+    return made[:count]
+
+
+def _kind(derivative: Derivative) -> str:
+    if derivative is None:
+        return "forward"
+    return "tangent" if isinstance(derivative, tuple) else "backward"
 
 
 def _shape_of(avals: dict[str, Any], problem: Problem) -> tuple[int, ...]:
@@ -299,16 +259,20 @@ def _shape_of(avals: dict[str, Any], problem: Problem) -> tuple[int, ...]:
     return (q[0], q[heads], k[heads], q[length], k[length] * columns)
 
 
-def _memory_order(name: str, problem: Problem) -> tuple[int, ...] | None:
-    """The dimensions as they lie in memory: those of LSE are always batch, heads, length."""
-    return (0, 2, 1, 3) if name in ("lse", "dlse") and problem.layout == "BTNH" else None
+def _layouts(names: Sequence[str], avals: Sequence[Any], problem: Problem) -> list[tuple[int, ...]]:
+    """From the last dimension to the first, as they lie in memory: those of LSE are always batch, heads, length."""
+    turned = ("lse", "dlse", f"lse{TANGENT}") if problem.layout == "BTNH" else ()
+    return [
+        (3, 1, 2, 0) if name in turned else tuple(reversed(range(len(aval.shape))))
+        for name, aval in zip(names, avals)
+    ]
 
 
-def _minor_to_major(order: tuple[int, ...] | None, aval: Any) -> tuple[int, ...]:
-    return tuple(reversed(order or range(len(aval.shape))))
-
-
-for _outer, _shard in ((forward_p, _shard_forward_p), (backward_p, _shard_backward_p)):
+for _outer, _shard in (
+    (forward_p, _shard_forward_p),
+    (backward_p, _shard_backward_p),
+    (tangent_p, _shard_tangent_p),
+):
     requires_devices(_outer)
     mlir.register_lowering(_outer, _lower_partitioned(_shard))
     mlir.register_lowering(_shard, functools.partial(_lower_shard, on_gpu=False), platform="cpu")

@@ -16,7 +16,7 @@ from .. import _installed, _library
 from ..errors import CudaError, NoDriver, Unsupported
 
 #: By function. A target's handlers are those of its execution and, on a GPU, of what comes before.
-TARGETS = {"forward": "flashjit_forward", "backward": "flashjit_backward", "append": "flashjit_append"}
+TARGETS = {name: f"flashjit_{name}" for name in ("forward", "backward", "tangent", "append")}
 
 _ALIGNMENT = 256
 
@@ -52,8 +52,8 @@ def register() -> None:
         jax.ffi.register_ffi_target(target, stages, platform="CUDA")
 
 
-def workspace_bytes(spec: str, shape: Sequence[int], backward: bool) -> int:
-    """Of device memory that a call needs on this process's GPUs, wherever it begins; a call that they cannot do is refused."""
+def workspace_bytes(spec: str, shape: Sequence[int], kind: str) -> int:
+    """kind: of TARGETS. Of device memory that a call needs on this process's GPUs, wherever it begins; a call that they cannot do is refused."""
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError as error:
@@ -62,11 +62,13 @@ def workspace_bytes(spec: str, shape: Sequence[int], backward: bool) -> int:
             "machine with the GPU, or for the platform cpu."
         ) from None
     kinds = {device.device_kind: device.local_hardware_id for device in devices}
-    needed = max(_needed(spec, shape, backward, ordinal) for ordinal in kinds.values())
+    needed = max(_needed(spec, shape, kind, ordinal) for ordinal in kinds.values())
     return needed + _ALIGNMENT if needed else 0
 
 
-def _needed(spec: str, shape: Sequence[int], backward: bool, ordinal: int) -> int:
+def _needed(spec: str, shape: Sequence[int], kind: str, ordinal: int) -> int:
+    backward = kind == "backward"
+    spec = f"jvp:{spec}" if kind == "tangent" else spec
     with _primary_context(ordinal):
         support = _library.runtime().supports(spec, shape, backward=backward)
         if not support:

@@ -12,6 +12,7 @@ from ._programs import Program
 
 #: Arrays besides Q, K, V and captures, in the order of the operands.
 FIXED = ("kv_lengths", "page_table", "sinks", "rng")
+TANGENT = "_tangent"
 _SPEC_WORDS = {"kv_lengths": ":kvlen", "sinks": ":sinks", "rng": ":dropout"}
 _MARK = re.compile(r"@([bh])(?::c\d+:\d+)?@")
 
@@ -36,7 +37,7 @@ class Problem:
     pages: int | None = None
 
     def spec(self, q: Any, v: Any, grads: tuple[bool, ...] = ()) -> str:
-        """As text. grads: which captures get a gradient."""
+        """As text. grads: which captures have a gradient or a tangent."""
         dims = f"d{q.shape[3]}" if q.shape[3] == v.shape[3] else f"d{q.shape[3]}x{v.shape[3]}"
         captures = self.program.captures
         lines = [f"c{i}: {c.type} {c.rank + len(c.folds)}d" for i, c in enumerate(captures)]
@@ -92,15 +93,29 @@ class Gradients:
     captures: tuple[bool, ...] = ()
 
 
-def operand_names(problem: Problem, gradients: Gradients | None) -> list[str]:
+#: Beside a call: which gradients a backward pass makes, which arrays have tangents; None: the forward pass.
+Derivative = Gradients | tuple[str, ...] | None
+
+
+def operand_names(problem: Problem, derivative: Derivative) -> list[str]:
     names = ["q", "k", "v"]
-    if gradients is not None:
-        names += ["out", "lse", "dout"] + ["dlse"] * gradients.dlse
-    return [*names, *problem.fixed, *[f"c{i}" for i in range(len(problem.program.captures))]]
+    if derivative is not None:
+        names += ["out", "lse"]
+    if isinstance(derivative, Gradients):
+        names += ["dout"] + ["dlse"] * derivative.dlse
+    names += [*problem.fixed, *[f"c{i}" for i in range(len(problem.program.captures))]]
+    return names + [f"{name}{TANGENT}" for name in derivative] if isinstance(derivative, tuple) else names
 
 
-def result_names(problem: Problem, gradients: Gradients | None) -> list[str]:
-    if gradients is None:
-        return ["out", "lse"]
-    names = ["dq", "dk", "dv"] + ["dsinks"] * gradients.sinks
-    return names + [f"dc{i}" for i, wanted in enumerate(gradients.captures) if wanted]
+def result_names(problem: Problem, derivative: Derivative) -> list[str]:
+    if not isinstance(derivative, Gradients):
+        return ["out", "lse"] if derivative is None else [f"out{TANGENT}", f"lse{TANGENT}"]
+    names = ["dq", "dk", "dv"] + ["dsinks"] * derivative.sinks
+    return names + [f"dc{i}" for i, wanted in enumerate(derivative.captures) if wanted]
+
+
+def differentiated(problem: Problem, derivative: Derivative) -> tuple[bool, ...]:
+    """Of each capture, whether its gradient is made or its tangent is read."""
+    if isinstance(derivative, Gradients):
+        return derivative.captures
+    return tuple(f"c{i}" in (derivative or ()) for i in range(len(problem.program.captures)))

@@ -17,7 +17,7 @@ import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._problem import Gradients, Problem, operand_names, result_names
+from ._problem import TANGENT, Derivative, Problem, operand_names, result_names
 
 KEEP_CALLS = 1024
 
@@ -43,16 +43,15 @@ def _divided() -> bool:
 
 
 @functools.lru_cache(KEEP_CALLS)
-def partitioned(shard: Any, problem: Problem, gradients: Gradients | None) -> Callable[..., Any]:
+def partitioned(shard: Any, problem: Problem, derivative: Derivative) -> Callable[..., Any]:
     """The call of one device's arrays, made one of arrays that XLA divides."""
-    params = {"problem": problem} if gradients is None else {"problem": problem, "gradients": gradients}
 
     def call(*arrays: Any) -> Any:
-        return shard.bind(*arrays, **params)
+        return shard.bind(*arrays, problem=problem, derivative=derivative)
 
     if not _divided():
         return call
-    rule = _Rule(problem, gradients)
+    rule = _Rule(problem, derivative)
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         axes = rule.axes(mesh, arguments)
@@ -86,10 +85,10 @@ class _Axes:
 class _Rule:
     """What each dimension is: "batch", "heads", "kv_heads", or another name, by which nothing is divided."""
 
-    def __init__(self, problem: Problem, gradients: Gradients | None) -> None:
+    def __init__(self, problem: Problem, derivative: Derivative) -> None:
         self.problem = problem
-        self.operand_names = operand_names(problem, gradients)
-        self.result_names = result_names(problem, gradients)
+        self.operand_names = operand_names(problem, derivative)
+        self.result_names = result_names(problem, derivative)
         alike = "rng" not in problem.fixed
         in_order = problem.pages is not None and "page_table" not in problem.fixed  # entry b has slot b
         self.by_batch = alike and not problem.reads_batch() and not in_order
@@ -98,6 +97,7 @@ class _Rule:
 
     def kinds(self, name: str) -> tuple[str, ...]:
         plain = name if name in self.operand_names else name.removeprefix("d")
+        plain = plain.removesuffix(TANGENT)
         if plain in ("kv_lengths", "sinks", "rng"):
             return ({"kv_lengths": "batch", "sinks": "heads", "rng": "state"}[plain],)
         if plain == "page_table":

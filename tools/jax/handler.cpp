@@ -3,8 +3,8 @@
 /// A call says by names what its operands and results are, separated by spaces: `args` such as "q k v sinks
 /// c0", `results` such as "out lse workspace". Captures, and the gradients of captures, have the names of the
 /// spec's programs; "dc0" is the gradient of "c0", "c0_tangent" its tangent. "new_k_cache" is the cache after
-/// append(). Where XLA put a result is looked at, never assumed: inside loops it writes results into slices of
-/// larger arrays.
+/// append(). Where XLA put a result is looked at, never assumed: inside loops it writes results into slices
+/// of larger arrays.
 
 #include <dlfcn.h>
 
@@ -40,8 +40,8 @@ class Library {
         find(file, "flashjit_forward", forward) && find(file, "flashjit_backward", backward) &&
         find(file, "flashjit_reference_forward", reference_forward) &&
         find(file, "flashjit_reference_backward", reference_backward) && find(file, "flashjit_jvp", jvp) &&
-        find(file, "flashjit_reference_jvp", reference_jvp) &&
-        find(file, "flashjit_append", append) && find(file, "flashjit_reference_append", reference_append) &&
+        find(file, "flashjit_reference_jvp", reference_jvp) && find(file, "flashjit_append", append) &&
+        find(file, "flashjit_reference_append", reference_append) &&
         find(file, "flashjit_prepare", prepare) && find(file, "flashjit_spec_create", spec_create) &&
         find(file, "flashjit_last_error_message", last_error_message);
     if (!found) return dlerror();
@@ -193,6 +193,9 @@ class Call {
     auto made = with_common<flashjit_forward_args>();
     made.lse = data<float>("lse");
     made.page_table = page_table();
+    made.q_scale = scales("q_scale");
+    made.k_scale = scales("k_scale");
+    made.v_scale = scales("v_scale");
     return made;
   }
 
@@ -231,6 +234,8 @@ class Call {
     made.v_cache = tensor("new_v_cache");
     made.kv_lengths = data<std::int32_t>("kv_lengths");
     made.page_table = page_table();
+    made.k_scale = scales(find("new_k_scale") ? "new_k_scale" : "k_scale");
+    made.v_scale = scales(find("new_v_scale") ? "new_v_scale" : "v_scale");
     made.q = tensor("q");
     made.q_out = tensor("q_out");
     made.rope.theta = rotation.theta;
@@ -258,8 +263,8 @@ class Call {
 
   std::string_view spec() const { return given_.spec; }
 
-  /// Makes of results what calls add to or write parts of: zeros of gradients and of LSE's tangent, and copies
-  /// of caches.
+  /// Makes of results what calls add to or write parts of: zeros of gradients and of LSE's tangent, and
+  /// copies of caches.
   ffi::Error begin_results(const Memory& memory) const {
     bool done = true;
     for (const Named& result : buffers_) {
@@ -321,6 +326,16 @@ class Call {
       std::swap(made.stride[1], made.stride[2]);
     }
     return made;
+  }
+
+  /// Of four dimensions: sequences, pages, KV heads, rows.
+  flashjit_scales scales(std::string_view name) const {
+    const ffi::AnyBuffer* buffer = find(name);
+    if (!buffer || buffer->dimensions().size() != 4) return {};
+    const auto size = buffer->dimensions();
+    return {static_cast<float*>(buffer->untyped_data()),
+            {size[0], size[1], size[2], size[3]},
+            {size[1] * size[2] * size[3], size[2] * size[3], size[3], 1}};
   }
 
   flashjit_page_table page_table() const {

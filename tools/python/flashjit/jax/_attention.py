@@ -13,8 +13,9 @@ from .._library import spec_handle
 from .._named import AT_LAST, CAUSAL, window_text
 from ..errors import InvalidArgument, WrongType
 from ._call import alike
+from ._codes import codes_of, in_four_dims
 from ._derivatives import attend
-from ._problem import FIXED, Problem
+from ._problem import CODES, FIXED, Problem
 from ._programs import Tracer
 
 _TYPES = ("float16", "bfloat16", "float32")
@@ -36,6 +37,9 @@ def attention(
     kv_lengths: Any = None,
     page_table: Any = None,
     cache: bool = False,
+    q_scale: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     sinks: Any = None,
     dropout_p: float = 0.0,
     dropout_key: Any = None,
@@ -47,7 +51,8 @@ def attention(
     score_mod captures.
 
     q: [batch, seqlen_q, heads, head_dim]; k and v: [batch, seqlen_kv, heads_kv, ...], where heads is a multiple of heads_kv;
-        float16, bfloat16 or float32. The batch may be left out. head_dim is a multiple of 8.
+        float16, bfloat16 or float32. The batch may be left out. head_dim is a multiple of 8. Forward alone: k and v, and q, of
+        8 bits, with scales; head_dim is then a multiple of 16.
     causal: query i sees keys up to i + seqlen_kv - seqlen_q (True, "bottom_right"), or up to i ("top_left").
     window: (left, right), or one number for both: how many keys before and after its own position a query sees.
     softcap: scores become softcap * tanh(score / softcap). scale: 1 / sqrt(head_dim) by default.
@@ -59,6 +64,9 @@ def attention(
     page_table, cache: K and V are a cache, forward alone: pages [pages, rows, heads_kv, ...] in which key n of sequence b is row
         n % rows of page page_table[b, n // rows], or with cache=True slots [slots, capacity, heads_kv, ...], where page_table, if
         given, has the slot of each sequence. kv_lengths is then how many keys each has, and its last query sees its last key.
+    q_scale, k_scale, v_scale: where k and v are float8_e4m3fn, float8_e5m2 or int8, k's values are its elements times k_scale:
+        float32, one number, [heads_kv], [batch, heads_kv], or of keys [batch, heads_kv, seqlen_kv] ([pages, heads_kv, rows] of a
+        cache). q_scale where q is of 8 bits as well, of k's type: one number or [batch, heads_kv]; the result is bfloat16.
     sinks: float32 [heads], a logit more for each softmax.
     dropout_p, dropout_key: the share of probabilities that become 0, and a key of jax.random.
     deterministic: whether the backward pass gives the same bits each time.
@@ -100,6 +108,9 @@ def attention(
         "page_table": table,
         "sinks": checked("sinks", sinks, "float32", (heads,)),
         "rng": _dropout_state(dropout_p, dropout_key),
+        "q_scale": in_four_dims("q_scale", q_scale, False),
+        "k_scale": in_four_dims("k_scale", k_scale, cached),
+        "v_scale": in_four_dims("v_scale", v_scale, cached),
     }
     problem = Problem(
         layout=layout,
@@ -110,6 +121,7 @@ def attention(
         deterministic=bool(deterministic),
         fixed=tuple(name for name in FIXED if fixed[name] is not None),
         pages=pages,
+        codes=codes_of(q, k, {name: fixed[name] for name in ("q_scale", "k_scale", "v_scale")}),
     )
     _check_spec(problem, q, v)
     arrays = alike([q, k, v, *[fixed[name] for name in problem.fixed], *captures])
@@ -121,13 +133,17 @@ def _check(q: Any, k: Any, v: Any, layout: str, cached: bool) -> tuple[int, int,
     """The problem's batch, heads and lengths."""
     if layout not in ("BTNH", "BHSD"):
         raise InvalidArgument(f'layout is {layout!r}: give "BTNH" or "BHSD".')
+    codes = str(k.dtype) in CODES  # of 8 bits, which q need not be
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if str(x.dtype) not in _TYPES:
+        if str(x.dtype) not in (*_TYPES, *(CODES if codes else ())):
             raise WrongType(
                 f"{name} is {_described(x)}: flashjit computes in {', '.join(_TYPES)}; convert it with .astype()."
             )
-        if x.dtype != q.dtype:
-            raise WrongType(f"q is {q.dtype} and {name} is {x.dtype}: they must have one type; convert one.")
+        if x.dtype != (k.dtype if codes else q.dtype) and not (codes and name == "q"):
+            first, other = ("k", k) if codes else ("q", q)
+            raise WrongType(
+                f"{first} is {other.dtype} and {name} is {x.dtype}: they must have one type; convert one."
+            )
         if x.ndim != 4:
             raise InvalidArgument(
                 f"{name} is {_described(x)}: it needs the four dimensions {layout}, or q, k and v all without the first."

@@ -18,8 +18,11 @@ from ..errors import InvalidArgument, Unsupported, WrongType
 from . import _handler
 from ._attention import check_table, checked
 from ._call import alike, one_after_another
-from ._problem import cache_option
+from ._codes import codes_of, in_four_dims
+from ._problem import CODES, cache_option
 from ._sharding import KEEP_CALLS
+
+_CACHES = ("k_cache", "v_cache")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +52,12 @@ def append(
     rope_dims: int | None = None,
     interleaved: bool = False,
     positions: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     layout: str = "BTNH",
 ) -> tuple[Any, ...]:
     """(k_cache, v_cache) with new rows of K and V, K's rotated (RoPE); with q (k_cache, v_cache, q), with its rows rotated.
+    Where scales are of keys, the new ones follow the caches: (k_cache, v_cache, k_scale, v_scale), then q.
 
     XLA writes into the caches given where nothing else needs them, as where a jitted function is given them donated.
 
@@ -64,6 +70,8 @@ def append(
         n * theta ** (-2 i / rope_dims). None of them: rows are copied.
     rope_dims: how many dimensions of a head turn, a multiple of 16; None: all. interleaved: pairs are dimensions (2 i, 2 i + 1);
         else (i, i + rope_dims / 2). positions: int32 [sequences, n]; None: the number of each row's key.
+    k_scale, v_scale: attention()'s, for caches of 8 bits. Scales of heads are read: new rows are divided by theirs. Of pages and
+        keys, in four dimensions or [pages, heads_kv, rows], each new key gets one of its own, and results are of four dimensions.
     layout: "BTNH", or "BHSD" for [sequences, heads, n, head_dim] and caches alike.
 
     Rows without a place in the cache or in the tables are left out. No gradients.
@@ -85,6 +93,8 @@ def append(
         "cos": None if cos is None else _angles("cos", cos, k),
         "sin": None if sin is None else _angles("sin", sin, k),
         "positions": checked("positions", positions, "int32", (batch, rows)),
+        "k_scale": in_four_dims("k_scale", k_scale, True),
+        "v_scale": in_four_dims("v_scale", v_scale, True),
     }
     if arrays["kv_lengths"] is None:
         raise InvalidArgument(
@@ -92,7 +102,8 @@ def append(
         )
     given = {name: array for name, array in arrays.items() if array is not None}
     dims = f"{k.shape[3]}" if k.shape[3] == v.shape[3] else f"{k.shape[3]}x{v.shape[3]}"
-    spec = f"{ELEMENTS[str(k.dtype)]}:d{dims}{cache_option(pages)}"
+    codes = codes_of(k, k_cache, {name: arrays[name] for name in ("k_scale", "v_scale")})
+    spec = f"{ELEMENTS[str(k.dtype)]}:d{dims}{cache_option(pages)}{codes}"
     spec_handle(spec)
     call = _Append(spec, layout, tuple(given), float(theta or 0), rope_dims or 0, bool(interleaved))
     return tuple(append_p.bind(*alike(list(given.values())), call=call))
@@ -105,9 +116,13 @@ def _check(k: Any, v: Any, k_cache: Any, v_cache: Any, q: Any, layout: str) -> t
     heads, length = (2, 1) if layout == "BTNH" else (1, 2)
     arrays = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, **({} if q is None else {"q": q})}
     for name, x in arrays.items():
+        of_codes = str(k_cache.dtype) in CODES and name.endswith("cache")
+        if of_codes and x.dtype == k_cache.dtype:
+            continue
         if str(x.dtype) not in ("float16", "bfloat16", "float32") or x.dtype != k.dtype:
             raise WrongType(
-                f"k is {k.dtype} and {name} is {x.dtype}: all must be float16, or bfloat16, or float32."
+                f"k is {k.dtype} and {name} is {x.dtype}: all must be float16, or bfloat16, or float32; caches may both be "
+                f"of 8 bits, {', '.join(CODES)}."
             )
         if x.ndim != 4:
             raise InvalidArgument(
@@ -145,7 +160,9 @@ def _angles(name: str, table: Any, k: Any) -> Any:
 
 
 def _results(call: _Append) -> tuple[str, ...]:
-    return ("k_cache", "v_cache", *(("q",) if "q" in call.operands else ()))
+    """What is made anew, by the operands' names."""
+    written = (*_CACHES, *(("k_scale", "v_scale") if ":key_scales" in call.spec else ()))
+    return (*written, *(("q",) if "q" in call.operands else ()))
 
 
 def _shapes(*avals: Any, call: _Append) -> list[Any]:
@@ -162,15 +179,16 @@ def _compiled(call: _Append) -> Any:
 
 
 def _lower(ctx: Any, *operands: Any, call: _Append) -> Any:
-    caches = {call.operands.index(name): place for place, name in enumerate(("k_cache", "v_cache"))}
-    lowering = jax.ffi.ffi_lowering(_handler.TARGETS["append"], operand_output_aliases=caches)
+    results = _results(call)
+    written = {call.operands.index(name): place for place, name in enumerate(results) if name != "q"}
+    lowering = jax.ffi.ffi_lowering(_handler.TARGETS["append"], operand_output_aliases=written)
     return lowering(
         ctx,
         *operands,
         spec=call.spec,
         layout=call.layout,
         args=" ".join(call.operands),
-        results=" ".join(["new_k_cache", "new_v_cache", "q_out"][: len(_results(call))]),
+        results=" ".join("q_out" if name == "q" else f"new_{name}" for name in results),
         theta=np.float32(call.theta),
         rope_dims=np.int64(call.rope_dims),
         interleaved=np.int64(call.interleaved),

@@ -47,7 +47,7 @@ def _shapes(*avals: Any, problem: Problem, derivative: Derivative = None) -> lis
         return [by_name["out"], by_name["lse"]]
     if derivative is None:
         of_lse = q.update(shape=(*q.shape[:3], 1), dtype=np.dtype("float32"))
-        return [q.update(shape=(*q.shape[:3], v.shape[3])), of_lse]
+        return [q.update(shape=(*q.shape[:3], v.shape[3]), dtype=problem.out_type(q)), of_lse]
     made = []
     for name in result_names(problem, derivative):
         aval = by_name[name[1:]]
@@ -124,10 +124,11 @@ def _axis_size(arrays: Any, axes: Any) -> int:
 
 
 def _must_repeat(problem: Problem, names: Sequence[str], axes: Any) -> bool:
-    """Whether one call cannot do what many do: sinks have no batch, a dropout mask is one of a whole batch, and a cache is one."""
+    """Whether one call cannot do what many do: sinks have no batch, a dropout mask is one of a whole batch, a cache is one, and
+    which dimensions scales have is not known here."""
     mapped = {name for name, axis in zip(names, axes) if axis is not None}
     of_cache = problem.pages is not None and (bool({"k", "v"} & mapped) or "page_table" not in names)
-    return "rng" in names or bool({"sinks", f"sinks{TANGENT}"} & mapped) or of_cache
+    return "rng" in names or bool(problem.codes) or bool({"sinks", f"sinks{TANGENT}"} & mapped) or of_cache
 
 
 def one_after_another(primitive: Any, arrays: Any, axes: Any, **params: Any) -> Any:
@@ -220,7 +221,7 @@ def _lower_shard(
     kind = _kind(derivative)
     if kind == "tangent":  # which makes O and LSE again
         given = [(name, x) for name, x in zip(names, operands) if name not in ("out", "lse")]
-        names, operands = [name for name, _ in given], [x for _, x in given]
+        names, operands = [name for name, _ in given], tuple(x for _, x in given)
         avals_out += [avals["out"], avals["lse"]]
         results = [*results, "out", "lse"]
     if on_gpu:

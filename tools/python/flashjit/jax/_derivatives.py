@@ -31,6 +31,11 @@ def _tangents_of_forward(primals: Sequence[Any], tangents: Sequence[Any], *, pro
             "attention from a cache has no derivatives, which need K and V as arrays: call it outside of jax.grad and jax.jvp, or "
             "apply jax.lax.stop_gradient to its arguments."
         )
+    if problem.codes:
+        raise Unsupported(
+            "attention to K and V of 8 bits has no derivatives: apply jax.lax.stop_gradient to its arguments, or convert K and V to "
+            "the type of Q."
+        )
     out, lse = forward_p.bind(*primals, problem=problem)
     names = operand_names(problem, None)
     given = {

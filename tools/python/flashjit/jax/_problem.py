@@ -7,11 +7,17 @@ import math
 import re
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from .._values import ELEMENTS
 from ._programs import Program
 
 #: Arrays besides Q, K, V and captures, in the order of the operands.
-FIXED = ("kv_lengths", "page_table", "sinks", "rng")
+FIXED = ("kv_lengths", "page_table", "sinks", "rng", "q_scale", "k_scale", "v_scale")
+#: Of arrays that have scales.
+CODES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
+Q_CODES = ":q_codes"
 TANGENT = "_tangent"
 _SPEC_WORDS = {"kv_lengths": ":kvlen", "sinks": ":sinks", "rng": ":dropout"}
 _MARK = re.compile(r"@([bh])(?::c\d+:\d+)?@")
@@ -23,7 +29,7 @@ class Problem:
 
     fixed: which of FIXED are given. batch: of the call as written. folds: the sizes of axes that vmap put in front of the batch,
     the first one first: entry b of the batch is entry b % batch of the call as written. pages: the rows of a page where K and V
-    are a cache, 0 where that has slots; None: they are no cache.
+    are a cache, 0 where that has slots; None: they are no cache. codes: what the spec says of K and V, and Q, of 8 bits.
     """
 
     layout: str
@@ -35,13 +41,17 @@ class Problem:
     fixed: tuple[str, ...] = ()
     folds: tuple[int, ...] = ()
     pages: int | None = None
+    codes: str = ""
+
+    def out_type(self, q: Any) -> Any:
+        return np.dtype(jnp.bfloat16) if self.codes.endswith(Q_CODES) else q.dtype
 
     def spec(self, q: Any, v: Any, grads: tuple[bool, ...] = ()) -> str:
         """As text. grads: which captures have a gradient or a tangent."""
         dims = f"d{q.shape[3]}" if q.shape[3] == v.shape[3] else f"d{q.shape[3]}x{v.shape[3]}"
         captures = self.program.captures
         lines = [f"c{i}: {c.type} {c.rank + len(c.folds)}d" for i, c in enumerate(captures)]
-        text = f"{ELEMENTS[str(q.dtype)]}:{dims}"
+        text = f"{ELEMENTS[str(self.out_type(q))]}:{dims}"
         if self.program.score:
             own = [
                 line + (" grad" if any(grads) and grads[i] else "")
@@ -54,7 +64,7 @@ class Problem:
             text += f":mask{{{'; '.join([*own, self._placed(self.program.mask)])}}}"
         words = _SPEC_WORDS if self.pages is None else {**_SPEC_WORDS, "kv_lengths": cache_option(self.pages)}
         text += "".join(words.get(name, "") for name in self.fixed)
-        return text + ":det" * self.deterministic
+        return text + self.codes + ":det" * self.deterministic
 
     def _placed(self, text: str) -> str:
         """The text with its marks resolved."""

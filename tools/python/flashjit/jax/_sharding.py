@@ -1,7 +1,7 @@
 """How XLA divides a call among devices: by batch and by heads, where what is computed does not depend on which they are.
 
 Lengths and head_dim are on each device as a whole. A program that reads b or h other than as an index of captures that are
-divided likewise, dropout, and a batch that vmap made, keep the batch or the heads together, too.
+divided likewise, dropout, arrays of 8 bits, and a batch that vmap made, keep the batch or the heads together, too.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class _Rule:
         self.problem = problem
         self.operand_names = operand_names(problem, derivative)
         self.result_names = result_names(problem, derivative)
-        alike = "rng" not in problem.fixed
+        alike = "rng" not in problem.fixed and not problem.codes
         in_order = problem.pages is not None and "page_table" not in problem.fixed  # entry b has slot b
         self.by_batch = alike and not problem.reads_batch() and not in_order
         self.by_heads = alike and not problem.reads_heads()
@@ -100,6 +100,8 @@ class _Rule:
         plain = plain.removesuffix(TANGENT)
         if plain in ("kv_lengths", "sinks", "rng"):
             return ({"kv_lengths": "batch", "sinks": "heads", "rng": "state"}[plain],)
+        if plain.endswith("_scale"):
+            return tuple(f"{plain}_{d}" for d in range(4))
         if plain == "page_table":
             return ("batch", "columns")[: 2 if self.problem.pages else 1]
         if plain in ("q", "out", "lse", "dout", "dlse"):

@@ -11,9 +11,13 @@ import child  # noqa: E402
 run = functools.partial(child.script, timeout=600)
 
 
-def test_a_gpt_learns_the_same_with_both():
+@pytest.mark.parametrize("example", ["gpt_jax", "gpt_nnx"])
+def test_a_gpt_learns_the_same_with_both(example):
+    if example == "gpt_nnx":
+        pytest.importorskip("flax")
+        pytest.importorskip("optax")
     sizes = "--layers 1 --width 32 --heads 2 --length 16 --batch 2 --rate 0.01 --steps 40".split()
-    done = run("tools/examples/python/gpt_jax.py", *sizes)
+    done = run(f"tools/examples/python/{example}.py", *sizes)
     assert done.returncode == 0, done.stdout + done.stderr
     ours, theirs, apart = done.stdout.splitlines()
     losses = [float(line.partition("loss ")[2].split()[0]) for line in (ours, theirs)]

@@ -77,25 +77,34 @@ def update(attention, heads, weights, mean, square, window, step, rate):
     return jax.tree.map(moved, weights, mean, square), mean, square, loss
 
 
-def train(name, text, options):
-    """The losses, step by step."""
-    weights = initial(jax.random.key(options.seed), options.layers, options.width, options.length)
-    state = [weights, *(jax.tree.map(jnp.zeros_like, weights) for _ in range(2))]
+def run(name, update, text, options):
+    """The losses, step by step. update(window, step, rate) makes a step and gives its loss."""
     random = np.random.default_rng(options.seed)
     losses, start = [], time.perf_counter()
     for step in range(1, options.steps + 1):
         begin = random.integers(0, len(text) - options.length - 1, (options.batch, 1))
         window = text[begin + np.arange(options.length + 1)].astype(np.int32)
-        rate = options.rate * min(1, step / 50)
-        *state, loss = update(ATTENTION[name], options.heads, *state, window, float(step), rate)
-        losses.append(loss)
+        losses.append(update(window, float(step), options.rate * min(1, step / 50)))
         if step % 100 == 0 or step == options.steps:
             seconds = time.perf_counter() - start
-            print(f"{name:9} step {step:5}  loss {loss:.4f}  {seconds:.1f} s with compiling", flush=True)
+            print(
+                f"{name:9} step {step:5}  loss {losses[-1]:.4f}  {seconds:.1f} s with compiling", flush=True
+            )
     return np.array(losses)
 
 
-def main():
+def train(name, text, options):
+    weights = initial(jax.random.key(options.seed), options.layers, options.width, options.length)
+    state = [weights, *(jax.tree.map(jnp.zeros_like, weights) for _ in range(2))]
+
+    def step(*given):
+        *state[:], loss = update(ATTENTION[name], options.heads, *state, *given)
+        return loss
+
+    return run(name, step, text, options)
+
+
+def main(train=train):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     numbers = dict(steps=500, layers=6, width=384, heads=6, length=1024, batch=8, seed=0)
     for name, value in numbers.items():

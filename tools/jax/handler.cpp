@@ -171,6 +171,7 @@ flashjit_element_type element_type(ffi::DataType type) {
 struct Attributes {
   std::string_view spec, layout, args, results;
   float scale, dropout;
+  std::int64_t max_seqlen_q = 0, max_seqlen_kv = 0;  ///< of packed sequences
 };
 
 /// How append() turns rows, besides its tables.
@@ -257,6 +258,8 @@ class Call {
     const bool appends = find("k_cache") != nullptr;
     const flashjit_tensor q = tensor(find("q") ? "q" : "k"), k = tensor(appends ? "k_cache" : "k");
     const flashjit_page_table table = page_table();
+    if (const std::int64_t sequences = packed_sequences())
+      return {sequences, q.size[1], k.size[1], given_.max_seqlen_q, given_.max_seqlen_kv};
     const bool in_pages = table.data && find("page_table")->dimensions().size() == 2;
     return {q.size[0], q.size[1], k.size[1], q.size[2], k.size[2] * (in_pages ? table.columns : 1)};
   }
@@ -286,6 +289,12 @@ class Call {
     std::string_view name;
     ffi::AnyBuffer buffer;
   };
+
+  /// 0 where Q is not packed.
+  std::int64_t packed_sequences() const {
+    const ffi::AnyBuffer* starts = find("cu_seqlens_q");
+    return starts ? starts->dimensions()[0] - 1 : 0;
+  }
 
   static ffi::AnyBuffer buffer_of(ffi::AnyBuffer buffer) { return buffer; }
   static ffi::AnyBuffer buffer_of(ffi::Result<ffi::AnyBuffer> result) { return *result; }
@@ -388,6 +397,12 @@ class Call {
     args.rng_state = data<std::uint64_t>("rng");
     args.kv_lengths = data<std::int32_t>("kv_lengths");
     args.sinks = data<float>("sinks");
+    args.cu_seqlens_q = data<std::int32_t>("cu_seqlens_q");
+    args.cu_seqlens_kv = data<std::int32_t>("cu_seqlens_kv");
+    args.batch_size = packed_sequences();
+    args.max_seqlen_q = given_.max_seqlen_q;
+    args.max_seqlen_kv = given_.max_seqlen_kv;
+    args.zero_unused_rows = args.cu_seqlens_q != nullptr;
     lend_workspace(args);
     args.captures = captures_.data();
     args.capture_count = captures_.size();
@@ -477,20 +492,28 @@ using Text = std::string_view;
 
 template <flashjit_pass pass>
 ffi::Error on_gpu(CUstream_st* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, Text spec,
-                  Text layout, Text names, Text results, float scale, float dropout) {
-  return launch(pass, Call({spec, layout, names, results, scale, dropout}, args, rets), stream);
+                  Text layout, Text names, Text results, float scale, float dropout,
+                  std::int64_t max_seqlen_q, std::int64_t max_seqlen_kv) {
+  return launch(pass,
+                Call({spec, layout, names, results, scale, dropout, max_seqlen_q, max_seqlen_kv}, args, rets),
+                stream);
 }
 
 template <flashjit_pass pass>
 ffi::Error before_gpu(std::int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets, Text spec,
-                      Text layout, Text names, Text results, float scale, float dropout) {
-  return prepare(pass, Call({spec, layout, names, results, scale, dropout}, args, rets), device);
+                      Text layout, Text names, Text results, float scale, float dropout,
+                      std::int64_t max_seqlen_q, std::int64_t max_seqlen_kv) {
+  return prepare(
+      pass, Call({spec, layout, names, results, scale, dropout, max_seqlen_q, max_seqlen_kv}, args, rets),
+      device);
 }
 
 template <flashjit_pass pass>
 ffi::Error on_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets, Text spec, Text layout, Text names,
-                  Text results, float scale, float dropout) {
-  return compute(pass, Call({spec, layout, names, results, scale, dropout}, args, rets));
+                  Text results, float scale, float dropout, std::int64_t max_seqlen_q,
+                  std::int64_t max_seqlen_kv) {
+  return compute(
+      pass, Call({spec, layout, names, results, scale, dropout, max_seqlen_q, max_seqlen_kv}, args, rets));
 }
 
 ffi::Error append_on_gpu(CUstream_st* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, Text spec,
@@ -532,7 +555,11 @@ auto with_rotation(Binding&& binding) {
 
 template <class Binding>
 auto with_all(Binding&& binding) {
-  return with_names(std::move(binding)).template Attr<float>("scale").template Attr<float>("dropout");
+  return with_names(std::move(binding))
+      .template Attr<float>("scale")
+      .template Attr<float>("dropout")
+      .template Attr<std::int64_t>("max_seqlen_q")
+      .template Attr<std::int64_t>("max_seqlen_kv");
 }
 
 auto on_stream() { return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<CUstream_st*>>(); }

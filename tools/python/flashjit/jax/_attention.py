@@ -15,6 +15,7 @@ from ..errors import InvalidArgument, WrongType
 from ._call import alike
 from ._codes import codes_of, in_four_dims
 from ._derivatives import attend
+from ._packed import check_packed, packed
 from ._problem import CODES, FIXED, Problem
 from ._programs import Tracer
 
@@ -37,6 +38,10 @@ def attention(
     kv_lengths: Any = None,
     page_table: Any = None,
     cache: bool = False,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_kv: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
     q_scale: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
@@ -64,6 +69,10 @@ def attention(
     page_table, cache: K and V are a cache, forward alone: pages [pages, rows, heads_kv, ...] in which key n of sequence b is row
         n % rows of page page_table[b, n // rows], or with cache=True slots [slots, capacity, heads_kv, ...], where page_table, if
         given, has the slot of each sequence. kv_lengths is then how many keys each has, and its last query sees its last key.
+    cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1]: packed sequences, q [tokens, heads, head_dim]: b has the rows from entry b to
+        entry b + 1. cu_seqlens_kv is cu_seqlens_q by default. Positions, `causal` and arrays indexed by b are of a sequence's own;
+        rows after the last sequence give 0. max_seqlen_q, max_seqlen_kv: Python numbers, at least the rows of the longest; by
+        default all rows, which launches more work than there is.
     q_scale, k_scale, v_scale: where k and v are float8_e4m3fn, float8_e5m2 or int8, k's values are its elements times k_scale:
         float32, one number, [heads_kv], [batch, heads_kv], or of keys [batch, heads_kv, seqlen_kv] ([pages, heads_kv, rows] of a
         cache). q_scale where q is of 8 bits as well, of k's type: one number or [batch, heads_kv]; the result is bfloat16.
@@ -83,6 +92,12 @@ def attention(
         result = attention(q[None], k[None], v[None], **named)
         return jax.tree.map(lambda x: x[0], result)
     batch, heads, seqlen_q, seqlen_kv = _check(q, k, v, layout, cached)
+    starts, longest = packed(
+        cu_seqlens_q, cu_seqlens_kv, (max_seqlen_q, max_seqlen_kv), (seqlen_q, seqlen_kv)
+    )
+    if longest:
+        check_packed(batch, cache=cached, kv_lengths=kv_lengths, segment_ids=segment_ids)
+        batch, (seqlen_q, seqlen_kv) = starts[0].shape[0] - 1, longest
     pages, table = check_table(page_table, cache, batch, seqlen_kv, "k") if cached else (None, None)
     if cached and kv_lengths is None:
         raise InvalidArgument("kv_lengths is missing: with a cache it says how many keys each sequence has.")
@@ -106,6 +121,8 @@ def attention(
     fixed = {
         "kv_lengths": checked("kv_lengths", kv_lengths, "int32", (batch,)),
         "page_table": table,
+        "cu_seqlens_q": starts[0],
+        "cu_seqlens_kv": starts[1],
         "sinks": checked("sinks", sinks, "float32", (heads,)),
         "rng": _dropout_state(dropout_p, dropout_key),
         "q_scale": in_four_dims("q_scale", q_scale, False),
@@ -121,6 +138,7 @@ def attention(
         deterministic=bool(deterministic),
         fixed=tuple(name for name in FIXED if fixed[name] is not None),
         pages=pages,
+        longest=longest,
         codes=codes_of(q, k, {name: fixed[name] for name in ("q_scale", "k_scale", "v_scale")}),
     )
     _check_spec(problem, q, v)

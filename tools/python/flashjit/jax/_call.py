@@ -124,11 +124,18 @@ def _axis_size(arrays: Any, axes: Any) -> int:
 
 
 def _must_repeat(problem: Problem, names: Sequence[str], axes: Any) -> bool:
-    """Whether one call cannot do what many do: sinks have no batch, a dropout mask is one of a whole batch, a cache is one, and
-    which dimensions scales have is not known here."""
+    """Whether one call cannot do what many do: sinks have no batch, a dropout mask is one of a whole batch, a cache is one, as
+    are packed sequences, and which dimensions scales have is not known here."""
     mapped = {name for name, axis in zip(names, axes) if axis is not None}
     of_cache = problem.pages is not None and (bool({"k", "v"} & mapped) or "page_table" not in names)
-    return "rng" in names or bool(problem.codes) or bool({"sinks", f"sinks{TANGENT}"} & mapped) or of_cache
+    packed = problem.longest is not None
+    return (
+        "rng" in names
+        or bool(problem.codes)
+        or packed
+        or bool({"sinks", f"sinks{TANGENT}"} & mapped)
+        or of_cache
+    )
 
 
 def one_after_another(primitive: Any, arrays: Any, axes: Any, **params: Any) -> Any:
@@ -219,6 +226,7 @@ def _lower_shard(
     spec_handle(spec)
     avals_out, count = list(ctx.avals_out), len(results)
     kind = _kind(derivative)
+    longest = problem.longest or (0, 0)
     if kind == "tangent":  # which makes O and LSE again
         given = [(name, x) for name, x in zip(names, operands) if name not in ("out", "lse")]
         names, operands = [name for name, _ in given], tuple(x for _, x in given)
@@ -243,6 +251,8 @@ def _lower_shard(
         results=" ".join(results),
         scale=np.float32(problem.scale),
         dropout=np.float32(problem.dropout),
+        max_seqlen_q=np.int64(longest[0]),
+        max_seqlen_kv=np.int64(longest[1]),
     )
     return made[:count]
 
@@ -256,6 +266,8 @@ def _kind(derivative: Derivative) -> str:
 def _shape_of(avals: dict[str, Any], problem: Problem) -> tuple[int, ...]:
     q, k = avals["q"].shape, avals["k"].shape
     heads, length = (2, 1) if problem.layout == "BTNH" else (1, 2)
+    if problem.longest:
+        return (problem.batch, q[heads], k[heads], *problem.longest)
     columns = avals["page_table"].shape[1] if problem.pages else 1
     return (q[0], q[heads], k[heads], q[length], k[length] * columns)
 

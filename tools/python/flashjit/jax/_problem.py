@@ -14,12 +14,12 @@ from .._values import ELEMENTS
 from ._programs import Program
 
 #: Arrays besides Q, K, V and captures, in the order of the operands.
-FIXED = ("kv_lengths", "page_table", "sinks", "rng", "q_scale", "k_scale", "v_scale")
+FIXED = tuple("kv_lengths page_table cu_seqlens_q cu_seqlens_kv sinks rng q_scale k_scale v_scale".split())
 #: Of arrays that have scales.
 CODES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
 Q_CODES = ":q_codes"
 TANGENT = "_tangent"
-_SPEC_WORDS = {"kv_lengths": ":kvlen", "sinks": ":sinks", "rng": ":dropout"}
+_SPEC_WORDS = {"kv_lengths": ":kvlen", "cu_seqlens_q": ":varlen", "sinks": ":sinks", "rng": ":dropout"}
 _MARK = re.compile(r"@([bh])(?::c\d+:\d+)?@")
 
 
@@ -29,7 +29,8 @@ class Problem:
 
     fixed: which of FIXED are given. batch: of the call as written. folds: the sizes of axes that vmap put in front of the batch,
     the first one first: entry b of the batch is entry b % batch of the call as written. pages: the rows of a page where K and V
-    are a cache, 0 where that has slots; None: they are no cache. codes: what the spec says of K and V, and Q, of 8 bits.
+    are a cache, 0 where that has slots; None: they are no cache. codes: what the spec says of K and V, and Q, of 8 bits. longest: of
+    packed sequences, whose number is `batch`, the most queries and keys of one.
     """
 
     layout: str
@@ -42,6 +43,7 @@ class Problem:
     folds: tuple[int, ...] = ()
     pages: int | None = None
     codes: str = ""
+    longest: tuple[int, int] | None = None
 
     def out_type(self, q: Any) -> Any:
         return np.dtype(jnp.bfloat16) if self.codes.endswith(Q_CODES) else q.dtype

@@ -1,7 +1,7 @@
 """How XLA divides a call among devices: by batch and by heads, where what is computed does not depend on which they are.
 
 Lengths and head_dim are on each device as a whole. A program that reads b or h other than as an index of captures that are
-divided likewise, dropout, arrays of 8 bits, and a batch that vmap made, keep the batch or the heads together, too.
+divided likewise, dropout, arrays of 8 bits, packed sequences, and a batch that vmap made, keep the batch or the heads together, too.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class _Rule:
         self.result_names = result_names(problem, derivative)
         alike = "rng" not in problem.fixed and not problem.codes
         in_order = problem.pages is not None and "page_table" not in problem.fixed  # entry b has slot b
-        self.by_batch = alike and not problem.reads_batch() and not in_order
+        packed = problem.longest is not None
+        self.by_batch = alike and not problem.reads_batch() and not in_order and not packed
         self.by_heads = alike and not problem.reads_heads()
         self.heads = 2 if problem.layout == "BTNH" else 1
 
@@ -100,6 +101,8 @@ class _Rule:
         plain = plain.removesuffix(TANGENT)
         if plain in ("kv_lengths", "sinks", "rng"):
             return ({"kv_lengths": "batch", "sinks": "heads", "rng": "state"}[plain],)
+        if plain.startswith("cu_seqlens"):
+            return (plain,)
         if plain.endswith("_scale"):
             return tuple(f"{plain}_{d}" for d in range(4))
         if plain == "page_table":
@@ -110,7 +113,7 @@ class _Rule:
             rows, last = ("kv_heads", "keys"), "dim" if plain == "k" else "dim_v"
         else:
             capture = self.problem.program.captures[int(plain.removeprefix("c"))]
-            along = {"b": "batch", "h": "heads"}
+            along = {"h": "heads"} if self.problem.longest else {"b": "batch", "h": "heads"}
             own = (*[""] * len(capture.folds), *capture.along)
             return tuple(along.get(mark, f"{plain}_{d}") for d, mark in enumerate(own))
         first = "pages" if plain in ("k", "v") and self.problem.pages is not None else "batch"

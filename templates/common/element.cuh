@@ -94,6 +94,22 @@ __device__ __forceinline__ unsigned select_bytes(unsigned lower, unsigned upper,
   return word;
 }
 
+/// a * b + c of two elements each, rounded once. From sm_80 on.
+template <class Element>
+__device__ __forceinline__ unsigned fma_pair(unsigned a, unsigned b, unsigned c);
+template <>
+__device__ __forceinline__ unsigned fma_pair<fp16>(unsigned a, unsigned b, unsigned c) {
+  unsigned y;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+template <>
+__device__ __forceinline__ unsigned fma_pair<bf16>(unsigned a, unsigned b, unsigned c) {
+  unsigned y;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
+  return y;
+}
+
 /// Two codes of 8 bits, in the lower half of `codes`, as fp16, which has all of them exactly.
 template <class Code>
 __device__ __forceinline__ unsigned fp16_of_codes(unsigned codes);

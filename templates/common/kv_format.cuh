@@ -42,6 +42,20 @@ __device__ __forceinline__ void load_bytes(const unsigned char* from, unsigned (
   }
 }
 
+/// The same where bytes around may be read, as in shared memory: words at multiples of four, shifted.
+template <int kBytes>
+__device__ __forceinline__ void load_shifted(const unsigned char* from, unsigned (&words)[kBytes / 4]) {
+  const int ahead = static_cast<int>(reinterpret_cast<unsigned long long>(from) & 3u);
+  const auto* whole = reinterpret_cast<const unsigned*>(from - ahead);
+  unsigned low = whole[0];
+#pragma unroll
+  for (int i = 0; i < kBytes / 4; ++i) {
+    const unsigned high = whole[i + 1];
+    words[i] = select_bytes(low, high, 0x3210 + ahead * 0x1111);
+    low = high;
+  }
+}
+
 /// A number from its bits.
 template <KvNumber kType>
 __device__ __forceinline__ float number_of_bits(unsigned bits) {
@@ -104,35 +118,65 @@ __device__ __forceinline__ void load_tail16(const unsigned char* row, int column
     to[i] = number_of_bits<Format::kTailType>(kSize == 4 ? words[i] : words[i / 2] >> i % 2 * 16 & 0xffffu);
 }
 
+/// A value times its scale, with the zero point.
+template <class Format>
+__device__ __forceinline__ float scaled(float value, float scale, float zero) {
+  return Format::kZero == KvZero::added        ? value * scale + zero
+         : Format::kZero == KvZero::subtracted ? (value - zero) * scale
+                                               : value * scale;
+}
+
+/// Codes of 16 columns of a row, and what they are multiplied with.
+template <class Format>
+struct KvCodes16 {
+  static constexpr int kBits = Format::kHalves ? 8 : Format::kBits;  ///< from a code to the next
+  unsigned words[(kBits + 1) / 2];
+  float scale, zero;
+
+  __device__ __forceinline__ unsigned code(int i) const {
+    return words[i * kBits / 32] >> i * kBits % 32 & ((1u << Format::kBits) - 1);
+  }
+};
+
+/// Those of columns [column, column + 16), which are of one block. `argument` is the call's scale; kAround:
+/// bytes around the row may be read.
+template <class Format, bool kAround = false>
+__device__ __forceinline__ void load_codes16(const unsigned char* row, int column, float argument,
+                                             KvCodes16<Format>& to) {
+  constexpr int kBits = Format::kBits, kAlignment = Format::kAlignment;
+  const int block = column / Format::kBlock, in_block = column % Format::kBlock;
+  const bool upper_half = Format::kHalves && in_block >= Format::kBlock / 2;
+  const unsigned char* first =
+      row + Format::kCodes + block * Format::kBlockStep +
+      (Format::kHalves ? in_block - (upper_half ? Format::kBlock / 2 : 0) : in_block / 8 * kBits);
+  constexpr int kBytes = 2 * KvCodes16<Format>::kBits;
+  if (kAround && kAlignment < 4)
+    load_shifted<kBytes>(first, to.words);
+  else
+    load_bytes<kBytes, kAlignment>(first, to.words);
+  if (Format::kHalves)
+#pragma unroll
+    for (unsigned& word : to.words) word = word >> (upper_half ? 4 : 0) & 0x0f0f0f0fu;
+  const unsigned char* of_block = row + block * Format::kScaleStep;
+  to.scale = argument, to.zero = 0.0f;
+  if (Format::kScalesInRow)
+    to.scale *= load_number<Format::kScaleType, kAlignment>(of_block + Format::kScales);
+  if (Format::kZero != KvZero::none)
+    to.zero = load_number<Format::kScaleType, kAlignment>(of_block + Format::kZeros);
+  if (Format::kZero == KvZero::added) to.zero *= argument;
+}
+
 /// Columns [column, column + 16) of a row, which are all codes of one block or all elements. `argument` is
 /// the call's scale.
 template <class Format>
 __device__ __forceinline__ void decode16(const unsigned char* row, int column, float argument,
                                          float (&to)[16]) {
   if (column >= Format::kColumns) return load_tail16<Format>(row, column, to);
-  constexpr int kBits = Format::kBits, kAlignment = Format::kAlignment;
-  constexpr int kBytes = Format::kHalves ? 16 : 2 * kBits;
-  const int block = column / Format::kBlock, in_block = column % Format::kBlock;
-  const bool upper_half = Format::kHalves && in_block >= Format::kBlock / 2;
-  unsigned words[kBytes / 4];
-  load_bytes<kBytes, kAlignment>(
-      row + Format::kCodes + block * Format::kBlockStep +
-          (Format::kHalves ? in_block - (upper_half ? Format::kBlock / 2 : 0) : in_block / 8 * kBits),
-      words);
-  const unsigned char* of_block = row + block * Format::kScaleStep;
-  float scale = argument, zero = 0.0f;
-  if (Format::kScalesInRow) scale *= load_number<Format::kScaleType, kAlignment>(of_block + Format::kScales);
-  if (Format::kZero != KvZero::none)
-    zero = load_number<Format::kScaleType, kAlignment>(of_block + Format::kZeros);
+  KvCodes16<Format> codes;
+  load_codes16(row, column, argument, codes);
 #pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    const unsigned code = Format::kHalves ? words[i / 4] >> (i % 4 * 8 + (upper_half ? 4 : 0)) & 0xfu
-                                          : words[i * kBits / 32] >> i * kBits % 32 & ((1u << kBits) - 1);
-    const float value = value_of_code<Format>(code);
-    to[i] = Format::kZero == KvZero::added        ? value * scale + zero * argument
-            : Format::kZero == KvZero::subtracted ? (value - zero) * scale
-                                                  : value * scale;
-  }
+  for (int i = 0; i < 16; ++i)
+    to[i] = scaled<Format>(value_of_code<Format>(codes.code(i)), codes.scale, codes.zero);
 }
 
 /// Eight of them as elements.
@@ -141,6 +185,165 @@ __device__ __forceinline__ uint4 pack_eight(const float* x) {
   return {pack<Element>(x[0], x[1]), pack<Element>(x[2], x[3]), pack<Element>(x[4], x[5]),
           pack<Element>(x[6], x[7])};
 }
+
+// --- Codes as pairs of elements ---------------------------------------------------------------------------
+
+// Two codes at a time become 16-bit floats, which have all of them exactly, by the bits of these.
+template <class Format>
+constexpr bool kHasPairs = Format::kCode != KvCode::book && (Format::kBits == 4 || Format::kBits == 8);
+
+/// A format whose reader multiplies results with the call's scale of a head, and with kUnit: e2m1 with scales
+/// of e4m3 is then one product away from its bits. A tail has neither.
+template <class Format>
+struct OfHead : Format {
+  static constexpr bool kWhole = Format::kColumns == Format::kDim;
+  static constexpr bool kArgument = Format::kArgument && (Format::kArgumentOfKeys || !kWhole);
+  static constexpr bool kArgumentOfHead = Format::kArgument && !kArgument;
+  static constexpr bool kSmall = Format::kCode == KvCode::e2m1 && Format::kZero == KvZero::none &&
+                                 Format::kScalesInRow && Format::kScaleType == KvNumber::e4m3 && !kArgument &&
+                                 kWhole;
+  static constexpr float kUnit = kSmall ? 256.0f : 1.0f;
+};
+template <class Format>
+constexpr bool kIsSmall = false;
+template <class Format>
+constexpr bool kIsSmall<OfHead<Format>> = OfHead<Format>::kSmall;
+
+/// Of a type of 16 bits: 2^(bits of the significand), in whose last bits a code is; how far and where the
+/// magnitude of e2m1 goes, and what it is multiplied with there; divided by OfHead's kUnit.
+template <class Element>
+struct CodeBits {
+  static constexpr unsigned kOffset = 0x43004300u, kOne = 0x3f803f80u;
+  static constexpr unsigned kE2m1Mask = 0x01c001c0u, kE2m1Factor = 0x7e807e80u;
+  static constexpr float kSmallFactor = 0x1p118f;
+  static constexpr int kE2m1Shift = 6;
+};
+template <>
+struct CodeBits<fp16> {
+  static constexpr unsigned kOffset = 0x64006400u, kOne = 0x3c003c00u;
+  static constexpr unsigned kE2m1Mask = 0x0e000e00u, kE2m1Factor = 0x74007400u;
+  static constexpr float kSmallFactor = 0x1p6f;
+  static constexpr int kE2m1Shift = 3;
+};
+constexpr unsigned kNoAddend = 0x80008000u;  // -0, which changes nothing
+
+/// Two bytes of a word, from `byte` on, with the upper bytes of an offset.
+template <class Element>
+__device__ __forceinline__ unsigned pair_of_bytes(unsigned word, int byte) {
+  return select_bytes(word, CodeBits<Element>::kOffset, byte | (byte + 1) << 8 | 0x5050);
+}
+/// Codes 2i and 2i + 1 of 4 bits as integers, which begin with -kBias.
+template <class Element, class Format, unsigned kBias>
+__device__ __forceinline__ unsigned pair_of_integers(const KvCodes16<Format>& codes, int i) {
+  using Bits = CodeBits<Element>;
+  constexpr unsigned kFlipped = Format::kCode == KvCode::int4 ? 0x08080808u : 0u;
+  unsigned pair;
+  if (Format::kHalves) {
+    pair = pair_of_bytes<Element>(codes.words[i / 2] ^ kFlipped, i % 2 * 2);
+  } else {
+    const unsigned word = codes.words[i / 4], even = (word & 0x0f0f0f0fu) ^ kFlipped,
+                   odd = (word >> 4 & 0x0f0f0f0fu) ^ kFlipped;
+    pair = (select_bytes(even, odd, i % 4 * 0x1111 + 0x4400) & 0x00ff00ffu) | Bits::kOffset;
+  }
+  return fma_pair<Element>(pair, Bits::kOne, (Bits::kOffset | kBias * 0x10001u) ^ 0x80008000u);
+}
+template <class Element, class Format>
+__device__ __forceinline__ unsigned pair_of_e2m1(const KvCodes16<Format>& codes, int i) {
+  using Bits = CodeBits<Element>;
+  const unsigned word = codes.words[Format::kHalves ? i / 2 : i / 4];
+  const unsigned upper = Format::kHalves
+                             ? select_bytes(word << 4, 0u, i % 2 * 0x2222 + 0x1100)
+                             : select_bytes(word << 4, word, i % 4 * 0x1111 + 0x4400);  // bits 12 to 15
+  const unsigned bits = (upper & 0x80008000u) | (upper >> Bits::kE2m1Shift & Bits::kE2m1Mask);
+  return kIsSmall<Format> ? bits : fma_pair<Element>(bits, Bits::kE2m1Factor, kNoAddend);
+}
+/// Codes 2i and 2i + 1 of 8 bits, as fp16.
+template <class Format>
+__device__ __forceinline__ unsigned pair_of_8bit(const KvCodes16<Format>& codes, int i) {
+  const unsigned word = codes.words[i / 2];
+  const auto of = [&](auto code) {
+    using Code = decltype(code);
+    return i % 2 ? fp16_of_upper_codes<Code>(word) : fp16_of_codes<Code>(word);
+  };
+  if (Format::kCode == KvCode::e4m3) return of(e4m3{});
+  if (Format::kCode == KvCode::e5m2) return of(e5m2{});
+  if (Format::kCode == KvCode::int8) return of(int8{});
+  using Bits = CodeBits<fp16>;
+  return fma_pair<fp16>(pair_of_bytes<fp16>(word, i % 2 * 2), Bits::kOne, Bits::kOffset ^ 0x80008000u);
+}
+template <class Format, class Element>
+using PairElement = Conditional<Format::kBits == 8, fp16, Element>;
+/// Codes 2i and 2i + 1 as PairElement<Format, Element>.
+template <class Element, class Format>
+__device__ __forceinline__ unsigned code_pair(const KvCodes16<Format>& codes, int i) {
+  if (Format::kBits == 8) return pair_of_8bit(codes, i);
+  if (Format::kCode == KvCode::e2m1) return pair_of_e2m1<Element>(codes, i);
+  if (Format::kCode == KvCode::uint4) return pair_of_integers<Element, Format, 0>(codes, i);
+  return pair_of_integers<Element, Format, 8>(codes, i);
+}
+
+/// Whether an element type has all scales of a format.
+template <class Format, class Element>
+constexpr bool kHoldsScales =
+    !Format::kArgument && (Format::kScaleType == KvNumber::e4m3 ||
+                           Format::kScaleType == (kIsFp16<Element> ? KvNumber::fp16 : KvNumber::bf16) ||
+                           (!kIsFp16<Element> && Format::kScaleType == KvNumber::e8m0));
+/// Whether pairs of codes are multiplied as elements; else as fp32, which has what fp16 has no exponents for.
+template <class Format, class Element>
+constexpr bool kScalesPairs = Format::kBits == 4 && Format::kZero == KvZero::none &&
+                              (!kIsFp16<Element> || kHoldsScales<Format, Element>);
+
+/// Sixteen codes as elements, each rounded once, or of pairs with scales in two parts, nearly so.
+template <class Element, class Format>
+__device__ __forceinline__ void elements_of_codes16(const KvCodes16<Format>& codes, uint4 (&to)[2]) {
+  unsigned pairs[8];
+  const float factor = kIsSmall<Format> ? codes.scale * CodeBits<Element>::kSmallFactor : codes.scale;
+  const unsigned scale = pack<Element>(factor, factor);
+  const float rest = factor - low_of<Element>(scale);
+  const unsigned low_part = pack<Element>(rest, rest);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float low = 0.0f, high = 0.0f;
+    if (kHasPairs<Format>) {
+      using Pair = PairElement<Format, Element>;
+      const unsigned pair = code_pair<Element>(codes, i);
+      if (kScalesPairs<Format, Element>) {
+        const unsigned added =
+            kHoldsScales<Format, Element> ? kNoAddend : fma_pair<Element>(pair, low_part, kNoAddend);
+        pairs[i] = fma_pair<Element>(pair, scale, added);
+        continue;
+      }
+      low = low_of<Pair>(pair), high = high_of<Pair>(pair);
+    } else {
+      low = value_of_code<Format>(codes.code(2 * i)), high = value_of_code<Format>(codes.code(2 * i + 1));
+    }
+    pairs[i] = pack<Element>(scaled<Format>(low, codes.scale, codes.zero),
+                             scaled<Format>(high, codes.scale, codes.zero));
+  }
+  to[0] = {pairs[0], pairs[1], pairs[2], pairs[3]};
+  to[1] = {pairs[4], pairs[5], pairs[6], pairs[7]};
+}
+
+/// Sixteen columns of a row's tail as elements.
+template <class Element, class Format>
+__device__ __forceinline__ void tail_elements16(const unsigned char* row, int column, uint4 (&to)[2]) {
+  float x[16];
+  load_tail16<Format>(row, column, x);
+  to[0] = pack_eight<Element>(x);
+  to[1] = pack_eight<Element>(x + 8);
+}
+
+/// Columns [column, column + 16) of a row as elements, see decode16() above.
+template <class Element, class Format>
+__device__ __forceinline__ void decode16(const unsigned char* row, int column, float argument,
+                                         uint4 (&to)[2]) {
+  if (column >= Format::kColumns) return tail_elements16<Element, Format>(row, column, to);
+  KvCodes16<Format> codes;
+  load_codes16(row, column, argument, codes);
+  elements_of_codes16<Element>(codes, to);
+}
+
+// --- Sources ----------------------------------------------------------------------------------------------
 
 template <class P>
 constexpr bool kDecodesKv = requires {
@@ -158,11 +361,22 @@ class DecodedKvSource : public KvSource<P, typename Format::Stored> {
 
   /// Columns [column, column + 16) of key `kv`, which exists.
   __device__ __forceinline__ void decode16(int kv, int column, float (&to)[16]) const {
-    flashjit::decode16<Format>(reinterpret_cast<const unsigned char*>(this->row(kv)), column,
-                               Format::kArgument ? *scales_.of_key(kv) : 1.0f, to);
+    flashjit::decode16<Format>(bytes_of(kv), column, argument_of(kv), to);
+  }
+  /// The same as elements.
+  template <class Element>
+  __device__ __forceinline__ void decode16(int kv, int column, uint4 (&to)[2]) const {
+    flashjit::decode16<Element, Format>(bytes_of(kv), column, argument_of(kv), to);
   }
 
  private:
+  __device__ __forceinline__ const unsigned char* bytes_of(int kv) const {
+    return reinterpret_cast<const unsigned char*>(this->row(kv));
+  }
+  __device__ __forceinline__ float argument_of(int kv) const {
+    return Format::kArgument ? *scales_.of_key(kv) : 1.0f;
+  }
+
   KvScales<P, Format::kArgumentOfKeys> scales_;
 };
 

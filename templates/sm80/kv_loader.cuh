@@ -130,11 +130,11 @@ struct DecodedKvLoader {
                 column = index % kPieces * 16;
       if (P::kBc * kPieces % kThreads != 0 && row >= P::kBc) break;
       const int key = P::kIndices ? list().key(first + row) : row < valid ? first + row : -1;
-      float x[16] = {};
-      if (key >= 0 && from.reads(key)) from.decode16(key, column, x);
+      uint4 x[2] = {};
+      if (key >= 0 && from.reads(key)) from.template decode16<typename P::Element>(key, column, x);
       auto* to = reinterpret_cast<uint4*>(at + (row * pitch(kColumns) + column) * 2);
-      to[0] = pack_eight<typename P::Element>(x);
-      to[1] = pack_eight<typename P::Element>(x + 8);
+      to[0] = x[0];
+      to[1] = x[1];
     }
   }
 };

@@ -216,6 +216,20 @@ void fp16_pairs(const Instruction& of, Frame& frame) {
   frame.set(of.arguments[0], pair);
 }
 
+template <class Number>
+void fma_of_pairs(const Instruction& of, Frame& frame) {
+  std::uint64_t pair = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    const auto value = [&](int argument) {
+      const std::uint64_t bits = frame.get(of.arguments[argument]) >> shift;
+      return static_cast<double>(Number::decode(static_cast<std::uint16_t>(bits)));
+    };
+    const double sum = value(1) * value(2) + value(3);
+    pair |= std::uint64_t{Number::encode(static_cast<float>(sum))} << shift;
+  }
+  frame.set(of.arguments[0], pair);
+}
+
 void compare(const Instruction& of, Frame& frame) {
   const auto wide = [&](int i) {
     const std::uint64_t bits = frame.get(of.arguments[i]);
@@ -297,6 +311,8 @@ const Known kArithmetic[] = {
      }},
     {"mul.f16x2", fp16_pairs<std::multiplies<>>},
     {"sub.f16x2", fp16_pairs<std::minus<>>},
+    {"fma.rn.f16x2", fma_of_pairs<Fp16>},
+    {"fma.rn.bf16x2", fma_of_pairs<Bf16>},
     {"setp.", compare},
     {"selp.u32",
      [](const Instruction& of, Frame& frame) {

@@ -65,10 +65,13 @@ TileConfig tile_of_indices(const AnalysedSpec& spec, const DeviceInfo& device) {
   return c;
 }
 
-/// The tile with which a preferred one's keys are split. K and V of 8 bits and up to 64 columns come from
-/// memory faster than one warpgroup computes with few rows: then a multiprocessor has two blocks.
-TileConfig split_tile(const AnalysedSpec& spec, const TileConfig& preferred) {
-  if (!spec.has_scales() || !is_narrow(spec) || preferred.warps != kGroupWarps) return preferred;
+/// The tile with which a preferred one's keys are split. K and V of 8 bits and up to 64 columns, or
+/// of formats that are decoded, come from memory faster than one warpgroup computes with few rows: then a
+/// multiprocessor has two blocks.
+TileConfig split_tile(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& preferred) {
+  const bool few_rows = shape.seqlen_q * shape.heads_q <= shape.heads_kv * sm90::kWarpgroupRows;
+  const bool waits = spec.has_scales() ? !is_narrow(spec) : !spec.decodes_kv() || !few_rows;
+  if (waits || preferred.warps != kGroupWarps) return preferred;
   const TileConfig two = forward_config(kGroupWarps, 64, 2, 2);
   return admits(spec, two, DeviceInfo::parse("sm_90a")) ? two : preferred;
 }
@@ -107,7 +110,7 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
   // Sequences of a cache may be of any lengths, which only equal shares even out. But many queries are
   // enough work tiles, measured: 4k 0.89 ms instead of 1.16, 1k of 4k keys 0.38 instead of 0.40, 512 of 16k
   // 0.77 instead of 0.78.
-  const std::int64_t many = converters(spec) > 0 ? 1024 : 512;
+  const std::int64_t many = converts(spec) ? 1024 : 512;
   const bool stream_k = is_stream_k(spec, with_split(choices.front(), false));
   const bool many_queries = stream_k && shape.seqlen_q >= many && !excludes_lists(spec);
   // Small: of any length there are enough. Larger ones where there are many, as the last round is not cut.
@@ -128,7 +131,7 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
   for (const TileConfig& whole : to_split) {
     // Small tiles and pairs of Q tiles are for lists of tiles, which stream-K has not.
     if (whole.min_blocks > 1 || q_tiles_per_cta(spec, whole) > 1) continue;
-    const TileConfig alone = split_tile(spec, whole);
+    const TileConfig alone = split_tile(spec, shape, whole);
     const TileConfig shared = with_split(alone, false), packed = with_split(alone, true);
     if (num_splits(spec, shape, shared, device) > 1) choices.push_back(shared);
     if (shape.heads_q > shape.heads_kv && admits(spec, packed, device)) choices.push_back(packed);
@@ -167,7 +170,7 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
         consider(c);
         for (const bool packed : {false, true}) consider(with_split(c, packed));
       }
-  if (spec.has_scales())
+  if (converts(spec))
     for (const int bc : {64, 80, 96, 128})
       for (const bool packed : {false, true}) consider(with_split(forward_config(4, bc, 2, 2), packed));
   // Few tiles wait for memory, whatever their size is.
@@ -241,7 +244,7 @@ Schedule schedule(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
-  Entry main = main_entry(Family::sm90, spec, c.warps * 32 + kProducerThreads * (1 + converters(spec)),
+  Entry main = main_entry(Family::sm90, spec, c.warps * 32 + kProducerThreads * (1 + converters(spec, c)),
                           shared_bytes(spec, c));
   main.tensor_maps = true;
   main.min_blocks = c.min_blocks;

@@ -21,8 +21,17 @@ inline bool is_forward(const AnalysedSpec& spec) { return spec.pass == Pass::for
 
 inline bool has_bias_tile(const AnalysedSpec& spec) { return spec.programs.bias_tile.has_value(); }
 
-inline bool gathers(const AnalysedSpec& spec) { return sm90::gathers(spec.indices, spec.kv.page_size); }
-inline int converters(const AnalysedSpec& spec) { return sm90::converters(spec.has_scales(), spec.q_codes); }
+inline bool gathers(const AnalysedSpec& spec) {
+  return spec.decodes_kv() || sm90::gathers(spec.indices, spec.kv.page_size);
+}
+/// Whether warpgroups convert K and V, and how many.
+inline bool converts(const AnalysedSpec& spec) {
+  return spec.decodes_kv() || sm90::converters(spec.has_scales(), spec.q_codes) > 0;
+}
+inline int converters(const AnalysedSpec& spec, const TileConfig& c) {
+  if (spec.decodes_kv()) return sm90::row_decoders(c.warps / kGroupWarps, c.min_blocks);
+  return sm90::converters(spec.has_scales(), spec.q_codes);
+}
 
 inline bool is_narrow(const AnalysedSpec& spec) {
   return std::max(spec.head_dim, spec.v_dim()) <= sm90::kSliceColumns;

@@ -31,7 +31,8 @@ int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
 /// How many of them fit, besides addresses and the rows' state. The loop of products of codes keeps little
 /// of that while P V runs.
 int kept_limit(const AnalysedSpec& spec, const TileConfig& c) {
-  return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec), c.d_split) -
+  return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec, c), c.d_split,
+                                  spec.decodes_kv()) -
          (!spec.q_codes                ? 32
           : c.warps / kGroupWarps == 3 ? 24
                                        : 8);
@@ -40,21 +41,29 @@ int kept_limit(const AnalysedSpec& spec, const TileConfig& c) {
 /// With a converting warpgroup: the most columns of a product of the forward pass, and of one whose
 /// accumulators ptxas lets an instruction have, which it counts against the registers at the start.
 int largest_product(const AnalysedSpec& spec, const TileConfig& c) {
-  return std::max(c.bc, spec.v_dim() / sm90::pv_parts(spec.v_dim(), spec.has_scales(), false));
+  return std::max(c.bc, spec.v_dim() / sm90::pv_parts(spec.v_dim(), converts(spec), false, c.min_blocks));
 }
 int launched_limit(const AnalysedSpec& spec, const TileConfig& c) {
   constexpr int kOthers = 30;
-  return 2 * (sm90::launch_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec)) - kOthers);
+  return 2 * (sm90::launch_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec, c)) - kOthers);
 }
 
 /// The list of a query has no positions left where scores are computed, and all heads of a tile share it.
 Support supports_indices(const AnalysedSpec& spec) {
   const bool plain = is_forward(spec) && spec.score.empty() && !spec.row_max && !spec.batch_invariant &&
-                     !spec.has_scales() && !spec.programs.mask.uses_head;
+                     !spec.has_scales() && !spec.decodes_kv() && !spec.programs.mask.uses_head;
   if (!spec.indices || plain) return Support::yes();
   return Support::no(
       "indices are for the forward pass, without a score program, row_max, batch_invariant, K and V of 8 "
-      "bits, and h in a mask");
+      "bits or in a format that is decoded, and h in a mask");
+}
+
+/// Rows that are decoded.
+Support supports_rows(const AnalysedSpec& spec) {
+  if (!spec.decodes_kv()) return Support::yes();
+  if (!spec.kv.shared_kv && std::max(spec.head_dim, spec.v_dim()) <= kMostColumns) return Support::yes();
+  return Support::no(fmt::format("K of {} and V of {} are for head dimensions up to {} and without shared_kv",
+                                 to_string(spec.kv.k_format), to_string(spec.kv.v_format), kMostColumns));
 }
 
 Support supports_q_codes(const AnalysedSpec& spec) {
@@ -113,7 +122,7 @@ Support check_forward_tile(const AnalysedSpec& spec, const TileConfig& c) {
     return Support::no(
         "two Q tiles at a time are for blocks that take one after the other, not for split keys, "
         "nor for packed sequences or lengths of keys without lists of tiles");
-  if (q_tiles_per_cta(spec, c) > 1 && spec.has_scales())
+  if (q_tiles_per_cta(spec, c) > 1 && (spec.has_scales() || spec.decodes_kv()))
     return Support::no("two Q tiles at a time are not for K and V of 8 bits");
   if (q_tiles_per_cta(spec, c) > 1 && spec.programs.column_term)
     return Support::no("two Q tiles at a time leave no warp to find what the score reads of the keys");
@@ -171,7 +180,8 @@ Support no_lists(const AnalysedSpec& spec) {
   return Support::no(fmt::format(
       "lists of tiles are not for {}; a mask of a cache does without them where keys are split",
       spec.kv.shared_kv ? "shared_kv"
-                        : fmt::format("pages whose rows are no multiple of {}", sm90::kSwizzledRows)));
+                        : fmt::format("rows that are decoded, or pages whose rows are no multiple of {}",
+                                      sm90::kSwizzledRows)));
 }
 
 }  // namespace
@@ -183,7 +193,8 @@ bool excludes_lists(const AnalysedSpec& spec) {
 bool may_gather(const AnalysedSpec& spec, const TileConfig& c) {
   constexpr int kFewestRegisters = 40;
   return q_tiles_per_cta(spec, c) == 1 &&
-         sm90::producer_registers(c.warps / kGroupWarps, c.min_blocks, c.d_split) >= kFewestRegisters;
+         sm90::producer_registers(c.warps / kGroupWarps, c.min_blocks, c.d_split, spec.decodes_kv()) >=
+             kFewestRegisters;
 }
 
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
@@ -193,10 +204,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (spec.pass == Pass::jvp) return Support::no("it has no kernel of O's tangent");
   if (spec.dtype != DType::fp16 && spec.dtype != DType::bf16)
     return Support::no(fmt::format("its kernels take fp16 and bf16, the spec has {}", to_string(spec.dtype)));
-  if (spec.decodes_kv())
-    return Support::no(
-        fmt::format("TMA copies rows of elements, e4m3, e5m2 and int8, the spec has K of {} and V of {}",
-                    to_string(spec.kv.k_format), to_string(spec.kv.v_format)));
+  if (Support able = supports_rows(spec); !able) return able;
   if (Support able = supports_q_codes(spec); !able) return able;
   if (spec.has_scales() && std::max(spec.head_dim, spec.v_dim()) > kMostColumns)
     return Support::no(fmt::format("K and V of 8 bits are for head dimensions up to {}, not {} and {}",
@@ -219,8 +227,8 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
     return no_lists(spec);
   if (gathers(spec) && (has_bias_tile(spec) || spec.programs.column_term))
     return Support::no(
-        fmt::format("rows of pages that are no multiple of {} rows are for specs without a dense bias, or "
-                    "what scores read of keys",
+        fmt::format("rows of pages that are no multiple of {} rows, and rows that are decoded, are for specs "
+                    "without a dense bias, or what scores read of keys",
                     sm90::kSwizzledRows));
   if (is_forward(spec)) return Support::yes();
   if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);
@@ -237,7 +245,7 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
   if (const int bytes = shared_bytes(spec, c); bytes > most_bytes)
     return Support::no(fmt::format("{} needs {} bytes of shared memory a block, {} has {}", to_string(c),
                                    bytes, device.arch, most_bytes));
-  if (converters(spec) > 0 && largest_product(spec, c) > launched_limit(spec, c))
+  if (converts(spec) && largest_product(spec, c) > launched_limit(spec, c))
     return Support::no(fmt::format("{} has products of {} columns, a thread begins with registers for {}",
                                    to_string(c), largest_product(spec, c), launched_limit(spec, c)));
   if (const int values = kept_values(spec, c); values > kept_limit(spec, c))

@@ -142,6 +142,17 @@ std::vector<TileConfig> preferences_to_192(const AnalysedSpec& spec) {
   return choices;
 }
 
+/// Of rows that are decoded, from one to the next in shared memory.
+int largest_row_pitch(const AnalysedSpec& spec) {
+  if (!spec.decodes_kv()) return 0;
+  const auto pitch = [&](const KvFormat& format, int dim) {
+    if (!format.quantized()) return sm90::row_pitch(dim * static_cast<int>(size_of(spec.dtype)), 16);
+    const KvRow row = format.row(dim);
+    return sm90::row_pitch(row.bytes, row.alignment);
+  };
+  return std::max(pitch(spec.kv.k_format, spec.head_dim), pitch(spec.kv.v_format, spec.v_dim()));
+}
+
 /// Up to 256.
 std::vector<TileConfig> preferences_to_256(const AnalysedSpec& spec) {
   std::vector<TileConfig> choices = {forward_config(8, 64, 2), forward_config(4, 64, 2)};
@@ -170,7 +181,8 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
           .q_tiles_per_cta = q_tiles_per_cta(spec, c),
           .d_split = c.d_split,
           .shared_kv = spec.kv.shared_kv,
-          .codes = spec.has_scales(),
+          .codes = spec.has_scales() || spec.decodes_kv(),
+          .row_pitch = largest_row_pitch(spec),
           .code_products = spec.q_codes,
           .key_scales = spec.has_key_scales(),
           .split = c.split,
@@ -253,8 +265,8 @@ int forward_cluster(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 bool multiplies_as_fp16(const AnalysedSpec& spec) {
-  return is_forward(spec) && converters(spec) > 0 && !spec.has_key_scales() && spec.score.empty() &&
-         spec.head_dim == spec.v_dim() && spec.head_dim <= 192;
+  return is_forward(spec) && spec.has_scales() && converts(spec) && !spec.has_key_scales() &&
+         spec.score.empty() && spec.head_dim == spec.v_dim() && spec.head_dim <= 192;
 }
 
 TileConfig config(int br, int bc, int warps, int stages) {
@@ -280,7 +292,7 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   if (d > kMostColumns) return wide_preferences(spec);
   if (spec.q_codes) return code_product_preferences(spec);
-  if (spec.has_scales()) return code_preferences(spec);
+  if (converts(spec)) return code_preferences(spec);
   std::vector<TileConfig> choices = d <= 128   ? preferences_to_128(spec)
                                     : d <= 192 ? preferences_to_192(spec)
                                                : preferences_to_256(spec);

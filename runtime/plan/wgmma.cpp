@@ -150,8 +150,9 @@ std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) 
   };
   if (spec.pass == Pass::forward) {
     const bool whole = sm90::has_whole_products(spec.v_dim(), false), shares_rows = config.d_split > 1;
-    const Product output(dtype, sm90::own_columns(spec.v_dim(), config.d_split) /
-                                    sm90::pv_parts(spec.v_dim(), spec.has_scales(), false));
+    const Product output(dtype,
+                         sm90::own_columns(spec.v_dim(), config.d_split) /
+                             sm90::pv_parts(spec.v_dim(), hopper::converts(spec), false, config.min_blocks));
     std::string text =
         scores("multiply_scores", config.bc, sm90::kWarpgroupRows, config.bc,
                whole && !shares_rows ? spec.head_dim : 16) +

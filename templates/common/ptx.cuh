@@ -74,7 +74,11 @@ __device__ __forceinline__ void copy_async_16(unsigned to, const void* from, boo
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
                : "memory");
 }
-/// The same of 4 bytes.
+/// Copies the first `bytes` of 16, and writes zeros behind.
+__device__ __forceinline__ void copy_async_first(unsigned to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+/// As copy_async_16(), of 4 bytes.
 __device__ __forceinline__ void copy_async_4(unsigned to, const void* from, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0)
                : "memory");

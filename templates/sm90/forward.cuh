@@ -52,6 +52,12 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     }
   };
   const auto pack_p = [&] {
+    if (kSkipsIdleWarps<P> && rows.warp_is_idle()) {
+#pragma unroll
+      for (auto& keys : p_operand)
+        for (unsigned& pair : keys) pair = 0;
+      return;
+    }
     as_left_operand<ProductElement<P>>(p_operand, s);
     if constexpr (P::kDropout) {
 #pragma unroll
@@ -94,6 +100,10 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   float rescale[2], scale[2];
   RunningState<P> state;
   const auto softmax = [&](int n, bool first, auto& scores) {
+    if (kSkipsIdleWarps<P> && rows.warp_is_idle()) {
+      rescale[0] = rescale[1] = 1.0f;
+      return release_terms(smem, n);
+    }
     scale_products(rows, rows, scores);
     ScoreStage<P>::apply(p, rows, kv_begin, bias, smem.column_terms(n) + threadIdx.x % 4 * 2, scores);
     release_terms(smem, n);
@@ -227,18 +237,19 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
   init_barriers<P>(shared);
   const ShareStart start = begin_schedule<P>(p, maps, shared);
 
-  // The producer is warpgroup -1; the one that converts K and V, if there is one, is behind the consumers.
+  // The producer is warpgroup -1; those that convert K and V are behind the consumers.
   constexpr int kConsumers = kQTilesPerCta<P> * Storage::kWarpgroups;
   const int wg = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0) - 1;
-  if (kConvertsKv<P> && wg == kConsumers) {
-    lower_register_limit<converter_registers(kConsumers, P::kMinBlocks)>();
-    return KvConverter<P>::run(p, Storage(0, shared));
+  if (kConvertsKv<P> && wg >= kConsumers) {
+    lower_register_limit<converter_registers(kConsumers, P::kMinBlocks, kDecodesKv<P>)>();
+    return KvConverter<P>::run(p, Storage(0, shared), wg - kConsumers);
   }
   if (wg < 0) {
-    lower_register_limit<producer_registers(kConsumers, P::kMinBlocks, P::kDSplit)>();
+    lower_register_limit<producer_registers(kConsumers, P::kMinBlocks, P::kDSplit, kDecodesKv<P>)>();
     run_producer<P>(p, maps, shared, start);
   } else {
-    raise_register_limit<consumer_registers(kConsumers, P::kMinBlocks, kConverters<P>, P::kDSplit)>();
+    raise_register_limit<consumer_registers(kConsumers, P::kMinBlocks, kConverters<P>, P::kDSplit,
+                                            kDecodesKv<P>)>();
     const int slot = kQTilesPerCta<P> > 1 ? wg / Storage::kWarpgroups : 0;
     Consumer<P>::run(p, maps, Storage(slot, shared), wg - slot * Storage::kWarpgroups);
   }

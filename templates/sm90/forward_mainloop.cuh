@@ -55,8 +55,8 @@ template <class P>
 __device__ __forceinline__ void start_pv(OAccumulator<P>& o, POperand<P>& p_operand, unsigned long long v,
                                          int& adds) {
   constexpr int kStatements = kOneStatementPerProduct<P> ? 1 : P::kBc / 16,
-                kParts = pv_parts(P::kHeadDimV, kScaledKv<P>, false), kValues = kOwnColumns<P> / 2 / kParts,
-                kSlices = slices(kOwnColumns<P>) / kParts;
+                kParts = pv_parts(P::kHeadDimV, kLoadsCodes<P>, false, P::kMinBlocks),
+                kValues = kOwnColumns<P> / 2 / kParts, kSlices = slices(kOwnColumns<P>) / kParts;
   pin(o);
   wgmma_fence();
 #pragma unroll
@@ -86,14 +86,14 @@ __device__ __forceinline__ void ping_pong_arrive(const ForwardStorage<P>& smem, 
 template <class P>
 __device__ __forceinline__ void wait_k(const ForwardStorage<P>& smem, int n, bool ready) {
   if (!ready) barrier_wait<P>(smem.k_full(n), smem.phase(n));
-  if (kGathers<P> && !kScaledKv<P>) publish_to_async_proxy();
+  if (kGathers<P> && !kLoadsCodes<P>) publish_to_async_proxy();
 }
 /// Clears V behind the last of `valid` keys: it may be NaN, which P = 0 does not hide.
 template <class P>
 __device__ __forceinline__ void wait_v(const ForwardStorage<P>& smem, int n, bool ready, int wg,
                                        const SoftmaxRows<P>& rows, int kv_begin) {
   if (!ready) barrier_wait<P>(smem.v_full(n), smem.phase(n));
-  if constexpr (kScaledKv<P>) return;  // zeros already, and published
+  if constexpr (kLoadsCodes<P>) return;  // zeros already, and published
   if constexpr (kGathers<P>) return publish_to_async_proxy();
   if (const int valid = rows.seqused_kv - kv_begin; kForeignKeys<P> && valid < P::kBc) {
     clear_rows<P::kBc, P::kHeadDimV>(smem.shared + (smem.v(n) - smem.base), valid);

@@ -2,7 +2,7 @@
 // NOTES.md). To tune the kernel, begin here. Those of the schedule are in tma/forward_policy.cuh.
 #pragma once
 
-#include "flashjit/common/kv_source.cuh"
+#include "flashjit/common/kv_format.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/common/visible.cuh"
 #include "flashjit/sm90/layout.cuh"
@@ -40,9 +40,10 @@ struct PipelineCountOf<true> {
 template <class P>
 using PipelineCount = typename PipelineCountOf<kConsumersReadList<P>>::Type;
 
-/// K and V come row by row instead of by TMA, whose boxes would span pages, or what no list names.
+/// K and V come row by row instead of by TMA, whose boxes would span pages, or what no list names; and whose
+/// strides rows that are decoded need not have.
 template <class P>
-constexpr bool kGathers = gathers(P::kIndices, P::kPageRows);
+constexpr bool kGathers = kDecodesKv<P> || gathers(P::kIndices, P::kPageRows);
 
 /// K and V of pages are copied by a warp each, as many small boxes take long.
 template <class P>
@@ -50,13 +51,25 @@ constexpr bool kLoadsKvApart = (P::kPageRows > 0 && !kGathers<P> && !P::kSharedK
                                 !P::kScoreColumnTerm && !P::kQCodes && kQTilesPerCta<P> == 1 &&
                                 P::kDSplit == 1);
 
-/// K and V of 8 bits beside Q of 16: a warpgroup more converts them. Consumers then have fewer registers.
-/// NOTES.md#k-and-v-of-8-bits
+/// Tiles of K and V come as codes.
 template <class P>
-constexpr int kConverters = converters(kScaledKv<P>, P::kQCodes);
+constexpr bool kLoadsCodes = kScaledKv<P> || kDecodesKv<P>;
+
+/// K and V of 8 bits, or of formats that are decoded, beside Q of 16: a warpgroup or two more convert them.
+/// Consumers then have fewer registers. NOTES.md#k-and-v-of-8-bits
+template <class P>
+constexpr int kConverters = kDecodesKv<P> ? row_decoders(P::kWarps / 4, P::kMinBlocks)
+                                          : converters(kScaledKv<P>, P::kQCodes);
 template <class P>
 constexpr bool kConvertsKv = kConverters<P> > 0;
 constexpr int kConverterThreads = 128;
+
+/// The pitch of rows in slots, where they are decoded: see kv_rows.cuh.
+template <class P, bool kDecodes = kDecodesKv<P>>
+constexpr int kRowPitch = 0;
+template <class P>
+constexpr int kRowPitch<P, true> = max(row_pitch(P::KFormat::kBytes, P::KFormat::kAlignment),
+                                       row_pitch(P::VFormat::kBytes, P::VFormat::kAlignment));
 
 /// Q, K and V of 8 bits are multiplied as they are: see forward_codes.cuh. Producer warps transpose V.
 template <class P>
@@ -145,7 +158,7 @@ constexpr bool kAlternatesRows = (kProducerPostsEntries<P> && kQTilesPerCta<P> >
 /// not beside a partial first step, or a score program over codes, where registers do not suffice.
 /// NOTES.md#exponentials-and-instructions
 template <class P>
-constexpr bool kMaxByBits = !kAddsScoreLine<P> && !kPartialFirstStep<P> && !(kScaledKv<P> && P::kHasScore);
+constexpr bool kMaxByBits = !kAddsScoreLine<P> && !kPartialFirstStep<P> && !(kLoadsCodes<P> && P::kHasScore);
 
 // --- Mask and dropout -------------------------------------------------------------------------------------
 
@@ -161,12 +174,17 @@ constexpr bool kFullTilesByBounds = ((P::kMaskBounds > 0 && !kLists<P>) || kClas
 template <class P>
 constexpr bool kMasksByBits = (P::kMaskBounds > 1);
 
+/// Warps without queries, most of a decoding tile's, have no softmax where K and V are decoded: instructions
+/// are then what there is least of. NOTES.md#rows-of-formats-that-are-decoded
+template <class P>
+constexpr bool kSkipsIdleWarps = kDecodesKv<P>&& P::kStreamK && !P::kPackGqa && P::kBr == kWarpgroupRows;
+
 /// Dropout's bits are drawn while S is computed, and wait in registers; else where P is packed. Early, late:
 /// d64 1.14, 1.24 times as fast as before, d128 1.20, 1.14, d256 1.08, 1.13. Beside codes registers do not
 /// suffice.
 /// NOTES.md#dropout
 template <class P>
-constexpr bool kDrawsEarly = (P::kDropout && P::kHeadDimV > 64 && P::kHeadDimV <= 128 && !kScaledKv<P>);
+constexpr bool kDrawsEarly = (P::kDropout && P::kHeadDimV > 64 && P::kHeadDimV <= 128 && !kLoadsCodes<P>);
 
 // --- Shared memory and epilogue ---------------------------------------------------------------------------
 
@@ -182,7 +200,8 @@ constexpr ForwardLayout kForwardLayout{.br = P::kBr,
                                        .q_tiles_per_cta = kQTilesPerCta<P>,
                                        .d_split = P::kDSplit,
                                        .shared_kv = P::kSharedKv,
-                                       .codes = kScaledKv<P>,
+                                       .codes = kLoadsCodes<P>,
+                                       .row_pitch = kRowPitch<P>,
                                        .code_products = kCodeProducts<P>,
                                        .key_scales = P::kKeyScales,
                                        .split = P::kSplit,

@@ -8,6 +8,7 @@
 #include "flashjit/sm90/forward_producer.cuh"
 #include "flashjit/sm90/kv_codes.cuh"
 #include "flashjit/sm90/kv_gather.cuh"
+#include "flashjit/sm90/kv_rows.cuh"
 
 namespace flashjit::sm90 {
 
@@ -40,17 +41,23 @@ struct Idle {
                                              const ShareStart&, int) {}
 };
 
+/// Copies K and V row by row.
+template <class P, int kWarp>
+using RowLoader = Conditional<kDecodesKv<P>, KvRowCopier<P, kWarp>, KvRowLoader<P, kWarp>>;
 template <class P>
 struct ProducerRoles {
-  using First = Conditional<kGathers<P>, KvRowLoader<P, 0>,
-                            Conditional<kLoadsKvApart<P>, KvLoader<P, KvTensors::k>, KvLoader<P>>>;
-  using Second = Conditional<kQTilesPerCta<P> == 2, BusyQLoader<P>, QLoader<P>>;
+  using KvWarp = Conditional<kGathers<P>, RowLoader<P, 0>,
+                             Conditional<kLoadsKvApart<P>, KvLoader<P, KvTensors::k>, KvLoader<P>>>;
+  using QWarp = Conditional<kQTilesPerCta<P> == 2, BusyQLoader<P>, QLoader<P>>;
+  /// Rows that are decoded are not copied beside the warp that has the rows of a single query's heads.
+  using First = Conditional<kDecodesKv<P>, QWarp, KvWarp>;
+  using Second = Conditional<kDecodesKv<P>, KvWarp, QWarp>;
   /// Then it writes empty rows. With two transposers the fourth warp is one, too.
   using Third =
       Conditional<kCodeProducts<P>, VTransposer<P>, Conditional<P::kKeyScales, KeyScaleLoader<P>, Idle<P>>>;
   using Fourth =
       Conditional<kKeyFactors<P>, KeyFactorFinder<P>,
-                  Conditional<kGathers<P>, KvRowLoader<P, 1>,
+                  Conditional<kGathers<P>, RowLoader<P, 1>,
                               Conditional<kLoadsKvApart<P>, KvLoader<P, KvTensors::v>,
                                           Conditional<P::kScoreColumnTerm, ColumnTermFinder<P>, Idle<P>>>>>;
 };
@@ -73,6 +80,11 @@ __device__ __forceinline__ void run_producer(const Params& p, const TensorMaps& 
     Roles::Fourth::run(p, smem, maps, start, warp);
   }
 }
+
+/// What makes elements of K and V.
+template <class P>
+using KvConverter = Conditional<kDecodesKv<P>, KvRowDecoder<P>,
+                                Conditional<kConvertsKv<P>, KvConverterGroup<P>, NoKvConverter>>;
 
 // --- Before the roles -------------------------------------------------------------------------------------
 

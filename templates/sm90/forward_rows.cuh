@@ -38,7 +38,29 @@ __device__ __forceinline__ bool has_tile(Range keys, int kv_begin) {
 
 /// What all codes of a work tile's head of K and V are multiplied with: K's, and Q's, with the score's scale,
 /// V's with O. Scales of keys are multiplied with S and V.
-template <class P, bool kOfHeads = kScaledKv<P> && !P::kKeyScales>
+template <class P>
+constexpr bool kHeadScales = kDecodesKv<P> || (kScaledKv<P> && !P::kKeyScales);
+/// That of K or V.
+template <class P, class Format>
+__device__ __forceinline__ float factor_of_head(const KvScales<P>& scales) {
+  return (Format::kArgumentOfHead ? scales.of_head() : 1.0f) * Format::kUnit;
+}
+struct Plain8bit {
+  static constexpr bool kArgumentOfHead = true;
+  static constexpr float kUnit = 1.0f;
+};
+template <class P, bool kDecodes = kDecodesKv<P>>
+struct KvHeadFormats {
+  using K = Plain8bit;
+  using V = Plain8bit;
+};
+template <class P>
+struct KvHeadFormats<P, true> {
+  using K = OfHead<typename P::KFormat>;
+  using V = OfHead<typename P::VFormat>;
+};
+
+template <class P, bool kOfHeads = kHeadScales<P>>
 struct HeadScales {
   __device__ void read(const Params&, const WorkTile<P>&) {}
   __device__ float times_k_scale(float x, int) const { return x; }
@@ -51,10 +73,11 @@ struct HeadScales<P, true> {
   float v_scale;
   __device__ void read(const Params& p, const WorkTile<P>& work) {
     const int h_kv = work.h / p.qhead_per_kvhead();
-    k_scale[0] = KvScales<P>(p, p.k_scale, work.sequence, h_kv).of_head();
+    using Formats = KvHeadFormats<P>;
+    k_scale[0] = factor_of_head<P, typename Formats::K>({p, p.k_scale, work.sequence, h_kv});
     if constexpr (P::kQCodes) k_scale[0] *= q_scale<P>(p, work.sequence.b, h_kv);
     k_scale[kOwn - 1] = k_scale[0];
-    v_scale = KvScales<P>(p, p.v_scale, work.sequence, h_kv).of_head();
+    v_scale = factor_of_head<P, typename Formats::V>({p, p.v_scale, work.sequence, h_kv});
   }
   __device__ float times_k_scale(float x, int half) const { return x * k_scale[half % kOwn]; }
   __device__ float times_v_scale(float x) const { return x * v_scale; }
@@ -111,6 +134,11 @@ struct SoftmaxRows : HeadScales<P>, PresentKeys<P::kIndices>, KeyFactors<kKeyFac
         row_term[half] = P::score_row_term(p, head, position(first_query() + half * to_second()));
   }
   __device__ int first_query() const { return P::kPackGqa ? packed_query[0] : q.begin + own_row(); }
+  /// Whether the warp has no queries. A vote, so that ptxas sees all lanes branch alike.
+  __device__ bool warp_is_idle() const {
+    const int first = q.begin + static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
+    return !__any_sync(kWholeWarp, first < q.end);
+  }
   __device__ int to_second() const { return P::kPackGqa ? packed_query[1] - packed_query[0] : 8; }
 };
 

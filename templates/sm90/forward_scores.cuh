@@ -36,7 +36,7 @@ __device__ __forceinline__ void scale_products(const KeyFactors<true>& keys, con
 template <class P, int kCount>
 __device__ __forceinline__ void scale_products(const KeyFactors<false>&, const SoftmaxRows<P>& rows,
                                                float (&s)[kCount]) {
-  if (kScaledKv<P> && P::kHasScore && !P::kKeyScales) {
+  if (kHeadScales<P> && P::kHasScore) {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) s[n] = rows.times_k_scale(s[n], n / 2 % 2);
   }

@@ -131,27 +131,32 @@ struct ForwardStorage {
 
   // The raw stage of tile n of K or V, which TMA fills: K's or V's own, or a slot for codes. These are one
   // ring, in the order of their loads: K of the next tile before V of this one. Where codes are multiplied it
-  // has V's alone.
-  __device__ Count code_tile_k(Count n) const { return n > 0 ? 2 * n - 1 : 0; }
-  __device__ Count code_tile_v(Count n) const { return kCodeProducts<P> ? n : 2 * n + 2; }
+  // has V's alone. Where rows are decoded K and V have every second slot each: their readers do not wait for
+  // each other, so that neither may meet the other's phase of a barrier.
+  __device__ Count code_tile_k(Count n) const { return kDecodesKv<P> ? 2 * n : n > 0 ? 2 * n - 1 : 0; }
+  __device__ Count code_tile_v(Count n) const {
+    return kDecodesKv<P> ? 2 * n + 1 : kCodeProducts<P> ? n : 2 * n + 2;
+  }
   __device__ unsigned raw_k(Count n) const { return kConvertsKv<P> ? codes(code_tile_k(n)) : k(n); }
-  __device__ unsigned raw_v(Count n) const { return kScaledKv<P> ? codes(code_tile_v(n)) : v(n); }
+  __device__ unsigned raw_v(Count n) const { return kLoadsCodes<P> ? codes(code_tile_v(n)) : v(n); }
   __device__ unsigned raw_k_full(Count n) const {
     return kConvertsKv<P> ? codes_full(code_tile_k(n)) : k_full(n);
   }
   __device__ unsigned raw_v_full(Count n) const {
-    return kScaledKv<P> ? codes_full(code_tile_v(n)) : v_full(n);
+    return kLoadsCodes<P> ? codes_full(code_tile_v(n)) : v_full(n);
   }
   __device__ unsigned raw_k_empty(Count n) const {
     return kConvertsKv<P> ? codes_empty(code_tile_k(n)) : k_empty(n);
   }
   __device__ unsigned raw_v_empty(Count n) const {
-    return kScaledKv<P> ? codes_empty(code_tile_v(n)) : v_empty(n);
+    return kLoadsCodes<P> ? codes_empty(code_tile_v(n)) : v_empty(n);
   }
   __device__ int raw_k_phase(Count n) const {
     return kConvertsKv<P> ? codes_phase(code_tile_k(n)) : phase(n);
   }
-  __device__ int raw_v_phase(Count n) const { return kScaledKv<P> ? codes_phase(code_tile_v(n)) : phase(n); }
+  __device__ int raw_v_phase(Count n) const {
+    return kLoadsCodes<P> ? codes_phase(code_tile_v(n)) : phase(n);
+  }
 
   // Named barriers: the ping-pong among warpgroups, and one for the four warps of a warpgroup. Where
   // warpgroups share rows there is no ping-pong: P is in shared memory, and has been read there; and the
@@ -190,8 +195,8 @@ struct ForwardStorage {
       }
     }
     for (int c = 0; c < kLayout.code_slots(); ++c) {
-      barrier_init(codes_full(c),
-                   (kGathers<P> ? kGatherWarps * 32 : 1) + (P::kKeyScales && !kKeyFactors<P> ? 32 : 0));
+      constexpr int kLoads = (kDecodesKv<P> ? 2 : 1) * (kGathers<P> ? kGatherWarps * 32 : 1);
+      barrier_init(codes_full(c), kLoads + (P::kKeyScales && !kKeyFactors<P> ? 32 : 0));
       barrier_init(codes_empty(c), kCodeProducts<P> ? kTransposers<P> : kConverterThreads / 32);
     }
   }

@@ -144,7 +144,7 @@ __device__ __forceinline__ void convert_tile(char* tile, const char* codes, cons
 /// Converts all tiles that the CTA meets, K and V by turns. By a warpgroup.
 template <class P>
 struct KvConverterGroup {
-  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem) {
+  static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem, int) {
     const int thread = static_cast<int>(threadIdx.x) % kConverterThreads;
     const auto at = [&](unsigned address) { return smem.shared + (address - smem.base); };
     const auto finish = [&](unsigned full, unsigned codes_empty) {
@@ -190,7 +190,5 @@ struct NoKvConverter {
   template <class... Arguments>
   static __device__ __forceinline__ void run(const Arguments&...) {}
 };
-template <class P>
-using KvConverter = Conditional<kConvertsKv<P>, KvConverterGroup<P>, NoKvConverter>;
 
 }  // namespace flashjit::sm90

@@ -23,20 +23,25 @@ constexpr int kReservedOfCta = 1024;  ///< that it takes besides, of its multipr
 constexpr int kWarpRows = 16;  ///< rows of each of its warps
 
 /// Registers of a thread of the forward pass, where a multiprocessor has `ctas` CTAs of `consumers` consumer
-/// warpgroups, a producer warpgroup and, with K and V of 8 bits, `converters`, which is 1: at the start all
+/// warpgroups, a producer warpgroup and, where K and V are converted, `converters`: at the start all
 /// threads have the same number, then the others give most of theirs to the consumers.
 constexpr int launch_registers(int consumers, int ctas, int converters = 0) {
   return 65536 / ((consumers + 1 + converters) * 128 * ctas) / 8 * 8;
 }
-/// Consumers that share rows need fewer.
-constexpr int producer_registers(int consumers, int ctas, int d_split = 1) {
+/// Consumers that share rows need fewer. Warps that copy `rows`, which are then decoded, need more.
+constexpr int producer_registers(int consumers, int ctas, int d_split = 1, bool rows = false) {
+  if (rows) return consumers == 1 && ctas == 1 ? 80 : 40;
   return ctas > 1 || consumers > 2 ? 32 : consumers == 2 && d_split == 1 ? 40 : 56;
 }
-constexpr int converter_registers(int consumers, int ctas) { return ctas > 1 || consumers > 1 ? 40 : 56; }
-constexpr int consumer_registers(int consumers, int ctas, int converters = 0, int d_split = 1) {
+constexpr int converter_registers(int consumers, int ctas, bool rows = false) {
+  if (rows) return ctas > 1 ? 40 : consumers > 1 ? 56 : 96;
+  return ctas > 1 || consumers > 1 ? 40 : 56;
+}
+constexpr int consumer_registers(int consumers, int ctas, int converters = 0, int d_split = 1,
+                                 bool rows = false) {
   const int all = launch_registers(consumers, ctas, converters) * (consumers + 1 + converters) -
-                  producer_registers(consumers, ctas, d_split) -
-                  converters * converter_registers(consumers, ctas);
+                  producer_registers(consumers, ctas, d_split, rows) -
+                  converters * converter_registers(consumers, ctas, rows);
   return all / consumers < 240 ? all / consumers / 8 * 8 : 240;
 }
 
@@ -48,11 +53,12 @@ constexpr bool has_whole_products(int head_dim_v, bool code_products) {
 }
 
 /// Into how many parts of the columns of O a product P V is divided: two where the converting warpgroup
-/// leaves a thread 128 registers at the start, which ptxas does not let one instruction exceed. Where codes
-/// are multiplied, parts of the product are in registers beside O, to which they are added: above 96 columns
-/// the fewest parts of whole chunks of eight columns, 64 columns at most if five parts suffice.
-constexpr int pv_parts(int head_dim_v, bool codes, bool code_products) {
-  if (!code_products) return codes && head_dim_v == 256 ? 2 : 1;
+/// leaves a thread 128 registers at the start, or 80 beside another CTA, which ptxas does not let one
+/// instruction exceed. Where codes are multiplied, parts of the product are in registers beside O, to which
+/// they are added: above 96 columns the fewest parts of whole chunks of eight columns, 64 columns at most if
+/// five parts suffice.
+constexpr int pv_parts(int head_dim_v, bool codes, bool code_products, int ctas = 1) {
+  if (!code_products) return codes && (head_dim_v == 256 || (head_dim_v == 128 && ctas > 1)) ? 2 : 1;
   if (head_dim_v <= 96) return 1;
   for (int parts = 2; parts <= 5; ++parts)
     if (head_dim_v % (8 * parts) == 0 && head_dim_v / parts <= 64) return parts;
@@ -69,8 +75,17 @@ constexpr int kSwizzledRows = 8;  ///< of which a box has a multiple
 /// keys in order.
 constexpr bool gathers(bool indices, int page_rows) { return indices || page_rows % kSwizzledRows != 0; }
 
-/// Warpgroups that convert K and V of 8 bits for products with Q of 16.
+/// Warpgroups that convert K and V of 8 bits for products with Q of 16; or those that decode rows of other
+/// formats, K and V each its own where there are registers.
 constexpr int converters(bool codes, bool code_products) { return codes && !code_products ? 1 : 0; }
+constexpr int row_decoders(int consumers, int ctas) { return consumers == 1 && ctas == 1 ? 2 : 1; }
+
+/// Bytes from a row to the next in a slot for rows that are decoded. They are copied in pieces of 16 bytes,
+/// at whose multiples a row need not begin.
+constexpr int row_pitch(int bytes, int alignment) {
+  return (bytes + (alignment < 16 ? 16 - alignment : 0) + 15) / 16 * 16;
+}
+constexpr int kRowInfoBytes = 8;  ///< of each of these: where it begins, and its scale
 
 constexpr int kCodeAlignment = 128;  ///< of a tile of codes, which TMA does not swizzle
 /// Tiles of codes that are loaded or wait to be converted: K and V of a KV tile, and more where they fit.
@@ -95,9 +110,8 @@ constexpr int kHandoffBytes = 2 * kWarpgroupRows * 4 + 16;
 ///   bias tile    `stages`, where the score reads one
 ///   P            where warpgroups share rows
 ///   O            where it fits
-///   codes        slots for tiles of K and V of 8 bits, each with its keys' scales; of V alone where codes
-///   are
-///                multiplied, whose V^T is in V's stages
+///   codes        slots for tiles of K and V of 8 bits, each with its keys' scales, or for rows that are
+///                decoded, with their info; of V alone where codes are multiplied, whose V^T is in V's stages
 ///   column terms `stages`, where the score has them
 ///   key scales   `stages`, of K's codes; where codes are multiplied three factors of each key
 ///   handoff      what goes with P
@@ -109,7 +123,8 @@ struct ForwardLayout {
   int q_tiles_per_cta;
   int d_split;         ///< warpgroups with the same rows
   bool shared_kv;      ///< V is K's tile
-  bool codes;          ///< K and V are of 8 bits
+  bool codes;          ///< K and V are of 8 bits, or are decoded
+  int row_pitch;       ///< of rows that are decoded, the larger of K's and V's; else 0
   bool code_products;  ///< and so is Q, and all are multiplied as they are
   bool key_scales;     ///< and their keys have scales
   bool split;
@@ -144,10 +159,11 @@ struct ForwardLayout {
   constexpr int code_tiles() const { return o() + (has_o_tile() ? o_bytes() : 0); }
   constexpr int code_scales() const {
     if (code_products) return tile_bytes(bc, tile_columns(head_dim_v, true));
-    return bc * (head_dim > head_dim_v ? head_dim : head_dim_v);
+    return bc * (row_pitch > 0 ? row_pitch : head_dim > head_dim_v ? head_dim : head_dim_v);
   }
   constexpr int code_slot_bytes() const {
-    const int bytes = codes ? code_scales() + (code_products ? 0 : key_scales_bytes()) : 0;
+    const int of_keys = row_pitch > 0 ? bc * kRowInfoBytes : code_products ? 0 : key_scales_bytes();
+    const int bytes = codes ? code_scales() + of_keys : 0;
     return (bytes + kCodeAlignment - 1) / kCodeAlignment * kCodeAlignment;
   }
   constexpr int code_slots() const { return fewest_code_slots() + more_code_slots(); }
@@ -188,7 +204,8 @@ struct ForwardLayout {
   /// As many as fit: they are what is on its way from memory.
   constexpr int more_code_slots() const {
     const int more = codes && limit() > bytes_with_o() ? (limit() - bytes_with_o()) / code_slot_cost() : 0;
-    return more < kMoreCodeSlots ? more : kMoreCodeSlots;
+    const int fits = more < kMoreCodeSlots ? more : kMoreCodeSlots;
+    return row_pitch > 0 ? fits / 2 * 2 : fits;  // K's and V's take turns
   }
   constexpr int code_slot_cost() const { return code_slot_bytes() + kCodeSlotBarriers * 8; }
   constexpr int bytes_with_o() const { return bytes_of(q_stages()) + (has_o_tile() ? o_bytes() : 0); }

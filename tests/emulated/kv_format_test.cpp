@@ -34,7 +34,7 @@ TEST_F(EmulatedLatents, AreAppended) {
   check_appended_rows(runtime.get(), "fp8_ds_mla", 576);
 }
 
-constexpr Family kFamilies[] = {Family::simt, Family::sm80};
+constexpr Family kFamilies[] = {Family::simt, Family::sm80, Family::sm90};
 
 std::vector<KvFormatCase> codes() {
   std::vector<KvFormatCase> all;
@@ -73,6 +73,15 @@ std::vector<KvFormatCase> forms() {
           "- "
           "seqlen_q}"})
       all.push_back({spec, {2, 4, 1, 2, 80}, family, 1});
+  // One head's rows follow each other in a page, and are copied together.
+  for (const Family family : kFamilies)
+    for (const char* spec : {"bf16:d128:kv{nvfp4}:pages16", "fp16:d64:kv{q8_0}:pages64:causal",
+                             "bf16:d96:k{mxfp4}:v{int4}:pages8:key_scales"})
+      all.push_back({spec, {2, 4, 1, 2, 150}, family});
+  std::erase_if(all, [](const KvFormatCase& test) {
+    return !plan::traits(test.family)
+                .supports(parse_spec(test.spec).normalized(), DeviceInfo::parse("sm_90a"));
+  });
   for (const char* spec : {"fp32:d128:kv{nvfp4}:cache", "fp32:d64:k{q8_0}:pages16"})
     all.push_back({spec, {2, 4, 1, 2, 80}, Family::simt});
   return all;

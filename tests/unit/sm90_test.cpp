@@ -350,6 +350,30 @@ TEST(Sm90, MultipliesCodes) {
                                parse_config("sm90:br128:bc112:w8:s2"), kH100));
 }
 
+TEST(Sm90, DecodesRowsOfFormats) {
+  for (const char* spec : {"fwd:bf16:d128:kv{nvfp4}:pages16", "fwd:fp16:d64:k{q8_0}:v{e4m3}:cache",
+                           "fwd:bf16:d256:kv{q4_0}:causal", "fwd:bf16:d128:v{q4_0}:pages3"})
+    EXPECT_EQ(refusal(spec), "") << spec;
+  expect_in("head dimensions up to 256 and without shared_kv",
+            refusal("fwd:bf16:d576x512:kv{fp8_ds_mla}:shared_kv:pages64"));
+  expect_in("in a format that is decoded", refusal("fwd:bf16:d128:kv{nvfp4}:cache:indices"));
+  const KernelSpec spec = parse_spec("fwd:bf16:d128:kv{nvfp4}:pages16");
+  const TileConfig decoding = family().heuristic(spec, parse_shape("b64:hq8:hkv8:sq4:skv4096"), kH100);
+  EXPECT_EQ(to_string(decoding), "sm90:br64:bc64:w4:s2:min_blocks2:split");
+  const KernelPlan kernel = family().kernel(spec, decoding);
+  // One warpgroup copies, one computes, one decodes; and no tensor map is of K and V, whose rows are 72
+  // bytes.
+  EXPECT_EQ(kernel.entries.front().threads, 3 * 128);
+  EXPECT_EQ(kernel.tensor_boxes->kv_rows, 0);
+  // A block that is alone has two that decode.
+  EXPECT_EQ(family().kernel(spec, parse_config("sm90:br64:bc128:w4:s2:split")).entries.front().threads,
+            4 * 128);
+  EXPECT_EQ(family().heuristic(spec, parse_shape("b4:hq32:hkv8:sq512:skv16384"), kH100).min_blocks, 1);
+  EXPECT_EQ(sm90::row_pitch(72, 8), 80);
+  EXPECT_EQ(sm90::row_pitch(64, 16), 64);
+  EXPECT_EQ(sm90::row_pitch(34, 2), 48);
+}
+
 TEST(Sm90, PlansOneKernelWithTensorMaps) {
   const KernelSpec spec = parse_spec("fwd:bf16:d128:causal");
   const ExecutionPlan plan = make_plan(spec, parse_shape("b2:hq16:hkv4:sq1025:skv2000"), kH100, {});
@@ -366,6 +390,7 @@ TEST(Sm90, PlansOneKernelWithTensorMaps) {
                                    .d_split = 1,
                                    .shared_kv = false,
                                    .codes = false,
+                                   .row_pitch = 0,
                                    .code_products = false,
                                    .key_scales = false,
                                    .split = false,

@@ -47,6 +47,7 @@ enum class ElementType : std::uint8_t { fp32, fp16, bf16, int32, int64, int16, i
 enum class Family : std::uint8_t {
   sm90,  ///< wgmma, TMA: sm_90a, fp16 and bf16
   sm80,  ///< mma.sync, ldmatrix, cp.async: sm_80 and newer, fp16 and bf16
+  sm75,  ///< mma.sync, ldmatrix: chosen on sm_75, fp16
   simt,  ///< plain fused multiply-adds: sm_75 and newer, every type; supports every problem
 };
 
@@ -62,7 +63,7 @@ enum class ConfigSource : std::uint8_t {
 FLASHJIT_API std::string to_string(Pass pass);         // "fwd", "bwd", "append", "merge", "quantize", "jvp"
 FLASHJIT_API std::string to_string(DType dtype);       // "fp16", "bf16", "fp32", "e4m3", ...
 FLASHJIT_API std::string to_string(ElementType type);  // "fp32", ..., "uint8", "bool"
-FLASHJIT_API std::string to_string(Family family);     // "sm90", "sm80", "simt"
+FLASHJIT_API std::string to_string(Family family);     // "sm90", "sm80", "sm75", "simt"
 /// "given", "tuned", "tuned elsewhere", "tuned for a near shape", "heuristic"
 FLASHJIT_API std::string to_string(ConfigSource source);
 

@@ -5,7 +5,8 @@
 namespace flashjit::plan {
 
 std::span<const FamilyTraits> families() {
-  static const std::array<FamilyTraits, 3> kFamilies{sm90_traits(), sm80_traits(), simt_traits()};
+  static const std::array<FamilyTraits, 4> kFamilies{sm90_traits(), sm80_traits(), sm75_traits(),
+                                                     simt_traits()};
   return kFamilies;
 }
 

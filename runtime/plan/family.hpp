@@ -56,7 +56,7 @@ struct FamilyTraits {
   Support (*admits)(const AnalysedSpec&, const TileConfig&, const DeviceInfo&);
   /// A good configuration without measuring; admitted whenever supports() says yes.
   TileConfig (*heuristic)(const AnalysedSpec&, const AttentionShape&, const DeviceInfo&);
-  /// Every configuration worth measuring, all admitted.
+  /// Every configuration worth measuring, all admitted; none where another family is faster with any.
   std::vector<TileConfig> (*search_space)(const AnalysedSpec&, const DeviceInfo&);
   /// Everything about the kernel of an admitted configuration but its text.
   KernelPlan (*kernel)(const AnalysedSpec&, const TileConfig&);
@@ -72,6 +72,7 @@ const FamilyTraits& traits(Family family);
 
 const FamilyTraits& sm90_traits();
 const FamilyTraits& sm80_traits();
+const FamilyTraits& sm75_traits();
 const FamilyTraits& simt_traits();
 
 }  // namespace flashjit::plan

@@ -1,4 +1,4 @@
-// Family sm80's kernel of O's tangent: templates/sm80/jvp.cuh.
+// The kernel of O's tangent of the families of mma.sync: templates/sm80/jvp.cuh.
 #pragma once
 
 #include "plan/tensor_core.hpp"
@@ -9,8 +9,8 @@ namespace flashjit::plan::sm80_jvp {
 Support supports(const AnalysedSpec& spec);
 Support admits(const AnalysedSpec& spec, const TileConfig& config, const DeviceInfo& device);
 /// Good tiles, best first; the last fits every device.
-std::vector<TileConfig> preferences(const AnalysedSpec& spec);
-std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo& device);
+std::vector<TileConfig> preferences(Family family, const AnalysedSpec& spec);
+std::vector<TileConfig> search_space(Family family, const AnalysedSpec& spec, const DeviceInfo& device);
 KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config);
 
 }  // namespace flashjit::plan::sm80_jvp

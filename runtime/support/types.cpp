@@ -39,8 +39,8 @@ constexpr Names<ElementType, 9> kElementTypes{{{ElementType::fp32, "fp32"},
                                                {ElementType::int8, "int8"},
                                                {ElementType::uint8, "uint8"},
                                                {ElementType::boolean, "bool"}}};
-constexpr Names<Family, 3> kFamilies{
-    {{Family::sm90, "sm90"}, {Family::sm80, "sm80"}, {Family::simt, "simt"}}};
+constexpr Names<Family, 4> kFamilies{
+    {{Family::sm90, "sm90"}, {Family::sm80, "sm80"}, {Family::sm75, "sm75"}, {Family::simt, "simt"}}};
 constexpr Names<ConfigSource, 5> kConfigSources{{{ConfigSource::given, "given"},
                                                  {ConfigSource::tuned, "tuned"},
                                                  {ConfigSource::tuned_elsewhere, "tuned elsewhere"},

@@ -68,8 +68,9 @@ struct ExampleProblem {
   static constexpr bool kCheckWaits = false;    // waits that hang trap: wait.cuh
 
   // What a family decides for kernels of its own:
-  //   kSharedBytes    sm80, sm90: dynamic shared memory of the main loop
-  //   kExchanged      sm80 backward: values of a pair that one warp of two hands to the other
+  //   Mma, Copies     sm75, sm80: types of its instructions (sm80/instructions.cuh)
+  //   kSharedBytes    sm75 to sm90: dynamic shared memory of the main loop
+  //   kExchanged      sm75, sm80 backward: values of a pair that one warp of two hands to the other
   //   kQTilesPerCta   sm90 forward: Q tiles that a CTA computes at a time
   //   kTmaStoresO     sm90 forward: O leaves through shared memory and TMA
   //   kCountsTiles    sm90 forward: CTAs take Q tiles from a counter

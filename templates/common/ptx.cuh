@@ -93,6 +93,15 @@ __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+/// Stores to an address of shared memory.
+__device__ __forceinline__ void store_shared_16(unsigned to, const uint4& x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+__device__ __forceinline__ void store_shared_4(unsigned to, unsigned x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+
 /// Four 8x8 matrices of 16-bit elements; lane 8i+r gives the address of row r of matrix i.
 __device__ __forceinline__ void load_matrix_x4(unsigned (&to)[4], unsigned from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -146,6 +155,13 @@ __device__ __forceinline__ void mma_16x8x16<bf16>(float (&c)[4], const unsigned 
       "{%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+/// C += A B with A 16x8 and B 8x8 of fp16, for sm_75: half of mma_16x8x16().
+__device__ __forceinline__ void mma_16x8x8(float (&c)[4], unsigned a0, unsigned a1, unsigned b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(b));
 }
 
 /// C += A B of codes, 32 columns of A: a register has four that lie together, in the place of two of 16 bits.

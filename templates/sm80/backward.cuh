@@ -13,6 +13,7 @@
 #include "flashjit/sm80/backward_pairs.cuh"
 #include "flashjit/sm80/backward_softmax.cuh"
 #include "flashjit/sm80/backward_wide.cuh"
+#include "flashjit/sm80/instructions.cuh"
 
 namespace flashjit::sm80 {
 
@@ -35,7 +36,7 @@ __device__ void backward(const Params& p) {
   constexpr int kMt = Policy::kMt, kDUnits = Policy::kDUnits, kDvUnits = Policy::kDvUnits;
   constexpr int kQPitch = Policy::kQPitch, kVPitch = Policy::kVPitch, kRowWarps = Policy::kRowWarps;
   extern __shared__ __align__(128) char shared[];
-  const BackwardSmem<P> smem(shared);
+  BackwardSmem<P> smem(shared);
 
   const unsigned number = next_work_tile<P>(p, shared);
   const KvWorkTile<P> work(p, number);
@@ -53,8 +54,8 @@ __device__ void backward(const Params& p) {
     StagedTile next = walk.next(p, sequence);
     if (kv_begin + P::kBc > seqused_kv) next.full = 0;  // asked here, it saves the loop a register
     if (threadIdx.x == 0) smem.staged(stage) = next;
-    if (next.head >= 0) load_q_tile<P>(p, sequence, next, smem, stage);
-    copy_async_commit();
+    if (next.head >= 0) QTileLoader<P>::load(p, sequence, next, smem, stage);
+    P::Copies::commit();
   };
 #pragma unroll
   for (int stage = 0; stage < (P::kStages > 1 ? P::kStages - 1 : 1); ++stage) load_next(stage);
@@ -72,7 +73,8 @@ __device__ void backward(const Params& p) {
     if (kLateDq && last.head >= 0) add_dq<P>(p, sequence, last, smem, buffer ^ 1, warp, lane);
   };
   for (int stage = 0;; stage = stage + 1 < P::kStages ? stage + 1 : 0) {
-    copy_async_wait<Policy::kPendingCopies>();  // K, V and this stage's tiles have arrived
+    P::Copies::template wait<Policy::kPendingCopies>();  // K, V and this stage's tiles have arrived
+    QTileLoader<P>::put(smem, stage);
     __syncthreads();
     const StagedTile tile = smem.staged(stage);
     if (tile.head < 0) break;
@@ -123,7 +125,7 @@ __device__ void backward(const Params& p) {
     buffer ^= kLateDq;
   }
   add_last();
-  copy_async_wait<0>();
+  P::Copies::template wait<0>();
   store_gradients<P>(p, sequence, number, smem, dk, dv, has_ds, has_p, warp_row, lane);
 }
 

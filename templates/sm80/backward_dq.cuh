@@ -30,8 +30,8 @@ __device__ __forceinline__ void add_dq(const Params& p, const Sequence<P>& seque
 #pragma unroll
       for (int mt = 0; mt < kDqMt; ++mt)
         load_matrix_x4_transposed(a[mt], ds_offset + (k * 16 * Policy::kDsPitch + mt * 16) * 2);
-      multiply_step<Element, kDUnits, Policy::kGuardDq>(dq, a, k_columns + k * 16 * Policy::kQPitch * 2,
-                                                        dq_unit);
+      multiply_step<typename P::Mma, Element, kDUnits, Policy::kGuardDq>(
+          dq, a, k_columns + k * 16 * Policy::kQPitch * 2, dq_unit);
     }
     if (P::kDeterministic && pass == 0) {
       semaphore = dq_semaphore<P>(p, sequence.b, of.head, of.tile);

@@ -40,27 +40,36 @@ __device__ __forceinline__ void load_kv_tiles(const Params& p, const Sequence<P>
                                               int seqused_kv) {
   constexpr int kThreads = BackwardPolicy<P>::kThreads;
   const KvSource<P> k(p, p.k, sequence, h_kv), v(p, p.v, sequence, h_kv);
-  load_tile<P::kBc, P::kHeadDim, kThreads>(smem.k(), k.row(kv_begin), k.stride(), seqused_kv - kv_begin);
-  load_tile<P::kBc, P::kHeadDimV, kThreads>(smem.v(), v.row(kv_begin), v.stride(), seqused_kv - kv_begin);
+  load_tile<typename P::Copies, P::kBc, P::kHeadDim, kThreads>(smem.k(), k.row(kv_begin), k.stride(),
+                                                               seqused_kv - kv_begin);
+  load_tile<typename P::Copies, P::kBc, P::kHeadDimV, kThreads>(smem.v(), v.row(kv_begin), v.stride(),
+                                                                seqused_kv - kv_begin);
 }
 
-/// Starts the copies of a Q tile, of its dO and of its rows' LSE and D.
+/// Copies a Q tile, its dO and its rows' LSE and D: load() starts, and put() ends what waits in registers
+/// (`smem`, a HeldQTile), which is nothing here.
 template <class P>
-__device__ __forceinline__ void load_q_tile(const Params& p, const Sequence<P>& sequence,
-                                            const StagedTile& next, const BackwardSmem<P>& smem, int stage) {
-  using Policy = BackwardPolicy<P>;
-  const int h = next.head, q = next.tile * P::kBr, valid = sequence.seqlen_q(p) - q;
-  load_tile<P::kBr, P::kHeadDim, Policy::kThreads>(smem.q(stage), sequence.q_pointer(p.q, h, q), p.q.stride_s,
-                                                   valid);
-  load_tile<P::kBr, P::kHeadDimV, Policy::kThreads>(smem.dout(stage), sequence.q_pointer(p.dout, h, q),
-                                                    p.dout.stride_s, valid);
-  const long long row = sequence.stats_row(p, h) + q;
-  static_assert(P::kBr / 2 <= Policy::kThreads, "one thread for each four rows of LSE and of D");
-  if (threadIdx.x < P::kBr / 2) {
-    const bool first = threadIdx.x < P::kBr / 4;
-    const int four = static_cast<int>(threadIdx.x) % (P::kBr / 4) * 4;
-    copy_async_16(smem.row_stats(first, stage, four), (first ? p.lse_padded : p.d) + row + four, true);
+struct AsyncQTileLoader {
+  static __device__ __forceinline__ void load(const Params& p, const Sequence<P>& sequence,
+                                              const StagedTile& next, BackwardSmem<P>& smem, int stage) {
+    using Policy = BackwardPolicy<P>;
+    const int h = next.head, q = next.tile * P::kBr, valid = sequence.seqlen_q(p) - q;
+    load_tile<typename P::Copies, P::kBr, P::kHeadDim, Policy::kThreads>(
+        smem.q(stage), sequence.q_pointer(p.q, h, q), p.q.stride_s, valid);
+    load_tile<typename P::Copies, P::kBr, P::kHeadDimV, Policy::kThreads>(
+        smem.dout(stage), sequence.q_pointer(p.dout, h, q), p.dout.stride_s, valid);
+    const long long row = sequence.stats_row(p, h) + q;
+    static_assert(P::kBr / 2 <= Policy::kThreads, "one thread for each four rows of LSE and of D");
+    if (threadIdx.x < P::kBr / 2) {
+      const bool first = threadIdx.x < P::kBr / 4;
+      const int four = static_cast<int>(threadIdx.x) % (P::kBr / 4) * 4;
+      P::Copies::start_16(smem.row_stats(first, stage, four), (first ? p.lse_padded : p.d) + row + four,
+                          true);
+    }
   }
-}
+  static __device__ __forceinline__ void put(const BackwardSmem<P>&, int) {}
+};
+template <class P>
+using QTileLoader = typename P::Copies::template QTileLoader<P>;
 
 }  // namespace flashjit::sm80

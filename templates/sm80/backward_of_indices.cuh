@@ -89,7 +89,7 @@ __device__ __forceinline__ void add_dq_of_heads(float (&dq)[BackwardPolicy<P>::k
     for (int mt = 0; mt < Policy::kDqMt; ++mt)
       load_matrix_x4_transposed(a[mt], smem.ds(0) + matrix_offset<false>(Policy::kDsPitch) +
                                            (step * 16 * Policy::kDsPitch + first_row + mt * 16) * 2);
-    multiply_step<typename P::Element, Policy::kDUnits, true>(
+    multiply_step<typename P::Mma, typename P::Element, Policy::kDUnits, true>(
         dq, a, smem.k() + matrix_offset<true>(Policy::kQPitch) + step * 16 * Policy::kQPitch * 2, first_unit);
   }
 }
@@ -137,15 +137,16 @@ __device__ void backward_of_indices(const Params& p) {
   const int count = sequence.seqused_kv(p) > 0 ? tiles_of_list<P>(p) : 0;
   const auto load_k = [&](int i) {
     if (i < count) load_listed_tile<P, P::kHeadDim, kThreads>(smem.k(), k, list, p, b, i * P::kBc);
-    copy_async_commit();
+    P::Copies::commit();
   };
   const auto load_v = [&](int i) {
     if (i < count) load_listed_tile<P, P::kHeadDimV, kThreads>(smem.v(), v, list, p, b, i * P::kBc);
-    copy_async_commit();
+    P::Copies::commit();
   };
-  load_tile<P::kBr, P::kHeadDim, kThreads>(smem.q(0), sequence.q_pointer(p.q, h, q), p.q.stride_h, heads);
-  load_tile<P::kBr, P::kHeadDimV, kThreads>(smem.dout(0), sequence.q_pointer(p.dout, h, q), p.dout.stride_h,
-                                            heads);
+  load_tile<typename P::Copies, P::kBr, P::kHeadDim, kThreads>(smem.q(0), sequence.q_pointer(p.q, h, q),
+                                                               p.q.stride_h, heads);
+  load_tile<typename P::Copies, P::kBr, P::kHeadDimV, kThreads>(
+      smem.dout(0), sequence.q_pointer(p.dout, h, q), p.dout.stride_h, heads);
   load_k(0);
   load_v(0);
   load_head_stats(p, sequence, q, h, heads, smem);
@@ -160,7 +161,7 @@ __device__ void backward_of_indices(const Params& p) {
   float* dv = p.dv_splits + kv_row_of_split(p, 0, sequence.b, h_kv, 0) * P::kHeadDimV;
   float dq[Policy::kDqMt][2 * Policy::kDqUnitsOfWarp][4] = {};
   for (int i = 0; i < count; ++i) {
-    copy_async_wait<0>();
+    P::Copies::template wait<0>();
     __syncthreads();
     int keys[kMt][2];
 #pragma unroll
@@ -192,7 +193,7 @@ __device__ void backward_of_indices(const Params& p) {
     add_kv_gradient<P, P::kHeadDim>(dk, smem.ds(0), smem.q(0), keys, warp_row,
                                     p.softmax_scale);  // dK += dS^T Q
   }
-  copy_async_wait<0>();
+  P::Copies::template wait<0>();
   store_dq_of_heads<P, Policy::kDqUnitsOfWarp>(p, sequence, q, h, heads, dq_row, dq_unit, dq);
 }
 

@@ -8,9 +8,10 @@
 namespace flashjit::sm80 {
 
 /// Addresses of what ldmatrix and cp.async touch, pointers to what ordinary code does. One overlap: dK lies
-/// over K and dV over V, when all warps are done with both.
+/// over K and dV over V, when all warps are done with both. What is on its way to a stage belongs to
+/// it.
 template <class P>
-struct BackwardSmem {
+struct BackwardSmem : P::Copies::template HeldQTile<P> {
   using Policy = BackwardPolicy<P>;
   static constexpr BackwardLayout kLayout = Policy::kLayout;
 

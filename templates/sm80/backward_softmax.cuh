@@ -24,7 +24,7 @@ template <class P, int kDim, class WarpRow>
 __device__ __forceinline__ void multiply_kv_rows(BackwardScores<P>& c, unsigned kv_rows, unsigned q_tile,
                                                  const WarpRow& warp_row) {
   constexpr int kPitch = pitch(kDim);
-  multiply_transposed<typename P::Element, kDim, 2>(
+  multiply_transposed<typename P::Mma, typename P::Element, kDim, 2>(
       c, q_tile + matrix_offset<false>(kPitch), [&](unsigned(&a)[4], int mt, int k) {
         load_matrix_x4(a, kv_rows + (warp_row(mt) * kPitch + k * 16) * 2);
       });
@@ -159,7 +159,7 @@ __device__ __forceinline__ void multiply_by_columns(float (&c)[BackwardPolicy<P>
         for (unsigned& pair : a[mt]) pair = without_negatives(pair);
       }
     }
-    multiply_step<Element, kTotal, kGuard>(c, a, b_columns + k * 16 * kPitch * 2, 0);
+    multiply_step<typename P::Mma, Element, kTotal, kGuard>(c, a, b_columns + k * 16 * kPitch * 2, 0);
   }
 }
 

@@ -35,7 +35,7 @@ template <class P, int kDim, class WarpRow>
 __device__ __forceinline__ void multiply_kv_by_q(BackwardScores<P>& c, unsigned kv_tile, unsigned q_tile,
                                                  int first_query, const WarpRow& warp_row) {
   constexpr int kPitch = pitch(kDim);
-  multiply_transposed<typename P::Element, kDim, 4>(
+  multiply_transposed<typename P::Mma, typename P::Element, kDim, 4>(
       c, q_tile + first_query * kPitch * 2 + matrix_offset<false>(kPitch),
       [&](unsigned(&a)[4], int mt, int step) {
         load_matrix_x4(a, kv_tile + matrix_offset<true>(kPitch) + (warp_row(mt) * kPitch + step * 16) * 2);
@@ -56,7 +56,8 @@ __device__ __forceinline__ void multiply_tiles(float (&c)[BackwardPolicy<P>::kMt
 #pragma unroll
     for (int mt = 0; mt < Policy::kMt; ++mt)
       load_matrix_x4(a[mt], a_rows + (warp_row(mt) * kAPitch + k * 16) * 2);
-    multiply_step<typename P::Element, kTotal, kGuard>(c, a, b_columns + k * 16 * kPitch * 2, first_unit);
+    multiply_step<typename P::Mma, typename P::Element, kTotal, kGuard>(c, a, b_columns + k * 16 * kPitch * 2,
+                                                                        first_unit);
   }
 }
 
@@ -65,7 +66,7 @@ __device__ void backward_wide(const Params& p) {
   using Policy = BackwardPolicy<P>;
   constexpr int kMt = Policy::kMt, kQPitch = Policy::kQPitch, kVPitch = Policy::kVPitch;
   extern __shared__ __align__(128) char shared[];
-  const BackwardSmem<P> smem(shared);
+  BackwardSmem<P> smem(shared);
 
   const unsigned number = next_work_tile<P>(p, shared);
   const KvWorkTile<P> work(p, number);
@@ -84,15 +85,16 @@ __device__ void backward_wide(const Params& p) {
     StagedTile next = walk.next(p, sequence);
     if (kv_begin + P::kBc > seqused_kv) next.full = 0;
     if (threadIdx.x == 0) smem.staged(stage) = next;
-    if (next.head >= 0) load_q_tile<P>(p, sequence, next, smem, stage);
-    copy_async_commit();
+    if (next.head >= 0) QTileLoader<P>::load(p, sequence, next, smem, stage);
+    P::Copies::commit();
   };
 #pragma unroll
   for (int stage = 0; stage < (P::kStages > 1 ? P::kStages - 1 : 1); ++stage) load_next(stage);
 
   float dk[kMt][2 * Policy::kOwnDUnits][4] = {}, dv[kMt][2 * Policy::kOwnDvUnits][4] = {};
   for (int stage = 0;; stage = stage + 1 < P::kStages ? stage + 1 : 0) {
-    copy_async_wait<Policy::kPendingCopies>();  // K, V and this stage's tiles have arrived
+    P::Copies::template wait<Policy::kPendingCopies>();  // K, V and this stage's tiles have arrived
+    QTileLoader<P>::put(smem, stage);
     __syncthreads();
     const StagedTile tile = smem.staged(stage);
     if (tile.head < 0) break;
@@ -142,7 +144,7 @@ __device__ void backward_wide(const Params& p) {
     }
     add_dq<P>(p, sequence, tile, smem, 0, warp, lane);  // dQ += dS K
   }
-  copy_async_wait<0>();
+  P::Copies::template wait<0>();
   store_gradients<P>(p, sequence, number, smem, dk, dv, true, true, warp_row, lane);
 }
 

@@ -13,6 +13,7 @@
 #include "flashjit/sm80/forward_pv.cuh"
 #include "flashjit/sm80/forward_running_state.cuh"
 #include "flashjit/sm80/forward_smem.cuh"
+#include "flashjit/sm80/instructions.cuh"
 #include "flashjit/sm80/kv_loader.cuh"
 #include "flashjit/sm80/products.cuh"
 #include "flashjit/sm80/query_heads.cuh"
@@ -26,7 +27,7 @@ __device__ void forward(const Params& p) {
   using Pv = PvStage<P>;
   constexpr int kMt = Policy::kMt, kNt = Policy::kNt;
   extern __shared__ __align__(128) char shared[];
-  const ForwardSmem<P> smem(shared);
+  ForwardSmem<P> smem(shared);
 
   const auto [split, q_tile_index, h, b] = work_tile_of_cta<P>(p);
   const int h_kv = h / p.qhead_per_kvhead();
@@ -51,13 +52,13 @@ __device__ void forward(const Params& p) {
   const auto load_k = [&](int i) {
     if (i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
-    KvLoader<P>::template load<Policy::kKColumns>(smem.k(i), k, list, p, b, kv, seqused_kv - kv);
+    KvLoader<P>::template load<Policy::kKColumns>(smem, smem.k(i), k, list, p, b, kv, seqused_kv - kv);
     load_key_scales<P>(smem.k_scales(i), k_scales, kv, seqused_kv - kv);
   };
   const auto load_v = [&](int i) {
     if (P::kSharedKv || i < 0 || i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
-    KvLoader<P>::template load<Policy::kVColumns>(smem.v(i), v, list, p, b, kv, seqused_kv - kv);
+    KvLoader<P>::template load<Policy::kVColumns>(smem, smem.v(i), v, list, p, b, kv, seqused_kv - kv);
     load_key_scales<P>(smem.v_scales(i), v_scales, kv, seqused_kv - kv);
   };
   const QBits<P>* q_rows =
@@ -88,12 +89,12 @@ __device__ void forward(const Params& p) {
 
   // S and P of KV tile i, and a P V: its own, or, among the softmax, that of the tile before.
   const auto step = [&](int i, auto first) {
-    begin_step<P>(i, load_k, load_v);
+    begin_step<P>(smem, i, load_k, load_v);
     ForwardScores<P> s = {};
     const unsigned k_tile = smem.k(i) + k_offset;
     multiply_qk<P>(s, q_fragments, k_tile, load_q);  // S = Q K^T
     if (P::kKeyScales) scale_keys<P>(s, smem.k_scales(i));
-    end_qk<P>(i, load_k);
+    end_qk<P>(smem, i, load_k);
 
     const int tile_begin = tiles.tile(i) * P::kBc, kv_begin = tile_begin + first_key<P>();
     const Position q_position = position(q_begin + warp_row(0) + lane / 4);
@@ -132,7 +133,7 @@ __device__ void forward(const Params& p) {
     end_step<P>(i, load_k);
   };
 
-  run_steps<P>(tiles.count, step, load_v, add_pv);
+  run_steps<P>(smem, tiles.count, step, load_v, add_pv);
   if constexpr (kScaledKv<P>) in_order(o);
 
   // O = O / rowsum(P), and LSE; warps that share rows write the same. (NOTES.md#functions-of-sm80)

@@ -8,6 +8,7 @@
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/sm80/forward_policy.cuh"
 #include "flashjit/sm80/forward_smem.cuh"
+#include "flashjit/sm80/kv_loader.cuh"
 #include "flashjit/sm80/tile.cuh"
 
 namespace flashjit::sm80 {
@@ -23,33 +24,36 @@ template <class P, class LoadK, class LoadV>
 __device__ __forceinline__ void start_copies(const LoadK& load_k, const LoadV& load_v) {
   load_k(0);
   if constexpr (P::kStages > 1) load_v(v_with<P>(0));
-  copy_async_commit();
+  P::Copies::commit();
 #pragma unroll
   for (int i = 1; i < P::kStages - 1; ++i) {
     load_k(i);
     load_v(v_with<P>(i));
-    copy_async_commit();
+    P::Copies::commit();
   }
 }
 
 /// K(i) has arrived, and with more stages than one its V. The stage that step i - 1 has read is filled again.
 template <class P, class LoadK, class LoadV>
-__device__ __forceinline__ void begin_step(int i, const LoadK& load_k, const LoadV& load_v) {
-  copy_async_wait<ForwardPolicy<P>::kPendingCopies>();
+__device__ __forceinline__ void begin_step(ForwardSmem<P>& smem, int i, const LoadK& load_k,
+                                           const LoadV& load_v) {
+  P::Copies::template wait<ForwardPolicy<P>::kPendingCopies>();
+  KvLoader<P>::template put<ForwardPolicy<P>::kKColumns>(smem, smem.k(i));
   __syncthreads();
   if constexpr (P::kStages > 1) load_k(i + P::kStages - 1);
   load_v(v_with<P>(i + P::kStages - 1));
-  copy_async_commit();
+  P::Copies::commit();
 }
 
 /// With one stage: V has arrived, and K(i), which has been read, gives way to K(i + 1).
 template <class P, class LoadK>
-__device__ __forceinline__ void end_qk(int i, const LoadK& load_k) {
+__device__ __forceinline__ void end_qk(ForwardSmem<P>& smem, int i, const LoadK& load_k) {
   if constexpr (P::kStages == 1 && !P::kSharedKv) {
-    copy_async_wait<0>();
+    P::Copies::template wait<0>();
+    KvLoader<P>::template put<ForwardPolicy<P>::kVColumns>(smem, smem.v(i));
     __syncthreads();
     load_k(i + 1);
-    copy_async_commit();
+    P::Copies::commit();
   }
 }
 /// Where K(i) is V, too: only now it does.
@@ -58,15 +62,15 @@ __device__ __forceinline__ void end_step(int i, const LoadK& load_k) {
   if constexpr (P::kStages == 1 && P::kSharedKv) {
     __syncthreads();
     load_k(i + 1);
-    copy_async_commit();
+    P::Copies::commit();
   }
 }
 
 /// Runs the steps of a work tile: `step(i, first)`. With kLatePv the last P V comes after them. Then all
 /// warps are done with Q, so that O may overwrite it.
 template <class P, class Step, class LoadV, class AddPv>
-__device__ __forceinline__ void run_steps(int count, const Step& step, const LoadV& load_v,
-                                          const AddPv& add_pv) {
+__device__ __forceinline__ void run_steps(ForwardSmem<P>& smem, int count, const Step& step,
+                                          const LoadV& load_v, const AddPv& add_pv) {
   constexpr bool kLatePv = ForwardPolicy<P>::kLatePv;
   if constexpr (kLatePv) {
     if (count > 0) step(0, Flag<true>{});
@@ -74,12 +78,13 @@ __device__ __forceinline__ void run_steps(int count, const Step& step, const Loa
     if constexpr (P::kStages == 1) {
       __syncthreads();
       load_v(count - 1);
-      copy_async_commit();
+      KvLoader<P>::template put<ForwardPolicy<P>::kVColumns>(smem, smem.v(count - 1));
+      P::Copies::commit();
     }
   } else {
     for (int i = 0; i < count; ++i) step(i, Flag<false>{});
   }
-  copy_async_wait<0>();
+  P::Copies::template wait<0>();
   __syncthreads();
   if (kLatePv && count > 0) {
 #pragma unroll
@@ -96,7 +101,8 @@ template <class P>
 struct PlainQLoader {
   static __device__ __forceinline__ void load(const ForwardSmem<P>& smem, const QBits<P>* rows,
                                               long long stride, int valid) {
-    load_tile<P::kBr, P::kHeadDim, ForwardPolicy<P>::kThreads>(smem.q, rows, stride, valid);
+    load_tile<typename P::Copies, P::kBr, P::kHeadDim, ForwardPolicy<P>::kThreads>(smem.q, rows, stride,
+                                                                                   valid);
   }
 };
 /// Columns in the order in which K's codes are met.
@@ -104,7 +110,8 @@ template <class P>
 struct PairedQLoader {
   static __device__ __forceinline__ void load(const ForwardSmem<P>& smem, const QBits<P>* rows,
                                               long long stride, int valid) {
-    load_paired_tile<P::kBr, P::kHeadDim, ForwardPolicy<P>::kThreads>(smem.q, rows, stride, valid);
+    load_paired_tile<typename P::Copies, P::kBr, P::kHeadDim, ForwardPolicy<P>::kThreads>(smem.q, rows,
+                                                                                          stride, valid);
   }
 };
 /// Q of 8 bits, multiplied as it is: two codes in a column.
@@ -112,7 +119,7 @@ template <class P>
 struct QuantizedQLoader {
   static __device__ __forceinline__ void load(const ForwardSmem<P>& smem, const QBits<P>* rows,
                                               long long stride, int valid) {
-    load_tile<P::kBr, P::kHeadDim / 2, ForwardPolicy<P>::kThreads>(
+    load_tile<typename P::Copies, P::kBr, P::kHeadDim / 2, ForwardPolicy<P>::kThreads>(
         smem.q, reinterpret_cast<const unsigned short*>(rows), stride / 2, valid);
   }
 };
@@ -135,7 +142,7 @@ using QLoader =
 template <class P, class LoadQ>
 __device__ __forceinline__ void load_q_fragments(
     unsigned (&q)[ForwardPolicy<P>::kQSteps][ForwardPolicy<P>::kMt][4], const LoadQ& load_q) {
-  copy_async_wait<ForwardPolicy<P>::kPendingCopies>();
+  P::Copies::template wait<ForwardPolicy<P>::kPendingCopies>();
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < ForwardPolicy<P>::kQSteps; ++k)

@@ -19,7 +19,8 @@ struct ForwardPolicy {
   static constexpr int kOUnits = units_of(P::kHeadDimV, P::kDSplit);    // of a warp
   static constexpr bool kGuardO = kOUnits * P::kDSplit != kOUnitsOfAll;
   static constexpr int kOt = 2 * kOUnits;  // n8 tiles of O
-  static constexpr bool kCodeProducts = multiplies_codes(P::kQCodes, P::kKeyScales, P::kArch);
+  static constexpr bool kCodeProducts =
+      P::Mma::kHasCodes && multiplies_codes(P::kQCodes, P::kKeyScales, P::kArch);
   // Columns of a tile of Q, of two codes where these are multiplied.
   static constexpr int kQColumns = kCodeProducts ? P::kHeadDim / 2 : P::kHeadDim;
   static constexpr int kQSteps = round_up(kQColumns, 16) / 16;

@@ -3,13 +3,14 @@
 
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/sm80/forward_policy.cuh"
+#include "flashjit/sm80/kv_loader.cuh"
 
 namespace flashjit::sm80 {
 
 /// `i` counts the KV tiles of the work tile; its stage is the count modulo the number of stages. One overlap:
-/// O lies over Q, when all warps are done with Q.
+/// O lies over Q, when all warps are done with Q. What is on its way to K's or V's tile belongs to it.
 template <class P>
-struct ForwardSmem {
+struct ForwardSmem : KvLoader<P>::Held {
   using Policy = ForwardPolicy<P>;
   static constexpr ForwardLayout kLayout = Policy::kLayout;
 

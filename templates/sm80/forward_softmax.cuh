@@ -214,11 +214,13 @@ __device__ __forceinline__ void multiply_qk(ForwardScores<P>& s,
     }
   };
   if constexpr (ForwardPolicy<P>::kCodeProducts)
-    multiply_transposed<typename P::KvElement, ForwardPolicy<P>::kQColumns, kUnroll>(s, k_tile, load_a);
+    multiply_transposed<typename P::Mma, typename P::KvElement, ForwardPolicy<P>::kQColumns, kUnroll>(
+        s, k_tile, load_a);
   else if constexpr (kScaledKv<P>)
-    multiply_transposed_codes<Element, typename P::KvElement, P::kHeadDim, kUnroll>(s, k_tile, load_a);
+    multiply_transposed_codes<typename P::Mma, Element, typename P::KvElement, P::kHeadDim, kUnroll>(
+        s, k_tile, load_a);
   else
-    multiply_transposed<Element, P::kHeadDim, kUnroll>(s, k_tile, load_a);
+    multiply_transposed<typename P::Mma, Element, P::kHeadDim, kUnroll>(s, k_tile, load_a);
 }
 
 /// O += P V for 16 of the keys. `scales` are where those of the tile's keys are, with kKeyScales. `after` is
@@ -232,18 +234,18 @@ __device__ __forceinline__ void multiply_pv(float (&o)[kMt][kOt][4], const unsig
   v_tile += __float_as_uint(after) >> 31;
   v_tile += k * 16 * ForwardPolicy<P>::kVPitch * 2;
   if constexpr (!kScaledKv<P>) {
-    multiply_step<Element, kOt / 2, false>(o, p_fragments, v_tile, 0);
+    multiply_step<typename P::Mma, Element, kOt / 2, false>(o, p_fragments, v_tile, 0);
   } else if constexpr (P::kKeyScales) {
     float2 of_keys[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       of_keys[i] = *reinterpret_cast<const float2*>(scales + k * 16 + i * 8 + threadIdx.x % 4 * 2);
-    multiply_step_codes<Element>(o, p_fragments, v_tile, [&](unsigned codes, int i) {
+    multiply_step_codes<typename P::Mma, Element>(o, p_fragments, v_tile, [&](unsigned codes, int i) {
       return pair_of_codes<Element, Code>(codes, of_keys[i].x, of_keys[i].y);
     });
   } else {
-    multiply_step_codes<Element>(o, p_fragments, v_tile,
-                                 [](unsigned codes, int) { return pair_of_codes<Element, Code>(codes); });
+    multiply_step_codes<typename P::Mma, Element>(
+        o, p_fragments, v_tile, [](unsigned codes, int) { return pair_of_codes<Element, Code>(codes); });
   }
 }
 

@@ -8,6 +8,7 @@
 #include "flashjit/sm80/forward_lse.cuh"
 #include "flashjit/sm80/forward_pv.cuh"
 #include "flashjit/sm80/forward_softmax.cuh"
+#include "flashjit/sm80/instructions.cuh"
 #include "flashjit/sm80/query_heads.cuh"
 
 namespace flashjit::sm80 {
@@ -38,15 +39,15 @@ struct JvpSmem {
 };
 
 /// A tile and its tangent from row `first` on; `valid` rows exist. A tangent that is null becomes zeros.
-template <int kRows, int kColumns, int kThreads>
+template <class P, int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ void load_with_tangent(unsigned tile, unsigned tangent_tile,
                                                   const unsigned short* rows, long long stride,
                                                   const unsigned short* tangent, long long tangent_stride,
                                                   int valid) {
-  load_tile<kRows, kColumns, kThreads>(tile, rows, stride, valid);
+  load_tile<typename P::Copies, kRows, kColumns, kThreads>(tile, rows, stride, valid);
   const bool given = tangent != nullptr;
-  load_tile<kRows, kColumns, kThreads>(tangent_tile, given ? tangent : rows, given ? tangent_stride : stride,
-                                       given ? valid : 0);
+  load_tile<typename P::Copies, kRows, kColumns, kThreads>(
+      tangent_tile, given ? tangent : rows, given ? tangent_stride : stride, given ? valid : 0);
 }
 
 /// dS of a KV tile from Q K^T and its tangent, before either is changed.
@@ -172,7 +173,7 @@ __device__ __forceinline__ void multiply_values(OutTiles<P>& o, OutTiles<P>& o_t
     }
     const unsigned rows = k * 16 * Policy::kVPitch * 2;
     const auto add = [&](OutTiles<P>& to, const unsigned(&a)[Policy::kMt][4], unsigned tile) {
-      multiply_step<Element, Policy::kOUnitsOfAll, false>(to, a, tile + rows, 0);
+      multiply_step<typename P::Mma, Element, Policy::kOUnitsOfAll, false>(to, a, tile + rows, 0);
     };
     add(o, weights, v_tile);
     add(o_tangent, tangents, v_tile);
@@ -239,6 +240,7 @@ template <class Problem>
 __device__ void jvp(const JvpParams& p) {
   using P = ForwardPart<Problem>;
   using Element = typename P::Element;
+  using Mma = typename P::Mma;
   using Policy = ForwardPolicy<P>;
   using Smem = JvpSmem<Problem>;
   constexpr int kD = P::kHeadDim, kThreads = Policy::kThreads, kUnroll = 4;
@@ -263,18 +265,19 @@ __device__ void jvp(const JvpParams& p) {
   const auto load_k = [&](int i) {
     const int kv = i < tiles.count ? tiles.tile(i) * P::kBc : 0;
     if (i < tiles.count)
-      load_with_tangent<P::kBc, kD, kThreads>(smem.k, smem.k + Smem::kKBytes, of_kv(p.k, kv), p.k.stride_s,
-                                              of_kv(p.k_tangent, kv), p.k_tangent.stride_s, seqused_kv - kv);
-    copy_async_commit();
+      load_with_tangent<P, P::kBc, kD, kThreads>(smem.k, smem.k + Smem::kKBytes, of_kv(p.k, kv), p.k.stride_s,
+                                                 of_kv(p.k_tangent, kv), p.k_tangent.stride_s,
+                                                 seqused_kv - kv);
+    P::Copies::commit();
   };
   const auto load_v = [&](int i) {
     const int kv = tiles.tile(i) * P::kBc;
-    load_with_tangent<P::kBc, P::kHeadDimV, kThreads>(smem.v, smem.v + Smem::kVBytes, of_kv(p.v, kv),
-                                                      p.v.stride_s, of_kv(p.v_tangent, kv),
-                                                      p.v_tangent.stride_s, seqused_kv - kv);
-    copy_async_commit();
+    load_with_tangent<P, P::kBc, P::kHeadDimV, kThreads>(smem.v, smem.v + Smem::kVBytes, of_kv(p.v, kv),
+                                                         p.v.stride_s, of_kv(p.v_tangent, kv),
+                                                         p.v_tangent.stride_s, seqused_kv - kv);
+    P::Copies::commit();
   };
-  load_with_tangent<P::kBr, kD, kThreads>(
+  load_with_tangent<P, P::kBr, kD, kThreads>(
       smem.q, smem.q + Smem::kLayout.q_tile(), sequence.q_pointer(p.q, h, q_begin), p.q.stride_s,
       p.q_tangent.data ? sequence.q_pointer(p.q_tangent, h, q_begin) : nullptr, p.q_tangent.stride_s,
       seqlen_q - q_begin);
@@ -295,14 +298,14 @@ __device__ void jvp(const JvpParams& p) {
   clear_rows<P>(row_max, row_sum);
 
   for (int i = 0; i < tiles.count; ++i) {
-    copy_async_wait<0>();
+    P::Copies::template wait<0>();
     __syncthreads();
     load_v(i);
     ForwardScores<P> s = {}, ds = {};
-    multiply_transposed<Element, kD, kUnroll>(s, k_rows, load_q);  // S = Q K^T
-    if (p.q_tangent.data) multiply_transposed<Element, kD, kUnroll>(ds, k_rows, load_q_tangent);
-    if (p.k_tangent.data) multiply_transposed<Element, kD, kUnroll>(ds, k_rows + Smem::kKBytes, load_q);
-    copy_async_wait<0>();
+    multiply_transposed<Mma, Element, kD, kUnroll>(s, k_rows, load_q);  // S = Q K^T
+    if (p.q_tangent.data) multiply_transposed<Mma, Element, kD, kUnroll>(ds, k_rows, load_q_tangent);
+    if (p.k_tangent.data) multiply_transposed<Mma, Element, kD, kUnroll>(ds, k_rows + Smem::kKBytes, load_q);
+    P::Copies::template wait<0>();
     __syncthreads();
     load_k(i + 1);
 
@@ -324,7 +327,7 @@ __device__ void jvp(const JvpParams& p) {
     multiply_values<P>(o, o_tangent, sums, s, ds, v_rows, v_rows + Smem::kVBytes, p,
                        dropout_head<P>(p, sequence.b, h), at_q, at_kv);
   }
-  copy_async_wait<0>();
+  P::Copies::template wait<0>();
   __syncthreads();
   RowSums whole[2];
 #pragma unroll

@@ -1,7 +1,8 @@
 // How a tile of K or V gets from global memory to shared memory; KvLoader<P> names one of the types below.
-// All have load<kColumns>(tile, from, list, p, b, first, valid), which starts the copies of the keys from
-// `first` on, of which those from `valid` on and those that the source does not read become zeros; `list()`
-// is the query's list of keys.
+// All have load<kColumns>(held, tile, from, list, p, b, first, valid), which starts the copies of the keys
+// from `first` on, of which those from `valid` on and those that the source does not read become zeros;
+// `list()` is the query's list of keys. put<kColumns>(held, tile) ends them, where they wait in registers,
+// `Held`.
 #pragma once
 
 #include "flashjit/common/index_list.cuh"
@@ -10,23 +11,30 @@
 
 namespace flashjit::sm80 {
 
+/// Copies that need no end.
+struct NothingHeld {
+  struct Held {};
+  template <int kColumns>
+  static __device__ __forceinline__ void put(Held&, unsigned) {}
+};
+
 /// One key after the other.
 template <class P>
-struct DenseKvLoader {
+struct DenseKvLoader : NothingHeld {
   template <int kColumns, class List>
-  static __device__ __forceinline__ void load(unsigned tile, const KvSource<P>& from, const List&,
+  static __device__ __forceinline__ void load(Held&, unsigned tile, const KvSource<P>& from, const List&,
                                               const Params&, int, int first, int valid) {
     const auto* row = reinterpret_cast<const unsigned short*>(from.row(first));
-    load_tile<P::kBc, kColumns, P::kWarps * 32>(tile, row, kScaledKv<P> ? from.stride() / 2 : from.stride(),
-                                                valid);
+    load_tile<typename P::Copies, P::kBc, kColumns, P::kWarps * 32>(
+        tile, row, kScaledKv<P> ? from.stride() / 2 : from.stride(), valid);
   }
 };
 
 /// The pages that a table names.
 template <class P>
-struct PagedKvLoader {
+struct PagedKvLoader : NothingHeld {
   template <int kColumns, class List>
-  static __device__ __forceinline__ void load(unsigned tile, const KvSource<P>& from, const List&,
+  static __device__ __forceinline__ void load(Held&, unsigned tile, const KvSource<P>& from, const List&,
                                               const Params&, int, int first, int valid) {
     constexpr int kThreads = P::kWarps * 32, kChunks = round_up(kColumns, 16) / 8;
 #pragma unroll 1  // more rows at a time do not fit the registers
@@ -35,8 +43,8 @@ struct PagedKvLoader {
                 column = index % kChunks * 8;
       if (P::kBc * kChunks % kThreads != 0 && row >= P::kBc) break;
       const bool in = from.reads(first + row) && row < valid && column < kColumns;
-      copy_async_16(tile + (row * pitch(kColumns) + column) * 2,
-                    in ? from.row(first + row) + column : from.some_row(), in);
+      P::Copies::start_16(tile + (row * pitch(kColumns) + column) * 2,
+                          in ? from.row(first + row) + column : from.some_row(), in);
     }
   }
 };
@@ -44,9 +52,9 @@ struct PagedKvLoader {
 /// The same of 8 bits, two codes in a column. A lane looks up the pages of rows lane, lane + 32 and so on,
 /// and those that copy these ask it.
 template <class P>
-struct PagedQuantizedKvLoader {
+struct PagedQuantizedKvLoader : NothingHeld {
   template <int kColumns, class List>
-  static __device__ __forceinline__ void load(unsigned tile, const KvSource<P>& from, const List&,
+  static __device__ __forceinline__ void load(Held&, unsigned tile, const KvSource<P>& from, const List&,
                                               const Params&, int, int first, int valid) {
     constexpr int kThreads = P::kWarps * 32;
     constexpr int kChunks = round_up(kColumns, 16) / 8, kLookUps = (P::kBc + 31) / 32;
@@ -68,8 +76,8 @@ struct PagedQuantizedKvLoader {
       }
       if (P::kBc * kChunks % kThreads != 0 && row >= P::kBc) continue;
       const bool in = from.reads(first + row) && row < valid && column < kColumns;
-      copy_async_16(tile + (row * pitch(kColumns) + column) * 2,
-                    in ? from.row_in_page(page, first + row) + column * 2 : from.some_row(), in);
+      P::Copies::start_16(tile + (row * pitch(kColumns) + column) * 2,
+                          in ? from.row_in_page(page, first + row) + column * 2 : from.some_row(), in);
     }
   }
 };
@@ -99,16 +107,16 @@ __device__ __forceinline__ void load_listed_tile(unsigned tile, const KvSource<P
     }
     if (P::kBc * kChunks % kThreads != 0 && row >= P::kBc) continue;
     const bool in = slot >= 0 && column < kColumns;
-    copy_async_16(tile + (row * pitch(kColumns) + column) * 2,
-                  in ? from.row_in_slot(slot) + column : from.some_row(), in);
+    P::Copies::start_16(tile + (row * pitch(kColumns) + column) * 2,
+                        in ? from.row_in_slot(slot) + column : from.some_row(), in);
   }
 }
 
 /// The keys that a query's list names.
 template <class P>
-struct ListedKvLoader {
+struct ListedKvLoader : NothingHeld {
   template <int kColumns, class List>
-  static __device__ __forceinline__ void load(unsigned tile, const KvSource<P>& from, const List& list,
+  static __device__ __forceinline__ void load(Held&, unsigned tile, const KvSource<P>& from, const List& list,
                                               const Params& p, int b, int first, int) {
     load_listed_tile<P, kColumns, P::kWarps * 32>(tile, from, list(), p, b, first);
   }
@@ -117,9 +125,9 @@ struct ListedKvLoader {
 /// Rows of any format, in any place: decoded as they are read, 16 columns at a time. A barrier follows, as it
 /// does after copies.
 template <class P>
-struct DecodedKvLoader {
+struct DecodedKvLoader : NothingHeld {
   template <int kColumns, class Source, class List>
-  static __device__ __forceinline__ void load(unsigned tile, const Source& from, const List& list,
+  static __device__ __forceinline__ void load(Held&, unsigned tile, const Source& from, const List& list,
                                               const Params&, int, int first, int valid) {
     constexpr int kThreads = P::kWarps * 32, kPieces = kColumns / 16;
     extern __shared__ __align__(128) char shared[];
@@ -142,7 +150,7 @@ struct DecodedKvLoader {
 template <class P>
 using CopyingKvLoader =
     Conditional<P::kIndices, ListedKvLoader<P>,
-                Conditional<P::kPageRows == 0, DenseKvLoader<P>,
+                Conditional<P::kPageRows == 0, typename P::Copies::template DenseKvLoader<P>,
                             Conditional<kScaledKv<P>, PagedQuantizedKvLoader<P>, PagedKvLoader<P>>>>;
 template <class P>
 using KvLoader = Conditional<kDecodesKv<P>, DecodedKvLoader<P>, CopyingKvLoader<P>>;
@@ -158,7 +166,7 @@ __device__ __forceinline__ void load_key_scales(float* to, const KvScales<P>& fr
       const int row = begin + static_cast<int>(threadIdx.x);
       if (P::kBc % kThreads != 0 && row >= P::kBc) break;
       const bool in = from.reads(first + row) && row < valid;
-      copy_async_4(shared_address(to + row), in ? from.of_key(first + row) : from.some(), in);
+      P::Copies::start_4(shared_address(to + row), in ? from.of_key(first + row) : from.some(), in);
     }
   }
 }

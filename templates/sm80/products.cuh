@@ -1,4 +1,5 @@
-// Matrix products of tiles in shared memory and fragments in registers, by mma.sync.
+// Matrix products of tiles in shared memory and fragments in registers, by mma.sync: `Mma` is the
+// family's (instructions.cuh).
 #pragma once
 
 #include "flashjit/sm80/tile.cuh"
@@ -7,7 +8,7 @@ namespace flashjit::sm80 {
 
 /// C += A B^T over kDim / 16 steps. `load_a(a, mt, k)` gives A's fragments; the rows of B, in shared memory,
 /// are the columns of C.
-template <class Element, int kDim, int kUnroll, int kMt, int kNt, class LoadA>
+template <class Mma, class Element, int kDim, int kUnroll, int kMt, int kNt, class LoadA>
 __device__ __forceinline__ void multiply_transposed(float (&c)[kMt][kNt][4], unsigned b_tile,
                                                     const LoadA& load_a) {
   constexpr int kPitch = pitch(kDim);
@@ -22,14 +23,14 @@ __device__ __forceinline__ void multiply_transposed(float (&c)[kMt][kNt][4], uns
       if constexpr (kNt == 1) {
         load_matrix_x2(b[0], b[1], b_tile + k * 16 * 2);
 #pragma unroll
-        for (int mt = 0; mt < kMt; ++mt) mma_16x8x16<Element>(c[mt][0], a[mt], b[0], b[1]);
+        for (int mt = 0; mt < kMt; ++mt) Mma::template multiply<Element>(c[mt][0], a[mt], b[0], b[1]);
         continue;
       }
       load_matrix_x4(b, b_tile + (nt * 8 * kPitch + k * 16) * 2);
 #pragma unroll
       for (int mt = 0; mt < kMt; ++mt) {
-        mma_16x8x16<Element>(c[mt][nt], a[mt], b[0], b[1]);
-        mma_16x8x16<Element>(c[mt][nt + 1], a[mt], b[2], b[3]);
+        Mma::template multiply<Element>(c[mt][nt], a[mt], b[0], b[1]);
+        Mma::template multiply<Element>(c[mt][nt + 1], a[mt], b[2], b[3]);
       }
     }
   }
@@ -38,7 +39,7 @@ __device__ __forceinline__ void multiply_transposed(float (&c)[kMt][kNt][4], uns
 /// C += A B for 16 rows of B, which are the summed dimension; A in registers. The warp owns n16 units of C
 /// from `first_unit` on, at most those that the array holds; kTotal exist, and the last owner's share may
 /// exceed them.
-template <class Element, int kTotal, bool kGuard, int kMt, int kNt>
+template <class Mma, class Element, int kTotal, bool kGuard, int kMt, int kNt>
 __device__ __forceinline__ void multiply_step(float (&c)[kMt][kNt][4], const unsigned (&a)[kMt][4],
                                               unsigned b_tile, int first_unit) {
 #pragma unroll
@@ -48,15 +49,15 @@ __device__ __forceinline__ void multiply_step(float (&c)[kMt][kNt][4], const uns
     load_matrix_x4_transposed(b, b_tile + (first_unit + unit) * 32);
 #pragma unroll
     for (int mt = 0; mt < kMt; ++mt) {
-      mma_16x8x16<Element>(c[mt][2 * unit], a[mt], b[0], b[1]);
-      mma_16x8x16<Element>(c[mt][2 * unit + 1], a[mt], b[2], b[3]);
+      Mma::template multiply<Element>(c[mt][2 * unit], a[mt], b[0], b[1]);
+      Mma::template multiply<Element>(c[mt][2 * unit + 1], a[mt], b[2], b[3]);
     }
   }
 }
 
 /// multiply_transposed() with codes in B. Four codes of a row that lie together are a lane's share of 16
 /// columns, and A's columns are in that order: see load_paired_tile().
-template <class Element, class Code, int kDim, int kUnroll, int kMt, int kNt, class LoadA>
+template <class Mma, class Element, class Code, int kDim, int kUnroll, int kMt, int kNt, class LoadA>
 __device__ __forceinline__ void multiply_transposed_codes(float (&c)[kMt][kNt][4], unsigned b_tile,
                                                           const LoadA& load_a) {
   constexpr int kPitch = pitch(kDim / 2), kSteps = kDim / 16;
@@ -78,7 +79,8 @@ __device__ __forceinline__ void multiply_transposed_codes(float (&c)[kMt][kNt][4
         if (k + half >= kSteps) continue;
         const unsigned b0 = pair_of_codes<Element, Code>(b[i]), b1 = pair_of_codes<Element, Code>(b[i] >> 16);
 #pragma unroll
-        for (int mt = 0; mt < kMt; ++mt) mma_16x8x16<Element>(c[mt][nt + i / 2], a[half][mt], b0, b1);
+        for (int mt = 0; mt < kMt; ++mt)
+          Mma::template multiply<Element>(c[mt][nt + i / 2], a[half][mt], b0, b1);
       }
     }
   }
@@ -87,7 +89,7 @@ __device__ __forceinline__ void multiply_transposed_codes(float (&c)[kMt][kNt][4
 /// multiply_step() with codes in B, for all of C. Of 16 columns the even ones are those of one n8 tile and
 /// the odd ones those of the next: see in_order(). `pair_of(codes, i)` makes elements of two codes of a
 /// column, in rows 2c and 2c + 1 of the first (i = 0) or second eight.
-template <class Element, int kMt, int kNt, class PairOf>
+template <class Mma, class Element, int kMt, int kNt, class PairOf>
 __device__ __forceinline__ void multiply_step_codes(float (&c)[kMt][kNt][4], const unsigned (&a)[kMt][4],
                                                     unsigned b_tile, const PairOf& pair_of) {
 #pragma unroll
@@ -102,7 +104,8 @@ __device__ __forceinline__ void multiply_step_codes(float (&c)[kMt][kNt][4], con
       for (int i = 0; i < 2; ++i)
         pairs[i] = pair_of(select_bytes(b[odd / 2 * 2 + i], 0u, odd % 2 == 0 ? 0x20u : 0x31u), i);
 #pragma unroll
-      for (int mt = 0; mt < kMt; ++mt) mma_16x8x16<Element>(c[mt][nt + odd], a[mt], pairs[0], pairs[1]);
+      for (int mt = 0; mt < kMt; ++mt)
+        Mma::template multiply<Element>(c[mt][nt + odd], a[mt], pairs[0], pairs[1]);
     }
   }
 }

@@ -134,7 +134,7 @@ __device__ __forceinline__ void multiply_shared_p(float (&o)[kMt][kOt][4], const
     unsigned a[kMt][4];
 #pragma unroll
     for (int mt = 0; mt < kMt; ++mt) load_matrix_x4(a[mt], rows + (warp_row(mt) * kPitch + k * 16) * 2);
-    multiply_step<typename P::Element, Policy::kOUnitsOfAll, Policy::kGuardO>(
+    multiply_step<typename P::Mma, typename P::Element, Policy::kOUnitsOfAll, Policy::kGuardO>(
         o, a, v_tile + k * 16 * Policy::kVPitch * 2, column_part<P>() * Policy::kOUnits);
   }
 }

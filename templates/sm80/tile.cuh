@@ -13,7 +13,7 @@ __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 
 /// Starts copying rows [0, kRows) of a row-major matrix into a tile. Rows from `valid` on become zero, and so
 /// do the columns that pad kColumns to a multiple of 16.
-template <int kRows, int kColumns, int kThreads>
+template <class Copies, int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ void load_tile(unsigned tile, const unsigned short* from, long long stride,
                                           int valid) {
   constexpr int kChunks = round_up(kColumns, 16) / 8;
@@ -28,30 +28,30 @@ __device__ __forceinline__ void load_tile(unsigned tile, const unsigned short* f
 #pragma unroll
     for (int step = 0; step < kRows / kRowStep; ++step) {
       const bool in = in_columns && row + step * kRowStep < valid;
-      copy_async_16(tile + step * kRowStep * pitch(kColumns) * 2, pointer, in);
+      Copies::start_16(tile + step * kRowStep * pitch(kColumns) * 2, pointer, in);
       pointer += kRowStep * stride;
     }
   } else {
     for (int index = threadIdx.x; index < kRows * kChunks; index += kThreads) {
       const int row = index / kChunks, column = index % kChunks * 8;
       const bool in = row < valid && column < kColumns;
-      copy_async_16(tile + (row * pitch(kColumns) + column) * 2, in ? from + row * stride + column : from,
-                    in);
+      Copies::start_16(tile + (row * pitch(kColumns) + column) * 2, in ? from + row * stride + column : from,
+                       in);
     }
   }
 }
 
 /// Q beside codes of K: among 16 columns each, the pairs in which a lane meets four codes that lie together:
 /// pairs 0, 2, 4, 6, then 1, 3, 5, 7.
-template <int kRows, int kColumns, int kThreads>
+template <class Copies, int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ void load_paired_tile(unsigned tile, const unsigned short* from, long long stride,
                                                  int valid) {
   constexpr int kPairs = kColumns / 2;
   for (int index = threadIdx.x; index < kRows * kPairs; index += kThreads) {
     const int row = index / kPairs, pair = index % kPairs;
     const int to = pair / 8 * 8 + pair % 2 * 4 + pair % 8 / 2;
-    copy_async_4(tile + row * pitch(kColumns) * 2 + to * 4,
-                 row < valid ? from + row * stride + pair * 2 : from, row < valid);
+    Copies::start_4(tile + row * pitch(kColumns) * 2 + to * 4,
+                    row < valid ? from + row * stride + pair * 2 : from, row < valid);
   }
 }
 

@@ -21,7 +21,7 @@ struct Problems {
   std::string spec;
   std::vector<AttentionShape> shapes;
   Layout layout = Layout::bhsd;
-  std::vector<Family> families = {Family::simt, Family::sm80, Family::sm90};
+  std::vector<Family> families = {Family::simt, Family::sm80, Family::sm90, Family::sm75};
   const char* forward = "";  ///< empty: the planner's choice
   const char* backward = "";
 };
@@ -297,7 +297,7 @@ const std::vector<Problems>& problems() {
 }
 
 AttentionCase case_of(const Problems& problem, const AttentionShape& shape, Family family, unsigned seed) {
-  AttentionCase test{.spec = parse_spec(problem.spec),
+  AttentionCase test{.spec = spec_for(family, problem.spec),
                      .shape = shape,
                      .family = family,
                      .layout = problem.layout,

@@ -72,26 +72,26 @@ std::vector<CacheCase> cases() {
       {"bf16:d128:kve4m3:q_codes:key_scales:varlen:pages16:" + window, {4, 8, 2, 7, 300}},
   };
   std::vector<CacheCase> all;
-  for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75})
     for (const Kind& kind : kinds) {
       const auto seed = static_cast<unsigned>(all.size());
-      all.push_back({.spec = parse_spec(kind.spec),
+      all.push_back({.spec = spec_for(family, kind.spec),
                      .shape = kind.shape,
                      .family = family,
                      .layout = kind.layout,
                      .slot_table = seed % 2 == 1,
                      .seed = seed});
     }
-  for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75})
     for (const Freed& kind : freed)
-      all.push_back({.spec = parse_spec(kind.spec),
+      all.push_back({.spec = spec_for(family, kind.spec),
                      .shape = kind.shape,
                      .family = family,
                      .seed = static_cast<unsigned>(all.size()),
                      .window = 20});
-  for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75})
     for (const Kind& kind : prefixes)
-      all.push_back({.spec = parse_spec(kind.spec),
+      all.push_back({.spec = spec_for(family, kind.spec),
                      .shape = kind.shape,
                      .family = family,
                      .layout = kind.layout,
@@ -145,10 +145,10 @@ TEST_F(EmulatedWrongCache, SpoilsItsSequencesAlone) {
   };
   for (const Wrong& wrong : {Wrong{1 << 30, 5000, "page_table[0, 0] is 1073741824", "kv_lengths[1] is 5000"},
                              Wrong{-3, -5, "page_table[0, 0] is -3", "kv_lengths[1] is -5"}})
-    for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+    for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75})
       for (const char* spec : {"bf16:d64:causal:pages16", "fp16:d64:pages3"}) {
         SCOPED_TRACE(std::string(spec) + " " + std::string(to_string(family)));
-        const CacheCase test{.spec = parse_spec(spec), .shape = {3, 4, 2, 5, 100}, .family = family};
+        const CacheCase test{.spec = spec_for(family, spec), .shape = {3, 4, 2, 5, 100}, .family = family};
         const TileConfig config = plan::traits(family).heuristic(test.spec, test.shape, gpu().info);
         for (const bool checked : {false, true}) {
           TemporaryRuntime runtime(checked);

@@ -35,7 +35,8 @@ TEST_P(EmulatedCodes, ThatAreNanInVBehindAMaskReachNothing) {
   check_nan_in_v_behind_mask(runtime.get(), GetParam());
 }
 
-INSTANTIATE_TEST_SUITE_P(Families, EmulatedCodes, testing::Values(Family::simt, Family::sm80, Family::sm90),
+INSTANTIATE_TEST_SUITE_P(Families, EmulatedCodes,
+                         testing::Values(Family::simt, Family::sm80, Family::sm90, Family::sm75),
                          [](const auto& info) { return to_string(info.param); });
 
 class EmulatedProblemsOfCodes : public testing::TestWithParam<const char*> {};

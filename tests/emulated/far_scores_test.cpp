@@ -62,7 +62,7 @@ reference::Captured pad_of(const Masked& given) {
 }
 
 AttentionCase case_of(const Masked& given, Family family, bool split) {
-  AttentionCase test{.spec = parse_spec(std::string("bf16:d64:score{") + given.score + "}"),
+  AttentionCase test{.spec = spec_for(family, std::string("bf16:d64:score{") + given.score + "}"),
                      .shape = {1, 2, 1, 140, 200},
                      .family = family,
                      .variant = given.name};
@@ -79,7 +79,7 @@ AttentionCase case_of(const Masked& given, Family family, bool split) {
 std::vector<AttentionCase> cases() {
   std::vector<AttentionCase> all;
   for (const Masked& given : masked())
-    for (const Family family : {Family::simt, Family::sm80, Family::sm90}) {
+    for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75}) {
       all.push_back(case_of(given, family, false));
       if (family != Family::simt && given.name == std::string("bias"))
         all.push_back(case_of(given, family, true));
@@ -173,7 +173,7 @@ TEST_P(FarPrograms, HaveAFiniteLseWhereTheLargestScoreIs) {
 std::vector<AttentionCase> random_cases() {
   std::vector<AttentionCase> all;
   for (const unsigned seed : {0u, 1u, 2u, 20u})
-    for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+    for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75})
       all.push_back(random_case(seed, family));
   return all;
 }
@@ -195,10 +195,10 @@ TEST_P(LargeScores, GiveTheOnlyKeyAllOfP) {
 
 std::vector<AttentionCase> of_one_key() {
   std::vector<AttentionCase> all;
-  for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75})
     for (const char* spec : {"bf16:d64", "bf16:d256:causal"})  // whose scale is a power of two
       all.push_back(
-          {.spec = parse_spec(spec), .shape = {40, 2, 2, 1, 1}, .family = family, .score_size = 1e5});
+          {.spec = spec_for(family, spec), .shape = {40, 2, 2, 1, 1}, .family = family, .score_size = 1e5});
   return all;
 }
 

@@ -34,7 +34,7 @@ TEST_F(EmulatedLatents, AreAppended) {
   check_appended_rows(runtime.get(), "fp8_ds_mla", 576);
 }
 
-constexpr Family kFamilies[] = {Family::simt, Family::sm80, Family::sm90};
+constexpr Family kFamilies[] = {Family::simt, Family::sm80, Family::sm90, Family::sm75};
 
 std::vector<KvFormatCase> codes() {
   std::vector<KvFormatCase> all;

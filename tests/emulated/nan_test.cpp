@@ -84,7 +84,7 @@ class NanInTensors : public GpuTestWith<NanCase> {};
 /// query.
 TEST_P(NanInTensors, IsSeen) {
   const NanCase& given = GetParam();
-  AttentionCase test{.spec = parse_spec(given.form.spec),
+  AttentionCase test{.spec = spec_for(given.family, given.form.spec),
                      .shape = {2, 4, 2, 40, 90},
                      .family = given.family,
                      .dropout_p = std::string(given.form.name) == "dropout" ? 0.3 : 0.0,
@@ -150,7 +150,7 @@ TEST_P(NanInTensors, IsSeen) {
 std::vector<NanCase> cases() {
   std::vector<NanCase> all;
   for (const Form& form : kForms)
-    for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+    for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75})
       for (const Spoiled spoiled : {Spoiled::q, Spoiled::infinite_q, Spoiled::k, Spoiled::bias}) {
         const std::string config(form.config);
         if (!config.empty() && config.rfind(to_string(family), 0) != 0) continue;
@@ -218,10 +218,10 @@ std::vector<CacheCase> caches() {
       {"bf16:d64:causal:varlen:pages16:invariant", {4, 4, 2, 1, 2200}},
   };
   std::vector<CacheCase> all;
-  for (const Family family : {Family::sm90, Family::sm80, Family::simt})
+  for (const Family family : {Family::sm90, Family::sm80, Family::simt, Family::sm75})
     for (const Kind& kind : kinds)
       if (kind.of_every_family || family == Family::sm90)
-        all.push_back({.spec = parse_spec(kind.spec),
+        all.push_back({.spec = spec_for(family, kind.spec),
                        .shape = kind.shape,
                        .family = family,
                        .seed = static_cast<unsigned>(all.size())});

@@ -104,12 +104,13 @@ void for_each_element(unsigned word, int first_word, Use use) {
   for (int i = 0; i < kCount; ++i) use(first_word * kCount + i, word >> i * kBits & ((1u << kBits) - 1));
 }
 
-/// The left operand that lanes hold in four words each.
+/// The left operand that lanes hold in `words` words each: four, or two of half as many columns, and the
+/// others are zeros.
 template <int depth>
-LeftOf<depth> left_of(const float* floats, const Brought& brought, int argument) {
-  LeftOf<depth> left;
+LeftOf<depth> left_of(const float* floats, const Brought& brought, int argument, int words = 4) {
+  LeftOf<depth> left{};
   for (int lane = 0; lane < kLanes; ++lane)
-    for (int i = 0; i < 4; ++i)
+    for (int i = 0; i < words; ++i)
       for_each_element<depth>(
           static_cast<unsigned>(lane_of(brought, lane).get(argument, i)), lane % 4 + i / 2 * 4,
           [&](int column, unsigned bits) { left[lane / 4 + i % 2 * 8][column] = floats[bits]; });
@@ -138,21 +139,21 @@ void for_each_accumulator(int columns, Use use) {
       use(lane, i, lane / 4 + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2);
 }
 
-template <int depth>
+template <int depth, int words = 4>
 void multiply_in_registers(Warp&, const Brought& brought, unsigned) {
   constexpr int kColumns = 8;
   const Instruction& of = *lane_of(brought, 0).instruction;
   const float* floats = floats_of_operand(of, 1);
-  std::array<float, depth * kColumns> right;
+  std::array<float, depth * kColumns> right{};
   std::array<float, kRows * kColumns> sums;
   for (int lane = 0; lane < kLanes; ++lane)
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < words / 2; ++i)
       for_each_element<depth>(static_cast<unsigned>(lane_of(brought, lane).get(2, i)), lane % 4 + i * 4,
                               [&](int k, unsigned bits) { right[k * kColumns + lane / 4] = floats[bits]; });
   for_each_accumulator(kColumns, [&](int lane, int i, int row, int column) {
     sums[row * kColumns + column] = as<float>(static_cast<unsigned>(lane_of(brought, lane).get(3, i)));
   });
-  multiply(left_of<depth>(floats_of_operand(of, 0), brought, 1), right.data(), sums.data(), kColumns);
+  multiply(left_of<depth>(floats_of_operand(of, 0), brought, 1, words), right.data(), sums.data(), kColumns);
   for_each_accumulator(kColumns, [&](int lane, int i, int row, int column) {
     lane_of(brought, lane).frame->set_float(of.arguments[0].parts[i], sums[row * kColumns + column]);
   });
@@ -293,6 +294,8 @@ Execute find_matrix_execution(const std::string& opcode) {
   if (is("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32") ||
       is("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"))
     return together<multiply_in_registers<kDepth>>;
+  if (is("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32"))
+    return together<multiply_in_registers<kDepth, 2>>;
   if (is("mma.sync.aligned.m16n8k32.row.col.f32.e")) return together<multiply_in_registers<2 * kDepth>>;
   if (is("wgmma.mma_async.sync.aligned.m64n")) {
     if (opcode.find("k32.") != std::string::npos) return together<start_product<2 * kDepth>>;

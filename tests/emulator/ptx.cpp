@@ -177,6 +177,19 @@ void store_words(const Instruction& of, Frame& frame) {
   const Argument& from = of.arguments[1];
   for (std::size_t i = 0; i < from.parts.size(); ++i) to[i] = static_cast<unsigned>(frame.get(from, i));
 }
+void store_shared_words(const Instruction& of, Frame& frame) {
+  const Argument& from = of.arguments[1];
+  const bool is_vector = from.kind == Argument::Kind::vector;
+  const std::size_t count = is_vector ? from.parts.size() : 1;
+  char* to = place(of, frame, 0).bytes(static_cast<unsigned>(4 * count));
+  if (reinterpret_cast<std::uintptr_t>(to) % (4 * count) != 0)
+    fail(of.opcode + " to an address that is not aligned");
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto value =
+        static_cast<unsigned>(is_vector ? frame.get(from, static_cast<int>(i)) : frame.get(from));
+    std::memcpy(to + 4 * i, &value, 4);
+  }
+}
 void add_floats(const Instruction& of, Frame& frame) {
   auto* to = reinterpret_cast<float*>(device_memory(of, frame, 0));
   if (reinterpret_cast<std::uintptr_t>(to) % 16 != 0) fail("red.add.v4 to an address that is not aligned");
@@ -359,6 +372,8 @@ const Known kMemory[] = {
        const unsigned value = word(of, frame, 1);
        std::memcpy(place(of, frame, 0).bytes(4), &value, 4);
      }},
+    {"st.shared.b32", store_shared_words},
+    {"st.shared.v4.b32", store_shared_words},
     {"red.relaxed.gpu.global.add.v4.f32", add_floats},
     {"trap", [](const Instruction&, Frame&) { fail("a kernel trapped"); }},
     {"fence.proxy.async.shared::cta",

@@ -18,7 +18,7 @@ namespace flashjit::test {
 namespace {
 
 constexpr std::array kDTypes = {DType::fp16, DType::bf16, DType::fp32};
-constexpr std::array kFamilies = {Family::sm90, Family::sm80, Family::simt};
+constexpr std::array kFamilies = {Family::sm90, Family::sm80, Family::simt, Family::sm75};
 constexpr std::array<std::array<int, 2>, 14> kHeadDims = {{{8, 8},
                                                            {16, 16},
                                                            {24, 24},
@@ -48,6 +48,7 @@ constexpr std::array kScoreSizes = {1.0, 3e3};  // normal data has scores up to 
 /// nearest.
 void make_possible(AttentionCase& test) {
   if (test.spec.dtype == DType::fp32) test.family = Family::simt;
+  test.spec.dtype = dtype_for(test.family, test.spec.dtype);
   if (test.layout == Layout::packed) {
     test.spec.head_dim_v = test.spec.head_dim;
     test.shape.heads_kv = test.shape.heads_q;
@@ -61,7 +62,7 @@ void make_possible(AttentionCase& test) {
 
 std::vector<AttentionCase> make_cases() {
   std::vector<AttentionCase> cases;
-  const auto choices = covering_choices<12>({3, 3, 14, 3, 20, 5, 3, 4, 2, 2, 2, 2});
+  const auto choices = covering_choices<12>({3, 4, 14, 3, 20, 5, 3, 4, 2, 2, 2, 2});
   for (const auto& [dtype, family, dims, mask, lengths, heads, dropout, layout, size, kv_lengths, det,
                     scale] : choices) {
     AttentionCase test;
@@ -113,7 +114,7 @@ std::vector<AttentionCase> make_cases() {
   for (const Family family : kFamilies)
     for (const Layout layout : {Layout::bhsd, Layout::bshd, Layout::padded})
       for (const AttentionShape& shape : {AttentionShape{3, 8, 2, 1, 333}, AttentionShape{2, 96, 1, 1, 200}})
-        cases.push_back({.spec = {.dtype = DType::bf16,
+        cases.push_back({.spec = {.dtype = dtype_for(family, DType::bf16),
                                   .head_dim = 128,
                                   .mask = kMasks[layout == Layout::bshd ? 0 : 1],
                                   .kv = padded_if(layout == Layout::padded)},

@@ -17,7 +17,7 @@ namespace flashjit::test {
 namespace {
 
 constexpr std::array kDTypes = {DType::bf16, DType::fp16, DType::fp32};
-constexpr std::array kFamilies = {Family::sm90, Family::sm80, Family::simt};
+constexpr std::array kFamilies = {Family::sm90, Family::sm80, Family::sm75, Family::simt};
 constexpr std::array kHeadDims = {32, 64, 128};
 const std::array<MaskProgram, 3> kMasks = {MaskProgram(), causal(), causal(CausalAlignment::top_left)};
 constexpr std::array<BlockSize, 10> kBlocks = {{{16, 16},
@@ -36,7 +36,7 @@ constexpr std::array kDropout = {0.0, 0.2};
 
 std::vector<AttentionCase> make_cases() {
   std::vector<AttentionCase> cases;
-  const auto choices = covering_choices<12>({10, 6, 3, 2, 3, 3, 2, 2, 2, 2, 2, 3});
+  const auto choices = covering_choices<12>({10, 6, 3, 3, 3, 3, 2, 2, 2, 2, 2, 3});
   for (const auto& [block, lengths, dtype, family, dim, mask, dropout, kv_lengths, det, per_batch, per_head,
                     density] : choices) {
     AttentionCase test;
@@ -49,6 +49,7 @@ std::vector<AttentionCase> make_cases() {
                  .deterministic = det == 1};
     test.shape = {2, 4, 2, kLengths[lengths][0], kLengths[lengths][1]};
     test.family = test.spec.dtype == DType::fp32 ? Family::simt : kFamilies[family];
+    test.spec.dtype = dtype_for(test.family, test.spec.dtype);
     test.dropout_p = kDropout[dropout];
     test.map_batch = per_batch ? 2 : 1;
     test.map_heads = per_head ? 4 : 1;
@@ -113,10 +114,12 @@ INSTANTIATE_TEST_SUITE_P(SearchSpace, BlockSparseEveryConfiguration, testing::Va
 class BlockSparseMaps : public GpuTestWith<Family> {
  protected:
   static AttentionCase test_with(BlockSize block, bool deterministic = false) {
-    return {
-        .spec = {.dtype = DType::bf16, .head_dim = 64, .block_map = block, .deterministic = deterministic},
-        .shape = {1, 2, 2, 300, 280},
-        .family = GetParam()};
+    return {.spec = {.dtype = dtype_for(GetParam(), DType::bf16),
+                     .head_dim = 64,
+                     .block_map = block,
+                     .deterministic = deterministic},
+            .shape = {1, 2, 2, 300, 280},
+            .family = GetParam()};
   }
   static void check(const AttentionCase& test, std::vector<std::uint8_t> map) {
     const Support support = supports(test.family, test.spec);

@@ -21,7 +21,7 @@ std::vector<CacheCase> cases() {
   // The next case, in one of so many layouts by turns.
   const auto add = [&](Family family, const std::string& spec, const AttentionShape& shape,
                        unsigned layouts) {
-    CacheCase test{.spec = parse_spec(spec),
+    CacheCase test{.spec = spec_for(family, spec),
                    .shape = shape,
                    .family = family,
                    .layout = static_cast<PoolLayout>(seed % layouts),
@@ -38,7 +38,7 @@ std::vector<CacheCase> cases() {
                     kRests[(seed + seed / 6) % kRests.size()], pages),
         shapes[(seed + seed / 4) % shapes.size()], layouts);
   };
-  for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75})
     for (const char* pages :
          {":cache", ":pages1", ":pages3", ":pages8", ":pages16", ":pages64", ":pages128", ":pages256"})
       for (int i = 0; i < 3; ++i) add_of_many(family, "", pages, 3);
@@ -46,13 +46,13 @@ std::vector<CacheCase> cases() {
   constexpr std::array kCodes = {
       ":kve4m3",         ":kve4m3:key_scales",        ":kve5m2", ":kvint8", ":kvint8:key_scales",
       ":kve4m3:q_codes", ":kve5m2:q_codes:key_scales"};
-  for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75})
     for (const char* pages : {":cache", ":pages1", ":pages16", ":pages64", ":pages256"})
       for (const char* codes : kCodes) add_of_many(family, codes, pages, 2);
   // Latents, whose first columns are V.
   constexpr std::array<AttentionShape, 4> kOfLatents = {
       {{4, 16, 1, 1, 700}, {3, 128, 1, 3, 500}, {4, 8, 1, 8, 333}, {3, 24, 1, 70, 200}}};
-  for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75})
     for (const char* pages : {":cache", ":pages16", ":pages64"})
       for (const char* dims : {"bf16:d576x512:causal", "fp16:d320x256:causal:varlen"})
         add(family, fmt::format("fwd:{}{}:shared_kv", dims, pages), kOfLatents[seed % kOfLatents.size()], 2);
@@ -64,7 +64,7 @@ std::vector<CacheCase> cases() {
   // Prefixes that sequences share.
   constexpr std::array<AttentionShape, 4> kOfPrefixes = {
       {{16, 8, 2, 1, 1500}, {5, 8, 2, 3, 2000}, {3, 4, 4, 130, 900}, {9, 16, 1, 1, 700}}};
-  for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75})
     for (const char* pages : {":pages1", ":pages16", ":pages64"})
       for (const char* dims : {"bf16:d128:causal:varlen", "fp16:d64:varlen:sinks",
                                "bf16:d96:kve4m3:causal:varlen", "bf16:d576x512:causal:varlen:shared_kv"})
@@ -86,10 +86,10 @@ class WrongCache : public GpuTest {};
 TEST_F(WrongCache, SpoilsItsSequencesAlone) {
   TemporaryRuntime runtime;
   for (const auto& [page, length] : {std::pair{1 << 30, 5000}, std::pair{-3, -5}})
-    for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+    for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75})
       for (const char* spec : {"bf16:d64:causal:pages16", "fp16:d64:pages3"}) {
         SCOPED_TRACE(std::string(spec) + " " + std::string(to_string(family)));
-        const CacheCase test{.spec = parse_spec(spec), .shape = {3, 4, 2, 5, 100}, .family = family};
+        const CacheCase test{.spec = spec_for(family, spec), .shape = {3, 4, 2, 5, 100}, .family = family};
         if (!plan::traits(family).supports(test.spec, gpu().info)) continue;
         runtime.get().prepare(test.spec, test.shape,
                               plan::traits(family).heuristic(test.spec, test.shape, gpu().info));

@@ -34,7 +34,8 @@ TEST_P(Codes, ThatAreNanInVBehindAMaskReachNothing) {
   check_nan_in_v_behind_mask(runtime.get(), GetParam());
 }
 
-INSTANTIATE_TEST_SUITE_P(Families, Codes, testing::Values(Family::simt, Family::sm80, Family::sm90),
+INSTANTIATE_TEST_SUITE_P(Families, Codes,
+                         testing::Values(Family::simt, Family::sm80, Family::sm90, Family::sm75),
                          [](const auto& info) { return to_string(info.param); });
 
 class ProblemsOfCodes : public GpuTestWith<const char*> {};

@@ -29,10 +29,10 @@ std::vector<AttentionCase> cases() {
       {"fp32:d72x40:causal:indices", {2, 20, 2, 9, 200}, 70},
   };
   std::vector<AttentionCase> all;
-  for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75})
     for (const Kind& kind : kinds) {
       const auto seed = static_cast<unsigned>(all.size());
-      AttentionCase test{.spec = parse_spec(kind.spec),
+      AttentionCase test{.spec = spec_for(family, kind.spec),
                          .shape = kind.shape,
                          .family = family,
                          .layout = static_cast<Layout>(seed % 2),

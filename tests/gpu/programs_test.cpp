@@ -14,7 +14,7 @@ namespace flashjit::test {
 namespace {
 
 constexpr std::array kDTypes = {DType::fp16, DType::bf16, DType::fp32};
-constexpr std::array kFamilies = {Family::sm90, Family::sm80, Family::simt};
+constexpr std::array kFamilies = {Family::sm90, Family::sm80, Family::sm75, Family::simt};
 constexpr std::array<std::array<int, 2>, 5> kHeadDims = {
     {{64, 64}, {128, 128}, {40, 40}, {96, 64}, {256, 256}}};
 constexpr std::array<std::array<int, 2>, 8> kLengths = {
@@ -26,6 +26,7 @@ enum Lengths { kDense, kPadded, kPacked };
 AttentionCase case_of(const Variant& variant, AttentionSpec spec, const AttentionShape& shape, Family family,
                       unsigned seed) {
   spec = variant.in(spec);
+  spec.dtype = dtype_for(family, spec.dtype);
   AttentionCase test{.spec = spec,
                      .shape = shape,
                      .family = spec.dtype == DType::fp32 ? Family::simt : family,
@@ -57,7 +58,7 @@ std::vector<AttentionCase> variant_cases() {
 std::vector<AttentionCase> pair_cases() {
   std::vector<AttentionCase> cases;
   const auto choices =
-      covering_choices<11>({static_cast<int>(variants().size()), 3, 3, 5, 8, 3, 2, 3, 2, 3, 2});
+      covering_choices<11>({static_cast<int>(variants().size()), 3, 4, 5, 8, 3, 2, 3, 2, 3, 2});
   for (const auto& [variant, dtype, family, dims, lengths, heads, dropout, packing, sinks, block, det] :
        choices) {
     const auto [batch, heads_q, heads_kv] = kBatchAndHeads[heads];
@@ -88,7 +89,7 @@ std::vector<AttentionCase> pair_cases() {
 std::vector<AttentionCase> packed_cases() {
   const std::array<MaskProgram, 3> masks = {MaskProgram(), causal(), causal(CausalAlignment::top_left)};
   std::vector<AttentionCase> cases;
-  const auto choices = covering_choices<10>({3, 3, 5, 3, 8, 3, 2, 2, 2, 4});
+  const auto choices = covering_choices<10>({3, 4, 5, 3, 8, 3, 2, 2, 2, 4});
   for (const auto& [dtype, family, dims, mask, lengths, heads, packed, sinks, det, layout] : choices) {
     const auto [batch, heads_q, heads_kv] = kBatchAndHeads[heads];
     const unsigned seed = 2000 + static_cast<unsigned>(cases.size());
@@ -104,6 +105,7 @@ std::vector<AttentionCase> packed_cases() {
         .family = kDTypes[dtype] == DType::fp32 ? Family::simt : kFamilies[family],
         .layout = std::array{Layout::bhsd, Layout::bshd, Layout::packed, Layout::padded}[layout],
         .seed = seed};
+    test.spec.dtype = dtype_for(test.family, test.spec.dtype);
     if (test.layout == Layout::packed) {
       test.spec.head_dim_v = test.spec.head_dim;
       test.shape.heads_kv = test.shape.heads_q;
@@ -569,7 +571,7 @@ class ProgramsEdges : public GpuTestWith<Family> {
     run.check_backward(runtime.get(), heuristic(test.family, test.spec, test.shape, Pass::backward));
   }
   static AttentionCase test_of(bool packed, bool sinks, MaskProgram mask = {}) {
-    return {.spec = {.dtype = DType::bf16,
+    return {.spec = {.dtype = dtype_for(GetParam(), DType::bf16),
                      .head_dim = 64,
                      .mask = std::move(mask),
                      .varlen = packed,
@@ -591,7 +593,7 @@ class ProgramsEdges : public GpuTestWith<Family> {
     problem.cu_seqlens_kv = offsets(kv);
     std::mt19937 generator(7);
     const auto normal = [&](std::int64_t rows) {
-      return normal_values(rows * 64, DType::bf16, 1, generator);
+      return normal_values(rows * 64, test.spec.dtype, 1, generator);
     };
     problem.q = normal(4 * problem.cu_seqlens_q.back());
     problem.dout = normal(4 * problem.cu_seqlens_q.back());

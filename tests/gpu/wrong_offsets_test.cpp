@@ -55,9 +55,9 @@ std::vector<WrongCase> all_cases() {
   const MaskProgram by_intervals("kv / 8 <= q / 8"), by_pairs("(q - kv) % 5 == 0 || kv < 20"),
       by_reads("ids: int32 1d; ids[q] == ids[kv]");
   std::vector<WrongCase> cases;
-  for (const Family family : {Family::sm90, Family::sm80, Family::simt}) {
+  for (const Family family : {Family::sm90, Family::sm80, Family::simt, Family::sm75}) {
     const auto add = [&](const char* name, AttentionSpec spec, bool built_lists = false) {
-      spec.dtype = DType::bf16;
+      spec.dtype = dtype_for(family, DType::bf16);
       spec.varlen = true;
       cases.push_back({family, name, spec, built_lists});
     };

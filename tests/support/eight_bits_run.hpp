@@ -23,17 +23,17 @@ inline void PrintTo(const EightBits& test, std::ostream* out) {
 /// In the families that take it, with their heuristics' tiles; of this GPU, or of one that the emulator
 /// plays.
 inline void check_eight_bits(const EightBits& test, int capability = 0) {
-  const KernelSpec spec = parse_spec(test.spec).normalized();
   const TemporaryDirectory folder;
-  for (const Family family : {Family::simt, Family::sm80, Family::sm90}) {
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75}) {
+    const KernelSpec spec = spec_for(family, test.spec).normalized();
     const plan::FamilyTraits& traits = plan::traits(family);
     const DeviceInfo device =
         capability == 0 ? gpu().info : DeviceInfo::parse(fmt::format("sm_{}", capability));
     if (!traits.supports(spec, device)) continue;
     const CommandResult result = run_command(
         folder,
-        fmt::format("verify --seed 5 --spec '{}' --shape {} --config {}", test.spec, to_string(test.shape),
-                    to_string(traits.heuristic(spec, test.shape, device))),
+        fmt::format("verify --seed 5 --spec '{}' --shape {} --config {}", to_string(spec),
+                    to_string(test.shape), to_string(traits.heuristic(spec, test.shape, device))),
         fmt::format("FLASHJIT_LIBCUDA='{}'{}", read_environment().libcuda,
                     capability == 0 ? "" : fmt::format(" FLASHJIT_EMULATOR_CAPABILITY={}", capability)));
     EXPECT_EQ(result.code, 0) << test.spec << " " << to_string(family) << "\n" << result.out << result.err;

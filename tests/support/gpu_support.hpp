@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "device/device_info.hpp"
@@ -56,6 +57,16 @@ class OnGpu : public Test {
 using GpuTest = OnGpu<testing::Test>;
 template <class Parameter>
 using GpuTestWith = OnGpu<testing::TestWithParam<Parameter>>;
+
+/// The type that a family's test has: tensor cores of sm_75 multiply no bf16.
+inline DType dtype_for(Family family, DType dtype) {
+  return family == Family::sm75 && dtype == DType::bf16 ? DType::fp16 : dtype;
+}
+inline KernelSpec spec_for(Family family, std::string_view text) {
+  KernelSpec spec = parse_spec(text);
+  spec.dtype = dtype_for(family, spec.dtype);
+  return spec;
+}
 
 inline device::DeviceBuffer device_bytes(std::size_t bytes) { return {gpu().driver(), bytes}; }
 

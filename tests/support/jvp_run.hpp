@@ -161,9 +161,9 @@ class JvpRun {
 /// In every family that can, or in the configuration.
 inline void expect_tangents(Runtime& runtime, const JvpCase& test, unsigned seed = 0) {
   SCOPED_TRACE(testing::PrintToString(test));
-  const KernelSpec spec{parse_spec(test.spec), Pass::jvp};
   bool computed = false;
-  for (const Family family : {Family::simt, Family::sm80, Family::sm90}) {
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75}) {
+    const KernelSpec spec{spec_for(family, test.spec), Pass::jvp};
     if (*test.config ? parse_config(test.config).family != family
                      : !plan::traits(family).supports(spec, gpu().info).ok)
       continue;

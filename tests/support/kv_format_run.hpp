@@ -89,7 +89,7 @@ class KvFormatRun {
  public:
   explicit KvFormatRun(const KvFormatCase& test)
       : test_(test),
-        spec_(parse_spec(test.spec)),
+        spec_(spec_for(test.family, test.spec)),
         k_(pool(spec_.kv.k_format, spec_.stored_k(), spec_.head_dim)),
         v_(pool(spec_.kv.v_format, spec_.stored_v(), spec_.v_dim())) {
     for (StoredPool* pool : {&k_, &v_})

@@ -18,7 +18,7 @@ inline void PrintTo(const RunningStateCase& test, std::ostream* out) {
 }
 
 inline void expect_joins(Runtime& runtime, const RunningStateCase& test, Family family, unsigned seed) {
-  AttentionCase given{.spec = parse_spec(std::string(test.spec) + ":running_state"),
+  AttentionCase given{.spec = spec_for(family, std::string(test.spec) + ":running_state"),
                       .shape = test.shape,
                       .family = family,
                       .layout = seed % 2 == 0 ? Layout::bshd : Layout::padded,
@@ -37,8 +37,8 @@ inline void expect_joins(Runtime& runtime, const RunningStateCase& test, Family 
 
 /// Where O is fp32 in place, too.
 inline void expect_joins(Runtime& runtime, const RunningStateCase& test) {
-  const KernelSpec spec = parse_spec(std::string(test.spec) + ":running_state");
-  for (const Family family : {Family::simt, Family::sm80, Family::sm90}) {
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75}) {
+    const KernelSpec spec = spec_for(family, std::string(test.spec) + ":running_state");
     if (*test.config ? parse_config(test.config).family != family : !supports(family, spec)) continue;
     if (spec.normalized().out_type() == DType::fp32) expect_joins(runtime, test, family, 2);
     expect_joins(runtime, test, family, 3);

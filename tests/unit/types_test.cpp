@@ -18,7 +18,7 @@ TEST(Types, NamesGoBothWays) {
     EXPECT_EQ(parse_pass(to_string(pass)), pass);
   for (const DType type : {DType::fp16, DType::bf16, DType::fp32, DType::e4m3, DType::e5m2, DType::int8})
     EXPECT_EQ(parse_dtype(to_string(type)), type);
-  for (const Family family : {Family::sm90, Family::sm80, Family::simt})
+  for (const Family family : {Family::sm90, Family::sm80, Family::sm75, Family::simt})
     EXPECT_EQ(parse_family(to_string(family)), family);
   EXPECT_EQ(to_string(Pass::backward), "bwd");
   EXPECT_EQ(to_string(DType::bf16), "bf16");
@@ -39,7 +39,7 @@ TEST(Types, UnknownNamesAreRefusedWithTheKnownOnes) {
   EXPECT_EQ(failure(ErrorCode::invalid_argument, [] { parse_dtype("fp8"); }),
             "the element type is 'fp8'; it must be one of: fp16, bf16, fp32, e4m3, e5m2, int8");
   EXPECT_EQ(failure(ErrorCode::invalid_argument, [] { parse_family(""); }),
-            "the kernel family is ''; it must be one of: sm90, sm80, simt");
+            "the kernel family is ''; it must be one of: sm90, sm80, sm75, simt");
 }
 
 TEST(Types, ErrorCodesHaveNames) {

@@ -473,7 +473,7 @@ void add_tune(CLI::App& app, Context& context) {
       ->check(CLI::NonNegativeNumber);
   command
       ->add_option("--families", options->families,
-                   "Kernel families to try: sm90,sm80,simt. Default: all that can")
+                   "Kernel families to try: sm90,sm80,sm75,simt. Default: all that can")
       ->delimiter(',');
   command->add_flag("--exhaustive", options->exhaustive,
                     "Measure every candidate, not the promising ones alone");

@@ -9,7 +9,7 @@ h2 { font-size: 16px; border-top: 1px solid #ccc; padding-top: 1em } code { font
 figure { margin: 1em 0; overflow-x: auto } figcaption { margin-bottom: 4px } .about { color: #666 }
 svg text { font: 11px system-ui, sans-serif; fill: #222 } .c { text-anchor: middle } .r { text-anchor: end }
 svg .p { fill: #999; font-style: italic } .best { stroke: #000; stroke-width: 3 } .frame { fill: none; stroke: #ccc }
-.roof { stroke: #36c; stroke-dasharray: 4 3 } .sm90 { fill: #2a7 } .sm80 { fill: #d80 } .simt { fill: #888 }
+.roof { stroke: #36c; stroke-dasharray: 4 3 } .sm90 { fill: #2a7 } .sm80 { fill: #d80 } .sm75 { fill: #b5b } .simt { fill: #888 }
 table { border-collapse: collapse; margin: 6px 0 } td, th { padding: 1px 10px 1px 0; text-align: left }
 summary { cursor: pointer }
 pre { overflow-x: auto; font-size: 12px } .computed { fill: #2a7 } .masked { fill: #fb5 } .empty { fill: #c55 } .skipped { fill: #eee }

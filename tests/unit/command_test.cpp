@@ -148,6 +148,22 @@ TEST_F(Command, DoctorSaysThatNothingCanRunAndWhatToDo) {
   EXPECT_TRUE(typo_seen);
 }
 
+/// By the CPU, until the time is over.
+TEST_F(Command, VerifyOfEverythingLeavesAReport) {
+  const CommandResult done = run("verify --all --cpu --seconds 1 --seed 5 --report " + file("report.json"));
+  EXPECT_EQ(done.code, 0) << done.err;
+  EXPECT_TRUE(contains(done.out, "the report to send is in")) << done.out;
+  const auto report = nlohmann::json::parse(read_file(file("report.json")));
+  EXPECT_TRUE(report["ok"].get<bool>());
+  EXPECT_EQ(report["seed"], 5);
+  ASSERT_FALSE(report["kernels"].empty());
+  EXPECT_TRUE(report["kernels"][0]["ok"].get<bool>());
+  EXPECT_FALSE(report["machine"].empty());
+  for (const char* wrong : {"verify --all --spec bf16:d16", "verify --all --all-configs",
+                            "verify --report r.json --spec bf16:d16 --shape b1:hq1:hkv1:sq8:skv8", "verify"})
+    EXPECT_EQ(run(wrong).code, 2) << wrong;
+}
+
 TEST_F(Command, DoctorRefusesAWrongVariable) {
   const CommandResult result = run("doctor", "FLASHJIT_JIT=maybe");
   EXPECT_EQ(result.code, 2);

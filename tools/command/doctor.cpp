@@ -1,4 +1,6 @@
 // flashjit doctor: what flashjit finds on this machine, what is missing, and what to do about it.
+#include "doctor.hpp"
+
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
@@ -14,6 +16,7 @@
 #include "support/paths.hpp"
 #include "support/text.hpp"
 #include "system.hpp"
+#include "tools/parts/expectations.hpp"
 
 namespace flashjit::command {
 namespace {
@@ -70,6 +73,13 @@ void examine_driver(Examination& found) {
   } catch (const Error& error) {
     found.add(error.code() == ErrorCode::no_device ? "device" : "driver", Verdict::missing, error.message());
   }
+}
+
+/// What each GPU gets, by the estimate of the tuner's model.
+void examine_expectations(Examination& found) {
+  for (std::size_t ordinal = 0; ordinal < found.devices.size(); ++ordinal)
+    for (const Expectation& expectation : expectations_of(found.devices[ordinal]))
+      found.add(fmt::format("attention {}", ordinal), Verdict::good, to_string(expectation));
 }
 
 void examine_compiler(Examination& found) {
@@ -193,9 +203,10 @@ std::string why_not(const Examination& found) {
       found.devices.front().arch);
 }
 
-int doctor(bool json) {
+Examination examine() {
   Examination found;
   examine_driver(found);
+  examine_expectations(found);
   examine_compiler(found);
   examine_templates(found);
   examine_folders(found);
@@ -203,17 +214,25 @@ int doctor(bool json) {
   found.add("disassembler", disassembler ? Verdict::good : Verdict::note,
             disassembler ? *disassembler : "none; `flashjit inspect --sass` needs cuobjdump or nvdisasm");
   examine_variables(found);
+  return found;
+}
 
+Json json_of_findings(const std::vector<Finding>& all) {
+  Json findings = Json::array();
+  for (const Finding& finding : all)
+    findings.push_back(
+        {{"subject", finding.subject}, {"state", to_string(finding.state)}, {"text", finding.text}});
+  return findings;
+}
+
+int doctor(bool json) {
+  const Examination found = examine();
   const std::string reason = why_not(found);
   if (json) {
-    Json findings = Json::array();
-    for (const Finding& finding : found.findings)
-      findings.push_back(
-          {{"subject", finding.subject}, {"state", to_string(finding.state)}, {"text", finding.text}});
     print_json({{"version", library_version()},
                 {"kernels_can_run", reason.empty()},
                 {"reason", reason},
-                {"findings", std::move(findings)}});
+                {"findings", json_of_findings(found.findings)}});
   } else {
     fmt::print("flashjit {}\n", library_version());
     for (const Finding& finding : found.findings)
@@ -224,6 +243,8 @@ int doctor(bool json) {
 }
 
 }  // namespace
+
+Json findings_json() { return json_of_findings(examine().findings); }
 
 void add_doctor(CLI::App& app, Context& context) {
   add_subcommand(app, context, "doctor",

@@ -3,24 +3,29 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
 #include <filesystem>
 #include <memory>
 #include <optional>
 #include <random>
 
 #include "attention.hpp"
+#include "doctor.hpp"
 #include "gpu.hpp"
 #include "plan/family.hpp"
 #include "plan/plan.hpp"
+#include "support/file.hpp"
 #include "support/paths.hpp"
+#include "tools/parts/everything.hpp"
 
 namespace flashjit::command {
 namespace {
 
 struct VerifyOptions {
-  std::string spec, shape, data, config;
+  std::string spec, shape, data, config, report;
   std::vector<std::string> scalars;
-  bool all_configs = false, cpu = false;
+  bool all = false, all_configs = false, cpu = false;
+  int seconds = 120;  ///< of --all
   std::optional<std::uint64_t> seed;
   int device = 0;
 };
@@ -40,9 +45,23 @@ struct Verification {
   bool ok() const { return failure.empty() && all_ok(comparisons); }
 };
 
+/// The tiles that each family which can would take.
+std::vector<std::optional<TileConfig>> config_of_each_family(const KernelSpec& spec,
+                                                             const AttentionShape& shape,
+                                                             const DeviceInfo& device) {
+  std::vector<std::optional<TileConfig>> configs;
+  for (const plan::FamilyTraits& family : plan::families()) {
+    if (!family.supports(spec, device)) continue;
+    const TileConfig config = family.heuristic(spec, shape, device);
+    if (family.admits(spec, config, device)) configs.emplace_back(config);
+  }
+  return configs;
+}
+
 /// The configurations to verify a pass with; nothing means the one that the runtime chooses.
 std::vector<std::optional<TileConfig>> configs_of(const VerifyOptions& options, const KernelSpec& spec,
-                                                  const DeviceInfo& device) {
+                                                  const AttentionShape& shape, const DeviceInfo& device) {
+  if (options.all) return config_of_each_family(spec, shape, device);
   if (!options.config.empty()) return {parse_config(options.config)};
   if (!options.all_configs) return {std::nullopt};
   std::vector<std::optional<TileConfig>> configs;
@@ -129,7 +148,7 @@ std::vector<Verification> verify_on(const VerifyOptions& options, const Inputs& 
   }
   Runtime runtime(runtime_options());
   std::vector<Verification> verifications;
-  for (const std::optional<TileConfig>& config : configs_of(options, spec, runtime.device())) {
+  for (const std::optional<TileConfig>& config : configs_of(options, spec, shape, runtime.device())) {
     if (interrupted()) break;
     verification.config = config ? to_string(*config) : "";
     verification.comparisons.clear();
@@ -140,7 +159,8 @@ std::vector<Verification> verify_on(const VerifyOptions& options, const Inputs& 
           of_pass(compare(run_on_gpu(runtime, *gpu, problem), exact, rounded, problem), spec.pass);
     } catch (const Error& error) {
       // With one configuration the error says it all; among many the others still count.
-      if (!options.all_configs || error.code() == ErrorCode::cuda) throw;
+      const bool is_one_of_many = options.all_configs || options.all;
+      if (!is_one_of_many || error.code() == ErrorCode::cuda) throw;
       verification.failure = error.message();
     }
     verifications.push_back(verification);
@@ -170,39 +190,108 @@ void print_table(const std::vector<Verification>& verifications) {
   table.print();
 }
 
-int verify(const VerifyOptions& options, bool json) {
+Json json_of(const std::vector<Verification>& verifications) {
+  Json list = Json::array();
+  for (const Verification& verification : verifications) list.push_back(verification_json(verification));
+  return list;
+}
+
+int code_of(bool ok) {
+  if (interrupted()) return kInterrupted;
+  return ok ? kOk : kCheckFailed;
+}
+
+/// Null where the CPU computes.
+std::unique_ptr<device::PrimaryContext> chosen_gpu(const VerifyOptions& options) {
+  if (options.cpu) return nullptr;
+  return std::make_unique<device::PrimaryContext>(chosen_driver(), options.device);
+}
+
+void print_verdict(const VerifyOptions& options, std::size_t count, std::uint64_t seed, bool ok) {
+  fmt::print("{} {}, seed {}: {}\n", count,
+             options.cpu ? "computations of the CPU in the spec's type" : "kernels", seed,
+             ok ? "all within their limits" : "NOT all within their limits");
+}
+
+/// Every feature, in each family that the GPU has, until the time is over; what is found goes into a report.
+int verify_everything(const VerifyOptions& options, std::uint64_t seed, bool json) {
+  const std::unique_ptr<device::PrimaryContext> gpu = chosen_gpu(options);
+  const auto begin = std::chrono::steady_clock::now();
+  const auto is_over = [&] {
+    return interrupted() || std::chrono::steady_clock::now() - begin > std::chrono::seconds(options.seconds);
+  };
+  const std::vector<Problem> problems = every_problem();
+  Progress progress("verify", problems.size());
+  std::vector<Verification> verifications;
+  Json left_out = Json::array();
+  for (const auto& [spec, shape] : problems) {
+    if (is_over()) {
+      left_out.push_back(to_string(spec));
+      continue;
+    }
+    for (Verification& verification :
+         verify_on(options, {"random", random_problem(spec, *shape, seed)}, gpu.get()))
+      verifications.push_back(std::move(verification));
+    progress.step(to_string(spec));
+  }
+  const bool ok = std::ranges::all_of(verifications, &Verification::ok);
+  const Json report = {
+      {"flashjit", library_version()},     {"seed", seed},        {"ok", ok}, {"machine", findings_json()},
+      {"kernels", json_of(verifications)}, {"left_out", left_out}};
+  if (!options.report.empty()) write_file_atomically(path_of(options.report), report.dump(1) + "\n");
+  if (json) {
+    print_json(report);
+    return code_of(ok);
+  }
+  print_table(verifications);
+  print_verdict(options, verifications.size(), seed, ok);
+  if (!left_out.empty())
+    fmt::print("{} of {} problems were left out after {} seconds; give --seconds more\n", left_out.size(),
+               problems.size(), options.seconds);
+  if (!options.report.empty()) fmt::print("the report to send is in {}\n", options.report);
+  return code_of(ok);
+}
+
+void require_one_purpose(const VerifyOptions& options) {
+  const auto refuse = [](const char* text) { throw Error(ErrorCode::invalid_argument, text); };
+  const bool has_problem = !options.spec.empty() || !options.shape.empty() || !options.data.empty();
+  if (options.all && (has_problem || !options.config.empty() || options.all_configs))
+    refuse(
+        "--all has problems and configurations of its own; leave --spec, --shape, --data, --config and "
+        "--all-configs out");
+  if (!options.all && !options.report.empty())
+    refuse("--report is for --all; --json prints one spec's results");
+  if (options.all) return;
+  if (options.spec.empty()) refuse("give --spec and --shape or --data, or --all for every feature");
+  if (options.shape.empty() == options.data.empty()) refuse("give one of --shape and --data beside --spec");
   if (options.all_configs && !options.config.empty())
-    throw Error(ErrorCode::invalid_argument, "--config and --all-configs exclude each other; give one");
+    refuse("--config and --all-configs exclude each other; give one");
+}
+
+int verify(const VerifyOptions& options, bool json) {
+  require_one_purpose(options);
+  const std::uint64_t seed = options.seed ? *options.seed : std::random_device()();
+  if (options.all) return verify_everything(options, seed, json);
   const std::vector<KernelSpec> specs = parse_passes(options.spec);
   std::ranges::for_each(specs, require_attention);
   if (options.data.empty()) parse_shape(options.shape).validate();
-  const std::uint64_t seed = options.seed ? *options.seed : std::random_device()();
   std::vector<Inputs> all;
   for (const KernelSpec& spec : specs)
     for (Inputs& inputs : inputs_of(options, spec, seed)) all.push_back(std::move(inputs));
-  std::optional<device::PrimaryContext> gpu;
-  if (!options.cpu) gpu.emplace(chosen_driver(), options.device);
+  const std::unique_ptr<device::PrimaryContext> gpu = chosen_gpu(options);
 
   std::vector<Verification> verifications;
   for (const Inputs& inputs : all)
-    for (Verification& verification : verify_on(options, inputs, gpu ? &*gpu : nullptr))
+    for (Verification& verification : verify_on(options, inputs, gpu.get()))
       verifications.push_back(std::move(verification));
-  bool ok = true;
-  Json list = Json::array();
-  for (const Verification& verification : verifications) {
-    ok = ok && verification.ok();
-    list.push_back(verification_json(verification));
-  }
+  const bool ok = std::ranges::all_of(verifications, &Verification::ok);
   if (json) {
-    print_json({{"seed", seed}, {"ok", ok}, {"kernels", std::move(list)}});
+    print_json({{"seed", seed}, {"ok", ok}, {"kernels", json_of(verifications)}});
   } else {
     print_table(verifications);
-    fmt::print("{} {}, seed {}: {}\n", verifications.size(),
-               options.cpu ? "computations of the CPU in the spec's type" : "kernels", seed,
-               ok ? "all within their limits" : "NOT all within their limits");
+    print_verdict(options, verifications.size(), seed, ok);
   }
-  if (interrupted()) return kInterrupted;
-  return ok ? kOk : kCheckFailed;
+  return code_of(ok);
 }
 
 }  // namespace
@@ -213,16 +302,18 @@ void add_verify(CLI::App& app, Context& context) {
       add_subcommand(app, context, "verify", "Check this GPU's kernels against the CPU reference",
                      "flashjit verify --spec bf16:d64:causal --shape b2:hq4:hkv2:sq200:skv333",
                      [options, &context] { return verify(*options, context.json); });
-  command
-      ->add_option("--spec", options->spec,
-                   "What is computed; both passes unless it begins with fwd: or bwd:")
-      ->required();
-  CLI::App* inputs = command->add_option_group("inputs");
-  inputs->add_option("--shape", options->shape,
-                     "Batch, heads and lengths of random inputs: b2:hq4:hkv2:sq200:skv333");
-  inputs->add_option("--data", options->data,
-                     "Folder with layer<N>_{q,k,v,dout}.npy, [batch, heads, length, dim], instead");
-  inputs->require_option(1);
+  command->add_option("--spec", options->spec,
+                      "What is computed; both passes unless it begins with fwd: or bwd:");
+  command->add_option("--shape", options->shape,
+                      "Batch, heads and lengths of random inputs: b2:hq4:hkv2:sq200:skv333");
+  command->add_option("--data", options->data,
+                      "Folder with layer<N>_{q,k,v,dout}.npy, [batch, heads, length, dim], instead");
+  command->add_flag("--all", options->all,
+                    "Instead of one spec every feature, in each family that the GPU has, in two minutes");
+  command->add_option("--seconds", options->seconds, "Time for --all; default 120")
+      ->check(CLI::Range(1, 86400));
+  command->add_option("--report", options->report,
+                      "File for what --all finds of machine and kernels, as JSON, to send to the project");
   command->add_option("--scalar", options->scalars,
                       "name=value of a scalar that a program declares; else random, as captured tensors are; "
                       "repeatable");

@@ -393,8 +393,8 @@ TEST(Config, ParseRefusesWithTheOffendingText) {
   const auto refused = [](const std::string& text, const std::vector<std::string>& parts) {
     expect_refused([&] { parse_config(text); }, parts);
   };
-  refused("", {"the tile configuration ''", "sm90, sm80, simt"});
-  refused("sm99:br1:bc1:w1", {"wrong field 'sm99'", "sm90, sm80, simt"});
+  refused("", {"the tile configuration ''", "sm90, sm80, sm75, simt"});
+  refused("sm99:br1:bc1:w1", {"wrong field 'sm99'", "sm90, sm80, sm75, simt"});
   refused("sm80", {"ends before 'br' and a number", "write <family>:br<rows>"});
   refused("sm80:bc64:br64:w4", {"has 'bc64' where 'br' and a number should stand"});
   refused("sm80:br0:bc64:w4", {"wrong field 'br0'", "from 1 to 1024"});

@@ -94,7 +94,7 @@ __device__ __forceinline__ unsigned select_bytes(unsigned lower, unsigned upper,
   return word;
 }
 
-/// a * b + c of two elements each, rounded once. From sm_80 on.
+/// a * b + c of two elements each, rounded once; of bf16 from sm_80 on.
 template <class Element>
 __device__ __forceinline__ unsigned fma_pair(unsigned a, unsigned b, unsigned c);
 template <>

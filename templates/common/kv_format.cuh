@@ -188,9 +188,10 @@ __device__ __forceinline__ uint4 pack_eight(const float* x) {
 
 // --- Codes as pairs of elements ---------------------------------------------------------------------------
 
-// Two codes at a time become 16-bit floats, which have all of them exactly, by the bits of these.
+// Two codes at a time become 16-bit floats, which have all of them exactly, by the bits of these; a book's
+// values are rounded to these.
 template <class Format>
-constexpr bool kHasPairs = Format::kCode != KvCode::book && (Format::kBits == 4 || Format::kBits == 8);
+constexpr bool kHasPairs = Format::kBits == 4 || (Format::kBits == 8 && Format::kCode != KvCode::book);
 
 /// A format whose reader multiplies results with the call's scale of a head, and with kUnit: e2m1 with scales
 /// of e4m3 is then one product away from its bits. A tail has neither.
@@ -257,6 +258,38 @@ __device__ __forceinline__ unsigned pair_of_e2m1(const KvCodes16<Format>& codes,
   const unsigned bits = (upper & 0x80008000u) | (upper >> Bits::kE2m1Shift & Bits::kE2m1Mask);
   return kIsSmall<Format> ? bits : fma_pair<Element>(bits, Bits::kE2m1Factor, kNoAddend);
 }
+/// Four bytes of a table of 16, by indices whose upper bits `upper` has as bytes.
+__device__ __forceinline__ unsigned bytes_of_table(const unsigned (&table)[4], unsigned lower,
+                                                   unsigned upper) {
+  return (select_bytes(table[0], table[1], lower) & ~upper) |
+         (select_bytes(table[2], table[3], lower) & upper);
+}
+/// Codes 2i and 2i + 1 of a book of 16 values: their elements' bytes are selected from those of the book's.
+template <class Element, class Format>
+__device__ __forceinline__ unsigned pair_of_book(const KvCodes16<Format>& codes, int i) {
+  unsigned low[4], high[4];  // bytes of the 16 elements
+#pragma unroll
+  for (int word = 0; word < 4; ++word) {
+    const auto pair = [&](int at) {
+      return pack<Element>(Format::book(word * 4 + at), Format::book(word * 4 + at + 1));
+    };
+    low[word] = select_bytes(pair(0), pair(2), 0x6420);
+    high[word] = select_bytes(pair(0), pair(2), 0x7531);
+  }
+  unsigned indices, upper;  // of four codes
+  if (Format::kHalves) {
+    const unsigned word = codes.words[i / 2];
+    indices = select_bytes(word | word >> 4, 0u, 0x4420);
+    upper = select_bytes(word << 4, 0u, 0xba98);
+  } else {
+    const unsigned word = codes.words[i / 4];
+    indices = word >> i / 2 % 2 * 16;
+    upper = select_bytes(word << 4, word, i / 2 % 2 == 0 ? 0xd9c8 : 0xfbea);
+  }
+  indices &= 0x7777u;
+  return select_bytes(bytes_of_table(low, indices, upper), bytes_of_table(high, indices, upper),
+                      i % 2 == 0 ? 0x5140 : 0x7362);
+}
 /// Codes 2i and 2i + 1 of 8 bits, as fp16.
 template <class Format>
 __device__ __forceinline__ unsigned pair_of_8bit(const KvCodes16<Format>& codes, int i) {
@@ -278,6 +311,7 @@ template <class Element, class Format>
 __device__ __forceinline__ unsigned code_pair(const KvCodes16<Format>& codes, int i) {
   if (Format::kBits == 8) return pair_of_8bit(codes, i);
   if (Format::kCode == KvCode::e2m1) return pair_of_e2m1<Element>(codes, i);
+  if (Format::kCode == KvCode::book) return pair_of_book<Element>(codes, i);
   if (Format::kCode == KvCode::uint4) return pair_of_integers<Element, Format, 0>(codes, i);
   return pair_of_integers<Element, Format, 8>(codes, i);
 }

@@ -68,7 +68,8 @@ std::vector<KvFormatCase> forms() {
           "bf16:d576x512:kv{fp8_ds_mla}:shared_kv:pages64:indices", "bf16:d576x512:kve4m3:shared_kv:cache",
           "fp16:d64:k{q8_0}:v{e4m3}:pages16", "bf16:d128x64:k{int4}:v{nvfp4}:cache:key_scales",
           "bf16:d64:v{q4_0}:pages16", "bf16:d64:k{mxfp8}:cache", "fp16:d96x32:kv{q8_0}:cache:indices",
-          "bf16:d256:kv{q4_0}:pages16:causal",
+          "bf16:d256:kv{q4_0}:pages16:causal", "bf16:d128:kv{nvfp4}:cache:score{2.0 * tanh(score / 2.0)}",
+          "bf16:d64:k{iq4_nl}:v{nvfp4}:pages16:score{score - 0.1 * to_float(abs(q - kv))}:causal",
           "bf16:d64:kv{int8:g32:fp32}:pages16:mask{q + seqlen_kv - seqlen_q - kv < 20 && kv <= q + seqlen_kv "
           "- "
           "seqlen_q}"})

@@ -9,6 +9,7 @@
 #include "plan/family.hpp"
 #include "plan/plan.hpp"
 #include "render/render.hpp"
+#include "tests/support/spread.hpp"
 
 namespace flashjit {
 namespace {
@@ -37,11 +38,14 @@ TEST_P(KernelsOfTangents, CompileWithoutSpills) {
   };
   const auto compiler = compile::Compiler::open();
   const DeviceInfo device = DeviceInfo::parse(GetParam());
-  for (const char* text : kSpecs)
+  test::Turns turns;
+  for (const char* text : kSpecs) {
+    turns.next_row();
     for (const plan::FamilyTraits& family : plan::families()) {
       const KernelSpec spec{parse_spec(text), Pass::jvp};
       if (!family.supports(spec, device)) continue;
-      for (const AttentionShape& shape : {AttentionShape{4, 32, 8, 4096, 4096}, {1, 2, 1, 100, 130}}) {
+      for (const AttentionShape& shape :
+           turns.of<AttentionShape>({4, 32, 8, 4096, 4096}, {1, 2, 1, 100, 130})) {
         const TileConfig config = family.heuristic(spec, shape, device);
         SCOPED_TRACE(fmt::format("{} {} {}", to_string(spec), to_string(config), device.arch));
         const KernelSource source = render::render(spec, config, device, render::TemplateSet::embedded(), {});
@@ -53,6 +57,7 @@ TEST_P(KernelsOfTangents, CompileWithoutSpills) {
           EXPECT_LE(entry.shared_bytes, device.shared_per_block);
       }
     }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Architectures, KernelsOfTangents,

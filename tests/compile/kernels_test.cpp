@@ -19,6 +19,7 @@
 #include "render/render.hpp"
 #include "tests/support/covering.hpp"
 #include "tests/support/planned_constant.hpp"
+#include "tests/support/spread.hpp"
 
 namespace flashjit {
 namespace {
@@ -107,22 +108,38 @@ std::vector<Case> cases_of(const plan::FamilyTraits& family, const std::vector<K
   return cases;
 }
 
-std::vector<Case> cases(const DeviceInfo& device) {
-  std::vector<Case> all = cases_of(plan::sm90_traits(), test::covering_plain_specs(), device);
-  if (device.compute_capability == 90)  // whose tiles are larger where nothing but causal is asked for
-    std::ranges::copy(cases_of(plan::sm80_traits(), test::covering_plain_specs(), device),
-                      std::back_inserter(all));
-  for (const plan::FamilyTraits& family : plan::families())
-    if (is_planned(family, device))
-      std::ranges::copy(cases_of(family, test::covering_specs(), device), std::back_inserter(all));
+constexpr std::array kArchitectures{"sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"};
+
+/// What sm80 and simt compile for the device: they are the same for all but in their tiles.
+std::vector<Case> spread_cases(const std::vector<KernelSpec>& specs, const DeviceInfo& device) {
+  const std::array families{&plan::sm80_traits(), &plan::simt_traits()};
+  std::vector<DeviceInfo> devices;
+  for (const char* arch : kArchitectures) devices.push_back(DeviceInfo::parse(arch));
+  std::vector<Case> cases;
+  for (const test::Place& place : test::spread(specs, families, devices)) {
+    if (devices[place.device].arch != device.arch) continue;
+    const KernelSpec& spec = specs[place.spec];
+    cases.push_back({spec, families[place.family]->heuristic(spec, shape_of(place.spec), device)});
+  }
+  return cases;
+}
+
+/// All that the families of one architecture do, and a part of what others do.
+std::vector<Case> cases_of_all(const std::vector<KernelSpec>& specs, const DeviceInfo& device) {
+  std::vector<Case> all = spread_cases(specs, device);
+  for (const plan::FamilyTraits* family : {&plan::sm90_traits(), &plan::sm75_traits()})
+    if (is_planned(*family, device))
+      std::ranges::copy(cases_of(*family, specs, device), std::back_inserter(all));
   return all;
 }
 
-std::vector<Case> wide_cases(const DeviceInfo& device) {
-  std::vector<Case> all;
-  for (const plan::FamilyTraits& family : plan::families())
-    if (is_planned(family, device))
-      std::ranges::copy(cases_of(family, test::covering_wide_specs(), device), std::back_inserter(all));
+std::vector<Case> cases(const DeviceInfo& device) {
+  std::vector<Case> all = cases_of(plan::sm90_traits(), test::covering_plain_specs(), device);
+  // Its tiles are larger there where nothing but causal is asked for: KernelsOfPlainAttention has those.
+  if (device.compute_capability == 90 && test::every_kernel())
+    std::ranges::copy(cases_of(plan::sm80_traits(), test::covering_plain_specs(), device),
+                      std::back_inserter(all));
+  std::ranges::copy(cases_of_all(test::covering_specs(), device), std::back_inserter(all));
   return all;
 }
 
@@ -157,11 +174,10 @@ TEST_P(Kernels, CompileWithoutSpillsWithinTheDevice) {
 }
 TEST_P(Kernels, CompileWithoutSpillsAbove256Columns) {
   const DeviceInfo device = DeviceInfo::parse(GetParam());
-  compile_and_check_all(wide_cases(device), device);
+  compile_and_check_all(cases_of_all(test::covering_wide_specs(), device), device);
 }
 
-INSTANTIATE_TEST_SUITE_P(Architectures, Kernels,
-                         testing::Values("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"),
+INSTANTIATE_TEST_SUITE_P(Architectures, Kernels, testing::ValuesIn(kArchitectures),
                          [](const auto& info) { return std::string(info.param); });
 
 /// The covering specs have every pair of features, but not what most people use: nothing or a causal mask.
@@ -188,11 +204,14 @@ TEST(KernelsOfLatents, CompileWithoutSpills) {
       "fwd:bf16:d576x512:causal:pages64:shared_kv",  "fwd:bf16:d576x512:causal:pages1:shared_kv",
       "fwd:fp16:d576x512:varlen:causal:shared_kv",   "fwd:bf16:d320x256:kvlen:dropout:shared_kv",
       "fwd:fp16:d192x128:causal:map64x64:shared_kv", "fwd:fp32:d96x64:shared_kv"};
+  test::Turns turns;
   for (const char* arch : {"sm_80", "sm_89", "sm_90a", "sm_120"}) {
     const DeviceInfo device = DeviceInfo::parse(arch);
+    turns.next_row();
     for (const plan::FamilyTraits& family : plan::families())
       for (const char* text : kSpecs)
-        for (const char* shape : {"b4:hq32:hkv1:sq4096:skv4096", "b1:hq1:hkv1:sq16:skv32768"}) {
+        for (const char* shape :
+             turns.of<const char*>("b4:hq32:hkv1:sq4096:skv4096", "b1:hq1:hkv1:sq16:skv32768")) {
           const KernelSpec spec = parse_spec(text);
           if (!family.supports(spec, device)) continue;
           const TileConfig config = family.heuristic(spec, parse_shape(shape), device);
@@ -272,20 +291,22 @@ TEST(KernelsThatReadPositions, CompileWithoutSpills) {
   constexpr std::array kRests = {"", ":causal", ":dropout:causal", ":causal:varlen", ":kvlen"};
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
   std::size_t i = 0;
+  test::Turns turns;
   const auto check = [&](const char* pass, const char* dims, const char* score, std::size_t rests) {
     const KernelSpec spec =
         parse_spec(fmt::format("{}:bf16:{}:score{{{}}}{}", pass, dims, score, kRests[i % rests]));
     EXPECT_EQ(compile_and_check(spec, plan::sm90_traits().heuristic(spec, shape_of(i), device), device), "");
   };
   for (const char* dims : {"d40", "d64", "d96", "d128", "d192", "d256"}) {
-    for (const char* score :
-         {"bias: fp32 2d; score + bias[b, kv]", "g: bf16 3d; score * sigmoid(g[b, h, kv])"}) {
+    turns.next_row();
+    for (const char* score : turns.of<const char*>("bias: fp32 2d; score + bias[b, kv]",
+                                                   "g: bf16 3d; score * sigmoid(g[b, h, kv])")) {
       check("fwd", dims, score, kRests.size());
       check("bwd", dims, score, 3);
       ++i;
     }
-    for (const char* score :
-         {"t: bf16 2d; score * sigmoid(t[h, q])", "f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])"}) {
+    for (const char* score : turns.of<const char*>("t: bf16 2d; score * sigmoid(t[h, q])",
+                                                   "f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])")) {
       check("fwd", dims, score, kRests.size());
       check("bwd", dims, score, 3);
       ++i;
@@ -295,11 +316,17 @@ TEST(KernelsThatReadPositions, CompileWithoutSpills) {
 
 /// Kernels whose blocks take a part each of what a tile meets.
 void compile_split(const char* pass, const std::array<const char*, 5>& rests, const AttentionShape& shape) {
+  test::Turns turns;
   for (const char* arch : {"sm_80", "sm_89", "sm_90a", "sm_120"}) {
     const DeviceInfo device = DeviceInfo::parse(arch);
     const plan::FamilyTraits& family = device.arch == "sm_90a" ? plan::sm90_traits() : plan::sm80_traits();
     std::size_t i = 0;
+    turns.next_row();
     for (const char* dims : {"d8", "d64", "d96", "d128", "d192x128", "d256"}) {
+      if (device.arch != "sm_90a" && !turns.of(true, false).front()) {
+        ++i;
+        continue;
+      }
       const std::string text = fmt::format("{}:bf16:{}{}", pass, dims, rests[i++ % rests.size()]);
       const KernelSpec spec = parse_spec(text).normalized();
       TileConfig config = family.heuristic(spec, shape, device);
@@ -351,10 +378,13 @@ TEST(KernelsOfCaches, CompileWithoutSpills) {
       ":varlen:sinks:pages3",   ":dropout:pages1",
       ":sinks:varlen:pages128", ":score{50.0 * tanh(score / 50.0)}:causal:pages64"};
   std::size_t i = 0;
+  test::Turns turns;
   for (const char* arch : {"sm_80", "sm_90a", "sm_120"}) {
     const DeviceInfo device = DeviceInfo::parse(arch);
+    turns.next_row();
     for (const char* dims : {"d64", "d96", "d128", "d192x128", "d256"}) {
-      for (const AttentionShape& shape : {AttentionShape{16, 32, 8, 1, 8192}, {4, 32, 8, 1024, 1024}}) {
+      for (const AttentionShape& shape :
+           turns.of<AttentionShape>({16, 32, 8, 1, 8192}, {4, 32, 8, 1024, 1024})) {
         const KernelSpec spec =
             parse_spec(fmt::format("fwd:bf16:{}{}", dims, kRests[i++ % kRests.size()])).normalized();
         for (const plan::FamilyTraits* family : {&plan::sm90_traits(), &plan::sm80_traits()})
@@ -380,7 +410,8 @@ TEST(KernelsOfIndices, CompileWithoutSpills) {
     for (const char* arch : {"sm_80", "sm_90a", "sm_120"}) {
       const DeviceInfo device = DeviceInfo::parse(arch);
       const KernelSpec spec = parse_spec(fmt::format("{}{}", dims, kRests[i++ % kRests.size()]));
-      for (const plan::FamilyTraits& family : plan::families())
+      for (const plan::FamilyTraits& family : plan::families()) {
+        if (family.family == Family::simt && i % 3 != 0 && !test::every_kernel()) continue;
         for (const Pass pass : {Pass::forward, Pass::backward}) {
           KernelSpec of_pass = spec;
           of_pass.pass = pass;
@@ -390,6 +421,7 @@ TEST(KernelsOfIndices, CompileWithoutSpills) {
             EXPECT_EQ(compile_and_check(of_pass, family.heuristic(of_pass, shape, device), device), "");
           }
         }
+      }
     }
   }
 }
@@ -460,11 +492,13 @@ TEST(KernelsOfBlocksOfADropoutMask, CompileWithoutSpills) {
 }
 
 TEST(KernelsWithGradientsInFp32, CompileWithoutSpills) {
+  test::Turns turns;
   for (const char* arch : {"sm_80", "sm_90a", "sm_120"}) {
     const DeviceInfo device = DeviceInfo::parse(arch);
+    turns.next_row();
     for (const char* text :
          {"d64:causal", "d128", "d128:causal", "d128:causal:varlen", "d192x128:causal", "d256"}) {
-      for (const char* option : {"fp32_grads", "add_grads"}) {
+      for (const char* option : turns.of<const char*>("fp32_grads", "add_grads")) {
         const KernelSpec spec = parse_spec(fmt::format("bwd:bf16:{}:{}", text, option)).normalized();
         const plan::ExecutionPlan plan = plan::make_plan(spec, {4, 32, 8, 1024, 1024}, device, {});
         EXPECT_EQ(compile_and_check(plan.spec, plan.config, device), "");
@@ -523,20 +557,22 @@ TEST(KernelsThatEncode, StoreNoByteOfARegisterOfAHalf) {
   }
 }
 
+void compile_codes(const std::vector<KernelSpec>& specs, const std::vector<const char*>& architectures) {
+  const std::array families{&plan::sm80_traits(), &plan::simt_traits()};
+  std::vector<DeviceInfo> devices;
+  for (const char* arch : architectures) devices.push_back(DeviceInfo::parse(arch));
+  std::size_t i = 0;
+  for (const auto& [spec, family, device] : test::spread(specs, families, devices)) {
+    const AttentionShape shape =
+        ++i % 2 ? AttentionShape{16, 32, 8, 1, 8192} : AttentionShape{4, 32, 8, 1024, 1024};
+    const TileConfig config = families[family]->heuristic(specs[spec], shape, devices[device]);
+    EXPECT_EQ(compile_and_check(specs[spec], config, devices[device]), "");
+  }
+}
+
 // Codes are converted on their way to the tensor cores, which takes registers.
 TEST(KernelsOfCodes, CompileWithoutSpills) {
-  const std::vector<KernelSpec> specs = test::covering_specs_of_codes();
-  std::size_t i = 0;
-  for (const char* arch : {"sm_75", "sm_80", "sm_90a", "sm_120"}) {
-    const DeviceInfo device = DeviceInfo::parse(arch);
-    const plan::FamilyTraits& family =
-        device.compute_capability < 80 ? plan::simt_traits() : plan::sm80_traits();
-    for (const KernelSpec& spec : specs) {
-      const AttentionShape shape =
-          ++i % 2 ? AttentionShape{16, 32, 8, 1, 8192} : AttentionShape{4, 32, 8, 1024, 1024};
-      EXPECT_EQ(compile_and_check(spec, family.heuristic(spec, shape, device), device), "");
-    }
-  }
+  compile_codes(test::covering_specs_of_codes(), {"sm_75", "sm_80", "sm_90a", "sm_120"});
 }
 
 TEST(KernelsOfCodes, CompileWithoutSpillsOnHopper) {
@@ -552,17 +588,7 @@ TEST(KernelsOfCodes, CompileWithoutSpillsOnHopper) {
 
 // Ada multiplies codes, the others convert them.
 TEST(KernelsOfProductsOfCodes, CompileWithoutSpills) {
-  std::size_t i = 0;
-  for (const char* arch : {"sm_75", "sm_80", "sm_89", "sm_90a"}) {
-    const DeviceInfo device = DeviceInfo::parse(arch);
-    const plan::FamilyTraits& family =
-        device.compute_capability < 80 ? plan::simt_traits() : plan::sm80_traits();
-    for (const KernelSpec& spec : test::covering_specs_of_products_of_codes()) {
-      const AttentionShape shape =
-          ++i % 2 ? AttentionShape{16, 32, 8, 1, 8192} : AttentionShape{4, 32, 8, 1024, 1024};
-      EXPECT_EQ(compile_and_check(spec, family.heuristic(spec, shape, device), device), "");
-    }
-  }
+  compile_codes(test::covering_specs_of_products_of_codes(), {"sm_75", "sm_80", "sm_89", "sm_90a"});
 }
 
 TEST(KernelsOfProductsOfCodes, CompileWithoutSpillsOnHopper) {
@@ -587,14 +613,17 @@ TEST(KernelsOfProductsOfCodes, CompileWithoutSpillsOnHopper) {
 }
 
 TEST(KernelsOfCodes, CompileWithPrograms) {
-  for (const char* arch : {"sm_80", "sm_89", "sm_90a"})
+  test::Turns turns;
+  for (const char* arch : {"sm_80", "sm_89", "sm_90a"}) {
+    turns.next_row();
     for (const char* text :
          {"fwd:bf16:d128:kve4m3:score{50.0 * tanh(score / 50.0)}:causal:varlen:pages64",
           "fwd:fp16:d64:kvint8:mask{q - kv < 300}:pages24:key_scales",
           "fwd:bf16:d256:kve4m3:causal:pages1:key_scales", "fwd:bf16:d128:kve4m3:causal:varlen:pages1",
           "fwd:bf16:d192x128:kve4m3:score{bias: bf16 4d; score + bias[b, h, q, kv]}:key_scales",
           "fwd:bf16:d256:kve4m3:score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}:causal:cache"})
-      for (const AttentionShape& shape : {AttentionShape{16, 32, 8, 1, 8192}, {4, 32, 8, 1024, 1024}}) {
+      for (const AttentionShape& shape :
+           turns.of<AttentionShape>({16, 32, 8, 1, 8192}, {4, 32, 8, 1024, 1024})) {
         const DeviceInfo device = DeviceInfo::parse(arch);
         const KernelSpec spec = parse_spec(text).normalized();
         for (const plan::FamilyTraits& family : plan::families()) {
@@ -602,17 +631,20 @@ TEST(KernelsOfCodes, CompileWithPrograms) {
           EXPECT_EQ(compile_and_check(spec, family.heuristic(spec, shape, device), device), "");
         }
       }
+  }
 }
 
 // What the heuristic takes so, of which a thread has few registers.
 TEST(KernelsWithTwoTilesAtATime, CompileWithoutSpills) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  test::Turns turns;
   for (const char* rest : {"", ":causal", ":causal_top_left:sinks", ":map128x128", ":causal:map128x64:kvlen",
                            ":mask{q >= kv && q - kv < 300}", ":mask{q - kv < 300 && kv - q < 300}:sinks",
                            ":mask{((q / 128 ^ kv / 128) & (q / 128 ^ kv / 128) - 1) == 0}"}) {
+    turns.next_row();
     for (const char* dims : {"fp16:d64", "bf16:d40x64"}) {
       const KernelSpec spec = parse_spec(fmt::format("fwd:{}{}", dims, rest)).normalized();
-      for (const char* config : {"sm90:br128:bc64:w16:s3", "sm90:br128:bc64:w16:s4"})
+      for (const char* config : turns.of<const char*>("sm90:br128:bc64:w16:s3", "sm90:br128:bc64:w16:s4"))
         EXPECT_EQ(compile_and_check(spec, parse_config(config), device), "");
     }
   }
@@ -649,8 +681,10 @@ TEST(KernelsOfClustersThatSumUpDq, CompileWithoutSpills) {
     EXPECT_EQ(config.bc, keys) << text;
     EXPECT_EQ(compile_and_check(spec, config, device), "");
   };
+  std::size_t i = 0;
   for (const char* dims : {"fp16:d8", "bf16:d64", "bf16:d72x40", "fp16:d96", "bf16:d128", "bf16:d128x64"})
-    for (const char* rest : kRests) check(fmt::format("bwd:{}{}", dims, rest), 256);
+    for (const char* rest : kRests)
+      if (i++ % 3 == 0 || test::every_kernel()) check(fmt::format("bwd:{}{}", dims, rest), 256);
   for (const char* text : {"bwd:fp16:d64", "bwd:bf16:d96:dropout", "bwd:fp16:d128:sinks", "bwd:bf16:d128x64"})
     check(text, 512);
 }
@@ -786,6 +820,38 @@ TEST(Covering, HoldsEveryPairOnceOrMore) {
   EXPECT_EQ(passes.size(), 6u);
   EXPECT_EQ(dims.size(), 24u);
   EXPECT_LE(specs.size(), 40u) << "the compile tests would take too long";
+}
+
+TEST(Spread, HoldsEverySpecAndEveryWordWithEveryFamilyAndDevice) {
+  const std::array families{&plan::sm80_traits(), &plan::simt_traits()};
+  const std::vector<DeviceInfo> devices{DeviceInfo::parse("sm_75"), DeviceInfo::parse("sm_80"),
+                                        DeviceInfo::parse("sm_120")};
+  const std::vector<KernelSpec> specs = test::covering_wide_specs();
+  std::set<std::size_t> left;
+  std::set<std::pair<std::string, std::size_t>> by_family, on_device;
+  std::size_t product = 0;
+  for (std::size_t i = 0; i < specs.size(); ++i)
+    for (std::size_t f = 0; f < families.size(); ++f)
+      for (std::size_t d = 0; d < devices.size(); ++d) {
+        if (!families[f]->supports(specs[i], devices[d])) continue;
+        ++product, left.insert(i);
+        for (const std::string& word : test::words_of(specs[i]))
+          by_family.insert({word, f}), on_device.insert({word, d});
+      }
+  EXPECT_EQ(left.size(), specs.size());
+  const std::vector<test::Place> places = test::spread(specs, families, devices);
+  for (const test::Place& place : places) {
+    left.erase(place.spec);
+    for (const std::string& word : test::words_of(specs[place.spec]))
+      by_family.erase({word, place.family}), on_device.erase({word, place.device});
+  }
+  EXPECT_TRUE(left.empty() && by_family.empty() && on_device.empty());
+  EXPECT_LE(places.size(), test::every_kernel() ? product : product / 2);
+}
+
+TEST(Spread, TakesAProgramAsAWord) {
+  EXPECT_EQ(test::words_of(parse_spec("fwd:bf16:d64:mask{doc: int32 1d; doc[q] == doc[kv]}:sinks")).size(),
+            5u);
 }
 
 TEST(KernelBytes, MachineCodeIsTheSameEveryTime) {

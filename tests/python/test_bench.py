@@ -39,6 +39,11 @@ def gallery(variants):
 
 
 @pytest.fixture(scope="module")
+def jax_figures(variants):
+    return importlib.import_module("jax_figures")
+
+
+@pytest.fixture(scope="module")
 def eight_bits(variants):
     return importlib.import_module("eight_bits")
 
@@ -316,12 +321,13 @@ def test_few_queries_are_a_table(plot):
     ]
 
 
-def test_the_pages_show_the_committed_results(plot, gallery, accuracy, eight_bits, monkeypatch):
+def test_the_pages_show_the_committed_results(plot, gallery, accuracy, eight_bits, jax_figures, monkeypatch):
     shown = []
     monkeypatch.setattr(plot, "replace", lambda path, name, text: shown.append((path, name, text)))
     monkeypatch.setattr(eight_bits, "draw", lambda rows, path: None)
     of_eight_bits = [file for file in (eight_bits.FILE, eight_bits.SPEED_FILE) if pathlib.Path(file).exists()]
     later = [eight_bits] if of_eight_bits else []
+    later += [jax_figures] if pathlib.Path(jax_figures.FILE).exists() else []
     for script in (gallery, accuracy, *later):
         monkeypatch.setattr(script, "replace", plot.replace)
     for script in (plot, gallery, accuracy, *later):
@@ -332,10 +338,23 @@ def test_the_pages_show_the_committed_results(plot, gallery, accuracy, eight_bit
         for name in ("h100_paper.csv", "h100_distributed.csv", "h100_scaling.csv")
         if (BENCH / "results" / name).exists()
     ]
-    assert len(shown) == 9 + len(of_plot) + len(of_eight_bits)
+    assert len(shown) == 9 + len(of_plot) + len(of_eight_bits) + (jax_figures in later)
     for path, name, text in shown:
         page = pathlib.Path(path).read_text(encoding="utf-8")
         assert f"<!-- {name} -->\n{text}\n<!-- /{name} -->" in page, f"{path}: run the script again"
+
+
+def test_attentions_of_jax_are_a_table(jax_figures):
+    row = {"case": "causal", "dim": "64", "length": "1024", "device": "a GPU", "jax": "1.0"}
+    seconds = [
+        ("forward", "flashjit", "1e-3"),
+        ("forward", "cudnn", "2e-3"),
+        ("both passes", "flashjit", "3e-3"),
+    ]
+    rows = [{**row, "pass": kind, "library": name, "seconds": time} for kind, name, time in seconds]
+    text = jax_figures.section(rows)
+    assert text.splitlines()[-1] == "| d64 causal 1k | 1.000 | 2.00 | 3.000 | - |"
+    assert "cuDNN 2.00 (forward), - (both passes)" in " ".join(text.split())
 
 
 def test_the_committed_errors_are_within_their_limits(plot, accuracy):

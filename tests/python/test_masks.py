@@ -125,3 +125,30 @@ def test_wrong_tensors_are_named():
         masks.tree(torch.zeros(1, 65, dtype=torch.int64))
     with pytest.raises(flashjit.InvalidArgument, match="one of the two"):
         masks.tree()
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        lambda: masks.prefix(torch.zeros(0, dtype=torch.int32)),
+        lambda: masks.mm_prefix(*torch.zeros(2, 0, QUERIES, dtype=torch.int32)),
+        lambda: masks.tree(torch.zeros(0, QUERIES, dtype=torch.int32)),
+        lambda: masks.positions(
+            torch.zeros(0, QUERIES, dtype=torch.int32), torch.zeros(0, KEYS, dtype=torch.int32)
+        ),
+        lambda: masks.interleaved(torch.zeros(0, QUERIES, dtype=torch.int32), 2, 0),
+        lambda: masks.causal_if(torch.zeros(0, dtype=torch.int32)),
+    ],
+)
+def test_a_batch_of_no_sequences(mask):
+    q, k = torch.zeros(0, HEADS, QUERIES, 32), torch.zeros(0, HEADS, KEYS, 32)
+    out, lse = flashjit.attention(q, k, k, mask_mod=mask(), return_lse=True)
+    assert out.shape == q.shape and lse.shape == q.shape[:3]
+    compiled = torch.compile(flashjit.attention, backend="eager")
+    assert compiled(q, k, k, mask_mod=mask()).shape == q.shape
+
+
+def test_a_captured_tensor_without_elements_is_refused_where_there_are_queries():
+    q, k = torch.zeros(1, HEADS, QUERIES, 32), torch.zeros(1, HEADS, KEYS, 32)
+    with pytest.raises(flashjit.InvalidArgument, match="no element to read"):
+        flashjit.attention(q, k, k, mask_mod=masks.causal_if(torch.zeros(0, dtype=torch.int32)))

@@ -34,7 +34,7 @@ from ._plans import (
     readable,
     switches_of,
 )
-from ._problem import autocast, check_types, plain_problem, read_problem
+from ._problem import autocast, check_types, plain_problem, read_problem, with_elements
 from ._results import Results
 from ._scales import is_fp32_out, with_scales
 from ._tracing import torch_mode
@@ -249,6 +249,8 @@ def attention(
             running_state=state is not None,
             page_starts=page_starts,
         )
+        if values and not q.numel():
+            values = tuple(map(with_elements, values))
         if (
             kv_lengths is not None
             and not cached

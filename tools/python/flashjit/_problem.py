@@ -378,3 +378,10 @@ def _cached_options(key: tuple[Any, ...]) -> str:
             _known_options.clear()
         text = _known_options[key] = _options(key)
     return text
+
+
+def with_elements(value: Any) -> Any:
+    """A captured tensor of a call without queries, which reads none, such as a mask's of an empty batch: not empty."""
+    if not isinstance(value, Tensor) or value.numel() or value.requires_grad:
+        return value
+    return value.new_zeros([max(size, 1) for size in value.shape])

@@ -73,10 +73,23 @@ def test_what_has_no_meaning_is_refused(qkv):
         ({}, "none of block_mask, topk and window"),
         ({"topk": 30}, "topk is 30: it is a share"),
         ({"topk": 0.5, "block_mask": torch.ones(1, 1)}, "block_mask and topk are both given"),
-        ({"topk": 0.5, "block_size": 100}, "block is"),
+        ({"topk": 0.5, "block_size": 100}, "block_size is 100: give one number or two"),
+        ({"topk": 0.5, "block_size": (16, 16, 16)}, "block_size is"),
+        ({"topk": 0.5, "block_size": None}, "block_size is None"),
+        ({"topk": 0.5, "protected_kv_prefix": -1}, "protected_kv_prefix is -1"),
+        (None, "params is a NoneType"),
         ({"window": 3}, "give .left, right."),
         ({"window": (1, 1), "attn_mask": torch.ones(3, 5)}, "it does not fit"),
     ):
         with pytest.raises(flashjit.InvalidArgument, match=why):
             sparse_attention(*qkv, params)
+    q, k, v = qkv
+    for given, why in (
+        ((None, k, v), "query is a NoneType"),
+        ((q[0], k, v), "give a tensor .b, rows, h, d."),
+        ((q, k[:, :, :0], v), "a multiple of key's"),
+        ((q, k[..., :8], v), "b and d must be equal"),
+    ):
+        with pytest.raises(flashjit.InvalidArgument, match=why):
+            sparse_attention(*given, {"topk": 0.5})
     assert sparse_attention.capabilities == {"supports_attention_mask": True}

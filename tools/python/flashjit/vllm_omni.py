@@ -39,6 +39,7 @@ def sparse_attention(
         block_size: rows and keys of a block, one number or two, multiples of 16 to 256; by default 128.
         attn_mask: bool [b, skv], or bool or float [b or 1, h or 1, sq or 1, skv]: as PyTorch's attention takes it.
     """
+    _check(query, key, value, params)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     blocks = _blocks(q, k, params)
     window = params.get("window")
@@ -65,12 +66,43 @@ def sparse_attention(
 sparse_attention.capabilities = {"supports_attention_mask": True}  # type: ignore[attr-defined]
 
 
+def _check(query: Any, key: Any, value: Any, params: Any) -> None:
+    """Before anything is read of them; attention() checks the rest."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            raise WrongType(f"{name} is {describe(x)}: give a tensor [b, rows, h, d].")
+    if not isinstance(params, Mapping):
+        raise WrongType(f"params is {describe(params)}: give a dict with block_mask, topk or window.")
+    sizes = (query.shape[0], query.shape[3])
+    if (key.shape[0], key.shape[3]) != sizes or not key.shape[2] or query.shape[2] % key.shape[2]:
+        raise InvalidArgument(
+            f"query is {list(query.shape)} and key {list(key.shape)}, [b, rows, h, d]: b and d must be equal, and query's heads "
+            "a multiple of key's."
+        )
+
+
+def _block_size(size: Any) -> tuple[int, int]:
+    """Rows and keys of a block."""
+    pair = (size, size) if isinstance(size, int) else size
+    whole = isinstance(pair, (tuple, list)) and len(pair) == 2
+    if not whole or not all(isinstance(n, int) and n in range(16, 257, 16) for n in pair):
+        raise InvalidArgument(
+            f"block_size is {size!r}: give one number or two, rows and keys of a block, multiples of 16 from 16 to 256."
+        )
+    return pair[0], pair[1]
+
+
 def _blocks(q: Tensor, k: Tensor, params: Mapping[str, Any]) -> BlockMap | None:
     """Which blocks attend."""
     given, share = params.get("block_mask"), params.get("topk")
     if given is not None and share is not None:
         raise InvalidArgument("block_mask and topk are both given: give one.")
-    size = params.get("block_size", 128)
+    size = _block_size(params.get("block_size", 128))
+    prefix = params.get("protected_kv_prefix", 0)
+    if not isinstance(prefix, int) or isinstance(prefix, bool) or prefix < 0:
+        raise InvalidArgument(
+            f"protected_kv_prefix is {prefix!r}: give how many first keys are kept, an int from 0 on."
+        )
     if given is not None:
         return BlockMap(given, size)
     if share is None:
@@ -79,13 +111,12 @@ def _blocks(q: Tensor, k: Tensor, params: Mapping[str, Any]) -> BlockMap | None:
         raise InvalidArgument(
             f"topk is {share!r}: it is a share of the blocks of keys, above 0 and at most 1."
         )
-    rows, keys = (size, size) if isinstance(size, int) else size
+    rows, keys = size
     with torch.no_grad():
         means = _means(k, keys).repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = _means(q, rows) @ means.transpose(2, 3)
         kept = scores.topk(math.ceil(share * scores.shape[3]), 3).indices
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(3, kept, True)
-        prefix = params.get("protected_kv_prefix", 0)
         chosen[..., : -(-prefix // keys)] = True
     return BlockMap(chosen, (rows, keys))
 

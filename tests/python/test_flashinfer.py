@@ -372,3 +372,68 @@ def test_calls_that_do_not_fit_their_plan_are_refused():
         fi.BatchDecodeWithPagedKVCacheWrapper(workspace(), "HDN")
     with pytest.raises(flashjit.Unsupported, match="jit_args is given"):
         fi.BatchDecodeWithPagedKVCacheWrapper(workspace(), jit_args=["a"])
+
+
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        ((HQ * 2, HKV, DIM, PAGE), "its num_qo_heads is 4, but plan.. was given 8"),
+        ((HQ, 1, DIM, PAGE), "its num_kv_heads is 2, but plan.. was given 1"),
+        ((HQ, HKV, DIM * 2, PAGE), "its head_dim is 32, but plan.. was given 64"),
+        ((HQ, HKV, DIM, PAGE * 2), "its page_size is 4, but plan.. was given 8"),
+    ],
+)
+def test_tensors_of_other_sizes_than_the_plan_s_are_refused(given, why):
+    pool = Pool()
+    decode = fi.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    prefill = fi.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    planned(decode, pool.plan(), *given)
+    planned(prefill, (indptr(QUERIES), *pool.plan()), *given)
+    for wrapper, rows in ((decode, 3), (prefill, sum(QUERIES))):
+        with pytest.raises(flashjit.InvalidArgument, match=why):
+            wrapper.run(normal(rows, HQ, DIM), pool.cache)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_the_other_layout_s_cache_is_refused(layout):
+    pool = Pool(layout)
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(workspace(), "HND" if layout == "NHD" else "NHD")
+    planned(wrapper, pool.plan(), HQ, HKV, DIM, PAGE)
+    with pytest.raises(flashjit.InvalidArgument, match="its num_kv_heads is 4, but plan.. was given 2"):
+        wrapper.run(normal(3, HQ, DIM), pool.cache)
+
+
+def test_arguments_of_wrong_kinds_are_refused_in_words():
+    pool, q = Pool(), normal(3, HQ, DIM)
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    ragged = fi.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+    latent = fi.BatchMLAPagedAttentionWrapper(workspace())
+    cascade = fi.MultiLevelCascadeAttentionWrapper(2, workspace())
+    planned(wrapper, pool.plan(), HQ, HKV, DIM, PAGE)
+    offsets = indptr(QUERIES)
+    for call, why in (
+        (lambda: fi.BatchDecodeWithPagedKVCacheWrapper(None), "float_workspace_buffer is a NoneType"),
+        (lambda: wrapper.run(None, pool.cache), "q is a NoneType"),
+        (lambda: wrapper.run(q, None), "paged_kv_cache is a NoneType"),
+        (lambda: wrapper.run(q, (pool.cache,)), "paged_kv_cache is a tuple"),
+        (lambda: wrapper.run(q[0], pool.cache), "q is .*give a tensor .all rows, hq, d."),
+        (lambda: wrapper.plan([0, 1], pool.indices, pool.last, HQ, HKV, DIM, PAGE), "kv_indptr is a list"),
+        (lambda: wrapper.plan(*pool.plan(), HQ, HKV, DIM, None), "head_dim|page_size"),
+        (lambda: wrapper.plan(*pool.plan(), HQ, 3, DIM, PAGE), "num_qo_heads is 4 and num_kv_heads 3"),
+        (lambda: wrapper.plan(*pool.plan(), HQ, 0, DIM, PAGE), "num_kv_heads is 0"),
+        (lambda: ragged.run(q, q, q), "before plan"),
+        (lambda: ragged.plan([0, 3], offsets, HQ, HKV, DIM), "qo_indptr is a list"),
+        (lambda: ragged.plan(offsets, offsets[:2], HQ, HKV, DIM), "qo_indptr is of 3 sequences"),
+        (lambda: latent.run(q, None, q, q), "q_pe is a NoneType"),
+        (lambda: cascade.plan([offsets], [], [], [], HQ, HKV, DIM, PAGE), "num_levels is 2"),
+        (lambda: fi.merge_state(q, None, q, None), "s_a is a NoneType"),
+        (lambda: fi.merge_states(q, q), "v is .*rows, states, h, d"),
+        (lambda: fi.single_decode_with_kv_cache(q, q, q), "q is .*give a tensor .hq, d."),
+        (lambda: fi.single_decode_with_kv_cache(q[0], None, q), "k is a NoneType"),
+        (
+            lambda: fi.append_paged_kv_cache(None, q, *pool.plan()[:2], pool.cache, *pool.plan()),
+            "append_key is a",
+        ),
+    ):
+        with pytest.raises(flashjit.InvalidArgument, match=why):
+            call()

@@ -9,9 +9,22 @@ import torch
 from torch import Tensor
 
 from .._engines import bound
-from ..errors import InvalidArgument
+from .._plans import describe
+from ..errors import InvalidArgument, WrongType
 from ._page import get_seq_lens
-from ._rows import Pages, Rows, check_layout, pages_of, results, run, unpacked
+from ._rows import (
+    Pages,
+    Rows,
+    Sizes,
+    check_ints,
+    check_layout,
+    check_tensor,
+    pages_of,
+    results,
+    run,
+    sizes,
+    unpacked,
+)
 from ._scores import (
     Scales,
     Scores,
@@ -31,9 +44,12 @@ class _Wrapper:
     def __init__(self, workspace: Tensor, kv_layout: str, use_cuda_graph: bool, jit_args: Any) -> None:
         refuse(jit_args=jit_args)
         self._kv_layout = check_layout(kv_layout)
+        if not isinstance(workspace, Tensor):
+            raise WrongType(f"float_workspace_buffer is {describe(workspace)}: give a tensor on the device.")
         self.device = workspace.device
         self._use_cuda_graph = use_cuda_graph
         self._rows: Rows | None = None
+        self._sizes: Sizes | None = None
         self._scores = Scores()
         self._kept: dict[str, Tensor] = {}
 
@@ -69,7 +85,7 @@ class _Wrapper:
 
     def _keep_queries(self, qo_indptr: Tensor) -> Tensor:
         """Keeps where Q's rows are, and gives how many each sequence has, on the host."""
-        ends = qo_indptr.cpu()
+        ends = check_ints("qo_indptr", qo_indptr, 1).cpu()
         queries = ends.diff()
         offsets = self._keep("qo_indptr", qo_indptr.to(device=self.device, dtype=torch.int32))
         self._rows = Rows(offsets, int(queries.max()) if queries.numel() else 0, int(ends[-1]))
@@ -87,9 +103,11 @@ class _Wrapper:
         mask = (self._scores.mask, self._scores.mask_start)
         self._scores = read_scores(pos_encoding_mode, cap, causal, window_left, sm_scale, *mask)
 
-    def _planned(self, q: Tensor, k: Tensor) -> Rows:
-        if self._rows is None:
+    def _planned(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
+        """k, v: [.., hkv, rows, d]."""
+        if self._rows is None or self._sizes is None:
             raise InvalidArgument("run() is called before plan().")
+        check_tensor("q", q, "all rows, hq, d")
         if q.dtype != self._q_dtype or k.dtype != self._kv_dtype:
             raise InvalidArgument(
                 f"q is {q.dtype} and K {k.dtype}, but plan() was given q_data_type {self._q_dtype} and kv_data_type "
@@ -100,6 +118,7 @@ class _Wrapper:
                 f"q has {q.shape[0]} rows, but plan() was given {self._rows.total}"
                 f"{'' if self._rows.cu_seqlens is not None else f', q_len_per_req {self._rows.longest} of each sequence'}."
             )
+        self._sizes.check(q, k, v)
         return self._rows
 
 
@@ -111,6 +130,8 @@ class _Paged(_Wrapper):
     def _keep_pages(
         self, indptr: Tensor, indices: Tensor, lengths: Tensor, indices_buffer: Tensor | None
     ) -> None:
+        indptr = check_ints("paged_kv_indptr", indptr, lengths.numel() + 1)
+        check_ints("paged_kv_indices", indices)
         indptr = indptr[: lengths.numel() + 1]  # which some callers give more of
         width = bound(int(indptr.diff().max())) if indptr.numel() > 1 else 0
         if self._use_cuda_graph and indices_buffer is not None:
@@ -130,7 +151,7 @@ class _Paged(_Wrapper):
     ) -> tuple[Tensor, Any]:
         """O [all rows, hq, d], and the natural LSE [hq, all rows] or None."""
         k, v = unpacked(paged_kv_cache, self._kv_layout)
-        rows = self._planned(q, k)
+        rows = self._planned(q, k, v)
         return run(
             q,
             k,
@@ -201,6 +222,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
     ) -> None:
         """Keeps the arguments, which are FlashInfer's. fixed_split_size and disable_split_kv make results the same
         whatever else is in the batch (batch_invariant of flashjit.attention)."""
+        self._sizes = sizes(num_qo_heads, num_kv_heads, head_dim, None, page_size)
         self._keep_types(q_data_type or data_type or "float16", kv_data_type or data_type, o_data_type)
         self._scores = read_scores(
             pos_encoding_mode,
@@ -347,6 +369,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
     ) -> None:
         """Keeps the arguments, which are FlashInfer's. The last query is at the last key."""
         refuse(prefix_len_ptr=prefix_len_ptr)
+        self._sizes = sizes(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size)
         self._keep_types(q_data_type, kv_data_type, o_data_type)
         lengths = get_seq_lens(paged_kv_indptr, paged_kv_last_page_len, page_size)
         self._keep_scores(
@@ -478,9 +501,10 @@ class BatchAttention(_Paged):
         use_profiler: bool = False,
     ) -> None:
         refuse(use_profiler=use_profiler)
+        self._sizes = sizes(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size)
         self._keep_types(q_data_type, kv_data_type, None)
         self._scores = read_scores("NONE", logits_soft_cap, causal, -1, sm_scale)
-        self._keep_pages(kv_indptr, kv_indices, kv_len_arr, None)
+        self._keep_pages(kv_indptr, kv_indices, check_ints("kv_len_arr", kv_len_arr), None)
         self._keep_queries(qo_indptr)
 
     def run(

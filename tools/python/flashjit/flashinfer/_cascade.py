@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from .._merge import merge
+from ..errors import InvalidArgument
 from ..flash_attn._attend import with_batch
 from ._batch import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
-from ._rows import Rows, check_layout, heads_first, run
+from ._rows import Rows, check_layout, check_tensor, heads_first, run
 from ._scores import LOG2E, Scales, Scores
 
 LN2 = math.log(2)
@@ -31,6 +32,10 @@ def joined(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
     """O [rows, h, d] and LSE [rows, h], of base 2, over the keys of a and of b."""
+    for name, x in (("v_a", v_a), ("v_b", v_b)):
+        check_tensor(name, x, "rows, h, d")
+    for name, x in (("s_a", s_a), ("s_b", s_b)):
+        check_tensor(name, x, "rows, h")
     o, lse = joined([(v_a, _natural(s_a)), (v_b, _natural(s_b))])
     return o.contiguous(), _binary(lse)
 
@@ -49,6 +54,12 @@ def merge_state_in_place(
 
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """O [rows, h, d] and LSE [rows, h] of v [rows, states, h, d] and s [rows, states, h]."""
+    check_tensor("v", v, "rows, states, h, d")
+    check_tensor("s", s, "rows, states, h")
+    if s.shape != v.shape[:3] or not v.shape[1]:
+        raise InvalidArgument(
+            f"v is {list(v.shape)} and s {list(s.shape)}: give [rows, states, h, d] and [rows, states, h], of one state or more."
+        )
     o, lse = joined([(v[:, i], _natural(s[:, i])) for i in range(v.shape[1])])
     return o.contiguous(), _binary(lse)
 
@@ -117,9 +128,13 @@ class MultiLevelCascadeAttentionWrapper:
         kv_data_type: Any = None,
     ) -> None:
         """Keeps the arguments. causal and window_left hold in the last level, whose keys are the sequences' own."""
-        arrays = zip(
-            self._levels, qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len
-        )
+        given = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
+        if any(len(of_levels) != len(self._levels) for of_levels in given):
+            raise InvalidArgument(
+                f"plan() is given arrays of {', '.join(str(len(x)) for x in given)} levels, and num_levels is "
+                f"{len(self._levels)}: give one tensor of each for each level."
+            )
+        arrays = zip(self._levels, *given)
         for level, (wrapper, qo_indptr, indptr, indices, last_page_len) in enumerate(arrays):
             last = level == len(self._levels) - 1
             wrapper.plan(
@@ -156,6 +171,7 @@ class MultiLevelCascadeAttentionWrapper:
 class _SharedPrefix:
     """A prefix, [keys, hkv, d] or [hkv, keys, d], that all sequences share, and pages of their own."""
 
+    _planned: tuple[Any, ...] | None = None
     _made: Any  # the wrapper of a sequence's own pages
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
@@ -171,7 +187,9 @@ class _SharedPrefix:
     def _joined(
         self, q: Tensor, k: Tensor, v: Tensor, own: tuple[Tensor, Any], scale: float | None
     ) -> Tensor:
-        k, v = (heads_first(x, self._kv_layout)[None] for x in (k, v))
+        dims = "keys, hkv, d" if self._kv_layout == "NHD" else "hkv, keys, d"
+        named = (("k_shared", k), ("v_shared", v))
+        k, v = (heads_first(check_tensor(name, x, dims), self._kv_layout)[None] for name, x in named)
         rows = Rows(None, q.shape[0])
         shared = run(q, k, v, rows, Scores(scale), Scales(), q.dtype, None, True)
         return joined([shared, own])[0].contiguous()
@@ -221,7 +239,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         head_dim: int,
         page_size: int,
     ) -> None:
-        self._planned: tuple[Any, ...] = (
+        self._planned = (
             qo_indptr,
             paged_kv_indptr,
             paged_kv_indices,
@@ -244,6 +262,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefix):
         rope_scale: float | None = None,
         rope_theta: float | None = None,
     ) -> Tensor:
+        if self._planned is None:
+            raise InvalidArgument("forward() is called before begin_forward().")
         self._own.plan(*self._planned, causal=causal, sm_scale=sm_scale, q_data_type=q.dtype)
         own = self._own.natural(q, unique_kv_cache, wants_lse=True)
         return self._joined(q, k_shared, v_shared, own, sm_scale)

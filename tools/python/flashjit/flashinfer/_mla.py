@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from .._attention import attention
-from .._plans import SPEC_TYPES, say_once
+from .._plans import SPEC_TYPES, describe, say_once
 from ..errors import InvalidArgument, Unsupported
 from ..flash_attn._attend import with_batch
 from ._batch import _Paged
+from ._rows import check_ints, check_tensor, sizes
 from ._scores import LOG2E, read_scores, refuse
 
 
@@ -49,11 +50,12 @@ class BatchMLAPagedAttentionWrapper(_Paged):
     ) -> None:
         """Keeps the arguments, which are FlashInfer's."""
         refuse(use_profiler=use_profiler)
+        self._sizes = sizes(num_heads, 1, head_dim_ckv, head_dim_kpe, page_size)
         self._keep_types(q_data_type, kv_data_type, None)
         if self._kv_dtype not in SPEC_TYPES or self._q_dtype not in SPEC_TYPES:
             raise Unsupported(f"kv_data_type is {self._kv_dtype}: latents have 16 bits here.")
         self._scores = read_scores("NONE", None, causal, -1, sm_scale)
-        self._keep_pages(kv_indptr, kv_indices, kv_len_arr, self._indices_buffer)
+        self._keep_pages(kv_indptr, kv_indices, check_ints("kv_len_arr", kv_len_arr), self._indices_buffer)
         self._keep_queries(qo_indptr)
 
     def run(
@@ -80,7 +82,15 @@ class BatchMLAPagedAttentionWrapper(_Paged):
 
         The two caches are best views of one tensor [pages, rows of a page, 576]; else they are copied in each call."""
         refuse(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale, o_scale=o_scale)
-        rows = self._planned(q_nope, ckv_cache)
+        check_tensor("q_pe", q_pe, "all rows, h, 64")
+        check_tensor("ckv_cache", ckv_cache, "pages, rows of a page, 512")
+        check_tensor("kpe_cache", kpe_cache, "pages, rows of a page, 64")
+        rows = self._planned(q_nope, ckv_cache[:, None], kpe_cache[:, None])
+        if q_pe.shape != (*q_nope.shape[:2], kpe_cache.shape[2]):
+            raise InvalidArgument(
+                f"q_pe is {describe(q_pe)}: it must be [{q_nope.shape[0]}, {q_nope.shape[1]}, {kpe_cache.shape[2]}], with the "
+                "rows and heads of q_nope and the columns of kpe_cache."
+            )
         with torch.no_grad():
             found = attention(
                 with_batch(torch.cat((q_nope, q_pe), -1)),

@@ -10,11 +10,14 @@ from torch import Tensor
 from .._cache import append
 from .._plans import KV_TYPES
 from ..flash_attn._attend import places, with_batch
-from ._rows import check_layout, unpacked
+from ._rows import check_ints, check_layout, check_tensor, unpacked
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
     """How many keys each sequence has, int32 [sequences], of its pages and of the rows in its last one."""
+    check_ints("kv_last_page_len", kv_last_page_len)
+    check_ints("kv_indptr", kv_indptr, kv_last_page_len.numel() + 1)
+    kv_indptr = kv_indptr[: kv_last_page_len.numel() + 1]
     return (kv_indptr.diff() - 1).clamp_(min=0) * page_size + kv_last_page_len
 
 
@@ -37,7 +40,10 @@ def slots_of(
     batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor, page_size: int
 ) -> Tensor:
     """Where new rows go in the pool, int64: page * page_size + row."""
-    position = positions.long()
+    check_ints("batch_indices", batch_indices)
+    check_ints("kv_indices", kv_indices)
+    check_ints("kv_indptr", kv_indptr)
+    position = check_ints("positions", positions).long()
     entry = kv_indptr[batch_indices.long()] + position // page_size
     return kv_indices[entry.long()].long() * page_size + position % page_size
 
@@ -55,6 +61,8 @@ def append_paged_kv_cache(
 ) -> None:
     """Stores append_key and append_value, [nnz, hkv, d], into the pages of paged_kv_cache."""
     k_cache, v_cache = unpacked(paged_kv_cache, check_layout(kv_layout))
+    check_tensor("append_key", append_key, "nnz, hkv, d")
+    check_tensor("append_value", append_value, "nnz, hkv, d")
     slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, k_cache.shape[2])
     if append_key.dtype in KV_TYPES:
         _store(append_key, k_cache, slots)

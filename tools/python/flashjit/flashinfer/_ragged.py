@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import InvalidArgument
 from ._batch import _Wrapper, of_arguments
-from ._rows import heads_first, results, run
+from ._rows import check_ints, check_tensor, heads_first, results, run, sizes
 from ._scores import Scales, is_invariant, read_mask, read_scores, refuse
 
 
@@ -68,8 +69,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
     ) -> None:
         """Keeps the arguments, which are FlashInfer's. The last query is at the last key."""
         refuse(prefix_len_ptr=prefix_len_ptr, v_indptr=v_indptr, o_indptr=o_indptr)
+        self._sizes = sizes(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
         self._keep_types(q_data_type, kv_data_type, o_data_type)
-        queries, keys = self._keep_queries(qo_indptr), kv_indptr.cpu().diff()
+        queries, keys = self._keep_queries(qo_indptr), check_ints("kv_indptr", kv_indptr, 1).cpu().diff()
+        if keys.numel() != queries.numel():
+            raise InvalidArgument(
+                f"qo_indptr is of {queries.numel()} sequences and kv_indptr of {keys.numel()}: they must be of the same ones."
+            )
         mask, start = read_mask(custom_mask, packed_custom_mask, queries.long() * keys.long(), self.device)
         invariant = is_invariant(fixed_split_size, disable_split_kv)
         self._scores = read_scores(
@@ -77,7 +83,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         )
         self._keys = {
             "cu_seqlens_kv": self._keep("kv_indptr", kv_indptr.to(device=self.device, dtype=torch.int32)),
-            "max_seqlen_kv": int(keys.max()),
+            "max_seqlen_kv": int(keys.max()) if keys.numel() else 0,
         }
 
     begin_forward = plan
@@ -102,8 +108,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
 
         args: the scales of q, k and v of 8 bits, float32 [heads of each], as FlashInfer's FP8 kernels take them."""
         refuse(kv_cache_sf=kv_cache_sf, o_scale=None if o_scale == 1 else o_scale)
-        rows = self._planned(q, k)
-        k, v = (heads_first(x, "NHD")[None] for x in (k, v))
+        dims = "all rows, hkv, d"
+        k, v = (heads_first(check_tensor(name, x, dims), "NHD")[None] for name, x in (("k", k), ("v", v)))
+        rows = self._planned(q, k, v)
         scales = of_arguments(args, Scales(q_scale, k_scale, v_scale), q)
         found = run(
             q,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._attention import attention
 from .._plans import KV_TYPES, describe
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, WrongType
 from ..flash_attn._attend import with_batch
 from ._scores import LOG2E, Scales, Scores, call
 
@@ -37,6 +37,71 @@ class Rows(NamedTuple):
         return lse.transpose(0, 1).flatten(1)
 
 
+class Sizes(NamedTuple):
+    """What plan() was told of the tensors that run() takes. None: it was not told."""
+
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    page_size: int | None = None
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Of q [rows, hq, d] and k, v [.., hkv, rows, d], in the words of plan()'s arguments."""
+        found = {
+            "num_qo_heads": (q.shape[1], self.heads_q, "q", q),
+            "num_kv_heads": (k.shape[-3], self.heads_kv, "K", k),
+            "num_kv_heads of V": (v.shape[-3], self.heads_kv, "V", v),
+            "head_dim of Q": (q.shape[2], self.head_dim, "q", q),
+            "head_dim of K": (k.shape[-1], self.head_dim, "K", k),
+            "head_dim of V": (v.shape[-1], self.head_dim_v, "V", v),
+        }
+        if self.page_size is not None:
+            found["page_size"] = (k.shape[-2], self.page_size, "K", k)
+        for name, (given, planned, tensor, x) in found.items():
+            if given != planned:
+                raise InvalidArgument(
+                    f"{tensor} is {describe(x)}{'' if x is q else ', with heads before rows'}: its {name.split()[0]} is "
+                    f"{given}, but plan() was given {planned}: plan again, or give tensors of these sizes (and kv_layout)."
+                )
+
+
+def sizes(heads_q: Any, heads_kv: Any, head_dim: Any, head_dim_v: Any, *page_size: Any) -> Sizes:
+    """plan()'s numbers, checked. head_dim_v: None: as head_dim. page_size: left out where there are no pages."""
+    named = {"num_qo_heads": heads_q, "num_kv_heads": heads_kv, "head_dim": head_dim}
+    if head_dim_v is not None:
+        named["head_dim_vo"] = head_dim_v
+    named.update({"page_size": size for size in page_size})
+    for name, value in named.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise WrongType(f"{name} is {value!r}: give an int.")
+        if value < 1:
+            raise InvalidArgument(f"{name} is {value}: it must be at least 1.")
+    if heads_q % heads_kv:
+        raise InvalidArgument(
+            f"num_qo_heads is {heads_q} and num_kv_heads {heads_kv}: each head of K and V needs the same number of heads of q."
+        )
+    return Sizes(heads_q, heads_kv, head_dim, head_dim if head_dim_v is None else head_dim_v, *page_size)
+
+
+def check_tensor(name: str, given: Any, dims: str) -> Tensor:
+    """dims: the names of its dimensions, such as "rows, heads, d"."""
+    if not isinstance(given, Tensor) or given.dim() != dims.count(",") + 1:
+        raise WrongType(f"{name} is {describe(given)}: give a tensor [{dims}].")
+    return given
+
+
+def check_ints(name: str, given: Any, least: int = 0) -> Tensor:
+    """A tensor of ints in one dimension, of `least` elements or more."""
+    if not isinstance(given, Tensor) or given.dim() != 1 or given.dtype not in (torch.int32, torch.int64):
+        raise WrongType(f"{name} is {describe(given)}: give a tensor of int32 in one dimension.")
+    if given.numel() < least:
+        raise InvalidArgument(
+            f"{name} has {given.numel()} elements: it needs {least}, one more than sequences."
+        )
+    return given
+
+
 def heads_first(x: Tensor, kv_layout: str) -> Tensor:
     """K or V with its heads before its rows: [.., hkv, rows, d]."""
     return x.transpose(-3, -2) if kv_layout == "NHD" else x
@@ -56,8 +121,13 @@ def unpacked(paged_kv_cache: Any, kv_layout: str) -> tuple[Tensor, Tensor]:
                 f"paged_kv_cache is {describe(paged_kv_cache)}: give (k_cache, v_cache), or one tensor [pages, 2, ..]."
             )
         k, v = paged_kv_cache.unbind(1)
+    elif isinstance(paged_kv_cache, (tuple, list)) and len(paged_kv_cache) == 2:
+        dims = "pages, rows of a page, hkv, d" if kv_layout == "NHD" else "pages, hkv, rows of a page, d"
+        k, v = (check_tensor(f"{name}_cache", x, dims) for name, x in zip("kv", paged_kv_cache))
     else:
-        k, v = paged_kv_cache
+        raise WrongType(
+            f"paged_kv_cache is {describe(paged_kv_cache)}: give (k_cache, v_cache), or one tensor [pages, 2, ..]."
+        )
     return heads_first(k, kv_layout), heads_first(v, kv_layout)
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import Unsupported
-from ._rows import Rows, check_layout, heads_first, results, run, unpacked
+from ..errors import InvalidArgument, Unsupported
+from ._rows import Rows, check_ints, check_layout, check_tensor, heads_first, results, run, unpacked
 from ._scores import Scales, Scores, check_dtypes, dtype_of, read_mask, read_scores, refuse, type_of_out
 
 
@@ -32,7 +32,8 @@ def single_decode_with_kv_cache(
 ) -> Any:
     """O [hq, d] of q [hq, d] and k, v [keys, hkv, d], or by HND [hkv, keys, d]; with return_lse also LSE [hq], of base 2."""
     scores = read_scores(pos_encoding_mode, logits_soft_cap, False, window_left, sm_scale)
-    k, v = (heads_first(x, check_layout(kv_layout))[None] for x in (k, v))
+    check_tensor("q", q, "hq, d")
+    k, v = _one_sequence(k, v, kv_layout)
     out_dtype = type_of_out(q.dtype)
     check_dtypes(q.dtype, k.dtype, out_dtype)
     scales = Scales(q_scale, k_scale, v_scale)
@@ -68,7 +69,8 @@ def single_prefill_with_kv_cache(
     """O [queries, hq, d_v] of q [queries, hq, d] and k, v [keys, hkv, d], or by HND [hkv, keys, d]; with return_lse also
     LSE [queries, hq], of base 2. The last query is at the last key."""
     refuse(kv_cache_sf=kv_cache_sf)
-    k, v = (heads_first(x, check_layout(kv_layout))[None] for x in (k, v))
+    check_tensor("q", q, "queries, hq, d")
+    k, v = _one_sequence(k, v, kv_layout)
     out_dtype = dtype_of(o_dtype, type_of_out(q.dtype))
     check_dtypes(q.dtype, k.dtype, out_dtype)
     pairs = torch.tensor([q.shape[0] * k.shape[2]])
@@ -77,6 +79,13 @@ def single_prefill_with_kv_cache(
     scales = Scales(scale_q, _product(scale_k, k_scale), _product(scale_v, v_scale))
     rows = Rows(None, q.shape[0])
     return results(run(q, k, v, rows, scores, scales, out_dtype, None, return_lse), None)
+
+
+def _one_sequence(k: Any, v: Any, kv_layout: str) -> tuple[Tensor, Tensor]:
+    """[1, hkv, keys, d] of each."""
+    dims = "keys, hkv, d" if check_layout(kv_layout) == "NHD" else "hkv, keys, d"
+    k, v = check_tensor("k", k, dims), check_tensor("v", v, dims)
+    return heads_first(k, kv_layout)[None], heads_first(v, kv_layout)[None]
 
 
 def _product(a: Any, b: Any) -> Any:
@@ -137,11 +146,19 @@ def trtllm_batch_decode_with_kv_cache(
     )
     if not uses_shared_paged_kv_idx:
         raise Unsupported("uses_shared_paged_kv_idx is False: K and V are in the same pages here.")
+    check_tensor("query", query, "all rows, hq, d")
+    check_tensor("block_tables", block_tables, "sequences, pages of the longest")
+    check_ints("seq_lens", seq_lens)
     k, v = unpacked(kv_cache, check_layout(kv_layout))
     chosen = dtype_of(out_dtype, type_of_out(query.dtype) if out is None else out.dtype)
     check_dtypes(query.dtype, k.dtype, chosen)
     if cum_seq_lens_q is None:
         rows = Rows(None, q_len_per_req or 1)
+        if query.shape[0] != rows.longest * seq_lens.numel():
+            raise InvalidArgument(
+                f"query has {query.shape[0]} rows, but seq_lens is of {seq_lens.numel()} sequences, q_len_per_req is "
+                f"{rows.longest}: give cum_seq_lens_q and max_q_len for other numbers of queries."
+            )
     else:
         rows = Rows(cum_seq_lens_q, query.shape[0] if max_q_len is None else max_q_len)
     if isinstance(bmm1_scale, Tensor):  # on the device: one factor of scores, whose own is 1

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._problem import BlockMap
 from ..errors import InvalidArgument
 from ._batch import _Wrapper
-from ._rows import Rows, heads_first, results, run
+from ._rows import Rows, check_tensor, heads_first, results, run, sizes
 from ._scores import Scales, read_mask, read_scores, refuse
 
 
@@ -51,6 +51,10 @@ class BlockSparseAttentionWrapper(_Wrapper):
         """indptr [M / R + 1] and indices: the blocks of keys of each block of queries; or block_mask, bool [M / R, N / C]. mask:
         bool [blocks, R, C]: which pairs of each block attend."""
         refuse(packed_mask=packed_mask)
+        self._sizes = sizes(num_qo_heads, num_kv_heads, head_dim, None)
+        for name, value in (("M", M), ("N", N), ("R", R), ("C", C)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InvalidArgument(f"{name} is {value!r}: give an int of at least 1.")
         if M % R or N % C:
             raise InvalidArgument(f"M is {M} and N {N}: they must be multiples of R, {R}, and C, {C}.")
         self._keep_types(q_data_type, kv_data_type, o_data_type)
@@ -94,8 +98,11 @@ class BlockSparseAttentionWrapper(_Wrapper):
         enable_pdl: bool | None = None,
     ) -> Any:
         """O [M, hq, d] of q [M, hq, d], k and v [N, hkv, d]; with return_lse also LSE [M, hq], of base 2."""
-        rows = self._planned(q, k)
-        keys, values = (heads_first(x, "NHD")[None] for x in (k, v))
+        dims = "N, hkv, d"
+        keys, values = (
+            heads_first(check_tensor(name, x, dims), "NHD")[None] for name, x in (("k", k), ("v", v))
+        )
+        rows = self._planned(q, keys, values)
         scales = Scales(scale_q, scale_k, scale_v)
         wants = return_lse or lse is not None
         found = run(q, keys, values, rows, self._scores, scales, self._out_dtype, out, wants, **self._blocks)

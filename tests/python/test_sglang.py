@@ -296,8 +296,12 @@ def test_a_latent_prefill_that_is_not_absorbed():
     backend, new = server.backend(), (9, 4, 6)
     given = layer(tp_k_head_num=HQ, tp_v_head_num=HQ, qk_head_dim=DIM + 16, v_head_dim=DIM)
     step = server.step(ForwardMode.EXTEND, (0, 0, 0), new)
-    backend.init_forward_metadata(step)
     q, k, v = normal(sum(new), HQ, DIM + 16), normal(sum(new), HQ, DIM + 16), normal(sum(new), HQ, DIM)
+    with pytest.raises(flashjit.InvalidArgument, match="before init_forward_metadata"):
+        backend.forward_extend(q.flatten(1), k, v, given, step, save_kv_cache=False)
+    backend.init_forward_metadata(step)
+    with pytest.raises(flashjit.InvalidArgument, match="k or v is None"):
+        backend.forward_extend(q.flatten(1), None, v, given, step, save_kv_cache=False)
     out = backend.forward_extend(q.flatten(1), k, v, given, step, save_kv_cache=False)
     first = 0
     for b in new:

@@ -224,6 +224,10 @@ def test_what_no_kernel_serves_is_refused_when_the_model_is_loaded(backend):
     assert "compute capability not supported" in ask(128, torch.float16, "auto", 16, (7, 0))
     with pytest.raises(flashjit.Unsupported, match="does not have rotary"):
         backend.FlashjitImpl(HQ, DIM, 0.2, HKV, rotary=1)
+    with pytest.raises(flashjit.Unsupported, match="no cache of the type nvfp4"):
+        backend.FlashjitImpl(HQ, DIM, 0.2, HKV, kv_cache_dtype="nvfp4")
+    with pytest.raises(flashjit.Unsupported, match="multiples of 8, up to 512, not 100"):
+        backend.FlashjitImpl(HQ, 100, 0.2, HKV)
     impl = backend.FlashjitImpl(HQ, DIM, 0.2, HKV)
     with pytest.raises(flashjit.Unsupported, match="output_scale is given"):
         out = torch.empty(1, HQ, DIM)
@@ -245,6 +249,9 @@ def test_latent_attention_decodes_with_several_queries(monkeypatch):
         wanted = exact_attention.exact(q[rows], keys[:, None], keys[:, None, :rank], scale=0.1, causal=True)
         for found, exact in zip((out[rows], lse[rows]), wanted):
             torch.testing.assert_close(found.double().cpu(), exact, rtol=1e-5, atol=1e-5)
+    for given, why in ((step, "q has 3 rows for 2 sequences"), (None, "has no decode part")):
+        with pytest.raises(flashjit.InvalidArgument, match=why):
+            impl.forward_mqa(q[:3], cache, types.SimpleNamespace(decode=given), None)
     assert latent.FlashjitLatentBackend.supports_combination(576, torch.bfloat16, "fp8") is not None
     with pytest.raises(flashjit.Unsupported, match="sliding_window is given"):
         latent.FlashjitLatentImpl(kv_lora_rank=rank, scale=0.1, sliding_window=3)

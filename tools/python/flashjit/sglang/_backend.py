@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._engines import Batch, Layer, bound, why_not, why_not_latent
 from .._plans import KV_TYPES
-from ..errors import Unsupported
+from ..errors import InvalidArgument, Unsupported
 
 _BOTH_WAYS = ("ENCODER_ONLY", "DECODER_BIDIRECTIONAL")
 
@@ -183,7 +183,10 @@ class FlashjitBackend(AttentionBackend):
         if k is not None and save_kv_cache:
             self._store(layer, forward_batch, k, v, k_rope)
         batch = self.batch
-        assert batch is not None
+        if batch is None:
+            raise InvalidArgument(
+                "a layer is called before init_forward_metadata(): SGLang calls that once a step."
+            )
         described, causal = self._layer(layer)
         if not causal:
             batch = batch._replace(causal=False)
@@ -247,7 +250,10 @@ class FlashjitBackend(AttentionBackend):
         self, k: Tensor | None, v: Tensor | None, layer: Any, forward_batch: Any, batch: Batch
     ) -> tuple[Tensor, Tensor, Batch]:
         """K and V of a prefill's own tokens, [rows, h, d]."""
-        assert k is not None and v is not None
+        if k is None or v is None:
+            raise InvalidArgument(
+                "k or v is None: a prefill that is not absorbed attends to its own tokens; give both."
+            )
         if any(getattr(forward_batch, "extend_prefix_lens_cpu", None) or ()):
             raise Unsupported(
                 "flashjit.sglang attends to a latent prefix in its absorbed form only: start SGLang with "

@@ -165,6 +165,9 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
         given = {name: value for name, value in unknown.items() if value}
         if given:
             raise Unsupported(f"flashjit.vllm does not have {', '.join(given)}: choose another backend.")
+        reason = why_not(head_size, torch.bfloat16, kv_cache_dtype)
+        if reason is not None:
+            raise Unsupported(f"{reason}: choose another backend.")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.attn_type, self.sinks = kv_cache_dtype, attn_type, sinks

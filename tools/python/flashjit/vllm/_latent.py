@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 from .._attention import attention
 from .._engines import bound, why_not_latent
-from ..errors import Unsupported
+from ..errors import InvalidArgument, Unsupported
 
 
 class FlashjitLatentBackend(MLACommonBackend):
@@ -86,7 +86,13 @@ def decode(
     q: Tensor, cache: Tensor, step: Any, rank: int, scale: float, wants_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """q: [rows, heads, columns], the same number of rows of each sequence. cache: [blocks, rows of a block, columns]."""
+    if step is None:
+        raise InvalidArgument("attn_metadata has no decode part: forward_mqa() is for steps that decode.")
     sequences = step.seq_lens.shape[0]
+    if not sequences or q.shape[0] % sequences:
+        raise InvalidArgument(
+            f"q has {q.shape[0]} rows for {sequences} sequences: each sequence must have the same number of them."
+        )
     room = step.block_table.shape[1] * cache.shape[1]
     found = attention(
         q.unflatten(0, (sequences, -1)).transpose(1, 2),

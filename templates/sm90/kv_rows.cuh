@@ -170,14 +170,11 @@ struct KvRowCopier {
 
 // --- Decoding ---------------------------------------------------------------------------------------------
 
-/// Which groups of eight rows of a tile a warp decodes. Where the first warps of consumers alone have a
-/// softmax, their scheduler's decodes fewest, and copying warps are with the second and the last.
-template <class P, bool kOfV>
+/// Which groups of eight rows of a tile a warp decodes.
+template <class P>
 __device__ __forceinline__ Range groups_of_warp(int warp) {
   constexpr int kGroups = P::kBc / 8;
-  constexpr unsigned kBegins = !kSkipsIdleWarps<P> ? 0x86420 : kOfV ? 0x86410 : 0x86310;  // in eighths
-  const auto begin = [](int warp) { return static_cast<int>(kBegins >> warp * 4 & 15u) * kGroups / 8; };
-  return {begin(warp), begin(warp + 1)};
+  return {kGroups * warp / 4, kGroups * (warp + 1) / 4};
 }
 
 /// Writes a tile of elements; rows that are no keys, whose bytes are zeros, become finite numbers. By a
@@ -240,7 +237,7 @@ struct KvRowDecoder {
     };
     const auto at = [&](unsigned address) { return smem.shared + (address - smem.base); };
     const int warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32 % 4, 0);
-    const Range groups_of_k = groups_of_warp<P, false>(warp), groups_of_v = groups_of_warp<P, true>(warp);
+    const Range groups = groups_of_warp<P>(warp);
     visit_kv_tiles<P>(
         smem,
         [&](const WorkTile<P>&, int, int n) {
@@ -248,7 +245,7 @@ struct KvRowDecoder {
           barrier_wait<P>(smem.raw_k_full(n), smem.raw_k_phase(n));
           barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
           decode_tile<P, OfHead<typename P::KFormat>, P::kHeadDim>(
-              at(smem.k(n)), RowSlot<P>(smem, smem.code_tile_k(n)), groups_of_k);
+              at(smem.k(n)), RowSlot<P>(smem, smem.code_tile_k(n)), groups);
           finish(smem.k_full(n), smem.raw_k_empty(n));
           return 0;
         },
@@ -257,7 +254,7 @@ struct KvRowDecoder {
           barrier_wait<P>(smem.raw_v_full(n), smem.raw_v_phase(n));
           barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
           decode_tile<P, OfHead<typename P::VFormat>, P::kHeadDimV>(
-              at(smem.v(n)), RowSlot<P>(smem, smem.code_tile_v(n)), groups_of_v);
+              at(smem.v(n)), RowSlot<P>(smem, smem.code_tile_v(n)), groups);
           finish(smem.v_full(n), smem.raw_v_empty(n));
         });
   }

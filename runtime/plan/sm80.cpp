@@ -52,6 +52,10 @@ bool is_plain_on_hopper(const AnalysedSpec& spec, const DeviceInfo& device) {
          !spec.has_block_map();
 }
 
+/// As sm_86, 89 and 120 have: one block of the larger tiles a multiprocessor, whose eight warps hide each
+/// other's waits.
+bool has_small_memory(const DeviceInfo& device) { return device.shared_per_block <= 100 * 1024; }
+
 // Good tiles, best first, by the wider head dimension; the last of each fits every device. Measured on
 // Hopper, also with one block a multiprocessor, as smaller devices have. What spills is left out, but for a
 // few words with programs that are faster with it all the same (softcap at d64).
@@ -116,17 +120,22 @@ std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const Devi
     // A mask beside lengths spills there by some words.
     const bool masks_lengths = spec.kv.has_lengths() && !spec.mask.empty();
     return mma_sync::good_of(
-        {{config(128, 64, 4, 1), d == 128 && is_plain_on_hopper(spec, device) && !masks_lengths},
+        {{config(128, 64, 8, 1), d > 96 && has_small_memory(device)},
+         {config(128, 64, 4, 1), d == 128 && is_plain_on_hopper(spec, device) && !masks_lengths},
          {config(128, 48, 4, 1), large && !lengths_spill},
          {config(128, 32, 4, 1), large || !(spec.partial.fp32_out && spec.has_block_map())},
          {config(64, 64, 4, 1)},
          {config(64, 32, 4, 1)}});
   }
   if (d > sm80::kMostNarrowColumns) return wide_forward_preferences(spec);
+  // Spills by some words with a map, and on Blackwell.
+  const bool keeps_q = d > 192 && has_small_memory(device) && large && !spec.has_block_map();
   const bool packed_map_spills = spec.varlen && spec.has_block_map() && device.compute_capability == 90;
   return mma_sync::good_of({{config(128, 128, 8, 1), d <= 192 && spec.v_dim() <= 128},
                             {config(128, 80, 8, 2), d <= 160},
                             {config(128, 48, 8, 2, true), d <= 192 && !packed_map_spills},
+                            {config(128, 32, 8, 1, true), keeps_q},
+                            {config(128, 32, 8, 1), d > 192 && has_small_memory(device)},
                             {config(64, 64, 4, 1), roomy},
                             {config(128, 64, 8, 1)},
                             {config(64, 64, 4, 1)},
@@ -143,7 +152,8 @@ std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec, const Dev
   const auto pairs = [](int br, int bc, int stages) { return config(br, bc, 8, stages, false, 2); };
   if (d <= 64) {
     const bool large = device.compute_capability < 100 && !capture_grads;
-    return mma_sync::good_of({{config(32, 128, 4, 2), large},
+    return mma_sync::good_of({{config(64, 128, 8, 1), has_small_memory(device) && !capture_grads},
+                              {config(32, 128, 4, 2), large},
                               {pairs(64, 64, 2), large},  // of few keys, for all multiprocessors
                               {config(64, 64, 4, 2), !and_slopes},
                               {config(32, 64, 4, 2)}});
@@ -159,7 +169,8 @@ std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec, const Dev
   }
   if (d <= 128) {
     return mma_sync::good_of(
-        {{pairs(64, 128, 2), d <= 96 ? is_lean_on_hopper(spec, device) : d == 128 && plain},
+        {{config(32, 128, 8, 1), d > 96 && has_small_memory(device)},
+         {pairs(64, 128, 2), d <= 96 ? is_lean_on_hopper(spec, device) : d == 128 && plain},
          {pairs(32, 128, 2), d > 112},
          {config(64, 128, 8, 1)},
          {pairs(64, 64, 2)},

@@ -145,6 +145,23 @@ TEST(Plan, TheFirstAbleFamilyDoesIt) {
   EXPECT_EQ(family("fwd:bf16:d128", "sm_75"), Family::simt);
 }
 
+/// One of them is all that fits a multiprocessor.
+TEST(Plan, GpusOf100KilobytesTakeBlocksOfEightWarps) {
+  constexpr AttentionShape kMany{4, 16, 16, 4096, 4096};
+  const auto tiles = [&](const char* spec, const char* arch) {
+    return to_string(make_plan(parse_spec(spec), kMany, DeviceInfo::parse(arch), {}).config);
+  };
+  for (const char* arch : {"sm_86", "sm_89", "sm_120"}) {
+    EXPECT_EQ(tiles("fwd:bf16:d128:causal", arch), "sm80:br128:bc64:w8") << arch;
+    EXPECT_EQ(tiles("bwd:bf16:d64", arch), "sm80:br64:bc128:w8") << arch;
+    EXPECT_EQ(tiles("bwd:bf16:d128:causal", arch), "sm80:br32:bc128:w8") << arch;
+    EXPECT_EQ(tiles("fwd:bf16:d256:map64x64", arch), "sm80:br128:bc32:w8") << arch;
+  }
+  EXPECT_EQ(tiles("fwd:bf16:d256:causal", "sm_86"), "sm80:br128:bc32:w8:q_in_registers");
+  EXPECT_EQ(tiles("fwd:bf16:d256:causal", "sm_120"), "sm80:br128:bc32:w8");
+  EXPECT_EQ(tiles("fwd:bf16:d256:causal", "sm_80"), "sm80:br128:bc64:w8");
+}
+
 TEST(Plan, TensorCoresOfTuringTakeFp16) {
   const DeviceInfo t4 = DeviceInfo::parse("sm_75");
   const auto plan = [&](const std::string& text) { return make_plan(parse_spec(text), kShape, t4, {}); };
@@ -318,7 +335,7 @@ TEST(Plan, ThePortableFamilyTakesWhatFits) {
            Case{"sm_86", "fwd:bf16:d192", large, "sm80:br64:bc64:w4"},
            Case{"sm_90", "bwd:bf16:d64", large, "sm80:br32:bc128:w4:s2"},
            Case{"sm_90", "bwd:bf16:d64", small, "sm80:br64:bc64:w8:s2:d_split2"},
-           Case{"sm_120", "bwd:bf16:d64", large, "sm80:br64:bc64:w4:s2"},
+           Case{"sm_120", "bwd:bf16:d64", large, "sm80:br64:bc128:w8"},
            Case{"sm_90", "bwd:bf16:d64:" + learned, large, "sm80:br64:bc64:w4:s2"},
            Case{"sm_90", "bwd:bf16:d64:" + gate, large, "sm80:br32:bc64:w4:s2"},
            Case{"sm_90", "bwd:bf16:d128:causal", large, "sm80:br64:bc128:w8:s2:d_split2"},
@@ -327,7 +344,7 @@ TEST(Plan, ThePortableFamilyTakesWhatFits) {
            Case{"sm_90", "bwd:bf16:d128:causal", small, "sm80:br64:bc64:w8:s2:d_split2"},
            Case{"sm_80", "bwd:bf16:d128:" + alibi, large, "sm80:br32:bc128:w8:s2:d_split2"},
            Case{"sm_80", "bwd:bf16:d104", large, "sm80:br64:bc128:w8"},
-           Case{"sm_86", "bwd:bf16:d128", large, "sm80:br32:bc64:w8:s2:d_split2"},
+           Case{"sm_86", "bwd:bf16:d128", large, "sm80:br32:bc128:w8"},
            Case{"sm_80", "bwd:bf16:d128:" + learned, large, "sm80:br32:bc128:w8:s2:d_split2"},
            Case{"sm_80", "bwd:bf16:d128:dropout:" + learned, large, "sm80:br32:bc128:w8"},
            Case{"sm_90", "bwd:bf16:d128:" + gate, large, "sm80:br64:bc64:w8:s2:d_split2"},

@@ -136,7 +136,8 @@ struct TileScheduler {
   /// The tile of an index; false after the last.
   __device__ bool find(unsigned index, TileCoord& found) const {
     found.warpgroups = {0, static_cast<int>(kWarpgroups)};
-    if constexpr (P::kSplit && P::kInvariant) {  // what is behind a sequence's keys comes late, and is skipped
+    if constexpr (P::kSplit &&
+                  P::kInvariant) {  // what is behind a sequence's keys comes late, and is skipped
       found.split = static_cast<int>(index / order.size());
       if (found.split >= static_cast<int>(splits)) return false;
       index %= order.size();

@@ -393,9 +393,9 @@ FLASHJIT_C_API flashjit_status flashjit_runtime_create(const flashjit_options* o
 /** Unloads every kernel, so wait for launched ones and drop graphs that hold them first. Null is allowed. */
 FLASHJIT_C_API void flashjit_runtime_destroy(flashjit_runtime* runtime) FLASHJIT_NOEXCEPT;
 
-/** Ends tuning in the background for good: waits for the current compilation or measurement, some seconds at
- * most, and drops the rest. Tuned configurations stay in use. Call it before a context is destroyed, or
- * before the program ends without destroying the runtime. Does nothing if nothing is tuned. */
+/** Ends tuning and compiling in the background for good: waits some seconds at most for the job under way,
+ * and drops the rest. Tuned configurations stay in use. Call it before a context is destroyed, or before the
+ * program ends without destroying the runtime. Does nothing if nothing is under way. */
 FLASHJIT_C_API flashjit_status flashjit_stop_tuning(flashjit_runtime* runtime) FLASHJIT_NOEXCEPT;
 
 /** Parses a spec such as "bf16:d128:causal" or "fp16:d64x32:dropout:map128x64" once, for many calls. The

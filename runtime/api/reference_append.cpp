@@ -98,7 +98,8 @@ class Rotation {
         type_(rope.type),
         pairs_(rope.cos || rope.theta != 0 ? (rope.dims ? rope.dims : spec.head_dim) / 2 : 0) {}
 
-  /// Of row `row` of `rows`, which has key `key`: one position, or with M-RoPE its time, height and width.
+  /// The positions of row `row` of `rows`, which has key `key`: one, or with M-RoPE its time, height and
+  /// width.
   using Positions = std::array<std::int64_t, 3>;
   Positions positions(std::int64_t row, std::int64_t rows, std::int64_t key) const {
     if (!rope_.positions) return {key, key, key};

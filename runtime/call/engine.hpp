@@ -68,7 +68,7 @@ class Engine {
     std::shared_ptr<const ReadyKernel> kernel;  ///< null: there is nothing to launch
     std::vector<Step> steps;
     bool made = false;  ///< the kernel was not in memory before
-    /// Of a fallback: what callers give, so that a call with the better kernel has enough.
+    /// A fallback has the workspace that callers give, so that a call with the better kernel has enough.
     std::optional<plan::WorkspaceLayout> workspace_of_better = {};
     mutable std::atomic<bool> pointers_checked = false;  ///< the driver was asked about one call's pointers
   };

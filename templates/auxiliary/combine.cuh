@@ -89,7 +89,7 @@ struct SplitWeights {
 
   /// The sum over every fourth split from `first` on.
   __device__ __forceinline__ LaneColumns<P, kLanes> sum_from(int first, float factor) const {
-    // Of a batch that may be large more rows at once are worth more than more splits of one.
+    // A batch may be large: more rows at once are then worth more than more splits of one.
     constexpr int kSplitsAtOnce = kLanes < 32 ? 1 : P::kInvariant ? 4 : 8;
     LaneColumns<P, kLanes> o;
 #pragma unroll kSplitsAtOnce

@@ -13,7 +13,7 @@ __device__ __forceinline__ float norm_weight(const NormParam& norm, int column) 
                    : to_float(static_cast<const Element*>(norm.weight)[column]);
 }
 
-/// One over the root of a row's mean square, of which each of kThreadsOfRow threads has two parts. By all
+/// One over the root of a row's mean square. Each of kThreadsOfRow threads has two parts of the row. By all
 /// kThreads of the CTA.
 template <int kThreadsOfRow, int kThreads, int kCount>
 __device__ __forceinline__ float part_of_row_norm(const NormParam& norm, int dim, const float (&x)[kCount],

@@ -138,8 +138,8 @@ struct KvCodes16 {
   }
 };
 
-/// Those of columns [column, column + 16), which are of one block. `argument` is the call's scale; kAround:
-/// bytes around the row may be read.
+/// The codes of columns [column, column + 16), which are of one block. `argument` is the call's scale;
+/// kAround: bytes around the row may be read.
 template <class Format, bool kAround = false>
 __device__ __forceinline__ void load_codes16(const unsigned char* row, int column, float argument,
                                              KvCodes16<Format>& to) {
@@ -210,8 +210,8 @@ constexpr bool kIsSmall = false;
 template <class Format>
 constexpr bool kIsSmall<OfHead<Format>> = OfHead<Format>::kSmall;
 
-/// Of a type of 16 bits: 2^(bits of the significand), in whose last bits a code is; how far and where the
-/// magnitude of e2m1 goes, and what it is multiplied with there; divided by OfHead's kUnit.
+/// Constants of a type of 16 bits: 2^(bits of the significand), in whose last bits a code is; how far and
+/// where the magnitude of e2m1 goes, and what it is multiplied with there; divided by OfHead's kUnit.
 template <class Element>
 struct CodeBits {
   static constexpr unsigned kOffset = 0x43004300u, kOne = 0x3f803f80u;
@@ -264,7 +264,7 @@ __device__ __forceinline__ unsigned bytes_of_table(const unsigned (&table)[4], u
   return (select_bytes(table[0], table[1], lower) & ~upper) |
          (select_bytes(table[2], table[3], lower) & upper);
 }
-/// Codes 2i and 2i + 1 of a book of 16 values: their elements' bytes are selected from those of the book's.
+/// Codes 2i and 2i + 1 of a book of 16 values: their elements' bytes are selected from the bytes of the book.
 template <class Element, class Format>
 __device__ __forceinline__ unsigned pair_of_book(const KvCodes16<Format>& codes, int i) {
   unsigned low[4], high[4];  // bytes of the 16 elements

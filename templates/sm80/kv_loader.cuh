@@ -1,6 +1,6 @@
 // How a tile of K or V gets from global memory to shared memory; KvLoader<P> names one of the types below.
 // All have load<kColumns>(held, tile, from, list, p, b, first, valid), which starts the copies of the keys
-// from `first` on, of which those from `valid` on and those that the source does not read become zeros;
+// from `first` on; keys from `valid` on, and keys that the source does not read, become zeros;
 // `list()` is the query's list of keys. put<kColumns>(held, tile) ends them, where they wait in registers,
 // `Held`.
 #pragma once

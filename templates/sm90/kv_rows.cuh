@@ -76,7 +76,7 @@ struct RowRuns {
   }
 };
 
-/// Starts the copies of a group's rows, of which `row` is the lane's, in pieces; zeros for those that do not
+/// Starts the copies of a group's rows in pieces, `row` is the lane's; zeros for rows that do not
 /// exist. kAll: all do.
 template <class P, class Format, bool kAll>
 __device__ __forceinline__ void copy_pieces(unsigned to, unsigned long long row, unsigned exist, int rows) {

@@ -43,8 +43,7 @@ TEST_P(KernelsOfTangents, CompileWithoutSpills) {
     turns.next_row();
     for (const plan::FamilyTraits& family : plan::families()) {
       const KernelSpec spec{parse_spec(text), Pass::jvp};
-      const bool planned = family.family != Family::sm75 || device.compute_capability < 80;
-      if (!planned || !family.supports(spec, device)) continue;
+      if (!test::is_planned(family, device) || !family.supports(spec, device)) continue;
       for (const AttentionShape& shape :
            turns.of<AttentionShape>({4, 32, 8, 4096, 4096}, {1, 2, 1, 100, 130})) {
         const TileConfig config = family.heuristic(spec, shape, device);

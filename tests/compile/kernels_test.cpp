@@ -92,11 +92,6 @@ struct Case {
   TileConfig config;
 };
 
-/// Family sm75 is for sm_75: newer GPUs compute with it in tests alone.
-bool is_planned(const plan::FamilyTraits& family, const DeviceInfo& device) {
-  return family.family != Family::sm75 || device.compute_capability < 80;
-}
-
 /// The specs that the family can do, with the tiles it would take itself.
 std::vector<Case> cases_of(const plan::FamilyTraits& family, const std::vector<KernelSpec>& specs,
                            const DeviceInfo& device) {
@@ -128,7 +123,7 @@ std::vector<Case> spread_cases(const std::vector<KernelSpec>& specs, const Devic
 std::vector<Case> cases_of_all(const std::vector<KernelSpec>& specs, const DeviceInfo& device) {
   std::vector<Case> all = spread_cases(specs, device);
   for (const plan::FamilyTraits* family : {&plan::sm90_traits(), &plan::sm75_traits()})
-    if (is_planned(*family, device))
+    if (test::is_planned(*family, device))
       std::ranges::copy(cases_of(*family, specs, device), std::back_inserter(all));
   return all;
 }
@@ -213,7 +208,7 @@ TEST(KernelsOfLatents, CompileWithoutSpills) {
         for (const char* shape :
              turns.of<const char*>("b4:hq32:hkv1:sq4096:skv4096", "b1:hq1:hkv1:sq16:skv32768")) {
           const KernelSpec spec = parse_spec(text);
-          if (!is_planned(family, device) || !family.supports(spec, device)) continue;
+          if (!test::is_planned(family, device) || !family.supports(spec, device)) continue;
           const TileConfig config = family.heuristic(spec, parse_shape(shape), device);
           EXPECT_EQ(compile_and_check(spec, config, device), "");
         }
@@ -417,7 +412,7 @@ TEST(KernelsOfIndices, CompileWithoutSpills) {
           of_pass.pass = pass;
           if (pass == Pass::backward && spec.kv.is_cache()) continue;
           of_pass = of_pass.normalized();
-          if (is_planned(family, device) && family.supports(of_pass, device)) {
+          if (test::is_planned(family, device) && family.supports(of_pass, device)) {
             EXPECT_EQ(compile_and_check(of_pass, family.heuristic(of_pass, shape, device), device), "");
           }
         }
@@ -517,7 +512,7 @@ TEST(KernelsAroundAttention, CompileWithoutSpills) {
           "quantize:bf16:d128:kve4m3", "quantize:fp32:d80:kvint8", "merge:fp16:d40", "merge:fp32:d256"}) {
       const KernelSpec spec = parse_spec(text).normalized();
       for (const plan::FamilyTraits& family : plan::families())
-        if (is_planned(family, device) && family.supports(spec, device)) {
+        if (test::is_planned(family, device) && family.supports(spec, device)) {
           EXPECT_EQ(compile_and_check(spec, family.heuristic(spec, shape_of(0), device), device), "");
         }
     }
@@ -640,7 +635,7 @@ TEST(KernelsOfCodes, CompileWithPrograms) {
         const DeviceInfo device = DeviceInfo::parse(arch);
         const KernelSpec spec = parse_spec(text).normalized();
         for (const plan::FamilyTraits& family : plan::families()) {
-          if (!is_planned(family, device) || !family.supports(spec, device)) continue;
+          if (!test::is_planned(family, device) || !family.supports(spec, device)) continue;
           EXPECT_EQ(compile_and_check(spec, family.heuristic(spec, shape, device), device), "");
         }
       }

@@ -337,7 +337,7 @@ class Call {
     return made;
   }
 
-  /// Of four dimensions: sequences, pages, KV heads, rows.
+  /// Scales have four dimensions: sequences, pages, KV heads, rows.
   flashjit_scales scales(std::string_view name) const {
     const ffi::AnyBuffer* buffer = find(name);
     if (!buffer || buffer->dimensions().size() != 4) return {};

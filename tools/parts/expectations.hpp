@@ -13,12 +13,13 @@ namespace flashjit::command {
 struct Expectation {
   DType dtype;
   Family forward, backward;  ///< of head dimension 128, causal
-  /// Of what no kernel beats there, the GPU's peak of that type: the tuner's estimate, from 0 to 1.
+  /// The share of the GPU's peak of that type, which no kernel beats there: the tuner's estimate, from 0
+  /// to 1.
   double forward_share, backward_share;
   std::string missing;  ///< why the device's better families do not; empty: it is the best that it has
 };
 
-/// Of fp16, bf16 and fp32; what no family can do is left out.
+/// For fp16, bf16 and fp32; a type that no family can do is left out.
 std::vector<Expectation> expectations_of(const DeviceInfo& device);
 
 /// One line of it.

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -28,9 +29,11 @@ STRUCTS = {
     "flashjit_scales": _library.Scales,
     "flashjit_indices": _library.Indices,
     "flashjit_rope": _library.Rope,
+    "flashjit_norm": _library.Norm,
     "flashjit_append_args": _library.AppendArgs,
     "flashjit_partial_state": _library.PartialState,
     "flashjit_merge_args": _library.MergeArgs,
+    "flashjit_quantize_args": _library.QuantizeArgs,
 }
 CODES = [
     "invalid_argument",
@@ -73,6 +76,19 @@ def test_structs_have_the_layout_of_the_header(tmp_path):
         assert ctypes.sizeof(structure) == int(expected[name]), name
         for member, _ in structure._fields_:
             assert getattr(structure, member).offset == int(expected[f"{name}.{member}"]), f"{name}.{member}"
+
+
+def test_structs_of_rust_have_the_members_of_the_header():
+    source = (ROOT / "tools/packaging/rust/src/lib.rs").read_text()
+    found = dict(re.findall(r"pub struct (\w+) \{\n(.*?)\n\}", source, re.DOTALL))
+    assert {"flashjit_forward_args", "flashjit_append_args", "flashjit_quantize_args"} <= found.keys()
+    for name, body in found.items():
+        if name not in STRUCTS:
+            continue
+        # "type" is a word of Rust's own.
+        members = [member for member in re.findall(r"pub (\w+):", body) if member != "struct_size"]
+        wanted = [member for member, _ in STRUCTS[name]._fields_ if member != "struct_size"]
+        assert members == ["element" if member == "type" else member for member in wanted], name
 
 
 def test_element_types_are_the_header_s():

@@ -185,6 +185,16 @@ pub struct flashjit_rope {
     pub dims: i32,
     pub interleaved: i32,
     pub positions: *const i32,
+    pub sections: [i32; 3],
+    pub interleaved_sections: i32,
+}
+
+/// RMS norm of a head's row before the rotation. Zeros: none.
+#[repr(C)]
+pub struct flashjit_norm {
+    pub weight: *const c_void,
+    pub element: flashjit_element_type,
+    pub eps: f32,
 }
 
 /// New rows of K and V for a cache, by lengths and a page table, or by slots.
@@ -207,6 +217,8 @@ pub struct flashjit_append_args {
     pub v_scale: flashjit_scales,
     pub slots: *const c_void,
     pub slots_type: flashjit_element_type,
+    pub k_norm: flashjit_norm,
+    pub q_norm: flashjit_norm,
 }
 
 #[repr(C)]

@@ -67,13 +67,14 @@ std::vector<TileConfig> forward_preferences_of_codes(const AnalysedSpec& spec, c
   const bool by_instruction = device.compute_capability >= 89, map = spec.has_block_map();
   const bool lean = !spec.has_key_scales() && !spec.varlen && !spec.kv.is_paged() && spec.score.empty() &&
                     !(spec.q_codes && (map || spec.dropout));
+  const bool spare = by_instruction || !(spec.q_codes || spec.dropout || spec.varlen);
   return mma_sync::good_of(
       {{config(128, 64, 4, 1), d <= 64 && lean && spec.mask.empty()},
-       {config(128, 32, 4, 1), d <= 96 || (d <= 128 && lean)},
+       {config(128, 32, 4, 1), d <= 96 || (d <= 128 && lean && !spec.dropout)},
        {config(128, 64, 8, 1), d <= 128 && !(map && spec.dropout) && (spec.score.empty() || by_instruction)},
-       {config(64, 64, 4, 1), d <= 128 || (d <= 192 && !map && (by_instruction || !spec.q_codes))},
-       {config(64, 32, 4, 1), d <= 192 || by_instruction},
-       {config(64, 16, 4, 1), d > 192}});
+       {config(64, 64, 4, 1), d <= 128 || (d <= 192 && !map && spare)},
+       {config(64, 32, 4, 1), (d <= 192 && !(map && spec.has_key_scales())) || (d > 192 && by_instruction)},
+       {config(64, 16, 4, 1), d > 128}});
 }
 
 /// Where Q is of 8 bits, too: nothing is converted.
@@ -250,8 +251,10 @@ std::string functions(const AnalysedSpec& /*spec*/, const TileConfig& /*config*/
 }
 
 TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
-  const bool spills = std::max(spec.head_dim, spec.v_dim()) > 192 &&
-                      (spec.dropout || spec.has_key_scales() || !spec.score.empty());
+  const int d = std::max(spec.head_dim, spec.v_dim());
+  const bool converts = spec.has_scales() && device.compute_capability < 89;
+  const bool spills = d > 192 ? converts || spec.dropout || spec.has_key_scales() || !spec.score.empty()
+                              : d > 128 && spec.dropout && spec.has_key_scales();
   return mma_sync::heuristic(spec, shape, device,
                              {.tiles = preferences(spec, device),
                               .keys_of_one_warp = spills && !multiplies_codes(spec, device) ? 16 : 32,

@@ -1,14 +1,15 @@
 """Forward-mode derivatives of attention() on the CPU path, against PyTorch's math path in fp64."""
 
 import flashjit
-import flashjit.torch
 import pytest
 import test_library
-import torch
-from flashjit._tangents import JvpArgs, declared_with_grad
-from flashjit.flex_attention import flex_attention
-from torch.autograd import forward_ad
-from torch.nn.attention.flex_attention import create_block_mask
+
+torch = pytest.importorskip("torch")
+import flashjit.torch  # noqa: E402
+from flashjit._tangents import JvpArgs, declared_with_grad  # noqa: E402
+from flashjit.flex_attention import flex_attention  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
+from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
 
 SIZES = {"plain": (2, 4, 2, 13, 17), "one": (1, 2, 2, 1, 9), "square": (2, 2, 1, 16, 16)}
 

@@ -3,7 +3,8 @@
 import flashjit
 import numpy
 import pytest
-import torch
+
+torch = pytest.importorskip("torch")
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 

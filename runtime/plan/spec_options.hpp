@@ -2,6 +2,8 @@
 #pragma once
 
 #include <array>
+#include <cstdint>
+#include <limits>
 #include <string_view>
 
 #include "flashjit/spec.hpp"
@@ -9,6 +11,10 @@
 namespace flashjit::plan {
 
 constexpr int kMaxHeadDim = 576;  ///< of Q and K
+constexpr int kMostPageSize = 1 << 30;
+constexpr std::int64_t kMostOfACount = std::numeric_limits<std::int32_t>::max();
+// Kernels count queries and keys in 32 bits, and their last tile reaches past the end.
+constexpr std::int64_t kMaxLength = kMostOfACount - 1023;
 
 struct SpecOption {
   std::string_view text;      ///< in a spec: "kvlen"

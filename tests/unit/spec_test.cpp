@@ -181,7 +181,7 @@ TEST(Spec, ParseRefusesWithTheOffendingText) {
     expect_refused([&] { parse_spec(text); }, parts);
   };
   refused("", {"the spec ''", "it must be one of: fp16, bf16, fp32"});
-  refused("fwd", {"'fwd' ends before the element type", "write [fwd:|bwd:|append:|merge:|quantize:]"});
+  refused("fwd", {"'fwd' ends before the element type", "write [fwd:|bwd:|jvp:|append:|merge:|quantize:]"});
   refused("bf16", {"'bf16' ends before the head dimension"});
   refused("forward:bf16:d64", {"'forward:bf16:d64' has a wrong field 'forward'"});
   refused("fp8:d64", {"'fp8'", "fp16, bf16, fp32"});
@@ -199,9 +199,9 @@ TEST(Spec, ParseRefusesWithTheOffendingText) {
   refused("bf16:d64x4", {"head_dim_v is 4", "a multiple of 8 from 8 to 512"});
   refused("bf16:d64:", {"unknown field ''"});
   refused("bf16:d64:casual", {"unknown field 'casual'", "causal or causal_top_left"});
-  refused("bf16:d64:causal:causal_top_left", {"says twice what 'causal_top_left' says"});
-  refused("bf16:d64:mask{q < kv}:causal", {"says twice what 'causal' says"});
-  refused("bf16:d64:score{score}:score{q}", {"says twice what 'score{q}' says"});
+  refused("bf16:d64:causal:causal_top_left", {"has both 'causal' and 'causal_top_left'"});
+  refused("bf16:d64:mask{q < kv}:causal", {"has both 'mask{q < kv}' and 'causal'"});
+  refused("bf16:d64:score{score}:score{q}", {"has both 'score{score}' and 'score{q}'"});
   refused("bf16:d64:mask{q < kv", {"the field 'mask{q < kv', whose '{' has no '}' at its end"});
   refused("bf16:d64:mask{q < kv}x", {"whose '{' has no '}' at its end"});
   refused("bf16:d64:mask", {"unknown field 'mask'", "mask{<program>}"});
@@ -210,15 +210,16 @@ TEST(Spec, ParseRefusesWithTheOffendingText) {
   refused("bf16:d64:mask{q < score}", {"a mask program reads score"});
   refused("bf16:d64:score{n: int; m}", {"wrong field 'score{n: int; m}'", "unknown name 'm'", "^"});
   refused("bf16:d64:score{t: fp32 1d; score + t[h]}:mask{t: int; q < t}", {"is out of range", "'t: int'"});
-  refused("bf16:d64:dropout:dropout", {"says twice what 'dropout' says"});
-  refused("bf16:d64:kvlen:kvlen", {"says twice what 'kvlen' says"});
-  refused("bf16:d64:kvlen:pages16", {"says twice what 'pages16' says"});
-  refused("bf16:d64:cache:kvlen", {"says twice what 'kvlen' says"});
-  refused("bwd:bf16:d64:det:det", {"says twice what 'det' says"});
-  refused("bf16:d64:varlen:varlen", {"says twice what 'varlen' says"});
+  refused("bf16:d64:dropout:dropout", {"has 'dropout' twice"});
+  refused("bf16:d64:kvlen:kvlen", {"has 'kvlen' twice"});
+  refused("bf16:d64:kvlen:pages16", {"has both 'kvlen' and 'pages16'"});
+  refused("bf16:d64:cache:kvlen", {"has both 'cache' and 'kvlen'"});
+  refused("bwd:bf16:d64:det:det", {"has 'det' twice"});
+  refused("e4m3:d64", {"dtype is e4m3", "q_codes"});
+  refused("bf16:d64:varlen:varlen", {"has 'varlen' twice"});
   refused("bf16:d64:sink", {"unknown field 'sink'", "varlen, sinks"});
   refused("bf16:d64:varlen:kvlen", {"varlen and kv_lengths are both set", "leave kv_lengths out"});
-  refused("bf16:d64:map64x64:map32x32", {"says twice what 'map32x32' says"});
+  refused("bf16:d64:map64x64:map32x32", {"has both 'map64x64' and 'map32x32'"});
   refused("bf16:d64:map64x", {"wrong field 'map64x'"});
   refused("bf16:d64:map8x64", {"block_map.q is 8", "a multiple of 16 from 16 to 256"});
   refused("bf16:d64:map64x24", {"block_map.kv is 24", "a multiple of 16 from 16 to 256"});
@@ -292,7 +293,7 @@ TEST(Spec, TheTypeOfKAndVHasItsText) {
   EXPECT_EQ(to_string(parse_spec("fp16:d64:kvfp16")), "fwd:fp16:d64");
   EXPECT_FALSE(parse_spec("fp16:d64").has_scales());
   EXPECT_EQ(parse_spec("fp16:d64").kv_type(), DType::fp16);
-  expect_refused([] { parse_spec("bf16:d64:kve4m3:kvint8"); }, {"says twice", "kvint8"});
+  expect_refused([] { parse_spec("bf16:d64:kve4m3:kvint8"); }, {"has both 'kve4m3' and 'kvint8'"});
   expect_refused([] { parse_spec("bf16:d64:kvfp8"); }, {"unknown field 'kvfp8'", "kv<e4m3|e5m2|int8>"});
   expect_refused([] { parse_spec("bf16:d64:kvfp16"); },
                  {"K and V are fp16 and Q is bf16", "e4m3, e5m2 or int8"});
@@ -316,7 +317,7 @@ TEST(Spec, FormatsOfKAndVHaveTheirTexts) {
   EXPECT_EQ(parse_spec("bf16:d576x512:kv{fp8_ds_mla}:shared_kv").stored_v().columns, 656);
   expect_refused([] { parse_spec("bf16:d64:kv{nvfp5}"); },
                  {"'kv{nvfp5}'", "neither a name nor codes", "mxfp4"});
-  expect_refused([] { parse_spec("bf16:d64:kv{nvfp4}:k{q8_0}"); }, {"says twice"});
+  expect_refused([] { parse_spec("bf16:d64:kv{nvfp4}:k{q8_0}"); }, {"has both 'kv{nvfp4}' and 'k{q8_0}'"});
   expect_refused([] { parse_spec("bf16:d80:kv{q8_0}"); }, {"head_dim is 80", "blocks of 32"});
   expect_refused([] { parse_spec("bwd:bf16:d64:kv{q8_0}").validate(); },
                  {"backward", "q8_0", "the type of Q"});
@@ -402,8 +403,8 @@ TEST(Config, ParseRefusesWithTheOffendingText) {
   refused("sm80:br64:bc64:w4:s0", {"wrong field 's0'", "from 1 to 16"});
   refused("sm80:br64:bc64:w4:d_split9", {"wrong field 'd_split9'", "from 1 to 8"});
   refused("sm80:br64:bc64:w4:min_blocks99", {"wrong field 'min_blocks99'", "from 1 to 32"});
-  refused("sm80:br64:bc64:w4:s2:s3", {"says twice what 's3' says"});
-  refused("sm80:br64:bc64:w4:q_in_registers:q_in_registers", {"says twice what 'q_in_registers' says"});
+  refused("sm80:br64:bc64:w4:s2:s3", {"has both 's2' and 's3'"});
+  refused("sm80:br64:bc64:w4:q_in_registers:q_in_registers", {"has 'q_in_registers' twice"});
   refused("sm80:br64:bc64:w4:fast", {"unknown field 'fast'"});
   refused("sm80:br64:bc64:w4:stages2", {"unknown field 'stages2'"});
 }

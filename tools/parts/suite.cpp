@@ -51,7 +51,10 @@ void add_line(std::string line, std::vector<SuiteProblem>& problems) {
 std::vector<KernelSpec> parse_passes(std::string_view spec_text) {
   const KernelSpec spec = parse_spec(spec_text);
   if (plan::names_pass(spec_text)) return {spec.normalized()};
-  return {KernelSpec{spec, Pass::forward}.normalized(), KernelSpec{spec, Pass::backward}.normalized()};
+  std::vector<KernelSpec> passes = {KernelSpec{spec, Pass::forward}.normalized()};
+  if (!spec.kv.is_cache() && !spec.kv.quantized())
+    passes.push_back(KernelSpec{spec, Pass::backward}.normalized());
+  return passes;
 }
 
 std::vector<SuiteProblem> parse_suite(std::string_view text, std::string_view name) {

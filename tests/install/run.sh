@@ -11,6 +11,18 @@ trap 'rm -rf "$scratch"' EXIT
 cmake --install "$build" --prefix "$scratch/first" >/dev/null
 mv "$scratch/first" "$scratch/prefix"  # an installed tree must not remember where it was built or put
 
+links_lead_somewhere() { # of the installed pages
+  local page target failed=0
+  while IFS= read -r page; do
+    while IFS= read -r target; do
+      case $target in [a-z]*:*) continue ;; esac
+      [ -e "${page%/*}/$target" ] || { echo "$page links to $target, which is not installed" >&2 && failed=1; }
+    done < <(awk '/^ *```/ { code = !code } !code' "$page" | grep -oE '\]\([^)# ]+' | cut -c3-)
+  done < <(find "$scratch/prefix/share/doc" -name '*.md')
+  return $failed
+}
+links_lead_somewhere
+
 export FLASHJIT_CACHE_DIR=$scratch/cache
 pack=ON code=0
 "$scratch/prefix/bin/flashjit" pack --spec fwd:fp32:d8 --arch sm_80 --out "$scratch/pack" >/dev/null 2>&1 || code=$?

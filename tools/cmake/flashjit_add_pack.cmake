@@ -1,12 +1,16 @@
-# flashjit_add_pack(<target> SPECS <spec>... ARCHS <arch>... [SHAPES <shape>...] [SUITE <file>] [EMBED])
+# flashjit_add_pack(<target> SPECS <spec>... MODELS <model>... ARCHS <arch>... [SHAPES <shape>...] [SUITE <file>] [EMBED])
 #
 # Compiles attention kernels when <target> is built and ships them with it, so that the program needs no NVRTC. Needs
 # NVRTC on the building machine, and no GPU.
 #
-#   SPECS   such as fwd:bf16:d128:causal; both passes without fwd: or bwd:
+#   SPECS   such as bf16:d128:causal, both passes without fwd: or bwd:, or bf16:d128:causal:pages16, which has a forward
+#           pass alone; append:bf16:d128:pages16 stores into its cache
+#   MODELS  such as "32/8 heads, d128, pages of 16, bf16": all that serves one, as flashjit pack --model
 #   ARCHS   such as sm_80 sm_90a
 #   SHAPES  to choose tile configurations for, such as b2:hq16:hkv16:sq4096:skv4096
-#   SUITE   a file of "spec [shape]" lines, instead of SPECS or with them
+#   SUITE   a file of "spec [shape]" lines
+#
+# SPECS, MODELS and SUITE go together, and one of them is enough.
 #
 # Without EMBED the pack is the folder <target>-pack beside the program, whose name the macro FLASHJIT_PACK holds:
 #   flashjit::Runtime runtime({.packs = {folder_of_the_program + "/" FLASHJIT_PACK}});
@@ -17,23 +21,42 @@ include_guard(GLOBAL)
 set(FLASHJIT_EMBED_PACK_SCRIPT ${CMAKE_CURRENT_LIST_DIR}/embed_pack.cmake)
 
 function(flashjit_add_pack target)
-  cmake_parse_arguments(PARSE_ARGV 1 pack "EMBED" "SUITE" "SPECS;ARCHS;SHAPES")
+  cmake_parse_arguments(PARSE_ARGV 1 pack "EMBED" "SUITE" "SPECS;MODELS;ARCHS;SHAPES")
   if(NOT TARGET ${target})
     message(FATAL_ERROR "flashjit_add_pack: there is no target '${target}'; add it before")
   endif()
   if(pack_UNPARSED_ARGUMENTS)
-    message(FATAL_ERROR "flashjit_add_pack(${target}): unknown: ${pack_UNPARSED_ARGUMENTS}; give SPECS, ARCHS, SHAPES, "
-                        "SUITE or EMBED")
+    message(FATAL_ERROR "flashjit_add_pack(${target}): unknown: ${pack_UNPARSED_ARGUMENTS}; give SPECS, MODELS, ARCHS, "
+                        "SHAPES, SUITE or EMBED")
   endif()
-  if(NOT pack_ARCHS OR NOT (pack_SPECS OR pack_SUITE))
-    message(FATAL_ERROR "flashjit_add_pack(${target}) needs ARCHS, such as sm_90a, and SPECS, such as bf16:d128:causal, or "
-                        "a SUITE")
+  if(NOT pack_ARCHS OR NOT (pack_SPECS OR pack_MODELS OR pack_SUITE))
+    message(FATAL_ERROR "flashjit_add_pack(${target}) needs ARCHS, such as sm_90a, and SPECS, such as bf16:d128:causal, "
+                        "MODELS or a SUITE")
   endif()
 
   list(JOIN pack_ARCHS "," archs)
   set(arguments --arch ${archs})
-  foreach(spec IN LISTS pack_SPECS)
-    list(APPEND arguments --spec ${spec})
+  # An unquoted list ends its elements at ';', also within a program's braces.
+  set(spec "")
+  foreach(part IN LISTS pack_SPECS)
+    string(APPEND spec "${part}")
+    string(REGEX REPLACE "[^{]" "" opened "${spec}")
+    string(REGEX REPLACE "[^}]" "" closed "${spec}")
+    string(LENGTH "${opened}" opened)
+    string(LENGTH "${closed}" closed)
+    if(opened GREATER closed)
+      string(APPEND spec ";")
+    else()
+      string(REPLACE ";" "\\;" spec "${spec}")
+      list(APPEND arguments --spec "${spec}")
+      set(spec "")
+    endif()
+  endforeach()
+  if(spec)
+    message(FATAL_ERROR "flashjit_add_pack(${target}): '${spec}' has a '{' without its '}'")
+  endif()
+  foreach(model IN LISTS pack_MODELS)
+    list(APPEND arguments --model ${model})
   endforeach()
   foreach(shape IN LISTS pack_SHAPES)
     list(APPEND arguments --shape ${shape})

@@ -193,8 +193,9 @@ void add_bench(CLI::App& app, Context& context) {
                      "flashjit bench --spec bf16:d128:causal --shape b4:hq16:hkv16:sq4096:skv4096",
                      [options, &context] { return bench(*options, context.json); });
   command
-      ->add_option("--spec", options->spec,
-                   "What is computed; both passes unless it begins with fwd: or bwd:")
+      ->add_option(
+          "--spec", options->spec,
+          "What is computed; both passes unless it begins with fwd: or bwd:, or has a forward pass alone")
       ->required();
   command
       ->add_option("--shape", options->shapes,

@@ -1,0 +1,18 @@
+# After an install: links of Markdown pages under DOCS to files of the source tree that are not installed become their text.
+file(GLOB_RECURSE pages "${DOCS}/*.md")
+foreach(page IN LISTS pages)
+  file(READ "${page}" text)
+  cmake_path(GET page PARENT_PATH folder)
+  string(REPLACE "](" "\t(" without_brackets "${text}") # which would join the elements of a list
+  string(REGEX MATCHALL "\t\\([^()# ]+" links "${without_brackets}")
+  list(REMOVE_DUPLICATES links)
+  foreach(link IN LISTS links)
+    string(SUBSTRING "${link}" 2 -1 target)
+    if(target MATCHES "^[a-z]+:" OR EXISTS "${folder}/${target}")
+      continue()
+    endif()
+    string(REGEX REPLACE "([][().*+?^$|\\\\])" "\\\\\\1" pattern "${target}")
+    string(REGEX REPLACE "!?\\[([^]]*)\\]\\(${pattern}(#[^()]*)?\\)" "\\1" text "${text}")
+  endforeach()
+  file(WRITE "${page}" "${text}")
+endforeach()

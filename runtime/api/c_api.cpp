@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <memory>
@@ -121,7 +122,9 @@ flashjit::PageTableView view(const flashjit_page_table& table) {
 
 flashjit::ScaleView view(const flashjit_scales& scales) {
   if (!scales.data) return {};
-  return {scales.data, std::to_array(scales.size), std::to_array(scales.stride)};
+  flashjit::ScaleView out{scales.data, std::to_array(scales.size), std::to_array(scales.stride)};
+  std::ranges::replace(out.size, 0, 1);  // as zeros are defaults
+  return out;
 }
 
 flashjit::IndicesView view(const flashjit_indices& indices) {

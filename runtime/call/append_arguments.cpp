@@ -153,6 +153,9 @@ void check_new_rows(const AttentionSpec& spec, const AppendArgs& args) {
     if (args.slots.data) return check_row_count(args.k);
     if (args.batch_size < 0 || args.batch_size > kMaxInt)
       refuse("batch_size is {}: give the number of sequences, 0 to 2^31 - 1.", args.batch_size);
+    if (args.cu_seqlens_q && args.batch_size == 0 && args.k.size[2] > 0)
+      refuse("batch_size is 0, but cu_seqlens_q is given and k has {} rows: give the number of sequences.",
+             args.k.size[2]);
   } else if (args.batch_size != 0) {
     refuse("batch_size {} is given, but the spec has no varlen: set spec.varlen or leave it 0.",
            args.batch_size);
@@ -278,8 +281,8 @@ void check_arguments(const AttentionSpec& spec, const AppendArgs& args) {
   const Size d{spec.head_dim, nullptr}, dv{spec.v_dim(), nullptr};
   check_tensor("k", args.k, {batch, heads, rows, d}, element_size, Access::read);
   const Size pages{args.k_cache.size[0], "k_cache"};
-  const Size page_rows = spec.kv.is_paged() ? Size{spec.kv.page_size, "spec.kv.page_size"}
-                                            : Size{args.k_cache.size[2], "k_cache"};
+  const Size page_rows =
+      spec.kv.is_paged() ? Size{spec.kv.page_size, kPageSize} : Size{args.k_cache.size[2], "k_cache"};
   check_kv_tensor("k_cache", args.k_cache, {pages, heads, page_rows, d}, spec.stored_k(), spec.kv.k_format,
                   Access::write);
   if (!has_v(spec) && (args.v.data || args.v_cache.data))
@@ -308,7 +311,7 @@ void check_arguments(const AttentionSpec& spec, const AppendArgs& args) {
 
 void check_arguments(const AttentionSpec& spec, const MergeArgs& args) {
   if (args.states.empty() || args.states.size() > kMaxPartialStates)
-    refuse("There are {} states: give 1 to {}, or merge the result with the rest.", args.states.size(),
+    refuse("{} states are given: give 1 to {}; merge() joins more in several calls.", args.states.size(),
            kMaxPartialStates);
   check_type("states_type", spec, states_type(spec, args));
   check_type("out_type", spec, out_type(spec, args));

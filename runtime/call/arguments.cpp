@@ -48,6 +48,8 @@ struct Packed {
 
 void check_packed(const AttentionSpec& spec, const Packed& packed, std::int64_t batch_size) {
   const std::int64_t rows = packed.size[2];
+  if (batch_size < 0 || batch_size > kMaxInt)
+    refuse("batch_size is {}: give the number of sequences, 0 to 2^31 - 1.", batch_size);
   if (packed.size[0] != 1)
     refuse("{} has batch {}, but the spec has varlen: pack the sequences into [1, heads, rows, head_dim].",
            packed.tensor, packed.size[0]);
@@ -57,6 +59,9 @@ void check_packed(const AttentionSpec& spec, const Packed& packed, std::int64_t 
   if (packed.max_seqlen < 0 || packed.max_seqlen > kMaxInt)
     refuse("{} is {}: give the length of the longest sequence, 0 to 2^31 - 1.", packed.longest,
            packed.max_seqlen);
+  if (packed.cu_seqlens && batch_size == 0 && rows > 0)
+    refuse("batch_size is 0, but {} is given and {} has {} rows: give the number of sequences.",
+           packed.offsets, packed.tensor, rows);
   if (packed.max_seqlen == 0 && rows > 0 && batch_size > 0)
     refuse("{} is 0, but {} has {} rows: give the length of the longest sequence.", packed.longest,
            packed.tensor, rows);
@@ -97,8 +102,6 @@ void check_varlen(const AttentionSpec& spec, const Args& args) {
           args.batch_size, args.max_seqlen_q, args.max_seqlen_kv);
     return;
   }
-  if (args.batch_size < 0 || args.batch_size > kMaxInt)
-    refuse("batch_size is {}: give the number of sequences, 0 to 2^31 - 1.", args.batch_size);
   check_packed(spec, {"q", "cu_seqlens_q", "max_seqlen_q", args.q.size, args.cu_seqlens_q, args.max_seqlen_q},
                args.batch_size);
   check_packed(spec,
@@ -242,7 +245,7 @@ Expected expected_sizes(const AttentionSpec& spec, const Args& args) {
   Expected sizes = expected_sizes(spec, stored_shape(args));
   if (!spec.kv.is_cache()) return sizes;
   sizes.k[0] = sizes.v[0] = {args.k.size[0], "k"};
-  if (spec.kv.is_paged()) sizes.k[2] = sizes.v[2] = {spec.kv.page_size, "spec.kv.page_size"};
+  if (spec.kv.is_paged()) sizes.k[2] = sizes.v[2] = {spec.kv.page_size, kPageSize};
   return sizes;
 }
 

@@ -22,9 +22,18 @@ bool aligned(const void* pointer, std::uintptr_t alignment) {
 
 [[noreturn, gnu::cold, gnu::noinline]] void refuse_size(const char* name, int dimension, std::int64_t given,
                                                         Size expected) {
+  if (!expected.owner && expected.value == 0)
+    refuse(
+        "{} has head_dim {}, but the spec's is 0: set it, or let spec_of(args, spec) take it from the call.",
+        name, given);
   if (!expected.owner)
     refuse("{} has head_dim {}, but the spec says {}: give a tensor of that size or change the spec.", name,
            given, expected.value);
+  if (expected.owner == std::string_view(kPageSize))
+    refuse(
+        "{} has {} rows a page (size[2]), but spec.kv.page_size is {}: views are [pages, heads, rows, "
+        "head_dim], and strides say how they lie.",
+        name, given, expected.value);
   refuse("{} has {} {}, but {} has {}: they must be equal.", name, kDimensions[dimension], given,
          expected.owner, expected.value);
 }
@@ -95,6 +104,9 @@ void check_scale_view(const char* name, const ConstScaleView& scales, const Scal
 
 void check_tensor(const char* name, const ConstTensorView& tensor, const Sizes& sizes, int element_size,
                   Access access, int alignment) {
+  const bool wants = std::ranges::any_of(sizes, [](const Size& size) { return size.value != 0; });
+  if (!tensor.data && wants && std::ranges::all_of(tensor.size, [](auto size) { return size == 0; }))
+    refuse("{} is not given.", name);
   bool empty = false;
   for (int i = 0; i < 4; ++i) {
     if (tensor.size[i] < 0)
@@ -225,7 +237,7 @@ void check_page_table(const AttentionSpec& spec, const AttentionShape& shape, co
     refuse("{} has {} pages of {} rows: give at most 2^31 - 1 rows in all.", k_name, k.size[0],
            spec.kv.page_size);
   if (table.sequences != shape.batch)
-    refuse("page_table has {} rows, but there are {} sequences: give a row for each.", table.sequences,
+    refuse("page_table has {} rows, but the call has {} sequences: give a row for each.", table.sequences,
            shape.batch);
   if (table.columns < 0 || table.columns > kMaxInt || (!spec.kv.is_paged() && table.columns != 1))
     refuse("page_table has {} columns: {}.", table.columns,

@@ -12,6 +12,8 @@
 
 namespace flashjit {
 
+/// The owner of the rows of a page.
+inline constexpr const char* kPageSize = "spec.kv.page_size";
 /// The size that a dimension must have, and where it comes from: a tensor's name, or null for the spec.
 struct Size {
   std::int64_t value;

@@ -139,8 +139,8 @@ void check_offsets(const char* name, const std::vector<std::int32_t>& offsets, s
   for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
     const std::int64_t length = std::int64_t{offsets[b + 1]} - offsets[b];
     if (length < 0 || length > longest) {
-      refuse("{} gives sequence {} the length {}; allowed are 0 to {}, the shape's length", name, b, length,
-             longest);
+      refuse("{} gives sequence {} the length {}; allowed are 0 to {}, the longest that the call names", name,
+             b, length, longest);
     }
   }
   if (offsets.back() > rows) {

@@ -95,7 +95,7 @@ TEST(Append, WrongArgumentsAreNamed) {
   expect_says(refusal([](auto&, auto& args) { args.kv_lengths = nullptr; }), {"kv_lengths is null"});
   expect_says(refusal([](auto&, auto& args) { args.v.size[2] = 49; }), {"v has length 49", "k has 50"});
   expect_says(refusal([](auto&, auto& args) { args.k_cache.size[2] = 8; }),
-              {"k_cache has length 8", "spec.kv.page_size has 16"});
+              {"k_cache has 8 rows a page", "page_size is 16"});
   expect_says(refusal([](auto&, auto& args) { args.v_cache.size[0] = 39; }),
               {"v_cache has batch 39", "k_cache has 40"});
   expect_says(refusal([](auto&, auto& args) { args.k_cache.stride[0] = 0; }),
@@ -104,7 +104,7 @@ TEST(Append, WrongArgumentsAreNamed) {
               {"max_seqlen_kv is 81", "room for 80 keys"});
   expect_says(refusal([](auto&, auto& args) { args.page_table = {}; }), {"page_table is null"});
   expect_says(refusal([](auto&, auto& args) { args.q = {}; }), {"q_out is given without q"});
-  expect_says(refusal([](auto&, auto& args) { args.q_out = {}; }), {"q_out has"});
+  expect_says(refusal([](auto&, auto& args) { args.q_out = {}; }), {"q_out is not given"});
   expect_says(refusal([](auto&, auto& args) { args.q_out.data = address(0x300010); }),
               {"q_out overlaps q", "the very same"});
   expect_says(refusal([](auto&, auto& args) { args.rope.dims = 24; }), {"rope.dims is 24", "16"});

@@ -432,7 +432,7 @@ TEST_F(CAbi, AppendAndMergeNeedADriver) {
   EXPECT_EQ(flashjit_append(r.get(), s.get(), &append, nullptr), FLASHJIT_NO_DRIVER) << last_message();
   EXPECT_EQ(flashjit_append(r.get(), s.get(), nullptr, nullptr), FLASHJIT_INVALID_ARGUMENT);
   EXPECT_MESSAGE("flashjit_append_args is null");
-  const flashjit_partial_state state{tensor(0x10000), reinterpret_cast<float*>(0x50000)};
+  const flashjit_partial_state state{tensor(0x10000), reinterpret_cast<float*>(0x50000), {}};
   flashjit_merge_args merge{};
   merge.struct_size = sizeof merge;
   merge.states = &state;

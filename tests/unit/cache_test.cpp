@@ -111,9 +111,9 @@ TEST(Cache, WrongArgumentsAreNamed) {
   expect_says(refusal([](auto&, auto& args) { args.kv_lengths = nullptr; }),
               {"kv_lengths is null", "a cache"});
   expect_says(refusal([](auto&, auto& args) { args.v.size[2] = 8; }),
-              {"v has length 8", "spec.kv.page_size has 16"});
+              {"v has 8 rows a page", "page_size is 16"});
   expect_says(refusal([](auto& spec, auto&) { spec.kv.page_size = 32; }),
-              {"k has length 16", "spec.kv.page_size has 32"});
+              {"k has 16 rows a page", "page_size is 32"});
   expect_says(refusal([](auto&, auto& args) { args.v.size[0] = 39; }), {"v has batch 39", "k has 40"});
   expect_says(refusal([](auto&, auto& args) { args.k.stride[2] = 100; }), {"k has stride 100", "16 bytes"});
   expect_says(refusal([](auto&, auto& args) { args.cu_seqlens_kv = address<std::int32_t>(0x700000); }),

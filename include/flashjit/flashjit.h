@@ -80,7 +80,7 @@ typedef struct flashjit_spec flashjit_spec;
 /** Tile lists, created by flashjit_build_lists(). */
 typedef struct flashjit_tile_lists flashjit_tile_lists;
 
-/** Options of a runtime: see RuntimeOptions of flashjit/runtime.hpp. Zero is the default of every member. */
+/** Options, which a runtime copies: see RuntimeOptions of flashjit/runtime.hpp. Zeros are defaults. */
 typedef struct flashjit_options {
   size_t struct_size;
   const char* cache_dir;    /**< null: as RuntimeOptions; "": nothing is kept on disk */
@@ -133,7 +133,7 @@ typedef struct flashjit_page_table {
 /** Scales of quantized Q, K or V: fp32 on the device, see ScaleView of flashjit/tensor.hpp. */
 typedef struct flashjit_scales {
   float* data;       /**< null: there are none */
-  int64_t size[4];   /**< sequences, pages, KV heads, rows */
+  int64_t size[4];   /**< sequences, pages, KV heads, rows: 1, or 0, is one for all */
   int64_t stride[4]; /**< in elements; not read where the size is 1 */
 } flashjit_scales;
 
@@ -374,15 +374,14 @@ FLASHJIT_C_API const char* flashjit_version(void) FLASHJIT_NOEXCEPT;
 FLASHJIT_C_API const char* flashjit_status_name(flashjit_status status) FLASHJIT_NOEXCEPT;
 
 /** For bindings, which write a spec's text from a call's arguments: the `index`-th option that is on or off,
- * and the argument that turns it on, such as "kvlen" and "kv_lengths"; either may be null. Returns 0 if
- * there are no more, else 1. */
+ * and the argument that turns it on, such as "kvlen" and "kv_lengths", valid for ever; either may be null.
+ * Returns 0 if there are no more, else 1. */
 FLASHJIT_C_API int32_t flashjit_spec_option(size_t index, const char** option,
                                             const char** argument) FLASHJIT_NOEXCEPT;
 
 /** The message of the last failed call on this thread; "" if none failed. Valid until the next failure on
- * this thread. Never null; "" also where the thread's objects are gone, as in an atexit handler. The message
- * belongs to its thread: after dlclose() the library stays loaded until
- * the threads that asked for it, or failed, have ended. */
+ * this thread. Never null; "" also where the thread's objects are gone, as in an atexit handler. After
+ * dlclose() the library stays loaded until the threads that asked for it, or failed, have ended. */
 FLASHJIT_C_API const char* flashjit_last_error_message(void) FLASHJIT_NOEXCEPT;
 /** Long details of that error, such as a compiler's log; often "". */
 FLASHJIT_C_API const char* flashjit_last_error_detail(void) FLASHJIT_NOEXCEPT;
@@ -401,7 +400,7 @@ FLASHJIT_C_API flashjit_status flashjit_stop_tuning(flashjit_runtime* runtime) F
 /** Parses a spec such as "bf16:d128:causal" or "fp16:d64x32:dropout:map128x64" once, for many calls. The
  * function called overrides a pass in the text ("fwd:", "bwd:"). */
 FLASHJIT_C_API flashjit_status flashjit_spec_create(const char* text, flashjit_spec** spec) FLASHJIT_NOEXCEPT;
-/** Null is allowed. */
+/** Null is allowed. Launched calls, captured graphs and tile lists do not need it. */
 FLASHJIT_C_API void flashjit_spec_destroy(flashjit_spec* spec) FLASHJIT_NOEXCEPT;
 
 /** Launches on `stream`, in the context that is current; compiles on the first call of a spec. Nothing is
@@ -454,7 +453,8 @@ FLASHJIT_C_API flashjit_status flashjit_prepare(flashjit_runtime* runtime, flash
 FLASHJIT_C_API flashjit_status flashjit_prepare_both(flashjit_runtime* runtime, const flashjit_spec* spec,
                                                      const flashjit_shape* shape) FLASHJIT_NOEXCEPT;
 
-/** Bytes of workspace that a call needs; flashjit_list_bytes() less if it receives its lists. */
+/** Bytes of workspace that a call needs; flashjit_list_bytes() less if it receives its lists. Not monotonic:
+ * small batches split keys. Take the largest over the shapes that are called. */
 FLASHJIT_C_API flashjit_status flashjit_workspace_bytes(flashjit_runtime* runtime, flashjit_pass pass,
                                                         const flashjit_spec* spec,
                                                         const flashjit_shape* shape,

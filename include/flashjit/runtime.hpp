@@ -98,11 +98,14 @@ struct ForwardArgs {
   Workspace workspace = {};  ///< at least Runtime::workspace_bytes(spec, shape)
   /// A value for each name declared by the spec's programs, in any order; Capture::grad is ignored.
   std::span<const Capture> captures = {};
-  const std::int32_t* cu_seqlens_q = nullptr;        ///< [batch_size + 1] on the device, with spec.varlen
-  const std::int32_t* cu_seqlens_kv = nullptr;       ///< the same of K and V
-  std::int64_t batch_size = 0;                       ///< sequences, with spec.varlen
-  std::int64_t max_seqlen_q = 0, max_seqlen_kv = 0;  ///< longest sequence, with spec.varlen
-  const float* sinks = nullptr;                      ///< [hq] on the device, with spec.sinks
+  const std::int32_t* cu_seqlens_q = nullptr;   ///< [batch_size + 1] on the device, with spec.varlen
+  const std::int32_t* cu_seqlens_kv = nullptr;  ///< the same of K and V
+  std::int64_t batch_size = 0;                  ///< sequences, with spec.varlen
+  std::int64_t max_seqlen_q = 0;                ///< longest sequence, with spec.varlen
+  /// Longest sequence, with spec.varlen. With a cache, varlen or not: a bound of kv_lengths, by default all
+  /// that a row of the page table, or a slot, has room for.
+  std::int64_t max_seqlen_kv = 0;
+  const float* sinks = nullptr;      ///< [hq] on the device, with spec.sinks
   const TileLists* lists = nullptr;  ///< from Runtime::build_lists(); null: built in this call, if needed
   /// Seed and offset on the device, 16-byte aligned, which the kernels read in place of the two above: a CUDA
   /// graph then has another dropout mask at each replay. Null: those above.
@@ -170,12 +173,12 @@ struct BackwardArgs {
   PartialArgs partial = {};
 };
 
-/// `spec` with what a call's arguments tell, so that {.mask = causal()} is enough of one: element types of
-/// the views, whose dtype must be set; head dimensions that are 0; a layout of K and V that is contiguous.
-/// Features whose argument is given, except block_map, are switched on. A page table of one column names
-/// slots, another one the pages of k. Without one, kv_lengths are padding: say KvLayout::slots() where they
-/// are a cache's. Forward: unquantized V at K's address and strides sets shared_kv. Scales are per key or per
-/// page where they have such sizes.
+/// Completes `spec` from a call's arguments, so that {.mask = causal()} is enough. Replaces element types by
+/// the views', whose dtype must be set, head dimensions that are 0, and a contiguous layout of K and V.
+/// Switches on each feature whose argument is given, except block_map. A page table of one column means
+/// slots, a wider one the pages of k. Without a table, kv_lengths are padding: set KvLayout::slots() where
+/// they are a cache's. Forward: unquantized V at K's address and strides sets shared_kv. Scales are per key
+/// or per page where they have such sizes. Throws Error(invalid_argument) where a view has no dtype.
 FLASHJIT_API AttentionSpec spec_of(const ForwardArgs& args, AttentionSpec spec = {});
 FLASHJIT_API AttentionSpec spec_of(const BackwardArgs& args, AttentionSpec spec = {});
 
@@ -253,8 +256,8 @@ struct MergeArgs {
 };
 
 /// Arguments of quantize(): x as codes times scales, which are found such that the largest element of what
-/// shares a scale becomes the largest code, and are as forward() takes them. A scale of zeros or of nothing
-/// is 1.
+/// shares a scale becomes the largest code, and are as forward() takes them. Where all elements are zero, or
+/// there are none, the scale is 1.
 struct QuantizeArgs {
   ConstTensorView x;  ///< Q, K or V [b, h, s, d], or a pool of pages; of the spec's type
   TensorView codes;   ///< x's rows in spec.kv.k_format: bytes, or of x's sizes
@@ -273,7 +276,9 @@ struct QuantizeArgs {
 /// Whether to compile a kernel that is in no pack and not in the cache.
 enum class JitMode : std::uint8_t { on, off };
 
-/// Explicit options win over the environment; tools/docs/environment.md lists the variables.
+/// Explicit options win over the environment; tools/docs/environment.md lists the variables. Paths are opened
+/// at first use. A pack that cannot be read is logged and skipped; with JitMode::off its kernels are then
+/// missing at the first call (kernel_missing), or already at prepare().
 struct RuntimeOptions {
   /// Default FLASHJIT_CACHE_DIR, XDG_CACHE_HOME/flashjit, ~/.cache/flashjit; "" keeps nothing on disk.
   std::optional<std::string> cache_dir = {};
@@ -345,19 +350,23 @@ struct KernelReport {
 /// launches, and drop graphs that captured one.
 class FLASHJIT_API Runtime {
  public:
+  /// Opens no driver and no file. Throws Error(invalid_argument) where an environment variable has a value
+  /// that is not allowed.
   explicit Runtime(RuntimeOptions options = {});
   ~Runtime();
   Runtime(Runtime&&) noexcept;
   Runtime& operator=(Runtime&&) noexcept;
 
-  /// Launches the forward pass on `stream`; compiles it on the first call of a spec.
+  /// Launches the forward pass on `stream`; compiles it on the first call of a spec, also while the stream is
+  /// captured, which the capture does not see (the host waits): prepare() does that before.
   /// Throws Error before anything is launched when an argument is wrong.
   void forward(const AttentionSpec& spec, const ForwardArgs& args, Stream stream);
   /// Launches the backward pass (FlashAttention-2, algorithm 2) on `stream`.
   void backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream);
   /// Launches O and its tangent on `stream`.
   void jvp(const AttentionSpec& spec, const JvpArgs& args, Stream stream);
-  /// The same with spec_of(args, spec).
+  /// With the arguments first, the spec is completed from them: spec_of(args, spec). With the spec first, it
+  /// is taken as it is.
   void forward(const ForwardArgs& args, const AttentionSpec& spec, Stream stream) {
     forward(spec_of(args, spec), args, stream);
   }
@@ -371,8 +380,8 @@ class FLASHJIT_API Runtime {
   void backward(const BackwardArgs& args, Stream stream) { backward(spec_of(args), args, stream); }
 
   /// Stores new rows of K and V in a cache: K rotated, both quantized if the cache is. Rotates new rows of Q.
-  /// Takes forward()'s spec; reads element types, head dimensions, varlen, kv and key_scales. Needs no
-  /// workspace. Throws Error as forward() does.
+  /// Takes forward()'s spec; reads element types, head dimensions, varlen and kv. Without tables and theta
+  /// rows are copied, those of q to q_out, too. Needs no workspace. Throws Error as forward() does.
   void append(const AttentionSpec& spec, const AppendArgs& args, Stream stream);
   /// Joins partial states. Reads element type and head_dim_v from the spec. Needs no workspace. Throws Error
   /// as forward() does.
@@ -384,8 +393,9 @@ class FLASHJIT_API Runtime {
   // These ask about one pass, by default the forward one. A KernelSpec, such as parse_spec() returns, has its
   // own.
 
-  /// Compiles and loads now on the current device, e.g. before a graph capture. With `config`, that
-  /// configuration is used for this pass, spec and shape from now on.
+  /// Compiles and loads now on the current device, e.g. before a graph capture: the configuration of calls of
+  /// this shape. Other shapes may choose another one. With `config`, that configuration is used for this
+  /// pass, spec and shape from now on.
   KernelReport prepare(const AttentionSpec& spec, const AttentionShape& shape, Pass pass = Pass::forward,
                        const std::optional<TileConfig>& config = {}) {
     return prepare(KernelSpec{spec, pass}, shape, config);
@@ -396,7 +406,9 @@ class FLASHJIT_API Runtime {
   /// forward pass's report, then the backward's.
   std::array<KernelReport, 2> prepare_both(const AttentionSpec& spec, const AttentionShape& shape);
 
-  /// Bytes of Workspace that a call needs: see tools/docs/memory.md. A call that receives its lists needs
+  /// Bytes of Workspace that a call needs: see tools/docs/memory.md. Not monotonic in the shape: a small
+  /// batch may need more than a large one, because it splits keys. An engine takes the largest over the
+  /// shapes that it calls. Compiles nothing; needs a current context. A call that receives its lists needs
   /// list_bytes() less.
   std::size_t workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape,
                               Pass pass = Pass::forward) {

@@ -167,7 +167,9 @@ struct KernelSpec : AttentionSpec {
 };
 
 /// Sizes known at the call. As text: "b2:hq32:hkv8:sq4096:skv4096". With spec.varlen the batch is the number
-/// of sequences, and the lengths are those of the longest.
+/// of sequences, and the lengths are those of the longest. With a cache seqlen_kv is the call's
+/// max_seqlen_kv, by default the table's columns * page_size. Of append() seqlen_q is the new rows of a
+/// sequence; merge() and quantize() read batch, heads_q and seqlen_q of their tensor.
 struct AttentionShape {
   std::int64_t batch = 0;
   std::int64_t heads_q = 0;  ///< a multiple of heads_kv; query head h reads KV head h / (heads_q / heads_kv)
@@ -208,7 +210,8 @@ struct TileConfig {
   bool operator==(const TileConfig&) const = default;
 };
 
-/// What planning and compiling need to know about a GPU: a value, so that neither needs a GPU.
+/// What planning and compiling need to know about a GPU: a value, with which the command plans, explains and
+/// packs for GPUs that are not there.
 struct DeviceInfo {
   std::string name;            ///< "NVIDIA H100 80GB HBM3", or the architecture when built by hand
   std::string arch;            ///< what NVRTC compiles for: "sm_80", "sm_90a", ...

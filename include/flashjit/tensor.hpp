@@ -192,8 +192,9 @@ struct Capture {
   static Capture number(std::string_view name, double value) { return {.name = name, .scalar = value}; }
 };
 
-/// Device memory lent for one call, until its kernels have ended on the stream. Calls on several streams need
-/// one each.
+/// Device memory lent for one call, until its kernels have ended on the stream. It may hold anything: a call
+/// initializes what it uses. Calls on one stream may share it, whatever their specs and passes; calls on
+/// several streams need one each. Too little is refused with the number of bytes (invalid_argument).
 struct Workspace {
   void* data = nullptr;  ///< 256-byte aligned
   std::size_t bytes = 0;

@@ -74,9 +74,7 @@ nvrtcResult compile(_nvrtcProgram& program, const std::string& options) {
   for (const auto& [name, text] : program.headers) write(folder / name, flashjit_emulator::translate(text));
   const std::string object = (folder / "kernel.o").string(), library = (folder / "kernel.so").string();
   const std::string compile = fmt::format(
-      "'{}' -c -std=c++20 -O1{} -w -fPIC -fvisibility=hidden -fno-exceptions -fno-rtti -fno-strict-aliasing "
-      "-fno-math-errno -ffp-contract=off -fsanitize=thread -D__CUDACC__{} '-ffile-prefix-map={}/=' "
-      "-include '{}' '-I{}' '{}' -o '{}'",
+      "'{}' -c " FLASHJIT_EMULATOR_OPTIONS "{}{} '-ffile-prefix-map={}/=' -include '{}' '-I{}' '{}' -o '{}'",
       FLASHJIT_EMULATOR_COMPILER, kept ? " -g" : "", options, folder.string(),
       FLASHJIT_EMULATOR_DEVICE_HEADER, folder.string(), (folder / "flashjit.cpp").string(), object);
   // The emulator takes the place of ThreadSanitizer's library.

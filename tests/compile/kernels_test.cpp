@@ -129,7 +129,8 @@ std::vector<Case> cases_of_all(const std::vector<KernelSpec>& specs, const Devic
 }
 
 std::vector<Case> cases(const DeviceInfo& device) {
-  std::vector<Case> all = cases_of(plan::sm90_traits(), test::covering_plain_specs(), device);
+  std::vector<Case> all =
+      cases_of(plan::sm90_traits(), test::covering_words(test::covering_plain_specs()), device);
   // Its tiles are larger there where nothing but causal is asked for: KernelsOfPlainAttention has those.
   if (device.compute_capability == 90 && test::every_kernel())
     std::ranges::copy(cases_of(plan::sm80_traits(), test::covering_plain_specs(), device),
@@ -179,8 +180,10 @@ INSTANTIATE_TEST_SUITE_P(Architectures, Kernels, testing::ValuesIn(kArchitecture
 TEST(KernelsOfPlainAttention, CompileWithoutSpillsOnHopper) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
   const AttentionShape shape{4, 16, 16, 4096, 4096};
+  test::Turns turns;
   const auto check = [&](const plan::FamilyTraits& family, const char* dims) {
-    for (const char* mask : {"", ":causal"}) {
+    for (const char* mask :
+         family.family == Family::sm90 ? std::vector{"", ":causal"} : turns.of<const char*>("", ":causal")) {
       for (const char* pass : {"fwd", "bwd"}) {
         const KernelSpec spec = parse_spec(fmt::format("{}:bf16:{}{}", pass, dims, mask)).normalized();
         const TileConfig config = family.heuristic(spec, shape, device);
@@ -585,9 +588,10 @@ TEST(KernelsOfCodes, CompileWithoutSpills) {
 
 TEST(KernelsOfCodes, CompileWithoutSpillsOnHopper) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  std::vector<KernelSpec> specs = test::covering_specs_of_codes();
+  std::erase_if(specs, [&](const KernelSpec& spec) { return !plan::sm90_traits().supports(spec, device); });
   std::size_t i = 0;
-  for (const KernelSpec& spec : test::covering_specs_of_codes()) {
-    if (!plan::sm90_traits().supports(spec, device)) continue;
+  for (const KernelSpec& spec : test::covering_words(specs)) {
     const AttentionShape shape =
         ++i % 2 ? AttentionShape{16, 32, 8, 1, 8192} : AttentionShape{4, 32, 8, 1024, 1024};
     EXPECT_EQ(compile_and_check(spec, plan::sm90_traits().heuristic(spec, shape, device), device), "");
@@ -602,6 +606,8 @@ TEST(KernelsOfProductsOfCodes, CompileWithoutSpills) {
 TEST(KernelsOfProductsOfCodes, CompileWithoutSpillsOnHopper) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
   std::vector<KernelSpec> specs = test::covering_specs_of_products_of_codes();
+  std::erase_if(specs, [&](const KernelSpec& spec) { return !plan::sm90_traits().supports(spec, device); });
+  specs = test::covering_words(specs);
   for (const char* text :
        {"fwd:bf16:d256:kve4m3:q_codes", "fwd:bf16:d256:kve4m3:q_codes:causal:varlen:pages16",
         "fwd:bf16:d240:kve5m2:q_codes:causal:fp32_out", "fwd:bf16:d208:kve4m3:q_codes:kvlen:sinks",

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tests/support/attention_case.hpp"
+#include "tests/support/spread.hpp"
 
 namespace flashjit::test {
 namespace {
@@ -323,7 +324,9 @@ std::vector<EmulatedCase> cases() {
     for (const Family family : problem.families)
       for (const AttentionShape& shape : problem.shapes)
         result.push_back({case_of(problem, shape, family, static_cast<unsigned>(result.size())), &problem});
-  return result;
+  return covering(result, [](const EmulatedCase& test) {
+    return shown_by(KernelSpec{test.attention.spec}, test.attention.family, test.problem->name);
+  });
 }
 
 /// The kernels are compiled once for all shapes.

@@ -3,6 +3,7 @@
 
 #include "tests/support/cache_run.hpp"
 #include "tests/support/run_command.hpp"
+#include "tests/support/spread.hpp"
 
 namespace flashjit::test {
 namespace {
@@ -96,7 +97,10 @@ std::vector<CacheCase> cases() {
                      .family = family,
                      .layout = kind.layout,
                      .seed = static_cast<unsigned>(all.size())});
-  return all;
+  return covering(all, [](const CacheCase& test) {
+    return shown_by(test.spec, test.family,
+                    fmt::format("{} {}", to_string(test.spec), to_string(test.shape)));
+  });
 }
 
 class EmulatedQ : public GpuTest {};

@@ -10,6 +10,7 @@
 
 #include "tests/support/attention_case.hpp"
 #include "tests/support/cache_run.hpp"
+#include "tests/support/spread.hpp"
 
 namespace flashjit::test {
 namespace {
@@ -161,7 +162,13 @@ std::vector<NanCase> cases() {
           continue;
         all.push_back({form, family, spoiled});
       }
-  return all;
+  return covering(all, [](const NanCase& test) {
+    const std::string form(test.form.name), family(to_string(test.family));
+    const std::string spoiled = std::to_string(static_cast<int>(test.spoiled));
+    std::set<std::string> facts{form + spoiled, family + spoiled};
+    if (test.family != Family::sm75) facts.insert(form + family);
+    return facts;
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(All, NanInTensors, testing::ValuesIn(cases()),

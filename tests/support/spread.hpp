@@ -1,6 +1,8 @@
-// Which kernels of a product of specs, families and devices the compile tests compile. At night all of them,
-// with FLASHJIT_EVERY_KERNEL=1.
+// Which kernels of a product of specs, families and devices tests compile. At night all of them, with
+// FLASHJIT_EVERY_KERNEL=1.
 #pragma once
+
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -53,53 +55,90 @@ inline std::set<std::string> words_of(const KernelSpec& spec) {
   return words;
 }
 
+/// The fewest of `all`, found greedily, in which each fact about any of them is met; at night all.
+template <class T, class FactsOf>
+std::vector<T> covering(const std::vector<T>& all, FactsOf facts_of) {
+  if (every_kernel()) return all;
+  std::map<std::string, std::size_t> numbers;
+  std::vector<std::vector<std::size_t>> facts;
+  for (const T& one : all) {
+    facts.emplace_back();
+    for (const std::string& fact : facts_of(one))
+      facts.back().push_back(numbers.try_emplace(fact, numbers.size()).first->second);
+  }
+  std::vector<char> open(numbers.size(), 1);
+  std::set<std::size_t> chosen;
+  for (;;) {
+    std::size_t best = 0, most = 0;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      std::size_t count = 0;
+      for (const std::size_t number : facts[i]) count += open[number];
+      if (count > most) best = i, most = count;
+    }
+    if (most == 0) break;
+    for (const std::size_t number : facts[best]) open[number] = 0;
+    chosen.insert(best);
+  }
+  std::vector<T> found;
+  for (const std::size_t i : chosen) found.push_back(all[i]);
+  return found;
+}
+
+/// Each word of a spec beside `place`, and `place`.
+inline std::set<std::string> words_beside(const KernelSpec& spec, const std::string& place) {
+  std::set<std::string> facts{place};
+  for (const std::string& word : words_of(spec)) facts.insert(word + " " + place);
+  return facts;
+}
+
+/// What an emulated case shows: `problem` by its family, and each word of the spec. Family sm75 has sm80's
+/// kernels with other instructions, so words without programs are enough there.
+inline std::set<std::string> shown_by(const KernelSpec& spec, Family family, const std::string& problem) {
+  std::set<std::string> facts = words_beside(spec, std::string(to_string(family)));
+  if (family == Family::sm75)
+    std::erase_if(facts, [](const std::string& fact) { return fact.find('{') != std::string::npos; });
+  else
+    facts.insert(fmt::format("{} by {}", problem, to_string(family)));
+  return facts;
+}
+
+/// The fewest specs that have each word of any.
+inline std::vector<KernelSpec> covering_words(const std::vector<KernelSpec>& specs) {
+  return covering(specs, [](const KernelSpec& spec) { return words_beside(spec, ""); });
+}
+
 struct Place {
   std::size_t spec, family, device;
 };
 
 /// Every spec by the first family that can do it, on some device; every word of a spec with every family and
-/// with every device; every family on every device. Greedy and deterministic.
+/// with every device; every family on every device.
 inline std::vector<Place> spread(const std::vector<KernelSpec>& specs,
                                  std::span<const plan::FamilyTraits* const> families,
                                  std::span<const DeviceInfo> devices) {
-  std::map<std::string, std::size_t> numbers;
-  std::vector<std::pair<Place, std::vector<std::size_t>>> offered;
+  std::vector<std::pair<Place, bool>> offered;  // and whether it is the first family's
   for (std::size_t i = 0; i < specs.size(); ++i) {
-    const std::set<std::string> words = words_of(specs[i]);
     std::size_t first = families.size();
-    for (std::size_t f = 0; f < families.size(); ++f) {
-      for (std::size_t d = 0; d < devices.size(); ++d) {
-        if (!families[f]->supports(specs[i], devices[d])) continue;
-        first = std::min(first, f);
-        const std::string family = " by " + std::to_string(f), device = " on " + std::to_string(d);
-        std::set<std::string> met{family + device};
-        if (f == first) met.insert(std::to_string(i));
-        for (const std::string& word : words) met.insert({word + family, word + device});
-        std::vector<std::size_t> of_place;
-        for (const std::string& one : met)
-          of_place.push_back(numbers.try_emplace(one, numbers.size()).first->second);
-        offered.push_back({{i, f, d}, std::move(of_place)});
-      }
-    }
+    for (std::size_t f = 0; f < families.size(); ++f)
+      for (std::size_t d = 0; d < devices.size(); ++d)
+        if (families[f]->supports(specs[i], devices[d])) {
+          first = std::min(first, f);
+          offered.push_back({{i, f, d}, f == first});
+        }
   }
-
+  const auto facts_of = [&](const std::pair<Place, bool>& offer) {
+    const auto& [place, is_first] = offer;
+    const std::string family = fmt::format("by {}", place.family),
+                      device = fmt::format("on {}", place.device);
+    std::set<std::string> facts = words_beside(specs[place.spec], family);
+    facts.merge(words_beside(specs[place.spec], device));
+    facts.insert(family + device);
+    if (is_first) facts.insert(fmt::format("spec {}", place.spec));
+    return facts;
+  };
   std::vector<Place> chosen;
-  if (every_kernel()) {
-    for (const auto& [place, met] : offered) chosen.push_back(place);
-    return chosen;
-  }
-  std::vector<char> open(numbers.size(), 1);
-  for (;;) {
-    std::size_t best = 0, most = 0;
-    for (std::size_t i = 0; i < offered.size(); ++i) {
-      std::size_t count = 0;
-      for (const std::size_t number : offered[i].second) count += open[number];
-      if (count > most) best = i, most = count;
-    }
-    if (most == 0) return chosen;
-    for (const std::size_t number : offered[best].second) open[number] = 0;
-    chosen.push_back(offered[best].first);
-  }
+  for (const auto& [place, is_first] : covering(offered, facts_of)) chosen.push_back(place);
+  return chosen;
 }
 
 }  // namespace flashjit::test

@@ -17,7 +17,7 @@ done
 [ -x "$tests" ] || { echo "there is no $tests: run tools/test.sh first" >&2; exit 2; }
 nvidia-smi >/dev/null 2>&1 || { echo "there is no GPU here" >&2; exit 3; }
 
-export FLASHJIT_TEST_CACHE=${FLASHJIT_TEST_CACHE:-$build/gpu-test-cache} FLASHJIT_LOG=${FLASHJIT_LOG:-quiet}
+export FLASHJIT_TEST_CACHE=${FLASHJIT_TEST_CACHE:-$build/gpu-test-cache} FLASHJIT_LOG=${FLASHJIT_LOG:-quiet} FLASHJIT_EVERY_KERNEL=1
 failed=()
 step() {  # NAME COMMAND...
   [[ " ${steps[*]} " == *" $1 "* ]] || return 0

@@ -108,11 +108,17 @@ def runs(count, length, seed):
     return (np.arange(length)[:, None] >= cuts[None, :]).sum(1)
 
 
+CAUSAL = "kv <= q + seqlen_kv - seqlen_q"
+
+
 def attentions():
     random = np.random.default_rng(4)
-    causal = "kv <= q + seqlen_kv - seqlen_q"
+    return masks(random) + scores(random)
+
+
+def masks(random):
     return [
-        Attention("Causal", causal, length=8192, case="causal"),
+        Attention("Causal", CAUSAL, length=8192, case="causal"),
         Attention("Sliding window", "q >= kv && q - kv < 1024", length=8192, case="window"),
         Attention(
             "Window and first tokens",
@@ -178,14 +184,19 @@ def attentions():
             tiles=INTERVALS,
             names={"bucket": random.integers(0, 6, (1, 64))},
         ),
+    ]
+
+
+def scores(random):
+    return [
         Attention(
             "ALiBi",
-            causal,
+            CAUSAL,
             "score + exp2(-0.5 * to_float(h + 1)) * to_float(kv - q)",
             length=8192,
             case="alibi",
         ),
-        Attention("Softcap", causal, "50.0 * tanh(score / 50.0)", case="softcap"),
+        Attention("Softcap", CAUSAL, "50.0 * tanh(score / 50.0)", case="softcap"),
         Attention(
             "Bias of a key",
             "",
@@ -195,7 +206,7 @@ def attentions():
         ),
         Attention(
             "Forget gates (FoX)",
-            causal,
+            CAUSAL,
             "f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])",
             names={"f": -np.cumsum(random.exponential(size=(1, 1, 64)) ** 3 / 8, axis=2)},
             case="forget_gates",
@@ -209,7 +220,7 @@ def attentions():
         ),
         Attention(
             "Bias of a pair, causal",
-            causal,
+            CAUSAL,
             "bias: bf16 4d grad; score + bias[b, h, q, kv]",
             names={"bias": random.normal(size=(1, 1, 64, 64))},
             case="bias",

@@ -832,8 +832,8 @@ def test_two_gpus_of_which_one_dies():
 
 def ring_in_turn(q, k, v, dout, ranks, layout):
     """O and gradients of a causal ring whose ranks one process plays in turn."""
+    from flashjit._call_types import NO_RNG
     from flashjit._pieces import Rule
-    from flashjit._plans import NO_RNG
     from flashjit._schemes import Saved, State, Sums
     from flashjit._shards import by_rank, chunks, in_order
 

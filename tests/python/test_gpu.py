@@ -1159,10 +1159,14 @@ def test_lists_are_made_once_for_many_calls():
         flashjit.forward(q, k, v, lists=backward_lists, **given)
 
 
+def use_runtime(monkeypatch, shared):
+    """In place of the one that all of PyTorch's calls share."""
+    for module in (flashjit._plans, flashjit._launch):
+        monkeypatch.setattr(module, "runtime", lambda: shared)
+
+
 def test_a_call_with_gradients_compiles_both_passes(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        flashjit._plans, "runtime", lambda shared=flashjit.Runtime(cache_dir=tmp_path): shared
-    )
+    use_runtime(monkeypatch, flashjit.Runtime(cache_dir=tmp_path))
     monkeypatch.setattr(flashjit._plans, "_plans", {})
     kernels = lambda: len(list(tmp_path.glob("v1/*/*/kernel.cubin")))
     q, k, v = tensors()
@@ -1318,7 +1322,7 @@ def test_a_deterministic_backward_pass_is_another_kernel():
 def test_tuning_in_the_background(tmp_path, monkeypatch):
     """While calls go on: a record is kept, results stay right, and it ends on request."""
     tuning = flashjit.Runtime(cache_dir=tmp_path, tune_in_background=True)
-    monkeypatch.setattr(flashjit._plans, "runtime", lambda: tuning)
+    use_runtime(monkeypatch, tuning)
     monkeypatch.setattr(flashjit._plans, "_plans", {})
     q, k, v = (x.detach() for x in tensors(queries=512, keys=512))
     call = lambda: flashjit.attention(q, k, v, causal=True)

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 import child  # noqa: E402
 import flashjit  # noqa: E402
-from flashjit import _lists, _plans  # noqa: E402
+from flashjit import _launch, _lists, _plans, _tensors  # noqa: E402
 from flashjit.torch import BlockMap, TileLists, scaled_dot_product_attention  # noqa: E402
 
 F = torch.nn.functional
@@ -158,7 +158,7 @@ def test_what_kernels_cannot_read_is_copied(through, what, how):
 
 
 def test_copies_are_told_once(caplog):
-    _plans.say_once.cache_clear()
+    _tensors.say_once.cache_clear()
     q, k, v = (x.detach() for x in tensors())
     for _ in range(3):
         flashjit.attention(q, misaligned(k), v)
@@ -1028,8 +1028,9 @@ def on_fake_gpu(fake_gpu, monkeypatch):
 
     monkeypatch.setattr(_plans, "Plan", OnGpu)
     monkeypatch.setattr(_plans, "_plans", {})
-    monkeypatch.setattr(_plans, "runtime", lambda: fake_gpu.runtime)
-    monkeypatch.setattr(_plans, "bind_context", lambda device: None)
+    for module in (_plans, _launch):
+        monkeypatch.setattr(module, "runtime", lambda: fake_gpu.runtime)
+        monkeypatch.setattr(module, "bind_context", lambda device: None)
     monkeypatch.setattr(torch, "empty", aligned)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 import child  # noqa: E402
 import flashjit  # noqa: E402
 import flashjit.torch  # noqa: E402
-from flashjit import _plans, _transformers  # noqa: E402
+from flashjit import _tensors, _transformers  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -102,7 +102,7 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_models_that_never_call_a_registered_attention_are_told_of(name, caplog, monkeypatch):
     flashjit.torch.register_with_transformers()
-    _plans.say_once.cache_clear()
+    _tensors.say_once.cache_clear()
     called = []
     counted = lambda *a, real=transformers.AttentionInterface._global_mapping["jit_attention"], **n: (
         called.append(1) or real(*a, **n)
@@ -120,14 +120,14 @@ def test_models_that_never_call_a_registered_attention_are_told_of(name, caplog,
 
 
 def test_models_that_call_it_are_not_told_of(caplog):
-    _plans.say_once.cache_clear()
+    _tensors.say_once.cache_clear()
     for name in ("llama", "bert"):
         pair(name)[0](input_ids=torch.randint(0, 99, (2, 7), device=DEVICE))
     assert not [record for record in caplog.records if record.name == "flashjit"]
 
 
 def test_that_there_are_no_weights_is_told_once(caplog):
-    _plans.say_once.cache_clear()
+    _tensors.say_once.cache_clear()
     ours, _ = pair("llama")
     ids = torch.randint(0, 99, (2, 7), device=DEVICE)
     for _ in range(2):

@@ -9,36 +9,23 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ._autograd import Call, record
 from ._blocks import read_blocks
-from ._formats import KvFormat, refuse_formats_in_operators, with_formats
+from ._call_types import NO_RNG, NOTHING, Fixed, Problem, Rng, contiguous, switches_of
+from ._formats import KvFormat, with_formats
+from ._launch import is_watched
 from ._lists import TileLists, check_lists
 from ._named import with_named
 from ._operators import draw, through_operator
 from ._pages import most_keys, read_table
 from ._peers import refuse_unknown
-from ._plans import (
-    KV_TYPES,
-    NO_RNG,
-    NOTHING,
-    PLAIN,
-    Fixed,
-    Layout,
-    Plan,
-    Problem,
-    Rng,
-    contiguous,
-    describe,
-    grads_of_fixed,
-    is_watched,
-    plan_of,
-    readable,
-    switches_of,
-)
+from ._plans import Plan, plan_of
 from ._problem import autocast, check_types, plain_problem, read_problem, with_elements
 from ._results import Results
 from ._scales import is_fp32_out, with_scales
+from ._tensors import KV_TYPES, PLAIN, describe, readable
 from ._tracing import torch_mode
-from ._transforms import have_tangents, refuse_second
+from ._transforms import have_tangents
 from .errors import InvalidArgument, Unsupported, WrongType
 from .programs import named_as_written
 
@@ -177,51 +164,33 @@ def attention(
     values: tuple[Any, ...] = ()
     cached = cache or page_table is not None
     page_starts, page_table, kv_lengths, pages = read_table(page_table, kv_lengths, k)
-    scaled = (
-        k_scale is not None
-        or v_scale is not None
-        or q_scale is not None
-        or stored
-        or k.dtype in KV_TYPES
-        or q.dtype in KV_TYPES
-    )
+    quantized = k.dtype in KV_TYPES or q.dtype in KV_TYPES
+    scaled = stored or quantized or not (k_scale is v_scale is q_scale is None)
     fp32_out = out_dtype is not None and is_fp32_out(out_dtype, q)
+    # torch.compile, for which no call is plain, cannot compare functions.
+    plain_scores = plain and score_mod is mask_mod is captures is block_mask is window is softcap is None
+    unpacked = cu_seqlens_q is cu_seqlens_kv is max_seqlen_q is max_seqlen_kv is kv_lengths is None
+    nothing_else = sinks is indices is prefix_length is state is None
     if (
-        plain
+        plain_scores
         and not (cached or scaled or return_row_max or fp32_out or batch_invariant)
         and type(causal) is bool
         and (scale is None or type(scale) is float)
         and dropout_p == 0
-        and score_mod
-        is mask_mod
-        is captures
-        is block_mask
-        is cu_seqlens_q
-        is cu_seqlens_kv
-        is max_seqlen_q
-        is max_seqlen_kv
-        is sinks
-        is kv_lengths
-        is indices
-        is prefix_length
-        is state
-        is window
-        is softcap
-        is None
+        and unpacked
+        and nothing_else
     ):  # most calls, in a seventh of the time
-        problem = plain_problem(
-            causal,
-            scale,
-            torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        )
+        fixed_order = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+        problem = plain_problem(causal, scale, fixed_order)
     else:
         if window is not None or softcap is not None:
             score_mod, mask_mod, captures = with_named(causal, score_mod, mask_mod, captures, window, softcap)
         if block_mask is not None:
             queries = q.shape[2] if max_seqlen_q is None else max_seqlen_q
             keys = most_keys(page_starts, page_table, pages, k) if max_seqlen_kv is None else max_seqlen_kv
-            for_lists = lists is not None and not compiling
-            block_mask, mask_mod = read_blocks(block_mask, mask_mod, queries, keys, for_lists)
+            with_lists = lists is not None and not compiling
+            block_mask, mask_mod = read_blocks(block_mask, mask_mod, queries, keys, with_lists)
+        packing = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
         fixed, values, problem = read_problem(
             causal,
             scale,
@@ -230,10 +199,7 @@ def attention(
             mask_mod,
             captures,
             block_mask,
-            cu_seqlens_q,
-            cu_seqlens_kv,
-            max_seqlen_q,
-            max_seqlen_kv,
+            *packing,
             sinks,
             kv_lengths,
             deterministic,
@@ -251,17 +217,8 @@ def attention(
         )
         if values and not q.numel():
             values = tuple(map(with_elements, values))
-        if (
-            kv_lengths is not None
-            and not cached
-            and causal in (True, "bottom_right")
-            and q.shape[2] not in (1, k.shape[2])
-        ):
-            raise InvalidArgument(
-                f"causal=True with kv_lengths, {q.shape[2]} queries and {k.shape[2]} keys has two meanings: give "
-                "cache=True too where the last query is to see a sequence's own last key, or "
-                'causal="top_left", or a mask_mod, where k is padded.'
-            )
+        if kv_lengths is not None and not cached:
+            _refuse_two_meanings(causal, q, k)
         if stored:
             fixed, problem = with_formats(
                 fixed, problem, q, k, v, v_columns, (k_format, v_format), (k_scale, v_scale, q_scale)
@@ -276,12 +233,9 @@ def attention(
     dual = forward_ad._current_level >= 0 and have_tangents(q, k, v, *fixed, *values)
     try:
         if dual or not plain or is_watched() or _is_negated(q, k, v, fixed, values):
-            results.refuse_in_operators(state)
-            if stored:
-                refuse_formats_in_operators()
-            found = through_operator(
-                q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory, dual
-            )
+            results.refuse_in_operators(state, stored)
+            memory = (None, None) if lists is None else lists.memory
+            found = through_operator(q, k, v, fixed, values, problem, memory, dual)
             return found if return_lse else found[0]
         if v_columns and not scaled:
             problem = problem._replace(options=problem.options + ":shared_kv")
@@ -326,17 +280,17 @@ def _launch(
         or k.requires_grad
         or v.requires_grad
         or (fixed.sinks is not None and fixed.sinks.requires_grad)
-        or _any_grad(values)
+        or any_grad(values)
     ):
         results.refuse_gradients()
         if not plan.prepared_both:
             _refuse_any_order(plan)
             plan.prepare_both()
-        call = _Call(plan, fixed, values, rng, lists, results.wants_lse, row_max)
+        call = Call(plan, fixed, values, rng, lists, results.wants_lse, row_max)
         if fixed is NOTHING and not values:
-            result = _record(call, q, k, v)
+            result = record(call, q, k, v)
         else:
-            result = _record(call, q, k, v, *fixed, *[x for x in values if isinstance(x, Tensor)])
+            result = record(call, q, k, v, *fixed, *[x for x in values if isinstance(x, Tensor)])
     else:
         if results.out is not None or results.lse is not None or results.workspace is not None:
             results.check(plan)
@@ -406,13 +360,23 @@ def _value_of(k: Tensor, v: Tensor | None, v_columns: int | None) -> Tensor:
     return k[..., :v_columns]
 
 
+def _refuse_two_meanings(causal: Any, q: Tensor, k: Tensor) -> None:
+    """With padding, a diagonal that ends at the last key, of the tensor or of the sequence."""
+    if causal in (True, "bottom_right") and q.shape[2] not in (1, k.shape[2]):
+        raise InvalidArgument(
+            f"causal=True with kv_lengths, {q.shape[2]} queries and {k.shape[2]} keys has two meanings: give "
+            "cache=True too where the last query is to see a sequence's own last key, or "
+            'causal="top_left", or a mask_mod, where k is padded.'
+        )
+
+
 def _refuse_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Any]) -> None:
     if (
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
         or (sinks is not None and sinks.requires_grad)
-        or _any_grad(values)
+        or any_grad(values)
     ):
         raise Unsupported(
             "a cache, and K and V of 8 bits, have no backward pass: call attention() under torch.no_grad(), or with K "
@@ -430,7 +394,7 @@ def _is_negated(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: Sequence[
     return False
 
 
-def _any_grad(values: Sequence[Any]) -> bool:
+def any_grad(values: Sequence[Any]) -> bool:
     return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
@@ -442,159 +406,3 @@ def draw_rng(q: Tensor) -> tuple[int, int] | Tensor:
     offset = generator.get_offset()
     generator.set_offset(offset + 4)  # offsets are multiples of 4 in PyTorch; ours need to differ only
     return generator.initial_seed(), offset
-
-
-class _Call:
-    """What a call's backward pass needs besides the tensors that autograd keeps."""
-
-    __slots__ = ("plan", "fixed", "values", "rng", "lists", "returns_lse", "row_max")
-
-    def __init__(
-        self,
-        plan: Plan,
-        fixed: Fixed,
-        values: tuple[Any, ...],
-        rng: Rng,
-        lists: TileLists | None,
-        returns_lse: bool,
-        row_max: Tensor | None,
-    ) -> None:
-        self.row_max = row_max
-        self.plan, self.fixed, self.rng, self.lists, self.returns_lse = plan, fixed, rng, lists, returns_lse
-        self.values = values  # once recorded, without its tensors
-
-
-class _Attention(torch.autograd.Function):
-    """The eager path: no dispatcher between the call and the launch."""
-
-    @staticmethod
-    def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-        """rest: where the call has more than Q, K, V, the fixed tensors or None, and the captured tensors."""
-        lists = None if call.lists is None else call.lists.built[0]
-        out, lse = call.plan.forward(q, k, v, call.fixed, call.values, call.rng, True, lists, call.row_max)
-        call.row_max = None  # which nothing needs any more
-        ctx.save_for_backward(q, k, v, out, lse, *rest)
-        ctx.set_materialize_grads(False)
-        ctx.call = call
-        if rest:
-            call.fixed, call.values = (
-                NOTHING,
-                tuple(None if isinstance(x, Tensor) else x for x in call.values),
-            )
-        return (out, lse) if call.returns_lse else out
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
-        if dout is not None and dout.is_neg():
-            dout = dout.resolve_neg()
-        if dlse is not None and dlse.is_neg():
-            dlse = dlse.resolve_neg()
-        if not torch.is_grad_enabled():
-            return _gradients(ctx.call, dout, dlse, *ctx.saved_tensors)
-        saved = ctx.saved_tensors
-        with torch.no_grad():  # under create_graph
-            grads = _gradients(ctx.call, dout, dlse, *saved)
-        return _WithoutGradient.apply(len(grads), *grads, dout, dlse, *saved)
-
-
-_GIVEN = frozenset({Tensor, type(None)})  # of a gradient: no subclass
-
-
-def _gradients(
-    call: _Call,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *rest: Any,
-) -> Any:
-    """Those of what _Attention.forward() is given, in its order."""
-    if (
-        type(dout) not in _GIVEN
-        or type(dlse) not in _GIVEN
-        or not call.plan.reads_saved(q, k, v, out, lse, rest)
-    ):
-        return _gradients_by_operator(call, dout, dlse, q, k, v, out, lse, *rest)
-    lists = None if call.lists is None else call.lists.built[1]
-    if not rest:
-        grads, _, _ = call.plan.backward(dout, dlse, q, k, v, out, lse, NOTHING, (), call.rng, lists)
-        return (None, *grads)
-    given, captures = rest[: len(NOTHING)], iter(rest[len(NOTHING) :])
-    fixed = Fixed(*given) if any(x is not None for x in given) else NOTHING
-    values = [next(captures) if x is None else x for x in call.values]
-    grads, dsinks, dvalues = call.plan.backward(dout, dlse, q, k, v, out, lse, fixed, values, call.rng, lists)
-    return (None, *grads, *grads_of_fixed(dsinks), *_of_captures(call, dvalues))
-
-
-def _of_captures(call: _Call, dvalues: Sequence[Tensor]) -> list[Tensor | None]:
-    """A gradient or None for each captured tensor."""
-    by_place = dict(zip(call.plan.grad_places, dvalues))
-    return [by_place.get(i) for i, x in enumerate(call.values) if x is None]
-
-
-def _gradients_by_operator(
-    call: _Call, dout: Tensor | None, dlse: Tensor | None, *saved: Tensor | None
-) -> Any:
-    """_gradients() of saved tensors that hooks gave back with other strides, elsewhere, or as a subclass: the
-    operator makes a plan for what it is given, and a subclass may dispatch it."""
-    plan, layouts = call.plan, iter(call.plan.saved)
-    moved = [x if x is None else _moved(x, next(layouts), plan) for x in saved]
-    (q, k, v, out, lse), rest = moved[:5], moved[5:]
-    fixed, captures = rest[: len(NOTHING)] or NOTHING, rest[len(NOTHING) :]
-    problem = plan.problem
-    options = problem.options.removesuffix(":shared_kv")  # K and V may have memory of their own now
-    rng: Any = call.rng if problem.dropout_p else None
-    if isinstance(rng, tuple):
-        rng = torch.tensor([x - (x >> 63 << 64) for x in rng], device=plan.device)  # int64 of the same bits
-    numbers = [float(x) for x in call.values if x is not None]
-    lists = None if call.lists is None else call.lists.memory[1]
-    grads = torch.ops.flashjit.attention_backward(
-        dout,
-        dlse,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        *fixed,
-        rng,
-        None,
-        lists,
-        captures,
-        numbers,
-        list(problem.names),
-        options,
-        problem.scale,
-        float(problem.dropout_p),
-        problem.max_seqlen_q,
-        problem.max_seqlen_kv,
-        problem.cached,
-        problem.out_type,
-    )
-    dqkv, others = grads[:3], grads[3:]
-    if not rest:
-        return (None, *dqkv)
-    dsinks = None if fixed[4] is None else others.pop(0)
-    return (None, *dqkv, *grads_of_fixed(dsinks), *_of_captures(call, others))
-
-
-def _moved(tensor: Tensor, layout: Layout, plan: Plan) -> Tensor:
-    """To the device and the type in which it was saved."""
-    return tensor.to(plan.device if layout.device_index == plan.index else "cpu", layout.dtype)
-
-
-class _WithoutGradient(torch.autograd.Function):
-    """Passes on the first `count` tensors, which depend on the others but have no derivative: asking for it raises an error."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Any) -> Any:
-        return tensors[:count]
-
-    backward = staticmethod(refuse_second)
-
-
-# Function.apply without its search for functorch's wrappers, which is_watched() has ruled out.
-_record = super(torch.autograd.Function, _Attention).apply

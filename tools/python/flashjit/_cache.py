@@ -14,32 +14,26 @@ from torch import Tensor
 from . import _library
 from ._checks import check_number, check_whole
 from ._formats import Formats, KvFormat, of_tensor, read_format, refuse_formats_in_operators
+from ._launch import is_watched, launch
 from ._library import AppendArgs, Rope, spec_handle
 from ._pages import read_csr
-from ._plans import (
+from ._plans import KEEP_PLANS
+from ._rope import check_angles, check_both_tables, norm_struct, read_sections, readable_angles, rope_struct
+from ._scales import in_four_dims, kv_options
+from ._structs import page_table_struct, scales_struct, tensor_struct
+from ._tensor_checks import check_alike, check_device, check_four_dims, check_page_table
+from ._tensors import (
     ELEMENTS,
-    KEEP_PLANS,
     KV_TYPES,
     MAX_DIM_V,
     SPEC_TYPES,
-    check_alike,
-    check_device,
-    check_four_dims,
-    check_page_table,
     dense_strides,
     describe,
     has_rows,
-    is_watched,
-    launch,
-    page_table_struct,
     readable,
     say_once,
-    scales_struct,
     signature,
-    tensor_struct,
 )
-from ._rope import check_angles, check_both_tables, norm_struct, read_sections, readable_angles, rope_struct
-from ._scales import in_four_dims, kv_options
 from ._transforms import refuse_batched
 from .errors import InvalidArgument, Unsupported, WrongType
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ._attention import attention
 from ._cache import append
 from ._named import AT_LAST, SOFTCAP, window_text
-from ._plans import KV_TYPES, MAX_DIM, MAX_DIM_V, SPEC_TYPES
+from ._tensors import KV_TYPES, MAX_DIM, MAX_DIM_V, SPEC_TYPES
 from .flash_attn._attend import with_batch
 from .programs import repeated
 

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._call_types import Fixed, Problem, Stored
 from ._library import check, library
-from ._plans import KV_TYPES, SPEC_TYPES, Fixed, Problem, Stored, describe
 from ._scales import in_four_dims
+from ._tensors import KV_TYPES, SPEC_TYPES, describe
 from .errors import InvalidArgument, Unsupported, WrongType
 
 

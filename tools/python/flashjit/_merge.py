@@ -11,18 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library
+from ._launch import is_watched, launch
 from ._library import MergeArgs, PartialState, spec_handle
-from ._plans import (
-    ELEMENTS,
-    SPEC_TYPES,
-    check_memory,
-    dense_strides,
-    describe,
-    is_watched,
-    launch,
-    readable,
-    tensor_struct,
-)
+from ._structs import tensor_struct
+from ._tensor_checks import check_memory
+from ._tensors import ELEMENTS, SPEC_TYPES, dense_strides, describe, readable
 from ._transforms import refuse_batched
 from .errors import InvalidArgument, WrongType
 

@@ -12,26 +12,21 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ._lists import built_at
-from ._plans import (
+from ._call_types import (
     NO_RNG,
     NOTHING,
     Fixed,
-    Plan,
     Problem,
     Rng,
-    aligned,
     contiguous,
-    dense_strides,
-    describe,
     grads_of_fixed,
-    laid_out,
     names_with_grad,
     out_dtype_of,
-    plan_of,
-    readable,
 )
+from ._lists import built_at
+from ._plans import Plan, plan_of
 from ._tangents import launch_jvp
+from ._tensors import aligned, dense_strides, describe, laid_out, readable
 from ._transforms import refuse_second, through_transforms
 from .errors import InvalidArgument
 

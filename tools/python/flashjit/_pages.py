@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._plans import describe
+from ._tensors import describe
 from .errors import InvalidArgument, WrongType
 
 

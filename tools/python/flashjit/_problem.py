@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._call_types import NOTHING, Fixed, Problem
 from ._checks import check_mapping, check_number
 from ._library import options_of, spec_options
 from ._named import CAUSAL
-from ._plans import ELEMENTS, KEEP_PLANS, NOTHING, SPEC_TYPES, Fixed, Problem, describe, refuse_nested
+from ._plans import KEEP_PLANS
+from ._tensors import ELEMENTS, SPEC_TYPES, describe, refuse_nested
 from ._tracing import is_real
 from .errors import InvalidArgument, WrongType
 from .programs import EMPTY, Program, program_of, trace_unlocked
@@ -160,15 +162,7 @@ def read_problem(
             "none of them."
         )
     if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        if deterministic and indices is not None and torch.is_deterministic_algorithms_warn_only_enabled():
-            deterministic = False
-            if wants_grad and not compiling:
-                warnings.warn(
-                    "flashjit's gradients with indices are not deterministic, though "
-                    "torch.use_deterministic_algorithms(True, warn_only=True) is set.",
-                    stacklevel=3,
-                )
+        deterministic = _asked_deterministic(indices is not None, wants_grad and not compiling)
     key = (
         program.form,
         causal,
@@ -206,6 +200,20 @@ def read_problem(
         pages is not None,
     )
     return fixed, values, problem
+
+
+def _asked_deterministic(indices: bool, warns: bool) -> bool:
+    """As torch.use_deterministic_algorithms() says; with indices, which have no deterministic gradients, not where that warns only."""
+    asked = torch.are_deterministic_algorithms_enabled()
+    if not (asked and indices and torch.is_deterministic_algorithms_warn_only_enabled()):
+        return asked
+    if warns:
+        warnings.warn(
+            "flashjit's gradients with indices are not deterministic, though "
+            "torch.use_deterministic_algorithms(True, warn_only=True) is set.",
+            stacklevel=4,
+        )
+    return False
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,22 +11,13 @@ from torch import Tensor
 from . import _library
 from ._checks import check_number, check_text, check_whole
 from ._formats import KvFormat, new_rows, read_format
+from ._launch import is_watched, launch
 from ._library import QuantizeArgs, Rope, spec_handle
-from ._plans import (
-    KEEP_PLANS,
-    KV_TYPES,
-    SPEC_TYPES,
-    check_alike,
-    check_device,
-    dense_strides,
-    describe,
-    is_watched,
-    launch,
-    readable,
-    signature,
-    tensor_struct,
-)
+from ._plans import KEEP_PLANS
 from ._rope import check_angles, check_both_tables, readable_angles, rope_struct
+from ._structs import tensor_struct
+from ._tensor_checks import check_alike, check_device
+from ._tensors import KV_TYPES, SPEC_TYPES, dense_strides, describe, readable, signature
 from ._transforms import refuse_batched
 from .errors import InvalidArgument, Unsupported, WrongType
 

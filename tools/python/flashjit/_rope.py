@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._library import ELEMENT_TYPES, Norm, Rope
-from ._plans import ELEMENTS, describe, has_rows
+from ._tensors import ELEMENTS, describe, has_rows
 from .errors import InvalidArgument
 
 

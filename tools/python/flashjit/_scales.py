@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._plans import KV_TYPES, SPEC_TYPES, Fixed, Problem, describe
+from ._call_types import Fixed, Problem
+from ._tensors import KV_TYPES, SPEC_TYPES, describe
 from .errors import InvalidArgument, Unsupported, WrongType
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._attention import attention
 from ._checks import check_number
-from ._plans import ELEMENTS, describe
+from ._tensors import ELEMENTS, describe
 from .errors import InvalidArgument, WrongType
 
 

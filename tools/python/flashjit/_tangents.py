@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from . import _library
+from ._call_types import Fixed, Rng
+from ._launch import bind_context, launch
 from ._library import runtime
-from ._plans import Fixed, Plan, Rng, aligned, bind_context, describe, launch, readable, tensor_struct
+from ._plans import Plan
+from ._structs import tensor_struct
+from ._tensors import aligned, describe, readable
 from .errors import InvalidArgument
 
 Tangents = Sequence["Tensor | None"]

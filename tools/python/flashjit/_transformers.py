@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ._attention import attention
 from ._cache import append
-from ._plans import say_once
 from ._sdpa import mask_programs, supported
+from ._tensors import say_once
 from .errors import InvalidArgument, Unsupported
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._plans import NOTHING, grads_of_fixed, names_with_grad
+from ._call_types import NOTHING, grads_of_fixed, names_with_grad
 from ._tangents import declared_with_grad
 from .errors import Unsupported
 

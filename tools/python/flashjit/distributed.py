@@ -16,15 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._attention import draw_rng
+from ._call_types import NO_RNG
 from ._checks import check_number, check_whole
 from ._chunks import LAYOUTS, Chunk, chunks
 from ._exchange import Gathering, check_agreement
 from ._pieces import Rule
-from ._plans import NO_RNG, check_four_dims, describe
 from ._problem import autocast, causal_option, check_types
 from ._schemes import AllGather, Job, Ring, ring_of_heads, ulysses
 from ._shards import check_layout, in_order
 from ._shards import positions as _positions
+from ._tensor_checks import check_four_dims
+from ._tensors import describe
 from .errors import InvalidArgument, Unsupported, WrongType
 from .programs import program_of
 

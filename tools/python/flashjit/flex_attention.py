@@ -14,8 +14,8 @@ import torch.nn.attention.flex_attention as _torch
 from torch import Tensor
 
 from ._attention import attention
-from ._plans import describe
 from ._sdpa import supported
+from ._tensors import describe
 from .errors import InvalidArgument, WrongType
 
 __all__ = list(_torch.__all__)

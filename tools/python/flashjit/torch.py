@@ -12,13 +12,14 @@ from torch import Tensor
 from ._attention import attention
 from ._cache import append
 from ._formats import KvFormat
+from ._launch import bind_context
 from ._library import runtime
 from ._lists import TileLists
 from ._merge import merge
-from ._plans import SPEC_TYPES, bind_context
 from ._problem import BlockMap, causal_option, check_types
 from ._quantize import quantize
 from ._sdpa import scaled_dot_product_attention
+from ._tensors import SPEC_TYPES
 
 __all__ = [
     "append",

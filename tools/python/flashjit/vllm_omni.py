@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._attention import attention
-from ._plans import describe
 from ._problem import BlockMap
+from ._tensors import describe
 from .errors import InvalidArgument, WrongType
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from .._attention import attention
+from .._launch import is_watched
 from .._named import SOFTCAP, window_text
-from .._plans import KV_TYPES, describe, is_watched
 from .._sdpa import supported
+from .._tensors import KV_TYPES, describe
 from ..errors import InvalidArgument, Unsupported
 from ..programs import repeated
 

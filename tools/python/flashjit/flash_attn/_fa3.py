@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._merge import merge
-from .._plans import describe
+from .._tensors import describe
 from ..errors import InvalidArgument
 from . import _functions, _passes
 from ._attend import (

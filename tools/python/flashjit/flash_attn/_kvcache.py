@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._cache import append
-from .._plans import KV_TYPES, describe
+from .._tensors import KV_TYPES, describe
 from ..errors import InvalidArgument, Unsupported
 from ._attend import Options, attend, places, with_batch
 from .rotary import angles_at, turned

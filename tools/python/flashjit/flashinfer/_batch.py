@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._engines import bound
-from .._plans import describe
+from .._tensors import describe
 from ..errors import InvalidArgument, WrongType
 from ._page import get_seq_lens
 from ._rows import (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._attention import attention
-from .._plans import SPEC_TYPES, describe, say_once
+from .._tensors import SPEC_TYPES, describe, say_once
 from ..errors import InvalidArgument, Unsupported
 from ..flash_attn._attend import with_batch
 from ._batch import _Paged

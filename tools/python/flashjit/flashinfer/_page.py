@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._cache import append
-from .._plans import KV_TYPES
+from .._tensors import KV_TYPES
 from ..flash_attn._attend import places, with_batch
 from ._rows import check_ints, check_layout, check_tensor, unpacked
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._attention import attention
-from .._plans import KV_TYPES, describe
+from .._tensors import KV_TYPES, describe
 from ..errors import InvalidArgument, WrongType
 from ..flash_attn._attend import with_batch
 from ._scores import LOG2E, Scales, Scores, call

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._named import AT_LAST, SOFTCAP, window_text
-from .._plans import KV_TYPES, SPEC_TYPES, describe
+from .._tensors import KV_TYPES, SPEC_TYPES, describe
 from ..errors import InvalidArgument, Unsupported
 from ..programs import repeated
 

@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from .._engines import Batch, Layer, bound, why_not, why_not_latent
-from .._plans import KV_TYPES
+from .._tensors import KV_TYPES
 from ..errors import InvalidArgument, Unsupported
 
 _BOTH_WAYS = ("ENCODER_ONLY", "DECODER_BIDIRECTIONAL")

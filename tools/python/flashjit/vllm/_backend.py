@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import (
 )
 
 from .._engines import CACHE_TYPES, Batch, Layer, store, why_not
-from .._plans import KV_TYPES
+from .._tensors import KV_TYPES
 from ..errors import Unsupported
 
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)

@@ -1,0 +1,127 @@
+"""What a call is besides Q, K and V: the tensors that every call may have, the problem, a dropout mask's numbers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Union
+
+import torch
+from torch import Tensor
+
+from ._tensors import SPEC_TYPES, has_rows
+
+
+class Fixed(NamedTuple):
+    """The tensors that every call may have besides Q, K and V."""
+
+    block_map: Any = None
+    kv_lengths: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_kv: Any = None
+    sinks: Any = None
+    indices: Any = None
+    # Of the forward pass alone: a cache's, and in four dimensions those of K, V and Q of 8 bits.
+    page_table: Any = None
+    prefix_length: Any = None
+    page_starts: Any = None  # where a sequence's entries begin in page_table, which is then one row
+    k_scale: Any = None
+    v_scale: Any = None
+    q_scale: Any = None
+
+
+NOTHING = Fixed()
+
+
+def types_of_fixed(batch: int, heads_q: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Types and sizes of those whose sizes are the call's."""
+    return {
+        "kv_lengths": (torch.int32, (batch,)),
+        "cu_seqlens_q": (torch.int32, (batch + 1,)),
+        "cu_seqlens_kv": (torch.int32, (batch + 1,)),
+        "prefix_length": (torch.int32, (1,)),
+        "sinks": (torch.float32, (heads_q,)),
+    }
+
+
+def differentiable(fixed: Fixed) -> Any:
+    """The fixed tensor that has a gradient, or None."""
+    return fixed.sinks
+
+
+def grads_of_fixed(dsinks: Any) -> Fixed:
+    """Gradients of the fixed tensors: attention sinks alone have one."""
+    return Fixed(sinks=dsinks)
+
+
+class Stored(NamedTuple):
+    """What tensors of rows in a KV format do not tell."""
+
+    dim_v: int
+
+
+class Problem(NamedTuple):
+    """What all calls of a plan share, besides the tensors' sizes and strides."""
+
+    options: str  # of the spec, from the masks on: ":causal:dropout"
+    scale: Any
+    dropout_p: float
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    names: tuple[str, ...]  # of the captures' values
+    cached: bool = False  # K and V are a cache's pages or slots
+    out_type: str = ""  # the spec's type where Q is of 8 bits: that of O, unless that is fp32
+    reserved_sms: int = 0  # multiprocessors left to others
+    stored: Stored | None = None  # K or V are bytes of rows in a KV format
+
+
+#: Seed and offset of a dropout mask: numbers, or an int64 tensor of both where the kernels read them.
+Rng = Union[tuple[int, int], Tensor, "Placed"]
+NO_RNG: Rng = (0, 0)
+
+
+class Placed(NamedTuple):
+    """Of a call that has a block of a larger problem's mask, with ":dropout_place" among its options."""
+
+    rng: Rng
+    place: tuple[int, ...]  # _library.DropoutPlace
+
+
+def contiguous(fixed: Fixed) -> Fixed:
+    """Of which the kernels know no strides, but a page table's rows."""
+    *others, k_scale, v_scale, q_scale = fixed  # whose strides they know
+    if all(x is None or x.is_contiguous() or x is fixed.page_table and has_rows(x) for x in others):
+        return fixed
+    dense = [x if x is None else x.contiguous() for x in others]
+    return Fixed._make((*dense, k_scale, v_scale, q_scale))
+
+
+def cache_capacity(k: Tensor, fixed: Fixed) -> int:
+    """How many keys a sequence of a cache may have."""
+    return k.shape[2] * table_size(fixed)[1]
+
+
+def table_size(fixed: Any) -> tuple[int, int]:
+    """Sequences and columns of the page table as the library knows it."""
+    table = fixed.page_table
+    if table is None:
+        return 0, 1
+    if fixed.page_starts is not None:
+        return fixed.page_starts.shape[0] - 1, table.shape[0]
+    return table.shape[0], table.shape[1] if table.dim() == 2 else 1
+
+
+def out_dtype_of(options: str, out_type: str, dtype: torch.dtype) -> torch.dtype:
+    """Of O, by a spec's options and the types of spec and Q."""
+    if "fp32_out" in switches_of(options):
+        return torch.float32
+    return next((torch_type for torch_type, name in SPEC_TYPES.items() if name == out_type), dtype)
+
+
+def switches_of(options: str) -> list[str]:
+    """Of a spec's options those after its programs."""
+    return options.rpartition("}")[2].split(":")
+
+
+def names_with_grad(options: str) -> set[str]:
+    """The captured tensors that a score program declares with "grad"."""
+    score = options.partition(":score{")[2].partition("}")[0]
+    return {line.partition(":")[0].strip() for line in score.split(";") if line.rstrip().endswith(" grad")}

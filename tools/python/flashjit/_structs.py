@@ -1,0 +1,51 @@
+"""Structs of the C interface that a plan fills: where their members are, in words, and those of tensors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from . import _library
+from ._call_types import table_size
+
+
+class Lent(NamedTuple):
+    """Where a call's struct has what both passes are lent alike, in words."""
+
+    workspace: int
+    lists: int
+    seed: int
+    rng_state: int
+    dropout_place: int
+    fixed: tuple[int, ...]
+
+
+def words_at(structure: type[ctypes.Structure], *members: str) -> tuple[int, ...]:
+    return tuple(_library.word(structure, member) for member in members)
+
+
+def words_lent(structure: type[ctypes.Structure], fixed: Sequence[str]) -> Lent:
+    names = ("workspace", "lists", "seed", "rng_state", "dropout_place")
+    words = {name: _library.word(structure, name) for name in fixed if name != "page_starts"}
+    if "page_starts" in fixed:
+        words["page_starts"] = words["page_table"] + _library.word(_library.PageTable, "starts")
+    return Lent(**dict(zip(names, words_at(structure, *names))), fixed=tuple(words[name] for name in fixed))
+
+
+def tensor_struct(size: Sequence[int], stride: Sequence[int]) -> _library.Tensor:
+    return _library.Tensor(None, (ctypes.c_int64 * 4)(*size), (ctypes.c_int64 * 4)(*stride))
+
+
+def scales_struct(scale: Tensor | None) -> _library.Scales:
+    """Of scales [sequences, pages, heads, rows]."""
+    if scale is None:
+        return _library.Scales()
+    return _library.Scales(None, (ctypes.c_int64 * 4)(*scale.shape), (ctypes.c_int64 * 4)(*scale.stride()))
+
+
+def page_table_struct(fixed: Any) -> _library.PageTable:
+    stride = 0 if fixed.page_starts is not None else fixed.page_table.stride(0)
+    return _library.PageTable(None, *table_size(fixed), stride)

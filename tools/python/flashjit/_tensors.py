@@ -1,0 +1,120 @@
+"""Tensors as kernels read them: element types, strides, alignment, and the copies that are made of others."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _values
+from .errors import WrongType
+
+SPEC_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+#: Of K and V that have scales.
+KV_TYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
+ELEMENTS = {getattr(torch, name): text for name, text in _values.ELEMENTS.items()}
+MAX_DIM, MAX_DIM_V = 576, 512
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device_index: int  # negative on the CPU
+
+
+def describe(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+
+
+def dense_strides(size: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor whose dimensions lie in memory as those of `like` do; the last one innermost."""
+    strides = [0, 0, 0, 1]
+    step = size[3]
+    for i in sorted((2, 1, 0), key=lambda i: like[i]):
+        strides[i] = step
+        step = step * size[i]
+    return tuple(strides)
+
+
+def strides_are_read(tensor: Tensor) -> bool:
+    """Whether the kernels read a tensor of four dimensions with these strides."""
+    align = 16 // tensor.element_size()
+    *others, last = tensor.stride()
+    return (last == 1 or tensor.shape[3] <= 1) and all(
+        stride % align == 0 for size, stride in zip(tensor.shape, others) if size > 1
+    )
+
+
+def readable(tensor: Tensor, name: str) -> Tensor:
+    """The tensor, or a copy in memory as the kernels read it, with its dimensions in the same order."""
+    if strides_are_read(tensor) and tensor.data_ptr() % 16 == 0:
+        return tensor
+    if tensor.stride(3) != 0:  # else expanded, as the gradient of a sum is
+        say_once(
+            f"{name} is copied in each call: the kernels read memory that begins at a multiple of 16 bytes, with a last "
+            "stride of 1 and others of multiples of 16 bytes. Make it so where it is made to save the time."
+        )
+    strides = dense_strides(tensor.shape, tensor.stride())
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+@functools.cache
+def say_once(text: str) -> None:
+    logging.getLogger("flashjit").warning(text)
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where its elements begin at no multiples of their size, as in a mapped file."""
+    return tensor if tensor.data_ptr() % tensor.element_size() == 0 else tensor.clone()
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    return Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.get_device())
+
+
+def is_laid_out(tensor: Any, layout: Layout) -> bool:
+    return (
+        type(tensor) in PLAIN
+        and tensor.stride() == layout.stride
+        and tensor.shape == layout.size
+        and tensor.dtype is layout.dtype
+        and tensor.get_device() == layout.device_index
+        and tensor.data_ptr() % tensor.element_size() == 0
+    )
+
+
+def laid_out(tensor: Tensor, size: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """The tensor, or a copy with these strides that kernels read."""
+    if tensor.stride() == tuple(stride) and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return torch.empty_strided(size, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def has_rows(table: Tensor) -> bool:
+    """Whether one stride says where its rows begin. The library takes a stride of 0, as an expanded tensor has, for the default."""
+    return table.dim() == 0 or table.stride(-1) == 1 and table.stride(0) > 0
+
+
+def refuse_nested(*tensors: Tensor) -> None:
+    for name, tensor in zip("qkv", tensors):
+        if tensor.is_nested:
+            raise WrongType(
+                f"{name} is a nested tensor: give its rows one behind the other, with cu_seqlens_q and "
+                "cu_seqlens_kv, or pad it."
+            )
+
+
+def signature(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.get_device()
+    return None

@@ -93,6 +93,6 @@ def _ask_stand_ins() -> None:
 def _is_stand_in(variable: Any) -> bool:
     from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
-    from ._tracing import STAND_INS
+    from ._rows import STAND_INS
 
     return isinstance(variable, UserDefinedObjectVariable) and issubclass(variable.python_type(), STAND_INS)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from . import _arithmetic as ops
 from . import _values as v
-from ._values import FUNCTIONS, INFINITY, Value, as_bool, as_float, condition, converted, literal, real
+from ._torch_names import FUNCTIONS
+from ._values import INFINITY, Value, as_bool, as_float, condition, converted, literal, real
 from .errors import InvalidArgument, WrongType
 
 
@@ -38,11 +40,11 @@ def _sign(input: Any) -> Value:
     x = literal(input)
     if x.type == "bool":
         return x
-    return v.where(
-        v.compare(">", x, 0),
+    return ops.where(
+        ops.compare(">", x, 0),
         converted(1, x.dtype_name),
-        v.where(
-            v.compare("<", x, 0),
+        ops.where(
+            ops.compare("<", x, 0),
             converted(-1, v.strong(x.dtype_name))
             if x.low < 0 or x.type == "float"
             else converted(0, x.dtype_name),
@@ -67,7 +69,7 @@ def _min_or_max(function: str) -> Callable[..., Value]:
             raise WrongType(
                 f"torch.{function} in a program takes two values: the smaller or the larger of them."
             )
-        return v.chosen(function, input, other)
+        return ops.chosen(function, input, other)
 
     return chosen
 
@@ -75,23 +77,23 @@ def _min_or_max(function: str) -> Callable[..., Value]:
 def _clamp(input: Any, min: Any = None, max: Any = None) -> Value:
     result = literal(input)
     if min is not None:
-        result = v.chosen("max", result, min)
-    return result if max is None else v.chosen("min", result, max)
+        result = ops.chosen("max", result, min)
+    return result if max is None else ops.chosen("min", result, max)
 
 
 def _where(condition: Any, input: Any = None, other: Any = None, *, self: Any = None) -> Value:
     input = self if input is None else input
     if input is None or other is None:
         raise WrongType("torch.where needs three arguments in a program: where(condition, a, b).")
-    return v.where(condition, input, other)
+    return ops.where(condition, input, other)
 
 
 def _divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Value:
     if rounding_mode is None:
-        return v.divide(input, other)
+        return ops.divide(input, other)
     if rounding_mode not in ("floor", "trunc"):
         raise InvalidArgument(f"rounding_mode is {rounding_mode!r}: give 'floor', 'trunc' or None.")
-    return (v.floor_divide if rounding_mode == "floor" else v.truncated_divide)(input, other)
+    return (ops.floor_divide if rounding_mode == "floor" else ops.truncated_divide)(input, other)
 
 
 def _scaled(operator: Callable[[Any, Any], Value]) -> Callable[..., Value]:
@@ -100,14 +102,14 @@ def _scaled(operator: Callable[[Any, Any], Value]) -> Callable[..., Value]:
     def scaled(input: Any, other: Any, *, alpha: Any = 1) -> Value:
         factor, number = literal(alpha).number, literal(other).number
         if factor is None or number is None:
-            return operator(input, other if factor == 1 else v.multiply(other, alpha))
+            return operator(input, other if factor == 1 else ops.multiply(other, alpha))
         return operator(input, number if factor == 1 else number * factor)
 
     return scaled
 
 
 def _logical(operator: str) -> Callable[..., Value]:
-    return lambda input, other: v.bits(operator, as_bool(input), as_bool(other))
+    return lambda input, other: ops.bits(operator, as_bool(input), as_bool(other))
 
 
 def _full_like(input: Any, fill_value: Any, *, dtype: Any = None, **_: Any) -> Value:
@@ -144,12 +146,12 @@ def _refuse(instead: str) -> Callable[..., Value]:
 
 
 def _relu(input: Any) -> Value:
-    return v.chosen("max", converted(0, literal(input).dtype_name), input)  # at 0 its slope is 0
+    return ops.chosen("max", converted(0, literal(input).dtype_name), input)  # at 0 its slope is 0
 
 
 def _between(input: Any, low: Any, high: Any) -> Value:
     """A clamp without slope at its ends."""
-    return v.chosen("min", high, v.chosen("max", low, input))
+    return ops.chosen("min", high, ops.chosen("max", low, input))
 
 
 def _gelu(input: Any, *, approximate: str = "none") -> Value:
@@ -163,19 +165,19 @@ def _gelu(input: Any, *, approximate: str = "none") -> Value:
 
 def _elu(input: Any, alpha: Any = 1.0, scale: Any = 1.0, input_scale: Any = 1.0) -> Value:
     x = v.as_real(input)
-    return scale * v.where(x > 0, x, alpha * FUNCTIONS["expm1"](x * input_scale))
+    return scale * ops.where(x > 0, x, alpha * FUNCTIONS["expm1"](x * input_scale))
 
 
 def _softplus(input: Any, beta: Any = 1.0, threshold: Any = 20.0) -> Value:
     x = v.as_real(input)
     scaled = x * beta
-    return v.where(scaled > threshold, x, FUNCTIONS["log1p"](FUNCTIONS["exp"](scaled)) / beta)
+    return ops.where(scaled > threshold, x, FUNCTIONS["log1p"](FUNCTIONS["exp"](scaled)) / beta)
 
 
 def _shrunk(input: Any, lambd: Any = 0.5, *, soft: bool) -> Value:
     x = v.as_real(input)
     by = lambd if soft else 0.0
-    return v.where(x > lambd, x - by, v.where(x < -lambd, x + by, 0.0))
+    return ops.where(x > lambd, x - by, ops.where(x < -lambd, x + by, 0.0))
 
 
 def _nan_to_num(input: Any, nan: Any = 0.0, posinf: Any = None, neginf: Any = None) -> Value:
@@ -185,12 +187,12 @@ def _nan_to_num(input: Any, nan: Any = 0.0, posinf: Any = None, neginf: Any = No
     most = 3.4028234663852886e38
     bounded = _clamp(x, -most if neginf is None else neginf, most if posinf is None else posinf)
     if posinf is not None or neginf is not None:
-        bounded = v.where(
+        bounded = ops.where(
             condition(f"({x.text} == {INFINITY})"),
             most if posinf is None else posinf,
-            v.where(condition(f"({x.text} == -{INFINITY})"), -most if neginf is None else neginf, x),
+            ops.where(condition(f"({x.text} == -{INFINITY})"), -most if neginf is None else neginf, x),
         )
-    return v.where(x != x, nan, bounded)
+    return ops.where(x != x, nan, bounded)
 
 
 FUNCTIONS.update(
@@ -226,13 +228,13 @@ FUNCTIONS.update(
         "ceil": _whole("(-floor(-{x}))"),
         "fix": _whole("trunc({x})"),
         "frac": lambda input: input - FUNCTIONS["trunc"](input),
-        "abs": v.absolute,
-        "absolute": v.absolute,
-        "neg": v.negate,
-        "negative": v.negate,
+        "abs": ops.absolute,
+        "absolute": ops.absolute,
+        "neg": ops.negate,
+        "negative": ops.negate,
         "pos": literal,
         "positive": literal,
-        "square": lambda input: v.power(input, 2),
+        "square": lambda input: ops.power(input, 2),
         "sign": _sign,
         "sgn": _sign,
         "isfinite": _test(f"(abs({{x}}) < {INFINITY})", True),
@@ -250,41 +252,43 @@ FUNCTIONS.update(
         "clip": _clamp,
         "clamp_min": lambda input, min: _clamp(input, min),
         "clamp_max": lambda input, max: _clamp(input, None, max),
-        "add": _scaled(v.add),
-        "sub": _scaled(v.subtract),
-        "subtract": _scaled(v.subtract),
-        "rsub": _scaled(lambda a, b: v.subtract(b, a)),
-        "mul": v.multiply,
-        "multiply": v.multiply,
+        "add": _scaled(ops.add),
+        "sub": _scaled(ops.subtract),
+        "subtract": _scaled(ops.subtract),
+        "rsub": _scaled(lambda a, b: ops.subtract(b, a)),
+        "mul": ops.multiply,
+        "multiply": ops.multiply,
         "div": _divide,
         "divide": _divide,
         "true_divide": _divide,
         "truediv": _divide,
-        "floor_divide": v.floor_divide,
-        "floordiv": v.floor_divide,
-        "remainder": v.remainder,
-        "mod": v.remainder,
-        "fmod": v.truncated_remainder,
-        "pow": v.power,
-        "float_power": v.power,
+        "floor_divide": ops.floor_divide,
+        "floordiv": ops.floor_divide,
+        "remainder": ops.remainder,
+        "mod": ops.remainder,
+        "fmod": ops.truncated_remainder,
+        "pow": ops.power,
+        "float_power": ops.power,
         "lerp": lambda input, end, weight: input + weight * (literal(end) - input),
-        "addcmul": lambda input, a, b, *, value=1: input + v.multiply(v.multiply(a, b), value),
-        "addcdiv": lambda input, a, b, *, value=1: input + v.multiply(v.divide(a, b), value),
-        "hypot": lambda input, other: FUNCTIONS["sqrt"](v.multiply(input, input) + v.multiply(other, other)),
-        "logaddexp": lambda input, other: _softplus(v.subtract(other, input)) + input,
-        "lt": lambda input, other: v.compare("<", input, other),
-        "less": lambda input, other: v.compare("<", input, other),
-        "le": lambda input, other: v.compare("<=", input, other),
-        "less_equal": lambda input, other: v.compare("<=", input, other),
-        "gt": lambda input, other: v.compare(">", input, other),
-        "greater": lambda input, other: v.compare(">", input, other),
-        "ge": lambda input, other: v.compare(">=", input, other),
-        "greater_equal": lambda input, other: v.compare(">=", input, other),
-        "eq": lambda input, other: v.compare("==", input, other),
-        "ne": lambda input, other: v.compare("!=", input, other),
-        "not_equal": lambda input, other: v.compare("!=", input, other),
+        "addcmul": lambda input, a, b, *, value=1: input + ops.multiply(ops.multiply(a, b), value),
+        "addcdiv": lambda input, a, b, *, value=1: input + ops.multiply(ops.divide(a, b), value),
+        "hypot": lambda input, other: FUNCTIONS["sqrt"](
+            ops.multiply(input, input) + ops.multiply(other, other)
+        ),
+        "logaddexp": lambda input, other: _softplus(ops.subtract(other, input)) + input,
+        "lt": lambda input, other: ops.compare("<", input, other),
+        "less": lambda input, other: ops.compare("<", input, other),
+        "le": lambda input, other: ops.compare("<=", input, other),
+        "less_equal": lambda input, other: ops.compare("<=", input, other),
+        "gt": lambda input, other: ops.compare(">", input, other),
+        "greater": lambda input, other: ops.compare(">", input, other),
+        "ge": lambda input, other: ops.compare(">=", input, other),
+        "greater_equal": lambda input, other: ops.compare(">=", input, other),
+        "eq": lambda input, other: ops.compare("==", input, other),
+        "ne": lambda input, other: ops.compare("!=", input, other),
+        "not_equal": lambda input, other: ops.compare("!=", input, other),
         **{
-            name: lambda input, other, sign=sign: v.bits(sign, input, other)
+            name: lambda input, other, sign=sign: ops.bits(sign, input, other)
             for sign, names in (
                 ("&", ("and", "bitwise_and")),
                 ("|", ("or", "bitwise_or")),
@@ -292,22 +296,22 @@ FUNCTIONS.update(
             )
             for name in names
         },
-        "invert": v.invert,
-        "bitwise_not": v.invert,
-        "lshift": v.shift_left,
-        "bitwise_left_shift": v.shift_left,
-        "rshift": v.shift_right,
-        "bitwise_right_shift": v.shift_right,
+        "invert": ops.invert,
+        "bitwise_not": ops.invert,
+        "lshift": ops.shift_left,
+        "bitwise_left_shift": ops.shift_left,
+        "rshift": ops.shift_right,
+        "bitwise_right_shift": ops.shift_right,
         "logical_and": _logical("&"),
         "logical_or": _logical("|"),
         "logical_xor": _logical("^"),
-        "logical_not": lambda input: v.invert(as_bool(input)),
+        "logical_not": lambda input: ops.invert(as_bool(input)),
         "zeros_like": lambda input, **named: _full_like(input, 0, **named),
         "ones_like": lambda input, **named: _full_like(input, 1, **named),
         "full_like": _full_like,
         "new_ones": _new(1),
         "new_zeros": _new(0),
-        "masked_fill": lambda input, mask, value: v.where(
+        "masked_fill": lambda input, mask, value: ops.where(
             mask, converted(value, literal(input).dtype_name), input
         ),
         # Conversions.
@@ -347,19 +351,19 @@ FUNCTIONS.update(
         "silu": lambda input: v.as_real(input) * FUNCTIONS["sigmoid"](input),
         "celu": lambda input, alpha=1.0: _elu(input, alpha, 1.0, 1.0 / alpha),
         "selu": lambda input: _elu(input, 1.6732632423543772, 1.0507009873554805),
-        "leaky_relu": lambda input, negative_slope=0.01: v.where(
-            literal(input) > 0, input, v.multiply(input, negative_slope)
+        "leaky_relu": lambda input, negative_slope=0.01: ops.where(
+            literal(input) > 0, input, ops.multiply(input, negative_slope)
         ),
         "hardtanh": lambda input, min_val=-1.0, max_val=1.0: _between(input, min_val, max_val),
-        "log_sigmoid": lambda input: v.where(literal(input) < -20, input, -_softplus(-literal(input))),
+        "log_sigmoid": lambda input: ops.where(literal(input) < -20, input, -_softplus(-literal(input))),
         "hardsigmoid": lambda input: _between(v.as_real(input) / 6 + 0.5, 0.0, 1.0),
         "hardswish": lambda input: v.as_real(input) * FUNCTIONS["hardsigmoid"](input),
         "mish": lambda input: v.as_real(input) * FUNCTIONS["tanh"](_softplus(input)),
-        "softsign": lambda input: v.as_real(input) / (1.0 + v.absolute(input)),
+        "softsign": lambda input: v.as_real(input) / (1.0 + ops.absolute(input)),
         "tanhshrink": lambda input: input - FUNCTIONS["tanh"](input),
         "softshrink": lambda input, lambd=0.5: _shrunk(input, lambd, soft=True),
         "hardshrink": lambda input, lambd=0.5: _shrunk(input, lambd, soft=False),
-        "threshold": lambda input, threshold, value: v.where(literal(input) > threshold, input, value),
+        "threshold": lambda input, threshold, value: ops.where(literal(input) > threshold, input, value),
     }
 )
 FUNCTIONS["logsigmoid"] = FUNCTIONS["log_sigmoid"]

@@ -7,8 +7,8 @@ import functools
 import types
 from typing import Any
 
+from ._torch_names import FUNCTIONS
 from ._tracing import is_scalar, is_tensor
-from ._values import FUNCTIONS
 
 _NUMBERS = frozenset((int, float, bool, str, type(None)))
 _MODULES = frozenset(("torch", "torch.nn.functional", "torch.special", "math"))

@@ -20,8 +20,10 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from ._at_work import is_symbol, symbol_tensor
 from ._checks import check_mapping, python_number
 from ._compiling import without_side_effects
+from ._torch_names import FUNCTIONS
 from ._tracing import (
     MAX_SCALARS,
     MAX_TENSORS,
@@ -34,7 +36,6 @@ from ._tracing import (
     is_tensor,
     variable_of,
 )
-from ._values import FUNCTIONS, is_symbol, symbol_tensor
 from ._watching import Watch
 from .errors import InvalidArgument, WrongType
 

@@ -20,6 +20,7 @@ import jax
 import jax.extend.core
 import numpy as np
 
+from .. import _arithmetic as ops
 from .. import _values as v
 from .._tracing import MAX_TENSORS, SIGNATURES, split_mask
 from .._values import ELEMENTS, Value, as_text
@@ -252,8 +253,8 @@ def _inner_jaxpr(equation: Any) -> Any:
 
 
 _DIVISIONS = {
-    "floor_divide": (jax.numpy.floor_divide, v.floor_divide),
-    "remainder": (jax.numpy.remainder, v.remainder),
+    "floor_divide": (jax.numpy.floor_divide, ops.floor_divide),
+    "remainder": (jax.numpy.remainder, ops.remainder),
 }
 
 

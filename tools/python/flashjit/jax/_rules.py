@@ -8,9 +8,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .. import _arithmetic as ops
 from .. import _functions  # noqa: F401  (fills FUNCTIONS)
 from .. import _values as v
-from .._values import ELEMENTS, FUNCTIONS, Value, converted, literal
+from .._torch_names import FUNCTIONS
+from .._values import ELEMENTS, Value, converted, literal
 from ..errors import InvalidArgument, WrongType
 
 _MOST_UNROLLED = 256
@@ -88,7 +90,7 @@ def _comparison(operator: str) -> Callable[..., Elements]:
             known = _decided(operator, x, y)
             if known is not None:
                 return literal(known)
-        return v.compare(operator, x, y)
+        return ops.compare(operator, x, y)
 
     return _elementwise(compare)
 
@@ -105,17 +107,17 @@ def _decided(operator: str, x: Value, y: Value) -> bool | None:
 
 
 def _divide(x: Value, y: Value) -> Value:
-    return v.divide(x, y) if "float" in (x.type, y.type) else v.truncated_divide(x, y)
+    return ops.divide(x, y) if "float" in (x.type, y.type) else ops.truncated_divide(x, y)
 
 
 def _select(which: Value, *cases: Value) -> Value:
     if which.number is not None:
         return cases[int(which.number)]
     if which.type == "bool":
-        return v.where(which, cases[1], cases[0])
+        return ops.where(which, cases[1], cases[0])
     result = cases[-1]
     for number, case in reversed(list(enumerate(cases[:-1]))):
-        result = v.where(v.compare("==", which, number), case, result)
+        result = ops.where(ops.compare("==", which, number), case, result)
     return result
 
 
@@ -124,8 +126,8 @@ def _round(equation: Any, x: Elements) -> Elements:
         return _elementwise(FUNCTIONS["round"])(equation, x)
 
     def away_from_zero(value: Value) -> Value:
-        half = FUNCTIONS["floor"](v.add(v.absolute(value), 0.5))
-        return v.where(v.compare("<", value, 0.0), v.negate(half), half)
+        half = FUNCTIONS["floor"](ops.add(ops.absolute(value), 0.5))
+        return ops.where(ops.compare("<", value, 0.0), ops.negate(half), half)
 
     return _elementwise(away_from_zero)(equation, x)
 
@@ -135,15 +137,15 @@ def _shift_right_logical(x: Value, y: Value) -> Value:
         raise InvalidArgument(
             "a program shifts right with the sign: use jax.lax.shift_right_arithmetic, or mask the bits first."
         )
-    return v.shift_right(x, y)
+    return ops.shift_right(x, y)
 
 
 def _integer_pow(equation: Any, x: Elements) -> Elements:
-    return _elementwise(lambda value: v.power(value, equation.params["y"]))(equation, x)
+    return _elementwise(lambda value: ops.power(value, equation.params["y"]))(equation, x)
 
 
 def _clamp(low: Value, x: Value, high: Value) -> Value:
-    return v.chosen("min", v.chosen("max", x, low), high)
+    return ops.chosen("min", ops.chosen("max", x, low), high)
 
 
 def _convert(equation: Any, x: Elements) -> Elements:
@@ -192,11 +194,11 @@ def _reshape(params: Any, shape: tuple[int, ...], given: tuple[Value, ...]) -> t
         return tuple(literal(0) if size == 1 else next(rest) for size in shape)
     number = literal(0)
     for size, index in zip(to, given):
-        number = v.add(v.multiply(number, size), index)
+        number = ops.add(ops.multiply(number, size), index)
     indices: list[Value] = []
     for size in reversed(shape):
-        indices.insert(0, v.remainder(number, size))
-        number = v.floor_divide(number, size)
+        indices.insert(0, ops.remainder(number, size))
+        number = ops.floor_divide(number, size)
     return tuple(indices)
 
 
@@ -207,13 +209,14 @@ def _transpose(params: Any, shape: tuple[int, ...], given: tuple[Value, ...]) ->
 def _slice(params: Any, shape: tuple[int, ...], given: tuple[Value, ...]) -> tuple[Value, ...]:
     strides = params["strides"] or (1,) * len(shape)
     return tuple(
-        v.add(v.multiply(i, step), start) for i, start, step in zip(given, params["start_indices"], strides)
+        ops.add(ops.multiply(i, step), start)
+        for i, start, step in zip(given, params["start_indices"], strides)
     )
 
 
 def _reverse(params: Any, shape: tuple[int, ...], given: tuple[Value, ...]) -> tuple[Value, ...]:
     return tuple(
-        v.subtract(size - 1, index) if d in params["dimensions"] else index
+        ops.subtract(size - 1, index) if d in params["dimensions"] else index
         for d, (size, index) in enumerate(zip(shape, given))
     )
 
@@ -239,7 +242,7 @@ def _dynamic_slice(equation: Any, x: Elements, *starts: Elements) -> Elements:
 
 
 def _sum(a: Value, b: Value) -> Value:
-    return b if a.number == 0 else a if b.number == 0 else v.add(a, b)
+    return b if a.number == 0 else a if b.number == 0 else ops.add(a, b)
 
 
 def _gather(equation: Any, x: Elements, indices: Elements) -> Elements:
@@ -257,7 +260,7 @@ def _gather(equation: Any, x: Elements, indices: Elements) -> Elements:
             start = indices.at((*batch, literal(k)))
             if mode == "FILL_OR_DROP":
                 for test in (_known_compare(start, 0), _known_compare(x.shape[d] - lengths[d], start)):
-                    inside = v.bits("&", inside, test)
+                    inside = ops.bits("&", inside, test)
             full[d] = _start(x, d, lengths[d], start)
         for d, place in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims):
             full[d] = batch[place]
@@ -265,7 +268,7 @@ def _gather(equation: Any, x: Elements, indices: Elements) -> Elements:
             full[d] = _sum(full[d], given[place])
         value = x.at(tuple(full))
         return (
-            value if inside.number is True else v.where(inside, value, _fill(params["fill_value"], x.dtype))
+            value if inside.number is True else ops.where(inside, value, _fill(params["fill_value"], x.dtype))
         )
 
     return Elements(aval.shape, x.dtype, at)
@@ -275,7 +278,7 @@ def _known_compare(a: Any, b: Any) -> Value:
     """a >= b of ints."""
     x, y = literal(a), literal(b)
     known = _decided(">=", x, y)
-    return v.compare(">=", x, y) if known is None else literal(known)
+    return ops.compare(">=", x, y) if known is None else literal(known)
 
 
 def _fill(value: Any, dtype: str) -> Value:
@@ -306,7 +309,7 @@ def _concatenate(equation: Any, *parts: Elements) -> Elements:
 
         def element(number: int) -> Value:
             begin = ends[number] - parts[number].shape[dimension]
-            inside = v.subtract(place, begin) if place.number is None else literal(place.number - begin)
+            inside = ops.subtract(place, begin) if place.number is None else literal(place.number - begin)
             return parts[number].at((*given[:dimension], inside, *given[dimension + 1 :]))
 
         return _one_of(place, ends, element)
@@ -330,7 +333,7 @@ def _one_of(place: Value, ends: Sequence[int], element: Callable[[int], Value]) 
         return element(next(number for number, end in enumerate(ends) if place.number < end))
     result = element(len(ends) - 1)
     for number in range(len(ends) - 2, -1, -1):
-        result = v.where(v.compare("<", place, ends[number]), element(number), result)
+        result = ops.where(ops.compare("<", place, ends[number]), element(number), result)
     return result
 
 
@@ -372,17 +375,17 @@ RULES: dict[str, Callable[..., Elements]] = {
             "is_finite": "isfinite",
         }.items()
     },
-    "add": _elementwise(v.add),
-    "add_any": _elementwise(v.add),
-    "sub": _elementwise(v.subtract),
-    "mul": _elementwise(v.multiply),
+    "add": _elementwise(ops.add),
+    "add_any": _elementwise(ops.add),
+    "sub": _elementwise(ops.subtract),
+    "mul": _elementwise(ops.multiply),
     "div": _elementwise(_divide),
-    "rem": _elementwise(v.truncated_remainder),
-    "max": _elementwise(functools.partial(v.chosen, "max")),
-    "min": _elementwise(functools.partial(v.chosen, "min")),
-    "pow": _elementwise(v.power),
+    "rem": _elementwise(ops.truncated_remainder),
+    "max": _elementwise(functools.partial(ops.chosen, "max")),
+    "min": _elementwise(functools.partial(ops.chosen, "min")),
+    "pow": _elementwise(ops.power),
     "integer_pow": _integer_pow,
-    "square": _elementwise(lambda x: v.multiply(x, x)),
+    "square": _elementwise(lambda x: ops.multiply(x, x)),
     "round": _round,
     "clamp": _elementwise(_clamp),
     "select_n": _elementwise(_select),
@@ -391,12 +394,12 @@ RULES: dict[str, Callable[..., Elements]] = {
         for name, sign in {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items()
     },
     **{
-        name: _elementwise(functools.partial(v.bits, sign))
+        name: _elementwise(functools.partial(ops.bits, sign))
         for name, sign in {"and": "&", "or": "|", "xor": "^"}.items()
     },
-    "not": _elementwise(v.invert),
-    "shift_left": _elementwise(v.shift_left),
-    "shift_right_arithmetic": _elementwise(v.shift_right),
+    "not": _elementwise(ops.invert),
+    "shift_left": _elementwise(ops.shift_left),
+    "shift_right_arithmetic": _elementwise(ops.shift_right),
     "shift_right_logical": _elementwise(_shift_right_logical),
     "convert_element_type": _convert,
     "broadcast_in_dim": _mapped(_broadcast),
@@ -409,11 +412,11 @@ RULES: dict[str, Callable[..., Elements]] = {
     "gather": _gather,
     "concatenate": _concatenate,
     "stack": _stack,
-    "reduce_sum": _reduction(v.add),
-    "reduce_max": _reduction(functools.partial(v.chosen, "max")),
-    "reduce_min": _reduction(functools.partial(v.chosen, "min")),
-    "reduce_and": _reduction(functools.partial(v.bits, "&")),
-    "reduce_or": _reduction(functools.partial(v.bits, "|")),
+    "reduce_sum": _reduction(ops.add),
+    "reduce_max": _reduction(functools.partial(ops.chosen, "max")),
+    "reduce_min": _reduction(functools.partial(ops.chosen, "min")),
+    "reduce_and": _reduction(functools.partial(ops.bits, "&")),
+    "reduce_or": _reduction(functools.partial(ops.bits, "|")),
 }
 UNCHANGED = ("copy", "copy_p", "pvary", "optimization_barrier")  # pvary: of a shard_map
 _LOOP = ": it has no loops and no branches; use jnp.where"

@@ -1,0 +1,235 @@
+#include "api/c_arguments.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <optional>
+
+#include "api/read_struct.hpp"
+#include "support/dtypes.hpp"
+
+namespace flashjit::c_api {
+namespace {
+
+TensorView view(const flashjit_tensor& tensor) {
+  return {tensor.data, std::to_array(tensor.size), std::to_array(tensor.stride)};
+}
+
+PageTableView view(const flashjit_page_table& table) {
+  return {table.data, table.sequences, table.columns, table.stride, table.starts};
+}
+
+ScaleView view(const flashjit_scales& scales) {
+  if (!scales.data) return {};
+  ScaleView out{scales.data, std::to_array(scales.size), std::to_array(scales.stride)};
+  std::ranges::replace(out.size, 0, 1);  // as zeros are defaults
+  return out;
+}
+
+IndicesView view(const flashjit_indices& indices) {
+  return {indices.data, std::to_array(indices.size), std::to_array(indices.stride)};
+}
+
+DropoutPlace view(const flashjit_dropout_place& place) {
+  return {.batch = place.batch,
+          .head = place.head,
+          .heads = place.heads,
+          .q = place.q,
+          .kv = place.kv,
+          .q_step = place.q_step ? place.q_step : 1,
+          .kv_step = place.kv_step ? place.kv_step : 1};
+}
+
+/// What both structs of arguments have besides their tensors.
+template <class Args, class CArgs>
+void set_common(Args& args, const CArgs& c, Captures& room) {
+  set_alike(args, c, room);
+  args.kv_lengths = c.kv_lengths;
+  args.block_map = {c.block_map.data, std::to_array(c.block_map.size)};
+  args.cu_seqlens_q = c.cu_seqlens_q;
+  args.cu_seqlens_kv = c.cu_seqlens_kv;
+  args.batch_size = c.batch_size;
+  args.max_seqlen_q = c.max_seqlen_q;
+  args.max_seqlen_kv = c.max_seqlen_kv;
+  args.lists = c.lists ? &c.lists->lists : nullptr;
+  args.rng_state = c.rng_state;
+  args.indices = view(c.indices);
+  args.partial.dropout_place = view(c.dropout_place);
+  args.partial.reserved_sms = c.reserved_sms;
+  args.zero_unused_rows = c.zero_unused_rows != 0;
+}
+
+RowStrides strides(const std::int64_t (&c)[3]) { return {c[0], c[1], c[2]}; }
+
+PartialState view(const flashjit_partial_state& c) { return {view(c.out), c.lse, strides(c.lse_stride)}; }
+
+/// The type of a call's tensors; nothing where the caller leaves it untold.
+std::optional<DType> dtype(const char* name, flashjit_element_type type) {
+  if (type == FLASHJIT_ELEMENT_UNTOLD) return {};
+  for (const DTypeInfo& info : dtypes())
+    if (info.element && type == 1 + static_cast<int>(*info.element)) return info.dtype;
+  throw Error(ErrorCode::invalid_argument,
+              fmt::format("{} is {}: give FLASHJIT_ELEMENT_FP32 (1), FLASHJIT_ELEMENT_FP16 (2), "
+                          "FLASHJIT_ELEMENT_BF16 (3), or FLASHJIT_ELEMENT_UNTOLD (0) for the default.",
+                          name, type));
+}
+
+RopeView view(const flashjit_rope& rope) {
+  return {.cos = rope.cos,
+          .sin = rope.sin,
+          .table_rows = rope.table_rows,
+          .stride = rope.stride,
+          .type = dtype("rope.type", rope.type).value_or(DType::fp32),
+          .theta = rope.theta,
+          .dims = rope.dims,
+          .interleaved = rope.interleaved != 0,
+          .positions = rope.positions,
+          .sections = {rope.sections[0], rope.sections[1], rope.sections[2]},
+          .interleaved_sections = rope.interleaved_sections != 0};
+}
+
+NormView view(const char* name, const flashjit_norm& norm) {
+  NormView view{norm.weight, dtype(name, norm.type).value_or(DType::fp32)};
+  if (norm.eps != 0) view.eps = norm.eps;
+  return view;
+}
+
+ElementType slots_type(flashjit_element_type type) {
+  switch (type) {
+    case FLASHJIT_ELEMENT_UNTOLD:
+    case FLASHJIT_ELEMENT_INT64:
+      return ElementType::int64;
+    case FLASHJIT_ELEMENT_INT32:
+      return ElementType::int32;
+    default:
+      throw Error(
+          ErrorCode::invalid_argument,
+          fmt::format("slots_type is {}: give FLASHJIT_ELEMENT_INT64, which 0 is too, or _INT32.", type));
+  }
+}
+
+}  // namespace
+
+static_assert(FLASHJIT_MAX_CAPTURES == kMaxCaptures + kMaxScalars);
+static_assert(FLASHJIT_ELEMENT_BOOL == 1 + static_cast<int>(ElementType::boolean));
+
+Capture capture(const flashjit_capture& c) {
+  if (c.type < FLASHJIT_ELEMENT_UNTOLD || c.type > FLASHJIT_ELEMENT_BOOL)
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("the type of the capture {} is {}: give FLASHJIT_ELEMENT_UNTOLD (0) to "
+                            "FLASHJIT_ELEMENT_BOOL (9).",
+                            c.name, c.type));
+  Capture made{.name = c.name,
+               .data = c.data,
+               .grad = c.grad,
+               .rank = c.rank,
+               .size = std::to_array(c.size),
+               .stride = std::to_array(c.stride),
+               .scalar = c.scalar};
+  if (c.type != FLASHJIT_ELEMENT_UNTOLD) made.type = static_cast<ElementType>(c.type - 1);
+  return made;
+}
+
+ListArgs list_args(const flashjit_list_args& c, Captures& room) {
+  return {.memory = {c.memory, c.memory_bytes},
+          .kv_lengths = c.kv_lengths,
+          .block_map = {c.block_map.data, std::to_array(c.block_map.size)},
+          .captures = captures(c, room),
+          .cu_seqlens_q = c.cu_seqlens_q,
+          .cu_seqlens_kv = c.cu_seqlens_kv};
+}
+
+ForwardArgs forward_args(const flashjit_forward_args& c, Captures& room) {
+  ForwardArgs args{.q = view(c.q), .k = view(c.k), .v = view(c.v), .out = view(c.out), .lse = c.lse};
+  args.lse_strides = strides(c.lse_stride);
+  set_common(args, c, room);
+  args.page_table = view(c.page_table);
+  args.row_max = c.row_max;
+  args.k_scale = view(c.k_scale);
+  args.v_scale = view(c.v_scale);
+  args.q_scale = view(c.q_scale);
+  args.prefix_length = c.prefix_length;
+  args.partial.state = view(c.state);
+  return args;
+}
+
+BackwardArgs backward_args(const flashjit_backward_args& c, Captures& room) {
+  BackwardArgs args{.q = view(c.q),
+                    .k = view(c.k),
+                    .v = view(c.v),
+                    .out = view(c.out),
+                    .lse = c.lse,
+                    .lse_strides = strides(c.lse_stride),
+                    .dout = view(c.dout),
+                    .dq = view(c.dq),
+                    .dk = view(c.dk),
+                    .dv = view(c.dv)};
+  set_common(args, c, room);
+  args.dsinks = c.dsinks;
+  args.dlse = c.dlse;
+  return args;
+}
+
+JvpArgs jvp_args(const flashjit_jvp_args* given, Captures& room) {
+  const auto c = read_struct("flashjit_jvp_args", given);
+  required(c.forward, "forward", "give the arguments of O");
+  JvpArgs args;
+  static_cast<ForwardArgs&>(args) = forward_args(read_struct("flashjit_forward_args", c.forward), room);
+  args.q_tangent = view(c.q_tangent);
+  args.k_tangent = view(c.k_tangent);
+  args.v_tangent = view(c.v_tangent);
+  args.out_tangent = view(c.out_tangent);
+  args.lse_tangent = c.lse_tangent;
+  args.sinks_tangent = c.sinks_tangent;
+  return args;
+}
+
+AppendArgs append_args(const flashjit_append_args* given) {
+  const auto c = read_struct("flashjit_append_args", given);
+  return {.k = view(c.k),
+          .v = view(c.v),
+          .k_cache = view(c.k_cache),
+          .v_cache = view(c.v_cache),
+          .kv_lengths = c.kv_lengths,
+          .page_table = view(c.page_table),
+          .q = view(c.q),
+          .q_out = view(c.q_out),
+          .rope = view(c.rope),
+          .cu_seqlens_q = c.cu_seqlens_q,
+          .batch_size = c.batch_size,
+          .max_seqlen_kv = c.max_seqlen_kv,
+          .k_scale = view(c.k_scale),
+          .v_scale = view(c.v_scale),
+          .slots = {c.slots, slots_type(c.slots_type)},
+          .k_norm = view("k_norm.type", c.k_norm),
+          .q_norm = view("q_norm.type", c.q_norm)};
+}
+
+MergeArgs merge_args(const flashjit_merge_args* given, States& room) {
+  const auto c = read_struct("flashjit_merge_args", given);
+  if (c.state_count == 0 || c.state_count > room.size())
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("state_count is {}: give 1 to {}, or merge the result with the rest.",
+                            c.state_count, room.size()));
+  required(c.states, "states", "give state_count of them");
+  for (std::size_t i = 0; i < c.state_count; ++i) room[i] = view(c.states[i]);
+  return {.states = {room.data(), c.state_count},
+          .out = view(c.out),
+          .lse = c.lse,
+          .lse_strides = strides(c.lse_stride),
+          .states_type = dtype("states_type", c.states_type),
+          .out_type = dtype("out_type", c.out_type)};
+}
+
+QuantizeArgs quantize_args(const flashjit_quantize_args* given) {
+  const auto c = read_struct("flashjit_quantize_args", given);
+  return {.x = view(c.x),
+          .codes = view(c.codes),
+          .scale = view(c.scale),
+          .hadamard = c.hadamard != 0,
+          .rope = view(c.rope)};
+}
+
+}  // namespace flashjit::c_api

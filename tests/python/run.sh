@@ -67,7 +67,7 @@ run() {
   local status=0
   [ -e "$environment/ready" ] || skip "there is no environment"
   cd "$environment"
-  export FLASHJIT_FAKES=$build/tests
+  export FLASHJIT_FAKES=$build/tests FLASHJIT_SMALL_LLAMA=$build/tools/examples/small_llama
   # Threads beside the tests on the other cores: they spin while they wait for each other.
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
   "$environment/bin/python" -m pytest -q -p no:cacheprovider -rs "$root/tests/python/test_$name.py" || status=$?

@@ -100,7 +100,7 @@ struct ForwardArgs {
   std::span<const Capture> captures = {};
   const std::int32_t* cu_seqlens_q = nullptr;   ///< [batch_size + 1] on the device, with spec.varlen
   const std::int32_t* cu_seqlens_kv = nullptr;  ///< the same of K and V
-  std::int64_t batch_size = 0;                  ///< sequences, with spec.varlen
+  std::int64_t batch_size = 0;                  ///< sequences, with spec.varlen; 0: no row belongs to one
   std::int64_t max_seqlen_q = 0;                ///< longest sequence, with spec.varlen
   /// Longest sequence, with spec.varlen. With a cache, varlen or not: a bound of kv_lengths, by default all
   /// that a row of the page table, or a slot, has room for.

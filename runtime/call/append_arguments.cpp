@@ -153,9 +153,6 @@ void check_new_rows(const AttentionSpec& spec, const AppendArgs& args) {
     if (args.slots.data) return check_row_count(args.k);
     if (args.batch_size < 0 || args.batch_size > kMaxInt)
       refuse("batch_size is {}: give the number of sequences, 0 to 2^31 - 1.", args.batch_size);
-    if (args.cu_seqlens_q && args.batch_size == 0 && args.k.size[2] > 0)
-      refuse("batch_size is 0, but cu_seqlens_q is given and k has {} rows: give the number of sequences.",
-             args.k.size[2]);
   } else if (args.batch_size != 0) {
     refuse("batch_size {} is given, but the spec has no varlen: set spec.varlen or leave it 0.",
            args.batch_size);

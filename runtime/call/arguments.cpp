@@ -59,9 +59,6 @@ void check_packed(const AttentionSpec& spec, const Packed& packed, std::int64_t 
   if (packed.max_seqlen < 0 || packed.max_seqlen > kMaxInt)
     refuse("{} is {}: give the length of the longest sequence, 0 to 2^31 - 1.", packed.longest,
            packed.max_seqlen);
-  if (packed.cu_seqlens && batch_size == 0 && rows > 0)
-    refuse("batch_size is 0, but {} is given and {} has {} rows: give the number of sequences.",
-           packed.offsets, packed.tensor, rows);
   if (packed.max_seqlen == 0 && rows > 0 && batch_size > 0)
     refuse("{} is 0, but {} has {} rows: give the length of the longest sequence.", packed.longest,
            packed.tensor, rows);

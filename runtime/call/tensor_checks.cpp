@@ -207,6 +207,9 @@ void check_page_table(const AttentionSpec& spec, const AttentionShape& shape, co
       refuse("page_table is given, but the spec has no cache: set spec.kv to KvLayout::paged(page_size).");
     return;
   }
+  if (table.data && table.sequences != shape.batch)
+    refuse("page_table has {} rows, but the call has {} sequences: give a row for each.", table.sequences,
+           shape.batch);
   if (shape.batch == 0) return;
   if (shape.seqlen_kv > cache_capacity(spec, k, table))
     refuse("max_seqlen_kv is {}, but {} has room for {} keys: make it wider or the maximum smaller.",
@@ -236,9 +239,6 @@ void check_page_table(const AttentionSpec& spec, const AttentionShape& shape, co
   if (spec.kv.is_paged() && k.size[0] > kMaxInt / spec.kv.page_size)
     refuse("{} has {} pages of {} rows: give at most 2^31 - 1 rows in all.", k_name, k.size[0],
            spec.kv.page_size);
-  if (table.sequences != shape.batch)
-    refuse("page_table has {} rows, but the call has {} sequences: give a row for each.", table.sequences,
-           shape.batch);
   if (table.columns < 0 || table.columns > kMaxInt || (!spec.kv.is_paged() && table.columns != 1))
     refuse("page_table has {} columns: {}.", table.columns,
            !spec.kv.is_paged()

@@ -62,9 +62,6 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& config) {
 }
 
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
-  if (spec.dtype != DType::fp16 && spec.dtype != DType::bf16 && spec.dtype != DType::fp32)
-    return Support::no(
-        fmt::format("its kernels take fp16, bf16 and fp32, the spec has {}", to_string(spec.dtype)));
   if (device.compute_capability >= kOldestCapability) return Support::yes();
   return Support::no(fmt::format("{} has compute capability {}.{}; {} needs 7.5 or newer", device.name,
                                  device.compute_capability / 10, device.compute_capability % 10,

@@ -91,6 +91,8 @@ TEST(Append, WrongArgumentsAreNamed) {
   expect_says(refusal([](auto&, auto& args) { args.k.size[0] = 2; }), {"k has batch 2", "varlen"});
   expect_says(refusal([](auto& spec, auto&) { spec.varlen = false; }), {"batch_size 3", "no varlen"});
   expect_says(refusal([](auto&, auto& args) { args.batch_size = -1; }), {"batch_size is -1"});
+  expect_says(refusal([](auto&, auto& args) { args.batch_size = 0; }),
+              {"page_table has 3 rows", "0 sequences"});
   expect_says(refusal([](auto&, auto& args) { args.cu_seqlens_q = nullptr; }), {"cu_seqlens_q is null"});
   expect_says(refusal([](auto&, auto& args) { args.kv_lengths = nullptr; }), {"kv_lengths is null"});
   expect_says(refusal([](auto&, auto& args) { args.v.size[2] = 49; }), {"v has length 49", "k has 50"});

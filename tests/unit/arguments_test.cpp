@@ -373,8 +373,6 @@ TEST(Arguments, PackedSequences) {
   EXPECT_SAYS(with([](auto&, auto& args) { args.cu_seqlens_kv = address<std::int32_t>(0xb00002); }),
               "cu_seqlens_kv is at 0xb00002", "4 bytes");
   EXPECT_SAYS(with([](auto&, auto& args) { args.batch_size = -1; }), "batch_size is -1", "sequences");
-  EXPECT_SAYS(with([](auto&, auto& args) { args.batch_size = 0; }),
-              "batch_size is 0, but cu_seqlens_q is given", "number of sequences");
   EXPECT_SAYS(with([](auto&, auto& args) { args.max_seqlen_q = 0; }), "max_seqlen_q is 0", "q has 100 rows",
               "longest");
   EXPECT_SAYS(with([](auto&, auto& args) { args.max_seqlen_kv = -5; }), "max_seqlen_kv is -5");

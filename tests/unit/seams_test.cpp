@@ -86,8 +86,7 @@ TEST(Seams, OptionsAreNamedInNoMoreFilesThanThePageSays) {
 TEST(Seams, AnElementTypeIsNamedWhereFamiliesListItAndInTheTable) {
   EXPECT_EQ(files_naming("DType::bf16"),
             (Names{"include/flashjit/spec.hpp", "runtime/device/tensor_maps.cpp", "runtime/plan/records.cpp",
-                   "runtime/plan/simt.cpp", "runtime/plan/sm80.cpp", "runtime/plan/sm90_admits.cpp",
-                   "runtime/support/dtypes.cpp"}));
+                   "runtime/plan/sm80.cpp", "runtime/plan/sm90_admits.cpp", "runtime/support/dtypes.cpp"}));
 }
 
 /// What a new kind of code touches: besides its text and row in kv_format.cpp no more than decode and encode.

@@ -357,7 +357,7 @@ def test_appends_that_make_no_sense_are_refused():
     refused(bad, "page_table is int32 [3, 5]", "[4, pages", page_table=table[:3])
     refused(bad, "k_cache is float", "one type", k_cache=k_cache.half())
     refused(bad, "v has heads 1", "k has 2", v=v[:, :1])
-    refused(bad, "v_cache has length 8", v_cache=v_cache[:, :, :8])
+    refused(bad, "v_cache has 8 rows a page", v_cache=v_cache[:, :, :8])
     refused(bad, "v_cache has batch 7", "24", v_cache=v_cache[:7])
     refused(bad, "overlap", k_cache=k_cache[:1].expand(24, -1, -1, -1))
     refused(bad, "third size is the rows of a page", k_cache=k_cache[:, :, :0], v_cache=v_cache[:, :, :0])

@@ -546,7 +546,7 @@ def speed_section(dense, few, serving, latent, codes, variants):
     )
     about = (
         "Above 1, flashjit is faster: geometric means on an H100 (FP8: an H200); the linked pages name commits and shapes. "
-        f"Where others win the most: {others}."
+        f"Largest leads of others: {others}."
     )
     table = markdown(["speed of flashjit", "next to", "ratio"], lines)
     return "\n\n".join([table, textwrap.fill(about, 140, break_long_words=False, break_on_hyphens=False)])

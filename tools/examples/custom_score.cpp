@@ -1,4 +1,4 @@
-// An attention that no library has: ALiBi's slopes, a sliding window whose width is given at the call, in one
+// An attention of your own: ALiBi's slopes, a sliding window whose width is given at the call, in one
 // kernel.
 #include <algorithm>
 #include <cmath>

@@ -52,7 +52,7 @@ static flashjit_append_args append_args(const memory* m) {
   args.k_cache = tensor(m->k_cache, kPages, kHeadsKv, kPageRows);
   args.v_cache = tensor(m->v_cache, kPages, kHeadsKv, kPageRows);
   args.kv_lengths = m->lengths;
-  args.page_table = (flashjit_page_table){m->table, kSequences, kColumns, 0};
+  args.page_table = (flashjit_page_table){.data = m->table, .sequences = kSequences, .columns = kColumns};
   args.q = args.q_out = tensor(m->q, kSequences, kHeads, 1);
   args.rope.theta = 10000.0f;
   return args;
@@ -65,7 +65,7 @@ static flashjit_forward_args forward_args(const memory* m, void* workspace, size
   args.v = tensor(m->v_cache, kPages, kHeadsKv, kPageRows);
   args.out = tensor(m->out, kSequences, kHeads, 1);
   args.kv_lengths = m->lengths;
-  args.page_table = (flashjit_page_table){m->table, kSequences, kColumns, 0};
+  args.page_table = (flashjit_page_table){.data = m->table, .sequences = kSequences, .columns = kColumns};
   args.workspace = workspace;
   args.workspace_bytes = bytes;
   return args;

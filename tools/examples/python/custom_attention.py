@@ -1,4 +1,4 @@
-"""An attention that no library has, forward and backward: ALiBi's slopes, learned, in a sliding window. Without a GPU the
+"""An attention of your own, forward and backward: ALiBi's slopes, learned, in a sliding window. Without a GPU the
 CPU reference computes it.
 
     python3 tools/examples/python/custom_attention.py

@@ -76,7 +76,16 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return version()
     if name in ("append", "attention", "merge", "quantize", "BlockMap", "KvFormat", "TileLists"):
-        from . import torch
+        try:
+            from . import torch
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            raise ModuleNotFoundError(
+                f"flashjit.{name} needs PyTorch 2.10 or newer: pip install torch; flashjit.forward() takes NumPy arrays, "
+                "flashjit.jax those of JAX",
+                name="torch",
+            ) from None
 
         globals().update(
             append=torch.append,
@@ -89,3 +98,7 @@ def __getattr__(name: str) -> Any:
         )
         return globals()[name]
     raise AttributeError(f"module 'flashjit' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

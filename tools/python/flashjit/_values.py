@@ -109,8 +109,9 @@ class Value:
     # What Python asks for and a kernel cannot answer.
     def __bool__(self) -> bool:
         raise WrongType(
-            "a program has no branches: use torch.where(condition, a, b) instead of if, and &, |, ~ with "
-            "parentheses instead of and, or, not."
+            "a program has no branches: use torch.where(condition, a, b) instead of if, &, |, ~ with parentheses "
+            "instead of and, or, not, (a <= x) & (x < b) instead of a <= x < b, and torch.maximum and "
+            "torch.minimum instead of max() and min()."
         )
 
     def _no_number(self, *_: Any) -> Any:

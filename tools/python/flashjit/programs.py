@@ -10,12 +10,14 @@ flashjit.trace() makes is made once. They mean what PyTorch means, see tools/doc
 
 On stand-ins work +, -, *, /, //, %, **, comparisons, &, |, ^, ~, <<, >>, abs, captured tensors indexed by them (negative
 indices count from the end, [:] and ... leave dimensions whole; a captured row has sum(), any() and all()), sizes of captured tensors,
-and these functions of torch and torch.nn.functional, as methods, too: {functions}.
+and these functions of torch and torch.nn.functional, as methods, too:
+    {functions}
 """
 
 from __future__ import annotations
 
 import re
+import textwrap
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +42,9 @@ from ._watching import Watch
 from .errors import InvalidArgument, WrongType
 
 if __doc__:  # python -OO has none
-    __doc__ = __doc__.replace("{functions}", ", ".join(sorted(FUNCTIONS)))
+    _of_operators = {"and", "or", "xor", "invert", "lshift", "rshift", "mod", "floordiv", "truediv", "pos"}
+    _usable = {name for name, function in FUNCTIONS.items() if function.__name__ != "refused"} - _of_operators
+    __doc__ = __doc__.replace("{functions}", "\n    ".join(textwrap.wrap(", ".join(sorted(_usable)), 100)))
 
 NAMED_MASKS = {"causal": "kv <= q + seqlen_kv - seqlen_q", "causal_top_left": "kv <= q"}
 

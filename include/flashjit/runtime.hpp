@@ -344,6 +344,30 @@ struct KernelReport {
   std::vector<EntryReport> entries = {};
 };
 
+/// Shapes of calls: each batch with each seqlen_q and seqlen_kv, from `first` to `last`, of the same heads. A
+/// step of 0 means the ends and the powers of two between them, as engines round bounds up; another one
+/// first, first + step and so on, and last.
+struct ShapeRange {
+  AttentionShape first, last;
+  AttentionShape step = {};  ///< its heads are not read
+
+  /// Throws Error(invalid_argument) where a size of `first` is 0 or above that of `last`, heads differ, a
+  /// step is negative, or there are more than 2^16 shapes.
+  FLASHJIT_API std::vector<AttentionShape> shapes() const;
+};
+
+/// What prepare_range() did.
+struct RangeReport {
+  std::vector<KernelReport> kernels = {};  ///< one for each configuration, as they were made
+  std::size_t configurations = 0;          ///< that the shapes choose; more than `kernels` if it was stopped
+  std::size_t shapes = 0;
+  std::size_t workspace_bytes = 0;  ///< the most that a call of these shapes needs
+};
+
+/// Told by prepare_range() in the thread that called it: how many of its kernels are made, at first none.
+/// Returning false stops it.
+using RangeProgress = std::function<bool(std::size_t made, std::size_t configurations)>;
+
 /// Compiles, caches and launches attention kernels. Thread-safe; works in the context that is current at the
 /// call. It creates no context, allocates no device memory and never synchronizes, except in the thread of
 /// RuntimeOptions::tune_in_background. Its kernels stay loaded until it is destroyed: first wait for all
@@ -406,9 +430,19 @@ class FLASHJIT_API Runtime {
   /// forward pass's report, then the backward's.
   std::array<KernelReport, 2> prepare_both(const AttentionSpec& spec, const AttentionShape& shape);
 
+  /// prepare() for all shapes of a range, with as many compilations at once as there are cores: afterwards no
+  /// call of these shapes compiles. Stopped by `progress`, or by an error, it finishes the kernels under way;
+  /// those made stay in memory and in the cache, so that the same call goes on from there.
+  RangeReport prepare_range(const AttentionSpec& spec, const ShapeRange& range, Pass pass = Pass::forward,
+                            const RangeProgress& progress = {}) {
+    return prepare_range(KernelSpec{spec, pass}, range, progress);
+  }
+  RangeReport prepare_range(const KernelSpec& spec, const ShapeRange& range,
+                            const RangeProgress& progress = {});
+
   /// Bytes of Workspace that a call needs: see tools/docs/memory.md. Not monotonic in the shape: a small
-  /// batch may need more than a large one, because it splits keys. An engine takes the largest over the
-  /// shapes that it calls. Compiles nothing; needs a current context. A call that receives its lists needs
+  /// batch may need more than a large one, because it splits keys. prepare_range() tells the largest of a
+  /// range. Compiles nothing; needs a current context. A call that receives its lists needs
   /// list_bytes() less.
   std::size_t workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape,
                               Pass pass = Pass::forward) {

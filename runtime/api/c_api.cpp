@@ -10,6 +10,7 @@
 #include "api/read_struct.hpp"
 #include "flashjit/flashjit.h"
 #include "flashjit/flashjit.hpp"
+#include "flashjit/prepare_range.h"
 #include "flashjit/reference.hpp"
 #include "plan/spec_options.hpp"
 #include "support/refuse.hpp"
@@ -208,6 +209,22 @@ flashjit_status flashjit_prepare(flashjit_runtime* runtime, flashjit_pass pass, 
 flashjit_status flashjit_prepare_both(flashjit_runtime* runtime, const flashjit_spec* spec,
                                       const flashjit_shape* shape) noexcept {
   return guarded([&] { get(runtime).prepare_both(get(spec), attention_shape(shape)); });
+}
+
+flashjit_status flashjit_prepare_range(flashjit_runtime* runtime, flashjit_pass pass,
+                                       const flashjit_spec* spec, const flashjit_shape* first,
+                                       const flashjit_shape* last, const flashjit_shape* step,
+                                       flashjit_range_progress progress, void* user, size_t* made,
+                                       size_t* configurations, size_t* workspace_bytes) noexcept {
+  return guarded([&] {
+    const flashjit::ShapeRange range{get(first), get(last), step ? get(step) : flashjit::AttentionShape{}};
+    flashjit::RangeProgress tell;
+    if (progress) tell = [&](size_t so_far, size_t all) { return progress(user, so_far, all) != 0; };
+    const flashjit::RangeReport report = get(runtime).prepare_range(get(spec, pass), range, tell);
+    if (made) *made = report.kernels.size();
+    if (configurations) *configurations = report.configurations;
+    if (workspace_bytes) *workspace_bytes = report.workspace_bytes;
+  });
 }
 
 flashjit_status flashjit_workspace_bytes(flashjit_runtime* runtime, flashjit_pass pass,

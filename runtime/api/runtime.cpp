@@ -49,6 +49,11 @@ std::array<KernelReport, 2> Runtime::prepare_both(const AttentionSpec& spec, con
   return impl_->prepare_both(spec, shape);
 }
 
+RangeReport Runtime::prepare_range(const KernelSpec& spec, const ShapeRange& range,
+                                   const RangeProgress& progress) {
+  return impl_->prepare_range(spec, range, progress);
+}
+
 std::size_t Runtime::workspace_bytes(const KernelSpec& spec, const AttentionShape& shape) {
   return impl_->workspace_bytes(spec, shape);
 }

@@ -41,6 +41,7 @@ class Engine {
   KernelReport prepare(const KernelSpec& spec, const AttentionShape& shape,
                        const std::optional<TileConfig>& config);
   std::array<KernelReport, 2> prepare_both(const AttentionSpec& spec, const AttentionShape& shape);
+  RangeReport prepare_range(const KernelSpec& spec, const ShapeRange& range, const RangeProgress& progress);
   std::size_t workspace_bytes(const KernelSpec& spec, const AttentionShape& shape);
   std::size_t list_bytes(const KernelSpec& spec, const AttentionShape& shape);
   TileLists build_lists(const KernelSpec& spec, const AttentionShape& shape, const ListArgs& args,

@@ -258,13 +258,10 @@ class Attention {
   /// Compiles what steps need, and captures the graphs. No request waits for either.
   void start() {
     const flashjit::AttentionShape decode{kSequences, model_.heads, model_.heads_kv, 1, kColumns * kPageRows};
-    flashjit::AttentionShape mixed = decode;
-    mixed.seqlen_q = kRows;
-    for (const flashjit::AttentionShape& shape : {decode, mixed}) {
-      runtime_.prepare(spec_, shape, flashjit::Pass::append);
-      runtime_.prepare(spec_, shape);
-      workspace_.bytes = std::max(workspace_.bytes, runtime_.workspace_bytes(spec_, shape));
-    }
+    flashjit::ShapeRange steps{.first = decode, .last = decode, .step = {}};
+    steps.last.seqlen_q = kRows;
+    runtime_.prepare_range(spec_, steps, flashjit::Pass::append);
+    workspace_.bytes = runtime_.prepare_range(spec_, steps).workspace_bytes;
     workspace_.data = example::upload(*gpu_, std::vector<char>(workspace_.bytes + 1));
     // A stream that waits for the copies, which are on the default stream.
     if (gpu_->create_stream(&stream_, CU_STREAM_DEFAULT) != CUDA_SUCCESS) fail("no stream");

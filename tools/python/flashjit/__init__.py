@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import masks
 from ._library import Runtime, runtime, version
+from ._ranges import RangeReport, prepare_range
 from .errors import (
     CompileFailed,
     CudaError,
@@ -46,6 +47,7 @@ __all__ = [
     "forward",
     "masks",
     "merge",
+    "prepare_range",
     "quantize",
     "trace",
     "runtime",
@@ -54,6 +56,7 @@ __all__ = [
     "BlockMap",
     "KvFormat",
     "Program",
+    "RangeReport",
     "Runtime",
     "TileLists",
     "Error",

@@ -293,6 +293,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_quantize": (ctypes.c_int32, [_pointer] * 4),
     "flashjit_prepare": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer, ctypes.c_char_p]),
     "flashjit_prepare_both": (ctypes.c_int32, [_pointer] * 3),
+    "flashjit_prepare_range": (ctypes.c_int32, [_pointer, ctypes.c_int32] + [_pointer] * 9),
     "flashjit_workspace_bytes": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer, _pointer]),
     "flashjit_list_bytes": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer, _pointer]),
     "flashjit_build_lists": (ctypes.c_int32, [_pointer, ctypes.c_int32] + [_pointer] * 5),
@@ -496,7 +497,7 @@ class Runtime:
         check(
             library().flashjit_prepare(
                 self.address,
-                _pass_of(spec, backward),
+                pass_of(spec, backward),
                 spec_handle(spec).address,
                 ctypes.byref(shape_struct(shape)),
                 config.encode() if config else None,
@@ -526,7 +527,7 @@ class Runtime:
         check(
             getattr(library(), function)(
                 self.address,
-                _pass_of(spec, backward),
+                pass_of(spec, backward),
                 spec_handle(spec).address,
                 ctypes.byref(shape_struct(shape)),
                 ctypes.byref(needed),
@@ -538,7 +539,7 @@ class Runtime:
         """Whether some kernel family can do it on the current device; `.reason` says why none can."""
         status = library().flashjit_supports(
             self.address,
-            _pass_of(spec, backward),
+            pass_of(spec, backward),
             spec_handle(spec).address,
             ctypes.byref(shape_struct(shape)),
         )
@@ -548,7 +549,7 @@ class Runtime:
         return Support()
 
 
-def _pass_of(spec: str, backward: bool) -> int:
+def pass_of(spec: str, backward: bool) -> int:
     """flashjit_pass: what the text names, where it is not the forward or the backward pass."""
     return {"append": APPEND, "merge": MERGE, "quantize": QUANTIZE, "jvp": JVP}.get(
         spec.partition(":")[0], BACKWARD if backward else FORWARD

@@ -34,6 +34,26 @@ def plot(variants):
 
 
 @pytest.fixture(scope="module")
+def plot_rows(plot):
+    return sys.modules["plot_rows"]
+
+
+@pytest.fixture(scope="module")
+def plot_paper(plot):
+    return sys.modules["plot_paper"]
+
+
+@pytest.fixture(scope="module")
+def plot_speeds(plot):
+    return sys.modules["plot_speeds"]
+
+
+@pytest.fixture(scope="module")
+def plot_ranks(plot):
+    return sys.modules["plot_ranks"]
+
+
+@pytest.fixture(scope="module")
 def gallery(variants):
     return importlib.import_module("gallery")
 
@@ -277,7 +297,7 @@ def test_the_suite_of_the_study_names_pass_and_shape(tuner_study):
     )
 
 
-def test_other_problems_are_a_table(plot):
+def test_other_problems_are_a_table(plot_speeds):
     row = {
         "pass": "fwd",
         "dtype": "bf16",
@@ -294,14 +314,14 @@ def test_other_problems_are_a_table(plot):
         "fa3_ms": "",
         "fa4_ms": "0.72",
     }
-    lines = plot.other_table([row, {**row, "heads_kv": 32, "dropout": "0.1000"}]).splitlines()
+    lines = plot_speeds.other_table([row, {**row, "heads_kv": 32, "dropout": "0.1000"}]).splitlines()
     assert lines[2:] == [
         "| forward | bf16, d64, causal, b4, 32/8 heads | 4k | 1.25 | 1.26 | - | 0.90 | 1.01 |",
         "| forward | bf16, d64, causal, dropout 0.1, b4, 32 heads | 4k | 1.25 | 1.26 | - | 0.90 | 1.01 |",
     ]
 
 
-def test_few_queries_are_a_table(plot):
+def test_few_queries_are_a_table(plot_speeds):
     row = {
         "seqlen_q": 1,
         "seqlen_kv": 8192,
@@ -314,7 +334,7 @@ def test_few_queries_are_a_table(plot):
         "fa2_ms": "",
         "gbs": "2222.1",
     }
-    lines = plot.few_table([row, {**row, "batch": 1, "seqlen_q": 16, "seqlen_kv": 1000}]).splitlines()
+    lines = plot_speeds.few_table([row, {**row, "batch": 1, "seqlen_q": 16, "seqlen_kv": 1000}]).splitlines()
     assert lines[2:] == [
         "| 1 | 4 x 8k | 32/8 | 128 | 15.1 | 16.1 | - | - | - | 2.22 |",
         "| 16 | 1000 | 32/8 | 128 | 15.1 | 16.1 | - | - | - | 2.22 |",
@@ -357,10 +377,10 @@ def test_attentions_of_jax_are_a_table(jax_figures):
     assert "cuDNN 2.00 (forward), - (both passes)" in " ".join(text.split())
 
 
-def test_the_committed_errors_are_within_their_limits(plot, accuracy):
+def test_the_committed_errors_are_within_their_limits(plot_rows, accuracy):
     """And each limit beyond the aim is one that they need."""
     needed = set()
-    for case, errors in accuracy.measured(plot.read(accuracy.FILE)).items():
+    for case, errors in accuracy.measured(plot_rows.read(accuracy.FILE)).items():
         found = accuracy.ratios(errors)
         assert accuracy.beyond(case, found) == [], case
         needed |= {
@@ -527,7 +547,7 @@ def paper(variants, monkeypatch):
 ABOUT = {"date": "d", "device": "GPU", "commit": "c"}
 
 
-def test_the_papers_tables(paper, plot, tmp_path, monkeypatch):
+def test_the_papers_tables(paper, plot_rows, plot_paper, tmp_path, monkeypatch):
     report = paper.Report(tmp_path / "table.csv", list(ABOUT) + paper.TABLE, ABOUT)
     backends = dict(paper.BACKENDS)
 
@@ -552,13 +572,13 @@ def test_the_papers_tables(paper, plot, tmp_path, monkeypatch):
     paper.tables(None, report, (32, 64), paper.time.monotonic() + 60)
     assert report.failures == []
     report.file.close()
-    rows = plot.read(tmp_path / "table.csv")
+    rows = plot_rows.read(tmp_path / "table.csv")
     assert len(rows) == 2 * 4 * 2 and {row["notes"] for row in rows if row["seqlen"] == 64} == {
         "math: out of memory"
     }
-    text = plot.paper_table(rows, [("both", "ms", ("fwd", "bwd"))], dropout="0.0000", mask="0")
+    text = plot_paper.paper_table(rows, [("both", "ms", ("fwd", "bwd"))], dropout="0.0000", mask="0")
     assert "| both, flashjit | 3 | 3 |" in text and "| both, math | 3 | OOM |" in text
-    assert plot.paper_curve(rows, "math", "mb", dropout="0.1000", mask="1") == {32: 12.0}
+    assert plot_paper.paper_curve(rows, "math", "mb", dropout="0.1000", mask="1") == {32: 12.0}
     paper.tables(None, report, (128,), paper.time.monotonic() - 1)
     assert len(report.failures) == 4 and "not reached: 128" in report.failures[0]
 
@@ -580,7 +600,7 @@ def test_a_result_of_the_papers_tables_that_is_wrong_is_a_failure(paper, monkeyp
     )
 
 
-def test_the_papers_figure(paper, plot, tmp_path, monkeypatch):
+def test_the_papers_figure(paper, plot_rows, plot_paper, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(paper, "BACKENDS", {name: paper.SDPBackend.MATH for name in paper.BACKENDS})
     count = len(list(paper.traffic_cases(None)))
@@ -591,7 +611,7 @@ def test_the_papers_figure(paper, plot, tmp_path, monkeypatch):
         report = paper.Report(tmp_path / f"{name}.csv", list(ABOUT) + paper.FIGURE, ABOUT)
         paper.figure(None, report, "lib")
         report.file.close()
-        files.append(plot.read(tmp_path / f"{name}.csv"))
+        files.append(plot_rows.read(tmp_path / f"{name}.csv"))
         assert [row["part"] for row in report.rows] == ["standard"] * 4 + ["dense"] + ["density"] * len(
             paper.DENSITIES
         )
@@ -604,10 +624,10 @@ def test_the_papers_figure(paper, plot, tmp_path, monkeypatch):
     table = paper.Report(tmp_path / "table.csv", list(ABOUT) + paper.TABLE, ABOUT)
     paper.tables(None, table, (32, 64), paper.time.monotonic() + 60)
     table.file.close()
-    rows = plot.read(tmp_path / "table.csv")
+    rows = plot_rows.read(tmp_path / "table.csv")
     for figure, source in zip(files, ("counted by ncu", "the least, computed")):
-        plot.draw_paper(rows, figure, tmp_path / "paper.png")
-        assert f"Traffic: {source}." in plot.paper_section(rows, figure)
+        plot_paper.draw_paper(rows, figure, tmp_path / "paper.png")
+        assert f"Traffic: {source}." in plot_paper.paper_section(rows, figure)
     assert (tmp_path / "paper.png").stat().st_size > 10000
 
 
@@ -675,7 +695,7 @@ def test_eight_bits_are_measured_against_what_their_codes_mean(eight_bits):
 
 
 @pytest.mark.parametrize("mask, given", [("causal", []), ("full", ["--full"])])
-def test_the_scaling_run_works_on_the_cpu(plot, tmp_path, mask, given):
+def test_the_scaling_run_works_on_the_cpu(plot_ranks, tmp_path, mask, given):
     """Of four ranks and all schemes, from the command to the table."""
     path = tmp_path / "scaling.csv"
     run = subprocess.run(
@@ -702,12 +722,12 @@ def test_the_scaling_run_works_on_the_cpu(plot, tmp_path, mask, given):
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["scheme"], row["pass"]) for row in rows] == [
-        (scheme, passes) for scheme in plot.SCHEMES for passes in ("forward", "both")
+        (scheme, passes) for scheme in plot_ranks.SCHEMES for passes in ("forward", "both")
     ]
     assert {row["mask"] for row in rows} == {
         mask
-    } and f"| 0k | {mask} | `ring` | both |" in plot.shared_section(rows)
+    } and f"| 0k | {mask} | `ring` | both |" in plot_ranks.shared_section(rows)
     assert all(float(row["ms"]) > 0 and float(row["predicted_ms"]) > 0 for row in rows)
-    assert "| `two_level` | both |" in plot.scaling_section(rows, "scaling.png")
+    assert "| `two_level` | both |" in plot_ranks.scaling_section(rows, "scaling.png")
     pytest.importorskip("matplotlib")
-    plot.draw_scaling(rows, tmp_path / "scaling.png")
+    plot_ranks.draw_scaling(rows, tmp_path / "scaling.png")

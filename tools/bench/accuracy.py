@@ -17,7 +17,7 @@ import math
 import os
 import sys
 
-from plot import RESULTS, ROOT, listed, markdown, read, replace, values
+from plot_rows import RESULTS, ROOT, listed, markdown, read, replace, values
 
 try:
     import torch

@@ -23,7 +23,7 @@ import os
 import sys
 import tempfile
 
-from plot import RESULTS, ROOT, markdown, read, replace
+from plot_rows import RESULTS, ROOT, markdown, read, replace
 
 try:
     import torch
@@ -311,7 +311,7 @@ def measure(path, kinds, kept):
 
 def measure_speeds(path):
     import flashjit
-    from compare import interleaved_ms
+    from measuring import interleaved_ms
 
     people = methods()
     with rows_of(path, SPEED_COLUMNS) as add:

@@ -18,7 +18,7 @@ import statistics
 import sys
 import textwrap
 
-from plot import PASSES, RESULTS, ROOT, link, markdown, origin, read, replace, select, short, values
+from plot_rows import PASSES, RESULTS, ROOT, link, markdown, origin, read, replace, select, short, values
 
 try:
     import numpy as np

@@ -10,7 +10,7 @@ import statistics
 import sys
 import textwrap
 
-from plot import LINES, RESULTS, ROOT, link, listed, markdown, read, replace
+from plot_rows import LINES, RESULTS, ROOT, link, listed, markdown, read, replace
 
 FILE = os.path.join(RESULTS, "jax.csv")
 PICTURE = os.path.join(RESULTS, "jax.png")

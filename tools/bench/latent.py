@@ -14,7 +14,7 @@ import argparse
 import sys
 import typing
 
-import compare
+import measuring
 
 try:
     import torch
@@ -222,9 +222,9 @@ def check(report, problem, calls):
             out = functions[0]().float()
         except Exception as error:
             if name in ("fa3", "flashmla", "cudnn"):
-                print(f"  {name} does not run: {compare.reason(error)}")
+                print(f"  {name} does not run: {measuring.reason(error)}")
             else:
-                report.failure(f"{problem.label()}: {name}: {compare.reason(error)}")
+                report.failure(f"{problem.label()}: {name}: {measuring.reason(error)}")
             del calls[name]
             continue
         expected = out if expected is None else expected
@@ -276,7 +276,7 @@ def main():
     if not torch.cuda.is_available():
         print("latent: PyTorch finds no GPU", file=sys.stderr)
         return 3
-    compare.use_library(arguments.lib)
+    measuring.use_library(arguments.lib)
     import flashjit
 
     try:
@@ -284,7 +284,10 @@ def main():
         from fa3_fwd_interface import flash_attn_with_kvcache as fa3
     except ImportError:
         fa3 = fa3_prefill = None
-    constants = {"device": torch.cuda.get_device_name(), "commit": arguments.commit or compare.commit_name()}
+    constants = {
+        "device": torch.cuda.get_device_name(),
+        "commit": arguments.commit or measuring.commit_name(),
+    }
     columns = [
         *constants,
         *Problem._fields,
@@ -298,18 +301,18 @@ def main():
         "flashmla_us",
         "cudnn_us",
     ]
-    report = compare.Report(arguments.csv, columns, constants)
+    report = measuring.Report(arguments.csv, columns, constants)
     with torch.no_grad():
         copy_rate = measured_copy_rate(15)
         print(f"a copy: {copy_rate:.2f} TB/s")
         for problem in problems():
             if not arguments.only or arguments.only in problem.label():
-                compare.guarded(
+                measuring.guarded(
                     report, problem.label(), run_problem, report, problem, flashjit, fa3, 15, copy_rate
                 )
         for problem in prefills():
             if not arguments.only or arguments.only in problem.label():
-                compare.guarded(
+                measuring.guarded(
                     report, problem.label(), run_prefill, report, problem, flashjit, fa3_prefill, 15
                 )
     print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))

@@ -30,7 +30,8 @@ import sys
 import time
 
 import compare
-from compare import PASSES, F, Ours, Report, SDPBackend, abi, differences, sdpa_kernel, torch
+import measuring
+from measuring import PASSES, F, Ours, Report, SDPBackend, abi, differences, sdpa_kernel, torch
 
 DEVICE = "cuda"
 BATCH, HEADS, DIM = 16, 8, 64
@@ -139,7 +140,7 @@ def medians(calls):
     quick = {name: function for name, function in calls.items() if ms[name] < SLOW_MS}
     if quick:
         rounds = ROUNDS_MS / max(sum(ms[name] for name in quick), 1e-3)
-        ms.update(compare.interleaved_ms(quick, max(3, min(int(rounds), 15))))
+        ms.update(measuring.interleaved_ms(quick, max(3, min(int(rounds), 15))))
     return ms
 
 
@@ -156,7 +157,7 @@ def with_memory(make):
 
 
 def why(error):
-    return "out of memory" if isinstance(error, torch.OutOfMemoryError) else compare.reason(error)
+    return "out of memory" if isinstance(error, torch.OutOfMemoryError) else measuring.reason(error)
 
 
 # --- the tables of the appendix ---
@@ -313,7 +314,7 @@ def density_cases(runtime):
     inputs = tensors(*size)
     for density in (None, *DENSITIES):
         block_map = None if density is None else compare.scattered_map(SPARSE_LENGTH, density).to(DEVICE)
-        parts = "" if density is None else f":map{compare.BLOCK}x{compare.BLOCK}"
+        parts = "" if density is None else f":map{measuring.BLOCK}x{measuring.BLOCK}"
         problem = Ours(runtime, f"fp16:d{DIM}{parts}", *inputs, block_map)
         call = both(problem)
         call()
@@ -400,7 +401,7 @@ def counters(library, count):
         run = subprocess.run(command, capture_output=True, text=True, timeout=120)
         found = parse_counters(run.stdout)
     except (OSError, subprocess.SubprocessError, ValueError, KeyError) as error:
-        return [], compare.reason(error)
+        return [], measuring.reason(error)
     if len(found) == count:
         return found, ""
     text = run.stdout + run.stderr
@@ -454,7 +455,7 @@ def tables(runtime, report, lengths, deadline):
         if time.monotonic() > deadline:
             report.failure(f"not reached: {length} {variant}; give more --seconds")
             continue
-        compare.guarded(
+        measuring.guarded(
             report, f"{length} {variant}", table_point, runtime, report, *variant, length, expected[variant]
         )
 
@@ -491,7 +492,7 @@ def main():
         print("paper: PyTorch finds no GPU", file=sys.stderr)
         return 3
     torch.zeros(1, device=DEVICE)
-    compare.use_library(arguments.lib)
+    measuring.use_library(arguments.lib)
     runtime = abi.Runtime()
     if arguments.counted:
         run_counted(runtime)
@@ -499,7 +500,7 @@ def main():
     constants = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(),
-        "commit": arguments.commit or compare.commit_name(),
+        "commit": arguments.commit or measuring.commit_name(),
     }
     print(
         f"{constants['device']}, flashjit {constants['commit']}, PyTorch {torch.__version__}, cuDNN "
@@ -513,7 +514,7 @@ def main():
     drawn = Report(path("figure", "_figure"), list(constants) + FIGURE, constants)
     table = Report(path("tables", ""), list(constants) + TABLE, constants)
     if arguments.only != "tables":
-        compare.guarded(
+        measuring.guarded(
             drawn, "figure 2", figure, runtime, drawn, None if arguments.no_counters else arguments.lib
         )
     if arguments.only != "figure":

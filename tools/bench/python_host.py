@@ -27,8 +27,8 @@ import flashjit
 import flashjit.torch
 import torch
 import torch.nn.functional as F
-from compare import commit_name
 from flashjit import _plans
+from measuring import commit_name
 
 GOAL_US, GOAL_IMPORT_S, GOAL_DROP_IN_US = 15, 0.2, 5
 BURST = 10  # calls of a row, one after the other

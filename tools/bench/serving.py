@@ -16,7 +16,7 @@ import re
 import sys
 import typing
 
-import compare
+import measuring
 
 try:
     import torch
@@ -203,8 +203,8 @@ def microseconds(calls, rounds):
         try:
             graphs[name] = captured(functions)
         except Exception as error:
-            print(f"  {name} does not run: {compare.reason(error)}")
-    ms = compare.interleaved_ms({name: graph.replay for name, (graph, _) in graphs.items()}, rounds)
+            print(f"  {name} does not run: {measuring.reason(error)}")
+    ms = measuring.interleaved_ms({name: graph.replay for name, (graph, _) in graphs.items()}, rounds)
     return {name: 1e3 * ms[name] / graphs[name][1] for name in ms}
 
 
@@ -218,9 +218,9 @@ def run_problem(report, problem, flashjit, fa3, rounds, pages):
             out = functions[0]().float()
         except Exception as error:
             if name in ("fa3", "cudnn"):
-                print(f"  {name} does not run: {compare.reason(error)}")
+                print(f"  {name} does not run: {measuring.reason(error)}")
             else:
-                report.failure(f"{problem.label()}: {name}: {compare.reason(error)}")
+                report.failure(f"{problem.label()}: {name}: {measuring.reason(error)}")
             del calls[name]
             continue
         expected = out if expected is None else expected
@@ -402,14 +402,17 @@ def main():
     if not torch.cuda.is_available():
         print("serving: PyTorch finds no GPU", file=sys.stderr)
         return 3
-    compare.use_library(arguments.lib)
+    measuring.use_library(arguments.lib)
     import flashjit
 
     try:
         from fa3_fwd_interface import flash_attn_with_kvcache as fa3
     except ImportError:
         fa3 = None
-    constants = {"device": torch.cuda.get_device_name(), "commit": arguments.commit or compare.commit_name()}
+    constants = {
+        "device": torch.cuda.get_device_name(),
+        "commit": arguments.commit or measuring.commit_name(),
+    }
     columns = [
         *constants,
         "head_dim",
@@ -435,11 +438,11 @@ def main():
         "prefix_us",
         "plain_us",
     ]
-    report = compare.Report(arguments.csv, columns, constants)
+    report = measuring.Report(arguments.csv, columns, constants)
     with torch.no_grad():
         for problem in problems():
             if re.search(arguments.only, problem.label()):
-                compare.guarded(
+                measuring.guarded(
                     report, problem.label(), run_problem, report, problem, flashjit, fa3, 15, arguments.pages
                 )
         for name, run in (
@@ -448,7 +451,7 @@ def main():
             ("prefill and decode", run_mix),
         ):
             if re.search(arguments.only, name):
-                compare.guarded(report, name, run, report, flashjit, 15)
+                measuring.guarded(report, name, run, report, flashjit, 15)
     print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
     return 1 if report.failures else 0
 

@@ -11,7 +11,7 @@ Exit code: 0 if everything ran and was right, 1 if not, 3 without GPU or PyTorch
 import argparse
 import sys
 
-import compare
+import measuring
 import serving
 import torch
 
@@ -120,16 +120,16 @@ def main():
     if not torch.cuda.is_available():
         print("serving_masks: PyTorch finds no GPU", file=sys.stderr)
         return 3
-    compare.use_library(arguments.lib)
+    measuring.use_library(arguments.lib)
     import flashjit
 
-    constants = {"device": torch.cuda.get_device_name(), "commit": compare.commit_name()}
-    report = compare.Report(
+    constants = {"device": torch.cuda.get_device_name(), "commit": measuring.commit_name()}
+    report = measuring.Report(
         arguments.csv, [*constants, "problem", "mask", "us", "pairs", "of_causal"], constants
     )
     with torch.no_grad():
         for problem in problems():
-            compare.guarded(report, problem.label(), run_problem, report, problem, flashjit, 15)
+            measuring.guarded(report, problem.label(), run_problem, report, problem, flashjit, 15)
     print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
     return 1 if report.failures else 0
 

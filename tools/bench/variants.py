@@ -19,8 +19,8 @@ import datetime
 import sys
 import time
 
-import compare
-from compare import Ours, Report, abi, interleaved_ms, torch
+import measuring
+from measuring import Ours, Report, abi, interleaved_ms, torch
 
 try:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -252,16 +252,16 @@ def window_point(runtime, report, dim, rounds):
     window = next(case for case in cases(LENGTH) if case.name == "window")
     heads, short = HIDDEN // dim, WINDOW + TILE
     config = lambda br, bc, rest: f"sm90:br{br}:bc{bc}:{rest}"
-    tiles = {(pass_name, dim): config(*WINDOW_TILES[dim, pass_name]) for pass_name in compare.PASSES}
+    tiles = {(pass_name, dim): config(*WINDOW_TILES[dim, pass_name]) for pass_name in measuring.PASSES}
     problems = [
         ("window_tiles", window.parts, window.mask_mod, BATCH, LENGTH),
         ("short", "", None, BATCH * LENGTH // short, short),
     ]
     ours = {
-        name: Ours(runtime, f"bf16:d{dim}{parts}", *compare.tensors(batch, heads, length, dim), tiles=tiles)
+        name: Ours(runtime, f"bf16:d{dim}{parts}", *measuring.tensors(batch, heads, length, dim), tiles=tiles)
         for name, parts, _, batch, length in problems
     }
-    for pass_name in compare.PASSES:
+    for pass_name in measuring.PASSES:
         call = lambda problem: problem.forward if pass_name == "fwd" else problem.backward
         ms = interleaved_ms({name: call(problem) for name, problem in ours.items()}, rounds)
         for name, _, mask_mod, batch, length in problems:
@@ -322,7 +322,7 @@ class Flex:
 
 def point(runtime, report, case, batch, heads, length, dim, rounds):
     label = f"{case.name} d{dim} b{batch} h{heads} s{length}"
-    q, k, v, dout = compare.tensors(batch, heads, length, dim)
+    q, k, v, dout = measuring.tensors(batch, heads, length, dim)
     begin = time.monotonic()
     ours = Ours(runtime, f"bf16:d{dim}{case.parts}", q, k, v, dout, captures=case.captures)
     compile_ms = (time.monotonic() - begin) * 1e3
@@ -331,7 +331,7 @@ def point(runtime, report, case, batch, heads, length, dim, rounds):
     for problem in (ours, listed) if listed.lists else (ours,):
         problem.forward()
         problem.backward()
-        for text in compare.differences(problem.results(), flex.results()):
+        for text in measuring.differences(problem.results(), flex.results()):
             report.failure(f"{label}: {text}")
     pairs, tiles, partial = counts_of(case, batch, length)
     for pass_name, method in (("fwd", "forward"), ("bwd", "backward")):
@@ -391,12 +391,12 @@ def main():
         print("variants: PyTorch finds no GPU", file=sys.stderr)
         return 3
     torch.zeros(1, device="cuda")
-    compare.use_library(arguments.lib)
+    measuring.use_library(arguments.lib)
     runtime = abi.Runtime()
     constants = {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(),
-        "commit": arguments.commit or compare.commit_name(),
+        "commit": arguments.commit or measuring.commit_name(),
     }
     print(f"{constants['device']}, flashjit {constants['commit']}, PyTorch {torch.__version__}")
     report = Report(arguments.csv, list(constants) + COLUMNS, constants)
@@ -404,7 +404,7 @@ def main():
     for dim, some in todo:
         for case in some:
             if arguments.only in case.name:
-                compare.guarded(
+                measuring.guarded(
                     report,
                     f"{case.name} d{dim}",
                     point,
@@ -421,10 +421,10 @@ def main():
         "butterfly", ":mask{((q / 128 ^ kv / 128) & (q / 128 ^ kv / 128) - 1) == 0}", mask_mod=butterfly
     )
     if arguments.only in blocks.name:
-        compare.guarded(report, "butterfly", point, runtime, report, blocks, 1, 8, 65536, 64, 5)
+        measuring.guarded(report, "butterfly", point, runtime, report, blocks, 1, 8, 65536, 64, 5)
     for dim in (64, 128):  # last: these kernels are others', too, whose compile time counts
         if arguments.only in "window_tiles":
-            compare.guarded(report, f"window_tiles d{dim}", window_point, runtime, report, dim, 11)
+            measuring.guarded(report, f"window_tiles d{dim}", window_point, runtime, report, dim, 11)
     print("\n".join(tile_costs(report.rows)))
     print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
     return 1 if report.failures else 0

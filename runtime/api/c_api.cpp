@@ -10,7 +10,6 @@
 #include "api/read_struct.hpp"
 #include "flashjit/flashjit.h"
 #include "flashjit/flashjit.hpp"
-#include "flashjit/prepare_range.h"
 #include "flashjit/reference.hpp"
 #include "plan/spec_options.hpp"
 #include "support/refuse.hpp"
@@ -217,10 +216,11 @@ flashjit_status flashjit_prepare_range(flashjit_runtime* runtime, flashjit_pass 
                                        flashjit_range_progress progress, void* user, size_t* made,
                                        size_t* configurations, size_t* workspace_bytes) noexcept {
   return guarded([&] {
-    const flashjit::ShapeRange range{get(first), get(last), step ? get(step) : flashjit::AttentionShape{}};
+    const flashjit::ShapeRange range{attention_shape(first), attention_shape(last),
+                                     step ? attention_shape(step) : flashjit::AttentionShape{}};
     flashjit::RangeProgress tell;
     if (progress) tell = [&](size_t so_far, size_t all) { return progress(user, so_far, all) != 0; };
-    const flashjit::RangeReport report = get(runtime).prepare_range(get(spec, pass), range, tell);
+    const flashjit::RangeReport report = get(runtime).prepare_range(kernel_spec(spec, pass), range, tell);
     if (made) *made = report.kernels.size();
     if (configurations) *configurations = report.configurations;
     if (workspace_bytes) *workspace_bytes = report.workspace_bytes;

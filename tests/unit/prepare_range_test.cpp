@@ -1,6 +1,6 @@
 // prepare_range(): every configuration that shapes of a range choose. NVRTC and the driver are those of
 // tests/fake.
-#include "flashjit/prepare_range.h"
+#include "flashjit/flashjit.h"
 
 #include <gtest/gtest.h>
 

@@ -63,7 +63,7 @@ double least_ms(const std::vector<plan::Timing>& timings) {
   return least;
 }
 
-const Problem& require_work(const Problem& problem) {
+Problem require_work(Problem problem) {
   problem.spec.validate();
   problem.shape.validate();
   const auto& [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = problem.shape;

@@ -300,7 +300,8 @@ class Folder {
     }
     if (tree->op == Op::read) return changed ? read(tree->declaration, args).pointer() : tree;
     if (const Folded folded = fold_once(tree->op, args)) return folded->pointer();
-    return changed ? apply(tree->op, std::move(args)).pointer() : tree;
+    if (!changed) return tree;
+    return apply(tree->op, std::move(args)).pointer();
   }
 
   std::unordered_map<const Node*, NodePtr> known_;  // subtrees may be shared

@@ -146,7 +146,7 @@ std::vector<TileConfig> preferences_to_192(const AnalysedSpec& spec) {
 int largest_row_pitch(const AnalysedSpec& spec) {
   if (!spec.decodes_kv()) return 0;
   const auto pitch = [&](const KvFormat& format, int dim) {
-    if (!format.quantized()) return sm90::row_pitch(dim * static_cast<int>(size_of(spec.dtype)), 16);
+    if (!format.quantized()) return sm90::row_pitch(dim * size_of(spec.dtype), 16);
     const KvRow row = format.row(dim);
     return sm90::row_pitch(row.bytes, row.alignment);
   };

@@ -26,8 +26,7 @@ std::string book_text(const KvFormat& format) {
 std::string struct_text(const char* name, const KvFormat& format, int dim, const KernelSpec& spec) {
   const DType dtype = spec.dtype;
   const bool quantized = format.quantized();
-  const KvRow row =
-      quantized ? format.row(dim) : KvRow{.block = 16, .bytes = dim * static_cast<int>(size_of(dtype))};
+  const KvRow row = quantized ? format.row(dim) : KvRow{.block = 16, .bytes = dim * size_of(dtype)};
   const std::string tail_type = quantized ? std::string(name_of(format.tail_type)) : to_string(dtype);
   const char* stored = quantized ? "unsigned char" : dtype == DType::fp32 ? "float" : "unsigned short";
   std::string text = fmt::format("  struct {} {{\n    using Stored = {};\n", name, stored);

@@ -274,19 +274,18 @@ void decode_row(const KvFormat& format, int dim, const std::uint8_t* row, double
   const unsigned mask = (1u << format.bits()) - 1;
   const bool in_row = format.scales != KvFormat::Scales::argument;
   for (int begin = 0, block = 0; begin < at.columns; begin += at.block, ++block) {
+    const std::ptrdiff_t step = std::ptrdiff_t{block} * at.scale_step;
     const double scale =
-        in_row ? decode_number(format.scale_type, row + at.scales + block * at.scale_step) * argument
-               : argument;
-    const double zero = format.zero == Zero::none
-                            ? 0
-                            : decode_number(format.scale_type, row + at.zeros + block * at.scale_step);
+        in_row ? decode_number(format.scale_type, row + at.scales + step) * argument : argument;
+    const double zero =
+        format.zero == Zero::none ? 0 : decode_number(format.scale_type, row + at.zeros + step);
     for (int i = 0; i < at.block; ++i) {
       const auto [byte, shift] = place_of(format, at.block, i);
       const double value = code_value(format, row[at.codes + block * at.block_step + byte] >> shift & mask);
       to[begin + i] = format.zero == Zero::added ? value * scale + zero * argument : (value - zero) * scale;
     }
   }
-  for (int i = 0; i < format.tail; ++i)
+  for (std::ptrdiff_t i = 0; i < format.tail; ++i)
     to[at.columns + i] = decode_number(format.tail_type, row + at.tail + i * 2);
 }
 
@@ -297,8 +296,8 @@ void encode_row(const KvFormat& format, int dim, const double* from, float argum
   std::memset(row, 0, static_cast<std::size_t>(at.tail));
   for (int begin = 0, block = 0; begin < at.columns; begin += at.block, ++block) {
     for (int i = 0; i < at.block; ++i) values[i] = static_cast<float>(from[begin + i]);
-    std::uint8_t *scale = row + at.scales + block * at.scale_step,
-                 *zero = row + at.zeros + block * at.scale_step;
+    const std::ptrdiff_t step = std::ptrdiff_t{block} * at.scale_step;
+    std::uint8_t *scale = row + at.scales + step, *zero = row + at.zeros + step;
     const Quantizer by = !in_row                     ? Quantizer{argument}
                          : format.zero == Zero::none ? symmetric(format, values, argument, scale)
                                                      : with_zero(format, values, argument, scale, zero);
@@ -310,7 +309,7 @@ void encode_row(const KvFormat& format, int dim, const double* from, float argum
           static_cast<std::uint8_t>(code_of(format, value) << shift);
     }
   }
-  for (int i = 0; i < format.tail; ++i)
+  for (std::ptrdiff_t i = 0; i < format.tail; ++i)
     encode_number(format.tail_type, static_cast<float>(from[at.columns + i]), row + at.tail + i * 2);
 }
 

@@ -188,7 +188,7 @@ reference::Problem random_problem(const KernelSpec& spec, const AttentionShape& 
     problem.state_out = normal_values(queries * spec.v_dim(), DType::fp32, random);
     problem.state_lse = normal_values(queries, DType::fp32, random);
     for (double& lse : problem.state_lse)  // of as many keys
-      lse = reference::round_to(DType::fp32, lse + std::log(shape.seqlen_kv + 1.0));
+      lse = reference::round_to(DType::fp32, lse + std::log(static_cast<double>(shape.seqlen_kv) + 1.0));
   }
   problem.captures = reference::plausible_captures(spec, shape, random());
   return problem;

@@ -15,6 +15,7 @@
 #include "plan/records.hpp"
 #include "support/file.hpp"
 #include "support/stderr.hpp"
+#include "support/text.hpp"
 #include "system.hpp"
 
 namespace flashjit::command {

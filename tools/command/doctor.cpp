@@ -9,6 +9,7 @@
 #include <set>
 
 #include "build.hpp"
+#include "cache/folders.hpp"
 #include "disassembler.hpp"
 #include "gpu.hpp"
 #include "support/environment.hpp"

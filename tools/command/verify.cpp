@@ -16,6 +16,7 @@
 #include "plan/plan.hpp"
 #include "support/file.hpp"
 #include "support/paths.hpp"
+#include "support/text.hpp"
 #include "tools/parts/everything.hpp"
 
 namespace flashjit::command {

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <cmath>
+
 #include "autotune/model.hpp"
 #include "plan/family.hpp"
 #include "plan/plan.hpp"
@@ -58,7 +60,7 @@ std::vector<Expectation> expectations_of(const DeviceInfo& device) {
 }
 
 std::string to_string(const Expectation& expectation) {
-  const auto percent = [](double share) { return static_cast<int>(100 * share + 0.5); };
+  const auto percent = [](double share) { return std::lround(100 * share); };
   std::string text = fmt::format("{}: forward by {}, at an estimated {}% of the peak, backward by {}, at {}%",
                                  to_string(expectation.dtype), to_string(expectation.forward),
                                  percent(expectation.forward_share), to_string(expectation.backward),

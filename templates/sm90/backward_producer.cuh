@@ -52,6 +52,19 @@ __device__ __forceinline__ void load_kv(const TensorMaps& maps, const BackwardSm
                                           Policy::first_column(P::kHeadDimV));
 }
 
+/// Loads the first Q and dO tiles with K and V, where nothing has to be read before.
+template <class P>
+__device__ __forceinline__ void load_first_tiles(const TensorMaps& maps, const BackwardSmem<P>& smem,
+                                                 const Sequence<P>& sequence, const StagedTile& tile,
+                                                 int kv_begin, int own, int h_kv, int batch, bool has_keys) {
+  using Policy = BackwardPolicy<P>;
+  const int q_row = sequence.q_row(tile.tile * P::kBr);
+  load_tile<P::kBr, Policy::kDim>(smem.q(0), maps.q, smem.q_full(0), q_row, tile.head, batch);
+  if (has_keys)
+    load_kv(maps, smem, smem.q_full(0), smem.dout_full(0), sequence.kv_row(kv_begin), own, h_kv, batch);
+  load_tile<P::kBr, Policy::kDimV>(smem.dout(0), maps.o, smem.dout_full(0), q_row, tile.head, batch);
+}
+
 /// Says that there are no Q tiles, where the first are being loaded.
 template <class P>
 __device__ __forceinline__ void leave_loaded_tile(const BackwardSmem<P>& smem) {
@@ -61,6 +74,14 @@ __device__ __forceinline__ void leave_loaded_tile(const BackwardSmem<P>& smem) {
   barrier_expect(smem.dout_full(0), Smem::kDoutBytes + Smem::kVBytes);
   smem.wait_q(0);
   smem.wait_dout(0);
+}
+
+/// Says that there are no more Q tiles, in the place of tile i.
+template <class P>
+__device__ __forceinline__ void end_q_tiles(const BackwardSmem<P>& smem, unsigned i) {
+  smem.wait_q_empty(i);
+  smem.q_tile(i).head = -1;
+  barrier_arrive(smem.q_full(i % P::kStages));
 }
 
 template <class P>
@@ -108,12 +129,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     bool ahead = n == 0 && Policy::kLoadsAhead;
     if constexpr (Policy::kLoadsAhead) {
       if (ahead) {
-        const int q_row = sequence.q_row(now.tile * P::kBr);
-        load_tile<P::kBr, Policy::kDim>(smem.q(0), maps.q, smem.q_full(0), q_row, now.head, batch);
-        if (has_keys)
-          load_kv(maps, smem, smem.q_full(0), smem.dout_full(0), sequence.kv_row(kv_begin), own, work.h_kv,
-                  batch);
-        load_tile<P::kBr, Policy::kDimV>(smem.dout(0), maps.o, smem.dout_full(0), q_row, now.head, batch);
+        load_first_tiles(maps, smem, sequence, now, kv_begin, own, work.h_kv, batch, has_keys);
         if (finds_row_stats<P>(p)) wait_row_stats(smem);
         if constexpr (P::kClaimsTiles) {
           if (claims) {
@@ -167,9 +183,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     }
     ++n;
   }
-  smem.wait_q_empty(i);
-  smem.q_tile(i).head = -1;  // there are no more
-  barrier_arrive(smem.q_full(i % P::kStages));
+  end_q_tiles(smem, i);
 }
 
 }  // namespace flashjit::sm90

@@ -103,6 +103,10 @@ struct IndicesView {
   const std::int32_t* data = nullptr;
   std::array<std::int64_t, 4> size{};    ///< sequences or 1, queries, KV heads, top-k
   std::array<std::int64_t, 4> stride{};  ///< in elements, the last 1; not read where the size is 1
+  /// How many first entries of a query's lists count, in device memory, [sequences or 1, queries] as above.
+  /// What is behind them is not read. A length below 0 counts as 0, one beyond top-k as top-k. Null: all.
+  const std::int32_t* topk_length = nullptr;
+  std::array<std::int64_t, 2> topk_length_stride{};  ///< in elements; 0 repeats a length
 
   static IndicesView contiguous(const std::int32_t* data, std::int64_t sequences, std::int64_t queries,
                                 std::int64_t heads_kv, std::int64_t top_k) {

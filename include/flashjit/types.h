@@ -121,6 +121,9 @@ typedef struct flashjit_indices {
   const int32_t* data; /**< null: there are none */
   int64_t size[4];
   int64_t stride[4]; /**< in elements, the last 1; not read where the size is 1 */
+  /** [sequences or 1, queries] on the device: how many first entries of a query's lists count; null: all. */
+  const int32_t* topk_length;
+  int64_t topk_length_stride[2]; /**< in elements; 0 repeats a length */
 } flashjit_indices;
 
 /** The element type of a captured tensor, if the caller states it. */

@@ -29,7 +29,8 @@ ScaleView view(const flashjit_scales& scales) {
 }
 
 IndicesView view(const flashjit_indices& indices) {
-  return {indices.data, std::to_array(indices.size), std::to_array(indices.stride)};
+  return {indices.data, std::to_array(indices.size), std::to_array(indices.stride), indices.topk_length,
+          std::to_array(indices.topk_length_stride)};
 }
 
 DropoutPlace view(const flashjit_dropout_place& place) {

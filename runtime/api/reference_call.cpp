@@ -58,6 +58,16 @@ std::vector<double> gather(DType dtype, const ConstTensorView& view) {
                 [&](std::int64_t offset) { return read_element(dtype, view.data, offset); });
 }
 
+/// Whether the entry of the lists at a place, counted in order, is before the end of its list.
+bool counts_in_list(const IndicesView& indices, std::int64_t place) {
+  if (!indices.topk_length) return true;
+  const auto [sequences, queries, heads, top_k] = indices.size;
+  const std::int64_t list = place / top_k / heads, q = list % queries, b = list / queries;
+  const auto& stride = indices.topk_length_stride;
+  return place % top_k <
+         indices.topk_length[(sequences > 1 ? b * stride[0] : 0) + (queries > 1 ? q * stride[1] : 0)];
+}
+
 struct NamedScales {
   const char* name;
   const ConstScaleView& view;
@@ -288,8 +298,8 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
     std::array<std::int64_t, 4> stride = indices.stride;
     for (std::size_t i = 0; i < stride.size(); ++i)
       if (indices.size[i] <= 1) stride[i] = 0;
-    for_each_element(indices.size, stride, [&](std::int64_t, std::int64_t offset) {
-      problem.indices.push_back(indices.data[offset]);
+    for_each_element(indices.size, stride, [&](std::int64_t place, std::int64_t offset) {
+      problem.indices.push_back(counts_in_list(indices, place) ? indices.data[offset] : -1);
     });
   }
   if (spec.sinks) problem.sinks.assign(args.sinks, args.sinks + problem.shape.heads_q);

@@ -317,6 +317,7 @@ std::vector<NamedPointer> pointers_with(const Args& args, std::initializer_list<
                                      {"cu_seqlens_kv", args.cu_seqlens_kv},
                                      {"sinks", args.sinks},
                                      {"indices", args.indices.data},
+                                     {"topk_length", args.indices.topk_length},
                                      {"rng_state", args.rng_state},
                                      {"workspace", args.workspace.data},
                                      {"lists", args.lists ? args.lists->data : nullptr}};

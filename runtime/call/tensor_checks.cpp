@@ -331,6 +331,7 @@ void check_key_lists(const AttentionSpec& spec, const AttentionShape& shape, std
   constexpr const char* kIndexDimensions[] = {"sequences", "queries", "heads", "top-k"};
   if (!spec.indices) {
     if (indices.data) refuse("indices is given, but the spec has none: set spec.indices.");
+    if (indices.topk_length) refuse("topk_length is given without indices, whose lengths it tells.");
     return;
   }
   const auto [sequences, queries, heads, top_k] = indices.size;
@@ -352,6 +353,12 @@ void check_key_lists(const AttentionSpec& spec, const AttentionShape& shape, std
              i == 3 ? "a list's entries lie one behind the other"
                     : "strides must be 0 or more and within 2^62 elements");
   }
+  check_pointer("topk_length", indices.topk_length, alignof(std::int32_t));
+  for (std::size_t i = 0; i < indices.topk_length_stride.size(); ++i)
+    if (const std::int64_t size = indices.size[i], stride = indices.topk_length_stride[i];
+        size > 1 && (stride < 0 || stride > kMaxOffset / size))
+      refuse("topk_length has stride {} in {}: strides must be 0 or more and within 2^62 elements.", stride,
+             kIndexDimensions[i]);
 }
 
 RowStrides row_strides(const RowStrides& given, const RowSizes& sizes) {
@@ -390,7 +397,15 @@ ScaleParam scale_param(const ConstScaleView& scales) {
 
 IndicesParam indices_param(const IndicesView& indices) {
   const auto stride = [&](int i) { return indices.size[i] > 1 ? indices.stride[i] : 0; };
-  return {indices.data, stride(0), stride(1), stride(2), static_cast<int>(indices.size[3])};
+  const auto length_stride = [&](int i) { return indices.size[i] > 1 ? indices.topk_length_stride[i] : 0; };
+  return {.keys = indices.data,
+          .stride_b = stride(0),
+          .stride_q = stride(1),
+          .stride_h = stride(2),
+          .count = static_cast<int>(indices.size[3]),
+          .topk_length = indices.topk_length,
+          .length_stride_b = length_stride(0),
+          .length_stride_q = length_stride(1)};
 }
 
 PageTableParam page_table_param(const PageTableView& table, const ConstTensorView& k) {

@@ -5,6 +5,16 @@
 
 namespace flashjit {
 
+/// How many entries of a query's list count.
+template <class P>
+__device__ __forceinline__ int length_of_list(const Params& p, const Sequence<P>& sequence, int q) {
+  const IndicesParam& lists = p.indices;
+  if (!lists.topk_length) return lists.count;
+  const int length =
+      lists.topk_length[sequence.batch() * lists.length_stride_b + sequence.q_row(q) * lists.length_stride_q];
+  return clamped(length, 0, lists.count);
+}
+
 /// The list of a query, whose entries are in the place of keys in order: tiles of keys are tiles of entries.
 template <class P>
 class IndexList {
@@ -12,7 +22,7 @@ class IndexList {
   int count;
 
   __device__ __forceinline__ IndexList(const Params& p, const Sequence<P>& sequence, int h_kv, int q)
-      : count(p.indices.count),
+      : count(length_of_list<P>(p, sequence, q)),
         p_(p),
         sequence_(sequence),
         h_kv_(h_kv),
@@ -51,10 +61,10 @@ class IndexList {
   const int* keys_;
 };
 
-/// KV tiles of any query's list.
+/// KV tiles of a query's list.
 template <class P>
-__device__ __forceinline__ int tiles_of_list(const Params& p) {
-  return (p.indices.count + P::kBc - 1) / P::kBc;
+__device__ __forceinline__ int tiles_of_list(const Params& p, const Sequence<P>& sequence, int q) {
+  return (length_of_list<P>(p, sequence, q) + P::kBc - 1) / P::kBc;
 }
 
 }  // namespace flashjit

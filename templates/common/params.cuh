@@ -82,6 +82,8 @@ struct IndicesParam {
   const int* keys;
   long long stride_b, stride_q, stride_h;
   int count;
+  const int* topk_length;  ///< [batch, queries], like keys: how many entries of a list count; null: all
+  long long length_stride_b, length_stride_q;
 };
 
 /// Where the call's rows, keys and heads are in the problem whose dropout mask they get: row i is at q +

@@ -28,7 +28,8 @@ struct KvTiles {
   __device__ KvTiles() {}
   __device__ KvTiles(const Params& p, const typename P::Head& head, int q_tile, Range q, int seqused_kv) {
     if constexpr (P::kIndices) {
-      count = q.begin < q.end && seqused_kv > 0 ? tiles_of_list<P>(p) : 0;
+      const bool has_work = q.begin < q.end && seqused_kv > 0;
+      count = has_work ? tiles_of_list<P>(p, Sequence<P>(p, head.b), q_tile) : 0;
     } else if constexpr (kLists<P>) {
       const long long row = list_at<P>(p, head.b, head.h, q_tiles<P>(p), q_tile);
       list = p.lists.entries + row * kv_tiles<P>(p);

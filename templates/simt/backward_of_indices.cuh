@@ -73,7 +73,8 @@ __device__ void backward_of_indices(const Params& p) {
   const auto k = rows.keys_of(p, p.k, p.k_scale, list), v = rows.keys_of(p, p.v, p.v_scale, list);
 
   Result<T, Problem::kHeadDim> dq = {};
-  for (int first = 0; first < p.indices.count; first += Problem::kBc) {
+  const int entries = length_of_list<Problem>(p, rows.sequence, rows.q);
+  for (int first = 0; first < entries; first += Problem::kBc) {
     rows.read_list(p, first, list);
     typename T::Scores s, dp;
     multiply_transposed<T, Problem::kHeadDim>(s, shared, q, 0, k, 0);

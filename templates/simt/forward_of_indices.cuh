@@ -48,7 +48,8 @@ __device__ void forward_of_indices(const Params& p) {
     state.max[i] = -infinity();
     state.sum[i] = 0.0f;
   }
-  for (int first = 0; first < p.indices.count; first += Problem::kBc) {
+  const int entries = length_of_list<Problem>(p, rows.sequence, rows.q);
+  for (int first = 0; first < entries; first += Problem::kBc) {
     rows.read_list(p, first, list);
     typename T::Scores s;
     multiply_transposed<T, Problem::kHeadDim>(s, shared, q, 0, k, 0);

@@ -134,7 +134,7 @@ __device__ void backward_of_indices(const Params& p) {
   if (heads == 0) return;
   const KvSource<P> k(p, p.k, sequence, h_kv), v(p, p.v, sequence, h_kv);
   const IndexList<P> list(p, sequence, h_kv, q);
-  const int count = sequence.seqused_kv(p) > 0 ? tiles_of_list<P>(p) : 0;
+  const int count = sequence.seqused_kv(p) > 0 ? tiles_of_list<P>(p, sequence, q) : 0;
   const auto load_k = [&](int i) {
     if (i < count) load_listed_tile<P, P::kHeadDim, kThreads>(smem.k(), k, list, p, b, i * P::kBc);
     P::Copies::commit();

@@ -76,7 +76,7 @@ __device__ __forceinline__ Range kv_tiles_of_row(const Params& p, int row) {
   const Range queries = tile_range(row % q_tiles, queries_per_tile<P>(p), sequence.seqlen_q(p));
   const int keys = sequence.seqused_kv(p);
   if (queries.begin >= queries.end || keys == 0) return {0, 0};
-  if constexpr (P::kIndices) return {0, tiles_of_list<P>(p)};
+  if constexpr (P::kIndices) return {0, tiles_of_list<P>(p, sequence, row % q_tiles)};
   Range bounds{0, keys};
   if constexpr (!P::kMaskUsesHead) bounds = P::kv_bounds(p, sequence.head(p, 0), queries);
   const int end = min(bounds.end, keys);

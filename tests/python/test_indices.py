@@ -74,6 +74,75 @@ def test_lists(heads, heads_kv, causal):
     assert torch.allclose(lse.double(), wanted_lse, atol=LIMIT)
 
 
+def left_out(indices, length):
+    """-1 behind the lengths, [sequences or 1, queries]."""
+    behind = torch.arange(indices.shape[3], device=DEVICE) >= length.reshape(-1, indices.shape[1], 1, 1)
+    return torch.where(behind, -1, indices)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("dimensions", [1, 2])
+def test_only_the_first_entries_count(shared, dimensions):
+    torch.manual_seed(8)
+    q, k, v = randn(2, 6, 5, 64), randn(2, 2, 50, 64), randn(2, 2, 50, 32)
+    indices = lists(1 if shared else 2, 5, 2, 20, keys=50)
+    length = torch.tensor([[0, 20, 7, -2, 99], [3, 1, 0, 16, 19]], dtype=torch.int32, device=DEVICE)
+    length = length[0] if dimensions == 1 else length[: len(indices)]
+    wanted = left_out(indices, length)
+    k, v = without_unnamed(k, wanted), without_unnamed(v, wanted)
+    out, lse = flashjit.attention(q, k, v, indices=(indices, length), return_lse=True)
+    right, right_lse = exact(q, k, v, wanted)
+    assert (out - right).abs().max() < LIMIT
+    assert torch.allclose(lse.double(), right_lse, atol=LIMIT)
+    assert (lse[:, :, 0] == -math.inf).sum() == (12 if dimensions == 1 or shared else 6)
+
+
+def test_lengths_of_lists_with_gradients_and_compiled():
+    torch.manual_seed(9)
+    q, k = randn(2, 4, 3, 64).requires_grad_(), randn(2, 1, 30, 64).requires_grad_()
+    indices = lists(2, 3, 1, 12, keys=30)
+    length = torch.tensor([[0, 5, 12], [3, 12, 1]], dtype=torch.int32, device=DEVICE)
+
+    def attend(q, k, given):
+        return flashjit.attention(q, k, k, indices=given)
+
+    wanted = attend(q, k, left_out(indices, length))
+    dout = torch.randn_like(wanted)
+    right = torch.autograd.grad(wanted, (q, k), dout)
+    for call in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        out = call(q, k, (indices, length))
+        assert (out - wanted).abs().max() < LIMIT
+        for got, expected in zip(torch.autograd.grad(out, (q, k), dout), right):
+            assert (got - expected).abs().max() < LIMIT * max(1, expected.abs().max())
+
+
+def test_lengths_of_packed_lists():
+    torch.manual_seed(10)
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32, device=DEVICE)
+    q, k = randn(1, 4, 5, 64), randn(1, 1, 40, 64)
+    keys = torch.tensor([0, 20, 40], dtype=torch.int32, device=DEVICE)
+    indices = lists(1, 5, 1, 16, keys=20)
+    length = torch.tensor([4, 16, 0, 9, 1], dtype=torch.int32, device=DEVICE)
+
+    def attend(given):
+        packed = {"cu_seqlens_q": offsets, "cu_seqlens_kv": keys, "max_seqlen_q": 3, "max_seqlen_kv": 20}
+        return flashjit.attention(q, k, k, indices=given, **packed)
+
+    assert (attend((indices, length)) - attend(left_out(indices, length))).abs().max() < LIMIT
+
+
+def test_other_lengths_are_refused():
+    q, k = randn(2, 4, 3, 64), randn(2, 1, 30, 64)
+    indices = lists(2, 3, 1, 12, keys=30)
+    for length in (torch.ones(2, 3), torch.ones(2, dtype=torch.int32), torch.ones(3, 2, dtype=torch.int32)):
+        with pytest.raises(
+            flashjit.InvalidArgument, match=r"topk_length is .* it must be int32 \[3\], \[1, 3\]"
+        ):
+            flashjit.attention(q, k, k, indices=(indices, length.to(DEVICE)))
+    with pytest.raises(flashjit.Error, match="topk_length"):
+        flashjit.attention(q, k, k, indices=(indices, [1, 2, 3]))
+
+
 def test_an_entry_that_is_there_twice_counts_twice():
     torch.manual_seed(1)
     q, k, v = randn(1, 2, 1, 64), randn(1, 1, 9, 64), randn(1, 1, 9, 64)
@@ -154,6 +223,7 @@ def test_the_operators_are_sound():
         k,
         *[None] * 5,
         indices,
+        torch.tensor([2, 0, 8], dtype=torch.int32, device=DEVICE),
         *[None] * 9,
         [],
         [],
@@ -168,7 +238,8 @@ def test_the_operators_are_sound():
     )
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
     assert (
-        torch.ops.flashjit.attention_forward(*arguments)[0] - flashjit.attention(q, k, k, indices=indices)
+        torch.ops.flashjit.attention_forward(*arguments)[0]
+        - flashjit.attention(q, k, k, indices=(indices, arguments[9]))
     ).abs().max() < LIMIT
 
 

@@ -122,7 +122,7 @@ def test_what_kernels_cannot_read_is_copied(through, what, how):
             None,
             None,
             sinks,
-            *[None] * 10,
+            *[None] * 11,
             [],
             [],
             [],
@@ -215,7 +215,7 @@ def test_lse_has_gradients(through):
             None,
             None,
             sinks,
-            *[None] * 10,
+            *[None] * 11,
             [],
             [],
             [],
@@ -976,12 +976,12 @@ def test_compiled_code_refuses_lists_that_do_not_belong():
 def test_the_operators_are_sound_with_lists():
     q, k, v = tensors()
     lists = TileLists(q, k, v, causal=True)
-    arguments = (q, k, v, *[None] * 13, *lists.memory, [], [], [], ":causal", None, 0.0, 0, 0, False, "")
+    arguments = (q, k, v, *[None] * 14, *lists.memory, [], [], [], ":causal", None, 0.0, 0, 0, False, "")
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
     with pytest.raises(flashjit.InvalidArgument, match="lists were built for"):
-        torch.ops.flashjit.attention_forward(*arguments[:21], "", *arguments[22:])
+        torch.ops.flashjit.attention_forward(*arguments[:22], "", *arguments[23:])
     copied = [memory.clone() for memory in lists.memory]  # of which nothing is known: made in the call
-    out = torch.ops.flashjit.attention_forward(*arguments[:16], *copied, *arguments[18:])[0]
+    out = torch.ops.flashjit.attention_forward(*arguments[:17], *copied, *arguments[19:])[0]
     torch.testing.assert_close(
         torch.autograd.grad(out.square().sum(), (q, k, v)),
         torch.autograd.grad(torch.ops.flashjit.attention_forward(*arguments)[0].square().sum(), (q, k, v)),
@@ -1387,7 +1387,7 @@ def test_dynamic_shapes():
 
 def test_operators_are_sound():
     q, k, v = tensors()
-    arguments = (q, k, v, *[None] * 15, [], [], [], ":causal", None, 0.0, 0, 0, False, "")
+    arguments = (q, k, v, *[None] * 16, [], [], [], ":causal", None, 0.0, 0, 0, False, "")
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
 
 
@@ -1406,7 +1406,7 @@ def test_fake_kernels_agree_with_the_real_ones():
 def test_second_derivative_of_compiled_code_is_refused():
     q, k, v = tensors()
     out = torch.ops.flashjit.attention_forward(
-        q, k, v, *[None] * 15, [], [], [], "", None, 0.0, 0, 0, False, ""
+        q, k, v, *[None] * 16, [], [], [], "", None, 0.0, 0, 0, False, ""
     )[0]
     grad = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
     with pytest.raises(flashjit.Unsupported, match="no second derivative"):

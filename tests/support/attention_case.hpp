@@ -254,6 +254,29 @@ inline AttentionCase with_one_meaning(AttentionCase test) {
   return test;
 }
 
+/// How many first entries of each query's lists count, none, all, and numbers outside of both among them;
+/// empty: all, by turns.
+inline std::vector<std::int32_t> topk_lengths(const AttentionCase& test, std::int64_t queries) {
+  if (test.seed % 3 == 0) return {};
+  std::mt19937 random(test.seed);
+  std::uniform_int_distribution<std::int32_t> length(-3, static_cast<std::int32_t>(test.top_k) + 3);
+  std::vector<std::int32_t> lengths(static_cast<std::size_t>(queries));
+  for (std::int32_t& one : lengths) one = length(random);
+  return lengths;
+}
+
+/// Puts a key behind the lengths of lists of top_k entries.
+inline std::vector<std::int32_t> with_key_behind(std::vector<std::int32_t> lists,
+                                                 const std::vector<std::int32_t>& lengths, std::int64_t top_k,
+                                                 std::int32_t key) {
+  if (lengths.empty() || lists.empty()) return lists;
+  const std::int64_t of_query = std::ssize(lists) / std::ssize(lengths);
+  for (std::int64_t i = 0; i < std::ssize(lists); ++i)
+    if (i % top_k >= lengths[static_cast<std::size_t>(i / of_query)])
+      lists[static_cast<std::size_t>(i)] = key;
+  return lists;
+}
+
 /// Lists for all queries: of their own for each sequence, or by turns the same for all. NaN in the rows of K
 /// and V that no list names.
 inline void add_indices(reference::Problem& problem, const AttentionCase& test) {
@@ -262,7 +285,9 @@ inline void add_indices(reference::Problem& problem, const AttentionCase& test) 
   problem.index_batch = spec.varlen || test.seed % 2 == 1 ? 1 : batch;
   const std::int64_t queries =
       spec.varlen ? std::ssize(problem.q) / (heads_q * spec.head_dim) : problem.index_batch * seqlen_q;
-  problem.indices = reference::random_indices(queries * heads_kv, test.top_k, seqlen_kv, test.seed);
+  problem.indices =
+      with_key_behind(reference::random_indices(queries * heads_kv, test.top_k, seqlen_kv, test.seed),
+                      topk_lengths(test, queries), test.top_k, -1);
   if (spec.varlen) return;  // where a row may be named by what another sequence's lists say
   std::vector<bool> named(static_cast<std::size_t>(batch * heads_kv * seqlen_kv));
   for (std::int64_t b = 0; b < batch; ++b)
@@ -420,7 +445,9 @@ class AttentionRun {
         dsinks_(device_bytes(sinks_.bytes())),
         dlse_(to_device(DType::fp32, in_memory(problem_.dlse))),
         rng_state_(to_device(std::vector{problem_.seed, problem_.offset})),
-        indices_(to_device(problem_.indices)),
+        topk_length_(to_device(topk_lengths(test, queries_of_lists()))),
+        indices_(to_device(with_key_behind(  // a kernel that reads on finds keys there
+            problem_.indices, topk_lengths(test, queries_of_lists()), test.top_k, 0))),
         captures_(gpu().driver(), with_pass(test.spec, Pass::backward), problem_.captures) {
     if (test.spec.partial.running_state) {
       state_ = make_tensor(test.layout, DType::fp32, out_size());
@@ -526,6 +553,10 @@ class AttentionRun {
     }
     return {{{b, hq, sq, d}, {b, hkv, skv, d}, {b, hkv, skv, dv}}};
   }
+  /// Which have lists of their own.
+  std::int64_t queries_of_lists() const {
+    return test_.spec.indices ? problem_.index_batch * sizes()[0][2] : 0;
+  }
   Size out_size() const {
     const auto [b, hq, sq, d] = sizes()[0];
     return {b, hq, sq, test_.spec.v_dim()};
@@ -616,11 +647,12 @@ class AttentionRun {
     if (test_.built_lists) args.lists = &lent.lists;
     args.sinks = static_cast<const float*>(sinks_.data());
     if (test_.spec.indices) {
-      const std::int64_t queries = sizes()[0][2],
-                         lists = problem_.index_batch * queries * test_.shape.heads_kv;
+      const std::int64_t queries = sizes()[0][2], lists = queries_of_lists() * test_.shape.heads_kv;
       args.indices = IndicesView::contiguous(static_cast<const std::int32_t*>(indices_.data()),
                                              problem_.index_batch, queries, test_.shape.heads_kv,
                                              lists == 0 ? 0 : std::ssize(problem_.indices) / lists);
+      args.indices.topk_length = static_cast<const std::int32_t*>(topk_length_.data());
+      args.indices.topk_length_stride = {queries, 1};
     }
     if (!test_.spec.varlen) return;
     args.batch_size = test_.shape.batch;
@@ -781,7 +813,7 @@ class AttentionRun {
   Tensor out_, dout_, state_;  ///< state_: with running_state
   GuardedMemory lse_, row_max_;
   device::DeviceBuffer kv_lengths_, block_map_, cu_seqlens_q_, cu_seqlens_kv_, sinks_, dsinks_, dlse_,
-      rng_state_, indices_, state_lse_;
+      rng_state_, topk_length_, indices_, state_lse_;
   DeviceCaptures captures_;
   StridedCaptures strided_;
   Stream stream_ = nullptr;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "call/arguments.hpp"
+#include "flashjit/reference.hpp"
 #include "plan/plan.hpp"
 #include "reference/reference.hpp"
 #include "tests/support/refused_call.hpp"
@@ -69,6 +70,20 @@ TEST(Indices, WrongArgumentsAreRefused) {
   expect_says(refusal([](auto&, auto& args) { args.indices.data = address<std::int32_t>(0x500002); }),
               {"indices is at 0x500002", "4 bytes"});
   expect_says(refusal([](auto& spec, auto&) { spec.dropout = true; }), {"indices", "dropout"});
+  const auto of_lengths = [](std::uintptr_t at, std::int64_t stride) {
+    return refusal([&](auto&, auto& args) {
+      args.indices.topk_length = address<std::int32_t>(at);
+      args.indices.topk_length_stride = {5, stride};
+    });
+  };
+  for (const std::int64_t stride : {0, 1, 7}) EXPECT_EQ(of_lengths(0x600000, stride), "accepted");
+  expect_says(of_lengths(0x600000, -1), {"topk_length has stride -1 in queries"});
+  expect_says(of_lengths(0x600001, 1), {"topk_length is at 0x600001", "4 bytes"});
+  expect_says(refusal([](auto& spec, auto& args) {
+                spec.indices = false, args.indices = {};
+                args.indices.topk_length = address<std::int32_t>(0x600000);
+              }),
+              {"topk_length is given without indices"});
   expect_says(refusal([](auto& spec, auto&) { spec.block_map = {64, 64}; }), {"indices", "block_map"});
   expect_says(refusal([](auto& spec, auto&) { spec.pass = Pass::backward, spec.deterministic = true; }),
               {"indices", "deterministic"});
@@ -94,6 +109,30 @@ TEST(Indices, AKeyThatIsNamedTwiceCountsTwice) {
   const reference::Forward result = reference::forward(numbered_keys({4, 1, -1, 4, 6, 1000000}));
   EXPECT_NEAR(result.out[0], (5.0 * 5 + 5 * 5 + 2 * 2) / 12, 1e-12);
   EXPECT_NEAR(result.lse[1], std::log(12), 1e-12);
+}
+
+TEST(Indices, OnlyTheFirstEntriesOfAListCount) {
+  constexpr int kQueries = 4, kTopK = 3, kDim = 8;
+  const std::vector<float> ones(kQueries * kDim, 1), k(5 * kDim);
+  std::vector<float> v(5 * kDim), out(kQueries * kDim, -1), lse(kQueries);
+  for (int i = 0; i < 5 * kDim; ++i) v[i] = static_cast<float>(1 << i / kDim);
+  const std::vector<std::int32_t> lists = {0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1, 2}, lengths = {2, 0, -4, 9};
+  ForwardArgs args{.q = ConstTensorView::bhsd(ones.data(), 1, 1, kQueries, kDim),
+                   .k = ConstTensorView::bhsd(k.data(), 1, 1, 5, kDim),
+                   .v = ConstTensorView::bhsd(v.data(), 1, 1, 5, kDim),
+                   .out = TensorView::bhsd(out.data(), 1, 1, kQueries, kDim),
+                   .lse = lse.data(),
+                   .indices = IndicesView::contiguous(lists.data(), 1, kQueries, 1, kTopK)};
+  args.indices.topk_length = lengths.data();
+  args.indices.topk_length_stride = {0, 1};
+  reference_forward(parse_spec("fp32:d8:indices"), args);
+  const float found[] = {out[0], out[kDim], out[2 * kDim], out[3 * kDim]};
+  EXPECT_FLOAT_EQ(found[0], 1.5f);
+  EXPECT_EQ(found[1], 0);
+  EXPECT_EQ(found[2], 0);
+  EXPECT_FLOAT_EQ(found[3], 7.0f / 3);
+  EXPECT_EQ(lse[1], -std::numeric_limits<float>::infinity());
+  EXPECT_FLOAT_EQ(lse[3], std::log(3.0f));
 }
 
 TEST(Indices, WhatNoListNamesMayBeNaN) {

@@ -60,7 +60,7 @@ def attention(
     q_scale: Tensor | None = None,
     k_format: KvFormat | str | None = None,
     v_format: KvFormat | str | None = None,
-    indices: Tensor | None = None,
+    indices: Tensor | tuple[Tensor, Tensor] | None = None,
     prefix_length: Tensor | None = None,
     state: tuple[Tensor, Tensor] | None = None,
     deterministic: bool | None = None,
@@ -124,8 +124,8 @@ def attention(
     indices: int32 [batch or 1, seqlen_q, heads_kv, top-k]: sparse tokens. A query of the heads that share a head of k attends to
         the keys that its list names, and to no others: the n-th row of k, with cu_seqlens of its sequence's (indices is then [1,
         all rows of q, heads_kv, top-k]), with page_table of the pages' in order. Each entry is a key of its own, also where two are
-        equal; -1, and what is no key of the sequence, is none. causal and mask_mod still apply. Not with
-        block_mask, dropout_p, q of 8 bits and deterministic gradients.
+        equal; -1, and no key of the sequence, is none. Or (indices, topk_length), with int32 [batch or 1, seqlen_q] or [seqlen_q]: so
+        many first entries count. causal and mask_mod apply. Not with block_mask, dropout_p, q of 8 bits, deterministic gradients.
     prefix_length: int32 [1], with page_table and cu_seqlens_q: how many first keys each sequence has in common with the first
         one; each has at least so many besides those of its queries. 0: none. It changes no results: where possible, these keys are
         read once for all sequences. A wrong number is refused on the CPU; on a GPU it is not checked, and results are wrong.

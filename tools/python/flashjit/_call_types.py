@@ -19,6 +19,7 @@ class Fixed(NamedTuple):
     cu_seqlens_kv: Any = None
     sinks: Any = None
     indices: Any = None
+    topk_length: Any = None  # how many first entries of indices count
     # Of the forward pass alone: a cache's, and in four dimensions those of K, V and Q of 8 bits.
     page_table: Any = None
     prefix_length: Any = None

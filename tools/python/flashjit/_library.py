@@ -75,7 +75,13 @@ class Scales(ctypes.Structure):
 
 
 class Indices(ctypes.Structure):
-    _fields_ = [("data", _pointer), ("size", _i64 * 4), ("stride", _i64 * 4)]
+    _fields_ = [
+        ("data", _pointer),
+        ("size", _i64 * 4),
+        ("stride", _i64 * 4),
+        ("topk_length", _pointer),
+        ("topk_length_stride", _i64 * 2),
+    ]
 
 
 class DropoutPlace(ctypes.Structure):

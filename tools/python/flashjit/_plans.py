@@ -28,7 +28,15 @@ from ._call_types import (
 )
 from ._launch import bind_context, launch
 from ._library import BackwardArgs, Capture, ForwardArgs, Handle, ListArgs, runtime
-from ._structs import Lent, page_table_struct, scales_struct, tensor_struct, words_at, words_lent
+from ._structs import (
+    Lent,
+    indices_struct,
+    page_table_struct,
+    scales_struct,
+    tensor_struct,
+    words_at,
+    words_lent,
+)
 from ._tensor_checks import check_tensors, spec_of
 from ._tensors import (
     ELEMENTS,
@@ -211,11 +219,7 @@ class Plan:
         if fixed.block_map is not None:
             common["block_map"] = _library.BlockMap(None, (ctypes.c_int64 * 4)(*fixed.block_map.shape))
         if fixed.indices is not None:
-            common["indices"] = _library.Indices(
-                None,
-                (ctypes.c_int64 * 4)(*fixed.indices.shape),
-                (ctypes.c_int64 * 4)(*fixed.indices.stride()),
-            )
+            common["indices"] = indices_struct(fixed.indices, fixed.topk_length)
         tensors = {name: tensor_struct(t.shape, t.stride()) for name, t in (("q", q), ("k", k), ("v", v))}
         tensors["out"] = tensor_struct(self.out_size, self.out_stride)
         table = fixed.page_table

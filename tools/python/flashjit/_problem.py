@@ -123,12 +123,14 @@ def read_problem(
             else program_of
         )(score_mod, mask_mod, captures)
         values = (*program.tensors, *program.scalars)
+    indices, topk_length = indices if isinstance(indices, tuple) and len(indices) == 2 else (indices, None)
     varlen = cu_seqlens_q is not None or cu_seqlens_kv is not None
     if varlen or block is not None or sinks is not None or kv_lengths is not None or indices is not None:
         for name, value in (
             ("sinks", sinks),
             ("kv_lengths", kv_lengths),
             ("indices", indices),
+            ("topk_length", topk_length),
             ("page_table", page_table),
             ("prefix_length", prefix_length),
             ("page_table's indptr", page_starts),
@@ -143,6 +145,7 @@ def read_problem(
             cu_seqlens_kv,
             sinks,
             indices,
+            topk_length,
             page_table,
             prefix_length,
             page_starts,

@@ -29,9 +29,14 @@ def words_at(structure: type[ctypes.Structure], *members: str) -> tuple[int, ...
 
 def words_lent(structure: type[ctypes.Structure], fixed: Sequence[str]) -> Lent:
     names = ("workspace", "lists", "seed", "rng_state", "dropout_place")
-    words = {name: _library.word(structure, name) for name in fixed if name != "page_starts"}
-    if "page_starts" in fixed:
-        words["page_starts"] = words["page_table"] + _library.word(_library.PageTable, "starts")
+    members = {
+        "page_starts": ("page_table", _library.PageTable, "starts"),
+        "topk_length": ("indices", _library.Indices, "topk_length"),
+    }
+    words = {name: _library.word(structure, name) for name in fixed if name not in members}
+    for name, (outer, inner, member) in members.items():
+        if name in fixed:
+            words[name] = words[outer] + _library.word(inner, member)
     return Lent(**dict(zip(names, words_at(structure, *names))), fixed=tuple(words[name] for name in fixed))
 
 
@@ -44,6 +49,18 @@ def scales_struct(scale: Tensor | None) -> _library.Scales:
     if scale is None:
         return _library.Scales()
     return _library.Scales(None, (ctypes.c_int64 * 4)(*scale.shape), (ctypes.c_int64 * 4)(*scale.stride()))
+
+
+def indices_struct(indices: Tensor, topk_length: Any) -> _library.Indices:
+    """topk_length: contiguous, or None; of one dimension, or of one row, all sequences have the same."""
+    shared = topk_length is None or topk_length.dim() == 1 or topk_length.shape[0] == 1
+    return _library.Indices(
+        None,
+        (ctypes.c_int64 * 4)(*indices.shape),
+        (ctypes.c_int64 * 4)(*indices.stride()),
+        None,
+        (ctypes.c_int64 * 2)(0 if shared else topk_length.shape[1], 1),
+    )
 
 
 def page_table_struct(fixed: Any) -> _library.PageTable:

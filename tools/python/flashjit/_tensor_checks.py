@@ -139,6 +139,13 @@ def _check_fixed(q: Tensor, k: Tensor, fixed: Fixed, problem: Problem) -> None:
                 "a list of keys for each query and head of k."
             )
         check_memory("indices", indices)
+        length = fixed.topk_length
+        allowed = ([lists[1]], [1, lists[1]], list(indices.shape[:2]))
+        if length is not None and (length.dtype != torch.int32 or list(length.shape) not in allowed):
+            raise InvalidArgument(
+                f"topk_length is {describe(length)}: it must be int32 {allowed[0]}, {allowed[1]} or {allowed[2]}, how many "
+                "entries of each query's lists count."
+            )
     check_page_table("k", k, fixed.page_table, fixed.page_starts, batch)
 
 

@@ -112,6 +112,8 @@ pub struct flashjit_indices {
     pub data: *const i32,
     pub size: [i64; 4],
     pub stride: [i64; 4],
+    pub topk_length: *const i32,
+    pub topk_length_stride: [i64; 2],
 }
 
 #[repr(C)]

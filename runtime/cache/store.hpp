@@ -23,9 +23,9 @@
 
 namespace flashjit::cache {
 
-/// Digest of everything that can change machine code or launch: source text, headers, entries (threads,
-/// shared memory), options, architecture, the parameter struct's version. 32 hexadecimal digits. The compiler
-/// is no part of it, so that a pack can be searched where no compiler is.
+/// Digest of everything that can change machine code or launch: source text, headers, spec, configuration,
+/// entries (threads, shared memory), options, architecture. 32 hexadecimal digits. The compiler is no part of
+/// it, so that a pack can be searched where no compiler is.
 std::string source_digest(const KernelSource& source, const std::vector<std::string>& options);
 
 /// "<source digest>-<compiler tag>": the name of an entry's folder.

@@ -49,7 +49,7 @@ inline bool fits_long_tile(const AnalysedSpec& spec) {
 /// Q tiles that a CTA of the forward pass computes at a time.
 int q_tiles_per_cta(const AnalysedSpec& spec, const TileConfig& c);
 
-/// Shared memory of the forward pass, as ForwardSmem in templates/sm90/forward_smem.cuh has it.
+/// Shared memory of the forward pass, as ForwardStorage in templates/sm90/forward_smem.cuh has it.
 sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c);
 /// Of the backward pass, as BackwardSmem in templates/sm90/backward_smem.cuh has it.
 sm90::BackwardLayout backward_layout(const AnalysedSpec& spec, const TileConfig& c);

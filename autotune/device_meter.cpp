@@ -305,7 +305,7 @@ class Inputs {
     args.k = rows_of_kv(set.k, of_k);
     args.v = spec.kv.shared_kv ? args.k.first_columns(of_v) : rows_of_kv(set.v, of_v);
     args.out = rows_of_q(set.out, spec.v_dim());
-    args.lse = static_cast<float*>(set.lse.data());
+    if (!spec.score.is_weight()) args.lse = static_cast<float*>(set.lse.data());
     args.kv_lengths = static_cast<const std::int32_t*>(kv_lengths_.data());
     if (spec.has_block_map()) {
       args.block_map = {static_cast<const std::uint8_t*>(map_blocks_.data()),

@@ -38,7 +38,7 @@ class FLASHJIT_API MaskProgram {
 /// How softmax_scale * (Q K^T) changes before the softmax, as canonical text.
 ///
 /// A float expression (an int becomes float): "50.0 * tanh(score / 50.0)". The empty program is the identity;
-/// "score" and blank text are the same.
+/// "score" and blank text are the same. Or, made by weights(), the weights themselves.
 class FLASHJIT_API ScoreProgram {
  public:
   ScoreProgram() = default;
@@ -51,12 +51,26 @@ class FLASHJIT_API ScoreProgram {
   bool empty() const { return text_.empty(); }
   /// Null when empty.
   const expr::NodePtr& tree() const { return tree_; }
-  friend bool operator==(const ScoreProgram& a, const ScoreProgram& b) { return a.text_ == b.text_; }
+  /// Whether its value is the weight of a pair, without a softmax.
+  bool is_weight() const { return is_weight_; }
+  friend bool operator==(const ScoreProgram& a, const ScoreProgram& b) {
+    return a.text_ == b.text_ && a.is_weight_ == b.is_weight_;
+  }
+  /// The program with its value as the weight of a pair, P, in place of the softmax: sigmoid or ReLU
+  /// attention, SiLU / n of HSTU. Pairs that a mask leaves out weigh 0. There is no LSE, and the backward
+  /// pass reads neither O nor LSE. Not for dropout, sinks, row_max, indices, q_codes, batch_invariant and
+  /// running_state, nor for an empty program.
+  friend ScoreProgram weights(ScoreProgram program) {
+    program.is_weight_ = true;
+    return program;
+  }
 
  private:
   std::string text_;
   expr::NodePtr tree_;
+  bool is_weight_ = false;
 };
+ScoreProgram weights(ScoreProgram program);
 
 /// Where the diagonal of a causal mask ends when seqlen_q and seqlen_kv differ.
 enum class CausalAlignment : std::uint8_t {

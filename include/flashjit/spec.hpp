@@ -96,6 +96,7 @@ struct StoredKvRow {
 /// is an argument of the call.
 ///
 /// O = dropout(softmax(mask(score(softmax_scale * Q K^T)))) V, row by row.
+/// With a score of weights() there is no softmax: O = where(mask, score(softmax_scale * Q K^T), 0) V.
 /// With sinks, the softmax of a row has one more logit, its head's, without a value. LSE includes it, and a
 /// row that attends to nothing has O = 0 and LSE = its sink. As text, to which a KernelSpec adds its pass:
 /// "bf16:d64x32:causal:dropout:kvlen:map128x64:det", "bf16:d64:causal:varlen:pages16:sinks",

@@ -64,6 +64,11 @@ struct SharedAttention::Impl {
   }
   void check_spec() const {
     s.spec.validate();
+    if (s.spec.score.is_weight())
+      refuse(
+          "the spec of a shared sequence has weight_mod: parts of a row are joined by their LSE, which "
+          "weights "
+          "have not; give a score program, or call attention on one GPU.");
     const AttentionSpec allowed{.dtype = s.spec.dtype,
                                 .head_dim = s.spec.head_dim,
                                 .head_dim_v = s.spec.v_dim(),

@@ -346,8 +346,10 @@ void reference_forward(const AttentionSpec& spec, const ForwardArgs& args) {
 void reference_backward(const AttentionSpec& spec, const BackwardArgs& args) {
   reference::Problem problem = problem_of(spec, args, Pass::backward);
   problem.dout = gather(spec.dtype, args.dout);
-  problem.out = gather(spec.dtype, args.out);
-  problem.lse = gather_rows(args, args.lse);
+  if (!spec.score.is_weight()) {
+    problem.out = gather(spec.dtype, args.out);
+    problem.lse = gather_rows(args, args.lse);
+  }
   if (args.dlse) problem.dlse = gather_rows(args, args.dlse);
   const reference::Backward result = reference::backward(problem);
   const auto store = [&](std::vector<double> grad, const TensorView& to,

@@ -260,8 +260,9 @@ void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expect
         "the spec has shared_kv, but v is not k's memory with k's strides: give v a view of k's first {} "
         "columns.",
         spec.v_dim());
-  check_tensor("out", args.out, sizes.out, out_size, kForward ? Access::write : Access::read);
   check_type("q", args.q, spec.q_type());
+  if (!kForward && spec.score.is_weight() && !args.out.data) return;  // dS has no D
+  check_tensor("out", args.out, sizes.out, out_size, kForward ? Access::write : Access::read);
   check_type("out", args.out, kForward ? spec.out_type() : spec.dtype);
 }
 
@@ -334,9 +335,16 @@ Expected check_inputs_and_out(const AttentionSpec& spec, const Args& args) {
   return sizes;
 }
 
+void refuse_lse_of_weights(const AttentionSpec& spec, const char* name, const float* rows) {
+  if (spec.score.is_weight() && rows)
+    refuse("{} is given, but the spec has weight_mod: without a softmax there is no LSE, so leave it out.",
+           name);
+}
+
 /// What both passes have besides their tensors.
 template <class Args>
 void check_shared(const AttentionSpec& spec, const AttentionShape& shape, const Args& args) {
+  refuse_lse_of_weights(spec, "lse", args.lse);
   check_key_lists(spec, shape, args.q.size[2], args.indices);
   check_rows("lse", args.lse, args.lse_strides, rows_of(args.q),
              std::is_same_v<Args, ForwardArgs> ? Access::write : Access::read);
@@ -463,7 +471,8 @@ AttentionShape check_arguments(const AttentionSpec& spec, const BackwardArgs& ar
   check_type("dq", args.dq, spec.grad_type());
   check_type("dk", args.dk, spec.grad_type());
   check_type("dv", args.dv, spec.grad_type());
-  if (!args.lse && args.q.size[0] > 0 && args.q.size[1] > 0 && args.q.size[2] > 0)
+  refuse_lse_of_weights(spec, "dlse", args.dlse);
+  if (!spec.score.is_weight() && !args.lse && args.q.size[0] > 0 && args.q.size[1] > 0 && args.q.size[2] > 0)
     refuse("lse is null: the backward pass needs the LSE that the forward pass wrote.");
   if (args.dsinks && !spec.sinks) refuse("dsinks is given, but the spec has no sinks: set spec.sinks.");
   check_pointer("dsinks", args.dsinks, alignof(float));

@@ -4,6 +4,7 @@
 #include <string>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 #include "expr/declarations.hpp"
 #include "expr/ops.hpp"
@@ -74,7 +75,10 @@ void declare_float_scalars(ScoreProgram& score, MaskProgram& mask) {
   const std::set<std::string> names = uses.floats_alone();
   if (names.empty()) return;
   Redeclared redeclared(names);
-  if (!score.empty()) score = Expr(redeclared.of(tree(score)));
+  if (!score.empty()) {
+    ScoreProgram changed = Expr(redeclared.of(tree(score)));
+    score = score.is_weight() ? weights(std::move(changed)) : std::move(changed);
+  }
   if (!mask.empty()) mask = Expr(redeclared.of(tree(mask)));
 }
 

@@ -39,6 +39,10 @@ inline constexpr const char* kUnorderedGrads =
 /// Why they leave what is no attention to simt.
 inline constexpr const char* kNoProducts = "has kernels of matrix products alone";
 
+/// Why some leave weight_mod to sm80 and simt.
+inline constexpr const char* kNeedsSoftmax =
+    "its kernels have a softmax, the spec says weight_mod: families sm80 and simt have kernels without";
+
 /// What computes a tile together, with which instructions.
 enum class ComputedBy : std::uint8_t {
   threads,      ///< fused multiply-adds of fp32, from shared memory

@@ -62,6 +62,7 @@ Support check_turing_tile(const AnalysedSpec& spec, const TileConfig& c, const D
 
 Support supports_turing(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
+  if (spec.score.is_weight()) return Support::no(kNeedsSoftmax);
   if (spec.dtype != DType::fp16)
     return Support::no(fmt::format("tensor cores of sm_75 multiply fp16, the spec has {}: give fp16 tensors",
                                    to_string(spec.dtype)));

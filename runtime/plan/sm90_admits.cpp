@@ -202,6 +202,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
     return Support::no(fmt::format("needs wgmma and TMA of sm_90a, the device is {}", device.arch));
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
   if (spec.pass == Pass::jvp) return Support::no("it has no kernel of O's tangent");
+  if (spec.score.is_weight()) return Support::no(kNeedsSoftmax);
   if (spec.dtype != DType::fp16 && spec.dtype != DType::bf16)
     return Support::no(fmt::format("its kernels take fp16 and bf16, the spec has {}", to_string(spec.dtype)));
   if (Support able = supports_rows(spec); !able) return able;

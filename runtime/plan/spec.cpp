@@ -92,8 +92,36 @@ void check_running_state(const AttentionSpec& spec) {
         "first state");
 }
 
+/// What a softmax alone has, or what joins parts of its rows.
+void check_weight_mod(const AttentionSpec& spec) {
+  if (!spec.score.is_weight()) return;
+  if (spec.score.empty())
+    refuse(
+        "weight_mod is set and the score program is empty or the score itself; it gives the weight of a "
+        "pair, "
+        "so give one, as sigmoid(score + bias), or leave weight_mod out");
+  const char* option = spec.dropout                 ? "dropout"
+                       : spec.sinks                 ? "sinks"
+                       : spec.row_max               ? "row_max"
+                       : spec.indices               ? "indices"
+                       : spec.q_codes               ? "q_codes"
+                       : spec.batch_invariant       ? "batch_invariant"
+                       : spec.partial.running_state ? "running_state"
+                                                    : nullptr;
+  if (option)
+    refuse(
+        "weight_mod is set and {} is, too; weights that a program gives have no softmax, which {} is for, so "
+        "leave one out",
+        option, option);
+}
+
 /// What has no tangent, or none yet.
 void refuse_without_tangent(const AttentionSpec& spec) {
+  if (spec.score.is_weight())
+    refuse(
+        "the pass is jvp and weight_mod is set; weights that a program gives have no tangents yet, so leave "
+        "it "
+        "out or call the forward pass");
   const char* option = spec.kv.is_cache()           ? "a cache"
                        : spec.kv.quantized()        ? "quantized K and V"
                        : spec.indices               ? "indices"
@@ -185,6 +213,7 @@ void AttentionSpec::validate() const {
         "out",
         kv.is_paged() ? "varlen" : "pages");
   check_running_state(*this);
+  check_weight_mod(*this);
   if (indices && (has_block_map() || dropout || q_codes))
     refuse_beside_indices(has_block_map() ? "block_map" : dropout ? "dropout" : "q_codes");
   if (partial.dropout_place && !dropout)

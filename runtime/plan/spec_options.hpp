@@ -55,6 +55,8 @@ inline constexpr std::array kSpecOptions{
     spec_option<&AttentionSpec::kv, &KvLayout::shared_prefix>("shared_prefix", "kSharedPrefix",
                                                               "prefix_length"),
     spec_option<&AttentionSpec::partial, &Partial::running_state>("running_state", "kRunningState", "state"),
+    SpecOption{"weight_mod", "kWeightMod", [](const AttentionSpec& spec) { return spec.score.is_weight(); },
+               [](AttentionSpec& spec) { spec.score = weights(spec.score); }, "weight_mod"},
 };
 
 /// Whether the text names a pass: "fwd:bf16:d64" does, "bf16:d64" does not.

@@ -234,7 +234,9 @@ void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spe
     reader.once(field, "mask");
     spec.mask = MaskProgram(field);
   } else if (const auto score = reader.program(field, "score")) {
+    const bool is_weight = spec.score.is_weight();  // which the text may say first
     spec.score = reader.in_field(field, [&] { return ScoreProgram(*score); });
+    if (is_weight) spec.score = weights(spec.score);
   } else if (const auto mask = reader.program(field, "mask")) {
     spec.mask = reader.in_field(field, [&] { return MaskProgram(*mask); });
   } else {

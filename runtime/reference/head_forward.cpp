@@ -32,6 +32,20 @@ double softmax(double* row, std::int64_t columns, double sink) {
   return largest + std::log(sum);
 }
 
+/// The softmax of a row of scores, with dropout's and the lists' part in it: its P, LSE and largest score.
+void softmax_row(const Context& context, HeadForward& fwd, std::int64_t task, std::int64_t i) {
+  double* const p = fwd.p[i];
+  fwd.row_max[i] = largest_of(p, fwd.p.columns, -kInfinity);
+  if (context.spec.indices)  // keys that are named twice count twice
+    for (std::int64_t j = 0; j < fwd.p.columns; ++j)
+      if (p[j] != -kInfinity) p[j] += std::log(context.named(task, i, j));
+  fwd.lse[i] = softmax(p, fwd.p.columns, context.sink(task));
+  if (std::isnan(fwd.lse[i])) spoil_row(fwd, i);
+}
+
+/// With weight_mod scores are P already. There is no LSE: -inf, as rows without keys have it.
+void keep_row(HeadForward& fwd, std::int64_t i) { fwd.lse[i] = fwd.row_max[i] = -kInfinity; }
+
 }  // namespace
 
 void spoil_row(HeadForward& fwd, std::int64_t i) {
@@ -42,24 +56,23 @@ void spoil_row(HeadForward& fwd, std::int64_t i) {
 HeadForward forward_head(const Context& context, const Arithmetic& arithmetic, const Head& head,
                          std::int64_t task) {
   HeadForward fwd(arithmetic.product(head.q, transpose(head.k)));
+  const double masked = context.spec.score.is_weight() ? 0.0 : -kInfinity;
   for (std::int64_t i = 0; i < fwd.s.rows; ++i) {
     double *const s = fwd.s[i], *const p = fwd.p[i];
     for (std::int64_t j = 0; j < fwd.s.columns; ++j) {
       const Point at = context.point(task, i, j);
       s[j] = arithmetic.rounded_score(context.scale * s[j]);
       const bool attends = context.attends(at);
-      p[j] = !attends                       ? -kInfinity
+      p[j] = !attends                       ? masked
              : context.programs.has_score() ? arithmetic.rounded_score(context.programs.score(at, s[j]))
                                             : s[j];
       fwd.dropped[i][j] = attends ? context.dropout_factor(task, i, j) : 0.0;
       fwd.attends.push_back(attends);
     }
-    fwd.row_max[i] = largest_of(p, fwd.p.columns, -kInfinity);
-    if (context.spec.indices)  // keys that are named twice count twice
-      for (std::int64_t j = 0; j < fwd.p.columns; ++j)
-        if (p[j] != -kInfinity) p[j] += std::log(context.named(task, i, j));
-    fwd.lse[i] = softmax(p, fwd.p.columns, context.sink(task));
-    if (std::isnan(fwd.lse[i])) spoil_row(fwd, i);
+    if (context.spec.score.is_weight())
+      keep_row(fwd, i);
+    else
+      softmax_row(context, fwd, task, i);
   }
   if (context.spec.q_codes)
     arithmetic.round_to_codes(fwd.p);

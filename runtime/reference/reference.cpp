@@ -80,18 +80,12 @@ void take_results_of_all_keys(const Context& context, std::int64_t task, HeadFor
   }
 }
 
-HeadBackward backward_head(const Context& context, const Arithmetic& arithmetic, const Head& head,
-                           const Matrix& dout, std::int64_t task) {
-  HeadForward fwd = forward_head(context, arithmetic, head, task);
-  take_results_of_all_keys(context, task, fwd);
-  Matrix kept = fwd.p;
-  for (std::size_t i = 0; i < kept.values.size(); ++i) kept.values[i] *= fwd.dropped.values[i];
-  arithmetic.round(kept);
-
+/// From dP to d loss / d score, where the softmax of a row is D's: P (dP - D).
+void softmax_backward(const Context& context, const Arithmetic& arithmetic, const HeadForward& fwd,
+                      const Matrix& dout, std::int64_t task, Matrix& ds, Matrix& sizes,
+                      std::vector<double>& dsink_rows) {
   const double sink = context.sink(task);
-  std::vector<double> dsink_rows(sink == -kInfinity ? 0 : fwd.p.rows);
-  Matrix sizes(fwd.p.rows, fwd.p.columns);
-  Matrix ds = arithmetic.product(dout, transpose(head.v));  // dP until the softmax's derivative is applied
+  dsink_rows.resize(sink == -kInfinity ? 0 : fwd.p.rows);
   for (std::int64_t i = 0; i < ds.rows; ++i) {
     double d = -context.dlse(task, i, fwd.lse[i]);
     for (std::int64_t j = 0; j < dout.columns; ++j) d += dout[i][j] * fwd.out[i][j];
@@ -109,6 +103,32 @@ HeadBackward backward_head(const Context& context, const Arithmetic& arithmetic,
       dsink_rows[i] = -arithmetic.rounded(p * d);
     }
   }
+}
+
+/// The same with weight_mod, where the score is P: dP of pairs that attend.
+void weights_backward(const Arithmetic& arithmetic, const HeadForward& fwd, Matrix& ds, Matrix& sizes) {
+  for (std::int64_t i = 0; i < ds.rows; ++i)
+    for (std::int64_t j = 0; j < ds.columns; ++j) {
+      ds[i][j] = fwd.attends[i * ds.columns + j] ? arithmetic.rounded(ds[i][j]) : 0.0;
+      sizes[i][j] = std::abs(ds[i][j]);
+    }
+}
+
+HeadBackward backward_head(const Context& context, const Arithmetic& arithmetic, const Head& head,
+                           const Matrix& dout, std::int64_t task) {
+  HeadForward fwd = forward_head(context, arithmetic, head, task);
+  take_results_of_all_keys(context, task, fwd);
+  Matrix kept = fwd.p;
+  for (std::size_t i = 0; i < kept.values.size(); ++i) kept.values[i] *= fwd.dropped.values[i];
+  arithmetic.round(kept);
+
+  std::vector<double> dsink_rows;
+  Matrix sizes(fwd.p.rows, fwd.p.columns);
+  Matrix ds = arithmetic.product(dout, transpose(head.v));  // dP until the softmax's derivative is applied
+  if (context.spec.score.is_weight())
+    weights_backward(arithmetic, fwd, ds, sizes);
+  else
+    softmax_backward(context, arithmetic, fwd, dout, task, ds, sizes, dsink_rows);
   HeadBackward result{Matrix(0, 0), Matrix(0, 0), arithmetic.product(transpose(kept), dout),
                       std::move(dsink_rows)};
   through_score_program(context, arithmetic, fwd, task, sizes, ds, result);

@@ -2,9 +2,9 @@
 // zeros in the dQ accumulator (all of it, or the first heads) and in rows of no sequence, and the semaphores.
 #pragma once
 
-#include "flashjit/common/row_stats.cuh"
 #include "flashjit/common/semaphores.cuh"
 #include "flashjit/common/unused_rows.cuh"
+#include "flashjit/common/weight_rows.cuh"
 
 namespace flashjit::auxiliary {
 
@@ -67,7 +67,7 @@ __device__ void preprocess(const Params& p) {
   const int head = static_cast<int>(blockIdx.x) / tiles, h = head % p.heads_q;
   const Sequence<P> sequence(p, head / p.heads_q);
   const int first_of_warp = first + static_cast<int>(threadIdx.x) / 32 * kRowsOfWarp;
-  find_row_stats<P>(p, sequence, h, head, first_of_warp, [&] {
+  RowStatsFinder<P>::find(p, sequence, h, head, first_of_warp, [&] {
     if (p.dq_accum != nullptr && head / p.qhead_per_kvhead() < p.heads_cleared) clear_dq<P>(p, head, first);
     if (p.semaphores != nullptr) reset_semaphores<P>(p);
   });

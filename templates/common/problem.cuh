@@ -37,6 +37,7 @@ struct ExampleProblem {
   static constexpr bool kFp32Out = false;    // forward: O is fp32, whatever Q is
   static constexpr bool kRunningState =
       false;                                 // forward: O and LSE of other keys are joined: running_state.cuh
+  static constexpr bool kWeightMod = false;  // score() is P: there is no softmax, LSE or D
   static constexpr bool kFp32Grads = false;  // backward: so are dQ, dK and dV
   static constexpr bool kAddGrads = false;   // backward: they are added to what is there, in fp32
   static constexpr bool kInvariant =

@@ -3,23 +3,14 @@
 // element, so every run has the same bits.
 #pragma once
 
-#include "flashjit/simt/tile.cuh"
+#include "flashjit/simt/pair_weights.cuh"
 
 namespace flashjit::simt {
 
-/// LSE and D of one query. LSE stays in natural units, as the forward pass wrote it: with scores of 1e4 and
-/// more another rounding would be visible, and where one key has all the weight S - LSE is exactly zero.
-struct RowStats {
-  float lse, d;
-};
-
-/// Queries without P and queries that do not exist get LSE = inf, so that P is zero.
 template <class Problem>
 __device__ __forceinline__ RowStats row_stats(const Params& p, const Sequence<Problem>& sequence, int h,
                                               int q) {
-  if (q >= sequence.seqlen_q(p)) return {infinity(), 0.0f};
-  const float lse = p.lse.data[sequence.lse_row(p, h, q)];
-  return {lse_gives_p(lse) ? lse : infinity(), p.d[sequence.stats_row(p, h) + q]};
+  return PairWeights<Problem>::row(p, sequence, h, q);
 }
 
 /// What one pair contributes: P after dropout to dV, dS (with respect to Q K^T) to dQ and dK.
@@ -35,8 +26,8 @@ __device__ __forceinline__ PairGradient pair_gradient(const Params& p, const typ
                                                       float dropout, Add&& add) {
   float score = scaled(p, dot);
   if constexpr (Problem::kHasScore) score = Problem::score(p, head, dot, position(q), position(kv));
-  const float prob = exp2f((score - row.lse) * kLog2E);
-  float ds = prob * (dp * dropout - row.d);
+  const float prob = PairWeights<Problem>::weigh(score, row);
+  float ds = PairWeights<Problem>::grad(prob, dp * dropout, row);
   Problem::add_capture_grads(p, head, ds, dot, position(q), position(kv), add);
   // A slope may be anything where P is zero.
   if constexpr (Problem::kScoreGrad)

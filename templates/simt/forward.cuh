@@ -27,7 +27,7 @@ __device__ __forceinline__ float sum_over_lanes(float x) {
   return x;
 }
 
-/// From Q K^T to scores; -inf where a pair does not attend.
+/// From Q K^T to scores; masked_score() where a pair does not attend.
 template <class Problem, class T>
 __device__ __forceinline__ void score_tile(typename T::Scores& s, const Params& p, const Visible& tile,
                                            const Pairs& pairs, const typename Problem::Head& head) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void score_tile(typename T::Scores& s, const Params& 
 #pragma unroll
     for (int j = 0; j < T::kN; ++j) {
       if (!pairs.attends(i * T::kN + j)) {
-        s[i][j] = -infinity();
+        s[i][j] = masked_score<Problem>();
       } else if constexpr (Problem::kHasScore) {
         const int q = tile.q.begin + T::row(i), kv = tile.kv.begin + T::column(j);
         s[i][j] = Problem::score(p, head, s[i][j], position(q), position(kv));
@@ -115,6 +115,29 @@ __device__ __forceinline__ void finish_rows(const Params& p, const Sequence<Prob
   }
 }
 
+/// What becomes of a tile's scores, and of rows at the end; RowWeights names one of these types.
+template <class Problem, class T>
+struct SoftmaxRows {
+  using Out = Result<T, Problem::kHeadDimV>;
+  static __device__ __forceinline__ void weigh(typename T::Scores& s, RowState<T>& rows, Out& out) {
+    softmax_tile(s, rows, out);
+  }
+  static __device__ __forceinline__ void finish(const Params& p, const Sequence<Problem>& sequence, int h,
+                                                RowState<T>& rows, Out& out, Range q_range) {
+    finish_rows<Problem>(p, sequence, h, rows, out, q_range.begin, q_range.end);
+  }
+};
+/// The program's values are P: rows have no maximum, no sum and no LSE.
+template <class Problem, class T>
+struct ProgramRows {
+  using Out = Result<T, Problem::kHeadDimV>;
+  static __device__ __forceinline__ void weigh(typename T::Scores&, RowState<T>&, Out&) {}
+  static __device__ __forceinline__ void finish(const Params&, const Sequence<Problem>&, int, RowState<T>&,
+                                                Out&, Range) {}
+};
+template <class Problem, class T>
+using RowWeights = Conditional<Problem::kWeightMod, ProgramRows<Problem, T>, SoftmaxRows<Problem, T>>;
+
 /// CTAs: batch * heads_q * ceil(seqlen_q / Br).
 template <class Problem>
 __device__ void forward(const Params& p) {
@@ -150,13 +173,13 @@ __device__ void forward(const Params& p) {
     typename T::Scores s;
     multiply_transposed<T, Problem::kHeadDim>(s, shared, q, q_range.begin, k, kv);
     score_tile<Problem, T>(s, p, tile, pairs, head);
-    softmax_tile(s, rows, out);
+    RowWeights<Problem, T>::weigh(s, rows, out);
     if (Problem::kDropout) drop_tile<T>(s, pairs, p.keep_scale);
     store_tile<T>(shared, s);
     multiply_add(out, shared, v, kv);
   }
 
-  finish_rows<Problem>(p, sequence, h, rows, out, q_range.begin, q_range.end);
+  RowWeights<Problem, T>::finish(p, sequence, h, rows, out, q_range);
   store_result(out, q_matrix<Problem, OutElement<Problem>>(sequence, p.o, h, q_range.end), q_range.begin);
 }
 

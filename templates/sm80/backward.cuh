@@ -94,8 +94,7 @@ __device__ void backward(const Params& p) {
       clear<P>(s);
       multiply_kv_rows<P, P::kHeadDim>(s, k_rows, q_tile, warp_row);  // S = Q K^T
       apply_score<P>(s, slope, dots, p, head, at_q, at_kv);
-      if (tile.full == 0)
-        mask_scores<P>(s, p, sequence, head, at_q, at_kv, warp_row, q_begin, kv_begin, seqused_kv);
+      mask_scores<P>(tile.full, s, p, sequence, head, at_q, at_kv, warp_row, q_begin, kv_begin, seqused_kv);
       exponentials<P>(p, s, lse, lane);  // P = exp(S - LSE)
       if (P::kDropout) mark_dropped<P>(s, p, dropout_head<P>(p, sequence.b, h), at_q, at_kv);
       hand_over_p<P>(shared, s, slope, dots, row_warp, lane);
@@ -107,6 +106,7 @@ __device__ void backward(const Params& p) {
       if (kPairs) add_last();
       BackwardScores<P> dp = {};  // dP = dO V^T
       multiply_kv_rows<P, P::kHeadDimV>(dp, v_rows, dout_tile, warp_row);
+      mask_dp<P>(tile.full, dp, p, sequence, head, at_q, at_kv, warp_row, q_begin, kv_begin, seqused_kv);
       wait_for_p<P>(row_warp);
       softmax_backward<P>(dp, s, slope, dots, row_d, smem.ds_pointer(buffer), p, head, at_q, at_kv, warp_row,
                           lane, [&](int mt, int nt) {  // dS = P (dP - D)

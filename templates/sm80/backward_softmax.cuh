@@ -3,6 +3,7 @@
 
 #include "flashjit/common/dropout.cuh"
 #include "flashjit/sm80/backward_policy.cuh"
+#include "flashjit/sm80/backward_weights.cuh"
 #include "flashjit/sm80/mask.cuh"
 #include "flashjit/sm80/products.cuh"
 
@@ -52,9 +53,10 @@ __device__ __forceinline__ void apply_score(BackwardScores<P>& s, Slopes<P>& slo
   }
 }
 
-/// S = -inf where a pair does not attend, of the queries from `q_begin` on and the keys from `kv_begin` on.
+/// S = masked_score() where a pair does not attend, of the queries from `q_begin` on and the keys from
+/// `kv_begin` on, unless the tile is full.
 template <class P, class AtQ, class AtKv, class WarpRow>
-__device__ __forceinline__ void mask_scores(BackwardScores<P>& s, const Params& p,
+__device__ __forceinline__ void mask_scores(int full, BackwardScores<P>& s, const Params& p,
                                             const Sequence<P>& sequence, const typename P::Head& head,
                                             const AtQ& at_q, const AtKv& at_kv, const WarpRow& warp_row,
                                             int q_begin, int kv_begin, int seqused_kv) {
@@ -66,7 +68,12 @@ __device__ __forceinline__ void mask_scores(BackwardScores<P>& s, const Params& 
       return in_block_map<P>(p, sequence.b, head.h, min(q_begin + nt * 8, sequence.seqlen_q(p) - 1),
                              min(kv_begin + warp_row(mt), seqused_kv - 1));
   };
-  apply_mask<P, true, false>(s, p, head, at_kv, at_q, q_begin, seqused_kv, in_map);
+  if (full == 0) apply_mask<P, true, false>(s, p, head, at_kv, at_q, q_begin, seqused_kv, in_map);
+}
+/// The same of dP, where P does not say which pairs attend.
+template <class P, class... Tile>
+__device__ __forceinline__ void mask_dp(Tile&&... tile) {
+  if (PairWeights<P>::kMasksDp) mask_scores<P>(tile...);
 }
 
 /// P = exp(S - LSE)
@@ -80,7 +87,8 @@ __device__ __forceinline__ void exponentials(const Params& p, BackwardScores<P>&
 #pragma unroll
     for (int mt = 0; mt < Policy::kMt; ++mt)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) s[mt][nt][e] = p_of_pair<P>(p, s[mt][nt][e], e % 2 ? row_lse.y : row_lse.x);
+      for (int e = 0; e < 4; ++e)
+        s[mt][nt][e] = PairWeights<P>::weigh(p, s[mt][nt][e], e % 2 ? row_lse.y : row_lse.x);
   }
 }
 
@@ -126,7 +134,7 @@ __device__ __forceinline__ void softmax_backward(BackwardScores<P>& dp, const Ba
       for (int e = 0; e < 4; ++e) {
         float grad = dp[mt][nt][e];
         if constexpr (P::kDropout) grad = signbit(s[mt][nt][e]) ? 0.0f : grad * p.keep_scale;
-        grad = fabsf(s[mt][nt][e]) * (grad - (e % 2 ? d.y : d.x));
+        grad = PairWeights<P>::grad(s[mt][nt][e], grad, e % 2 ? d.y : d.x);
         if constexpr (P::kCaptureGrads > 0)
           P::add_capture_grads(p, head, grad, dots[mt][nt][e], at_q(nt, e), at_kv(mt, e),
                                sums.of_key(mt * 2 + e / 2));

@@ -127,6 +127,8 @@ __device__ void backward_wide(const Params& p) {
       if constexpr (P::kDropout) mark_dropped<P>(s, p, dropout_head<P>(p, sequence.b, h), at_q, at_kv);
       store_p<P>(smem.p_pointer(), s, warp_row, first_query, lane);
       multiply_kv_by_q<P, P::kHeadDimV>(dp, smem.v(), dout_tile, first_query, warp_row);  // dP = dO V^T
+      if (PairWeights<P>::kMasksDp && tile.full == 0)
+        apply_mask<P, true, false>(dp, p, head, at_kv, at_q, q_begin + first_query, seqused_kv, in_map);
       // dS = P (dP - D)
       softmax_backward<P>(dp, s, slope, dots, smem.d(stage) + first_query,
                           smem.ds_pointer(0) + first_query * 2, p, head, at_q, at_kv, warp_row, lane,

@@ -13,6 +13,7 @@
 #include "flashjit/sm80/forward_pv.cuh"
 #include "flashjit/sm80/forward_running_state.cuh"
 #include "flashjit/sm80/forward_smem.cuh"
+#include "flashjit/sm80/forward_weights.cuh"
 #include "flashjit/sm80/instructions.cuh"
 #include "flashjit/sm80/kv_loader.cuh"
 #include "flashjit/sm80/products.cuh"
@@ -25,6 +26,7 @@ template <class P>
 __device__ void forward(const Params& p) {
   using Policy = ForwardPolicy<P>;
   using Pv = PvStage<P>;
+  using Weights = RowWeights<P>;
   constexpr int kMt = Policy::kMt, kNt = Policy::kNt;
   extern __shared__ __align__(128) char shared[];
   ForwardSmem<P> smem(shared);
@@ -118,12 +120,12 @@ __device__ void forward(const Params& p) {
 
     RowValues<P> shift, rescale;
     const bool same_max =
-        RowMax<P>::update(row_max, row_sum, shift, rescale, scale_log2, s, smem, warp_row);  // m = rowmax(S)
+        Weights::update(row_max, row_sum, shift, rescale, scale_log2, s, smem, warp_row);  // m = rowmax(S)
     float exponential = 0.0f;
 #pragma unroll
     for (int k = 0; k < (kNt + 1) / 2; ++k) {
       Pv::among(first, i, k, exponential, add_pv);
-      exponential = exponentials<P>(s, row_sum, row_max, shift, scale_log2, 2 * k);  // P = exp2(S - m)
+      exponential = Weights::weigh(s, row_sum, row_max, shift, scale_log2, 2 * k);  // P = exp2(S - m)
       Pv::keep(p_fragments, s, k);
     }
     Pv::rescale(o, rescale, same_max);
@@ -137,7 +139,7 @@ __device__ void forward(const Params& p) {
   if constexpr (kScaledKv<P>) in_order(o);
 
   // O = O / rowsum(P), and LSE; warps that share rows write the same. (NOTES.md#functions-of-sm80)
-  if constexpr (Policy::kSharesRows) share_sum<P>(row_sum, smem, warp_row);
+  Weights::share(row_sum, smem, warp_row);
   if constexpr (P::kIndices) {
     store_heads<P>(p, sequence, q_tile_index, h, seqlen_q, o, row_max, row_sum, warp_row, lane, scale_log2);
   } else {
@@ -155,7 +157,7 @@ __device__ void forward(const Params& p) {
         if (float* to = lse_of<P>(p, split); to != nullptr && lane % 4 == 0 && q < seqlen_q) to[at] = end.lse;
         if (P::kRowMax && lane % 4 == 0 && q < seqlen_q)
           row_max_of<P>(p, split)[at] = largest_or_nan(largest_score<P>(p, max, scales.k), sum);
-        scale[half] = scale_of_row<P>(p, end, max, sum, scale_log2, scales.v);
+        scale[half] = Weights::scale(p, end, max, sum, scale_log2, scales.v);
       }
       state.add_to(p, sequence, h, q_begin + warp_row(mt) + lane / 4, o[mt], scale);
       Output<P>::store(p, sequence, h, split, q_begin, warp_row(mt), seqlen_q, lane, smem.o(), o[mt], scale);

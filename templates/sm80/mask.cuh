@@ -6,9 +6,9 @@
 
 namespace flashjit::sm80 {
 
-/// S = -inf where a pair does not attend. `at_row(mt, e)` and `at_column(nt, e)` are positions of a lane's
-/// values; `in_map(mt, nt)`: whether the block map lets an m16n8 tile attend. kKeyBits: a word of bits holds
-/// which keys of a row attend.
+/// S = masked_score() where a pair does not attend. `at_row(mt, e)` and `at_column(nt, e)` are positions of a
+/// lane's values; `in_map(mt, nt)`: whether the block map lets an m16n8 tile attend. kKeyBits: a word of bits
+/// holds which keys of a row attend.
 template <class P, bool kRowsAreKeys, bool kKeyBits, int kMt, int kNt, class AtRow, class AtColumn,
           class InMap>
 __device__ __forceinline__ void apply_mask(float (&s)[kMt][kNt][4], const Params& p,
@@ -37,11 +37,12 @@ __device__ __forceinline__ void apply_mask(float (&s)[kMt][kNt][4], const Params
       for (int e = 0; e < 4; ++e) {
         float& score = s[mt][nt][e];
         if constexpr (kKeyBits) {
-          score = mask_score(score, block, true, attend[e / 2][nt / 16] >> (nt % 16 * 2 + e % 2) & 1u);
+          score = mask_score(score, masked_score<P>(), block, true,
+                             attend[e / 2][nt / 16] >> (nt % 16 * 2 + e % 2) & 1u);
         } else {
           const Position q = kRowsAreKeys ? at_column(nt, e) : at_row(mt, e),
                          kv = kRowsAreKeys ? at_row(mt, e) : at_column(nt, e);
-          score = mask_score(score, block, kv.at < seqused_kv,
+          score = mask_score(score, masked_score<P>(), block, kv.at < seqused_kv,
                              mask.attends(p, head, mt * 2 + e / 2, columns, e % 2, q, kv));
         }
       }

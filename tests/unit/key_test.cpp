@@ -101,6 +101,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"indices", [](auto& s) { s.spec.indices = true; }},
       {"shared_prefix", [](auto& s) { s.spec.kv.shared_prefix = true; }},
       {"running_state", [](auto& s) { s.spec.partial.running_state = true; }},
+      {"weight_mod", [](auto& s) { s.spec.score = weights(s.spec.score); }},
       {"br", [](auto& s) { s.config.br = 32; }},
       {"bc", [](auto& s) { s.config.bc = 32; }},
       {"warps", [](auto& s) { s.config.warps = 4; }},

@@ -72,6 +72,9 @@ class Random {
     spec.partial.dropout_place = spec.dropout && coin();
     spec.batch_invariant = coin();
     spec.partial.running_state = !spec.sinks && !spec.kv.is_cache() && !spec.has_scales() && coin();
+    const bool has_softmax = spec.dropout || spec.sinks || spec.row_max || spec.q_codes ||
+                             spec.batch_invariant || spec.partial.running_state;
+    if (!has_softmax && !spec.score.empty() && coin()) spec.score = weights(spec.score);
     return spec;
   }
 

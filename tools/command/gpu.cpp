@@ -242,7 +242,7 @@ class ProblemOnGpu {
         k_scale_(make_.kv_scale(problem.k_scale)),
         v_scale_(make_.kv_scale(problem.v_scale)),
         out_(make_.like_q(problem.spec.out_type(), problem.spec.v_dim())),
-        lse_(make_.like_lse()),
+        lse_(make_.like_lse(!problem.spec.score.is_weight())),
         row_max_(make_.like_lse(problem.spec.row_max)),
         extras_(gpu.driver(), problem),
         stream_(gpu.driver()) {}

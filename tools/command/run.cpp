@@ -74,8 +74,8 @@ std::vector<OutputFile> output_files(const reference::Problem& problem, const Re
   const std::int64_t b = packed ? 1 : batch;
   const std::int64_t q_rows = packed ? problem.cu_seqlens_q.back() : sq;
   const std::int64_t kv_rows = packed ? problem.cu_seqlens_kv.back() : skv;
-  std::vector<OutputFile> files{{"out.npy", {b, hq, q_rows, dv}, &results.out, true},
-                                {"lse.npy", {b, hq, q_rows}, &results.lse}};
+  std::vector<OutputFile> files{{"out.npy", {b, hq, q_rows, dv}, &results.out, true}};
+  if (!problem.spec.score.is_weight()) files.push_back({"lse.npy", {b, hq, q_rows}, &results.lse});
   if (problem.spec.pass == Pass::forward) {
     if (problem.spec.row_max) files.push_back({"row_max.npy", {b, hq, q_rows}, &results.row_max});
     return files;
@@ -101,7 +101,8 @@ void check_out_dir(const RunOptions& options, const KernelSpec& spec) {
         ErrorCode::io,
         fmt::format("'{}' cannot be made a folder; give --out-dir one that can be written", folder.string()));
   if (options.force) return;
-  std::vector<std::string> names{"out.npy", "lse.npy"};
+  std::vector<std::string> names{"out.npy"};
+  if (!spec.score.is_weight()) names.emplace_back("lse.npy");
   if (spec.pass == Pass::backward) {
     names.insert(names.end(), {"dq.npy", "dk.npy", "dv.npy"});
     if (spec.sinks) names.emplace_back("dsinks.npy");

@@ -73,8 +73,9 @@ std::vector<std::optional<TileConfig>> configs_of(const VerifyOptions& options, 
 }
 
 /// The outputs of the spec's own pass: a backward run computes out and lse on the way.
-std::vector<Comparison> of_pass(std::vector<Comparison> comparisons, Pass pass) {
-  if (pass == Pass::backward) comparisons.erase(comparisons.begin(), comparisons.begin() + 2);
+std::vector<Comparison> of_pass(std::vector<Comparison> comparisons, const KernelSpec& spec) {
+  const int of_forward = spec.score.is_weight() ? 1 : 2;
+  if (spec.pass == Pass::backward) comparisons.erase(comparisons.begin(), comparisons.begin() + of_forward);
   return comparisons;
 }
 
@@ -144,7 +145,7 @@ std::vector<Verification> verify_on(const VerifyOptions& options, const Inputs& 
     Results computed = rounded;
     computed.lse = fp32(exact.lse);  // kernels keep these in fp32 whatever the spec's type is
     computed.row_max = fp32(exact.row_max);
-    verification.comparisons = of_pass(compare(computed, exact, rounded, problem), spec.pass);
+    verification.comparisons = of_pass(compare(computed, exact, rounded, problem), spec);
     return {verification};
   }
   Runtime runtime(runtime_options());
@@ -157,7 +158,7 @@ std::vector<Verification> verify_on(const VerifyOptions& options, const Inputs& 
     try {
       verification.config = to_string(runtime.prepare(spec, shape, config).config);
       verification.comparisons =
-          of_pass(compare(run_on_gpu(runtime, *gpu, problem), exact, rounded, problem), spec.pass);
+          of_pass(compare(run_on_gpu(runtime, *gpu, problem), exact, rounded, problem), spec);
     } catch (const Error& error) {
       // With one configuration the error says it all; among many the others still count.
       const bool is_one_of_many = options.all_configs || options.all;

@@ -1,0 +1,61 @@
+// Kernels whose weights a program gives, without a softmax, compile for every architecture, without spills.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <array>
+
+#include "compile/compiler.hpp"
+#include "plan/family.hpp"
+#include "plan/plan.hpp"
+#include "render/render.hpp"
+#include "tests/support/spread.hpp"
+
+namespace flashjit {
+namespace {
+
+class KernelsOfWeights : public testing::TestWithParam<const char*> {};
+
+/// With the tiles that each family takes by itself, of a large and of a small problem, alternately.
+TEST_P(KernelsOfWeights, CompileWithoutSpills) {
+  constexpr std::array kSpecs = {
+      "bf16:d64:score{sigmoid(score - 4.0)}:causal:weight_mod",
+      "fp16:d64:score{max(score, 0.0) / to_float(seqlen_kv)}:varlen:weight_mod",
+      "bf16:d128:score{sigmoid(score - 4.0)}:weight_mod",
+      "bf16:d128:score{score * sigmoid(score) / to_float(seqlen_kv)}:mask{q >= kv && q - kv < 300}:kvlen:"
+      "weight_mod",
+      "bf16:d128:score{slopes: fp32 1d grad; sigmoid(score + slopes[h])}:causal:det:weight_mod",
+      "bf16:d64:score{bias: fp16 4d grad; max(score + bias[b, h, q, kv], 0.0)}:weight_mod",
+      "bf16:d192x128:score{sigmoid(score)}:causal:weight_mod",
+      "bf16:d256:score{sigmoid(score)}:map64x64:weight_mod",
+      "bf16:d320x280:score{sigmoid(score)}:causal:weight_mod",
+      "fp32:d64:score{sigmoid(score)}:mask{doc: int32 1d; doc[q] == doc[kv]}:weight_mod",
+  };
+  const auto compiler = compile::Compiler::open();
+  const DeviceInfo device = DeviceInfo::parse(GetParam());
+  test::Turns turns;
+  for (const char* text : kSpecs) {
+    turns.next_row();
+    for (const Pass pass : {Pass::forward, Pass::backward})
+      for (const plan::FamilyTraits& family : plan::families()) {
+        const KernelSpec spec{parse_spec(text), pass};
+        if (!test::is_planned(family, device) || !family.supports(spec, device)) continue;
+        for (const AttentionShape& shape :
+             turns.of<AttentionShape>({4, 32, 8, 4096, 4096}, {1, 2, 1, 100, 130})) {
+          const TileConfig config = family.heuristic(spec, shape, device);
+          SCOPED_TRACE(fmt::format("{} {} {}", to_string(spec), to_string(config), device.arch));
+          const KernelSource source =
+              render::render(spec, config, device, render::TemplateSet::embedded(), {});
+          const CompiledKernel kernel = compiler->compile(source);
+          EXPECT_FALSE(spills_in_main_loop(kernel, source.entries));
+          for (const EntryResources& used : kernel.resources)
+            RecordProperty(fmt::format("{}_{}", to_string(config), used.entry), used.registers);
+        }
+      }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Architectures, KernelsOfWeights, testing::Values("sm_80", "sm_90a", "sm_120"),
+                         [](const auto& info) { return std::string(info.param); });
+
+}  // namespace
+}  // namespace flashjit

@@ -109,6 +109,7 @@ def test_options_of_a_spec_are_the_library_s():
             "key_scales": "bf16:d64:kve4m3",
             "q_codes": "bf16:d64:kve4m3",
             "shared_prefix": "bf16:d64:varlen:pages16",
+            "weight_mod": "bf16:d64:score{sigmoid(score)}",
         }
         kind = kinds.get(option, "bf16:d64")
         _library.spec_handle(f"{kind}{_library.options_of({argument: True}, _library.spec_options())}")

@@ -15,7 +15,7 @@ from ._call_types import NO_RNG, NOTHING, Fixed, Problem, Rng, contiguous, switc
 from ._formats import KvFormat, with_formats
 from ._launch import is_watched
 from ._lists import TileLists, check_lists
-from ._named import with_named
+from ._named import weights_of, with_named
 from ._operators import draw, through_operator
 from ._pages import most_keys, read_table
 from ._peers import refuse_unknown
@@ -42,6 +42,7 @@ def attention(
     v_columns: int | None = None,
     dropout_p: float = 0.0,
     score_mod: Any = None,
+    weight_mod: Any = None,
     mask_mod: Any = None,
     captures: Mapping[str, Any] | None = None,
     window: Sequence[int | None] | None = None,
@@ -89,6 +90,9 @@ def attention(
     score_mod, mask_mod: functions as FlexAttention has them, score_mod(score, b, h, q_idx, kv_idx) and mask_mod(b, h,
         q_idx, kv_idx) -> whether the pair attends; or text, such as "score + slopes[h] * to_float(kv - q)"; or what
         flashjit.trace() made. Captured tensors that require gradients in score_mod get them.
+    weight_mod: in place of the softmax: a function like score_mod, or text, whose value is the weight of a pair: O is
+        where(mask, weight_mod(scale * Q K^T), 0) V, as in sigmoid attention, torch.sigmoid(score - math.log(n)). Not with
+        score_mod, softcap, sinks, dropout_p, indices, state, batch_invariant, q of 8 bits and what a softmax returns.
     captures: the values of the names in texts: tensors of 1 to 6 dimensions, and numbers.
     window: (left, right): how many keys a query sees before and after its own position; None or -1: all. The last query is
         at the last key; with causal="top_left" the first at the first. Not with mask_mod.
@@ -170,19 +174,20 @@ def attention(
     # torch.compile, for which no call is plain, cannot compare functions.
     plain_scores = plain and score_mod is mask_mod is captures is block_mask is window is softcap is None
     unpacked = cu_seqlens_q is cu_seqlens_kv is max_seqlen_q is max_seqlen_kv is kv_lengths is None
-    nothing_else = sinks is indices is prefix_length is state is None
+    nothing_else = unpacked and sinks is indices is prefix_length is state is None
     if (
         plain_scores
-        and not (cached or scaled or return_row_max or fp32_out or batch_invariant)
+        and not (cached or scaled or return_row_max or fp32_out or batch_invariant or weight_mod)
         and type(causal) is bool
         and (scale is None or type(scale) is float)
         and dropout_p == 0
-        and unpacked
         and nothing_else
     ):  # most calls, in a seventh of the time
         fixed_order = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         problem = plain_problem(causal, scale, fixed_order)
     else:
+        if weight_mod is not None:
+            score_mod = weights_of(weight_mod, score_mod, softcap, return_lse, lse, return_row_max)
         if window is not None or softcap is not None:
             score_mod, mask_mod, captures = with_named(causal, score_mod, mask_mod, captures, window, softcap)
         if block_mask is not None:
@@ -214,6 +219,7 @@ def attention(
             prefix_length=prefix_length,
             running_state=state is not None,
             page_starts=page_starts,
+            weight_mod=weight_mod is not None,
         )
         if values and not q.numel():
             values = tuple(map(with_elements, values))

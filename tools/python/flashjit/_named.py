@@ -76,6 +76,25 @@ def _sides(window: Any) -> tuple[Any, Any]:
     return sides[0], sides[1]
 
 
+def weights_of(
+    weight_mod: Any, score_mod: Any, softcap: Any, return_lse: bool, lse: Any, row_max: bool
+) -> Any:
+    """The program of the weights, which takes the place of a score's and of the softmax."""
+    for name, given, why in (
+        ("score_mod", score_mod is not None, "write its formula in weight_mod, too"),
+        ("softcap", softcap is not None, "write its formula in weight_mod, too"),
+        (
+            "return_lse or lse",
+            return_lse or lse is not None,
+            "without a softmax there is no LSE, so leave it out",
+        ),
+        ("return_row_max", row_max, "without a softmax no row has a largest score, so leave it out"),
+    ):
+        if given:
+            raise InvalidArgument(f"weight_mod and {name} are both given: {why}.")
+    return weight_mod
+
+
 def _refuse_second(name: str, role: str, program: Any) -> None:
     if program is not None:
         raise InvalidArgument(f"{name} and {role} are both given: write {name}'s formula in {role}, too.")

@@ -121,6 +121,7 @@ class Plan:
         self.out_size = (*q.shape[:3], dim_v)
         self.out_stride = dense_strides(self.out_size, q.stride())
         self.lse_size = tuple(q.shape[:3])
+        self.has_lse = "weight_mod" not in switches_of(problem.options)  # else its memory stays as it is
         # Kernels that are launched write all rows of results.
         self.empty_strided = (
             torch.empty_strided
@@ -406,7 +407,8 @@ class Plan:
                 words[_F_LSE + 1 : _F_LSE + 4] = array.array("Q", lse.stride())
                 if self.empty_strided is not torch.empty_strided:
                     lse.fill_(-math.inf)
-            words[_F_LSE] = lse.data_ptr()
+            if self.has_lse:
+                words[_F_LSE] = lse.data_ptr()
         if state is not None:
             words[_F_STATE : _F_STATE + _TENSOR_WORDS] = _library.words_of(
                 tensor_struct(state[0].shape, state[0].stride())
@@ -481,7 +483,8 @@ class Plan:
             v.data_ptr(),
             out.data_ptr(),
         )
-        words[_B_LSE] = lse.data_ptr()
+        if self.has_lse:
+            words[_B_LSE] = lse.data_ptr()
         if dout is None:
             dout = torch.zeros_like(out)
         if dout.stride() != self.out_stride or dout.data_ptr() % 16:

@@ -98,10 +98,12 @@ def read_problem(
     prefix_length: Any = None,
     running_state: bool = False,
     page_starts: Any = None,
+    weight_mod: bool = False,
 ) -> tuple[Fixed, tuple[Any, ...], Problem]:
     """attention()'s arguments besides Q, K and V, and the values of the names in its programs.
 
     wants_grad: whether captured tensors that require gradients get them. compiling: whether torch.compile traces it.
+    weight_mod: whether score_mod gives the weights of pairs, without a softmax.
     pages: the rows of a page where K and V are a cache, 0 where that has slots; None: they are no cache.
     """
     if not compiling:
@@ -186,6 +188,7 @@ def read_problem(
             indices is not None,
             prefix_length is not None,
             running_state,
+            weight_mod,
         ),
     )
     options = _options(key) if compiling else _cached_options(key)
@@ -366,6 +369,7 @@ def _options(key: tuple[Any, ...]) -> str:
         "indices",
         "prefix_length",
         "state",
+        "weight_mod",
     )
     asked = dict(zip(names, given))
     return text + options_of(asked, _spec_options()) + (":fp32_grads" if asked["fp32_grads"] else "")

@@ -70,7 +70,7 @@ def forward(
     stream: the CUDA stream to launch on, as an int; the arrays' library must know that the work is there. That stream waits
         for work on arrays with DLPack; for those with the CUDA array interface only, the caller orders the work.
 
-    Returns (out, lse). Raises flashjit.Error.
+    Returns (out, lse), with "weight_mod" in options (out, None). Raises flashjit.Error.
     """
     if row_max is not None and "row_max" not in _options_in(options):
         options += ":row_max"
@@ -90,10 +90,12 @@ def forward(
     sizes = call.views["q"].size
     out_type = "fp32" if "fp32_out" in _options_in(options) else call.views["q"].type
     out = call.made(out, "out", (*sizes[:3], call.views["v"].size[3]), out_type, q)
-    lse = call.made(lse, "lse", sizes[:3], "fp32", q, -math.inf)
+    has_lse = lse is not None or "weight_mod" not in _options_in(options)
+    if has_lse:
+        lse = call.made(lse, "lse", sizes[:3], "fp32", q, -math.inf)
     args = ForwardArgs(
         struct_size=ctypes.sizeof(ForwardArgs),
-        lse=call.views["lse"].contiguous_pointer("lse"),
+        lse=call.views["lse"].contiguous_pointer("lse") if has_lse else None,
         **call.tensors("q", "k", "v", "out"),
         **call.common(scale, dropout_p, seed, offset),
     )
@@ -139,7 +141,7 @@ def backward(
 ) -> tuple[Any, Any, Any]:
     """dQ, dK and dV from dO, with what forward() was given and gave.
 
-    dout: like out. dlse: the gradient of lse, like lse; None: there is none. dq, dk, dv: like q, k and v, or float32 with
+    lse: None with "weight_mod" in options. dout: like out. dlse: the gradient of lse, like lse; None: there is none. dq, dk, dv: like q, k and v, or float32 with
         "fp32_grads" or "add_grads" in options; made where left out, as forward() makes out, or with "add_grads", which adds to what is
         there, of zeros.
     capture_grads: by name, for programs that declare "grad": float32, contiguous, the capture's sizes; added to.
@@ -147,9 +149,12 @@ def backward(
 
     Returns (dq, dk, dv). Raises flashjit.Error.
     """
-    gradients = {"dout": dout} if dlse is None else {"dout": dout, "dlse": dlse}
+    has_lse = lse is not None or "weight_mod" not in _options_in(options)
+    rows = {"lse": lse} if has_lse else {}
+    if dlse is not None:
+        rows["dlse"] = dlse
     call = _Call(
-        {"q": q, "k": k, "v": v, "out": out, "lse": lse, **gradients},
+        {"q": q, "k": k, "v": v, "out": out, "dout": dout, **rows},
         options,
         dropout_p,
         captures,
@@ -169,7 +174,7 @@ def backward(
     ]
     args = BackwardArgs(
         struct_size=ctypes.sizeof(BackwardArgs),
-        lse=call.views["lse"].contiguous_pointer("lse"),
+        lse=call.views["lse"].contiguous_pointer("lse") if has_lse else None,
         **call.tensors("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
         **call.common(scale, dropout_p, seed, offset),
     )

@@ -381,7 +381,9 @@ TEST_F(CAbi, ListsOfKeysAreReadByTheReference) {
   forward.struct_size = sizeof forward;
   forward.q = {q, {1, 1, 1, 8}, {8, 8, 8, 1}}, forward.out = {out, {1, 1, 1, 8}, {8, 8, 8, 1}};
   forward.k = forward.v = {keys, {1, 1, 3, 8}, {24, 24, 8, 1}};
-  forward.indices = {indices, {1, 1, 1, 4}, {4, 4, 4, 1}};
+  forward.indices.data = indices;
+  std::ranges::copy(std::array{1, 1, 1, 4}, forward.indices.size),
+      std::ranges::copy(std::array{4, 4, 4, 1}, forward.indices.stride);
   ASSERT_EQ(flashjit_reference_forward(s.get(), &forward), FLASHJIT_OK) << last_message();
   EXPECT_FLOAT_EQ(out[7], 4.0f / 3);
 }

@@ -527,7 +527,7 @@ def test_dropout_where_compiled_code_computes_a_region_again(options, budget):
 
 def test_operators_are_sound():
     q, k, v = tensors(queries=32, keys=32)
-    arguments = (q, k, v, *[None] * 16, [], [], [], ":causal", None, 0.0, 0, 0, False, "")
+    arguments = (q, k, v, *[None] * 16, [], [], [], ":causal", None, 0.0, 0, 0, False, "", None)
     torch.library.opcheck(
         torch.ops.flashjit.attention_forward.default,
         arguments,

@@ -235,6 +235,7 @@ def test_the_operators_are_sound():
         0,
         False,
         "",
+        None,
     )
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
     assert (

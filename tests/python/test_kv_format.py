@@ -190,3 +190,76 @@ def test_bad_formats_are_refused():
         flashjit.attention(q, rows, q, k_format="q8_0", k_scale=torch.ones(()))
     with pytest.raises(flashjit.Unsupported, match="8 bits|gradient"):
         flashjit.attention(q.clone().requires_grad_(), rows, q, k_format="q8_0")
+
+
+def compiled(function, **given):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="aot_eager", fullgraph=True, **given)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_code_reads_and_writes_formats(dynamic):
+    torch.manual_seed(5)
+    k, v = torch.randn(2, 2, 2, 20, 64)
+    of_v = flashjit.KvFormat("q8_0")
+    table = torch.tensor([[4, 0, 2], [1, 6, 3]], dtype=torch.int32)
+    given = {"kv_lengths": torch.tensor([20, 20], dtype=torch.int32), "page_table": table}
+    given |= {"k_format": "nvfp4", "v_format": of_v, "k_scale": torch.full((2,), 0.01)}
+
+    def step(q, k, v, k_pages, v_pages):
+        flashjit.append(k, v, k_pages, v_pages, **given)
+        return flashjit.attention(q, k_pages, v_pages, causal=True, return_lse=True, **given)
+
+    def new_pages():
+        return [
+            torch.zeros(7, 2, 8, format.row_bytes(64), dtype=torch.uint8)
+            for format in (flashjit.KvFormat("nvfp4"), of_v)
+        ]
+
+    run = compiled(step, dynamic=dynamic)
+    for queries in (1, 3):
+        q, got_pages, pages = torch.randn(2, 4, queries, 64), new_pages(), new_pages()
+        got, want = run(q, k, v, *got_pages), step(q, k, v, *pages)
+        assert all(torch.equal(x, y) for x, y in zip((*got, *got_pages), (*want, *pages)))
+        assert pages[0].any() and pages[1].any()
+
+
+def test_compiled_code_knows_v_s_columns():
+    q, x = torch.randn(1, 2, 30, 64), torch.randn(1, 2, 30, 32)
+    run = compiled(lambda q, k, v: flashjit.attention(q, k, v, v_format="q8_0"))
+    for v in (x, q):  # the second has other columns, and is compiled again
+        rows, _ = flashjit.quantize(v, format="q8_0")
+        out = run(q, q, rows)
+        assert torch.equal(out, flashjit.attention(q, q, rows, v_format="q8_0")) and out.shape == v.shape
+    latents, _ = flashjit.quantize(torch.randn(1, 1, 30, 576), format="fp8_ds_mla")
+    q = torch.randn(1, 4, 1, 576)
+    read = lambda q, k: flashjit.attention(q, k, k_format="fp8_ds_mla", v_columns=512)
+    assert torch.equal(compiled(read)(q, latents), read(q, latents))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "q8_0"])
+def test_quantize_compiles(name):
+    x = torch.randn(2, 2, 5, 64)
+    encode = lambda x: flashjit.quantize(2 * x, format=name, hadamard=True)
+    (codes, scale), (want, want_scale) = compiled(encode)(x), encode(x)
+    assert torch.equal(codes, want)
+    assert scale is want_scale is None or torch.equal(scale, want_scale)
+
+
+def test_operators_know_formats():
+    from torch._subclasses import FakeTensorMode
+
+    q, x = torch.randn(1, 2, 30, 64), torch.randn(1, 2, 30, 32)
+    rows, _ = flashjit.quantize(x, format="q8_0")
+    out = flashjit.attention(q, q, rows, v_format="q8_0")
+    with FakeTensorMode() as mode:
+        fake = flashjit.attention(*map(mode.from_tensor, (q, q, rows)), v_format="q8_0")
+    assert (fake.shape, fake.stride(), fake.dtype) == (out.shape, out.stride(), out.dtype)
+    negated = torch._neg_view(-q)
+    assert torch.equal(flashjit.attention(negated, q, rows, v_format="q8_0"), out)
+    with pytest.raises(flashjit.Unsupported, match="torch.func's transforms"):
+        torch.vmap(lambda q: flashjit.attention(q, q, rows, v_format="q8_0"))(q[None])
+    with pytest.raises(Exception, match="rows of 60 bytes.*have 68"):
+        compiled(lambda q, k: flashjit.attention(q, k, q, k_format="q8_0"))(
+            q, torch.zeros(1, 2, 30, 60).byte()
+        )

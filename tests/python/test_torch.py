@@ -133,6 +133,7 @@ def test_what_kernels_cannot_read_is_copied(through, what, how):
             0,
             False,
             "",
+            None,
         )[0]
     want = reference(**inputs)
     if through == "no_grad":
@@ -226,6 +227,7 @@ def test_lse_has_gradients(through):
             0,
             False,
             "",
+            None,
         )
     w, g = torch.randn(2, 4, 9), torch.randn(2, 4, 9, 8)
     keep = causal(9, 13)
@@ -976,7 +978,24 @@ def test_compiled_code_refuses_lists_that_do_not_belong():
 def test_the_operators_are_sound_with_lists():
     q, k, v = tensors()
     lists = TileLists(q, k, v, causal=True)
-    arguments = (q, k, v, *[None] * 14, *lists.memory, [], [], [], ":causal", None, 0.0, 0, 0, False, "")
+    arguments = (
+        q,
+        k,
+        v,
+        *[None] * 14,
+        *lists.memory,
+        [],
+        [],
+        [],
+        ":causal",
+        None,
+        0.0,
+        0,
+        0,
+        False,
+        "",
+        None,
+    )
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
     with pytest.raises(flashjit.InvalidArgument, match="lists were built for"):
         torch.ops.flashjit.attention_forward(*arguments[:22], "", *arguments[23:])
@@ -1387,7 +1406,7 @@ def test_dynamic_shapes():
 
 def test_operators_are_sound():
     q, k, v = tensors()
-    arguments = (q, k, v, *[None] * 16, [], [], [], ":causal", None, 0.0, 0, 0, False, "")
+    arguments = (q, k, v, *[None] * 16, [], [], [], ":causal", None, 0.0, 0, 0, False, "", None)
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
 
 
@@ -1406,7 +1425,7 @@ def test_fake_kernels_agree_with_the_real_ones():
 def test_second_derivative_of_compiled_code_is_refused():
     q, k, v = tensors()
     out = torch.ops.flashjit.attention_forward(
-        q, k, v, *[None] * 16, [], [], [], "", None, 0.0, 0, 0, False, ""
+        q, k, v, *[None] * 16, [], [], [], "", None, 0.0, 0, 0, False, "", None
     )[0]
     grad = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
     with pytest.raises(flashjit.Unsupported, match="no second derivative"):

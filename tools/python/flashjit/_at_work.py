@@ -29,6 +29,13 @@ def is_symbol(value: Any) -> bool:
     )
 
 
+def constant(value: int) -> int:
+    """A number that compiled code does not take for a symbol: it compiles again for another one."""
+    if not is_compiling():
+        return value
+    return int(loaded_torch().fx.experimental.symbolic_shapes.guard_scalar(value))
+
+
 def symbol_tensor(value: Any) -> Any:
     """Such a number as a tensor on the CPU, which a launch reads: it is no part of the program."""
     torch = loaded_torch()

@@ -239,7 +239,7 @@ def attention(
     dual = forward_ad._current_level >= 0 and have_tangents(q, k, v, *fixed, *values)
     try:
         if dual or not plain or is_watched() or _is_negated(q, k, v, fixed, values):
-            results.refuse_in_operators(state, stored)
+            results.refuse_in_operators(state)
             memory = (None, None) if lists is None else lists.memory
             found = through_operator(q, k, v, fixed, values, problem, memory, dual)
             return found if return_lse else found[0]

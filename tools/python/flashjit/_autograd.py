@@ -144,6 +144,7 @@ def _gradients_by_operator(
         problem.max_seqlen_kv,
         problem.cached,
         problem.out_type,
+        None,  # formats have no gradients
     )
     dqkv, others = grads[:3], grads[3:]
     if not rest:

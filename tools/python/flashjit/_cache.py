@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import _library
 from ._checks import check_number, check_whole
-from ._formats import Formats, KvFormat, of_tensor, read_format, refuse_formats_in_operators
+from ._formats import Formats, KvFormat, of_tensor, read_format
 from ._launch import is_watched, launch
 from ._library import AppendArgs, Rope, spec_handle
 from ._pages import read_csr
@@ -119,7 +119,7 @@ def append(
         read, and larger values saturate; [pages, heads_kv, rows] scales are written, so that each key's largest element becomes
         the largest code.
     k_format, v_format: as of attention(): k_cache or v_cache is uint8, rows in that format, which new rows are encoded to. Latents
-        have V in the rows of k_cache: give None for v and v_cache. Not in compiled code.
+        have V in the rows of k_cache: give None for v and v_cache.
 
     Rows without a sequence, without a place in the cache or without a row in the tables are left out: nothing is written for
     them, in q_out neither. On the CPU lengths beyond the cache are refused. Before a CUDA graph is captured, call it
@@ -169,12 +169,9 @@ def append(
             q.shape, dense_strides(q.shape, q.stride()), dtype=q.dtype, device=q.device
         )
     run = torch.ops.flashjit.append if torch.compiler.is_compiling() or is_watched() else _append
-    if stored:
-        if run is not _append:
-            refuse_formats_in_operators()
-        run = functools.partial(_append, formats=formats)
-    elif (
-        k_norm is None
+    if (
+        not stored
+        and k_norm is None
         and q_norm is None
         and (k.shape[-1] % 8 or v is not None and v.shape[-1] % 8)
         and k_cache.dtype in SPEC_TYPES
@@ -195,6 +192,7 @@ def append(
         float(norm_eps),
         read_sections(mrope_section),
         bool(mrope_interleaved),
+        *formats.texts(),
     )
     return q_out
 
@@ -247,28 +245,21 @@ def _append_padded(
 
 torch.library.define(
     "flashjit::append",
-    "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? q, Tensor(c!)? q_out, Tensor? kv_lengths, "
+    "(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor? q, Tensor(c!)? q_out, Tensor? kv_lengths, "
     "Tensor? page_table, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? cu_seqlens_q, "
     "Tensor(d!)? k_scale, Tensor(e!)? v_scale, Tensor? slots, Tensor? page_starts, Tensor? k_norm, Tensor? q_norm, "
     "float theta, int rope_dims, bool interleaved, SymInt max_seqlen_kv, float norm_eps, int[] sections, "
-    "bool interleaved_sections) -> ()",
+    "bool interleaved_sections, str? k_format, str? v_format) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.register_fake("flashjit::append")(lambda *_: None)
 
 
 def _append(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    q: Tensor | None,
-    q_out: Tensor | None,
-    *rest: Any,
-    formats: Formats = Formats(None, None),
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, q: Tensor | None, q_out: Tensor | None, *rest: Any
 ) -> None:
     given, rest = _Given(*rest[: len(_Given._fields)]), rest[len(_Given._fields) :]
-    theta, dims, interleaved, max_seqlen_kv, norm_eps, sections, interleaved_sections = rest
+    theta, dims, interleaved, max_seqlen_kv, norm_eps, sections, interleaved_sections, *formats = rest
     rotation = _Rotation(theta, dims, interleaved, tuple(sections), interleaved_sections)
     for name, x in (
         ("k_cache", k_cache),
@@ -286,10 +277,10 @@ def _append(
     if q is not None and q is not q_out:
         q = readable(q.resolve_neg(), "q")
     tensors = (k, v, k_cache, v_cache, q, q_out)
-    key = (*[signature(x) for x in (*tensors, *given)], rotation, max_seqlen_kv, norm_eps, formats)
+    key = (*[signature(x) for x in (*tensors, *given)], rotation, max_seqlen_kv, norm_eps, *formats)
     call = _calls.get(key)
     if call is None:
-        call = _AppendCall(tensors, given, rotation, max_seqlen_kv, norm_eps, formats)
+        call = _AppendCall(tensors, given, rotation, max_seqlen_kv, norm_eps, Formats.of_texts(*formats))
         if len(_calls) >= KEEP_PLANS:
             _calls.clear()
         _calls[key] = call

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._at_work import constant
 from ._call_types import Fixed, Problem, Stored
 from ._library import check, library
 from ._scales import in_four_dims
@@ -16,8 +17,17 @@ from ._tensors import KV_TYPES, SPEC_TYPES, describe
 from .errors import InvalidArgument, Unsupported, WrongType
 
 
-@functools.cache
 def _row(text: str, head_dim: int) -> tuple[int, int, bool]:
+    """Bytes of a row, its alignment, and whether a call has scales for it."""
+    return _known_row(text, head_dim)
+
+
+# What torch.compiler.assume_constant_result() does, which imports the compiler.
+_row._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _known_row(text: str, head_dim: int) -> tuple[int, int, bool]:
     size, alignment, has_scale = ctypes.c_int64(), ctypes.c_int32(), ctypes.c_int32()
     results = map(ctypes.byref, (size, alignment, has_scale))
     check(library().flashjit_kv_row(text.encode(), head_dim, *results))
@@ -40,11 +50,11 @@ class KvFormat:
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of a row of head_dim columns: the last size of a cache's uint8 tensor."""
-        return _row(self.text, head_dim)[0]
+        return _row(self.text, constant(head_dim))[0]
 
     def alignment(self, head_dim: int) -> int:
         """Addresses and strides of rows are multiples of so many bytes."""
-        return _row(self.text, head_dim)[1]
+        return _row(self.text, constant(head_dim))[1]
 
     @staticmethod
     def names() -> dict[str, str]:
@@ -100,6 +110,14 @@ class Formats(NamedTuple):
     k: KvFormat | None
     v: KvFormat | None
 
+    def texts(self) -> tuple[str | None, str | None]:
+        """As an operator has them."""
+        return tuple(None if format is None else format.text for format in self)  # type: ignore[return-value]
+
+    @staticmethod
+    def of_texts(k: str | None, v: str | None) -> Formats:
+        return Formats(None if k is None else KvFormat(k), None if v is None else KvFormat(v))
+
     def options(self, before: str, scales: tuple[Tensor | None, Tensor | None]) -> str:
         """The options of a spec: the formats, then the given ones. Each key has its own scale where pages or rows have."""
         text = "".join(
@@ -132,8 +150,8 @@ def with_formats(
     of_k = of_tensor("k", k, read_format("k_format", formats[0]), q)
     of_v = of_tensor("v", v, of_k if v_columns else read_format("v_format", formats[1]), q)
     dim_v = v_columns or (q.shape[3] if of_v is not None else v.shape[3])
-    if of_v is not None and not v_columns and of_v.row_bytes(dim_v) != v.shape[3]:
-        dim_v = _columns_of(of_v, v.shape[3], dim_v)
+    if of_v is not None and not v_columns:
+        dim_v = _columns_of(of_v.text, constant(v.shape[3]), constant(dim_v))
     used = Formats(of_k, None if v_columns else of_v)
     options = used.options(problem.options, (k_scale, v_scale)) + (":shared_kv" if v_columns else "")
     return (
@@ -142,24 +160,29 @@ def with_formats(
     )
 
 
-def _columns_of(format: KvFormat, size: int, most: int) -> int:
-    """The columns of a row of so many bytes, where V has others than K."""
+def _columns_of(text: str, size: int, columns_of_k: int) -> int:
+    """The columns of V's row of so many bytes: those of K, or others."""
+    if _known_row(text, columns_of_k)[0] == size:
+        return columns_of_k
     for dim in range(16, 513, 16):
         try:
-            if format.row_bytes(dim) == size:
+            if _known_row(text, dim)[0] == size:
                 return dim
         except InvalidArgument:
             continue
     raise InvalidArgument(
-        f"v has rows of {size} bytes, which no head_dim has in the format {format.text}: with {most} columns "
-        f"a row has {format.row_bytes(most)}."
+        f"v has rows of {size} bytes, which no head_dim has in the format {text}: with {columns_of_k} columns "
+        f"a row has {_known_row(text, columns_of_k)[0]}."
     )
 
 
-def refuse_formats_in_operators() -> None:
+_columns_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def refuse_formats_in_transforms() -> None:
     raise Unsupported(
-        "k_format and v_format are not for compiled code, tensor subclasses and transforms: call attention() outside "
-        "of torch.compile, or give K and V of float8_e4m3fn, float8_e5m2 or int8."
+        "k_format and v_format do not work under torch.func's transforms and with tangents: call attention() outside of "
+        "them, or give K and V in the type of Q."
     )
 
 

@@ -18,11 +18,13 @@ from ._call_types import (
     Fixed,
     Problem,
     Rng,
+    Stored,
     contiguous,
     grads_of_fixed,
     names_with_grad,
     out_dtype_of,
 )
+from ._formats import refuse_formats_in_transforms
 from ._lists import built_at
 from ._plans import Plan, plan_of
 from ._tangents import launch_jvp
@@ -37,7 +39,7 @@ _FIXED_SCHEMA = (
 _PROBLEM_SCHEMA = (
     "Tensor? rng, Tensor? lists_forward, Tensor? lists_backward, Tensor[] captures, float[] numbers, "
     "str[] names, str options, float? scale, float dropout_p, SymInt max_seqlen_q, SymInt max_seqlen_kv, "
-    "bool cached, str out_type"
+    "bool cached, str out_type, int? dim_v"
 )
 _FIXED = len(NOTHING)
 torch.library.define(
@@ -82,6 +84,8 @@ def through_operator(
     if has_tangents or (
         not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
     ):
+        if problem.stored is not None:
+            refuse_formats_in_transforms()
         return through_transforms(q, k, v, arguments)
     return torch.ops.flashjit.attention_forward(q, k, v, *arguments)
 
@@ -110,6 +114,7 @@ def operator_arguments(
         problem.max_seqlen_kv,
         problem.cached,
         problem.out_type,
+        None if problem.stored is None else problem.stored.dim_v,
     )
 
 
@@ -155,19 +160,22 @@ class _Unpacked(NamedTuple):
 def _unpack(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]) -> _Unpacked:
     """An operator's arguments, and their plan."""
     given, (rng, *lists), rest = arguments[:_FIXED], arguments[_FIXED : _FIXED + 3], arguments[_FIXED + 3 :]
-    captures, numbers, names, options, scale, dropout_p, max_q, max_kv, cached, out_type = rest
+    captures, numbers, names, options, scale, dropout_p, max_q, max_kv, cached, out_type, dim_v = rest
     fixed = NOTHING
     if any(x is not None for x in given):
         fixed = contiguous(Fixed(*[x if x is None else aligned(x) for x in given]))
     values = (*map(aligned, captures), *numbers)
-    q, k, v = readable(q, "q"), readable(k, "k"), readable(v, "v")
+    stored = None if dim_v is None else Stored(dim_v)
+    q = readable(q, "q")
+    if stored is None:
+        k, v = readable(k, "k"), readable(v, "v")
     plan = plan_of(
         q,
         k,
         v,
         fixed,
         values,
-        Problem(options, scale, dropout_p, max_q, max_kv, tuple(names), cached, out_type),
+        Problem(options, scale, dropout_p, max_q, max_kv, tuple(names), cached, out_type, stored=stored),
     )
     if rng is None:
         rng = NO_RNG
@@ -235,12 +243,10 @@ def _fake_draw(like: Tensor) -> Tensor:
 
 @torch.library.register_fake("flashjit::attention_forward")
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    size = (*q.shape[:3], v.shape[3])
+    options, *_, out_type, dim_v = arguments[_FIXED + 6 :]
+    size = (*q.shape[:3], v.shape[3] if dim_v is None else dim_v)
     out = torch.empty_strided(
-        size,
-        dense_strides(size, q.stride()),
-        dtype=out_dtype_of(arguments[-7], arguments[-1], q.dtype),
-        device=q.device,
+        size, dense_strides(size, q.stride()), dtype=out_dtype_of(options, out_type, q.dtype), device=q.device
     )
     return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 

@@ -100,26 +100,24 @@ def quantize(
     wanted = read_format("format", format)
     scale = torch.empty(_SIZES[scales](x.shape[0], heads, x.shape[2]), dtype=torch.float32, device=x.device)
     if wanted is not None:
-        if torch.compiler.is_compiling():
-            raise Unsupported("quantize() with a format is not for compiled code: call it outside.")
-        codes = new_rows(wanted, x)
-        rest = (bool(hadamard), *angles, float(theta or 0), rope_dims or 0, bool(interleaved))
-        _quantize(x.resolve_neg(), codes, scale, *rest, text=wanted.text, has_scale=wanted.has_scale)
-        return codes, scale if wanted.has_scale else None
-    codes = torch.empty_strided(x.shape, dense_strides(x.shape, x.stride()), dtype=dtype, device=x.device)
+        codes, text, has_scale = new_rows(wanted, x), wanted.text, wanted.has_scale
+    else:
+        codes = torch.empty_strided(x.shape, dense_strides(x.shape, x.stride()), dtype=dtype, device=x.device)
+        text, has_scale = None, True
     run = (
         torch.ops.flashjit.quantize
         if torch.compiler.is_compiling() or is_watched() or x.is_neg()
         else _quantize
     )
-    run(x, codes, scale, bool(hadamard), *angles, float(theta or 0), rope_dims or 0, bool(interleaved))
-    return codes, scale
+    rest = (bool(hadamard), *angles, float(theta or 0), rope_dims or 0, bool(interleaved), text, has_scale)
+    run(x, codes, scale, *rest)
+    return codes, scale if has_scale else None
 
 
 torch.library.define(
     "flashjit::quantize",
     "(Tensor x, Tensor(a!) codes, Tensor(b!) scale, bool hadamard, Tensor? cos, Tensor? sin, "
-    "Tensor? positions, float theta, int rope_dims, bool interleaved) -> ()",
+    "Tensor? positions, float theta, int rope_dims, bool interleaved, str? format, bool has_scale) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.register_fake("flashjit::quantize")(lambda *_: None)
@@ -144,8 +142,8 @@ def _quantize(
     theta: float,
     rope_dims: int,
     interleaved: bool,
-    text: str = "",
-    has_scale: bool = True,
+    format: str | None,
+    has_scale: bool,
 ) -> None:
     x = readable(x, "x")
     angles = _Angles(*readable_angles(cos, sin), None if positions is None else positions.contiguous())
@@ -158,7 +156,7 @@ def _quantize(
         theta,
         rope_dims,
         interleaved,
-        text,
+        format,
     )
     call = _calls.get(key)
     if call is None:
@@ -180,7 +178,7 @@ def _quantize(
         dims = f"{x.shape[3]}" if x.shape[3] <= 512 else f"{x.shape[3]}x512"  # the most that V has
         call = (
             spec_handle(
-                f"{SPEC_TYPES[x.dtype]}:d{dims}:{f'k{{{text}}}' if text else f'kv{KV_TYPES[codes.dtype]}'}"
+                f"{SPEC_TYPES[x.dtype]}:d{dims}:{f'k{{{format}}}' if format else f'kv{KV_TYPES[codes.dtype]}'}"
             ),
             _library.words_of(args),
         )

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._formats import refuse_formats_in_operators
 from ._plans import Plan
 from ._tensors import describe
 from .errors import InvalidArgument, Unsupported, WrongType
@@ -27,15 +26,13 @@ class Results(NamedTuple):
                 return name
         return None
 
-    def refuse_in_operators(self, state: Any, has_formats: bool) -> None:
+    def refuse_in_operators(self, state: Any) -> None:
         name = "return_row_max" if self.row_max else "state" if state is not None else self._given()
         if name is not None:
             raise Unsupported(
                 f"{name} cannot be had in compiled code, or under modes and transforms of torch: call attention() "
                 "outside of them."
             )
-        if has_formats:
-            refuse_formats_in_operators()
 
     def refuse_gradients(self) -> None:
         name = self._given()

@@ -13,27 +13,13 @@ import sys
 import child
 import flashjit
 import pytest
-from flashjit import _installed, _library, errors
+from flashjit import _c_interface, _installed, _library, errors
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 STRUCTS = {
-    "flashjit_options": _library.Options,
-    "flashjit_shape": _library.Shape,
-    "flashjit_tensor": _library.Tensor,
-    "flashjit_block_map": _library.BlockMap,
-    "flashjit_capture": _library.Capture,
-    "flashjit_forward_args": _library.ForwardArgs,
-    "flashjit_backward_args": _library.BackwardArgs,
-    "flashjit_list_args": _library.ListArgs,
-    "flashjit_page_table": _library.PageTable,
-    "flashjit_scales": _library.Scales,
-    "flashjit_indices": _library.Indices,
-    "flashjit_rope": _library.Rope,
-    "flashjit_norm": _library.Norm,
-    "flashjit_append_args": _library.AppendArgs,
-    "flashjit_partial_state": _library.PartialState,
-    "flashjit_merge_args": _library.MergeArgs,
-    "flashjit_quantize_args": _library.QuantizeArgs,
+    "flashjit_" + re.sub(r"(?<!^)([A-Z])", r"_\1", name).lower(): structure
+    for name, structure in vars(_c_interface).items()
+    if isinstance(structure, type) and hasattr(structure, "_fields_")
 }
 CODES = [
     "invalid_argument",
@@ -78,23 +64,25 @@ def test_structs_have_the_layout_of_the_header(tmp_path):
             assert getattr(structure, member).offset == int(expected[f"{name}.{member}"]), f"{name}.{member}"
 
 
-def test_structs_of_rust_have_the_members_of_the_header():
-    source = (ROOT / "tools/packaging/rust/src/lib.rs").read_text()
-    found = dict(re.findall(r"pub struct (\w+) \{\n(.*?)\n\}", source, re.DOTALL))
-    assert {"flashjit_forward_args", "flashjit_append_args", "flashjit_quantize_args"} <= found.keys()
-    for name, body in found.items():
-        if name not in STRUCTS:
-            continue
-        # "type" is a word of Rust's own.
-        members = [member for member in re.findall(r"pub (\w+):", body) if member != "struct_size"]
-        wanted = [member for member, _ in STRUCTS[name]._fields_ if member != "struct_size"]
-        assert members == ["element" if member == "type" else member for member in wanted], name
+def test_bindings_of_python_and_rust_are_the_headers():
+    subprocess.run([sys.executable, str(ROOT / "tools/make_bindings.py"), "--check"], check=True)
+    assert {"flashjit_forward_args", "flashjit_jvp_args", "flashjit_rope"} <= STRUCTS.keys()
+    assert _library.ELEMENT_TYPES["bf16"] == 3 and "untold" not in _library.ELEMENT_TYPES
 
 
-def test_element_types_are_the_header_s():
-    header = (ROOT / "include/flashjit/types.h").read_text()
-    for name, number in _library.ELEMENT_TYPES.items():
-        assert f"FLASHJIT_ELEMENT_{name.upper()} = {number}" in header
+def test_bindings_of_a_changed_header_are_refused(tmp_path):
+    for folder in ("include/flashjit", "tools/python/flashjit", "tools/packaging/rust/src"):
+        (tmp_path / folder).mkdir(parents=True)
+        for file in (ROOT / folder).glob("*.*"):
+            shutil.copy(file, tmp_path / folder)
+    script = shutil.copy(ROOT / "tools/make_bindings.py", tmp_path / "tools")
+    header = tmp_path / "include/flashjit/flashjit.h"
+    header.write_text(header.read_text().replace("  int32_t hadamard;", "  int64_t hadamard, *more[2];"))
+    refused = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+    assert refused.returncode == 1 and "run tools/make_bindings.py" in refused.stderr
+    subprocess.run([sys.executable, str(script)], check=True)
+    made = (tmp_path / "tools/packaging/rust/src/c_interface.rs").read_text()
+    assert "pub hadamard: i64,\n    pub more: [*mut i64; 2],\n" in made
 
 
 def test_options_of_a_spec_are_the_library_s():

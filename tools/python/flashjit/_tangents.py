@@ -12,26 +12,13 @@ from torch import Tensor
 from . import _library
 from ._call_types import Fixed, Rng
 from ._launch import bind_context, launch
-from ._library import runtime
+from ._library import JvpArgs, runtime
 from ._plans import Plan
 from ._structs import tensor_struct
 from ._tensors import aligned, describe, readable
 from .errors import InvalidArgument
 
 Tangents = Sequence["Tensor | None"]
-
-
-class JvpArgs(ctypes.Structure):
-    _fields_ = [
-        ("struct_size", ctypes.c_size_t),
-        ("forward", ctypes.c_void_p),
-        ("q_tangent", _library.Tensor),
-        ("k_tangent", _library.Tensor),
-        ("v_tangent", _library.Tensor),
-        ("out_tangent", _library.Tensor),
-        ("lse_tangent", ctypes.c_void_p),
-        ("sinks_tangent", ctypes.c_void_p),
-    ]
 
 
 def declared_with_grad(options: str, names: Collection[str]) -> str:

@@ -58,7 +58,7 @@ class FLASHJIT_API ScoreProgram {
   }
   /// The program with its value as the weight of a pair, P, in place of the softmax: sigmoid or ReLU
   /// attention, SiLU / n of HSTU. Pairs that a mask leaves out weigh 0. There is no LSE, and the backward
-  /// pass reads neither O nor LSE. Not for dropout, sinks, row_max, indices, q_codes, batch_invariant and
+  /// pass reads neither O nor LSE. Not for dropout, a sink, row_max, indices, q_codes, batch_invariant and
   /// running_state, nor for an empty program.
   friend ScoreProgram weights(ScoreProgram program) {
     program.is_weight_ = true;

@@ -111,8 +111,11 @@ std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const Devi
   const bool roomy = device.shared_per_block > 200 * 1024;  // two blocks of the tiles that need most
   if (d <= 64) {
     const int stages = device.shared_per_block > 120 * 1024 ? 2 : 1;
-    return mma_sync::good_of(
-        {{config(128, 64, 4, stages)}, {config(64, 128, 4, 1), large}, {config(64, 64, 4, 1)}});
+    // A weight program that reads a tensor keeps its elements beside S.
+    const bool spills = spec.score.is_weight() && !spec.programs.declarations.empty();
+    return mma_sync::good_of({{config(128, 64, 4, stages), !spills},
+                              {config(64, 128, 4, 1), large && !spills},
+                              {config(64, 64, 4, 1)}});
   }
   if (d <= 128) {
     const bool lengths_spill =

@@ -154,6 +154,9 @@ __device__ __forceinline__ float mask_score(float score, float masked, bool by_m
                                             bool by_mask) {
   return static_cast<int>(by_map) & static_cast<int>(by_length) & static_cast<int>(by_mask) ? score : masked;
 }
+__device__ __forceinline__ float mask_score(float score, bool by_map, bool by_length, bool by_mask) {
+  return mask_score(score, -infinity(), by_map, by_length, by_mask);
+}
 
 /// Bit n: whether the n-th of a thread's 32 values in a row of accumulators, two of each eight columns, is in
 /// columns [begin, end), which are counted from the first of them.

@@ -49,7 +49,7 @@ const Fault kFaults[] = {
      "", 90, kBackward, kFailure, "a deadlock"},
     {"outside_of_shared_memory", "sm90/backward_smem.cuh", "return base + kLayout.q() +",
      "return base + (1 << 20) + kLayout.q() +", 90, kBackward, kFailure, "shared memory was accessed at"},
-    {"outside_of_a_tensor", "simt/backward.cuh", "p.lse.data[sequence.lse_row(p, h, q)]",
+    {"outside_of_a_tensor", "simt/pair_weights.cuh", "p.lse.data[sequence.lse_row(p, h, q)]",
      "p.lse.data[sequence.lse_row(p, h, q) + 600]", 80,
      "--spec bwd:fp32:d64 --shape b1:hq2:hkv1:sq300:skv100", kFailure, "a fault at address"},
     {"another_family_takes_over", "sm90/forward.cuh", "#pragma once", "#error", 90,

@@ -148,14 +148,12 @@ __device__ __forceinline__ float masked_score() {
   return Problem::kWeightMod ? 0.0f : -infinity();
 }
 
-/// A pair's score, `masked` unless all three hold. Without branches among them, what a mask reads is read
-/// once a row and once a column of a tile.
-__device__ __forceinline__ float mask_score(float score, float masked, bool by_map, bool by_length,
-                                            bool by_mask) {
-  return static_cast<int>(by_map) & static_cast<int>(by_length) & static_cast<int>(by_mask) ? score : masked;
-}
+/// A pair's score, masked_score() unless all three hold. Without branches among them, what a mask reads is
+/// read once a row and once a column of a tile.
+template <class Problem>
 __device__ __forceinline__ float mask_score(float score, bool by_map, bool by_length, bool by_mask) {
-  return mask_score(score, -infinity(), by_map, by_length, by_mask);
+  const bool attends = static_cast<int>(by_map) & static_cast<int>(by_length) & static_cast<int>(by_mask);
+  return attends ? score : masked_score<Problem>();
 }
 
 /// Bit n: whether the n-th of a thread's 32 values in a row of accumulators, two of each eight columns, is in

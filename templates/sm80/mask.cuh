@@ -37,13 +37,12 @@ __device__ __forceinline__ void apply_mask(float (&s)[kMt][kNt][4], const Params
       for (int e = 0; e < 4; ++e) {
         float& score = s[mt][nt][e];
         if constexpr (kKeyBits) {
-          score = mask_score(score, masked_score<P>(), block, true,
-                             attend[e / 2][nt / 16] >> (nt % 16 * 2 + e % 2) & 1u);
+          score = mask_score<P>(score, block, true, attend[e / 2][nt / 16] >> (nt % 16 * 2 + e % 2) & 1u);
         } else {
           const Position q = kRowsAreKeys ? at_column(nt, e) : at_row(mt, e),
                          kv = kRowsAreKeys ? at_row(mt, e) : at_column(nt, e);
-          score = mask_score(score, masked_score<P>(), block, kv.at < seqused_kv,
-                             mask.attends(p, head, mt * 2 + e / 2, columns, e % 2, q, kv));
+          score = mask_score<P>(score, block, kv.at < seqused_kv,
+                                mask.attends(p, head, mt * 2 + e / 2, columns, e % 2, q, kv));
         }
       }
     }

@@ -100,8 +100,8 @@ __device__ __forceinline__ void apply_mask(const Params& p, const BackwardSmem<P
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const Position q = tile.at_q(n + e), kv = tile.at_kv(n + e);
-    s[n + e] = mask_score(s[n + e], block, kv.at < smem.seqused_kv(p, tile.i),
-                          kTestsMask<P> ? mask.attends(p, head, e / 2, columns, e % 2, q, kv) : any);
+    s[n + e] = mask_score<P>(s[n + e], block, kv.at < smem.seqused_kv(p, tile.i),
+                             kTestsMask<P> ? mask.attends(p, head, e / 2, columns, e % 2, q, kv) : any);
   }
 }
 

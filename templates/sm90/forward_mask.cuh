@@ -40,12 +40,12 @@ struct MaskOfPairs {
       for (int e = 0; e < 4; ++e) {
         const Position kv = column_position + (n / 4 * 8 + e % 2);
         if (kMasksByBits<P>)
-          s[n + e] = mask_score(s[n + e], block, true, attend[e / 2][n / 64] >> (n % 64 / 2 + e % 2) & 1u);
+          s[n + e] = mask_score<P>(s[n + e], block, true, attend[e / 2][n / 64] >> (n % 64 / 2 + e % 2) & 1u);
         else
-          s[n + e] = mask_score(s[n + e], block, kv.at < rows.seqused_kv,
-                                kTestsMask<P> ? mask.attends(p, rows.head, e / 2, columns, e % 2,
-                                                             row_position + e / 2 * rows.to_second(), kv)
-                                              : any);
+          s[n + e] = mask_score<P>(s[n + e], block, kv.at < rows.seqused_kv,
+                                   kTestsMask<P> ? mask.attends(p, rows.head, e / 2, columns, e % 2,
+                                                                row_position + e / 2 * rows.to_second(), kv)
+                                                 : any);
       }
     }
   }

@@ -1,14 +1,10 @@
 // Kernels of O's tangent compile for every architecture, without spills, and within the device's memory.
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <array>
 #include <memory>
 
-#include "compile/compiler.hpp"
-#include "plan/family.hpp"
-#include "plan/plan.hpp"
-#include "render/render.hpp"
+#include "tests/support/spills.hpp"
 #include "tests/support/spread.hpp"
 
 namespace flashjit {
@@ -46,15 +42,7 @@ TEST_P(KernelsOfTangents, CompileWithoutSpills) {
       if (!test::is_planned(family, device) || !family.supports(spec, device)) continue;
       for (const AttentionShape& shape :
            turns.of<AttentionShape>({4, 32, 8, 4096, 4096}, {1, 2, 1, 100, 130})) {
-        const TileConfig config = family.heuristic(spec, shape, device);
-        SCOPED_TRACE(fmt::format("{} {} {}", to_string(spec), to_string(config), device.arch));
-        const KernelSource source = render::render(spec, config, device, render::TemplateSet::embedded(), {});
-        const CompiledKernel kernel = compiler->compile(source);
-        EXPECT_FALSE(spills_in_main_loop(kernel, source.entries));
-        for (const EntryResources& used : kernel.resources)
-          RecordProperty(fmt::format("{}_{}", to_string(config), used.entry), used.registers);
-        for (const plan::Entry& entry : source.entries)
-          EXPECT_LE(entry.shared_bytes, device.shared_per_block);
+        test::expect_no_spills(*compiler, spec, family, shape, device);
       }
     }
   }

@@ -1,15 +1,11 @@
 // Kernels whose weights a program gives, without a softmax, compile for every architecture, without spills.
-#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <array>
 #include <string_view>
 
-#include "compile/compiler.hpp"
-#include "plan/family.hpp"
-#include "plan/plan.hpp"
-#include "render/render.hpp"
+#include "tests/support/spills.hpp"
 #include "tests/support/spread.hpp"
 
 namespace flashjit {
@@ -48,14 +44,7 @@ TEST_P(KernelsOfWeights, CompileWithoutSpills) {
         if (!test::is_planned(family, device) || !family.supports(spec, device)) continue;
         for (const AttentionShape& shape :
              turns.of<AttentionShape>({4, 32, 8, 4096, 4096}, {1, 2, 1, 100, 130})) {
-          const TileConfig config = family.heuristic(spec, shape, device);
-          SCOPED_TRACE(fmt::format("{} {} {}", to_string(spec), to_string(config), device.arch));
-          const KernelSource source =
-              render::render(spec, config, device, render::TemplateSet::embedded(), {});
-          const CompiledKernel kernel = compiler->compile(source);
-          EXPECT_FALSE(spills_in_main_loop(kernel, source.entries));
-          for (const EntryResources& used : kernel.resources)
-            RecordProperty(fmt::format("{}_{}", to_string(config), used.entry), used.registers);
+          test::expect_no_spills(*compiler, spec, family, shape, device);
         }
       }
   }

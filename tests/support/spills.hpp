@@ -1,0 +1,28 @@
+// A kernel that a family plans compiles, without spills in its main loop, and fits the device.
+#pragma once
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include "compile/compiler.hpp"
+#include "plan/family.hpp"
+#include "plan/plan.hpp"
+#include "render/render.hpp"
+
+namespace flashjit::test {
+
+/// By the family's own tile for the shape. Registers go to the test's report.
+inline void expect_no_spills(const compile::Compiler& compiler, const KernelSpec& spec,
+                             const plan::FamilyTraits& family, const AttentionShape& shape,
+                             const DeviceInfo& device) {
+  const TileConfig config = family.heuristic(spec, shape, device);
+  SCOPED_TRACE(fmt::format("{} {} {}", to_string(spec), to_string(config), device.arch));
+  const KernelSource source = render::render(spec, config, device, render::TemplateSet::embedded(), {});
+  const CompiledKernel kernel = compiler.compile(source);
+  EXPECT_FALSE(spills_in_main_loop(kernel, source.entries));
+  for (const plan::Entry& entry : source.entries) EXPECT_LE(entry.shared_bytes, device.shared_per_block);
+  for (const EntryResources& used : kernel.resources)
+    testing::Test::RecordProperty(fmt::format("{}_{}", to_string(config), used.entry), used.registers);
+}
+
+}  // namespace flashjit::test

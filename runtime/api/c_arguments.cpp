@@ -212,7 +212,7 @@ MergeArgs merge_args(const flashjit_merge_args* given, States& room) {
   const auto c = read_struct("flashjit_merge_args", given);
   if (c.state_count == 0 || c.state_count > room.size())
     throw Error(ErrorCode::invalid_argument,
-                fmt::format("state_count is {}: give 1 to {}, or merge the result with the rest.",
+                fmt::format("state_count is {}: give 1 to {}; flashjit_merge() joins more in several calls.",
                             c.state_count, room.size()));
   required(c.states, "states", "give state_count of them");
   for (std::size_t i = 0; i < c.state_count; ++i) room[i] = view(c.states[i]);

@@ -95,6 +95,9 @@ class Progress {
 /// A spec and, where the command needs or has one, a shape.
 using Problem = autotune::SuiteProblem;
 using autotune::parse_passes;
+/// For --help: the passes that parse_passes() gives.
+inline const std::string kPassesOfSpec =
+    "both passes unless it begins with fwd: or bwd:, or has a forward pass alone";
 /// Throws Error(invalid_argument) where the spec is of another pass than attention's two: what this command
 /// cannot run.
 void require_attention(const KernelSpec& spec);

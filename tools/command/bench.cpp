@@ -192,7 +192,8 @@ void add_bench(CLI::App& app, Context& context) {
       add_subcommand(app, context, "bench", "Time kernels on this GPU",
                      "flashjit bench --spec bf16:d128:causal --shape b4:hq16:hkv16:sq4096:skv4096",
                      [options, &context] { return bench(*options, context.json); });
-  command->add_option("--spec", options->spec, "What is computed; " + kPassesOfSpec)->required();
+  command->add_option("--spec", options->spec, fmt::format("What is computed; {}", kPassesOfSpec))
+      ->required();
   command
       ->add_option("--shape", options->shapes,
                    "Batch, heads and lengths: b4:hq16:hkv16:sq4096:skv4096; repeatable")

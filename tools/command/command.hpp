@@ -96,7 +96,7 @@ class Progress {
 using Problem = autotune::SuiteProblem;
 using autotune::parse_passes;
 /// For --help: the passes that parse_passes() gives.
-inline const std::string kPassesOfSpec =
+inline constexpr std::string_view kPassesOfSpec =
     "both passes unless it begins with fwd: or bwd:, or has a forward pass alone";
 /// Throws Error(invalid_argument) where the spec is of another pass than attention's two: what this command
 /// cannot run.

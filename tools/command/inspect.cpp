@@ -237,7 +237,7 @@ void add_inspect(CLI::App& app, Context& context) {
       app, context, "inspect", "Show the source, PTX, SASS or resources of a kernel, and why it was chosen",
       "flashjit inspect --spec fwd:bf16:d128:causal --arch sm_90a --ptx",
       [options, &context] { return inspect(*options, context.json); });
-  command->add_option("--spec", options->spec, "What is computed; " + kPassesOfSpec);
+  command->add_option("--spec", options->spec, fmt::format("What is computed; {}", kPassesOfSpec));
   command->add_option("--shape", options->shape,
                       "Shape to choose the configuration for; default " + to_string(default_shape()));
   command->add_option("--config", options->config, "Tile configuration instead of the chosen one");

@@ -142,7 +142,7 @@ void add_pack(CLI::App& app, Context& context) {
       add_subcommand(app, context, "pack", "Compile kernels for shipping; needs NVRTC, but no GPU",
                      "flashjit pack --spec bf16:d128:causal --arch sm_80,sm_90a --out my-pack",
                      [options, &context] { return pack(*options, context.json); });
-  command->add_option("--spec", options->specs, "A spec, repeatable; " + kPassesOfSpec)
+  command->add_option("--spec", options->specs, fmt::format("A spec, repeatable; {}", kPassesOfSpec))
       ->allow_extra_args(false);
   command
       ->add_option(

@@ -460,7 +460,8 @@ void add_tune(CLI::App& app, Context& context) {
       add_subcommand(app, context, "tune", "Measure tile configurations on this GPU and record the best",
                      "flashjit tune --spec bf16:d128:causal --shape b2:hq16:hkv16:sq4096:skv4096",
                      [options, &context] { return tune(*options, context.json); });
-  command->add_option("--spec", options->specs, "What is computed; " + kPassesOfSpec + "; repeatable");
+  command->add_option("--spec", options->specs,
+                      fmt::format("What is computed; {}; repeatable", kPassesOfSpec));
   command->add_option("--shape", options->shapes,
                       "Batch, heads and lengths; every --spec is tuned at every --shape");
   command->add_option("--suite", options->suite,

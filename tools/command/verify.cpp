@@ -304,7 +304,7 @@ void add_verify(CLI::App& app, Context& context) {
       add_subcommand(app, context, "verify", "Check this GPU's kernels against the CPU reference",
                      "flashjit verify --spec bf16:d64:causal --shape b2:hq4:hkv2:sq200:skv333",
                      [options, &context] { return verify(*options, context.json); });
-  command->add_option("--spec", options->spec, "What is computed; " + kPassesOfSpec);
+  command->add_option("--spec", options->spec, fmt::format("What is computed; {}", kPassesOfSpec));
   command->add_option("--shape", options->shape,
                       "Batch, heads and lengths of random inputs: b2:hq4:hkv2:sq200:skv333");
   command->add_option("--data", options->data,

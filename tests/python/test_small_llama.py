@@ -200,7 +200,7 @@ def test_it_reads_what_transformers_writes(engine, tmp_path, name):
         (lambda config, weights: config.update(model_type="gemma"), "gemma, not llama or qwen3"),
         (lambda config, weights: config.update(attention_bias=True), "no biases"),
         (lambda config, weights: config.update(rope_scaling={"rope_type": "yarn"}), "cannot be scaled"),
-        (lambda config, weights: config.update(hidden_size=32), "sizes of config.json"),
+        (lambda config, weights: config.update(num_key_value_heads=1), "sizes of config.json"),
         (lambda config, weights: weights.pop("model.norm.weight"), "has no model.norm.weight"),
         (lambda config, weights: weights.update({"lm_head.weight": torch.zeros(3).half()}), "F32 or BF16"),
     ],

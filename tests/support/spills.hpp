@@ -8,15 +8,19 @@
 #include "plan/family.hpp"
 #include "plan/plan.hpp"
 #include "render/render.hpp"
+#include "tests/support/spread.hpp"
 
 namespace flashjit::test {
 
-/// By the family's own tile for the shape. Registers go to the test's report.
+/// By the family's own tile for the shape. A run has a third of them (is_drawn()). Registers go to the test's
+/// report.
 inline void expect_no_spills(const compile::Compiler& compiler, const KernelSpec& spec,
                              const plan::FamilyTraits& family, const AttentionShape& shape,
                              const DeviceInfo& device) {
   const TileConfig config = family.heuristic(spec, shape, device);
-  SCOPED_TRACE(fmt::format("{} {} {}", to_string(spec), to_string(config), device.arch));
+  const std::string name = fmt::format("{} {} {}", to_string(spec), to_string(config), device.arch);
+  if (!is_drawn(name, 3)) return;
+  SCOPED_TRACE(name);
   const KernelSource source = render::render(spec, config, device, render::TemplateSet::embedded(), {});
   const CompiledKernel kernel = compiler.compile(source);
   EXPECT_FALSE(spills_in_main_loop(kernel, source.entries));

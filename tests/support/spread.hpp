@@ -1,4 +1,4 @@
-// Which kernels of a product of specs, families and devices tests compile. At night all of them, with
+// Which kernels of a product of specs, families and devices tests compile and run. At night all of them, with
 // FLASHJIT_EVERY_KERNEL=1.
 #pragma once
 
@@ -13,7 +13,9 @@
 #include <utility>
 #include <vector>
 
+#include "cache/digest.hpp"
 #include "plan/family.hpp"
+#include "render/render.hpp"
 
 namespace flashjit::test {
 
@@ -23,6 +25,18 @@ inline bool is_planned(const plan::FamilyTraits& family, const DeviceInfo& devic
 }
 
 inline bool every_kernel() { return std::getenv("FLASHJIT_EVERY_KERNEL") != nullptr; }
+
+/// Whether a run has this one of many: one in `of`, drawn by its name and the templates, so that every run of
+/// a commit has the same, and a change of a template others; at night all.
+inline bool is_drawn(const std::string& name, std::uint64_t of) {
+  static const std::string templates = [] {
+    std::string all;
+    for (const auto& [file, text] : render::TemplateSet::embedded().all()) all += text;
+    return cache::digest_of(all);
+  }();
+  const std::string digits = cache::digest_of(templates + name).substr(0, 8);
+  return every_kernel() || std::stoull(digits, nullptr, 16) % of == 0;
+}
 
 /// One of two choices, or both at night: the first and the second by turns, the other way round in
 /// every other row.

@@ -2,6 +2,7 @@
 # Sets up, builds everything and runs every test. GPU tests skip themselves where there is no GPU. What failed comes again
 # at the end, with its last lines; then "N passed, N failed, N skipped". The exit code is 0 only if nothing failed.
 #   tools/test.sh -L unit        only the tests with this label
+#   FLASHJIT_EVERY_KERNEL=1 tools/test.sh    all kernels and cases, of which else a part is drawn: an hour more
 #   tools/test.sh --sanitizers   first the unit tests under sanitizers and the parsers under libFuzzer (clang): an hour more
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 

@@ -304,6 +304,13 @@ bool depends_on_difference(const Graph& graph, int root) {
   return depends[root];
 }
 
+bool joins_scores(const Graph& graph, int root) {
+  const std::vector<int>& args = graph[root].args;
+  const auto depends = [&](int arg) { return (graph.uses(arg) & kUsesScore) != 0; };
+  return std::ranges::count_if(args, depends) > 1 ||
+         std::ranges::any_of(args, [&](int arg) { return depends(arg) && joins_scores(graph, arg); });
+}
+
 bool reads_each_once(const Graph& graph, int read) {
   bool by_q = false, by_kv = false;
   for (const int place : graph[read].args) {

@@ -93,6 +93,10 @@ bool reads_beyond(const Graph& graph, int root, const std::vector<int>& found);
 /// Whether something is the same for all pairs of a head of the same kv - q; not where the score is needed.
 bool depends_on_difference(const Graph& graph, int root);
 
+/// Whether an operation of the root's has two operands that depend on the score, as score * sigmoid(score)
+/// has.
+bool joins_scores(const Graph& graph, int root);
+
 /// Whether no two pairs of a head read the same element, but for indices that are clamped.
 bool reads_each_once(const Graph& graph, int read);
 

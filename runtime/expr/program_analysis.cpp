@@ -95,6 +95,7 @@ ProgramFacts ProgramAnalysis::facts() const {
           .has_score = !is_name(graph_.node(score_), Name::score),
           .has_slope = !is_real(graph_.node(score_grad_), 1),
           .score_is_line = line_.has_value(),
+          .joins_scores = joins_scores(graph_, score_),
           .far_scores = may_be_far(graph_, score_),
           .bias_tile = bias_read_ < 0 ? std::nullopt : std::optional(bias_tile()),
           .row_term = terms_.row >= 0,

@@ -39,9 +39,13 @@ inline constexpr const char* kUnorderedGrads =
 /// Why they leave what is no attention to simt.
 inline constexpr const char* kNoProducts = "has kernels of matrix products alone";
 
-/// Why some leave weight_mod to sm80 and simt.
+/// Why some leave weight_mod to others.
 inline constexpr const char* kNeedsSoftmax =
-    "its kernels have a softmax, the spec says weight_mod: families sm80 and simt have kernels without";
+    "its kernels have a softmax, the spec says weight_mod: families sm90, sm80 and simt have kernels without";
+
+/// Why weight_mod leaves keys together.
+inline constexpr const char* kJoinsByLse =
+    "split is not for weight_mod: splits are joined by their LSE, which it has not";
 
 /// What computes a tile together, with which instructions.
 enum class ComputedBy : std::uint8_t {

@@ -171,8 +171,7 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
   if (c.pack_gqa) return Support::no("pack_gqa is for family sm90");
   if (spec.indices && !forward && c.stages > 1)
     return Support::no("with indices the backward pass has one stage");
-  if (spec.score.is_weight() && forward && c.split)
-    return Support::no("split is not for weight_mod: splits are joined by their LSE, which it has not");
+  if (spec.score.is_weight() && forward && c.split) return Support::no(kJoinsByLse);
   if (spec.indices && c.split) return Support::no("split is not for indices, whose lists are short");
   if (c.q_in_registers && !forward) return Support::no("q_in_registers is for the forward pass");
   // A Q tile must not straddle the padding of D and LSE.

@@ -40,6 +40,7 @@ std::optional<TileConfig> whole_row_tile(const AnalysedSpec& spec, const Attenti
                                          const DeviceInfo& device) {
   const bool two = suits_two_blocks(spec, shape, device);
   if (is_forward(spec) || (!two && !suits_four_blocks(spec, shape, device))) return std::nullopt;
+  if (spec.score.is_weight()) return std::nullopt;  // registers do not suffice
   TileConfig c = preferences(spec).front();
   c.bc = two ? 256 : 512;
   return admits(spec, c, device) ? std::optional(c) : std::nullopt;

@@ -66,6 +66,15 @@ Support supports_rows(const AnalysedSpec& spec) {
                                  to_string(spec.kv.k_format), to_string(spec.kv.v_format), kMostColumns));
 }
 
+/// Weights of a program, which have no LSE to join parts of the keys by.
+Support supports_weights(const AnalysedSpec& spec) {
+  const bool plain = !spec.kv.is_cache() && !spec.has_scales() && !spec.decodes_kv() &&
+                     (!is_forward(spec) || spec.v_dim() <= kMostColumns);
+  if (!spec.score.is_weight() || plain) return Support::yes();
+  return Support::no(fmt::format(
+      "weight_mod is for K and V of 16 bits outside of caches, and up to {} columns of V", kMostColumns));
+}
+
 Support supports_q_codes(const AnalysedSpec& spec) {
   if (!spec.q_codes) return Support::yes();
   if (spec.has_key_scales() && (spec.row_max || spec.programs.column_term))
@@ -170,6 +179,7 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
         fmt::format("q_in_registers is not for this family, nor d_split for its backward pass, {} has one",
                     to_string(c)));
   if (Support packed = check_pack_gqa(spec, c); !packed) return packed;
+  if (spec.score.is_weight() && is_forward(spec) && c.split) return Support::no(kJoinsByLse);
   if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)
     return Support::no(
         fmt::format("min_blocks is 1 to {}, in the backward pass 1, not {}", kMostBlocks, c.min_blocks));
@@ -202,7 +212,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
     return Support::no(fmt::format("needs wgmma and TMA of sm_90a, the device is {}", device.arch));
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
   if (spec.pass == Pass::jvp) return Support::no("it has no kernel of O's tangent");
-  if (spec.score.is_weight()) return Support::no(kNeedsSoftmax);
+  if (Support able = supports_weights(spec); !able) return able;
   if (spec.dtype != DType::fp16 && spec.dtype != DType::bf16)
     return Support::no(fmt::format("its kernels take fp16 and bf16, the spec has {}", to_string(spec.dtype)));
   if (Support able = supports_rows(spec); !able) return able;

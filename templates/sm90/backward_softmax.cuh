@@ -4,6 +4,7 @@
 
 #include "flashjit/common/tile_mask.cuh"
 #include "flashjit/sm90/backward_products.cuh"
+#include "flashjit/sm90/backward_weights.cuh"
 #include "flashjit/tma/bias_tile.cuh"
 
 namespace flashjit::sm90 {
@@ -88,20 +89,25 @@ __device__ __forceinline__ unsigned find_map_bits(const Params& p, const Backwar
   return __ballot_sync(kWholeWarp, column[static_cast<long long>(q / P::kBlockQ) * p.map_columns] != 0);
 }
 
-/// Makes S -infinity where one of four pairs does not attend, by block map, length or mask program. `any`:
-/// what the program says of all pairs where it is the same for all of them.
+/// Makes S -infinity where one of four pairs does not attend, by block map, length or mask program; and dP 0,
+/// where P does not say so. `any`: what the program says of all pairs where it is the same for all of them.
 template <class P>
 __device__ __forceinline__ void apply_mask(const Params& p, const BackwardSmem<P>& smem,
                                            const typename P::Head& head, const ScoreTile<P>& tile, int n,
                                            const TileMask<P, BackwardPolicy<P>::kPairQueries>& mask,
-                                           unsigned map_bits, bool any, typename BackwardFragments<P>::S& s) {
+                                           unsigned map_bits, bool any, typename BackwardFragments<P>::S& s,
+                                           [[maybe_unused]] typename BackwardFragments<P>::S& dp) {
   const bool block = !kTestsMap<P> || (map_bits >> (n / 4) & 1u) != 0;
   const auto columns = mask.columns(n * 2);
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const Position q = tile.at_q(n + e), kv = tile.at_kv(n + e);
-    s[n + e] = mask_score<P>(s[n + e], block, kv.at < smem.seqused_kv(p, tile.i),
-                             kTestsMask<P> ? mask.attends(p, head, e / 2, columns, e % 2, q, kv) : any);
+    const auto masked = [&](float x) {
+      return mask_score<P>(x, block, kv.at < smem.seqused_kv(p, tile.i),
+                           kTestsMask<P> ? mask.attends(p, head, e / 2, columns, e % 2, q, kv) : any);
+    };
+    s[n + e] = masked(s[n + e]);
+    if (PairWeights<P>::kMasksDp) dp[n + e] = masked(dp[n + e]);
   }
 }
 
@@ -280,27 +286,28 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
         }
       }
       // S = -inf where masked
-      if constexpr (masked.value) apply_mask(p, smem, head, tile, n, mask, map_bits, any, s);
+      if constexpr (masked.value) apply_mask(p, smem, head, tile, n, mask, map_bits, any, s, dp);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         // P = exp(S - LSE)
         const float of_query = e % 2 ? lse.y : lse.x;
-        const float pair_p = !P::kLseLog2   ? p_of_pair<P>(p, s[n + e], of_query)
+        const float pair_p = !P::kLseLog2   ? PairWeights<P>::weigh(p, s[n + e], of_query)
                              : masked.value ? exp2_approx(fmaf(s[n + e], units.scale, -of_query) * units.log2)
                                             : exp2_approx(fmaf(s[n + e], p.softmax_scale_log2, -of_query));
         const bool drop = P::kDropout && dropped[n + e];
         const float pair_dp = !P::kDropout ? dp[n + e] : drop ? 0.0f : dp[n + e] * p.keep_scale;
         s[n + e] = drop ? 0.0f : pair_p;
         // dS = P (dP - D)
-        dp[n + e] = pair_p * (pair_dp - (e % 2 ? d.y : d.x));
+        dp[n + e] = PairWeights<P>::grad(pair_p, pair_dp, e % 2 ? d.y : d.x);
         if constexpr (P::kCaptureGrads > Policy::kGradsFromDs)
           P::add_capture_grads(p, head, dp[n + e], dots[e], tile.at_q(n + e), tile.at_kv(n + e),
                                [&](auto which, float* at, float value) {
                                  if constexpr (!Policy::is_from_ds(which))
                                    sums.of_key(e / 2)(which, at, value);
                                });
-        // Where P is zero a slope may be NaN.
-        if constexpr (P::kScoreGrad) dp[n + e] = pair_p == 0.0f ? 0.0f : dp[n + e] * slope[e];
+        // Where nothing attends a slope may be NaN.
+        const float deciding = PairWeights<P>::kMasksDp ? dp[n + e] : pair_p;
+        if constexpr (P::kScoreGrad) dp[n + e] = deciding == 0.0f ? 0.0f : dp[n + e] * slope[e];
       }
 #pragma unroll
       for (int e = 0; e < 4; e += 2) {

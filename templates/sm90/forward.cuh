@@ -8,6 +8,7 @@
 #include "flashjit/sm90/forward_codes.cuh"
 #include "flashjit/sm90/forward_mainloop.cuh"
 #include "flashjit/sm90/forward_roles.cuh"
+#include "flashjit/sm90/forward_weights.cuh"
 #include "flashjit/sm90/forward_wide.cuh"
 
 namespace flashjit::sm90 {
@@ -23,6 +24,7 @@ template <class P>
 __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
                                         const ForwardStorage<P>& smem, int wg) {
   using Storage = ForwardStorage<P>;
+  using Weights = RowWeights<P>;
   int round = 0, i = 0;  // the work tile, and the KV tile among its own, whose last is 0
   SoftmaxRows<P> rows;
   int kv_begin = 0;   // the first key of the KV tile
@@ -107,7 +109,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     scale_products(rows, rows, scores);
     ScoreStage<P>::apply(p, rows, kv_begin, bias, smem.column_terms(n) + threadIdx.x % 4 * 2, scores);
     release_terms(smem, n);
-    online_softmax<ScoreMask<P>>(p, smem.work(round), rows, kv_begin, full, first, scores, rescale);
+    Weights::weigh(p, smem.work(round), rows, kv_begin, full, first, scores, rescale);
   };
 
   int n = 0;
@@ -136,7 +138,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     wgmma_commit();
     ping_pong_arrive(smem, wg);
     find_descriptors(smem, n + 1, wg, k_tile, v_tile);
-    if (has_previous) finalize_rows(p, smem.work(round - 1), rows, wg, scale, state);  // LSE = m + log(l)
+    if (has_previous) Weights::finalize(p, smem.work(round - 1), rows, wg, scale, state);  // LSE = m + log(l)
     rows.begin(p, smem.work(round), wg);
     if constexpr (kConvertsQ<P>) rows.k_scale[0] *= q_scale[0], rows.k_scale[1] *= q_scale[1];
     look_at(n);
@@ -153,7 +155,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     } else {
       softmax(n, true, s);  // P = exp2(S - m)
     }
-    if (kIntraWarpgroupOverlap<P>) finish_before_wait(rows.sum[0] + rows.sum[1], smem.base);
+    if (kIntraWarpgroupOverlap<P>) finish_before_wait(Weights::last_value(rows, s), smem.base);
     wgmma_wait<0>();  // O of the work tile before is there
     poll(n);
     pin(o);
@@ -193,13 +195,13 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       release_k_tile(n);
       wait_terms(smem, n);
       softmax(n, false, s);  // P = exp2(S - m)
-      if (kIntraWarpgroupOverlap<P>) finish_before_wait(rows.sum[0] + rows.sum[1], smem.base);
+      if (kIntraWarpgroupOverlap<P>) finish_before_wait(Weights::last_value(rows, s), smem.base);
       wgmma_wait<0>();  // O is there
       poll(n);
       pin(o);
       release(smem.v_empty(before(n)));
       last = n;
-      rescale_o<P>(o, rescale);  // O *= exp2(m before - m)
+      Weights::rescale(o, rescale);  // O *= exp2(m before - m)
       pack_p();
     }
     if (Storage::kQStages == 2) release(smem.q_empty(wg, round));  // the producer does not wait for it yet
@@ -208,7 +210,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     wait_v_tile(before(n));
     start_o();
     wgmma_commit();
-    finalize_rows(p, smem.work(round - 1), rows, wg, scale, state);
+    Weights::finalize(p, smem.work(round - 1), rows, wg, scale, state);
     wgmma_wait<0>();
     pin(o);
     store_o(p, maps, smem, smem.work(round - 1), wg, state, scale, o);

@@ -85,7 +85,7 @@ template <class P>
 constexpr bool kSoftmaxOfScores = P::kHasScore || kKeyFactors<P>;
 /// The score is a line along the keys, which the softmax adds to products.
 template <class P>
-constexpr bool kAddsScoreLine = P::kScoreLine && !kKeyFactors<P>;
+constexpr bool kAddsScoreLine = P::kScoreLine && !kKeyFactors<P> && !P::kWeightMod;
 
 /// Columns of tiles of Q and K.
 template <class P>

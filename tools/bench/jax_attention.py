@@ -5,7 +5,7 @@ in a model. Libraries take turns, and medians count. Outputs are compared before
 call, or has no such gradient. Pallas (Mosaic GPU) counts by the best of two tile sizes, computes in fp16, the one type that it has
 in JAX 0.11, and knows no scale: Q is scaled before its loop, not in it.
 
-    python3 tools/bench/jax_attention.py --csv jax.csv
+    python3 tools/bench/jax_attention.py --csv jax.csv     # each row at once; run again, it goes on
     python3 tools/bench/jax_attention.py --small     # on any device: that everything runs and agrees
 
 Exit code: 0 if everything ran and was right, 1 if not, 3 without a GPU.
@@ -15,6 +15,7 @@ import argparse
 import concurrent.futures
 import csv
 import functools
+import os
 import statistics
 import sys
 import time
@@ -27,7 +28,8 @@ import numpy as np
 
 WIDTH, TOKENS = 2048, 16384
 PALLAS = [f"pallas {rows}" for rows in (64, 128, 256)]  # keys of a tile
-COMPILING = 8
+COMPILING = max(8, (os.cpu_count() or 0) // 2)  # at a time
+PASSES = ("forward", "both passes")
 
 
 class Case(typing.NamedTuple):
@@ -186,6 +188,24 @@ def implementations(case, names):
             yield name
 
 
+def measured(path):
+    """The rows that a file has already: case, dim, length and pass."""
+    if not path or not os.path.exists(path):
+        return set()
+    with open(path, newline="") as file:
+        return {
+            (row["case"], int(row["dim"]), int(row["length"]), row["pass"]) for row in csv.DictReader(file)
+        }
+
+
+def keep(path, rows):
+    begins = not os.path.exists(path)
+    with open(path, "a", newline="") as file:
+        device = (jax.devices()[0].device_kind, jax.__version__)
+        names = ("case", "dim", "length", "pass", "library", "seconds", "device", "jax")
+        csv.writer(file).writerows([*([names] if begins else []), *[(*row, *device) for row in rows]])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--csv", help="file to write the times to")
@@ -199,34 +219,27 @@ def main():
         return 3
     on_gpu = jax.default_backend() == "gpu"
     names = ("flashjit", "cudnn", "pallas", "xla") if on_gpu else ("flashjit", "xla")
-    rows, right = [], True
+    done, right = measured(options.csv), True
     print(
         f"{jax.devices()[0].device_kind}, JAX {jax.__version__}; milliseconds, and times of others over flashjit's"
     )
     with concurrent.futures.ThreadPoolExecutor(COMPILING) as pool:
         begin = lambda *call: pool.submit(compiled, *call, options.repeats)
         made = {
-            (case.name, case.dim, case.length, backward): (
-                case,
-                {name: begin(case, backward, name) for name in implementations(case, names)},
-            )
+            row: (case, {name: begin(case, backward, name) for name in implementations(case, names)})
             for case in cases(options.small, options.dims)
             for backward in (False, True)
+            if (row := (case.name, case.dim, case.length, PASSES[backward])) not in done
         }
         concurrent.futures.wait([future for _, each in made.values() for future in each.values()])
-    for (_, _, _, backward), (case, futures) in made.items():
+    for row, (case, futures) in made.items():
         times, same = measure(case, futures, options.repeats, options.rounds)
         right &= same
         columns = [f"{times[n] * 1e3:9.3f}" if n in times else "        -" for n in names]
         ratios = [f"{times[n] / times['flashjit']:6.2f}" if n in times else "     -" for n in names[1:]]
-        kind = "both passes" if backward else "forward"
-        print(f"{case.name:7} d{case.dim:<4} {case.length:6} {kind:11}", *columns, *ratios, flush=True)
-        rows += [(case.name, case.dim, case.length, kind, n, seconds) for n, seconds in times.items()]
-    if options.csv:
-        with open(options.csv, "w", newline="") as file:
-            device = (jax.devices()[0].device_kind, jax.__version__)
-            names = ("case", "dim", "length", "pass", "library", "seconds", "device", "jax")
-            csv.writer(file).writerows([names, *[(*row, *device) for row in rows]])
+        print(f"{case.name:7} d{case.dim:<4} {case.length:6} {row[3]:11}", *columns, *ratios, flush=True)
+        if options.csv:
+            keep(options.csv, [(*row, n, f"{seconds:.6f}") for n, seconds in times.items()])
     return int(not right)
 
 

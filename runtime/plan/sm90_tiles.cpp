@@ -110,10 +110,8 @@ std::vector<TileConfig> preferences_to_128(const AnalysedSpec& spec) {
   const bool in_blocks = spec.has_block_map() || mask.q_reads > 0;
   const bool simple = spec.mask.empty() || spec.is_causal || by_key;
   const bool fits = spec.dropout ? d <= 64 && spec.mask.empty() && spec.score.empty() : d <= 64 || simple;
-  // A program's weights leave registers for fewer columns.
-  const int columns = d <= 64 ? (spec.score.is_weight() ? 112 : 128) : d <= 96 ? 96 : 80;
   if (!in_blocks && !bias_tile && fits)
-    choices.insert(choices.begin(), forward_config(12, columns, d <= 64 ? 3 : 2));
+    choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : d <= 96 ? 96 : 80, d <= 64 ? 3 : 2));
   // Small tiles hide each other's waits for list entries and for what a mask reads.
   if (d <= 64 && in_blocks && !bias_tile)
     choices.insert(choices.begin(), mask_reads ? forward_config(4, 64, 2, 3) : forward_config(4, 128, 2, 2));

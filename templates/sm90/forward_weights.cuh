@@ -44,6 +44,7 @@ struct ProgramWeights {
                                                int kv_begin, bool full, bool, float (&s)[kCount],
                                                float (&)[2]) {
     if (!full) ScoreMask<P>::apply(p, work, rows, kv_begin, s);
+    pin(s);  // else ptxas serialises products, as P is packed on both sides of the branch
   }
   template <int kCount>
   static __device__ __forceinline__ float last_value(const SoftmaxRows<P>&, const float (&s)[kCount]) {

@@ -20,6 +20,7 @@
 #include "render/render.hpp"
 #include "tests/support/covering.hpp"
 #include "tests/support/planned_constant.hpp"
+#include "tests/support/spills.hpp"
 #include "tests/support/spread.hpp"
 
 namespace flashjit {
@@ -33,17 +34,6 @@ const compile::Compiler& compiler() {
 // The heuristic takes other tiles where the device would be idle.
 AttentionShape shape_of(std::size_t index) {
   return parse_shape(index % 3 == 2 ? "b1:hq2:hkv1:sq100:skv130" : "b4:hq32:hkv8:sq4096:skv4096");
-}
-
-/// The line in which ptxas says that it made the kernel slower than it was written, with products that wait
-/// for each other (C7510 and its kin) or registers that do not move (C7508); empty: there is none.
-std::string performance_loss(const std::string& log) {
-  std::istringstream lines(log);
-  for (std::string line; std::getline(lines, line);) {
-    const auto has = [&](const char* word) { return line.find(word) != line.npos; };
-    if ((has("wgmma") && has("serializ")) || (has("setmaxnreg") && has("ignored"))) return line;
-  }
-  return {};
 }
 
 /// What is wrong with one entry; empty: nothing.
@@ -82,7 +72,7 @@ std::string compile_and_check(const KernelSpec& spec, const TileConfig& config, 
       const std::string what = fault(entry, kernel, device);
       if (!what.empty()) faults += fmt::format("{} {}: {}\n", name, entry.name, what);
     }
-    if (const std::string line = performance_loss(kernel.log); !line.empty())
+    if (const std::string line = test::performance_loss(kernel.log); !line.empty())
       faults += fmt::format("{}: ptxas made it slower: \"{}\"\n", name, line);
     if (kernel.log.find("warning") != std::string::npos) faults += fmt::format("{}: {}\n", name, kernel.log);
   } catch (const Error& error) {
@@ -822,11 +812,11 @@ TEST(KernelsOfChecks, ArePlannedAsTheyAreCompiled) {
 
 TEST(PerformanceLoss, IsFoundInTheLog) {
   const std::string fine = "ptxas info    : 0 bytes gmem\nptxas info    : Used 168 registers\n";
-  EXPECT_EQ(performance_loss(fine), "");
+  EXPECT_EQ(test::performance_loss(fine), "");
   for (const std::string line :
        {"ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized",
         "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored"})
-    EXPECT_EQ(performance_loss(fine + line + "\n" + fine), line);
+    EXPECT_EQ(test::performance_loss(fine + line + "\n" + fine), line);
 }
 
 TEST(Covering, HoldsEveryPairOnceOrMore) {

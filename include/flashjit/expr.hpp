@@ -192,8 +192,9 @@ FLASHJIT_API Expr operator<=(const Expr& a, const Expr& b);
 FLASHJIT_API Expr operator>(const Expr& a, const Expr& b);
 FLASHJIT_API Expr operator>=(const Expr& a, const Expr& b);
 FLASHJIT_API Expr select(const Expr& condition, const Expr& a, const Expr& b);
-FLASHJIT_API Expr min(const Expr& a, const Expr& b);
-FLASHJIT_API Expr max(const Expr& a, const Expr& b);
+// In parentheses for the macros of windows.h.
+FLASHJIT_API Expr(min)(const Expr& a, const Expr& b);
+FLASHJIT_API Expr(max)(const Expr& a, const Expr& b);
 FLASHJIT_API Expr abs(const Expr& a);
 FLASHJIT_API Expr floor(const Expr& a);
 FLASHJIT_API Expr trunc(const Expr& a);

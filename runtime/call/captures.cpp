@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "support/overflow.hpp"
 #include "support/refuse.hpp"
 
 namespace flashjit {
@@ -86,7 +87,7 @@ void check_sizes(const Declaration& d, const Capture& c) {
     if (c.stride[i] < 0)
       refuse("{} has stride {} in dimension {}: strides must be 0 or more.", d.name, c.stride[i], i);
     std::int64_t span = 0;
-    if (__builtin_mul_overflow(c.size[i] - 1, c.stride[i], &span) || span > kMaxOffset - extent)
+    if (multiply_overflows(c.size[i] - 1, c.stride[i], span) || span > kMaxOffset - extent)
       refuse("{} reaches beyond 2^62 elements: sizes [{}] with strides [{}].", d.name,
              fmt::join(c.size.begin(), c.size.begin() + c.rank, ", "),
              fmt::join(c.stride.begin(), c.stride.begin() + c.rank, ", "));
@@ -107,7 +108,7 @@ void check_grad(const Declaration& d, const Capture& c, Pass pass) {
            static_cast<const void*>(c.grad));
   std::int64_t elements = 1;
   for (int i = 0; i < c.rank; ++i)
-    if (__builtin_mul_overflow(elements, c.size[i], &elements) || elements > kMaxOffset)
+    if (multiply_overflows(elements, c.size[i], elements) || elements > kMaxOffset)
       refuse("the grad of {} has more than 2^62 elements: its sizes are [{}].", d.name,
              fmt::join(c.size.begin(), c.size.begin() + c.rank, ", "));
 }

@@ -47,7 +47,7 @@ void check_strides(const char* name, const ConstTensorView& tensor, int element_
     if (stride < 0)
       refuse("{} has stride {} in {}: strides must be 0 or more.", name, stride, kDimensions[i]);
     std::int64_t span = 0;
-    if (__builtin_mul_overflow(tensor.size[i] - 1, stride, &span) || span > kMaxOffset - extent)
+    if (multiply_overflows(tensor.size[i] - 1, stride, span) || span > kMaxOffset - extent)
       refuse("{} reaches beyond 2^62 elements: sizes [{}] with strides [{}].", name,
              fmt::join(tensor.size, ", "), fmt::join(tensor.stride, ", "));
     extent += span;

@@ -8,6 +8,7 @@
 #include <span>
 
 #include "flashjit/runtime.hpp"
+#include "support/overflow.hpp"
 #include "templates/common/params.cuh"
 
 namespace flashjit {
@@ -54,11 +55,11 @@ void check_pointer(const char* name, const void* pointer, std::uintptr_t alignme
 /// Product and sum of a caller's sizes, which nothing bounds: what leaves 63 bits is the largest number.
 inline std::int64_t times(std::int64_t a, std::int64_t b) {
   std::int64_t product = 0;
-  return __builtin_mul_overflow(a, b, &product) ? std::numeric_limits<std::int64_t>::max() : product;
+  return multiply_overflows(a, b, product) ? std::numeric_limits<std::int64_t>::max() : product;
 }
 inline std::int64_t plus(std::int64_t a, std::int64_t b) {
   std::int64_t sum = 0;
-  return __builtin_add_overflow(a, b, &sum) ? std::numeric_limits<std::int64_t>::max() : sum;
+  return add_overflows(a, b, sum) ? std::numeric_limits<std::int64_t>::max() : sum;
 }
 
 /// What a view's elements lie between: its first byte and the one behind the last.

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "support/overflow.hpp"
 #include "templates/common/params.cuh"
 
 namespace flashjit::plan {
@@ -30,9 +31,9 @@ class Allocator {
     if (!needed) return static_cast<std::size_t>(offset);
     std::int64_t bytes = kWordBytes;
     bool overflow = false;
-    for (const std::int64_t factor : count) overflow |= __builtin_mul_overflow(bytes, factor, &bytes);
-    overflow |= __builtin_add_overflow(bytes, extra * kWordBytes + kAlignment - 1, &bytes);
-    overflow |= __builtin_add_overflow(end_, bytes / kAlignment * kAlignment, &end_);
+    for (const std::int64_t factor : count) overflow |= multiply_overflows(bytes, factor, bytes);
+    overflow |= add_overflows(bytes, extra * kWordBytes + kAlignment - 1, bytes);
+    overflow |= add_overflows(end_, bytes / kAlignment * kAlignment, end_);
     if (overflow) {
       throw Error(
           ErrorCode::invalid_argument,

@@ -5,6 +5,7 @@
 
 #include <cmath>
 
+#include "support/overflow.hpp"
 #include "support/refuse.hpp"
 #include "templates/common/philox.cuh"
 
@@ -36,7 +37,7 @@ std::int64_t first_unlike(const std::vector<double>& values, const AttentionShap
 std::int64_t count(std::initializer_list<std::int64_t> sizes) {
   std::int64_t product = 1;
   for (const std::int64_t size : sizes) {
-    if (__builtin_mul_overflow(product, size, &product)) {
+    if (multiply_overflows(product, size, product)) {
       refuse("a tensor of {} elements overflows 64 bits; give smaller sizes", fmt::join(sizes, " x "));
     }
   }

@@ -199,6 +199,22 @@ TEST_F(Layers, OnlyFilesOfASystemIncludeItsHeaders) {
   EXPECT_GE(seen, 10) << "this test no longer finds them";
 }
 
+// MSVC is not here: what it does not know is not written, but for attributes, which it passes over.
+TEST_F(Layers, SourcesAreForEveryCompiler) {
+  static const std::regex kOfACompiler(
+      R"(__builtin_\w+|__attribute__|__extension__|__int128|__typeof__|__PRETTY_FUNCTION__|\bssize_t\b|_MSC_VER|__GNUC__|__clang__|#pragma (?!once)\w+)");
+  static const std::regex kOfASystem(".*_(posix|windows)\\.[ch]pp");
+  const std::set<std::string> exporting = {"include/flashjit/types.h", "include/flashjit/types.hpp"};
+  for (const fs::path& file : files({"include", "runtime", "autotune", "tools/command", "tools/parts"})) {
+    if (std::regex_match(file.string(), kOfASystem) || exporting.contains(file.generic_string())) continue;
+    std::ifstream in(root_ / file);
+    const std::string text(std::istreambuf_iterator<char>(in), {});
+    std::smatch found;
+    EXPECT_FALSE(std::regex_search(text, found, kOfACompiler))
+        << file << " has " << found.str() << ", which only some compilers know";
+  }
+}
+
 TEST_F(Layers, FmtJoinComesFromFmtRanges) {  // where fmt 11 and newer have it, which vcpkg and Conan bring
   for (const fs::path& file : files({"runtime", "autotune", "tools"})) {
     std::ifstream in(root_ / file);

@@ -16,6 +16,7 @@
 
 #include "flashjit/error.hpp"
 #include "support/file.hpp"
+#include "support/overflow.hpp"
 #include "support/small_float.hpp"
 #include "support/text.hpp"
 
@@ -46,7 +47,7 @@ const TypeInfo& info(Type type) { return kTypes[static_cast<std::size_t>(type)];
 std::optional<std::int64_t> element_count(const std::vector<std::int64_t>& shape, std::size_t element_size) {
   auto bytes = static_cast<std::int64_t>(element_size);
   for (const std::int64_t size : shape) {
-    if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes)) return std::nullopt;
+    if (size < 0 || multiply_overflows(bytes, size, bytes)) return std::nullopt;
   }
   return bytes / static_cast<std::int64_t>(element_size);
 }

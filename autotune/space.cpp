@@ -13,7 +13,7 @@ namespace {
 
 auto canonical_key(const TileConfig& c) {
   return std::tuple(static_cast<int>(c.family), c.br, c.bc, c.warps, c.stages, c.q_in_registers, c.d_split,
-                    c.min_blocks, c.split, c.pack_gqa);
+                    c.min_blocks, c.split, c.pack_gqa, c.tma);
 }
 
 std::vector<const plan::FamilyTraits*> able_families(const plan::AnalysedSpec& spec, const DeviceInfo& device,

@@ -207,6 +207,7 @@ struct TileConfig {
                           ///< another kernel combines them
   bool pack_gqa = false;  ///< PackGQA, with split, forward of sm90: a Q tile has rows of all heads that
                           ///< share K and V, and fewer queries; for specs that treat all heads alike
+  bool tma = false;       ///< sm80 forward, on sm_90 and newer: TMA copies K and V, not cp.async
 
   bool operator==(const TileConfig&) const = default;
 };
@@ -225,7 +226,7 @@ struct DeviceInfo {
   std::string driver;  ///< the CUDA version of its driver, "13.0"; empty when built by hand
 
   /// A device from its architecture: "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100",
-  /// "sm_100a", "sm_120", "sm_120a". The sizes are those of a common product of that architecture.
+  /// "sm_100a", "sm_120", "sm_120a", "sm_121". The sizes are those of a common product of that architecture.
   FLASHJIT_API static DeviceInfo parse(std::string_view arch);
   bool operator==(const DeviceInfo&) const = default;
 };

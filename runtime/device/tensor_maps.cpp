@@ -23,7 +23,7 @@ constexpr cuuint64_t kAnyStride = 16;  // where no index uses it: callers may ha
       ErrorCode::unsupported,
       fmt::format("TMA cannot copy {} of sizes [{}] with strides [{}]: {}. Give strides that are "
                   "multiples of 16 bytes, not zero and less than 2^40 bytes, or prepare() the spec with a "
-                  "configuration of family sm80.",
+                  "configuration of family sm80 without tma.",
                   name, fmt::join(tensor.size, ", "), fmt::join(tensor.stride, ", "),
                   driver.describe(result)));
 }
@@ -43,6 +43,11 @@ CUtensorMapDataType element_type(DType dtype) {
   }
 }
 
+cuuint64_t bytes_of(CUtensorMapDataType type) {
+  if (type == CU_TENSOR_MAP_DATA_TYPE_UINT8) return 1;
+  return type == CU_TENSOR_MAP_DATA_TYPE_UINT32 ? 4 : 2;
+}
+
 /// A dimension of a tensor, the fastest first: its size, its stride in elements, and how much of it is copied
 /// at a time.
 struct Dimension {
@@ -50,8 +55,8 @@ struct Dimension {
   int box;
 };
 
-/// The same tensor as elements of two codes each; none where it cannot be.
-std::optional<ConstTensorView> pairs_of_codes(ConstTensorView tensor) {
+/// The same tensor as elements of two of its own each; none where it cannot be.
+std::optional<ConstTensorView> pairs_of_elements(ConstTensorView tensor) {
   tensor.size[kRank - 1] /= 2;
   for (int i = 0; i < kRank - 1; ++i) {
     if (tensor.size[i] > 1 && tensor.stride[i] % 2 != 0) return std::nullopt;
@@ -60,11 +65,10 @@ std::optional<ConstTensorView> pairs_of_codes(ConstTensorView tensor) {
   return tensor;
 }
 
-/// Boxes of codes are not swizzled, those of 16-bit elements are.
+/// Boxes of 16-bit elements are swizzled, others are not.
 CUresult encode_tiled(const Driver& driver, CUtensorMap& map, CUtensorMapDataType type, const void* data,
                       std::span<const Dimension> dimensions) {
-  const bool codes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  const cuuint64_t element_bytes = codes ? 1 : 2;
+  const cuuint64_t element_bytes = bytes_of(type);
   std::array<cuuint64_t, kMostDimensions> sizes, strides;  // strides in bytes, of all but the first
   std::array<cuuint32_t, kMostDimensions> box, element_strides;
   for (std::size_t i = 0; i < dimensions.size(); ++i) {
@@ -78,8 +82,8 @@ CUresult encode_tiled(const Driver& driver, CUtensorMap& map, CUtensorMapDataTyp
   return driver.tensor_map_encode_tiled(
       &map, type, static_cast<cuuint32_t>(dimensions.size()), const_cast<void*>(data), sizes.data(),
       strides.data(), box.data(), element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
-      codes ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      element_bytes == 2 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 /// head_dim, length, heads, batch: the view names the slowest dimension first.
@@ -113,6 +117,18 @@ void encode(const Driver& driver, CUtensorMap& map, const char* name, const Cons
   if (result != CUDA_SUCCESS) refuse(driver, result, name, tensor);
 }
 
+/// Boxes of whole rows of 16-bit elements, `columns` wide with their padding: as pairs, so that 256 are
+/// enough.
+void encode_padded_rows(const Driver& driver, CUtensorMap& map, const char* name,
+                        const ConstTensorView& tensor, int rows, int columns) {
+  if (std::ranges::find(tensor.size, 0) != tensor.size.end()) return;
+  const std::optional<ConstTensorView> pairs = pairs_of_elements(tensor);
+  const CUresult result = pairs ? encode_tiled(driver, map, CU_TENSOR_MAP_DATA_TYPE_UINT32, tensor.data,
+                                               dimensions_of(*pairs, rows, columns / 2))
+                                : CUDA_ERROR_INVALID_VALUE;
+  if (result != CUDA_SUCCESS) refuse(driver, result, name, tensor);
+}
+
 /// Leaves the map zeroed where TMA cannot copy the tensor.
 void encode_bias(const Driver& driver, CUtensorMap& map, const CaptureParam& tensor,
                  const plan::BiasBox& box) {
@@ -142,7 +158,7 @@ TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes
   TensorMaps maps{};
   if (boxes.pairs_of_codes) {
     const auto pairs = [&](const char* name, const ConstTensorView& tensor) {
-      const std::optional<ConstTensorView> of_pairs = pairs_of_codes(tensor);
+      const std::optional<ConstTensorView> of_pairs = pairs_of_elements(tensor);
       if (!of_pairs) refuse(driver, CUDA_ERROR_INVALID_VALUE, name, tensor);
       return *of_pairs;
     };
@@ -159,13 +175,14 @@ TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes
   else
     encode_rows(maps.q, "q", q, boxes.q_rows);
   // Rows of codes are copied whole.
-  const auto encode_kv = [&](CUtensorMap& map, const char* name, const ConstTensorView& tensor) {
+  const auto encode_kv = [&](CUtensorMap& map, const char* name, const ConstTensorView& tensor, int padded) {
+    if (padded > 0) return encode_padded_rows(driver, map, name, tensor, boxes.kv_rows, padded);
     const int columns = size_of(kv_dtype) == 1 ? static_cast<int>(tensor.size[3]) : kBoxColumns;
     if (boxes.kv_rows > 0)
       encode(driver, map, name, tensor, kv_dtype, dimensions_of(tensor, boxes.kv_rows, columns));
   };
-  encode_kv(maps.k, "k", k);
-  encode_kv(maps.v, "v", v);
+  encode_kv(maps.k, "k", k, boxes.k_columns);
+  encode_kv(maps.v, "v", v, boxes.v_columns);
   encode_rows(maps.o, o_name, o, boxes.o_rows);
   if (boxes.bias.rows > 0) encode_bias(driver, maps.bias, captures[boxes.bias.capture], boxes.bias);
   return maps;

@@ -28,6 +28,7 @@ inline constexpr std::array kConfigSwitches{
         .text = "min_blocks", .constant = "kMinBlocks", .number = &TileConfig::min_blocks, .max = 32},
     ConfigSwitch{.text = "split", .constant = "kSplit", .on = &TileConfig::split},
     ConfigSwitch{.text = "pack_gqa", .constant = "kPackGqa", .on = &TileConfig::pack_gqa},
+    ConfigSwitch{.text = "tma", .constant = "kTma", .on = &TileConfig::tma},
 };
 
 }  // namespace flashjit::plan

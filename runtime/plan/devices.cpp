@@ -18,13 +18,14 @@ struct KnownDevice {
 
 constexpr int kRegistersPerSm = 65536;
 
-// One common product per architecture: T4, A100, A40, RTX 4090, H100, B200, RTX 5090.
+// One common product per architecture: T4, A100, A40, RTX 4090, H100, B200, RTX 5090, GB10 (DGX Spark).
 constexpr KnownDevice kKnownDevices[] = {
     {"sm_75", 75, 40, 65536, 65536, 4},        {"sm_80", 80, 108, 166912, 167936, 40},
     {"sm_86", 86, 84, 101376, 102400, 6},      {"sm_89", 89, 128, 101376, 102400, 72},
     {"sm_90", 90, 132, 232448, 233472, 50},    {"sm_90a", 90, 132, 232448, 233472, 50},
     {"sm_100", 100, 148, 232448, 233472, 126}, {"sm_100a", 100, 148, 232448, 233472, 126},
     {"sm_120", 120, 170, 101376, 102400, 96},  {"sm_120a", 120, 170, 101376, 102400, 96},
+    {"sm_121", 121, 48, 101376, 102400, 24},
 };
 
 }  // namespace

@@ -68,6 +68,8 @@ struct TensorBoxes {
   bool one_query = false;       ///< of those that are packed
   bool pairs_of_codes = false;  ///< Q, K and V are codes of 8 bits, copied in pairs
   BiasBox bias = {};
+  /// Whole rows of K and V, with padding, which becomes zeros; 0: slices of 64 columns, swizzled.
+  int k_columns = 0, v_columns = 0;
 
   bool operator==(const TensorBoxes&) const = default;
 };

@@ -73,6 +73,19 @@ Support check_d_split(const AnalysedSpec& spec, const TileConfig& c) {
   return Support::no(fmt::format("{} warps cannot share {} columns of S", c.d_split, shared));
 }
 
+/// Whether TMA may copy K and V: rows one after the other in a tensor, as they are.
+Support check_tma(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& device) {
+  if (!c.tma) return Support::yes();
+  if (c.family != Family::sm80 || device.compute_capability < 90)
+    return Support::no(fmt::format("tma is for family sm80 on sm_90 and newer, not for {} on {}",
+                                   to_string(c.family), device.arch));
+  if (spec.pass != Pass::forward) return Support::no("tma is for the forward pass");
+  if (spec.kv.is_paged() || spec.indices) return Support::no("tma is not for pages and indices");
+  if (spec.has_scales() || spec.decodes_kv()) return Support::no("tma is for K and V of Q's type");
+  if (c.stages != 1) return Support::no(fmt::format("with tma stages is 1, not {}", c.stages));
+  return Support::yes();
+}
+
 /// Blocks of the main loop.
 std::int64_t hot_blocks(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& c) {
   const KernelPlan planned = kernel(spec, c);
@@ -169,6 +182,7 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
     return Support::no(fmt::format("min_blocks is 1 to 8, not {}", c.min_blocks));
   if (Support split = check_d_split(spec, c); !split) return split;
   if (c.pack_gqa) return Support::no("pack_gqa is for family sm90");
+  if (Support tma = check_tma(spec, c, device); !tma) return tma;
   if (spec.indices && !forward && c.stages > 1)
     return Support::no("with indices the backward pass has one stage");
   if (spec.score.is_weight() && forward && c.split) return Support::no(kJoinsByLse);
@@ -214,7 +228,14 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
   if (spec.pass == Pass::jvp) return sm80_jvp::kernel(spec, c);
   Entry main = main_entry(c.family, spec, c.warps * 32, shared_bytes(spec, c));
   main.min_blocks = c.min_blocks;
+  if (c.tma) {
+    main.header = "flashjit/sm80/forward_tma.cuh";
+    main.tensor_maps = true;
+  }
   KernelPlan kernel = tensor_core_kernel(spec, c, main, {.tile_lists = spec.has_tile_lists});
+  if (c.tma)
+    kernel.tensor_boxes = {
+        .kv_rows = c.bc, .k_columns = sm80::pitch(spec.head_dim), .v_columns = sm80::pitch(spec.v_dim())};
   kernel.constants.push_back({"kListedRows", c.br});
   if (spec.pass == Pass::backward) kernel.constants.push_back({"kExchanged", exchanged_values(spec, c)});
   return kernel;

@@ -236,6 +236,11 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
             for (const int d_split : {1, 2}) consider(config(br, bc, warps, stages, false, d_split));
       }
     }
+  if (forward && device.compute_capability >= 120)  // a block of TMA's own, as on Hopper, but no wgmma
+    for (TileConfig c : std::vector(found)) {
+      c.tma = true;
+      consider(c);
+    }
   if (!forward)
     for (const TileConfig& c : preferences(spec, device)) consider(mma_sync::with_split(spec, c, device));
   if (spec.has_scales())

@@ -174,10 +174,11 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
   if (spec.kv.shared_kv && c.stages < 2)
     return Support::no("with shared_kv stages is 2 to 4, as K is read until P V of a step later");
   if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
-  if (c.q_in_registers || (c.d_split != 1 && !is_forward(spec)))
-    return Support::no(
-        fmt::format("q_in_registers is not for this family, nor d_split for its backward pass, {} has one",
-                    to_string(c)));
+  if (c.q_in_registers || c.tma || (c.d_split != 1 && !is_forward(spec)))
+    return Support::no(fmt::format(
+        "q_in_registers and tma are not for this family, which always copies by TMA, nor d_split for "
+        "its backward pass, {} has one",
+        to_string(c)));
   if (Support packed = check_pack_gqa(spec, c); !packed) return packed;
   if (spec.score.is_weight() && is_forward(spec) && c.split) return Support::no(kJoinsByLse);
   if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)

@@ -1,7 +1,7 @@
 // Forward pass with mma.sync (FlashAttention-2, algorithm 1): one CTA a Q tile, KV tiles streamed
-// through shared memory by cp.async, each warp owns rows of S, P and O in registers. Where registers allow,
-// P V of a tile is computed among the softmax of the next one (FlashAttention-3, section 3.2): tensor cores
-// and exponentials then work at the same time within a warp, too.
+// through shared memory by cp.async or TMA, each warp owns rows of S, P and O in registers. Where registers
+// allow, P V of a tile is computed among the softmax of the next one (FlashAttention-3, section 3.2): tensor
+// cores and exponentials then work at the same time within a warp, too.
 #pragma once
 
 #include "flashjit/common/kv_format.cuh"
@@ -22,8 +22,9 @@
 
 namespace flashjit::sm80 {
 
-template <class P>
-__device__ void forward(const Params& p) {
+/// `maps`: where TMA copies K and V, their tensor maps.
+template <class P, class... Maps>
+__device__ void forward(const Params& p, const Maps&... maps) {
   using Policy = ForwardPolicy<P>;
   using Pv = PvStage<P>;
   using Weights = RowWeights<P>;
@@ -46,8 +47,8 @@ __device__ void forward(const Params& p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto warp_row = [&](int mt) { return mt * 16 * Policy::kRowWarps + row_warp<P>(warp) * 16; };
   const int first_key_read = first_key_of<P>(p, head, q_range);
-  const auto k = KvSources<P>::k(p, sequence, h_kv, first_key_read);
-  const auto v = KvSources<P>::v(p, sequence, h_kv, first_key_read);
+  const auto k = TileSources<P>::k(p, sequence, h_kv, first_key_read, maps...);
+  const auto v = TileSources<P>::v(p, sequence, h_kv, first_key_read, maps...);
   const KvScales<P> k_scales(p, p.k_scale, sequence, h_kv, first_key_read),
       v_scales(p, p.v_scale, sequence, h_kv, first_key_read);
   const auto list = [&] { return IndexList<P>(p, sequence, h_kv, q_tile_index); };

@@ -153,7 +153,15 @@ using CopyingKvLoader =
                 Conditional<P::kPageRows == 0, typename P::Copies::template DenseKvLoader<P>,
                             Conditional<kScaledKv<P>, PagedQuantizedKvLoader<P>, PagedKvLoader<P>>>>;
 template <class P>
-using KvLoader = Conditional<kDecodesKv<P>, DecodedKvLoader<P>, CopyingKvLoader<P>>;
+struct TmaKvLoader;  // kv_loader_tma.cuh
+template <class P>
+struct TmaKvSources;
+template <class P>
+using KvLoader =
+    Conditional<P::kTma, TmaKvLoader<P>, Conditional<kDecodesKv<P>, DecodedKvLoader<P>, CopyingKvLoader<P>>>;
+/// What it loads from.
+template <class P>
+using TileSources = Conditional<P::kTma, TmaKvSources<P>, KvSources<P>>;
 
 /// Starts copying a tile's scales of keys, where they have some: zeros from `valid` on, and where they are
 /// not read.

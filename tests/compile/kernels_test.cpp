@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <iterator>
+#include <map>
 #include <mutex>
 #include <set>
 #include <sstream>
@@ -170,6 +171,29 @@ TEST_P(Kernels, CompileWithoutSpillsAbove256Columns) {
 
 INSTANTIATE_TEST_SUITE_P(Architectures, Kernels, testing::ValuesIn(kArchitectures),
                          [](const auto& info) { return std::string(info.param); });
+
+/// K and V by TMA, with the tiles that the planner takes without, in one stage.
+TEST(KernelsThatCopyByTma, CompileWithoutSpills) {
+  const plan::FamilyTraits& family = plan::sm80_traits();
+  std::vector<KernelSpec> specs = test::covering_plain_specs();
+  std::ranges::copy(test::covering_specs(), std::back_inserter(specs));
+  std::ranges::copy(test::covering_wide_specs(), std::back_inserter(specs));
+  test::Turns turns;
+  std::map<std::string, std::vector<Case>> cases;
+  for (std::size_t i = 0; i < specs.size(); ++i)
+    for (const char* arch : turns.of<const char*>("sm_120", "sm_90a")) {
+      const DeviceInfo device = DeviceInfo::parse(arch);
+      if (specs[i].pass != Pass::forward || !family.supports(specs[i], device)) continue;
+      TileConfig config = family.heuristic(specs[i], shape_of(i), device);
+      config.stages = 1;
+      config.tma = true;
+      if (family.admits(specs[i], config, device)) cases[arch].push_back({specs[i], config});
+    }
+  for (const auto& [arch, all] : cases) {
+    EXPECT_GE(all.size(), 10u) << arch;
+    compile_and_check_all(all, DeviceInfo::parse(arch));
+  }
+}
 
 /// The covering specs have every pair of features, but not what most people use: nothing or a causal mask.
 TEST(KernelsOfPlainAttention, CompileWithoutSpillsOnHopper) {

@@ -112,6 +112,19 @@ TEST_P(EmulatedCache, IsReadAsTheKeysInOrder) {
   check_cache(runtime.get(), GetParam());
 }
 
+TEST_F(EmulatedQ, MeetsSlotsThatTmaCopies) {
+  TemporaryRuntime runtime;
+  for (const char* spec : {"bf16:d64x32:cache", "fp16:d128:causal:varlen:cache"})
+    for (const bool slot_table : {false, true}) {
+      const CacheCase test{.spec = parse_spec(spec),
+                           .shape = {3, 4, 2, 20, 150},
+                           .family = Family::sm80,
+                           .slot_table = slot_table,
+                           .seed = 5};
+      CacheRun(test).check(runtime.get(), parse_config("sm80:br64:bc32:w4:tma"));
+    }
+}
+
 /// From a counter a CTA may get several of the last Q tiles.
 TEST_F(EmulatedQ, OfManyTilesAndNoMaskIsComputed) {
   const TemporaryDirectory folder;

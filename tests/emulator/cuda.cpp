@@ -169,14 +169,16 @@ CUresult encode(CUtensorMap* to, CUtensorMapDataType type, cuuint32_t rank, void
                 const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t*,
                 CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
                 CUtensorMapFloatOOBfill) {
-  const bool bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  const std::uint64_t element_bytes = bytes ? 1 : 2;
+  const std::uint64_t element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8    ? 1
+                                      : type == CU_TENSOR_MAP_DATA_TYPE_UINT32 ? 4
+                                                                               : 2;
+  const std::uint64_t row_bytes = box[0] * element_bytes;
   constexpr std::uint64_t kMostStride = std::uint64_t{1} << 40;
   emulator::TensorMap map{.data = static_cast<char*>(data), .dimensions = static_cast<std::uint16_t>(rank)};
   bool valid = reinterpret_cast<std::uintptr_t>(data) % 16 == 0 &&
                rank <= emulator::TensorMap::kMostDimensions && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
-               (bytes ? swizzle == CU_TENSOR_MAP_SWIZZLE_NONE && box[0] % 16 == 0
-                      : swizzle == CU_TENSOR_MAP_SWIZZLE_128B && box[0] * element_bytes <= 128);
+               (element_bytes == 2 ? swizzle == CU_TENSOR_MAP_SWIZZLE_128B && row_bytes <= 128
+                                   : swizzle == CU_TENSOR_MAP_SWIZZLE_NONE && row_bytes % 16 == 0);
   for (cuuint32_t i = 0; i < rank && valid; ++i) {
     map.sizes[i] = static_cast<std::uint32_t>(sizes[i]);
     map.strides[i] = i == 0 ? element_bytes : strides[i - 1];

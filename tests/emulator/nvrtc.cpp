@@ -99,7 +99,7 @@ EMULATED_NVRTC nvrtcResult nvrtcVersion(int* major, int* minor) {
   return NVRTC_SUCCESS;
 }
 
-constexpr int kArchs[] = {75, 80, 86, 89, 90};
+constexpr int kArchs[] = {75, 80, 86, 89, 90, 120};
 
 EMULATED_NVRTC nvrtcResult nvrtcGetNumSupportedArchs(int* count) {
   *count = std::size(kArchs);

@@ -1,5 +1,5 @@
 // What cuTensorMapEncodeTiled of the emulated driver writes and the emulated TMA reads: 16-bit elements in
-// boxes whose rows are at most 128 bytes, swizzled by 128 bytes, or bytes without a swizzle.
+// boxes whose rows are at most 128 bytes, swizzled by 128 bytes, or bytes and words without a swizzle.
 #pragma once
 
 #include <cstdint>

@@ -403,6 +403,40 @@ TEST_P(PackedHeads, GiveTheSameResult) {
 INSTANTIATE_TEST_SUITE_P(Features, PackedHeads, testing::ValuesIn(packed_head_cases()),
                          [](const auto& test) { return name_of(test.param); });
 
+/// K and V of sm80 by TMA: rows behind a sequence's last key, padded columns, tiles of lists.
+std::vector<AttentionCase> tma_cases() {
+  constexpr std::array kSpecs = {
+      "bf16:d64",
+      "fp16:d128:causal",
+      "bf16:d128:causal_top_left:kvlen",
+      "fp16:d64:causal:dropout",
+      "bf16:d128:varlen:sinks:causal",
+      "bf16:d72x40:mask{q >= kv && q - kv < 100}",
+      "fp16:d128x64:score{50.0 * tanh(score / 50.0)}:dropout:kvlen",
+      "bf16:d256:map64x64",
+      "fp16:d240x256:varlen",
+      "bf16:d64:map32x64:kvlen:row_max",
+  };
+  constexpr std::array<AttentionShape, 3> kShapes = {
+      {{2, 4, 2, 333, 300}, {36, 2, 2, 66, 450}, {3, 4, 1, 1, 1100}}};
+  return in_layouts_by_turns(feature_cases(kSpecs, kShapes, std::array{Family::sm80}, "tma"));
+}
+
+class CopiesByTma : public ForwardConfigurations {
+ protected:
+  void SetUp() override {
+    ForwardConfigurations::SetUp();
+    if (gpu().info.compute_capability < 90) GTEST_SKIP() << "TMA is of sm_90 and newer";
+  }
+};
+
+TEST_P(CopiesByTma, GiveTheSameResult) {
+  check({"sm80:br64:bc32:w4:tma", "sm80:br128:bc32:w8:tma", "sm80:br64:bc64:w4:split:tma"});
+}
+
+INSTANTIATE_TEST_SUITE_P(Features, CopiesByTma, testing::ValuesIn(tma_cases()),
+                         [](const auto& test) { return name_of(test.param); });
+
 /// Two Q tiles at a time in a block of sm90: few, of which some blocks have one or none, and several rounds.
 std::vector<AttentionCase> two_tile_cases() {
   constexpr std::array kSpecs = {

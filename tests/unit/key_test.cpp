@@ -111,6 +111,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"occupancy", [](auto& s) { s.config.min_blocks = 2; }},
       {"split", [](auto& s) { s.config.split = true; }},
       {"pack_gqa", [](auto& s) { s.config.pack_gqa = true; }},
+      {"tma", [](auto& s) { s.config.tma = true; }},
       {"family", [](auto& s) { s.config.family = Family::sm80; }},
   };
   // Where one of these does not compile, a field was added: add its change above.
@@ -121,7 +122,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix, k_format, v_format, key_scales] =
       kv;
   const TileConfig config = {};
-  [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w] = config;
+  [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w, tma] = config;
   // Not in the key by themselves: header, function and params, which are in the text, as is what hot means
   // for a compiler.
   const plan::Entry entry = {};

@@ -387,9 +387,10 @@ TEST(Config, RoundTrip) {
 
 TEST(Config, TextForms) {
   EXPECT_EQ(to_string(TileConfig{Family::simt, 64, 32, 4}), "simt:br64:bc32:w4");
-  const TileConfig all{Family::sm80, 128, 64, 4, 2, true, 2, 3, true, true};
-  EXPECT_EQ(to_string(all), "sm80:br128:bc64:w4:s2:q_in_registers:d_split2:min_blocks3:split:pack_gqa");
-  EXPECT_EQ(parse_config("sm80:br128:bc64:w4:pack_gqa:split:min_blocks3:d_split2:q_in_registers:s2"), all);
+  const TileConfig all{Family::sm80, 128, 64, 4, 2, true, 2, 3, true, true, true};
+  EXPECT_EQ(to_string(all), "sm80:br128:bc64:w4:s2:q_in_registers:d_split2:min_blocks3:split:pack_gqa:tma");
+  EXPECT_EQ(parse_config("sm80:br128:bc64:w4:tma:pack_gqa:split:min_blocks3:d_split2:q_in_registers:s2"),
+            all);
   EXPECT_EQ(parse_config("simt:br64:bc32:w4:s1:d_split1:min_blocks1"), (TileConfig{Family::simt, 64, 32, 4}));
 }
 
@@ -454,8 +455,8 @@ TEST(Parsers, SurviveDamagedText) {
 // --- devices
 
 TEST(Device, KnownArchitectures) {
-  for (const char* arch :
-       {"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_120", "sm_120a"}) {
+  for (const char* arch : {"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_100a",
+                           "sm_120", "sm_120a", "sm_121"}) {
     const DeviceInfo device = DeviceInfo::parse(arch);
     EXPECT_EQ(to_string(device), arch);
     EXPECT_EQ(device.name, arch);
@@ -474,7 +475,7 @@ TEST(Device, KnownArchitectures) {
 TEST(Device, UnknownArchitecturesAreRefusedWithTheKnownOnes) {
   for (const std::string arch : {"", "sm_70", "sm90", "90", "sm_90A"}) {
     expect_refused([&] { DeviceInfo::parse(arch); },
-                   {"the architecture is '" + arch + "'", "sm_75, sm_80", "sm_120a"});
+                   {"the architecture is '" + arch + "'", "sm_75, sm_80", "sm_121"});
   }
 }
 

@@ -1,9 +1,11 @@
 // What `flashjit doctor` tells of a GPU, and what `flashjit verify --all` checks on one.
 #include "tools/parts/expectations.hpp"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 
 #include "plan/family.hpp"
@@ -26,6 +28,12 @@ TEST(Expectations, NameTheFamilyAndWhatIsMissing) {
   EXPECT_EQ(bf16.forward, Family::simt);
   expect_in("give fp16 tensors", bf16.missing);
   expect_in("fp16: forward by sm75, at an estimated ", to_string(fp16));
+  EXPECT_EQ(fp16.times_of_fp16, 1);
+  EXPECT_GE(bf16.times_of_fp16, 3);
+  expect_in(
+      fmt::format(", in an estimated {} times the time of fp16 (sm75: ", std::lround(bf16.times_of_fp16)),
+      to_string(bf16));
+  EXPECT_EQ(to_string(of("sm_80", DType::bf16)).find("times the time"), std::string::npos);
   EXPECT_EQ(of("sm_90a", DType::bf16).forward, Family::sm90);
   EXPECT_EQ(of("sm_90a", DType::bf16).missing, "");
   EXPECT_EQ(of("sm_89", DType::bf16).missing, "");

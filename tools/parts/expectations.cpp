@@ -23,9 +23,16 @@ KernelSpec usual_spec(DType dtype, Pass pass) {
   return spec.normalized();
 }
 
-double share_of_peak(const KernelSpec& spec, const TileConfig& config, const DeviceInfo& device) {
+/// What the planner chooses, and what the tuner's model expects of it.
+struct Estimate {
+  Family family;
+  double share_of_peak, ms;
+};
+Estimate estimate(const KernelSpec& spec, const DeviceInfo& device) {
+  const TileConfig config = plan::make_plan(spec, kUsualShape, device, {}).config;
   const autotune::Model model({spec, kUsualShape}, device);
-  return model.roofline_ms() / model.predict(config).ms;
+  const double ms = model.predict(config).ms;
+  return {config.family, model.roofline_ms() / ms, ms};
 }
 
 /// The reasons of the families before this one that compute something on the device.
@@ -45,14 +52,16 @@ std::string why_not_better(const plan::AnalysedSpec& spec, Family chosen, const 
 
 std::vector<Expectation> expectations_of(const DeviceInfo& device) {
   std::vector<Expectation> all;
+  double ms_of_fp16 = 0;
   for (const DType dtype : {DType::fp16, DType::bf16, DType::fp32}) {
-    const KernelSpec forward = usual_spec(dtype, Pass::forward), backward = usual_spec(dtype, Pass::backward);
+    const KernelSpec spec = usual_spec(dtype, Pass::forward);
     try {
-      const TileConfig of_forward = plan::make_plan(forward, kUsualShape, device, {}).config;
-      const TileConfig of_backward = plan::make_plan(backward, kUsualShape, device, {}).config;
-      all.push_back({dtype, of_forward.family, of_backward.family, share_of_peak(forward, of_forward, device),
-                     share_of_peak(backward, of_backward, device),
-                     why_not_better(forward, of_forward.family, device)});
+      const Estimate forward = estimate(spec, device),
+                     backward = estimate(usual_spec(dtype, Pass::backward), device);
+      const double ms = forward.ms + backward.ms;
+      if (dtype == DType::fp16) ms_of_fp16 = ms;
+      all.push_back({dtype, forward.family, backward.family, forward.share_of_peak, backward.share_of_peak,
+                     why_not_better(spec, forward.family, device), ms / ms_of_fp16});
     } catch (const Error&) {  // no family can
     }
   }
@@ -65,6 +74,9 @@ std::string to_string(const Expectation& expectation) {
                                  to_string(expectation.dtype), to_string(expectation.forward),
                                  percent(expectation.forward_share), to_string(expectation.backward),
                                  percent(expectation.backward_share));
+  if (expectation.times_of_fp16 >= 1.5)
+    text +=
+        fmt::format(", in an estimated {} times the time of fp16", std::lround(expectation.times_of_fp16));
   if (!expectation.missing.empty()) text += " (" + expectation.missing + ")";
   return text;
 }

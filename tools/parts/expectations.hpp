@@ -16,7 +16,8 @@ struct Expectation {
   /// The share of the GPU's peak of that type, which no kernel beats there: the tuner's estimate, from 0
   /// to 1.
   double forward_share, backward_share;
-  std::string missing;  ///< why the device's better families do not; empty: it is the best that it has
+  std::string missing;   ///< why the device's better families do not; empty: it is the best that it has
+  double times_of_fp16;  ///< estimated, of both passes together
 };
 
 /// For fp16, bf16 and fp32; a type that no family can do is left out.

@@ -23,8 +23,9 @@ namespace flashjit::expr {
 /// is fp32.
 enum class Type : std::uint8_t { boolean, integer, real, int64 };
 
-/// Names that every program may use.
-enum class Name : std::uint8_t { score, b, h, h_kv, q, kv, seqlen_q, seqlen_kv };
+/// Names of a program. Score and mask programs have all but the last two; a program of O has `out`, an
+/// element of O, and `column`, its column, in place of score and kv.
+enum class Name : std::uint8_t { score, b, h, h_kv, q, kv, seqlen_q, seqlen_kv, out, column };
 
 enum class Op : std::uint8_t {
   literal,
@@ -87,7 +88,7 @@ struct Declaration {
   std::string name;
   ElementType type = ElementType::fp32;  ///< of a scalar: int32 or fp32
   int rank = 0;                          ///< 0: a scalar
-  bool wants_grad = false;               ///< tensors of floats, read by a score program
+  bool wants_grad = false;               ///< tensors of floats, read by a score program or one of O
 
   bool is_scalar() const { return rank == 0; }
   bool operator==(const Declaration&) const = default;
@@ -142,7 +143,7 @@ struct FLASHJIT_API NameConstant {
   operator Expr() const;
 };
 inline constexpr NameConstant score{Name::score}, b{Name::b}, h{Name::h}, h_kv{Name::h_kv}, q{Name::q},
-    kv{Name::kv}, seqlen_q{Name::seqlen_q}, seqlen_kv{Name::seqlen_kv};
+    kv{Name::kv}, seqlen_q{Name::seqlen_q}, seqlen_kv{Name::seqlen_kv}, out{Name::out}, column{Name::column};
 
 /// A captured tensor of 1 to 6 dimensions: slopes[h], bias(b, h, q, kv). An index out of range is clamped
 /// into the tensor; RuntimeOptions::check_indices reports it. Integer types read as int, int64 as int64,

@@ -85,6 +85,9 @@ typedef struct flashjit_forward_args {
   const int32_t* prefix_length;
   /** With "running_state" in the spec: O in fp32 and LSE of other keys; may be the memory of out and lse. */
   flashjit_partial_state state;
+  /** With "out_mod{...}" in the spec: O before that program, which the backward pass wants as its `out`: like
+   * out, of Q's type, in memory of its own; zero: not wanted. */
+  flashjit_tensor out_before_mod;
 } flashjit_forward_args;
 
 /** O and its tangent, the derivative of O along the tangents of what it depends on: see JvpArgs of
@@ -102,7 +105,8 @@ typedef struct flashjit_jvp_args {
  * "dropout", seed and offset are those of the forward pass. */
 typedef struct flashjit_backward_args {
   size_t struct_size;
-  flashjit_tensor q, k, v, out; /**< read only; out and lse are the forward pass's */
+  flashjit_tensor q, k, v, out; /**< read only; out and lse are the forward pass's, with "out_mod{...}"
+                                   out_before_mod in place of out */
   const float* lse;             /**< [batch, heads_q, seqlen_q] */
   int64_t lse_stride[3];        /**< of lse and dlse */
   flashjit_tensor dout;         /**< read only */

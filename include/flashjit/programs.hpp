@@ -1,5 +1,5 @@
-// Score and mask programs: how a score changes before the softmax, and which pairs (q, kv) attend. The
-// language is in flashjit/expr.hpp.
+// Score and mask programs: how a score changes before the softmax, and which pairs (q, kv) attend; and
+// programs of O's elements. The language is in flashjit/expr.hpp.
 #pragma once
 
 #include <cstdint>
@@ -71,6 +71,30 @@ class FLASHJIT_API ScoreProgram {
   bool is_weight_ = false;
 };
 ScoreProgram weights(ScoreProgram program);
+
+/// What becomes of O's elements before they are stored, as canonical text.
+///
+/// A float expression of `out`, an element of O in fp32, and of b, h, h_kv, q, column, seqlen_q and
+/// seqlen_kv: "gate: bf16 4d; out * sigmoid(gate[b, q, h, column])". The empty program is the identity; "out"
+/// and blank text are the same.
+class FLASHJIT_API OutProgram {
+ public:
+  OutProgram() = default;
+  /// Throws Error(invalid_argument) if it is not an expression, is bool, reads score or kv, or declares more
+  /// than 16 tensors or 8 scalars.
+  explicit OutProgram(std::string_view text);
+  OutProgram(const expr::Expr& out);
+
+  const std::string& text() const { return text_; }
+  bool empty() const { return text_.empty(); }
+  /// Null when empty.
+  const expr::NodePtr& tree() const { return tree_; }
+  friend bool operator==(const OutProgram& a, const OutProgram& b) { return a.text_ == b.text_; }
+
+ private:
+  std::string text_;
+  expr::NodePtr tree_;
+};
 
 /// Where the diagonal of a causal mask ends when seqlen_q and seqlen_kv differ.
 enum class CausalAlignment : std::uint8_t {

@@ -113,9 +113,9 @@ struct ForwardArgs {
   /// With spec.varlen: rows that belong to no sequence become zeros in `out`, and -inf in lse and row_max.
   bool zero_unused_rows = false;
   PageTableView page_table = {};  ///< of a paged cache, and where slots are not in order
-  /// With spec.row_max, like lse: the largest score that a query attends to, after the score program and
-  /// without sinks; -inf where it attends to nothing. QK-clip's largest logit of a head is the largest of its
-  /// rows'.
+  /// With spec.epilogue.row_max, like lse: the largest score that a query attends to, after the score program
+  /// and without sinks; -inf where it attends to nothing. QK-clip's largest logit of a head is the largest of
+  /// its rows'.
   float* row_max = nullptr;
   /// Scales of quantized K and V (spec.kv.k_format, v_format), finite and positive.
   ConstScaleView k_scale = {}, v_scale = {};
@@ -126,6 +126,9 @@ struct ForwardArgs {
   /// sequence has at least this many keys besides its new ones. 0: none. Kernels do not check it.
   const std::int32_t* prefix_length = nullptr;
   PartialArgs partial = {};
+  /// With spec.epilogue.out_mod: O before that program, for the backward pass: like `out`, of Q's type, in
+  /// memory of its own. Null data: not wanted.
+  TensorView out_before_mod = {};
 };
 
 /// Arguments of O and its tangent, the derivative of O along the tangents of what it depends on: forward-mode
@@ -144,7 +147,9 @@ struct JvpArgs : ForwardArgs {
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's, `out` and dO of Q's type;
 /// gradients have their tensor's sizes, and its type, or with spec.partial.fp32_grads fp32, and memory of
 /// their own. With spec.partial.add_grads they are added to. Members that ForwardArgs has mean the same, and
-/// are given what the forward pass was given; the workspace is that of Pass::backward.
+/// are given what the forward pass was given; the workspace is that of Pass::backward. With
+/// spec.epilogue.out_mod `out` is the forward pass's out_before_mod, and dO the gradient of what out_mod
+/// gave.
 struct BackwardArgs {
   ConstTensorView q, k, v, out;
   const float* lse = nullptr;   ///< [b, hq, sq]

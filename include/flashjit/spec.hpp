@@ -84,6 +84,16 @@ struct Partial {
   bool operator==(const Partial&) const = default;
 };
 
+/// What the forward pass makes of a row beside O and LSE, when it has seen all keys.
+struct Epilogue {
+  bool row_max = false;  ///< forward only: the largest score of each row is a result, too
+  /// What becomes of O's elements, in fp32, before they are rounded and stored. LSE and row_max are the
+  /// softmax's. Not with indices, batch_invariant and running_state.
+  OutProgram out_mod = {};
+
+  bool operator==(const Epilogue&) const = default;
+};
+
 /// A row of K or V in memory: so many columns of a type. A quantized row's columns are its bytes, whose type
 /// is int8 where it is not a format of one.
 struct StoredKvRow {
@@ -97,6 +107,7 @@ struct StoredKvRow {
 ///
 /// O = dropout(softmax(mask(score(softmax_scale * Q K^T)))) V, row by row.
 /// With a score of weights() there is no softmax: O = where(mask, score(softmax_scale * Q K^T), 0) V.
+/// epilogue.out_mod is applied to each element of O last.
 /// With sinks, the softmax of a row has one more logit, its head's, without a value. LSE includes it, and a
 /// row that attends to nothing has O = 0 and LSE = its sink. As text, to which a KernelSpec adds its pass:
 /// "bf16:d64x32:causal:dropout:kvlen:map128x64:det", "bf16:d64:causal:varlen:pages16:sinks",
@@ -113,7 +124,6 @@ struct AttentionSpec {
   bool deterministic = false;  ///< backward only: the same bits on every run
   bool varlen = false;         ///< sequences of different lengths, packed one after the other
   bool sinks = false;          ///< one more logit per query head in the softmax, without a value
-  bool row_max = false;        ///< forward only: the largest score of each row is a result, too
   /// Forward only: a row's bits do not depend on which other sequences are in the call. Keys are split, if at
   /// all, into parts of 2048, and the spec alone chooses tiles: tools/docs/serving.md has the price.
   bool batch_invariant = false;
@@ -126,6 +136,7 @@ struct AttentionSpec {
   /// map, dropout, q_codes or, in the backward pass, `deterministic`.
   bool indices = false;
   Partial partial = {};
+  Epilogue epilogue = {};
 
   DType q_type() const { return q_codes ? kv_type() : dtype; }
   /// The element type that kernels read K and V as; formats that are decoded as tiles are loaded become

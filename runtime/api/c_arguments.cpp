@@ -153,6 +153,7 @@ ForwardArgs forward_args(const flashjit_forward_args& c, Captures& room) {
   args.q_scale = view(c.q_scale);
   args.prefix_length = c.prefix_length;
   args.partial.state = view(c.state);
+  args.out_before_mod = view(c.out_before_mod);
   return args;
 }
 

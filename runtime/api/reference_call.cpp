@@ -244,7 +244,8 @@ template <class Args>
 reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass pass) {
   const AttentionShape shape = check_arguments(spec, args);
   const AttentionSpec normalized = spec.normalized();
-  const std::vector<expr::Declaration> declared = expr::declarations(normalized.score, normalized.mask);
+  const std::vector<expr::Declaration> declared =
+      expr::declarations(normalized.score, normalized.mask, normalized.epilogue.out_mod);
   check_captures(declared, args.captures, pass);
 
   Missing missing;
@@ -341,6 +342,9 @@ void reference_forward(const AttentionSpec& spec, const ForwardArgs& args) {
   scatter(spec.out_type(), result.out, args.out, written_rows(args, problem.cu_seqlens_q, args.out));
   scatter_rows(problem, args, result.lse, args.lse);
   scatter_rows(problem, args, result.row_max, args.row_max);
+  if (args.out_before_mod.data)
+    scatter(spec.dtype, result.out_before_mod, args.out_before_mod,
+            problem.cu_seqlens_q.empty() ? args.out_before_mod.size[2] : problem.cu_seqlens_q.back());
 }
 
 void reference_backward(const AttentionSpec& spec, const BackwardArgs& args) {

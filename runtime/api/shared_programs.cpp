@@ -30,6 +30,8 @@ Expr moved_name(const Expr& name, PartMoves moves) {
     case Name::seqlen_kv:
       return part(5);
     case Name::score:
+    case Name::out:
+    case Name::column:
       break;
   }
   return name;

@@ -107,8 +107,9 @@ void check_varlen(const AttentionSpec& spec, const Args& args) {
 }
 
 void check_row_max(const AttentionSpec& spec, const AttentionShape& shape, const ForwardArgs& args) {
-  if (!spec.row_max && args.row_max) refuse("row_max is given, but the spec has none: set spec.row_max.");
-  if (spec.row_max && !args.row_max && shape.batch > 0 && shape.heads_q > 0 && shape.seqlen_q > 0)
+  if (!spec.epilogue.row_max && args.row_max)
+    refuse("row_max is given, but the spec has none: set spec.epilogue.row_max.");
+  if (spec.epilogue.row_max && !args.row_max && shape.batch > 0 && shape.heads_q > 0 && shape.seqlen_q > 0)
     refuse("row_max is null, but the spec has it: give fp32 [batch, heads_q, seqlen_q] in device memory.");
   check_rows("row_max", args.row_max, args.lse_strides, rows_of(args.q), Access::write);
 }
@@ -151,6 +152,16 @@ void check_state(const AttentionSpec& spec, const ForwardArgs& args, const Sizes
         "state.out is out's memory, but out is {} with strides [{}], and state.out fp32 with strides [{}]: "
         "give one of them memory of its own, or the same strides and a spec with fp32_out.",
         to_string(spec.out_type()), fmt::join(args.out.stride, ", "), fmt::join(state.out.stride, ", "));
+}
+
+/// O before the program of it, which the backward pass reads.
+void check_out_before_mod(const AttentionSpec& spec, const ForwardArgs& args, const Sizes& sizes) {
+  if (!args.out_before_mod.data) return;
+  if (spec.epilogue.out_mod.empty())
+    refuse(
+        "out_before_mod is given, but the spec has no out_mod: set spec.epilogue.out_mod or leave it out.");
+  check_tensor("out_before_mod", args.out_before_mod, sizes, size_of(spec.dtype), Access::write);
+  check_type("out_before_mod", args.out_before_mod, spec.dtype);
 }
 
 /// In 32 bits, as kernels count.
@@ -261,7 +272,8 @@ void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expect
         "columns.",
         spec.v_dim());
   check_type("q", args.q, spec.q_type());
-  if (!kForward && spec.score.is_weight() && !args.out.data) return;  // dS has no D
+  if (!kForward && spec.score.is_weight() && spec.epilogue.out_mod.empty() && !args.out.data)
+    return;  // dS has no D
   check_tensor("out", args.out, sizes.out, out_size, kForward ? Access::write : Access::read);
   check_type("out", args.out, kForward ? spec.out_type() : spec.dtype);
 }
@@ -273,8 +285,10 @@ std::array<Placed, 3> placed_qkv(const AttentionSpec& spec, const Args& args) {
 }
 
 void check_apart(const AttentionSpec& spec, const ForwardArgs& args) {
-  const Placed out{"out", args.out, size_of(spec.out_type())};
-  check_apart({&out, 1}, placed_qkv(spec, args));
+  const std::array written = {Placed{"out", args.out, size_of(spec.out_type())},
+                              Placed{"out_before_mod", args.out_before_mod, size_of(spec.dtype)}};
+  check_apart({written.data(), args.out_before_mod.data ? std::size_t{2} : std::size_t{1}},
+              placed_qkv(spec, args));
 }
 
 void check_apart(const AttentionSpec& spec, const BackwardArgs& args) {
@@ -418,7 +432,7 @@ AttentionSpec spec_of(const ForwardArgs& args, AttentionSpec spec) {
   take_common(spec, args, spec.q_codes ? of_codes : q);
   spec.partial.fp32_out |= out == DType::fp32 && spec.dtype != DType::fp32;
   spec.kv.key_scales |= spec.kv.quantized() && (has_key_scales(args.k_scale) || has_key_scales(args.v_scale));
-  spec.row_max |= args.row_max != nullptr;
+  spec.epilogue.row_max |= args.row_max != nullptr;
   spec.kv.shared_prefix |= args.prefix_length != nullptr;
   spec.kv.shared_kv |= args.k.data && args.v.data == args.k.data && args.v.stride == args.k.stride &&
                        args.v.size[3] <= args.k.size[3] && !spec.has_scales() &&
@@ -448,6 +462,7 @@ AttentionShape check_arguments(const AttentionSpec& spec, const ForwardArgs& arg
   check_state(spec, args, sizes.out);
   check_page_table(spec, shape, "k", args.k, args.page_table);
   check_row_max(spec, shape, args);
+  check_out_before_mod(spec, args, sizes.out);
   check_prefix(spec, shape, args.prefix_length);
   check_scales("k_scale", spec, spec.kv.k_format, shape, args.k, args.k_scale);
   if (!spec.kv.shared_kv)
@@ -479,6 +494,13 @@ AttentionShape check_arguments(const AttentionSpec& spec, const BackwardArgs& ar
   check_rows("dlse", args.dlse, args.lse_strides, rows_of(args.q), Access::read);
   check_shared(spec, shape, args);
   check_apart(spec, args);
+  if (const std::int64_t most = shape.batch * shape.seqlen_q;
+      spec.varlen && !spec.epilogue.out_mod.empty() && args.q.size[2] > most)
+    refuse(
+        "q has {} packed rows, but batch_size * max_seqlen_q is {}: with out_mod the backward pass has "
+        "memory "
+        "for those alone, so give a larger max_seqlen_q, or views without the rows of no sequence.",
+        args.q.size[2], most);
   return shape;
 }
 
@@ -524,6 +546,7 @@ std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {
   return pointers_with(args, {{"page_table", args.page_table.data},
                               {"page_table.starts", args.page_table.starts},
                               {"row_max", args.row_max},
+                              {"out_before_mod", memory_of(args.out_before_mod)},
                               {"prefix_length", args.prefix_length},
                               {"state.out", memory_of(args.partial.state.out)},
                               {"state.lse", args.partial.state.lse},

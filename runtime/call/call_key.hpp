@@ -18,10 +18,11 @@ namespace flashjit {
 /// Spec, shape and device of a call, as a view of the caller's spec.
 struct CallKeyView {
   std::array<std::int64_t, 10> numbers;
-  std::string_view score, mask;
+  std::string_view score, mask, out_mod;
 
-  CallKeyView(std::array<std::int64_t, 10> numbers_, std::string_view score_, std::string_view mask_)
-      : numbers(numbers_), score(score_), mask(mask_) {}
+  CallKeyView(std::array<std::int64_t, 10> numbers_, std::string_view score_, std::string_view mask_,
+              std::string_view out_mod_)
+      : numbers(numbers_), score(score_), mask(mask_), out_mod(out_mod_) {}
   CallKeyView(const AttentionSpec& spec, Pass pass, const AttentionShape& shape, int device)
       : numbers{flags(spec, pass),
                 two(spec.head_dim, spec.v_dim()),
@@ -34,11 +35,13 @@ struct CallKeyView {
                 shape.seqlen_kv,
                 formats(spec.kv)},
         score(spec.score.text()),
-        mask(spec.mask.text()) {
+        mask(spec.mask.text()),
+        out_mod(spec.epilogue.out_mod.text()) {
     // A field that is added to the spec does not compile here until it is in the key, too.
     [[maybe_unused]] const auto& [dtype, head_dim, head_dim_v, score_program, mask_program, dropout, kv,
-                                  block_map, deterministic, varlen, sinks, row_max, batch_invariant, q_codes,
-                                  indices, partial] = spec;
+                                  block_map, deterministic, varlen, sinks, batch_invariant, q_codes, indices,
+                                  partial, epilogue] = spec;
+    [[maybe_unused]] const auto& [row_max, out_program] = epilogue;
     [[maybe_unused]] const auto& [fp32_out, fp32_grads, add_grads, dropout_place, running_state] = partial;
     [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix, k_format, v_format, key_scales] =
         kv;
@@ -81,11 +84,12 @@ struct CallKeyView {
 
 /// The same, owning its text: what the table keeps.
 struct CallKey {
-  explicit CallKey(const CallKeyView& view) : numbers(view.numbers), score(view.score), mask(view.mask) {}
-  operator CallKeyView() const { return {numbers, score, mask}; }
+  explicit CallKey(const CallKeyView& view)
+      : numbers(view.numbers), score(view.score), mask(view.mask), out_mod(view.out_mod) {}
+  operator CallKeyView() const { return {numbers, score, mask, out_mod}; }
 
   std::array<std::int64_t, 10> numbers;
-  std::string score, mask;
+  std::string score, mask, out_mod;
 };
 
 struct CallKeyHash {
@@ -94,6 +98,7 @@ struct CallKeyHash {
     std::uint64_t hash = XXH3_64bits(key.numbers.data(), sizeof key.numbers);
     if (!key.mask.empty()) hash = XXH3_64bits_withSeed(key.mask.data(), key.mask.size(), hash);
     if (!key.score.empty()) hash = XXH3_64bits_withSeed(key.score.data(), key.score.size(), ~hash);
+    if (!key.out_mod.empty()) hash = XXH3_64bits_withSeed(key.out_mod.data(), key.out_mod.size(), hash + 1);
     return hash;
   }
 };

@@ -58,7 +58,7 @@ device::TensorMaps tensor_maps(const device::Driver& driver, const plan::Executi
                                     args.k, args.v, o, o_name, params.captures);
   };
   if constexpr (requires { args.dout; })
-    return maps_with(args.dout, "dout");
+    return maps_with(dout_of_kernels(plan, args), "dout");
   else
     return maps_with(args.out, "out");
 }
@@ -193,7 +193,8 @@ Engine::OperationPtr Engine::operation_of(const AttentionSpec& spec, Pass pass, 
     return known;
   }
   const KernelSpec normalized = KernelSpec{spec, pass}.normalized();  // append and others drop programs
-  check_captures(expr::declarations(normalized.score, normalized.mask), captures, captures_of);
+  check_captures(expr::declarations(normalized.score, normalized.mask, normalized.epilogue.out_mod), captures,
+                 captures_of);
   return add({spec, pass}, shape, device, {}, is_capturing(stream) ? Asker::capturing_call : Asker::call);
 }
 

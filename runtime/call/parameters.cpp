@@ -125,12 +125,20 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pas
             args.lists ? args.lists->data
                        : static_cast<char*>(args.workspace.data) + plan.workspace.bytes_without_lists());
   params.sinks = args.sinks;
-  params.indices = indices_param(args.indices);
+  if (spec.indices) params.indices = indices_param(args.indices);
   if (plan.config.pack_gqa) params.packed = plan::packed_heads(plan.shape, spec.indices);
   return params;
 }
 
 }  // namespace
+
+ConstTensorView dout_of_kernels(const plan::ExecutionPlan& plan, const BackwardArgs& args) {
+  ConstTensorView dout = args.dout;
+  if (plan.spec.epilogue.out_mod.empty()) return dout;
+  dout.data = static_cast<const char*>(args.workspace.data) + plan.workspace.dout;
+  dout.stride = {dout.size[1] * dout.size[2] * dout.size[3], dout.size[2] * dout.size[3], dout.size[3], 1};
+  return dout;
+}
 
 ForwardArgs fold_gqa(ForwardArgs args) {
   const std::int64_t heads_kv = args.k.size[1], group = args.q.size[1] / heads_kv;
@@ -151,6 +159,7 @@ Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args, Pas
   Params params = common_params(plan, args, pass);
   params.page_table = page_table_param(args.page_table, args.k);
   params.row_max = args.row_max;
+  if (!plan.spec.epilogue.out_mod.empty()) params.out_mod = tensor_param(args.out_before_mod);
   params.k_scale = scale_param(args.k_scale);
   params.v_scale = scale_param(plan.spec.kv.shared_kv ? args.k_scale : args.v_scale);
   params.q_scale = scale_param(args.q_scale);
@@ -171,7 +180,8 @@ Params make_params(const plan::ExecutionPlan& plan, const ListArgs& args) {
 
 Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args) {
   Params params = common_params(plan, args, Pass::backward);
-  params.dout = tensor_param(args.dout);
+  params.dout = tensor_param(dout_of_kernels(plan, args));
+  if (!plan.spec.epilogue.out_mod.empty()) params.out_mod = tensor_param(args.dout);
   params.dq = tensor_param(args.dq);
   params.dk = tensor_param(args.dk);
   params.dv = tensor_param(args.dv);

@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 
+#include "expr/nodes.hpp"
 #include "expr/ops.hpp"
 #include "flashjit/error.hpp"
 #include "flashjit/expr.hpp"
@@ -152,10 +153,7 @@ NodePtr Expr::literal(float value) {
 
 bool same(const Expr& a, const Expr& b) { return same_node(a.node(), b.node()); }
 
-NameConstant::operator Expr() const {
-  const Type type = name == Name::score ? Type::real : Type::integer;
-  return finish({.op = Op::name, .type = type, .name = name});
-}
+NameConstant::operator Expr() const { return finish({.op = Op::name, .type = type_of(name), .name = name}); }
 
 Expr apply(Op op, std::vector<Expr> args) {
   const OpInfo& known = info(op);

@@ -40,6 +40,8 @@ std::string Code::value(int place) {
   if (graph_.uniform(place)) return head_.uniform(place);
   if (is_name(*node, Name::q)) return "q.at";
   if (is_name(*node, Name::kv)) return "kv.at";
+  if (is_name(*node, Name::out)) return "out";
+  if (is_name(*node, Name::column)) return "column";
   if (const auto found = known_.find(place); found != known_.end()) return found->second;
   const std::string text =
       is_name(*node, Name::score) ? "__fmul_rn(dot, p.softmax_scale)" : expression(place);

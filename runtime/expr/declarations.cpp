@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <initializer_list>
 
 #include "expr/ops.hpp"
 #include "flashjit/error.hpp"
@@ -23,9 +24,16 @@ void check_counts(std::string_view what, const std::vector<Declaration>& declare
     refuse("{} {} scalars; at most {} are allowed", what, scalars, kMaxDeclaredScalars);
 }
 
-bool reads_score(const Node& node) {
-  return (node.op == Op::name && node.name == Name::score) ||
-         std::ranges::any_of(node.args, [](const NodePtr& arg) { return reads_score(*arg); });
+bool reads_name(const Node& node, Name name) {
+  return (node.op == Op::name && node.name == name) ||
+         std::ranges::any_of(node.args, [&](const NodePtr& arg) { return reads_name(*arg, name); });
+}
+
+/// The first of `names` that the program reads; empty: none.
+std::string_view first_read(const Expr& program, std::initializer_list<Name> names) {
+  for (const Name name : names)
+    if (reads_name(program.node(), name)) return to_string(name);
+  return {};
 }
 
 /// The canonical text of a program that is sound as such.
@@ -39,8 +47,8 @@ std::string checked_text(std::string_view what, const Expr& program) {
   return text;
 }
 
-bool is_identity(const Expr& score) {
-  return score.node().op == Op::name && score.node().name == Name::score;
+bool is_identity(const Expr& program, Name name) {
+  return program.node().op == Op::name && program.node().name == name;
 }
 
 bool masks_nothing(const Expr& mask) { return mask.node().op == Op::literal && mask.node().boolean; }
@@ -49,22 +57,33 @@ bool is_blank(std::string_view text) { return text.find_first_not_of(" \t\r\n") 
 
 }  // namespace
 
-std::vector<Declaration> declarations(const ScoreProgram& score, const MaskProgram& mask) {
-  std::vector<Declaration> out, of_mask;
-  if (!score.empty()) out = declarations_of(*score.tree());
-  if (!mask.empty()) of_mask = declarations_of(*mask.tree());
-  for (Declaration& d : of_mask) {
-    const auto found = std::ranges::find(out, d.name, &Declaration::name);
-    if (found == out.end()) {
-      out.push_back(std::move(d));
-    } else if (found->type != d.type || found->rank != d.rank) {
-      // Whether the score declares a gradient does not matter to the mask.
-      refuse("the score program declares '{}', but the mask program '{}'; one name is one thing in both",
-             to_string(*found), to_string(d));
+std::vector<Declaration> declarations(const ScoreProgram& score, const MaskProgram& mask,
+                                      const OutProgram& out_mod) {
+  struct Part {
+    std::string_view name;
+    const NodePtr& tree;
+  };
+  std::vector<Declaration> all;
+  std::vector<std::string_view> owners;
+  for (const Part& part :
+       {Part{"score", score.tree()}, Part{"out_mod", out_mod.tree()}, Part{"mask", mask.tree()}}) {
+    if (!part.tree) continue;
+    for (Declaration& d : declarations_of(*part.tree)) {
+      const auto found = std::ranges::find(all, d.name, &Declaration::name);
+      if (found == all.end()) {
+        all.push_back(std::move(d));
+        owners.push_back(part.name);
+        continue;
+      }
+      // Whether another declares a gradient does not matter to the mask.
+      const bool grads_differ = part.name != "mask" && found->wants_grad != d.wants_grad;
+      if (found->type != d.type || found->rank != d.rank || grads_differ)
+        refuse("the {} program declares '{}', but the {} program '{}'; one name is one thing in both",
+               owners[found - all.begin()], to_string(*found), part.name, to_string(d));
     }
   }
-  check_counts("the score program and the mask program declare together", out);
-  return out;
+  check_counts("the programs of a spec declare together", all);
+  return all;
 }
 
 }  // namespace expr
@@ -76,8 +95,8 @@ MaskProgram::MaskProgram(const expr::Expr& mask) {
            quoted(body_text(mask.node())));
   if (masks_nothing(mask)) return;
   std::string text = checked_text("mask", mask);
-  if (reads_score(mask.node()))
-    refuse("a mask program reads score; a mask depends on positions and captures alone: {}", quoted(text));
+  if (const auto name = first_read(mask, {Name::score, Name::out, Name::column}); !name.empty())
+    refuse("a mask program reads {}; a mask depends on positions and captures alone: {}", name, quoted(text));
   for (const Declaration& d : declarations_of(mask.node())) {
     if (d.wants_grad) refuse("a mask program declares '{}'; a mask has no gradients", to_string(d));
   }
@@ -94,13 +113,35 @@ ScoreProgram::ScoreProgram(const expr::Expr& given) {
   if (given.type() == Type::boolean)
     refuse("a score program is float, not bool: {}", quoted(body_text(given.node())));
   const Expr score = to_float(given);
-  if (is_identity(score)) return;
+  if (is_identity(score, Name::score)) return;
+  if (const auto name = first_read(score, {Name::out, Name::column}); !name.empty())
+    refuse("a score program reads {}, which is for programs of O (out_mod): {}", name,
+           quoted(body_text(score.node())));
   text_ = checked_text("score", score);
   tree_ = score.pointer();
 }
 
 ScoreProgram::ScoreProgram(std::string_view text) {
   if (!expr::is_blank(text)) *this = ScoreProgram(expr::parse(text));
+}
+
+OutProgram::OutProgram(const expr::Expr& given) {
+  using namespace expr;
+  if (given.type() == Type::boolean)
+    refuse("an out_mod program is float, not bool: {}", quoted(body_text(given.node())));
+  const Expr out = to_float(given);
+  if (is_identity(out, Name::out)) return;
+  if (const auto name = first_read(out, {Name::score, Name::kv}); !name.empty())
+    refuse(
+        "an out_mod program reads {}; it has out, b, h, h_kv, q, column, the lengths and what it declares: "
+        "{}",
+        name, quoted(body_text(out.node())));
+  text_ = checked_text("out_mod", out);
+  tree_ = out.pointer();
+}
+
+OutProgram::OutProgram(std::string_view text) {
+  if (!expr::is_blank(text)) *this = OutProgram(expr::parse(text));
 }
 
 const MaskProgram& causal(CausalAlignment alignment) {

@@ -14,10 +14,11 @@ std::string to_string(const Declaration& declaration);
 
 constexpr int kMaxDeclaredTensors = 16, kMaxDeclaredScalars = 8;
 
-/// The score's declarations, then those of the mask that it has not; a tensor's place among the tensors is
-/// its place in Params::captures, a scalar's among the scalars that in Params::scalars. Throws
-/// Error(invalid_argument) when both declare one name as different things, or too much in all.
-std::vector<Declaration> declarations(const ScoreProgram& score, const MaskProgram& mask);
+/// The score's declarations, then those of the mask and of O's program that are new; a tensor's place among
+/// the tensors is its place in Params::captures, a scalar's among the scalars that in Params::scalars. Throws
+/// Error(invalid_argument) when two declare one name as different things, or all too much.
+std::vector<Declaration> declarations(const ScoreProgram& score, const MaskProgram& mask,
+                                      const OutProgram& out_mod = {});
 
 /// The program's expression; null when the program is empty.
 inline NodePtr tree(const ScoreProgram& score) { return score.tree(); }

@@ -20,6 +20,8 @@ constexpr std::string_view kPairPlace = "head.b, head.h, q.at, kv.at";
 constexpr ReadCheck kMaskReads = {"q.at < head.seqlen_q && kv.at < head.seqlen_kv", kPairPlace};
 constexpr ReadCheck kScoreReads = {"q.at < head.seqlen_q && kv.at < head.seqlen_kv && mask(p, head, q, kv)",
                                    kPairPlace};
+constexpr ReadCheck kOutReads = {"q.at < head.seqlen_q", "head.b, head.h, q.at, -1"};
+constexpr std::string_view kOutElement = "float out, flashjit::Position q, int column";
 constexpr ReadCheck kQReads = {"true", "head.b, head.h, at, -1"},
                     kKvReads = {"true", "head.b, head.h, -1, at"};
 
@@ -67,10 +69,10 @@ class Hooks {
         head_(graph_, analysis.programs().declarations, options.check_indices) {}
 
   std::string text() {
-    const std::string functions = comment("score", analysis_.programs().score) + score() +
-                                  bias_tile_functions() + value_functions() + line_functions() +
-                                  score_grad() + add_capture_grads() +
-                                  comment("mask", analysis_.programs().mask) + mask() + tiles();
+    const std::string functions =
+        comment("score", analysis_.programs().score) + score() + bias_tile_functions() + value_functions() +
+        line_functions() + score_grad() + add_capture_grads() + comment("mask", analysis_.programs().mask) +
+        mask() + tiles() + comment("out_mod", analysis_.programs().out_mod) + out_mod();
     return head() + functions;
   }
 
@@ -237,6 +239,32 @@ class Hooks {
       body += fmt::format("    if (i == {}) {{\n{}    }}\n", i, result_of(code, result));
     }
     return (reads.empty() ? std::string() : body) + "    return 0;\n";
+  }
+
+  /// What becomes of an element of O, its derivative, and what an element's gradient adds to captures'.
+  std::string out_mod() {
+    if (!analysis_.programs().out_mod) return {};
+    const auto of_element = [&](std::string_view name, int place, const ReadCheck& check) {
+      Code code(head_, Style::fast, check);
+      const std::string value = code.value(place);
+      return function("float", name, kOutElement, result_of(code, value));
+    };
+    Code code(head_, Style::fast, {});
+    std::string additions;
+    int number = 0;
+    for (const ReadGrad& grad : analysis_.out_read_grads()) {
+      std::vector<std::string> indices;
+      for (const int index : std::vector<int>(graph_[grad.read].args)) indices.push_back(code.value(index));
+      additions += fmt::format(
+          "    add(flashjit::OutAddition<{}, {}>(), flashjit::capture_grad(p.captures[{}], {}), "
+          "flashjit::chained(dout, {}));\n",
+          number++, (graph_.uses(grad.read) & kUsesKv) != 0, head_.slot(graph_.node(grad.read).declaration),
+          fmt::join(indices, ", "), code.value(grad.derivative));
+    }
+    return of_element("out_mod", analysis_.out(), kOutReads) +
+           of_element("out_mod_grad", analysis_.out_grad(), {}) + "  template <class Add>\n" +
+           function("void", "add_out_mod_grads", fmt::format("float dout, {}, Add&& add", kOutElement),
+                    code.lines() + additions);
   }
 
   const ProgramAnalysis& analysis_;

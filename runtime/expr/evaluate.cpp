@@ -139,6 +139,10 @@ Value name_value(Name name, const Point& point) {
       return {.integer = point.seqlen_q};
     case Name::seqlen_kv:
       return {.integer = point.seqlen_kv};
+    case Name::out:
+      return {.real = point.out};
+    case Name::column:
+      return {.integer = point.column};
   }
   return {};
 }

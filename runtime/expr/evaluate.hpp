@@ -12,8 +12,8 @@ namespace flashjit::expr {
 
 /// The values of names.
 struct Point {
-  std::int32_t b = 0, h = 0, h_kv = 0, q = 0, kv = 0, seqlen_q = 0, seqlen_kv = 0;
-  double score = 0;
+  std::int32_t b = 0, h = 0, h_kv = 0, q = 0, kv = 0, seqlen_q = 0, seqlen_kv = 0, column = 0;
+  double score = 0, out = 0;
 };
 
 /// A declared name's value: a contiguous tensor, or one number without sizes. The values outlive their users.

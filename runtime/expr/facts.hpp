@@ -77,11 +77,15 @@ struct ProgramFacts {
   int difference_grads = 0;     ///< of those, AccumulationPattern::by_difference
   bool bias_tile_grad = false;  ///< the last of them is AccumulationPattern::own
 
+  bool has_out_mod = false;  ///< O's elements are changed before they are stored
+  int out_mod_grads = 0;     ///< additions to gradients of tensors that this reads
+
   bool operator==(const ProgramFacts&) const = default;
 };
 
 /// Throws Error(invalid_argument) where declarations() does.
-ProgramFacts facts_of(const ScoreProgram& score, const MaskProgram& mask, const EmitOptions& options = {});
+ProgramFacts facts_of(const ScoreProgram& score, const MaskProgram& mask, const EmitOptions& options = {},
+                      const OutProgram& out_mod = {});
 
 /// The constants that templates/common/problem.cuh says are generated from the programs.
 std::vector<Constant> constants_of(const ProgramFacts& facts);

@@ -68,10 +68,11 @@ class Redeclared {
 
 }  // namespace
 
-void declare_float_scalars(ScoreProgram& score, MaskProgram& mask) {
+void declare_float_scalars(ScoreProgram& score, MaskProgram& mask, OutProgram& out_mod) {
   Uses uses;
   uses.add(tree(score));
   uses.add(tree(mask));
+  uses.add(out_mod.tree());
   const std::set<std::string> names = uses.floats_alone();
   if (names.empty()) return;
   Redeclared redeclared(names);
@@ -80,6 +81,7 @@ void declare_float_scalars(ScoreProgram& score, MaskProgram& mask) {
     score = score.is_weight() ? weights(std::move(changed)) : std::move(changed);
   }
   if (!mask.empty()) mask = Expr(redeclared.of(tree(mask)));
+  if (!out_mod.empty()) out_mod = Expr(redeclared.of(out_mod.tree()));
 }
 
 }  // namespace flashjit::expr

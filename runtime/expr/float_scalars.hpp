@@ -6,7 +6,7 @@
 namespace flashjit::expr {
 
 /// Declares such scalars as float where they are int, so that one kernel serves 50 and 50.0: to_float(cap)
-/// becomes cap. What either program needs as an int stays one in both.
-void declare_float_scalars(ScoreProgram& score, MaskProgram& mask);
+/// becomes cap. What one program needs as an int stays one in all.
+void declare_float_scalars(ScoreProgram& score, MaskProgram& mask, OutProgram& out_mod);
 
 }  // namespace flashjit::expr

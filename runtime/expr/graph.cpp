@@ -24,6 +24,7 @@ std::uint32_t literal_bits(const Node& node) {
 unsigned uses_of(Name name) {
   switch (name) {
     case Name::score:
+    case Name::out:
       return kUsesScore;
     case Name::b:
       return kUsesBatch;
@@ -33,6 +34,7 @@ unsigned uses_of(Name name) {
     case Name::q:
       return kUsesQ;
     case Name::kv:
+    case Name::column:
       return kUsesKv;
     case Name::seqlen_q:
     case Name::seqlen_kv:

@@ -26,10 +26,13 @@ inline NodePtr make_boolean(bool value) {
   node.boolean = value;
   return std::make_shared<const Node>(std::move(node));
 }
+constexpr Type type_of(Name name) {
+  return name == Name::score || name == Name::out ? Type::real : Type::integer;
+}
 inline NodePtr make_name(Name name) {
   Node node;
   node.op = Op::name;
-  node.type = name == Name::score ? Type::real : Type::integer;
+  node.type = type_of(name);
   node.name = name;
   return std::make_shared<const Node>(std::move(node));
 }

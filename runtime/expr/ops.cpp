@@ -100,7 +100,8 @@ std::span<const OpInfo> all_ops() { return kOps; }
 const OpInfo& info(Op op) { return kOps[static_cast<std::size_t>(op)]; }
 
 std::string_view to_string(Name name) {
-  constexpr std::string_view kTexts[] = {"score", "b", "h", "h_kv", "q", "kv", "seqlen_q", "seqlen_kv"};
+  constexpr std::string_view kTexts[] = {"score", "b",        "h",         "h_kv", "q",
+                                         "kv",    "seqlen_q", "seqlen_kv", "out",  "column"};
   return kTexts[static_cast<std::size_t>(name)];
 }
 

@@ -16,13 +16,14 @@ namespace {
 Trees folded(const Trees& programs) {
   return {.score = programs.score ? fold(programs.score) : nullptr,
           .mask = programs.mask ? prepared_mask(programs.mask) : nullptr,
+          .out_mod = programs.out_mod ? fold(programs.out_mod) : nullptr,
           .declarations = programs.declarations};
 }
 
 }  // namespace
 
-Trees trees_of(const ScoreProgram& score, const MaskProgram& mask) {
-  return {score.tree(), mask.tree(), declarations(score, mask)};
+Trees trees_of(const ScoreProgram& score, const MaskProgram& mask, const OutProgram& out_mod) {
+  return {score.tree(), mask.tree(), out_mod.tree(), declarations(score, mask, out_mod)};
 }
 
 ProgramAnalysis::ProgramAnalysis(const Trees& programs, const EmitOptions& options)
@@ -30,6 +31,8 @@ ProgramAnalysis::ProgramAnalysis(const Trees& programs, const EmitOptions& optio
       score_(graph_.add(programs_.score ? programs_.score : make_name(Name::score))),
       score_grad_(graph_.add(derivative(graph_[score_].node, make_name(Name::score)))),
       mask_root_(graph_.add(programs_.mask ? programs_.mask : make_boolean(true))),
+      out_(graph_.add(programs_.out_mod ? programs_.out_mod : make_name(Name::out))),
+      out_grad_(graph_.add(derivative(graph_[out_].node, make_name(Name::out)))),
       mask_(graph_, mask_root_),
       bias_read_(options.check_indices ? -1 : bias_tile_read(graph_, score_)),
       terms_(options.check_indices || bias_read_ >= 0 ? PositionTerms{} : position_terms(graph_, score_)),
@@ -59,6 +62,9 @@ void ProgramAnalysis::find_read_grads() {
       if (owning(grad)) grad.pattern = AccumulationPattern::any;
     });
   std::ranges::stable_sort(read_grads_, {}, &ReadGrad::pattern);
+  for (const NodePtr& read : reads_with_grad(graph_[out_].node))
+    if (const NodePtr slope = derivative(graph_[out_].node, read); !is_real(*slope, 0))
+      out_read_grads_.push_back({graph_.add(read), graph_.add(slope)});
 }
 
 /// Own: each pair adds dS to an element of its own, as for `score + bias[q, kv]` or a softcap of that. By
@@ -119,11 +125,14 @@ ProgramFacts ProgramAnalysis::facts() const {
           .capture_grads = static_cast<int>(read_grads_.size()),
           .difference_grads = static_cast<int>(
               std::ranges::count(read_grads_, AccumulationPattern::by_difference, &ReadGrad::pattern)),
-          .bias_tile_grad = has_bias_tile_grad()};
+          .bias_tile_grad = has_bias_tile_grad(),
+          .has_out_mod = !is_name(graph_.node(out_), Name::out),
+          .out_mod_grads = static_cast<int>(out_read_grads_.size())};
 }
 
-ProgramFacts facts_of(const ScoreProgram& score, const MaskProgram& mask, const EmitOptions& options) {
-  return ProgramAnalysis(trees_of(score, mask), options).facts();
+ProgramFacts facts_of(const ScoreProgram& score, const MaskProgram& mask, const EmitOptions& options,
+                      const OutProgram& out_mod) {
+  return ProgramAnalysis(trees_of(score, mask, out_mod), options).facts();
 }
 
 std::vector<Constant> constants_of(const ProgramFacts& facts) {
@@ -137,7 +146,8 @@ std::vector<Constant> constants_of(const ProgramFacts& facts) {
           {"kMaskUsesHead", facts.mask.uses_head}, {"kMaskTerms", facts.mask_terms},
           {"kMaskRowTerms", facts.mask.q_reads},   {"kMaskColumnTerms", facts.mask.kv_reads},
           {"kCaptureGrads", facts.capture_grads},  {"kDifferenceGrads", facts.difference_grads},
-          {"kBiasTileGrad", facts.bias_tile_grad}};
+          {"kBiasTileGrad", facts.bias_tile_grad}, {"kOutMod", facts.has_out_mod},
+          {"kOutModGrads", facts.out_mod_grads}};
 }
 
 std::string to_string(const Constant& constant) {

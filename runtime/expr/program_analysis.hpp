@@ -12,15 +12,15 @@ namespace flashjit::expr {
 
 /// A problem's programs; null: the identity, and all pairs.
 struct Trees {
-  NodePtr score = {}, mask = {};
+  NodePtr score = {}, mask = {}, out_mod = {};
   std::vector<Declaration> declarations = {};  ///< in the order of Params
 };
-Trees trees_of(const ScoreProgram& score, const MaskProgram& mask);
+Trees trees_of(const ScoreProgram& score, const MaskProgram& mask, const OutProgram& out_mod = {});
 
 /// To which elements a head's pairs add: see templates/common/capture_grads.cuh.
 enum class AccumulationPattern { any, by_difference, own };
 
-/// The gradient of one read: d score / d read.
+/// The gradient of one read: d score / d read, or d out / d read.
 struct ReadGrad {
   int read, derivative;
   AccumulationPattern pattern = AccumulationPattern::any;
@@ -41,6 +41,9 @@ class ProgramAnalysis {
   int score() const { return score_; }
   int score_grad() const { return score_grad_; }
   int mask_root() const { return mask_root_; }
+  int out() const { return out_; }
+  int out_grad() const { return out_grad_; }  ///< d out / d O's element before the program
+  const std::vector<ReadGrad>& out_read_grads() const { return out_read_grads_; }
   const MaskAnalysis& mask() const { return mask_; }
   int bias_read() const { return bias_read_; }  ///< of the score; -1: none
   const PositionTerms& terms() const { return terms_; }
@@ -60,13 +63,13 @@ class ProgramAnalysis {
 
   Trees programs_;
   Graph graph_;
-  int score_, score_grad_, mask_root_;
+  int score_, score_grad_, mask_root_, out_, out_grad_;
   MaskAnalysis mask_;
   int bias_read_;
   PositionTerms terms_;
   std::optional<ScoreLine> line_;
   bool mask_terms_;
-  std::vector<ReadGrad> read_grads_;
+  std::vector<ReadGrad> read_grads_, out_read_grads_;
 };
 
 }  // namespace flashjit::expr

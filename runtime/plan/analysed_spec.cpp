@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "expr/ops.hpp"
+
 namespace flashjit::plan {
 
 bool is_causal(const MaskProgram& mask) {
@@ -11,13 +13,15 @@ bool is_causal(const MaskProgram& mask) {
 AnalysedSpec::AnalysedSpec(const KernelSpec& spec, const Checks& checks)
     : KernelSpec(spec.normalized()),
       checks(checks),
-      programs(expr::facts_of(score, mask, {.check_indices = checks.check_indices})),
+      programs(expr::facts_of(score, mask, {.check_indices = checks.check_indices}, epilogue.out_mod)),
       key_bounds(std::make_shared<expr::KeyBounds>(mask)),
       is_causal(plan::is_causal(mask)) {
   const bool backward = pass == Pass::backward;
   has_tile_lists = !indices && (has_block_map() || programs.mask.listed ||
                                 (backward && deterministic && programs.has_mask));
-  has_capture_grads = backward && std::ranges::any_of(programs.declarations, &expr::Declaration::wants_grad);
+  has_capture_grads =
+      backward && score.tree() &&
+      std::ranges::any_of(expr::declarations_of(*score.tree()), &expr::Declaration::wants_grad);
 }
 
 bool wants_same_bits(const AttentionSpec& spec) { return spec.deterministic || spec.batch_invariant; }

@@ -31,9 +31,12 @@ struct AnalysedSpec : KernelSpec {
   /// where additions to dQ are ordered.
   bool has_tile_lists = false;
   bool is_causal = false;          ///< the mask is a causal one, of either alignment
-  bool has_capture_grads = false;  ///< the pass gives gradients to captured tensors
-  /// Whether those are to be added up in one order.
-  bool orders_capture_grads() const { return deterministic && has_capture_grads; }
+  bool has_capture_grads = false;  ///< the pass gives gradients to tensors that the score reads
+  /// Whether gradients of captured tensors are to be added up in one order.
+  bool orders_capture_grads() const {
+    const bool of_out = pass == Pass::backward && programs.out_mod_grads > 0;
+    return deterministic && (has_capture_grads || of_out);
+  }
 };
 
 /// Whether each call of a spec is to give the same bits, so that its configuration may not change. A plan

@@ -14,6 +14,7 @@ namespace flashjit::plan {
 /// What a call needs besides its tensors; workspace.hpp turns it into offsets.
 struct WorkspaceNeeds {
   bool row_stats = false;  ///< D, and LSE padded to whole tiles
+  bool dout = false;       ///< dO of O before out_mod
   bool lse_log2 = false;   ///< and LSE in units of log2
   bool row_terms = false;  ///< what the score reads of each query
   bool dq_accum = false;
@@ -46,6 +47,10 @@ inline constexpr const char* kNeedsSoftmax =
 /// Why weight_mod leaves keys together.
 inline constexpr const char* kJoinsByLse =
     "split is not for weight_mod: splits are joined by their LSE, which it has not";
+
+/// Why some leave out_mod to sm80, sm75 and simt.
+inline constexpr const char* kStoresOut =
+    "its forward kernels store O as it is, the spec says out_mod: families sm80, sm75 and simt change it";
 
 /// What computes a tile together, with which instructions.
 enum class ComputedBy : std::uint8_t {

@@ -32,6 +32,7 @@ struct Entry {
 /// What an entry is for.
 enum class Step : std::uint8_t {
   preprocess,             ///< D, LSE and row terms of a backward pass, zeros for what it adds to
+  out_grads,              ///< dO, and gradients of captured tensors, from those of what out_mod gave
   sink_grads,             ///< sink gradients
   term_bounds,            ///< bounds of what a mask reads over each tile
   tile_lists,             ///< lists of tiles

@@ -69,6 +69,7 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
   const std::int64_t q_tiles = tiles(shape.seqlen_q, kernel.config.br),
                      kv_tiles = tiles(shape.seqlen_kv, kernel.config.bc);
   switch (step) {
+    case Step::out_grads:
     case Step::preprocess:
     case Step::convert_dq:
       return heads * (padded_seqlen_q(shape) / kAuxiliaryThreads);

@@ -163,7 +163,7 @@ Support supports(const AnalysedSpec& spec) {
                                    sm80::kMostNarrowColumns, spec.head_dim, spec.v_dim()));
   if (spec.pass == Pass::jvp) return sm80_jvp::supports(spec);
   const bool plain_lists =
-      spec.score.empty() && !spec.row_max && !spec.has_scales() && !spec.programs.mask.uses_head;
+      spec.score.empty() && !spec.epilogue.row_max && !spec.has_scales() && !spec.programs.mask.uses_head;
   if (spec.indices && !plain_lists)
     return Support::no("indices are without a score program, row_max, K and V of 8 bits, and h in a mask");
   if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);
@@ -186,6 +186,8 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
   if (spec.indices && !forward && c.stages > 1)
     return Support::no("with indices the backward pass has one stage");
   if (spec.score.is_weight() && forward && c.split) return Support::no(kJoinsByLse);
+  if (!spec.epilogue.out_mod.empty() && forward && c.split)
+    return Support::no("split is not for out_mod: a split has a part of O, which another kernel completes");
   if (spec.indices && c.split) return Support::no("split is not for indices, whose lists are short");
   if (c.q_in_registers && !forward) return Support::no("q_in_registers is for the forward pass");
   // A Q tile must not straddle the padding of D and LSE.

@@ -171,8 +171,9 @@ Problem fold_gqa(const KernelSpec& spec, const AttentionShape& shape) {
   const bool grouped = shape.seqlen_q == 1 && shape.heads_q > shape.heads_kv && shape.heads_kv > 0;
   // The last query sees every key.
   const bool sees_all = computed.mask.empty() || computed.mask == causal();
-  const bool alike = !computed.indices && computed.score.empty() && sees_all && !computed.dropout &&
-                     !computed.sinks && !computed.varlen && !computed.has_block_map();
+  const bool alike = !computed.indices && computed.score.empty() && computed.epilogue.out_mod.empty() &&
+                     sees_all && !computed.dropout && !computed.sinks && !computed.varlen &&
+                     !computed.has_block_map();
   if (computed.pass != Pass::forward || !grouped || !alike) return problem;
   computed.mask = {};
   problem.shape.seqlen_q = shape.heads_q / shape.heads_kv;

@@ -62,6 +62,9 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& config) {
 }
 
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
+  if (spec.orders_capture_grads() && spec.programs.out_mod_grads > 0)
+    return Support::no(
+        "adds gradients of what out_mod reads up in any order, the spec says det: leave one of them out");
   if (device.compute_capability >= kOldestCapability) return Support::yes();
   return Support::no(fmt::format("{} has compute capability {}.{}; {} needs 7.5 or newer", device.name,
                                  device.compute_capability / 10, device.compute_capability % 10,
@@ -171,6 +174,7 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
     kernel.add(Step::main, entry(name, name, config, by_queries));
     return kernel;
   }
+  if (!spec.epilogue.out_mod.empty()) kernel.add(Step::out_grads, auxiliary_entry("out_grads"));
   kernel.add(Step::preprocess, auxiliary_entry("preprocess"));
   if (spec.indices) {
     kernel.add(Step::main,
@@ -189,6 +193,7 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
 
 WorkspaceNeeds workspace(const KernelPlan& kernel, const AttentionShape& shape) {
   return {.row_stats = kernel.spec.pass == Pass::backward,
+          .dout = kernel.spec.pass == Pass::backward && !kernel.spec.epilogue.out_mod.empty(),
           .semaphores = kernel.spec.orders_capture_grads(),
           .ordered_q_tiles = tiles(shape.seqlen_q, kernel.config.br),
           .num_splits = kernel.spec.indices && kernel.spec.pass == Pass::backward ? 1 : 0};

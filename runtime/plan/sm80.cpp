@@ -123,9 +123,11 @@ std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const Devi
         (spec.has_block_map() || spec.partial.fp32_out || device.compute_capability == 90);
     // A mask beside lengths spills there by some words.
     const bool masks_lengths = spec.kv.has_lengths() && !spec.mask.empty();
+    const bool modifies_out = !spec.epilogue.out_mod.empty();
     return mma_sync::good_of(
         {{config(128, 64, 8, 1), d > 96 && has_small_memory(device)},
-         {config(128, 64, 4, 1), d == 128 && is_plain_on_hopper(spec, device) && !masks_lengths},
+         {config(128, 64, 4, 1),
+          d == 128 && is_plain_on_hopper(spec, device) && !masks_lengths && !modifies_out},
          {config(128, 48, 4, 1), large && !lengths_spill},
          {config(128, 32, 4, 1), large || !(spec.partial.fp32_out && spec.has_block_map())},
          {config(64, 64, 4, 1)},

@@ -208,10 +208,11 @@ bool reads_lse_log2(const AnalysedSpec& spec, const TileConfig& c) {
          !(spec.varlen && backward_layout(spec, c).sums_dq());
 }
 
-/// Whether nothing but queries, keys and a causal mask says what a pair's P and dS are.
+/// Whether nothing but queries, keys and a causal mask says what a pair's P and dS are, and dO is the call's.
 bool is_plain(const AnalysedSpec& spec) {
-  return spec.score.empty() && !spec.dropout && !spec.varlen && !spec.kv.has_lengths() && !spec.sinks &&
-         !spec.has_tile_lists && !spec.has_block_map() && (spec.mask.empty() || spec.is_causal);
+  return spec.score.empty() && spec.epilogue.out_mod.empty() && !spec.dropout && !spec.varlen &&
+         !spec.kv.has_lengths() && !spec.sinks && !spec.has_tile_lists && !spec.has_block_map() &&
+         (spec.mask.empty() || spec.is_causal);
 }
 
 /// Whether clusters with all keys of their rows may do without the preprocess entry. (For other specs, in

@@ -50,8 +50,9 @@ int launched_limit(const AnalysedSpec& spec, const TileConfig& c) {
 
 /// The list of a query has no positions left where scores are computed, and all heads of a tile share it.
 Support supports_indices(const AnalysedSpec& spec) {
-  const bool plain = is_forward(spec) && spec.score.empty() && !spec.row_max && !spec.batch_invariant &&
-                     !spec.has_scales() && !spec.decodes_kv() && !spec.programs.mask.uses_head;
+  const bool plain = is_forward(spec) && spec.score.empty() && !spec.epilogue.row_max &&
+                     !spec.batch_invariant && !spec.has_scales() && !spec.decodes_kv() &&
+                     !spec.programs.mask.uses_head;
   if (!spec.indices || plain) return Support::yes();
   return Support::no(
       "indices are for the forward pass, without a score program, row_max, batch_invariant, K and V of 8 "
@@ -77,7 +78,7 @@ Support supports_weights(const AnalysedSpec& spec) {
 
 Support supports_q_codes(const AnalysedSpec& spec) {
   if (!spec.q_codes) return Support::yes();
-  if (spec.has_key_scales() && (spec.row_max || spec.programs.column_term))
+  if (spec.has_key_scales() && (spec.epilogue.row_max || spec.programs.column_term))
     return Support::no(
         "Q of 8 bits beside scales of keys is for specs without row_max and what scores read of keys");
   if (gathers(spec))
@@ -90,7 +91,7 @@ Support supports_q_codes(const AnalysedSpec& spec) {
 
 Support check_pack_gqa(const AnalysedSpec& spec, const TileConfig& c) {
   if (!c.pack_gqa) return Support::yes();
-  if (!is_forward(spec) || (!c.split && (!spec.kv.is_cache() || spec.row_max)))
+  if (!is_forward(spec) || (!c.split && (!spec.kv.is_cache() || spec.epilogue.row_max)))
     return Support::no("pack_gqa is for split keys, in the forward pass: give split, too");
   const bool alike = !spec.dropout && !walks_lists(spec, c) && !has_bias_tile(spec) &&
                      !spec.programs.score_uses_head && !spec.programs.mask.uses_head;
@@ -214,6 +215,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
   if (spec.pass == Pass::jvp) return Support::no("it has no kernel of O's tangent");
   if (Support able = supports_weights(spec); !able) return able;
+  if (is_forward(spec) && !spec.epilogue.out_mod.empty()) return Support::no(kStoresOut);
   if (spec.dtype != DType::fp16 && spec.dtype != DType::bf16)
     return Support::no(fmt::format("its kernels take fp16 and bf16, the spec has {}", to_string(spec.dtype)));
   if (Support able = supports_rows(spec); !able) return able;

@@ -102,7 +102,7 @@ void check_weight_mod(const AttentionSpec& spec) {
         "so give one, as sigmoid(score + bias), or leave weight_mod out");
   const char* option = spec.dropout                 ? "dropout"
                        : spec.sinks                 ? "sinks"
-                       : spec.row_max               ? "row_max"
+                       : spec.epilogue.row_max      ? "row_max"
                        : spec.indices               ? "indices"
                        : spec.q_codes               ? "q_codes"
                        : spec.batch_invariant       ? "batch_invariant"
@@ -115,8 +115,23 @@ void check_weight_mod(const AttentionSpec& spec) {
         option, option);
 }
 
+/// What is done to O after the kernels that out_mod is part of, or by other kernels.
+void check_out_mod(const AttentionSpec& spec) {
+  const char* option = spec.indices                 ? "indices"
+                       : spec.batch_invariant       ? "batch_invariant"
+                       : spec.partial.running_state ? "running_state"
+                                                    : nullptr;
+  if (!spec.epilogue.out_mod.empty() && option)
+    refuse("out_mod is set and {} is, too; it changes O where one kernel has all of it, so leave one out",
+           option);
+}
+
 /// What has no tangent, or none yet.
 void refuse_without_tangent(const AttentionSpec& spec) {
+  if (!spec.epilogue.out_mod.empty())
+    refuse(
+        "the pass is jvp and out_mod is set; it has no tangent yet, so leave it out or call the forward "
+        "pass");
   if (spec.score.is_weight())
     refuse(
         "the pass is jvp and weight_mod is set; weights that a program gives have no tangents yet, so leave "
@@ -126,7 +141,7 @@ void refuse_without_tangent(const AttentionSpec& spec) {
                        : spec.kv.quantized()        ? "quantized K and V"
                        : spec.indices               ? "indices"
                        : spec.partial.running_state ? "running_state"
-                       : spec.row_max               ? "row_max"
+                       : spec.epilogue.row_max      ? "row_max"
                                                     : nullptr;
   if (option)
     refuse(
@@ -155,7 +170,7 @@ AttentionSpec AttentionSpec::normalized() const {
     out.partial.fp32_out = out.partial.fp32_grads = false;
   else if (partial.add_grads)
     out.partial.fp32_grads = true;
-  expr::declare_float_scalars(out.score, out.mask);
+  expr::declare_float_scalars(out.score, out.mask, out.epilogue.out_mod);
   if (kv.shared_kv) out.kv.v_format = kv.k_format;
   return out;
 }
@@ -183,8 +198,8 @@ KernelSpec KernelSpec::normalized() const {
   if (pass != Pass::backward) out.deterministic = out.partial.fp32_grads = out.partial.add_grads = false;
   if (pass == Pass::jvp) out.batch_invariant = out.kv.shared_kv = false;
   if (pass == Pass::backward)
-    out.row_max = out.batch_invariant = out.kv.shared_kv = out.partial.fp32_out = out.partial.running_state =
-        false;
+    out.epilogue.row_max = out.batch_invariant = out.kv.shared_kv = out.partial.fp32_out =
+        out.partial.running_state = false;
   return out;
 }
 
@@ -197,7 +212,7 @@ void AttentionSpec::validate() const {
         to_string(dtype));
   require_multiple("head_dim", head_dim, kHeadDimStep, kMinHeadDim, plan::kMaxHeadDim);
   require_multiple("head_dim_v", v_dim(), kHeadDimStep, kMinHeadDim, kMaxHeadDimV);
-  expr::declarations(score, mask);  // refuses what they disagree on
+  expr::declarations(score, mask, epilogue.out_mod);  // refuses what they disagree on
   if (varlen && kv.is_padded())
     refuse(
         "varlen and kv_lengths are both set; with varlen a sequence's own length says how many keys it has, "
@@ -214,6 +229,7 @@ void AttentionSpec::validate() const {
         kv.is_paged() ? "varlen" : "pages");
   check_running_state(*this);
   check_weight_mod(*this);
+  check_out_mod(*this);
   if (indices && (has_block_map() || dropout || q_codes))
     refuse_beside_indices(has_block_map() ? "block_map" : dropout ? "dropout" : "q_codes");
   if (partial.dropout_place && !dropout)

@@ -42,7 +42,7 @@ inline constexpr std::array kSpecOptions{
     spec_option<&AttentionSpec::sinks>("sinks", "kSinks", "sinks"),
     SpecOption{"cache", "kCache", [](const AttentionSpec& spec) { return spec.kv.is_cache(); },
                [](AttentionSpec& spec) { spec.kv.kind = KvLayout::Kind::slots; }, "cache"},
-    spec_option<&AttentionSpec::row_max>("row_max", "kRowMax", "return_row_max"),
+    spec_option<&AttentionSpec::epilogue, &Epilogue::row_max>("row_max", "kRowMax", "return_row_max"),
     spec_option<&AttentionSpec::kv, &KvLayout::key_scales>("key_scales", "kKeyScales", "k_scale"),
     spec_option<&AttentionSpec::partial, &Partial::fp32_out>("fp32_out", "kFp32Out", "out_dtype"),
     spec_option<&AttentionSpec::partial, &Partial::fp32_grads>("fp32_grads", "kFp32Grads"),

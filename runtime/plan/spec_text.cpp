@@ -170,7 +170,8 @@ std::string spec_allowed() {
   std::string allowed =
       "write [fwd:|bwd:|jvp:|append:|merge:|quantize:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at "
       "most "
-      "once, score{<program>}, a mask (causal or causal_top_left or mask{<program>}), map<queries>x<keys>, "
+      "once, score{<program>}, a mask (causal or causal_top_left or mask{<program>}), out_mod{<program>}, "
+      "map<queries>x<keys>, "
       "pages<rows>, kv<e4m3|e5m2|int8>, kv{<format>}, k{<format>}, v{<format>}";
   for (const plan::SpecOption& option : plan::kSpecOptions) allowed += fmt::format(", {}", option.text);
   return allowed;
@@ -239,6 +240,8 @@ void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spe
     if (is_weight) spec.score = weights(spec.score);
   } else if (const auto mask = reader.program(field, "mask")) {
     spec.mask = reader.in_field(field, [&] { return MaskProgram(*mask); });
+  } else if (const auto out_mod = reader.program(field, "out_mod")) {
+    spec.epilogue.out_mod = reader.in_field(field, [&] { return OutProgram(*out_mod); });
   } else {
     reader.unknown(field);
   }
@@ -281,6 +284,7 @@ std::string text_of(const AttentionSpec& spec) {
   } else if (!spec.mask.empty()) {
     append(":mask{{{}}}", spec.mask.text());
   }
+  if (!spec.epilogue.out_mod.empty()) append(":out_mod{{{}}}", spec.epilogue.out_mod.text());
   for (const plan::SpecOption& option : plan::kSpecOptions) {
     if (option.text == "det" && spec.has_block_map())
       append(":map{}x{}", spec.block_map.q, spec.block_map.kv);

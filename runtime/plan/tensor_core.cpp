@@ -38,6 +38,7 @@ KernelPlan tensor_core_kernel(const AnalysedSpec& spec, const TileConfig& config
   kernel.constants.push_back({"kLseLog2", schedule.lse_log2});
   kernel.constants.push_back({"kFindsRowStats", schedule.finds_row_stats});
   kernel.constants.push_back({"kClaimsTiles", schedule.claims_tiles});
+  if (backward && !spec.epilogue.out_mod.empty()) kernel.add(Step::out_grads, auxiliary_entry("out_grads"));
   if (backward) kernel.add(Step::preprocess, auxiliary_entry("preprocess"));
   if (backward && spec.sinks) kernel.add(Step::sink_grads, auxiliary_entry("sink_grads"));
   if (schedule.tile_lists && has_term_bounds(spec))
@@ -73,6 +74,7 @@ WorkspaceNeeds tensor_core_workspace(const KernelPlan& kernel, const AttentionSh
   // Where a cluster has all keys of a row, what it sums up is dQ.
   const bool adds_dq = backward && !spec.indices && !(kernel.schedule.sums_dq && kv_tiles == 1);
   return {.row_stats = backward,
+          .dout = backward && !spec.epilogue.out_mod.empty(),
           .lse_log2 = kernel.schedule.lse_log2,
           .row_terms = kernel.schedule.row_terms,
           .dq_accum = adds_dq,

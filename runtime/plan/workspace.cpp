@@ -63,6 +63,8 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const KernelSpec& 
   Allocator allocator(shape);
   WorkspaceLayout out;
   out.d = allocator.place(needs.row_stats, {heads, rows});
+  // Elements of 2 or 4 bytes; head dimensions are even.
+  out.dout = allocator.place(needs.dout, {heads, shape.seqlen_q, spec.v_dim() / 2, size_of(spec.dtype) / 2});
   // And what templates/common/lse_log2.cuh has behind it.
   const std::int64_t words_of_log2 = needs.lse_log2 ? rows + rows / kLseRows / kWordBytes : 0;
   out.lse_padded = allocator.place(needs.row_stats, {heads, rows + words_of_log2});
@@ -72,7 +74,7 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const KernelSpec& 
   const bool kv_splits = needs.num_splits > 0 && spec.pass == Pass::forward && !parts;
   out.o_splits = allocator.place(kv_splits, {needs.num_splits, heads, shape.seqlen_q, spec.v_dim()});
   out.lse_splits =
-      allocator.place(kv_splits, {spec.row_max ? 2 : 1, needs.num_splits, heads, shape.seqlen_q});
+      allocator.place(kv_splits, {spec.epilogue.row_max ? 2 : 1, needs.num_splits, heads, shape.seqlen_q});
   if (parts) {
     // A cascade has a part for each work tile, and one more where a share ends within one.
     const std::int64_t count = cascade ? needs.cascade_tiles + needs.num_splits : 2 * needs.num_splits;

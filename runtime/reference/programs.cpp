@@ -29,7 +29,7 @@ std::vector<expr::Bound> bound(const std::vector<Captured>& captures) {
   return bound;
 }
 
-expr::Point as_program_sees(const Point& point, double s) {
+expr::Point as_program_sees(const Point& point, double s, std::int64_t column = 0, double out = 0) {
   const auto number = [](std::int64_t value) { return static_cast<std::int32_t>(value); };
   return {.b = number(point.b),
           .h = number(point.h),
@@ -38,7 +38,9 @@ expr::Point as_program_sees(const Point& point, double s) {
           .kv = number(point.kv),
           .seqlen_q = number(point.seqlen_q),
           .seqlen_kv = number(point.seqlen_kv),
-          .score = s};
+          .column = number(column),
+          .score = s,
+          .out = out};
 }
 
 }  // namespace
@@ -47,8 +49,10 @@ Programs::Programs(const AttentionSpec& spec, const std::vector<Captured>& captu
     : captures_(captures),
       wants_grad_(captures.size()),
       mask_(bound(captures), expr::Floats::rounded),
-      score_(bound(captures), expr::Floats::exact) {
-  const std::vector<expr::Declaration> declared = expr::declarations(spec.score, spec.mask);
+      score_(bound(captures), expr::Floats::exact),
+      out_(bound(captures), expr::Floats::exact) {
+  const std::vector<expr::Declaration> declared =
+      expr::declarations(spec.score, spec.mask, spec.epilogue.out_mod);
   for (const expr::Declaration& d : declared) {
     const auto found = std::ranges::find(captures, d.name, &Captured::name);
     if (found == captures.end()) refuse("no value is given for '{}'", expr::to_string(d));
@@ -60,14 +64,23 @@ Programs::Programs(const AttentionSpec& spec, const std::vector<Captured>& captu
       refuse("a value is given for '{}', which the programs do not declare", captured.name);
   }
   if (!spec.mask.empty()) mask_root_ = mask_.add(spec.mask.tree());
-  if (!spec.score.empty()) add_score(spec.score.tree());
+  if (!spec.score.empty()) {
+    score_root_ = score_.add(spec.score.tree());
+    score_grad_ = score_.add(derivative(spec.score.tree(), make_name(expr::Name::score)));
+    reads_ = reads_of(score_, spec.score.tree());
+  }
+  if (!spec.epilogue.out_mod.empty()) {
+    out_root_ = out_.add(spec.epilogue.out_mod.tree());
+    out_grad_ = out_.add(derivative(spec.epilogue.out_mod.tree(), make_name(expr::Name::out)));
+    out_reads_ = reads_of(out_, spec.epilogue.out_mod.tree());
+  }
 }
 
-void Programs::add_score(const expr::NodePtr& program) {
-  score_root_ = score_.add(program);
-  score_grad_ = score_.add(derivative(program, make_name(expr::Name::score)));
+std::vector<Programs::Read> Programs::reads_of(expr::Evaluation& evaluation, const expr::NodePtr& program) {
+  std::vector<Read> reads;
   for (const expr::NodePtr& read : reads_with_grad(program))
-    reads_.push_back({score_.add(read), score_.add(derivative(program, read))});
+    reads.push_back({evaluation.add(read), evaluation.add(derivative(program, read))});
+  return reads;
 }
 
 bool Programs::has_grads() const { return std::ranges::count(wants_grad_, true) > 0; }
@@ -84,10 +97,27 @@ double Programs::score_grad(const Point& point, double s) const {
   return has_score() ? score_.run(as_program_sees(point, s))[score_grad_].real : 1;
 }
 
+double Programs::out_mod(const Point& point, std::int64_t column, double out) const {
+  return has_out_mod() ? out_.run(as_program_sees(point, 0, column, out))[out_root_].real : out;
+}
+
+double Programs::out_mod_grad(const Point& point, std::int64_t column, double out) const {
+  return has_out_mod() ? out_.run(as_program_sees(point, 0, column, out))[out_grad_].real : 1;
+}
+
 void Programs::add_grads(const Point& point, double s, const AddGrad& add) const {
-  const std::vector<expr::Value> values = score_.run(as_program_sees(point, s));
-  for (const auto& [read, derivative] : reads_) {
-    const expr::Evaluation::Element element = score_.element(read, values);
+  add_reads(score_, reads_, score_.run(as_program_sees(point, s)), add);
+}
+
+void Programs::add_out_mod_grads(const Point& point, std::int64_t column, double out,
+                                 const AddGrad& add) const {
+  add_reads(out_, out_reads_, out_.run(as_program_sees(point, 0, column, out)), add);
+}
+
+void Programs::add_reads(const expr::Evaluation& evaluation, const std::vector<Read>& reads,
+                         const std::vector<expr::Value>& values, const AddGrad& add) {
+  for (const auto& [read, derivative] : reads) {
+    const expr::Evaluation::Element element = evaluation.element(read, values);
     add(element.capture, element.index, values[derivative].real);
   }
 }

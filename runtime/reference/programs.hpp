@@ -42,24 +42,33 @@ class Programs {
   double score(const Point& point, double s) const;
   /// d score / d s there.
   double score_grad(const Point& point, double s) const;
+  bool has_out_mod() const { return out_root_ >= 0; }
+  /// What becomes of `out`, O's element of the point's query in `column`, and the derivative by `out`.
+  double out_mod(const Point& point, std::int64_t column, double out) const;
+  double out_mod_grad(const Point& point, std::int64_t column, double out) const;
 
   CaptureGrads zero_grads() const;
   /// Calls add(capture, element, d score / d element) for each read of a capture with a gradient.
   using AddGrad = std::function<void(std::size_t, std::int64_t, double)>;
   void add_grads(const Point& point, double s, const AddGrad& add) const;
+  /// The same of what out_mod reads.
+  void add_out_mod_grads(const Point& point, std::int64_t column, double out, const AddGrad& add) const;
 
  private:
-  /// The places of a read and of d score / d read among the values of score_.
+  /// The places of a read and of d root / d read among the values of a program.
   struct Read {
     int read, derivative;
   };
-  void add_score(const expr::NodePtr& program);
+  static std::vector<Read> reads_of(expr::Evaluation& evaluation, const expr::NodePtr& program);
+  static void add_reads(const expr::Evaluation& evaluation, const std::vector<Read>& reads,
+                        const std::vector<expr::Value>& values, const AddGrad& add);
 
   const std::vector<Captured>& captures_;
   std::vector<bool> wants_grad_;  ///< of each capture
-  expr::Evaluation mask_, score_;
+  expr::Evaluation mask_, score_, out_;
   int mask_root_ = -1, score_root_ = -1, score_grad_ = -1;  ///< -1: all pairs; the identity
-  std::vector<Read> reads_;
+  int out_root_ = -1, out_grad_ = -1;                       ///< -1: the identity
+  std::vector<Read> reads_, out_reads_;
 };
 
 }  // namespace flashjit::reference

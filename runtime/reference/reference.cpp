@@ -32,6 +32,16 @@ void join_state(const Context& context, const Arithmetic& arithmetic, std::int64
   arithmetic.round(fwd.out);
 }
 
+/// O as it is stored.
+Matrix modified_out(const Context& context, const Arithmetic& arithmetic, std::int64_t task,
+                    const Matrix& out) {
+  Matrix result = out;
+  for (std::int64_t i = 0; i < out.rows; ++i)
+    for (std::int64_t j = 0; j < out.columns; ++j)
+      result[i][j] = arithmetic.rounded(context.programs.out_mod(context.point(task, i, 0), j, out[i][j]));
+  return result;
+}
+
 /// One head's gradients; all but dq are its share of a sum over heads.
 struct HeadBackward {
   Matrix dq, dk, dv;
@@ -44,7 +54,8 @@ struct HeadBackward {
 void through_score_program(const Context& context, const Arithmetic& arithmetic, const HeadForward& fwd,
                            std::int64_t task, const Matrix& sizes, Matrix& ds, HeadBackward& result) {
   if (!context.programs.has_score()) return;
-  result.captures = result.capture_squares = result.capture_counts = context.programs.zero_grads();
+  if (result.captures.empty())
+    result.captures = result.capture_squares = result.capture_counts = context.programs.zero_grads();
   for (std::int64_t i = 0; i < ds.rows; ++i) {
     for (std::int64_t j = 0; j < ds.columns; ++j) {
       const Point at = context.point(task, i, j);
@@ -114,10 +125,39 @@ void weights_backward(const Arithmetic& arithmetic, const HeadForward& fwd, Matr
     }
 }
 
+/// A gradient times a derivative, which may be NaN where the gradient is zero.
+double chained(double gradient, double derivative) { return gradient == 0 ? 0 : gradient * derivative; }
+
+/// From the gradient of what out_mod gave to dO, and what that gives to the captures.
+Matrix through_out_mod(const Context& context, const Arithmetic& arithmetic, const HeadForward& fwd,
+                       std::int64_t task, const Matrix& given, HeadBackward& result) {
+  Matrix dout = given;
+  if (result.captures.empty())
+    result.captures = result.capture_squares = result.capture_counts = context.programs.zero_grads();
+  for (std::int64_t i = 0; i < dout.rows; ++i)
+    for (std::int64_t j = 0; j < dout.columns; ++j) {
+      const Point at = context.point(task, i, 0);
+      const auto add = [&](std::size_t capture, std::int64_t element, double derivative) {
+        const double value = chained(dout[i][j], derivative);
+        double& grad = result.captures[capture][element];
+        grad = arithmetic.sum(grad, value);
+        result.capture_squares[capture][element] += value * value;
+        ++result.capture_counts[capture][element];
+      };
+      context.programs.add_out_mod_grads(at, j, fwd.out[i][j], add);
+      dout[i][j] =
+          arithmetic.rounded(chained(dout[i][j], context.programs.out_mod_grad(at, j, fwd.out[i][j])));
+    }
+  return dout;
+}
+
 HeadBackward backward_head(const Context& context, const Arithmetic& arithmetic, const Head& head,
-                           const Matrix& dout, std::int64_t task) {
+                           const Matrix& given, std::int64_t task) {
   HeadForward fwd = forward_head(context, arithmetic, head, task);
   take_results_of_all_keys(context, task, fwd);
+  HeadBackward result{Matrix(0, 0), Matrix(0, 0), Matrix(0, 0)};
+  const Matrix dout =
+      context.programs.has_out_mod() ? through_out_mod(context, arithmetic, fwd, task, given, result) : given;
   Matrix kept = fwd.p;
   for (std::size_t i = 0; i < kept.values.size(); ++i) kept.values[i] *= fwd.dropped.values[i];
   arithmetic.round(kept);
@@ -129,8 +169,8 @@ HeadBackward backward_head(const Context& context, const Arithmetic& arithmetic,
     weights_backward(arithmetic, fwd, ds, sizes);
   else
     softmax_backward(context, arithmetic, fwd, dout, task, ds, sizes, dsink_rows);
-  HeadBackward result{Matrix(0, 0), Matrix(0, 0), arithmetic.product(transpose(kept), dout),
-                      std::move(dsink_rows)};
+  result.dv = arithmetic.product(transpose(kept), dout);
+  result.dsink_rows = std::move(dsink_rows);
   through_score_program(context, arithmetic, fwd, task, sizes, ds, result);
   result.dq = arithmetic.product(ds, head.k);
   result.dk = arithmetic.product(transpose(ds), head.q);
@@ -165,12 +205,16 @@ Forward forward(const Problem& problem, Precision precision) {
   }
   Forward result{std::vector<double>(context.q_count() * context.spec.v_dim()),
                  std::vector<double>(context.q_count(), kNaN), std::vector<double>(context.q_count(), kNaN)};
+  const bool with_mod = context.programs.has_out_mod();
+  if (with_mod) result.out_before_mod.resize(result.out.size());
   std::mutex out_mutex;  // sequences may share rows where cu_seqlens_q is wrong
   parallel_for(context.tasks(), [&](std::int64_t task) {
     HeadForward head = forward_head(context, arithmetic, Head(context, task), task);
     join_state(context, arithmetic, task, head);
     const std::lock_guard lock(out_mutex);
-    put(head.out, result.out, context.q_rows(task));
+    put(with_mod ? modified_out(context, arithmetic, task, head.out) : head.out, result.out,
+        context.q_rows(task));
+    if (with_mod) put(head.out, result.out_before_mod, context.q_rows(task));
     std::ranges::copy(head.lse, result.lse.begin() + context.q_rows(task).begin);
     std::ranges::copy(head.row_max, result.row_max.begin() + context.q_rows(task).begin);
   });

@@ -61,7 +61,8 @@ struct Forward {
   std::vector<double> out;  ///< [batch, heads_q, seqlen_q, head_dim_v]
   std::vector<double> lse;  ///< like Q without a dimension; -inf for rows that attend to nothing, NaN where a
                             ///< score of a key that they attend to is NaN, and in rows of no sequence
-  std::vector<double> row_max;  ///< like lse: the largest score, without sinks
+  std::vector<double> row_max;              ///< like lse: the largest score, without sinks
+  std::vector<double> out_before_mod = {};  ///< with spec.epilogue.out_mod, like out
 };
 struct Backward {
   std::vector<double> dq, dk, dv;

@@ -83,7 +83,7 @@ KernelSource render(const plan::KernelPlan& kernel, const DeviceInfo& device, co
       to_string(source.spec), to_string(source.config), includes(source.entries),
       dtype_info(spec.dtype).cuda_name, dtype_info(spec.kv_type()).cuda_name,
       constants + kv_formats_text(spec),
-      expr::emit_functions(expr::trees_of(spec.score, spec.mask),
+      expr::emit_functions(expr::trees_of(spec.score, spec.mask, spec.epilogue.out_mod),
                            {.check_indices = spec.checks.check_indices}),
       functions.empty() ? "" : "\n", functions);
   for (const plan::Entry& entry : source.entries) source.text += entry_text(entry, source.entries);

@@ -1,4 +1,4 @@
-// Additions of pairs to the gradients of captured tensors, in any order.
+// Additions of pairs, and of O's elements, to the gradients of captured tensors, in any order.
 #pragma once
 
 namespace flashjit {
@@ -14,6 +14,13 @@ struct Addition {
   static constexpr int kIndex = index;
   static constexpr bool kShared = shared, kOfScore = of_score;
   static constexpr AccumulationPattern kPattern = pattern;
+};
+
+/// One of the additions that each element of O makes. `by_column`: to which element depends on its column.
+template <int index, bool by_column>
+struct OutAddition {
+  static constexpr int kIndex = index;
+  static constexpr bool kByColumn = by_column;
 };
 
 /// ds times a derivative, which may be NaN where ds is zero.

@@ -174,9 +174,13 @@ struct Params {
   float* row_max;                 ///< like lse: the largest score of a row; read with kRowMax only
   unsigned scalars[kMaxScalars];  ///< bits of an int or a float
   CaptureParam captures[kMaxCaptures];
-  ScaleParam k_scale, v_scale;      ///< read with K and V of 8 bits only
-  ScaleParam q_scale;               ///< read with Problem::kQCodes only
-  IndicesParam indices;             ///< read with Problem::kIndices only
+  ScaleParam k_scale, v_scale;  ///< read with K and V of 8 bits only
+  ScaleParam q_scale;           ///< read with Problem::kQCodes only
+  union {
+    IndicesParam indices;  ///< read with Problem::kIndices only
+    TensorParam out_mod;   ///< read with Problem::kOutMod only. Forward: O before the program; null: not
+                          ///< wanted. Backward: dO of what it gave, from which the out_grads entry makes dout
+  };
   DropoutPlaceParam dropout_place;  ///< read with Problem::kDropoutPlace only
 
   /// How many query heads share a head of K and V.

@@ -5,6 +5,7 @@
 #include "flashjit/common/running_state.cuh"
 #include "flashjit/common/sink.cuh"
 #include "flashjit/common/unused_rows.cuh"
+#include "flashjit/simt/out_mod.cuh"
 #include "flashjit/simt/tile.cuh"
 
 namespace flashjit::simt {
@@ -180,6 +181,7 @@ __device__ void forward(const Params& p) {
   }
 
   RowWeights<Problem, T>::finish(p, sequence, h, rows, out, q_range);
+  OutMod<Problem, T>::apply(p, sequence, head, q_range, out);
   store_result(out, q_matrix<Problem, OutElement<Problem>>(sequence, p.o, h, q_range.end), q_range.begin);
 }
 

@@ -9,7 +9,7 @@
 #include "flashjit/common/unused_rows.cuh"
 #include "flashjit/sm80/forward_heads.cuh"
 #include "flashjit/sm80/forward_loader.cuh"
-#include "flashjit/sm80/forward_output.cuh"
+#include "flashjit/sm80/forward_out_mod.cuh"
 #include "flashjit/sm80/forward_pv.cuh"
 #include "flashjit/sm80/forward_running_state.cuh"
 #include "flashjit/sm80/forward_smem.cuh"

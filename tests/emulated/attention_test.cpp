@@ -13,6 +13,7 @@ namespace flashjit::test {
 namespace {
 
 constexpr const char* kFiveSlices = "sm90:br64:bc128:w8:s2";  // above 256 columns of K
+constexpr const char* kScaledSlopes = "score{slopes: fp32 1d grad; score * slopes[h]}";
 constexpr const char* kCausalAlibi =
     "score{slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)}:causal";
 
@@ -91,6 +92,41 @@ const std::vector<Problems>& problems() {
        {sm80},
        "sm80:br32:bc32:w4:d_split2",
        "sm80:br32:bc64:w8:d_split2"},
+      {"gated_out",
+       "bf16:d64:causal:out_mod{gate: bf16 4d grad; out * sigmoid(gate[b, q, h, column])}",
+       {{2, 4, 2, 170, 190}, {9, 4, 4, 65, 1}},
+       Layout::padded,
+       {simt, sm80, sm75}},
+      {"out_of_packed_rows",
+       "fp16:d128x96:" + std::string(kScaledSlopes) +
+           ":out_mod{slopes: fp32 1d grad; x: fp32 2d grad; tanh(out * slopes[h]) + x[q, 0]}:varlen:sinks",
+       {{3, 4, 2, 130, 150}},
+       Layout::bshd,
+       {simt, sm80}},
+      {"out_of_weights",
+       "bf16:d40:score{sigmoid(score)}:out_mod{w: fp32 2d grad; out * w[h, column]}:weight_mod:fp32_out",
+       {{2, 2, 1, 150, 70}},
+       Layout::bhsd,
+       {simt, sm80}},
+      {"out_of_shared_rows",
+       "bf16:d320x280:causal:out_mod{w: fp32 2d; out * w[h, column]}",
+       {{1, 2, 1, 70, 90}},
+       Layout::padded,
+       {sm80},
+       "sm80:br32:bc32:w4:d_split2",
+       "sm80:br32:bc64:w8:d_split2"},
+      {"gated_out_of_hopper",
+       "fp16:d64:causal:out_mod{gate: fp16 3d grad; out * sigmoid(gate[b, q, h])}",
+       {{1, 2, 1, 100, 400}, {2, 4, 2, 129, 129}},
+       Layout::bshd,
+       {sm90},
+       "sm80:br64:bc64:w4:s2"},
+      {"gated_out_of_hopper",
+       "bf16:d128:varlen:out_mod{gate: bf16 3d grad; out * sigmoid(gate[q, h, column])}",
+       {{2, 2, 1, 150, 170}},
+       Layout::bhsd,
+       {sm90},
+       "sm80:br64:bc64:w4:s2"},
       // Rows whose scores are all negative, and rows whose maximum grows from -32 past 0.
       {"signs",
        "bf16:d128:score{score + to_float(8 - 10 * (kv / 64 * (q % 3)) - 20 * (1 - min(q % 3, 1)))}:row_max",

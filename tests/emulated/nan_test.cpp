@@ -133,7 +133,7 @@ TEST_P(NanInTensors, IsSeen) {
     run->check_memory_beside(runtime.get(), config(Pass::forward), config(Pass::backward));
   expect_nan_rows("out", with.out(), without.out(), dv, rows);
   expect_nan_rows("LSE", with.lse(), without.lse(), 1, rows);
-  if (test.spec.row_max) expect_nan_rows("row_max", with.row_max(), without.row_max(), 1, rows);
+  if (test.spec.epilogue.row_max) expect_nan_rows("row_max", with.row_max(), without.row_max(), 1, rows);
 
   // What a row does not attend to may be NaN, too, as in a product of matrices; another sequence's is not.
   const std::vector<double> dq = with.grad(0), dk = with.grad(1), dv_grad = with.grad(2);

@@ -449,6 +449,8 @@ class AttentionRun {
         indices_(to_device(with_key_behind(  // a kernel that reads on finds keys there
             problem_.indices, topk_lengths(test, queries_of_lists()), test.top_k, 0))),
         captures_(gpu().driver(), with_pass(test.spec, Pass::backward), problem_.captures) {
+    if (!test.spec.epilogue.out_mod.empty())
+      before_mod_ = make_tensor(test.layout, test.spec.dtype, out_size());
     if (test.spec.partial.running_state) {
       state_ = make_tensor(test.layout, DType::fp32, out_size());
       state_.put(problem_.state_out);
@@ -688,7 +690,8 @@ class AttentionRun {
                      .lse = spec.score.is_weight() ? nullptr : lse,
                      .lse_strides = lse_strides()};
     set_common(args, lent);
-    if (spec.row_max) args.row_max = static_cast<float*>(row_max_.data());
+    if (spec.epilogue.row_max) args.row_max = static_cast<float*>(row_max_.data());
+    if (!spec.epilogue.out_mod.empty()) args.out_before_mod = before_mod_.view;
     if (spec.partial.running_state)
       args.partial.state = {state_.view, static_cast<const float*>(state_lse_.data())};
     if (test_.state_in_place && lse) {
@@ -712,7 +715,9 @@ class AttentionRun {
     BackwardArgs args{.q = inputs_[0].view,
                       .k = inputs_[1].view,
                       .v = v_view(),
-                      .out = spec.score.is_weight() ? ConstTensorView{} : ConstTensorView(out_.view),
+                      .out = !spec.epilogue.out_mod.empty() ? ConstTensorView(before_mod_.view)
+                             : spec.score.is_weight()       ? ConstTensorView{}
+                                                            : ConstTensorView(out_.view),
                       .lse = spec.score.is_weight() ? nullptr : static_cast<const float*>(lse_.data()),
                       .lse_strides = lse_strides(),
                       .dout = dout_.view,
@@ -758,7 +763,7 @@ class AttentionRun {
     if (!test_.spec.score.is_weight()) check_rows("LSE", lse_, exact_.lse);
   }
   void check_row_max() const {
-    if (test_.spec.row_max) check_rows("row_max", row_max_, exact_.row_max);
+    if (test_.spec.epilogue.row_max) check_rows("row_max", row_max_, exact_.row_max);
   }
   /// What is written of each row that exists, and of no other.
   void check_rows(const char* name, const GuardedMemory& memory, const std::vector<double>& exact) const {
@@ -812,7 +817,7 @@ class AttentionRun {
   reference::Forward exact_, rounded_;
   reference::Backward exact_grad_, rounded_grad_;
   std::vector<Tensor> inputs_, grads_;
-  Tensor out_, dout_, state_;  ///< state_: with running_state
+  Tensor out_, dout_, state_, before_mod_;  ///< state_: with running_state; before_mod_: with out_mod
   GuardedMemory lse_, row_max_;
   device::DeviceBuffer kv_lengths_, block_map_, cu_seqlens_q_, cu_seqlens_kv_, sinks_, dsinks_, dlse_,
       rng_state_, topk_length_, indices_, state_lse_;

@@ -221,7 +221,7 @@ TEST(Arguments, StridesOfLse) {
   EXPECT_SAYS(with({kHeadsQ * kQueries, 0, 1}), "lse is written, but its elements overlap", "in heads");
   EXPECT_EQ(backward_refusal([](auto&, auto& args) { args.lse_strides = {0, 0, 1}; }), "accepted");
   EXPECT_SAYS(forward_refusal([](auto& s, auto& args) {
-                s.row_max = true, args.row_max = address<float>(0x900000), args.lse = nullptr;
+                s.epilogue.row_max = true, args.row_max = address<float>(0x900000), args.lse = nullptr;
                 args.lse_strides = {1, 1, 1};
               }),
               "row_max is written, but its elements overlap");
@@ -524,12 +524,14 @@ TEST(Arguments, RowsOfOneTensorMayLieBetweenThoseOfAnother) {
 }
 
 TEST(Arguments, Sinks) {
-  EXPECT_SAYS(forward_refusal([](auto& s, auto&) { s.row_max = true; }), "row_max is null", "fp32 [batch");
+  EXPECT_SAYS(forward_refusal([](auto& s, auto&) { s.epilogue.row_max = true; }), "row_max is null",
+              "fp32 [batch");
   EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.row_max = address<float>(0x100); }),
-              "row_max is given", "spec.row_max");
-  EXPECT_SAYS(
-      forward_refusal([](auto& s, auto& args) { s.row_max = true, args.row_max = address<float>(0x102); }),
-      "row_max is at 0x102");
+              "row_max is given", "spec.epilogue.row_max");
+  EXPECT_SAYS(forward_refusal([](auto& s, auto& args) {
+                s.epilogue.row_max = true, args.row_max = address<float>(0x102);
+              }),
+              "row_max is at 0x102");
   EXPECT_SAYS(forward_refusal([](auto& s, auto&) { s.sinks = true; }), "sinks is null", "one float per head");
   EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.sinks = address<float>(0x100); }),
               "sinks is given", "spec.sinks");

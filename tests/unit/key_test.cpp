@@ -85,7 +85,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"sinks", [](auto& s) { s.spec.sinks = true; }},
       {"cache", [](auto& s) { s.spec.kv = KvLayout::slots(); }},
       {"pages", [](auto& s) { s.spec.kv = KvLayout::paged(16); }},
-      {"row_max", [](auto& s) { s.spec.row_max = true; }},
+      {"row_max", [](auto& s) { s.spec.epilogue.row_max = true; }},
       {"k_format", [](auto& s) { s.spec.kv.k_format = parse_kv_format("nvfp4"); }},
       {"v_format", [](auto& s) { s.spec.kv.v_format = parse_kv_format("q8_0"); }},
       {"q_codes",
@@ -102,6 +102,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"shared_prefix", [](auto& s) { s.spec.kv.shared_prefix = true; }},
       {"running_state", [](auto& s) { s.spec.partial.running_state = true; }},
       {"weight_mod", [](auto& s) { s.spec.score = weights(s.spec.score); }},
+      {"out_mod", [](auto& s) { s.spec.epilogue.out_mod = OutProgram("out * 2.0"); }},
       {"br", [](auto& s) { s.config.br = 32; }},
       {"bc", [](auto& s) { s.config.bc = 32; }},
       {"warps", [](auto& s) { s.config.warps = 4; }},
@@ -116,8 +117,9 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   };
   // Where one of these does not compile, a field was added: add its change above.
   const AttentionSpec spec = {};
-  [[maybe_unused]] const auto& [a, b, c, d, e, f, kv, h, i, j, k, row_max, batch_invariant, q_codes, indices,
-                                partial] = spec;
+  [[maybe_unused]] const auto& [a, b, c, d, e, f, kv, h, i, j, k, batch_invariant, q_codes, indices, partial,
+                                epilogue] = spec;
+  [[maybe_unused]] const auto& [row_max, out_mod] = epilogue;
   [[maybe_unused]] const auto& [fp32_out, fp32_grads, add_grads, dropout_place, running_state] = partial;
   [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix, k_format, v_format, key_scales] =
       kv;

@@ -60,7 +60,7 @@ class Random {
       spec.kv = coin() ? KvLayout::paged(static_cast<int>(from_to(1, 256))) : KvLayout::slots();
       spec.kv.shared_prefix = spec.kv.is_paged() && spec.varlen && coin();
     }
-    spec.row_max = coin();
+    spec.epilogue.row_max = coin();
     if (spec.pass == Pass::forward && spec.head_dim % 16 == 0 && spec.v_dim() % 16 == 0 && coin()) {
       spec.kv = spec.kv.with(kv_format_of(static_cast<DType>(from_to(3, 5))));
       spec.kv.key_scales = coin();
@@ -72,9 +72,11 @@ class Random {
     spec.partial.dropout_place = spec.dropout && coin();
     spec.batch_invariant = coin();
     spec.partial.running_state = !spec.sinks && !spec.kv.is_cache() && !spec.has_scales() && coin();
-    const bool has_softmax = spec.dropout || spec.sinks || spec.row_max || spec.q_codes ||
+    const bool has_softmax = spec.dropout || spec.sinks || spec.epilogue.row_max || spec.q_codes ||
                              spec.batch_invariant || spec.partial.running_state;
     if (!has_softmax && !spec.score.empty() && coin()) spec.score = weights(spec.score);
+    const bool changed_later = spec.indices || spec.batch_invariant || spec.partial.running_state;
+    if (!changed_later && coin()) spec.epilogue.out_mod = OutProgram("w: fp32 1d; out * w[column]");
     return spec;
   }
 

@@ -59,8 +59,8 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
   for (int round = 0; round < 2000; ++round) {
     const AttentionShape shape{pick(5), pick(9), 1, pick(700), pick(700)};
     const WorkspaceNeeds needs{pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1,
-                               pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(3),      pick(20),
-                               pick(20),     pick(4),      pick(20),     pick(3)};
+                               pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(3),
+                               pick(20),     pick(20),     pick(4),      pick(20),     pick(3)};
     KernelSpec spec = spec_of(8 * (1 + static_cast<int>(pick(31))));
     spec.pass = pick(1) == 1 ? Pass::backward : Pass::forward;
     const WorkspaceLayout layout = workspace_layout(needs, spec, shape);
@@ -70,9 +70,10 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
     std::vector<std::pair<std::size_t, std::size_t>> parts;  // offset, bytes
     // LSE in the other unit, and a byte for 32 rows.
     const std::size_t log2_rows = needs.lse_log2 ? rows + rows / 128 : 0;
-    if (needs.row_stats)
-      parts.insert(parts.end(),
-                   {{layout.d, heads * rows * 4}, {layout.lse_padded, heads * (rows + log2_rows) * 4}});
+    if (needs.row_stats) parts.emplace_back(layout.d, heads * rows * 4);
+    if (needs.dout)
+      parts.emplace_back(layout.dout, heads * shape.seqlen_q * spec.v_dim() * size_of(spec.dtype));
+    if (needs.row_stats) parts.emplace_back(layout.lse_padded, heads * (rows + log2_rows) * 4);
     if (needs.row_terms) parts.emplace_back(layout.row_terms, heads * rows * 4);
     if (needs.dq_accum)
       parts.emplace_back(layout.dq_accum, heads * rows * ((spec.head_dim + 15) / 16 * 16) * 4);

@@ -59,7 +59,7 @@ std::vector<Comparison> compare(const Results& got, const Results& exact, const 
     comparisons.push_back({std::move(output), error, lse_limit});
   };
   if (!problem.spec.score.is_weight()) judge_rows("lse", got.lse, exact.lse);
-  if (problem.spec.row_max) judge_rows("row_max", got.row_max, exact.row_max);
+  if (problem.spec.epilogue.row_max) judge_rows("row_max", got.row_max, exact.row_max);
   if (problem.spec.pass == Pass::forward) return comparisons;
   judge("dq", got.dq, exact.dq, rounded.dq, kGradientFactor);
   judge("dk", got.dk, exact.dk, rounded.dk, kGradientFactor);
@@ -208,7 +208,7 @@ std::pair<std::string, std::string> named(const std::string& text, const char* f
 /// The declaration of a name that must be a scalar, or must not.
 expr::Declaration declaration_of(const KernelSpec& spec, const std::string& name, bool scalar) {
   std::vector<std::string> known;
-  for (const expr::Declaration& d : expr::declarations(spec.score, spec.mask)) {
+  for (const expr::Declaration& d : expr::declarations(spec.score, spec.mask, spec.epilogue.out_mod)) {
     if (d.is_scalar() != scalar) continue;
     if (d.name == name) return d;
     known.push_back(expr::to_string(d));

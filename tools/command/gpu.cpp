@@ -242,8 +242,10 @@ class ProblemOnGpu {
         k_scale_(make_.kv_scale(problem.k_scale)),
         v_scale_(make_.kv_scale(problem.v_scale)),
         out_(make_.like_q(problem.spec.out_type(), problem.spec.v_dim())),
+        before_mod_(make_.like_q(problem.spec.dtype,
+                                 problem.spec.epilogue.out_mod.empty() ? 0 : problem.spec.v_dim())),
         lse_(make_.like_lse(!problem.spec.score.is_weight())),
-        row_max_(make_.like_lse(problem.spec.row_max)),
+        row_max_(make_.like_lse(problem.spec.epilogue.row_max)),
         extras_(gpu.driver(), problem),
         stream_(gpu.driver()) {}
 
@@ -263,7 +265,8 @@ class ProblemOnGpu {
       args.v_scale = v_scale_.scale_view(cached);
     }
     if (spec.q_codes) args.q_scale = q_scale_.scale_view(false);
-    if (spec.row_max) args.row_max = row_max_.floats();
+    if (spec.epilogue.row_max) args.row_max = row_max_.floats();
+    if (!spec.epilogue.out_mod.empty()) args.out_before_mod = before_mod_.view();
     if (spec.partial.running_state) {
       args.partial.state = {args.out, static_cast<const float*>(extras_.state_lse.data())};
       args.partial.state.out.data = extras_.state_out.data();
@@ -291,7 +294,7 @@ class ProblemOnGpu {
     BackwardArgs args{.q = q_.view(),
                       .k = k_.view(),
                       .v = v_view(),
-                      .out = out_.view(),
+                      .out = spec.epilogue.out_mod.empty() ? out_.view() : before_mod_.view(),
                       .lse = lse_.floats(),
                       .dout = dout.view(),
                       .dq = dq.view(),
@@ -322,7 +325,7 @@ class ProblemOnGpu {
   const reference::Problem& problem_;
   TensorMaker make_;
   DeviceBuffer page_table_;
-  DeviceTensor q_, k_, v_, q_scale_, k_scale_, v_scale_, out_, lse_, row_max_;
+  DeviceTensor q_, k_, v_, q_scale_, k_scale_, v_scale_, out_, before_mod_, lse_, row_max_;
   Extras extras_;
   device::StreamOwner stream_;
 };

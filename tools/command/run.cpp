@@ -77,7 +77,7 @@ std::vector<OutputFile> output_files(const reference::Problem& problem, const Re
   std::vector<OutputFile> files{{"out.npy", {b, hq, q_rows, dv}, &results.out, true}};
   if (!problem.spec.score.is_weight()) files.push_back({"lse.npy", {b, hq, q_rows}, &results.lse});
   if (problem.spec.pass == Pass::forward) {
-    if (problem.spec.row_max) files.push_back({"row_max.npy", {b, hq, q_rows}, &results.row_max});
+    if (problem.spec.epilogue.row_max) files.push_back({"row_max.npy", {b, hq, q_rows}, &results.row_max});
     return files;
   }
   files.push_back({"dq.npy", {b, hq, q_rows, d}, &results.dq, true});
@@ -106,9 +106,9 @@ void check_out_dir(const RunOptions& options, const KernelSpec& spec) {
   if (spec.pass == Pass::backward) {
     names.insert(names.end(), {"dq.npy", "dk.npy", "dv.npy"});
     if (spec.sinks) names.emplace_back("dsinks.npy");
-    for (const expr::Declaration& d : expr::declarations(spec.score, spec.mask))
+    for (const expr::Declaration& d : expr::declarations(spec.score, spec.mask, spec.epilogue.out_mod))
       if (d.wants_grad) names.push_back(grad_file(d.name));
-  } else if (spec.row_max) {
+  } else if (spec.epilogue.row_max) {
     names.emplace_back("row_max.npy");
   }
   for (const std::string& name : names)

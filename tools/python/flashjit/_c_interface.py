@@ -162,6 +162,7 @@ class ForwardArgs(Structure):
         ("reserved_sms", c_int32),
         ("prefix_length", c_void_p),
         ("state", PartialState),
+        ("out_before_mod", Tensor),
     ]
 
 

@@ -202,6 +202,7 @@ pub struct flashjit_forward_args {
     pub reserved_sms: i32,
     pub prefix_length: *const i32,
     pub state: flashjit_partial_state,
+    pub out_before_mod: flashjit_tensor,
 }
 
 #[repr(C)]

@@ -1,0 +1,182 @@
+// Programs of O's elements: their text, what is refused, who plans them, and the reference's results and
+// gradients against formulas and finite differences.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "flashjit/error.hpp"
+#include "plan/family.hpp"
+#include "plan/plan.hpp"
+#include "reference/reference.hpp"
+#include "tests/support/expectations.hpp"
+
+namespace flashjit {
+namespace {
+
+const std::string kGate = "out_mod{gate: bf16 4d; out * sigmoid(gate[b, q, h, column])}";
+
+std::string refused_spec(const std::string& text) {
+  try {
+    parse_spec(text).validate();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::invalid_argument);
+    return error.message();
+  }
+  return "accepted";
+}
+
+TEST(OutMod, IsAFieldOfTheText) {
+  const KernelSpec spec = parse_spec("fwd:bf16:d64:" + kGate + ":causal:sinks");
+  EXPECT_EQ(to_string(spec), "fwd:bf16:d64:causal:" + kGate + ":sinks");
+  EXPECT_EQ(parse_spec(to_string(spec)), spec.normalized());
+  AttentionSpec built{.head_dim = 64};
+  using namespace expr;
+  built.epilogue.out_mod = out * sigmoid(tensor("gate", ElementType::bf16, 4)(b, q, h, column));
+  EXPECT_EQ(to_string(built), "bf16:d64:" + kGate);
+  EXPECT_TRUE(OutProgram("out").empty());
+  EXPECT_TRUE(OutProgram(" ").empty());
+  // One scalar is one thing in all programs.
+  EXPECT_EQ(to_string(parse_spec("bf16:d64:score{n: int; score * n}:out_mod{n: int; out / n}")),
+            "fwd:bf16:d64:score{n: float; score * n}:out_mod{n: float; out / n}");
+}
+
+TEST(OutMod, RefusesWhatItCannotRead) {
+  expect_in("an out_mod program reads score;", refused_spec("bf16:d64:out_mod{score * out}"));
+  expect_in("an out_mod program reads kv;", refused_spec("bf16:d64:out_mod{x: fp32 1d; out * x[kv]}"));
+  expect_in("an out_mod program is float, not bool", refused_spec("bf16:d64:out_mod{out > 0.0}"));
+  expect_in("a score program reads out, which is for programs of O", refused_spec("bf16:d64:score{out}"));
+  expect_in("a mask program reads column;", refused_spec("bf16:d64:mask{kv == column}"));
+  expect_in("the score program declares 'w: fp32 1d', but the out_mod program 'w: fp16 1d'",
+            refused_spec("bf16:d64:score{w: fp32 1d; score * w[h]}:out_mod{w: fp16 1d; out * w[h]}"));
+  expect_in("the score program declares 'w: fp32 1d grad', but the out_mod program 'w: fp32 1d'",
+            refused_spec("bf16:d64:score{w: fp32 1d grad; score * w[h]}:out_mod{w: fp32 1d; out * w[h]}"));
+}
+
+TEST(OutMod, RefusesWhatChangesOLater) {
+  const std::string spec = "bf16:d64:" + kGate;
+  EXPECT_EQ(refused_spec(spec + ":causal:kvlen:map64x64:dropout:sinks:row_max:fp32_out"), "accepted");
+  EXPECT_EQ(refused_spec(spec + ":varlen:pages16:kve4m3"), "accepted");
+  expect_in("out_mod is set and indices is, too", refused_spec(spec + ":indices"));
+  expect_in("out_mod is set and batch_invariant is, too", refused_spec(spec + ":invariant"));
+  expect_in("out_mod is set and running_state is, too", refused_spec(spec + ":running_state"));
+  expect_in("the pass is jvp and out_mod is set", refused_spec("jvp:" + spec));
+}
+
+plan::ExecutionPlan planned(const std::string& text, const AttentionShape& shape, const char* arch) {
+  return plan::make_plan(parse_spec(text), shape, DeviceInfo::parse(arch), {});
+}
+
+TEST(OutMod, IsPlannedForFamiliesWithAnEpilogueForIt) {
+  const AttentionShape shape{2, 8, 2, 512, 4096};
+  EXPECT_EQ(planned("fwd:bf16:d64:" + kGate, shape, "sm_90a").config.family, Family::sm80);
+  EXPECT_EQ(planned("fwd:fp16:d64:" + kGate, shape, "sm_75").config.family, Family::sm75);
+  EXPECT_EQ(planned("fwd:fp32:d64:" + kGate, shape, "sm_90a").config.family, Family::simt);
+  // A part of O is not modified, nor are heads that count as queries.
+  EXPECT_FALSE(planned("fwd:bf16:d64:" + kGate, {1, 1, 1, 1, 100000}, "sm_80").config.split);
+  EXPECT_FALSE(planned("fwd:bf16:d64:" + kGate, {1, 8, 1, 1, 1000}, "sm_80").fold_gqa);
+}
+
+TEST(OutMod, GivesItsGradientToTheBackwardPassOfEachFamily) {
+  const AttentionShape shape{2, 8, 2, 500, 600};
+  for (const auto& [arch, family] : {std::pair{"sm_90a", Family::sm90}, {"sm_80", Family::sm80}}) {
+    const plan::ExecutionPlan plan = planned("bwd:bf16:d64:" + kGate + ":causal", shape, arch);
+    EXPECT_EQ(plan.config.family, family);
+    EXPECT_EQ(plan.steps.at(0), plan::Step::out_grads);
+    EXPECT_EQ(plan.launches.at(0).blocks, 2 * 8 * 4);
+    EXPECT_EQ(plan.workspace.lse_padded - plan.workspace.dout, std::size_t{2} * 8 * 500 * 64 * 2);
+  }
+  const std::string grads = "bwd:bf16:d64:out_mod{w: fp32 1d grad; out * w[h]}";
+  EXPECT_EQ(planned(grads, shape, "sm_90a").config.family, Family::sm90);
+  try {
+    planned(grads + ":det", shape, "sm_90a");
+    FAIL() << "accepted";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::unsupported);
+    expect_in("adds gradients of what out_mod reads up in any order", error.message());
+  }
+}
+
+// --- The reference ----------------------------------------------------------------------------------------
+
+constexpr std::int64_t kQueries = 5, kKeys = 7, kDim = 8, kHeads = 2;
+
+std::vector<double> filled(std::int64_t count, double step) {
+  std::vector<double> values;
+  for (std::int64_t i = 0; i < count; ++i) values.push_back(std::sin(step * static_cast<double>(i + 1)));
+  return values;
+}
+
+reference::Problem problem_of(const std::string& options) {
+  reference::Problem problem{.spec = parse_spec("fp32:d8:" + options),
+                             .shape = {1, kHeads, 1, kQueries, kKeys}};
+  problem.q = filled(kHeads * kQueries * kDim, 0.7), problem.k = filled(kKeys * kDim, 1.3);
+  problem.v = filled(kKeys * kDim, 2.1), problem.dout = filled(kHeads * kQueries * kDim, 0.4);
+  return problem;
+}
+
+TEST(OutMod, ReferenceFollowsTheFormula) {
+  reference::Problem problem =
+      problem_of("causal:out_mod{gate: fp32 3d; out * gate[h, q, column] + to_float(column)}");
+  problem.captures = {{"gate", {kHeads, kQueries, kDim}, filled(kHeads * kQueries * kDim, 0.9)}};
+  reference::Problem plain = problem_of("causal");
+  const reference::Forward forward = reference::forward(problem), before = reference::forward(plain);
+  EXPECT_EQ(forward.out_before_mod, before.out);
+  EXPECT_EQ(forward.lse, before.lse);
+  for (std::size_t i = 0; i < before.out.size(); ++i)
+    EXPECT_NEAR(forward.out[i], before.out[i] * problem.captures[0].values[i] + static_cast<double>(i % kDim),
+                1e-12);
+  const reference::Backward backward = reference::backward(problem);
+  for (std::size_t i = 0; i < plain.dout.size(); ++i) plain.dout[i] *= problem.captures[0].values[i];
+  const reference::Backward expected = reference::backward(plain);
+  EXPECT_LE(reference::max_abs_error(backward.dq, expected.dq), 1e-12);
+  EXPECT_LE(reference::max_abs_error(backward.dk, expected.dk), 1e-12);
+  EXPECT_LE(reference::max_abs_error(backward.dv, expected.dv), 1e-12);
+}
+
+double loss_of(const reference::Problem& problem) {
+  const std::vector<double> out = reference::forward(problem).out;
+  double loss = 0;
+  for (std::size_t i = 0; i < out.size(); ++i) loss += out[i] * problem.dout[i];
+  return loss;
+}
+
+/// A tensor that the score and O's program both read has the sum of both gradients.
+TEST(OutMod, GradientsAreThoseOfFiniteDifferences) {
+  reference::Problem problem = problem_of(
+      "score{w: fp32 1d grad; score * w[h]}:out_mod{w: fp32 1d grad; x: fp32 2d grad; "
+      "tanh(out * w[h]) * x[q, column] + exp(x[q, 0])}");
+  problem.captures = {{"w", {kHeads}, {0.8, 1.3}}, {"x", {kQueries, kDim}, filled(kQueries * kDim, 0.3)}};
+  const reference::Backward backward = reference::backward(problem);
+  const auto expect_slope = [&](double& value, double gradient, const char* name) {
+    constexpr double kStep = 1e-5;
+    const double at = value;
+    value = at + kStep;
+    const double above = loss_of(problem);
+    value = at - kStep;
+    const double below = loss_of(problem);
+    value = at;
+    EXPECT_NEAR(gradient, (above - below) / (2 * kStep), 1e-8) << name;
+  };
+  for (const std::size_t i : {0, 11, 55}) {
+    expect_slope(problem.q[i], backward.dq[i], "q");
+    expect_slope(problem.k[i], backward.dk[i], "k");
+    expect_slope(problem.v[i], backward.dv[i], "v");
+  }
+  for (const std::size_t i : {0, 1})
+    expect_slope(problem.captures[0].values[i], backward.captures[0][i], "w");
+  for (const std::size_t i : {0, 8, 21})
+    expect_slope(problem.captures[1].values[i], backward.captures[1][i], "x");
+}
+
+/// O of a row without keys is 0, of which the program makes what it makes of any 0.
+TEST(OutMod, ARowWithoutKeysIsTheProgramOfZero) {
+  const reference::Forward forward = reference::forward(problem_of("mask{q != 2}:out_mod{out + 3.0}"));
+  for (std::int64_t c = 0; c < kDim; ++c) EXPECT_EQ(forward.out[2 * kDim + c], 3.0);
+}
+
+}  // namespace
+}  // namespace flashjit

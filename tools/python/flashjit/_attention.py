@@ -43,6 +43,7 @@ def attention(
     dropout_p: float = 0.0,
     score_mod: Any = None,
     weight_mod: Any = None,
+    out_mod: Any = None,
     mask_mod: Any = None,
     captures: Mapping[str, Any] | None = None,
     window: Sequence[int | None] | None = None,
@@ -93,6 +94,10 @@ def attention(
     weight_mod: in place of the softmax: a function like score_mod, or text, whose value is the weight of a pair: O is
         where(mask, weight_mod(scale * Q K^T), 0) V, as in sigmoid attention, torch.sigmoid(score - math.log(n)). Not with
         score_mod, softcap, sinks, dropout_p, indices, state, batch_invariant, q of 8 bits and what a softmax returns.
+    out_mod: a function out_mod(out, b, h, q_idx, column), or text, of an element of O, float32 and before it is rounded: what is
+        stored in its place, such as out * torch.sigmoid(gate[b, q_idx, h, column]). With gradients to what it reads; LSE and
+        the largest scores stay the softmax's. With cu_seqlens b and q_idx count as in score_mod. Not with indices, state,
+        batch_invariant.
     captures: the values of the names in texts: tensors of 1 to 6 dimensions, and numbers.
     window: (left, right): how many keys a query sees before and after its own position; None or -1: all. The last query is
         at the last key; with causal="top_left" the first at the first. Not with mask_mod.
@@ -172,9 +177,9 @@ def attention(
     scaled = stored or quantized or not (k_scale is v_scale is q_scale is None)
     fp32_out = out_dtype is not None and is_fp32_out(out_dtype, q)
     # torch.compile, for which no call is plain, cannot compare functions.
-    plain_scores = plain and score_mod is mask_mod is captures is block_mask is window is softcap is None
+    plain_scores = plain and score_mod is mask_mod is out_mod is block_mask is window is softcap is None
     unpacked = cu_seqlens_q is cu_seqlens_kv is max_seqlen_q is max_seqlen_kv is kv_lengths is None
-    nothing_else = unpacked and sinks is indices is prefix_length is state is None
+    nothing_else = unpacked and captures is sinks is indices is prefix_length is state is None
     if (
         plain_scores
         and not (cached or scaled or return_row_max or fp32_out or batch_invariant or weight_mod)
@@ -186,8 +191,7 @@ def attention(
         fixed_order = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
         problem = plain_problem(causal, scale, fixed_order)
     else:
-        if weight_mod is not None:
-            score_mod = weights_of(weight_mod, score_mod, softcap, return_lse, lse, return_row_max)
+        score_mod = weights_of(weight_mod, score_mod, softcap, return_lse, lse, return_row_max)
         if window is not None or softcap is not None:
             score_mod, mask_mod, captures = with_named(causal, score_mod, mask_mod, captures, window, softcap)
         if block_mask is not None:
@@ -220,6 +224,7 @@ def attention(
             running_state=state is not None,
             page_starts=page_starts,
             weight_mod=weight_mod is not None,
+            out_mod=out_mod,
         )
         if values and not q.numel():
             values = tuple(map(with_elements, values))
@@ -252,7 +257,7 @@ def attention(
     except InvalidArgument as error:
         if compiling:
             raise
-        raise named_as_written(error, problem.names, values, captures, score_mod, mask_mod) from None
+        raise named_as_written(error, problem.names, values, captures, score_mod, mask_mod, out_mod) from None
 
 
 def _launch(

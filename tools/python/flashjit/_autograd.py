@@ -42,9 +42,12 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         """rest: where the call has more than Q, K, V, the fixed tensors or None, and the captured tensors."""
         lists = None if call.lists is None else call.lists.built[0]
-        out, lse = call.plan.forward(q, k, v, call.fixed, call.values, call.rng, True, lists, call.row_max)
+        before_mod = call.plan.new_before_mod() if call.plan.has_out_mod else None
+        out, lse = call.plan.forward(
+            q, k, v, call.fixed, call.values, call.rng, True, lists, call.row_max, before_mod=before_mod
+        )
         call.row_max = None  # which nothing needs any more
-        ctx.save_for_backward(q, k, v, out, lse, *rest)
+        ctx.save_for_backward(q, k, v, out if before_mod is None else before_mod, lse, *rest)
         ctx.set_materialize_grads(False)
         ctx.call = call
         if rest:

@@ -123,6 +123,11 @@ def switches_of(options: str) -> list[str]:
 
 
 def names_with_grad(options: str) -> set[str]:
-    """The captured tensors that a score program declares with "grad"."""
-    score = options.partition(":score{")[2].partition("}")[0]
-    return {line.partition(":")[0].strip() for line in score.split(";") if line.rstrip().endswith(" grad")}
+    """The captured tensors that a score program, or one of O, declares with "grad"."""
+    programs = [options.partition(f":{name}{{")[2].partition("}")[0] for name in ("score", "out_mod")]
+    lines = ";".join(programs).split(";")
+    return {line.partition(":")[0].strip() for line in lines if line.rstrip().endswith(" grad")}
+
+
+def has_out_mod(options: str) -> bool:
+    return ":out_mod{" in options

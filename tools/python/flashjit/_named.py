@@ -79,7 +79,9 @@ def _sides(window: Any) -> tuple[Any, Any]:
 def weights_of(
     weight_mod: Any, score_mod: Any, softcap: Any, return_lse: bool, lse: Any, row_max: bool
 ) -> Any:
-    """The program of the weights, which takes the place of a score's and of the softmax."""
+    """The program of the weights, if any, which takes the place of a score's and of the softmax; else the score's."""
+    if weight_mod is None:
+        return score_mod
     for name, given, why in (
         ("score_mod", score_mod is not None, "write its formula in weight_mod, too"),
         ("softcap", softcap is not None, "write its formula in weight_mod, too"),

@@ -206,7 +206,11 @@ def _operator_backward(
                 f"{name} is {describe(x)} in the backward pass, and was {list(size)}: hooks of "
                 "saved tensors must give back the same sizes."
             )
-    out = laid_out(out.to(plan.out_dtype), plan.out_size, plan.out_stride)
+    if plan.has_out_mod:  # an operator saves what it returns, not O before that: which is computed again
+        out = plan.new_before_mod()
+        plan.forward(*qkv, fixed, values, rng, False, built_at(lists[0]), before_mod=out)
+    else:
+        out = laid_out(out.to(plan.out_dtype), plan.out_size, plan.out_stride)
     lse = aligned(lse.to(torch.float32).contiguous())
     grads, dsinks, dvalues = plan.backward(dout, dlse, *qkv, out, lse, fixed, values, rng, built_at(lists[1]))
     return [*grads, *([] if dsinks is None else [dsinks]), *dvalues]

@@ -22,6 +22,7 @@ from ._call_types import (
     Rng,
     cache_capacity,
     differentiable,
+    has_out_mod,
     names_with_grad,
     out_dtype_of,
     switches_of,
@@ -67,8 +68,8 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
 KEEP_PLANS = 4096
 
 
-_F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_CAPTURES, _F_ROW_MAX, _F_STATE = words_at(
-    ForwardArgs, "q", "k", "v", "out", "lse", "captures", "row_max", "state"
+_F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_CAPTURES, _F_ROW_MAX, _F_STATE, _F_BEFORE_MOD = words_at(
+    ForwardArgs, "q", "k", "v", "out", "lse", "captures", "row_max", "state", "out_before_mod"
 )
 _B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DLSE, _B_DQ, _B_DK, _B_DV, _B_CAPTURES, _B_DSINKS = words_at(
     BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "captures", "dsinks"
@@ -106,6 +107,8 @@ class Plan:
         self.problem = problem
         self.device, self.dtype = q.device, q.dtype
         self.out_dtype = out_dtype_of(problem.options, problem.out_type, q.dtype)
+        # O as the backward pass reads it, with out_mod before that.
+        self.saved_out_dtype = q.dtype if has_out_mod(problem.options) else self.out_dtype
         self.grad_dtype = torch.float32 if "fp32_grads" in switches_of(problem.options) else q.dtype
         self.index = q.get_device()
         varlen = fixed.cu_seqlens_q is not None
@@ -122,6 +125,7 @@ class Plan:
         self.out_stride = dense_strides(self.out_size, q.stride())
         self.lse_size = tuple(q.shape[:3])
         self.has_lse = "weight_mod" not in switches_of(problem.options)  # else its memory stays as it is
+        self.has_out_mod = has_out_mod(problem.options)
         # Kernels that are launched write all rows of results.
         self.empty_strided = (
             torch.empty_strided
@@ -149,7 +153,7 @@ class Plan:
         heads, rows = (max(1, size) for size in self.lse_size[1:])
         return [
             *[layout_of(x) for x in tensors],
-            Layout(self.out_size, self.out_stride, self.out_dtype, self.index),
+            Layout(self.out_size, self.out_stride, self.saved_out_dtype, self.index),
             Layout(self.lse_size, (heads * rows, rows, 1), torch.float32, self.index),
             *[layout_of(x) for x in others if isinstance(x, Tensor)],
         ]
@@ -171,7 +175,7 @@ class Plan:
             q.dtype is dtype
             and k.dtype is dtype
             and v.dtype is dtype
-            and out.dtype is self.out_dtype
+            and out.dtype is self.saved_out_dtype
             and lse.dtype is torch.float32
             and type(out) is type(lse) is Tensor
             and type(q) in PLAIN
@@ -366,6 +370,12 @@ class Plan:
             rows if self.empty_strided is torch.empty_strided else rows.fill_(-math.inf)
         )  # nothing is launched
 
+    def new_before_mod(self) -> Tensor:
+        """Memory for O before out_mod, which the backward pass reads."""
+        return self.empty_strided(
+            self.out_size, self.out_stride, dtype=self.saved_out_dtype, device=self.device
+        )
+
     def forward(
         self,
         q: Tensor,
@@ -381,9 +391,11 @@ class Plan:
         state: tuple[Tensor, Tensor] | None = None,
         lse: Tensor | None = None,
         workspace: Tensor | None = None,
+        before_mod: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """O and LSE, and what new_rows() made as row_max, of tensors that are read where they lie: see readable(). out, lse,
-        workspace: the caller's, checked, or made here. state: O, which may be `out`, and LSE that the keys join."""
+        workspace: the caller's, checked, or made here. state: O, which may be `out`, and LSE that the keys join.
+        before_mod: what new_before_mod() made."""
         shared = runtime()
         if self.generation != shared.generation:
             self._refresh(shared)
@@ -418,6 +430,11 @@ class Plan:
             words[_F_STATE], words[_F_STATE + _TENSOR_WORDS] = (x.data_ptr() for x in state)
         if row_max is not None:
             words[_F_ROW_MAX] = row_max.data_ptr()
+        if before_mod is not None:
+            words[_F_BEFORE_MOD : _F_BEFORE_MOD + _TENSOR_WORDS] = _library.words_of(
+                tensor_struct(before_mod.shape, before_mod.stride())
+            )
+            words[_F_BEFORE_MOD] = before_mod.data_ptr()
         _workspace = self._lend(
             words, _F_LENT, self.workspace_forward, fixed, rng, lists, False, workspace
         )  # lives until the launch
@@ -468,7 +485,7 @@ class Plan:
     ) -> tuple[list[Tensor], Any, list[Tensor]]:
         """[dq, dk, dv], dsinks or None, and the gradients of the captures at grad_places.
 
-        dout and dlse: None where only the other has a gradient."""
+        dout and dlse: None where only the other has a gradient. out: with out_mod, O before that."""
         shared = runtime()
         if self.generation != shared.generation:
             self._refresh(shared)

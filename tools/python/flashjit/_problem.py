@@ -99,6 +99,7 @@ def read_problem(
     running_state: bool = False,
     page_starts: Any = None,
     weight_mod: bool = False,
+    out_mod: Any = None,
 ) -> tuple[Fixed, tuple[Any, ...], Problem]:
     """attention()'s arguments besides Q, K and V, and the values of the names in its programs.
 
@@ -118,12 +119,12 @@ def read_problem(
                 "BlockMask."
             )
         block = block_mask.block
-    if score_mod is not None or mask_mod is not None or captures:
+    if score_mod is not None or mask_mod is not None or out_mod is not None or captures:
         program = (
             trace_unlocked
-            if compiling and not isinstance(score_mod if mask_mod is None else mask_mod, Program)
+            if compiling and not any([isinstance(mod, Program) for mod in (score_mod, mask_mod, out_mod)])
             else program_of
-        )(score_mod, mask_mod, captures)
+        )(score_mod, mask_mod, captures, out_mod)
         values = (*program.tensors, *program.scalars)
     indices, topk_length = indices if isinstance(indices, tuple) and len(indices) == 2 else (indices, None)
     varlen = cu_seqlens_q is not None or cu_seqlens_kv is not None
@@ -319,7 +320,7 @@ def _kinds(program: Program, wants_grad: bool) -> tuple[Any, ...]:
         # lists of training serve there.
         grad = (
             tensor.requires_grad
-            and name in program.form.in_score
+            and (name in program.form.in_score or name in program.form.in_out)
             and (wants_grad or name not in program.form.known)
         )
         kinds.append((ELEMENTS[tensor.dtype], tensor.dim(), grad))

@@ -211,6 +211,13 @@ class Tracer:
         """The text of a mask_mod."""
         return as_text(self._call(function, _positions(), "mask_mod"), "bool")
 
+    def out(self, function: Callable[..., Any]) -> str:
+        """The text of an out_mod, "" where it returns O as it is."""
+        b, h, q, _ = _positions()
+        column = Value("column", "int32", 0, _POSITION_MAX)
+        result = self._call(function, (Value("out", "float32"), b, h, q, column), "out_mod")
+        return "" if result.text == "out" else as_text(result, "float")
+
     def _call(self, function: Callable[..., Any], arguments: tuple[Value, ...], kind: str) -> Value:
         tracers.append(self)
         self.function = function
@@ -241,25 +248,23 @@ class Tracer:
         if not isinstance(result, Value):
             raise WrongType(
                 f"{_name_of(function)} returns a {type(result).__name__}: a {kind} returns a "
-                f"{'score' if kind == 'score_mod' else 'condition'}, computed from its arguments."
+                f"{_RETURNED[kind]}, computed from its arguments."
             )
         return result
 
-    def with_sizes_as_scalars(self, score: str, mask: str) -> tuple[str, str, dict[str, Any]]:
+    def with_sizes_as_scalars(self, *programs: str) -> tuple[list[str], dict[str, Any]]:
         """Programs that need no tensor for its sizes alone, which may be on another device; and these sizes by name."""
         sizes: dict[str, Any] = {}
+        texts = list(programs)
         for name, tensor in self.tensors.items():
-            if f"{name}[" in score or f"{name}[" in mask:
+            if any([f"{name}[" in text for text in texts]):
                 continue
             for dimension, size in enumerate(tensor.shape):
-                text, scalar = f"size({name}, {dimension})", f"{name}_size{dimension}"
-                if text in score or text in mask:
-                    score, mask, sizes[scalar] = (
-                        score.replace(text, scalar),
-                        mask.replace(text, scalar),
-                        int(size),
-                    )
-        return score, mask, sizes
+                found, scalar = f"size({name}, {dimension})", f"{name}_size{dimension}"
+                if any([found in text for text in texts]):
+                    texts = [text.replace(found, scalar) for text in texts]
+                    sizes[scalar] = int(size)
+        return texts, sizes
 
 
 def call_on_rows(name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -283,7 +288,9 @@ def _is_number(value: Any) -> bool:
 SIGNATURES = {
     "score_mod": "score_mod(score, b, h, q_idx, kv_idx)",
     "mask_mod": "mask_mod(b, h, q_idx, kv_idx)",
+    "out_mod": "out_mod(out, b, h, q_idx, column)",
 }
+_RETURNED = {"score_mod": "score", "mask_mod": "condition", "out_mod": "number"}
 
 
 def _positions() -> tuple[Value, ...]:

@@ -52,7 +52,7 @@ NAMED_MASKS = {"causal": "kv <= q + seqlen_kv - seqlen_q", "causal_top_left": "k
 class Form:
     """What a program computes, without the values of its names.
 
-    score, mask: texts without declarations; "" for none. declared: the declarations that the texts brought along,
+    score, mask, out_mod: texts without declarations; "" for none. declared: the declarations that the texts brought along,
     such as "slopes: fp32 1d grad". tensors, scalars: the names that each call gives values for.
     """
 
@@ -63,16 +63,18 @@ class Form:
         declared: tuple[str, ...] = (),
         tensors: tuple[str, ...] = (),
         scalars: tuple[str, ...] = (),
+        out_mod: str = "",
     ) -> None:
-        self.score, self.mask, self.declared, self.tensors, self.scalars = (
+        self.score, self.mask, self.declared, self.tensors, self.scalars, self.out_mod = (
             score,
             mask,
             declared,
             tensors,
             scalars,
+            out_mod,
         )
         self.known = frozenset(map(declared_name, declared))
-        self.in_score, self.in_mask = identifiers(score), identifiers(mask)
+        self.in_score, self.in_mask, self.in_out = map(identifiers, (score, mask, out_mod))
 
     def declarations(self, kinds: tuple[tuple[str, int, bool], ...], is_float: tuple[bool, ...]) -> list[str]:
         """Of all names. kinds: element type, rank and whether a gradient is wanted, of each tensor. is_float: of each
@@ -103,11 +105,14 @@ class Form:
         elif mask:
             own = [line.removesuffix(" grad") for line in lines if declared_name(line) in self.in_mask]
             result += f":mask{{{'; '.join([*own, mask])}}}"
+        if self.out_mod:
+            own = [line for line in lines if declared_name(line) in self.in_out]
+            result += f":out_mod{{{'; '.join([*own, self.out_mod])}}}"
         return result
 
 
 class Program:
-    """A form and the values of its names: what score_mod and mask_mod of flashjit.attention() may be.
+    """A form and the values of its names: what score_mod, mask_mod and out_mod of flashjit.attention() may be.
 
     tensors: captured tensors, as form.tensors names them. scalars: numbers, or 0-d tensors on the CPU whose value is
     read at every call, as form.scalars names them.
@@ -117,9 +122,8 @@ class Program:
         self.form, self.tensors, self.scalars = form, tensors, scalars
 
     def __repr__(self) -> str:
-        parts = [f"score: {self.form.score}"] * bool(self.form.score) + [f"mask: {self.form.mask}"] * bool(
-            self.form.mask
-        )
+        texts = {"score": self.form.score, "mask": self.form.mask, "out_mod": self.form.out_mod}
+        parts = [f"{name}: {text}" for name, text in texts.items() if text]
         return f"<flashjit.Program {'; '.join(parts) or 'that changes nothing'}>"
 
     def options(self, causal: str = "") -> str:
@@ -130,9 +134,7 @@ class Program:
 
 _TRACED_NAME = re.compile(r"[cs]\d+(_size\d+)?")
 _QUOTED_PROGRAM = re.compile(
-    r"the spec '.*' has a wrong field 'score\{.*': (?=a program )|the spec '.*' has a wrong field "
-    r"'mask\{.*': (?=a program )",
-    re.DOTALL,
+    r"the spec '.*' has a wrong field '(score|mask|out_mod)\{.*': (?=an? (out_mod )?program )", re.DOTALL
 )
 
 
@@ -174,7 +176,7 @@ def declared_name(declaration: str) -> str:
 
 # Words that programs have besides the names that they declare.
 WORDS = frozenset(
-    """score b h h_kv q kv seqlen_q seqlen_kv true false causal causal_top_left size select min max abs floor
+    """score b h h_kv q kv seqlen_q seqlen_kv out column true false causal causal_top_left size select min max abs floor
     trunc round exp exp2 expm1 log log2 log1p pow sqrt rsqrt tanh sigmoid erf sin cos to_float to_int to_bool to_int64 low_word
     high_word""".split()
 )
@@ -182,15 +184,20 @@ WORDS = frozenset(
 _tracing = threading.RLock()  # the tracer at work is the process's
 
 
-def trace(score_mod: Any = None, mask_mod: Any = None, captures: Mapping[str, Any] | None = None) -> Program:
+def trace(
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    captures: Mapping[str, Any] | None = None,
+    out_mod: Any = None,
+) -> Program:
     """Makes a program once, for many calls: `flashjit.attention(q, k, v, score_mod=program)` then traces nothing.
 
-    score_mod, mask_mod: functions or texts. captures: the values of the names in texts.
+    score_mod, mask_mod, out_mod: functions or texts, as attention() has them. captures: the values of the names in texts.
     A condition that gives -inf at the outside of a score_mod, torch.where(condition, x, -inf), becomes a mask, whose
     empty tiles are skipped.
     """
     with _tracing:
-        return _program(score_mod, mask_mod, captures, _known_form)
+        return _program(score_mod, mask_mod, captures, out_mod, _known_form)
 
 
 _of_texts: dict[Any, Form] = {}
@@ -212,20 +219,24 @@ def repeated(score: str | None, mask: str | None, captures: Mapping[str, Any]) -
 
 
 def trace_unlocked(
-    score_mod: Any = None, mask_mod: Any = None, captures: Mapping[str, Any] | None = None
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    captures: Mapping[str, Any] | None = None,
+    out_mod: Any = None,
 ) -> Program:
     """trace() as torch.compile can follow it."""
-    return without_side_effects(_program, score_mod, mask_mod, captures, _form_of)
+    return without_side_effects(_program, score_mod, mask_mod, captures, out_mod, _form_of)
 
 
 def _program(
     score_mod: Any,
     mask_mod: Any,
     captures: Mapping[str, Any] | None,
+    out_mod: Any,
     form_of: Any,
     tracer: Tracer | None = None,
 ) -> Program:
-    for what, given in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+    for what, given in (("score_mod", score_mod), ("mask_mod", mask_mod), ("out_mod", out_mod)):
         if isinstance(given, Program) or not (given is None or isinstance(given, str) or callable(given)):
             raise WrongType(
                 f"{what} is a {type(given).__name__}: give a function {SIGNATURES[what]} or text."
@@ -237,16 +248,19 @@ def _program(
     }
     score, own_score = _text_of(score_mod)
     mask, own_mask = _text_of(mask_mod)
-    declared = tuple(dict.fromkeys(own_score + own_mask))
+    out, own_out = _text_of(out_mod)
+    declared = tuple(dict.fromkeys(own_score + own_mask + own_out))
     tracer = tracer or Tracer({**values, **dict.fromkeys(map(declared_name, declared))})
     conditions: list[str] = []
     if callable(score_mod):
         score, conditions = tracer.score(score_mod)
     if callable(mask_mod):
         mask = tracer.mask(mask_mod)
+    if callable(out_mod):
+        out = tracer.out(out_mod)
     if conditions:
         mask = " && ".join(conditions + ([f"({_spelled_out(mask)})"] if mask else []))
-    score, mask, sizes = tracer.with_sizes_as_scalars(score, mask)
+    (score, mask, out), sizes = tracer.with_sizes_as_scalars(score, mask, out)
     scalars = {
         **{name: value for name, value in values.items() if is_scalar(value)},
         **tracer.scalars,
@@ -256,7 +270,7 @@ def _program(
     scalars = dict(
         sorted(scalars.items(), key=lambda item: not is_tensor(item[1]))
     )  # tensors first, as operators do
-    form = form_of(score, mask, declared, tuple(tensors), tuple(scalars), tuple(values))
+    form = form_of(score, mask, declared, tuple(tensors), tuple(scalars), tuple(values), out)
     return Program(
         form, tuple([tensors[name] for name in form.tensors]), tuple([scalars[name] for name in form.scalars])
     )
@@ -269,9 +283,10 @@ def _form_of(
     tensors: tuple[str, ...],
     scalars: tuple[str, ...],
     given: tuple[str, ...],
+    out_mod: str = "",
 ) -> Form:
     """given: the names of captures, which texts must use; what a function reads without using it is left out."""
-    used = identifiers(score) | identifiers(mask)
+    used = identifiers(score) | identifiers(mask) | identifiers(out_mod)
     for name in given:
         if name not in used:
             unknown = sorted(used - WORDS - {*tensors, *scalars})
@@ -281,7 +296,7 @@ def _form_of(
                 else f", and it has {unknown[0]!r}, which captures does not have: is one misspelt?"
             )
             raise InvalidArgument(
-                f"captures has {name!r}, but neither program mentions it{also or ': remove it, or use it.'}"
+                f"captures has {name!r}, but no program mentions it{also or ': remove it, or use it.'}"
             )
     for name in map(declared_name, declared):
         if name not in given:
@@ -294,6 +309,7 @@ def _form_of(
         declared,
         tuple([name for name in tensors if name in used]),
         tuple([name for name in scalars if name in used]),
+        out_mod,
     )
     for what, names, most in (("tensors", form.tensors, MAX_TENSORS), ("scalars", form.scalars, MAX_SCALARS)):
         if len(names) > most:
@@ -335,21 +351,24 @@ EMPTY = Program(Form("", ""))
 _traced: dict[Any, tuple[Form, tuple[int, ...], tuple[int, ...]]] = {}
 
 
-def program_of(score_mod: Any, mask_mod: Any, captures: Mapping[str, Any] | None) -> Program:
+def program_of(
+    score_mod: Any, mask_mod: Any, captures: Mapping[str, Any] | None, out_mod: Any = None
+) -> Program:
     """The program of attention()'s arguments. Functions are called anew each time, but for those of which all that they read
     can be compared: numbers and captured tensors that they index."""
-    if isinstance(score_mod, Program) or isinstance(mask_mod, Program):
-        if captures or not (score_mod is None or mask_mod is None or score_mod is mask_mod):
+    given = [mod for mod in (score_mod, mask_mod, out_mod) if mod is not None]
+    if any(isinstance(mod, Program) for mod in given):
+        if captures or any(mod is not given[0] for mod in given):
             raise InvalidArgument(
                 "a program from flashjit.trace() comes with other programs or captures: trace all of "
-                "them together, flashjit.trace(score_mod, mask_mod, captures)."
+                "them together, flashjit.trace(score_mod, mask_mod, captures, out_mod)."
             )
-        return mask_mod if score_mod is None else score_mod
-    if score_mod is None and mask_mod is None and not captures:
+        return given[0]
+    if not given and not captures:
         return EMPTY
     watch = Watch()
-    if captures or not (watch.see(score_mod) and watch.see(mask_mod)):
-        return trace(score_mod, mask_mod, captures)
+    if captures or not (watch.see(score_mod) and watch.see(mask_mod) and watch.see(out_mod)):
+        return trace(score_mod, mask_mod, captures, out_mod)
     key = tuple(watch.key)
     found = _traced.get(key)
     if found is not None:
@@ -359,7 +378,7 @@ def program_of(score_mod: Any, mask_mod: Any, captures: Mapping[str, Any] | None
         )
     with _tracing:
         tracer = Tracer({})
-        program = _program(score_mod, mask_mod, None, _known_form, tracer)
+        program = _program(score_mod, mask_mod, None, out_mod, _known_form, tracer)
     places = [[watch.place_of(value) for value in values] for values in (program.tensors, program.scalars)]
     if not tracer.looked and None not in places[0] + places[1]:
         if len(_traced) >= _MOST_FORMS:

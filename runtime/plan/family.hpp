@@ -48,9 +48,9 @@ inline constexpr const char* kNeedsSoftmax =
 inline constexpr const char* kJoinsByLse =
     "split is not for weight_mod: splits are joined by their LSE, which it has not";
 
-/// Why some leave out_mod to sm80, sm75 and simt.
-inline constexpr const char* kStoresOut =
-    "its forward kernels store O as it is, the spec says out_mod: families sm80, sm75 and simt change it";
+/// Why out_mod leaves keys together.
+inline constexpr const char* kModifiesWholeOut =
+    "split is not for out_mod: a split has a part of O, which another kernel completes";
 
 /// What computes a tile together, with which instructions.
 enum class ComputedBy : std::uint8_t {

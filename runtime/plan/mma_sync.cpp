@@ -186,8 +186,7 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
   if (spec.indices && !forward && c.stages > 1)
     return Support::no("with indices the backward pass has one stage");
   if (spec.score.is_weight() && forward && c.split) return Support::no(kJoinsByLse);
-  if (!spec.epilogue.out_mod.empty() && forward && c.split)
-    return Support::no("split is not for out_mod: a split has a part of O, which another kernel completes");
+  if (!spec.epilogue.out_mod.empty() && forward && c.split) return Support::no(kModifiesWholeOut);
   if (spec.indices && c.split) return Support::no("split is not for indices, whose lists are short");
   if (c.q_in_registers && !forward) return Support::no("q_in_registers is for the forward pass");
   // A Q tile must not straddle the padding of D and LSE.

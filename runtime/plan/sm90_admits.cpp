@@ -76,6 +76,16 @@ Support supports_weights(const AnalysedSpec& spec) {
       "weight_mod is for K and V of 16 bits outside of caches, and up to {} columns of V", kMostColumns));
 }
 
+/// Programs of O where one CTA has all keys of a row, each row is one head's, and registers suffice.
+Support supports_out_mod(const AnalysedSpec& spec) {
+  constexpr int kMostModified = 128;
+  const bool plain =
+      !spec.kv.is_cache() && !spec.has_scales() && !spec.decodes_kv() && spec.v_dim() <= kMostModified;
+  if (!is_forward(spec) || spec.epilogue.out_mod.empty() || plain) return Support::yes();
+  return Support::no(fmt::format(
+      "out_mod is for K and V of 16 bits outside of caches, and up to {} columns of V", kMostModified));
+}
+
 Support supports_q_codes(const AnalysedSpec& spec) {
   if (!spec.q_codes) return Support::yes();
   if (spec.has_key_scales() && (spec.epilogue.row_max || spec.programs.column_term))
@@ -182,6 +192,7 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
         to_string(c)));
   if (Support packed = check_pack_gqa(spec, c); !packed) return packed;
   if (spec.score.is_weight() && is_forward(spec) && c.split) return Support::no(kJoinsByLse);
+  if (!spec.epilogue.out_mod.empty() && is_forward(spec) && c.split) return Support::no(kModifiesWholeOut);
   if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)
     return Support::no(
         fmt::format("min_blocks is 1 to {}, in the backward pass 1, not {}", kMostBlocks, c.min_blocks));
@@ -215,7 +226,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
   if (spec.pass == Pass::jvp) return Support::no("it has no kernel of O's tangent");
   if (Support able = supports_weights(spec); !able) return able;
-  if (is_forward(spec) && !spec.epilogue.out_mod.empty()) return Support::no(kStoresOut);
+  if (Support able = supports_out_mod(spec); !able) return able;
   if (spec.dtype != DType::fp16 && spec.dtype != DType::bf16)
     return Support::no(fmt::format("its kernels take fp16 and bf16, the spec has {}", to_string(spec.dtype)));
   if (Support able = supports_rows(spec); !able) return able;

@@ -300,6 +300,8 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
   std::vector<TileConfig> choices = d <= 128   ? preferences_to_128(spec)
                                     : d <= 192 ? preferences_to_192(spec)
                                                : preferences_to_256(spec);
+  // A program of O has registers where two groups share them all.
+  if (!spec.epilogue.out_mod.empty()) std::erase_if(choices, [](const TileConfig& c) { return c.warps > 8; });
   if (gathers(spec)) std::erase_if(choices, [&](const TileConfig& c) { return !may_gather(spec, c); });
   return choices;
 }

@@ -2,7 +2,7 @@
 // both go is an Output of forward_output.cuh.
 #pragma once
 
-#include "flashjit/sm90/forward_output.cuh"
+#include "flashjit/sm90/forward_out_mod.cuh"
 #include "flashjit/sm90/forward_softmax.cuh"
 
 namespace flashjit::sm90 {

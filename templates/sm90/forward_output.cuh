@@ -1,6 +1,6 @@
-// Where O and LSE of a work tile go at the end of the forward pass; Output<P> names one of the types below.
-// All have join_sink(), for a row of several heads' rows; store_lse(), for values of a thread's two rows; and
-// store() for O, which is scaled already.
+// Where O and LSE of a work tile go at the end of the forward pass; StoredOutput<P> names one of the types
+// below. All have join_sink(), for a row of several heads' rows; store_lse(), for values of a thread's two
+// rows; and store() for O, which is scaled already.
 #pragma once
 
 #include "flashjit/async/tma.cuh"
@@ -194,7 +194,7 @@ struct StreamKOutput {
 };
 
 template <class P>
-using Output =
+using StoredOutput =
     Conditional<P::kStreamK, StreamKOutput<P>,
                 Conditional<P::kSplit, Conditional<P::kPackGqa, PackedSplitOutput<P>, SplitOutput<P>>,
                             Conditional<kTmaStoresO<P>, TmaOutput<P>,

@@ -4,6 +4,7 @@
 
 #include "flashjit/common/running_state.cuh"
 #include "flashjit/common/sink.cuh"
+#include "flashjit/sm90/forward_out_mod.cuh"
 #include "flashjit/sm90/forward_smem.cuh"
 #include "flashjit/tma/bias_tile.cuh"
 #include "flashjit/tma/kv_tile.cuh"
@@ -169,7 +170,6 @@ template <class P>
 __device__ __forceinline__ void write_empty_rows(const Params& p, const ShareStart& start, int slot,
                                                  int thread, int threads) {
   if constexpr (P::kStreamK) return write_empty_parts<P>(p, start, thread, threads);
-  constexpr int kChunks = P::kHeadDimV / kOutVector<P>;
   const unsigned rows = q_tiles_per_head<P>(p), splits = num_splits<P>(p),
                  all = rows * p.batch * scheduled_heads<P>(p) * splits;
 #pragma unroll 1
@@ -183,11 +183,7 @@ __device__ __forceinline__ void write_empty_rows(const Params& p, const ShareSta
     if constexpr (kJoinsState<P>) {
       copy_state<P>(p, work.sequence, work.h, work.q_begin, count, thread, threads);
     } else if constexpr (!P::kSplit) {
-      OutElement<P>* o = work.sequence.template q_pointer<OutElement<P>>(p.o, work.h, work.q_begin);
-#pragma unroll 1
-      for (int chunk = thread; chunk < count * kChunks; chunk += threads)
-        *reinterpret_cast<uint4*>(o + chunk / kChunks * p.o.stride_s + chunk % kChunks * kOutVector<P>) =
-            uint4{0, 0, 0, 0};
+      EmptyOutput<P>::write(p, work, count, thread, threads);
     }
     if (P::kRowMax) {
       for (int h = work.h; h < work.end(work.h); ++h) {

@@ -72,11 +72,14 @@ plan::ExecutionPlan planned(const std::string& text, const AttentionShape& shape
 
 TEST(OutMod, IsPlannedForFamiliesWithAnEpilogueForIt) {
   const AttentionShape shape{2, 8, 2, 512, 4096};
-  EXPECT_EQ(planned("fwd:bf16:d64:" + kGate, shape, "sm_90a").config.family, Family::sm80);
+  EXPECT_EQ(planned("fwd:bf16:d64:" + kGate, shape, "sm_90a").config.family, Family::sm90);
+  EXPECT_EQ(planned("fwd:bf16:d64:" + kGate + ":cache", shape, "sm_90a").config.family, Family::sm80);
+  EXPECT_EQ(planned("fwd:bf16:d64:" + kGate, shape, "sm_120").config.family, Family::sm80);
   EXPECT_EQ(planned("fwd:fp16:d64:" + kGate, shape, "sm_75").config.family, Family::sm75);
   EXPECT_EQ(planned("fwd:fp32:d64:" + kGate, shape, "sm_90a").config.family, Family::simt);
   // A part of O is not modified, nor are heads that count as queries.
-  EXPECT_FALSE(planned("fwd:bf16:d64:" + kGate, {1, 1, 1, 1, 100000}, "sm_80").config.split);
+  for (const char* arch : {"sm_80", "sm_90a"})
+    EXPECT_FALSE(planned("fwd:bf16:d64:" + kGate, {1, 1, 1, 1, 100000}, arch).config.split);
   EXPECT_FALSE(planned("fwd:bf16:d64:" + kGate, {1, 8, 1, 1, 1000}, "sm_80").fold_gqa);
 }
 

@@ -323,10 +323,10 @@ def test_the_host_bench_measures_every_row(tmp_path):
         "--cpp",
         cpp,
     )
-    assert done.returncode in (0, 1), done.stderr  # a slow machine may miss the goals
+    assert done.returncode == 0, done.stderr  # also where a slow machine misses the goals
     rows = {row["what"]: float(row["value"]) for row in table(tmp_path / "host.csv")}
     assert rows.pop("import flashjit, after torch") > 0 and rows.pop("C++ Runtime::forward") == 2.5
-    assert len(rows) == 10 and all(cost > 0 for cost in rows.values()) and "C++ broken" not in rows
+    assert len(rows) == 16 and all(cost > 0 for cost in rows.values()) and "C++ broken" not in rows
 
 
 def test_the_custom_attention():

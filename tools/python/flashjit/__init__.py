@@ -37,12 +37,13 @@ from .programs import Program, trace
 if TYPE_CHECKING:
     __version__: str
 if TYPE_CHECKING or "torch" in _sys.modules:
-    from .torch import BlockMap, KvFormat, TileLists, append, attention, merge, quantize
+    from .torch import BlockMap, KvFormat, TileLists, append, attention, bind, merge, quantize
 
 __all__ = [
     "append",
     "attention",
     "backward",
+    "bind",
     "build_lists",
     "forward",
     "masks",
@@ -78,7 +79,7 @@ def __getattr__(name: str) -> Any:
     """What needs PyTorch is imported when it is first asked for, and the library opened."""
     if name == "__version__":
         return version()
-    if name in ("append", "attention", "merge", "quantize", "BlockMap", "KvFormat", "TileLists"):
+    if name in ("append", "attention", "bind", "merge", "quantize", "BlockMap", "KvFormat", "TileLists"):
         try:
             from . import torch
         except ModuleNotFoundError as error:
@@ -93,6 +94,7 @@ def __getattr__(name: str) -> Any:
         globals().update(
             append=torch.append,
             attention=torch.attention,
+            bind=torch.bind,
             merge=torch.merge,
             quantize=torch.quantize,
             BlockMap=torch.BlockMap,

@@ -158,8 +158,11 @@ def attention(
 
     Returns O, [batch, heads_q, seqlen_q, head_dim_v]; rows that attend to nothing are 0. Raises flashjit.Error.
     """
+    receive = _launch
     if unknown:
-        refuse_unknown(unknown)
+        receive = unknown.pop("_receiver", _launch)  # bind()'s
+        if unknown:
+            refuse_unknown(unknown)
     compiling = torch.compiler.is_compiling()
     if compiling or torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q, k, v)
@@ -245,15 +248,16 @@ def attention(
     try:
         if dual or not plain or is_watched() or _is_negated(q, k, v, fixed, values):
             results.refuse_in_operators(state)
+            if receive is not _launch:
+                raise Unsupported(
+                    "bind() is not for tensor subclasses, negative views, and modes and transforms of torch: call attention()."
+                )
             memory = (None, None) if lists is None else lists.memory
             found = through_operator(q, k, v, fixed, values, problem, memory, dual)
             return found if return_lse else found[0]
         if v_columns and not scaled:
             problem = problem._replace(options=problem.options + ":shared_kv")
-        rng = draw_rng(q) if dropout_p else NO_RNG
-        if fixed is not NOTHING:
-            fixed = contiguous(fixed)
-        return _launch(q, k, v, v_columns, fixed, values, problem, rng, lists, results, state)
+        return receive(q, k, v, v_columns, fixed, values, problem, lists, results, state)
     except InvalidArgument as error:
         if compiling:
             raise
@@ -268,12 +272,14 @@ def _launch(
     fixed: Fixed,
     values: tuple[Any, ...],
     problem: Problem,
-    rng: Rng,
     lists: TileLists | None,
     results: Results,
     state: Any,
 ) -> Any:
     """Computes at once, and records what autograd asks for."""
+    rng: Rng = draw_rng(q) if problem.dropout_p else NO_RNG
+    if fixed is not NOTHING:
+        fixed = contiguous(fixed)
     plan = plan_of(q, k, v, fixed, values, problem)
     if problem.stored is not None:
         if not plan.reads or q.data_ptr() % 16:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ._attention import attention
+from ._bound import bind
 from ._cache import append
 from ._formats import KvFormat
 from ._launch import bind_context
@@ -24,6 +25,7 @@ from ._tensors import SPEC_TYPES
 __all__ = [
     "append",
     "attention",
+    "bind",
     "merge",
     "quantize",
     "scaled_dot_product_attention",

@@ -1,0 +1,284 @@
+"""bind(): a call of attention() that is read, checked and planned once, for tensors that differ in their memory alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import assert_size_stride
+from torch.autograd import forward_ad
+
+from ._attention import any_grad, attention, draw_rng
+from ._call_types import NO_RNG, NOTHING, Fixed, Problem, contiguous
+from ._lists import TileLists
+from ._pages import read_csr
+from ._plans import plan_of
+from ._results import Results
+from ._tensor_checks import check_memory
+from ._tensors import PLAIN, Layout, describe, is_laid_out, layout_of
+from ._transforms import have_tangents
+from .errors import InvalidArgument, Unsupported, WrongType
+
+#: What a bound call may be given besides Q, K and V, where bind() was given it.
+_CHANGING = (
+    "kv_lengths",
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "sinks",
+    "indices",
+    "topk_length",
+    "page_table",
+    "prefix_length",
+    "page_starts",
+)
+
+
+class BoundCall:
+    """What bind() returns: attention() with its options, for tensors of one form."""
+
+    __slots__ = (
+        "_plan",
+        "_forms",
+        "_fixed",
+        "_fixed_forms",
+        "_values",
+        "_lists",
+        "_results",
+        "_shared_kv",
+        "_has_grad",
+    )
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        v_columns: int | None,
+        fixed: Fixed,
+        values: tuple[Any, ...],
+        problem: Problem,
+        lists: TileLists | None,
+        results: Results,
+    ) -> None:
+        self._plan = plan = plan_of(q, k, v, fixed, values, problem)
+        if not plan.reads:
+            raise InvalidArgument(
+                f"q has the strides {q.stride()}, k {k.stride()} and v {v.stride()}: a bound call reads tensors where they "
+                "lie, which takes a last stride of 1 and others of multiples of 16 bytes."
+            )
+        if fixed is not NOTHING and contiguous(fixed) is not fixed:
+            raise InvalidArgument(
+                "a tensor beside q, k and v is not contiguous, and a bound call reads it in place: give its contiguous()."
+            )
+        self._has_grad = any_grad((*fixed, *values))
+        self._shared_kv = v_columns is not None
+        self._forms = layout_of(q), layout_of(k), layout_of(v)
+        self._fixed, self._values, self._lists, self._results = fixed, values, lists, results
+        self._fixed_forms = {
+            name: layout_of(tensor) for name, tensor in zip(fixed._fields, fixed) if tensor is not None
+        }
+        if results.out is not None or results.lse is not None or results.workspace is not None:
+            results.check(plan)
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        workspace: Tensor | None = None,
+        **others: Any,
+    ) -> Any:
+        """O, or (O, LSE), as attention() returns them. q, k, v: see bind(). v is left out where bind() was given v_columns.
+
+        out, lse, workspace: as in attention(); by default those given to bind(), else they are allocated. others: any of
+        kv_lengths, page_table, cu_seqlens_q, cu_seqlens_kv, sinks, indices, prefix_length that bind() was given; by default
+        the tensors given there, whose values are read anew."""
+        plan = self._plan
+        of_q, of_k, of_v = self._forms
+        if v is None:
+            v = k
+            if not self._shared_kv:
+                raise InvalidArgument("v is missing: bind() was given v, so give it here, too.")
+        elif self._shared_kv:
+            raise InvalidArgument("v is given, but bind() was given v_columns: leave v out.")
+        else:
+            self._check("v", v, of_v)
+        self._check("q", q, of_q)
+        self._check("k", k, of_k)
+        if torch.is_grad_enabled() and (
+            self._has_grad or q.requires_grad or k.requires_grad or v.requires_grad
+        ):
+            _refuse_derivatives()
+        if forward_ad._current_level >= 0 and have_tangents(q, k, v, *self._fixed, *self._values):
+            _refuse_derivatives()
+        fixed = self._with(others) if others else self._fixed
+        given = self._results
+        if out is lse is workspace is None:
+            out, lse, workspace = given.out, given.lse, given.workspace
+        else:
+            own = Results(given.wants_lse or lse is not None, given.row_max, out, lse, workspace)
+            own.check(plan)
+            given = own
+        row_max = plan.new_rows() if given.row_max else None
+        rng = draw_rng(q) if plan.problem.dropout_p else NO_RNG
+        lists = None if self._lists is None else self._lists.built[0]
+        made = plan.forward(
+            q, k, v, fixed, self._values, rng, given.wants_lse, lists, row_max, out, None, lse, workspace
+        )
+        if row_max is not None:
+            return (*made, row_max) if given.wants_lse else (made[0], row_max)
+        return made if given.wants_lse else made[0]
+
+    def __repr__(self) -> str:
+        return f"<flashjit.bind() of {self._plan.described(False)}>"
+
+    def _check(self, name: str, tensor: Any, form: Layout) -> None:
+        """That the tensor lies as the one that was bound."""
+        try:
+            assert_size_stride(tensor, form.size, form.stride)
+        except (AssertionError, TypeError):
+            _refuse(name, tensor, form)
+        if (
+            tensor.dtype is not form.dtype
+            or tensor.get_device() != form.device_index
+            or tensor.data_ptr() % 16
+            or type(tensor) not in PLAIN
+            or tensor.is_neg()
+            or form.device_index < 0
+            and not tensor.is_cpu
+        ):
+            _refuse(name, tensor, form)
+
+    def _with(self, others: dict[str, Any]) -> Fixed:
+        """The fixed tensors with those that a call gives."""
+        others = _in_parts(
+            _in_parts(others, "page_table", "page_starts", "page_table"), "indices", "indices", "topk_length"
+        )
+        for name, tensor in others.items():
+            form = self._fixed_forms.get(name)
+            if name not in _CHANGING or form is None:
+                raise InvalidArgument(
+                    f"{name} is given, but a bound call takes "
+                    f"{', '.join(('q', 'k', 'v', 'out', 'lse', 'workspace', *self._changing()))}: give the rest to bind()."
+                )
+            if not is_laid_out(tensor, form) or tensor.device != self._plan.device or tensor.is_neg():
+                _refuse(name, tensor, form)
+            check_memory(name, tensor)
+        fixed = self._fixed._replace(**others)
+        if fixed.page_starts is not None:  # whose values are checked on the CPU
+            read_csr((fixed.page_starts, fixed.page_table), fixed.kv_lengths, self._forms[1].size[2])
+        return fixed
+
+    def _changing(self) -> list[str]:
+        return [name for name in _CHANGING if name in self._fixed_forms]
+
+
+def _in_parts(others: dict[str, Any], name: str, *parts: str) -> dict[str, Any]:
+    """The arguments, with a pair of tensors under the names of both."""
+    pair = others.get(name)
+    if not isinstance(pair, tuple):
+        return others
+    if len(pair) != len(parts):
+        raise InvalidArgument(
+            f"{name} has {len(pair)} parts: a bound call takes a tensor, or a pair of them."
+        )
+    return {**others, **dict(zip(parts, pair))}
+
+
+def _refuse_derivatives() -> None:
+    raise Unsupported("a bound call has no derivatives: call it under torch.no_grad(), or call attention().")
+
+
+def _refuse(name: str, tensor: Any, form: Layout) -> None:
+    if not isinstance(tensor, Tensor):
+        raise WrongType(f"{name} is a {type(tensor).__name__}: give a torch.Tensor.")
+    if type(tensor) not in PLAIN:
+        raise Unsupported(
+            f"{name} is a {type(tensor).__name__}: a bound call takes plain tensors; attention() takes subclasses."
+        )
+    device = "the CPU" if form.device_index < 0 else f"cuda:{form.device_index}"
+    wanted = f"{str(form.dtype).removeprefix('torch.')} {list(form.size)} with strides {list(form.stride)} on {device}"
+    if tensor.data_ptr() % 16:
+        wanted += ", in memory that begins at a multiple of 16 bytes"
+    if tensor.is_neg():
+        wanted += ", and no negative view, as behind z.conj().imag"
+    raise InvalidArgument(
+        f"{name} is {describe(tensor)} with strides {list(tensor.stride())}: this call was bound for {wanted}; give such "
+        "a tensor, or bind another call."
+    )
+
+
+def bind(q: Tensor, k: Tensor, v: Tensor | None = None, **options: Any) -> BoundCall:
+    """attention() with its arguments read, checked and planned once: call = flashjit.bind(q, k, v, causal=True) makes
+    call(q, k, v) of other tensors of the same form cost little more than the launch.
+
+    q, k, v: tensors of the form that calls will have: sizes, strides, type, device. Nothing is computed, and their values are
+        not read. They are read where they lie: strides that attention() would copy are refused.
+    options: those of attention(), except `state`. Numbers and programs are those of this moment. Tensors are kept, and read anew
+        by each call, which may also be given others of the same form by name: kv_lengths, page_table, cu_seqlens_q, cu_seqlens_kv,
+        sinks, indices, prefix_length; max_seqlen_q and max_seqlen_kv bound all of them. sinks are float32. BlockMask keeps the
+        blocks that it has now.
+
+    Returns call(q, k, v, *, out=None, lse=None, workspace=None, ...), which launches on the current stream, allocates O and LSE
+    where none are given, and may be captured in CUDA graphs. It has no gradients, and is not for compiled code, tensor subclasses
+    and transforms. A tensor of another form is refused: flashjit.InvalidArgument.
+    """
+    if torch.compiler.is_compiling():
+        raise Unsupported(
+            "bind() cannot be called in compiled code: bind outside of it, or call attention()."
+        )
+    if options.get("state") is not None:
+        raise Unsupported(
+            "state changes from call to call, and a bound call has none: call attention(), or merge()."
+        )
+    call = attention(q, k, v, _receiver=_bound, **options)
+    for name, given, form in (("q", q, call._forms[0]), ("k", k, call._forms[1])):
+        if given.dtype != form.dtype:
+            raise Unsupported(
+                f"{name} is {describe(given)}, which torch.autocast would convert in each call: bind outside of it, with "
+                f"tensors of {str(form.dtype).removeprefix('torch.')}."
+            )
+    _refuse_copies(call._fixed, options)
+    return call
+
+
+def _refuse_copies(fixed: Fixed, options: dict[str, Any]) -> None:
+    """Of tensors that attention() converts, a call would not see new values."""
+    table = options.get("page_table")
+    if isinstance(table, tuple) and len(table) == 3:
+        raise Unsupported(
+            "page_table has last_page_len, from which attention() computes lengths in each call: give (indptr, indices) "
+            "and kv_lengths."
+        )
+    sinks = options.get("sinks")
+    if sinks is not None and fixed.sinks is not sinks:
+        raise Unsupported(
+            f"sinks is {describe(sinks)}, and a bound call reads it in place: give it as float32."
+        )
+    for name in ("k_scale", "v_scale", "q_scale"):
+        scale, read = options.get(name), getattr(fixed, name)
+        if scale is not None and scale.numel() and (read is None or read.data_ptr() != scale.data_ptr()):
+            raise Unsupported(
+                f"{name} is {describe(scale)} with strides {list(scale.stride())}, and a bound call reads it in place: "
+                "give it in the form that attention() names."
+            )
+
+
+def _bound(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    v_columns: int | None,
+    fixed: Fixed,
+    values: tuple[Any, ...],
+    problem: Problem,
+    lists: TileLists | None,
+    results: Results,
+    state: Any,
+) -> BoundCall:
+    """What attention() gives the call that it has read, in place of launching it."""
+    return BoundCall(q, k, v, v_columns, fixed, values, problem, lists, results)

@@ -214,6 +214,34 @@ def test_pages_and_packed_queries():
         first += count
 
 
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_rows_of_a_whole_pool_beside_several_sequences(heads_first):
+    """Lists that name rows of the pool, page * 16 + offset, give what lists of each sequence's keys give."""
+    torch.manual_seed(6)
+    pages, lengths = 12, torch.tensor([37, 5, 64], dtype=torch.int32, device=DEVICE)
+    table = torch.randperm(pages, device=DEVICE).reshape(3, 4).to(torch.int32)
+    memory = randn(pages, 2, 16, 64) if heads_first else randn(pages, 16, 2, 64).transpose(1, 2)
+    q, offsets = randn(1, 8, 6, 64), torch.tensor([0, 2, 3, 6], dtype=torch.int32, device=DEVICE)
+    of_row = torch.tensor([0, 0, 1, 2, 2, 2], device=DEVICE)  # the sequence of each query
+    own = lists(1, 6, 2, 20, keys=64)
+    own = torch.where(own < lengths[of_row][None, :, None, None], own, -1)
+    page = table[of_row[None, :, None, None].expand(own.shape), own.clamp(min=0) // 16]
+    rows = torch.where(own < 0, -1, page * 16 + own % 16).to(torch.int32)
+    with torch.no_grad():
+        packed = dict(cu_seqlens_q=offsets, max_seqlen_q=3, page_table=table, kv_lengths=lengths)
+        want, want_lse = flashjit.attention(q, memory, memory, indices=own, **packed, return_lse=True)
+        every = torch.arange(pages, dtype=torch.int32, device=DEVICE)[None]  # one sequence of all pages
+        all_rows = torch.tensor([pages * 16], dtype=torch.int32, device=DEVICE)
+        of_pool = dict(page_table=every, kv_lengths=all_rows, indices=rows, return_lse=True)
+        found = [flashjit.attention(q, memory, memory, **of_pool)]
+        if not heads_first:  # rows of equal distance need no table
+            pool = memory.transpose(1, 2).view(1, pages * 16, 2, 64).transpose(1, 2)
+            found.append(flashjit.attention(q, pool, pool, indices=rows, return_lse=True))
+    for out, lse in found:
+        assert (out - want).abs().max() < LIMIT
+        torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+
+
 def test_the_operators_are_sound():
     q, k = randn(2, 4, 3, 64).requires_grad_(), randn(2, 2, 30, 64).requires_grad_()
     indices = lists(2, 3, 2, 8, keys=30)

@@ -15,7 +15,7 @@ class OutGradSums {
  public:
   __device__ __forceinline__ auto adder() {
     return [this](auto which, float* at, float value) {
-      if constexpr (!which.kByColumn) {
+      if (!which.kByColumn) {
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(kWholeWarp, value, lanes);
         if (threadIdx.x % 32 != 0) return;
@@ -76,11 +76,11 @@ __device__ void out_grads(const Params& p) {
         const Position q = position(row + i);
         const float inner = chained(dout[i], P::out_mod_grad(p, head, out[i], q, column));
         if (exists) *element_at(p.dout, row + i, column) = from_float<Element>(inner);
-        if constexpr (P::kOutModGrads > 0)
+        if (P::kOutModGrads > 0)
           P::add_out_mod_grads(p, head, dout[i], out[i], q, column, sums.adder());
       }
     }
-    if constexpr (P::kOutModGrads > 0) sums.end();
+    if (P::kOutModGrads > 0) sums.end();
   }
 }
 

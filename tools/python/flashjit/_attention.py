@@ -158,11 +158,9 @@ def attention(
 
     Returns O, [batch, heads_q, seqlen_q, head_dim_v]; rows that attend to nothing are 0. Raises flashjit.Error.
     """
-    receive = _launch
+    receive = unknown.pop("_receiver", _launch) if unknown else _launch  # bind()'s
     if unknown:
-        receive = unknown.pop("_receiver", _launch)  # bind()'s
-        if unknown:
-            refuse_unknown(unknown)
+        refuse_unknown(unknown)
     compiling = torch.compiler.is_compiling()
     if compiling or torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q, k, v)
@@ -248,10 +246,7 @@ def attention(
     try:
         if dual or not plain or is_watched() or _is_negated(q, k, v, fixed, values):
             results.refuse_in_operators(state)
-            if receive is not _launch:
-                raise Unsupported(
-                    "bind() is not for tensor subclasses, negative views, and modes and transforms of torch: call attention()."
-                )
+            _refuse_bound(receive)
             memory = (None, None) if lists is None else lists.memory
             found = through_operator(q, k, v, fixed, values, problem, memory, dual)
             return found if return_lse else found[0]
@@ -262,6 +257,13 @@ def attention(
         if compiling:
             raise
         raise named_as_written(error, problem.names, values, captures, score_mod, mask_mod, out_mod) from None
+
+
+def _refuse_bound(receive: Any) -> None:
+    if receive is not _launch:
+        raise Unsupported(
+            "bind() is not for tensor subclasses, negative views, and modes and transforms of torch: call attention()."
+        )
 
 
 def _launch(

@@ -76,8 +76,7 @@ __device__ void out_grads(const Params& p) {
         const Position q = position(row + i);
         const float inner = chained(dout[i], P::out_mod_grad(p, head, out[i], q, column));
         if (exists) *element_at(p.dout, row + i, column) = from_float<Element>(inner);
-        if (P::kOutModGrads > 0)
-          P::add_out_mod_grads(p, head, dout[i], out[i], q, column, sums.adder());
+        if (P::kOutModGrads > 0) P::add_out_mod_grads(p, head, dout[i], out[i], q, column, sums.adder());
       }
     }
     if (P::kOutModGrads > 0) sums.end();

@@ -21,17 +21,7 @@ from ._transforms import have_tangents
 from .errors import InvalidArgument, Unsupported, WrongType
 
 #: What a bound call may be given besides Q, K and V, where bind() was given it.
-_CHANGING = (
-    "kv_lengths",
-    "cu_seqlens_q",
-    "cu_seqlens_kv",
-    "sinks",
-    "indices",
-    "topk_length",
-    "page_table",
-    "prefix_length",
-    "page_starts",
-)
+_CHANGING = tuple(name for name in Fixed._fields if name != "block_map" and not name.endswith("_scale"))
 
 
 class BoundCall:
@@ -94,9 +84,9 @@ class BoundCall:
     ) -> Any:
         """O, or (O, LSE), as attention() returns them. q, k, v: see bind(). v is left out where bind() was given v_columns.
 
-        out, lse, workspace: as in attention(); by default those given to bind(), else they are allocated. others: any of
-        kv_lengths, page_table, cu_seqlens_q, cu_seqlens_kv, sinks, indices, prefix_length that bind() was given; by default
-        the tensors given there, whose values are read anew."""
+        out, lse, workspace: as in attention(); by default those given to bind(), else they are allocated. others: tensors
+        such as kv_lengths and page_table that bind() was given, by name, but scales; by default those given there, whose values
+        are read anew."""
         plan = self._plan
         of_q, of_k, of_v = self._forms
         if v is None:
@@ -219,9 +209,9 @@ def bind(q: Tensor, k: Tensor, v: Tensor | None = None, **options: Any) -> Bound
     q, k, v: tensors of the form that calls will have: sizes, strides, type, device. Nothing is computed, and their values are
         not read. They are read where they lie: strides that attention() would copy are refused.
     options: those of attention(), except `state`. Numbers and programs are those of this moment. Tensors are kept, and read anew
-        by each call, which may also be given others of the same form by name: kv_lengths, page_table, cu_seqlens_q, cu_seqlens_kv,
-        sinks, indices, prefix_length; max_seqlen_q and max_seqlen_kv bound all of them. sinks are float32. BlockMask keeps the
-        blocks that it has now.
+        by each call, which may also be given others of the same form by name, as kv_lengths, page_table and cu_seqlens_q, but scales
+        and captures; max_seqlen_q and max_seqlen_kv bound all lengths. Those of float32 are given so. BlockMask keeps the blocks
+        that it has now.
 
     Returns call(q, k, v, *, out=None, lse=None, workspace=None, ...), which launches on the current stream, allocates O and LSE
     where none are given, and may be captured in CUDA graphs. It has no gradients, and is not for compiled code, tensor subclasses
@@ -254,11 +244,12 @@ def _refuse_copies(fixed: Fixed, options: dict[str, Any]) -> None:
             "page_table has last_page_len, from which attention() computes lengths in each call: give (indptr, indices) "
             "and kv_lengths."
         )
-    sinks = options.get("sinks")
-    if sinks is not None and fixed.sinks is not sinks:
-        raise Unsupported(
-            f"sinks is {describe(sinks)}, and a bound call reads it in place: give it as float32."
-        )
+    for name in _CHANGING:
+        given = options.get(name)
+        if isinstance(given, Tensor) and given.is_floating_point() and getattr(fixed, name) is not given:
+            raise Unsupported(
+                f"{name} is {describe(given)}, and a bound call reads it in place: give it as float32."
+            )
     for name in ("k_scale", "v_scale", "q_scale"):
         scale, read = options.get(name), getattr(fixed, name)
         if scale is not None and scale.numel() and (read is None or read.data_ptr() != scale.data_ptr()):

@@ -164,6 +164,21 @@ TEST_F(Command, VerifyOfEverythingLeavesAReport) {
     EXPECT_EQ(run(wrong).code, 2) << wrong;
 }
 
+/// The fake driver computes nothing, so that all is wrong; but kernels are there before it is their turn.
+TEST_F(Command, VerifyOfEverythingCompilesAhead) {
+  const CommandResult done = run("verify --all --seconds 1 --seed 5 --report " + file("report.json"),
+                                 "FLASHJIT_NVRTC='" + test::built(FLASHJIT_FAKE_NVRTC) +
+                                     "' FLASHJIT_LIBCUDA='" + test::built(FLASHJIT_FAKE_CUDA) + "'");
+  EXPECT_EQ(done.code, 1) << done.err;
+  const auto report = nlohmann::json::parse(read_file(file("report.json")));
+  std::size_t stored = 0;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder_.path() / "cache"))
+    stored += entry.path().extension() == ".cubin";
+  ASSERT_FALSE(report["left_out"].empty());
+  EXPECT_GT(stored, report["kernels"].size());
+  for (const auto& kernel : report["kernels"]) EXPECT_EQ(kernel["failure"], "");
+}
+
 TEST_F(Command, DoctorRefusesAWrongVariable) {
   const CommandResult result = run("doctor", "FLASHJIT_JIT=maybe");
   EXPECT_EQ(result.code, 2);

@@ -8,12 +8,15 @@
 #include <memory>
 #include <optional>
 #include <random>
+#include <thread>
 
 #include "attention.hpp"
+#include "autotune/compile_ahead.hpp"
 #include "doctor.hpp"
 #include "gpu.hpp"
 #include "plan/family.hpp"
 #include "plan/plan.hpp"
+#include "support/environment.hpp"
 #include "support/file.hpp"
 #include "support/paths.hpp"
 #include "support/text.hpp"
@@ -215,6 +218,44 @@ void print_verdict(const VerifyOptions& options, std::size_t count, std::uint64_
              ok ? "all within their limits" : "NOT all within their limits");
 }
 
+/// Compiles what --all will ask for, by all processors, while the CPU computes references: into the cache's
+/// folder, where the runtimes of verify_on() find it.
+class KernelsAhead {
+ public:
+  KernelsAhead(const std::vector<Problem>& problems, const device::PrimaryContext& gpu)
+      : runtime_(runtime_options()) {
+    for (std::size_t i = 0; i < problems.size(); ++i)
+      for (const auto& config :
+           config_of_each_family(problems[i].spec, *problems[i].shape, runtime_.device()))
+        kernels_.push_back({i, config});
+    compiled_.emplace(kernels_.size(), std::max(1u, std::thread::hardware_concurrency()), [&](std::size_t i) {
+      gpu.make_current_apart();
+      const auto& [spec, shape] = problems[kernels_[i].problem];
+      return runtime_.prepare(spec, *shape, kernels_[i].config);
+    });
+    for (std::size_t i = 0; i < kernels_.size(); ++i) compiled_->want(i);
+  }
+
+  /// Until the kernels of a problem are there; what fails fails again where it is verified.
+  void wait_for(std::size_t problem) {
+    for (; next_ < kernels_.size() && kernels_[next_].problem <= problem; ++next_) try {
+        compiled_->take(next_);
+      } catch (const Error&) {
+      }
+  }
+
+ private:
+  struct Kernel {
+    std::size_t problem;
+    std::optional<TileConfig> config;
+  };
+
+  Runtime runtime_;
+  std::vector<Kernel> kernels_;  // by problem
+  std::size_t next_ = 0;         // of those that were not waited for
+  std::optional<autotune::CompileAhead<KernelReport>> compiled_;
+};
+
 /// Every feature, in each family that the GPU has, until the time is over; what is found goes into a report.
 int verify_everything(const VerifyOptions& options, std::uint64_t seed, bool json) {
   const std::unique_ptr<device::PrimaryContext> gpu = chosen_gpu(options);
@@ -223,14 +264,18 @@ int verify_everything(const VerifyOptions& options, std::uint64_t seed, bool jso
     return interrupted() || std::chrono::steady_clock::now() - begin > std::chrono::seconds(options.seconds);
   };
   const std::vector<Problem> problems = every_problem();
+  std::optional<KernelsAhead> ahead;
+  if (gpu && !read_environment().cache_dir.empty()) ahead.emplace(problems, *gpu);
   Progress progress("verify", problems.size());
   std::vector<Verification> verifications;
   Json left_out = Json::array();
-  for (const auto& [spec, shape] : problems) {
+  for (std::size_t i = 0; i < problems.size(); ++i) {
+    const auto& [spec, shape] = problems[i];
     if (is_over()) {
       left_out.push_back(to_string(spec));
       continue;
     }
+    if (ahead) ahead->wait_for(i);
     for (Verification& verification :
          verify_on(options, {"random", random_problem(spec, *shape, seed)}, gpu.get()))
       verifications.push_back(std::move(verification));

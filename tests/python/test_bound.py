@@ -52,6 +52,7 @@ def same(got, want):
         dict(out_dtype=torch.float32, sinks=torch.tensor([0.1, 2.0, -1.0, 0.0], device=DEVICE)),
         dict(score_mod=lambda score, b, h, q, kv: score + 0.1 * (q - kv)),
         dict(weight_mod=lambda score, b, h, q, kv: torch.sigmoid(score)),
+        dict(out_mod=lambda out, b, h, q, column: out * torch.sigmoid(out)),
     ],
     ids=lambda options: ", ".join(options) or "none",
 )
@@ -77,6 +78,9 @@ def test_results_in_the_callers_memory():
     )
     got = call(q, k, v, out=out, lse=lse)
     assert got[0] is out and got[1] is lse and torch.equal(out, want) and torch.equal(lse, want_lse)
+    both = flashjit.bind(q, k, v, out=kept, lse=lse)
+    got = both(q, k, v, out=out.fill_(math.nan))
+    assert got[0] is out and got[1] is lse and torch.equal(out, want)
     with pytest.raises(flashjit.InvalidArgument, match=r"out is .*: it must be .*\[2, 4, 37, 64\]"):
         call(q, k, v, out=torch.empty(2, 4, 36, 64, device=DEVICE, dtype=DTYPE))
 
@@ -157,6 +161,8 @@ OTHERS = {
         lambda q, k, v: (q[:, :, :36], k, v),
         r"q is .*\[2, 4, 36, 64\].* bound for .*\[2, 4, 37, 64\]",
     ),
+    "no rows": (lambda q, k, v: (q[:, :, :0], k, v), r"q is .*\[2, 4, 0, 64\].* bound for"),
+    "no keys": (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), r"k is .*\[2, 2, 0, 64\].* bound for"),
     "k's strides": (
         lambda q, k, v: (q, k.transpose(1, 2).contiguous().transpose(1, 2), v),
         "k is .* strides",
@@ -202,6 +208,7 @@ def test_others_of_another_form_are_refused():
     for changed, match in (
         (dict(kv_lengths=ints(1, 2, 3)), r"kv_lengths is int32 \[3\].* bound for int32 \[2\]"),
         (dict(kv_lengths=given["kv_lengths"].long()), "kv_lengths is int64"),
+        (dict(kv_lengths=given["kv_lengths"][:0]), r"kv_lengths is int32 \[0\]"),
         (dict(page_table=[[2, 0], [1, 3]]), "page_table is a list"),
         (
             dict(sinks=rand(4)),

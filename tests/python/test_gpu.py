@@ -650,10 +650,12 @@ def test_dropout_in_a_graph_has_another_mask_at_each_replay(dtype):
     "dtype, dim", [(torch.float32, 64), (torch.float16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256)]
 )
 def test_dropout_s_seed_on_the_device_is_the_same(dtype, dim):
-    from flashjit import _plans
+    from flashjit import _kept_plans, _plans
 
     q, k, v = (x.detach() for x in tensors(dim=dim, dtype=dtype))
-    plan = _plans.plan_of(q, k, v, _plans.NOTHING, (), _plans.Problem(":causal:dropout", None, 0.3, 0, 0, ()))
+    plan = _kept_plans.plan_of(
+        q, k, v, _plans.NOTHING, (), _plans.Problem(":causal:dropout", None, 0.3, 0, 0, ())
+    )
     numbers, results = (7, 2**40 + 3), []
     for rng in (numbers, torch.tensor(numbers, device=DEVICE)):
         out, lse = plan.forward(q, k, v, _plans.NOTHING, (), rng, True)
@@ -1167,7 +1169,8 @@ def use_runtime(monkeypatch, shared):
 
 def test_a_call_with_gradients_compiles_both_passes(tmp_path, monkeypatch):
     use_runtime(monkeypatch, flashjit.Runtime(cache_dir=tmp_path))
-    monkeypatch.setattr(flashjit._plans, "_plans", {})
+    monkeypatch.setattr(flashjit._kept_plans, "_plans", {})
+    monkeypatch.setattr(flashjit._kept_plans, "_recent", {})
     kernels = lambda: len(list(tmp_path.glob("v1/*/*/kernel.cubin")))
     q, k, v = tensors()
     flashjit.attention(q.detach(), k.detach(), v.detach())
@@ -1323,7 +1326,8 @@ def test_tuning_in_the_background(tmp_path, monkeypatch):
     """While calls go on: a record is kept, results stay right, and it ends on request."""
     tuning = flashjit.Runtime(cache_dir=tmp_path, tune_in_background=True)
     use_runtime(monkeypatch, tuning)
-    monkeypatch.setattr(flashjit._plans, "_plans", {})
+    monkeypatch.setattr(flashjit._kept_plans, "_plans", {})
+    monkeypatch.setattr(flashjit._kept_plans, "_recent", {})
     q, k, v = (x.detach() for x in tensors(queries=512, keys=512))
     call = lambda: flashjit.attention(q, k, v, causal=True)
     first = call()

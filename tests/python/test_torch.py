@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 import child  # noqa: E402
 import flashjit  # noqa: E402
-from flashjit import _launch, _lists, _plans, _tensors  # noqa: E402
+from flashjit import _kept_plans, _launch, _lists, _plans, _tensors  # noqa: E402
 from flashjit.torch import BlockMap, TileLists, scaled_dot_product_attention  # noqa: E402
 
 F = torch.nn.functional
@@ -1045,8 +1045,9 @@ def on_fake_gpu(fake_gpu, monkeypatch):
         raw = real(size + 256, *more, **named)
         return raw[-raw.data_ptr() % 256 :][:size]
 
-    monkeypatch.setattr(_plans, "Plan", OnGpu)
-    monkeypatch.setattr(_plans, "_plans", {})
+    monkeypatch.setattr(_kept_plans, "Plan", OnGpu)
+    monkeypatch.setattr(_kept_plans, "_plans", {})
+    monkeypatch.setattr(_kept_plans, "_recent", {})
     for module in (_plans, _launch):
         monkeypatch.setattr(module, "runtime", lambda: fake_gpu.runtime)
         monkeypatch.setattr(module, "bind_context", lambda device: None)
@@ -1080,7 +1081,7 @@ def test_lists_spare_launches_and_workspace(on_fake_gpu):
     )
     assert both > forward > 0
     lists = TileLists(q, k, v, **given)
-    (plan,) = _plans._plans.values()
+    (plan,) = _kept_plans._plans.values()
     assert (
         lists.bytes
         == sum(
@@ -1135,7 +1136,7 @@ def test_lists_outlive_their_object_until_the_backward_pass(on_fake_gpu):
 def test_lists_of_other_tiles_are_refused(on_fake_gpu):
     q, k, v, given = on_gpu_with_documents()
     lists = TileLists(q, k, v, **given)
-    plan = next(iter(_plans._plans.values()))
+    plan = next(iter(_kept_plans._plans.values()))
     on_fake_gpu.runtime.prepare(plan.spec_text, plan.shape, config="simt:br32:bc32:w4:s1")
     with pytest.raises(flashjit.InvalidArgument, match="lists were built for .* but this call is .*simt"):
         flashjit.attention(q, k, v, **given, lists=lists)
@@ -1387,7 +1388,7 @@ def test_dropout_where_compiled_code_computes_a_region_again(backend, budget, ch
 def test_dropout_s_seed_may_be_a_tensor():
     """As compiled code and CUDA graphs have it, in place of two numbers."""
     q, k, v = (x.detach() for x in tensors())
-    plan = _plans.plan_of(q, k, v, _plans.NOTHING, (), _plans.Problem(":dropout", None, 0.5, 0, 0, ()))
+    plan = _kept_plans.plan_of(q, k, v, _plans.NOTHING, (), _plans.Problem(":dropout", None, 0.5, 0, 0, ()))
     results = [
         plan.forward(q, k, v, _plans.NOTHING, (), rng, False)[0]
         for rng in ((7, 2**40 + 3), torch.tensor([7, 2**40 + 3]), torch.tensor([7, 3]))

@@ -13,14 +13,15 @@ from ._autograd import Call, record
 from ._blocks import read_blocks
 from ._call_types import NO_RNG, NOTHING, Fixed, Problem, Rng, contiguous, switches_of
 from ._formats import KvFormat, with_formats
+from ._kept_plans import plan_of
 from ._launch import is_watched
 from ._lists import TileLists, check_lists
 from ._named import weights_of, with_named
 from ._operators import draw, through_operator
 from ._pages import most_keys, read_table
 from ._peers import refuse_unknown
-from ._plans import Plan, plan_of
-from ._problem import autocast, check_types, plain_problem, read_problem, with_elements
+from ._plans import Plan
+from ._problem import autocast, check_types, read_problem, usual_call, with_elements
 from ._results import Results
 from ._scales import is_fp32_out, with_scales
 from ._tensors import KV_TYPES, PLAIN, describe, readable
@@ -158,9 +159,7 @@ def attention(
 
     Returns O, [batch, heads_q, seqlen_q, head_dim_v]; rows that attend to nothing are 0. Raises flashjit.Error.
     """
-    receive = unknown.pop("_receiver", _launch) if unknown else _launch  # bind()'s
-    if unknown:
-        refuse_unknown(unknown)
+    receive = _receiver(unknown) if unknown else _launch
     compiling = torch.compiler.is_compiling()
     if compiling or torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q, k, v)
@@ -179,18 +178,20 @@ def attention(
     fp32_out = out_dtype is not None and is_fp32_out(out_dtype, q)
     # torch.compile, for which no call is plain, cannot compare functions.
     plain_scores = plain and score_mod is mask_mod is out_mod is block_mask is window is softcap is None
-    unpacked = cu_seqlens_q is cu_seqlens_kv is max_seqlen_q is max_seqlen_kv is kv_lengths is None
-    nothing_else = unpacked and captures is sinks is indices is prefix_length is state is None
+    usual = None  # most calls, in a fraction of the time
+    packing = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     if (
         plain_scores
-        and not (cached or scaled or return_row_max or fp32_out or batch_invariant or weight_mod)
+        and not (scaled or return_row_max or fp32_out or batch_invariant or weight_mod)
         and type(causal) is bool
         and (scale is None or type(scale) is float)
         and dropout_p == 0
-        and nothing_else
-    ):  # most calls, in a seventh of the time
-        fixed_order = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-        problem = plain_problem(causal, scale, fixed_order)
+        and captures is sinks is indices is prefix_length is state is None
+    ):
+        cache_of = (kv_lengths, page_table, page_starts, pages if cached else None)
+        usual = usual_call(causal, scale, deterministic, packing, *cache_of)
+    if usual is not None:
+        fixed, problem = usual
     else:
         score_mod = weights_of(weight_mod, score_mod, softcap, return_lse, lse, return_row_max)
         if window is not None or softcap is not None:
@@ -200,7 +201,6 @@ def attention(
             keys = most_keys(page_starts, page_table, pages, k) if max_seqlen_kv is None else max_seqlen_kv
             with_lists = lists is not None and not compiling
             block_mask, mask_mod = read_blocks(block_mask, mask_mod, queries, keys, with_lists)
-        packing = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
         fixed, values, problem = read_problem(
             causal,
             scale,
@@ -237,16 +237,15 @@ def attention(
             )
         elif scaled:
             fixed, problem = with_scales(fixed, problem, q, k, (q_scale, k_scale, v_scale), out_dtype)
-        if (cached or scaled) and wants_grad:
-            _refuse_gradients(q, k, v, sinks, values)
+    if (cached or scaled) and wants_grad:
+        _refuse_gradients(q, k, v, sinks, values)
     if lists is not None:
         check_lists(lists)
     results = Results(return_lse or lse is not None, return_row_max, out, lse, workspace)
     dual = forward_ad._current_level >= 0 and have_tangents(q, k, v, *fixed, *values)
     try:
         if dual or not plain or is_watched() or _is_negated(q, k, v, fixed, values):
-            results.refuse_in_operators(state)
-            _refuse_bound(receive)
+            results.refuse_in_operators(state, binding=receive is not _launch)
             memory = (None, None) if lists is None else lists.memory
             found = through_operator(q, k, v, fixed, values, problem, memory, dual)
             return found if return_lse else found[0]
@@ -259,11 +258,12 @@ def attention(
         raise named_as_written(error, problem.names, values, captures, score_mod, mask_mod, out_mod) from None
 
 
-def _refuse_bound(receive: Any) -> None:
-    if receive is not _launch:
-        raise Unsupported(
-            "bind() is not for tensor subclasses, negative views, and modes and transforms of torch: call attention()."
-        )
+def _receiver(unknown: dict[str, Any]) -> Any:
+    """Who is given the call when it is read, in place of _launch(): bind() names one."""
+    receive = unknown.pop("_receiver", _launch)
+    if unknown:
+        refuse_unknown(unknown)
+    return receive
 
 
 def _launch(
@@ -280,9 +280,10 @@ def _launch(
 ) -> Any:
     """Computes at once, and records what autograd asks for."""
     rng: Rng = draw_rng(q) if problem.dropout_p else NO_RNG
-    if fixed is not NOTHING:
-        fixed = contiguous(fixed)
     plan = plan_of(q, k, v, fixed, values, problem)
+    if not plan.has_dense_others:
+        fixed = contiguous(fixed)
+        plan = plan_of(q, k, v, fixed, values, problem)
     if problem.stored is not None:
         if not plan.reads or q.data_ptr() % 16:
             q = readable(q, "q")
@@ -407,10 +408,9 @@ def _is_negated(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: Sequence[
     """Whether memory holds the numbers with the other sign, as behind z.conj().imag: the dispatcher makes copies."""
     if q.is_neg() or k.is_neg() or v.is_neg():
         return True
-    for value in values if fixed is NOTHING else (*fixed, *values):
-        if isinstance(value, Tensor) and value.is_neg():
-            return True
-    return False
+    if fixed is not NOTHING:  # all others are whole numbers
+        values = (fixed.sinks, fixed.k_scale, fixed.v_scale, fixed.q_scale, *values)
+    return any(isinstance(value, Tensor) and value.is_neg() for value in values) if values else False
 
 
 def any_grad(values: Sequence[Any]) -> bool:

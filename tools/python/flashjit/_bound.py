@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import assert_size_stride
 from torch.autograd import forward_ad
 
 from ._attention import any_grad, attention, draw_rng
-from ._call_types import NO_RNG, NOTHING, Fixed, Problem, contiguous
+from ._call_types import NO_RNG, Fixed, Problem
+from ._kept_plans import plan_of
 from ._lists import TileLists
 from ._pages import read_csr
-from ._plans import plan_of
 from ._results import Results
 from ._tensor_checks import check_memory
 from ._tensors import PLAIN, Layout, describe, is_laid_out, layout_of
@@ -27,17 +27,7 @@ _CHANGING = tuple(name for name in Fixed._fields if name != "block_map" and not 
 class BoundCall:
     """What bind() returns: attention() with its options, for tensors of one form."""
 
-    __slots__ = (
-        "_plan",
-        "_forms",
-        "_fixed",
-        "_fixed_forms",
-        "_values",
-        "_lists",
-        "_results",
-        "_shared_kv",
-        "_has_grad",
-    )
+    __slots__ = ("_plan", "_fixed", "_places", "_values", "_lists", "_results", "_v_columns", "_has_grad")
 
     def __init__(
         self,
@@ -57,16 +47,15 @@ class BoundCall:
                 f"q has the strides {q.stride()}, k {k.stride()} and v {v.stride()}: a bound call reads tensors where they "
                 "lie, which takes a last stride of 1 and others of multiples of 16 bytes."
             )
-        if fixed is not NOTHING and contiguous(fixed) is not fixed:
+        if not plan.has_dense_others:
             raise InvalidArgument(
                 "a tensor beside q, k and v is not contiguous, and a bound call reads it in place: give its contiguous()."
             )
         self._has_grad = any_grad((*fixed, *values))
-        self._shared_kv = v_columns is not None
-        self._forms = layout_of(q), layout_of(k), layout_of(v)
+        self._v_columns = v.shape[3] if v_columns else 0  # in bytes where K has a format
         self._fixed, self._values, self._lists, self._results = fixed, values, lists, results
-        self._fixed_forms = {
-            name: layout_of(tensor) for name, tensor in zip(fixed._fields, fixed) if tensor is not None
+        self._places = {
+            name: i for i, name in enumerate(fixed._fields) if name in _CHANGING and fixed[i] is not None
         }
         if results.out is not None or results.lse is not None or results.workspace is not None:
             results.check(plan)
@@ -88,17 +77,25 @@ class BoundCall:
         such as kv_lengths and page_table that bind() was given, by name, but scales; by default those given there, whose values
         are read anew."""
         plan = self._plan
-        of_q, of_k, of_v = self._forms
-        if v is None:
-            v = k
-            if not self._shared_kv:
-                raise InvalidArgument("v is missing: bind() was given v, so give it here, too.")
-        elif self._shared_kv:
-            raise InvalidArgument("v is given, but bind() was given v_columns: leave v out.")
-        else:
-            self._check("v", v, of_v)
-        self._check("q", q, of_q)
-        self._check("k", k, of_k)
+        if v is None and self._v_columns and isinstance(k, Tensor):
+            v = k[..., : self._v_columns]
+        elif v is None or self._v_columns:
+            raise InvalidArgument(
+                "v is missing: bind() was given v, so give it here, too."
+                if v is None
+                else "v is given, but bind() was given v_columns: leave v out."
+            )
+        if (
+            not plan.takes(q, k, v)
+            or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16
+            or type(q) not in PLAIN
+            or type(k) not in PLAIN
+            or type(v) not in PLAIN
+            or q.is_neg()
+            or k.is_neg()
+            or v.is_neg()
+        ):
+            _refuse_others((q, k, v), plan.forms)
         if torch.is_grad_enabled() and (
             self._has_grad or q.requires_grad or k.requires_grad or v.requires_grad
         ):
@@ -110,9 +107,16 @@ class BoundCall:
         if out is lse is workspace is None:
             out, lse, workspace = given.out, given.lse, given.workspace
         else:
-            own = Results(given.wants_lse or lse is not None, given.row_max, out, lse, workspace)
-            own.check(plan)
-            given = own
+            wants_lse = given.wants_lse or lse is not None
+            Results(wants_lse, given.row_max, out, lse, workspace).check(plan)
+            given = Results(
+                wants_lse,
+                given.row_max,
+                given.out if out is None else out,
+                given.lse if lse is None else lse,
+                given.workspace if workspace is None else workspace,
+            )
+            out, lse, workspace = given[2:]
         row_max = plan.new_rows() if given.row_max else None
         rng = draw_rng(q) if plan.problem.dropout_p else NO_RNG
         lists = None if self._lists is None else self._lists.built[0]
@@ -126,45 +130,32 @@ class BoundCall:
     def __repr__(self) -> str:
         return f"<flashjit.bind() of {self._plan.described(False)}>"
 
-    def _check(self, name: str, tensor: Any, form: Layout) -> None:
-        """That the tensor lies as the one that was bound."""
-        try:
-            assert_size_stride(tensor, form.size, form.stride)
-        except (AssertionError, TypeError):
-            _refuse(name, tensor, form)
-        if (
-            tensor.dtype is not form.dtype
-            or tensor.get_device() != form.device_index
-            or tensor.data_ptr() % 16
-            or type(tensor) not in PLAIN
-            or tensor.is_neg()
-            or form.device_index < 0
-            and not tensor.is_cpu
-        ):
-            _refuse(name, tensor, form)
-
     def _with(self, others: dict[str, Any]) -> Fixed:
         """The fixed tensors with those that a call gives."""
-        others = _in_parts(
-            _in_parts(others, "page_table", "page_starts", "page_table"), "indices", "indices", "topk_length"
-        )
+        if type(others.get("page_table")) is tuple or type(others.get("indices")) is tuple:
+            others = _in_parts(others, "page_table", "page_starts", "page_table")
+            others = _in_parts(others, "indices", "indices", "topk_length")
+        parts, places, plan = [*self._fixed], self._places, self._plan
+        alike = True
         for name, tensor in others.items():
-            form = self._fixed_forms.get(name)
-            if name not in _CHANGING or form is None:
+            place = places.get(name)
+            if place is None:
                 raise InvalidArgument(
                     f"{name} is given, but a bound call takes "
-                    f"{', '.join(('q', 'k', 'v', 'out', 'lse', 'workspace', *self._changing()))}: give the rest to bind()."
+                    f"{', '.join(('q', 'k', 'v', 'out', 'lse', 'workspace', *places))}: give the rest to bind()."
                 )
-            if not is_laid_out(tensor, form) or tensor.device != self._plan.device or tensor.is_neg():
-                _refuse(name, tensor, form)
-            check_memory(name, tensor)
-        fixed = self._fixed._replace(**others)
-        if fixed.page_starts is not None:  # whose values are checked on the CPU
-            read_csr((fixed.page_starts, fixed.page_table), fixed.kv_lengths, self._forms[1].size[2])
+            parts[place] = tensor
+            alike = alike and type(tensor) in PLAIN and not tensor.is_neg()
+        fixed = Fixed._make(parts)
+        if not alike or not plan.takes_fixed(fixed) or plan.index < 0:
+            for name, tensor in others.items():
+                form = layout_of(self._fixed[places[name]])
+                if not is_laid_out(tensor, form) or tensor.device != plan.device or tensor.is_neg():
+                    _refuse(name, tensor, form)
+                check_memory(name, tensor)
+            if fixed.page_starts is not None:  # whose values are checked on the CPU
+                read_csr((fixed.page_starts, fixed.page_table), fixed.kv_lengths, plan.forms[1].size[2])
         return fixed
-
-    def _changing(self) -> list[str]:
-        return [name for name in _CHANGING if name in self._fixed_forms]
 
 
 def _in_parts(others: dict[str, Any], name: str, *parts: str) -> dict[str, Any]:
@@ -181,6 +172,15 @@ def _in_parts(others: dict[str, Any], name: str, *parts: str) -> dict[str, Any]:
 
 def _refuse_derivatives() -> None:
     raise Unsupported("a bound call has no derivatives: call it under torch.no_grad(), or call attention().")
+
+
+def _refuse_others(given: Sequence[Any], forms: Sequence[Layout]) -> None:
+    """The first of Q, K and V that does not lie as the one that was bound; else the last."""
+    for name, tensor, form in zip("qkv", given, forms):
+        if not is_laid_out(tensor, form) or tensor.data_ptr() % 16 or tensor.is_neg() or name == "v":
+            _refuse(name, tensor, form)
+        if form.device_index < 0 and not tensor.is_cpu:
+            _refuse(name, tensor, form)
 
 
 def _refuse(name: str, tensor: Any, form: Layout) -> None:
@@ -226,7 +226,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor | None = None, **options: Any) -> Bound
             "state changes from call to call, and a bound call has none: call attention(), or merge()."
         )
     call = attention(q, k, v, _receiver=_bound, **options)
-    for name, given, form in (("q", q, call._forms[0]), ("k", k, call._forms[1])):
+    for name, given, form in (("q", q, call._plan.forms[0]), ("k", k, call._plan.forms[1])):
         if given.dtype != form.dtype:
             raise Unsupported(
                 f"{name} is {describe(given)}, which torch.autocast would convert in each call: bind outside of it, with "

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._blocks import read_blocks
+from ._kept_plans import plan_of
 from ._named import with_named
-from ._plans import BuiltLists, plan_of
+from ._plans import BuiltLists
 from ._problem import autocast, check_types, read_problem
 from .errors import Unsupported, WrongType
 

@@ -25,8 +25,9 @@ from ._call_types import (
     out_dtype_of,
 )
 from ._formats import refuse_formats_in_transforms
+from ._kept_plans import plan_of
 from ._lists import built_at
-from ._plans import Plan, plan_of
+from ._plans import Plan
 from ._tangents import launch_jvp
 from ._tensors import aligned, dense_strides, describe, laid_out, readable
 from ._transforms import refuse_second, through_transforms

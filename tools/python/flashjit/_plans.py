@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import assert_size_stride  # in C: a fraction of what comparing stride() takes
+
+# In C: they take a fraction of the time of torch.empty_strided() and of comparing stride().
+from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda, assert_size_stride  # type: ignore[attr-defined]
 
 from . import _library
 from ._call_types import (
@@ -21,6 +23,7 @@ from ._call_types import (
     Problem,
     Rng,
     cache_capacity,
+    contiguous,
     differentiable,
     has_out_mod,
     names_with_grad,
@@ -49,8 +52,6 @@ from ._tensors import (
     laid_out,
     layout_of,
     readable,
-    refuse_nested,
-    signature,
     strides_are_read,
 )
 from ._tracing import is_scalar
@@ -126,18 +127,18 @@ class Plan:
         self.lse_size = tuple(q.shape[:3])
         self.has_lse = "weight_mod" not in switches_of(problem.options)  # else its memory stays as it is
         self.has_out_mod = has_out_mod(problem.options)
-        # Kernels that are launched write all rows of results.
-        self.empty_strided = (
-            torch.empty_strided
-            if not varlen or batch and seqlen_q
-            else lambda *given, **named: torch.empty_strided(*given, **named).zero_()
-        )
+        self.has_dense_others = fixed is NOTHING or contiguous(fixed) is fixed
+        self.launches = not varlen or bool(batch and seqlen_q)  # and kernels write all rows of results
         self.reads = strides_are_read(q) and (
             problem.stored is not None or strides_are_read(k) and strides_are_read(v)
         )
         self.grads = [(tuple(t.shape), dense_strides(t.shape, t.stride())) for t in (q, k, v)]
         self.shares_kv = "shared_kv" in switches_of(problem.options)
         self.saved = self._layouts_of_saved((q, k, v), (*fixed, *values))
+        self.forms = self.saved[0], self.saved[1], self.saved[2]
+        self.forms_of_fixed = (
+            None if fixed is NOTHING else [None if x is None else layout_of(x) for x in fixed]
+        )
         dims = f"{q.shape[3]}" if q.shape[3] == dim_v else f"{q.shape[3]}x{dim_v}"
         self.spec_text = f"{problem.out_type or SPEC_TYPES[q.dtype]}:d{dims}{problem.options}"
         self.spec = spec_of(self.spec_text, q, v)
@@ -157,6 +158,49 @@ class Plan:
             Layout(self.lse_size, (heads * rows, rows, 1), torch.float32, self.index),
             *[layout_of(x) for x in others if isinstance(x, Tensor)],
         ]
+
+    def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether these tensors lie as the plan's, in a fraction of the time that a key of them takes."""
+        of_q, of_k, of_v = self.forms
+        try:
+            assert_size_stride(q, of_q.size, of_q.stride)
+            assert_size_stride(k, of_k.size, of_k.stride)
+            assert_size_stride(v, of_v.size, of_v.stride)
+            # It does not look at sizes of tensors without elements.
+            if not (q.numel() and k.numel() and v.numel()) and tuple(map(layout_of, (q, k, v))) != self.forms:
+                return False
+        except (AssertionError, RuntimeError, TypeError):  # RuntimeError: of nested tensors
+            return False
+        index = self.index
+        return (
+            q.dtype is of_q.dtype
+            and k.dtype is of_k.dtype
+            and v.dtype is of_v.dtype
+            and q.get_device() == index
+            and k.get_device() == index
+            and v.get_device() == index
+            and (index >= 0 or q.device == k.device == v.device == self.device)
+        )
+
+    def takes_fixed(self, fixed: Fixed) -> bool:
+        """Whether the other tensors are those of the plan, and lie as they."""
+        forms = self.forms_of_fixed
+        if forms is None or fixed is NOTHING:
+            return forms is None and fixed is NOTHING
+        for tensor, form in zip(fixed, forms):
+            if tensor is None or form is None:
+                if tensor is not form:
+                    return False
+                continue
+            try:
+                assert_size_stride(tensor, form.size, form.stride)
+            except (AssertionError, RuntimeError, TypeError):
+                return False
+            if not tensor.numel() and layout_of(tensor) != form:
+                return False
+            if tensor.dtype is not form.dtype or tensor.get_device() != form.device_index:
+                return False
+        return True
 
     def reads_saved(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Sequence[Tensor | None]
@@ -363,18 +407,26 @@ class Plan:
         words[at.workspace], words[at.workspace + 1] = workspace.data_ptr(), needed
         return workspace
 
+    def new(self, size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory of a result, with zeros where nothing is launched."""
+        index = self.index
+        if self.device.type == "cpu":
+            made = _empty_strided_cpu(size, stride, dtype)
+        elif index >= 0 and torch._C._cuda_getDevice() == index:
+            made = _empty_strided_cuda(size, stride, dtype)
+        else:
+            made = torch.empty_strided(size, stride, dtype=dtype, device=self.device)
+        return made if self.launches else made.zero_()
+
     def new_rows(self) -> Tensor:
         """Memory for LSE, or for the rows' largest scores."""
-        rows = torch.empty(self.lse_size, dtype=torch.float32, device=self.device)
-        return (
-            rows if self.empty_strided is torch.empty_strided else rows.fill_(-math.inf)
-        )  # nothing is launched
+        of_lse = self.saved[4]
+        rows = self.new(self.lse_size, of_lse.stride, torch.float32)
+        return rows if self.launches else rows.fill_(-math.inf)
 
     def new_before_mod(self) -> Tensor:
         """Memory for O before out_mod, which the backward pass reads."""
-        return self.empty_strided(
-            self.out_size, self.out_stride, dtype=self.saved_out_dtype, device=self.device
-        )
+        return self.new(self.out_size, self.out_stride, self.saved_out_dtype)
 
     def forward(
         self,
@@ -401,10 +453,10 @@ class Plan:
             self._refresh(shared)
         words = self.forward_words[:]
         if out is None:
-            out = self.empty_strided(self.out_size, self.out_stride, dtype=self.out_dtype, device=self.device)
+            out = self.new(self.out_size, self.out_stride, self.out_dtype)
         else:
             words[_F_OUT_STRIDE : _F_OUT_STRIDE + 4] = array.array("Q", out.stride())
-            if self.empty_strided is not torch.empty_strided:  # nothing is launched
+            if not self.launches:
                 out.zero_()
         words[_F_Q], words[_F_K], words[_F_V], words[_F_OUT] = (
             q.data_ptr(),
@@ -417,7 +469,7 @@ class Plan:
                 lse = self.new_rows()
             else:
                 words[_F_LSE + 1 : _F_LSE + 4] = array.array("Q", lse.stride())
-                if self.empty_strided is not torch.empty_strided:
+                if not self.launches:
                     lse.fill_(-math.inf)
             if self.has_lse:
                 words[_F_LSE] = lse.data_ptr()
@@ -511,10 +563,7 @@ class Plan:
         if dlse is not None:
             dlse = dlse.to(torch.float32).contiguous()
             words[_B_DLSE] = dlse.data_ptr()
-        grads = [
-            self.empty_strided(size, stride, dtype=self.grad_dtype, device=self.device)
-            for size, stride in self.grads
-        ]
+        grads = [self.new(size, stride, self.grad_dtype) for size, stride in self.grads]
         words[_B_DQ], words[_B_DK], words[_B_DV] = [grad.data_ptr() for grad in grads]
         _workspace = self._lend(
             words, _B_LENT, self.workspace_backward, fixed, rng, lists, True
@@ -536,41 +585,5 @@ class Plan:
         return grads, dsinks, dvalues
 
 
-_plans: dict[Any, Plan] = {}
-
-
 def _is_tensor(value: Any) -> bool:
     return value is not None
-
-
-def plan_of(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem) -> Plan:
-    try:
-        key = (
-            q.shape,
-            k.shape,
-            v.shape,
-            q.stride(),
-            k.stride(),
-            v.stride(),
-            q.dtype,
-            k.dtype,
-            v.dtype,
-            q.get_device(),
-            k.get_device(),
-            v.get_device(),
-            problem,
-        )
-    except RuntimeError:
-        refuse_nested(q, k, v)
-        raise
-    if fixed is not NOTHING or values:
-        key = (*key, *[signature(value) for value in (*fixed, *values)])
-    plan = _plans.get(key)
-    if plan is None:
-        plan = Plan(q, k, v, fixed, values, problem)
-        if len(_plans) >= KEEP_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-    elif plan.index < 0:  # so is the index of all that is on no GPU, such as on meta
-        check_tensors(q, k, v, fixed, values, problem)
-    return plan

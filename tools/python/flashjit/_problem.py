@@ -71,6 +71,59 @@ def plain_problem(causal: bool | str, scale: float | None, deterministic: bool) 
     return problem
 
 
+def usual_call(
+    causal: bool,
+    scale: float | None,
+    deterministic: bool | None,
+    packing: tuple[Any, Any, Any, Any],
+    kv_lengths: Any,
+    page_table: Any,
+    page_starts: Any,
+    pages: int | None,
+) -> tuple[Fixed, Problem] | None:
+    """What read_problem() makes of calls that have no programs, dropout or types of 8 bits: without other tensors, packed, or over
+    a cache. None: it is for read_problem(), as wrong arguments are. The problem is the same object every time."""
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = packing
+    if kv_lengths is max_seqlen_q is max_seqlen_kv is cu_seqlens_q is cu_seqlens_kv is pages is None:
+        return NOTHING, plain_problem(causal, scale, deterministic)
+    cached, packed = pages is not None, cu_seqlens_q is not None
+    if (
+        cached != (kv_lengths is not None)
+        or cached == (cu_seqlens_kv is not None)
+        or packed != (type(max_seqlen_q) is int)
+        or not packed
+        and (max_seqlen_q is not None or not cached)
+        or type(max_seqlen_kv) is not int
+        and (max_seqlen_kv is not None or not cached)
+    ):
+        return None
+    fixed = Fixed(
+        None, kv_lengths, cu_seqlens_q, cu_seqlens_kv, page_table=page_table, page_starts=page_starts
+    )
+    for tensor in (kv_lengths, cu_seqlens_q, cu_seqlens_kv, page_table, page_starts):
+        if tensor is not None and (type(tensor) is not Tensor or tensor.layout is not torch.strided):
+            return None
+    longest = max_seqlen_q or 0, max_seqlen_kv or 0
+    fixed = Fixed(None, kv_lengths, *packing[:2], page_table=page_table, page_starts=page_starts)
+    return fixed, _packed_problem(causal, scale, deterministic, packed, pages, *longest)
+
+
+@functools.lru_cache(maxsize=KEEP_PLANS)
+def _packed_problem(
+    causal: bool,
+    scale: float | None,
+    deterministic: bool,
+    packed: bool,
+    pages: int | None,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+) -> Problem:
+    options = _cached_options(_key(EMPTY, causal, pages=pages, varlen=packed, deterministic=deterministic))
+    return Problem(options, scale, 0.0, max_seqlen_q, max_seqlen_kv, (), pages is not None)
+
+
 def read_problem(
     causal: bool | str,
     scale: float | None,
@@ -169,28 +222,25 @@ def read_problem(
         )
     if deterministic is None:
         deterministic = _asked_deterministic(indices is not None, wants_grad and not compiling)
-    key = (
-        program.form,
+    key = _key(
+        program,
         causal,
         _kinds(program, wants_grad) if values else (),
         block,
         pages,
-        (
-            dropout_p > 0,
-            kv_lengths is not None and pages is None,
-            varlen,
-            sinks is not None,
-            pages == 0,
-            deterministic,
-            row_max,
-            fp32_out,
-            batch_invariant,
-            fp32_grads,
-            indices is not None,
-            prefix_length is not None,
-            running_state,
-            weight_mod,
-        ),
+        dropout_p > 0,
+        kv_lengths is not None and pages is None,
+        varlen,
+        sinks is not None,
+        deterministic,
+        row_max,
+        fp32_out,
+        batch_invariant,
+        fp32_grads,
+        indices is not None,
+        prefix_length is not None,
+        running_state,
+        weight_mod,
     )
     options = _options(key) if compiling else _cached_options(key)
     if not -1 < dropout_p < 1:
@@ -207,6 +257,24 @@ def read_problem(
         pages is not None,
     )
     return fixed, values, problem
+
+
+def _key(
+    program: Program,
+    causal: bool | str,
+    kinds: tuple[Any, ...] = (),
+    block: Any = None,
+    pages: int | None = None,
+    dropout: bool = False,
+    padded: bool = False,
+    varlen: bool = False,
+    sinks: bool = False,
+    deterministic: bool = False,
+    *others: bool,
+) -> tuple[Any, ...]:
+    """What decides a spec's options. others: as _options() names them; by default all are False."""
+    given = (dropout, padded, varlen, sinks, pages == 0, deterministic, *(others or (False,) * 8))
+    return program.form, causal, kinds, block, pages, given
 
 
 def _asked_deterministic(indices: bool, warns: bool) -> bool:

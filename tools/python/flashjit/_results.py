@@ -26,7 +26,11 @@ class Results(NamedTuple):
                 return name
         return None
 
-    def refuse_in_operators(self, state: Any) -> None:
+    def refuse_in_operators(self, state: Any, binding: bool) -> None:
+        if binding:
+            raise Unsupported(
+                "bind() is not for tensor subclasses, negative views, and modes and transforms of torch: call attention()."
+            )
         name = "return_row_max" if self.row_max else "state" if state is not None else self._given()
         if name is not None:
             raise Unsupported(

@@ -13,8 +13,9 @@ from torch import Tensor
 from ._call_types import NO_RNG, Placed, Rng, contiguous
 from ._chunks import Chunk, chunks, parts_of_heads
 from ._exchange import AllToAll, Exchange, Gathering, Travel, beside, scattered_sum
+from ._kept_plans import plan_of
 from ._pieces import Piece, Rule
-from ._plans import Plan, plan_of
+from ._plans import Plan
 from ._problem import read_problem
 from ._shards import by_rank, copy_rows, in_order
 from ._tensors import laid_out, readable

@@ -47,10 +47,7 @@ def launch_jvp(
     rng: Rng,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """O, LSE and their tangents. tangents: of Q, K and V, None where they are zero; capture_tangents: by name."""
-    out, out_tangent = (
-        plan.empty_strided(plan.out_size, plan.out_stride, dtype=plan.out_dtype, device=plan.device)
-        for _ in range(2)
-    )
+    out, out_tangent = (plan.new(plan.out_size, plan.out_stride, plan.out_dtype) for _ in range(2))
     lse, lse_tangent = plan.new_rows(), plan.new_rows().zero_()
     held: list[Any] = []  # alive until the launch
     args = JvpArgs(struct_size=ctypes.sizeof(JvpArgs), lse_tangent=lse_tangent.data_ptr())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -51,13 +52,13 @@ class Place(NamedTuple):
 
     def lengths(self, k_cache: Tensor, given: int | Tensor | None, batch: int, has_new: bool) -> Tensor:
         """How many keys each sequence has before new ones, int32 [batch]."""
-        self.named()  # which refuses wrong tables
         if isinstance(given, Tensor):
             if tuple(given.shape) != (batch,) or given.is_floating_point() or given.dtype == torch.bool:
                 raise InvalidArgument(
                     f"cache_seqlens is {describe(given)}: it must be a number, or int32 [{batch}]."
                 )
             return given.to(device=k_cache.device, dtype=torch.int32)
+        self.named()  # which refuses wrong tables
         if given is None:
             if has_new:
                 raise InvalidArgument(
@@ -87,16 +88,16 @@ def attend_cache(
     where = place.named()
     k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     q = q.transpose(1, 2) if cu_seqlens_q is None else with_batch(q)
-    with torch.no_grad():
+    if cu_seqlens_q is not None:
+        more.update(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
+    if out is not None:
+        more["out"] = out.transpose(1, 2) if cu_seqlens_q is None else with_batch(out)
+    with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
         if new is not None:
             moving = options.causal or options.has_window()
             q, lengths = _append(
                 q, k_cache, v_cache, new, lengths, where.get("page_table"), moving, cu_seqlens_q
             )
-        if cu_seqlens_q is not None:
-            more.update(cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q)
-        if out is not None:
-            more["out"] = out.transpose(1, 2) if cu_seqlens_q is None else with_batch(out)
         o, lse = attend(q, k_cache, v_cache, options, wants_lse, kv_lengths=lengths, **where, **more)
         if out is not None:
             o = out

@@ -91,8 +91,9 @@ std::int64_t pages_of_sequence(const Problem& p) {
 /// The sizes of a problem's tensors, in bytes.
 struct Sizes {
   std::size_t q, k, v, o, lse;
-  std::size_t scales = 0;  ///< of K, and of V: floats
-  std::size_t state = 0;   ///< a running one's O
+  std::size_t scales = 0;        ///< of K, and of V: floats
+  std::size_t block_scales = 0;  ///< of K, or of V, as their formats have them apart
+  std::size_t state = 0;         ///< a running one's O
 
   explicit Sizes(const Problem& p) {
     const AttentionShape& shape = p.shape;
@@ -107,6 +108,11 @@ struct Sizes {
     o = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim(), p.spec.out_type());
     if (p.spec.kv.k_format.has_argument() || p.spec.kv.v_format.has_argument())
       scales = static_cast<std::size_t>(p.spec.kv.key_scales ? shape.batch * shape.heads_kv * keys : 1);
+    for (const auto& [format, dim] :
+         {std::pair(&p.spec.kv.k_format, p.spec.head_dim), std::pair(&p.spec.kv.v_format, p.spec.v_dim())})
+      if (format->has_block_scales())
+        block_scales = std::max(block_scales, static_cast<std::size_t>(shape.batch * shape.heads_kv * keys) *
+                                                  format->row(dim).scale_columns * sizeof(float));
     if (p.spec.partial.running_state)
       state = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim(), DType::fp32);
     lse = static_cast<std::size_t>(shape.batch * shape.heads_q * shape.seqlen_q) * sizeof(float);
@@ -165,6 +171,10 @@ class Inputs {
           stream_);
     }
     scales_ = device::upload(driver_, std::vector<float>(sizes_.scales, 1.0f), stream_);
+    if (sizes_.block_scales > 0) {
+      block_scales_ = DeviceBuffer(driver_, sizes_.block_scales, stream_);
+      block_scales_.fill(0);
+    }
     captures_ = DeviceCaptures(driver_, problem_.spec,
                                reference::plausible_captures(problem_.spec, problem_.shape, kSeed), stream_);
     if (backward) run_forward(device, options.runtime);
@@ -286,6 +296,14 @@ class Inputs {
     return rows(buffer, problem_.shape.heads_kv, problem_.shape.seqlen_kv, dim);
   }
 
+  /// Scales of blocks that are apart, of `rows`; zeros.
+  TensorView block_scale_view(const KvFormat& format, int dim, const ConstTensorView& rows) const {
+    if (!format.has_block_scales()) return {};
+    const std::int64_t keys = std::max(format.keys, 1);
+    return TensorView::bhsd(block_scales_.data(), rows.size[0], rows.size[1],
+                            (rows.size[2] + keys - 1) / keys, format.row(dim).scale_columns);
+  }
+
   /// One for all, or each row of K's.
   ConstScaleView scale_view(const ConstTensorView& k) const {
     const auto* data = static_cast<const float*>(scales_.data());
@@ -340,6 +358,9 @@ class Inputs {
                             static_cast<const float*>(set.lse.data())};
     if (problem_.spec.kv.k_format.has_argument()) args.k_scale = scale_view(args.k);
     if (problem_.spec.kv.v_format.has_argument()) args.v_scale = scale_view(args.k);
+    const KvLayout& kv = problem_.spec.kv;
+    args.k_block_scale = block_scale_view(kv.k_format, problem_.spec.head_dim, args.k);
+    if (!kv.shared_kv) args.v_block_scale = block_scale_view(kv.v_format, problem_.spec.v_dim(), args.v);
     if (problem_.spec.q_codes)
       args.q_scale = ConstScaleView::of_tensor(static_cast<const float*>(scales_.data()));
     return args;
@@ -360,7 +381,7 @@ class Inputs {
   CUstream stream_;
   std::vector<TensorSet> sets_;
   DeviceBuffer kv_lengths_, page_table_, map_blocks_, workspace_, cu_seqlens_q_, cu_seqlens_kv_, sinks_,
-      dsinks_, scales_, indices_, prefix_length_;
+      dsinks_, scales_, block_scales_, indices_, prefix_length_;
   DeviceCaptures captures_;
   BlockPattern map_;
 };

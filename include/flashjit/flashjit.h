@@ -88,6 +88,9 @@ typedef struct flashjit_forward_args {
   /** With "out_mod{...}" in the spec: O before that program, which the backward pass wants as its `out`: like
    * out, of Q's type, in memory of its own; zero: not wanted. */
   flashjit_tensor out_before_mod;
+  /** With a KV format whose scales are in a tensor of their own, as flashjit_kv_block_scales() tells: read
+   * only, [as k, as k, rows or groups of keys, columns] of the scales' type, with strides in these. */
+  flashjit_tensor k_block_scale, v_block_scale;
 } flashjit_forward_args;
 
 /** O and its tangent, the derivative of O along the tangents of what it depends on: see JvpArgs of
@@ -177,6 +180,7 @@ typedef struct flashjit_append_args {
   const void* slots;
   flashjit_element_type slots_type; /**< FLASHJIT_ELEMENT_INT64 (also by default) or FLASHJIT_ELEMENT_INT32 */
   flashjit_norm k_norm, q_norm;
+  flashjit_tensor k_block_scale, v_block_scale; /**< as of flashjit_forward_args, written */
 } flashjit_append_args;
 
 /** O and LSE over all keys, from partial states whose keys are disjoint. */
@@ -198,6 +202,7 @@ typedef struct flashjit_quantize_args {
   flashjit_scales scale; /**< written; its sizes say what shares a scale */
   int32_t hadamard;      /**< not 0: rows are multiplied by blocks of a Hadamard matrix */
   flashjit_rope rope;    /**< before that, rows are rotated by their positions */
+  flashjit_tensor block_scale; /**< written: as k_block_scale of flashjit_forward_args */
 } flashjit_quantize_args;
 
 /** Inputs of tile lists: the arguments of the calls that will use them, as far as masks read them. */
@@ -283,6 +288,13 @@ FLASHJIT_C_API flashjit_status flashjit_quantize(flashjit_runtime* runtime, cons
  * null; with head_dim 0 bytes and alignment are left alone. */
 FLASHJIT_C_API flashjit_status flashjit_kv_row(const char* format, int32_t head_dim, int64_t* bytes,
                                                int32_t* alignment, int32_t* has_scale) FLASHJIT_NOEXCEPT;
+/** What a tensor of scales, k_block_scale, has for rows of `head_dim` columns in a KV format: the numbers of
+ * a row, scales and then zero points; how many keys share a row, 1 or more, or 0 where the format has no such
+ * tensor; and the type of a number, "fp16", valid for ever. Results may be null; with head_dim 0 columns are
+ * left alone. */
+FLASHJIT_C_API flashjit_status flashjit_kv_block_scales(const char* format, int32_t head_dim,
+                                                        int64_t* columns, int32_t* keys,
+                                                        const char** type) FLASHJIT_NOEXCEPT;
 /** The names of KV formats and what they stand for, from index 0 on; 0: there are no more. */
 FLASHJIT_C_API int32_t flashjit_kv_format_name(size_t index, const char** name,
                                                const char** parts) FLASHJIT_NOEXCEPT;

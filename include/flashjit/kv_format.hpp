@@ -18,12 +18,14 @@ struct KvRow {
   int block = 0;       ///< columns that share a scale of the row; all, where no scale is in the row
   int codes = 0;       ///< of the first block
   int block_step = 0;  ///< from a block's codes to the next block's
-  int scales = 0;      ///< of the first block
-  int zeros = 0;       ///< of the first block
+  int scales = 0;      ///< of the first block; of scales in a tensor of their own in that one's row
+  int zeros = 0;       ///< of the first block, likewise
   int scale_step = 0;  ///< from a block's scale, or zero point, to the next block's
   int tail = 0;
   int bytes = 0;
-  int alignment = 16;  ///< of rows: pointers and strides are multiples
+  int alignment = 16;     ///< of rows: pointers and strides are multiples
+  int scale_columns = 0;  ///< numbers in a row of the scales' tensor: scales, then zero points; 0: no tensor
+  int scale_alignment = 0;  ///< of these rows
 
   bool operator==(const KvRow&) const = default;
 };
@@ -31,9 +33,11 @@ struct KvRow {
 /// The format of K or of V in a call: a plain value. Its default is elements of Q's type.
 ///
 /// As text a name, or its parts: codes, then in this order "g32" (a scale for 32 columns) or "row" (one for
-/// the row), the scale's type, "before" (a block's scale is before its codes), "zero" or "min", "halves",
-/// "tail64" or "tail64xfp16", and "scaled": "int4:g32:fp16:zero", "nvfp4", "q8_0", "fp8_ds_mla". Codes alone,
-/// "e4m3" or "int4", have the scales of the call's k_scale or v_scale.
+/// the row), the scale's type, "before" (a block's scale is before its codes) or "apart" (scales are in a
+/// tensor of their own), "zero" or "min", "halves", "tail64" or "tail64xfp16", and "scaled":
+/// "int4:g32:fp16:zero", "nvfp4", "q8_0", "fp8_ds_mla", "int4:g32:fp16:apart". With "keys32" in the place of
+/// "g32" 32 keys share a scale for each column, apart: "uint2:keys32:fp16:min". Codes alone, "e4m3" or
+/// "int4", have the scales of the call's k_scale or v_scale.
 struct KvFormat {
   enum class Code : std::uint8_t {
     element,      ///< not quantized
@@ -52,6 +56,7 @@ struct KvFormat {
     argument,      ///< k_scale or v_scale of the call: one for each head, or for each key with kv.key_scales
     behind_codes,  ///< in the row, after all codes
     before_block,  ///< in the row, before the codes of its block
+    apart,         ///< in a tensor of their own, k_block_scale or v_block_scale of the call
   };
   /// What scales, zero points and tails are stored as.
   enum class Number : std::uint8_t { fp32, fp16, bf16, e4m3, e8m0 };
@@ -72,13 +77,17 @@ struct KvFormat {
   Packing packing = Packing::neighbors;
   bool second_scale = false;        ///< scales of the row are multiplied with the call's k_scale or v_scale
   Number tail_type = Number::bf16;  ///< bf16 or fp16
-  int block = 0;                    ///< columns that share a scale of the row: 16, 32, 64, 128; 0: all
+  int block = 0;                    ///< columns of a row that share a scale: 16, 32, 64, 128; 0: all
   int tail = 0;                     ///< columns behind the scales that are elements, as DeepSeek's 64 of RoPE
   std::vector<float> book = {};     ///< 4, 16 or 256 values
+  int keys =
+      0;  ///< keys that share a scale of each column, 16, 32, 64 or 128; 0: blocks of a row have scales
 
   bool quantized() const { return code != Code::element; }
   /// Whether the call has scales for it.
   bool has_argument() const { return quantized() && (scales == Scales::argument || second_scale); }
+  /// Whether the call has a tensor of its blocks' scales.
+  bool has_block_scales() const { return scales == Scales::apart; }
   /// Whether all of it but the scale is one byte a column: what tensor cores' kernels read as it is.
   bool is_plain_8bit() const {
     return scales == Scales::argument && (code == Code::e4m3 || code == Code::e5m2 || code == Code::int8);

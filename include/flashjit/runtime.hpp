@@ -119,6 +119,9 @@ struct ForwardArgs {
   float* row_max = nullptr;
   /// Scales of quantized K and V (spec.kv.k_format, v_format), finite and positive.
   ConstScaleView k_scale = {}, v_scale = {};
+  /// Scales of blocks, and then zero points, where a format has these in a tensor of their own: K's rows'
+  /// batch or pages, heads and rows (or groups of keys), of the scales' type, with any strides.
+  ConstTensorView k_block_scale = {}, v_block_scale = {};
   /// Scales of FP8 Q (spec.q_codes): one, or one per sequence and KV head.
   ConstScaleView q_scale = {};
   IndicesView indices = {};  ///< with spec.indices: the keys that each query attends to
@@ -244,6 +247,7 @@ struct AppendArgs {
   /// values saturate. With spec.kv.key_scales each new key's scale is written; sizes are 1 in sequences
   /// alone.
   ScaleView k_scale = {}, v_scale = {};
+  TensorView k_block_scale = {}, v_block_scale = {};  ///< as of ForwardArgs, written
   /// Where each new row goes, as engines' slot_mapping has it, in place of kv_lengths, page_table,
   /// cu_seqlens_q, batch_size and max_seqlen_kv. A rotation then needs rope.positions.
   SlotsView slots = {};
@@ -276,6 +280,8 @@ struct QuantizeArgs {
   /// Before that, rows are rotated by their positions, [b, s], by default 0, 1, 2 ... of each b. A row
   /// without a position in the tables is not rotated.
   RopeView rope = {};
+  /// Written, as ForwardArgs::k_block_scale. Where keys share scales, x has whole groups of them.
+  TensorView block_scale = {};
 };
 
 /// Whether to compile a kernel that is in no pack and not in the cache.

@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <optional>
 #include <string>
@@ -12,6 +13,7 @@
 #include "flashjit/flashjit.hpp"
 #include "flashjit/reference.hpp"
 #include "plan/spec_options.hpp"
+#include "support/kv_codec.hpp"
 #include "support/refuse.hpp"
 
 namespace flashjit::c_api {
@@ -84,6 +86,16 @@ RuntimeOptions runtime_options(const flashjit_options* given) {
   return options;
 }
 
+KvFormat kv_format(const char* text) {
+  return parse_kv_format(&required(text, "format", "give a KV format such as \"nvfp4\""));
+}
+KvRow kv_row(const KvFormat& format, std::int32_t head_dim) {
+  if (head_dim < 0 || head_dim > plan::kMaxHeadDim)
+    refuse("head_dim is {}; give 1 to {}, or 0 to check the format alone.", head_dim, plan::kMaxHeadDim);
+  format.validate_row(head_dim);
+  return format.row(head_dim);
+}
+
 }  // namespace
 }  // namespace flashjit::c_api
 
@@ -104,17 +116,24 @@ int32_t flashjit_spec_option(size_t index, const char** option, const char** arg
 flashjit_status flashjit_kv_row(const char* format, int32_t head_dim, int64_t* bytes, int32_t* alignment,
                                 int32_t* has_scale) noexcept {
   return guarded([&] {
-    const flashjit::KvFormat parsed =
-        flashjit::parse_kv_format(&required(format, "format", "give a KV format such as \"nvfp4\""));
+    const flashjit::KvFormat parsed = kv_format(format);
     if (has_scale) *has_scale = parsed.has_argument();
     if (head_dim == 0) return;
-    if (head_dim < 0 || head_dim > flashjit::plan::kMaxHeadDim)
-      flashjit::refuse("head_dim is {}; give 1 to {}, or 0 to check the format alone.", head_dim,
-                       flashjit::plan::kMaxHeadDim);
-    parsed.validate_row(head_dim);
-    const flashjit::KvRow row = parsed.row(head_dim);
+    const flashjit::KvRow row = kv_row(parsed, head_dim);
     if (bytes) *bytes = row.bytes;
     if (alignment) *alignment = row.alignment;
+  });
+}
+
+flashjit_status flashjit_kv_block_scales(const char* format, int32_t head_dim, int64_t* columns,
+                                         int32_t* keys, const char** type) noexcept {
+  return guarded([&] {
+    const flashjit::KvFormat parsed = kv_format(format);
+    if (keys) *keys = parsed.has_block_scales() ? std::max(parsed.keys, 1) : 0;
+    if (type) *type = flashjit::name_of(parsed.scale_type).data();  // a text of the program
+    if (head_dim == 0) return;
+    const flashjit::KvRow row = kv_row(parsed, head_dim);
+    if (columns) *columns = row.scale_columns;
   });
 }
 

@@ -154,6 +154,8 @@ ForwardArgs forward_args(const flashjit_forward_args& c, Captures& room) {
   args.prefix_length = c.prefix_length;
   args.partial.state = view(c.state);
   args.out_before_mod = view(c.out_before_mod);
+  args.k_block_scale = view(c.k_block_scale);
+  args.v_block_scale = view(c.v_block_scale);
   return args;
 }
 
@@ -204,6 +206,8 @@ AppendArgs append_args(const flashjit_append_args* given) {
           .max_seqlen_kv = c.max_seqlen_kv,
           .k_scale = view(c.k_scale),
           .v_scale = view(c.v_scale),
+          .k_block_scale = view(c.k_block_scale),
+          .v_block_scale = view(c.v_block_scale),
           .slots = {c.slots, slots_type(c.slots_type)},
           .k_norm = view("k_norm.type", c.k_norm),
           .q_norm = view("q_norm.type", c.q_norm)};
@@ -231,7 +235,8 @@ QuantizeArgs quantize_args(const flashjit_quantize_args* given) {
           .codes = view(c.codes),
           .scale = view(c.scale),
           .hadamard = c.hadamard != 0,
-          .rope = view(c.rope)};
+          .rope = view(c.rope),
+          .block_scale = view(c.block_scale)};
 }
 
 }  // namespace flashjit::c_api

@@ -1,13 +1,17 @@
 // Elements of tensors in the host's memory, as the CPU reference reads and writes them.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "flashjit/error.hpp"
+#include "flashjit/kv_format.hpp"
 #include "flashjit/tensor.hpp"
 #include "support/dtypes.hpp"
+#include "support/kv_codec.hpp"
 #include "support/refuse.hpp"
 #include "support/small_float.hpp"
 
@@ -40,6 +44,16 @@ inline double read_element(ElementType type, const void* data, std::int64_t inde
 
 inline double read_element(DType dtype, const void* data, std::int64_t index) {
   return dtype_info(dtype).decode(static_cast<const std::byte*>(data) + index * size_of(dtype));
+}
+/// A key's row of the scales' tensor, whose keys may share it; null where the format has none.
+template <class Void>
+auto* block_scale_row(const KvFormat& format, const BasicTensorView<Void>& scales, std::int64_t b,
+                      std::int64_t h, std::int64_t s) {
+  using Byte = std::conditional_t<std::is_const_v<Void>, const std::uint8_t, std::uint8_t>;
+  if (!format.has_block_scales()) return static_cast<Byte*>(nullptr);
+  const std::int64_t row = s / std::max(format.keys, 1);
+  return static_cast<Byte*>(scales.data) +
+         (b * scales.stride[0] + h * scales.stride[1] + row * scales.stride[2]) * size_of(format.scale_type);
 }
 /// Of a key's scale.
 template <class Float>

@@ -184,11 +184,30 @@ float scale_of_row(const KvFormat& format, const std::vector<double>& row) {
   return largest == 0 ? 1.0f : largest / largest_with_argument(format);
 }
 
-/// Encodes a row at an offset of a tensor of bytes.
-void encode(const KvFormat& format, const TensorView& tensor, std::int64_t offset,
-            const std::vector<double>& row, float argument) {
+/// Encodes a row of a tensor of bytes.
+void encode(const KvFormat& format, const TensorView& tensor, const TensorView& block_scales, std::int64_t b,
+            std::int64_t h, std::int64_t s, const std::vector<double>& row, float argument) {
   encode_row(format, static_cast<int>(row.size()), row.data(), argument,
-             static_cast<std::uint8_t*>(tensor.data) + offset);
+             static_cast<std::uint8_t*>(tensor.data) + offset_of(tensor, b, h, s),
+             block_scale_row(format, block_scales, b, h, s));
+}
+
+/// Encodes rows whose keys share scales, group by group; `row_at` gives the elements of a row of all.
+template <class RowAt>
+void encode_groups(const KvFormat& format, const QuantizeArgs& args, const RowAt& row_at) {
+  const std::int64_t rows = args.x.size[2], heads = args.x.size[1], groups = rows / format.keys;
+  for (std::int64_t i = 0; i < args.x.size[0] * heads * groups; ++i) {
+    const std::int64_t first = i % groups * format.keys, h = i / groups % heads, b = i / groups / heads;
+    std::vector<double> values;
+    std::vector<std::uint8_t*> bytes;
+    for (std::int64_t s = first; s < first + format.keys; ++s) {
+      const std::vector<double> row = row_at((b * heads + h) * rows + s);
+      values.insert(values.end(), row.begin(), row.end());
+      bytes.push_back(static_cast<std::uint8_t*>(args.codes.data) + offset_of(args.codes, b, h, s));
+    }
+    encode_keys(format, static_cast<int>(args.x.size[3]), values.data(), bytes,
+                block_scale_row(format, args.block_scale, b, h, first));
+  }
 }
 
 /// The weight of each state of a row, and the LSE of all.
@@ -240,9 +259,9 @@ void reference_append(const AttentionSpec& spec, const AppendArgs& args) {
       if (norm) norm_row(*norm, values), rotation.turn(values, positions);
       return values;
     };
-    const auto store = [&](const ConstTensorView& from, const TensorView& cache, const char* scales_name,
-                           const ScaleView& scales, const KvFormat& format, std::int64_t h,
-                           const NormView* norm) {
+    const auto store = [&](const ConstTensorView& from, const TensorView& cache,
+                           const TensorView& block_scales, const char* scales_name, const ScaleView& scales,
+                           const KvFormat& format, std::int64_t h, const NormView* norm) {
       const std::int64_t slot = row.page_row, offset = offset_of(cache, page, h, slot);
       const std::vector<double> values = read(from, h, norm);
       if (!format.quantized()) return write_row(spec.dtype, cache, offset, values);
@@ -255,11 +274,14 @@ void reference_append(const AttentionSpec& spec, const AppendArgs& args) {
           checked_scale(scales_name, scale, row.sequence, page, h, slot);
         argument = scale;
       }
-      encode(format, cache, offset, values, argument);
+      encode(format, cache, block_scales, page, h, slot, values, argument);
     };
     for (std::int64_t h = 0; h < shape.heads_kv; ++h) {
-      store(args.k, args.k_cache, "k_scale", args.k_scale, spec.kv.k_format, h, &args.k_norm);
-      if (args.v.data) store(args.v, args.v_cache, "v_scale", args.v_scale, spec.kv.v_format, h, nullptr);
+      store(args.k, args.k_cache, args.k_block_scale, "k_scale", args.k_scale, spec.kv.k_format, h,
+            &args.k_norm);
+      if (args.v.data)
+        store(args.v, args.v_cache, args.v_block_scale, "v_scale", args.v_scale, spec.kv.v_format, h,
+              nullptr);
     }
     for (std::int64_t h = 0; h < shape.heads_q; ++h)
       write_row(spec.dtype, args.q_out, offset_of(args.q_out, row.b, h, row.s),
@@ -286,10 +308,13 @@ void reference_quantize(const AttentionSpec& spec, const QuantizeArgs& args) {
     return args.scale.data[offset_of_scale(args.scale, b, b, row / rows % heads / group, row % rows)];
   };
   const KvFormat& format = spec.kv.k_format;
-  if (!format.has_argument()) {  // all scales are in the rows
-    for (std::int64_t row = 0; row < batch * heads * rows; ++row)
-      encode(format, args.codes, offset_of(args.codes, row / rows / heads, row / rows % heads, row % rows),
-             row_at(row), 1);
+  if (format.keys > 0) return encode_groups(format, args, row_at);
+  const auto encode_with = [&](std::int64_t row, float argument) {
+    encode(format, args.codes, args.block_scale, row / rows / heads, row / rows % heads, row % rows,
+           row_at(row), argument);
+  };
+  if (!format.has_argument()) {  // all scales are the blocks'
+    for (std::int64_t row = 0; row < batch * heads * rows; ++row) encode_with(row, 1);
     return;
   }
   if (!args.scale.data) return;  // of nothing
@@ -306,10 +331,7 @@ void reference_quantize(const AttentionSpec& spec, const QuantizeArgs& args) {
   }
   for (std::int64_t row = 0; row < batch * heads * rows; ++row)
     if (scale_at(row) == 0) scale_at(row) = 1;
-  for (std::int64_t row = 0; row < batch * heads * rows; ++row) {
-    encode(format, args.codes, offset_of(args.codes, row / rows / heads, row / rows % heads, row % rows),
-           row_at(row), scale_at(row));
-  }
+  for (std::int64_t row = 0; row < batch * heads * rows; ++row) encode_with(row, scale_at(row));
 }
 
 void reference_merge(const AttentionSpec& spec, const MergeArgs& args) {

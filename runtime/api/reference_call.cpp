@@ -96,23 +96,26 @@ std::int64_t page_of(const ForwardArgs& args, std::int64_t b, std::int64_t page_
 
 /// K or V of a call: its tensor, format and scales.
 struct StoredKv {
-  const ConstTensorView& tensor;
+  const ConstTensorView &tensor, &block_scales;
   const KvFormat& format;
   DType type;
   int dim;      ///< columns that the row has
   int columns;  ///< the first of them, which are read
   NamedScales scales;
 
-  /// Fills a row of elements; it is at an offset in the tensor's elements.
-  void read(std::int64_t offset, std::int64_t b, std::int64_t page, std::int64_t h, std::int64_t row,
+  /// Fills a row of elements; `at` is its batch or page in the tensor, `b` and `page` say whose scale it has.
+  void read(std::int64_t at, std::int64_t b, std::int64_t page, std::int64_t h, std::int64_t row,
             double* to) const {
+    const auto& stride = tensor.stride;
+    const std::int64_t offset = at * stride[0] + h * stride[1] + row * stride[2];
     if (!format.quantized()) {
       for (int i = 0; i < columns; ++i) to[i] = read_element(type, tensor.data, offset + i);
       return;
     }
     const double scale = format.has_argument() ? scales.at(b, page, h, row) : 1;
     std::vector<double> values(static_cast<std::size_t>(dim));
-    decode_row(format, dim, static_cast<const std::uint8_t*>(tensor.data) + offset, scale, values.data());
+    decode_row(format, dim, static_cast<const std::uint8_t*>(tensor.data) + offset, scale, values.data(),
+               block_scale_row(format, block_scales, at, h, row));
     std::copy_n(values.begin(), columns, to);
   }
 };
@@ -129,8 +132,8 @@ std::vector<double> gather_cache(const AttentionSpec& spec, const AttentionShape
       const std::int64_t page = page_of(args, b, page_rows, n);
       if (page < 0) missing.push_back({b, n});
       for (std::int64_t h = 0; page >= 0 && h < shape.heads_kv; ++h)
-        kv.read(page * pool.stride[0] + h * pool.stride[1] + n % page_rows * pool.stride[2], b, page, h,
-                n % page_rows, &values[((b * shape.heads_kv + h) * shape.seqlen_kv + n) * dim]);
+        kv.read(page, b, page, h, n % page_rows,
+                &values[((b * shape.heads_kv + h) * shape.seqlen_kv + n) * dim]);
     }
   return values;
 }
@@ -178,8 +181,7 @@ std::vector<double> gather_kv(const AttentionSpec& spec, const AttentionShape& s
   for (std::int64_t i = 0; i < batch * heads * rows; ++i) {
     const std::int64_t row = i % rows, h = i / rows % heads, b = i / rows / heads;
     const std::int64_t sequence = spec.varlen ? sequence_of_row(args.cu_seqlens_kv, args.batch_size, row) : b;
-    kv.read(b * tensor.stride[0] + h * tensor.stride[1] + row * tensor.stride[2], sequence, 0, h, row,
-            &values[i * kv.columns]);
+    kv.read(b, sequence, 0, h, row, &values[i * kv.columns]);
   }
   return values;
 }
@@ -261,15 +263,19 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
     problem.shape = used_shape(spec, args);
     problem.q = gather_q(spec, args);
     const KvLayout& kv = spec.kv;
-    const StoredKv k{args.k,        kv.k_format,   spec.kv_type(),
-                     spec.head_dim, spec.head_dim, {"k_scale", args.k_scale}};
+    const StoredKv k{args.k,        args.k_block_scale,       kv.k_format, spec.kv_type(), spec.head_dim,
+                     spec.head_dim, {"k_scale", args.k_scale}};
     problem.k = gather_kv(spec, problem.shape, args, k, missing);
     missing.clear();  // V's are the same
     // With shared_kv V is in the rows of K.
     const bool shared = kv.shared_kv && kv.k_format.quantized();
-    const StoredKv v{args.v,         shared ? kv.k_format : kv.v_format,
-                     spec.kv_type(), shared ? spec.head_dim : spec.v_dim(),
-                     spec.v_dim(),   {"v_scale", shared ? args.k_scale : args.v_scale}};
+    const StoredKv v{args.v,
+                     shared ? args.k_block_scale : args.v_block_scale,
+                     shared ? kv.k_format : kv.v_format,
+                     spec.kv_type(),
+                     shared ? spec.head_dim : spec.v_dim(),
+                     spec.v_dim(),
+                     {"v_scale", shared ? args.k_scale : args.v_scale}};
     problem.v = gather_kv(spec, problem.shape, args, v, missing);
     if (args.prefix_length) problem.prefix_length = *args.prefix_length;
     if (spec.partial.running_state) {

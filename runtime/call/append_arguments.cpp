@@ -6,6 +6,7 @@
 #include <numbers>
 #include <string>
 
+#include "call/block_scales.hpp"
 #include "call/tensor_checks.hpp"
 #include "support/refuse.hpp"
 
@@ -272,6 +273,8 @@ AttentionShape shape_of(const AttentionSpec& /*spec*/, const QuantizeArgs& args)
 void check_arguments(const AttentionSpec& spec, const AppendArgs& args) {
   if (!spec.kv.is_cache())
     refuse("The spec has no cache to append to: set spec.kv to KvLayout::paged(page_size) or slots().");
+  if (std::max(spec.kv.k_format.keys, spec.kv.v_format.keys) > 0)
+    KernelSpec{spec, Pass::append}.validate();  // which says why keys that share scales are not appended
   check_new_rows(spec, args);
   const int element_size = size_of(spec.dtype);
   const Size batch{args.k.size[0], "k"}, heads{args.k.size[1], "k"}, rows{args.k.size[2], "k"};
@@ -301,6 +304,11 @@ void check_arguments(const AttentionSpec& spec, const AppendArgs& args) {
   }
   check_new_scales("k_scale", spec, spec.kv.k_format, shape, args.k_cache, args.k_scale);
   if (has_v(spec)) check_new_scales("v_scale", spec, spec.kv.v_format, shape, args.v_cache, args.v_scale);
+  check_block_scales("k_block_scale", "k_cache", spec.kv.k_format, spec.head_dim, args.k_cache,
+                     args.k_block_scale, true);
+  if (has_v(spec))
+    check_block_scales("v_block_scale", "v_cache", spec.kv.v_format, spec.v_dim(), args.v_cache,
+                       args.v_block_scale, true);
   check_rope(spec, args.rope);
   check_norm("k_norm", spec, args.k_norm, true);
   check_norm("q_norm", spec, args.q_norm, args.q.size != std::array<std::int64_t, 4>{});
@@ -344,6 +352,13 @@ void check_arguments(const AttentionSpec& spec, const QuantizeArgs& args) {
   check_kv_tensor("codes", args.codes, sizes, spec.stored_k(), spec.kv.k_format, Access::write);
   check_rows("x", args.x.size);
   check_rope(spec, args.rope);
+  check_block_scales("block_scale", "codes", spec.kv.k_format, spec.head_dim, args.codes, args.block_scale,
+                     true);
+  if (const int keys = spec.kv.k_format.keys; keys > 0 && rows % keys != 0)
+    refuse(
+        "x has {} rows, but {} keys share scales in {}: give whole groups, and keep the last {} keys in 16 "
+        "bits.",
+        rows, keys, to_string(spec.kv.k_format), rows % keys);
   if (!spec.kv.k_format.has_argument()) {
     if (args.scale.data)
       refuse("scale is given, but rows of {} have their scales themselves: leave it out.",
@@ -394,7 +409,9 @@ AppendParams make_params(const AttentionSpec& spec, const AppendArgs& args) {
           .slot_rows = static_cast<int>(std::max<std::int64_t>(args.k_cache.size[2], 1)),
           .slot_pages = static_cast<int>(args.k_cache.size[0]),
           .k_norm = norm_param(args.k_norm),
-          .q_norm = norm_param(args.q_norm)};
+          .q_norm = norm_param(args.q_norm),
+          .k_block_scale = tensor_param(args.k_block_scale),
+          .v_block_scale = tensor_param(args.v_block_scale)};
 }
 
 MergeParams make_params(const AttentionSpec& spec, const MergeArgs& args) {
@@ -429,7 +446,8 @@ QuantizeParams make_params(const AttentionSpec& spec, const QuantizeArgs& args) 
           .heads_of_scale = static_cast<int>(shape.heads_q / std::max<std::int64_t>(args.scale.size[2], 1)),
           .scale_of_row = args.scale.size[3] != 1,
           .hadamard = args.hadamard,
-          .rope = rope_param(spec, args.rope, args.x.size[0] * args.x.size[2])};
+          .rope = rope_param(spec, args.rope, args.x.size[0] * args.x.size[2]),
+          .block_scale = tensor_param(args.block_scale)};
 }
 
 std::vector<NamedPointer> pointers_of(const AppendArgs& args) {
@@ -439,6 +457,8 @@ std::vector<NamedPointer> pointers_of(const AppendArgs& args) {
                         {"v_cache", memory_of(args.v_cache)},
                         {"k_scale", args.k_scale.data},
                         {"v_scale", args.v_scale.data},
+                        {"k_block_scale", memory_of(args.k_block_scale)},
+                        {"v_block_scale", memory_of(args.v_block_scale)},
                         {"kv_lengths", args.kv_lengths},
                         {"page_table", args.page_table.data},
                         {"page_table.starts", args.page_table.starts},
@@ -457,6 +477,7 @@ std::vector<NamedPointer> pointers_of(const QuantizeArgs& args) {
   return without_nulls({{"x", memory_of(args.x)},
                         {"codes", memory_of(args.codes)},
                         {"scale", args.scale.data},
+                        {"block_scale", memory_of(args.block_scale)},
                         {"rope.cos", args.rope.cos},
                         {"rope.sin", args.rope.sin},
                         {"rope.positions", args.rope.positions}});

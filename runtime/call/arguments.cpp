@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "call/block_scales.hpp"
 #include "call/tensor_checks.hpp"
 #include "plan/workspace.hpp"
 #include "support/refuse.hpp"
@@ -467,8 +468,12 @@ AttentionShape check_arguments(const AttentionSpec& spec, const ForwardArgs& arg
   check_scales("k_scale", spec, spec.kv.k_format, shape, args.k, args.k_scale);
   if (!spec.kv.shared_kv)
     check_scales("v_scale", spec, spec.kv.v_format, shape, args.v, args.v_scale);
-  else if (args.v_scale.data)
-    refuse("v_scale is given, but with shared_kv V is K's memory and has its scales: leave v_scale out.");
+  else if (args.v_scale.data || args.v_block_scale.data)
+    refuse("{} is given, but with shared_kv V is K's memory and has its scales: leave it out.",
+           args.v_scale.data ? "v_scale" : "v_block_scale");
+  check_block_scales("k_block_scale", "k", spec.kv.k_format, spec.head_dim, args.k, args.k_block_scale);
+  if (!spec.kv.shared_kv)
+    check_block_scales("v_block_scale", "v", spec.kv.v_format, spec.v_dim(), args.v, args.v_block_scale);
   check_q_scale(spec, shape, args.q_scale);
   check_apart(spec, args);
   return shape;
@@ -552,6 +557,8 @@ std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {
                               {"state.lse", args.partial.state.lse},
                               {"k_scale", args.k_scale.data},
                               {"v_scale", args.v_scale.data},
+                              {"k_block_scale", memory_of(args.k_block_scale)},
+                              {"v_block_scale", memory_of(args.v_block_scale)},
                               {"q_scale", args.q_scale.data}});
 }
 

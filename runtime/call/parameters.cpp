@@ -162,6 +162,10 @@ Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args, Pas
   if (!plan.spec.epilogue.out_mod.empty()) params.out_mod = tensor_param(args.out_before_mod);
   params.k_scale = scale_param(args.k_scale);
   params.v_scale = scale_param(plan.spec.kv.shared_kv ? args.k_scale : args.v_scale);
+  if (plan.spec.kv.quantized()) {
+    params.k_block_scale = tensor_param(args.k_block_scale);
+    params.v_block_scale = tensor_param(plan.spec.kv.shared_kv ? args.k_block_scale : args.v_block_scale);
+  }
   params.q_scale = scale_param(args.q_scale);
   if (args.prefix_length) params.prefix_length = args.prefix_length;
   if (plan.spec.partial.running_state) {

@@ -104,8 +104,10 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
       return kernel.spec.varlen ? shape.seqlen_q : shape.batch * shape.seqlen_q;
     case Step::clear_scales:
       return tiles(std::max<std::int64_t>(heads, 1), kAuxiliaryThreads);  // one scale may be of nothing
-    case Step::find_scales:
     case Step::quantize:
+      if (const int keys = kernel.spec.kv.k_format.keys) return heads * (shape.seqlen_q / keys);
+      [[fallthrough]];
+    case Step::find_scales:
       return tiles(heads * shape.seqlen_q, kAuxiliaryThreads / 32);
     case Step::merge:
       return tiles(heads * shape.seqlen_q * (kernel.spec.v_dim() / kMergedDims), kAuxiliaryThreads);

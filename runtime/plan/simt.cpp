@@ -133,6 +133,13 @@ Entry entry_without_tiles(const char* name, const char* params, const char* head
   return made;
 }
 
+/// Groups of keys that share scales, which there is one step for.
+Entry entry_of_keys() {
+  Entry entry = entry_without_tiles("quantize", "QuantizeParams", "quantize_keys");
+  entry.function = "flashjit::auxiliary::quantize_keys";
+  return entry;
+}
+
 KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
   KernelPlan kernel{
       .spec = spec, .config = config, .constants = problem_constants(spec, config, spec.has_tile_lists)};
@@ -153,6 +160,7 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
       if (step != Step::quantize && !spec.kv.k_format.has_argument()) continue;  // no scales but the rows'
       Entry entry = entry_without_tiles(name, "QuantizeParams", "quantize");
       if (step == Step::quantize && spec.decodes_kv()) entry.function = "flashjit::auxiliary::quantize_rows";
+      if (spec.kv.k_format.keys > 0) entry = entry_of_keys();
       kernel.add(step, entry);
     }
   }

@@ -62,6 +62,10 @@ Support supports_indices(const AnalysedSpec& spec) {
 /// Rows that are decoded.
 Support supports_rows(const AnalysedSpec& spec) {
   if (!spec.decodes_kv()) return Support::yes();
+  if (spec.kv.k_format.has_block_scales() || spec.kv.v_format.has_block_scales())
+    return Support::no(fmt::format(
+        "K of {} and V of {} have scales in a tensor of their own, and its producer copies one row a key",
+        to_string(spec.kv.k_format), to_string(spec.kv.v_format)));
   if (!spec.kv.shared_kv && std::max(spec.head_dim, spec.v_dim()) <= kMostColumns) return Support::yes();
   return Support::no(fmt::format("K of {} and V of {} are for head dimensions up to {} and without shared_kv",
                                  to_string(spec.kv.k_format), to_string(spec.kv.v_format), kMostColumns));

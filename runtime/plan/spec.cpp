@@ -37,6 +37,18 @@ std::string format_text(const AttentionSpec& spec) {
   return k == v ? k : fmt::format("{} and {}", k, v);
 }
 
+/// Keys that share scales are of one sequence and one page.
+void check_groups_of_keys(const AttentionSpec& spec) {
+  if (spec.varlen && !spec.kv.is_cache())
+    refuse(
+        "K and V are {}, where keys share scales, and varlen packs sequences that begin anywhere; give them "
+        "in a cache, or without packing",
+        format_text(spec));
+  for (const int keys : {spec.kv.k_format.keys, spec.kv.v_format.keys})
+    if (keys > 0 && spec.kv.is_paged() && spec.kv.page_size % keys != 0)
+      refuse("kv.page_size is {}, but {} keys share scales; it must be a multiple", spec.kv.page_size, keys);
+}
+
 /// What quantized K and V ask for, and what they alone can have.
 void check_formats(const AttentionSpec& spec) {
   const KvFormat &k = spec.kv.k_format, &v = spec.kv.v_format;
@@ -51,6 +63,7 @@ void check_formats(const AttentionSpec& spec) {
         "e5m2 "
         "or int8, or leave it out",
         format_text(spec));
+  if (std::max(k.keys, v.keys) > 0) check_groups_of_keys(spec);
   if (!spec.q_codes) return;
   if (!spec.has_scales())
     refuse(
@@ -257,6 +270,12 @@ void KernelSpec::validate() const {
            format_text(*this));
   if (pass == Pass::append && !kv.is_cache())
     refuse("the pass is append and the spec has no cache: set kv to KvLayout::paged(page_size) or slots()");
+  if (pass == Pass::append && std::max(kv.k_format.keys, kv.v_format.keys) > 0)
+    refuse(
+        "the pass is append and K and V are {}, where {} keys share scales, which new rows would change; "
+        "keep "
+        "the newest keys in 16 bits, quantize() a group once it is whole, and merge() attention over both",
+        format_text(*this), std::max(kv.k_format.keys, kv.v_format.keys));
   if (pass == Pass::jvp) refuse_without_tangent(*this);
   if (pass != Pass::backward) return;
   if (kv.is_cache())

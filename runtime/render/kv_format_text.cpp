@@ -29,7 +29,10 @@ std::string struct_text(const char* name, const KvFormat& format, int dim, const
   const KvRow row = quantized ? format.row(dim) : KvRow{.block = 16, .bytes = dim * size_of(dtype)};
   const std::string tail_type = quantized ? std::string(name_of(format.tail_type)) : to_string(dtype);
   const char* stored = quantized ? "unsigned char" : dtype == DType::fp32 ? "float" : "unsigned short";
-  std::string text = fmt::format("  struct {} {{\n    using Stored = {};\n", name, stored);
+  const int scale_size = size_of(format.scale_type);
+  const char* stored_scale = scale_size == 4 ? "float" : scale_size == 2 ? "unsigned short" : "unsigned char";
+  std::string text = fmt::format("  struct {} {{\n    using Stored = {};\n    using StoredScale = {};\n",
+                                 name, stored, stored_scale);
   const auto add = [&](const char* type, const char* constant, auto value) {
     text += fmt::format("    static constexpr {} {} = {};\n", type, constant, value);
   };
@@ -41,7 +44,8 @@ std::string struct_text(const char* name, const KvFormat& format, int dim, const
   add_enum("KvNumber", "kScaleType", name_of(format.scale_type));
   add_enum("KvNumber", "kTailType", tail_type);
   add("bool", "kHalves", format.packing == KvFormat::Packing::halves);
-  add("bool", "kScalesInRow", format.scales != KvFormat::Scales::argument);
+  add("bool", "kApart", format.has_block_scales());
+  add("bool", "kBlockScales", format.scales != KvFormat::Scales::argument && format.keys == 0);
   add("bool", "kArgument", format.has_argument());
   add("bool", "kArgumentOfKeys", format.has_argument() && spec.kv.key_scales);
   add("int", "kBits", format.bits());
@@ -52,6 +56,7 @@ std::string struct_text(const char* name, const KvFormat& format, int dim, const
   add_float("kLargestWithArgument", quantized ? largest_with_argument(format) : 1.0f);
   add("int", "kDim", dim);
   add("int", "kColumns", row.columns);
+  add("int", "kKeys", format.keys);
   add("int", "kBlock", row.block);
   add("int", "kCodes", row.codes);
   add("int", "kBlockStep", row.block_step);
@@ -61,6 +66,7 @@ std::string struct_text(const char* name, const KvFormat& format, int dim, const
   add("int", "kTail", row.tail);
   add("int", "kBytes", row.bytes);
   add("int", "kAlignment", row.alignment);
+  add("int", "kScaleAlignment", format.has_block_scales() ? row.scale_alignment : row.alignment);
   return text + book_text(format) + "  };\n";
 }
 

@@ -84,7 +84,7 @@ CodePlace place_of(const KvFormat& format, int block, int column) {
 
 /// How the elements of a block become codes: a factor and a summand.
 struct Quantizer {
-  float scale = 1, zero = 0;
+  double scale = 1, zero = 0;
 };
 
 /// The smallest power of two with which no code is too large, or the one of OCP's MX formats.
@@ -269,48 +269,87 @@ float encode_scale(Number type, float value, std::uint8_t* to) {
   return encode_number(type, value, to);
 }
 
-void decode_row(const KvFormat& format, int dim, const std::uint8_t* row, double argument, double* to) {
+namespace {
+
+/// A scale, and a zero point, of a row's block, or of a column of keys.
+Quantizer decoded_quantizer(const KvFormat& format, const KvRow& at, const std::uint8_t* scales, int index,
+                            double argument) {
+  const std::ptrdiff_t step = std::ptrdiff_t{index} * at.scale_step;
+  const auto number = [&](int first) { return decode_number(format.scale_type, scales + first + step); };
+  if (format.scales == KvFormat::Scales::argument) return {argument, 0};
+  const double zero = format.zero == Zero::none ? 0 : number(at.zeros);
+  return {number(at.scales) * argument, format.zero == Zero::added ? zero * argument : zero};
+}
+
+Quantizer found_quantizer(const KvFormat& format, const KvRow& at, std::span<const float> values,
+                          float argument, std::uint8_t* scales, int index) {
+  if (format.scales == KvFormat::Scales::argument) return {argument, 0};
+  const std::ptrdiff_t step = std::ptrdiff_t{index} * at.scale_step;
+  std::uint8_t *scale = scales + at.scales + step, *zero = scales + at.zeros + step;
+  return format.zero == Zero::none ? symmetric(format, values, argument, scale)
+                                   : with_zero(format, values, argument, scale, zero);
+}
+
+/// Puts the code of a column's value into its block's bytes, which were cleared.
+void put_code(const KvFormat& format, const KvRow& at, std::uint8_t* block, int i, float x,
+              const Quantizer& by) {
+  const auto scale = static_cast<float>(by.scale), zero = static_cast<float>(by.zero);
+  const float value = format.zero == Zero::added ? (x - zero) / scale : x / scale + zero;
+  const auto [byte, shift] = place_of(format, at.block, i);
+  block[byte] |= static_cast<std::uint8_t>(code_of(format, value) << shift);
+}
+
+void encode_tail(const KvFormat& format, const KvRow& at, const double* from, std::uint8_t* row) {
+  for (std::ptrdiff_t i = 0; i < format.tail; ++i)
+    encode_number(format.tail_type, static_cast<float>(from[at.columns + i]), row + at.tail + i * 2);
+}
+
+}  // namespace
+
+void decode_row(const KvFormat& format, int dim, const std::uint8_t* row, double argument, double* to,
+                const std::uint8_t* scales) {
   const KvRow at = format.row(dim);
   const unsigned mask = (1u << format.bits()) - 1;
-  const bool in_row = format.scales != KvFormat::Scales::argument;
+  if (!format.has_block_scales()) scales = row;
   for (int begin = 0, block = 0; begin < at.columns; begin += at.block, ++block) {
-    const std::ptrdiff_t step = std::ptrdiff_t{block} * at.scale_step;
-    const double scale =
-        in_row ? decode_number(format.scale_type, row + at.scales + step) * argument : argument;
-    const double zero =
-        format.zero == Zero::none ? 0 : decode_number(format.scale_type, row + at.zeros + step);
+    Quantizer by = decoded_quantizer(format, at, scales, block, argument);
     for (int i = 0; i < at.block; ++i) {
+      if (format.keys > 0) by = decoded_quantizer(format, at, scales, i, argument);
       const auto [byte, shift] = place_of(format, at.block, i);
       const double value = code_value(format, row[at.codes + block * at.block_step + byte] >> shift & mask);
-      to[begin + i] = format.zero == Zero::added ? value * scale + zero * argument : (value - zero) * scale;
+      to[begin + i] = format.zero == Zero::added ? value * by.scale + by.zero : (value - by.zero) * by.scale;
     }
   }
   for (std::ptrdiff_t i = 0; i < format.tail; ++i)
     to[at.columns + i] = decode_number(format.tail_type, row + at.tail + i * 2);
 }
 
-void encode_row(const KvFormat& format, int dim, const double* from, float argument, std::uint8_t* row) {
+void encode_row(const KvFormat& format, int dim, const double* from, float argument, std::uint8_t* row,
+                std::uint8_t* scales) {
   const KvRow at = format.row(dim);
-  const bool in_row = format.scales != KvFormat::Scales::argument;
   std::vector<float> values(static_cast<std::size_t>(at.block));
+  if (!format.has_block_scales()) scales = row;
   std::memset(row, 0, static_cast<std::size_t>(at.tail));
   for (int begin = 0, block = 0; begin < at.columns; begin += at.block, ++block) {
     for (int i = 0; i < at.block; ++i) values[i] = static_cast<float>(from[begin + i]);
-    const std::ptrdiff_t step = std::ptrdiff_t{block} * at.scale_step;
-    std::uint8_t *scale = row + at.scales + step, *zero = row + at.zeros + step;
-    const Quantizer by = !in_row                     ? Quantizer{argument}
-                         : format.zero == Zero::none ? symmetric(format, values, argument, scale)
-                                                     : with_zero(format, values, argument, scale, zero);
-    for (int i = 0; i < at.block; ++i) {
-      const float value =
-          format.zero == Zero::added ? (values[i] - by.zero) / by.scale : values[i] / by.scale + by.zero;
-      const auto [byte, shift] = place_of(format, at.block, i);
-      row[at.codes + block * at.block_step + byte] |=
-          static_cast<std::uint8_t>(code_of(format, value) << shift);
-    }
+    const Quantizer by = found_quantizer(format, at, values, argument, scales, block);
+    for (int i = 0; i < at.block; ++i)
+      put_code(format, at, row + at.codes + block * at.block_step, i, values[i], by);
   }
-  for (std::ptrdiff_t i = 0; i < format.tail; ++i)
-    encode_number(format.tail_type, static_cast<float>(from[at.columns + i]), row + at.tail + i * 2);
+  encode_tail(format, at, from, row);
+}
+
+void encode_keys(const KvFormat& format, int dim, const double* from, std::span<std::uint8_t* const> rows,
+                 std::uint8_t* scales) {
+  const KvRow at = format.row(dim);
+  std::vector<float> values(rows.size());
+  for (std::uint8_t* const row : rows) std::memset(row, 0, static_cast<std::size_t>(at.tail));
+  for (int column = 0; column < at.columns; ++column) {
+    for (std::size_t n = 0; n < rows.size(); ++n) values[n] = static_cast<float>(from[n * dim + column]);
+    const Quantizer by = found_quantizer(format, at, values, 1, scales, column);
+    for (std::size_t n = 0; n < rows.size(); ++n) put_code(format, at, rows[n], column, values[n], by);
+  }
+  for (std::size_t n = 0; n < rows.size(); ++n) encode_tail(format, at, from + n * dim, rows[n]);
 }
 
 }  // namespace flashjit

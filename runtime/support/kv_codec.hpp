@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string_view>
 
 #include "flashjit/kv_format.hpp"
@@ -32,9 +33,17 @@ float encode_number(KvFormat::Number type, float value, std::uint8_t* to);
 /// The same of scales: for positive values never zero, and never infinite.
 float encode_scale(KvFormat::Number type, float value, std::uint8_t* to);
 
-/// Fills `dim` elements. `argument`: the call's scale for this row; 1 where the format has none.
-void decode_row(const KvFormat& format, int dim, const std::uint8_t* row, double argument, double* to);
-/// Fills a row's bytes. The call's scale is read.
-void encode_row(const KvFormat& format, int dim, const double* from, float argument, std::uint8_t* row);
+/// Fills `dim` elements. `argument`: the call's scale for this row; 1 where the format has none. `scales`:
+/// the row of the scales' tensor, where the format has one.
+void decode_row(const KvFormat& format, int dim, const std::uint8_t* row, double argument, double* to,
+                const std::uint8_t* scales = nullptr);
+/// Fills a row's bytes, and the scales' row. The call's scale is read. Not for formats whose keys share
+/// scales.
+void encode_row(const KvFormat& format, int dim, const double* from, float argument, std::uint8_t* row,
+                std::uint8_t* scales = nullptr);
+/// Fills the rows of format.keys keys that share scales, and these; `from` has the keys' elements, and `rows`
+/// says where each key's bytes are.
+void encode_keys(const KvFormat& format, int dim, const double* from, std::span<std::uint8_t* const> rows,
+                 std::uint8_t* scales);
 
 }  // namespace flashjit

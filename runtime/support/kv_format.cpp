@@ -56,9 +56,8 @@ std::string allowed() {
   for (const NamedKvFormat& named : named_kv_formats()) names += fmt::format("{}, ", named.name);
   return fmt::format(
       "write {}or codes (e4m3, e5m2, int8, uint8, e2m1, int4, int4_offset, uint4, uint2, book(<values>)) and "
-      "then, for scales in the row, g16|g32|g64|g128|row, fp32|fp16|bf16|e4m3|e8m0, before, zero|min, "
-      "halves, "
-      "tail<columns>[xfp16], scaled, such as int4:g32:fp16:zero",
+      "then, for scales of blocks, g16|g32|g64|g128|row|keys<n>, fp32|fp16|bf16|e4m3|e8m0, before|apart, "
+      "zero|min, halves, tail<columns>[xfp16], scaled, such as int4:g32:fp16:zero",
       names);
 }
 
@@ -89,12 +88,25 @@ Code parse_code(std::string_view text, std::string_view word, KvFormat& format) 
   refuse_text(text, fmt::format("begins with {}, which is neither a name nor codes", quoted(word)));
 }
 
-/// Columns that share a scale: "g32", or "row".
-std::optional<int> parse_block(std::string_view word) {
-  if (word == "row") return 0;
-  if (word.size() < 2 || word[0] != 'g') return {};
-  if (!std::ranges::all_of(word.substr(1), [](char c) { return c >= '0' && c <= '9'; })) return {};
-  return static_cast<int>(parse_int(word.substr(1), "the columns of a block", 1, 1 << 20));
+/// A number behind a prefix, as in "g32".
+std::optional<int> parse_count(std::string_view word, std::string_view prefix, const char* name) {
+  if (word.size() <= prefix.size() || !word.starts_with(prefix)) return {};
+  word.remove_prefix(prefix.size());
+  if (!std::ranges::all_of(word, [](char c) { return c >= '0' && c <= '9'; })) return {};
+  return static_cast<int>(parse_int(word, name, 1, 1 << 20));
+}
+
+/// What shares a scale: columns, "g32" or "row", or keys, "keys32".
+bool parse_block(std::string_view word, KvFormat& format) {
+  format.scales = Scales::behind_codes;
+  if (word == "row") return true;
+  if (const auto columns = parse_count(word, "g", "the columns of a block")) {
+    format.block = *columns;
+    return true;
+  }
+  const auto keys = parse_count(word, "keys", "the keys that share a scale");
+  if (keys) format.scales = Scales::apart, format.keys = *keys;
+  return keys.has_value();
 }
 
 bool parse_number(std::string_view word, Number& number) {
@@ -127,16 +139,17 @@ KvFormat parse_parts(std::string_view text) {
     return found;
   };
   if (next < words.size()) {
-    const auto block = parse_block(words[next]);
-    if (!block)
-      refuse_text(text, fmt::format("has {} where g<columns> or row should stand", quoted(words[next])));
-    format.scales = Scales::behind_codes;
-    format.block = *block;
+    if (!parse_block(words[next], format))
+      refuse_text(text,
+                  fmt::format("has {} where g<columns>, row or keys<n> should stand", quoted(words[next])));
     ++next;
     if (next == words.size() || !parse_number(words[next], format.scale_type))
       refuse_text(text, "does not say the type of its scales");
     ++next;
-    if (take("before")) format.scales = Scales::before_block;
+    if (format.keys == 0 && take("before"))
+      format.scales = Scales::before_block;
+    else if (format.keys == 0 && take("apart"))
+      format.scales = Scales::apart;
     if (take("zero"))
       format.zero = Zero::subtracted;
     else if (take("min"))
@@ -159,9 +172,12 @@ std::string parts_of(const KvFormat& format) {
     out += ')';
   }
   if (format.scales == Scales::argument) return out;
-  out += format.block == 0 ? ":row" : fmt::format(":g{}", format.block);
+  out += format.keys != 0    ? fmt::format(":keys{}", format.keys)
+         : format.block == 0 ? ":row"
+                             : fmt::format(":g{}", format.block);
   out += fmt::format(":{}", name_of(format.scale_type));
   if (format.scales == Scales::before_block) out += ":before";
+  if (format.scales == Scales::apart && format.keys == 0) out += ":apart";
   if (format.zero == Zero::subtracted) out += ":zero";
   if (format.zero == Zero::added) out += ":min";
   if (format.packing == Packing::halves) out += ":halves";
@@ -174,6 +190,7 @@ std::string parts_of(const KvFormat& format) {
 /// Without scales in the row there is nothing that these could belong to.
 void validate_argument_scales(const KvFormat& format) {
   const char* with_row = format.block != 0                      ? "a block"
+                         : format.keys != 0                     ? "keys that share a scale"
                          : format.zero != Zero::none            ? "zero points"
                          : format.packing != Packing::neighbors ? "packing in halves"
                          : format.second_scale                  ? "a second scale"
@@ -186,12 +203,27 @@ void validate_argument_scales(const KvFormat& format) {
         with_row, name_of(format.code));
 }
 
-void validate_row_scales(const KvFormat& format) {
+bool is_group(int count) { return count == 16 || count == 32 || count == 64 || count == 128; }
+
+/// Keys that share scales have them apart, and each column has its own.
+void validate_keys(const KvFormat& format) {
+  if (format.keys == 0) return;
+  if (!is_group(format.keys))
+    refuse("the KV format has {} keys that share a scale; they are 16, 32, 64 or 128", format.keys);
+  if (format.scales != Scales::apart || format.block != 0 || format.packing != Packing::neighbors ||
+      format.second_scale)
+    refuse(
+        "the KV format has {} keys that share a scale of each column; its scales are then in a tensor of "
+        "their own, and it has no blocks of columns, no halves and no second scale",
+        format.keys);
+}
+
+void validate_block_scales(const KvFormat& format) {
   name_of(format.scale_type);
-  if (!(format.block == 0 || format.block == 16 || format.block == 32 || format.block == 64 ||
-        format.block == 128))
+  if (format.block != 0 && !is_group(format.block))
     refuse("the KV format has blocks of {} columns; they have 16, 32, 64 or 128, or are the row",
            format.block);
+  validate_keys(format);
   const bool is_float = info_of(format.code).is_float;
   if (format.zero != Zero::none && is_float)
     refuse(
@@ -232,7 +264,8 @@ KvRow KvFormat::row(int dim) const {
   KvRow row{.columns = dim - tail};
   row.block = block == 0 ? row.columns : block;
   const int blocks = scales == Scales::argument || row.block == 0 ? 1 : row.columns / row.block;
-  const int code_bytes = row.block * bits() / 8, scale = scales == Scales::argument ? 0 : size_of(scale_type);
+  const bool in_row = scales == Scales::behind_codes || scales == Scales::before_block;
+  const int code_bytes = row.block * bits() / 8, scale = in_row ? size_of(scale_type) : 0;
   const int zero_bytes = zero == Zero::none ? 0 : scale;
   const bool before = scales == Scales::before_block;
   row.codes = before ? scale + zero_bytes : 0;
@@ -244,6 +277,13 @@ KvRow KvFormat::row(int dim) const {
   row.bytes = row.tail + tail * 2;
   for (const int place : {row.codes, row.block_step, row.scales, row.tail, row.bytes})
     row.alignment = std::gcd(row.alignment, place);
+  if (!has_block_scales()) return row;
+  const int numbers = keys == 0 ? blocks : row.columns;
+  row.scales = 0;
+  row.scale_step = size_of(scale_type);
+  row.zeros = numbers * row.scale_step;
+  row.scale_columns = numbers * (zero == Zero::none ? 1 : 2);
+  row.scale_alignment = keys == 0 ? row.scale_step : 16;  // columns' are read 16 at a time
   return row;
 }
 
@@ -256,7 +296,7 @@ void KvFormat::validate() const {
     refuse("the KV format has a code book with a value that is not finite; give finite numbers");
   if (code == Code::book && std::ranges::all_of(book, [](float value) { return value == 0; }))
     refuse("the KV format has a code book of zeros; give values that differ");
-  if (scales > Scales::before_block || zero > Zero::added || packing > Packing::halves)
+  if (scales > Scales::apart || zero > Zero::added || packing > Packing::halves)
     refuse("the KV format has scales, zero points or packing without a name");
   if (code == Code::element && *this != KvFormat{})
     refuse(
@@ -265,7 +305,7 @@ void KvFormat::validate() const {
   if (scales == Scales::argument)
     validate_argument_scales(*this);
   else
-    validate_row_scales(*this);
+    validate_block_scales(*this);
   if (is_unsigned(code) && zero == Zero::none)
     refuse("the KV format has codes {}, which are not negative, without zero points; add zero or min",
            name_of(code));

@@ -52,6 +52,7 @@ struct AppendParams {
   int slot_rows;      ///< of a page or slot of the cache
   int slot_pages;     ///< pages or slots of the cache
   NormParam k_norm, q_norm;
+  TensorParam k_block_scale, v_block_scale;  ///< of formats whose scales are apart, written
 };
 
 /// The most states that the merge entry takes, and dimensions of O that a thread of it does.
@@ -77,7 +78,8 @@ struct QuantizeParams {
   int heads_of_scale;      ///< that share one
   int scale_of_row;        ///< each row has its own
   int hadamard;
-  RopeParam rope;  ///< positions [batch, rows]; null: the number of the row
+  RopeParam rope;           ///< positions [batch, rows]; null: the number of the row
+  TensorParam block_scale;  ///< of a format whose scales are apart, written
 };
 
 }  // namespace flashjit

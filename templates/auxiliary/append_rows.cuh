@@ -17,8 +17,8 @@ __device__ __forceinline__ void load_new_row(const Element* from, float* row, in
 /// Encodes a row of K or V into the cache. With scales of keys the call's scale is written, too.
 template <class P, class Format>
 __device__ __forceinline__ void store_encoded(RowEncoder<Format>& encoder, const float* row,
-                                              const TensorParam& cache, const ScaleParam& scales, int b,
-                                              KeyPlace place, int h) {
+                                              const TensorParam& cache, const TensorParam& block_scales,
+                                              const ScaleParam& scales, int b, KeyPlace place, int h) {
   float argument = 1.0f;
   if (Format::kArgument) {
     float* scale = scale_at(scales, b, place, h);
@@ -31,8 +31,13 @@ __device__ __forceinline__ void store_encoded(RowEncoder<Format>& encoder, const
       argument = *scale;
     }
   }
-  auto* to = row_of<typename Format::Stored>(cache, place.page, h, place.row);
-  encoder.encode(row, argument, reinterpret_cast<unsigned char*>(to));
+  using Bytes = unsigned char*;
+  auto* to = reinterpret_cast<Bytes>(row_of<typename Format::Stored>(cache, place.page, h, place.row));
+  Bytes scale_row = to;
+  if (Format::kApart)
+    scale_row =
+        reinterpret_cast<Bytes>(row_of<typename Format::StoredScale>(block_scales, place.page, h, place.row));
+  encoder.encode(row, argument, to, scale_row);
 }
 
 /// One CTA of 128 threads for all heads of one new row; grid: batch * rows, packed: rows. Rows are left out
@@ -60,14 +65,14 @@ __device__ void append_rows(const AppendParams& p) {
     if (is_v && P::kSharedKv) continue;  // V is in the rows of K
     if (is_v) {
       load_new_row<Element, P::kHeadDimV>(row_of<Element>(p.v, b, h, s), row, lane);
-      store_encoded<P>(v_encoders[warp], row, p.v_cache, p.v_scale, at.b, place, h);
+      store_encoded<P>(v_encoders[warp], row, p.v_cache, p.v_block_scale, p.v_scale, at.b, place, h);
       continue;
     }
     load_new_row<Element, P::kHeadDim>(row_of<Element>(is_k ? p.k : p.q, b, h, s), row, lane);
     normalize_row<Element, P::kHeadDim>(is_k ? p.k_norm : p.q_norm, row, lane);
     if (rope.pairs > 0) rotate_row<Element>(rope, positions, row, lane);
     if (is_k) {
-      store_encoded<P>(k_encoders[warp], row, p.k_cache, p.k_scale, at.b, place, h);
+      store_encoded<P>(k_encoders[warp], row, p.k_cache, p.k_block_scale, p.k_scale, at.b, place, h);
       continue;
     }
     Element* to = row_of<Element>(p.q_out, b, h, s);

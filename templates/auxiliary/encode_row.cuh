@@ -152,14 +152,12 @@ __device__ __forceinline__ unsigned symmetric_scale(const BlockExtremes& found, 
                                                            : magnitude / kLargest);
 }
 
-/// Finds a block's scale and zero point, and writes them to the row. By kLanes lanes.
-template <class Format, int kLanes>
-__device__ __forceinline__ KvQuantizer quantizer_of_block(const float* values, float argument,
-                                                          unsigned char* scale_at, unsigned char* zero_at) {
+/// The scale and zero point of a block, or of a column of keys, which `writes` writes.
+template <class Format>
+__device__ __forceinline__ KvQuantizer quantizer_for(const BlockExtremes& found, float argument, bool writes,
+                                                     unsigned char* scale_at, unsigned char* zero_at) {
   constexpr KvNumber kType = Format::kScaleType;
   constexpr int kBytes = size_of(kType);
-  const BlockExtremes found = extremes_of_block<kLanes>(values, Format::kBlock);
-  const bool writes = static_cast<int>(threadIdx.x) % kLanes == 0;
   if (Format::kZero == KvZero::none) {
     const unsigned bits = symmetric_scale<Format>(found, argument);
     if (writes) store_bytes<kBytes>(scale_at, bits);
@@ -181,7 +179,24 @@ __device__ __forceinline__ KvQuantizer quantizer_of_block(const float* values, f
   return {scale, added ? zero * argument : zero};
 }
 
-/// Encodes a row, which all lanes see. `argument` is the call's scale. By a warp; `quantizers` is its own.
+/// The code of an element, in its lowest bits.
+template <class Format>
+__device__ __forceinline__ unsigned code_by(const KvQuantizer& by, float x) {
+  return code_of_value<Format>(Format::kZero == KvZero::added ? (x - by.zero) / by.scale
+                                                              : x / by.scale + by.zero);
+}
+
+/// Writes the columns of a row that are elements, by a warp.
+template <class Format>
+__device__ __forceinline__ void store_tail(const float* row, unsigned char* to) {
+  constexpr int kSize = size_of(Format::kTailType);
+  for (int i = Format::kColumns + static_cast<int>(threadIdx.x) % 32; i < Format::kDim; i += 32)
+    store_bytes<kSize>(to + Format::kTail + (i - Format::kColumns) * kSize,
+                       bits_of_number<Format::kTailType>(row[i]));
+}
+
+/// Encodes a row, which all lanes see. `argument` is the call's scale, `scales` the row where scales go:
+/// `to`, or another tensor's. By a warp; `quantizers` is its own.
 template <class Format>
 struct RowEncoder {
   static constexpr int kBlocks = Format::kColumns > 0 ? Format::kColumns / Format::kBlock : 0;
@@ -192,16 +207,18 @@ struct RowEncoder {
                                                                                   : 32;
   KvQuantizer quantizers[kBlocks + 1];
 
-  __device__ __forceinline__ void encode(const float* row, float argument, unsigned char* to) {
+  __device__ __forceinline__ void encode(const float* row, float argument, unsigned char* to,
+                                         unsigned char* scales) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     constexpr int kAtOnce = 32 / kLanes;
     for (int first = 0; first < kBlocks; first += kAtOnce) {
       const int block = min(first + lane / kLanes, kBlocks - 1);
       KvQuantizer by{argument, 0.0f};
-      if (Format::kScalesInRow)
-        by = quantizer_of_block<Format, kLanes>(row + block * Format::kBlock, argument,
-                                                to + Format::kScales + block * Format::kScaleStep,
-                                                to + Format::kZeros + block * Format::kScaleStep);
+      if (Format::kBlockScales)
+        by = quantizer_for<Format>(extremes_of_block<kLanes>(row + block * Format::kBlock, Format::kBlock),
+                                   argument, lane % kLanes == 0,
+                                   scales + Format::kScales + block * Format::kScaleStep,
+                                   scales + Format::kZeros + block * Format::kScaleStep);
       if (lane % kLanes == 0) quantizers[block] = by;
     }
     __syncwarp();
@@ -213,17 +230,11 @@ struct RowEncoder {
 #pragma unroll
       for (int n = 0; n < 8 / Format::kBits; ++n) {
         const int column = Format::kHalves ? byte + n * (Format::kBlock / 2) : byte * (8 / Format::kBits) + n;
-        const float x = row[block * Format::kBlock + column];
-        const float value =
-            Format::kZero == KvZero::added ? (x - by.zero) / by.scale : x / by.scale + by.zero;
-        bits |= code_of_value<Format>(value) << n * Format::kBits;
+        bits |= code_by<Format>(by, row[block * Format::kBlock + column]) << n * Format::kBits;
       }
       to[Format::kCodes + block * Format::kBlockStep + byte] = static_cast<unsigned char>(bits);
     }
-    constexpr int kSize = size_of(Format::kTailType);
-    for (int i = Format::kColumns + lane; i < Format::kDim; i += 32)
-      store_bytes<kSize>(to + Format::kTail + (i - Format::kColumns) * kSize,
-                         bits_of_number<Format::kTailType>(row[i]));
+    store_tail<Format>(row, to);
     __syncwarp();
   }
 };

@@ -159,7 +159,12 @@ __device__ void quantize_rows(const QuantizeParams& p) {
     __syncwarp();
     if (lane == 0 && (p.scale_of_row || found == 0.0f)) *scale = argument;
   }
-  encoders[warp].encode(rows[warp], argument, row_of<unsigned char>(p.codes, at.b, at.h, at.s));
+  auto* to = row_of<unsigned char>(p.codes, at.b, at.h, at.s);
+  unsigned char* scales = to;
+  if (Format::kApart)
+    scales = reinterpret_cast<unsigned char*>(
+        row_of<typename Format::StoredScale>(p.block_scale, at.b, at.h, at.s));
+  encoders[warp].encode(rows[warp], argument, to, scales);
 }
 
 }  // namespace flashjit::auxiliary

@@ -1,9 +1,11 @@
 // Rows of K and V in a format that is decoded as tiles are loaded: codes with scales, and zero points, of
-// blocks in the row, a tail of elements, a scale of the call. A rendered Problem says where each is in a row,
-// as KFormat and VFormat (runtime/render/kv_format_text.cpp); all kernels decode by decode16().
+// blocks, in the row or in a row of another tensor, a tail of elements, a scale of the call. A rendered
+// Problem says where each is in a row, as KFormat and VFormat (runtime/render/kv_format_text.cpp); all
+// kernels decode by decode16(), from the sources of common/decoded_kv.cuh.
 #pragma once
 
-#include "flashjit/common/kv_source.cuh"
+#include "flashjit/common/element.cuh"
+#include "flashjit/common/ptx.cuh"
 
 namespace flashjit {
 
@@ -79,6 +81,14 @@ __device__ __forceinline__ float load_number(const unsigned char* from) {
   return number_of_bits<kType>(bits[0]);
 }
 
+/// One of 16 numbers that load_bytes() has read.
+template <KvNumber kType, int kWords>
+__device__ __forceinline__ float number_of_words(const unsigned (&words)[kWords], int i) {
+  constexpr int kBits = 8 * size_of(kType);
+  const unsigned word = words[i * kBits / 32] >> i * kBits % 32;
+  return number_of_bits<kType>(kBits == 32 ? word : word & ((1u << kBits % 32) - 1));
+}
+
 /// What a code means, without its scale.
 template <class Format>
 __device__ __forceinline__ float value_of_code(unsigned code) {
@@ -114,8 +124,7 @@ __device__ __forceinline__ void load_tail16(const unsigned char* row, int column
   load_bytes<16 * kSize, Format::kAlignment>(row + Format::kTail + (column - Format::kColumns) * kSize,
                                              words);
 #pragma unroll
-  for (int i = 0; i < 16; ++i)
-    to[i] = number_of_bits<Format::kTailType>(kSize == 4 ? words[i] : words[i / 2] >> i % 2 * 16 & 0xffffu);
+  for (int i = 0; i < 16; ++i) to[i] = number_of_words<Format::kTailType>(words, i);
 }
 
 /// A value times its scale, with the zero point.
@@ -138,11 +147,11 @@ struct KvCodes16 {
   }
 };
 
-/// The codes of columns [column, column + 16), which are of one block. `argument` is the call's scale;
-/// kAround: bytes around the row may be read.
+/// The codes of columns [column, column + 16), which are of one block. `scales` is the row that has scales:
+/// `row`, or another tensor's; `argument` is the call's scale; kAround: bytes around the row may be read.
 template <class Format, bool kAround = false>
-__device__ __forceinline__ void load_codes16(const unsigned char* row, int column, float argument,
-                                             KvCodes16<Format>& to) {
+__device__ __forceinline__ void load_codes16(const unsigned char* row, const unsigned char* scales,
+                                             int column, float argument, KvCodes16<Format>& to) {
   constexpr int kBits = Format::kBits, kAlignment = Format::kAlignment;
   const int block = column / Format::kBlock, in_block = column % Format::kBlock;
   const bool upper_half = Format::kHalves && in_block >= Format::kBlock / 2;
@@ -157,23 +166,23 @@ __device__ __forceinline__ void load_codes16(const unsigned char* row, int colum
   if (Format::kHalves)
 #pragma unroll
     for (unsigned& word : to.words) word = word >> (upper_half ? 4 : 0) & 0x0f0f0f0fu;
-  const unsigned char* of_block = row + block * Format::kScaleStep;
+  const unsigned char* of_block = scales + block * Format::kScaleStep;
   to.scale = argument, to.zero = 0.0f;
-  if (Format::kScalesInRow)
-    to.scale *= load_number<Format::kScaleType, kAlignment>(of_block + Format::kScales);
-  if (Format::kZero != KvZero::none)
-    to.zero = load_number<Format::kScaleType, kAlignment>(of_block + Format::kZeros);
+  if (Format::kBlockScales)
+    to.scale *= load_number<Format::kScaleType, Format::kScaleAlignment>(of_block + Format::kScales);
+  if (Format::kBlockScales && Format::kZero != KvZero::none)
+    to.zero = load_number<Format::kScaleType, Format::kScaleAlignment>(of_block + Format::kZeros);
   if (Format::kZero == KvZero::added) to.zero *= argument;
 }
 
-/// Columns [column, column + 16) of a row, which are all codes of one block or all elements. `argument` is
-/// the call's scale.
+/// Columns [column, column + 16) of a row, which are all codes of one block or all elements. `scales` and
+/// `argument` are as of load_codes16().
 template <class Format>
-__device__ __forceinline__ void decode16(const unsigned char* row, int column, float argument,
-                                         float (&to)[16]) {
+__device__ __forceinline__ void decode16(const unsigned char* row, const unsigned char* scales, int column,
+                                         float argument, float (&to)[16]) {
   if (column >= Format::kColumns) return load_tail16<Format>(row, column, to);
   KvCodes16<Format> codes;
-  load_codes16(row, column, argument, codes);
+  load_codes16(row, scales, column, argument, codes);
 #pragma unroll
   for (int i = 0; i < 16; ++i)
     to[i] = scaled<Format>(value_of_code<Format>(codes.code(i)), codes.scale, codes.zero);
@@ -201,7 +210,7 @@ struct OfHead : Format {
   static constexpr bool kArgument = Format::kArgument && (Format::kArgumentOfKeys || !kWhole);
   static constexpr bool kArgumentOfHead = Format::kArgument && !kArgument;
   static constexpr bool kSmall = Format::kCode == KvCode::e2m1 && Format::kZero == KvZero::none &&
-                                 Format::kScalesInRow && Format::kScaleType == KvNumber::e4m3 && !kArgument &&
+                                 Format::kBlockScales && Format::kScaleType == KvNumber::e4m3 && !kArgument &&
                                  kWhole;
   static constexpr float kUnit = kSmall ? 256.0f : 1.0f;
 };
@@ -369,75 +378,17 @@ __device__ __forceinline__ void tail_elements16(const unsigned char* row, int co
 
 /// Columns [column, column + 16) of a row as elements, see decode16() above.
 template <class Element, class Format>
-__device__ __forceinline__ void decode16(const unsigned char* row, int column, float argument,
-                                         uint4 (&to)[2]) {
+__device__ __forceinline__ void decode16(const unsigned char* row, const unsigned char* scales, int column,
+                                         float argument, uint4 (&to)[2]) {
   if (column >= Format::kColumns) return tail_elements16<Element, Format>(row, column, to);
   KvCodes16<Format> codes;
-  load_codes16(row, column, argument, codes);
+  load_codes16(row, scales, column, argument, codes);
   elements_of_codes16<Element>(codes, to);
 }
-
-// --- Sources ----------------------------------------------------------------------------------------------
 
 template <class P>
 constexpr bool kDecodesKv = requires {
   typename P::KFormat;
-};
-
-/// The keys of one head of one sequence, in K or in V, where rows are decoded.
-template <class P, class Format>
-class DecodedKvSource : public KvSource<P, typename Format::Stored> {
- public:
-  __device__ DecodedKvSource(const Params& p, const TensorParam& tensor, const ScaleParam& scales,
-                             const Sequence<P>& sequence, int h_kv, int first_key = 0)
-      : KvSource<P, typename Format::Stored>(p, tensor, sequence, h_kv, first_key),
-        scales_(p, scales, sequence, h_kv, first_key) {}
-
-  /// Columns [column, column + 16) of key `kv`, which exists.
-  __device__ __forceinline__ void decode16(int kv, int column, float (&to)[16]) const {
-    flashjit::decode16<Format>(bytes_of(kv), column, argument_of(kv), to);
-  }
-  /// The same as elements.
-  template <class Element>
-  __device__ __forceinline__ void decode16(int kv, int column, uint4 (&to)[2]) const {
-    flashjit::decode16<Element, Format>(bytes_of(kv), column, argument_of(kv), to);
-  }
-
- private:
-  __device__ __forceinline__ const unsigned char* bytes_of(int kv) const {
-    return reinterpret_cast<const unsigned char*>(this->row(kv));
-  }
-  __device__ __forceinline__ float argument_of(int kv) const {
-    return Format::kArgument ? *scales_.of_key(kv) : 1.0f;
-  }
-
-  KvScales<P, Format::kArgumentOfKeys> scales_;
-};
-
-/// The sources of K and V.
-template <class P, bool kDecodes = kDecodesKv<P>>
-struct KvSources {
-  static __device__ __forceinline__ KvSource<P> k(const Params& p, const Sequence<P>& sequence, int h_kv,
-                                                  int first_key) {
-    return {p, p.k, sequence, h_kv, first_key};
-  }
-  static __device__ __forceinline__ KvSource<P> v(const Params& p, const Sequence<P>& sequence, int h_kv,
-                                                  int first_key) {
-    return {p, p.v, sequence, h_kv, first_key};
-  }
-};
-template <class P>
-struct KvSources<P, true> {
-  using K = DecodedKvSource<P, typename P::KFormat>;
-  using V = DecodedKvSource<P, typename P::VFormat>;
-  static __device__ __forceinline__ K k(const Params& p, const Sequence<P>& sequence, int h_kv,
-                                        int first_key) {
-    return {p, p.k, p.k_scale, sequence, h_kv, first_key};
-  }
-  static __device__ __forceinline__ V v(const Params& p, const Sequence<P>& sequence, int h_kv,
-                                        int first_key) {
-    return {p, p.v, p.v_scale, sequence, h_kv, first_key};
-  }
 };
 
 }  // namespace flashjit

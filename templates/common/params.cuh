@@ -121,7 +121,15 @@ struct Params {
     TensorParam dout;
     TensorParam o_state;  ///< fp32; read with kRunningState only
   };
-  TensorParam dq, dk, dv;
+  TensorParam dq;
+  union {
+    TensorParam dk;
+    TensorParam k_block_scale;  ///< read with a KFormat whose scales are apart only
+  };
+  union {
+    TensorParam dv;
+    TensorParam v_block_scale;  ///< the same of VFormat
+  };
   RowsParam lse;          ///< null: not wanted; dlse, lse_state and row_max have its strides
   const int* kv_lengths;  ///< [batch]; read with Problem::kKvLengths and kCache only
   float* d;               ///< [batch, heads_q, seqlen_q_padded]: rowsum(dO * O)

@@ -3,8 +3,8 @@
 // tile, P or dS, is multiplied with a matrix of the columns into results that stay in registers.
 #pragma once
 
+#include "flashjit/common/decoded_kv.cuh"
 #include "flashjit/common/dropout.cuh"
-#include "flashjit/common/kv_format.cuh"
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/common/tile_class.cuh"
 #include "flashjit/common/tile_walk.cuh"

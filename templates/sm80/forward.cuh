@@ -4,7 +4,7 @@
 // cores and exponentials then work at the same time within a warp, too.
 #pragma once
 
-#include "flashjit/common/kv_format.cuh"
+#include "flashjit/common/decoded_kv.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/common/unused_rows.cuh"
 #include "flashjit/sm80/forward_heads.cuh"

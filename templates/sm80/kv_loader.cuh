@@ -5,8 +5,8 @@
 // `Held`.
 #pragma once
 
+#include "flashjit/common/decoded_kv.cuh"
 #include "flashjit/common/index_list.cuh"
-#include "flashjit/common/kv_format.cuh"
 #include "flashjit/sm80/tile.cuh"
 
 namespace flashjit::sm80 {
@@ -129,10 +129,10 @@ struct DecodedKvLoader : NothingHeld {
   template <int kColumns, class Source, class List>
   static __device__ __forceinline__ void load(Held&, unsigned tile, const Source& from, const List& list,
                                               const Params&, int, int first, int valid) {
-    constexpr int kThreads = P::kWarps * 32, kPieces = kColumns / 16;
+    constexpr int kThreads = P::kWarps * 32, kPieces = kColumns / 16, kAtOnce = Source::kPiecesAtOnce;
     extern __shared__ __align__(128) char shared[];
     char* at = shared + (tile - shared_address(shared));
-#pragma unroll 2
+#pragma unroll kAtOnce
     for (int begin = 0; begin < P::kBc * kPieces; begin += kThreads) {
       const int index = begin + static_cast<int>(threadIdx.x), row = index / kPieces,
                 column = index % kPieces * 16;

@@ -2,7 +2,7 @@
 // NOTES.md). To tune the kernel, begin here. Those of the schedule are in tma/forward_policy.cuh.
 #pragma once
 
-#include "flashjit/common/kv_format.cuh"
+#include "flashjit/common/decoded_kv.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/common/visible.cuh"
 #include "flashjit/sm90/layout.cuh"

@@ -4,7 +4,7 @@
 // bits.
 #pragma once
 
-#include "flashjit/common/kv_format.cuh"
+#include "flashjit/common/decoded_kv.cuh"
 #include "flashjit/sm90/kv_codes.cuh"
 #include "flashjit/tma/gather_rows.cuh"
 
@@ -202,7 +202,8 @@ __device__ __forceinline__ void decode_tile(char* tile, const RowSlot<P>& from, 
 #pragma unroll
       for (int slice = 0; slice < kSlices; ++slice)
         if (const int column = slice * 64 + own_column; has_codes(column))
-          load_codes16<Format, true>(bytes_of(begins[load]), column, argument, codes[load][slice]);
+          load_codes16<Format, true>(bytes_of(begins[load]), bytes_of(begins[load]), column, argument,
+                                     codes[load][slice]);
     }
 #pragma unroll
     for (int load = 0; load < kLoads; ++load) {

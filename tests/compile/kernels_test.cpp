@@ -554,6 +554,25 @@ TEST(KernelsOfKvFormats, CompileWithoutSpillsOnHopper) {
     }
 }
 
+// Scales of blocks and of keys that are in a tensor of their own, by the families that read them.
+TEST(KernelsOfBlockScales, CompileWithoutSpills) {
+  const DeviceInfo devices[] = {DeviceInfo::parse("sm_80"), DeviceInfo::parse("sm_90a"),
+                                DeviceInfo::parse("sm_75")};
+  std::size_t turn = 0;
+  for (const char* text : {"fwd:fp16:d128:causal:pages16:kv{e2m1:g16:e4m3:apart:scaled}",
+                           "fwd:fp16:d64:kv{int4:g32:fp16:apart:zero}:cache",
+                           "fwd:fp16:d256:k{uint4:keys64:fp32:zero}:v{int4:g32:fp16:apart}:cache:causal"}) {
+    const KernelSpec spec = parse_spec(text).normalized();
+    for (const plan::FamilyTraits& family : plan::families()) {
+      const DeviceInfo& device = devices[family.family == Family::sm75 ? 2 : turn++ % 2];
+      if (!test::is_planned(family, device) || !family.supports(spec, device)) continue;
+      EXPECT_EQ(compile_and_check(
+                    spec, family.heuristic(spec, {16, 32, 8, turn % 3 == 0 ? 256 : 1, 4096}, device), device),
+                "");
+    }
+  }
+}
+
 /// The stores of one byte of a register that cvt wrote a half to, of which ptxas 13.0 stores the half's
 /// integer part.
 std::vector<std::string> bytes_of_halves(const std::string& ptx) {
@@ -573,8 +592,11 @@ std::vector<std::string> bytes_of_halves(const std::string& ptx) {
 
 TEST(KernelsThatEncode, StoreNoByteOfARegisterOfAHalf) {
   EXPECT_EQ(bytes_of_halves("cvt.rn.f16.f32 %rs1, %f1;\nst.global.u8 [%rd1+-1], %rs1;\n").size(), 1u);
-  for (const char* format : {"e2m1:g16:e4m3:tail32xfp16:scaled", "q8_0", "q4_1", "uint2:g32:fp16:min"}) {
+  for (const std::string format : {"e2m1:g16:e4m3:tail32xfp16:scaled", "q8_0", "q4_1", "uint2:g32:fp16:min",
+                                   "int4:g32:fp16:apart:zero", "uint2:keys32:fp16:min"}) {
     for (const char* call : {"quantize:bf16:d128:kv{{{}}}", "append:fp16:d128:kv{{{}}}:pages16"}) {
+      const bool appends = std::string_view(call).starts_with("append");
+      if (appends && parse_kv_format(format).keys > 0) continue;
       const KernelSpec spec = parse_spec(fmt::format(fmt::runtime(call), format)).normalized();
       const DeviceInfo device = DeviceInfo::parse("sm_90a");
       EXPECT_EQ(compile_and_check(spec, plan::simt_traits().heuristic(spec, shape_of(0), device), device),

@@ -1,5 +1,8 @@
 """K and V in any format: KvFormat, quantize(), append() and attention(), on the CPU."""
 
+import pathlib
+import re
+
 import flashjit
 import numpy
 import pytest
@@ -167,6 +170,127 @@ def test_latents_of_deepseek():
     indices = torch.randint(-1, 50, (2, 1, 1, 20), dtype=torch.int32)
     listed = flashjit.attention(q, cache, indices=indices, **given)
     assert listed.shape == (2, 8, 1, 512) and torch.isfinite(listed).all()
+
+
+APART = {"e2m1:g16:e4m3:apart:scaled": "nvfp4", "int4:g32:fp16:apart:zero": "int4:g32:fp16:zero"}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_scales_apart_are_those_of_the_row(name):
+    torch.manual_seed(6)
+    form, beside = flashjit.KvFormat(name), flashjit.KvFormat(APART[name])
+    x = torch.randn(2, 2, 30, 64)
+    rows, scale = flashjit.quantize(x, format=beside)
+    block_scale = form.block_scales(x.shape)
+    codes, scale_apart = flashjit.quantize(x, format=form, block_scale=block_scale)
+    assert torch.equal(torch.cat((codes, block_scale.view(torch.uint8)), -1), rows)
+    assert scale is scale_apart is None or torch.equal(scale, scale_apart)
+    q = torch.randn(2, 4, 3, 64)
+    given = {"k_scale": scale}
+    out = flashjit.attention(q, codes, x, k_format=form, k_block_scale=block_scale, **given)
+    assert torch.equal(out, flashjit.attention(q, rows, x, k_format=beside, **given))
+    wide = torch.empty(2, 30, 2, block_scale.shape[3] + 3, dtype=block_scale.dtype)
+    strided = wide.permute(0, 2, 1, 3)[..., : block_scale.shape[3]].copy_(block_scale)
+    read = lambda q, codes, scales: flashjit.attention(
+        q, codes, x, k_format=form, k_block_scale=scales, **given
+    )
+    assert torch.equal(read(q, codes, strided), out)
+    assert torch.equal(compiled(read)(q, codes, strided), out)
+
+
+def test_append_writes_scales_apart():
+    torch.manual_seed(7)
+    form, beside = flashjit.KvFormat("e4m3:g32:fp16:apart"), flashjit.KvFormat("e4m3:g32:fp16")
+    k, v = torch.randn(2, 2, 2, 20, 64)
+    table = torch.tensor([[4, 0, 2], [1, 6, 3]], dtype=torch.int32)
+    given = {"kv_lengths": torch.tensor([20, 20], dtype=torch.int32), "page_table": table}
+    pages, rows = (torch.zeros(2, 7, 2, 8, size, dtype=torch.uint8) for size in (64, beside.row_bytes(64)))
+    scales = [form.block_scales((7, 2, 8, 64)) for _ in range(2)]
+    apart = {"k_format": form, "v_format": form, "k_block_scale": scales[0], "v_block_scale": scales[1]}
+
+    def step(k, v, *pages):
+        flashjit.append(k, v, *pages, **given, **apart)
+
+    flashjit.append(k, v, *rows, **given, k_format=beside, v_format=beside)
+    for run in (step, compiled(step)):
+        pages.zero_(), [scale.zero_() for scale in scales]
+        run(k, v, *pages)
+        for i in range(2):
+            assert torch.equal(torch.cat((pages[i], scales[i].view(torch.uint8)), -1), rows[i])
+    q = torch.randn(2, 4, 1, 64)
+    out = flashjit.attention(q, *pages, causal=True, **given, **apart)
+    assert torch.equal(
+        out, flashjit.attention(q, *rows, causal=True, **given, k_format=beside, v_format=beside)
+    )
+
+
+def test_keys_share_scales_of_columns():
+    torch.manual_seed(8)
+    form = flashjit.KvFormat("uint2:keys32:fp16:min")
+    channels = torch.randn(1, 2, 1, 64) * 20  # K's channels have unlike means, which KIVI's scales follow
+    k, q = channels + torch.randn(2, 2, 96, 64), torch.randn(2, 4, 2, 64) / 8
+    scales = form.block_scales(k.shape)
+    codes, _ = flashjit.quantize(k, format=form, block_scale=scales)
+    assert scales.shape == (2, 2, 3, 128) and scales.dtype == torch.float16
+    groups = k.reshape(2, 2, 3, 32, 64)
+    least, most = groups.amin(3), groups.amax(3)
+    torch.testing.assert_close(scales[..., 64:].float(), least, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(scales[..., :64].float(), (most - least) / 3, rtol=2e-2, atol=2e-2)
+    levels = torch.stack([codes >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(-2).float()
+    by_row = scales.repeat_interleave(32, 2).float()
+    decoded = levels * by_row[..., :64] + by_row[..., 64:]
+    assert (decoded - k).abs().max() < 1.1
+    out = flashjit.attention(q, codes, k, k_format=form, k_block_scale=scales)
+    torch.testing.assert_close(out, flashjit.attention(q, decoded, k), atol=1e-4, rtol=1e-4)
+
+
+def test_kivi_of_the_page_runs():
+    page = (pathlib.Path(__file__).parents[2] / "tools/docs/cache-formats.md").read_text()
+    (example,) = [text for text in re.findall("```python\n(.*?)```", page, re.S) if "def decode" in text]
+    names = {}
+    torch.manual_seed(9)
+    exec(example, names)
+    k, v = torch.randn(2, 2, 2, 101, 64)
+    for n in range(101):
+        q = torch.randn(2, 4, 1, 64)
+        out = names["decode"](q, k[:, :, n : n + 1], v[:, :, n : n + 1], n)
+    exact_out = flashjit.attention(q, k, v)
+    assert (out - exact_out).square().mean().sqrt() < 0.8 * exact_out.square().mean().sqrt()
+    newest = names["decode"](q, k[:, :, :1], v[:, :, :1], 0)  # the first of a group, in 32 bits
+    torch.testing.assert_close(newest, v[:, :, :1].repeat_interleave(2, 1))
+
+
+def test_bad_block_scales_are_refused():
+    q = torch.randn(1, 2, 32, 64)
+    form = flashjit.KvFormat("int4:g32:fp16:apart")
+    scales = form.block_scales(q.shape)
+    codes, _ = flashjit.quantize(q, format=form, block_scale=scales)
+    read = lambda scales, **given: flashjit.attention(
+        q, codes, q, k_format=form, k_block_scale=scales, **given
+    )
+    with pytest.raises(flashjit.InvalidArgument, match="k_block_scale is not given.*apart"):
+        read(None)
+    with pytest.raises(flashjit.InvalidArgument, match=r"k_block_scale is \[1, 2, 31, 2\].*\[1, 2, 32, 2\]"):
+        read(scales[:, :, :31])
+    with pytest.raises(flashjit.WrongType, match="float16 scales"):
+        read(scales.float())
+    with pytest.raises(flashjit.InvalidArgument, match="v_block_scale is given"):
+        read(scales, v_block_scale=scales)
+    with pytest.raises(flashjit.InvalidArgument, match="without k_format or v_format"):
+        flashjit.attention(q, q, q, k_block_scale=scales)
+    with pytest.raises(flashjit.InvalidArgument, match="no scales in a tensor of their own"):
+        flashjit.KvFormat("q8_0").block_scales(q.shape)
+    with pytest.raises(flashjit.InvalidArgument, match="block_scale is not given"):
+        flashjit.quantize(q, format=form)
+    kivi = flashjit.KvFormat("uint2:keys16:fp16:min")
+    with pytest.raises(flashjit.InvalidArgument, match="x has 24 rows.*16 keys.*the last 8 keys"):
+        x = q[:, :, :24]
+        flashjit.quantize(x, format=kivi, block_scale=kivi.block_scales(x.shape))
+    rows = torch.zeros(1, 2, 32, kivi.row_bytes(64), dtype=torch.uint8)
+    lengths = torch.tensor([1], dtype=torch.int32)
+    given = {"k_format": kivi, "k_block_scale": kivi.block_scales((1, 2, 32, 64))}
+    with pytest.raises(flashjit.InvalidArgument, match="16 keys share scales.*quantize.*merge"):
+        flashjit.append(q[:, :, :1], q[:, :, :1], rows, torch.zeros_like(q), kv_lengths=lengths, **given)
 
 
 def test_bad_formats_are_refused():

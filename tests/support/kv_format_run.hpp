@@ -41,7 +41,9 @@ struct StoredPool {
   int dim;
   std::array<std::int64_t, 4> size, stride;  ///< in elements of the row's type
   std::vector<std::uint8_t> bytes;
-  std::vector<float> scales;  ///< of the call, [pages, heads, rows] or one for all
+  std::vector<float> scales;               ///< of the call, [pages, heads, rows] or one for all
+  std::vector<std::uint8_t> block_scales;  ///< of a format that has these apart, laid out as scale_size says
+  std::vector<double> group;               ///< elements of keys whose scales are not found yet
 
   StoredPool(const AttentionSpec& spec, const KvFormat& of, const StoredKvRow& stored, int columns,
              std::int64_t pages, std::int64_t heads, std::int64_t rows, int padding)
@@ -49,8 +51,31 @@ struct StoredPool {
     const std::int64_t step = stored.columns + padding * stored.alignment / size_of(stored.type);
     stride = {rows * heads * step, step, heads * step, 1};  // heads of a row are neighbours
     bytes.assign(static_cast<std::size_t>(pages * stride[0] * size_of(stored.type)), 0xff);
+    block_scales.assign(static_cast<std::size_t>(pages * scale_stride(0) * scale_bytes()), 0xff);
     if (format.has_argument())
       scales.assign(static_cast<std::size_t>(spec.kv.key_scales ? pages * heads * rows : 1), 0.0f);
+  }
+  int scale_bytes() const { return size_of(format.scale_type); }
+  std::array<std::int64_t, 4> scale_size() const {
+    const std::int64_t keys = std::max(format.keys, 1);
+    return {size[0], size[1], (size[2] + keys - 1) / keys,
+            format.quantized() ? format.row(dim).scale_columns : 0};
+  }
+  /// Rows of all heads are neighbours, with eight numbers, 16 bytes or more, between them.
+  std::int64_t scale_stride(int i) const {
+    const auto [pages, heads, rows, columns] = scale_size();
+    const std::int64_t step = columns == 0 ? 0 : columns + 16;
+    return i == 0 ? rows * heads * step : i == 1 ? step : heads * step;
+  }
+  std::uint8_t* scales_at(std::int64_t page, std::int64_t h, std::int64_t n) {
+    if (block_scales.empty()) return nullptr;
+    const std::int64_t row = n / std::max(format.keys, 1);
+    return &block_scales[static_cast<std::size_t>(
+        (page * scale_stride(0) + h * scale_stride(1) + row * scale_stride(2)) * scale_bytes())];
+  }
+  ConstTensorView block_scale_view(const void* data) const {
+    if (block_scales.empty()) return {};
+    return {data, scale_size(), {scale_stride(0), scale_stride(1), scale_stride(2), 1}};
   }
   float argument(std::int64_t page, std::int64_t h, std::int64_t n) const {
     if (scales.empty()) return 1;
@@ -62,14 +87,25 @@ struct StoredPool {
   }
   void put(DType dtype, std::int64_t page, std::int64_t h, std::int64_t n,
            const std::vector<double>& values) {
+    if (format.keys > 0) return put_key(page, h, n, values);
     if (format.quantized())
-      return encode_row(format, dim, values.data(), argument(page, h, n), at(page, h, n));
+      return encode_row(format, dim, values.data(), argument(page, h, n), at(page, h, n),
+                        scales_at(page, h, n));
     for (int i = 0; i < dim; ++i) dtype_info(dtype).encode(values[i], at(page, h, n) + i * size_of(dtype));
+  }
+  /// Keys come in order; the last of those that share scales encodes them.
+  void put_key(std::int64_t page, std::int64_t h, std::int64_t n, const std::vector<double>& values) {
+    group.insert(group.end(), values.begin(), values.end());
+    if ((n + 1) % format.keys != 0 && n + 1 != size[2]) return;
+    std::vector<std::uint8_t*> rows;
+    for (std::int64_t key = n / format.keys * format.keys; key <= n; ++key) rows.push_back(at(page, h, key));
+    encode_keys(format, dim, group.data(), rows, scales_at(page, h, n));
+    group.clear();
   }
   std::vector<double> get(DType dtype, std::int64_t page, std::int64_t h, std::int64_t n) {
     std::vector<double> values(static_cast<std::size_t>(dim));
     if (format.quantized())
-      decode_row(format, dim, at(page, h, n), argument(page, h, n), values.data());
+      decode_row(format, dim, at(page, h, n), argument(page, h, n), values.data(), scales_at(page, h, n));
     else
       for (int i = 0; i < dim; ++i) values[i] = dtype_info(dtype).decode(at(page, h, n) + i * size_of(dtype));
     return values;
@@ -138,7 +174,8 @@ class KvFormatRun {
     std::vector<float> lse(lse_count());
     const ForwardArgs args =
         args_of({q.data(), k_.bytes.data(), v_.bytes.data(), k_.scales.data(), v_.scales.data(),
-                 table_.data(), lengths_.data(), indices_.data(), out.data(), lse.data()});
+                 k_.block_scales.data(), v_.block_scales.data(), table_.data(), lengths_.data(),
+                 indices_.data(), out.data(), lse.data()});
     reference_forward(spec_, args);
     return {decode(spec_.dtype, out), {lse.begin(), lse.end()}};
   }
@@ -149,11 +186,13 @@ class KvFormatRun {
     const auto q = to_device(spec_.dtype, q_);
     const auto k = to_device(k_.bytes), v = to_device(v_.bytes);
     const auto k_scale = to_device(k_.scales), v_scale = to_device(v_.scales);
+    const auto k_blocks = to_device(k_.block_scales), v_blocks = to_device(v_.block_scales);
     const auto table = to_device(table_), lengths = to_device(lengths_), indices = to_device(indices_);
     const GuardedMemory out(out_count() * size_of(spec_.dtype)), lse(lse_count() * sizeof(float));
     const GuardedMemory work(runtime.workspace_bytes(spec_, test_.shape));
-    ForwardArgs args = args_of({q.data(), k.data(), v.data(), k_scale.data(), v_scale.data(), table.data(),
-                                lengths.data(), indices.data(), out.data(), lse.data()});
+    ForwardArgs args =
+        args_of({q.data(), k.data(), v.data(), k_scale.data(), v_scale.data(), k_blocks.data(),
+                 v_blocks.data(), table.data(), lengths.data(), indices.data(), out.data(), lse.data()});
     args.workspace = {work.data(), work.bytes()};
     runtime.forward(spec_, args, nullptr);
     gpu().context->synchronize();
@@ -164,7 +203,7 @@ class KvFormatRun {
  private:
   static constexpr std::int64_t kTopK = 20;
   struct Memory {
-    const void *q, *k, *v, *k_scale, *v_scale, *table, *lengths, *indices;
+    const void *q, *k, *v, *k_scale, *v_scale, *k_block_scale, *v_block_scale, *table, *lengths, *indices;
     void *out, *lse;
   };
 
@@ -200,7 +239,9 @@ class KvFormatRun {
                      .out = TensorView::bhsd(memory.out, batch, heads_q, seqlen_q, spec_.v_dim()),
                      .lse = static_cast<float*>(memory.lse),
                      .k_scale = k_.scale_view(memory.k_scale, cached),
-                     .v_scale = shared ? ConstScaleView{} : v_.scale_view(memory.v_scale, cached)};
+                     .v_scale = shared ? ConstScaleView{} : v_.scale_view(memory.v_scale, cached),
+                     .k_block_scale = k_.block_scale_view(memory.k_block_scale),
+                     .v_block_scale = shared ? ConstTensorView{} : v_.block_scale_view(memory.v_block_scale)};
     if (scale_) args.softmax_scale = scale_;
     if (cached) {
       args.kv_lengths = static_cast<const std::int32_t*>(memory.lengths);
@@ -278,9 +319,17 @@ inline void check_every_code(Runtime& runtime, const KvFormatCase& test) {
   }
 }
 
+/// Bytes of a row of the scales' tensor.
+inline std::size_t block_scale_bytes(const KvFormat& format, int dim) {
+  return static_cast<std::size_t>(format.row(dim).scale_columns * size_of(format.scale_type));
+}
+
 /// Rows from a kernel are those of the reference, but for quotients next to the middle between two codes.
-inline void expect_same_rows(const KvFormat& format, int dim, std::vector<std::uint8_t> got,
-                             std::vector<std::uint8_t> wanted) {
+/// Scales that are apart have a row for each row, or for each group of keys, in the same order.
+inline void expect_same_rows(const KvFormat& format, int dim, const std::vector<std::uint8_t>& got,
+                             const std::vector<std::uint8_t>& wanted,
+                             const std::vector<std::uint8_t>& got_scales = {},
+                             const std::vector<std::uint8_t>& wanted_scales = {}) {
   ASSERT_EQ(got.size(), wanted.size());
   std::size_t other = 0;
   for (std::size_t i = 0; i < got.size(); ++i) other += got[i] != wanted[i];
@@ -289,9 +338,12 @@ inline void expect_same_rows(const KvFormat& format, int dim, std::vector<std::u
   EXPECT_LE(other, most) << "of " << got.size() << " bytes, " << to_string(format);
   const std::size_t bytes = static_cast<std::size_t>(format.row_bytes(dim));
   std::vector<double> x(static_cast<std::size_t>(dim)), y(x);
+  const auto scales_of = [&](const std::vector<std::uint8_t>& scales, std::size_t row) {
+    return scales.data() + row / bytes / std::max(format.keys, 1) * block_scale_bytes(format, dim);
+  };
   for (std::size_t row = 0; row + bytes <= got.size(); row += bytes) {
-    decode_row(format, dim, &got[row], 1, x.data());
-    decode_row(format, dim, &wanted[row], 1, y.data());
+    decode_row(format, dim, &got[row], 1, x.data(), scales_of(got_scales, row));
+    decode_row(format, dim, &wanted[row], 1, y.data(), scales_of(wanted_scales, row));
     const double largest = std::abs(*std::ranges::max_element(y, {}, [](double v) { return std::abs(v); }));
     for (int i = 0; i < dim; ++i) ASSERT_NEAR(x[i], y[i], 0.4 * largest + 1e-6) << row / bytes << " " << i;
   }
@@ -307,28 +359,34 @@ inline std::vector<double> rows_with_zeros(std::int64_t rows, int dim) {
 inline void check_quantized_rows(Runtime& runtime, const std::string& format_text) {
   const KernelSpec spec = parse_spec("quantize:bf16:d128:kv{" + format_text + "}");
   const KvFormat& format = spec.kv.k_format;
-  const std::int64_t batch = 2, heads = 3, rows = 7, bytes = spec.stored_k().columns;
+  const std::int64_t batch = 2, heads = 3, rows = format.keys > 0 ? 2 * format.keys : 7,
+                     bytes = spec.stored_k().columns;
+  const std::int64_t scale_rows = rows / std::max(format.keys, 1);
   const std::vector<double> x = rows_with_zeros(batch * heads * rows, 128);
-  const auto args_of = [&](const void* from, void* codes, void* scale) {
+  const auto args_of = [&](const void* from, void* codes, void* scale, void* block_scale) {
     QuantizeArgs args{.x = ConstTensorView::bhsd(from, batch, heads, rows, 128),
                       .codes = TensorView::bhsd(codes, batch, heads, rows, bytes),
                       .scale = {}};
     if (format.has_argument()) args.scale = ScaleView::of_heads(static_cast<float*>(scale), batch, heads);
+    if (format.has_block_scales())
+      args.block_scale =
+          TensorView::bhsd(block_scale, batch, heads, scale_rows, format.row(128).scale_columns);
     return args;
   };
   const std::vector<std::uint8_t> host_x = encode(DType::bf16, x);
   std::vector<std::uint8_t> wanted(static_cast<std::size_t>(batch * heads * rows * bytes));
   std::vector<float> wanted_scales(6);
-  reference_quantize(spec, args_of(host_x.data(), wanted.data(), wanted_scales.data()));
+  std::vector<std::uint8_t> wanted_blocks(batch * heads * scale_rows * block_scale_bytes(format, 128));
+  reference_quantize(spec, args_of(host_x.data(), wanted.data(), wanted_scales.data(), wanted_blocks.data()));
   const auto device_x = to_device(host_x);
-  const GuardedMemory codes(wanted.size()), scales(6 * sizeof(float));
-  runtime.quantize(spec, args_of(device_x.data(), codes.data(), scales.data()), nullptr);
+  const GuardedMemory codes(wanted.size()), scales(6 * sizeof(float)), blocks(wanted_blocks.size());
+  runtime.quantize(spec, args_of(device_x.data(), codes.data(), scales.data(), blocks.data()), nullptr);
   gpu().context->synchronize();
-  EXPECT_TRUE(codes.guards_intact() && scales.guards_intact());
+  EXPECT_TRUE(codes.guards_intact() && scales.guards_intact() && blocks.guards_intact());
   const std::vector<double> got_scales = decode(DType::fp32, scales.content());
   for (int i = 0; i < 6 && format.has_argument(); ++i)
     EXPECT_NEAR(got_scales[i], wanted_scales[i], 1e-5 * wanted_scales[i]) << i;
-  expect_same_rows(format, 128, codes.content(), wanted);
+  expect_same_rows(format, 128, codes.content(), wanted, blocks.content(), wanted_blocks);
 }
 
 /// New rows in pages in any order, rotated. With 576 columns they are latents, which have no V of their own.
@@ -345,8 +403,8 @@ inline void check_appended_rows(Runtime& runtime, const std::string& format_text
   const std::vector<std::int32_t> table{4, 0, 2, 1, 5, 3}, lengths{9, 12};
   const std::vector<std::uint8_t> x = encode(DType::bf16, rows_with_zeros(batch * heads * rows, dim));
   const std::vector<float> fixed_scales(static_cast<std::size_t>(pages * heads * 4), 0.01f);
-  const auto args_of = [&](const void* from, void* k, void* v, void* k_scale, void* v_scale,
-                           const void* page_table, const void* kv_lengths) {
+  const auto args_of = [&](const void* from, void* k, void* v, void* k_scale, void* v_scale, void* k_blocks,
+                           void* v_blocks, const void* page_table, const void* kv_lengths) {
     const auto view = ConstTensorView::bhsd(from, batch, heads, rows, dim);
     AppendArgs args{.k = view,
                     .v = latent ? ConstTensorView{} : view,
@@ -361,22 +419,32 @@ inline void check_appended_rows(Runtime& runtime, const std::string& format_text
       return keyed ? ScaleView::of_keys(floats, pages, heads, 4) : ScaleView::of_tensor(floats);
     };
     args.k_scale = scale(k_scale), args.v_scale = scale(v_scale);
+    if (format.has_block_scales()) {
+      const int columns = format.row(dim).scale_columns;
+      args.k_block_scale = TensorView::bshd(k_blocks, pages, 4, heads, columns);
+      if (!latent) args.v_block_scale = TensorView::bshd(v_blocks, pages, 4, heads, columns);
+    }
     return args;
   };
   std::vector<std::uint8_t> k(static_cast<std::size_t>(pages * 4 * heads * bytes), 0), v = k;
+  std::vector<std::uint8_t> k_blocks(pages * 4 * heads * block_scale_bytes(format, dim), 0),
+      v_blocks = k_blocks;
   std::vector<float> k_scales = fixed_scales, v_scales = fixed_scales;
   const auto device_x = to_device(x), device_k = to_device(k), device_v = to_device(v);
   const auto device_k_scales = to_device(k_scales), device_v_scales = to_device(v_scales);
+  const auto device_k_blocks = to_device(k_blocks), device_v_blocks = to_device(v_blocks);
   const auto device_table = to_device(table), device_lengths = to_device(lengths);
-  reference_append(spec, args_of(x.data(), k.data(), v.data(), k_scales.data(), v_scales.data(), table.data(),
-                                 lengths.data()));
+  reference_append(spec, args_of(x.data(), k.data(), v.data(), k_scales.data(), v_scales.data(),
+                                 k_blocks.data(), v_blocks.data(), table.data(), lengths.data()));
   runtime.append(spec,
                  args_of(device_x.data(), device_k.data(), device_v.data(), device_k_scales.data(),
-                         device_v_scales.data(), device_table.data(), device_lengths.data()),
+                         device_v_scales.data(), device_k_blocks.data(), device_v_blocks.data(),
+                         device_table.data(), device_lengths.data()),
                  nullptr);
   gpu().context->synchronize();
-  expect_same_rows(format, dim, device::download<std::uint8_t>(device_k), k);
-  expect_same_rows(format, dim, device::download<std::uint8_t>(device_v), v);
+  const auto downloaded = [](const auto& buffer) { return device::download<std::uint8_t>(buffer); };
+  expect_same_rows(format, dim, downloaded(device_k), k, downloaded(device_k_blocks), k_blocks);
+  expect_same_rows(format, dim, downloaded(device_v), v, downloaded(device_v_blocks), v_blocks);
   const std::vector<double> got_scales = from_device(DType::fp32, device_k_scales);
   for (std::size_t i = 0; i < k_scales.size() && keyed; ++i)
     EXPECT_NEAR(got_scales[i], k_scales[i], 1e-4 * k_scales[i]) << i;
@@ -408,6 +476,42 @@ inline const std::vector<std::string>& kv_formats_of_128() {
                                                  "int4_offset:row:fp32:halves",
                                                  "int4:g64:e8m0:before"};
   return kFormats;
+}
+
+/// Formats of 128 columns whose scales are in a tensor of their own.
+inline const std::vector<std::string>& kv_formats_apart() {
+  static const std::vector<std::string> kFormats{"int4:g32:fp16:apart:zero", "e2m1:g16:e4m3:apart:scaled",
+                                                 "e4m3:g64:fp32:apart:tail64", "uint2:g32:bf16:apart:min",
+                                                 "int4_offset:row:e8m0:apart:halves"};
+  return kFormats;
+}
+/// Formats whose keys share scales.
+inline const std::vector<std::string>& kv_formats_of_keys() {
+  static const std::vector<std::string> kFormats{"uint2:keys32:fp16:min", "int4:keys16:bf16:zero",
+                                                 "e4m3:keys64:fp32", "uint2:keys16:fp16:zero:tail64"};
+  return kFormats;
+}
+
+/// Such K and V in every layout, by the families that read them.
+inline std::vector<KvFormatCase> block_scale_cases(const std::vector<Family>& families) {
+  std::vector<KvFormatCase> all;
+  for (const Family family : families) {
+    for (const char* spec :
+         {"bf16:d128:kv{int4:g32:fp16:apart:zero}:pages16:causal",
+          "fp16:d64:k{e2m1:g16:e4m3:apart:scaled}:cache",
+          "bf16:d64:k{q8_0}:v{uint2:g32:bf16:apart:min}:pages3", "bf16:d128:kv{e4m3:g64:fp32:apart:tail64}",
+          "bf16:d576x512:kv{e4m3:g128:fp32:apart:tail64}:shared_kv:pages64:indices",
+          "bf16:d128:kv{int4_offset:row:e8m0:apart:halves}:cache:causal",
+          "bf16:d128:k{uint2:keys32:fp16:min}:v{uint2:g32:fp16:min}:pages64:causal",
+          "fp16:d64:k{int4:keys16:bf16:zero}:v{e4m3}:cache", "bf16:d128:kv{e4m3:keys64:fp32}",
+          "bf16:d128:k{uint2:keys16:fp16:zero:tail64}:v{uint2:g32:fp16:apart:min}:pages16:indices"})
+      all.push_back({spec, {2, 4, 1, 3, 90}, family, 1});
+  }
+  std::erase_if(all, [](const KvFormatCase& test) {
+    return !plan::traits(test.family)
+                .supports(parse_spec(test.spec).normalized(), DeviceInfo::parse("sm_90a"));
+  });
+  return all;
 }
 
 }  // namespace flashjit::test

@@ -38,16 +38,18 @@ std::string message_of_row(const std::string& text, int dim) {
   return "";
 }
 
+/// Scales that are apart follow the row.
 Values decoded(const KvFormat& format, int dim, const Bytes& row, double argument = 1) {
   Values values(static_cast<std::size_t>(dim));
-  decode_row(format, dim, row.data(), argument, values.data());
+  decode_row(format, dim, row.data(), argument, values.data(), row.data() + format.row_bytes(dim));
   return values;
 }
 
 Bytes encoded(const KvFormat& format, const Values& values, float argument = 1) {
   const int dim = static_cast<int>(values.size());
-  Bytes row(static_cast<std::size_t>(format.row_bytes(dim)));
-  encode_row(format, dim, values.data(), argument, row.data());
+  const int bytes = format.row_bytes(dim);
+  Bytes row(static_cast<std::size_t>(bytes + format.row(dim).scale_columns * size_of(format.scale_type)));
+  encode_row(format, dim, values.data(), argument, row.data(), row.data() + bytes);
   return row;
 }
 
@@ -65,11 +67,27 @@ const std::vector<std::string>& formats() {
   static const std::vector<std::string> kFormats = [] {
     std::vector<std::string> texts;
     for (const NamedKvFormat& named : named_kv_formats()) texts.emplace_back(named.name);
-    for (const char* text :
-         {"e4m3", "e5m2", "int8", "int4", "e2m1", "int4:row:fp16", "int4:g32:fp16:zero", "uint4:g64:bf16:min",
-          "uint2:g32:fp16:min", "uint2:g16:fp32:zero", "uint8:g128:fp32:zero", "int8:row:fp32:before",
-          "e4m3:g128:fp32", "e5m2:g64:e8m0", "book(-3,-1,1,3):g32:bf16", "e2m1:g16:e4m3:tail32xfp16:scaled",
-          "int4_offset:row:fp32:halves", "int4:g64:e8m0:before"})
+    for (const char* text : {"e4m3",
+                             "e5m2",
+                             "int8",
+                             "int4",
+                             "e2m1",
+                             "int4:row:fp16",
+                             "int4:g32:fp16:zero",
+                             "uint4:g64:bf16:min",
+                             "uint2:g32:fp16:min",
+                             "uint2:g16:fp32:zero",
+                             "uint8:g128:fp32:zero",
+                             "int8:row:fp32:before",
+                             "e4m3:g128:fp32",
+                             "e5m2:g64:e8m0",
+                             "book(-3,-1,1,3):g32:bf16",
+                             "e2m1:g16:e4m3:tail32xfp16:scaled",
+                             "int4_offset:row:fp32:halves",
+                             "int4:g64:e8m0:before",
+                             "int4:g32:fp16:apart:zero",
+                             "e2m1:g16:e4m3:apart:scaled",
+                             "uint2:g32:bf16:apart:min:tail64"})
       texts.emplace_back(text);
     return texts;
   }();
@@ -161,7 +179,12 @@ TEST(KvFormat, ErrorsSayWhatIsWrong) {
       EXPECT_NE(message.find(part), std::string::npos) << message << " lacks " << part;
   };
   says(message_of("int5"), {"'int5'", "neither a name nor codes", "nvfp4", "int4:g32:fp16:zero"});
-  says(message_of("int4:32"), {"'32'", "g<columns> or row"});
+  says(message_of("int4:32"), {"'32'", "g<columns>, row or keys<n>"});
+  says(message_of("int4:keys24:fp16"), {"24 keys", "16, 32, 64 or 128"});
+  says(message_of("int4:keys32:fp16:before"), {"'before'", "out of order"});
+  says(message_of("int4:keys32:fp16:halves"), {"32 keys", "no halves"});
+  says(message_of("e2m1:keys32:e4m3:scaled"), {"32 keys", "no second scale"});
+  says(message_of("int4:g32:fp16:before:apart"), {"'apart'", "out of order"});
   says(message_of("int4:g32"), {"the type of its scales"});
   says(message_of("int4:g24:fp16"), {"blocks of 24 columns", "16, 32, 64 or 128"});
   says(message_of("int4:g32:fp16:zero:min"), {"'min'", "out of order"});
@@ -271,6 +294,50 @@ TEST(KvFormat, RowsOfNvfp4) {
   const Values values = decoded(parse_kv_format("nvfp4"), 64, row, 0.5);
   for (int i = 0; i < 64; ++i)
     EXPECT_EQ(values[i], small_float(i % 16, 2, 1) * (1 + 0.125 * (i / 16)) * 0.5) << i;
+}
+
+/// NVFP4 as engines store it: codes and e4m3 scales in two tensors have the bytes of a row of nvfp4.
+TEST(KvFormat, RowsOfNvfp4ApartAreThoseOfNvfp4) {
+  const KvFormat apart = parse_kv_format("e2m1:g16:e4m3:apart:scaled");
+  const KvRow row = apart.row(64);
+  EXPECT_EQ(row.bytes, 32);
+  EXPECT_EQ(row.scale_columns, 4);
+  EXPECT_EQ(row.scale_alignment, 1);
+  Values values(64);
+  for (int i = 0; i < 64; ++i) values[i] = std::sin(i) * (i / 16 + 1);
+  EXPECT_EQ(encoded(apart, values, 0.25f), encoded(parse_kv_format("nvfp4"), values, 0.25f));
+}
+
+/// KIVI's K: two bits, each column has a scale and the least element of 32 keys, in fp16.
+TEST(KvFormat, KeysShareTheScalesOfColumns) {
+  const KvFormat format = parse_kv_format("uint2:keys32:fp16:min");
+  EXPECT_EQ(to_string(format), "uint2:keys32:fp16:min");
+  const KvRow row = format.row(32);
+  EXPECT_EQ(row.bytes, 8);
+  EXPECT_EQ(row.scale_columns, 64);
+  EXPECT_EQ(row.scale_alignment, 16);
+  Values keys(32 * 32);
+  for (int n = 0; n < 32; ++n)
+    for (int i = 0; i < 32; ++i) keys[n * 32 + i] = (n + i) % 4 * (i == 5 ? 16.0 : 0.5) - i;
+  Bytes rows(32 * 8), scales(64 * 2);
+  std::vector<std::uint8_t*> each;
+  for (int n = 0; n < 32; ++n) each.push_back(&rows[n * 8]);
+  encode_keys(format, 32, keys.data(), each, scales.data());
+  for (int i = 0; i < 32; ++i) {
+    EXPECT_EQ(decode_number(format.scale_type, &scales[i * 2]), i == 5 ? 16 : 0.5) << i;
+    EXPECT_EQ(decode_number(format.scale_type, &scales[(32 + i) * 2]), -i) << i;
+  }
+  for (int n = 0; n < 32; ++n) {
+    EXPECT_EQ(rows[n * 8] & 3, n % 4) << "the first column is in the lowest bits";
+    Values values(32);
+    decode_row(format, 32, each[n], 1, values.data(), scales.data());
+    for (int i = 0; i < 32; ++i) EXPECT_EQ(values[i], keys[n * 32 + i]) << n << " " << i;
+  }
+  keys[7] = std::numeric_limits<double>::quiet_NaN();
+  encode_keys(format, 32, keys.data(), each, scales.data());
+  Values values(32);
+  decode_row(format, 32, each[3], 1, values.data(), scales.data());
+  for (int i = 0; i < 32; ++i) EXPECT_EQ(std::isnan(values[i]), i == 7) << i;
 }
 
 TEST(KvFormat, EncodeThenDecodeIsIdempotentAndNear) {

@@ -32,6 +32,8 @@ from .programs import named_as_written
 
 torch_mode()  # makes its class now: torch.compile, which may be the first to trace a program, cannot
 
+NO_VALUES: tuple[Any, ...] = ()  # of captures
+
 
 def attention(
     q: Tensor,
@@ -61,6 +63,8 @@ def attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     q_scale: Tensor | None = None,
+    k_block_scale: Tensor | None = None,
+    v_block_scale: Tensor | None = None,
     k_format: KvFormat | str | None = None,
     v_format: KvFormat | str | None = None,
     indices: Tensor | tuple[Tensor, Tensor] | None = None,
@@ -131,6 +135,8 @@ def attention(
     k_format, v_format: KvFormat, or its text such as "nvfp4": k or v is uint8, [..., bytes of a row]: rows in that format, with
         strides that are multiples of its alignment(). k_scale and v_scale are the scales that it has at the call. With v_columns
         V has the rows of K. None: elements, of 16 or 8 bits. No gradients.
+    k_block_scale, v_block_scale: with formats whose scales are in a tensor of their own: that tensor, of KvFormat.block_scales()'s
+        sizes and type, with any strides: [pages or batch, heads_kv, rows or groups of keys, scales and then zero points].
     indices: int32 [batch or 1, seqlen_q, heads_kv, top-k]: sparse tokens. A query of the heads that share a head of k attends to
         the keys that its list names, and to no others: the n-th row of k, with cu_seqlens of its sequence's (indices is then [1,
         all rows of q, heads_kv, top-k]), with page_table of the pages' in order. Each entry is a key of its own, also where two are
@@ -169,12 +175,11 @@ def attention(
     if not plain and not compiling:
         check_types(q, k, v)
     wants_grad = torch.is_grad_enabled()
-    fixed = NOTHING
-    values: tuple[Any, ...] = ()
+    fixed, values = NOTHING, NO_VALUES
     cached = cache or page_table is not None
     page_starts, page_table, kv_lengths, pages = read_table(page_table, kv_lengths, k)
-    quantized = k.dtype in KV_TYPES or q.dtype in KV_TYPES
-    scaled = stored or quantized or not (k_scale is v_scale is q_scale is None)
+    scales = (k_scale, v_scale, q_scale, k_block_scale, v_block_scale)
+    scaled = stored or k.dtype in KV_TYPES or q.dtype in KV_TYPES or any(x is not None for x in scales)
     fp32_out = out_dtype is not None and is_fp32_out(out_dtype, q)
     # torch.compile, for which no call is plain, cannot compare functions.
     plain_scores = plain and score_mod is mask_mod is out_mod is block_mask is window is softcap is None
@@ -227,16 +232,13 @@ def attention(
             weight_mod=weight_mod is not None,
             out_mod=out_mod,
         )
-        if values and not q.numel():
-            values = tuple(map(with_elements, values))
+        values = tuple(map(with_elements, values)) if values and not q.numel() else values
         if kv_lengths is not None and not cached:
             _refuse_two_meanings(causal, q, k)
         if stored:
-            fixed, problem = with_formats(
-                fixed, problem, q, k, v, v_columns, (k_format, v_format), (k_scale, v_scale, q_scale)
-            )
+            fixed, problem = with_formats(fixed, problem, q, k, v, v_columns, (k_format, v_format), scales)
         elif scaled:
-            fixed, problem = with_scales(fixed, problem, q, k, (q_scale, k_scale, v_scale), out_dtype)
+            fixed, problem = with_scales(fixed, problem, q, k, scales, out_dtype)
     if (cached or scaled) and wants_grad:
         _refuse_gradients(q, k, v, sinks, values)
     if lists is not None:

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 
 from ._attention import any_grad, attention, draw_rng
 from ._call_types import NO_RNG, Fixed, Problem
+from ._formats import BLOCK_SCALES
 from ._kept_plans import plan_of
 from ._lists import TileLists
 from ._pages import read_csr
@@ -250,7 +251,7 @@ def _refuse_copies(fixed: Fixed, options: dict[str, Any]) -> None:
             raise Unsupported(
                 f"{name} is {describe(given)}, and a bound call reads it in place: give it as float32."
             )
-    for name in ("k_scale", "v_scale", "q_scale"):
+    for name in ("k_scale", "v_scale", "q_scale", *BLOCK_SCALES):
         scale, read = options.get(name), getattr(fixed, name)
         if scale is not None and scale.numel() and (read is None or read.data_ptr() != scale.data_ptr()):
             raise Unsupported(

@@ -163,6 +163,8 @@ class ForwardArgs(Structure):
         ("prefix_length", c_void_p),
         ("state", PartialState),
         ("out_before_mod", Tensor),
+        ("k_block_scale", Tensor),
+        ("v_block_scale", Tensor),
     ]
 
 
@@ -260,6 +262,8 @@ class AppendArgs(Structure):
         ("slots_type", c_int32),
         ("k_norm", Norm),
         ("q_norm", Norm),
+        ("k_block_scale", Tensor),
+        ("v_block_scale", Tensor),
     ]
 
 
@@ -284,6 +288,7 @@ class QuantizeArgs(Structure):
         ("scale", Scales),
         ("hadamard", c_int32),
         ("rope", Rope),
+        ("block_scale", Tensor),
     ]
 
 
@@ -320,6 +325,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_merge": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "flashjit_quantize": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "flashjit_kv_row": (c_int32, [c_char_p, c_int32, c_void_p, c_void_p, c_void_p]),
+    "flashjit_kv_block_scales": (c_int32, [c_char_p, c_int32, c_void_p, c_void_p, c_void_p]),
     "flashjit_kv_format_name": (c_int32, [c_size_t, c_void_p, c_void_p]),
     "flashjit_prepare": (c_int32, [c_void_p, c_int32, c_void_p, c_void_p, c_char_p]),
     "flashjit_prepare_both": (c_int32, [c_void_p, c_void_p, c_void_p]),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import _library
 from ._checks import check_number, check_whole
-from ._formats import Formats, KvFormat, of_tensor, read_format
+from ._formats import BLOCK_SCALES, Formats, KvFormat, check_block_scales, of_tensor, read_format
 from ._launch import is_watched, launch
 from ._library import AppendArgs, Rope, spec_handle
 from ._pages import read_csr
@@ -53,6 +53,8 @@ class _Given(NamedTuple):
     page_starts: Tensor | None  # of each sequence's entries in page_table, which is then one row
     k_norm: Tensor | None
     q_norm: Tensor | None
+    k_block_scale: Tensor | None  # of formats whose scales are in a tensor of their own
+    v_block_scale: Tensor | None
 
 
 class _Rotation(NamedTuple):
@@ -86,6 +88,8 @@ def append(
     v_scale: Tensor | None = None,
     k_format: KvFormat | str | None = None,
     v_format: KvFormat | str | None = None,
+    k_block_scale: Tensor | None = None,
+    v_block_scale: Tensor | None = None,
     k_norm: Tensor | None = None,
     q_norm: Tensor | None = None,
     norm_eps: float = 1e-6,
@@ -120,6 +124,8 @@ def append(
         the largest code.
     k_format, v_format: as of attention(): k_cache or v_cache is uint8, rows in that format, which new rows are encoded to. Latents
         have V in the rows of k_cache: give None for v and v_cache.
+    k_block_scale, v_block_scale: as of attention(), written. Formats whose keys share scales are refused: their last keys stay in 16
+        bits until quantize() can encode a group of them.
 
     Rows without a sequence, without a place in the cache or without a row in the tables are left out: nothing is written for
     them, in q_out neither. On the CPU lengths beyond the cache are refused. Before a CUDA graph is captured, call it
@@ -142,12 +148,16 @@ def append(
         page_starts,
         k_norm,
         q_norm,
+        k_block_scale,
+        v_block_scale,
     )
     check_number("norm_eps", norm_eps)
     if not norm_eps > 0:
         raise InvalidArgument(f"norm_eps is {norm_eps}: it must be greater than 0.")
     formats = Formats(read_format("k_format", k_format), read_format("v_format", v_format))
     stored = formats != (None, None)
+    for name, format in zip(BLOCK_SCALES, formats):
+        check_block_scales(name, getattr(given, name), format)
     _check_kinds(tensors, given, ("k", "k_cache") if stored else ("k", "v", "k_cache", "v_cache"))
     if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
         k, v, q = _autocast(k_cache, k, v, q)
@@ -248,6 +258,7 @@ torch.library.define(
     "(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor? q, Tensor(c!)? q_out, Tensor? kv_lengths, "
     "Tensor? page_table, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? cu_seqlens_q, "
     "Tensor(d!)? k_scale, Tensor(e!)? v_scale, Tensor? slots, Tensor? page_starts, Tensor? k_norm, Tensor? q_norm, "
+    "Tensor(f!)? k_block_scale, Tensor(g!)? v_block_scale, "
     "float theta, int rope_dims, bool interleaved, SymInt max_seqlen_kv, float norm_eps, int[] sections, "
     "bool interleaved_sections, str? k_format, str? v_format) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -267,6 +278,8 @@ def _append(
         ("q_out", q_out),
         ("k_scale", given.k_scale),
         ("v_scale", given.v_scale),
+        ("k_block_scale", given.k_block_scale),
+        ("v_block_scale", given.v_block_scale),
     ):
         if x is not None and x.is_neg():
             raise InvalidArgument(
@@ -331,6 +344,9 @@ class _AppendCall:
             v_scale=scales_struct(given.v_scale),
             **{name: tensor_struct(x.shape, x.stride()) for name, x in named.items() if x is not None},
         )
+        for name in BLOCK_SCALES:
+            if (block_scales := getattr(given, name)) is not None:
+                setattr(args, name, tensor_struct(block_scales.shape, block_scales.stride()))
         if table is not None:
             args.page_table = page_table_struct(given)
         if given.cu_seqlens_q is not None:
@@ -356,7 +372,7 @@ _PLACES = (
     *[_ROPE + _library.word(Rope, name) for name in ("cos", "sin", "positions")],
     *[_library.word(AppendArgs, name) for name in ("cu_seqlens_q", "k_scale", "v_scale", "slots")],
     _library.word(AppendArgs, "page_table") + _library.word(_library.PageTable, "starts"),
-    *[_library.word(AppendArgs, name) for name in ("k_norm", "q_norm")],
+    *[_library.word(AppendArgs, name) for name in ("k_norm", "q_norm", *BLOCK_SCALES)],
 )
 _calls: dict[Any, _AppendCall] = {}
 
@@ -380,6 +396,8 @@ def _readable_tables(given: _Given) -> _Given:
         None if given.page_starts is None else given.page_starts.contiguous(),
         None if given.k_norm is None else given.k_norm.resolve_neg().contiguous(),
         None if given.q_norm is None else given.q_norm.resolve_neg().contiguous(),
+        given.k_block_scale,
+        given.v_block_scale,
     )
 
 

@@ -27,6 +27,8 @@ class Fixed(NamedTuple):
     k_scale: Any = None
     v_scale: Any = None
     q_scale: Any = None
+    k_block_scale: Any = None  # of formats whose scales are in a tensor of their own
+    v_block_scale: Any = None
 
 
 NOTHING = Fixed()
@@ -88,11 +90,11 @@ class Placed(NamedTuple):
 
 def contiguous(fixed: Fixed) -> Fixed:
     """Of which the kernels know no strides, but a page table's rows."""
-    *others, k_scale, v_scale, q_scale = fixed  # whose strides they know
+    others, scales = fixed[:-5], fixed[-5:]  # whose strides they know
     if all(x is None or x.is_contiguous() or x is fixed.page_table and has_rows(x) for x in others):
         return fixed
     dense = [x if x is None else x.contiguous() for x in others]
-    return Fixed._make((*dense, k_scale, v_scale, q_scale))
+    return Fixed._make((*dense, *scales))
 
 
 def cache_capacity(k: Tensor, fixed: Fixed) -> int:

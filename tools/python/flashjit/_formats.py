@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,12 +35,41 @@ def _known_row(text: str, head_dim: int) -> tuple[int, int, bool]:
     return size.value, alignment.value, bool(has_scale.value)
 
 
+class _BlockScales(NamedTuple):
+    """A row of a format's tensor of scales: its numbers and their type, and how many keys share it, 0 without one."""
+
+    columns: int
+    keys: int
+    type: str
+
+
+def _block_scales(text: str, head_dim: int) -> _BlockScales:
+    columns, keys, name = ctypes.c_int64(), ctypes.c_int32(), ctypes.c_char_p()
+    check(
+        library().flashjit_kv_block_scales(text.encode(), head_dim, *map(ctypes.byref, (columns, keys, name)))
+    )
+    return _BlockScales(columns.value, keys.value, (name.value or b"").decode())
+
+
+_block_scales._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+_SCALE_TYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn,
+    "e8m0": torch.uint8,
+}
+
+
 class KvFormat:
     """How a row of K or V is stored: a plain value, made from a name or from its parts.
 
     text: a name of KvFormat.names(), such as "nvfp4", "q8_0" or "fp8_ds_mla"; or codes ("e4m3", "int4", "uint2", ...) and then,
         for scales in the row, "g32" (of 32 columns) or "row", their type, and "before", "zero" or "min", "halves", "tail64",
-        "scaled": "int4:g32:fp16:zero". Codes alone have the scales of k_scale or v_scale.
+        "scaled": "int4:g32:fp16:zero". "apart", as in "int4:g32:fp16:apart:zero", says that scales and zero points are in a tensor of
+        their own, k_block_scale or v_block_scale; "keys32" in the place of "g32" that 32 keys share the scale of each column, apart:
+        "uint2:keys32:fp16:min". Codes alone have the scales of k_scale or v_scale.
     """
 
     def __init__(self, text: str) -> None:
@@ -55,6 +85,18 @@ class KvFormat:
     def alignment(self, head_dim: int) -> int:
         """Addresses and strides of rows are multiples of so many bytes."""
         return _row(self.text, constant(head_dim))[1]
+
+    def block_scales(self, size: Sequence[int], device: Any = None) -> Tensor:
+        """A tensor of zeros for the scales, and then zero points, of rows of so many [pages or batch, heads, rows, head_dim]:
+        [pages or batch, heads, rows or groups of keys, numbers of a row], of the scales' type; e8m0 is uint8."""
+        batch, heads, rows, head_dim = map(int, size)
+        known = _block_scales(self.text, head_dim)
+        if not known.keys:
+            raise InvalidArgument(
+                f'{self.text} has no scales in a tensor of their own: give a format with apart, "int4:g32:fp16:apart".'
+            )
+        shape = (batch, heads, -(-rows // known.keys), known.columns)
+        return torch.zeros(shape, dtype=_SCALE_TYPES[known.type], device=device)
 
     @staticmethod
     def names() -> dict[str, str]:
@@ -137,9 +179,11 @@ def with_formats(
     v: Tensor,
     v_columns: int | None,
     formats: tuple[Any, Any],
-    scales: tuple[Any, Any, Any],
+    scales: tuple[Any, ...],
 ) -> tuple[Fixed, Problem]:
-    """The call's tensors and options with the formats of K and V. scales: of K, V and Q, which is none here."""
+    """The call's tensors and options with the formats of K and V. scales: of K, V and Q, which is none here, and of K's and V's
+    blocks."""
+    block_scales = scales[3:]
     if scales[2] is not None:
         raise InvalidArgument(
             "q_scale is given with k_format or v_format: it goes with a q of 8 bits; leave it out."
@@ -154,10 +198,42 @@ def with_formats(
         dim_v = _columns_of(of_v.text, constant(v.shape[3]), constant(dim_v))
     used = Formats(of_k, None if v_columns else of_v)
     options = used.options(problem.options, (k_scale, v_scale)) + (":shared_kv" if v_columns else "")
+    for name, tensor, format in zip(BLOCK_SCALES, block_scales, (of_k, of_v)):
+        check_block_scales(name, tensor, format)
     return (
-        fixed._replace(k_scale=k_scale, v_scale=v_scale),
+        fixed._replace(
+            k_scale=k_scale, v_scale=v_scale, k_block_scale=block_scales[0], v_block_scale=block_scales[1]
+        ),
         problem._replace(options=options, stored=Stored(dim_v)),
     )
+
+
+BLOCK_SCALES = ("k_block_scale", "v_block_scale")
+
+
+def check_block_scales(name: str, tensor: Any, format: KvFormat | None) -> None:
+    """Whether a tensor has the type of a format's scales; the library checks its sizes."""
+    if tensor is None:
+        return
+    known = None if format is None else _block_scales(format.text, 0)
+    if known is None or not known.keys:
+        raise InvalidArgument(
+            f"{name} is given, but {'there is no format' if format is None else format.text} has no scales in a tensor of "
+            'their own: leave it out, or give a format with apart, such as "int4:g32:fp16:apart".'
+        )
+    wanted = _SCALE_TYPES[known.type]
+    allowed = (wanted, torch.uint8) if wanted.itemsize == 1 else (wanted,)
+    if (
+        not isinstance(tensor, Tensor)
+        or tensor.dtype not in allowed
+        or tensor.dim() != 4
+        or tensor.layout is not torch.strided
+    ):
+        given = describe(tensor) if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+        raise WrongType(
+            f"{name} is {given}: the format {format and format.text} has {str(wanted).removeprefix('torch.')} scales: give a "
+            "tensor as of KvFormat.block_scales()."
+        )
 
 
 def _columns_of(text: str, size: int, columns_of_k: int) -> int:

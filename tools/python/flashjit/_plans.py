@@ -30,6 +30,7 @@ from ._call_types import (
     out_dtype_of,
     switches_of,
 )
+from ._formats import BLOCK_SCALES
 from ._launch import bind_context, launch
 from ._library import BackwardArgs, Capture, ForwardArgs, Handle, ListArgs, runtime
 from ._structs import (
@@ -81,7 +82,7 @@ _B_DOUT_STRIDE = _B_DOUT + _library.word(_library.Tensor, "stride")
 
 
 _F_LENT = words_lent(ForwardArgs, Fixed._fields)
-_B_LENT = words_lent(BackwardArgs, Fixed._fields[:-6])
+_B_LENT = words_lent(BackwardArgs, Fixed._fields[:-8])
 _C_SIZE = ctypes.sizeof(Capture) // 8
 _C_DATA, _C_GRAD, _C_SCALAR = words_at(Capture, "data", "grad", "scalar")
 
@@ -276,6 +277,9 @@ class Plan:
         forward_alone |= {
             name: scales_struct(getattr(fixed, name)) for name in ("k_scale", "v_scale", "q_scale")
         }
+        for name in BLOCK_SCALES:
+            if (scales := getattr(fixed, name)) is not None:
+                forward_alone[name] = tensor_struct(scales.shape, scales.stride())
         self.forward_words = _library.words_of(
             ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), **tensors, **common, **forward_alone)
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import _library
 from ._checks import check_number, check_text, check_whole
-from ._formats import KvFormat, new_rows, read_format
+from ._formats import KvFormat, check_block_scales, new_rows, read_format
 from ._launch import is_watched, launch
 from ._library import QuantizeArgs, Rope, spec_handle
 from ._plans import KEEP_PLANS
@@ -41,6 +41,7 @@ def quantize(
     dtype: torch.dtype = torch.float8_e4m3fn,
     *,
     format: KvFormat | str | None = None,
+    block_scale: Tensor | None = None,
     scales: str = "head",
     heads: int | None = None,
     hadamard: bool = False,
@@ -56,6 +57,8 @@ def quantize(
     x: Q, K or V, [batch, heads, rows, head_dim], or a pool of pages; float16, bfloat16 or float32; head_dim a multiple of 16.
     dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8.
     format: KvFormat, or its text such as "nvfp4", in place of dtype: codes are then uint8 [..., bytes of a row].
+    block_scale: with a format whose scales are in a tensor of their own: that tensor, of KvFormat.block_scales(x.shape)'s sizes and type,
+        which is written. Where keys share scales x has whole groups of them.
     scales: what shares one: "tensor"; "head" of a batch entry; "page" and head, which is the same with sizes as attention() wants
         them of pages; each "row". The largest element of what shares a scale becomes the largest code.
     heads: how many heads have scales, if not all: those of K and V, for Q, whose query heads then share one.
@@ -92,12 +95,14 @@ def quantize(
         if value is not None and not isinstance(value, Tensor):
             raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor.")
     check_both_tables(cos, sin)
+    check_device(x, "x", {"block_scale": block_scale})
     check_device(x, "x", {name: value for name, value in angles._asdict().items() if value is not None})
     if theta is not None:
         check_number("theta", theta)
     if rope_dims is not None:
         check_whole("rope_dims", rope_dims)
     wanted = read_format("format", format)
+    check_block_scales("block_scale", block_scale, wanted)
     scale = torch.empty(_SIZES[scales](x.shape[0], heads, x.shape[2]), dtype=torch.float32, device=x.device)
     if wanted is not None:
         codes, text, has_scale = new_rows(wanted, x), wanted.text, wanted.has_scale
@@ -110,20 +115,20 @@ def quantize(
         else _quantize
     )
     rest = (bool(hadamard), *angles, float(theta or 0), rope_dims or 0, bool(interleaved), text, has_scale)
-    run(x, codes, scale, *rest)
+    run(x, codes, scale, block_scale, *rest)
     return codes, scale if has_scale else None
 
 
 torch.library.define(
     "flashjit::quantize",
-    "(Tensor x, Tensor(a!) codes, Tensor(b!) scale, bool hadamard, Tensor? cos, Tensor? sin, "
+    "(Tensor x, Tensor(a!) codes, Tensor(b!) scale, Tensor(c!)? block_scale, bool hadamard, Tensor? cos, Tensor? sin, "
     "Tensor? positions, float theta, int rope_dims, bool interleaved, str? format, bool has_scale) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.register_fake("flashjit::quantize")(lambda *_: None)
 _calls: dict[Any, Any] = {}
 _PLACES = (
-    *(_library.word(QuantizeArgs, name) for name in ("x", "codes", "scale")),
+    *(_library.word(QuantizeArgs, name) for name in ("x", "codes", "scale", "block_scale")),
     *(
         _library.word(QuantizeArgs, "rope") + _library.word(Rope, name)
         for name in ("cos", "sin", "positions")
@@ -135,6 +140,7 @@ def _quantize(
     x: Tensor,
     codes: Tensor,
     scale: Tensor,
+    block_scale: Tensor | None,
     hadamard: bool,
     cos: Tensor | None,
     sin: Tensor | None,
@@ -151,6 +157,7 @@ def _quantize(
         signature(x),
         signature(codes),
         signature(scale),
+        None if block_scale is None else signature(block_scale),
         hadamard,
         *(None if y is None else signature(y) for y in angles),
         theta,
@@ -175,6 +182,8 @@ def _quantize(
             hadamard=hadamard,
             rope=rope_struct(angles.cos, theta, rope_dims, interleaved),
         )
+        if block_scale is not None:
+            args.block_scale = tensor_struct(block_scale.shape, block_scale.stride())
         dims = f"{x.shape[3]}" if x.shape[3] <= 512 else f"{x.shape[3]}x512"  # the most that V has
         call = (
             spec_handle(
@@ -186,7 +195,7 @@ def _quantize(
             _calls.clear()
         _calls[key] = call
     spec, words = call[0], call[1][:]
-    for place, tensor in zip(_PLACES, (x, codes, scale if has_scale else None, *angles)):
+    for place, tensor in zip(_PLACES, (x, codes, scale if has_scale else None, block_scale, *angles)):
         if tensor is not None:
             words[place] = tensor.data_ptr()
     launch("quantize", spec, words, x.get_device())

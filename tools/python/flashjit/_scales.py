@@ -17,13 +17,17 @@ def with_scales(
     problem: Problem,
     q: Tensor,
     k: Tensor,
-    scales: tuple[Any, Any, Any],
+    scales: tuple[Any, ...],
     out_dtype: torch.dtype | None,
 ) -> tuple[Fixed, Problem]:
-    """The call's tensors and options with those of its scales: of Q, K and V."""
-    q_scale, k_scale, v_scale = [
+    """The call's tensors and options with those of its scales: of K, V and Q, and of blocks, which are none here."""
+    if any(scale is not None for scale in scales[3:]):
+        raise InvalidArgument(
+            "k_block_scale or v_block_scale is given without k_format or v_format, whose scales it has: give the format."
+        )
+    k_scale, v_scale, q_scale = [
         in_four_dims(name, scale, problem.cached and name != "q_scale")
-        for name, scale in zip(("q_scale", "k_scale", "v_scale"), scales)
+        for name, scale in zip(("k_scale", "v_scale", "q_scale"), scales)
     ]
     options, out_type = kv_options(k, k_scale, v_scale), ""
     if q.dtype in KV_TYPES:

@@ -203,6 +203,8 @@ pub struct flashjit_forward_args {
     pub prefix_length: *const i32,
     pub state: flashjit_partial_state,
     pub out_before_mod: flashjit_tensor,
+    pub k_block_scale: flashjit_tensor,
+    pub v_block_scale: flashjit_tensor,
 }
 
 #[repr(C)]
@@ -304,6 +306,8 @@ pub struct flashjit_append_args {
     pub slots_type: flashjit_element_type,
     pub k_norm: flashjit_norm,
     pub q_norm: flashjit_norm,
+    pub k_block_scale: flashjit_tensor,
+    pub v_block_scale: flashjit_tensor,
 }
 
 #[repr(C)]
@@ -328,6 +332,7 @@ pub struct flashjit_quantize_args {
     pub scale: flashjit_scales,
     pub hadamard: i32,
     pub rope: flashjit_rope,
+    pub block_scale: flashjit_tensor,
 }
 
 #[repr(C)]
@@ -408,6 +413,13 @@ extern "C" {
         bytes: *mut i64,
         alignment: *mut i32,
         has_scale: *mut i32,
+    ) -> flashjit_status;
+    pub fn flashjit_kv_block_scales(
+        format: *const c_char,
+        head_dim: i32,
+        columns: *mut i64,
+        keys: *mut i32,
+        element: *mut *const c_char,
     ) -> flashjit_status;
     pub fn flashjit_kv_format_name(index: usize, name: *mut *const c_char, parts: *mut *const c_char) -> i32;
     pub fn flashjit_prepare(

@@ -561,6 +561,7 @@ TEST(KernelsOfBlockScales, CompileWithoutSpills) {
   std::size_t turn = 0;
   for (const char* text : {"fwd:fp16:d128:causal:pages16:kv{e2m1:g16:e4m3:apart:scaled}",
                            "fwd:fp16:d64:kv{int4:g32:fp16:apart:zero}:cache",
+                           "fwd:fp16:d128:k{uint2:keys32:fp16:min}:v{uint2:g32:fp16:min}:pages64:causal",
                            "fwd:fp16:d256:k{uint4:keys64:fp32:zero}:v{int4:g32:fp16:apart}:cache:causal"}) {
     const KernelSpec spec = parse_spec(text).normalized();
     for (const plan::FamilyTraits& family : plan::families()) {

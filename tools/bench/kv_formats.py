@@ -30,7 +30,14 @@ FORMATS = [
     "int4:g32:fp16",
     "int4:g32:fp16:zero",
     "uint2:g32:fp16:min",
+    "uint4:keys32:fp16:min",
+    "uint2:keys32:fp16:min",
 ]
+
+
+def format_of_v(form: str) -> str:
+    """Where K's keys share scales V has blocks of a row, as in KIVI."""
+    return form.replace(":keys", ":g")
 
 
 def inputs(kind: str, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -46,18 +53,30 @@ def inputs(kind: str, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 def error(form: str, kind: str, rows: int) -> float:
     q, k, v = inputs(kind, rows)
     exact = flashjit.attention(q, k, v, out_dtype=torch.float32)
-    (k_rows, k_scale), (v_rows, v_scale) = (flashjit.quantize(x, format=form) for x in (k, v))
+    block_scale = flashjit.KvFormat(form).block_scales(k.shape) if ":keys" in form else None
+    k_rows, k_scale = flashjit.quantize(k, format=form, block_scale=block_scale)
+    v_rows, v_scale = flashjit.quantize(v, format=format_of_v(form))
     out = flashjit.attention(
         q,
         k_rows,
         v_rows,
         k_format=form,
-        v_format=form,
+        v_format=format_of_v(form),
+        k_block_scale=block_scale,
         k_scale=k_scale,
         v_scale=v_scale,
         out_dtype=torch.float32,
     )
     return ((out - exact).pow(2).mean() / exact.pow(2).mean()).sqrt().item()
+
+
+def bytes_of_row(form: str) -> int:
+    """With the row's part of scales that keys share."""
+    known = flashjit.KvFormat(form)
+    if ":keys" not in form:
+        return known.row_bytes(DIM)
+    keys = int(form.partition(":keys")[2].partition(":")[0])
+    return known.row_bytes(DIM) + known.block_scales((1, 1, keys, DIM)).nbytes // keys
 
 
 KINDS = ("normal", "outlier channels", "strong keys")
@@ -70,7 +89,7 @@ def plot(table: dict[str, list[float]], file: str) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 5))
-    names = [f"{form} ({flashjit.KvFormat(form).row_bytes(DIM)} bytes)" for form in table]
+    names = [f"{form} ({bytes_of_row(form)} bytes)" for form in table]
     for i, kind in enumerate(KINDS):
         axes.plot([errors[i] for errors in table.values()], names, "os^"[i], label=kind)
     axes.set(xlabel="relative error of O", xscale="log")
@@ -93,7 +112,7 @@ def main() -> None:
     for form in FORMATS:
         table[form] = [error(form, kind, options.rows) for kind in KINDS]
         errors = " | ".join(f"{x:.2g}" for x in table[form])
-        print(f"| `{form}` | {flashjit.KvFormat(form).row_bytes(DIM)} | {errors} |", flush=True)
+        print(f"| `{form}` | {bytes_of_row(form)} | {errors} |", flush=True)
     if options.plot:
         plot(table, options.plot)
 

@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
 import child  # noqa: E402
 import flashjit  # noqa: E402
 from flashjit.torch import BlockMap, TileLists, scaled_dot_product_attention  # noqa: E402
+from operator_arguments import arguments_of_forward  # noqa: E402
 
 F = torch.nn.functional
 DEVICE = "cuda"
@@ -527,7 +528,7 @@ def test_dropout_where_compiled_code_computes_a_region_again(options, budget):
 
 def test_operators_are_sound():
     q, k, v = tensors(queries=32, keys=32)
-    arguments = (q, k, v, *[None] * 16, [], [], [], ":causal", None, 0.0, 0, 0, False, "", None)
+    arguments = arguments_of_forward(q, k, v, options=":causal")
     torch.library.opcheck(
         torch.ops.flashjit.attention_forward.default,
         arguments,

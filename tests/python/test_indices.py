@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import flashjit  # noqa: E402
+from operator_arguments import arguments_of_forward  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -245,26 +246,8 @@ def test_rows_of_a_whole_pool_beside_several_sequences(heads_first):
 def test_the_operators_are_sound():
     q, k = randn(2, 4, 3, 64).requires_grad_(), randn(2, 2, 30, 64).requires_grad_()
     indices = lists(2, 3, 2, 8, keys=30)
-    arguments = (
-        q,
-        k,
-        k,
-        *[None] * 5,
-        indices,
-        torch.tensor([2, 0, 8], dtype=torch.int32, device=DEVICE),
-        *[None] * 9,
-        [],
-        [],
-        [],
-        ":indices",
-        None,
-        0.0,
-        0,
-        0,
-        False,
-        "",
-        None,
-    )
+    counts = torch.tensor([2, 0, 8], dtype=torch.int32, device=DEVICE)
+    arguments = arguments_of_forward(q, k, k, indices=indices, topk_length=counts, options=":indices")
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
     assert (
         torch.ops.flashjit.attention_forward(*arguments)[0]

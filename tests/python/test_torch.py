@@ -20,6 +20,7 @@ import child  # noqa: E402
 import flashjit  # noqa: E402
 from flashjit import _kept_plans, _launch, _lists, _plans, _tensors  # noqa: E402
 from flashjit.torch import BlockMap, TileLists, scaled_dot_product_attention  # noqa: E402
+from operator_arguments import arguments_of_forward  # noqa: E402
 
 F = torch.nn.functional
 
@@ -978,29 +979,15 @@ def test_compiled_code_refuses_lists_that_do_not_belong():
 def test_the_operators_are_sound_with_lists():
     q, k, v = tensors()
     lists = TileLists(q, k, v, causal=True)
-    arguments = (
-        q,
-        k,
-        v,
-        *[None] * 14,
-        *lists.memory,
-        [],
-        [],
-        [],
-        ":causal",
-        None,
-        0.0,
-        0,
-        0,
-        False,
-        "",
-        None,
-    )
+    given = dict(zip(("lists_forward", "lists_backward"), lists.memory))
+    arguments = arguments_of_forward(q, k, v, **given, options=":causal")
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
     with pytest.raises(flashjit.InvalidArgument, match="lists were built for"):
-        torch.ops.flashjit.attention_forward(*arguments[:22], "", *arguments[23:])
-    copied = [memory.clone() for memory in lists.memory]  # of which nothing is known: made in the call
-    out = torch.ops.flashjit.attention_forward(*arguments[:17], *copied, *arguments[19:])[0]
+        torch.ops.flashjit.attention_forward(*arguments_of_forward(q, k, v, **given))
+    copied = {
+        name: memory.clone() for name, memory in given.items()
+    }  # of which nothing is known: made in the call
+    out = torch.ops.flashjit.attention_forward(*arguments_of_forward(q, k, v, **copied, options=":causal"))[0]
     torch.testing.assert_close(
         torch.autograd.grad(out.square().sum(), (q, k, v)),
         torch.autograd.grad(torch.ops.flashjit.attention_forward(*arguments)[0].square().sum(), (q, k, v)),
@@ -1407,7 +1394,7 @@ def test_dynamic_shapes():
 
 def test_operators_are_sound():
     q, k, v = tensors()
-    arguments = (q, k, v, *[None] * 16, [], [], [], ":causal", None, 0.0, 0, 0, False, "", None)
+    arguments = arguments_of_forward(q, k, v, options=":causal")
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
 
 

@@ -306,7 +306,7 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
                                    sums.of_key(e / 2)(which, at, value);
                                });
         // Where nothing attends a slope may be NaN.
-        const float deciding = PairWeights<P>::kMasksDp ? dp[n + e] : pair_p;
+        [[maybe_unused]] const float deciding = PairWeights<P>::kMasksDp ? dp[n + e] : pair_p;
         if constexpr (P::kScoreGrad) dp[n + e] = deciding == 0.0f ? 0.0f : dp[n + e] * slope[e];
       }
 #pragma unroll

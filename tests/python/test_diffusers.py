@@ -115,7 +115,9 @@ def test_the_same_results_and_gradients(make, monkeypatch):
     model, given, calls = make()
     model = model.to(DEVICE)
     made, forward = [], _plans.Plan.forward
-    monkeypatch.setattr(_plans.Plan, "forward", lambda self, *rest: made.append(self) or forward(self, *rest))
+    monkeypatch.setattr(
+        _plans.Plan, "forward", lambda self, *rest, **more: made.append(self) or forward(self, *rest, **more)
+    )
 
     def run(call=model):
         model.zero_grad()

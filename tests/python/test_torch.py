@@ -115,26 +115,7 @@ def test_what_kernels_cannot_read_is_copied(through, what, how):
         function = compiled(function)
     elif through == "operator":
         function = lambda q, k, v, sinks: torch.ops.flashjit.attention_forward(
-            q,
-            k,
-            v,
-            None,
-            None,
-            None,
-            None,
-            sinks,
-            *[None] * 11,
-            [],
-            [],
-            [],
-            ":sinks",
-            None,
-            0.0,
-            0,
-            0,
-            False,
-            "",
-            None,
+            *arguments_of_forward(q, k, v, sinks=sinks, options=":sinks")
         )[0]
     want = reference(**inputs)
     if through == "no_grad":
@@ -209,26 +190,7 @@ def test_lse_has_gradients(through):
         function = compiled(function)
     elif through == "operator":
         function = lambda q, k, v, sinks: torch.ops.flashjit.attention_forward(
-            q,
-            k,
-            v,
-            None,
-            None,
-            None,
-            None,
-            sinks,
-            *[None] * 11,
-            [],
-            [],
-            [],
-            ":causal:sinks",
-            None,
-            0.0,
-            0,
-            0,
-            False,
-            "",
-            None,
+            *arguments_of_forward(q, k, v, sinks=sinks, options=":causal:sinks")
         )
     w, g = torch.randn(2, 4, 9), torch.randn(2, 4, 9, 8)
     keep = causal(9, 13)
@@ -1412,9 +1374,7 @@ def test_fake_kernels_agree_with_the_real_ones():
 
 def test_second_derivative_of_compiled_code_is_refused():
     q, k, v = tensors()
-    out = torch.ops.flashjit.attention_forward(
-        q, k, v, *[None] * 16, [], [], [], "", None, 0.0, 0, 0, False, "", None
-    )[0]
+    out = torch.ops.flashjit.attention_forward(*arguments_of_forward(q, k, v))[0]
     grad = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
     with pytest.raises(flashjit.Unsupported, match="no second derivative"):
         grad.sum().backward()

@@ -62,7 +62,7 @@ def _sources():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Of a test with many cases a third runs, and at least two; where tests are named, and at night, all."""
+    """Of a test with many cases a third runs, and at least one; where tests are named, and at night, all."""
     named = config.option.keyword or any("::" in arg for arg in config.args)
     if named or os.environ.get("FLASHJIT_EVERY_KERNEL"):
         return
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config, items):
         item
         for of_test in cases.values()
         for i, item in enumerate(of_test)
-        if i >= 2 and not is_drawn(item.nodeid.rpartition("/")[2])
+        if i >= 1 and not is_drawn(item.nodeid.rpartition("/")[2])
     }
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])

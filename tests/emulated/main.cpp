@@ -1,6 +1,6 @@
 // The runtime of these tests opens the emulator's libcuda and NVRTC. FLASHJIT_LIBCUDA=libcuda.so.1 runs them
-// on a GPU, with the NVRTC that is found. Without a filter a run has a quarter of the cases of each test, drawn by
-// the templates; with FLASHJIT_EVERY_KERNEL=1 all.
+// on a GPU, with the NVRTC that is found. Without a filter a run has a quarter of the cases of each test,
+// drawn by the templates; with FLASHJIT_EVERY_KERNEL=1 all.
 #include <gtest/gtest.h>
 
 #include <cstdlib>

@@ -2,13 +2,10 @@
 // architecture, without spills.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <array>
 #include <string_view>
-#include <utility>
 
 #include "tests/support/spills.hpp"
-#include "tests/support/spread.hpp"
 
 namespace flashjit {
 namespace {
@@ -17,7 +14,7 @@ constexpr std::array<std::string_view, 3> kArchs = {"sm_75", "sm_80", "sm_90a"};
 
 class KernelsOfOut : public testing::TestWithParam<std::string_view> {};
 
-/// With the tiles that each family takes by itself, of a large and of a small problem, alternately.
+/// With the tiles that each family takes by itself.
 TEST_P(KernelsOfOut, CompileWithoutSpills) {
   constexpr std::array kSpecs = {
       "fp16:d64:out_mod{gate: fp16 4d grad; out * sigmoid(gate[b, q, h, column])}:causal",
@@ -30,28 +27,9 @@ TEST_P(KernelsOfOut, CompileWithoutSpills) {
       "bf16:d320x280:out_mod{out * sigmoid(out)}:causal",
       "fp32:d64:out_mod{gate: fp32 4d grad; out * gate[b, q, h, column]}:dropout",
   };
-  const auto compiler = compile::Compiler::open();
-  const DeviceInfo device = DeviceInfo::parse(GetParam());
-  test::Turns turns;
-  // Each spec on one architecture, at night on all.
-  auto place = static_cast<std::size_t>(std::ranges::find(kArchs, device.arch) - kArchs.begin());
-  for (const char* text : kSpecs) {
-    if (++place % 3 != 0 && !test::every_kernel()) continue;
-    turns.next_row();
-    for (const Pass pass : {Pass::forward, Pass::backward}) {
-      bool compiled = false;
-      for (const plan::FamilyTraits& family : plan::families()) {
-        const KernelSpec spec{parse_spec(text), pass};
-        if (!test::is_planned(family, device) || !family.supports(spec, device)) continue;
-        // The main kernels of the backward pass are as without: the family that is planned is enough.
-        if (std::exchange(compiled, true) && pass == Pass::backward) continue;
-        for (const AttentionShape& shape :
-             turns.of<AttentionShape>({4, 32, 8, 4096, 4096}, {1, 2, 1, 100, 130})) {
-          test::expect_no_spills(*compiler, spec, family, shape, device);
-        }
-      }
-    }
-  }
+  // The main kernels of the backward pass are as without: the family that is planned is enough.
+  test::expect_no_spills_by_turns(kSpecs, kArchs, GetParam(),
+                                  [](Pass pass, int nth) { return pass == Pass::forward || nth == 0; });
 }
 
 INSTANTIATE_TEST_SUITE_P(Architectures, KernelsOfOut, testing::ValuesIn(kArchs),

@@ -4,8 +4,11 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <span>
 #include <sstream>
 #include <string>
+#include <string_view>
 
 #include "compile/compiler.hpp"
 #include "plan/family.hpp"
@@ -42,6 +45,33 @@ inline void expect_no_spills(const compile::Compiler& compiler, const KernelSpec
   for (const plan::Entry& entry : source.entries) EXPECT_LE(entry.shared_bytes, device.shared_per_block);
   for (const EntryResources& used : kernel.resources)
     testing::Test::RecordProperty(fmt::format("{}_{}", to_string(config), used.entry), used.registers);
+}
+
+/// Both passes of each spec, by every family that has them, for one of the architectures by turns, at night
+/// for all; of a large and of a small problem, alternately. `wanted(pass, nth)`: whether the nth family that
+/// has the pass counts.
+template <class Wanted>
+void expect_no_spills_by_turns(std::span<const char* const> specs, std::span<const std::string_view> archs,
+                               std::string_view arch, Wanted wanted) {
+  const auto compiler = compile::Compiler::open();
+  const DeviceInfo device = DeviceInfo::parse(std::string(arch));
+  Turns turns;
+  auto place = static_cast<std::size_t>(std::ranges::find(archs, arch) - archs.begin());
+  for (const char* text : specs) {
+    if (++place % archs.size() != 0 && !every_kernel()) continue;
+    turns.next_row();
+    for (const Pass pass : {Pass::forward, Pass::backward}) {
+      int families = 0;
+      for (const plan::FamilyTraits& family : plan::families()) {
+        const KernelSpec spec{parse_spec(text), pass};
+        if (!is_planned(family, device) || !family.supports(spec, device)) continue;
+        if (!wanted(pass, families++)) continue;
+        for (const AttentionShape& shape :
+             turns.of<AttentionShape>({4, 32, 8, 4096, 4096}, {1, 2, 1, 100, 130}))
+          expect_no_spills(*compiler, spec, family, shape, device);
+      }
+    }
+  }
 }
 
 }  // namespace flashjit::test

@@ -13,6 +13,7 @@
 #include "plan/plan.hpp"
 #include "reference/reference.hpp"
 #include "tests/support/expectations.hpp"
+#include "tests/support/refused_call.hpp"
 
 namespace flashjit {
 namespace {
@@ -20,13 +21,7 @@ namespace {
 const std::string kGate = "out_mod{gate: bf16 4d; out * sigmoid(gate[b, q, h, column])}";
 
 std::string refused_spec(const std::string& text) {
-  try {
-    parse_spec(text).validate();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::invalid_argument);
-    return error.message();
-  }
-  return "accepted";
+  return test::refusal_of([&] { parse_spec(text).validate(); });
 }
 
 TEST(OutMod, IsAFieldOfTheText) {

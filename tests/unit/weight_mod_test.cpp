@@ -12,6 +12,7 @@
 #include "plan/plan.hpp"
 #include "reference/reference.hpp"
 #include "tests/support/expectations.hpp"
+#include "tests/support/refused_call.hpp"
 
 namespace flashjit {
 namespace {
@@ -19,13 +20,7 @@ namespace {
 const std::string kSigmoid = "bf16:d64:score{sigmoid(score - 4.0)}";
 
 std::string refused_spec(const std::string& text) {
-  try {
-    parse_spec(text).validate();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::invalid_argument);
-    return error.message();
-  }
-  return "accepted";
+  return test::refusal_of([&] { parse_spec(text).validate(); });
 }
 
 TEST(WeightMod, IsAnOptionOfTheText) {

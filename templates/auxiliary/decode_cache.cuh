@@ -1,0 +1,79 @@
+// Before a forward pass whose many Q tiles would each decode their keys again: K and V become elements in the
+// workspace, once. Problem has them there, in slots where the call has a cache; StoredProblem as the call
+// has them.
+#pragma once
+
+#include "flashjit/auxiliary/decode_cache_params.cuh"
+#include "flashjit/common/decoded_kv.cuh"
+#include "flashjit/common/tile_lists.cuh"
+
+namespace flashjit::auxiliary {
+
+constexpr int kDecodingThreads = 128;
+
+/// The first key that a query attends to, of the heads that share `h_kv`. An engine may have freed the pages
+/// of those before.
+template <class P>
+__device__ __forceinline__ int first_attended_key(const Params& p, const Sequence<P>& sequence, int h_kv) {
+  if (!P::kMaskBoundsFirstKey) return 0;
+  const int group = p.qhead_per_kvhead(), heads = P::kMaskUsesHead ? group : 1;
+  const Range queries{0, sequence.seqlen_q(p)};
+  int first = p.seqlen_kv;
+  for (int i = 0; i < heads; ++i) {
+    const auto head = sequence.head(p, h_kv * group + i);
+    first = min(first, P::kv_bounds(p, head, queries).begin);
+  }
+  return first;
+}
+
+/// Rows [keys.begin, keys.end) of one head, by all threads; zeros before `first`.
+template <class P, class Format, class Source>
+__device__ __forceinline__ void decode_keys(const Source& from, Range keys, int first, const TensorParam& to,
+                                            int b, int h_kv) {
+  using Element = typename P::Element;
+  constexpr int kPieces = Format::kDim / 16, kAtOnce = Source::kPiecesAtOnce;
+  static_assert(Format::kDim % 16 == 0, "head dimensions of quantized rows are multiples of 16");
+  Element* rows = static_cast<Element*>(to.data) + b * to.stride_b + h_kv * to.stride_h;
+#pragma unroll kAtOnce
+  for (int begin = 0; begin < kDecodedKeys * kPieces; begin += kDecodingThreads) {
+    const int index = begin + static_cast<int>(threadIdx.x), key = keys.begin + index / kPieces,
+              column = index % kPieces * 16;
+    if (key >= keys.end) break;
+    uint4 elements[2] = {};
+    if (key >= first) from.template decode16<Element>(key, column, elements);
+    auto* at = reinterpret_cast<uint4*>(rows + key * to.stride_s + column);
+    at[0] = elements[0];
+    at[1] = elements[1];
+  }
+}
+
+/// With the scales of the call, or without those of heads where results are multiplied with them.
+template <class P, class Format>
+using ElementFormat = Conditional<kScaledElements<P>, OfHead<Format>, Format>;
+
+/// Grid: batch * tiles of kDecodedKeys keys * heads_kv. Keys that a sequence does not have are not read, and
+/// what is in their place does not matter. In a tile that a window begins in, zeros are in front of it, as
+/// zero times what the workspace had is not zero.
+template <class P>
+__device__ void decode_cache(const DecodeCacheParams& params) {
+  const Params& p = params.call;
+  const int block = static_cast<int>(blockIdx.x), h_kv = block % p.heads_kv,
+            tiles = (p.seqlen_kv + kDecodedKeys - 1) / kDecodedKeys, tile = block / p.heads_kv % tiles;
+  const Sequence<P> sequence(p, block / p.heads_kv / tiles);
+  const int length = sequence.seqused_kv(p), begin = tile * kDecodedKeys;
+  if (begin >= length || sequence.seqlen_q(p) == 0) return;
+  const int first = first_attended_key<P>(p, sequence, h_kv);
+  // Lists may name a tile by looser bounds.
+  const int first_written = kLists<P> ? 0 : max(first - P::kBc, 0);
+  const Range keys{max(begin, first_written), min(begin + kDecodedKeys, length)};
+  if (keys.begin >= keys.end) return;
+  using K = ElementFormat<P, typename P::KFormat>;
+  using V = ElementFormat<P, typename P::VFormat>;
+  const DecodedKvSource<P, K> k(p, p.k, p.k_block_scale, p.k_scale, sequence, h_kv, first);
+  decode_keys<P, K>(k, keys, first, params.k, sequence.b, h_kv);
+  if (P::kSharedKv) return;
+  const DecodedKvSource<P, V> v(p, p.v, p.v_block_scale, p.v_scale, sequence, h_kv, first);
+  decode_keys<P, V>(v, keys, first, params.v, sequence.b, h_kv);
+}
+
+}  // namespace flashjit::auxiliary

@@ -1,0 +1,58 @@
+// Quantized K and V that are decoded once, into the workspace, by the families that can.
+#include "tests/support/cache_run.hpp"
+#include "tests/support/decoded_cache_run.hpp"
+#include "tests/support/run_command.hpp"
+
+namespace flashjit::test {
+namespace {
+
+class DecodedCache : public GpuTestWith<DecodedCacheCase> {};
+
+TEST_P(DecodedCache, IsAttentionOverTheDecodedRows) {
+  TemporaryRuntime runtime;
+  check_decoded_cache(runtime.get(), GetParam());
+}
+
+class DecodedCaches : public GpuTest {};
+
+/// NaN wherever there is no key, tables with pages that do not exist, scales of sequences and heads, which
+/// are not rounded into the elements: LSE is as exact as over codes.
+TEST_F(DecodedCaches, AreReadAsTheKeysInOrder) {
+  TemporaryRuntime runtime;
+  const std::string window = "mask{q + seqlen_kv - seqlen_q - kv < 20 && kv <= q + seqlen_kv - seqlen_q}";
+  unsigned seed = 0;
+  for (const std::string& spec : {std::string("bf16:d64:kve4m3:causal:varlen:pages16:sinks"),
+                                  std::string("bf16:d128:kvint8:cache:causal:score{2.0 * tanh(score / 2.0)}"),
+                                  "bf16:d64:kve5m2:pages8:" + window}) {
+    SCOPED_TRACE(spec);
+    const bool has_window = spec.ends_with(window);
+    CacheRun({.spec = parse_spec(spec),
+              .shape = {3, 4, 2, has_window ? 5 : 30, 120},
+              .family = Family::sm90,
+              .slot_table = spec.find(":cache") != std::string::npos,
+              .seed = ++seed,
+              .window = has_window ? 20 : 0})
+        .check(runtime.get(), parse_config("sm90:br128:bc64:w8:s2:decode_cache"));
+  }
+}
+
+/// Without a cache: padding, dropout, listed tiles, the largest scores.
+TEST_F(DecodedCaches, AreThoseOfCallsWithoutACache) {
+  const TemporaryDirectory folder;
+  for (const char* spec :
+       {"bf16:d64:kve4m3:kvlen:dropout", "bf16:d64:kvint8:map64:causal", "bf16:d128:kve5m2:row_max"}) {
+    const CommandResult result =
+        run_command(folder,
+                    fmt::format("verify --seed 5 --spec {} --shape b2:hq4:hkv2:sq70:skv150 --config {}", spec,
+                                "sm90:br128:bc64:w8:s2:decode_cache"),
+                    fmt::format("FLASHJIT_LIBCUDA='{}'", read_environment().libcuda));
+    EXPECT_EQ(result.code, 0) << spec << "\n" << result.out << result.err;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, DecodedCache, testing::ValuesIn(decoded_cache_cases()), [](const auto& info) {
+  return fmt::format("{}_{}", info.index, name_of(info.param));
+});
+
+}  // namespace
+}  // namespace flashjit::test

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from . import _functions  # noqa: F401  (fills FUNCTIONS)
 from ._arithmetic import add, bits, multiply
 from ._at_work import tracers
 from ._torch_names import FUNCTIONS, without_function
-from ._values import Shape, UnknownAttribute, Value, as_bool
+from ._values import Shape, UnknownAttribute, Value, as_bool, as_text, literal
 from .errors import InvalidArgument, WrongType
 
 _MAX_ROW = 256  # what is unrolled at most
@@ -171,7 +171,64 @@ class Row:
         return tracers[-1].call_torch(function, arguments, named or {})
 
 
-STAND_INS = (Value, PartialRead, Row)
+class ElementRow:
+    """The row of Q or K that a q_mod or k_mod changes: row[column] is an element, row.square().sum() a number."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, tracer: Any) -> None:
+        self.tracer = tracer
+
+    def __getitem__(self, column: Any) -> Value:
+        index = None if isinstance(column, (bool, slice, tuple)) else literal(self.tracer.value_of(column))
+        if index is None or index.type != "int" or index.number is not None and index.number < 0:
+            raise WrongType(
+                f"the row of q_mod or k_mod is indexed with {column}: give a column, an int from 0 on, such as column or "
+                "column ^ 1."
+            )
+        text = as_text(index, "int")
+        return Value("element" if text == "column" else f"element_at({text})", "float32")
+
+    def square(self) -> _Squares:
+        return _Squares()
+
+    def pow(self, exponent: Any) -> _Squares:
+        if exponent != 2:
+            self._refuse()
+        return _Squares()
+
+    __pow__ = pow
+
+    def __mul__(self, other: Any) -> _Squares:
+        if other is not self:
+            self._refuse()
+        return _Squares()
+
+    def _refuse(self) -> NoReturn:
+        raise WrongType(
+            "the row of q_mod or k_mod is used as a whole: index it by columns, as in row[column]; of all columns there is "
+            "row.square().sum() alone."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+
+class _Squares:
+    """The squares of a row, to be summed."""
+
+    def sum(self, *_: Any, **__: Any) -> Value:
+        return Value("sum_of_squares", "float32")
+
+    def mean(self, *_: Any, **__: Any) -> NoReturn:
+        raise WrongType(
+            "row.square().mean() has no number of columns here: divide row.square().sum() by head_dim."
+        )
+
+
+STAND_INS = (Value, PartialRead, Row, ElementRow)
 
 
 def row_of(value: Any) -> Row | None:

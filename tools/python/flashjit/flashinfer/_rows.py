@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
     page_size: int | None = None
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Of q [rows, hq, d] and k, v [.., hkv, rows, d], in the words of plan()'s arguments."""
+        """Compares q [rows, hq, d] and k, v [.., hkv, rows, d] with plan()'s arguments, in their words."""
         found = {
             "num_qo_heads": (q.shape[1], self.heads_q, "q", q),
             "num_kv_heads": (k.shape[-3], self.heads_kv, "K", k),

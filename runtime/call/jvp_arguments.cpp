@@ -16,24 +16,14 @@ Sizes sizes_like(const ConstTensorView& tensor, const char* name) {
   return {Size{b, name}, Size{h, name}, Size{s, name}, Size{d, name}};
 }
 
-void check_tangent(const char* name, const ConstTensorView& tangent, const ConstTensorView& tensor,
-                   const char* tensor_name, DType type) {
-  if (!tangent.data) return;  // zero
-  check_tensor(name, tangent, sizes_like(tensor, tensor_name), size_of(type), Access::read);
-  check_type(name, tangent, type);
-}
-
 /// Results and what they must not overwrite.
 void check_apart(const AttentionSpec& spec, const JvpArgs& args) {
   const int of_out = size_of(spec.out_type()), of_inputs = size_of(spec.dtype);
   const std::array written = {Placed{"out_tangent", args.out_tangent, of_out},
                               Placed{"out", args.out, of_out}};
-  std::vector<Placed> read;
-  const auto add = [&](const char* name, const ConstTensorView& tensor) {
-    if (tensor.data) read.emplace_back(name, tensor, of_inputs);
-  };
-  add("q", args.q), add("k", args.k), add("v", args.v);
-  add("q_tangent", args.q_tangent), add("k_tangent", args.k_tangent), add("v_tangent", args.v_tangent);
+  std::vector<Placed> read = placed_tangents(spec, tangent_inputs(args));
+  read.insert(read.begin(), {Placed{"q", args.q, of_inputs}, Placed{"k", args.k, of_inputs},
+                             Placed{"v", args.v, of_inputs}});
   check_apart(written, read);
   if (!args.lse || !args.lse_tangent) return;
   const auto rows = [&](const char* name, const float* data) {
@@ -44,45 +34,77 @@ void check_apart(const AttentionSpec& spec, const JvpArgs& args) {
 
 }  // namespace
 
+void check_tangent(const char* name, const ConstTensorView& tangent, const ConstTensorView& tensor,
+                   const char* tensor_name, DType type) {
+  if (!tangent.data) return;  // zero
+  check_tensor(name, tangent, sizes_like(tensor, tensor_name), size_of(type), Access::read);
+  check_type(name, tangent, type);
+}
+
+void check_tangents(const AttentionSpec& spec, const TangentInputs& inputs) {
+  check_tangent("q_tangent", inputs.q_tangent, inputs.q, "q", spec.dtype);
+  check_tangent("k_tangent", inputs.k_tangent, inputs.k, "k", spec.dtype);
+  check_tangent("v_tangent", inputs.v_tangent, inputs.v, "v", spec.dtype);
+  check_sinks_tangent(spec, inputs.sinks_tangent);
+}
+
+std::vector<Placed> placed_tangents(const AttentionSpec& spec, const TangentInputs& inputs) {
+  std::vector<Placed> placed;
+  const auto add = [&](const char* name, const ConstTensorView& tangent) {
+    if (tangent.data) placed.emplace_back(name, tangent, size_of(spec.dtype));
+  };
+  add("q_tangent", inputs.q_tangent), add("k_tangent", inputs.k_tangent), add("v_tangent", inputs.v_tangent);
+  return placed;
+}
+
+std::vector<NamedPointer> with_tangents(std::vector<NamedPointer> pointers, const TangentInputs& inputs,
+                                        std::initializer_list<NamedPointer> others) {
+  const auto add = [&](std::initializer_list<NamedPointer> more) {
+    for (const NamedPointer& named : more)
+      if (named.pointer) pointers.push_back(named);
+  };
+  add({{"q_tangent", memory_of(inputs.q_tangent)},
+       {"k_tangent", memory_of(inputs.k_tangent)},
+       {"v_tangent", memory_of(inputs.v_tangent)},
+       {"sinks_tangent", inputs.sinks_tangent}});
+  add(others);
+  return pointers;
+}
+
+void set_tangents(JvpParams& params, const TangentInputs& inputs) {
+  params.q_tangent = tensor_param(inputs.q_tangent);
+  params.k_tangent = tensor_param(inputs.k_tangent);
+  params.v_tangent = tensor_param(inputs.v_tangent);
+  params.sinks_tangent = inputs.sinks_tangent;
+}
+
 AttentionShape check_arguments(const AttentionSpec& spec, const JvpArgs& args) {
   KernelSpec{spec, Pass::jvp}.validate();
   const AttentionShape shape = check_arguments(spec, forward_of(args));
-  check_tangent("q_tangent", args.q_tangent, args.q, "q", spec.dtype);
-  check_tangent("k_tangent", args.k_tangent, args.k, "k", spec.dtype);
-  check_tangent("v_tangent", args.v_tangent, args.v, "v", spec.dtype);
+  check_tangents(spec, tangent_inputs(args));
   check_tensor("out_tangent", args.out_tangent, sizes_like(args.out, "out"), size_of(spec.out_type()),
                Access::write);
   check_type("out_tangent", args.out_tangent, spec.out_type());
   check_rows("lse_tangent", args.lse_tangent, args.lse_strides, rows_of(args.q), Access::write);
-  check_sinks_tangent(spec, args.sinks_tangent);
   check_apart(spec, args);
   return shape;
 }
 
 std::vector<NamedPointer> pointers_of(const JvpArgs& args) {
-  std::vector<NamedPointer> pointers = pointers_of(forward_of(args));
-  const auto add = [&](const char* name, const void* pointer) {
-    if (pointer) pointers.push_back({name, pointer});
-  };
-  add("q_tangent", memory_of(args.q_tangent));
-  add("k_tangent", memory_of(args.k_tangent));
-  add("v_tangent", memory_of(args.v_tangent));
-  add("out_tangent", memory_of(args.out_tangent));
-  add("lse_tangent", args.lse_tangent);
-  add("sinks_tangent", args.sinks_tangent);
-  for (const Capture& capture : args.captures) add("the tangent of a capture", capture.grad);
+  std::vector<NamedPointer> pointers =
+      with_tangents(pointers_of(forward_of(args)), tangent_inputs(args),
+                    {{"out_tangent", memory_of(args.out_tangent)}, {"lse_tangent", args.lse_tangent}});
+  for (const Capture& capture : args.captures)
+    if (capture.grad) pointers.push_back({"the tangent of a capture", capture.grad});
   return pointers;
 }
 
 JvpParams make_params(const plan::ExecutionPlan& plan, const JvpArgs& args) {
   JvpParams params{};
   static_cast<Params&>(params) = make_params(plan, forward_of(args), Pass::jvp);
-  params.q_tangent = tensor_param(args.q_tangent);
-  params.k_tangent = tensor_param(args.k_tangent);
-  params.v_tangent = tensor_param(args.v_tangent);
+  set_tangents(params, tangent_inputs(args));
   params.o_tangent = tensor_param(args.out_tangent);
   params.lse_tangent = args.lse_tangent;
-  params.sinks_tangent = args.sinks_tangent;
   return params;
 }
 

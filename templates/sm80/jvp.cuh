@@ -38,18 +38,6 @@ struct JvpSmem {
         v(shared_address(memory) + kLayout.v()) {}
 };
 
-/// A tile and its tangent from row `first` on; `valid` rows exist. A tangent that is null becomes zeros.
-template <class P, int kRows, int kColumns, int kThreads>
-__device__ __forceinline__ void load_with_tangent(unsigned tile, unsigned tangent_tile,
-                                                  const unsigned short* rows, long long stride,
-                                                  const unsigned short* tangent, long long tangent_stride,
-                                                  int valid) {
-  load_tile<typename P::Copies, kRows, kColumns, kThreads>(tile, rows, stride, valid);
-  const bool given = tangent != nullptr;
-  load_tile<typename P::Copies, kRows, kColumns, kThreads>(
-      tangent_tile, given ? tangent : rows, given ? tangent_stride : stride, given ? valid : 0);
-}
-
 /// dS of a KV tile from Q K^T and its tangent, before either is changed.
 template <class P, class AtQ, class AtKv>
 __device__ __forceinline__ void apply_score_tangent(ForwardScores<P>& ds, const ForwardScores<P>& s,

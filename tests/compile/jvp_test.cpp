@@ -2,10 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <array>
-#include <memory>
 
 #include "tests/support/spills.hpp"
-#include "tests/support/spread.hpp"
 
 namespace flashjit {
 namespace {
@@ -32,20 +30,7 @@ TEST_P(KernelsOfTangents, CompileWithoutSpills) {
       "bf16:d72x40:mask{doc: int32 1d; doc[q] == doc[kv]}",
       "bf16:d320x280:causal",
   };
-  const auto compiler = compile::Compiler::open();
-  const DeviceInfo device = DeviceInfo::parse(GetParam());
-  test::Turns turns;
-  for (const char* text : kSpecs) {
-    turns.next_row();
-    for (const plan::FamilyTraits& family : plan::families()) {
-      const KernelSpec spec{parse_spec(text), Pass::jvp};
-      if (!test::is_planned(family, device) || !family.supports(spec, device)) continue;
-      for (const AttentionShape& shape :
-           turns.of<AttentionShape>({4, 32, 8, 4096, 4096}, {1, 2, 1, 100, 130})) {
-        test::expect_no_spills(*compiler, spec, family, shape, device);
-      }
-    }
-  }
+  test::expect_no_spills_of_pass(kSpecs, Pass::jvp, GetParam());
 }
 
 INSTANTIATE_TEST_SUITE_P(Architectures, KernelsOfTangents,

@@ -4,7 +4,7 @@
 namespace flashjit::test {
 namespace {
 
-std::vector<JvpCase> cases() {
+std::vector<JvpCase> jvp_cases() {
   std::vector<JvpCase> all = {
       {"bf16:d320x280:causal", {1, 2, 1, 300, 400}},
       {"fp32:d64:causal:sinks", {2, 4, 2, 300, 200}},
@@ -31,7 +31,7 @@ TEST_P(Tangents, AreTheDerivative) {
   expect_tangents(runtime.get(), GetParam(), 1);
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Tangents, testing::ValuesIn(cases()));
+INSTANTIATE_TEST_SUITE_P(All, Tangents, testing::ValuesIn(jvp_cases()));
 
 }  // namespace
 }  // namespace flashjit::test

@@ -51,6 +51,49 @@ inline reference::Problem with_tangents(reference::Problem problem, const JvpCas
   return problem;
 }
 
+/// What a call with tangents has on the device beside its matrices.
+class TangentMemory {
+ public:
+  explicit TangentMemory(const reference::Problem& problem)
+      : problem_(problem),
+        lengths_(to_device(problem.kv_lengths)),
+        offsets_q_(to_device(problem.cu_seqlens_q)),
+        offsets_kv_(to_device(problem.cu_seqlens_kv)),
+        map_(to_device(problem.block_map)),
+        sinks_(to_device(DType::fp32, problem.sinks)),
+        sinks_tangent_(to_device(DType::fp32, problem.sinks_tangent)) {}
+
+  /// Sets what the arguments of both passes have. `tangents`: of Q, K and V; empty ones are null.
+  template <class Args>
+  void give(Args& args, const AttentionCase& test, const std::vector<Tensor>& tangents) const {
+    if (!problem_.q_tangent.empty()) args.q_tangent = tangents[0].view;
+    if (!problem_.k_tangent.empty()) args.k_tangent = tangents[1].view;
+    if (!problem_.v_tangent.empty()) args.v_tangent = tangents[2].view;
+    args.kv_lengths = static_cast<const std::int32_t*>(lengths_.data());
+    args.dropout_p = problem_.dropout_p, args.seed = problem_.seed, args.offset = problem_.offset;
+    args.sinks = static_cast<const float*>(sinks_.data());
+    args.sinks_tangent = static_cast<const float*>(sinks_tangent_.data());
+    args.zero_unused_rows = test.unused_rows > 0;
+    if (test.spec.has_block_map()) {
+      const BlockSize block = test.spec.block_map;
+      args.block_map = {
+          static_cast<const std::uint8_t*>(map_.data()),
+          {problem_.map_batch, problem_.map_heads, (test.shape.seqlen_q + block.q - 1) / block.q,
+           (test.shape.seqlen_kv + block.kv - 1) / block.kv}};
+    }
+    if (test.spec.varlen) {
+      args.cu_seqlens_q = static_cast<const std::int32_t*>(offsets_q_.data());
+      args.cu_seqlens_kv = static_cast<const std::int32_t*>(offsets_kv_.data());
+      args.batch_size = test.shape.batch;
+      args.max_seqlen_q = test.shape.seqlen_q, args.max_seqlen_kv = test.shape.seqlen_kv;
+    }
+  }
+
+ private:
+  const reference::Problem& problem_;
+  device::DeviceBuffer lengths_, offsets_q_, offsets_kv_, map_, sinks_, sinks_tangent_;
+};
+
 class JvpRun {
  public:
   JvpRun(const AttentionCase& test, const JvpCase& tangents)
@@ -92,10 +135,7 @@ class JvpRun {
     runtime.prepare(spec, test_.shape, config);
     const GuardedMemory work(runtime.workspace_bytes(spec, test_.shape));
     for (const Tensor& out : outs_) out.memory->poison();
-    const auto lengths = to_device(problem_.kv_lengths), offsets_q = to_device(problem_.cu_seqlens_q),
-               offsets_kv = to_device(problem_.cu_seqlens_kv), map = to_device(problem_.block_map),
-               sinks = to_device(DType::fp32, problem_.sinks),
-               sinks_tangent = to_device(DType::fp32, problem_.sinks_tangent);
+    const TangentMemory memory(problem_);
     const DeviceCaptures captures(gpu().driver(), with_pass(test_.spec, Pass::jvp), problem_.captures);
     std::vector<Capture> views(captures.view().begin(), captures.view().end());
     std::vector<device::DeviceBuffer> of_captures;
@@ -106,32 +146,12 @@ class JvpRun {
     }
     JvpArgs args;
     args.q = inputs_[0].view, args.k = inputs_[1].view, args.v = inputs_[2].view;
-    if (!problem_.q_tangent.empty()) args.q_tangent = tangents_[0].view;
-    if (!problem_.k_tangent.empty()) args.k_tangent = tangents_[1].view;
-    if (!problem_.v_tangent.empty()) args.v_tangent = tangents_[2].view;
+    memory.give(args, test_, tangents_);
     args.out = outs_[0].view, args.out_tangent = outs_[1].view;
     args.lse = static_cast<float*>(lse_.data()), args.lse_tangent = static_cast<float*>(lse_tangent_.data());
     lse_.poison(), lse_tangent_.poison();
     args.captures = views;
-    args.kv_lengths = static_cast<const std::int32_t*>(lengths.data());
-    args.dropout_p = problem_.dropout_p, args.seed = problem_.seed, args.offset = problem_.offset;
-    args.sinks = static_cast<const float*>(sinks.data());
-    args.sinks_tangent = static_cast<const float*>(sinks_tangent.data());
     args.workspace = {work.data(), work.bytes()};
-    args.zero_unused_rows = test_.unused_rows > 0;
-    if (test_.spec.has_block_map()) {
-      const BlockSize block = test_.spec.block_map;
-      args.block_map = {
-          static_cast<const std::uint8_t*>(map.data()),
-          {problem_.map_batch, problem_.map_heads, (test_.shape.seqlen_q + block.q - 1) / block.q,
-           (test_.shape.seqlen_kv + block.kv - 1) / block.kv}};
-    }
-    if (test_.spec.varlen) {
-      args.cu_seqlens_q = static_cast<const std::int32_t*>(offsets_q.data());
-      args.cu_seqlens_kv = static_cast<const std::int32_t*>(offsets_kv.data());
-      args.batch_size = test_.shape.batch;
-      args.max_seqlen_q = test_.shape.seqlen_q, args.max_seqlen_kv = test_.shape.seqlen_kv;
-    }
     runtime.jvp(spec, args, nullptr);
     gpu().context->synchronize();
     EXPECT_TRUE(work.guards_intact());
@@ -159,30 +179,37 @@ class JvpRun {
   GuardedMemory lse_{exact_.lse.size() * sizeof(float)}, lse_tangent_{exact_.lse.size() * sizeof(float)};
 };
 
-/// In every family that can, or in the configuration. A run has half of the families' (is_drawn()).
-inline void expect_tangents(Runtime& runtime, const JvpCase& test, unsigned seed = 0) {
+/// In every family that can, or in the configuration: Run(case, test).check(). A run has one in `of` of the
+/// families' (is_drawn()).
+template <class Run>
+void expect_in_families(Runtime& runtime, const JvpCase& test, Pass pass, unsigned seed, std::uint64_t of) {
   SCOPED_TRACE(testing::PrintToString(test));
   bool computed = false;
   for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75}) {
-    const KernelSpec spec{spec_for(family, test.spec), Pass::jvp};
+    const KernelSpec spec{spec_for(family, test.spec), pass};
     if (*test.config ? parse_config(test.config).family != family
                      : !plan::traits(family).supports(spec, gpu().info).ok)
       continue;
     computed = true;
-    if (!is_drawn(fmt::format("{} {} {}", to_string(spec), test.config, to_string(family)), 2)) continue;
+    if (!is_drawn(fmt::format("{} {} {}", to_string(spec), test.config, to_string(family)), of)) continue;
     AttentionCase given{.spec = spec,
                         .shape = test.shape,
                         .family = family,
                         .layout = seed % 2 == 0 ? Layout::bshd : Layout::padded,
                         .map_heads = test.shape.heads_q,
                         .seed = seed,
+                        .dlse = pass == Pass::backward_jvp,
                         .unused_rows = test.unused_rows};
     if (spec.dropout) given.dropout_p = 0.2;
     const TileConfig config = *test.config ? parse_config(test.config)
                                            : plan::traits(family).heuristic(spec, test.shape, gpu().info);
-    JvpRun(given, test).check(runtime, config);
+    Run(given, test).check(runtime, config);
   }
   EXPECT_TRUE(computed) << "no family can";
+}
+
+inline void expect_tangents(Runtime& runtime, const JvpCase& test, unsigned seed = 0) {
+  expect_in_families<JvpRun>(runtime, test, Pass::jvp, seed, 4);
 }
 
 }  // namespace flashjit::test

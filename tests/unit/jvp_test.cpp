@@ -1,84 +1,30 @@
 // The reference's tangents against finite differences of its forward pass, and what is refused.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
-#include <random>
 #include <string>
 #include <vector>
 
 #include "call/jvp_arguments.hpp"
-#include "expr/declarations.hpp"
-#include "reference/inputs.hpp"
 #include "reference/reference.hpp"
 #include "tests/support/expectations.hpp"
+#include "tests/support/tangent_problem.hpp"
 
 namespace flashjit::test {
 namespace {
 
 using reference::Problem;
 
-std::vector<double> normal(std::size_t count, std::mt19937& generator) {
-  std::normal_distribution<double> one(0, 1);
-  std::vector<double> values(count);
-  for (double& value : values) value = one(generator);
-  return values;
-}
-
-/// A problem with plausible values and tangents of them.
-Problem problem_of(const std::string& spec, const AttentionShape& shape) {
-  std::mt19937 generator(5);
-  Problem problem{.spec = parse_spec(spec), .shape = shape};
-  const auto& [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = shape;
-  std::int64_t queries = batch * seqlen_q, keys = batch * seqlen_kv;
-  if (problem.spec.varlen) {
-    problem.cu_seqlens_q = reference::random_offsets(batch, seqlen_q, 1, 3);
-    problem.cu_seqlens_kv = reference::random_offsets(batch, seqlen_kv, 2, 4);
-    queries = problem.cu_seqlens_q.back(), keys = problem.cu_seqlens_kv.back();
-  }
-  problem.q = normal(heads_q * queries * problem.spec.head_dim, generator);
-  problem.k = normal(heads_kv * keys * problem.spec.head_dim, generator);
-  problem.v = normal(heads_kv * keys * problem.spec.v_dim(), generator);
-  if (problem.spec.dropout) problem.dropout_p = 0.3, problem.seed = 7;
-  if (problem.spec.kv.is_padded()) problem.kv_lengths = {static_cast<std::int32_t>(seqlen_kv - 2), 0};
-  if (problem.spec.sinks) problem.sinks = reference::random_sinks(heads_q, 2);
-  problem.captures = reference::plausible_captures(problem.spec, shape, 1);
-  problem.q_tangent = normal(problem.q.size(), generator);
-  problem.k_tangent = normal(problem.k.size(), generator);
-  problem.v_tangent = normal(problem.v.size(), generator);
-  problem.sinks_tangent = normal(problem.sinks.size(), generator);
-  const auto declared = expr::declarations(problem.spec.score, problem.spec.mask);
-  for (const reference::Captured& captured : problem.captures) {
-    const auto found = std::ranges::find(declared, captured.name, &expr::Declaration::name);
-    problem.capture_tangents.push_back(normal(found->wants_grad ? captured.values.size() : 0, generator));
-  }
-  return problem;
-}
-
-/// The problem a step along its tangents.
-Problem moved(Problem problem, double step) {
-  const auto move = [&](std::vector<double>& values, const std::vector<double>& tangent) {
-    for (std::size_t i = 0; i < tangent.size(); ++i) values[i] += step * tangent[i];
-  };
-  move(problem.q, problem.q_tangent);
-  move(problem.k, problem.k_tangent);
-  move(problem.v, problem.v_tangent);
-  move(problem.sinks, problem.sinks_tangent);
-  for (std::size_t i = 0; i < problem.captures.size(); ++i)
-    move(problem.captures[i].values, problem.capture_tangents[i]);
-  return problem;
-}
-
 class Jvp : public testing::TestWithParam<const char*> {};
 
 TEST_P(Jvp, IsTheLimitOfDifferences) {
   // Packed sequences of three lengths, the second without queries.
   const bool packed = parse_spec(GetParam()).varlen;
-  const Problem problem = problem_of(GetParam(), {packed ? 4 : 2, 4, 2, 7, 9});
+  const Problem problem = problem_with_tangents(GetParam(), {packed ? 4 : 2, 4, 2, 7, 9});
   const reference::Jvp jvp = reference::jvp(problem);
   constexpr double kStep = 1e-5;
-  const reference::Forward before = reference::forward(moved(problem, -kStep)),
-                           after = reference::forward(moved(problem, kStep)),
+  const reference::Forward before = reference::forward(moved_along_tangents(problem, -kStep)),
+                           after = reference::forward(moved_along_tangents(problem, kStep)),
                            here = reference::forward(problem);
   EXPECT_EQ(jvp.out, here.out);
   ASSERT_EQ(jvp.lse_tangent.size(), here.lse.size());
@@ -102,7 +48,7 @@ INSTANTIATE_TEST_SUITE_P(
                     "fp32:d8:score{slopes: fp32 1d grad; other: fp32 1d; score + slopes[h] * other[q]}"));
 
 TEST(JvpOfReference, SeesNaNWhereAQueryAttendsAlone) {
-  Problem problem = problem_of("fp32:d8:causal", {1, 1, 1, 4, 4});
+  Problem problem = problem_with_tangents("fp32:d8:causal", {1, 1, 1, 4, 4});
   problem.k_tangent[2 * 8] = std::nan("");  // of key 2
   const reference::Jvp jvp = reference::jvp(problem);
   for (int q = 0; q < 4; ++q) {
@@ -113,7 +59,7 @@ TEST(JvpOfReference, SeesNaNWhereAQueryAttendsAlone) {
 }
 
 TEST(JvpOfReference, ChecksTheSizesOfTangents) {
-  Problem problem = problem_of("fp32:d8", {1, 1, 1, 4, 4});
+  Problem problem = problem_with_tangents("fp32:d8", {1, 1, 1, 4, 4});
   problem.k_tangent.pop_back();
   EXPECT_THROW(reference::jvp(problem), Error);
 }

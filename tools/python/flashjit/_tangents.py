@@ -1,9 +1,10 @@
-"""flashjit::attention_jvp: O, LSE and their tangents, the forward-mode derivative of attention()."""
+"""flashjit::attention_jvp: O, LSE and their tangents, the forward-mode derivative of attention(). And
+flashjit::attention_backward_jvp: tangents of the gradients, the second derivative."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from . import _library
 from ._call_types import Fixed, Rng
 from ._launch import bind_context, launch
-from ._library import JvpArgs, runtime
+from ._library import BackwardJvpArgs, JvpArgs, runtime
 from ._plans import Plan
 from ._structs import tensor_struct
 from ._tensors import aligned, describe, readable
@@ -49,35 +50,95 @@ def launch_jvp(
     """O, LSE and their tangents. tangents: of Q, K and V, None where they are zero; capture_tangents: by name."""
     out, out_tangent = (plan.new(plan.out_size, plan.out_stride, plan.out_dtype) for _ in range(2))
     lse, lse_tangent = plan.new_rows(), plan.new_rows().zero_()
-    held: list[Any] = []  # alive until the launch
     args = JvpArgs(struct_size=ctypes.sizeof(JvpArgs), lse_tangent=lse_tangent.data_ptr())
-    for name, tensor, tangent in zip("qkv", qkv, tangents):
-        if tangent is not None:
-            held.append(_read_tangent(f"the tangent of {name}", tangent, tensor))
-            setattr(args, f"{name}_tangent", _struct_of(held[-1]))
+    held = _set_tangents(args, zip("qkv", qkv, tangents), sinks_tangent)  # alive until the launch
     args.out_tangent = _struct_of(out_tangent)
-    if sinks_tangent is not None:
-        held.append(sinks_tangent.to(torch.float32).contiguous())
-        args.sinks_tangent = held[-1].data_ptr()
-    grads = {}
-    for i in plan.grad_places:
-        tangent = capture_tangents.get(plan.problem.names[i])
-        held.append(
-            torch.zeros(values[i].shape, device=plan.device)
-            if tangent is None
-            else aligned(tangent.to(torch.float32).contiguous())
-        )
-        grads[i] = held[-1].data_ptr()
-    workspace = 0
-    if plan.index >= 0:
-        with torch.cuda.device(plan.index):
-            bind_context(plan.device)
-            workspace = runtime().workspace_bytes("jvp:" + plan.spec_text, plan.shape)
-    words, lent = plan.words_for_tangents(qkv, out, lse, fixed, values, rng, grads, workspace)
+    of_captures = _tangents_of_captures(plan, capture_tangents, values)
+    grads = {i: tangent.data_ptr() for i, tangent in of_captures.items()}
+    held.append(of_captures)
+    words, lent = plan.words_for_tangents(
+        qkv, out, lse, fixed, values, rng, grads, _workspace_bytes(plan, "jvp")
+    )
     held.append(lent)
     args.forward = words.buffer_info()[0]
     launch("jvp", plan.spec, _library.words_of(args), plan.index)
     return out, lse, out_tangent, lse_tangent
+
+
+def launch_backward_jvp(
+    plan: Plan,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    lse: Tensor,
+    tangents: Tangents,
+    dlse_tangent: Tensor | None,
+    sinks_tangent: Tensor | None,
+    capture_tangents: dict[str, Tensor],
+    fixed: Fixed,
+    values: Sequence[Any],
+    rng: Rng,
+) -> tuple[list[Tensor], Any, list[Tensor]]:
+    """Tangents of what Plan.backward() gives. tangents: of dO, Q, K and V, None where they are zero."""
+    out = dout if dout is not None else plan.new(plan.out_size, plan.out_stride, plan.out_dtype).zero_()
+    dout = out.to(plan.dtype)  # `out` is not read
+    dout_tangent, *of_qkv = tangents
+    if dout_tangent is not None:
+        dout_tangent = dout_tangent.to(plan.dtype)
+    args = BackwardJvpArgs(struct_size=ctypes.sizeof(BackwardJvpArgs))
+    given = zip(("dout", *"qkv"), (dout, *qkv), (dout_tangent, *of_qkv))
+    held = _set_tangents(args, given, sinks_tangent)  # alive until the launch
+    if dlse_tangent is not None:
+        held.append(dlse_tangent.to(torch.float32).contiguous())
+        args.dlse_tangent = held[-1].data_ptr()
+    words, (grads, dsinks, dvalues), lent = plan.words_for_gradients(
+        dout, dlse, qkv, out, lse, fixed, values, rng, _workspace_bytes(plan, "bwd_jvp")
+    )
+    of_captures = _tangents_of_captures(plan, capture_tangents, values)
+    addresses = (ctypes.c_void_p * len(values))(
+        *[of_captures[i].data_ptr() if i in of_captures else None for i in range(len(values))]
+    )
+    args.capture_tangents = ctypes.addressof(addresses)
+    held += [lent, of_captures, addresses]
+    args.backward = words.buffer_info()[0]
+    launch("backward_jvp", plan.spec, _library.words_of(args), plan.index)
+    return grads, dsinks, [grad.to(values[i].dtype) for grad, i in zip(dvalues, plan.grad_places)]
+
+
+def _workspace_bytes(plan: Plan, of_pass: str) -> int:
+    if plan.index < 0:
+        return 0
+    with torch.cuda.device(plan.index):
+        bind_context(plan.device)
+        return runtime().workspace_bytes(f"{of_pass}:{plan.spec_text}", plan.shape)
+
+
+def _set_tangents(
+    args: Any, given: Iterable[tuple[str, Tensor, Tensor | None]], sinks_tangent: Tensor | None
+) -> list[Any]:
+    """Sets the tangents of (name, tensor, tangent). Returns what must live until the launch."""
+    held: list[Any] = []
+    for name, tensor, tangent in given:
+        if tangent is not None:
+            held.append(_read_tangent(f"the tangent of {name}", tangent, tensor))
+            setattr(args, f"{name}_tangent", _struct_of(held[-1]))
+    if sinks_tangent is not None:
+        held.append(sinks_tangent.to(torch.float32).contiguous())
+        args.sinks_tangent = held[-1].data_ptr()
+    return held
+
+
+def _tangents_of_captures(plan: Plan, given: dict[str, Tensor], values: Sequence[Any]) -> dict[int, Tensor]:
+    """The tangent of each captured tensor that is declared "grad", in fp32, by its place."""
+    made = {}
+    for i in plan.grad_places:
+        tangent = given.get(plan.problem.names[i])
+        made[i] = (
+            torch.zeros(values[i].shape, device=plan.device)
+            if tangent is None
+            else aligned(tangent.to(torch.float32).contiguous())
+        )
+    return made
 
 
 def _struct_of(tensor: Tensor) -> _library.Tensor:

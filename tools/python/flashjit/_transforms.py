@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,30 @@ class _Call:
         self.lists, self.rest = tuple(lists), tuple(rest)
         self.options: str = rest[2]
 
+    def declaring(self, names: Collection[str]) -> _Call:
+        """The call of another pass, which has no lists, whose program declares these captured tensors "grad", too."""
+        rest = list(self.rest)
+        rest[2] = declared_with_grad(self.options, names)
+        return _Call((None, None), rest)
+
+    def by_input(
+        self, grads: Sequence[Any], optional: Sequence[Any], captures: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """Gradients as attention_backward() lists them, in the order of attention_forward()'s tensors."""
+        dq, dk, dv, *others = grads
+        dsinks = others.pop(0) if optional[4] is not None else None
+        with_grad = names_with_grad(self.options)
+        dcaptures = [others.pop(0) if name in with_grad else None for name, _ in zip(self.rest[1], captures)]
+        return dq, dk, dv, *grads_of_fixed(dsinks), None, *dcaptures
+
+    def with_tangents(self, tangents: Sequence[Any]) -> dict[str, Tensor]:
+        """Tangents of captured tensors that have one, by name."""
+        return {name: x for name, x in zip(self.rest[1], tangents) if x is not None}
+
     def joins_batches(self, optional: Sequence[Any]) -> bool:
         """Whether another batch dimension can become a part of the first: nothing tells batch entries apart, and no gradient
         is a sum over them."""
-        programs = "".join(re.findall(r"(?:score|mask)\{(.*?)\}", self.options))
+        programs = "".join(re.findall(r"\{(.*?)\}", self.options))
         return (
             all(x is None for x in optional)
             and not re.search(r"\bb\b", programs)
@@ -83,7 +103,7 @@ def _joined(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 
 
 def refuse_batched(function: str, *tensors: Any) -> None:
-    """Of torch.vmap, where a function has no rule for it."""
+    """Refuses torch.vmap where a function has no rule for it."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
         return
     if any(isinstance(x, Tensor) and torch._C._functorch.is_batchedtensor(x) for x in tensors):
@@ -111,19 +131,9 @@ class _Forward(torch.autograd.Function):
     def backward(ctx: Any, dout: Any, dlse: Any) -> Any:
         if dout is None and dlse is None:
             return (None,) * (len(ctx.saved_tensors) - 1)
-        dq, dk, dv, *others = _Backward.apply(ctx.call, dout, dlse, *ctx.saved_tensors)
+        grads = _Backward.apply(ctx.call, dout, dlse, *ctx.saved_tensors)
         optional, captures = ctx.saved_tensors[5 : 5 + _OPTIONAL], ctx.saved_tensors[5 + _OPTIONAL :]
-        dsinks = others.pop(0) if optional[4] is not None else None
-        with_grad, names = names_with_grad(ctx.call.options), ctx.call.rest[1]
-        return (
-            None,
-            dq,
-            dk,
-            dv,
-            *grads_of_fixed(dsinks),
-            None,
-            *[others.pop(0) if name in with_grad else None for name, _ in zip(names, captures)],
-        )
+        return None, *ctx.call.by_input(grads, optional, captures)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: Any) -> Any:
@@ -146,19 +156,31 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
+        ctx.call = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        refuse_second()
+    def backward(ctx: Any, *tangents: Any) -> Any:
+        return None, *gradient_of_backward(ctx.call, tangents, ctx.saved_tensors)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: Any) -> Any:
         return _over_batch(_Backward, 7, info.batch_size, in_dims, call, tensors)
 
     @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        refuse_second()
+    def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+        dout, dlse, q, k, v, _out, lse, *others = ctx.saved_tensors
+        dout_tangent, dlse_tangent, dq, dk, dv, _of_out, _of_lse, *rest = tangents
+        return _BackwardJvp.apply(
+            ctx.call,
+            *(dout, dlse, dout_tangent, dlse_tangent),
+            *(q, k, v, lse, dq, dk, dv),
+            *others,
+            rest[4],
+            *rest[_OPTIONAL:],
+        )
 
 
 class _Jvp(torch.autograd.Function):
@@ -168,11 +190,10 @@ class _Jvp(torch.autograd.Function):
     def forward(call: _Call, *tensors: Any) -> Any:
         q, k, v, dq, dk, dv, *others = tensors
         optional, others = others[:_OPTIONAL], others[_OPTIONAL:]
-        names, count = call.rest[1], (len(others) - 1) // 2
+        count = (len(others) - 1) // 2
         captures, dsinks, dcaptures = others[:count], others[count], others[count + 1 :]
-        given = {name: x for name, x in zip(names, dcaptures) if x is not None}
-        rest = list(call.rest)
-        rest[2] = declared_with_grad(call.options, given)
+        given = call.with_tangents(dcaptures)
+        call = call.declaring(given)
         return torch.ops.flashjit.attention_jvp(
             q,
             k,
@@ -184,22 +205,45 @@ class _Jvp(torch.autograd.Function):
             list(given.values()),
             list(given),
             *optional,
-            *(None, None),  # the lists belong to another pass
+            *call.lists,
             list(captures),
-            *rest,
+            *call.rest,
         )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
+        ctx.call = inputs[0]
+        ctx.save_for_backward(*output[:2], *inputs[1:])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise Unsupported(
-            "flashjit has no gradient of a tangent (reverse over forward mode): detach() what jvp() gave as the tangent, or "
-            "compute with torch.nn.functional.scaled_dot_product_attention under "
-            "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) where its gradient is needed."
-        )
+    def backward(ctx: Any, dout: Any, dlse: Any, of_tangent: Any, of_lse_tangent: Any) -> Any:
+        """With the tangents' gradients as dO and dLSE: tangents get the gradients of the backward pass, and the tensors its
+        tangents, where O's own gradient is the tangent of dO."""
+        out, lse, q, k, v, dq, dk, dv, *others = ctx.saved_tensors
+        optional, others = others[:_OPTIONAL], others[_OPTIONAL:]
+        count = (len(others) - 1) // 2
+        captures, dsinks, dcaptures = others[:count], others[count], others[count + 1 :]
+        call = ctx.call.declaring(ctx.call.with_tangents(dcaptures))
+        of_tensors: tuple[Any, ...] = (None,) * (3 + _OPTIONAL + count)
+        of_tangents = of_tensors
+        if of_tangent is not None or of_lse_tangent is not None:
+            grads = _Backward.apply(call, of_tangent, of_lse_tangent, q, k, v, out, lse, *optional, *captures)
+            of_tangents = call.by_input(grads, optional, captures)
+        if any(x is not None for x in (dout, dlse, of_tangent, of_lse_tangent)):
+            grads = _BackwardJvp.apply(
+                call,
+                *(of_tangent, of_lse_tangent, dout, dlse),
+                *(q, k, v, lse, dq, dk, dv),
+                *(*optional, *captures, dsinks, *dcaptures),
+            )
+            of_tensors = call.by_input(grads, optional, captures)
+        given = [None if x is None else of_tangents[i] for i, x in enumerate((dq, dk, dv))]
+        of_sinks = None if dsinks is None else of_tangents[3 + 4]
+        of_captures = [
+            None if x is None else grad for x, grad in zip(dcaptures, of_tangents[3 + _OPTIONAL :])
+        ]
+        return None, *of_tensors[:3], *given, *of_tensors[3:], of_sinks, *of_captures
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: Any) -> Any:
@@ -210,8 +254,85 @@ class _Jvp(torch.autograd.Function):
         refuse_second()
 
 
+class _BackwardJvp(torch.autograd.Function):
+    """Tangents of what _Backward gives: from dO and dLSE and their tangents, Q, K, V, LSE, tangents of Q, K and V, the call's
+    other tensors, and the other tangents."""
+
+    @staticmethod
+    def forward(call: _Call, *tensors: Any) -> Any:
+        own, optional, others = tensors[:11], tensors[11 : 11 + _OPTIONAL], tensors[11 + _OPTIONAL :]
+        count = (len(others) - 1) // 2
+        captures, dsinks, dcaptures = others[:count], others[count], others[count + 1 :]
+        given = call.with_tangents(dcaptures)
+        declaring = call.declaring(given)
+        grads = torch.ops.flashjit.attention_backward_jvp(
+            *own,
+            dsinks,
+            list(given.values()),
+            list(given),
+            *optional,
+            *declaring.lists,
+            list(captures),
+            *declaring.rest,
+        )
+        wanted, made = names_with_grad(call.options), names_with_grad(declaring.options)
+        of_captures = [name for name, _ in zip(call.rest[1], captures) if name in made]
+        first = len(grads) - len(of_captures)
+        return *grads[:first], *[x for name, x in zip(of_captures, grads[first:]) if name in wanted]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: Any) -> Any:
+        return _over_batch(_BackwardJvp, 11, info.batch_size, in_dims, call, tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        refuse_third()
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> Any:
+        refuse_third()
+
+
+def gradient_of_backward(call: _Call, tangents: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """The gradient of attention_backward(), whose results' gradients act as tangents: O's and LSE's tangents are the gradients of
+    dO and dLSE, and the backward pass's tangents are the gradients of Q, K, V and the others. O and LSE have none: their parts
+    are in these."""
+    dout, dlse, q, k, v, _out, lse, *others = tensors
+    optional, captures = others[:_OPTIONAL], others[_OPTIONAL:]
+    if all(x is None for x in tangents):
+        return (None,) * len(tensors)
+    dq, dk, dv, *of_optional = call.by_input(tangents, optional, captures)
+    given = (*optional, *captures, of_optional[4], *of_optional[_OPTIONAL:])
+    of_dout, of_dlse = _Jvp.apply(call, q, k, v, dq, dk, dv, *given)[2:]
+    grads = _BackwardJvp.apply(call, dout, dlse, None, None, q, k, v, lse, dq, dk, dv, *given)
+    of_q, of_k, of_v, *rest = call.by_input(grads, optional, captures)
+    return (
+        None if dout is None else of_dout,
+        None if dlse is None else of_dlse,
+        *(of_q, of_k, of_v, None, None),
+        *rest,
+    )
+
+
+def gradient_of_operator(ctx: Any, tangents: Any) -> tuple[Any, ...]:
+    """gradient_of_backward() for the operator, whose other arguments are ctx.rest."""
+    return gradient_of_backward(_Call((None, None), ctx.rest), tangents, ctx.saved_tensors)
+
+
+def refuse_third(*_: Any) -> Any:
+    raise Unsupported(
+        "flashjit has no third derivative: compute with torch.nn.functional.scaled_dot_product_attention "
+        "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) where one is needed."
+    )
+
+
 def refuse_second(*_: Any) -> Any:
     raise Unsupported(
-        "flashjit has no second derivative: compute with torch.nn.functional.scaled_dot_product_attention "
-        "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) where one is needed."
+        "flashjit has no tangent of a tangent (forward over forward mode): take the tangent of a gradient, as "
+        "torch.func.hessian does, or compute with torch.nn.functional.scaled_dot_product_attention under "
+        "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
     )

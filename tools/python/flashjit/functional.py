@@ -51,22 +51,27 @@ def forward(
 
     q: [batch, heads_q, seqlen_q, head_dim]; k: [batch, heads_kv, seqlen_kv, head_dim]; v: [batch, heads_kv, seqlen_kv,
         head_dim_v]; float16, bfloat16 or float32.
-    options: of the spec, besides types and dimensions: "causal", "score{score + s[h]; ...}:causal:dropout". What the other
-        arguments need (dropout, kvlen, varlen, sinks) is added to it; a block map is named here, as in "map128x64".
-    out: [batch, heads_q, seqlen_q, head_dim_v], of the type of q, or float32 with "fp32_out" in options; lse: float32 [batch, heads_q, seqlen_q], contiguous. Created if left
-        out, for NumPy, CuPy and PyTorch arrays; for others give arrays of these, as JAX's are never written.
-    captures: values of the names that programs declare. block_map: uint8 [batch or 1, heads_q or 1, rows, columns].
-    kv_lengths: int32 [batch]. cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1], with q [1, heads_q, all rows, head_dim]
-        and lse [1, heads_q, all rows]; needs max_seqlen_q and max_seqlen_kv. Rows after the last sequence's end get
-        zeros, and an lse of -inf. On the GPU
-        cu_seqlens is not checked: wrong values give wrong results for the sequences concerned, but nothing outside the
-        tensors is read or written. sinks: float32 [heads_q].
-    row_max: like lse, to write the largest score of each query to, after a score program and without sinks; -inf where it
-        attends to nothing. The largest of a head's is what QK-clip asks for.
-    state: O, like out but float32, and lse of the same queries over other keys, which these keys join: O and lse are those of all. They
-        may be out and lse themselves, out with "fp32_out". O of a row whose lse is -inf may be anything. Not with sinks.
-    seed, offset: of the dropout mask. workspace: device memory for this call; created like out.
-    lists: the result of build_lists() for such calls; else built in this call, if needed.
+    options: of the spec, besides types and dimensions: "causal", "score{s: fp32 1d; score + s[h]}:causal:dropout". Options that
+        other arguments need (dropout, kvlen, varlen, sinks) are added; a block map is named here, as in "map128x64".
+    out: [batch, heads_q, seqlen_q, head_dim_v], of the type of q, or float32 with "fp32_out" in options. lse: float32 [batch,
+        heads_q, seqlen_q], contiguous. Created if left out, for NumPy, CuPy and PyTorch arrays; for others give arrays of these,
+        as JAX's are never written.
+    scale: above 0; default 1 / sqrt(head_dim).
+    dropout_p: probability to drop a pair, from 0 to less than 1. seed, offset: 0 to 2^64 - 1: they choose the pairs.
+    captures: values of the names that programs declare: arrays of 1 to 6 dimensions, and numbers.
+    block_map: uint8 or bool [batch or 1, heads_q or 1, block rows, block columns], contiguous: 0: no pair of the block attends.
+    kv_lengths: int32 [batch]: keys from there on are padding. Caches are flashjit.attention()'s.
+    cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1], with q [1, heads_q, all rows, head_dim] and lse [1, heads_q, all rows];
+        both, with max_seqlen_q and max_seqlen_kv, at least the longest. Rows after the last sequence's end get zeros, and an lse
+        of -inf. On the GPU cu_seqlens is not checked: wrong values give wrong results for the sequences concerned, but nothing
+        outside the tensors is read or written.
+    sinks: float32 [heads_q]: one more logit per head in the softmax, without a value.
+    row_max: like lse: the largest score of each query is written there, after a score program and without sinks; -inf where it
+        attends to nothing. QK-clip's largest logit of a head is the largest of its queries'.
+    state: (O, lse), float32, like out and lse, of the same queries over other keys. out and lse are then of all these keys. They may
+        be the same arrays, out with "fp32_out". O of a row whose lse is -inf may be anything. Not with sinks.
+    workspace: uint8 device memory for this call, at least runtime().workspace_bytes(); created like out.
+    lists: the result of build_lists() for such calls; None: built in this call, if needed.
     stream: the CUDA stream to launch on, as an int; the arrays' library must know that the work is there. That stream waits
         for work on arrays with DLPack; for those with the CUDA array interface only, the caller orders the work.
 
@@ -139,13 +144,15 @@ def backward(
     lists: DeviceTileLists | None = None,
     stream: int = 0,
 ) -> tuple[Any, Any, Any]:
-    """dQ, dK and dV from dO, with what forward() was given and gave.
+    """dQ, dK and dV from dO, with the arguments and results of forward().
 
-    lse: None with "weight_mod" in options. dout: like out. dlse: the gradient of lse, like lse; None: there is none. dq, dk, dv: like q, k and v, or float32 with
-        "fp32_grads" or "add_grads" in options; made where left out, as forward() makes out, or with "add_grads", which adds to what is
-        there, of zeros.
-    capture_grads: by name, for programs that declare "grad": float32, contiguous, the capture's sizes; added to.
-    dsinks: float32 [heads_q], added to. lists: of build_lists(backward=True). All else: see forward().
+    out, lse: forward()'s results; lse is None with "weight_mod" in options. With "fp32_out" in options out is float32, which makes
+        gradients of rows with one strong key accurate.
+    dout: like out, of the type of q. dlse: the gradient of lse, like lse; None: there is none.
+    dq, dk, dv: like q, k and v, or float32 with "fp32_grads" or "add_grads" in options; created if left out, as forward() creates
+        out. "add_grads" adds to them, and creates zeros.
+    capture_grads: by name, for programs that declare "grad": float32, contiguous, the capture's sizes; added to: zero them first.
+    dsinks: float32 [heads_q], added to: zero it first. lists: of build_lists(backward=True). All else: see forward().
 
     Returns (dq, dk, dv). Raises flashjit.Error.
     """
@@ -296,9 +303,10 @@ class _Call:
                     f"{name} has shape {list(self.views[name].size)}: it needs four dimensions, [batch, "
                     "heads, length, head_dim]."
                 )
-            if name in self.views and self.views[name].type != q.type:
+            wanted = "fp32" if name == "out" and "fp32_out" in _options_in(options) else q.type
+            if name in self.views and self.views[name].type != wanted:
                 raise InvalidArgument(
-                    f"q is {q.type} and {name} is {self.views[name].type}: they must have one type."
+                    f"q is {q.type} and {name} is {self.views[name].type}: it must be {wanted}."
                 )
         if q.type not in ("fp16", "bf16", "fp32"):
             raise WrongType(f"q is {q.type}: flashjit computes in float16, bfloat16 and float32; convert it.")
@@ -346,7 +354,7 @@ class _Call:
         self.spec = ":".join([q.type, f"d{dims}", *filter(None, [options.strip(":"), *more])])
 
     def _check_sizes(self) -> None:
-        """Of what the C ABI has a pointer to and no sizes."""
+        """Sizes of arrays that the C ABI takes as pointers alone."""
         batch, heads_q, _, seqlen_q, _ = self.shape
         wanted = {
             "kv_lengths": (batch,),
@@ -411,7 +419,7 @@ class _Call:
         unused: float = 0.0,
         filled: bool = False,
     ) -> Any:
-        """`given`, or a new array of q's library. unused: the value of what no kernel writes, or with `filled` of all."""
+        """`given`, or a new array of q's library. unused: the value of elements that no kernel writes, or with `filled` of all."""
         array = _empty(like, size, type, name) if given is None else given
         if given is None and (filled or self.varlen and self.batch == 0):
             array[...] = unused

@@ -10,10 +10,14 @@
 
 #include "call/append_arguments.hpp"
 #include "call/arguments.hpp"
+#include "call/backward_jvp_arguments.hpp"
 #include "call/captures.hpp"
+#include "call/decoded_cache.hpp"
 #include "call/jvp_arguments.hpp"
 #include "call/parameters.hpp"
+#include "call/row_mods.hpp"
 #include "device/tensor_maps.hpp"
+#include "plan/decoded_cache.hpp"
 
 namespace flashjit {
 namespace {
@@ -54,8 +58,9 @@ device::TensorMaps tensor_maps(const device::Driver& driver, const plan::Executi
                                const Args& args, const Params& params) {
   if (!plan.tensor_boxes) return {};
   const auto maps_with = [&](const ConstTensorView& o, const char* o_name) {
-    return device::make_tensor_maps(driver, *plan.tensor_boxes, plan.spec.dtype, plan.spec.kv_type(), args.q,
-                                    args.k, args.v, o, o_name, params.captures);
+    const auto seen = args_of_kernels(plan, args);
+    return device::make_tensor_maps(driver, *plan.tensor_boxes, plan.spec.dtype, plan::kv_type_of_main(plan),
+                                    seen.q, seen.k, args.v, o, o_name, params.captures);
   };
   if constexpr (requires { args.dout; })
     return maps_with(dout_of_kernels(plan, args), "dout");
@@ -65,10 +70,10 @@ device::TensorMaps tensor_maps(const device::Driver& driver, const plan::Executi
 
 /// Launches those of an operation's steps that `wanted` says yes to, in order. `reserved_sms`:
 /// multiprocessors that persistent kernels leave to others.
-template <class Steps, class Params, class Wanted>
-void launch_steps(const device::Driver& driver, const Steps& steps, const Params& params,
+template <class Steps, class Wanted>
+void launch_steps(const device::Driver& driver, const Steps& steps, const void* params,
                   const device::TensorMaps& maps, Stream stream, Wanted wanted, int reserved_sms = 0) {
-  std::array<void*, 2> parameters{const_cast<Params*>(&params), const_cast<device::TensorMaps*>(&maps)};
+  std::array<void*, 2> parameters{const_cast<void*>(params), const_cast<device::TensorMaps*>(&maps)};
   for (const auto& step : steps)
     if (wanted(step))
       device::launch(driver, step.kernel, step.blocks_without(static_cast<unsigned>(reserved_sms)),
@@ -121,6 +126,10 @@ void Engine::jvp(const AttentionSpec& spec, const JvpArgs& args, Stream stream) 
   run(spec, Pass::jvp, args, stream);
 }
 
+void Engine::backward_jvp(const AttentionSpec& spec, const BackwardJvpArgs& args, Stream stream) {
+  run(spec, Pass::backward_jvp, args, stream);
+}
+
 void Engine::append(const AttentionSpec& spec, const AppendArgs& args, Stream stream) {
   run_plain(spec, Pass::append, args, stream);
 }
@@ -140,8 +149,8 @@ void Engine::run_plain(const AttentionSpec& spec, Pass pass, const Args& args, S
   const OperationPtr operation = operation_of(spec, pass, shape_of(spec, args), {}, pass, device, stream);
   check_pointers_once(*operation, args, device);
   if (operation->steps.empty()) return;
-  launch_steps(*driver(), operation->steps, make_params(spec, args), {}, stream,
-               [](const Operation::Step&) { return true; });
+  const auto params = make_params(spec, args);
+  launch_steps(*driver(), operation->steps, &params, {}, stream, [](const Operation::Step&) { return true; });
 }
 
 template <class Args>
@@ -160,11 +169,23 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
   const auto launch = [&](const Args& computed) {
     const auto params = make_params(plan, computed);
     launch_steps(
-        driver, operation->steps, params, tensor_maps(driver, plan, computed, params), stream,
-        [&](const Operation::Step& step) { return step.when != skipped; }, args.partial.reserved_sms);
+        driver, operation->steps, plan::PackedParams(operation->params, params).data(),
+        tensor_maps(driver, plan, computed, params), stream,
+        [&](const Operation::Step& step) {
+          return step.when != skipped && step.purpose != plan::Step::decode_cache;
+        },
+        args.partial.reserved_sms);
   };
-  if constexpr (std::is_same_v<Args, ForwardArgs>)
+  if constexpr (std::is_same_v<Args, ForwardArgs>) {
+    if (plan.config.decode_cache) {
+      const ForwardArgs stored = plan.fold_gqa ? fold_gqa(args) : args;
+      const plan::PackedParams params(operation->params, decode_cache_params(plan, stored));
+      launch_steps(driver, operation->steps, params.data(), {}, stream,
+                   [](const Operation::Step& step) { return step.purpose == plan::Step::decode_cache; });
+      return launch(with_decoded_cache(plan, stored));
+    }
     if (plan.fold_gqa) return launch(fold_gqa(args));
+  }
   launch(args);
 }
 
@@ -178,7 +199,8 @@ TileLists Engine::build_lists(const KernelSpec& spec, const AttentionShape& shap
       operation_of(spec, spec.pass, shape, args.captures, Pass::forward, device, stream);
   check_list_memory(args.memory, operation->plan.workspace.list_bytes());
   check_pointers(args, device);
-  launch_steps(driver, operation->steps, make_params(operation->plan, args), {}, stream,
+  const plan::PackedParams params(operation->params, make_params(operation->plan, args));
+  launch_steps(driver, operation->steps, params.data(), {}, stream,
                [](const Operation::Step& step) { return step.when == plan::LaunchedWhen::lists_are_made; });
   return {.data = args.memory.data,
           .built_for = operation->name,
@@ -193,8 +215,9 @@ Engine::OperationPtr Engine::operation_of(const AttentionSpec& spec, Pass pass, 
     return known;
   }
   const KernelSpec normalized = KernelSpec{spec, pass}.normalized();  // append and others drop programs
-  check_captures(expr::declarations(normalized.score, normalized.mask, normalized.epilogue.out_mod), captures,
-                 captures_of);
+  check_captures(
+      expr::declarations(normalized.score, normalized.mask, normalized.epilogue.out_mod, normalized.prologue),
+      captures, captures_of);
   return add({spec, pass}, shape, device, {}, is_capturing(stream) ? Asker::capturing_call : Asker::call);
 }
 
@@ -287,7 +310,7 @@ Engine::OperationPtr Engine::add(const KernelSpec& spec, const AttentionShape& s
       config ? Chosen{*config, ConfigSource::given} : remembered(spec, shape, device);
   plan::ExecutionPlan best = plan(spec, shape, info, chosen);
   const bool waits = asker == Asker::prepare || plan::wants_same_bits(spec);
-  OperationPtr operation = waits ? nullptr : fallback(best, info, device);
+  OperationPtr operation = waits ? nullptr : fallback(best, info, device, asker == Asker::call);
   if (!operation) operation = build(std::move(best), info, device, asker == Asker::capturing_call);
   keep(CallKeyView(spec, spec.pass, shape, device), operation, generation, config);
   if (settings_.tune_in_background && operation->kernel && plan::is_tuned(spec.pass))
@@ -409,6 +432,7 @@ Engine::OperationPtr Engine::load(plan::ExecutionPlan plan, const DeviceInfo& in
   operation->workspace_of_better = of_better;
   operation->plan = std::move(plan);
   const plan::ExecutionPlan& planned = operation->plan;
+  operation->params = plan::params_layout(planned);
   operation->name =
       fmt::format("{} {} {}", to_string(planned.spec), to_string(planned.shape), to_string(planned.config));
   if (!has_work(planned)) return operation;
@@ -433,7 +457,7 @@ Engine::OperationPtr Engine::load(plan::ExecutionPlan plan, const DeviceInfo& in
     operation->steps.push_back(
         {operation->kernel->loaded->kernel(launch.entry), static_cast<unsigned>(launch.blocks),
          static_cast<unsigned>(entry.threads), static_cast<unsigned>(entry.shared_bytes), launch.when,
-         launch.early,
+         planned.steps[launch.entry], launch.early,
          static_cast<unsigned>(entry.persistent && !planned.schedule.stream_k ? entry.min_blocks : 0),
          static_cast<unsigned>(entry.cluster)});
   }

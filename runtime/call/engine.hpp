@@ -19,6 +19,7 @@
 #include "device/device_info.hpp"
 #include "device/driver.hpp"
 #include "flashjit/runtime.hpp"
+#include "plan/params_layout.hpp"
 #include "plan/plan.hpp"
 #include "support/once.hpp"
 #include "support/worker.hpp"
@@ -35,6 +36,7 @@ class Engine {
   void forward(const AttentionSpec& spec, const ForwardArgs& args, Stream stream);
   void backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream);
   void jvp(const AttentionSpec& spec, const JvpArgs& args, Stream stream);
+  void backward_jvp(const AttentionSpec& spec, const BackwardJvpArgs& args, Stream stream);
   void append(const AttentionSpec& spec, const AppendArgs& args, Stream stream);
   void merge(const AttentionSpec& spec, const MergeArgs& args, Stream stream);
   void quantize(const AttentionSpec& spec, const QuantizeArgs& args, Stream stream);
@@ -57,6 +59,7 @@ class Engine {
       CUkernel kernel;
       unsigned blocks, threads, shared_bytes;
       plan::LaunchedWhen when;
+      plan::Step purpose;
       bool early;
       unsigned blocks_per_sm;  ///< of persistent kernels that any number of blocks can compute, else 0
       unsigned cluster;
@@ -68,7 +71,8 @@ class Engine {
     std::string name;                           ///< spec, shape and configuration: what lists are built for
     std::shared_ptr<const ReadyKernel> kernel;  ///< null: there is nothing to launch
     std::vector<Step> steps;
-    bool made = false;  ///< the kernel was not in memory before
+    plan::ParamsLayout params;  ///< of the kernel's entries
+    bool made = false;          ///< the kernel was not in memory before
     /// A fallback has the workspace that callers give, so that a call with the better kernel has enough.
     std::optional<plan::WorkspaceLayout> workspace_of_better = {};
     mutable std::atomic<bool> pointers_checked = false;  ///< the driver was asked about one call's pointers
@@ -98,9 +102,11 @@ class Engine {
   /// work.
   OperationPtr add(const KernelSpec& spec, const AttentionShape& shape, CUdevice device,
                    const std::optional<TileConfig>& config, Asker asker);
-  /// Where the kernel must be compiled, and another of its spec is in memory: that one's operation, while the
-  /// kernel is compiled in the background. Null: the call waits.
-  OperationPtr fallback(const plan::ExecutionPlan& better, const DeviceInfo& info, CUdevice device);
+  /// Where the kernel must be compiled: the operation of another of its spec that is in memory, else, where
+  /// the call `may_compile`, of one that is compiled sooner; the kernel is compiled in the background. Null:
+  /// the call waits.
+  OperationPtr fallback(const plan::ExecutionPlan& better, const DeviceInfo& info, CUdevice device,
+                        bool may_compile);
   std::vector<TileConfig> configs_in_memory(const plan::ExecutionPlan& better, CUdevice device) const;
   void compile_in_background(const plan::ExecutionPlan& better, const DeviceInfo& info, CUdevice device);
   void keep(const CallKeyView& key, OperationPtr operation, std::uint64_t generation,

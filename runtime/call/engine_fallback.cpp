@@ -1,11 +1,12 @@
-// Calls whose kernel is not there yet, and another of the same spec is: that one computes them, while the
-// better one is compiled beside them.
+// Calls whose kernel is not there yet: another of the same spec computes them, one that is there or one that
+// is compiled sooner, while the better one is compiled beside them.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
 
 #include "call/engine.hpp"
+#include "plan/plain_config.hpp"
 
 namespace flashjit {
 namespace {
@@ -52,9 +53,11 @@ std::vector<TileConfig> Engine::configs_in_memory(const plan::ExecutionPlan& bet
 }
 
 Engine::OperationPtr Engine::fallback(const plan::ExecutionPlan& better, const DeviceInfo& info,
-                                      CUdevice device) {
+                                      CUdevice device, bool may_compile) {
   if (!settings_.compile_in_background || !may_fall_back(better)) return nullptr;
-  const std::vector<TileConfig> configs = configs_in_memory(better, device);
+  std::vector<TileConfig> configs = configs_in_memory(better, device);
+  if (configs.empty() && may_compile)
+    if (const auto plain = plan::plain_config(better, info)) configs = {*plain};
   if (configs.empty() || library_.brings(better, info, driver())) return nullptr;
   for (const TileConfig& config : configs) {
     if (!plan::traits(config.family).admits(better.spec, config, info)) continue;
@@ -64,7 +67,11 @@ Engine::OperationPtr Engine::fallback(const plan::ExecutionPlan& better, const D
     plan.fold_gqa = better.fold_gqa;  // its spec and shape are folded already
     if (plan.workspace.bytes > better.workspace.bytes || plan.workspace.list_bytes() > 0) continue;
     compile_in_background(better, info, device);
-    return load(std::move(plan), info, device, false, better.workspace);
+    try {
+      return load(std::move(plan), info, device, false, better.workspace);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::compile_failed) throw;
+    }
   }
   return nullptr;
 }

@@ -14,6 +14,7 @@
 #include "tests/support/fake_driver.hpp"
 #include "tests/support/fakes.hpp"
 #include "tests/support/kept_log.hpp"
+#include "tests/support/launched_params.hpp"
 
 namespace flashjit {
 namespace {
@@ -148,7 +149,7 @@ TEST_F(EngineTest, ForwardLaunchesThePlan) {
   EXPECT_EQ(launch.threads, static_cast<unsigned>(plan.entries[0].threads));
   EXPECT_EQ(launch.shared_bytes, static_cast<unsigned>(plan.entries[0].shared_bytes));
   EXPECT_EQ(launch.stream, stream);
-  EXPECT_EQ(launch.params.q.data, address(0x100000000));
+  EXPECT_EQ(test::launched_params(launch, plan).q.data, address(0x100000000));
   EXPECT_EQ(fake().libraries_loaded, 1);
   EXPECT_EQ(fake().functions_touched, static_cast<int>(plan.entries.size()));
 }
@@ -322,6 +323,8 @@ TEST_F(EngineTest, AKernelThatTheDriverRefusesIsPassedOver) {
   const Error error = error_of([&] { engine()->prepare(kSpec, kShape, {}); });
   EXPECT_EQ(error.code(), ErrorCode::kernel_missing);
   EXPECT_CONTAINS(log_.text(), "from the pack: cuLibraryLoadData failed");
+  EXPECT_CONTAINS(error.message(), "The driver refuses the kernel");
+  EXPECT_CONTAINS(error.message(), "which the pack has as");
 }
 
 TEST_F(EngineTest, AKernelThatDoesNotFitGivesWayToTheNextFamily) {
@@ -482,8 +485,9 @@ TEST_F(EngineListsTest, AreMadeOnceForManyCalls) {
     }
     EXPECT_EQ(fake().launches.size(), 2 + 2 * (plan.launches.size() - 2));
     for (const FakeDriver::Launch& launch : fake().launches) {
-      EXPECT_EQ(launch.params.lists.count, address<int>(0xc00000000));
-      EXPECT_EQ(launch.params.lists.entries,
+      const TileListParam lists_of = test::launched_params(launch, plan).lists;
+      EXPECT_EQ(lists_of.count, address<int>(0xc00000000));
+      EXPECT_EQ(lists_of.entries,
                 address<int>(0xc00000000 + plan.workspace.list_entries - plan.workspace.list_count));
     }
   }
@@ -501,7 +505,8 @@ TEST_F(EngineListsTest, TheCountOfWorkBeginsAnewInEveryCall) {
   runtime->forward(documents(), forward_with(&lists), nullptr);
   ASSERT_EQ(fake().launches.size(), 5u);
   for (const FakeDriver::Launch& launch : fake().launches)
-    EXPECT_EQ(launch.params.semaphores, address<int>(0xe00000000));
+    EXPECT_EQ(test::launched_params(launch, plan_of(documents(), kShape)).semaphores,
+              address<int>(0xe00000000));
   EXPECT_EQ(fake().launches[3].blocks, 1u);
 }
 
@@ -633,12 +638,13 @@ TEST_F(EngineTest, PackedSequencesAreOneLongBatchEntryOfTheTensorMapsAndManyOfTh
   engine()->forward(spec, args, nullptr);
   ASSERT_EQ(fake().launches.size(), 1u);
   EXPECT_EQ(fake().launches[0].blocks, plan_of(spec, longest).launches[0].blocks);
-  EXPECT_EQ(fake().launches[0].params.batch, 3);
-  EXPECT_EQ(fake().launches[0].params.seqlen_q, 100);
-  EXPECT_EQ(fake().launches[0].params.q.stride_b, 0);
-  EXPECT_EQ(fake().launches[0].params.cu_seqlens_q, args.cu_seqlens_q);
-  EXPECT_EQ(fake().launches[0].params.rows_q, 230);
-  EXPECT_EQ(fake().launches[0].params.rows_kv, 90);
+  const Params params = test::launched_params(fake().launches[0], plan_of(spec, longest));
+  EXPECT_EQ(params.batch, 3);
+  EXPECT_EQ(params.seqlen_q, 100);
+  EXPECT_EQ(params.q.stride_b, 0);
+  EXPECT_EQ(params.cu_seqlens_q, args.cu_seqlens_q);
+  EXPECT_EQ(params.rows_q, 230);
+  EXPECT_EQ(params.rows_kv, 90);
   ASSERT_EQ(fake().encoded.size(), 3u);
   EXPECT_EQ(fake().encoded[0].sizes, (std::vector<std::uint64_t>{64, 230, 4, 1}));
   EXPECT_EQ(fake().encoded[1].sizes, (std::vector<std::uint64_t>{64, 90, 2, 1}));

@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "call/engine.hpp"
+#include "plan/plain_config.hpp"
 #include "plan/plan.hpp"
 #include "support/file.hpp"
 #include "tests/support/built.hpp"
@@ -95,13 +96,54 @@ TEST_F(Fallback, ACallDoesNotWaitForTheCompiler) {
   EXPECT_TRUE(is_in_memory(*runtime, kLong));
 }
 
-TEST_F(Fallback, TheFirstCallOfASpecWaits) {
+TEST_F(Fallback, TheFirstCallOfASpecHasAPlainKernel) {
+  const auto runtime = engine();
+  const std::size_t workspace = runtime->workspace_bytes({spec(), Pass::forward}, kLong);
+  call(*runtime, spec(), kLong);
+  EXPECT_EQ(runtime->workspace_bytes({spec(), Pass::forward}, kLong), workspace);
+  ASSERT_TRUE(log_.hears("compiled fwd:bf16:d64 in the background")) << log_.text();
+  EXPECT_TRUE(log_.has("use sm90:")) << log_.text();
+  EXPECT_TRUE(is_in_memory(*runtime, kLong));
+  const auto plain = runtime->prepare({spec(), Pass::forward}, kLong, TileConfig{Family::sm80, 64, 64, 4});
+  EXPECT_EQ(plain.origin, KernelOrigin::memory) << "what the call used";
+}
+
+TEST_F(Fallback, AFirstCallWaitsWhereNoKernelIsCompiledSooner) {
+  fake().compute_capability = 80;
   const auto runtime = engine();
   const Variable slow("FAKE_NVRTC_MS", "200");
   const auto start = std::chrono::steady_clock::now();
   call(*runtime, spec(), kLong);
   EXPECT_GE(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(200));
   EXPECT_TRUE(is_in_memory(*runtime, kLong));
+}
+
+TEST_F(Fallback, APlainKernelThatDoesNotCompileIsNotWaitedFor) {
+  const auto runtime = engine();
+  const Variable failing("FAKE_NVRTC_FAIL", "1");
+  EXPECT_THROW(call(*runtime, spec(), kLong), Error);
+}
+
+TEST_F(Fallback, ACaptureIsNotSpoiledByAPlainKernel) {
+  const auto runtime = engine();
+  fake().capturing = true;
+  EXPECT_THROW(call(*runtime, spec(), kLong), Error);
+  EXPECT_FALSE(log_.has("in the background")) << log_.text();
+}
+
+TEST(PlainConfig, IsOfMmaSyncInPlaceOfWgmma) {
+  const auto plain_of = [](const KernelSpec& spec, const char* arch) {
+    const DeviceInfo info = DeviceInfo::parse(arch);
+    return plan::plain_config(plan::make_plan(spec, {1, 8, 8, 4096, 4096}, info, {}), info);
+  };
+  const AttentionSpec dense{.dtype = DType::bf16, .head_dim = 128};
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    const auto plain = plain_of({dense, pass}, "sm_90a");
+    ASSERT_TRUE(plain);
+    EXPECT_EQ(*plain, (TileConfig{Family::sm80, 64, 64, 4}));
+    EXPECT_FALSE(plain_of({dense, pass}, "sm_80"));
+  }
+  EXPECT_FALSE(plain_of({{.dtype = DType::fp32, .head_dim = 64}, Pass::forward}, "sm_90a"));
 }
 
 TEST_F(Fallback, WhatMayNotChangeItsBitsWaits) {

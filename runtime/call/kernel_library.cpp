@@ -77,6 +77,7 @@ struct KernelLibrary::Request {
   KernelSource source;
   std::string digest;
   double render_ms;
+  std::string refusal = {};  ///< why the driver did not take what a pack or the cache holds
 };
 
 KernelLibrary::KernelLibrary(const Settings& settings) : settings_(settings) {
@@ -109,7 +110,8 @@ bool KernelLibrary::brings(const plan::KernelPlan& kernel, const DeviceInfo& inf
   if (kernels_.is_in_flight(key)) return false;
   try {
     kernels_.get(key, [&] {
-      if (Ready ready = from_stores(request(kernel, info, driver))) return ready;
+      Request wanted = request(kernel, info, driver);
+      if (Ready ready = from_stores(wanted)) return ready;
       throw Error(ErrorCode::kernel_missing, "no pack and no cache holds it");
     });
     return true;
@@ -123,11 +125,14 @@ bool KernelLibrary::holds(const plan::KernelPlan& kernel, const DeviceInfo& info
   return kernels_.holds(memory_key(kernel, info));
 }
 
-KernelLibrary::Ready KernelLibrary::make(const Request& request) {
+// NOLINTNEXTLINE(performance-unnecessary-value-param): moved from get()'s lambda
+KernelLibrary::Ready KernelLibrary::make(Request request) {
   if (Ready ready = from_stores(request)) return ready;
-  const std::string missing =
-      fmt::format("No pack and no cache holds the kernel {} with {} for {}", to_string(request.source.spec),
-                  to_string(request.source.config), request.source.arch);
+  const std::string kernel = fmt::format("the kernel {} with {} for {}", to_string(request.source.spec),
+                                         to_string(request.source.config), request.source.arch);
+  const std::string missing = request.refusal.empty()
+                                  ? "No pack and no cache holds " + kernel
+                                  : fmt::format("The driver refuses {}, {}", kernel, request.refusal);
   const std::string remedy =
       fmt::format("make it with `{}` and name that folder in FLASHJIT_PACKS", pack_command(request.source));
   if (!settings_.jit)
@@ -143,7 +148,7 @@ KernelLibrary::Ready KernelLibrary::make(const Request& request) {
   }
 }
 
-KernelLibrary::Ready KernelLibrary::from_stores(const Request& request) {
+KernelLibrary::Ready KernelLibrary::from_stores(Request& request) {
   // By any compiler: the digest identifies the source, and asking NVRTC for its version would take longer
   // than all the rest.
   for (const cache::EmbeddedStore& pack : embedded_) {
@@ -157,7 +162,7 @@ KernelLibrary::Ready KernelLibrary::from_stores(const Request& request) {
   return from_cache(request, "");
 }
 
-KernelLibrary::Ready KernelLibrary::from_cache(const Request& request, const std::string& compiler_tag) {
+KernelLibrary::Ready KernelLibrary::from_cache(Request& request, const std::string& compiler_tag) {
   if (!cache_) return nullptr;
   // By one compiler it is looked for a second time, after what was ignored has been told of.
   const bool quiet = !compiler_tag.empty();
@@ -165,7 +170,7 @@ KernelLibrary::Ready KernelLibrary::from_cache(const Request& request, const std
   return kernel ? try_load(request, *kernel, KernelOrigin::disk) : nullptr;
 }
 
-KernelLibrary::Ready KernelLibrary::compile(const Request& request, const compile::Compiler& compiler) {
+KernelLibrary::Ready KernelLibrary::compile(Request& request, const compile::Compiler& compiler) {
   cache::Store::Lock lock;
   if (cache_) {
     lock = cache_->lock(request.source.arch, cache::entry_key(request.digest, compiler.tag()),
@@ -212,14 +217,15 @@ KernelLibrary::Ready KernelLibrary::load(const Request& request, const CompiledK
 }
 
 /// A stored kernel that the driver refuses, such as one of a newer CUDA, is no reason to give up.
-KernelLibrary::Ready KernelLibrary::try_load(const Request& request, const CompiledKernel& kernel,
+KernelLibrary::Ready KernelLibrary::try_load(Request& request, const CompiledKernel& kernel,
                                              KernelOrigin origin) {
   try {
     return load(request, kernel, origin);
   } catch (const device::CodeRefused& error) {
-    settings_.log(fmt::format("ignoring the kernel {} from the {}: {}",
-                              cache::entry_key(request.digest, kernel.compiler),
-                              origin == KernelOrigin::pack ? "pack" : "disk cache", error.message()));
+    const std::string key = cache::entry_key(request.digest, kernel.compiler);
+    const char* const store = origin == KernelOrigin::pack ? "pack" : "disk cache";
+    settings_.log(fmt::format("ignoring the kernel {} from the {}: {}", key, store, error.message()));
+    request.refusal = fmt::format("which the {} has as {} ({})", store, key, error.message());
     return nullptr;
   }
 }

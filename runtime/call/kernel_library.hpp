@@ -60,14 +60,14 @@ class KernelLibrary {
   struct Request;
   Request request(const plan::KernelPlan& kernel, const DeviceInfo& info,
                   const std::shared_ptr<const device::Driver>& driver);
-  Ready make(const Request& request);
-  Ready from_stores(const Request& request);
-  Ready from_cache(const Request& request, const std::string& compiler_tag);
-  Ready compile(const Request& request, const compile::Compiler& compiler);
+  Ready make(Request request);
+  Ready from_stores(Request& request);
+  Ready from_cache(Request& request, const std::string& compiler_tag);
+  Ready compile(Request& request, const compile::Compiler& compiler);
   /// Logs what was compiled. Comes last: a log may be slow.
   void tell_of(const KernelSource& source, const CompiledKernel& kernel) const;
   Ready load(const Request& request, const CompiledKernel& kernel, KernelOrigin origin);
-  Ready try_load(const Request& request, const CompiledKernel& kernel, KernelOrigin origin);
+  Ready try_load(Request& request, const CompiledKernel& kernel, KernelOrigin origin);
   const render::TemplateSet& templates();
   /// Opens NVRTC at the first call, which takes milliseconds. Throws Error(no_compiler).
   std::shared_ptr<const compile::Compiler> compiler();

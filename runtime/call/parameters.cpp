@@ -6,6 +6,8 @@
 #include <numbers>
 
 #include "call/captures.hpp"
+#include "call/row_mods.hpp"
+#include "call/skip_softmax.hpp"
 #include "call/tensor_checks.hpp"
 #include "plan/tiles.hpp"
 #include "support/dropout.hpp"
@@ -155,11 +157,14 @@ ForwardArgs fold_gqa(ForwardArgs args) {
   return args;
 }
 
-Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args, Pass pass) {
+Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& given, Pass pass) {
+  const ForwardArgs args = args_of_kernels(plan, given);
   Params params = common_params(plan, args, pass);
+  params.given = {.q = tensor_param(given.q), .k = tensor_param(given.k), .dq = {}, .dk = {}};
   params.page_table = page_table_param(args.page_table, args.k);
   params.row_max = args.row_max;
   if (!plan.spec.epilogue.out_mod.empty()) params.out_mod = tensor_param(args.out_before_mod);
+  set_skip_softmax(params, plan.spec, args);
   params.k_scale = scale_param(args.k_scale);
   params.v_scale = scale_param(plan.spec.kv.shared_kv ? args.k_scale : args.v_scale);
   if (plan.spec.kv.quantized()) {
@@ -182,8 +187,11 @@ Params make_params(const plan::ExecutionPlan& plan, const ListArgs& args) {
   return params;
 }
 
-Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args) {
+Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& given) {
+  const BackwardArgs args = args_of_kernels(plan, given);
   Params params = common_params(plan, args, Pass::backward);
+  params.given = {tensor_param(given.q), tensor_param(given.k), tensor_param(given.dq),
+                  tensor_param(given.dk)};
   params.dout = tensor_param(dout_of_kernels(plan, args));
   if (!plan.spec.epilogue.out_mod.empty()) params.out_mod = tensor_param(args.dout);
   params.dq = tensor_param(args.dq);

@@ -14,7 +14,7 @@ ForwardArgs fold_gqa(ForwardArgs args);
 /// The dO that all kernels but the out_grads entry read: with out_mod in the workspace, contiguous.
 ConstTensorView dout_of_kernels(const plan::ExecutionPlan& plan, const BackwardArgs& args);
 
-/// Of arguments, captures and a workspace that were checked.
+/// Takes arguments, captures and a workspace that were checked.
 Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args, Pass pass = Pass::forward);
 Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args);
 Params make_params(const plan::ExecutionPlan& plan, const ListArgs& args);

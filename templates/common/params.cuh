@@ -1,5 +1,32 @@
-// What a launch hands to a kernel, by value. Host and device include this file, so that it exists once.
+// What a launch hands to a kernel, by value. Host and device include this file, so that it exists once. The
+// host has all members of Params; a kernel has those that its plan names, see FLASHJIT_PARAMS_BYTES below.
 #pragma once
+
+// A rendered source defines how many bytes its Params have and a word for each group of members: nothing
+// where the kernel has the group, else `static`, whose members take no space. One without a definition may
+// stand in code that is never run; a kernel that reads it is refused after it was compiled (runtime/compile).
+#if !defined(FLASHJIT_PARAMS_BYTES)
+#define FLASHJIT_IF_GRADIENTS
+#define FLASHJIT_IF_TILE_LISTS
+#define FLASHJIT_IF_BLOCK_MAP
+#define FLASHJIT_IF_VARLEN
+#define FLASHJIT_IF_KV_LENGTHS
+#define FLASHJIT_IF_SPLIT
+#define FLASHJIT_IF_PACK_GQA
+#define FLASHJIT_IF_DROPOUT
+#define FLASHJIT_IF_SCALES
+#define FLASHJIT_IF_INDICES
+#define FLASHJIT_IF_OUT_MOD
+#define FLASHJIT_IF_ROW_MODS
+#define FLASHJIT_IF_RUNNING_STATE
+#define FLASHJIT_IF_SKIP_SOFTMAX
+#define FLASHJIT_IF_CAPTURES
+#define FLASHJIT_IF_SCALARS
+#define FLASHJIT_CAPTURES flashjit::kMaxCaptures
+#define FLASHJIT_SCALARS flashjit::kMaxScalars
+#elif defined(__CUDACC__)
+#pragma nv_diag_suppress 20044  // a static member without a definition
+#endif
 
 namespace flashjit {
 
@@ -61,11 +88,12 @@ struct CaptureParam {
 /// The heads of Q that share one of K and V, where a forward kernel packs them: row r of a warpgroup is of
 /// query r / heads and of head r % heads of a set.
 struct PackedHeadsParam {
-  int shared;   ///< heads of Q for each of K and V
-  int heads;    ///< of a set: all of these, or as many as make equal sets, the last of which may lack some
+  int heads;    ///< of a set: all that share one of K and V, or as many as make equal sets, the last of which
+                ///< may lack some
   int sets;     ///< for each head of K and V
   int queries;  ///< of a warpgroup
   unsigned inverse;  ///< 2^16 / heads, rounded up: row * inverse / 2^16 is row / heads
+  int shared;        ///< heads of Q for each of K and V
 };
 
 /// Where a cache has the keys of its sequences. A slot is one page that holds all of a sequence's keys.
@@ -95,6 +123,15 @@ struct DropoutPlaceParam {
   int whole_cells;  ///< whether the pairs of a Philox call are those of another there, see dropout_words()
 };
 
+/// Rows of Q or K that a CTA of the row_mods and row_mod_grads entries has.
+constexpr int kRowsOfModCta = 32;
+
+/// Q, K, dQ and dK as the call has them, where q_mod or k_mod makes others, which Params::q, k, dq and dk
+/// are.
+struct GivenRowsParam {
+  TensorParam q, k, dq, dk;
+};
+
 /// Scales of K or V, whose strides are 0 where they are shared; those of pages and rows are read with
 /// Problem::kKeyScales only.
 struct ScaleParam {
@@ -115,84 +152,101 @@ struct SharesOfTile {
   int begin, end;
 };
 
+/// Members that only some kernels have are in groups: runtime/plan/params_layout.cpp says which kernel has
+/// which. A group begins with a member that is aligned to 8 bytes. Which members are neighbours at 8 bytes
+/// matters: kernels may load these together.
 struct Params {
   TensorParam q, k, v, o;
-  union {
-    TensorParam dout;
-    TensorParam o_state;  ///< fp32; read with kRunningState only
-  };
-  TensorParam dq;
-  union {
-    TensorParam dk;
-    TensorParam k_block_scale;  ///< read with a KFormat whose scales are apart only
-  };
-  union {
-    TensorParam dv;
-    TensorParam v_block_scale;  ///< the same of VFormat
-  };
-  RowsParam lse;          ///< null: not wanted; dlse, lse_state and row_max have its strides
-  const int* kv_lengths;  ///< [batch]; read with Problem::kKvLengths and kCache only
-  float* d;               ///< [batch, heads_q, seqlen_q_padded]: rowsum(dO * O)
-  float* lse_padded;      ///< [batch, heads_q, seqlen_q_padded]: LSE, but +inf for rows without P, see
-                          ///< lse_gives_p(), or that do not exist: it is exp2(S - inf) = 0; with kLseLog2
-                          ///< what common/lse_log2.cuh says follows
-  float* dq_accum;        ///< [batch, heads_q, seqlen_q_padded, head_dim]: dQ / softmax_scale in fp32
-  int* semaphores;        ///< tile counters and semaphores, see common/semaphores.cuh
-  const unsigned char* block_map;  ///< [map_batch, map_heads, map_rows, map_columns]
-  TileListParam lists;  ///< forward: rows are Q tiles, columns KV tiles; backward: the other way round
-  int map_batch, map_heads, map_rows, map_columns;  ///< map_batch and map_heads are 1 where they broadcast
+  RowsParam lse;       ///< null: not wanted; dlse, lse_state and row_max have its strides
+  int* semaphores;     ///< tile counters and semaphores, see common/semaphores.cuh
+  const float* sinks;  ///< [heads_q]
   int batch, heads_q, heads_kv, seqlen_q, seqlen_kv;
   int seqlen_q_padded;  ///< seqlen_q rounded up to a multiple of 128
-  int heads_cleared;    ///< of [batch, heads_kv], whose dq_accum the preprocess entry clears
+  int heads_cleared;    ///< backward: of [batch, heads_kv], whose dq_accum the preprocess entry clears
   float softmax_scale;
   float softmax_scale_log2;  ///< times log2(e)
-  float keep_scale;          ///< 1 / (1 - p)
-  unsigned drop_share;       ///< 2^15 p in each half, see draw_dropped()
-  unsigned seed_lo, seed_hi, offset_lo, offset_hi;
-  const int* cu_seqlens_q;  ///< varlen: [batch + 1]
-  union {
-    const int* cu_seqlens_kv;
-    const int* prefix_length;  ///< of a cache: first keys that all sequences share; read with kCascade only
-  };
-  const float* sinks;  ///< [heads_q]
-  float* dsinks;
-  float* o_splits;      ///< [num_splits, batch, heads_q, seqlen_q, head_dim_v]: O of one split of the keys
-  float* lse_splits;    ///< [num_splits, batch, heads_q, seqlen_q]: its LSE, without sinks
-  int num_splits;       ///< split-KV (backward: split-Q), see common/split.cuh; read with kSplit only, as are
-                        ///< o_splits, lse_splits, dk_splits and dv_splits
-  int rows_q, rows_kv;  ///< varlen: of the packed tensors, or 2^31 - 1 where lists are built, which has none
-  PackedHeadsParam packed;  ///< read with kPackGqa only
-  float* row_terms;  ///< [batch, heads_q, seqlen_q_padded]: Problem::score_row_term(); null: not wanted
-  float* dk_splits;  ///< [num_splits, batch, heads_kv, seqlen_kv, head_dim]: dK of one split of the queries
-  float* dv_splits;  ///< [num_splits, batch, heads_kv, seqlen_kv, head_dim_v]
-  int lpt_heads;     ///< how many of the last [batch, heads_kv] come in lpt_order(); read with kLptOrder only
-  int zero_unused_rows;  ///< varlen: whether rows that belong to no sequence become zeros
-  union {
-    const float* dlse;       ///< like lse: its gradient; null: there is none
-    const float* lse_state;  ///< like lse; read with kRunningState only
-  };
-  const unsigned* rng_state;  ///< dropout: seed_lo to offset_hi on the device; null: those above
-  PageTableParam page_table;  ///< read with Problem::kCache only
-  int head_lanes;             ///< stream-K: how many heads are computed at a time, see tma/stream_k.cuh
-  union {
-    CutTile* cut_tiles;  ///< stream-K: [num_splits], the number of shares; o_splits and lse_splits are then
-                         ///< [2 num_splits, Br], of the parts of work tiles
-    SharesOfTile* shares_of_tile;  ///< cascade: of each work tile; o_splits and lse_splits have rows of parts
-  };
-  float* row_max;                 ///< like lse: the largest score of a row; read with kRowMax only
-  unsigned scalars[kMaxScalars];  ///< bits of an int or a float
-  CaptureParam captures[kMaxCaptures];
-  ScaleParam k_scale, v_scale;  ///< read with K and V of 8 bits only
-  ScaleParam q_scale;           ///< read with Problem::kQCodes only
-  union {
-    IndicesParam indices;  ///< read with Problem::kIndices only
-    TensorParam out_mod;   ///< read with Problem::kOutMod only. Forward: O before the program; null: not
-                          ///< wanted. Backward: dO of what it gave, from which the out_grads entry makes dout
-  };
-  DropoutPlaceParam dropout_place;  ///< read with Problem::kDropoutPlace only
+  float keep_scale;          ///< dropout: 1 / (1 - p)
+  float* row_max;            ///< like lse: the largest score of a row; read with kRowMax only
+
+  FLASHJIT_IF_GRADIENTS TensorParam dout, dq, dk, dv;
+  FLASHJIT_IF_GRADIENTS const float* dlse;  ///< like lse: its gradient; null: there is none
+  FLASHJIT_IF_GRADIENTS float* d;           ///< [batch, heads_q, seqlen_q_padded]: rowsum(dO * O)
+  /// [batch, heads_q, seqlen_q_padded]: LSE, but +inf for rows without P, see lse_gives_p(), or that do not
+  /// exist: it is exp2(S - inf) = 0; with kLseLog2 what common/lse_log2.cuh says follows.
+  FLASHJIT_IF_GRADIENTS float* lse_padded;
+  /// [batch, heads_q, seqlen_q_padded, head_dim]: dQ / softmax_scale in fp32.
+  FLASHJIT_IF_GRADIENTS float* dq_accum;
+  /// [batch, heads_q, seqlen_q_padded]: Problem::score_row_term(); null: not wanted.
+  FLASHJIT_IF_GRADIENTS float* row_terms;
+  /// [num_splits, batch, heads_kv, seqlen_kv, head_dim or head_dim_v]: dK and dV of one split of the queries;
+  /// read with kSplit only.
+  FLASHJIT_IF_GRADIENTS float *dk_splits, *dv_splits;
+  FLASHJIT_IF_GRADIENTS float* dsinks;
+  /// How many of the last [batch, heads_kv] come in lpt_order(); read with kLptOrder only.
+  FLASHJIT_IF_GRADIENTS int lpt_heads;
+
+  /// Forward: rows are Q tiles, columns KV tiles; backward: the other way round.
+  FLASHJIT_IF_TILE_LISTS TileListParam lists;
+
+  FLASHJIT_IF_BLOCK_MAP const unsigned char* block_map;  ///< [map_batch, map_heads, map_rows, map_columns]
+  FLASHJIT_IF_BLOCK_MAP int map_batch, map_heads;        ///< 1 where they broadcast
+  FLASHJIT_IF_BLOCK_MAP int map_rows, map_columns;
+
+  FLASHJIT_IF_VARLEN const int* cu_seqlens_q;  ///< [batch + 1]
+  FLASHJIT_IF_VARLEN const int* cu_seqlens_kv;
+  FLASHJIT_IF_VARLEN int zero_unused_rows;  ///< whether rows that belong to no sequence become zeros
+  /// Of the packed tensors, or 2^31 - 1 where lists are built, which has none.
+  FLASHJIT_IF_VARLEN int rows_q, rows_kv;
+
+  FLASHJIT_IF_KV_LENGTHS const int* kv_lengths;  ///< [batch]
+  /// Keys that all sequences share; read with kCascade only.
+  FLASHJIT_IF_KV_LENGTHS const int* prefix_length;
+  FLASHJIT_IF_KV_LENGTHS PageTableParam page_table;  ///< read with Problem::kCache only
+
+  /// [num_splits, batch, heads_q, seqlen_q, head_dim_v]: O of one split of the keys. Of stream-K [2
+  /// num_splits, Br], of the parts of work tiles, of a cascade rows of parts; so of lse_splits.
+  FLASHJIT_IF_SPLIT float* o_splits;
+  FLASHJIT_IF_SPLIT float* lse_splits;   ///< [num_splits, batch, heads_q, seqlen_q]: its LSE, without sinks
+  FLASHJIT_IF_SPLIT CutTile* cut_tiles;  ///< stream-K: [num_splits], the number of shares
+  FLASHJIT_IF_SPLIT SharesOfTile* shares_of_tile;  ///< cascade: of each work tile
+  FLASHJIT_IF_SPLIT int num_splits;                ///< split-KV (backward: split-Q), see common/split.cuh
+  alignas(8) FLASHJIT_IF_SPLIT int head_lanes;  ///< stream-K: heads computed at a time, see tma/stream_k.cuh
+
+  alignas(8) FLASHJIT_IF_PACK_GQA PackedHeadsParam packed;
+
+  FLASHJIT_IF_DROPOUT const unsigned* rng_state;        ///< seed_lo to offset_hi on the device; null: these
+  FLASHJIT_IF_DROPOUT DropoutPlaceParam dropout_place;  ///< read with Problem::kDropoutPlace only
+  alignas(8) FLASHJIT_IF_DROPOUT unsigned drop_share;   ///< 2^15 p in each half, see draw_dropped()
+  FLASHJIT_IF_DROPOUT unsigned seed_lo, seed_hi, offset_lo, offset_hi;
+
+  FLASHJIT_IF_SCALES ScaleParam k_scale, v_scale;
+  FLASHJIT_IF_SCALES ScaleParam q_scale;         ///< read with Problem::kQCodes only
+  FLASHJIT_IF_SCALES TensorParam k_block_scale;  ///< read with a KFormat whose scales are apart only
+  FLASHJIT_IF_SCALES TensorParam v_block_scale;  ///< the same of VFormat
+
+  FLASHJIT_IF_INDICES IndicesParam indices;
+
+  /// Forward: O before the program; null: not wanted. Backward: dO of what it gave, from which the out_grads
+  /// entry makes dout.
+  FLASHJIT_IF_OUT_MOD TensorParam out_mod;
+
+  FLASHJIT_IF_ROW_MODS GivenRowsParam given;
+
+  FLASHJIT_IF_RUNNING_STATE TensorParam o_state;     ///< fp32
+  FLASHJIT_IF_RUNNING_STATE const float* lse_state;  ///< like lse
+
+  FLASHJIT_IF_SKIP_SOFTMAX unsigned long long* skip_softmax_counts;  ///< [2]; null: not wanted
+  FLASHJIT_IF_SKIP_SOFTMAX float skip_softmax_log2;                  ///< log2 of the threshold
+
+  FLASHJIT_IF_CAPTURES CaptureParam captures[FLASHJIT_CAPTURES];
+
+  alignas(8) FLASHJIT_IF_SCALARS unsigned scalars[FLASHJIT_SCALARS];  ///< bits of an int or a float
 
   /// How many query heads share a head of K and V.
   constexpr int qhead_per_kvhead() const { return heads_q / heads_kv; }
 };
+#if defined(FLASHJIT_PARAMS_BYTES)
+static_assert(sizeof(Params) == FLASHJIT_PARAMS_BYTES, "the host packs what the kernel has");
+#endif
 
 }  // namespace flashjit

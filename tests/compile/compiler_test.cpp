@@ -16,14 +16,12 @@
 #include "plan/plan.hpp"
 #include "render/render.hpp"
 #include "tests/support/fakes.hpp"
+#include "tests/support/nvrtc.hpp"
 
 namespace flashjit {
 namespace {
 
-const compile::Compiler& compiler() {
-  static const std::shared_ptr<const compile::Compiler> opened = compile::Compiler::open();
-  return *opened;
-}
+using test::compiler;
 
 KernelSource source_of(std::string text, std::string arch = "sm_80") {
   KernelSource source;

@@ -2,6 +2,7 @@
 // Device side in templates/sm90.
 #include <algorithm>
 
+#include "plan/decoded_cache.hpp"
 #include "plan/sm90.hpp"
 #include "plan/tensor_core.hpp"
 #include "plan/tiles.hpp"
@@ -195,7 +196,7 @@ std::optional<TensorBoxes> tensor_boxes(const AnalysedSpec& spec, const TileConf
     boxes = {c.br, layout.keys(), c.br};
     copies_bias = layout.has_bias_tile();
   }
-  boxes.pairs_of_codes = spec.q_codes;
+  boxes.pairs_of_codes = spec.prologue.q_codes;
   if (copies_bias) boxes.bias = {c.br, spec.programs.bias_tile->capture, spec.programs.bias_tile->rank};
   return boxes;
 }
@@ -208,24 +209,23 @@ bool reads_lse_log2(const AnalysedSpec& spec, const TileConfig& c) {
          !(spec.varlen && backward_layout(spec, c).sums_dq());
 }
 
-/// Whether nothing but queries, keys and a causal mask says what a pair's P and dS are, and dO is the call's.
-bool is_plain(const AnalysedSpec& spec) {
-  return spec.score.empty() && spec.epilogue.out_mod.empty() && !spec.dropout && !spec.varlen &&
-         !spec.kv.has_lengths() && !spec.sinks && !spec.has_tile_lists && !spec.has_block_map() &&
-         (spec.mask.empty() || spec.is_causal);
+/// Whether no tensor says which keys a row has or what a pair's P and dS are, and dO is the call's.
+bool is_plain_of_all_keys(const AnalysedSpec& spec) {
+  return is_plain(spec) && !spec.kv.has_lengths() && !spec.has_tile_lists;
 }
 
 /// Whether clusters with all keys of their rows may do without the preprocess entry. (For other specs, in
 /// which something else may need it, kernels spill.)
 bool may_find_row_stats(const AnalysedSpec& spec, const TileConfig& c) {
-  return !is_forward(spec) && is_plain(spec) && backward_layout(spec, c).sums_dq();
+  return !is_forward(spec) && is_plain_of_all_keys(spec) && !spec.partial.fp32_out &&
+         backward_layout(spec, c).sums_dq();
 }
 
 /// Whether CTAs load their first KV tile before the launch before has ended: where nothing else than the
 /// preprocess entry runs before, and no tensor says which tile that is. Up to 64 columns: above, the loads
 /// delay the preprocess entry's (1k keys of 16 heads, H100: d64 1.03, d128 0.94).
 bool claims_tiles(const AnalysedSpec& spec, const TileConfig& c) {
-  return !is_forward(spec) && is_narrow(spec) && is_plain(spec) && !spec.deterministic &&
+  return !is_forward(spec) && is_narrow(spec) && is_plain_of_all_keys(spec) && !spec.deterministic &&
          backward_layout(spec, c).cluster() == 1;
 }
 
@@ -273,17 +273,18 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
 
 namespace flashjit::plan {
 
-const FamilyTraits& sm90_traits() {
-  static constexpr FamilyTraits kTraits{.family = Family::sm90,
-                                        .computed_by = ComputedBy::warp_groups,
-                                        .supports = hopper::supports,
-                                        .admits = hopper::admits,
-                                        .heuristic = hopper::heuristic,
-                                        .search_space = hopper::search_space,
-                                        .kernel = hopper::kernel,
-                                        .workspace = tensor_core_workspace,
-                                        .functions = wgmma_functions};
-  return kTraits;
-}
+namespace hopper {
+constexpr FamilyTraits kPlainTraits{.family = Family::sm90,
+                                    .computed_by = ComputedBy::warp_groups,
+                                    .supports = supports,
+                                    .admits = admits,
+                                    .heuristic = heuristic,
+                                    .search_space = search_space,
+                                    .kernel = kernel,
+                                    .workspace = tensor_core_workspace,
+                                    .functions = wgmma_functions};
+}  // namespace hopper
+
+const FamilyTraits& sm90_traits() { return WithDecodedCache<hopper::kPlainTraits, true>::kTraits; }
 
 }  // namespace flashjit::plan

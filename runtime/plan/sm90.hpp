@@ -26,11 +26,11 @@ inline bool gathers(const AnalysedSpec& spec) {
 }
 /// Whether warpgroups convert K and V, and how many.
 inline bool converts(const AnalysedSpec& spec) {
-  return spec.decodes_kv() || sm90::converters(spec.has_scales(), spec.q_codes) > 0;
+  return spec.decodes_kv() || sm90::converters(spec.has_scales(), spec.prologue.q_codes) > 0;
 }
 inline int converters(const AnalysedSpec& spec, const TileConfig& c) {
   if (spec.decodes_kv()) return sm90::row_decoders(c.warps / kGroupWarps, c.min_blocks);
-  return sm90::converters(spec.has_scales(), spec.q_codes);
+  return sm90::converters(spec.has_scales(), spec.prologue.q_codes);
 }
 
 inline bool is_narrow(const AnalysedSpec& spec) {
@@ -51,7 +51,7 @@ int q_tiles_per_cta(const AnalysedSpec& spec, const TileConfig& c);
 
 /// Shared memory of the forward pass, as ForwardStorage in templates/sm90/forward_smem.cuh has it.
 sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c);
-/// Of the backward pass, as BackwardSmem in templates/sm90/backward_smem.cuh has it.
+/// The backward pass's, as in BackwardSmem of templates/sm90/backward_smem.cuh.
 sm90::BackwardLayout backward_layout(const AnalysedSpec& spec, const TileConfig& c);
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c);
 

@@ -9,10 +9,17 @@
 namespace flashjit::plan::hopper {
 namespace {
 
+sm90::DecodedRows decoded_rows(const AnalysedSpec& spec) {
+  if (!spec.decodes_kv()) return sm90::DecodedRows::none;
+  if (spec.kv.shared_kv) return sm90::DecodedRows::latents;
+  const bool shared = spec.kv.k_format.keys > 0 || spec.kv.v_format.keys > 0;
+  return shared ? sm90::DecodedRows::shared_scales : sm90::DecodedRows::plain;
+}
+
 /// A consumer thread's values of S, P, O, what finds the bias tile, and the gradients: what cannot be traded
 /// away by the compiler.
 int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
-  if (spec.q_codes) {  // P V begins when S is P
+  if (spec.prologue.q_codes) {  // P V begins when S is P
     const int parts = sm90::pv_parts(spec.v_dim(), true, true);
     const int at_a_time = sm90::pv_parts_at_a_time(parts, c.warps / kGroupWarps);
     const int products = at_a_time * spec.v_dim() / parts / 2;
@@ -32,8 +39,8 @@ int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
 /// of that while P V runs.
 int kept_limit(const AnalysedSpec& spec, const TileConfig& c) {
   return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec, c), c.d_split,
-                                  spec.decodes_kv()) -
-         (!spec.q_codes                ? 32
+                                  decoded_rows(spec)) -
+         (!spec.prologue.q_codes       ? 32
           : c.warps / kGroupWarps == 3 ? 24
                                        : 8);
 }
@@ -41,7 +48,8 @@ int kept_limit(const AnalysedSpec& spec, const TileConfig& c) {
 /// With a converting warpgroup: the most columns of a product of the forward pass, and of one whose
 /// accumulators ptxas lets an instruction have, which it counts against the registers at the start.
 int largest_product(const AnalysedSpec& spec, const TileConfig& c) {
-  return std::max(c.bc, spec.v_dim() / sm90::pv_parts(spec.v_dim(), converts(spec), false, c.min_blocks));
+  const int columns = sm90::own_columns(spec.v_dim(), c.d_split);
+  return std::max(c.bc, columns / sm90::pv_parts(columns, converts(spec), false, c.min_blocks));
 }
 int launched_limit(const AnalysedSpec& spec, const TileConfig& c) {
   constexpr int kOthers = 30;
@@ -51,24 +59,29 @@ int launched_limit(const AnalysedSpec& spec, const TileConfig& c) {
 /// The list of a query has no positions left where scores are computed, and all heads of a tile share it.
 Support supports_indices(const AnalysedSpec& spec) {
   const bool plain = is_forward(spec) && spec.score.empty() && !spec.epilogue.row_max &&
-                     !spec.batch_invariant && !spec.has_scales() && !spec.decodes_kv() &&
-                     !spec.programs.mask.uses_head;
+                     !spec.batch_invariant && !spec.has_scales() &&
+                     (!spec.decodes_kv() || spec.kv.shared_kv) && !spec.programs.mask.uses_head;
   if (!spec.indices || plain) return Support::yes();
   return Support::no(
       "indices are for the forward pass, without a score program, row_max, batch_invariant, K and V of 8 "
-      "bits or in a format that is decoded, and h in a mask");
+      "bits or, but for latents, in a format that is decoded, and h in a mask");
+}
+
+/// Latents that are decoded: rows with their scales, which bulk copies take.
+bool supports_latents(const AnalysedSpec& spec) {
+  const KvFormat& format = spec.kv.k_format;
+  return spec.kv.shared_kv && spec.v_dim() > kMostColumns && !format.has_argument() &&
+         !format.has_block_scales() && format.row(spec.head_dim).alignment == 16;
 }
 
 /// Rows that are decoded.
 Support supports_rows(const AnalysedSpec& spec) {
-  if (!spec.decodes_kv()) return Support::yes();
-  if (spec.kv.k_format.has_block_scales() || spec.kv.v_format.has_block_scales())
-    return Support::no(fmt::format(
-        "K of {} and V of {} have scales in a tensor of their own, and its producer copies one row a key",
-        to_string(spec.kv.k_format), to_string(spec.kv.v_format)));
+  if (!spec.decodes_kv() || supports_latents(spec)) return Support::yes();
   if (!spec.kv.shared_kv && std::max(spec.head_dim, spec.v_dim()) <= kMostColumns) return Support::yes();
-  return Support::no(fmt::format("K of {} and V of {} are for head dimensions up to {} and without shared_kv",
-                                 to_string(spec.kv.k_format), to_string(spec.kv.v_format), kMostColumns));
+  return Support::no(
+      fmt::format("K of {} and V of {} are for head dimensions up to {} and without shared_kv, or with "
+                  "shared_kv above {} columns of V, where rows of a multiple of 16 bytes have all scales",
+                  to_string(spec.kv.k_format), to_string(spec.kv.v_format), kMostColumns, kMostColumns));
 }
 
 /// Weights of a program, which have no LSE to join parts of the keys by.
@@ -90,8 +103,17 @@ Support supports_out_mod(const AnalysedSpec& spec) {
       "out_mod is for K and V of 16 bits outside of caches, and up to {} columns of V", kMostModified));
 }
 
+/// The consumers' loop that may skip a tile has its variants but for products of codes and shared rows, and
+/// lists of keys are short.
+Support supports_skip_softmax(const AnalysedSpec& spec) {
+  const bool plain = !spec.indices && !spec.prologue.q_codes && spec.v_dim() <= kMostColumns;
+  if (!spec.epilogue.skip_softmax || plain) return Support::yes();
+  return Support::no(fmt::format(
+      "skip_softmax is without indices and Q of 8 bits, and for up to {} columns of V", kMostColumns));
+}
+
 Support supports_q_codes(const AnalysedSpec& spec) {
-  if (!spec.q_codes) return Support::yes();
+  if (!spec.prologue.q_codes) return Support::yes();
   if (spec.has_key_scales() && (spec.epilogue.row_max || spec.programs.column_term))
     return Support::no(
         "Q of 8 bits beside scales of keys is for specs without row_max and what scores read of keys");
@@ -148,6 +170,8 @@ Support check_forward_tile(const AnalysedSpec& spec, const TileConfig& c) {
         "nor for packed sequences or lengths of keys without lists of tiles");
   if (q_tiles_per_cta(spec, c) > 1 && (spec.has_scales() || spec.decodes_kv()))
     return Support::no("two Q tiles at a time are not for K and V of 8 bits");
+  if (q_tiles_per_cta(spec, c) > 1 && spec.epilogue.skip_softmax)
+    return Support::no("two Q tiles at a time leave skip_softmax too few registers");
   if (q_tiles_per_cta(spec, c) > 1 && spec.programs.column_term)
     return Support::no("two Q tiles at a time leave no warp to find what the score reads of the keys");
   if (spec.indices && (c.br != sm90::kWarpgroupRows || !c.pack_gqa || c.bc % 32 != 0))
@@ -160,7 +184,11 @@ Support check_forward_tile(const AnalysedSpec& spec, const TileConfig& c) {
         fmt::format("{} leaves no second producer warp to copy rows, or too few registers", to_string(c)));
   if (c.bc < 16 || c.bc > 256 || c.bc % 16 != 0)
     return Support::no(fmt::format("Bc is a multiple of 16 up to 256, not {}", c.bc));
-  if (spec.q_codes && c.bc % 32 != 0)
+  for (const int keys : {spec.kv.k_format.keys, spec.kv.v_format.keys})
+    if (keys > 0 && c.bc % keys != 0 && keys % c.bc != 0)
+      return Support::no(
+          fmt::format("{} keys share a scale, of which Bc is a multiple or a divisor, not {}", keys, c.bc));
+  if (spec.prologue.q_codes && c.bc % 32 != 0)
     return Support::no(fmt::format("with Q of 8 bits Bc is a multiple of 32, not {}", c.bc));
   return Support::yes();
 }
@@ -220,7 +248,7 @@ bool excludes_lists(const AnalysedSpec& spec) {
 bool may_gather(const AnalysedSpec& spec, const TileConfig& c) {
   constexpr int kFewestRegisters = 40;
   return q_tiles_per_cta(spec, c) == 1 &&
-         sm90::producer_registers(c.warps / kGroupWarps, c.min_blocks, c.d_split, spec.decodes_kv()) >=
+         sm90::producer_registers(c.warps / kGroupWarps, c.min_blocks, c.d_split, decoded_rows(spec)) >=
              kFewestRegisters;
 }
 
@@ -229,8 +257,10 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
     return Support::no(fmt::format("needs wgmma and TMA of sm_90a, the device is {}", device.arch));
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
   if (spec.pass == Pass::jvp) return Support::no("it has no kernel of O's tangent");
+  if (spec.pass == Pass::backward_jvp) return Support::no(kNoSecondDerivative);
   if (Support able = supports_weights(spec); !able) return able;
   if (Support able = supports_out_mod(spec); !able) return able;
+  if (Support able = supports_skip_softmax(spec); !able) return able;
   if (spec.dtype != DType::fp16 && spec.dtype != DType::bf16)
     return Support::no(fmt::format("its kernels take fp16 and bf16, the spec has {}", to_string(spec.dtype)));
   if (Support able = supports_rows(spec); !able) return able;

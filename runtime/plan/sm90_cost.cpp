@@ -16,10 +16,10 @@ double cost_of_groups(const AnalysedSpec& spec, int groups) {
   const double exposed = is_narrow(spec) ? 1.18 : 1.1;
   const double three = std::max(spec.head_dim, spec.v_dim()) > 128 ? 196 : 192;
   // The parts of a step of products of codes wait for each other, so that a third group gains more.
-  if (groups == 3 && spec.q_codes) return is_narrow(spec) ? 150 : 175;
+  if (groups == 3 && spec.prologue.q_codes) return is_narrow(spec) ? 150 : 175;
   return groups == 1 ? 100 * exposed : groups == 2 ? 128 * exposed : three;
 }
-/// Of two Q tiles of two warpgroups at a time, each; and where a CTA has only one of them.
+/// Two Q tiles of two warpgroups at a time: the cost of each; and where a CTA has only one of them.
 constexpr double kCostOfOneOfTwo = 290, kCostOfOneAlone = 170;
 /// By how much more where the tiles of a causal head are not one cluster's, which would read K and V once,
 /// though two tiles of 128 rows would do.

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "plan/sm90.hpp"
+#include "support/kv_codec.hpp"
 
 namespace flashjit::plan::hopper {
 namespace {
@@ -31,6 +32,15 @@ std::vector<TileConfig> wide_preferences(const AnalysedSpec& spec) {
   return choices;
 }
 
+/// Whether scales of blocks are gathered from small pages: with 128 keys and columns 36 to 168 bytes spill.
+bool gathers_scales_of_blocks(const AnalysedSpec& spec) {
+  const auto gathers_scales = [](const KvFormat& format) {
+    return format.has_block_scales() && format.keys == 0;
+  };
+  return spec.kv.is_paged() && spec.kv.page_size < 64 &&
+         (gathers_scales(spec.kv.k_format) || gathers_scales(spec.kv.v_format));
+}
+
 /// With K and V of 8 bits, whose conversion takes registers and shared memory: the largest that are admitted.
 std::vector<TileConfig> code_preferences(const AnalysedSpec& spec) {
   std::vector<TileConfig> choices;
@@ -38,8 +48,9 @@ std::vector<TileConfig> code_preferences(const AnalysedSpec& spec) {
     for (const int bc : {128, 112, 96, 80, 64, 48, 32}) {
       const TileConfig c = forward_config(warps, bc, 2);
       if (has_bias_tile(spec) && bc % sm90::kSliceColumns != 0) continue;
-      // A score program leaves no registers for 128 keys and as many columns.
-      if (!spec.score.empty() && warps == 8 && bc == 128 && spec.v_dim() > 96) continue;
+      // Some specs leave no registers for 128 keys and as many columns.
+      const bool few_registers = !spec.score.empty() || gathers_scales_of_blocks(spec);
+      if (few_registers && warps == 8 && bc == 128 && spec.v_dim() > 96) continue;
       if (!is_admitted(spec, c)) continue;
       choices.push_back(c);
       break;
@@ -146,7 +157,7 @@ std::vector<TileConfig> preferences_to_192(const AnalysedSpec& spec) {
   return choices;
 }
 
-/// Of rows that are decoded, from one to the next in shared memory.
+/// Bytes from one row that is decoded to the next in shared memory.
 int largest_row_pitch(const AnalysedSpec& spec) {
   if (!spec.decodes_kv()) return 0;
   const auto pitch = [&](const KvFormat& format, int dim) {
@@ -154,7 +165,19 @@ int largest_row_pitch(const AnalysedSpec& spec) {
     const KvRow row = format.row(dim);
     return sm90::row_pitch(row.bytes, row.alignment);
   };
-  return std::max(pitch(spec.kv.k_format, spec.head_dim), pitch(spec.kv.v_format, spec.v_dim()));
+  const int of_k = pitch(spec.kv.k_format, spec.head_dim);
+  return spec.kv.shared_kv ? of_k : std::max(of_k, pitch(spec.kv.v_format, spec.v_dim()));
+}
+
+/// Bytes in a slot of scales that are in a tensor of their own.
+int largest_scale_bytes(const AnalysedSpec& spec, int bc) {
+  const auto bytes = [&](const KvFormat& format, int dim) {
+    if (!format.has_block_scales()) return 0;
+    const KvRow row = format.row(dim);
+    return sm90::scale_rows_bytes(bc, format.keys, row.scale_columns * size_of(format.scale_type),
+                                  row.scale_alignment);
+  };
+  return std::max(bytes(spec.kv.k_format, spec.head_dim), bytes(spec.kv.v_format, spec.v_dim()));
 }
 
 /// Up to 256.
@@ -187,7 +210,8 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
           .shared_kv = spec.kv.shared_kv,
           .codes = spec.has_scales() || spec.decodes_kv(),
           .row_pitch = largest_row_pitch(spec),
-          .code_products = spec.q_codes,
+          .scale_bytes = largest_scale_bytes(spec, c.bc),
+          .code_products = spec.prologue.q_codes,
           .key_scales = spec.has_key_scales(),
           .split = c.split,
           .indices = spec.indices,
@@ -229,7 +253,7 @@ bool counts_q_tiles_as_heads(const AnalysedSpec& spec, const TileConfig& c) {
 
 bool is_cascade(const AnalysedSpec& spec, const TileConfig& c) {
   return is_stream_k(spec, c) && spec.kv.shared_prefix && (spec.mask.empty() || spec.mask == causal()) &&
-         spec.score.empty() && !spec.dropout && !spec.indices && !spec.q_codes && c.d_split == 1;
+         spec.score.empty() && !spec.dropout && !spec.indices && !spec.prologue.q_codes && c.d_split == 1;
 }
 
 bool shares_tiles_out(const AnalysedSpec& spec) {
@@ -256,8 +280,8 @@ int listed_rows(const AnalysedSpec& spec, const TileConfig& c) {
   const bool whole = !is_forward(spec) || !spec.has_block_map() || spec.block_map.q % c.br == 0 ||
                      spec.block_map.q % sm90::kWarpgroupRows != 0 || spec.block_map.kv % c.bc != 0;
   // What lies behind the last key is cleared by all groups, what masks and scores read is waited for by all.
-  const bool plain = !spec.q_codes && spec.mask.empty() && !spec.kv.has_lengths() && !spec.varlen &&
-                     !has_bias_tile(spec) && !spec.programs.column_term;
+  const bool plain = !spec.prologue.q_codes && spec.mask.empty() && !spec.kv.has_lengths() && !spec.varlen &&
+                     !has_bias_tile(spec) && !spec.programs.column_term && !spec.epilogue.skip_softmax;
   return whole || !plain || c.stages < 2 || q_tiles_per_cta(spec, c) > 1 ? c.br : sm90::kWarpgroupRows;
 }
 
@@ -270,7 +294,8 @@ int forward_cluster(const AnalysedSpec& spec, const TileConfig& c) {
 
 bool multiplies_as_fp16(const AnalysedSpec& spec) {
   return is_forward(spec) && spec.has_scales() && converts(spec) && !spec.has_key_scales() &&
-         spec.score.empty() && spec.head_dim == spec.v_dim() && spec.head_dim <= 192;
+         spec.score.empty() && spec.head_dim == spec.v_dim() && spec.head_dim <= 192 &&
+         !spec.epilogue.skip_softmax;
 }
 
 TileConfig config(int br, int bc, int warps, int stages) {
@@ -295,13 +320,15 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
   if (!is_forward(spec)) return backward_preferences(spec);
   const int d = std::max(spec.head_dim, spec.v_dim());
   if (d > kMostColumns) return wide_preferences(spec);
-  if (spec.q_codes) return code_product_preferences(spec);
+  if (spec.prologue.q_codes) return code_product_preferences(spec);
   if (converts(spec)) return code_preferences(spec);
   std::vector<TileConfig> choices = d <= 128   ? preferences_to_128(spec)
                                     : d <= 192 ? preferences_to_192(spec)
                                                : preferences_to_256(spec);
   // A program of O has registers where two groups share them all.
   if (!spec.epilogue.out_mod.empty()) std::erase_if(choices, [](const TileConfig& c) { return c.warps > 8; });
+  if (spec.epilogue.skip_softmax)
+    std::erase_if(choices, [&](const TileConfig& c) { return q_tiles_per_cta(spec, c) > 1; });
   if (gathers(spec)) std::erase_if(choices, [&](const TileConfig& c) { return !may_gather(spec, c); });
   return choices;
 }

@@ -4,6 +4,13 @@
 
 namespace flashjit {
 
+/// What the warpgroups of a CTA do from `first` on, until the next role begins: with so many registers a
+/// thread, for which they give some back or take some.
+struct WarpgroupRole {
+  int first, registers;
+  bool gives;
+};
+
 /// True for one thread of a full warp. ptxas recognises a branch on it as a single thread, and emits no loop
 /// around each TMA instruction (../sm90/NOTES.md#order-of-a-step-registers).
 __device__ __forceinline__ bool elected() {
@@ -27,6 +34,14 @@ __device__ __forceinline__ void lower_register_limit() {
 template <int kRegisters>
 __device__ __forceinline__ void raise_register_limit() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+/// Gives registers of this warpgroup back, or takes some, so that it has those of its role.
+template <WarpgroupRole kRole>
+__device__ __forceinline__ void set_register_limit() {
+  if constexpr (kRole.gives)
+    lower_register_limit<kRole.registers>();
+  else
+    raise_register_limit<kRole.registers>();
 }
 
 }  // namespace flashjit

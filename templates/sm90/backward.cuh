@@ -1,14 +1,16 @@
 // Backward pass for Hopper: FlashAttention-2's algorithm 2 with FlashAttention-3's warp roles. A CTA takes
 // one KV tile after the other, and for each it visits the Q tiles that meet it:
 //
-//   S  = Q K^T       P  = exp2(S - LSE)
+//   S  = Q K^T       P  = exp(S - LSE)
 //   dP = dO V^T      dS = P (dP - D)    with D = rowsum(dO O) from the preprocess entry
 //   dV += P^T dO     dK += dS^T Q       in registers until the KV tile ends
-//   dQ += dS K                          in global memory, in fp32; converted when a head is complete
+//   dQ += dS K                          in global memory, in fp32, from products in registers; converted when
+//   a
+//                                       head is complete
 //
 // S and dP are computed transposed, so that P^T and dS^T are left operands of dV and dK.
 //
-// Of three warpgroups two are consumers, which compute. The warps of the third are:
+// Of three warpgroups two are consumers, which compute. The warps of the first are:
 //
 //   0     the producer, which loads by TMA (backward_producer.cuh)
 //   1, 2  one for each consumer, adds its dQ to global memory (backward_dq.cuh), and gradients of captured
@@ -43,6 +45,7 @@
 #pragma once
 
 #include "flashjit/sm90/backward_dq.cuh"
+#include "flashjit/sm90/backward_ds_exchange.cuh"
 #include "flashjit/sm90/backward_epilogue.cuh"
 #include "flashjit/sm90/backward_producer.cuh"
 #include "flashjit/sm90/backward_softmax.cuh"
@@ -53,7 +56,7 @@ namespace flashjit::sm90 {
 template <class P>
 __device__ __forceinline__ bool begin_q_tile(const Params& p, const BackwardSmem<P>& smem, unsigned i, int wg,
                                              unsigned long long q, typename BackwardFragments<P>::S& s) {
-  smem.wait_q(i);
+  QTileRing<P>::wait_full(smem, i);
   if constexpr (BackwardPolicy<P>::kStartsSEarly) start_s(smem, wg, q, s);
   const QTileInfo& now = smem.q_tile(i);
   if (now.head < 0) return false;
@@ -90,7 +93,7 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const TensorMaps
     const bool first = smem.q_tile(i).first;
     wgmma_wait<2>();
     pin(dq);
-    barrier_arrive(smem.ds_full(i));
+    DsRing<P>::commit_thread(smem, i);
     if (!first) hand_on_dq(smem, i - 1, wg, dq);
     const bool last = smem.q_tile(i).last;
     sums.end();  // under the products
@@ -98,22 +101,22 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const TensorMaps
     pin(dk);
     pin(dv);
     // Every thread arrives, as it has read LSE, D and what the stage holds.
-    smem.release_dout(i);
-    smem.release_q(i);
+    DoutRing<P>::release_thread(smem, i);
+    QTileRing<P>::release_thread(smem, i);
     if (last) {
-      smem.wait_ds(i);
+      DsRing<P>::wait_full(smem, i);
       start_dq(smem, i, wg, dq);  // dQ += dS K, of this Q tile
       wgmma_wait<0>();
       pin(dq);
-      barrier_arrive(smem.kv_empty());
+      KvTileRing<P>::release_thread(smem);
       hand_on_dq(smem, i, wg, dq);
       store_dk_dv(p, smem, i, wg, dk, dv);
     }
   }
   wgmma_wait<0>();
   pin(s);
-  if constexpr (Policy::kReadsDs) barrier_arrive(smem.ds_full(i));  // there is no dS any more
-  wait_dq_empty(smem, i, wg);
+  if constexpr (Policy::kReadsDs) DsRing<P>::commit_thread(smem, i);  // there is no dS any more
+  DqRing<P>::acquire(smem, wg, i);
   signal_dq_full(smem, i, wg);
 }
 
@@ -140,7 +143,7 @@ __device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& 
     sums.end();
     publish_to_async_proxy();
     smem.signal_ds(i);
-    smem.wait_ds(i);
+    DsRing<P>::wait_full(smem, i);
     if constexpr (Policy::kSplitsColumns) publish_to_async_proxy();  // what the other CTA has sent
     typename Fragments::Dq dq;
     start_dq(smem, i, wg, dq);                        // dQ += dS K
@@ -149,22 +152,22 @@ __device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& 
     wgmma_wait<1>();
     pin(dq);
     pin(dv);
-    if constexpr (!Policy::kAdderReleases) smem.release_dout(i);
-    wait_dq_empty(smem, i, wg);
+    if constexpr (!Policy::kAdderReleases) DoutRing<P>::release_thread(smem, i);
+    DqRing<P>::acquire(smem, wg, i);
     stage_dq<0, Policy::kDqStepsInDout>(smem, i, wg, dq);  // over dO, which has been read
     wgmma_wait<0>();
     pin(dk);
-    if constexpr (!Policy::kAdderReleases) smem.release_q(i);
+    if constexpr (!Policy::kAdderReleases) QTileRing<P>::release_thread(smem, i);
     stage_dq<Policy::kDqStepsInDout, Policy::kDqSteps>(smem, i, wg, dq);
     signal_dq_full(smem, i, wg);  // the thread that adds dQ releases a stage that it lies over
     if (last) {
-      barrier_arrive(smem.kv_empty());
+      KvTileRing<P>::release_thread(smem);
       store_dk_dv(p, smem, i, wg, dk, dv);
     }
   }
   wgmma_wait<0>();
   pin(s);
-  wait_dq_empty(smem, i, wg);
+  DqRing<P>::acquire(smem, wg, i);
   signal_dq_full(smem, i, wg);
 }
 
@@ -189,43 +192,63 @@ __device__ __forceinline__ void consume_wide_cluster(const Params& p, const Tens
     q = q_operand(smem, i + 1, wg);
     sums.end();
     publish_to_async_proxy();
-    barrier_arrive(smem.ds_full(i));
-    smem.wait_ds(i);
-    if constexpr (!Policy::kOtherDsOverP) send_ds(smem, i, wg);
+    DsRing<P>::commit_thread(smem, i);
+    DsRing<P>::wait_full(smem, i);
+    DsExchange<P>::send_early(smem, i, wg);
     start_dv_dk(smem, i, wg, p_operand, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
     typename Fragments::Dq dq;
-    if constexpr (Policy::kOtherDsOverP) start_dq<P, true, false>(smem, i, wg, dq);  // dQ += dS K
-    wgmma_wait<Policy::kOtherDsOverP ? 2 : 1>();
+    DsExchange<P>::start_own_dq(smem, i, wg, dq);
+    wgmma_wait<DsExchange<P>::kAfterDv>();
     pin(dv);
-    smem.release_dout(i);
-    if constexpr (Policy::kOtherDsOverP) {
-      smem.signal_p_read();
-      send_ds(smem, i, wg);
-    }
-    barrier_wait<P>(smem.other_ds_full(i), i / 2 & 1);
-    start_dq<P, !Policy::kOtherDsOverP>(smem, i, wg, dq);  // dQ += dS K
+    DoutRing<P>::release_thread(smem, i);
+    DsExchange<P>::send_late(smem, i, wg);
+    OtherDsRing<P>::wait_full(smem, i);
+    start_dq<P, DsExchange<P>::kOwnKeysLast>(smem, i, wg, dq);  // dQ += dS K
     const bool last = smem.q_tile(i).last;
     wgmma_wait<0>();
     pin(dk);
     pin(dq);
-    if constexpr (Policy::kOtherDsOverP) {
-      // The other warpgroup has read the fifth slice, too, and dS.
-      named_barrier_sync(kBothConsumers, 2 * 128);
-      smem.signal_ds_read();
-    }
-    wait_dq_empty(smem, i, wg);
+    DsExchange<P>::release(smem);
+    DqRing<P>::acquire(smem, wg, i);
     stage_dq<0, Policy::kDqSteps>(smem, i, wg, dq);  // over Q, which has been read
     signal_dq_full(smem, i, wg);                     // the thread that adds dQ releases Q
     if (last) {
-      barrier_arrive(smem.kv_empty());
+      KvTileRing<P>::release_thread(smem);
       store_dk_dv(p, smem, i, wg, dk, dv);
     }
   }
   wgmma_wait<0>();
   pin(s);
-  wait_dq_empty(smem, i, wg);
+  DqRing<P>::acquire(smem, wg, i);
   signal_dq_full(smem, i, wg);
 }
+
+template <class P>
+struct NarrowConsumer {
+  static __device__ __forceinline__ void run(const Params& p, const TensorMaps& maps,
+                                             const BackwardSmem<P>& smem, int wg) {
+    consume_narrow(p, maps, smem, wg);
+  }
+};
+template <class P>
+struct SameKeysConsumer {
+  static __device__ __forceinline__ void run(const Params& p, const TensorMaps& maps,
+                                             const BackwardSmem<P>& smem, int wg) {
+    consume_wide(p, maps, smem, wg);
+  }
+};
+template <class P>
+struct ClusterConsumer {
+  static __device__ __forceinline__ void run(const Params& p, const TensorMaps& maps,
+                                             const BackwardSmem<P>& smem, int wg) {
+    consume_wide_cluster(p, maps, smem, wg);
+  }
+};
+/// The main loop of a consumer warpgroup.
+template <class P>
+using BackwardConsumer =
+    Conditional<BackwardPolicy<P>::kExchangesDs, ClusterConsumer<P>,
+                Conditional<BackwardPolicy<P>::kWide, SameKeysConsumer<P>, NarrowConsumer<P>>>;
 
 template <class P>
 __device__ void backward(const Params& p, const TensorMaps& maps) {
@@ -256,31 +279,23 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     if constexpr (Policy::kClusterSize > 1) cluster_sync();
   };
   const int wg = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0);
-  if (wg == 0) {
-    lower_register_limit<Policy::kProducerRegisters>();
+  if (wg == Policy::kProducer.first) {
+    set_register_limit<Policy::kProducer>();
     const int warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp < 3) {
-      const bool whole = (Policy::kReadsDs || Policy::kSumsDq) && warp > 0;
-      if (!whole && !elected()) return;
+      if (!(DqWarp<P>::kWhole && warp > 0) && !elected()) return;
       if (warp == 0)
         produce(p, maps, smem);
-      else if constexpr (Policy::kSumsDq)
-        sum_dq(p, smem, warp - 1);
       else
-        add_dq(p, smem, warp - 1);
+        DqWarp<P>::run(p, smem, warp - 1);
       leave();
       return;
     }
     write_keys_without_queries<P>(p);
   } else {
-    raise_register_limit<Policy::kConsumerRegisters>();
-    if constexpr (Policy::kExchangesDs)
-      consume_wide_cluster(p, maps, smem, wg - 1);
-    else if constexpr (Policy::kWide)
-      consume_wide(p, maps, smem, wg - 1);
-    else
-      consume_narrow(p, maps, smem, wg - 1);
-    lower_register_limit<Policy::kProducerRegisters>();
+    set_register_limit<Policy::kConsumers>();
+    BackwardConsumer<P>::run(p, maps, smem, wg - Policy::kConsumers.first);
+    set_register_limit<Policy::kProducer>();
   }
   // The consumers come for the last heads', or for rows of their own. (As a value of its own
   // converts_own_rows() spills.)

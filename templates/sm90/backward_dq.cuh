@@ -13,15 +13,6 @@ namespace flashjit::sm90 {
 
 // The consumers' side.
 
-/// Waits until the buffer of a warpgroup's dQ of Q tile i is empty.
-template <class P>
-__device__ __forceinline__ void wait_dq_empty(const BackwardSmem<P>& smem, unsigned i, int wg) {
-  if constexpr (BackwardPolicy<P>::kSumsDq)
-    barrier_wait<P>(smem.dq_read(i), i / kDqSlots & 1 ^ 1);
-  else
-    barrier_wait<P>(smem.dq_empty(wg), (i & 1) ^ 1);
-}
-
 /// Stores steps [kFirst, kEnd) of a warpgroup's dQ to shared memory.
 template <int kFirst, int kEnd, class P>
 __device__ __forceinline__ void stage_dq(const BackwardSmem<P>& smem, unsigned i, int wg,
@@ -52,29 +43,11 @@ __device__ __forceinline__ void send_dq(const BackwardSmem<P>& smem, unsigned i,
   }
 }
 
-/// Sends dS of Q tile i to the other CTA of the cluster, by one thread of the first warpgroup. The other
-/// CTA has read what that overwrites, since it has written dS of the tile before; or, where that is P, it
-/// says so.
-template <class P>
-__device__ __forceinline__ void send_ds(const BackwardSmem<P>& smem, unsigned i, int wg) {
-  using Smem = BackwardSmem<P>;
-  if (wg != 0 || threadIdx.x / 32 % 4 != 0 || !elected()) return;
-  const int other = 1 - BackwardPolicy<P>::rank();
-  if constexpr (BackwardPolicy<P>::kOtherDsOverP) barrier_wait<P>(smem.other_p_read(), i & 1);
-  barrier_expect(smem.other_ds_full(i), Smem::kDsBytes);
-  copy_remote(in_cta(smem.other_ds(i), other), smem.ds(i), Smem::kDsBytes,
-              in_cta(smem.other_ds_full(i), other));
-}
-
 /// Says that a warpgroup's dQ of Q tile i is stored or sent; or that there is no Q tile i.
 template <class P>
 __device__ __forceinline__ void signal_dq_full(const BackwardSmem<P>& smem, unsigned i, int wg) {
-  if constexpr (BackwardPolicy<P>::kSumsDq) {
-    barrier_arrive(smem.dq_sent(i));
-  } else {
-    publish_to_async_proxy();
-    barrier_arrive(smem.dq_full(wg));
-  }
+  if (!BackwardPolicy<P>::kSumsDq) publish_to_async_proxy();
+  DqRing<P>::commit_thread(smem, wg, i);
 }
 
 /// Hands on a warpgroup's whole dQ of Q tile i.
@@ -82,7 +55,7 @@ template <class P>
 __device__ __forceinline__ void hand_on_dq(const BackwardSmem<P>& smem, unsigned i, int wg,
                                            const typename BackwardFragments<P>::Dq& dq) {
   using Policy = BackwardPolicy<P>;
-  wait_dq_empty(smem, i, wg);
+  DqRing<P>::acquire(smem, wg, i);
   if constexpr (Policy::kSumsDq)
     send_dq(smem, i, wg, dq);
   else
@@ -98,6 +71,33 @@ __device__ __forceinline__ void count_done(int* done) {
   atomicAdd(done, 1);
 }
 
+/// Additions to a Q tile's dQ: in any order, or KV tile by KV tile (kDeterministic).
+template <class P>
+struct AnyDqOrder {
+  __device__ __forceinline__ AnyDqOrder(const Params&, const BackwardSmem<P>&, const QTileInfo&, unsigned,
+                                        int) {}
+  /// dQ has been read from shared memory.
+  __device__ __forceinline__ void end() const { bulk_wait_read(); }
+};
+template <class P>
+struct KvTileDqOrder {
+  int* semaphore;
+
+  __device__ __forceinline__ KvTileDqOrder(const Params& p, const BackwardSmem<P>& smem, const QTileInfo& now,
+                                           unsigned i, int wg)
+      : semaphore(dq_semaphore<P>(p, smem.kv_tile_of(i).sequence.b, now.head, now.tile,
+                                  BackwardPolicy<P>::dq_part(wg))) {
+    wait_semaphore<P, 32>(semaphore, now.dq_order);
+  }
+  __device__ __forceinline__ void end() const {
+    wait_lines_added();
+    __threadfence();
+    atomicAdd(semaphore, 1);
+  }
+};
+template <class P>
+using DqOrder = Conditional<P::kDeterministic, KvTileDqOrder<P>, AnyDqOrder<P>>;
+
 /// Adds a warpgroup's dQ of each Q tile to global memory, by one thread. Wide, it also releases the stage,
 /// over which dQ lay. Where there are gradients to make of dS, its whole warp makes them meanwhile.
 template <class P>
@@ -111,7 +111,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardSmem<P>& s
   constexpr int kAhead = Policy::kWide ? 0 : 1;
   if constexpr (Policy::kReadsDs && kAhead > 0) add_ds_grads(p, smem, 0, wg);
   for (unsigned i = 0;; ++i) {
-    barrier_wait<P>(smem.dq_full(wg), i & 1);
+    DqRing<P>::wait_full(smem, wg, i);
     const QTileInfo& now = smem.q_tile(i);
     if (now.head < 0) break;
     // Read now, since the producer may overwrite what it said of the tile when the stage is released.
@@ -125,36 +125,21 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardSmem<P>& s
                  (min(end, steps) - first) * kDqStepBytes);
     };
     if (one && now.first) wait_cleared<P>(p, smem.kv_tile_of(i).sequence.b, smem.kv_tile_of(i).h_kv);
-    int* semaphore = nullptr;
-    if constexpr (P::kDeterministic) {
-      semaphore = dq_semaphore<P>(p, smem.kv_tile_of(i).sequence.b, now.head, now.tile, Policy::dq_part(wg));
-      wait_semaphore<P, 32>(semaphore, now.dq_order);
-    }
+    const DqOrder<P> order(p, smem, now, i, wg);
     if (one) {
       constexpr int kOverQ = Policy::kDqStepsInDout, kBehindQ = kOverQ + Policy::kDqStepsInQ;
       add_steps(0, kOverQ);
       add_steps(kOverQ, kBehindQ);
       add_steps(kBehindQ, Policy::kDqSteps);
-      if constexpr (Policy::kFifthSlice > 0) {
-        const int column = Policy::fifth_dq_column(wg);
-        if (const int columns = min(kColumns - column, Policy::kFifthSlice / 4); columns > 0)
-          add_line(p.dq_accum + now.stats_row * kColumns + column / 8 * kDqStep,
-                   smem.dq(wg, i % P::kStages, Policy::kDqSlices / 8), columns / 8 * kDqStepBytes);
-      }
+      ColumnSlices<P>::add_fifth(p, smem, now, i, wg);
     }
     if constexpr (Policy::kReadsDs) add_ds_grads(p, smem, i + kAhead, wg);  // while dQ is read
     if (!one) continue;
-    if constexpr (P::kDeterministic) {
-      wait_lines_added();
-      __threadfence();
-      atomicAdd(semaphore, 1);
-    } else {
-      bulk_wait_read();
-    }
-    barrier_arrive(smem.dq_empty(wg));
+    order.end();
+    DqRing<P>::release_thread(smem, wg, i);
     if constexpr (Policy::kAdderReleases) {
-      if constexpr (!Policy::kExchangesDs) smem.release_dout(i);
-      smem.release_q(i);
+      if constexpr (!Policy::kExchangesDs) DoutRing<P>::release_thread(smem, i);
+      QTileRing<P>::release_thread(smem, i);
     }
     if (done != nullptr) {
       wait_lines_added();
@@ -190,7 +175,8 @@ __device__ __forceinline__ void sum_dq(const Params& p, const BackwardSmem<P>& s
   const int first_row = Policy::first_dq_row(wg);
 #pragma unroll 1
   for (unsigned i = 0;; ++i) {
-    const int phase = i / kDqSlots & 1;
+    // Not wait_full(), which finds the phase second (NOTES.md#ptxas-orders-equal-sources-differently).
+    const int phase = DqRing<P>::phase(smem, wg, i);
     barrier_wait<P>(smem.dq_sent(i), phase);
     const QTileInfo& now = smem.q_tile(i);
     if (now.head < 0) break;
@@ -203,13 +189,13 @@ __device__ __forceinline__ void sum_dq(const Params& p, const BackwardSmem<P>& s
         p.dq_accum + (now.stats_row + first_row) * kColumns + first_column / 8 * kDqStep + lane * 4;
     const char* partial = smem.partial_dq(wg, i, lane * 16);
     if (lane == 0) barrier_expect(smem.partial_dq_full(wg, i), Policy::kDqSteps * kDqStepBytes);
-    barrier_wait<P>(smem.partial_dq_full(wg, i), phase);
+    PartialDqRing<P>::wait_full(smem, wg, i);
 #pragma unroll 1
     for (int warp = 0; warp < 4; ++warp) {  // of the warpgroup, whose sixteen rows these are
       alignas(16) float sum[kSteps * 4];
       sum_partial_dq<P>(partial + warp * kDqStepBytes / 4, sum);
       if (warp == 3) {
-        barrier_arrive(smem.dq_read(i));
+        DqRing<P>::release_thread(smem, wg, i);
         __syncwarp();
         if (lane < Policy::kClusterSize && lane != Policy::rank())
           barrier_arrive_remote(in_cta(smem.dq_read(i), lane));
@@ -233,5 +219,23 @@ __device__ __forceinline__ void sum_dq(const Params& p, const BackwardSmem<P>& s
     if (lane == 0) count_done(done);
   }
 }
+
+// The role of a warp for each consumer. kWhole: by all its lanes, else by one.
+template <class P>
+struct DqAdder {
+  static constexpr bool kWhole = BackwardPolicy<P>::kReadsDs;
+  static __device__ __forceinline__ void run(const Params& p, const BackwardSmem<P>& smem, int wg) {
+    add_dq(p, smem, wg);
+  }
+};
+template <class P>
+struct DqSummer {
+  static constexpr bool kWhole = true;
+  static __device__ __forceinline__ void run(const Params& p, const BackwardSmem<P>& smem, int wg) {
+    sum_dq(p, smem, wg);
+  }
+};
+template <class P>
+using DqWarp = Conditional<BackwardPolicy<P>::kSumsDq, DqSummer<P>, DqAdder<P>>;
 
 }  // namespace flashjit::sm90

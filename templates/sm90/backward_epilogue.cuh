@@ -91,18 +91,9 @@ template <class P>
 __device__ __forceinline__ void store_dk_dv(const Params& p, const BackwardSmem<P>& smem, unsigned i, int wg,
                                             typename BackwardFragments<P>::Dk& dk,
                                             typename BackwardFragments<P>::Dv& dv) {
-  using Policy = BackwardPolicy<P>;
-  if constexpr (Policy::kFifthSlice == 0) {
-    store_gradient(p, smem, i, wg, dk, P::kHeadDim, Policy::kFirstDim, p.softmax_scale, p.dk, p.dk_splits);
-  } else {
-    constexpr int kSlices = Policy::kWgSlices / 2, kFifth = Policy::kFifthSlice / 4;
-    store_gradient(p, smem, i, wg, part_of<0, kSlices>(dk), P::kHeadDim, 0, p.softmax_scale, p.dk,
-                   p.dk_splits);
-    store_gradient(p, smem, i, wg, part_of<kSlices, kFifth>(dk), P::kHeadDim, 0, p.softmax_scale, p.dk,
-                   p.dk_splits, kMostCtaColumns);
-  }
-  store_gradient(p, smem, i, wg, dv, P::kHeadDimV, Policy::kFirstDimV, P::kDropout ? p.keep_scale : 1.0f,
-                 p.dv, p.dv_splits);
+  ColumnSlices<P>::store_dk(p, smem, i, wg, dk);
+  store_gradient(p, smem, i, wg, dv, P::kHeadDimV, BackwardPolicy<P>::kFirstDimV,
+                 P::kDropout ? p.keep_scale : 1.0f, p.dv, p.dv_splits);
 }
 
 }  // namespace flashjit::sm90

@@ -2,6 +2,7 @@
 // switch that was measured (H100, NOTES.md). To tune the kernel, begin here.
 #pragma once
 
+#include "flashjit/async/warp_roles.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/sm90/dq_fragments.cuh"
 
@@ -97,9 +98,10 @@ struct BackwardPolicy {
 
   // --- Switches -------------------------------------------------------------------------------------------
 
-  /// Registers of a thread: of the producer's warpgroup, whose additions to dQ need 56, and of the
-  /// consumers'. 216 and 48 spill 460 to 640 bytes. NOTES.md#dq-zeros-additions-and-conversion
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+  /// The roles of warpgroups. The producer's additions to dQ need 56 registers; 216 and 48 spill 460 to 640
+  /// bytes. NOTES.md#dq-zeros-additions-and-conversion
+  static constexpr WarpgroupRole kProducer{.first = 0, .registers = 56, .gives = true};
+  static constexpr WarpgroupRole kConsumers{.first = 1, .registers = 224, .gives = false};
   /// The first KV tile and Q tile are loaded before their stats are read.
   static constexpr bool kLoadsAhead = !kExchangesDs && !kSplitsColumns;
   /// Where CTAs exchange dS there is no room for a second dO.

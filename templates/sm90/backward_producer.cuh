@@ -72,16 +72,16 @@ __device__ __forceinline__ void leave_loaded_tile(const BackwardSmem<P>& smem) {
   smem.q_tile(0).head = -1;
   barrier_expect(smem.q_full(0), Smem::kQBytes + Smem::kKBytes);
   barrier_expect(smem.dout_full(0), Smem::kDoutBytes + Smem::kVBytes);
-  smem.wait_q(0);
-  smem.wait_dout(0);
+  QTileRing<P>::wait_full(smem, 0u);
+  DoutRing<P>::wait_full(smem, 0u);
 }
 
 /// Says that there are no more Q tiles, in the place of tile i.
 template <class P>
 __device__ __forceinline__ void end_q_tiles(const BackwardSmem<P>& smem, unsigned i) {
-  smem.wait_q_empty(i);
+  QTileRing<P>::acquire(smem, i);
   smem.q_tile(i).head = -1;
-  barrier_arrive(smem.q_full(i % P::kStages));
+  QTileRing<P>::commit_thread(smem, i);
 }
 
 template <class P>
@@ -118,7 +118,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     smem.kv_tiles()[kv_slot] = {sequence, work.h_kv, kv_begin, sequence.seqused_kv(p)};
     // Without keys of its own a CTA loads none, and the consumers clear the tile.
     const bool has_keys = !Policy::kSumsDq || !kForeignKeys<P> || kv_begin < sequence.seqused_kv(p);
-    const auto wait_kv_empty = [&] { barrier_wait<P>(smem.kv_empty(), n & 1 ^ 1); };
+    const auto acquire_kv = [&] { KvTileRing<P>::acquire(smem, n); };
     // Whether rows of a Q tile have a large LSE: read a tile ahead.
     const auto large_of = [&](const StagedTile& tile) {
       if (!P::kLseLog2 || tile.head < 0) return 0u;
@@ -155,13 +155,13 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
       smem.q_tile(i) = {now, stats_row, kv_slot, first, static_cast<short>(last)};
       const int stage = i % P::kStages, dout_stage = i % Policy::kDoutStages;
       const unsigned q_full = smem.q_full(stage), dout_full = smem.dout_full(dout_stage);
-      smem.wait_q_empty(i);
+      QTileRing<P>::acquire(smem, i);
       barrier_expect(q_full,
                      Smem::kQStageBytes + (first && has_keys ? Smem::kKBytes + Smem::kOtherKBytes : 0));
       load_q(p, maps, smem, ahead, stage, q_full, q_row, now.head, batch, stats_row, lse);
-      smem.wait_dout_empty(i);
+      DoutRing<P>::acquire(smem, i);
       // Consumers that clear K and V begin when dO is here.
-      if (first && !has_keys) wait_kv_empty();
+      if (first && !has_keys) acquire_kv();
       const int dout_bytes = Smem::kDoutStageBytes + (first && has_keys ? Smem::kVBytes : 0);
       if constexpr (Policy::kHasBiasTile) {
         expect_and_load_bias_tile<P::kBr, Policy::kKeys>(p, maps, dout_full, dout_bytes,
@@ -173,7 +173,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
       load_dout(p, maps, smem, ahead, stage, dout_stage, dout_full, q_row, now.head, batch, stats_row);
       if (first && has_keys && !ahead) {
         const int kv_row = sequence.kv_row(kv_begin);
-        wait_kv_empty();
+        acquire_kv();
         load_kv(maps, smem, q_full, dout_full, kv_row, own, work.h_kv, batch);
       }
       first = ahead = false;

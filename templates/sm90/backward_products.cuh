@@ -2,7 +2,7 @@
 // S and dP are computed transposed, keys by queries, so that P^T and dS^T are left operands of dV and dK.
 #pragma once
 
-#include "flashjit/sm90/backward_smem.cuh"
+#include "flashjit/sm90/backward_slices.cuh"
 
 namespace flashjit::sm90 {
 
@@ -30,7 +30,7 @@ __device__ __forceinline__ void clear_foreign_keys(const Params& p, const Backwa
   using Policy = BackwardPolicy<P>;
   const int own = Policy::first_key(Policy::rank()), valid = smem.seqused_kv(p, i) - smem.kv_begin(i);
   if (valid + own >= P::kBc) return;
-  smem.wait_dout(i);
+  DoutRing<P>::wait_full(smem, i);
   clear_rows<Policy::kKeys, Policy::kCtaDim>(smem.pointer(smem.k()), valid);
   clear_rows<Policy::kKeys, Policy::kCtaDimV>(smem.pointer(smem.v()), valid);
   if constexpr (Policy::kExchangesDs)
@@ -50,7 +50,7 @@ __device__ __forceinline__ void clear_foreign_queries(const Params& p, const Bac
     if (const int valid = length - smem.q_tile(i).tile * P::kBr; valid < P::kBr) {
       const auto count = [](int known) { return Policy::kUnrollsClearing ? known : opaque(known); };
       const int stage = i % P::kStages, dout_stage = i % Policy::kDoutStages;
-      smem.wait_dout(i);
+      DoutRing<P>::wait_full(smem, i);
       clear_rows<P::kBr, Policy::kCtaDim>(smem.pointer(smem.q(stage)), valid, count(slices(Policy::kCtaDim)));
       clear_rows<P::kBr, Policy::kCtaDimV>(smem.pointer(smem.dout(dout_stage)), valid,
                                            count(slices(Policy::kCtaDimV)));
@@ -95,13 +95,6 @@ __device__ __forceinline__ void start_dp(const BackwardSmem<P>& smem, unsigned i
   start_transposed(dp, [&] { P::multiply_dp(dp, v, dout, 0); });
 }
 
-/// kCount of a thread's accumulators, from kFirst on.
-template <int kFirst, int kCount, int kAll>
-__device__ __forceinline__ auto part_of(float (&c)[kAll]) -> float (&)[kCount] {
-  static_assert(kFirst + kCount <= kAll);
-  return reinterpret_cast<float(&)[kCount]>(c[kFirst]);
-}
-
 /// dV += P^T dO and then dK += dS^T Q of Q tile i: a warpgroup's rows, or, wide, its columns. P^T and dS^T
 /// are read from registers, or, wide, from shared memory.
 template <class P>
@@ -125,14 +118,7 @@ __device__ __forceinline__ void start_dv_dk(const BackwardSmem<P>& smem, unsigne
     const unsigned long long p_tile = tile_descriptor(smem.p(i), 0), ds_tile = tile_descriptor(smem.ds(i), 0);
     P::multiply_dv(dv, p_tile, dout, 1);
     wgmma_commit();
-    if constexpr (Policy::kFifthSlice == 0) {
-      P::multiply_dk(dk, ds_tile, q, 1);
-    } else {
-      constexpr int kSlices = Policy::kWgSlices / 2, kFifth = Policy::kFifthSlice / 4;
-      const unsigned fifth = Smem::column(smem.q(i % P::kStages), Policy::fifth_dk_column(wg), Smem::kQSlice);
-      P::multiply_dk(part_of<0, kSlices>(dk), ds_tile, q, 1);
-      P::multiply_fifth_dk(part_of<kSlices, kFifth>(dk), ds_tile, tile_descriptor(fifth, Smem::kQSlice), 1);
-    }
+    ColumnSlices<P>::multiply_dk(smem, i % P::kStages, wg, dk, ds_tile, q);
   } else {
     P::multiply_dv(dv, p, dout, 1);
     wgmma_commit();
@@ -152,16 +138,7 @@ __device__ __forceinline__ void start_dq(const BackwardSmem<P>& smem, unsigned i
   const auto multiply_keys = [&](unsigned ds, unsigned k, int column, bool add) {
     const unsigned long long left = tile_descriptor(ds, Smem::kKvSlice);
     const unsigned long long right = tile_descriptor(Smem::column(k, column, Smem::kKvSlice), Smem::kKvSlice);
-    if constexpr (Policy::kFifthSlice == 0) {
-      P::multiply_dq(dq, left, right, add);
-    } else {
-      // Of the other CTA's K half of the whole slices are not there.
-      const int fifth = Policy::fifth_dq_column(wg) - (k == smem.k() ? 0 : kMostCtaColumns / 2);
-      constexpr int kSlices = Policy::kDqSlices / 2, kFifth = Policy::kFifthSlice / 8;
-      P::multiply_dq(part_of<0, kSlices>(dq), left, right, add);
-      P::multiply_fifth_dq(part_of<kSlices, kFifth>(dq), left,
-                           tile_descriptor(Smem::column(k, fifth, Smem::kKvSlice), Smem::kKvSlice), add);
-    }
+    ColumnSlices<P>::multiply_dq(smem, k, wg, dq, left, right, add);
   };
   pin(dq);
   wgmma_fence();

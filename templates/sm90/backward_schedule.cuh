@@ -3,7 +3,7 @@
 
 #include "flashjit/common/row_stats.cuh"
 #include "flashjit/common/wait.cuh"
-#include "flashjit/sm90/backward_smem.cuh"
+#include "flashjit/sm90/backward_rings.cuh"
 
 namespace flashjit::sm90 {
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ unsigned next_tile_index(const Params& p, const Backw
   }
   if (BackwardPolicy<P>::rank() == 0) return static_cast<unsigned>(atomicAdd(kv_tile_counter(p), 1));
   barrier_expect(smem.tile_index_full(n), 4);
-  barrier_wait<P>(smem.tile_index_full(n), n / kKeptTileIndices & 1);
+  TileIndexRing<P>::wait_full(smem, n);
   return *reinterpret_cast<const volatile unsigned*>(smem.pointer(smem.tile_index(n)));
 }
 template <class P>

@@ -180,12 +180,16 @@ struct BackwardSmem {
     return barrier(kLayout.tile_index_barriers()) + n % kKeptTileIndices * 8;
   }
 
-  /// Makes the barriers, and the zeros. By one thread.
+  /// Makes `count` barriers, from `first` on.
+  static __device__ __forceinline__ void init_each(int count, unsigned first, int arrivals) {
+    for (int n = 0; n < count; ++n) barrier_init(first + n * 8, arrivals);
+  }
+  /// Makes the barriers that the kernel uses, and the zeros. By one thread.
   __device__ __forceinline__ void init() const {
     constexpr int kConsumers = Policy::kWgs * 128;
     for (int buffer = 0; buffer < 2; ++buffer) {
       barrier_init(ds_full(buffer), kConsumers);
-      if constexpr (Policy::kReadsDs) barrier_init(ds_added(buffer), 2 * 32);
+      init_each(Policy::kReadsDs, ds_added(buffer), 2 * 32);
     }
     // Wide, the threads that add dQ release the stage, one for each warpgroup.
     for (int stage = 0; stage < P::kStages; ++stage) {
@@ -200,40 +204,19 @@ struct BackwardSmem {
       barrier_init(dq_full(wg), Policy::kSumsDq ? kConsumers : 128);
       barrier_init(dq_empty(wg), Policy::kSumsDq ? Policy::kWgs * (32 + Policy::kClusterSize - 1) : 1);
     }
-    if constexpr (Policy::kSumsDq)
-      for (int slot = 0; slot < kDqSlots; ++slot)
-        for (int wg = 0; wg < Policy::kWgs; ++wg) barrier_init(partial_dq_full(wg, slot), 1);
-    if constexpr (P::kFindsRowStats) barrier_init(row_stats_full(), Policy::kClusterSize * kRowStatsWarps);
+    init_each(Policy::kSumsDq ? kDqSlots * Policy::kWgs : 0, partial_dq_full(0, 0), 1);
+    init_each(P::kFindsRowStats, row_stats_full(), Policy::kClusterSize * kRowStatsWarps);
     barrier_init(kv_empty(), kConsumers);
     if constexpr (P::kDifferenceGrads > 0)
       *reinterpret_cast<uint4*>(shared + kLayout.zeros()) = uint4{0, 0, 0, 0};
-    if constexpr (Policy::kExchangesDs)
-      for (int buffer = 0; buffer < 2; ++buffer) barrier_init(other_ds_full(buffer), 1);
-    if constexpr (Policy::kOtherDsOverP) {
-      barrier_init(other_p_read(), kConsumers / 32);
-      barrier_init(sent_ds_read(), 1);
-    }
-    if constexpr (Policy::kSplitsColumns)
-      for (int wg = 0; wg < Policy::kWgs; ++wg) barrier_init(partial_sums_full(wg), 1);
-    if constexpr (Policy::kClusterSize > 1)
-      for (int n = 0; n < kKeptTileIndices; ++n) barrier_init(tile_index_full(n), 1);
+    init_each(Policy::kExchangesDs ? 2 : 0, other_ds_full(0), 1);
+    init_each(Policy::kOtherDsOverP, other_p_read(), kConsumers / 32);
+    init_each(Policy::kOtherDsOverP, sent_ds_read(), 1);
+    init_each(Policy::kSplitsColumns ? Policy::kWgs : 0, partial_sums_full(0), 1);
+    init_each(Policy::kClusterSize > 1 ? kKeptTileIndices : 0, tile_index_full(0), 1);
     barrier_init_fence();
   }
 
-  // A stage goes round: the producer waits until it is empty, the consumers until it is full, and they
-  // release it, or, wide, the thread that adds dQ.
-  __device__ __forceinline__ void wait_q_empty(unsigned i) const {
-    barrier_wait<P>(q_empty(i % P::kStages), i / P::kStages & 1 ^ 1);
-  }
-  __device__ __forceinline__ void wait_dout_empty(unsigned i) const {
-    barrier_wait<P>(dout_empty(i % Policy::kDoutStages), i / Policy::kDoutStages & 1 ^ 1);
-  }
-  __device__ __forceinline__ void wait_q(unsigned i) const {
-    barrier_wait<P>(q_full(i % P::kStages), i / P::kStages & 1);
-  }
-  __device__ void wait_dout(unsigned i) const {
-    barrier_wait<P>(dout_full(i % Policy::kDoutStages), i / Policy::kDoutStages & 1);
-  }
   /// Of P and dS of Q tile i all that this thread stores is stored. Where CTAs split columns, the other CTA
   /// sends half of both.
   __device__ __forceinline__ void signal_ds(unsigned i) const {
@@ -242,7 +225,6 @@ struct BackwardSmem {
     else
       barrier_arrive(ds_full(i));
   }
-  __device__ __forceinline__ void wait_ds(unsigned i) const { barrier_wait<P>(ds_full(i), i / 2 & 1); }
   /// Says to the other CTA that this warp has read P, and, by one thread, that this CTA has read the dS that
   /// it was sent.
   __device__ __forceinline__ void signal_p_read() const {
@@ -250,10 +232,6 @@ struct BackwardSmem {
   }
   __device__ __forceinline__ void signal_ds_read() const {
     if (threadIdx.x == 128) barrier_arrive_remote(in_cta(sent_ds_read(), 1 - Policy::rank()));
-  }
-  __device__ __forceinline__ void release_q(unsigned i) const { barrier_arrive(q_empty(i % P::kStages)); }
-  __device__ __forceinline__ void release_dout(unsigned i) const {
-    barrier_arrive(dout_empty(i % Policy::kDoutStages));
   }
 };
 

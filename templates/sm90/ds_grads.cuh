@@ -3,7 +3,7 @@
 #pragma once
 
 #include "flashjit/common/capture_grads.cuh"
-#include "flashjit/sm90/backward_smem.cuh"
+#include "flashjit/sm90/backward_rings.cuh"
 
 namespace flashjit::sm90 {
 
@@ -103,7 +103,7 @@ __device__ __forceinline__ void add_ds_grads(const Params& p, const BackwardSmem
                                              int half) {
   using Policy = BackwardPolicy<P>;
   using Element = typename P::Element;
-  smem.wait_ds(i);
+  DsRing<P>::wait_full(smem, i);
   __syncwarp();  // one lane was adding dQ
   const QTileInfo& now = smem.q_tile(i);
   if (now.head < 0) return;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void add_ds_grads(const Params& p, const BackwardSmem
     add_bias_tile_grads<Element, Policy::kKeys, kKeys, P::kBr>(to, to.in_fours(p.seqlen_kv), smem.ds(i), q,
                                                                kv, half * kKeys);
   }
-  barrier_arrive(smem.ds_added(i));
+  DsRing<P>::release_thread(smem, i);
 }
 
 }  // namespace flashjit::sm90

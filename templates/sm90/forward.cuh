@@ -1,13 +1,14 @@
 // Forward pass for Hopper: FlashAttention-3 (sections 3.1 and 3.2). A producer warpgroup loads Q, K and V by
 // TMA; each consumer warpgroup owns 64 rows of Q and computes them by wgmma. Consumers alternate in starting
-// products (ping-pong), so that the softmax of one runs under the products of another; and a consumer's own P
-// V runs under its next softmax. README.md has the files and their roles.
+// products (ping-pong), so that the softmax of one runs under the products of another; and above 64
+// columns of V a consumer's own P V runs under its next softmax. README.md has the files and their roles.
 #pragma once
 
 #include "flashjit/async/warp_roles.cuh"
 #include "flashjit/sm90/forward_codes.cuh"
 #include "flashjit/sm90/forward_mainloop.cuh"
 #include "flashjit/sm90/forward_roles.cuh"
+#include "flashjit/sm90/forward_skip_softmax.cuh"
 #include "flashjit/sm90/forward_weights.cuh"
 #include "flashjit/sm90/forward_wide.cuh"
 
@@ -38,10 +39,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   unsigned long long q_tile, k_tile = 0, v_tile;  // wgmma's descriptors
   bool k_ready = false;                           // polled in the step before
   [[maybe_unused]] bool v_ready = false;
-  const auto poll = [&](int n) {
-    k_ready = barrier_ready(smem.k_full(n + 1), smem.phase(n + 1));
-    if constexpr (kPollsV<P>) v_ready = barrier_ready(smem.v_full(n), smem.phase(n));
-  };
   const auto start_s = [&] { start_qk<P>(s, q_tile, k_tile); };
   const auto wait_v_tile = [&](int n) { wait_v(smem, n, v_ready, wg, rows, kv_begin); };
   int adds = kFirstPvOverwritesO<P> ? 0 : 1;  // whether the next P V adds to O
@@ -71,21 +68,12 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     }
   };
   const auto start_o = [&] { start_pv<P>(o, p_operand, v_tile, adds); };
-  const auto release_k_tile = [&](int n) {
-    pin(s);
-    if constexpr (P::kKeyScales) scale_keys(s, smem.key_scales(n) + threadIdx.x % 4 * 2);
-    release_k(smem, n, wg, round, i == 0);
-  };
   const auto look_at = [&](int n) {
     look_at_tile(p, smem, smem.work(round), rows, n, i, wg, kv_begin, full, entry);
   };
   int last = -1;  // the KV tile that was computed last
-  // A warpgroup skips the KV tiles that only other warpgroups' rows meet. But it computes one of each work
-  // tile, so that O and LSE are written, and skips no more than there are stages, since its last V waits for
-  // its next step: else nothing could be loaded.
   const auto computes = [&](int n, bool is_first) {
-    const bool must = n - last >= P::kStages || (is_first && i == 0);
-    return __any_sync(kWholeWarp, must || meets(smem, n, wg)) != 0;
+    return computes_tile(smem, n, wg, last, is_first && i == 0);
   };
   const auto skip = [&](int n) {
     skip_tile(smem, n, wg, round, i == 0);
@@ -102,14 +90,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   float rescale[2], scale[2];
   RunningState<P> state;
   const auto softmax = [&](int n, bool first, auto& scores) {
-    if (kSkipsIdleWarps<P> && rows.warp_is_idle()) {
-      rescale[0] = rescale[1] = 1.0f;
-      return release_terms(smem, n);
-    }
-    scale_products(rows, rows, scores);
-    ScoreStage<P>::apply(p, rows, kv_begin, bias, smem.column_terms(n) + threadIdx.x % 4 * 2, scores);
-    release_terms(smem, n);
-    Weights::weigh(p, smem.work(round), rows, kv_begin, full, first, scores, rescale);
+    weigh_tile(p, smem, smem.work(round), rows, n, kv_begin, bias, full, first, scores, rescale);
   };
 
   int n = 0;
@@ -145,9 +126,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     draw_early();
     start_bias(n);
     finish_bias(n);
-    wgmma_wait<1>();  // S is there
-    release_k_tile(n);
-    wait_terms(smem, n);
+    end_qk(smem, s, n, wg, round, i == 0);
     if (kPartialFirstStep<P> && smem.work(round).partial >> wg & 1u) {
       softmax(n, true, reinterpret_cast<float(&)[kPartialKvTile<P> / 2]>(s));
 #pragma unroll
@@ -157,20 +136,15 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     }
     if (kIntraWarpgroupOverlap<P>) finish_before_wait(Weights::last_value(rows, s), smem.base);
     wgmma_wait<0>();  // O of the work tile before is there
-    poll(n);
+    poll(smem, n, k_ready, v_ready);
     pin(o);
     pack_p();
     if (has_previous) {
-      release(smem.v_empty(before(n)));
+      VRing<P>::release(smem, before(n));
       store_o(p, maps, smem, smem.work(round - 1), wg, state, scale, o);  // O / l
     }
     last = n;
-    if (kFirstPvOverwritesO<P>) {
-      adds = 0;
-    } else {
-#pragma unroll
-      for (int value = 0; value < kOwnColumns<P> / 2; ++value) o[value] = 0.0f;
-    }
+    begin_o<P>(o, adds);
     for (++n; i > 0; ++n) {
       --i;
       start_bias(n);
@@ -191,30 +165,23 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       look_at(n);
       draw_early();
       finish_bias(n);
-      wgmma_wait<1>();  // S is there
-      release_k_tile(n);
-      wait_terms(smem, n);
+      end_qk(smem, s, n, wg, round, i == 0);
       softmax(n, false, s);  // P = exp2(S - m)
       if (kIntraWarpgroupOverlap<P>) finish_before_wait(Weights::last_value(rows, s), smem.base);
       wgmma_wait<0>();  // O is there
-      poll(n);
+      poll(smem, n, k_ready, v_ready);
       pin(o);
-      release(smem.v_empty(before(n)));
+      VRing<P>::release(smem, before(n));
       last = n;
       Weights::rescale(o, rescale);  // O *= exp2(m before - m)
       pack_p();
     }
-    if (Storage::kQStages == 2) release(smem.q_empty(wg, round));  // the producer does not wait for it yet
+    if (Storage::kQStages == 2) QRing<P>::release(smem, wg, round);  // the producer does not wait for it yet
   }
-  if (n > 0) {  // the end of the last work tile
+  if (n > 0) {
     wait_v_tile(before(n));
     start_o();
-    wgmma_commit();
-    Weights::finalize(p, smem.work(round - 1), rows, wg, scale, state);
-    wgmma_wait<0>();
-    pin(o);
-    store_o(p, maps, smem, smem.work(round - 1), wg, state, scale, o);
-    if (kTmaStoresO<P> && elected()) bulk_wait_read();  // before the next CTA gets this shared memory
+    end_last_work_tile(p, maps, smem, smem.work(round - 1), wg, rows, state, scale, o);
   }
   if (kSplitTailWave<P>) skip_work_tile(smem, n, wg, round, i);
   if (wg == 0) ping_pong_wait(smem, wg);  // the last arrival, which no other warpgroup waits for
@@ -229,8 +196,10 @@ struct PlainConsumer {
 };
 /// The main loop of a consumer warpgroup.
 template <class P>
-using Consumer = Conditional<kSharesRows<P>, WideConsumer<P>,
-                             Conditional<kCodeProducts<P>, QuantizedConsumer<P>, PlainConsumer<P>>>;
+using Consumer =
+    Conditional<kSharesRows<P>, WideConsumer<P>,
+                Conditional<kCodeProducts<P>, QuantizedConsumer<P>,
+                            Conditional<P::kSkipSoftmax, SkippingConsumer<P>, PlainConsumer<P>>>>;
 
 template <class P>
 __device__ void forward(const Params& p, const TensorMaps& maps) {
@@ -239,21 +208,19 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
   init_barriers<P>(shared);
   const ShareStart start = begin_schedule<P>(p, maps, shared);
 
-  // The producer is warpgroup -1; those that convert K and V are behind the consumers.
-  constexpr int kConsumers = kQTilesPerCta<P> * Storage::kWarpgroups;
-  const int wg = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0) - 1;
-  if (kConvertsKv<P> && wg >= kConsumers) {
-    lower_register_limit<converter_registers(kConsumers, P::kMinBlocks, kDecodesKv<P>)>();
-    return KvConverter<P>::run(p, Storage(0, shared), wg - kConsumers);
-  }
-  if (wg < 0) {
-    lower_register_limit<producer_registers(kConsumers, P::kMinBlocks, P::kDSplit, kDecodesKv<P>)>();
+  using Roles = ForwardRoles<P>;
+  const int wg = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0);
+  const int consumer = wg - Roles::kConsumers.first;  // negative: the producer
+  if (kConvertsKv<P> && wg >= Roles::kConverters.first) {
+    set_register_limit<Roles::kConverters>();
+    KvConverter<P>::run(p, Storage(0, shared), wg - Roles::kConverters.first);
+  } else if (wg < Roles::kConsumers.first) {
+    set_register_limit<Roles::kProducer>();
     run_producer<P>(p, maps, shared, start);
   } else {
-    raise_register_limit<consumer_registers(kConsumers, P::kMinBlocks, kConverters<P>, P::kDSplit,
-                                            kDecodesKv<P>)>();
-    const int slot = kQTilesPerCta<P> > 1 ? wg / Storage::kWarpgroups : 0;
-    Consumer<P>::run(p, maps, Storage(slot, shared), wg - slot * Storage::kWarpgroups);
+    set_register_limit<Roles::kConsumers>();
+    const int slot = kQTilesPerCta<P> > 1 ? consumer / Storage::kWarpgroups : 0;
+    Consumer<P>::run(p, maps, Storage(slot, shared), consumer - slot * Storage::kWarpgroups);
   }
 }
 

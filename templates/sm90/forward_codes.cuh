@@ -79,15 +79,15 @@ struct VTransposer {
 #pragma unroll 1
       for (int i = work.count() - 1; i >= 0; --i, ++n) {
         const int begin = work.kv_begin(i), valid = work.sequence.seqused_kv(p) - begin;
-        barrier_wait<P>(smem.raw_v_full(n), smem.raw_v_phase(n));
-        barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
+        RawVRing<P>::wait_full(smem, n);
+        VRing<P>::acquire(smem, n);
         if ((kForeignKeys<P> && valid < P::kBc) || (kHidesKeys<P> && !has_tile<P>(met, begin)))
           transpose_tile<P, true>(smem.v(n), smem.raw_v(n), valid, transposer);
         else
           transpose_tile<P, false>(smem.v(n), smem.raw_v(n), valid, transposer);
         publish_to_async_proxy();
-        barrier_arrive(smem.v_full(n));
-        release(smem.raw_v_empty(n));
+        VRing<P>::commit_thread(smem, n);
+        RawVRing<P>::release(smem, n);
       }
     });
   }
@@ -119,7 +119,7 @@ struct KeyFactorFinder {
           k[own] = exists ? *k_scales.of_key(begin + row) : 1.0f;
           v[own] = exists ? *v_scales.of_key(begin + row) : 1.0f;
         }
-        barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
+        KRing<P>::acquire(smem, n);
 #pragma unroll
         for (int own = 0; own < kPerLane; ++own) {
           float* to = smem.key_scales(n) + own * 32 + lane;
@@ -127,7 +127,7 @@ struct KeyFactorFinder {
           to[kLogOfV * P::kBc] = log2_approx(v[own]) * kLn2;
           to[kInverseOfV * P::kBc] = __fdividef(1.0f, v[own]);
         }
-        barrier_arrive(smem.k_full(n));
+        KRing<P>::commit_thread(smem, n);
       }
     });
   }
@@ -212,12 +212,12 @@ __device__ __forceinline__ void consume_codes(const Params& p, const TensorMaps&
   if (wg == Storage::kWarpgroups - 1) ping_pong_arrive(smem, wg);
 #pragma unroll 1
   for (int round = 0;; ++round) {
-    barrier_wait<P>(smem.q_full(wg, round), smem.q_phase(round));
+    QRing<P>::wait_full(smem, wg, round);
     const WorkTile<P>& work = smem.work(round);
     if (work.h < 0) break;
     int i = work.count() - 1, entry = 0;
     if (kSplitTailWave<P> && wg >= work.warpgroups) {  // it has no rows of this one
-      release(smem.q_empty(wg, round));
+      QRing<P>::release(smem, wg, round);
       skip_tiles(smem, n, wg, round, i);
       break;
     }
@@ -257,11 +257,11 @@ __device__ __forceinline__ void consume_codes(const Params& p, const TensorMaps&
       pack_codes<P>(codes, s);
       if (kTurnEndsWithP<P>) ping_pong_arrive(smem, wg);
       if constexpr (P::kDropout) drop_codes(p, work, rows, kv_begin, codes);
-      barrier_wait<P>(smem.v_full(n), smem.phase(n));
+      VRing<P>::wait_full(smem, n);
       add_pv<P>(o, codes, smem.v(n), rescale);  // O = exp2(m before - m) O + P V
-      release(smem.v_empty(n));
+      VRing<P>::release(smem, n);
     }
-    if (Storage::kQStages == 2) release(smem.q_empty(wg, round));
+    if (Storage::kQStages == 2) QRing<P>::release(smem, wg, round);
     RunningState<P> state;
     finalize_rows(p, work, rows, wg, scale, state);     // LSE = m + log(l)
     store_o(p, maps, smem, work, wg, state, scale, o);  // O / l

@@ -5,8 +5,9 @@
 
 #include "flashjit/sm90/forward_epilogue.cuh"
 #include "flashjit/sm90/forward_mask.cuh"
+#include "flashjit/sm90/forward_rings.cuh"
 #include "flashjit/sm90/forward_scores.cuh"
-#include "flashjit/sm90/forward_smem.cuh"
+#include "flashjit/sm90/forward_weights.cuh"
 #include "flashjit/tma/bias_tile.cuh"
 
 namespace flashjit::sm90 {
@@ -55,7 +56,7 @@ template <class P>
 __device__ __forceinline__ void start_pv(OAccumulator<P>& o, POperand<P>& p_operand, unsigned long long v,
                                          int& adds) {
   constexpr int kStatements = kOneStatementPerProduct<P> ? 1 : P::kBc / 16,
-                kParts = pv_parts(P::kHeadDimV, kLoadsCodes<P>, false, P::kMinBlocks),
+                kParts = pv_parts(kOwnColumns<P>, kLoadsCodes<P>, false, P::kMinBlocks),
                 kValues = kOwnColumns<P> / 2 / kParts, kSlices = slices(kOwnColumns<P>) / kParts;
   pin(o);
   wgmma_fence();
@@ -85,14 +86,15 @@ __device__ __forceinline__ void ping_pong_arrive(const ForwardStorage<P>& smem, 
 /// `ready`: the barrier was polled in the step before.
 template <class P>
 __device__ __forceinline__ void wait_k(const ForwardStorage<P>& smem, int n, bool ready) {
-  if (!ready) barrier_wait<P>(smem.k_full(n), smem.phase(n));
+  if (!ready) KRing<P>::wait_full(smem, n);
   if (kGathers<P> && !kLoadsCodes<P>) publish_to_async_proxy();
 }
-/// Clears V behind the last of `valid` keys: it may be NaN, which P = 0 does not hide.
+/// Waits for V of tile n, and clears it behind the last key that exists: it may be NaN, which P = 0 does not
+/// hide. `rows` and `kv_begin` are still tile n's.
 template <class P>
 __device__ __forceinline__ void wait_v(const ForwardStorage<P>& smem, int n, bool ready, int wg,
                                        const SoftmaxRows<P>& rows, int kv_begin) {
-  if (!ready) barrier_wait<P>(smem.v_full(n), smem.phase(n));
+  if (!ready) VRing<P>::wait_full(smem, n);
   if constexpr (kLoadsCodes<P>) return;  // zeros already, and published
   if constexpr (kGathers<P>) return publish_to_async_proxy();
   if (const int valid = rows.seqused_kv - kv_begin; kForeignKeys<P> && valid < P::kBc) {
@@ -101,32 +103,47 @@ __device__ __forceinline__ void wait_v(const ForwardStorage<P>& smem, int n, boo
     named_barrier_sync(smem.warpgroup_barrier(wg), 128);
   }
 }
-/// Releases a stage: one arrival a warp, when all its lanes have read.
-__device__ __forceinline__ void release(unsigned barrier) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
-}
-/// Releases K of tile n. `last_of_q`: and Q, if that has one stage.
+/// Releases K of tile n, unless V is the same memory, which VRing releases. `last_of_q`: and Q, if that has
+/// one stage.
 template <class P>
 __device__ __forceinline__ void release_k(const ForwardStorage<P>& smem, int n, int wg, int round,
                                           bool last_of_q) {
   if (kThreadsReleaseK<P>)
-    barrier_arrive(smem.k_empty(n));
+    KRing<P>::release_thread(smem, n);
   else if (!P::kSharedKv)
-    release(smem.k_empty(n));
-  if (ForwardStorage<P>::kQStages == 1 && last_of_q) release(smem.q_empty(wg, round));
+    KRing<P>::release(smem, n);
+  if (ForwardStorage<P>::kQStages == 1 && last_of_q) QRing<P>::release(smem, wg, round);
+}
+/// Looks whether K of tile n + 1 and V of tile n are there already.
+template <class P>
+__device__ __forceinline__ void poll(const ForwardStorage<P>& smem, int n, bool& k_ready, bool& v_ready) {
+  // Not is_full(): n + 1 as one value changes the order of code
+  // (NOTES.md#ptxas-orders-equal-sources-differently).
+  k_ready = barrier_ready(smem.k_full(n + 1), smem.phase(n + 1));
+  if constexpr (kPollsV<P>) v_ready = VRing<P>::is_full(smem, n);
 }
 /// What the score reads: the bias tile, or the column terms.
 template <class P>
 __device__ __forceinline__ void wait_terms(const ForwardStorage<P>& smem, int n) {
-  if (P::kBiasTile || P::kScoreColumnTerm) barrier_wait<P>(smem.terms_full(n), smem.phase(n));
+  if (P::kBiasTile || P::kScoreColumnTerm) TermsRing<P>::wait_full(smem, n);
 }
 template <class P>
 __device__ __forceinline__ void release_terms(const ForwardStorage<P>& smem, int n) {
   if (P::kBiasTile)
-    release(smem.terms_empty(n));
+    TermsRing<P>::release(smem, n);
   else if (P::kScoreColumnTerm)
-    barrier_arrive(smem.terms_empty(n));
+    TermsRing<P>::release_thread(smem, n);
+}
+
+/// Waits for S of tile n, releases its K, and waits for what its scores read.
+template <class P>
+__device__ __forceinline__ void end_qk(const ForwardStorage<P>& smem, SAccumulator<P>& s, int n, int wg,
+                                       int round, bool last_of_q) {
+  wgmma_wait<1>();
+  pin(s);
+  if constexpr (P::kKeyScales) scale_keys(s, smem.key_scales(n) + threadIdx.x % 4 * 2);
+  release_k(smem, n, wg, round, last_of_q);
+  wait_terms(smem, n);
 }
 
 // --- Q ----------------------------------------------------------------------------------------------------
@@ -179,7 +196,7 @@ __device__ __forceinline__ void convert_q(const ForwardStorage<P>& smem, int wg,
 template <class P>
 __device__ __forceinline__ bool next_work_tile(const ForwardStorage<P>& smem, int wg, int round, int& i,
                                                int& entry) {
-  barrier_wait<P>(smem.q_full(wg, round), smem.q_phase(round));
+  QRing<P>::wait_full(smem, wg, round);
   const WorkTile<P>& work = smem.work(round);
   i = work.count() - 1;
   if (kConsumersReadList<P> && i >= 0) entry = work.kv_tiles.entry(i);
@@ -191,16 +208,26 @@ template <class P>
 __device__ __forceinline__ bool meets(const ForwardStorage<P>& smem, int n, int wg) {
   return (smem.entry(n) >> (kListedRowsBit + wg) & 1) != 0;
 }
+/// Whether a warpgroup computes tile n: it skips the KV tiles that only other warpgroups' rows meet. But it
+/// computes one of each work tile, so that O and LSE are written, and skips no more than there are stages,
+/// since its last V waits for its next step: else nothing could be loaded. `last` is the tile that it
+/// computed last.
+template <class P>
+__device__ __forceinline__ bool computes_tile(const ForwardStorage<P>& smem, int n, int wg, int last,
+                                              bool only_one) {
+  const bool must = n - last >= P::kStages || only_one;
+  return __any_sync(kWholeWarp, must || meets(smem, n, wg)) != 0;
+}
 /// Keeps the pipeline going for tile n without computing it.
 template <class P>
 __device__ __forceinline__ void skip_tile(const ForwardStorage<P>& smem, int n, int wg, int round,
                                           bool last_of_q) {
   ping_pong_wait(smem, wg);
   ping_pong_arrive(smem, wg);
-  barrier_arrive(smem.k_empty(n));
-  if (ForwardStorage<P>::kQStages == 1 && last_of_q) release(smem.q_empty(wg, round));
-  barrier_wait<P>(smem.v_full(n), smem.phase(n));
-  release(smem.v_empty(n));
+  KRing<P>::release_thread(smem, n);
+  if (ForwardStorage<P>::kQStages == 1 && last_of_q) QRing<P>::release(smem, wg, round);
+  VRing<P>::wait_full(smem, n);
+  VRing<P>::release(smem, n);
 }
 /// The same for KV tiles i to 0 of a work tile.
 template <class P>
@@ -208,10 +235,10 @@ __device__ __forceinline__ void skip_tiles(const ForwardStorage<P>& smem, int n,
   for (; i >= 0; --i, ++n) {
     ping_pong_wait(smem, wg);
     ping_pong_arrive(smem, wg);
-    barrier_wait<P>(smem.k_full(n), smem.phase(n));
+    KRing<P>::wait_full(smem, n);
     if (!P::kSharedKv) release_k(smem, n, wg, round, false);
-    barrier_wait<P>(smem.v_full(n), smem.phase(n));
-    release(smem.v_empty(n));
+    VRing<P>::wait_full(smem, n);
+    VRing<P>::release(smem, n);
     wait_terms(smem, n);
     release_terms(smem, n);
   }
@@ -222,8 +249,8 @@ template <class P>
 __device__ __forceinline__ void skip_work_tile(const ForwardStorage<P>& smem, int n, int wg, int round,
                                                int i) {
   if (i >= 0) {
-    release(smem.q_empty(wg, round));
-    release(smem.v_empty(n - 1));
+    QRing<P>::release(smem, wg, round);
+    VRing<P>::release(smem, n - 1);
   }
   skip_tiles(smem, n, wg, round, i);
 }
@@ -278,6 +305,47 @@ __device__ __forceinline__ void draw_dropout(const Params& p, const WorkTile<P>&
                                              unsigned (&dropped)[4]) {
   drop_masks<P>(dropped, p, dropout_head<P>(p, work.sequence.b, work.h), rows.first_query(),
                 kv_begin + keys * 16 + static_cast<int>(threadIdx.x) % 4 * 2);
+}
+
+// --- From S to P, and O -----------------------------------------------------------------------------------
+
+/// P = exp2(S - m) of tile n; O is multiplied by `rescale` then.
+template <class P, int kValues>
+__device__ __forceinline__ void weigh_tile(const Params& p, const ForwardStorage<P>& smem,
+                                           const WorkTile<P>& work, SoftmaxRows<P>& rows, int n, int kv_begin,
+                                           unsigned bias, bool full, bool first, float (&scores)[kValues],
+                                           float (&rescale)[2]) {
+  if (kSkipsIdleWarps<P> && rows.warp_is_idle()) {
+    rescale[0] = rescale[1] = 1.0f;
+    return release_terms(smem, n);
+  }
+  scale_products(rows, rows, scores);
+  ScoreStage<P>::apply(p, rows, kv_begin, bias, smem.column_terms(n) + threadIdx.x % 4 * 2, scores);
+  release_terms(smem, n);
+  RowWeights<P>::weigh(p, work, rows, kv_begin, full, first, scores, rescale);
+}
+/// O of the next work tile: zero, or the first P V overwrites it.
+template <class P>
+__device__ __forceinline__ void begin_o(OAccumulator<P>& o, int& adds) {
+  if (kFirstPvOverwritesO<P>) {
+    adds = 0;
+  } else {
+#pragma unroll
+    for (int value = 0; value < kOwnColumns<P> / 2; ++value) o[value] = 0.0f;
+  }
+}
+/// The end of a CTA's last work tile, whose last P V has been started.
+template <class P>
+__device__ __forceinline__ void end_last_work_tile(const Params& p, const TensorMaps& maps,
+                                                   const ForwardStorage<P>& smem, const WorkTile<P>& work,
+                                                   int wg, SoftmaxRows<P>& rows, RunningState<P>& state,
+                                                   float (&scale)[2], OAccumulator<P>& o) {
+  wgmma_commit();
+  RowWeights<P>::finalize(p, work, rows, wg, scale, state);
+  wgmma_wait<0>();
+  pin(o);
+  store_o(p, maps, smem, work, wg, state, scale, o);
+  if (kTmaStoresO<P> && elected()) bulk_wait_read();  // before the next CTA gets this shared memory
 }
 
 }  // namespace flashjit::sm90

@@ -150,7 +150,8 @@ __device__ __forceinline__ void store_columns_of_row(Element* row, int half, con
   for (int chunk = 0; chunk < kChunks; ++chunk)
     if (chunk < chunks) store_pair(to + chunk * 8, o[chunk * 4 + half * 2], o[chunk * 4 + half * 2 + 1]);
 }
-/// Stream-K: whole work tiles, in O's type, and partial ones: fp32, for the combine entry.
+/// Stream-K: whole work tiles, in O's type, and partial ones: fp32, for the combine entry. PackGQA without
+/// splits: whole ones alone.
 template <class P>
 struct StreamKOutput {
   static __device__ __forceinline__ void join_sink(const Params& p, const WorkTile<P>& work, int wg, int half,
@@ -195,7 +196,7 @@ struct StreamKOutput {
 
 template <class P>
 using StoredOutput =
-    Conditional<P::kStreamK, StreamKOutput<P>,
+    Conditional<kPlacesRows<P>, StreamKOutput<P>,
                 Conditional<P::kSplit, Conditional<P::kPackGqa, PackedSplitOutput<P>, SplitOutput<P>>,
                             Conditional<kTmaStoresO<P>, TmaOutput<P>,
                                         Conditional<P::kFp32Out, Fp32Output<P>, PlainOutput<P>>>>>;

@@ -1,5 +1,6 @@
-// Every compile-time switch of the forward pass: what it decides, and the measurement that decided it (H100,
-// NOTES.md). To tune the kernel, begin here. Those of the schedule are in tma/forward_policy.cuh.
+// The compile-time switches of the forward pass: what each decides, and the measurement that decided it
+// (H100, NOTES.md). To tune the kernel, begin here. Switches of the schedule are in tma/forward_policy.cuh,
+// of codes and of rows in forward_codes.cuh and forward_rows.cuh.
 #pragma once
 
 #include "flashjit/common/decoded_kv.cuh"
@@ -51,6 +52,10 @@ constexpr bool kLoadsKvApart = (P::kPageRows > 0 && !kGathers<P> && !P::kSharedK
                                 !P::kScoreColumnTerm && !P::kQCodes && kQTilesPerCta<P> == 1 &&
                                 P::kDSplit == 1);
 
+/// V is the first columns of rows that are decoded: see kv_latents.cuh.
+template <class P>
+constexpr bool kDecodesLatents = kDecodesKv<P>&& P::kSharedKv;
+
 /// Tiles of K and V come as codes.
 template <class P>
 constexpr bool kLoadsCodes = kScaledKv<P> || kDecodesKv<P>;
@@ -64,12 +69,29 @@ template <class P>
 constexpr bool kConvertsKv = kConverters<P> > 0;
 constexpr int kConverterThreads = 128;
 
+template <class P, bool kDecodes = kDecodesKv<P>>
+constexpr DecodedRows kDecodedRows = DecodedRows::none;
+template <class P>
+constexpr DecodedRows kDecodedRows<P, true> = P::kSharedKv ? DecodedRows::latents
+                                              : max(P::KFormat::kKeys, P::VFormat::kKeys) > 0
+                                                  ? DecodedRows::shared_scales
+                                                  : DecodedRows::plain;
+
 /// The pitch of rows in slots, where they are decoded: see kv_rows.cuh.
 template <class P, bool kDecodes = kDecodesKv<P>>
 constexpr int kRowPitch = 0;
 template <class P>
 constexpr int kRowPitch<P, true> = max(row_pitch(P::KFormat::kBytes, P::KFormat::kAlignment),
                                        row_pitch(P::VFormat::kBytes, P::VFormat::kAlignment));
+/// What a slot has of their scales in a tensor of their own: see kv_scale_rows.cuh.
+template <class P, class Format>
+constexpr int kScaleBytesOf = scale_rows_bytes(P::kBc, Format::kKeys, Format::kScaleRowBytes,
+                                               Format::kScaleAlignment);
+template <class P, bool kDecodes = kDecodesKv<P>>
+constexpr int kScaleBytes = 0;
+template <class P>
+constexpr int kScaleBytes<P, true> = max(kScaleBytesOf<P, typename P::KFormat>,
+                                         kScaleBytesOf<P, typename P::VFormat>);
 
 /// Q, K and V of 8 bits are multiplied as they are: see forward_codes.cuh. Producer warps transpose V.
 template <class P>
@@ -85,7 +107,7 @@ template <class P>
 constexpr bool kSoftmaxOfScores = P::kHasScore || kKeyFactors<P>;
 /// The score is a line along the keys, which the softmax adds to products.
 template <class P>
-constexpr bool kAddsScoreLine = P::kScoreLine && !kKeyFactors<P> && !P::kWeightMod;
+constexpr bool kAddsScoreLine = P::kScoreLine && !kKeyFactors<P> && !P::kWeightMod && !P::kSkipSoftmax;
 
 /// Columns of tiles of Q and K.
 template <class P>
@@ -202,6 +224,7 @@ constexpr ForwardLayout kForwardLayout{.br = P::kBr,
                                        .shared_kv = P::kSharedKv,
                                        .codes = kLoadsCodes<P>,
                                        .row_pitch = kRowPitch<P>,
+                                       .scale_bytes = kScaleBytes<P>,
                                        .code_products = kCodeProducts<P>,
                                        .key_scales = P::kKeyScales,
                                        .split = P::kSplit,

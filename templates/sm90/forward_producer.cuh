@@ -5,7 +5,7 @@
 #include "flashjit/common/running_state.cuh"
 #include "flashjit/common/sink.cuh"
 #include "flashjit/sm90/forward_out_mod.cuh"
-#include "flashjit/sm90/forward_smem.cuh"
+#include "flashjit/sm90/forward_rings.cuh"
 #include "flashjit/tma/bias_tile.cuh"
 #include "flashjit/tma/kv_tile.cuh"
 #include "flashjit/tma/stream_k.cuh"
@@ -32,7 +32,7 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
   KvTileCoord<P> loaded;  // of the tile whose K was loaded last
   const auto load_v = [&](int n) {
     if constexpr (!ForwardStorage<P>::kHasVBarriers || kTensors == KvTensors::k) return;
-    barrier_wait<P>(smem.raw_v_empty(n), smem.raw_v_phase(n) ^ 1);
+    RawVRing<P>::acquire(smem, n);
     if constexpr (kTileInHalves<P>)
       KvTileCopy<P>::template start<P::kHeadDim, TileHalf::right>(smem.raw_k(n), maps.k, smem.raw_v_full(n),
                                                                   loaded);
@@ -52,14 +52,14 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
       const int entry = work.kv_tiles.entry(i), begin = tile_of_entry<P>(entry) * P::kBc;
       const KvTileCoord<P> tile(p, work.sequence, page, h_kv, begin, first_key);
       if constexpr (kTensors != KvTensors::v) {
-        barrier_wait<P>(smem.raw_k_empty(n), smem.raw_k_phase(n) ^ 1);
+        RawKRing<P>::acquire(smem, n);
         if constexpr (kProducerPostsEntries<P> && !kConvertsKv<P>)
           if (leads_kv_copies<P>()) post_entry(p, smem, work, n, entry);
         KvTileCopy<P>::template start<kQkColumns<P>, kKHalf<P>>(smem.raw_k(n), maps.k, smem.raw_k_full(n),
                                                                 tile);
       }
       if constexpr (P::kBiasTile) {
-        barrier_wait<P>(smem.terms_empty(n), smem.phase(n) ^ 1);
+        TermsRing<P>::acquire(smem, n);
         if (leads_kv_copies<P>())
           expect_and_load_bias_tile<P::kBr, P::kBc>(p, maps, smem.terms_full(n), 0,
                                                     P::bias_tile(p, work.sequence.head(p, work.h)),
@@ -118,10 +118,10 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
       finish_tile(coord);
       continue;
     }
-    barrier_arrive(smem.work_full(round));
+    WorkRing<P>::commit_thread(smem, round);
 #pragma unroll 1
     for (int wg = 0; wg < Storage::kRowGroups; ++wg) {
-      barrier_wait<P>(smem.q_empty(wg, round), smem.q_phase(round) ^ 1);
+      QRing<P>::acquire(smem, wg, round);
       if constexpr (P::kPackGqa) {
         load_packed_q(p, smem, maps, wg, round, more);
       } else {
@@ -154,11 +154,11 @@ struct ColumnTermFinder {
 #pragma unroll
         for (int own = 0; own < kPerLane; ++own)
           terms[own] = P::score_column_term(p, head, position(work.kv_begin(i) + own * 32 + lane));
-        barrier_wait<P>(smem.terms_empty(n), smem.phase(n) ^ 1);
+        TermsRing<P>::acquire(smem, n);
 #pragma unroll
         for (int own = 0; own < kPerLane; ++own)
           if (own * 32 + lane < P::kBc) smem.column_terms(n)[own * 32 + lane] = terms[own];
-        barrier_arrive(smem.terms_full(n));
+        TermsRing<P>::commit_thread(smem, n);
       }
     });
   }
@@ -174,11 +174,15 @@ __device__ __forceinline__ void write_empty_rows(const Params& p, const ShareSta
                  all = rows * p.batch * scheduled_heads<P>(p) * splits;
 #pragma unroll 1
   for (unsigned index = slot_index<P>(slot); index < all; index += grid_slots<P>()) {
-    const int split = static_cast<int>(index % splits);
+    const int split = kPlacesRows<P> ? kWhole : static_cast<int>(index % splits);
     if (is_behind_keys<P>(p, index / splits / rows, split)) continue;
     const WorkTile<P> work(
         p, {index / splits / rows, index / splits % rows, {0, P::kBr / kWarpgroupRows}, split});
     if (work.count() > 0) continue;
+    if constexpr (kPlacesRows<P>) {
+      write_rows_without_keys(p, work, thread, threads);
+      continue;
+    }
     const int count = min(work.sequence.seqlen_q(p) - work.q_begin, queries_per_tile<P>(p));
     if constexpr (kJoinsState<P>) {
       copy_state<P>(p, work.sequence, work.h, work.q_begin, count, thread, threads);

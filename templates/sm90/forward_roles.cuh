@@ -8,6 +8,7 @@
 #include "flashjit/sm90/forward_producer.cuh"
 #include "flashjit/sm90/kv_codes.cuh"
 #include "flashjit/sm90/kv_gather.cuh"
+#include "flashjit/sm90/kv_latents.cuh"
 #include "flashjit/sm90/kv_rows.cuh"
 
 namespace flashjit::sm90 {
@@ -43,7 +44,8 @@ struct Idle {
 
 /// Copies K and V row by row.
 template <class P, int kWarp>
-using RowLoader = Conditional<kDecodesKv<P>, KvRowCopier<P, kWarp>, KvRowLoader<P, kWarp>>;
+using RowLoader = Conditional<kDecodesLatents<P>, LatentCopier<P, kWarp>,
+                              Conditional<kDecodesKv<P>, KvRowCopier<P, kWarp>, KvRowLoader<P, kWarp>>>;
 template <class P>
 struct ProducerRoles {
   using KvWarp = Conditional<kGathers<P>, RowLoader<P, 0>,
@@ -83,8 +85,28 @@ __device__ __forceinline__ void run_producer(const Params& p, const TensorMaps& 
 
 /// What makes elements of K and V.
 template <class P>
-using KvConverter = Conditional<kDecodesKv<P>, KvRowDecoder<P>,
-                                Conditional<kConvertsKv<P>, KvConverterGroup<P>, NoKvConverter>>;
+using KvConverter = Conditional<kDecodesLatents<P>, LatentDecoder<P>,
+                                Conditional<kDecodesKv<P>, KvRowDecoder<P>,
+                                            Conditional<kConvertsKv<P>, KvConverterGroup<P>, NoKvConverter>>>;
+
+/// The roles of warpgroups, with their registers.
+template <class P>
+struct ForwardRoles {
+  static constexpr int kConsumerGroups = kQTilesPerCta<P> * ForwardStorage<P>::kWarpgroups;
+  static constexpr WarpgroupRole kProducer{
+      .first = 0,
+      .registers = producer_registers(kConsumerGroups, P::kMinBlocks, P::kDSplit, kDecodedRows<P>),
+      .gives = true};
+  static constexpr WarpgroupRole kConsumers{
+      .first = 1,
+      .registers = consumer_registers(kConsumerGroups, P::kMinBlocks, sm90::kConverters<P>, P::kDSplit,
+                                      kDecodedRows<P>),
+      .gives = false};
+  static constexpr WarpgroupRole kConverters{
+      .first = 1 + kConsumerGroups,
+      .registers = converter_registers(kConsumerGroups, P::kMinBlocks, kDecodedRows<P>),
+      .gives = true};
+};
 
 // --- Before the roles -------------------------------------------------------------------------------------
 

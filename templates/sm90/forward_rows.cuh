@@ -39,7 +39,7 @@ __device__ __forceinline__ bool has_tile(Range keys, int kv_begin) {
 /// What all codes of a work tile's head of K and V are multiplied with: K's, and Q's, with the score's scale,
 /// V's with O. Scales of keys are multiplied with S and V.
 template <class P>
-constexpr bool kHeadScales = kDecodesKv<P> || (kScaledKv<P> && !P::kKeyScales);
+constexpr bool kHeadScales = kDecodesKv<P> || kScaledElements<P> || (kScaledKv<P> && !P::kKeyScales);
 /// That of K or V.
 template <class P, class Format>
 __device__ __forceinline__ float factor_of_head(const KvScales<P>& scales) {

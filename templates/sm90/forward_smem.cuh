@@ -1,5 +1,5 @@
 // Shared memory of the forward pass by name, as ForwardLayout lays it out, and the barriers of the pipelines
-// between producer and consumers. Nothing overlaps.
+// between producer and consumers. Nothing overlaps but share_scratch(), which is there before work tiles are.
 #pragma once
 
 #include "flashjit/async/mbarrier.cuh"
@@ -132,8 +132,11 @@ struct ForwardStorage {
   // The raw stage of tile n of K or V, which TMA fills: K's or V's own, or a slot for codes. These are one
   // ring, in the order of their loads: K of the next tile before V of this one. Where codes are multiplied it
   // has V's alone. Where rows are decoded K and V have every second slot each: their readers do not wait for
-  // each other, so that neither may meet the other's phase of a barrier.
-  __device__ Count code_tile_k(Count n) const { return kDecodesKv<P> ? 2 * n : n > 0 ? 2 * n - 1 : 0; }
+  // each other, so that neither may meet the other's phase of a barrier. Latents have all.
+  __device__ Count code_tile_k(Count n) const {
+    if (kDecodesLatents<P>) return n;
+    return kDecodesKv<P> ? 2 * n : n > 0 ? 2 * n - 1 : 0;
+  }
   __device__ Count code_tile_v(Count n) const {
     return kDecodesKv<P> ? 2 * n + 1 : kCodeProducts<P> ? n : 2 * n + 2;
   }
@@ -181,7 +184,8 @@ struct ForwardStorage {
     for (int round = 0; round < kKeptWorkTiles; ++round) barrier_init(work_full(round), 1);
     for (int stage = 0; stage < P::kStages; ++stage) {
       constexpr int kLoads = kConvertsKv<P> ? kConverterThreads : kGathers<P> ? kGatherWarps * 32 : 1;
-      barrier_init(k_full(stage), kLoads + (P::kIndices ? kGatherWarps : 0) + (kKeyFactors<P> ? 32 : 0));
+      constexpr int kLists = P::kIndices && !kConvertsKv<P> ? kGatherWarps : 0;
+      barrier_init(k_full(stage), kLoads + kLists + (kKeyFactors<P> ? 32 : 0));
       if (kHasVBarriers) barrier_init(v_full(stage), kCodeProducts<P> ? kTransposers<P> * 32 : kLoads);
       // Of warpgroups that share rows only the first reads K, and only the second the right half.
       barrier_init(k_empty(stage), kRowGroups * (kThreadsReleaseK<P> ? 128 : 4));
@@ -195,23 +199,12 @@ struct ForwardStorage {
       }
     }
     for (int c = 0; c < kLayout.code_slots(); ++c) {
-      constexpr int kLoads = (kDecodesKv<P> ? 2 : 1) * (kGathers<P> ? kGatherWarps * 32 : 1);
+      constexpr int kOfLane = kDecodesKv<P> && !kDecodesLatents<P> ? 2 : 1,
+                    kLoads = kOfLane * (kGathers<P> ? kGatherWarps * 32 : 1);
       barrier_init(codes_full(c), kLoads + (P::kKeyScales && !kKeyFactors<P> ? 32 : 0));
       barrier_init(codes_empty(c), kCodeProducts<P> ? kTransposers<P> : kConverterThreads / 32);
     }
   }
 };
-
-/// Visits the work tiles in the order in which the scheduler hands them out.
-template <class P, class Visit>
-__device__ __forceinline__ void for_each_work_tile(const ForwardStorage<P>& smem, const Visit& visit) {
-#pragma unroll 1
-  for (int round = 0;; ++round) {
-    barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
-    const WorkTile<P>& work = smem.work(round);
-    if (work.h < 0) break;
-    visit(work);
-  }
-}
 
 }  // namespace flashjit::sm90

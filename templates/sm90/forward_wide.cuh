@@ -14,8 +14,8 @@ namespace flashjit::sm90 {
 /// V of a tile of its own, or the right half of K's: both are in the stage's second load.
 template <class P>
 __device__ __forceinline__ void wait_v_stage(const ForwardStorage<P>& smem, int n) {
-  barrier_wait<P>(smem.v_full(n), smem.phase(n));
-  if (kGathers<P>) publish_to_async_proxy();
+  VRing<P>::wait_full(smem, n);
+  if (kGathers<P> && !kLoadsCodes<P>) publish_to_async_proxy();
 }
 /// Clears a warpgroup's columns of V behind the last of `keys`: they may be NaN, which P = 0 does not hide.
 template <class P>
@@ -63,13 +63,20 @@ __device__ __forceinline__ void start_wide_qk(const ForwardStorage<P>& smem, int
 template <class P>
 __device__ __forceinline__ void start_wide_pv(const ForwardStorage<P>& smem, int n, OAccumulator<P>& o,
                                               int adds) {
+  constexpr int kParts = pv_parts(kOwnColumns<P>, kLoadsCodes<P>, false, P::kMinBlocks),
+                kValues = kOwnColumns<P> / 2 / kParts, kSlices = slices(kOwnColumns<P>) / kParts;
   const unsigned long long v = own_v_descriptor(smem, n, 1), p_tile = tile_descriptor(smem.p_tile(), 0);
   pin(o);
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < P::kBc / 16; ++step)
-    P::multiply_output_of_tile(o, p_tile + (step / 4 * kWarpgroupRows * kRowBytes + step % 4 * 32 >> 4),
-                               v + (step * 16 * kRowBytes >> 4), step > 0 ? 1 : adds);
+  for (int part = 0; part < kParts; ++part)
+#pragma unroll
+    for (int step = 0; step < P::kBc / 16; ++step)
+      P::multiply_output_of_tile(
+          reinterpret_cast<float(&)[kValues]>(o[part * kValues]),
+          p_tile + (step / 4 * kWarpgroupRows * kRowBytes + step % 4 * 32 >> 4),
+          v + (part * kSlices * ForwardStorage<P>::kSliceBytes + step * 16 * kRowBytes >> 4),
+          step > 0 ? 1 : adds);
   pin(o);
 }
 
@@ -126,7 +133,7 @@ __device__ __forceinline__ void consume_left(const Params& p, const TensorMaps& 
   };
   const auto next_work = [&] { return next_work_tile(smem, wg, round, i, entry); };
   const auto start_s = [&] {
-    const bool ready = barrier_ready(smem.k_full(n), smem.phase(n));
+    const bool ready = KRing<P>::is_full(smem, n);
     if (!__all_sync(kWholeWarp, ready)) let_pv_start();
     wait_k(smem, n, ready);
     start_wide_qk<P>(smem, n, tile_descriptor(smem.q(wg, round), 0), s);
@@ -152,7 +159,7 @@ __device__ __forceinline__ void consume_left(const Params& p, const TensorMaps& 
     const bool last = i == 0;
     wgmma_wait<0>();  // S is there
     pin(s);
-    if (last) release(smem.q_empty(wg, round));
+    if (last) QRing<P>::release(smem, wg, round);
     if (!kTileInHalves<P>) release_k(smem, n, wg, round, false);
     let_pv_start();
     wait_terms(smem, n);
@@ -215,7 +222,7 @@ __device__ __forceinline__ void consume_right(const Params& p, const TensorMaps&
       wgmma_commit();
       wgmma_wait<0>();
       pin(o);
-      release(smem.v_empty(n));
+      VRing<P>::release(smem, n);
       arrive_for_p<P>(smem.p_empty());
     }
     store_o(p, maps, smem, work, wg, RunningState<P>(), scale, o);  // O / l

@@ -66,14 +66,14 @@ struct KeyScaleLoader {
           const int begin = work.kv_begin(i);
           const TileKeys<P> keys{work.sequence, work.h / p.qhead_per_kvhead(), begin,
                                  min(work.sequence.seqused_kv(p) - begin, P::kBc), work.first_key(p)};
-          barrier_wait<P>(smem.raw_k_empty(n), smem.raw_k_phase(n) ^ 1);
+          RawKRing<P>::acquire(smem, n);
           copy_key_scales(smem.code_scales(smem.code_tile_k(n)),
                           KvScales<P>(p, p.k_scale, keys.sequence, keys.h_kv, keys.first_key), keys,
                           smem.raw_k_full(n));
           return keys;
         },
         [&](const TileKeys<P>& keys, int n) {
-          barrier_wait<P>(smem.raw_v_empty(n), smem.raw_v_phase(n) ^ 1);
+          RawVRing<P>::acquire(smem, n);
           copy_key_scales(smem.code_scales(smem.code_tile_v(n)),
                           KvScales<P>(p, p.v_scale, keys.sequence, keys.h_kv, keys.first_key), keys,
                           smem.raw_v_full(n));
@@ -162,8 +162,8 @@ struct KvConverterGroup {
         [&](const WorkTile<P>& work, int i, int n) {
           const int entry = work.kv_tiles.entry(i), begin = tile_of_entry<P>(entry) * P::kBc,
                     valid = work.sequence.seqused_kv(p) - begin;
-          barrier_wait<P>(smem.raw_k_full(n), smem.raw_k_phase(n));
-          barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
+          RawKRing<P>::wait_full(smem, n);
+          KRing<P>::acquire(smem, n);
           if constexpr (kProducerPostsEntries<P>)
             if (thread == 0) post_entry(p, smem, work, n, entry);
           convert_tile<P, P::kHeadDim, false>(at(smem.k(n)), at(smem.raw_k(n)), nullptr, valid);
@@ -174,8 +174,8 @@ struct KvConverterGroup {
           return Keys{valid, kClearsNan && !has_tile<P>(keys_of_work_tile(p, work), begin)};
         },
         [&](const Keys& keys, int n) {
-          barrier_wait<P>(smem.raw_v_full(n), smem.raw_v_phase(n));
-          barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
+          RawVRing<P>::wait_full(smem, n);
+          VRing<P>::acquire(smem, n);
           char *tile = at(smem.v(n)), *codes = at(smem.raw_v(n));
           const float* scales = smem.code_scales(smem.code_tile_v(n));
           if (kClearsNan && keys.cut)

@@ -1,131 +1,29 @@
 // K and V in formats that are decoded (common/kv_format.cuh). Two of the producer's warps copy rows as they
-// are to the slots for codes: in pieces of 16 bytes at multiples of 16, since rows begin anywhere. One or two
-// warpgroups make elements of them in the stages of K and V, where the consumers find what they find of 16
-// bits.
+// are to the slots for codes. One or two warpgroups make elements of them in the stages of K and V, where the
+// consumers find what they find of 16 bits.
 #pragma once
 
 #include "flashjit/common/decoded_kv.cuh"
 #include "flashjit/sm90/kv_codes.cuh"
-#include "flashjit/tma/gather_rows.cuh"
+#include "flashjit/sm90/kv_row_copies.cuh"
+#include "flashjit/sm90/kv_scale_rows.cuh"
 
 namespace flashjit::sm90 {
 
-/// The rows of a KV tile in a slot.
-template <class P>
-struct RowSlot {
-  char* rows;     ///< at kRowPitch<P> from each other
-  int* begins;    ///< where each begins behind `rows`
-  float* scales;  ///< the call's of each, if it has some
-
-  __device__ __forceinline__ RowSlot(const ForwardStorage<P>& smem, PipelineCount<P> c)
-      : rows(smem.shared + (smem.codes(c) - smem.base)),
-        begins(reinterpret_cast<int*>(smem.code_scales(c))),
-        scales(smem.code_scales(c) + P::kBc) {}
-};
-
 // --- Copies -----------------------------------------------------------------------------------------------
 
-/// A warp's keys of a KV tile, in groups of 32, one a lane, and what the page table says of them; -1: no key.
-template <class P>
-struct RowKeys {
-  static constexpr int kOwn = GatheredKeys<P>::kOwn;
-  int kv[kOwn], entry[kOwn];
-
-  __device__ __forceinline__ RowKeys() {}
-  __device__ __forceinline__ RowKeys(const Params& p, const WorkTile<P>& work, int begin, int warp) {
-    const FirstKey<kLeavesPages<P>> first_key(work.first_key(p));
-    const int end = work.sequence.seqused_kv(p);
-#pragma unroll
-    for (int own = 0; own < kOwn; ++own) {
-      kv[own] = begin + GatheredKeys<P>::first(own, warp) + static_cast<int>(threadIdx.x) % 32;
-      if (kv[own] >= end || !first_key.reads(kv[own])) kv[own] = -1;
-      entry[own] = P::kPageRows > 0 && kv[own] >= 0 ? table_entry<P>(p, work.sequence.b, kv[own]) : 0;
-    }
-  }
-  template <class Source>
-  __device__ __forceinline__ unsigned long long row(const Params& p, const Source& from, int own) const {
-    const auto* row = kv[own] < 0         ? from.some_row()
-                      : P::kPageRows == 0 ? from.row(kv[own])
-                                          : from.row_in_page(existing_page(p, entry[own]), kv[own]);
-    return reinterpret_cast<unsigned long long>(row);
-  }
-};
-
-/// Rows of a group of 32 that follow each other in memory wherever pages have their rows one after the other,
-/// if copies of them are of whole pieces.
+/// Starts the copies of a warp's rows of a tile of K or V, and of their scales, which count as an arrival of
+/// each lane on `full`; another is of what the lanes themselves have written.
 template <class P, class Format>
-struct RowRuns {
-  static constexpr int kRows = kv_box_rows(P::kPageRows, 32), kBytes = kRows * Format::kBytes;
-  static constexpr bool kMayBe = P::kPageRows > 0 && kRows >= 8 && kBytes % 16 == 0 && P::kBc % 32 == 0;
-
-  /// Starts the copies of a group, a lane a run, and counts their bytes; false: its runs are none. `row` is
-  /// the lane's.
-  static __device__ __forceinline__ bool copy(unsigned to, int* begins, int offset, bool contiguous,
-                                              unsigned long long row, unsigned exist, unsigned full,
-                                              int& bytes) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const bool begins_run = lane % kRows == 0;
-    if (!kMayBe || !contiguous || exist != kWholeWarp) return false;
-    if (__any_sync(kWholeWarp, begins_run && row % 16 != 0)) return false;
-    begins[lane] = offset + lane * Format::kBytes;
-    if (begins_run) {
-      bytes += kBytes;
-      load_line(to + lane * Format::kBytes, reinterpret_cast<const void*>(row), kBytes, full);
-    }
-    return true;
-  }
-};
-
-/// Starts the copies of a group's rows in pieces, `row` is the lane's; zeros for rows that do not
-/// exist. kAll: all do.
-template <class P, class Format, bool kAll>
-__device__ __forceinline__ void copy_pieces(unsigned to, unsigned long long row, unsigned exist, int rows) {
-  constexpr int kPieces = row_pitch(Format::kBytes, Format::kAlignment) / 16;
-  constexpr int kUnrolled = kConverters<P> == 2 && kPieces <= 6 ? kPieces : 2;  // as registers allow
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-#pragma unroll kUnrolled
-  for (int step = 0; step < kPieces; ++step) {
-    const int index = step * 32 + lane, of_group = index / kPieces, piece = index % kPieces * 16;
-    const unsigned long long of = __shfl_sync(kWholeWarp, row, of_group);
-    const int ahead = static_cast<int>(of & 15u), bytes = min(Format::kBytes + ahead - piece, 16);
-    const bool exists = kAll || (exist >> of_group & 1u) != 0;
-    if (bytes > 0 && (P::kBc % 32 == 0 || of_group < rows))
-      copy_async_first(to + of_group * kRowPitch<P> + piece,
-                       reinterpret_cast<const char*>(of - ahead) + (exists ? piece : 0), exists ? bytes : 0);
-  }
-}
-
-/// Starts the copies of a warp's rows, which count as an arrival of each lane on `full`; another is of what
-/// the lanes themselves have written.
-template <class P, class Format>
-__device__ __forceinline__ void copy_rows(const Params& p, const RowSlot<P>& to,
-                                          const KvSource<P, typename Format::Stored>& from,
-                                          const KvScales<P, Format::kArgumentOfKeys>& scales,
-                                          const RowKeys<P>& keys, int warp, bool contiguous, unsigned full) {
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  int in_runs_bytes = 0;
-#pragma unroll
-  for (int own = 0; own < GatheredKeys<P>::kOwn; ++own) {
-    const int first = GatheredKeys<P>::first(own, warp), own_row = first + lane, kv = keys.kv[own];
-    if (first >= P::kBc) break;
-    const unsigned long long row = keys.row(p, from, own);
-    const unsigned exist = __ballot_sync(kWholeWarp, kv >= 0);
-    const unsigned line = shared_address(to.rows) + first * kRowPitch<P>;
-    const bool in_runs = RowRuns<P, Format>::copy(line, to.begins + first, first * kRowPitch<P>, contiguous,
-                                                  row, exist, full, in_runs_bytes);
-    if (P::kBc % 32 == 0 || own_row < P::kBc) {
-      if (!in_runs) to.begins[own_row] = own_row * kRowPitch<P> + static_cast<int>(row & 15u);
-      if (Format::kArgument)
-        copy_async_4(shared_address(to.scales + own_row), kv >= 0 ? scales.of_key(kv) : scales.some(),
-                     kv >= 0);
-    }
-    if (in_runs) continue;
-    if (exist == kWholeWarp)
-      copy_pieces<P, Format, true>(line, row, exist, P::kBc - first);
-    else
-      copy_pieces<P, Format, false>(line, row, exist, P::kBc - first);
-  }
-  barrier_expect(full, in_runs_bytes);
+__device__ __forceinline__ void copy_tile(const Params& p, const RowSlot<P>& to, const TensorParam& tensor,
+                                          const ScaleParam& scales, const TensorParam& block_scales,
+                                          const RowTile<P>& tile, int warp, unsigned full) {
+  using Stored = typename Format::Stored;
+  int bytes = copy_rows<P, Format>(p, to, {p, tensor, tile.sequence, tile.h_kv},
+                                   {p, scales, tile.sequence, tile.h_kv}, tile.keys, warp,
+                                   tensor.stride_s * sizeof(Stored) == Format::kBytes, full);
+  bytes += TileScales<P, Format>::copy(p, to, block_scales, tile, warp, full);
+  barrier_expect(full, bytes);
   barrier_arrive_after_copies(full);
 }
 
@@ -134,20 +32,11 @@ template <class P, int kWarp>
 struct KvRowCopier {
   static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
                                              const TensorMaps&, const ShareStart&, int) {
-    struct Tile {
-      RowKeys<P> keys;
-      Sequence<P> sequence;
-      int h_kv;
-    } loaded;  // whose K was loaded last
-    const auto copy = [&]<class Format>(Format, const TensorParam& tensor, const ScaleParam& scales,
-                                        const Tile& tile, auto c, unsigned full) {
-      copy_rows<P, OfHead<Format>>(p, RowSlot<P>(smem, c), {p, tensor, tile.sequence, tile.h_kv},
-                                   {p, scales, tile.sequence, tile.h_kv}, tile.keys, kWarp,
-                                   tensor.stride_s * sizeof(typename Format::Stored) == Format::kBytes, full);
-    };
+    RowTile<P> loaded;  // whose K was loaded last
     const auto copy_v = [&](int n) {
-      barrier_wait<P>(smem.raw_v_empty(n), smem.raw_v_phase(n) ^ 1);
-      copy(typename P::VFormat{}, p.v, p.v_scale, loaded, smem.code_tile_v(n), smem.raw_v_full(n));
+      RawVRing<P>::acquire(smem, n);
+      copy_tile<P, OfHead<typename P::VFormat>>(p, RowSlot<P>(smem, smem.code_tile_v(n)), p.v, p.v_scale,
+                                                p.v_block_scale, loaded, kWarp, smem.raw_v_full(n));
     };
     int n = 0;
     for_each_work_tile(smem, [&](const WorkTile<P>& work) {
@@ -155,9 +44,10 @@ struct KvRowCopier {
       RowKeys<P> keys(p, work, work.kv_begin(last), kWarp);
 #pragma unroll 1
       for (int i = last; i >= 0; --i, ++n) {
-        const Tile tile{keys, work.sequence, work.h / p.qhead_per_kvhead()};
-        barrier_wait<P>(smem.raw_k_empty(n), smem.raw_k_phase(n) ^ 1);
-        copy(typename P::KFormat{}, p.k, p.k_scale, tile, smem.code_tile_k(n), smem.raw_k_full(n));
+        const RowTile<P> tile{keys, work.sequence, work.h / p.qhead_per_kvhead()};
+        RawKRing<P>::acquire(smem, n);
+        copy_tile<P, OfHead<typename P::KFormat>>(p, RowSlot<P>(smem, smem.code_tile_k(n)), p.k, p.k_scale,
+                                                  p.k_block_scale, tile, kWarp, smem.raw_k_full(n));
         // The page table is read a tile ahead of its copies.
         if (i > 0) keys = RowKeys<P>(p, work, work.kv_begin(i - 1), kWarp);
         if (n > 0) copy_v(n - 1);
@@ -182,7 +72,8 @@ __device__ __forceinline__ Range groups_of_warp(int warp) {
 template <class P, class Format, int kColumns>
 __device__ __forceinline__ void decode_tile(char* tile, const RowSlot<P>& from, Range groups) {
   using Element = typename P::Element;
-  constexpr int kSlices = slices(kColumns), kMostLoads = kConverters<P> == 2 ? 4 : 2;
+  using Scales = TileScales<P, Format>;
+  constexpr int kSlices = slices(kColumns), kMostLoads = kConverters<P> == 2 ? 4 : Format::kApart ? 1 : 2;
   constexpr int kLoads = max(kMostLoads / kSlices, 1);  // rows at a time, as registers allow
   const int lane = static_cast<int>(threadIdx.x) % 32, own_row = lane / 4, own_column = lane % 4 * 16;
   const auto has_codes = [](int column) { return Format::kColumns >= kColumns || column < Format::kColumns; };
@@ -202,8 +93,9 @@ __device__ __forceinline__ void decode_tile(char* tile, const RowSlot<P>& from, 
 #pragma unroll
       for (int slice = 0; slice < kSlices; ++slice)
         if (const int column = slice * 64 + own_column; has_codes(column))
-          load_codes16<Format, true>(bytes_of(begins[load]), bytes_of(begins[load]), column, argument,
-                                     codes[load][slice]);
+          load_codes16<Format, true>(bytes_of(begins[load]),
+                                     Format::kApart ? Scales::of_row(from, row) : bytes_of(begins[load]),
+                                     column, argument, codes[load][slice]);
     }
 #pragma unroll
     for (int load = 0; load < kLoads; ++load) {
@@ -226,6 +118,53 @@ __device__ __forceinline__ void decode_tile(char* tile, const RowSlot<P>& from, 
   }
 }
 
+/// Eight columns of all rows where keys share scales, which a lane keeps for the rows that share them.
+/// `column` and `to` are those of 16 and of the first row.
+template <class P, class Format, int kHalf>
+__device__ __forceinline__ void decode_columns8(char* to, const RowSlot<P>& from, Range groups, int own_row,
+                                                int column) {
+  constexpr int kGroupsOfKeys = Format::kKeys / 8;
+  ColumnScales8<Format> by;
+#pragma unroll 1
+  for (int group = groups.begin; group < groups.end; ++group) {
+    const int row = group * 8 + own_row;
+    const auto* bytes = reinterpret_cast<const unsigned char*>(from.rows) + from.begins[row];
+    if (group == groups.begin || group % kGroupsOfKeys == 0)
+      by.load(TileScales<P, Format>::of_row(from, row), column + 8 * kHalf);
+    KvCodes16<Format> codes;
+    load_codes16<Format, true>(bytes, nullptr, column, 1.0f, codes);
+    *reinterpret_cast<uint4*>(to + group * 8 * kRowBytes) =
+        by.template elements<typename P::Element>(codes, 8 * kHalf);
+  }
+}
+template <class P, class Format, int kColumns>
+requires KeysShareScales<Format> __device__ __forceinline__ void decode_tile(char* tile,
+                                                                             const RowSlot<P>& from,
+                                                                             Range groups) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, own_row = lane / 4, own_column = lane % 4 * 16;
+  const int even = chunk_offset<P::kBc>(own_row, own_column / 8),
+            odd = chunk_offset<P::kBc>(own_row, own_column / 8 + 1);
+#pragma unroll 1
+  for (int slice = 0; slice < slices(kColumns); ++slice, tile += P::kBc * kRowBytes) {
+    const int column = slice * 64 + own_column;
+    if (kColumns % 64 != 0 && column >= kColumns) break;
+    if (Format::kColumns == kColumns || column < Format::kColumns) {
+      decode_columns8<P, Format, 0>(tile + even, from, groups, own_row, column);
+      decode_columns8<P, Format, 1>(tile + odd, from, groups, own_row, column);
+    } else {
+#pragma unroll 1
+      for (int group = groups.begin; group < groups.end; ++group) {
+        uint4 elements[2];
+        tail_elements16<typename P::Element, Format>(
+            reinterpret_cast<const unsigned char*>(from.rows) + from.begins[group * 8 + own_row], column,
+            elements);
+        *reinterpret_cast<uint4*>(tile + even + group * 8 * kRowBytes) = elements[0];
+        *reinterpret_cast<uint4*>(tile + odd + group * 8 * kRowBytes) = elements[1];
+      }
+    }
+  }
+}
+
 /// Decodes all tiles that the CTA meets: K and V by turns, or where there are two warpgroups, each its own.
 template <class P>
 struct KvRowDecoder {
@@ -243,8 +182,8 @@ struct KvRowDecoder {
         smem,
         [&](const WorkTile<P>&, int, int n) {
           if (!has_k) return 0;
-          barrier_wait<P>(smem.raw_k_full(n), smem.raw_k_phase(n));
-          barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
+          RawKRing<P>::wait_full(smem, n);
+          KRing<P>::acquire(smem, n);
           decode_tile<P, OfHead<typename P::KFormat>, P::kHeadDim>(
               at(smem.k(n)), RowSlot<P>(smem, smem.code_tile_k(n)), groups);
           finish(smem.k_full(n), smem.raw_k_empty(n));
@@ -252,8 +191,8 @@ struct KvRowDecoder {
         },
         [&](int, int n) {
           if (!has_v) return;
-          barrier_wait<P>(smem.raw_v_full(n), smem.raw_v_phase(n));
-          barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
+          RawVRing<P>::wait_full(smem, n);
+          VRing<P>::acquire(smem, n);
           decode_tile<P, OfHead<typename P::VFormat>, P::kHeadDimV>(
               at(smem.v(n)), RowSlot<P>(smem, smem.code_tile_v(n)), groups);
           finish(smem.v_full(n), smem.raw_v_empty(n));

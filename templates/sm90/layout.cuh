@@ -1,5 +1,6 @@
-// Shared memory of family sm90. Host and device include this file: the host prunes by it and makes tensor
-// maps, the kernels find addresses by it.
+// Shared memory of family sm90, registers of its roles, and how its products are divided.
+// Host and device include this file: the host prunes by it and makes tensor maps, the kernels find addresses
+// by it.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -28,17 +29,23 @@ constexpr int kWarpRows = 16;  ///< rows of each of its warps
 constexpr int launch_registers(int consumers, int ctas, int converters = 0) {
   return 65536 / ((consumers + 1 + converters) * 128 * ctas) / 8 * 8;
 }
+/// Whether K or V has rows that are decoded, and whether keys share scales of columns, or V is in K's rows.
+enum class DecodedRows { none, plain, shared_scales, latents };
 /// Consumers that share rows need fewer. Warps that copy `rows`, which are then decoded, need more.
-constexpr int producer_registers(int consumers, int ctas, int d_split = 1, bool rows = false) {
-  if (rows) return consumers == 1 && ctas == 1 ? 80 : 40;
+constexpr int producer_registers(int consumers, int ctas, int d_split = 1,
+                                 DecodedRows rows = DecodedRows::none) {
+  if (rows == DecodedRows::latents) return 56;
+  if (rows != DecodedRows::none) return consumers == 1 && ctas == 1 ? 80 : 40;
   return ctas > 1 || consumers > 2 ? 32 : consumers == 2 && d_split == 1 ? 40 : 56;
 }
-constexpr int converter_registers(int consumers, int ctas, bool rows = false) {
-  if (rows) return ctas > 1 ? 40 : consumers > 1 ? 56 : 96;
+constexpr int converter_registers(int consumers, int ctas, DecodedRows rows = DecodedRows::none) {
+  if (rows == DecodedRows::latents) return 72;
+  const int of_scales = rows == DecodedRows::shared_scales ? 16 : 0;
+  if (rows != DecodedRows::none) return ctas > 1 ? 40 + of_scales : consumers > 1 ? 56 + of_scales : 96;
   return ctas > 1 || consumers > 1 ? 40 : 56;
 }
 constexpr int consumer_registers(int consumers, int ctas, int converters = 0, int d_split = 1,
-                                 bool rows = false) {
+                                 DecodedRows rows = DecodedRows::none) {
   const int all = launch_registers(consumers, ctas, converters) * (consumers + 1 + converters) -
                   producer_registers(consumers, ctas, d_split, rows) -
                   converters * converter_registers(consumers, ctas, rows);
@@ -56,12 +63,12 @@ constexpr bool has_whole_products(int head_dim_v, bool code_products) {
 /// leaves a thread 128 registers at the start, or 80 beside another CTA, which ptxas does not let one
 /// instruction exceed. Where codes are multiplied, parts of the product are in registers beside O, to which
 /// they are added: above 96 columns the fewest parts of whole chunks of eight columns, 64 columns at most if
-/// five parts suffice.
-constexpr int pv_parts(int head_dim_v, bool codes, bool code_products, int ctas = 1) {
-  if (!code_products) return codes && (head_dim_v == 256 || (head_dim_v == 128 && ctas > 1)) ? 2 : 1;
-  if (head_dim_v <= 96) return 1;
+/// five parts suffice. `columns` are a warpgroup's.
+constexpr int pv_parts(int columns, bool codes, bool code_products, int ctas = 1) {
+  if (!code_products) return codes && (columns == 256 || (columns == 128 && ctas > 1)) ? 2 : 1;
+  if (columns <= 96) return 1;
   for (int parts = 2; parts <= 5; ++parts)
-    if (head_dim_v % (8 * parts) == 0 && head_dim_v / parts <= 64) return parts;
+    if (columns % (8 * parts) == 0 && columns / parts <= 64) return parts;
   return 2;
 }
 
@@ -86,6 +93,13 @@ constexpr int row_pitch(int bytes, int alignment) {
   return (bytes + (alignment < 16 ? 16 - alignment : 0) + 15) / 16 * 16;
 }
 constexpr int kRowInfoBytes = 8;  ///< of each of these: where it begins, and its scale
+/// What a slot has behind them of a tensor of scales: a row for each key, copied like theirs, with a word
+/// that says where it begins; or one for `keys` that share it, of which a tile has a multiple or a divisor.
+constexpr int scale_rows_bytes(int bc, int keys, int bytes, int alignment) {
+  if (bytes == 0) return 0;
+  if (keys > 0) return (bc > keys ? bc / keys : 1) * bytes;
+  return bc * (row_pitch(bytes, alignment) + 4);
+}
 
 constexpr int kCodeAlignment = 128;  ///< of a tile of codes, which TMA does not swizzle
 /// Tiles of codes that are loaded or wait to be converted: K and V of a KV tile, and more where they fit.
@@ -111,7 +125,8 @@ constexpr int kHandoffBytes = 2 * kWarpgroupRows * 4 + 16;
 ///   P            where warpgroups share rows
 ///   O            where it fits
 ///   codes        slots for tiles of K and V of 8 bits, each with its keys' scales, or for rows that are
-///                decoded, with their info; of V alone where codes are multiplied, whose V^T is in V's stages
+///                decoded, with their info and rows of scales; of V alone where codes are multiplied, whose
+///                V^T is in V's stages
 ///   column terms `stages`, where the score has them
 ///   key scales   `stages`, of K's codes; where codes are multiplied three factors of each key
 ///   handoff      what goes with P
@@ -125,6 +140,7 @@ struct ForwardLayout {
   bool shared_kv;      ///< V is K's tile
   bool codes;          ///< K and V are of 8 bits, or are decoded
   int row_pitch;       ///< of rows that are decoded, the larger of K's and V's; else 0
+  int scale_bytes;     ///< of a slot for their scales in a tensor of their own, the larger of both
   bool code_products;  ///< and so is Q, and all are multiplied as they are
   bool key_scales;     ///< and their keys have scales
   bool split;
@@ -161,9 +177,10 @@ struct ForwardLayout {
     if (code_products) return tile_bytes(bc, tile_columns(head_dim_v, true));
     return bc * (row_pitch > 0 ? row_pitch : head_dim > head_dim_v ? head_dim : head_dim_v);
   }
+  constexpr int scale_rows() const { return code_scales() + bc * kRowInfoBytes; }
   constexpr int code_slot_bytes() const {
-    const int of_keys = row_pitch > 0 ? bc * kRowInfoBytes : code_products ? 0 : key_scales_bytes();
-    const int bytes = codes ? code_scales() + of_keys : 0;
+    const int of_keys = code_products ? 0 : key_scales_bytes();
+    const int bytes = !codes ? 0 : row_pitch > 0 ? scale_rows() + scale_bytes : code_scales() + of_keys;
     return (bytes + kCodeAlignment - 1) / kCodeAlignment * kCodeAlignment;
   }
   constexpr int code_slots() const { return fewest_code_slots() + more_code_slots(); }
@@ -205,7 +222,7 @@ struct ForwardLayout {
   constexpr int more_code_slots() const {
     const int more = codes && limit() > bytes_with_o() ? (limit() - bytes_with_o()) / code_slot_cost() : 0;
     const int fits = more < kMoreCodeSlots ? more : kMoreCodeSlots;
-    return row_pitch > 0 ? fits / 2 * 2 : fits;  // K's and V's take turns
+    return row_pitch > 0 && !shared_kv ? fits / 2 * 2 : fits;  // K's and V's take turns
   }
   constexpr int code_slot_cost() const { return code_slot_bytes() + kCodeSlotBarriers * 8; }
   constexpr int bytes_with_o() const { return bytes_of(q_stages()) + (has_o_tile() ? o_bytes() : 0); }

@@ -11,39 +11,77 @@
 
 namespace flashjit::tma {
 
-/// The slots of a warp's keys of a KV tile; -1: no key. Warps take turns of 32 keys, one a lane.
+/// A warp's keys of a KV tile: groups of 32, one a lane, by turns of the warps.
 template <class P>
-struct GatheredKeys {
+struct KeyGroups {
   static constexpr int kGroups = (P::kBc + 31) / 32;
   static constexpr int kOwn = (kGroups + kGatherWarps - 1) / kGatherWarps;
-  int slot[kOwn];
+  /// The first key of a warp's `own`th group.
+  static __device__ __forceinline__ int first(int own, int warp) { return (own * kGatherWarps + warp) * 32; }
+  /// The lane's.
+  static __device__ __forceinline__ int at(int own, int warp) {
+    return first(own, warp) + static_cast<int>(threadIdx.x) % 32;
+  }
+};
+
+/// What the page table, or a query's list, says of a warp's keys. Nothing waits for it here, so that it is
+/// read a tile ahead.
+template <class P>
+struct KeyEntries {
+  using Groups = KeyGroups<P>;
+  int entry[Groups::kOwn];
+
+  __device__ __forceinline__ KeyEntries(const Params& p, const WorkTile<P>& work, int begin,
+                                        const FirstKey<kLeavesPages<P>>& first_key, int warp) {
+#pragma unroll
+    for (int own = 0; own < Groups::kOwn; ++own) {
+      const int at = Groups::at(own, warp);
+      if constexpr (P::kIndices)
+        entry[own] =
+            at < P::kBc ? IndexList<P>(p, work.sequence, work.h_kv, work.q_begin).entry(begin + at) : -1;
+      else
+        entry[own] = P::kPageRows > 0 && is_read(p, work, begin + at, first_key)
+                         ? table_entry<P>(p, work.sequence.b, begin + at)
+                         : 0;
+    }
+  }
+  static __device__ __forceinline__ bool is_read(const Params& p, const WorkTile<P>& work, int kv,
+                                                 const FirstKey<kLeavesPages<P>>& first_key) {
+    return kv < work.sequence.seqused_kv(p) && first_key.reads(kv);
+  }
+};
+
+/// The slots of a warp's keys of a KV tile; -1: no key.
+template <class P>
+struct GatheredKeys {
+  using Groups = KeyGroups<P>;
+  int slot[Groups::kOwn];
 
   __device__ __forceinline__ GatheredKeys() {}
   __device__ __forceinline__ GatheredKeys(const Params& p, const WorkTile<P>& work, int begin,
-                                          const FirstKey<kLeavesPages<P>>& first_key, int warp) {
-    const int seqused_kv = work.sequence.seqused_kv(p), lane = static_cast<int>(threadIdx.x) % 32;
+                                          const FirstKey<kLeavesPages<P>>& first_key,
+                                          const KeyEntries<P>& entries, int warp) {
 #pragma unroll
-    for (int own = 0; own < kOwn; ++own) {
-      const int at = first(own, warp) + lane;
-      int kv = begin + at;
-      if constexpr (P::kIndices)
-        kv = at < P::kBc ? IndexList<P>(p, work.sequence, work.h_kv, work.q_begin).key(kv) : -1;
-      else if (kv >= seqused_kv || !first_key.reads(kv))
-        kv = -1;
-      slot[own] = kv >= 0 ? slot_of_key<P>(p, work.sequence.b, kv) : -1;
+    for (int own = 0; own < Groups::kOwn; ++own) {
+      const int n = begin + Groups::at(own, warp), entry = entries.entry[own];
+      if constexpr (P::kIndices) {
+        const int kv = IndexList<P>(p, work.sequence, work.h_kv, work.q_begin).key_of(n, entry);
+        slot[own] = kv >= 0 ? slot_of_key<P>(p, work.sequence.b, kv) : -1;
+      } else {
+        slot[own] = KeyEntries<P>::is_read(p, work, n, first_key) ? slot_of_entry<P>(p, entry, n) : -1;
+      }
     }
   }
   /// Marks for the consumers which entries of a list are keys, and arrives on K's barrier.
   __device__ __forceinline__ void publish(unsigned* present, unsigned full, int warp) const {
 #pragma unroll
-    for (int own = 0; own < kOwn; ++own) {
+    for (int own = 0; own < Groups::kOwn; ++own) {
       const unsigned exist = __ballot_sync(kWholeWarp, slot[own] >= 0);
-      if (threadIdx.x % 32 == 0 && first(own, warp) < P::kBc) present[first(own, warp) / 32] = exist;
+      const int first = Groups::first(own, warp);
+      if (threadIdx.x % 32 == 0 && first < P::kBc) present[first / 32] = exist;
     }
     if (threadIdx.x % 32 == 0) barrier_arrive(full);
   }
-  /// The first key of a warp's `own`th group.
-  static __device__ __forceinline__ int first(int own, int warp) { return (own * kGatherWarps + warp) * 32; }
 };
 
 /// Calls copy(row of the tile, its memory, whether it is a key) for a warp's rows of a tile, in the
@@ -54,17 +92,26 @@ __device__ __forceinline__ void for_each_row(const KvSource<P>& from, const Gath
   constexpr int kRowsAtOnce = 32 / kLanesOfRow;
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
-  for (int own = 0; own < GatheredKeys<P>::kOwn; ++own) {
-    const int first = GatheredKeys<P>::first(own, warp);
+  for (int own = 0; own < KeyGroups<P>::kOwn; ++own) {
+    const int first = KeyGroups<P>::first(own, warp);
     if (first >= P::kBc) break;
     const int slot = keys.slot[own];
     const auto row =
         reinterpret_cast<unsigned long long>(slot >= 0 ? from.row_in_slot(slot) : from.some_row());
     const unsigned exist = __ballot_sync(kWholeWarp, slot >= 0);
+    const int rows = min(32, P::kBc - first);
+    if (exist == kWholeWarp) {  // as most are: no copy then asks
 #pragma unroll 4
-    for (int step = 0; step < min(32, P::kBc - first); step += kRowsAtOnce) {
-      const int of_group = step + lane / kLanesOfRow;
-      copy(first + of_group, __shfl_sync(kWholeWarp, row, of_group), (exist >> of_group & 1u) != 0);
+      for (int step = 0; step < rows; step += kRowsAtOnce) {
+        const int of_group = step + lane / kLanesOfRow;
+        copy(first + of_group, __shfl_sync(kWholeWarp, row, of_group), true);
+      }
+    } else {
+#pragma unroll 1
+      for (int step = 0; step < rows; step += kRowsAtOnce) {
+        const int of_group = step + lane / kLanesOfRow;
+        copy(first + of_group, __shfl_sync(kWholeWarp, row, of_group), (exist >> of_group & 1u) != 0);
+      }
     }
   }
 }

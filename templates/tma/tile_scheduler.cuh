@@ -44,8 +44,12 @@ __device__ __forceinline__ unsigned scheduled_heads(const Params& p) {
   return P::kPackGqa ? p.heads_kv * p.packed.sets : p.heads_q;
 }
 
-/// Stream-K: in the place of a split, the whole work tile.
+/// Stream-K and PackGQA: in the place of a split, the whole work tile.
 constexpr int kWhole = -1;
+/// Rows of a work tile are no rows of O one behind the other: each has its own place, and so have those of
+/// parts.
+template <class P>
+constexpr bool kPlacesRows = P::kStreamK || (P::kPackGqa && !P::kSplit);
 
 /// Cascade: the whole KV tiles of the prefix that all sequences share.
 template <class P>
@@ -142,7 +146,7 @@ struct TileScheduler {
       if (found.split >= static_cast<int>(splits)) return false;
       index %= order.size();
     } else {
-      found.split = P::kStreamK ? kWhole : static_cast<int>(index % splits);
+      found.split = kPlacesRows<P> ? kWhole : static_cast<int>(index % splits);
       index /= splits;
     }
     if (kSplitTailWave<P> && index >= whole) {

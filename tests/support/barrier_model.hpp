@@ -15,6 +15,24 @@ namespace flashjit::test {
 
 class BarrierModel {
  public:
+  /// A pipeline, as Ring in templates/async/ring.cuh: element n, counted from the start, takes stage n modulo
+  /// their number. A ring has no buffers if others than its own are read, and no `empty` barriers if nothing
+  /// waits for them.
+  struct Ring {
+    std::vector<int> buffers, full, empty;
+
+    int full_of(int n) const { return of(full, n); }
+    int empty_of(int n) const { return of(empty, n); }
+    int buffer_of(int n) const { return of(buffers, n); }
+    /// Elements before n that took its stage.
+    static int before(const std::vector<int>& stages, int n) { return n / static_cast<int>(stages.size()); }
+
+   private:
+    static int of(const std::vector<int>& stages, int n) {
+      return stages.at(static_cast<std::size_t>(n) % stages.size());
+    }
+  };
+
   /// The steps of one warp, or of a warpgroup whose warps go together, in their order.
   class Agent {
    public:
@@ -33,7 +51,21 @@ class BarrierModel {
     Agent& begin_read(int buffer, int content) { return add({Kind::begin_read, buffer, content}); }
     Agent& end_read(int buffer) { return add({Kind::end_read, buffer}); }
     Agent& read(int buffer, int content) { return begin_read(buffer, content).end_read(buffer); }
-    /// Of a named barrier of two: bar.arrive; and bar.sync, which arrives and waits.
+
+    // The same for element n of a ring. Its buffer then holds n.
+    Agent& wait_full(const Ring& ring, int n) {
+      return wait(ring.full_of(n), Ring::before(ring.full, n) + 1);
+    }
+    Agent& acquire(const Ring& ring, int n) { return wait(ring.empty_of(n), Ring::before(ring.empty, n)); }
+    Agent& release(const Ring& ring, int n) { return arrive(ring.empty_of(n)); }
+    Agent& commit(const Ring& ring, int n) { return arrive(ring.full_of(n)); }
+    Agent& expect(const Ring& ring, int n, int copies) { return expect(ring.full_of(n), copies); }
+    Agent& copy(const Ring& ring, int n) { return copy(ring.buffer_of(n), n, ring.full_of(n)); }
+    Agent& write(const Ring& ring, int n) { return write(ring.buffer_of(n), n); }
+    Agent& begin_read(const Ring& ring, int n) { return begin_read(ring.buffer_of(n), n); }
+    Agent& end_read(const Ring& ring, int n) { return end_read(ring.buffer_of(n)); }
+    Agent& read(const Ring& ring, int n) { return begin_read(ring, n).end_read(ring, n); }
+    /// A named barrier of two: bar.arrive; and bar.sync, which arrives and waits.
     Agent& named_arrive(int barrier) { return add({Kind::named_arrive, barrier}); }
     Agent& named_sync(int barrier) {
       int syncs = 1;
@@ -79,6 +111,20 @@ class BarrierModel {
     std::vector<int> all;
     for (int i = 0; i < count; ++i) all.push_back(buffer(fmt::format("{}[{}]", name, i)));
     return all;
+  }
+  /// A ring of so many stages with a buffer each. `commits` and `releases`: the arrivals that complete a
+  /// phase.
+  Ring ring(const std::string& name, int stages, int commits, int releases = 0) {
+    Ring made = barriers_of_ring(name, stages, commits, releases);
+    made.buffers = buffers(name, stages);
+    return made;
+  }
+  /// The same for buffers that the ring does not have. 0: no barriers of that side.
+  Ring barriers_of_ring(const std::string& name, int stages, int commits, int releases = 0) {
+    Ring made;
+    if (commits > 0) made.full = mbarriers(name + " full", stages, commits);
+    if (releases > 0) made.empty = mbarriers(name + " empty", stages, releases);
+    return made;
   }
   Agent& agent(std::string name) { return agents_.emplace_back(*this, std::move(name)); }
 

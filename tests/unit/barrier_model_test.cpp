@@ -1,6 +1,7 @@
 // The waits of the sm90 kernels, in every interleaving of small problems: no wait is for ever, no stage is
 // overwritten while it is read. The graphs follow templates/sm90: forward.cuh and forward_producer.cuh,
-// backward.cuh, backward_producer.cuh and backward_dq.cuh. A change of a kernel's waits is made here first.
+// backward.cuh, backward_producer.cuh and backward_dq.cuh. Their pipelines are those of forward_rings.cuh and
+// backward_rings.cuh. A change of a kernel's waits is made here first.
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -11,9 +12,7 @@ namespace flashjit {
 namespace {
 
 using test::BarrierModel;
-
-/// Uses of a ring of `stages` places before use `n`, of the place that it takes.
-int uses_before(int n, int stages) { return n / stages; }
+using Ring = BarrierModel::Ring;
 
 // --- Forward
 // ---------------------------------------------------------------------------------------------------------
@@ -28,90 +27,73 @@ struct ForwardProblem {
 BarrierModel forward_model(const ForwardProblem& problem) {
   BarrierModel model;
   const int stages = problem.stages, q_stages = problem.q_stages, groups = problem.warp_groups,
-            kept = problem.kept_work_tiles, rounds = static_cast<int>(problem.kv_tiles.size());
-  const auto q = model.buffers("Q", q_stages * groups), k = model.buffers("K", stages),
-             v = model.buffers("V", stages), bias = model.buffers("bias tile", stages),
-             work = model.buffers("work tile", kept);
-  const auto q_full = model.mbarriers("q_full", q_stages * groups, 1),
-             q_empty = model.mbarriers("q_empty", q_stages * groups, 1),
-             work_full = model.mbarriers("work_full", kept, 1), k_full = model.mbarriers("k_full", stages, 1),
-             k_empty = model.mbarriers("k_empty", stages, groups),
-             v_full = model.mbarriers("v_full", stages, 1),
-             v_empty = model.mbarriers("v_empty", stages, groups),
-             bias_full = model.mbarriers("terms_full", stages, 1),
-             bias_empty = model.mbarriers("terms_empty", stages, groups);
+            rounds = static_cast<int>(problem.kv_tiles.size());
+  const Ring k = model.ring("K", stages, 1, groups), v = model.ring("V", stages, 1, groups),
+             bias = model.ring("bias tile", stages, 1, groups),
+             work = model.ring("work tile", problem.kept_work_tiles, 1);
+  std::vector<Ring> q;  // of each warpgroup
   std::vector<int> ping_pong;
-  for (int wg = 0; wg < groups; ++wg)
+  for (int wg = 0; wg < groups; ++wg) {
+    q.push_back(model.ring(fmt::format("Q of warpgroup {}", wg), q_stages, 1, 1));
     ping_pong.push_back(model.named_barrier(fmt::format("ping_pong[{}]", wg)));
+  }
 
   // Finds the work tiles, and loads each warpgroup's Q.
   auto& q_producer = model.agent("Q producer");
   for (int round = 0; round <= rounds; ++round) {
-    q_producer.write(work[round % kept], round).arrive(work_full[round % kept]);
-    for (int wg = 0; wg < groups; ++wg) {
-      const int at = wg + round % q_stages * groups;
-      q_producer.wait(q_empty[at], uses_before(round, q_stages)).expect(q_full[at], round < rounds ? 1 : 0);
-      if (round < rounds) q_producer.copy(q[at], round, q_full[at]);
+    q_producer.write(work, round).commit(work, round);
+    for (const Ring& ring : q) {
+      q_producer.acquire(ring, round).expect(ring, round, round < rounds ? 1 : 0);
+      if (round < rounds) q_producer.copy(ring, round);
     }
   }
 
   // Loads K of a tile, then V of the one before.
   auto& kv_producer = model.agent("KV producer");
-  const auto load = [&](int n, const std::vector<int>& to, const std::vector<int>& full,
-                        const std::vector<int>& empty) {
-    kv_producer.wait(empty[n % stages], uses_before(n, stages)).expect(full[n % stages], 1);
-    kv_producer.copy(to[n % stages], n, full[n % stages]);
+  const auto load = [&](int n, const Ring& ring) {
+    kv_producer.acquire(ring, n).expect(ring, n, 1).copy(ring, n);
   };
   int loaded = 0;
   for (int round = 0; round <= rounds; ++round) {
-    kv_producer.wait(work_full[round % kept], uses_before(round, kept) + 1)
-        .begin_read(work[round % kept], round);
+    kv_producer.wait_full(work, round).begin_read(work, round);
     for (int tile = 0; round < rounds && tile < problem.kv_tiles[round]; ++tile, ++loaded) {
-      load(loaded, k, k_full, k_empty);
-      if (problem.bias_tile) load(loaded, bias, bias_full, bias_empty);
-      if (loaded > 0) load(loaded - 1, v, v_full, v_empty);
+      load(loaded, k);
+      if (problem.bias_tile) load(loaded, bias);
+      if (loaded > 0) load(loaded - 1, v);
     }
-    kv_producer.end_read(work[round % kept]);
+    kv_producer.end_read(work, round);
   }
-  load(loaded - 1, v, v_full, v_empty);
+  load(loaded - 1, v);
 
   for (int wg = 0; wg < groups; ++wg) {
     auto& consumer = model.agent(fmt::format("warpgroup {}", wg));
+    const Ring& own_q = q[wg];
     const auto hand_on = [&] { consumer.named_arrive(ping_pong[(wg + 1) % groups]); };
     if (wg == groups - 1) hand_on();
     int n = 0;
     for (int round = 0; round < rounds; ++round) {
-      const int at = wg + round % q_stages * groups;
-      consumer.wait(q_full[at], uses_before(round, q_stages) + 1).begin_read(work[round % kept], round);
+      consumer.wait_full(own_q, round).begin_read(work, round);
       for (int tile = 0; tile < problem.kv_tiles[round]; ++tile, ++n) {
-        const int stage = n % stages, before = (n + stages - 1) % stages;
-        consumer.wait(k_full[stage], uses_before(n, stages) + 1).named_sync(ping_pong[wg]);
-        if (tile == 0) consumer.begin_read(q[at], round);
-        consumer.begin_read(k[stage], n);  // S = Q K^T
-        if (problem.early_release) consumer.arrive(k_empty[stage]);
-        if (n > 0)
-          consumer.wait(v_full[before], uses_before(n - 1, stages) + 1)
-              .begin_read(v[before], n - 1);  // O += P V
+        consumer.wait_full(k, n).named_sync(ping_pong[wg]);
+        if (tile == 0) consumer.begin_read(own_q, round);
+        consumer.begin_read(k, n);  // S = Q K^T
+        if (problem.early_release) consumer.release(k, n);
+        if (n > 0) consumer.wait_full(v, n - 1).begin_read(v, n - 1);  // O += P V
         hand_on();
-        consumer.end_read(k[stage]);
-        if (!problem.early_release) consumer.arrive(k_empty[stage]);
+        consumer.end_read(k, n);
+        if (!problem.early_release) consumer.release(k, n);
         const bool last = tile + 1 == problem.kv_tiles[round];
-        if (last) consumer.end_read(q[at]);
-        if (last && q_stages == 1) consumer.arrive(q_empty[at]);
-        if (problem.bias_tile)
-          consumer.wait(bias_full[stage], uses_before(n, stages) + 1)
-              .read(bias[stage], n)
-              .arrive(bias_empty[stage]);
-        if (n > 0) consumer.end_read(v[before]).arrive(v_empty[before]);
-        if (tile == 0 && round > 0)
-          consumer.end_read(work[(round - 1) % kept]);  // O of the last work tile is stored
+        if (last) consumer.end_read(own_q, round);
+        if (last && q_stages == 1) consumer.release(own_q, round);
+        if (problem.bias_tile) consumer.wait_full(bias, n).read(bias, n).release(bias, n);
+        if (n > 0) consumer.end_read(v, n - 1).release(v, n - 1);
+        if (tile == 0 && round > 0) consumer.end_read(work, round - 1);  // O of the last work tile is stored
       }
-      if (q_stages == 2) consumer.arrive(q_empty[at]);
+      if (q_stages == 2) consumer.release(own_q, round);
     }
-    const int last = (n - 1) % stages, end = wg + rounds % q_stages * groups;
-    consumer.wait(q_full[end], uses_before(rounds, q_stages) + 1).read(work[rounds % kept], rounds);
-    consumer.wait(v_full[last], uses_before(n - 1, stages) + 1).read(v[last], n - 1);
-    consumer.end_read(work[(rounds - 1) % kept]);
+    consumer.wait_full(own_q, rounds).read(work, rounds);
+    consumer.wait_full(v, n - 1).read(v, n - 1);
+    consumer.end_read(work, rounds - 1);
     if (wg == 0) consumer.named_sync(ping_pong[wg]);
   }
   return model;
@@ -148,83 +130,104 @@ struct WideProblem {
   std::vector<int> kv_tiles;  ///< of each work tile
   int stages = 2, kept_work_tiles = 8;
   bool parts = true;         ///< K's tile is V, too, in two parts
+  int slots = 0;             ///< for latents that a warpgroup decodes; 0: none does
+  bool frees_early = false;  ///< the fault: a slot is free when its left part is decoded
   bool holds = true;         ///< the second group's P V until the first one's S is there
   bool hands_early = false;  ///< the fault: P is overwritten without waiting
 };
 
+/// Rings of K, or the left part of its tile; of V, or the right part; and of work tiles.
+struct WideRings {
+  Ring k, v, work;
+};
+
+/// Latents: a warp copies rows to slots, and a warpgroup decodes the parts of a tile from these.
+void add_decoder(BarrierModel& model, const WideProblem& problem, const WideRings& rings) {
+  const int rounds = static_cast<int>(problem.kv_tiles.size());
+  const Ring rows = model.ring("rows", problem.slots, 1, 1);
+  const auto visit = [&](auto& agent, const auto& visit_tile) {
+    int n = 0;
+    for (int round = 0; round <= rounds; ++round) {
+      agent.wait_full(rings.work, round).begin_read(rings.work, round);
+      for (int tile = 0; round < rounds && tile < problem.kv_tiles[round]; ++tile) visit_tile(n++);
+      agent.end_read(rings.work, round);
+    }
+  };
+  auto& copier = model.agent("copier");
+  visit(copier, [&](int n) { copier.acquire(rows, n).expect(rows, n, 1).copy(rows, n); });
+  auto& decoder = model.agent("decoder");
+  visit(decoder, [&](int n) {
+    decoder.wait_full(rows, n).acquire(rings.k, n).begin_read(rows, n);
+    decoder.write(rings.k, n).commit(rings.k, n);
+    if (problem.frees_early) decoder.release(rows, n);
+    decoder.acquire(rings.v, n).write(rings.v, n).commit(rings.v, n);
+    decoder.end_read(rows, n);
+    if (!problem.frees_early) decoder.release(rows, n);
+  });
+}
+
 BarrierModel wide_model(const WideProblem& problem) {
   BarrierModel model;
-  const int stages = problem.stages, kept = problem.kept_work_tiles,
-            rounds = static_cast<int>(problem.kv_tiles.size());
-  const auto q = model.buffers("Q", 1), left = model.buffers("K or left part", stages),
-             right = model.buffers("V or right part", stages), work = model.buffers("work tile", kept),
-             handed = model.buffers("P", 1);
-  const auto q_full = model.mbarriers("q_full", 1, 1), q_empty = model.mbarriers("q_empty", 1, 1),
-             work_full = model.mbarriers("work_full", kept, 1), k_full = model.mbarriers("k_full", stages, 1),
-             k_empty = model.mbarriers("k_empty", stages, 1), v_full = model.mbarriers("v_full", stages, 1),
-             v_empty = model.mbarriers("v_empty", stages, problem.parts ? 1 : 2);
-  const int p_full = model.named_barrier("p_full"), p_empty = model.named_barrier("p_empty"),
-            may_start_pv = model.named_barrier("may_start_pv");
+  const int rounds = static_cast<int>(problem.kv_tiles.size());
+  const WideRings rings{.k = model.ring("K or left part", problem.stages, 1, 1),
+                        .v = model.ring("V or right part", problem.stages, 1, problem.parts ? 1 : 2),
+                        .work = model.ring("work tile", problem.kept_work_tiles, 1)};
+  const Ring &k = rings.k, &v = rings.v, &work = rings.work;
+  const Ring q = model.ring("Q", 1, 1, 1);
+  const int handed = model.buffer("P"), p_full = model.named_barrier("p_full"),
+            p_empty = model.named_barrier("p_empty"), may_start_pv = model.named_barrier("may_start_pv");
 
   auto& q_producer = model.agent("Q producer");
   for (int round = 0; round <= rounds; ++round) {
-    q_producer.write(work[round % kept], round).arrive(work_full[round % kept]);
-    q_producer.wait(q_empty[0], round).expect(q_full[0], round < rounds ? 1 : 0);
-    if (round < rounds) q_producer.copy(q[0], round, q_full[0]);
+    q_producer.write(work, round).commit(work, round);
+    q_producer.acquire(q, round).expect(q, round, round < rounds ? 1 : 0);
+    if (round < rounds) q_producer.copy(q, round);
   }
 
+  if (problem.slots > 0) add_decoder(model, problem, rings);
   auto& kv_producer = model.agent("KV producer");
   int loaded = 0;
-  for (int round = 0; round <= rounds; ++round) {
-    kv_producer.wait(work_full[round % kept], uses_before(round, kept) + 1)
-        .begin_read(work[round % kept], round);
-    for (int tile = 0; round < rounds && tile < problem.kv_tiles[round]; ++tile, ++loaded) {
-      const int stage = loaded % stages, uses = uses_before(loaded, stages);
-      kv_producer.wait(k_empty[stage], uses)
-          .expect(k_full[stage], 1)
-          .copy(left[stage], loaded, k_full[stage]);
-      kv_producer.wait(v_empty[stage], uses)
-          .expect(v_full[stage], 1)
-          .copy(right[stage], loaded, v_full[stage]);
-    }
-    kv_producer.end_read(work[round % kept]);
+  for (int round = 0; problem.slots == 0 && round <= rounds; ++round) {
+    kv_producer.wait_full(work, round).begin_read(work, round);
+    for (int tile = 0; round < rounds && tile < problem.kv_tiles[round]; ++tile, ++loaded)
+      for (const Ring* ring : {&k, &v})
+        kv_producer.acquire(*ring, loaded).expect(*ring, loaded, 1).copy(*ring, loaded);
+    kv_producer.end_read(work, round);
   }
 
   auto& first = model.agent("first warpgroup");
   const auto start_s = [&](int n, bool held) {
-    const int stage = n % stages, uses = uses_before(n, stages) + 1;
     if (held && !problem.holds) first.named_arrive(may_start_pv);
-    first.wait(k_full[stage], uses).begin_read(left[stage], n);
-    if (problem.parts) first.wait(v_full[stage], uses).begin_read(right[stage], n);
+    first.wait_full(k, n).begin_read(k, n);
+    if (problem.parts) first.wait_full(v, n).begin_read(v, n);
   };
   int n = 0;
-  first.wait(q_full[0], 1).begin_read(work[0], 0).begin_read(q[0], 0);
+  first.wait_full(q, 0).begin_read(work, 0).begin_read(q, 0);
   start_s(0, false);
   for (int round = 0; round < rounds; ++round) {
     for (int tile = 0; tile < problem.kv_tiles[round]; ++tile) {
-      const int stage = n % stages;
+      const int now = n++;
       const bool last = tile + 1 == problem.kv_tiles[round];
       if (problem.parts)
-        first.end_read(right[stage]);  // S is there
+        first.end_read(v, now);  // S is there
       else
-        first.end_read(left[stage]).arrive(k_empty[stage]);
-      if (last) first.end_read(q[0]).arrive(q_empty[0]);
-      if (n > 0 && problem.holds) first.named_arrive(may_start_pv);
-      if (n > 0 && !problem.hands_early) first.named_sync(p_empty);
-      first.write(handed[0], n).named_arrive(p_full);
-      if (!problem.parts) first.wait(v_full[stage], uses_before(n, stages) + 1).begin_read(right[stage], n);
-      ++n;
-      if (last) first.wait(q_full[0], round + 2).begin_read(work[(round + 1) % kept], round + 1);
+        first.end_read(k, now).release(k, now);
+      if (last) first.end_read(q, round).release(q, round);
+      if (now > 0 && problem.holds) first.named_arrive(may_start_pv);
+      if (now > 0 && !problem.hands_early) first.named_sync(p_empty);
+      first.write(handed, now).named_arrive(p_full);
+      if (!problem.parts) first.wait_full(v, now).begin_read(v, now);
+      if (last) first.wait_full(q, round + 1).begin_read(work, round + 1);
       if (!last || round + 1 < rounds) {
-        if (last) first.begin_read(q[0], round + 1);
+        if (last) first.begin_read(q, round + 1);
         start_s(n, true);
       }
       // O is there
       if (problem.parts)
-        first.end_read(left[stage]).arrive(k_empty[stage]);
+        first.end_read(k, now).release(k, now);
       else
-        first.end_read(right[stage]).arrive(v_empty[stage]);
-      if (last) first.end_read(work[round % kept]);
+        first.end_read(v, now).release(v, now);
+      if (last) first.end_read(work, round);
     }
   }
   first.named_arrive(may_start_pv).named_sync(p_empty);
@@ -232,14 +235,13 @@ BarrierModel wide_model(const WideProblem& problem) {
   auto& second = model.agent("second warpgroup");
   n = 0;
   for (int round = 0; round <= rounds; ++round) {
-    second.wait(work_full[round % kept], uses_before(round, kept) + 1).begin_read(work[round % kept], round);
+    second.wait_full(work, round).begin_read(work, round);
     for (int tile = 0; round < rounds && tile < problem.kv_tiles[round]; ++tile, ++n) {
-      const int stage = n % stages;
-      second.named_sync(p_full).begin_read(handed[0], n).wait(v_full[stage], uses_before(n, stages) + 1);
-      second.named_sync(may_start_pv).read(right[stage], n).arrive(v_empty[stage]);
-      second.end_read(handed[0]).named_arrive(p_empty);
+      second.named_sync(p_full).begin_read(handed, n).wait_full(v, n);
+      second.named_sync(may_start_pv).read(v, n).release(v, n);
+      second.end_read(handed).named_arrive(p_empty);
     }
-    second.end_read(work[round % kept]);
+    second.end_read(work, round);
   }
   return model;
 }
@@ -254,6 +256,14 @@ TEST(WideForwardBarriers, NoInterleavingGoesWrong) {
     EXPECT_EQ(model.explore(), "");
     EXPECT_GT(model.states(), 100u);
   }
+}
+
+TEST(WideForwardBarriers, DecodedLatents) {
+  for (const int slots : {1, 2, 3}) {
+    BarrierModel model = wide_model({.kv_tiles = {3, 1, 2}, .slots = slots});
+    EXPECT_EQ(model.explore(), "") << slots;
+  }
+  EXPECT_NE(wide_model({.kv_tiles = {4}, .slots = 2, .frees_early = true}).explore(), "");
 }
 
 TEST(WideForwardBarriers, POverwrittenBeforeItIsReadIsFound) {
@@ -277,20 +287,15 @@ struct BackwardProblem {
 BarrierModel backward_model(const BackwardProblem& problem) {
   constexpr int kGroups = 2;
   BarrierModel model;
-  const int stages = problem.stages, dout_stages = problem.dout_stages, kept = problem.kept_q_tiles;
+  const int stages = problem.stages, dout_stages = problem.dout_stages;
+  const Ring q_tiles = model.barriers_of_ring("Q", stages, 1, kGroups),
+             douts = model.barriers_of_ring("dO", dout_stages, 1, kGroups),
+             ds_tiles = model.barriers_of_ring("dS", 2, kGroups),
+             kv_tiles = model.barriers_of_ring("KV tile", 1, 0, kGroups);
   // Wide, each warpgroup's columns of a stage are a buffer, as its dQ comes to lie over them.
   const auto q = model.buffers("Q", stages * kGroups), dout = model.buffers("dO", dout_stages * kGroups),
-             ds = model.buffers("dS", 2 * kGroups), dq = model.buffers("dQ", kGroups),
-             said = model.buffers("QTileInfo", kept);
-  const int k = model.buffer("K"), v = model.buffer("V");
-  const auto q_full = model.mbarriers("q_full", stages, 1),
-             q_empty = model.mbarriers("q_empty", stages, kGroups),
-             dout_full = model.mbarriers("dout_full", dout_stages, 1),
-             dout_empty = model.mbarriers("dout_empty", dout_stages, kGroups),
-             ds_full = model.mbarriers("ds_full", 2, kGroups),
-             dq_full = model.mbarriers("dq_full", kGroups, 1),
-             dq_empty = model.mbarriers("dq_empty", kGroups, 1);
-  const int kv_empty = model.mbarrier("kv_empty", kGroups);
+             ds = model.buffers("dS", 2 * kGroups), said = model.buffers("QTileInfo", problem.kept_q_tiles);
+  const int kept = problem.kept_q_tiles, k = model.buffer("K"), v = model.buffer("V");
 
   struct QTile {
     int kv_tile;
@@ -304,22 +309,23 @@ BarrierModel backward_model(const BackwardProblem& problem) {
 
   auto& producer = model.agent("producer");
   for (int i = 0; i < count; ++i) {
-    const int stage = i % stages, dout_stage = i % dout_stages;
-    producer.write(said[i % kept], i).wait(q_empty[stage], uses_before(i, stages));
-    producer.expect(q_full[stage], kGroups + (all[i].first ? 1 : 0));
-    for (int half = 0; half < kGroups; ++half) producer.copy(q[stage * kGroups + half], i, q_full[stage]);
-    producer.wait(dout_empty[dout_stage], uses_before(i, dout_stages));
-    producer.expect(dout_full[dout_stage], kGroups + (all[i].first ? 1 : 0));
-    for (int half = 0; half < kGroups; ++half)
-      producer.copy(dout[dout_stage * kGroups + half], i, dout_full[dout_stage]);
+    const auto load = [&](const Ring& ring, const std::vector<int>& buffers) {
+      producer.acquire(ring, i).expect(ring, i, kGroups + (all[i].first ? 1 : 0));
+      const int stage = i % static_cast<int>(ring.full.size());
+      for (int half = 0; half < kGroups; ++half)
+        producer.copy(buffers[stage * kGroups + half], i, ring.full_of(i));
+    };
+    producer.write(said[i % kept], i);
+    load(q_tiles, q);
+    load(douts, dout);
     if (!all[i].first) continue;
-    producer.wait(kv_empty, all[i].kv_tile);
-    producer.copy(k, all[i].kv_tile, q_full[stage]).copy(v, all[i].kv_tile, dout_full[dout_stage]);
+    producer.acquire(kv_tiles, all[i].kv_tile);
+    producer.copy(k, all[i].kv_tile, q_tiles.full_of(i)).copy(v, all[i].kv_tile, douts.full_of(i));
   }
-  producer.wait(q_empty[count % stages], uses_before(count, stages)).write(said[count % kept], count);
-  producer.arrive(q_full[count % stages]);
+  producer.acquire(q_tiles, count).write(said[count % kept], count).commit(q_tiles, count);
 
   for (int wg = 0; wg < kGroups; ++wg) {
+    const Ring dq = model.ring(fmt::format("dQ of warpgroup {}", wg), 1, 1, 1);
     auto& consumer = model.agent(fmt::format("warpgroup {}", wg));
     const auto both = [&](const std::vector<int>& buffers, int place, int content, bool begin) {
       for (int half = 0; half < kGroups; ++half) {
@@ -327,10 +333,7 @@ BarrierModel backward_model(const BackwardProblem& problem) {
         begin ? consumer.begin_read(buffer, content) : consumer.end_read(buffer);
       }
     };
-    const auto wait_ds = [&](int i) { consumer.wait(ds_full[i % 2], uses_before(i, 2) + 1); };
-    const auto hand_on_dq = [&](int i) {
-      consumer.wait(dq_empty[wg], i).write(dq[wg], i).arrive(dq_full[wg]);
-    };
+    const auto hand_on_dq = [&](int i) { consumer.acquire(dq, i).write(dq, i).commit(dq, i); };
     const auto multiply_ds_k = [&](int i, const std::function<void()>& meanwhile) {  // dQ += dS K
       both(ds, i % 2, i, true);
       consumer.begin_read(k, all[i].kv_tile);
@@ -341,56 +344,55 @@ BarrierModel backward_model(const BackwardProblem& problem) {
     for (int i = 0; i < count; ++i) {
       const int stage = i % stages, dout_stage = i % dout_stages;
       const int own_q = q[stage * kGroups + wg], own_dout = dout[dout_stage * kGroups + wg];
-      consumer.wait(q_full[stage], uses_before(i, stages) + 1).begin_read(said[i % kept], i);
+      consumer.wait_full(q_tiles, i).begin_read(said[i % kept], i);
       both(q, stage, i, true);
       consumer.begin_read(k, all[i].kv_tile);  // S = Q K^T
-      consumer.wait(dout_full[dout_stage], uses_before(i, dout_stages) + 1);
+      consumer.wait_full(douts, i);
       both(dout, dout_stage, i, true);
       consumer.read(v, all[i].kv_tile).end_read(k);  // dP = dO V^T
       both(q, stage, i, false);
       both(dout, dout_stage, i, false);
-      if (!problem.wide && i > 0 && !problem.skips_ds_wait) wait_ds(i - 1);
+      if (!problem.wide && i > 0 && !problem.skips_ds_wait) consumer.wait_full(ds_tiles, i - 1);
       consumer.write(ds[i % 2 * kGroups + wg], i);
       if (problem.wide) {
-        consumer.arrive(ds_full[i % 2]);
-        wait_ds(i);
+        consumer.commit(ds_tiles, i).wait_full(ds_tiles, i);
         multiply_ds_k(i, [&] { consumer.begin_read(own_dout, i).begin_read(own_q, i); });
-        consumer.end_read(own_dout).wait(dq_empty[wg], i).write(own_dout, -2 - i);  // dQ over dO
-        consumer.end_read(own_q).write(own_q, -2 - i).write(dq[wg], i).arrive(dq_full[wg]);
-        if (all[i].last) consumer.arrive(kv_empty);
+        consumer.end_read(own_dout).acquire(dq, i).write(own_dout, -2 - i);  // dQ over dO
+        consumer.end_read(own_q).write(own_q, -2 - i).write(dq, i).commit(dq, i);
+        if (all[i].last) consumer.release(kv_tiles, all[i].kv_tile);
       } else {
         const auto multiply = [&] { both(q, stage, i, true), both(dout, dout_stage, i, true); };
         if (all[i].first)
           multiply();
         else
           multiply_ds_k(i - 1, multiply);
-        consumer.arrive(ds_full[i % 2]);
+        consumer.commit(ds_tiles, i);
         if (!all[i].first) hand_on_dq(i - 1);
         both(q, stage, i, false), both(dout, dout_stage, i, false);
-        consumer.arrive(dout_empty[dout_stage]).arrive(q_empty[stage]);
+        consumer.release(douts, i).release(q_tiles, i);
         if (all[i].last) {
-          wait_ds(i);
+          consumer.wait_full(ds_tiles, i);
           multiply_ds_k(i, [] {});
-          consumer.arrive(kv_empty);
+          consumer.release(kv_tiles, all[i].kv_tile);
           hand_on_dq(i);
         }
       }
       consumer.end_read(said[i % kept]);
     }
-    consumer.wait(q_full[count % stages], uses_before(count, stages) + 1).read(said[count % kept], count);
-    consumer.wait(dq_empty[wg], count).arrive(dq_full[wg]);
+    consumer.wait_full(q_tiles, count).read(said[count % kept], count);
+    consumer.acquire(dq, count).commit(dq, count);
 
     // The thread that adds the warpgroup's dQ to global memory.
-    auto& adder = model.agent(fmt::format("dQ of warpgroup {}", wg));
+    auto& adder = model.agent(fmt::format("adder of warpgroup {}", wg));
     for (int i = 0; i < count; ++i) {
-      adder.wait(dq_full[wg], i + 1).begin_read(said[i % kept], i).read(dq[wg], i);
+      adder.wait_full(dq, i).begin_read(said[i % kept], i).read(dq, i);
       if (problem.wide) {
         adder.read(dout[i % dout_stages * kGroups + wg], -2 - i).read(q[i % stages * kGroups + wg], -2 - i);
       }
-      adder.end_read(said[i % kept]).arrive(dq_empty[wg]);
-      if (problem.wide) adder.arrive(dout_empty[i % dout_stages]).arrive(q_empty[i % stages]);
+      adder.end_read(said[i % kept]).release(dq, i);
+      if (problem.wide) adder.release(douts, i).release(q_tiles, i);
     }
-    adder.wait(dq_full[wg], count + 1).read(said[count % kept], count);
+    adder.wait_full(dq, count).read(said[count % kept], count);
   }
   return model;
 }
@@ -400,9 +402,12 @@ BarrierModel backward_model(const BackwardProblem& problem) {
 BarrierModel split_columns_model(int q_tiles, bool meets_before_sending = true) {
   constexpr int kCtas = 2, kGroups = 2;
   BarrierModel model;
-  const auto partial = model.buffers("partial sums", kCtas * kGroups),
-             partial_full = model.mbarriers("partial_sums_full", kCtas * kGroups, 1),
-             ds_full = model.mbarriers("ds_full", kCtas * 2, kGroups);
+  std::vector<Ring> partial_sums, ds_tiles;  // of each warpgroup of each CTA; of each CTA
+  for (int cta = 0; cta < kCtas; ++cta) {
+    for (int wg = 0; wg < kGroups; ++wg)
+      partial_sums.push_back(model.ring(fmt::format("partial sums[{}][{}]", cta, wg), 1, 1));
+    ds_tiles.push_back(model.barriers_of_ring(fmt::format("dS[{}]", cta), 2, kGroups));
+  }
   // P and dS of a CTA, in the parts that each warpgroup of each CTA computes.
   const auto p_and_ds = model.buffers("P and dS", kCtas * kCtas * kGroups);
   const auto part = [&](int cta, int from, int wg) { return p_and_ds[(cta * kCtas + from) * kGroups + wg]; };
@@ -411,16 +416,15 @@ BarrierModel split_columns_model(int q_tiles, bool meets_before_sending = true) 
   for (int cta = 0; cta < kCtas; ++cta)
     for (int wg = 0; wg < kGroups; ++wg) {
       auto& consumer = model.agent(fmt::format("warpgroup {} of CTA {}", wg, cta));
-      const int own = cta * kGroups + wg, other_cta = 1 - cta, other = other_cta * kGroups + wg;
+      const int other_cta = 1 - cta;
+      const Ring &own = partial_sums[cta * kGroups + wg], &other = partial_sums[other_cta * kGroups + wg];
       for (int i = 0; i < q_tiles; ++i) {
         if (meets_before_sending) consumer.named_sync(both[cta]);
-        consumer.expect(partial_full[own], 1).copy(partial[other], i, partial_full[other]);
-        consumer.wait(partial_full[own], i + 1).read(partial[own], i);
+        consumer.expect(own, i, 1).copy(other, i).wait_full(own, i).read(own, i);
         consumer.write(part(cta, cta, wg), i);
-        consumer.copy(part(other_cta, cta, wg), i, ds_full[other_cta * 2 + i % 2]);
-        const int full = ds_full[cta * 2 + i % 2];
-        wg == 0 ? consumer.expect(full, kGroups) : consumer.arrive(full);
-        consumer.wait(full, uses_before(i, 2) + 1);
+        consumer.copy(part(other_cta, cta, wg), i, ds_tiles[other_cta].full_of(i));
+        wg == 0 ? consumer.expect(ds_tiles[cta], i, kGroups) : consumer.commit(ds_tiles[cta], i);
+        consumer.wait_full(ds_tiles[cta], i);
         for (int from = 0; from < kCtas; ++from)
           for (int of = 0; of < kGroups; ++of) consumer.begin_read(part(cta, from, of), i);
         for (int from = 0; from < kCtas; ++from)
@@ -444,10 +448,12 @@ BarrierModel shared_tile_model(const SharedTileProblem& problem) {
   BarrierModel model;
   // A CTA's P, and then the other's dS; and its own dS. In the parts that the warpgroups compute.
   const auto p = model.buffers("P", kCtas * kGroups), ds = model.buffers("dS", kCtas * kGroups);
-  const auto ds_full = model.mbarriers("ds_full", kCtas * 2, kGroups),
-             p_read = model.mbarriers("other_p_read", kCtas, kGroups),
-             other_full = model.mbarriers("other_ds_full", kCtas * 2, 1),
-             sent_read = model.mbarriers("sent_ds_read", kCtas, 1);
+  std::vector<Ring> ds_tiles, over_p, other_ds;  // of each CTA
+  for (int cta = 0; cta < kCtas; ++cta) {
+    ds_tiles.push_back(model.barriers_of_ring(fmt::format("dS[{}]", cta), 2, kGroups));
+    over_p.push_back(model.barriers_of_ring(fmt::format("dS over P[{}]", cta), 1, kGroups, 1));
+    other_ds.push_back(model.barriers_of_ring(fmt::format("other dS[{}]", cta), 2, 1));
+  }
   for (int cta = 0; cta < kCtas; ++cta) {
     const int other = 1 - cta, both = model.named_barrier(fmt::format("both[{}]", cta));
     const auto each_part = [&](auto of_part) {
@@ -456,28 +462,27 @@ BarrierModel shared_tile_model(const SharedTileProblem& problem) {
     for (int wg = 0; wg < kGroups; ++wg) {
       auto& consumer = model.agent(fmt::format("warpgroup {} of CTA {}", wg, cta));
       for (int i = 0; i < problem.q_tiles; ++i) {
-        if (!problem.skips_ds_wait) consumer.wait(sent_read[cta], i);
+        if (!problem.skips_ds_wait) consumer.acquire(over_p[cta], i);
         consumer.write(p[cta * kGroups + wg], 2 * i).write(ds[cta * kGroups + wg], i);
-        consumer.arrive(ds_full[cta * 2 + i % 2]).wait(ds_full[cta * 2 + i % 2], uses_before(i, 2) + 1);
+        consumer.commit(ds_tiles[cta], i).wait_full(ds_tiles[cta], i);
         each_part([&](int of) { consumer.begin_read(ds[cta * kGroups + of], i); });
         each_part([&](int of) { consumer.begin_read(p[cta * kGroups + of], 2 * i); });
         each_part([&](int of) { consumer.end_read(p[cta * kGroups + of]); });
-        consumer.arrive(p_read[other]).wait(other_full[cta * 2 + i % 2], uses_before(i, 2) + 1);
+        consumer.commit(over_p[other], i).wait_full(other_ds[cta], i);
         consumer.end_read(ds[other * kGroups + wg]);
         each_part([&](int of) { consumer.begin_read(p[cta * kGroups + of], 2 * i + 1); });
         each_part([&](int of) { consumer.end_read(p[cta * kGroups + of]).end_read(ds[cta * kGroups + of]); });
         consumer.named_sync(both);
-        if (wg == 0) consumer.arrive(sent_read[other]);
+        if (wg == 0) consumer.release(over_p[other], i);
       }
     }
     auto& sender = model.agent(fmt::format("copies of CTA {}", cta));
     for (int i = 0; i < problem.q_tiles; ++i) {
-      sender.wait(ds_full[cta * 2 + i % 2], uses_before(i, 2) + 1);
-      if (!problem.skips_p_wait) sender.wait(p_read[cta], i + 1);
-      sender.expect(other_full[cta * 2 + i % 2], kGroups);
+      sender.wait_full(ds_tiles[cta], i);
+      if (!problem.skips_p_wait) sender.wait_full(over_p[cta], i);
+      sender.expect(other_ds[cta], i, kGroups);
       each_part([&](int of) { sender.begin_read(ds[cta * kGroups + of], i); });
-      each_part(
-          [&](int of) { sender.copy(p[other * kGroups + of], 2 * i + 1, other_full[other * 2 + i % 2]); });
+      each_part([&](int of) { sender.copy(p[other * kGroups + of], 2 * i + 1, other_ds[other].full_of(i)); });
     }
   }
   return model;

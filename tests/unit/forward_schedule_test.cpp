@@ -101,7 +101,11 @@ TYPED_TEST(ForwardSchedule, GivesEachRowAndSplitOnce) {
           Params p = {};
           p.batch = 2, p.heads_q = heads, p.heads_kv = 1, p.seqlen_q = p.seqlen_kv = seqlen;
           p.num_splits = 3;
-          p.packed = {heads, min(heads, 4), (heads + 3) / 4, 64 / min(heads, 4), 0};
+          p.packed = {.heads = min(heads, 4),
+                      .sets = (heads + 3) / 4,
+                      .queries = 64 / min(heads, 4),
+                      .inverse = 0,
+                      .shared = heads};
           expect_each_once<P>(p, ctas, cluster);
         }
 }
@@ -175,7 +179,7 @@ std::vector<int> offsets_of(const std::vector<int>& queries) {
   for (const int count : queries) offsets.push_back(offsets.back() + count);
   return offsets;
 }
-/// Of packed queries, which point to `lengths` and `offsets`.
+/// Parameters of packed queries, which point to `lengths` and `offsets`.
 template <class P>
 Params params_of(const Lengths& lengths, const std::vector<int>& offsets, int shares, int heads_q,
                  int heads_kv, int lanes) {
@@ -187,7 +191,11 @@ Params params_of(const Lengths& lengths, const std::vector<int>& offsets, int sh
   p.num_splits = shares, p.head_lanes = lanes;
   if (P::kPackGqa) {
     const int shared = heads_q / heads_kv;
-    p.packed = {shared, shared, 1, 64 / shared, static_cast<unsigned>(((1 << 16) + shared - 1) / shared)};
+    p.packed = {.heads = shared,
+                .sets = 1,
+                .queries = 64 / shared,
+                .inverse = static_cast<unsigned>(((1 << 16) + shared - 1) / shared),
+                .shared = shared};
   }
   return p;
 }

@@ -238,6 +238,21 @@ TEST(Sm90, TheHeuristicGivesShortRowsToClusters) {
 constexpr const char* kTwoTiles = "sm90:br128:bc64:w16:s3";
 constexpr const char* kTwoListedTiles = "sm90:br128:bc64:w16:s4";
 
+// What tests/compile found to spill: 128 keys beside 128 columns.
+TEST(Sm90, SmallPagesWithScalesOfTheirOwnHaveFewerKeys) {
+  // So few queries that no Q tile would decode what another one did.
+  const auto keys = [](const char* spec) {
+    return family().heuristic(parse_spec(spec), parse_shape("b64:hq32:hkv32:sq128:skv4096"), kH100).bc;
+  };
+  for (const char* spec : {"fwd:bf16:d128:kv{e2m1:g16:e4m3:apart:scaled}:causal:pages16",
+                           "fwd:bf16:d128:kv{int4:g32:fp16:apart:zero}:pages16"})
+    EXPECT_EQ(keys(spec), 112) << spec;
+  for (const char* spec :
+       {"fwd:bf16:d128:kv{e2m1:g16:e4m3:apart:scaled}", "fwd:bf16:d96:kv{e2m1:g16:e4m3:apart:scaled}:pages16",
+        "fwd:bf16:d128:kv{e2m1:g16:e4m3:apart:scaled}:pages64", "fwd:bf16:d128:kv{nvfp4}:pages16"})
+    EXPECT_EQ(keys(spec), 128) << spec;
+}
+
 TEST(Sm90, TheHeuristicKnowsWhatCausalTilesCost) {
   // One cluster has both tiles of a head.
   EXPECT_EQ(chosen("fwd:bf16:d64:causal", "b64:hq32:hkv32:sq256:skv256"), "sm90:br128:bc128:w8:s2");
@@ -355,7 +370,7 @@ TEST(Sm90, DecodesRowsOfFormats) {
                            "fwd:bf16:d256:kv{q4_0}:causal", "fwd:bf16:d128:v{q4_0}:pages3"})
     EXPECT_EQ(refusal(spec), "") << spec;
   expect_in("head dimensions up to 256 and without shared_kv",
-            refusal("fwd:bf16:d576x512:kv{fp8_ds_mla}:shared_kv:pages64"));
+            refusal("fwd:bf16:d192x128:kv{e4m3:g64:fp32:tail64}:shared_kv:pages64"));
   expect_in("in a format that is decoded", refusal("fwd:bf16:d128:kv{nvfp4}:cache:indices"));
   const KernelSpec spec = parse_spec("fwd:bf16:d128:kv{nvfp4}:pages16");
   const TileConfig decoding = family().heuristic(spec, parse_shape("b64:hq8:hkv8:sq4:skv4096"), kH100);
@@ -372,6 +387,21 @@ TEST(Sm90, DecodesRowsOfFormats) {
   EXPECT_EQ(sm90::row_pitch(72, 8), 80);
   EXPECT_EQ(sm90::row_pitch(64, 16), 64);
   EXPECT_EQ(sm90::row_pitch(34, 2), 48);
+}
+
+TEST(Sm90, DecodesLatents) {
+  const KernelSpec spec = parse_spec("fwd:bf16:d576x512:kv{fp8_ds_mla}:shared_kv:pages64:indices");
+  EXPECT_EQ(refusal("fwd:bf16:d576x512:kv{fp8_ds_mla}:shared_kv:pages64"), "");
+  // These have a scale of the call, scales in another tensor, or rows of no multiple of 16 bytes.
+  for (const char* format : {"nvfp4", "e4m3:g64:fp32:apart", "e4m3:g64:fp16:tail64"})
+    expect_in("rows of a multiple of 16 bytes have all scales",
+              refusal(fmt::format("fwd:bf16:d{}:kv{{{}}}:shared_kv", 576 - 64, format)));
+  const TileConfig config = family().heuristic(spec, parse_shape("b64:hq128:hkv1:sq1:skv4096"), kH100);
+  EXPECT_EQ(to_string(config), "sm90:br64:bc32:w8:s2:d_split2:split:pack_gqa");
+  // One warpgroup copies, two compute, one decodes.
+  const KernelPlan kernel = family().kernel(spec, config);
+  EXPECT_EQ(kernel.entries.front().threads, 4 * 128);
+  EXPECT_EQ(kernel.tensor_boxes->kv_rows, 0);
 }
 
 TEST(Sm90, PlansOneKernelWithTensorMaps) {
@@ -391,6 +421,7 @@ TEST(Sm90, PlansOneKernelWithTensorMaps) {
                                    .shared_kv = false,
                                    .codes = false,
                                    .row_pitch = 0,
+                                   .scale_bytes = 0,
                                    .code_products = false,
                                    .key_scales = false,
                                    .split = false,

@@ -1,0 +1,85 @@
+// The score program in the backward pass: S becomes score(S), and its derivative, `slope`, is kept for dS.
+#pragma once
+
+#include "flashjit/sm90/backward_score_tile.cuh"
+
+namespace flashjit::sm90 {
+
+/// What P and dS of a thread's pairs are made from, beside the products.
+template <class P>
+struct PairInputs {
+  unsigned bias_tile = 0;  ///< this lane's address in the bias tile
+  float column_term[2] = {};
+  DroppedValues<ScoreTile<P>::kCount> dropped;
+  TileMask<P, BackwardPolicy<P>::kPairQueries> mask;
+  unsigned map_bits = ~0u;
+  float2 lse, d;      ///< of the first two queries
+  float scale, log2;  ///< LSE's unit, see common/lse_log2.cuh
+};
+
+// What a program reads, besides the positions: find() gets it for pair e of the four from n on.
+
+/// Nothing.
+template <class P>
+struct PairPositions {
+  __device__ __forceinline__ void find(const Params&, const typename P::Head&, const ScoreTile<P>&,
+                                       PairInputs<P>&, int, int) {}
+  __device__ __forceinline__ float slope(const Params& p, const typename P::Head& head, float dot, Position q,
+                                         Position kv) const {
+    return P::score_grad(p, head, dot, q, kv);
+  }
+  __device__ __forceinline__ float score(const Params& p, const typename P::Head& head, float dot, Position q,
+                                         Position kv) const {
+    return P::score(p, head, dot, q, kv);
+  }
+};
+/// An element of the bias tile.
+template <class P>
+struct PairBias {
+  unsigned words[4];  // of eight values
+  unsigned short element;
+
+  __device__ __forceinline__ void find(const Params&, const typename P::Head&, const ScoreTile<P>&,
+                                       PairInputs<P>& in, int n, int e) {
+    if (n % 8 + e == 0) load_matrix_x4_transposed(words, in.bias_tile + n / 8 * 16 * kRowBytes);
+    element = static_cast<unsigned short>(words[(n + e) % 8 / 2] >> e % 2 * 16);
+  }
+  __device__ __forceinline__ float slope(const Params& p, const typename P::Head& head, float dot, Position q,
+                                         Position kv) const {
+    return P::score_grad_of_element(p, head, dot, element, q, kv);
+  }
+  __device__ __forceinline__ float score(const Params& p, const typename P::Head& head, float dot, Position q,
+                                         Position kv) const {
+    return P::score_of_element(p, head, dot, element, q, kv);
+  }
+};
+/// The terms of its row and of its column.
+template <class P>
+struct PairTerms {
+  float2 of_rows{};
+  float row, column;
+
+  __device__ __forceinline__ void find(const Params& p, const typename P::Head& head,
+                                       const ScoreTile<P>& tile, PairInputs<P>& in, int n, int e) {
+    if (P::kScoreRowTerm && e == 0) of_rows = tile.of_queries(tile.row_terms, n);
+    row = e % 2 ? of_rows.y : of_rows.x;
+    if constexpr (P::kScoreColumnTerm && !BackwardPolicy<P>::kFindsColumnTermsEarly)
+      in.column_term[e / 2] = P::score_column_term(p, head, tile.at_kv(n + e));
+    column = in.column_term[e / 2];
+  }
+  __device__ __forceinline__ float slope(const Params& p, const typename P::Head& head, float dot, Position q,
+                                         Position kv) const {
+    return P::score_grad_of_terms(p, head, dot, row, column, q, kv);
+  }
+  __device__ __forceinline__ float score(const Params& p, const typename P::Head& head, float dot, Position q,
+                                         Position kv) const {
+    return P::score_of_terms(p, head, dot, row, column, q, kv);
+  }
+};
+
+template <class P>
+using PairScore =
+    Conditional<BackwardPolicy<P>::kHasBiasTile, PairBias<P>,
+                Conditional<P::kScoreRowTerm || P::kScoreColumnTerm, PairTerms<P>, PairPositions<P>>>;
+
+}  // namespace flashjit::sm90

@@ -11,37 +11,50 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _library
+from ._fakes import register_fake
 from ._launch import is_watched, launch
 from ._library import MergeArgs, PartialState, spec_handle
 from ._structs import tensor_struct
 from ._tensor_checks import check_memory
-from ._tensors import ELEMENTS, SPEC_TYPES, dense_strides, describe, readable
+from ._tensors import ELEMENTS, SPEC_TYPES, dense_strides, describe, readable, strides_are_read
 from ._transforms import refuse_batched
-from .errors import InvalidArgument, WrongType
+from .errors import InvalidArgument, Unsupported, WrongType
 
 
 def merge(
-    states: Sequence[tuple[Tensor, Tensor]], *, dtype: torch.dtype | None = None
+    states: Sequence[tuple[Tensor, Tensor]],
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(O, LSE) over all keys, from what attention(..., return_lse=True) gave over disjoint parts of them. With gradients.
 
     states: 1 to 8 pairs (O, LSE) of the same queries: O [batch, heads, rows, dim], LSE float32 [batch, heads, rows], with
         any strides; packed queries are one batch entry. One with an LSE of -inf gives nothing, whatever its O.
-    dtype: of the result; None: that of the states. Where they differ one of them is float32.
+    dtype: of the merged O; None: the type of `out`, or the states' own. Where it differs from the states' type, one of the two is
+        float32.
+    out, lse: tensors that O and LSE are written to, and that are returned, of their sizes and types, in memory of their own. lse may
+        have any strides; of `out` the last stride is 1, and the others are multiples of 16 bytes. Not with gradients, nor in compiled
+        code.
 
-    Without any key O is 0 and LSE -inf. Raises flashjit.Error.
+    Returns (O, LSE), like a state. Without any key O is 0 and LSE -inf. Raises flashjit.Error.
     """
     pairs = _check_states(states)
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in SPEC_TYPES):
         raise WrongType(
             f"dtype is {dtype}: give torch.float16, torch.bfloat16 or torch.float32, or None for that of the states."
         )
-    outs, lses = [out for out, _ in pairs], [lse for _, lse in pairs]
+    outs, lses = [x for x, _ in pairs], [y for _, y in pairs]
     refuse_batched("merge()", *outs, *lses)
+    _check_memory_of(out, lse, outs[0], dtype)
     dim = outs[0].shape[3]
     if dim % 8:
-        out, lse = merge([(F.pad(out, (0, -dim % 8)), lse) for out, lse in pairs], dtype=dtype)
-        return out[..., :dim], lse
+        if out is not None:
+            raise Unsupported(f"out has {dim} columns, which are no multiple of 8: leave it out.")
+        padded = [(F.pad(x, (0, -dim % 8)), y) for x, y in pairs]
+        wide, lse = merge(padded, dtype=dtype, lse=lse)
+        return wide[..., :dim], lse
     if (
         torch.compiler.is_compiling()
         or is_watched()
@@ -49,8 +62,14 @@ def merge(
         and any(x.requires_grad for x in (*outs, *lses))
         or any(x.is_neg() for x in (*outs, *lses))
     ):
+        if out is not None or lse is not None:
+            name = "out" if out is not None else "lse"
+            raise Unsupported(
+                f"{name} is given with gradients, or in compiled code or under modes and transforms of torch: leave it out, or "
+                "call merge() under torch.no_grad()."
+            )
         return torch.ops.flashjit.merge(outs, lses, dtype)  # type: ignore[no-any-return]
-    return _merge(outs, lses, dtype)
+    return _merge_into(outs, lses, dtype, out, lse)
 
 
 torch.library.define(
@@ -72,17 +91,29 @@ def _new_state(like: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]
     )
 
 
-@torch.library.register_fake("flashjit::merge")
+@register_fake("flashjit::merge")
 def _fake_merge(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     return _new_state(outs[0], dtype)
 
 
 def _merge(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    return _merge_into(outs, lses, dtype, None, None)
+
+
+def _merge_into(
+    outs: list[Tensor],
+    lses: list[Tensor],
+    dtype: torch.dtype | None,
+    given_out: Tensor | None,
+    given_lse: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     for i, pair in enumerate(zip(outs, lses)):
         for x in pair:
             check_memory(f"states[{i}]", x)
     outs, lses = [readable(out, "a state's O") for out in outs], [lse.resolve_neg() for lse in lses]
-    out, lse = _new_state(outs[0], dtype)
+    if given_out is None or given_lse is None:
+        out, lse = _new_state(outs[0], dtype if given_out is None else given_out.dtype)
+    out, lse = out if given_out is None else given_out, lse if given_lse is None else given_lse
     of_states, of_out = outs[0].dtype, out.dtype
     states = (PartialState * len(outs))(
         *[PartialState(_struct_of(x), y.data_ptr(), y.stride()) for x, y in zip(outs, lses)]
@@ -93,6 +124,7 @@ def _merge(outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype | None) ->
         state_count=len(outs),
         out=_struct_of(out),
         lse=lse.data_ptr(),
+        lse_stride=lse.stride(),
         states_type=_library.ELEMENT_TYPES[ELEMENTS[of_states]],
         out_type=_library.ELEMENT_TYPES[ELEMENTS[of_out]],
     )
@@ -132,6 +164,29 @@ def _merge_gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple
 
 
 torch.library.register_autograd("flashjit::merge", _merge_gradient, setup_context=_save_states)
+
+
+def _check_memory_of(
+    out: Tensor | None, lse: Tensor | None, first: Tensor, dtype: torch.dtype | None
+) -> None:
+    """That the caller's memory is as the results are."""
+    for name, given, size in (("out", out, first.shape), ("lse", lse, first.shape[:3])):
+        if given is None:
+            continue
+        if not isinstance(given, Tensor):
+            raise WrongType(f"{name} is a {type(given).__name__}: give a torch.Tensor.")
+        allowed = {torch.float32} if name == "lse" else {dtype} if dtype else {first.dtype, *SPEC_TYPES}
+        if given.shape != size or given.dtype not in allowed or given.device != first.device:
+            names = " or ".join(sorted(str(x).removeprefix("torch.") for x in allowed))
+            raise InvalidArgument(
+                f"{name} is {describe(given)}: it must be {names} {list(size)} on {first.device}."
+            )
+        check_memory(name, given)
+    if out is not None and (not strides_are_read(out) or out.data_ptr() % 16 or out.is_neg()):
+        raise InvalidArgument(
+            f"out has strides {out.stride()}: its last must be 1, the others multiples of 16 bytes, and its memory must begin "
+            "at one."
+        )
 
 
 def _check_states(states: Any) -> list[tuple[Tensor, Tensor]]:

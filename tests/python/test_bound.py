@@ -53,6 +53,7 @@ def same(got, want):
         dict(score_mod=lambda score, b, h, q, kv: score + 0.1 * (q - kv)),
         dict(weight_mod=lambda score, b, h, q, kv: torch.sigmoid(score)),
         dict(out_mod=lambda out, b, h, q, column: out * torch.sigmoid(out)),
+        dict(q_mod=lambda row, b, h, q, column: row[column ^ 1], k_mod="element * to_float(kv)"),
     ],
     ids=lambda options: ", ".join(options) or "none",
 )
@@ -253,3 +254,22 @@ def test_in_a_graph():
     given["kv_lengths"].copy_(ints(9, 30))
     graph.replay()
     same(out, flashjit.attention(q, k, v, **given))
+
+
+def test_strides_of_dimensions_of_one_element_do_not_count():
+    q, k, v = (torch.randn(2, 4, n, 16) for n in (1, 24, 24))
+    call = flashjit.bind(q, k, v)
+    other = q.as_strided(q.shape, (64, 16, 128, 1))
+    for _ in range(2):
+        assert torch.equal(call(other, k, v), call(q, k, v))
+
+
+def test_a_tensor_without_strides_is_refused_in_words():
+    """PyTorch 2.11 ends the process where strides are compared by its assert_size_stride()."""
+    q, k, v = (torch.randn(2, 4, 8, 16) for _ in range(3))
+    call = flashjit.bind(q, k, v)
+    for wrong in (q.to_sparse(), torch.nested.nested_tensor([q[0], q[1]])):
+        with pytest.raises((flashjit.Error, RuntimeError)):
+            call(wrong, k, v)
+        with pytest.raises((flashjit.Error, RuntimeError)):
+            flashjit.attention(wrong, k, v)

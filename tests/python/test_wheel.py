@@ -23,7 +23,7 @@ echo "$@" >>"$ASKED"
 [ "$1" = --build ] || exit 0
 [ -z "$BROKEN" ] || exit 1
 mkdir -p "$2/tools" && echo made library >"$2/libflashjit.so" && echo made command >"$2/tools/flashjit"
-echo made handler >"$2/libflashjit_jax.so"
+echo made handler >"$2/libflashjit_jax.so" && echo made front >"$2/libflashjit_torch.so"
 """
 
 
@@ -79,7 +79,10 @@ def make_wheel(repository, cmake=CMAKE, source=None, **environment):
         text=True,
         timeout=300,
         capture_output=True,
-        env={**given, "PATH": str(tools), "ASKED": str(asked), "FLASHJIT_JAX_INCLUDE": "", **environment},
+        env={
+            **{**given, "PATH": str(tools), "ASKED": str(asked)},
+            **{"FLASHJIT_JAX_INCLUDE": "", "FLASHJIT_PYTHON_INCLUDE": "", **environment},
+        },
     )
     return Outcome(scratch / "wheels", done, asked.read_text().splitlines() if asked.exists() else [])
 
@@ -148,11 +151,27 @@ def test_with_jax_its_handler_is_built_by_itself(repository):
     assert made.files()["flashjit/native/libflashjit_jax.so"] == b"made handler\n"
 
 
-def test_a_given_handler_is_in_the_wheel(repository, tmp_path):
-    given = native(tmp_path, "libflashjit.so", "flashjit", "libflashjit_jax.so")
+def test_with_pythons_headers_its_front_is_built_by_itself(repository, tmp_path):
+    (repository / "build").mkdir()
+    (repository / "build/CMakeCache.txt").touch()
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include/Python.h").touch()
+    made = make_wheel(repository, FLASHJIT_PYTHON_INCLUDE=tmp_path / "include")
+    assert made.code == 0, made.said
+    _, configure, build = made.asked
+    assert configure.startswith(f"-S {repository}/tools/torch -B ")
+    assert configure.endswith(f"-DFLASHJIT_PYTHON_INCLUDE={tmp_path}/include") and build.startswith(
+        "--build "
+    )
+    assert made.files()["flashjit/native/libflashjit_torch.so"] == b"made front\n"
+
+
+@pytest.mark.parametrize("name", ["libflashjit_jax.so", "libflashjit_torch.so"])
+def test_what_is_given_besides_is_in_the_wheel(repository, tmp_path, name):
+    given = native(tmp_path, "libflashjit.so", "flashjit", name)
     made = make_wheel(repository, FLASHJIT_NATIVE=given)
     assert made.code == 0, made.said
-    assert made.files()["flashjit/native/libflashjit_jax.so"] == b"given libflashjit_jax.so\n"
+    assert made.files()[f"flashjit/native/{name}"] == f"given {name}\n".encode()
 
 
 def refused(made, *texts):
@@ -181,7 +200,7 @@ def test_the_package_alone_without_the_repository(repository, tmp_path):
 
 
 def test_the_tag_is_what_auditwheel_says(repository, tmp_path):
-    """Of the library and the command under test."""
+    """The wheel has the library and the command under test."""
     pytest.importorskip("auditwheel", reason="auditwheel")
     library = _installed.library_path()
     command = next(
@@ -243,6 +262,7 @@ def source_distribution(repository, tmp_path):
         "command",
         "parts",
         "jax",
+        "torch",
     ):
         copy = shutil.copytree if (ROOT / "tools" / name).is_dir() else shutil.copy
         copy(ROOT / "tools" / name, repository / "tools" / name)
@@ -261,6 +281,7 @@ def source_distribution(repository, tmp_path):
     return next(tmp_path.glob("flashjit-*.tar.gz"))
 
 
+@pytest.mark.slow
 def test_a_source_distribution_has_all_that_a_wheel_is_built_of(repository, tmp_path):
     """Built by CMake, but for the compiler's work, which is there already."""
     build = pathlib.Path(os.environ.get("FLASHJIT_FAKES", ROOT / "build" / "tests")).parent

@@ -1,6 +1,6 @@
 """Puts libflashjit.so and the flashjit command into the wheel: from FLASHJIT_NATIVE, a folder that holds both, or built
-by CMake from this repository, of which a source distribution has what that takes; and libflashjit_jax.so, where the folder has
-it, or the environment has JAX. The wheel is for every Python, and for the oldest Linux that has the symbols which its files
+by CMake from this repository, of which a source distribution has what that takes; and where the folder has them, or the environment
+has what they are built with, libflashjit_jax.so (JAX) and libflashjit_torch.so (Python's headers). The wheel is for every Python, and for the oldest Linux that has the symbols which its files
 need."""
 
 import os
@@ -40,8 +40,9 @@ SOURCES = (
     "tools/command",
     "tools/parts",
     "tools/jax",
+    "tools/torch",
 )
-HANDLER = "libflashjit_jax.so"
+HANDLER, FRONT = "libflashjit_jax.so", "libflashjit_torch.so"
 WINDOWS = sysconfig.get_platform().startswith("win")  # what the wheel is for
 LIBRARY, COMMAND = ("flashjit.dll", "flashjit.exe") if WINDOWS else ("libflashjit.so", "flashjit")
 NATIVE = {LIBRARY: "flashjit", COMMAND: "flashjit_command"}  # file -> CMake target
@@ -84,7 +85,7 @@ def build_native(folder):
         build = folder
         cmake("-S", ROOT, "-B", build, "-DCMAKE_BUILD_TYPE=Release", "-DFLASHJIT_TESTS=OFF", *options, *asked)
     cmake("--build", build, "--parallel", "--target", *NATIVE.values())
-    return [build / LIBRARY, build / "tools" / COMMAND, *build_handler(folder)]
+    return [build / LIBRARY, build / "tools" / COMMAND, *build_handler(folder), *build_front(folder)]
 
 
 def jax_headers():
@@ -105,6 +106,16 @@ def build_handler(folder):
     return [folder / "jax" / HANDLER]
 
 
+def build_front(folder):
+    """By itself, too: for the Python that builds, and so for all. FLASHJIT_PYTHON_INCLUDE names other headers, or "" none."""
+    headers = os.environ.get("FLASHJIT_PYTHON_INCLUDE", sysconfig.get_path("include"))
+    if WINDOWS or not headers or not (pathlib.Path(headers) / "Python.h").exists():
+        return []
+    cmake("-S", ROOT / "tools/torch", "-B", folder / "torch", f"-DFLASHJIT_PYTHON_INCLUDE={headers}")
+    cmake("--build", folder / "torch")
+    return [folder / "torch" / FRONT]
+
+
 def given_native(folder):
     files = [pathlib.Path(folder) / name for name in NATIVE]
     for file in files:
@@ -113,8 +124,8 @@ def given_native(folder):
                 f"FLASHJIT_NATIVE is {folder}, which has no {file.name}: it must hold {' and '.join(NATIVE)}; "
                 "without it they are built."
             )
-    handler = pathlib.Path(folder) / HANDLER
-    return [*files, handler] if handler.exists() else files
+    optional = [pathlib.Path(folder) / name for name in (HANDLER, FRONT)]
+    return [*files, *[file for file in optional if file.exists()]]
 
 
 class BuildPackage(build_py):
@@ -159,7 +170,7 @@ class PlatformWheel(bdist_wheel):
     def get_tag(self):
         files = [
             file
-            for name in (*NATIVE, HANDLER)
+            for name in (*NATIVE, HANDLER, FRONT)
             for file in pathlib.Path(self.bdist_dir).glob(f"flashjit/native/{name}")
         ]
         return "py3", "none", manylinux(files, super().get_tag()[2])

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from ._attention import any_grad, attention, draw_rng
 from ._call_types import NO_RNG, Fixed, Problem
 from ._formats import BLOCK_SCALES
+from ._front import MEMORY, Calls, Recorder
 from ._kept_plans import plan_of
 from ._lists import TileLists
 from ._pages import read_csr
@@ -28,7 +29,10 @@ _CHANGING = tuple(name for name in Fixed._fields if name != "block_map" and not 
 class BoundCall:
     """What bind() returns: attention() with its options, for tensors of one form."""
 
-    __slots__ = ("_plan", "_fixed", "_places", "_values", "_lists", "_results", "_v_columns", "_has_grad")
+    __slots__ = (
+        *("_plan", "_fixed", "_places", "_values", "_lists", "_results", "_v_columns", "_has_grad"),
+        *("_calls", "_given"),
+    )
 
     def __init__(
         self,
@@ -58,8 +62,20 @@ class BoundCall:
         self._places = {
             name: i for i, name in enumerate(fixed._fields) if name in _CHANGING and fixed[i] is not None
         }
-        if results.out is not None or results.lse is not None or results.workspace is not None:
+        if any(x is not None for x in (*results[2:5], results.skip_softmax_counts)):
             results.check(plan)
+        # As the front has them: Q, K, V, the caller's memory, the tensors that calls may change, and the rest.
+        rest = [
+            name for name in fixed._fields if name not in self._places and getattr(fixed, name) is not None
+        ]
+        self._given = (
+            results.out,
+            results.lse,
+            results.workspace,
+            *[getattr(fixed, name) for name in (*self._places, *rest)],
+            dict(zip(problem.names, values)),
+        )
+        self._calls = Calls.of_tensors(("q", "k", "v"), MEMORY, (*self._places, *rest), captures=True)
 
     def __call__(
         self,
@@ -77,6 +93,41 @@ class BoundCall:
         out, lse, workspace: as in attention(); by default those given to bind(), else they are allocated. others: tensors
         such as kv_lengths and page_table that bind() was given, by name, but scales; by default those given there, whose values
         are read anew."""
+        if out is lse is workspace is None and not others:
+            given: tuple[Any, ...] = (q, k, v, *self._given)
+        else:
+            given = (q, k, v, *self._given_with((out, lse, workspace), others))
+        found = self._calls.find(*given)
+        if found is None:  # the front does not know it yet
+            recorder = Recorder(self._calls, given)
+            return recorder.keep(self._by_python(q, k, v, out, lse, workspace, others, recorder))
+        if found is NotImplemented:
+            return self._by_python(q, k, v, out, lse, workspace, others)
+        return found
+
+    def _given_with(self, memory: tuple[Any, ...], others: dict[str, Any]) -> list[Any]:
+        """As _given, with what a call gives; names that it cannot be given make it not plain."""
+        given = [*self._given]
+        for i, place in enumerate(memory):
+            if place is not None:
+                given[i] = place
+        if not others.keys() <= self._places.keys():
+            given[0] = others
+        for i, name in enumerate(self._places, len(memory)):
+            given[i] = others.get(name, given[i])
+        return given
+
+    def _by_python(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None,
+        out: Tensor | None,
+        lse: Tensor | None,
+        workspace: Tensor | None,
+        others: dict[str, Any],
+        recorder: Recorder | None = None,
+    ) -> Any:
         plan = self._plan
         if v is None and self._v_columns and isinstance(k, Tensor):
             v = k[..., : self._v_columns]
@@ -116,13 +167,16 @@ class BoundCall:
                 given.out if out is None else out,
                 given.lse if lse is None else lse,
                 given.workspace if workspace is None else workspace,
+                skip_softmax_counts=given.skip_softmax_counts,
             )
-            out, lse, workspace = given[2:]
+            out, lse, workspace = given[2:5]
         row_max = plan.new_rows() if given.row_max else None
         rng = draw_rng(q) if plan.problem.dropout_p else NO_RNG
         lists = None if self._lists is None else self._lists.built[0]
         made = plan.forward(
-            q, k, v, fixed, self._values, rng, given.wants_lse, lists, row_max, out, None, lse, workspace
+            *(q, k, v, fixed, self._values, rng, given.wants_lse, lists, row_max, out, None, lse, workspace),
+            recorder=recorder,
+            skip_softmax_counts=given.skip_softmax_counts,
         )
         if row_max is not None:
             return (*made, row_max) if given.wants_lse else (made[0], row_max)
@@ -209,10 +263,10 @@ def bind(q: Tensor, k: Tensor, v: Tensor | None = None, **options: Any) -> Bound
 
     q, k, v: tensors of the form that calls will have: sizes, strides, type, device. Nothing is computed, and their values are
         not read. They are read where they lie: strides that attention() would copy are refused.
-    options: those of attention(), except `state`. Numbers and programs are those of this moment. Tensors are kept, and read anew
-        by each call, which may also be given others of the same form by name, as kv_lengths, page_table and cu_seqlens_q, but scales
-        and captures; max_seqlen_q and max_seqlen_kv bound all lengths. Those of float32 are given so. BlockMask keeps the blocks
-        that it has now.
+    options: attention()'s, except `state`. Numbers and programs keep the values that they have now. Tensors are kept, and read anew
+        by each call. A call may also be given other tensors of the same form by name, such as kv_lengths, page_table and
+        cu_seqlens_q, but not scales and captures. max_seqlen_q and max_seqlen_kv bound all lengths. Options that attention()
+        would convert to float32 have to be float32 already. BlockMask keeps the blocks that it has now.
 
     Returns call(q, k, v, *, out=None, lse=None, workspace=None, ...), which launches on the current stream, allocates O and LSE
     where none are given, and may be captured in CUDA graphs. It has no gradients, and is not for compiled code, tensor subclasses
@@ -238,7 +292,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor | None = None, **options: Any) -> Bound
 
 
 def _refuse_copies(fixed: Fixed, options: dict[str, Any]) -> None:
-    """Of tensors that attention() converts, a call would not see new values."""
+    """Refuses tensors that attention() converts: a call would not see their new values."""
     table = options.get("page_table")
     if isinstance(table, tuple) and len(table) == 3:
         raise Unsupported(
@@ -270,7 +324,6 @@ def _bound(
     problem: Problem,
     lists: TileLists | None,
     results: Results,
-    state: Any,
 ) -> BoundCall:
     """What attention() gives the call that it has read, in place of launching it."""
     return BoundCall(q, k, v, v_columns, fixed, values, problem, lists, results)

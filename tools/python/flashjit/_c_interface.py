@@ -20,6 +20,7 @@ APPEND = 2
 MERGE = 3
 QUANTIZE = 4
 JVP = 5
+BACKWARD_JVP = 6
 MAX_CAPTURE_DIMS = 6
 
 #: flashjit_element_type, by the name that programs use.
@@ -165,6 +166,8 @@ class ForwardArgs(Structure):
         ("out_before_mod", Tensor),
         ("k_block_scale", Tensor),
         ("v_block_scale", Tensor),
+        ("skip_softmax_threshold", c_void_p),
+        ("skip_softmax_counts", c_void_p),
     ]
 
 
@@ -218,6 +221,20 @@ class BackwardArgs(Structure):
         ("indices", Indices),
         ("dropout_place", DropoutPlace),
         ("reserved_sms", c_int32),
+    ]
+
+
+class BackwardJvpArgs(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("backward", c_void_p),
+        ("q_tangent", Tensor),
+        ("k_tangent", Tensor),
+        ("v_tangent", Tensor),
+        ("dout_tangent", Tensor),
+        ("dlse_tangent", c_void_p),
+        ("sinks_tangent", c_void_p),
+        ("capture_tangents", c_void_p),
     ]
 
 
@@ -321,6 +338,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_forward": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "flashjit_backward": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "flashjit_jvp": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p]),
+    "flashjit_backward_jvp": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "flashjit_append": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "flashjit_merge": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "flashjit_quantize": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p]),
@@ -353,6 +371,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_reference_forward": (c_int32, [c_void_p, c_void_p]),
     "flashjit_reference_backward": (c_int32, [c_void_p, c_void_p]),
     "flashjit_reference_jvp": (c_int32, [c_void_p, c_void_p]),
+    "flashjit_reference_backward_jvp": (c_int32, [c_void_p, c_void_p]),
     "flashjit_reference_append": (c_int32, [c_void_p, c_void_p]),
     "flashjit_reference_merge": (c_int32, [c_void_p, c_void_p]),
     "flashjit_reference_quantize": (c_int32, [c_void_p, c_void_p]),

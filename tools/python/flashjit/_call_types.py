@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._tensors import SPEC_TYPES, has_rows
+from ._tracing import ELEMENT_MODS
 
 
 class Fixed(NamedTuple):
@@ -20,7 +21,7 @@ class Fixed(NamedTuple):
     sinks: Any = None
     indices: Any = None
     topk_length: Any = None  # how many first entries of indices count
-    # Of the forward pass alone: a cache's, and in four dimensions those of K, V and Q of 8 bits.
+    # For the forward pass alone: a cache's, and scales of K, V and Q of 8 bits in four dimensions.
     page_table: Any = None
     prefix_length: Any = None
     page_starts: Any = None  # where a sequence's entries begin in page_table, which is then one row
@@ -74,6 +75,7 @@ class Problem(NamedTuple):
     out_type: str = ""  # the spec's type where Q is of 8 bits: that of O, unless that is fp32
     reserved_sms: int = 0  # multiprocessors left to others
     stored: Stored | None = None  # K or V are bytes of rows in a KV format
+    skip_softmax_threshold: float | None = None  # None: no tile is skipped
 
 
 #: Seed and offset of a dropout mask: numbers, or an int64 tensor of both where the kernels read them.
@@ -82,15 +84,27 @@ NO_RNG: Rng = (0, 0)
 
 
 class Placed(NamedTuple):
-    """Of a call that has a block of a larger problem's mask, with ":dropout_place" among its options."""
+    """For a call that has a block of a larger problem's mask, with ":dropout_place" among its options."""
 
     rng: Rng
     place: tuple[int, ...]  # _library.DropoutPlace
 
 
+class BuiltLists:
+    """Tile lists of one pass: what they were built for, and the library's handle, none on the CPU. Their memory is the
+    owner's, so that it lives as long as its user."""
+
+    __slots__ = ("handle", "address", "bytes", "spec", "shape", "device", "text")
+
+    def __init__(self, plan: Any, backward: bool, handle: Any, bytes: int) -> None:
+        self.handle, self.address, self.bytes = handle, handle.address if handle else 0, bytes
+        self.spec, self.shape, self.device = plan.spec, plan.shape, plan.device
+        self.text = plan.described(backward)
+
+
 def contiguous(fixed: Fixed) -> Fixed:
-    """Of which the kernels know no strides, but a page table's rows."""
-    others, scales = fixed[:-5], fixed[-5:]  # whose strides they know
+    """`fixed` with contiguous tensors: kernels know no strides of them, but of a page table's rows."""
+    others, scales = fixed[:-5], fixed[-5:]  # kernels know strides of scales
     if all(x is None or x.is_contiguous() or x is fixed.page_table and has_rows(x) for x in others):
         return fixed
     dense = [x if x is None else x.contiguous() for x in others]
@@ -113,20 +127,20 @@ def table_size(fixed: Any) -> tuple[int, int]:
 
 
 def out_dtype_of(options: str, out_type: str, dtype: torch.dtype) -> torch.dtype:
-    """Of O, by a spec's options and the types of spec and Q."""
+    """O's type, by a spec's options and the types of spec and Q."""
     if "fp32_out" in switches_of(options):
         return torch.float32
     return next((torch_type for torch_type, name in SPEC_TYPES.items() if name == out_type), dtype)
 
 
 def switches_of(options: str) -> list[str]:
-    """Of a spec's options those after its programs."""
+    """A spec's options after its programs."""
     return options.rpartition("}")[2].split(":")
 
 
 def names_with_grad(options: str) -> set[str]:
-    """The captured tensors that a score program, or one of O, declares with "grad"."""
-    programs = [options.partition(f":{name}{{")[2].partition("}")[0] for name in ("score", "out_mod")]
+    """The captured tensors that a score program, or one of O, Q or K, declares with "grad"."""
+    programs = [options.partition(f":{name}{{")[2].partition("}")[0] for name in ("score", *ELEMENT_MODS)]
     lines = ";".join(programs).split(";")
     return {line.partition(":")[0].strip() for line in lines if line.rstrip().endswith(" grad")}
 

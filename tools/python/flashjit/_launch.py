@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 from typing import Any
 
 import torch
@@ -50,6 +51,12 @@ def launch(function: str, spec: Handle, words: array.array[int], index: int) -> 
                 status = call(shared, spec.address, args, stream)
     if status:
         _library.raise_error(status)
+
+
+def address_of(function: str, index: int) -> int:
+    """The address of the library's function that launch() calls."""
+    name = f"flashjit_reference_{function}" if index < 0 else f"flashjit_{function}"
+    return ctypes.cast(getattr(library(), name), ctypes.c_void_p).value or 0
 
 
 def bind_context(device: torch.device) -> None:

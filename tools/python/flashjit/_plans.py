@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# In C: they take a fraction of the time of torch.empty_strided() and of comparing stride().
-from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda, assert_size_stride  # type: ignore[attr-defined]
+# In C: they take a fraction of the time of torch.empty_strided().
+from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # type: ignore[attr-defined]
 
 from . import _library
 from ._call_types import (
     NOTHING,
+    BuiltLists,
     Fixed,
     Placed,
     Problem,
@@ -58,10 +59,8 @@ from ._tensors import (
 from ._tracing import is_scalar
 from .errors import Error, InvalidArgument
 
-_OLDEST = (
-    2,
-    10,
-)  # with which the tests pass: a slice of a BlockMask of PyTorch 2.9 has silently lost its mask_mod
+# With which the tests pass: a slice of a BlockMask of PyTorch 2.9 has silently lost its mask_mod.
+_OLDEST = (2, 10)
 if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
     raise ImportError(
         f"flashjit needs PyTorch {'.'.join(map(str, _OLDEST))} or newer, and this is {torch.__version__}: "
@@ -70,8 +69,9 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
 KEEP_PLANS = 4096
 
 
-_F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_CAPTURES, _F_ROW_MAX, _F_STATE, _F_BEFORE_MOD = words_at(
-    ForwardArgs, "q", "k", "v", "out", "lse", "captures", "row_max", "state", "out_before_mod"
+_F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_CAPTURES, _F_ROW_MAX, _F_STATE, _F_BEFORE_MOD, _F_SKIPPED = words_at(
+    ForwardArgs,
+    *("q", "k", "v", "out", "lse", "captures", "row_max", "state", "out_before_mod", "skip_softmax_counts"),
 )
 _B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DLSE, _B_DQ, _B_DK, _B_DV, _B_CAPTURES, _B_DSINKS = words_at(
     BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "captures", "dsinks"
@@ -85,18 +85,6 @@ _F_LENT = words_lent(ForwardArgs, Fixed._fields)
 _B_LENT = words_lent(BackwardArgs, Fixed._fields[:-8])
 _C_SIZE = ctypes.sizeof(Capture) // 8
 _C_DATA, _C_GRAD, _C_SCALAR = words_at(Capture, "data", "grad", "scalar")
-
-
-class BuiltLists:
-    """Tile lists of one pass: what they were built for, and the library's handle, none on the CPU. Their memory is the
-    owner's, so that it lives as long as its user."""
-
-    __slots__ = ("handle", "address", "bytes", "spec", "shape", "device", "text")
-
-    def __init__(self, plan: Plan, backward: bool, handle: Any, bytes: int) -> None:
-        self.handle, self.address, self.bytes = handle, handle.address if handle else 0, bytes
-        self.spec, self.shape, self.device = plan.spec, plan.shape, plan.device
-        self.text = plan.described(backward)
 
 
 class Plan:
@@ -145,6 +133,7 @@ class Plan:
         self.spec = spec_of(self.spec_text, q, v)
         self._make_captures(values)
         self._make_templates(q, k, v, fixed, batch if varlen else 0)
+        self.fronts: Any = None  # autograd's
         self.generation = -1
         self.prepared_both = False
         self.workspace_forward = 0
@@ -163,72 +152,40 @@ class Plan:
     def takes(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Whether these tensors lie as the plan's, in a fraction of the time that a key of them takes."""
         of_q, of_k, of_v = self.forms
-        try:
-            assert_size_stride(q, of_q.size, of_q.stride)
-            assert_size_stride(k, of_k.size, of_k.stride)
-            assert_size_stride(v, of_v.size, of_v.stride)
-            # It does not look at sizes of tensors without elements.
-            if not (q.numel() and k.numel() and v.numel()) and tuple(map(layout_of, (q, k, v))) != self.forms:
-                return False
-        except (AssertionError, RuntimeError, TypeError):  # RuntimeError: of nested tensors
-            return False
         index = self.index
         return (
-            q.dtype is of_q.dtype
-            and k.dtype is of_k.dtype
-            and v.dtype is of_v.dtype
-            and q.get_device() == index
-            and k.get_device() == index
-            and v.get_device() == index
+            _lies_as(q, of_q)
+            and _lies_as(k, of_k)
+            and _lies_as(v, of_v)
             and (index >= 0 or q.device == k.device == v.device == self.device)
         )
 
     def takes_fixed(self, fixed: Fixed) -> bool:
-        """Whether the other tensors are those of the plan, and lie as they."""
+        """Whether the other tensors are there as in the plan, and have its strides."""
         forms = self.forms_of_fixed
         if forms is None or fixed is NOTHING:
             return forms is None and fixed is NOTHING
-        for tensor, form in zip(fixed, forms):
-            if tensor is None or form is None:
-                if tensor is not form:
-                    return False
-                continue
-            try:
-                assert_size_stride(tensor, form.size, form.stride)
-            except (AssertionError, RuntimeError, TypeError):
-                return False
-            if not tensor.numel() and layout_of(tensor) != form:
-                return False
-            if tensor.dtype is not form.dtype or tensor.get_device() != form.device_index:
-                return False
-        return True
+        return all(
+            tensor is form if tensor is None or form is None else _lies_as(tensor, form)
+            for tensor, form in zip(fixed, forms)
+        )
 
     def reads_saved(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, rest: Sequence[Tensor | None]
     ) -> bool:
         """Whether saved tensors are as they were saved. Hooks may return others, such as contiguous copies."""
-        index, dtype, (of_q, of_k, of_v, of_out, of_lse, *of_rest) = self.index, self.dtype, self.saved
-        try:  # not a loop, which takes a microsecond more
-            assert_size_stride(q, of_q.size, of_q.stride)
-            assert_size_stride(k, of_k.size, of_k.stride)
-            assert_size_stride(v, of_v.size, of_v.stride)
-            assert_size_stride(out, of_out.size, of_out.stride)
-            assert_size_stride(lse, of_lse.size, of_lse.stride)
-        except AssertionError:
-            return False
+        of_q, of_k, of_v, of_out, of_lse, *of_rest = self.saved
         return (
-            q.dtype is dtype
-            and k.dtype is dtype
-            and v.dtype is dtype
-            and out.dtype is self.saved_out_dtype
-            and lse.dtype is torch.float32
+            _lies_as(q, of_q)
+            and _lies_as(k, of_k)
+            and _lies_as(v, of_v)
+            and _lies_as(out, of_out)
+            and _lies_as(lse, of_lse)
             and type(out) is type(lse) is Tensor
             and type(q) in PLAIN
             and type(k) in PLAIN
             and type(v) in PLAIN
             and (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) % 16 == lse.data_ptr() % 4 == 0
-            and q.get_device() == k.get_device() == v.get_device() == index
-            and out.get_device() == lse.get_device() == index
             and (not self.shares_kv or k.data_ptr() == v.data_ptr())
             and (not of_rest or all(map(is_laid_out, filter(_is_tensor, rest), of_rest)))
         )
@@ -277,6 +234,9 @@ class Plan:
         forward_alone |= {
             name: scales_struct(getattr(fixed, name)) for name in ("k_scale", "v_scale", "q_scale")
         }
+        if problem.skip_softmax_threshold is not None:
+            self._skip_threshold = ctypes.c_float(problem.skip_softmax_threshold)
+            forward_alone["skip_softmax_threshold"] = ctypes.addressof(self._skip_threshold)
         for name in BLOCK_SCALES:
             if (scales := getattr(fixed, name)) is not None:
                 forward_alone[name] = tensor_struct(scales.shape, scales.stride())
@@ -448,10 +408,12 @@ class Plan:
         lse: Tensor | None = None,
         workspace: Tensor | None = None,
         before_mod: Tensor | None = None,
+        recorder: Any = None,
+        skip_softmax_counts: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """O and LSE, and what new_rows() made as row_max, of tensors that are read where they lie: see readable(). out, lse,
         workspace: the caller's, checked, or made here. state: O, which may be `out`, and LSE that the keys join.
-        before_mod: what new_before_mod() made."""
+        before_mod: what new_before_mod() made. recorder: of a call that is new to the front. skip_softmax_counts: added to."""
         shared = runtime()
         if self.generation != shared.generation:
             self._refresh(shared)
@@ -486,6 +448,8 @@ class Plan:
             words[_F_STATE], words[_F_STATE + _TENSOR_WORDS] = (x.data_ptr() for x in state)
         if row_max is not None:
             words[_F_ROW_MAX] = row_max.data_ptr()
+        if skip_softmax_counts is not None:
+            words[_F_SKIPPED] = skip_softmax_counts.data_ptr()
         if before_mod is not None:
             words[_F_BEFORE_MOD : _F_BEFORE_MOD + _TENSOR_WORDS] = _library.words_of(
                 tensor_struct(before_mod.shape, before_mod.stride())
@@ -494,10 +458,13 @@ class Plan:
         _workspace = self._lend(
             words, _F_LENT, self.workspace_forward, fixed, rng, lists, False, workspace
         )  # lives until the launch
+        captures = None
         if values:
             captures = self._fill_captures(values)
             words[_F_CAPTURES] = ctypes.addressof(captures)
         launch("forward", self.spec, words, self.index)
+        if recorder is not None:
+            recorder.launches(self, words, captures, values, fixed, rng, lists, row_max, state, before_mod)
         return out, lse
 
     def words_for_tangents(
@@ -538,17 +505,42 @@ class Plan:
         values: Sequence[Any],
         rng: Rng,
         lists: BuiltLists | None = None,
+        recorder: Any = None,
     ) -> tuple[list[Tensor], Any, list[Tensor]]:
         """[dq, dk, dv], dsinks or None, and the gradients of the captures at grad_places.
 
-        dout and dlse: None where only the other has a gradient. out: with out_mod, O before that."""
+        dout and dlse: None where only the other has a gradient. out: with out_mod, O before that. recorder: as in forward()."""
         shared = runtime()
         if self.generation != shared.generation:
             self._refresh(shared)
         if self.workspace_backward is None:
             self.workspace_backward = self._workspace(shared, backward=True)
-        if self.out_dtype != self.dtype:  # which is rounded now
-            out, dout = out.to(self.dtype), None if dout is None else dout.to(self.dtype)
+        words, (grads, dsinks, dvalues), _held = self.words_for_gradients(
+            dout, dlse, (q, k, v), out, lse, fixed, values, rng, self.workspace_backward, lists
+        )
+        launch("backward", self.spec, words, self.index)
+        if recorder is not None:
+            recorder.launches(self, words, None, (), fixed, rng, lists, dsinks)
+        return grads, dsinks, [grad.to(values[i].dtype) for grad, i in zip(dvalues, self.grad_places)]
+
+    def words_for_gradients(
+        self,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        lse: Tensor,
+        fixed: Fixed,
+        values: Sequence[Any],
+        rng: Rng,
+        workspace: int,
+        lists: BuiltLists | None = None,
+    ) -> tuple[array.array[int], tuple[list[Tensor], Any, list[Tensor]], Any]:
+        """The backward pass's struct, memory of its results (of captures in fp32), and what must live until the launch.
+        workspace: its bytes."""
+        q, k, v = qkv
+        if dout is not None and dout.dtype is not self.dtype:  # as O may be float32
+            dout = dout.to(self.dtype)
         words = self.backward_words[:]
         words[_B_Q], words[_B_K], words[_B_V], words[_B_OUT] = (
             q.data_ptr(),
@@ -559,7 +551,7 @@ class Plan:
         if self.has_lse:
             words[_B_LSE] = lse.data_ptr()
         if dout is None:
-            dout = torch.zeros_like(out)
+            dout = torch.zeros_like(out, dtype=self.dtype)
         if dout.stride() != self.out_stride or dout.data_ptr() % 16:
             dout = readable(dout, "the gradient of the output")
             words[_B_DOUT_STRIDE : _B_DOUT_STRIDE + 4] = array.array("Q", dout.stride())
@@ -569,14 +561,12 @@ class Plan:
             words[_B_DLSE] = dlse.data_ptr()
         grads = [self.new(size, stride, self.grad_dtype) for size, stride in self.grads]
         words[_B_DQ], words[_B_DK], words[_B_DV] = [grad.data_ptr() for grad in grads]
-        _workspace = self._lend(
-            words, _B_LENT, self.workspace_backward, fixed, rng, lists, True
-        )  # lives until the launch
+        lent = self._lend(words, _B_LENT, workspace, fixed, rng, lists, True)
         dsinks, with_grad = None, differentiable(fixed)
         if with_grad is not None:
             dsinks = torch.zeros(with_grad.shape, dtype=torch.float32, device=self.device)
             words[_B_DSINKS] = dsinks.data_ptr()
-        dvalues = []
+        dvalues, captures = [], None
         if values:
             captures = self._fill_captures(values)
             for i in self.grad_places:
@@ -584,9 +574,26 @@ class Plan:
                 captures[i * _C_SIZE + _C_GRAD] = grad.data_ptr()
                 dvalues.append(grad)
             words[_B_CAPTURES] = ctypes.addressof(captures)
-        launch("backward", self.spec, words, self.index)
-        dvalues = [grad.to(values[i].dtype) for grad, i in zip(dvalues, self.grad_places)]
-        return grads, dsinks, dvalues
+        return words, (grads, dsinks, dvalues), (lent, captures, out, dout, dlse)
+
+
+def _lies_as(tensor: Any, form: Layout) -> bool:
+    """Not by torch._C._dynamo.guards.assert_size_stride(), which takes less time: PyTorch 2.11's ends the process where a tensor,
+    such as a sparse one, has no strides."""
+    try:
+        return (
+            tensor.shape == form.size
+            and (tensor.stride() == form.stride or _steps_alike(tensor.stride(), form))
+            and tensor.dtype is form.dtype
+            and tensor.get_device() == form.device_index
+        )
+    except (AttributeError, RuntimeError):  # RuntimeError: it has none, or is nested
+        return False
+
+
+def _steps_alike(stride: Sequence[int], form: Layout) -> bool:
+    """Whether strides are the form's where there is a second element to step to."""
+    return all(a == b or size == 1 for a, b, size in zip(stride, form.stride, form.size))
 
 
 def _is_tensor(value: Any) -> bool:

@@ -7,9 +7,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ._checks import check_number
 from ._plans import Plan
 from ._tensors import describe
 from .errors import InvalidArgument, Unsupported, WrongType
+
+
+def read_threshold(threshold: Any, counts: Any) -> float | None:
+    """attention()'s skip_softmax_threshold. Its range is the library's to check."""
+    if threshold is None:
+        if counts is not None:
+            raise InvalidArgument(
+                "skip_softmax_counts is given without skip_softmax_threshold: give a threshold, too, or leave the counts out."
+            )
+        return None
+    if not torch.compiler.is_compiling():
+        check_number("skip_softmax_threshold", threshold)
+    return float(threshold)
 
 
 class Results(NamedTuple):
@@ -18,6 +32,8 @@ class Results(NamedTuple):
     out: Tensor | None
     lse: Tensor | None
     workspace: Tensor | None
+    rounded: torch.dtype | None = None  # O's type, which is float32 for the backward pass alone
+    skip_softmax_counts: Tensor | None = None
 
     def _given(self) -> str | None:
         """The name of memory that is the caller's."""
@@ -26,12 +42,26 @@ class Results(NamedTuple):
                 return name
         return None
 
-    def refuse_in_operators(self, state: Any, binding: bool) -> None:
+    def of_operator(self, out: Tensor, lse: Tensor) -> Any:
+        """What attention() returns of an operator's results."""
+        if self.rounded is not None:
+            out = out.to(self.rounded)
+        return (out, lse) if self.wants_lse else out
+
+    def refuse_in_operators(
+        self, state: Any, skip_softmax_threshold: Any, binding: bool, tangents: bool
+    ) -> None:
+        if tangents and self.rounded is not None:
+            raise Unsupported(
+                "accurate is for the backward pass, and forward-mode derivatives have none: leave it out."
+            )
         if binding:
             raise Unsupported(
                 "bind() is not for tensor subclasses, negative views, and modes and transforms of torch: call attention()."
             )
         name = "return_row_max" if self.row_max else "state" if state is not None else self._given()
+        if skip_softmax_threshold is not None:
+            name = "skip_softmax_threshold"
         if name is not None:
             raise Unsupported(
                 f"{name} cannot be had in compiled code, or under modes and transforms of torch: call attention() "
@@ -51,6 +81,7 @@ class Results(NamedTuple):
             ("out", plan.out_size, plan.out_dtype),
             ("lse", plan.lse_size, torch.float32),
             ("workspace", None, torch.uint8),
+            ("skip_softmax_counts", (2,), torch.int64),
         ):
             given = getattr(self, name)
             if given is None:
@@ -64,5 +95,5 @@ class Results(NamedTuple):
                     f"{name} is {describe(given)}: it must be {type_name} {'[bytes]' if size is None else wanted} on "
                     f"{plan.device}."
                 )
-            if name == "workspace" and not given.is_contiguous():
+            if name in ("workspace", "skip_softmax_counts") and not given.is_contiguous():
                 raise InvalidArgument(f"{name} has the strides {given.stride()}: it must be contiguous.")

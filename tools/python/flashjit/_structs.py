@@ -45,7 +45,7 @@ def tensor_struct(size: Sequence[int], stride: Sequence[int]) -> _library.Tensor
 
 
 def scales_struct(scale: Tensor | None) -> _library.Scales:
-    """Of scales [sequences, pages, heads, rows]."""
+    """The struct for scales [sequences, pages, heads, rows]."""
     if scale is None:
         return _library.Scales()
     return _library.Scales(None, (ctypes.c_int64 * 4)(*scale.shape), (ctypes.c_int64 * 4)(*scale.stride()))

@@ -314,7 +314,7 @@ def _common_dtype(a: str, b: str) -> str:
 
 
 def strong(dtype: str) -> str:
-    """Of a tensor made of Python numbers alone."""
+    """The type of a tensor made of Python numbers alone."""
     return {"int": "int64", "float": "float32"}.get(dtype, dtype)
 
 

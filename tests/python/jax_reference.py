@@ -80,7 +80,7 @@ def in_float64(function, *arrays):
 
 
 def expect_close(got, want, dtype=None):
-    """Of trees. The limit is that of the type, times the largest number wanted."""
+    """Compares trees. The limit is the type's, times the largest number wanted."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         limit = LIMITS[str(dtype or x.dtype)]
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
@@ -117,3 +117,21 @@ def loss_of(attend):
         return (out.astype(lse.dtype) * weights).sum() + (seen * seen).sum()
 
     return loss
+
+
+def loss_of_out(attend):
+    """A scalar that tells the elements of O apart, of a call that gives no LSE."""
+
+    def loss(*arrays):
+        out = attend(*arrays).astype(jnp.promote_types(arrays[0].dtype, "float32"))
+        return (out * jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)).sum()
+
+    return loss
+
+
+def check_gradients(ours, reference, arrays, dtype=None):
+    """O and the gradients of all arrays."""
+    places = tuple(range(len(arrays)))
+    both = lambda attend: lambda *x: (attend(*x), jax.grad(loss_of_out(attend), places)(*x))
+    got = jax.jit(both(ours))(*arrays)
+    expect_close(got, in_float64(jax.jit(both(reference)), *arrays), dtype)

@@ -34,6 +34,7 @@ def alibi(slopes):
 # --- one call ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("heads_kv", [4, 2, 1])
 def test_both_passes(dtype, heads_kv):
@@ -118,6 +119,7 @@ def test_options(name):
     )
 
 
+@pytest.mark.slow
 def test_gradients_of_sinks_bias_and_captures():
     q, k, v = problem()
     slopes, sinks, bias, gate = draw(1, (4,), (4,), (2, 1, 5, 7), (2, 4, 5))
@@ -242,8 +244,9 @@ def test_scan_and_checkpoint():
         expect_close(jax.jit(jax.grad(functools.partial(loss, attend), (0, 1)))(q, weights), want)
 
 
+@pytest.mark.slow
 def test_vmap_is_a_loop():
-    """Of all operands, of some, nested, and with programs that read b."""
+    """All operands are mapped, or some; nested, and with programs that read b."""
     q, k, v, slopes, gate = draw(0, (3, 2, 5, 4, 16), (3, 2, 7, 2, 16), (3, 2, 7, 2, 16), (3, 4), (3, 2, 7))
     lengths = jnp.asarray([[3, 7], [1, 2], [7, 5]], jnp.int32)
 
@@ -272,6 +275,7 @@ def test_vmap_is_a_loop():
     check(attend, (1, 2, 3, 1, 2, 1), *[jnp.moveaxis(x, 0, d) for x, d in zip(arrays, (1, 2, 3, 1, 2, 1))])
 
 
+@pytest.mark.slow
 def test_gradient_of_vmap_and_nested_vmap():
     q, k, v, slopes, sinks = draw(0, (2, 3, 5, 4, 16), (2, 3, 7, 2, 16), (2, 3, 7, 2, 16), (2, 4), (4,))
 
@@ -402,7 +406,7 @@ def test_sharded_by_batch_and_heads_by_xla(kind, heads_kv):
     "spec", [P(None, "x"), P(None, None, None, "x"), P("y", "x"), P(None, None, ("x", "y"))]
 )
 def test_other_shardings_are_right(spec):
-    """Of lengths and of head_dim, which each device gets as a whole, and of more parts than there are heads of K."""
+    """Lengths and head_dim are sharded, which each device gets as a whole, and into more parts than K has heads."""
     mesh = mesh_of("cpu", 2, 2)
     arrays = problem(seqlen_q=6, heads_kv=2)
     attend = lambda q, k, v: fj.attention(q, k, v, causal=True, return_lse=True)
@@ -412,6 +416,7 @@ def test_other_shardings_are_right(spec):
     expect_close(jax.jit(gradient, in_shardings=shardings)(*arrays), want)
 
 
+@pytest.mark.slow
 def test_sharding_leaves_what_programs_say_of_b_and_h():
     mesh = mesh_of("cpu", 2, 2)
     q, k, v = problem(heads_kv=4, batch=4)
@@ -441,7 +446,7 @@ def test_sharding_leaves_what_programs_say_of_b_and_h():
     strict=True,
 )
 def test_shardings_as_types():
-    """Of a mesh whose axes are explicit: O has the sharding of Q."""
+    """On a mesh whose axes are explicit O has the sharding of Q."""
     devices = mesh_of("cpu", 2, 2).devices
     mesh = Mesh(devices, ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     arrays = on_devices(heads_kv=2)
@@ -455,6 +460,7 @@ def test_shardings_as_types():
     expect_close(got, jax.grad(lambda *a: (divided(*a)[0] ** 2).sum(), range(6))(*arrays))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 @pytest.mark.parametrize("checked", [True, False])
 def test_shard_map(kind, checked):
@@ -522,6 +528,7 @@ def test_errors(message, wrap):
         wrap(WRONG[message])(*problem())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_random_calls(seed):
     print("seed", seed)

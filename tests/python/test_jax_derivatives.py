@@ -26,7 +26,7 @@ PROGRAMS = {
 
 
 def tangents_of(arrays, seed=7):
-    """Of the arrays' types."""
+    """Tangents of the arrays' types."""
     drawn = draw(seed, *[x.shape for x in arrays])
     return tuple(t.astype(x.dtype) for t, x in zip(drawn, arrays))
 
@@ -101,6 +101,7 @@ def test_jvp_of_some_arrays():
     assert " grad" not in jax.jit(call).lower(q, q_tangent).as_text()
 
 
+@pytest.mark.slow
 def test_jacfwd_is_jacrev():
     q, k, v = problem(batch=1, heads=2, heads_kv=1, seqlen_q=3, seqlen_kv=4, dim=8, dim_v=8)
     (slopes,) = draw(1, (2,))
@@ -127,7 +128,7 @@ def test_jvp_of_vmap_and_vmap_of_jvp():
     wanted = jax.tree.map(lambda *x: jnp.stack(x), *each)
     expect_close(jax.jvp(jax.vmap(one), arrays, tangents), wanted)
     expect_close(jax.vmap(lambda x, t: jax.jvp(one, x, t))(arrays, tangents), wanted)
-    # Of tangents alone, as in jacfwd.
+    # Tangents alone are mapped, as in jacfwd.
     primals = [x[0] for x in arrays]
     got = jax.vmap(lambda *t: jax.jvp(one, primals, list(t))[1])(*tangents)
     each = [jax.jvp(one, primals, [t[i] for t in tangents])[1] for i in range(3)]
@@ -190,25 +191,7 @@ def test_jvp_on_devices():
     assert "all-gather(" not in compiled.lower(*arrays, *tangents).compile().as_text()
 
 
-# --- second derivatives ------------------------------------------------------------------------------------------------
-
-
-def test_second_derivatives_are_refused():
-    q, k, v = problem()
-    attend = lambda q: fj.attention(q, k, v).sum()
-    tangent = lambda q: jax.jvp(attend, (q,), (q,))[1]
-    for wrap in (lambda f: f, jax.jit):
-        for second in (
-            jax.grad(lambda q: (jax.grad(attend)(q) ** 2).sum()),
-            jax.grad(tangent),
-            jax.jacfwd(jax.grad(attend)),
-            lambda q: jax.jvp(tangent, (q,), (q,)),
-            jax.hessian(attend),
-        ):
-            with pytest.raises(flashjit.Unsupported, match="first derivatives alone.*jax.lax.stop_gradient"):
-                wrap(second)(q)
-
-
+@pytest.mark.slow
 def test_what_stop_gradient_holds_is_a_constant():
     """As in MeanFlow's loss, whose target is a tangent, and for a gradient inside of a loss."""
     q, k, v = problem()
@@ -244,3 +227,25 @@ def test_the_tangent_of_a_loss_is_that_of_its_gradient():
     _, tangent = jax.jvp(loss, arrays, tangents)
     gradients = jax.grad(loss, (0, 1, 2))(*arrays)
     expect_close(tangent, sum((x * t).sum() for x, t in zip(gradients, tangents)))
+
+
+def test_accurate_gradients_have_the_types_of_their_arrays():
+    arrays = [x.astype("bfloat16") for x in problem(dtype="float32")]
+    dout = draw(3, arrays[0].shape)[0].astype("bfloat16")
+
+    def gradients(accurate):
+        call = functools.partial(fj.attention, causal=True, accurate=accurate)
+        out, back = jax.vjp(jax.jit(call), *arrays)
+        return out, *back(dout)
+
+    for plain, accurate in zip(gradients(False), gradients(True)):
+        assert plain.dtype == accurate.dtype == jnp.bfloat16
+        np.testing.assert_allclose(plain.astype("float32"), accurate.astype("float32"), rtol=0.05, atol=0.02)
+    kept = jax.make_jaxpr(functools.partial(fj.attention, accurate=True))(*arrays)
+    assert any(
+        x.aval.dtype == jnp.float32 and x.aval.ndim == 4 and x.aval.shape[-1] > 1
+        for equation in kept.jaxpr.eqns
+        for x in equation.outvars
+    )
+    wide = [x.astype("float32") for x in arrays]
+    assert fj.attention(*wide, accurate=True).dtype == jnp.float32

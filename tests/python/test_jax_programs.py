@@ -186,6 +186,7 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivative(name):
     rng = np.random.default_rng(1)
@@ -285,6 +286,7 @@ def random_value(rng, depth, s, b, h, i, j, is_float):
     return jnp.where(again(True) > again(True), again(), again())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(15))
 def test_random_programs(seed):
     print("seed", seed)

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from .._library import spec_handle
-from .._named import AT_LAST, CAUSAL, window_text
+from .._named import AT_LAST, CAUSAL, weights_of, window_text
 from ..errors import InvalidArgument, WrongType
 from ._call import alike
 from ._codes import codes_of, in_four_dims
 from ._derivatives import attend
+from ._formats import check_formats, read_formats, refuse_block_scales
 from ._packed import check_packed, packed
 from ._problem import CODES, FIXED, Problem
 from ._programs import Tracer
@@ -33,7 +34,11 @@ def attention(
     scale: float | None = None,
     bias: Any = None,
     score_mod: Callable[..., Any] | None = None,
+    weight_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
+    q_mod: Callable[..., Any] | None = None,
+    k_mod: Callable[..., Any] | None = None,
+    out_mod: Callable[..., Any] | None = None,
     segment_ids: Any = None,
     kv_lengths: Any = None,
     page_table: Any = None,
@@ -45,26 +50,39 @@ def attention(
     q_scale: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    k_format: Any = None,
+    v_format: Any = None,
+    k_block_scale: Any = None,
+    v_block_scale: Any = None,
     sinks: Any = None,
     dropout_p: float = 0.0,
     dropout_key: Any = None,
     deterministic: bool = False,
+    accurate: bool = False,
     layout: str = "BTNH",
     return_lse: bool = False,
 ) -> Any:
-    """softmax(scale * Q K^T) V, with first derivatives (jax.grad, jax.jvp) for q, k, v, bias, sinks and all float arrays that
-    score_mod captures.
+    """softmax(scale * Q K^T) V, with first and second derivatives (jax.grad, jax.jvp, jax.hessian) for q, k, v, bias, sinks and all
+    float arrays that functions but mask_mod capture.
 
-    q: [batch, seqlen_q, heads, head_dim]; k and v: [batch, seqlen_kv, heads_kv, ...], where heads is a multiple of heads_kv;
-        float16, bfloat16 or float32. The batch may be left out. head_dim is a multiple of 8. Forward alone: k and v, and q, of
-        8 bits, with scales; head_dim is then a multiple of 16.
+    q: [batch, seqlen_q, heads, head_dim]; k: [batch, seqlen_kv, heads_kv, head_dim]; v: [batch, seqlen_kv, heads_kv, head_dim_v].
+        heads is a multiple of heads_kv; float16, bfloat16 or float32. The batch may be left out. head_dim is a multiple of 8 up
+        to 576, head_dim_v up to 512. Forward alone: k and v, and q, of 8 bits, with scales; head_dim is then a multiple of 16.
     causal: query i sees keys up to i + seqlen_kv - seqlen_q (True, "bottom_right"), or up to i ("top_left").
     window: (left, right), or one number for both: how many keys before and after its own position a query sees.
-    softcap: scores become softcap * tanh(score / softcap). scale: 1 / sqrt(head_dim) by default.
+    softcap: scores become softcap * tanh(score / softcap). scale: a Python number above 0; 1 / sqrt(head_dim) by default.
     bias: [batch or 1, heads or 1, seqlen_q or 1, seqlen_kv or 1], added to scores after softcap, before score_mod.
     score_mod: score_mod(score, b, h, q_idx, kv_idx) -> score; mask_mod: mask_mod(b, h, q_idx, kv_idx) -> whether the pair
         attends. Functions of JAX scalars, float32 and int32, which may read any arrays of the caller.
-    segment_ids: int32 [batch, length], or a pair of those of queries and of keys: only pairs of one segment attend.
+    weight_mod: in place of the softmax: a function like score_mod, whose value is the weight of a pair: O is
+        where(mask, weight_mod(scale * Q K^T + bias), 0) V, as in sigmoid attention, jax.nn.sigmoid(score - math.log(n)). Not with
+        score_mod, softcap, sinks, dropout_p and return_lse.
+    q_mod, k_mod: q_mod(row, b, h, q_idx, column) -> what the element at `column` of a row of q becomes before the scores;
+        k_mod(row, b, h_kv, kv_idx, column) the same of k. row: float32 [head_dim]; a function takes elements of it, row[column ^ 1],
+        and (row * row).sum(). k_mod not with a cache.
+    out_mod: out_mod(out, b, h, q_idx, column) -> what an element of the result becomes, from float32. Derivatives of weight_mod,
+        q_mod, k_mod and out_mod are the first ones of reverse mode (jax.grad, jax.vjp).
+    segment_ids: int32 [batch or 1, length], or a pair, for queries and for keys: only pairs of one segment attend.
     kv_lengths: int32 [batch]: keys from there on are padding.
     page_table, cache: K and V are a cache, forward alone: pages [pages, rows, heads_kv, ...] in which key n of sequence b is row
         n % rows of page page_table[b, n // rows], or with cache=True slots [slots, capacity, heads_kv, ...], where page_table, if
@@ -76,22 +94,34 @@ def attention(
     q_scale, k_scale, v_scale: where k and v are float8_e4m3fn, float8_e5m2 or int8, k's values are its elements times k_scale:
         float32, one number, [heads_kv], [batch, heads_kv], or of keys [batch, heads_kv, seqlen_kv] ([pages, heads_kv, rows] of a
         cache). q_scale where q is of 8 bits as well, of k's type: one number or [batch, heads_kv]; the result is bfloat16.
+    k_format, v_format: forward alone: k or v is uint8, rows in this KV format, such as "nvfp4" or "int4:g32:fp16:zero", as
+        new_cache() makes room for them and append() writes them; its last dimension is the bytes of a row. Formats of codes alone,
+        and "scaled" ones, have k_scale and v_scale. k_block_scale, v_block_scale: the scales of formats that have these in a tensor
+        of their own, [batch, seqlen_kv, heads_kv, numbers], or with a row for each group of keys; laid out like k and v.
     sinks: float32 [heads], a logit more for each softmax.
     dropout_p, dropout_key: the share of probabilities that become 0, and a key of jax.random.
     deterministic: whether the backward pass gives the same bits each time.
+    accurate: whether the backward pass reads O in float32, before it is rounded to the type of q. Gradients of queries with one strong
+        key then have the precision of that type. For reverse mode; a call without gradients takes longer, too. No effect with
+        weight_mod.
     layout: "BTNH", or "BHSD" for [batch, heads, length, head_dim].
     return_lse: whether to return (out, lse), with lse float32 like q without head_dim, differentiable.
 
-    A query without keys gives 0, with an LSE of -inf.
+    Returns O, like q with V's last dimension. A query without keys gives 0, with an LSE of -inf. Skip-softmax is
+    flashjit.attention()'s alone. Raises flashjit.Error.
     """
     given = dict(locals())
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
     cached = cache or page_table is not None
     if q.ndim == k.ndim == v.ndim == 3 and not cached:
         named = {name: value for name, value in given.items() if name not in "qkv"}
+        named.update(
+            {name: jnp.asarray(x)[None] for name, x in named.items() if "block" in name and x is not None}
+        )
         result = attention(q[None], k[None], v[None], **named)
         return jax.tree.map(lambda x: x[0], result)
-    batch, heads, seqlen_q, seqlen_kv = _check(q, k, v, layout, cached)
+    formats = read_formats(k, v, k_format, v_format)
+    batch, heads, seqlen_q, seqlen_kv = _check(q, k, v, layout, cached, bool(formats))
     starts, longest = packed(
         cu_seqlens_q, cu_seqlens_kv, (max_seqlen_q, max_seqlen_kv), (seqlen_q, seqlen_kv)
     )
@@ -114,10 +144,7 @@ def attention(
             f'causal with kv_lengths has two meanings for {seqlen_q} queries and {seqlen_kv} keys: give causal="top_left", '
             "or a mask_mod that says which keys a query sees."
         )
-    tracer = Tracer(batch, heads, seqlen_q, seqlen_kv)
-    score, masks = _score(tracer, softcap, bias, score_mod)
-    masks += _masks(tracer, causal, window, segment_ids, mask_mod)
-    program, captures = tracer.program(score, " && ".join(f"({mask})" for mask in masks if mask))
+    tracer = Tracer(batch, heads, seqlen_q, seqlen_kv, k.shape[2 if layout == "BTNH" else 1])
     fixed = {
         "kv_lengths": checked("kv_lengths", kv_lengths, "int32", (batch,)),
         "page_table": table,
@@ -128,7 +155,25 @@ def attention(
         "q_scale": in_four_dims("q_scale", q_scale, False),
         "k_scale": in_four_dims("k_scale", k_scale, cached),
         "v_scale": in_four_dims("v_scale", v_scale, cached),
+        "k_block_scale": None if k_block_scale is None else jnp.asarray(k_block_scale),
+        "v_block_scale": None if v_block_scale is None else jnp.asarray(v_block_scale),
     }
+    scales = {name: fixed[name] for name in ("q_scale", "k_scale", "v_scale")}
+    blocks = [fixed["k_block_scale"], fixed["v_block_scale"]]
+    if formats:
+        codes, dim_v = formats.spec_text(scales), check_formats(formats, q, k, v, layout, scales, blocks)
+    else:
+        codes, dim_v = codes_of(q, k, scales), None
+        refuse_block_scales(blocks)
+    of_pairs = weights_of(weight_mod, score_mod, softcap, return_lse, None, False)
+    score, masks = _score(tracer, softcap, bias, of_pairs)
+    masks += _masks(tracer, causal, window, segment_ids, mask_mod)
+    columns = (q.shape[3], v.shape[3] if dim_v is None else dim_v)
+    program, captures = tracer.program(
+        score=score,
+        mask=" && ".join(f"({mask})" for mask in masks if mask),
+        **_element_mods(tracer, columns, q_mod, k_mod, out_mod),
+    )
     problem = Problem(
         layout=layout,
         scale=_scale(scale, q.shape[3]),
@@ -139,25 +184,30 @@ def attention(
         fixed=tuple(name for name in FIXED if fixed[name] is not None),
         pages=pages,
         longest=longest,
-        codes=codes_of(q, k, {name: fixed[name] for name in ("q_scale", "k_scale", "v_scale")}),
+        codes=codes,
+        dim_v=dim_v,
+        accurate=bool(accurate) and q.dtype in (jnp.float16, jnp.bfloat16) and weight_mod is None,
+        weight_mod=weight_mod is not None,
     )
     _check_spec(problem, q, v)
     arrays = alike([q, k, v, *[fixed[name] for name in problem.fixed], *captures])
-    out, lse = attend(problem, arrays)
-    return (out, lse[..., 0]) if return_lse else out
+    made = attend(problem, arrays)
+    out = made[0].astype(problem.rounded_type(q))
+    return (out, made[1][..., 0]) if return_lse else out
 
 
-def _check(q: Any, k: Any, v: Any, layout: str, cached: bool) -> tuple[int, int, int, int]:
-    """The problem's batch, heads and lengths."""
+def _check(q: Any, k: Any, v: Any, layout: str, cached: bool, in_formats: bool) -> tuple[int, int, int, int]:
+    """The problem's batch, heads and lengths. in_formats: check_formats() looks at the types and rows of K and V."""
     if layout not in ("BTNH", "BHSD"):
         raise InvalidArgument(f'layout is {layout!r}: give "BTNH" or "BHSD".')
-    codes = str(k.dtype) in CODES  # of 8 bits, which q need not be
+    codes = str(k.dtype) in CODES and not in_formats  # of 8 bits, which q need not be
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if str(x.dtype) not in (*_TYPES, *(CODES if codes else ())):
+        stored = in_formats and name != "q"
+        if not stored and str(x.dtype) not in (*_TYPES, *(CODES if codes else ())):
             raise WrongType(
                 f"{name} is {_described(x)}: flashjit computes in {', '.join(_TYPES)}; convert it with .astype()."
             )
-        if x.dtype != (k.dtype if codes else q.dtype) and not (codes and name == "q"):
+        if not stored and x.dtype != (k.dtype if codes else q.dtype) and not (codes and name == "q"):
             first, other = ("k", k) if codes else ("q", q)
             raise WrongType(
                 f"{first} is {other.dtype} and {name} is {x.dtype}: they must have one type; convert one."
@@ -167,14 +217,15 @@ def _check(q: Any, k: Any, v: Any, layout: str, cached: bool) -> tuple[int, int,
                 f"{name} is {_described(x)}: it needs the four dimensions {layout}, or q, k and v all without the first."
             )
     heads, length = (2, 1) if layout == "BTNH" else (1, 2)
-    if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0] and not cached:
+    other_dim = k.shape[3] != q.shape[3] and not in_formats
+    if k.shape[:3] != v.shape[:3] or other_dim or k.shape[0] != q.shape[0] and not cached:
         raise InvalidArgument(
             f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: batches must be equal, k must have the "
             "head_dim of q, and v the heads and the length of k."
         )
     if k.shape[heads] == 0 and q.shape[heads] or k.shape[heads] and q.shape[heads] % k.shape[heads]:
         raise InvalidArgument(
-            f"q has {q.shape[heads]} heads and k has {k.shape[heads]}: the heads of q must be a multiple of those of k "
+            f"q has {q.shape[heads]} heads and k has {k.shape[heads]}: the heads of q must be a multiple of the heads of k "
             f"(layout is {layout!r})."
         )
     return q.shape[0], q.shape[heads], q.shape[length], k.shape[length]
@@ -266,9 +317,18 @@ def _score(tracer: Tracer, softcap: float | None, bias: Any, score_mod: Any) -> 
     return score, conditions
 
 
+def _element_mods(
+    tracer: Tracer, columns: tuple[int, int], q_mod: Any, k_mod: Any, out_mod: Any
+) -> dict[str, str]:
+    """Texts, "" where there is no function. columns: of Q and K, and of O."""
+    rows = {"q_mod": q_mod, "k_mod": k_mod}
+    texts = {kind: "" if mod is None else tracer.row(kind, mod, columns[0]) for kind, mod in rows.items()}
+    return {**texts, "out_mod": "" if out_mod is None else tracer.out(out_mod, columns[1])}
+
+
 def _check_pairs(name: str, array: Any, tracer: Tracer, kind: str) -> Any:
     """An array of each pair, or of what pairs share."""
-    wanted = list(tracer.sizes.values())
+    wanted = list(tracer.pairs.values())
     right = array.dtype.kind in ("fV" if kind == "f" else kind)
     if not right or array.ndim != 4 or any(a not in (1, b) for a, b in zip(array.shape, wanted)):
         raise InvalidArgument(

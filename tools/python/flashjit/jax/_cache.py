@@ -19,6 +19,7 @@ from . import _handler
 from ._attention import check_table, checked
 from ._call import alike, one_after_another
 from ._codes import codes_of, in_four_dims
+from ._formats import check_formats, read_formats, refuse_block_scales
 from ._problem import CODES, cache_option
 from ._sharding import KEEP_CALLS
 
@@ -54,10 +55,14 @@ def append(
     positions: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    k_format: Any = None,
+    v_format: Any = None,
+    k_block_scale: Any = None,
+    v_block_scale: Any = None,
     layout: str = "BTNH",
 ) -> tuple[Any, ...]:
     """(k_cache, v_cache) with new rows of K and V, K's rotated (RoPE); with q (k_cache, v_cache, q), with its rows rotated.
-    Where scales are of keys, the new ones follow the caches: (k_cache, v_cache, k_scale, v_scale), then q.
+    Where scales are of keys, the new ones follow the caches: (k_cache, v_cache, k_scale, v_scale), then block scales, then q.
 
     XLA writes into the caches given where nothing else needs them, as where a jitted function is given them donated.
 
@@ -66,19 +71,22 @@ def append(
     kv_lengths: int32 [sequences]: how many keys each has WITH the new ones, as attention() wants it next.
     page_table: int32 [sequences, pages of the longest], or [sequences], the slot of each; None: slots in order.
     q: like k, with the heads of queries.
-    cos, sin: float32 or of k's type, [positions, rope_dims / 2]; or theta, with which pair i of position n turns by
+    cos, sin: float32 or of k's type, [positions, rope_dims / 2]; or theta, by which pair i of position n rotates by
         n * theta ** (-2 i / rope_dims). None of them: rows are copied.
-    rope_dims: how many dimensions of a head turn, a multiple of 16; None: all. interleaved: pairs are dimensions (2 i, 2 i + 1);
+    rope_dims: how many dimensions of a head rotate, a multiple of 16; None: all. interleaved: pairs are dimensions (2 i, 2 i + 1);
         else (i, i + rope_dims / 2). positions: int32 [sequences, n]; None: the number of each row's key.
     k_scale, v_scale: attention()'s, for caches of 8 bits. Scales of heads are read: new rows are divided by theirs. Of pages and
         keys, in four dimensions or [pages, heads_kv, rows], each new key gets one of its own, and results are of four dimensions.
+    k_format, v_format: attention()'s: a cache of uint8 whose rows are in this KV format, in which the new ones are encoded.
+    k_block_scale, v_block_scale: attention()'s, written like the caches.
     layout: "BTNH", or "BHSD" for [sequences, heads, n, head_dim] and caches alike.
 
     Rows without a place in the cache or in the tables are left out. No gradients.
     """
     k, v, k_cache, v_cache = (jnp.asarray(x) for x in (k, v, k_cache, v_cache))
     q = None if q is None else jnp.asarray(q)
-    batch, rows, page_rows = _check(k, v, k_cache, v_cache, q, layout)
+    formats = read_formats(k_cache, v_cache, k_format, v_format)
+    batch, rows, page_rows = _check(k, v, k_cache, v_cache, q, layout, bool(formats))
     in_pages = page_table is not None and jnp.ndim(page_table) == 2
     pages, table = check_table(page_table, not in_pages, batch, page_rows, "k_cache")
     if (cos is None) != (sin is None):
@@ -95,6 +103,8 @@ def append(
         "positions": checked("positions", positions, "int32", (batch, rows)),
         "k_scale": in_four_dims("k_scale", k_scale, True),
         "v_scale": in_four_dims("v_scale", v_scale, True),
+        "k_block_scale": None if k_block_scale is None else jnp.asarray(k_block_scale),
+        "v_block_scale": None if v_block_scale is None else jnp.asarray(v_block_scale),
     }
     if arrays["kv_lengths"] is None:
         raise InvalidArgument(
@@ -102,22 +112,33 @@ def append(
         )
     given = {name: array for name, array in arrays.items() if array is not None}
     dims = f"{k.shape[3]}" if k.shape[3] == v.shape[3] else f"{k.shape[3]}x{v.shape[3]}"
-    codes = codes_of(k, k_cache, {name: arrays[name] for name in ("k_scale", "v_scale")})
+    scales = {name: arrays[name] for name in ("k_scale", "v_scale")}
+    blocks = [arrays["k_block_scale"], arrays["v_block_scale"]]
+    if formats:
+        columns = check_formats(formats, k, k_cache, v_cache, layout, scales, blocks)
+        if columns != v.shape[3]:
+            raise InvalidArgument(f"v has head_dim {v.shape[3]}, but rows of v_cache have {columns} columns.")
+        codes = formats.spec_text(scales)
+    else:
+        codes = codes_of(k, k_cache, scales)
+        refuse_block_scales(blocks)
     spec = f"{ELEMENTS[str(k.dtype)]}:d{dims}{cache_option(pages)}{codes}"
     spec_handle(spec)
     call = _Append(spec, layout, tuple(given), float(theta or 0), rope_dims or 0, bool(interleaved))
     return tuple(append_p.bind(*alike(list(given.values())), call=call))
 
 
-def _check(k: Any, v: Any, k_cache: Any, v_cache: Any, q: Any, layout: str) -> tuple[int, int, int]:
-    """Sequences, new rows of each, and the rows of a page or a slot."""
+def _check(
+    k: Any, v: Any, k_cache: Any, v_cache: Any, q: Any, layout: str, in_formats: bool
+) -> tuple[int, int, int]:
+    """Sequences, new rows of each, and the rows of a page or a slot. in_formats: check_formats() looks at the caches' rows."""
     if layout not in ("BTNH", "BHSD"):
         raise InvalidArgument(f'layout is {layout!r}: give "BTNH" or "BHSD".')
     heads, length = (2, 1) if layout == "BTNH" else (1, 2)
     arrays = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, **({} if q is None else {"q": q})}
     for name, x in arrays.items():
         of_codes = str(k_cache.dtype) in CODES and name.endswith("cache")
-        if of_codes and x.dtype == k_cache.dtype:
+        if (of_codes and x.dtype == k_cache.dtype) or (in_formats and name.endswith("cache") and x.ndim == 4):
             continue
         if str(x.dtype) not in ("float16", "bfloat16", "float32") or x.dtype != k.dtype:
             raise WrongType(
@@ -128,7 +149,8 @@ def _check(k: Any, v: Any, k_cache: Any, v_cache: Any, q: Any, layout: str) -> t
             raise InvalidArgument(
                 f"{name} is {x.dtype} {list(x.shape)}: it needs the four dimensions {layout}."
             )
-    alike_dims = [(k, k_cache), (v, v_cache), *([] if q is None else [(k, q)])]
+    of_caches = [] if in_formats else [(k, k_cache), (v, v_cache)]
+    alike_dims = [*of_caches, *([] if q is None else [(k, q)])]
     right = k.shape[:3] == v.shape[:3] and k_cache.shape[:3] == v_cache.shape[:3]
     right = (
         right
@@ -161,7 +183,9 @@ def _angles(name: str, table: Any, k: Any) -> Any:
 
 def _results(call: _Append) -> tuple[str, ...]:
     """What is made anew, by the operands' names."""
-    written = (*_CACHES, *(("k_scale", "v_scale") if ":key_scales" in call.spec else ()))
+    scales = ("k_scale", "v_scale") if ":key_scales" in call.spec else ()
+    named = (*scales, "k_block_scale", "v_block_scale")
+    written = (*_CACHES, *[name for name in named if name in call.operands])
     return (*written, *(("q",) if "q" in call.operands else ()))
 
 

@@ -16,12 +16,22 @@ from jax.interpreters import batching, mlir
 
 from .._library import spec_handle
 from . import _handler
-from ._problem import TANGENT, Derivative, Gradients, Problem, differentiated, operand_names, result_names
+from ._problem import (
+    TANGENT,
+    Derivative,
+    Gradients,
+    GradientTangents,
+    Problem,
+    differentiated,
+    kind_of,
+    operand_names,
+    result_names,
+)
 from ._sharding import KEEP_CALLS, partitioned, requires_devices
 
 
 def alike(arrays: Sequence[Any]) -> list[Any]:
-    """The arrays, all of which vary over the mesh axes of a shard_map over which one does."""
+    """The arrays, made to vary over all mesh axes of a shard_map that one of them varies over."""
     axes = [_varying(array) for array in arrays]
     union = frozenset().union(*axes)
     return [
@@ -40,14 +50,15 @@ def _varying(array: Any) -> frozenset[str]:
 
 
 def _shapes(*avals: Any, problem: Problem, derivative: Derivative = None) -> list[Any]:
-    """Of the results. LSE has the dimensions of Q, so that it has its sharding, too."""
+    """Shapes of the results. LSE has the dimensions of Q, so that it has its sharding, too."""
     by_name = dict(zip(operand_names(problem, derivative), avals))
     q, v = by_name["q"], by_name["v"]
     if isinstance(derivative, tuple):
-        return [by_name["out"], by_name["lse"]]
+        return [by_name[name] for name in problem.saved()]
     if derivative is None:
         of_lse = q.update(shape=(*q.shape[:3], 1), dtype=np.dtype("float32"))
-        return [q.update(shape=(*q.shape[:3], v.shape[3]), dtype=problem.out_type(q)), of_lse]
+        out = q.update(shape=(*q.shape[:3], problem.columns_v(v)), dtype=problem.out_type(q))
+        return [of_lse if name == "lse" else out for name in problem.outputs()]
     made = []
     for name in result_names(problem, derivative):
         aval = by_name[name[1:]]
@@ -72,39 +83,50 @@ forward_p = _primitive("flashjit_forward")
 backward_p = _primitive("flashjit_backward")
 #: Tangents of O and LSE, linear in those that it is given. It reads O and LSE for its transpose alone.
 tangent_p = _primitive("flashjit_tangent")
+#: Tangents of what backward_p makes, linear in those that it is given. It reads O for its transpose alone.
+backward_tangent_p = _primitive("flashjit_backward_tangent")
 #: The same of one device's arrays, below what XLA partitions.
 _shard_forward_p = _primitive("flashjit_forward_shard")
 _shard_backward_p = _primitive("flashjit_backward_shard")
 _shard_tangent_p = _primitive("flashjit_tangent_shard")
+_shard_backward_tangent_p = _primitive("flashjit_backward_tangent_shard")
 
 
 # --- vmap --------------------------------------------------------------------------------------------------------------
 
 
 def _batch_forward(arrays: Any, axes: Any, *, problem: Problem) -> Any:
-    size = _axis_size(arrays, axes)
-    names = operand_names(problem, None)
-    if _must_repeat(problem, names, axes):
-        return one_after_another(forward_p, arrays, axes, problem=problem)
-    problem, folded = _fold(problem, names, arrays, axes, size, ())
-    results = forward_p.bind(*folded, problem=problem)
-    return [_unfolded(x, size) for x in results], [0, 0]
+    return fold_over(forward_p, operand_names(problem, None), arrays, axes, (), problem)
 
 
 def _batch_tangent(arrays: Any, axes: Any, *, problem: Problem, derivative: tuple[str, ...]) -> Any:
-    size = _axis_size(arrays, axes)
     names = operand_names(problem, derivative)
+    grads = differentiated(problem, derivative)
+    return fold_over(tangent_p, names, arrays, axes, grads, problem, derivative=derivative)
+
+
+def fold_over(
+    primitive: Any,
+    names: Sequence[str],
+    arrays: Any,
+    axes: Any,
+    grads: tuple[bool, ...],
+    problem: Problem,
+    **params: Any,
+) -> Any:
+    """A batching rule of a primitive whose results are like O and LSE. names: of its arrays; grads: the captures that have tangents."""
     if _must_repeat(problem, names, axes):
-        return one_after_another(tangent_p, arrays, axes, problem=problem, derivative=derivative)
-    problem, folded = _fold(problem, names, arrays, axes, size, differentiated(problem, derivative))
-    results = tangent_p.bind(*folded, problem=problem, derivative=derivative)
-    return [_unfolded(x, size) for x in results], [0, 0]
+        return one_after_another(primitive, arrays, axes, problem=problem, **params)
+    size = _axis_size(arrays, axes)
+    problem, folded = _fold(problem, names, arrays, axes, size, grads)
+    results = primitive.bind(*folded, problem=problem, **params)
+    return [_unfolded(x, size) for x in results], [0] * len(results)
 
 
 def _batch_backward(arrays: Any, axes: Any, *, problem: Problem, derivative: Gradients) -> Any:
     size = _axis_size(arrays, axes)
     names = operand_names(problem, derivative)
-    if _must_repeat(problem, names, axes):
+    if _must_repeat(problem, names, axes) or derivative.sinks and problem.keeps_before_mod:
         return one_after_another(backward_p, arrays, axes, problem=problem, derivative=derivative)
     problem, folded = _fold(problem, names, arrays, axes, size, derivative.captures)
     results = dict.fromkeys(result_names(problem, derivative))
@@ -116,6 +138,22 @@ def _batch_backward(arrays: Any, axes: Any, *, problem: Problem, derivative: Gra
         results[name] = _unfolded(results[name], size)
     if derivative.sinks:
         results["dsinks"] = _sink_gradients(dict(zip(names, folded)), problem, size)
+    return list(results.values()), [0] * len(results)
+
+
+def _batch_backward_tangent(arrays: Any, axes: Any, *, problem: Problem, derivative: GradientTangents) -> Any:
+    size = _axis_size(arrays, axes)
+    names = operand_names(problem, derivative)
+    if _must_repeat(problem, names, axes) or derivative.gradients.sinks:
+        return one_after_another(backward_tangent_p, arrays, axes, problem=problem, derivative=derivative)
+    problem, folded = _fold(problem, names, arrays, axes, size, derivative.gradients.captures)
+    results = dict(
+        zip(
+            result_names(problem, derivative),
+            backward_tangent_p.bind(*folded, problem=problem, derivative=derivative),
+        )
+    )
+    results.update({name: _unfolded(results[name], size) for name in ("dq", "dk", "dv")})
     return list(results.values()), [0] * len(results)
 
 
@@ -204,6 +242,7 @@ def _sink_gradients(arrays: dict[str, Any], problem: Problem, size: int) -> Any:
 batching.primitive_batchers[forward_p] = _batch_forward
 batching.primitive_batchers[tangent_p] = _batch_tangent
 batching.primitive_batchers[backward_p] = _batch_backward
+batching.primitive_batchers[backward_tangent_p] = _batch_backward_tangent
 
 
 # --- lowering ----------------------------------------------------------------------------------------------------------
@@ -223,15 +262,16 @@ def _lower_shard(
     names, results = operand_names(problem, derivative), result_names(problem, derivative)
     avals = dict(zip(names, ctx.avals_in))
     spec = problem.spec(avals["q"], avals["v"], differentiated(problem, derivative))
-    spec_handle(spec)
+    kind = kind_of(derivative)
+    spec_handle(_handler.PASSES.get(kind, "") + spec)
     avals_out, count = list(ctx.avals_out), len(results)
-    kind = _kind(derivative)
     longest = problem.longest or (0, 0)
     if kind == "tangent":  # which makes O and LSE again
-        given = [(name, x) for name, x in zip(names, operands) if name not in ("out", "lse")]
+        made_again = problem.saved()
+        given = [(name, x) for name, x in zip(names, operands) if name not in made_again]
         names, operands = [name for name, _ in given], tuple(x for _, x in given)
-        avals_out += [avals["out"], avals["lse"]]
-        results = [*results, "out", "lse"]
+        avals_out += [avals[name] for name in made_again]
+        results = [*results, *made_again]
     if on_gpu:
         bytes_needed = _handler.workspace_bytes(spec, _shape_of(avals, problem), kind)
         avals_out.append(jax.core.ShapedArray((bytes_needed,), np.dtype("uint8")))
@@ -257,12 +297,6 @@ def _lower_shard(
     return made[:count]
 
 
-def _kind(derivative: Derivative) -> str:
-    if derivative is None:
-        return "forward"
-    return "tangent" if isinstance(derivative, tuple) else "backward"
-
-
 def _shape_of(avals: dict[str, Any], problem: Problem) -> tuple[int, ...]:
     q, k = avals["q"].shape, avals["k"].shape
     heads, length = (2, 1) if problem.layout == "BTNH" else (1, 2)
@@ -273,8 +307,8 @@ def _shape_of(avals: dict[str, Any], problem: Problem) -> tuple[int, ...]:
 
 
 def _layouts(names: Sequence[str], avals: Sequence[Any], problem: Problem) -> list[tuple[int, ...]]:
-    """From the last dimension to the first, as they lie in memory: those of LSE are always batch, heads, length."""
-    turned = ("lse", "dlse", f"lse{TANGENT}") if problem.layout == "BTNH" else ()
+    """From the last dimension to the first, as they lie in memory: LSE is always batch, heads, length."""
+    turned = ("lse", "dlse", f"lse{TANGENT}", f"dlse{TANGENT}") if problem.layout == "BTNH" else ()
     return [
         (3, 1, 2, 0) if name in turned else tuple(reversed(range(len(aval.shape))))
         for name, aval in zip(names, avals)
@@ -285,6 +319,7 @@ for _outer, _shard in (
     (forward_p, _shard_forward_p),
     (backward_p, _shard_backward_p),
     (tangent_p, _shard_tangent_p),
+    (backward_tangent_p, _shard_backward_tangent_p),
 ):
     requires_devices(_outer)
     mlir.register_lowering(_outer, _lower_partitioned(_shard))

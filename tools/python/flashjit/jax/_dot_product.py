@@ -31,9 +31,12 @@ def dot_product_attention(
 ) -> Any:
     """The same arguments and results as jax.nn.dot_product_attention(), with gradients for bias.
 
-    implementation: what that function may be given; flashjit computes in any case. A query that attends to no key gives 0, not
-    the mean of the values, and a residual of -inf. A residual has key's type and no gradient, as there; attention(return_lse=True)
-    has LSE in float32 with one.
+    query: [batch, seqlen_q, heads, head_dim]; key and value: [batch, seqlen_kv, heads_kv, head_dim]; all may lack the batch.
+    implementation: None, "xla" or "cudnn": no effect, as flashjit computes in any case.
+    return_residual: also the LSE, of key's type and without a gradient, as there; attention(return_lse=True) has LSE in float32
+        with one.
+
+    A query that attends to no key gives 0, not the mean of the values, and a residual of -inf. Raises flashjit.Error.
     """
     if implementation not in _IMPLEMENTATIONS:
         raise InvalidArgument(

@@ -16,7 +16,11 @@ from .. import _installed, _library
 from ..errors import CudaError, NoDriver, Unsupported
 
 #: By function. A target's handlers are those of its execution and, on a GPU, of what comes before.
-TARGETS = {name: f"flashjit_{name}" for name in ("forward", "backward", "tangent", "append")}
+TARGETS = {
+    name: f"flashjit_{name}" for name in ("forward", "backward", "tangent", "backward_tangent", "append")
+}
+#: The pass that a spec's text begins with, of functions whose pass is neither forward nor backward.
+PASSES = {"tangent": "jvp:", "backward_tangent": "bwd_jvp:"}
 
 _ALIGNMENT = 256
 
@@ -68,7 +72,7 @@ def workspace_bytes(spec: str, shape: Sequence[int], kind: str) -> int:
 
 def _needed(spec: str, shape: Sequence[int], kind: str, ordinal: int) -> int:
     backward = kind == "backward"
-    spec = f"jvp:{spec}" if kind == "tangent" else spec
+    spec = PASSES.get(kind, "") + spec
     with _primary_context(ordinal):
         support = _library.runtime().supports(spec, shape, backward=backward)
         if not support:

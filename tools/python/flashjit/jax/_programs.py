@@ -1,11 +1,11 @@
-"""score_mod and mask_mod as text of flashjit's language, from their jaxprs.
+"""score_mod, mask_mod and programs of elements as text of flashjit's language, from their jaxprs.
 
 A jaxpr's equations are followed from the function's arguments on. What depends on captured arrays alone is computed where
 the call is, so that only elements are read in the kernel; what depends on a position or on the score becomes text. An array
 in between, such as a row of a table, is known by its elements, each made when it is asked for.
 
-The text has marks where a transformation of the call has to know what stands there: @b@ and @h@ are the positions b and h,
-@b:c0:1@ is b as the index of a capture in a dimension of the batch's size, and @c0@ is where the indices of c0 begin.
+The text has marks where a transformation of the call has to know what stands there: @b@, @h@ and @h_kv@ are the positions b, h and
+h_kv, @b:c0:1@ is b as the index of a capture in a dimension of the batch's size, and @c0@ is where the indices of c0 begin.
 """
 
 from __future__ import annotations
@@ -25,22 +25,27 @@ from .. import _values as v
 from .._tracing import MAX_TENSORS, SIGNATURES, split_mask
 from .._values import ELEMENTS, Value, as_text
 from ..errors import InvalidArgument, WrongType
+from ._rows import of_squares, row_of
 from ._rules import INSTEAD, RULES, UNCHANGED, Elements, constant, dtype_of, scalar
 
 _MOST_DIMENSIONS = 6
+_MARKED = ("b", "h", "h_kv")
 
 
 @dataclasses.dataclass(frozen=True)
 class Capture:
-    """What a program reads. along: of each dimension "b" or "h" where all reads index it by that position alone, else "". folds:
-    the numbers of the vmaps whose axes are in front of the dimensions, the last one first."""
+    """What programs read. programs: which ones do. along: of each dimension "b", "h" or "h_kv" where all reads index it by that position
+    alone, else "". folds: the numbers of the vmaps whose axes are in front of the dimensions, the last one first."""
 
     type: str
     rank: int
-    in_score: bool
-    in_mask: bool
+    programs: frozenset[str]
     along: tuple[str, ...]
     folds: tuple[int, ...] = ()
+
+    def has_gradient(self) -> bool:
+        """Whether a program but the mask reads it."""
+        return bool(self.programs - {"mask"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,56 +54,85 @@ class Program:
 
     score: str = ""
     mask: str = ""
+    q_mod: str = ""
+    k_mod: str = ""
+    out_mod: str = ""
     captures: tuple[Capture, ...] = ()
+
+    def texts(self) -> dict[str, str]:
+        """Those that there are, by what a spec calls them."""
+        fields = {name: getattr(self, name) for name in ("score", "mask", "q_mod", "k_mod", "out_mod")}
+        return {name: text for name, text in fields.items() if text}
+
+
+#: What each program becomes that changes nothing.
+_UNCHANGED_TEXTS = {"score": "score", "q_mod": "element", "k_mod": "element", "out_mod": "out"}
 
 
 class Tracer:
     """Reads functions, and gives names to what they capture, in the order of its first use."""
 
-    def __init__(self, batch: int, heads: int, seqlen_q: int, seqlen_kv: int) -> None:
-        self.sizes = {"b": batch, "h": heads, "q": seqlen_q, "kv": seqlen_kv}
+    def __init__(self, batch: int, heads: int, seqlen_q: int, seqlen_kv: int, heads_kv: int = 1) -> None:
+        self.pairs = {"b": batch, "h": heads, "q": seqlen_q, "kv": seqlen_kv}
+        self.sizes = {**self.pairs, "h_kv": heads_kv}
         self.arrays: list[Any] = []
         self._reads: dict[tuple[str, int], set[str]] = {}  # the marks by which a dimension is indexed
 
     def position(self, name: str) -> Value:
-        text = f"@{name}@" if name in "bh" else name
+        text = f"@{name}@" if name in _MARKED else name
         return Value(text, "int32", 0, max(self.sizes[name] - 1, 0))
 
     def positions(self) -> list[Value]:
-        return [self.position(name) for name in self.sizes]
+        return [self.position(name) for name in self.pairs]
 
     # Functions.
 
     def score(self, function: Callable[..., Any], score: str) -> tuple[str, list[str]]:
         """What a score_mod makes of a score, and the conditions that it masks by."""
-        made = self._call("score_mod", function, Value(score, "float32"), *self.positions())
-        if v.Value("", made.dtype_name).type != "float":
-            raise WrongType(
-                f"score_mod returns {made.dtype_name}: it returns a score, a floating-point number."
-            )
+        made = self._number("score_mod", function, scalar(Value(score, "float32")), *self.positions())
         result, conditions = split_mask(made)
         return as_text(result, "float"), conditions
 
     def mask(self, function: Callable[..., Any]) -> str:
-        made = self._call("mask_mod", function, *self.positions())
+        made = self._call("mask_mod", function, *map(scalar, self.positions()))
         if made.type != "bool":
             raise WrongType(
                 f"mask_mod returns {made.dtype_name}: it returns a boolean, true where a pair attends."
             )
         return made.text
 
-    def _call(self, kind: str, function: Callable[..., Any], *arguments: Value) -> Value:
+    def out(self, function: Callable[..., Any], columns: int) -> str:
+        """What an out_mod makes of an element of O."""
+        places = [self.position(name) for name in ("b", "h", "q")]
+        made = self._number("out_mod", function, scalar(Value("out", "float32")), *places, _column(columns))
+        return as_text(made, "float")
+
+    def row(self, kind: str, function: Callable[..., Any], columns: int) -> str:
+        """What a q_mod or k_mod makes of an element of a row."""
+        places = [
+            self.position(name) for name in (("b", "h", "q") if kind == "q_mod" else ("b", "h_kv", "kv"))
+        ]
+        made = self._number(kind, function, row_of(columns), *places, _column(columns))
+        return as_text(made, "float")
+
+    def _number(self, kind: str, function: Callable[..., Any], first: Elements, *places: Value) -> Value:
+        made = self._call(kind, function, first, *map(scalar, places))
+        if v.Value("", made.dtype_name).type != "float":
+            what = "a score" if kind == "score_mod" else "an element"
+            raise WrongType(f"{kind} returns {made.dtype_name}: it returns {what}, a floating-point number.")
+        return made
+
+    def _call(self, kind: str, function: Callable[..., Any], *arguments: Elements) -> Value:
         if not callable(function):
             raise WrongType(f"{kind} is a {type(function).__name__}: give a function {SIGNATURES[kind]}.")
-        shapes = [jax.ShapeDtypeStruct((), argument.dtype_name) for argument in arguments]
+        shapes = [jax.ShapeDtypeStruct(argument.shape, argument.dtype) for argument in arguments]
         traced = jax.make_jaxpr(function)(*shapes)
         if len(traced.out_avals) != 1 or traced.out_avals[0].shape != ():
             raise WrongType(
                 f"{kind} returns {', '.join(str(aval) for aval in traced.out_avals) or 'nothing'}: it is called as "
-                f"{SIGNATURES[kind]} with scalars, and returns one."
+                f"{SIGNATURES[kind]}, and returns a scalar."
             )
-        given = [scalar(argument) for argument in arguments]
-        (result,) = self._follow(kind, traced.jaxpr, traced.consts, given)
+        (result,) = self._follow(kind, traced.jaxpr, traced.consts, arguments)
         return self.elements(result).at(())
 
     def _follow(self, kind: str, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
@@ -137,7 +171,7 @@ class Tracer:
                 f"elements of captured arrays: {', '.join(sorted(RULES))}."
             )
         operands = [self.elements(value) for value in values]
-        return [rule(equation, *operands)]
+        return [of_squares(equation, operands) or rule(equation, *operands)]
 
     # Captured arrays.
 
@@ -175,7 +209,9 @@ class Tracer:
 
     def _index(self, name: str, dimension: int, size: int, index: Value) -> str:
         text = "0" if size == 1 else as_text(index, "int")
-        mark = text[1] if text in ("@b@", "@h@") and self.sizes[text[1]] == size else ""
+        name_of_position = text.strip("@")
+        is_alone = text == f"@{name_of_position}@" and name_of_position in _MARKED
+        mark = name_of_position if is_alone and self.sizes[name_of_position] == size else ""
         self._reads.setdefault((name, dimension), set()).add(mark)
         return f"@{mark}:{name}:{dimension}@" if mark else text
 
@@ -188,31 +224,35 @@ class Tracer:
         self.arrays.append(array)
         return f"c{len(self.arrays) - 1}"
 
-    def program(self, score: str, mask: str) -> tuple[Program, tuple[Any, ...]]:
-        """Of these texts, with the values of what they read."""
+    def program(self, **texts: str) -> tuple[Program, tuple[Any, ...]]:
+        """The program of texts, by its names for them, with the values that they read."""
+        texts = {kind: text for kind, text in texts.items() if text != _UNCHANGED_TEXTS.get(kind)}
         for (name, dimension), marks in self._reads.items():
             if len(marks) > 1:  # then no one position says which elements are read
                 for mark in filter(None, marks):
                     whole = f"@{mark}:{name}:{dimension}@"
-                    score, mask = score.replace(whole, f"@{mark}@"), mask.replace(whole, f"@{mark}@")
-        read = [
-            n for n in range(len(self.arrays)) if f"@c{n}@" in score + mask
-        ]  # not where a choice is known
-        captures = [self._capture(number, score, mask) for number in read]
+                    texts = {kind: text.replace(whole, f"@{mark}@") for kind, text in texts.items()}
+        used = "".join(texts.values())
+        read = [n for n in range(len(self.arrays)) if f"@c{n}@" in used]  # not where a choice is known
+        captures = [self._capture(number, texts) for number in read]
         renamed = {f"c{number}": f"c{place}" for place, number in enumerate(read)}
-        score, mask = (re.sub(r"\bc\d+\b", lambda name: renamed[name[0]], text) for text in (score, mask))
+        texts = {
+            kind: re.sub(r"\bc\d+\b", lambda name: renamed[name[0]], text) for kind, text in texts.items()
+        }
         arrays = [_on_device(self.arrays[number]) for number in read]
         values = tuple(array if array.ndim else array.reshape(1) for array in arrays)
-        return Program("" if score == "score" else score, mask, tuple(captures)), values
+        return Program(**texts, captures=tuple(captures)), values
 
-    def _capture(self, number: int, score: str, mask: str) -> Capture:
+    def _capture(self, number: int, texts: dict[str, str]) -> Capture:
         array, name = self.arrays[number], f"c{number}"
         marks = [self._reads.get((name, dimension), set()) for dimension in range(array.ndim)]
         along = [next(iter(found)) if len(found) == 1 else "" for found in marks]
-        in_score, in_mask = (f"@{name}@" in text for text in (score, mask))
-        return Capture(
-            ELEMENTS[str(array.dtype)], max(array.ndim, 1), in_score, in_mask, tuple(along) or ("",)
-        )
+        programs = frozenset(kind for kind, text in texts.items() if f"@{name}@" in text)
+        return Capture(ELEMENTS[str(array.dtype)], max(array.ndim, 1), programs, tuple(along) or ("",))
+
+
+def _column(columns: int) -> Value:
+    return Value("column", "int32", 0, columns - 1)
 
 
 def _on_device(array: Any) -> Any:
@@ -235,7 +275,7 @@ def _computed(jaxpr: Any, equation: Any, values: list[Any]) -> Sequence[Any]:
 
 
 def _inner_jaxpr(equation: Any) -> Any:
-    """Of an equation that calls a function."""
+    """The function that an equation calls."""
     name, params = equation.primitive.name, equation.params
     if name == "custom_jvp_call":
         source = str(params["call_jaxpr"].jaxpr.debug_info.func_src_info)

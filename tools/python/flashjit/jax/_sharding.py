@@ -107,13 +107,17 @@ class _Rule:
             return tuple(f"{plain}_{d}" for d in range(4))
         if plain == "page_table":
             return ("batch", "columns")[: 2 if self.problem.pages else 1]
-        if plain in ("q", "out", "lse", "dout", "dlse"):
+        if plain in ("q", "out", "lse", "before_mod", "dout", "dlse"):
             rows, last = ("heads", "queries"), {"q": "dim", "lse": "one", "dlse": "one"}.get(plain, "dim_v")
         elif plain in ("k", "v"):
-            rows, last = ("kv_heads", "keys"), "dim" if plain == "k" else "dim_v"
+            in_format = self.problem.dim_v is not None  # then the last dimension is a row's bytes
+            last = f"{plain}_row" if in_format else "dim" if plain == "k" else "dim_v"
+            rows = ("kv_heads", "keys")
         else:
             capture = self.problem.program.captures[int(plain.removeprefix("c"))]
-            along = {"h": "heads"} if self.problem.longest else {"b": "batch", "h": "heads"}
+            along = {"h": "heads", "h_kv": "kv_heads"}
+            if not self.problem.longest:
+                along["b"] = "batch"
             own = (*[""] * len(capture.folds), *capture.along)
             return tuple(along.get(mark, f"{plain}_{d}") for d, mark in enumerate(own))
         first = "pages" if plain in ("k", "v") and self.problem.pages is not None else "batch"

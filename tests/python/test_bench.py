@@ -1,6 +1,7 @@
 """What the scripts of tools/bench measure and show: the same attention on both sides, and honest tile counts."""
 
 import csv
+import functools
 import importlib
 import json
 import pathlib
@@ -74,6 +75,11 @@ def accuracy(variants):
 
 
 @pytest.fixture(scope="module")
+def accurate(accuracy):
+    return importlib.import_module("accurate")
+
+
+@pytest.fixture(scope="module")
 def compare(variants):
     return importlib.import_module("compare")
 
@@ -87,6 +93,7 @@ def all_cases(variants, length=LENGTH):
     return [*variants.cases(length, "cpu"), *variants.more_cases(1, HEADS, length, "cpu")]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_both_compute_the_same_attention(variants, monkeypatch):
     monkeypatch.setattr(variants, "WINDOW", 50)
@@ -130,6 +137,30 @@ def test_the_gallerys_pictures_are_of_the_library(gallery):
     np.testing.assert_allclose(
         gallery.softcapped("50.0 * tanh(score / 50.0)", [50.0]), 50 * np.tanh(1), rtol=1e-6
     )
+
+
+def test_the_pictures_of_other_stages_are_of_the_library(gallery):
+    pictures = {program.name: program for program in gallery.gallery_stages.programs()}
+    sigmoid = lambda x: 1 / (1 + np.exp(-x))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    scores = pictures["ReLU attention"].values
+    close(pictures["Sigmoid attention"].results(), [sigmoid(scores - 2)])
+    close(pictures["ReLU attention"].results(), [np.maximum(scores, 0) / 8])
+    close(pictures["SiLU / n (HSTU)"].results(), [scores * sigmoid(scores) / 8])
+    angles = np.arange(64)[:, None] * 10000.0 ** -(np.arange(8) / 8)
+    turned = np.stack([np.cos(angles) - np.sin(angles), np.cos(angles) + np.sin(angles)], -1)
+    close(pictures["RoPE of a row of ones"].results(), turned.reshape(64, 16))
+    weights = np.broadcast_to(np.linspace(0.5, 1.5, 16), (16, 16))
+    np.testing.assert_allclose(pictures["RMS norm of a head"].results(), weights, rtol=1e-4)
+    elements = pictures["Softcap of O"].values
+    close(pictures["Softcap of O"].results(), [2 * np.tanh(elements / 2)])
+    gated = pictures["Output gate of heads (Qwen3-Next)"].results()
+    close(gated, [elements * sigmoid(gate) for gate in (-2, 0, 2)])
+    rounded = [
+        scale * np.clip(np.round(elements.astype("float32") / np.float32(scale)), -127, 127)
+        for scale in (0.02, 0.5)
+    ]
+    close(pictures["Values of int8, a scale per head"].results(), rounded)
 
 
 def test_tiles_are_counted(variants):
@@ -208,6 +239,7 @@ def test_lengths_are_those_that_a_point_has_tokens_for(compare):
             compare.lengths_of(text)
 
 
+@pytest.mark.slow
 def test_the_portable_family_is_measured_with_its_own_tiles(compare, fake_gpu, tmp_path):
     """With the NVRTC of tests/fake, as only what is chosen is asked for."""
     points = [point for dim in (64, 128, 256) for point in compare.dense_points(dim, (512, 16384))]
@@ -341,16 +373,18 @@ def test_few_queries_are_a_table(plot_speeds):
     ]
 
 
-def test_the_pages_show_the_committed_results(plot, gallery, accuracy, eight_bits, jax_figures, monkeypatch):
+def test_the_pages_show_the_committed_results(
+    plot, gallery, accuracy, accurate, eight_bits, jax_figures, monkeypatch
+):
     shown = []
     monkeypatch.setattr(plot, "replace", lambda path, name, text: shown.append((path, name, text)))
     monkeypatch.setattr(eight_bits, "draw", lambda rows, path: None)
     of_eight_bits = [file for file in (eight_bits.FILE, eight_bits.SPEED_FILE) if pathlib.Path(file).exists()]
     later = [eight_bits] if of_eight_bits else []
     later += [jax_figures] if pathlib.Path(jax_figures.FILE).exists() else []
-    for script in (gallery, accuracy, *later):
+    for script in (gallery, accuracy, accurate, *later):
         monkeypatch.setattr(script, "replace", plot.replace)
-    for script in (plot, gallery, accuracy, *later):
+    for script in (plot, gallery, accuracy, accurate, *later):
         monkeypatch.setattr(sys, "argv", [script.__name__, "--tables"])
         assert script.main() == 0
     of_plot = [
@@ -358,7 +392,7 @@ def test_the_pages_show_the_committed_results(plot, gallery, accuracy, eight_bit
         for name in ("h100_paper.csv", "h100_distributed.csv", "h100_scaling.csv")
         if (BENCH / "results" / name).exists()
     ]
-    assert len(shown) == 9 + len(of_plot) + len(of_eight_bits) + (jax_figures in later)
+    assert len(shown) == 14 + len(of_plot) + len(of_eight_bits) + (jax_figures in later)
     for path, name, text in shown:
         page = pathlib.Path(path).read_text(encoding="utf-8")
         assert f"<!-- {name} -->\n{text}\n<!-- /{name} -->" in page, f"{path}: run the script again"
@@ -694,9 +728,10 @@ def test_eight_bits_are_measured_against_what_their_codes_mean(eight_bits):
     assert eight_bits.beyond([far, {**far, "kernel": "0.026"}, {**far, "method": "fa3"}]) == [far]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask, given", [("causal", []), ("full", ["--full"])])
 def test_the_scaling_run_works_on_the_cpu(plot_ranks, tmp_path, mask, given):
-    """Of four ranks and all schemes, from the command to the table."""
+    """Four ranks and all schemes, from the command to the table."""
     path = tmp_path / "scaling.csv"
     run = subprocess.run(
         [

@@ -180,10 +180,35 @@ def peer(case, backend):
     return attention
 
 
+class Errors:
+    """Errors of functions' gradients, summed up over draws."""
+
+    def __init__(self):
+        self._sums = {}
+
+    def add(self, name, got, want):
+        """Adds one draw: gradients as a function finds them, and exact ones."""
+        for tensor, x, y in zip(TENSORS, got, want):
+            error = x.double() - y
+            entry = self._sums.setdefault(name, {}).setdefault(tensor, [0.0, 0.0, 0.0])
+            entry[0] += error.square().sum().item()
+            entry[1] += y.square().sum().item()
+            entry[2] += (error.abs().max() / y.abs().max()).item()
+
+    def over(self, draws):
+        """{name: {tensor: (RMS error, largest error)}}, relative to the tensor's RMS and to its largest element."""
+        return {
+            name: {
+                tensor: (math.sqrt(error / size), largest / draws)
+                for tensor, (error, size, largest) in tensors.items()
+            }
+            for name, tensors in self._sums.items()
+        }
+
+
 def measure(case, ours, draws=DRAWS):
-    """{name: {tensor: (RMS error, largest error)}}, relative to the tensor's RMS and to its largest element. `ours` is
-    flashjit.attention; a peer that refuses the case is left out."""
-    sums = {}
+    """Errors.over() all draws. `ours` is flashjit.attention; a peer that refuses the case is left out."""
+    errors = Errors()
     for seed in range(draws):
         inputs = draw(case, seed)
         want = exact(case, *inputs)
@@ -198,19 +223,8 @@ def measure(case, ours, draws=DRAWS):
                 if name == "flashjit":
                     raise
                 continue
-            for tensor, x, y in zip(TENSORS, got, want):
-                error = x.double() - y
-                entry = sums.setdefault(name, {}).setdefault(tensor, [0.0, 0.0, 0.0])
-                entry[0] += error.square().sum().item()
-                entry[1] += y.square().sum().item()
-                entry[2] += (error.abs().max() / y.abs().max()).item()
-    return {
-        name: {
-            tensor: (math.sqrt(error / size), largest / draws)
-            for tensor, (error, size, largest) in tensors.items()
-        }
-        for name, tensors in sums.items()
-    }
+            errors.add(name, got, want)
+    return errors.over(draws)
 
 
 def ratios(errors):
@@ -269,13 +283,13 @@ def write_page():
     replace(PAGE, "peers", page_table(read(FILE)))
 
 
-def write_file(rows):
+def write_file(rows, path=FILE):
     about = {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(),
         "torch": ".".join(torch.__version__.split(".")[:2]),
     }
-    with open(FILE, "w", newline="", encoding="utf-8") as file:
+    with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*about, *rows[0]])
         writer.writeheader()
         writer.writerows({**about, **row} for row in rows)

@@ -389,7 +389,7 @@ def beyond(rows):
 
 
 def table(rows):
-    """Of d128: relative errors x 1e-3, by inputs, mask and length."""
+    """The table of d128: relative errors x 1e-3, by inputs, mask and length."""
     names = [
         name
         for name in (

@@ -1,4 +1,4 @@
-"""Draw a gallery of attentions, each made by a line of flashjit's language, and write the table of tools/docs/gallery.md.
+"""Draw a gallery of attentions, each made by a line of flashjit's language, and write the tables of tools/docs/gallery.md.
 
     FLASHJIT_LIBRARY=build/libflashjit.so python3 tools/bench/gallery.py
 
@@ -18,6 +18,7 @@ import statistics
 import sys
 import textwrap
 
+import gallery_stages
 from plot_rows import PASSES, RESULTS, ROOT, link, markdown, origin, read, replace, select, short, values
 
 try:
@@ -253,7 +254,7 @@ def caption(attention, rows):
     return "\n".join(lines)
 
 
-def draw(rows, path):
+def plotting():
     try:
         import matplotlib
 
@@ -261,6 +262,10 @@ def draw(rows, path):
         import matplotlib.pyplot as plt
     except ImportError as error:
         sys.exit(f"gallery: matplotlib is needed for the picture: {error}")
+    return matplotlib, plt
+
+
+def draw(rows, path, matplotlib, plt):
     all_of_them = attentions()
     figure, axes = plt.subplots(4, 5, figsize=(17.5, 19 if rows else 17.5), layout="constrained")
     figure.get_layout_engine().set(h_pad=0.15)
@@ -399,10 +404,13 @@ def main():
     parser.add_argument("--tables", action="store_true", help="write the table only, and leave the picture")
     arguments = parser.parse_args()
     rows = read(arguments.csv) if os.path.exists(arguments.csv) else []
-    png = os.path.join(RESULTS, "gallery.png")
+    png, of_stages = (os.path.join(RESULTS, name) for name in ("gallery.png", "gallery_stages.png"))
     if not arguments.tables:
-        draw(rows, png)
+        modules = plotting()
+        draw(rows, png, *modules)
+        gallery_stages.draw(of_stages, modules[1])
     replace(PAGE, "gallery", section(rows, png))
+    replace(PAGE, "stages", gallery_stages.section(of_stages, PAGE))
     return 0
 
 

@@ -20,6 +20,7 @@
 #include "device/tensor_maps.hpp"
 #include "flashjit/flashjit.h"
 #include "flashjit/flashjit.hpp"
+#include "plan/params_layout.hpp"
 #include "plan/plan.hpp"
 #include "render/render.hpp"
 #include "support/environment.hpp"
@@ -87,13 +88,14 @@ class Bench {
 
 void bare_launch(benchmark::State& state, const Bench& bench) {
   const ForwardArgs args = bench.args();
-  Params params = make_params(bench.plan(), args);
+  const Params params = make_params(bench.plan(), args);
+  const plan::PackedParams packed(plan::params_layout(bench.plan()), params);
   device::TensorMaps maps{};
   if (const auto& boxes = bench.plan().tensor_boxes)
     maps =
         device::make_tensor_maps(bench.driver(), *boxes, bench.plan().spec.dtype, bench.plan().spec.kv_type(),
                                  args.q, args.k, args.v, args.out, "out", params.captures);
-  std::array<void*, 2> parameters{&params, &maps};
+  std::array<void*, 2> parameters{const_cast<void*>(packed.data()), &maps};
   int launched = 0;
   for (auto _ : state) {
     for (const plan::Launch& launch : bench.plan().launches) {

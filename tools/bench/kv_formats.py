@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""How far attention over a quantized cache is from attention over a 16-bit one, for each KV format, on the CPU reference.
+"""How far attention over a quantized cache is from attention over a 16-bit one, for each KV format, on the CPU reference,
+or on a GPU.
 
-    tools/bench/kv_formats.py [--rows N] [--plot FILE]
+    tools/bench/kv_formats.py [--rows N ...] [--plot FILE] [--device cuda] [--csv FILE] [--formats NAME ...]
 
 Prints the table of tools/docs/cache-formats.md: bytes of a row of 128 columns, and the error of O, the root of the mean
 square over the same of O, for three kinds of keys: normal; with outlier channels, four columns 20 times as large; and strong
@@ -9,6 +10,7 @@ keys, one of 64 keys ten times as large.
 """
 
 import argparse
+import csv
 
 import flashjit
 import torch
@@ -40,20 +42,20 @@ def format_of_v(form: str) -> str:
     return form.replace(":keys", ":g")
 
 
-def inputs(kind: str, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def inputs(kind: str, rows: int, device: str) -> list[torch.Tensor]:
     torch.manual_seed(7)
     q, k, v = (torch.randn(1, HEADS, length, DIM, dtype=torch.bfloat16) for length in (QUERIES, rows, rows))
     if kind == "outlier channels":
         k[..., :4] *= 20
     if kind == "strong keys":
         k[:, :, ::64] *= 10
-    return q, k, v
+    return [x.to(device) for x in (q, k, v)]
 
 
-def error(form: str, kind: str, rows: int) -> float:
-    q, k, v = inputs(kind, rows)
+def error(form: str, kind: str, rows: int, device: str) -> float:
+    q, k, v = inputs(kind, rows, device)
     exact = flashjit.attention(q, k, v, out_dtype=torch.float32)
-    block_scale = flashjit.KvFormat(form).block_scales(k.shape) if ":keys" in form else None
+    block_scale = flashjit.KvFormat(form).block_scales(k.shape, device) if ":keys" in form else None
     k_rows, k_scale = flashjit.quantize(k, format=form, block_scale=block_scale)
     v_rows, v_scale = flashjit.quantize(v, format=format_of_v(form))
     out = flashjit.attention(
@@ -104,15 +106,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rows", type=int, default=1024, help="keys")
-    parser.add_argument("--plot", help="also draw the table into this file, by matplotlib")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1024], help="keys")
+    parser.add_argument("--plot", help="also draw the table of the last --rows into this file, by matplotlib")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda for long rows")
+    parser.add_argument("--csv", help="also write errors into this file")
+    parser.add_argument("--formats", nargs="+", default=FORMATS)
     options = parser.parse_args()
-    table = {}
-    print("| format | bytes of a row | " + " | ".join(KINDS) + " |\n|---|---|---|---|---|")
-    for form in FORMATS:
-        table[form] = [error(form, kind, options.rows) for kind in KINDS]
-        errors = " | ".join(f"{x:.2g}" for x in table[form])
-        print(f"| `{form}` | {bytes_of_row(form)} | {errors} |", flush=True)
+    found = []
+    for rows in options.rows:
+        table = {}
+        print(
+            f"{rows} keys:\n\n| format | bytes of a row | " + " | ".join(KINDS) + " |\n|---|---|---|---|---|"
+        )
+        for form in options.formats:
+            table[form] = [error(form, kind, rows, options.device) for kind in KINDS]
+            errors = " | ".join(f"{x:.2g}" for x in table[form])
+            print(f"| `{form}` | {bytes_of_row(form)} | {errors} |", flush=True)
+            found += [(rows, form, kind, f"{x:.4g}") for kind, x in zip(KINDS, table[form])]
+    if options.csv:
+        with open(options.csv, "w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(("rows", "format", "kind", "error"))
+            writer.writerows(found)
     if options.plot:
         plot(table, options.plot)
 

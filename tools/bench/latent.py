@@ -51,7 +51,7 @@ class Problem(typing.NamedTuple):
         return 2 * DIM * self.sequences * self.keys
 
     def read_bytes(self):
-        """Of latents, each query's own where it has a list."""
+        """Bytes of latents, each query's own where it has a list."""
         return 2 * DIM * self.sequences * (self.queries * self.top_k if self.top_k else self.keys)
 
     def operations(self):

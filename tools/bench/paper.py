@@ -342,7 +342,7 @@ def run_counted(runtime):
 
 
 def parse_counters(text):
-    """Of ncu's table of kernels (--csv --page raw --print-units base): for each case, bytes by metric."""
+    """Reads ncu's table of kernels (--csv --page raw --print-units base): for each case, bytes by metric."""
     lines = text.splitlines()
     begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if begin is None:

@@ -8,8 +8,10 @@ The sections between the markers <!-- name --> and <!-- /name --> are replaced:
     README.md                  speed    five ratios, and where other libraries win the most
     tools/docs/benchmarks.md   peers    picture and ratios of compare.py's h100_dense.csv
                                leads    where other libraries win, by library
+                               races    the races of races.csv in a line each
     tools/docs/benchmarks-results.md
                                figures  all points, and *_other.csv, *_few.csv, *_sparse.csv
+                               races    races.csv of races.py, where that was run
                                scaling  h100_scaling.csv of distributed.py on up to eight GPUs, where that was run
     tools/docs/tuning.md       tuner    h100_tuner.csv of tuner_study.py
     tools/docs/serving-results.md
@@ -27,6 +29,7 @@ import sys
 import textwrap
 
 from plot_paper import draw_paper, paper_section
+from plot_races import races_section, races_summary
 from plot_ranks import draw_plans, draw_scaling, plans_section, scaling_section, shared_section
 from plot_rows import (
     BENCHMARKS,
@@ -98,8 +101,9 @@ def main():
     serving, latent, codes, variants = (
         read(result(f"h100_{name}.csv")) for name in ("serving", "latent", "eight_bits_speed", "variants")
     )
+    races = read(result("races.csv")) if os.path.exists(result("races.csv")) else []
     leads = dense + other, few, serving, latent, codes
-    replace(README, "speed", speed_section(dense, *leads[1:], variants))
+    replace(README, "speed", speed_section(dense, *leads[1:], variants, races))
     replace(BENCHMARKS, "peers", peers_summary(dense, result("h100_dense.png")))
     replace(BENCHMARKS, "leads", leads_section(*leads))
     replace(POINTS, "figures", figures_section(dense, other, few, sparse, result("h100_dense.png")))
@@ -108,6 +112,9 @@ def main():
     replace(DISTRIBUTED, "plans", plans_section(read(result("plans.csv")), result("plans.png")))
     if os.path.exists(result("h100_distributed.csv")):
         replace(DISTRIBUTED, "figures", shared_section(read(result("h100_distributed.csv"))))
+    if races:
+        replace(POINTS, "races", races_section(races))
+        replace(BENCHMARKS, "races", races_summary(races))
     if scaling:
         replace(POINTS, "scaling", scaling_section(scaling, result("h100_scaling.png")))
     if paper:

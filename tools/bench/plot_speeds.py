@@ -3,6 +3,7 @@
 import statistics
 import textwrap
 
+from plot_races import largest_lead
 from plot_rows import (
     BENCHMARKS,
     BESIDE_PEERS,
@@ -206,7 +207,7 @@ def speeds_of_codes(rows):
     return {f"d{dim}": ratios_of_dim for dim, ratios_of_dim in sorted(found.items())}
 
 
-def speed_section(dense, few, serving, latent, codes, variants):
+def speed_section(dense, few, serving, latent, codes, variants, races):
     """README.md"""
     by_dim = lambda name: [
         mean([beside_the_best(row) for row in dense if row["pass"] == name and row["head_dim"] == dim])
@@ -259,6 +260,9 @@ def speed_section(dense, few, serving, latent, codes, variants):
         f"{PEERS[who]} {ahead:.2f} ({where})"
         for who, (ahead, where) in most_ahead(dense, few, serving, latent, codes).items()
     )
+    if lead := largest_lead(races):
+        ahead, who, problem = lead
+        others += f"; {who} {ahead:.2f} (latents: {problem}; on an H200)"
     about = (
         "Above 1, flashjit is faster: geometric means on an H100 (FP8: an H200); the linked pages name commits and shapes. "
         f"Largest leads of others: {others}."

@@ -64,7 +64,7 @@ class Problem(NamedTuple):
     element: int = 2  # bytes
 
     def flops(self, pairs: float) -> float:
-        """Of the forward pass; the backward pass has two and a half times as many."""
+        """Operations of the forward pass; the backward pass has two and a half times as many."""
         return 4.0 * pairs * self.dim * self.heads * self.batch
 
     def q_bytes(self, rows: int) -> int:

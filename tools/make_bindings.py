@@ -136,7 +136,16 @@ class Python:
         types = ["POINTER", "Structure", "c_char_p", "c_void_p", *(python for python, _ in NUMBERS.values())]
         lines += ["from ctypes import (", *(f"    {name}," for name in sorted(types, key=import_order)), ")"]
         lines += ["from typing import Any", ""]
-        passes = ("FORWARD", "BACKWARD", "APPEND", "MERGE", "QUANTIZE", "JVP", "MAX_CAPTURE_DIMS")
+        passes = (
+            "FORWARD",
+            "BACKWARD",
+            "APPEND",
+            "MERGE",
+            "QUANTIZE",
+            "JVP",
+            "BACKWARD_JVP",
+            "MAX_CAPTURE_DIMS",
+        )
         lines += [f"{short(name)} = {value}" for name, value in of_c.constants if short(name) in passes]
         lines += ["", "#: flashjit_element_type, by the name that programs use.", "ELEMENT_TYPES = {"]
         lines += [

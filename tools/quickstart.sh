@@ -5,7 +5,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 configure
-say "building the flashjit command: four minutes of CPU time, on all cores"
+say "building the flashjit command: three minutes of CPU time, on all cores"
 cmake --build "$build" --target flashjit_command
 
 flashjit=$build/tools/flashjit

@@ -53,18 +53,19 @@ build_for() { # ARCH TARGET...: in $work/ARCH
   shift
   compilers "$arch"
   packaging headers "$work/headers"
+  packaging python-headers "$work/python-headers"
   cmake -S "$root" -B "$work/$arch" -G Ninja -DCMAKE_BUILD_TYPE=Release -DFLASHJIT_TESTS=OFF -DFLASHJIT_UNITY=ON \
     -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR="$arch" -DCMAKE_C_COMPILER="$zig/cc" -DCMAKE_CXX_COMPILER="$zig/c++" \
     -DCMAKE_AR="$zig/ar" -DCMAKE_RANLIB="$zig/ranlib" -DCMAKE_CXX_FLAGS="-g0 -ffile-prefix-map=$root=." \
     -Dfmt_DIR="$work/headers/cmake" -Dnlohmann_json_DIR="$work/headers/cmake" -DCLI11_DIR="$work/headers/cmake" -DXXHASH_INCLUDE="$work/headers" \
-    -DFLASHJIT_JAX_INCLUDE="$work/jax-headers" -DFLASHJIT_CUDA_INCLUDE="$cuda/include" >"$work/$arch.log"
+    -DFLASHJIT_JAX_INCLUDE="$work/jax-headers" -DFLASHJIT_PYTHON_INCLUDE="$work/python-headers" -DFLASHJIT_CUDA_INCLUDE="$cuda/include" >"$work/$arch.log"
   cmake --build "$work/$arch" --target "$@"
 }
 
 make_wheel() { # ARCH
-  build_for "$1" flashjit flashjit_command flashjit_jax
+  build_for "$1" flashjit flashjit_command flashjit_jax flashjit_torch
   mkdir -p "$work/native-$1"
-  cp -L "$work/$1/libflashjit.so" "$work/$1/tools/flashjit" "$work/$1/libflashjit_jax.so" "$work/native-$1"
+  cp -L "$work/$1"/libflashjit{,_jax,_torch}.so "$work/$1/tools/flashjit" "$work/native-$1"
   FLASHJIT_NATIVE=$work/native-$1 _PYTHON_HOST_PLATFORM=linux-$1 python -m pip wheel -q --disable-pip-version-check --no-deps \
     --no-build-isolation -w "$work/wheel-$1" "$root/tools/python"
   packaging check-wheel "$work/wheel-$1"/flashjit-"$version"-*_"$1".whl "$glibc" "$1"

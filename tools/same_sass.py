@@ -10,6 +10,8 @@ build/same_sass (or the folder that FLASHJIT_SAME_SASS names), so OLD is compile
     --only REGEX       lines that match
     --templates-only   both sides by build/tools/flashjit as it is, with the two templates/ folders: seconds instead of
                        a build, for a change of templates that the host does not include
+    --mask-params      for a change of where kernels' parameters are: how large they are and the offsets that
+                       instructions read them at do not count. Needs nvdisasm
     --jobs N           kernels compiled side by side; default one a processor
 """
 
@@ -25,6 +27,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 LIST = "tools/same_sass.txt"
@@ -168,6 +171,45 @@ def differing(old, new):
     return max(len(old), len(new)) - same, len(old)
 
 
+def elf_images(cubin):
+    """The ELF images of a stored cubin."""
+    begins, at = [], cubin.find(b"\x7fELF")
+    while at >= 0:
+        begins.append(at)
+        at = cubin.find(b"\x7fELF", at + sections(cubin[at:])[1])
+    return [cubin[begin:end] for begin, end in zip(begins, [*begins[1:], len(cubin)])]
+
+
+# Where an instruction reads a parameter, and what one adds to their address, with a carry, to find a tensor map.
+PARAMS = (r"(c\[0x0\]\[[^]]*?)0x[0-9a-f]+\]", r"(\bU?IADD3 \w+, U?P\d, \w+, )0x[0-9a-f]{2,3}(?=, U?RZ)")
+
+
+def masked_code(cubin):
+    """The instructions as text, without the offsets of parameters."""
+    text = ""
+    for image in elf_images(cubin):
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(image)
+            file.flush()
+            text += run("nvdisasm", "--print-code", file.name)
+    for pattern in PARAMS:
+        text = re.sub(pattern, r"\1PARAM", text)
+    return [line for line in text.splitlines() if re.match(r"\s*(/\*[0-9a-f]{4,}\*/|\.L|\.text)", line)]
+
+
+def compare_masked(old, new):
+    """What differs between two kernels but for where their parameters are; empty: nothing."""
+    found = []
+    if resources(old[2]) != resources(new[2]):
+        found.append(f"resources {resources(old[2])} -> {resources(new[2])}")
+    before, after = masked_code(old[1]), masked_code(new[1])
+    if before != after:
+        matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
+        alike = sum(block.size for block in matcher.get_matching_blocks())
+        found.append(f"{max(len(before), len(after)) - alike} of {len(before)} instructions")
+    return found
+
+
 def compare(old, new):
     """What differs between two kernels; empty: nothing."""
     found = []
@@ -193,6 +235,7 @@ def main():
     parser.add_argument("old", metavar="OLD")
     parser.add_argument("--only", default="", metavar="REGEX")
     parser.add_argument("--templates-only", action="store_true")
+    parser.add_argument("--mask-params", action="store_true")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     kept = pathlib.Path(os.environ.get("FLASHJIT_SAME_SASS", ROOT / "build/same_sass"))
@@ -203,10 +246,12 @@ def main():
     for side in (old, new):
         side.kept.mkdir(parents=True, exist_ok=True)
 
+    differences = compare_masked if arguments.mask_params else compare
+
     def judge(pair):
         try:
             kernels = old.kernel(pair[0]), new.kernel(pair[1])
-            return compare(*kernels), kernels[0][0] == kernels[1][0]
+            return differences(*kernels), kernels[0][0] == kernels[1][0]
         except (RuntimeError, StopIteration) as error:
             return [str(error) or "it left no kernel"], False
 

@@ -34,6 +34,7 @@ missing_packages() {
   has_header gtest/gtest.h || echo libgtest-dev
   has_header benchmark/benchmark.h || echo libbenchmark-dev
   python3 -c 'import ensurepip' 2>/dev/null || echo python3-venv
+  [ -e "$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null)/Python.h" ] || echo python3-dev
 }
 
 install_packages() {

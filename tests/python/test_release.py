@@ -68,7 +68,7 @@ def test_archives_of_the_same_files_are_the_same_bytes(release, tmp_path):
 def wheel(folder, tag, machine=62, more=b""):
     path = folder / f"flashjit-0.1.0-py3-none-{tag}.whl"
     with zipfile.ZipFile(path, "w") as file:
-        for name in ("libflashjit.so", "flashjit", "libflashjit_jax.so"):
+        for name in ("libflashjit.so", "flashjit", "libflashjit_jax.so", "libflashjit_torch.so"):
             file.writestr(
                 f"flashjit/native/{name}", b"\x7fELF" + bytes(14) + struct.pack("<H", machine) + more
             )

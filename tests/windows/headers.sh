@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Public headers for compilers that nobody here has, MSVC above all: each alone, in C++ and where it is C in C, by every compiler
-# that is there, with extensions as errors and without alternative tokens; and for Windows behind a windows.h that has its macros
-# min, max and what else it defines.
+# Public headers for compilers that nobody here has, MSVC above all: each alone, and in one file for every compiler that is there,
+# in C++ and where it is C in C, with extensions as errors and without alternative tokens; and for Windows behind a windows.h that has
+# its macros min, max and what else it defines.
 #   headers.sh BUILD_DIR     exit code 77 where there is no compiler but the build's own
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
@@ -23,21 +23,23 @@ $(grep -hE '^#include <' flashjit/*.hpp flashjit/*.h | sort -u)
 failed=0
 tried=0
 check() { "$@" || { failed=1; echo "failed: $*"; }; }
+all=$work/all.cpp
+: >"$all"
 for header in flashjit/*.h flashjit/*.hpp; do
   [ "$header" != flashjit/windows_export.h ] || continue # types.h includes it on Windows
   name=${header//[\/.]/_}
-  printf '#include "%s"\n' "$header" >"$work/$name.cpp"
+  printf '#include "%s"\n' "$header" | tee "$work/$name.cpp" >>"$all"
   check cxx g++ "$work/$name.cpp"
-  if command -v clang++ >/dev/null; then
-    tried=1
-    check cxx clang++ -Wgnu -Wmicrosoft -Wreorder-init-list -Wnon-virtual-dtor "$work/$name.cpp"
-  fi
-  if command -v x86_64-w64-mingw32-g++-posix >/dev/null; then
-    tried=1
-    { echo "$before"; cat "$work/$name.cpp"; } >"$work/windows_$name.cpp"
-    check cxx x86_64-w64-mingw32-g++-posix "$work/windows_$name.cpp"
-  fi
 done
+if command -v clang++ >/dev/null; then
+  tried=1
+  check cxx clang++ -Wgnu -Wmicrosoft -Wreorder-init-list -Wnon-virtual-dtor "$all"
+fi
+if command -v x86_64-w64-mingw32-g++-posix >/dev/null; then
+  tried=1
+  { echo "$before"; cat "$all"; } >"$work/windows.cpp"
+  check cxx x86_64-w64-mingw32-g++-posix "$work/windows.cpp"
+fi
 for header in flashjit/*.h; do
   [ "$header" != flashjit/windows_export.h ] || continue
   name=${header//[\/.]/_}

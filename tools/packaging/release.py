@@ -9,6 +9,7 @@ import re
 import shutil
 import struct
 import sys
+import sysconfig
 import tarfile
 import zipfile
 
@@ -68,6 +69,13 @@ def jax_headers(folder, target):
                 file.write_bytes(wheel.read(name))
 
 
+def python_headers(target):
+    """Python's headers with this system's pyconfig.h: the stable interface's types are the same on every 64-bit Linux."""
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(sysconfig.get_path("include"), target)
+    shutil.copy(sysconfig.get_config_h_filename(), pathlib.Path(target) / "pyconfig.h")
+
+
 def repack(source, target):
     """The same tar.gz, without times, owners and the order of a folder."""
     with (
@@ -91,7 +99,8 @@ def check_wheel(path, glibc, arch):
     machine = {"x86_64": 62, "aarch64": 183}[arch]
     with zipfile.ZipFile(path) as wheel:
         for name in (
-            f"flashjit/native/{file}" for file in ("libflashjit.so", "flashjit", "libflashjit_jax.so")
+            f"flashjit/native/{file}"
+            for file in ("libflashjit.so", "flashjit", "libflashjit_jax.so", "libflashjit_torch.so")
         ):
             data = wheel.read(name)
             if data[:4] != b"\x7fELF" or struct.unpack_from("<H", data, 18)[0] != machine:
@@ -233,6 +242,7 @@ def try_installed(page):
 PARTS = {
     "headers": headers,
     "jax-headers": jax_headers,
+    "python-headers": python_headers,
     "repack": repack,
     "check-wheel": check_wheel,
     "kernels-wheel": kernels_wheel,

@@ -26,6 +26,7 @@ pub const FLASHJIT_APPEND: i32 = 2;
 pub const FLASHJIT_MERGE: i32 = 3;
 pub const FLASHJIT_QUANTIZE: i32 = 4;
 pub const FLASHJIT_JVP: i32 = 5;
+pub const FLASHJIT_BACKWARD_JVP: i32 = 6;
 pub const FLASHJIT_JIT_DEFAULT: i32 = 0;
 pub const FLASHJIT_JIT_ON: i32 = 1;
 pub const FLASHJIT_JIT_OFF: i32 = 2;
@@ -205,6 +206,8 @@ pub struct flashjit_forward_args {
     pub out_before_mod: flashjit_tensor,
     pub k_block_scale: flashjit_tensor,
     pub v_block_scale: flashjit_tensor,
+    pub skip_softmax_threshold: *const f32,
+    pub skip_softmax_counts: *mut i64,
 }
 
 #[repr(C)]
@@ -258,6 +261,20 @@ pub struct flashjit_backward_args {
     pub indices: flashjit_indices,
     pub dropout_place: flashjit_dropout_place,
     pub reserved_sms: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct flashjit_backward_jvp_args {
+    pub struct_size: usize,
+    pub backward: *const flashjit_backward_args,
+    pub q_tangent: flashjit_tensor,
+    pub k_tangent: flashjit_tensor,
+    pub v_tangent: flashjit_tensor,
+    pub dout_tangent: flashjit_tensor,
+    pub dlse_tangent: *const f32,
+    pub sinks_tangent: *const f32,
+    pub capture_tangents: *const *const f32,
 }
 
 #[repr(C)]
@@ -354,6 +371,7 @@ crate::zeros_with_size!(
     flashjit_forward_args,
     flashjit_jvp_args,
     flashjit_backward_args,
+    flashjit_backward_jvp_args,
     flashjit_append_args,
     flashjit_merge_args,
     flashjit_quantize_args,
@@ -387,6 +405,12 @@ extern "C" {
         runtime: *mut flashjit_runtime,
         spec: *const flashjit_spec,
         args: *const flashjit_jvp_args,
+        stream: *mut c_void,
+    ) -> flashjit_status;
+    pub fn flashjit_backward_jvp(
+        runtime: *mut flashjit_runtime,
+        spec: *const flashjit_spec,
+        args: *const flashjit_backward_jvp_args,
         stream: *mut c_void,
     ) -> flashjit_status;
     pub fn flashjit_append(
@@ -480,6 +504,7 @@ extern "C" {
     pub fn flashjit_reference_forward(spec: *const flashjit_spec, args: *const flashjit_forward_args) -> flashjit_status;
     pub fn flashjit_reference_backward(spec: *const flashjit_spec, args: *const flashjit_backward_args) -> flashjit_status;
     pub fn flashjit_reference_jvp(spec: *const flashjit_spec, args: *const flashjit_jvp_args) -> flashjit_status;
+    pub fn flashjit_reference_backward_jvp(spec: *const flashjit_spec, args: *const flashjit_backward_jvp_args) -> flashjit_status;
     pub fn flashjit_reference_append(spec: *const flashjit_spec, args: *const flashjit_append_args) -> flashjit_status;
     pub fn flashjit_reference_merge(spec: *const flashjit_spec, args: *const flashjit_merge_args) -> flashjit_status;
     pub fn flashjit_reference_quantize(spec: *const flashjit_spec, args: *const flashjit_quantize_args) -> flashjit_status;

@@ -105,7 +105,7 @@ struct KvFormat {
   bool operator==(const KvFormat&) const = default;
 };
 
-/// The type that a plain format is read as; fp8 e4m3, e5m2 or int8.
+/// The format of codes of 8 bits alone: e4m3, e5m2 or int8.
 FLASHJIT_API KvFormat kv_format_of(DType dtype);
 /// A format's name where it has one, else its parts; "element" where it is not quantized.
 FLASHJIT_API std::string to_string(const KvFormat& format);

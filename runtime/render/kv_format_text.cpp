@@ -66,6 +66,7 @@ std::string struct_text(const char* name, const KvFormat& format, int dim, const
   add("int", "kTail", row.tail);
   add("int", "kBytes", row.bytes);
   add("int", "kAlignment", row.alignment);
+  add("int", "kScaleRowBytes", row.scale_columns * scale_size);
   add("int", "kScaleAlignment", format.has_block_scales() ? row.scale_alignment : row.alignment);
   return text + book_text(format) + "  };\n";
 }
@@ -73,7 +74,10 @@ std::string struct_text(const char* name, const KvFormat& format, int dim, const
 }  // namespace
 
 std::string kv_formats_text(const KernelSpec& spec) {
-  if (!spec.decodes_kv()) return {};
+  return spec.decodes_kv() ? stored_formats_text(spec) : std::string();
+}
+
+std::string stored_formats_text(const KernelSpec& spec) {
   const bool shared = spec.kv.shared_kv;
   return struct_text("KFormat", spec.kv.k_format, spec.head_dim, spec) +
          struct_text("VFormat", shared ? spec.kv.k_format : spec.kv.v_format,

@@ -10,38 +10,37 @@ namespace flashjit {
 template <class Format>
 concept KeysShareScales = (Format::kKeys > 0);
 
-/// Columns [column, column + 8) of a row, whose codes are codes `first` to `first` + 7.
+/// What the codes of eight columns are multiplied with, and their zero points.
 template <class Format>
-__device__ __forceinline__ void decode8(const KvCodes16<Format>& codes, int first,
-                                        const unsigned char* scales, int column, float (&to)[8]) {
-  constexpr KvNumber kType = Format::kScaleType;
-  constexpr int kSize = size_of(kType), kAlignment = min(8 * kSize, Format::kScaleAlignment);
-  unsigned factors[2 * kSize], zeros[2 * kSize] = {};
-  load_bytes<8 * kSize, kAlignment>(scales + Format::kScales + column * kSize, factors);
-  if (Format::kZero != KvZero::none)
-    load_bytes<8 * kSize, kAlignment>(scales + Format::kZeros + column * kSize, zeros);
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float zero = Format::kZero != KvZero::none ? number_of_words<kType>(zeros, i) : 0.0f;
-    to[i] = scaled<Format>(value_of_code<Format>(codes.code(first + i)), number_of_words<kType>(factors, i),
-                           zero);
-  }
-}
+struct ColumnScales8 {
+  static constexpr KvNumber kType = Format::kScaleType;
+  static constexpr int kSize = size_of(kType);
+  unsigned factors[2 * kSize], zeros[2 * kSize];
 
-/// Calls put(half, x) with columns [column + 8 * half, column + 8 * half + 8) of a row for both halves;
-/// `scales` is its group's.
-template <class Format, class Put>
-__device__ __forceinline__ void decode_halves(const unsigned char* row, const unsigned char* scales,
-                                              int column, float argument, const Put& put) {
-  KvCodes16<Format> codes;
-  load_codes16(row, scales, column, argument, codes);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float x[8];
-    decode8(codes, 8 * half, scales, column + 8 * half, x);
-    put(half, x);
+  /// Of columns [column, column + 8); `scales` is the row of the keys' group.
+  __device__ __forceinline__ void load(const unsigned char* scales, int column) {
+    constexpr int kAlignment = min(8 * kSize, Format::kScaleAlignment);
+    load_bytes<8 * kSize, kAlignment>(scales + Format::kScales + column * kSize, factors);
+    if (Format::kZero != KvZero::none)
+      load_bytes<8 * kSize, kAlignment>(scales + Format::kZeros + column * kSize, zeros);
   }
-}
+  __device__ __forceinline__ float apply(float value, int i) const {
+    const float zero = Format::kZero != KvZero::none ? number_of_words<kType>(zeros, i) : 0.0f;
+    return scaled<Format>(value, number_of_words<kType>(factors, i), zero);
+  }
+  /// Of codes `first` to `first` + 7.
+  template <class Element>
+  __device__ __forceinline__ uint4 elements(const KvCodes16<Format>& codes, int first) const {
+    unsigned pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float low, high;
+      values_of_pair<Element>(codes, first / 2 + i, low, high);
+      pairs[i] = pack<Element>(apply(low, 2 * i), apply(high, 2 * i + 1));
+    }
+    return {pairs[0], pairs[1], pairs[2], pairs[3]};
+  }
+};
 
 /// Columns [column, column + 16) of a row.
 template <class Format>
@@ -50,10 +49,16 @@ requires KeysShareScales<Format> __device__ __forceinline__ void decode16(const 
                                                                           int column, float argument,
                                                                           float (&to)[16]) {
   if (column >= Format::kColumns) return load_tail16<Format>(row, column, to);
-  decode_halves<Format>(row, scales, column, argument, [&](int half, const float(&x)[8]) {
+  KvCodes16<Format> codes;
+  load_codes16(row, scales, column, argument, codes);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) to[8 * half + i] = x[i];
-  });
+  for (int half = 0; half < 2; ++half) {
+    ColumnScales8<Format> by;
+    by.load(scales, column + 8 * half);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      to[8 * half + i] = by.apply(value_of_code<Format>(codes.code(8 * half + i)), i);
+  }
 }
 
 /// The same as elements.
@@ -63,8 +68,14 @@ requires KeysShareScales<Format> __device__ __forceinline__ void decode16(const 
                                                                           int column, float argument,
                                                                           uint4 (&to)[2]) {
   if (column >= Format::kColumns) return tail_elements16<Element, Format>(row, column, to);
-  decode_halves<Format>(row, scales, column, argument,
-                        [&](int half, const float(&x)[8]) { to[half] = pack_eight<Element>(x); });
+  KvCodes16<Format> codes;
+  load_codes16(row, scales, column, argument, codes);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    ColumnScales8<Format> by;
+    by.load(scales, column + 8 * half);
+    to[half] = by.template elements<Element>(codes, 8 * half);
+  }
 }
 
 }  // namespace flashjit

@@ -1,7 +1,8 @@
 // Rows of K and V in a format that is decoded as tiles are loaded: codes with scales, and zero points, of
 // blocks, in the row or in a row of another tensor, a tail of elements, a scale of the call. A rendered
-// Problem says where each is in a row, as KFormat and VFormat (runtime/render/kv_format_text.cpp); all
-// kernels decode by decode16(), from the sources of common/decoded_kv.cuh.
+// Problem says where each is in a row, as KFormat and VFormat (runtime/render/kv_format_text.cpp); kernels
+// decode by decode16(), from the sources of common/decoded_kv.cuh, and sm90 by its two halves,
+// load_codes16() and elements_of_codes16().
 #pragma once
 
 #include "flashjit/common/element.cuh"
@@ -200,7 +201,8 @@ __device__ __forceinline__ uint4 pack_eight(const float* x) {
 // Two codes at a time become 16-bit floats, which have all of them exactly, by the bits of these; a book's
 // values are rounded to these.
 template <class Format>
-constexpr bool kHasPairs = Format::kBits == 4 || (Format::kBits == 8 && Format::kCode != KvCode::book);
+constexpr bool kHasPairs = Format::kBits == 4 || Format::kCode == KvCode::uint2 ||
+                           (Format::kBits == 8 && Format::kCode != KvCode::book);
 
 /// A format whose reader multiplies results with the call's scale of a head, and with kUnit: e2m1 with scales
 /// of e4m3 is then one product away from its bits. A tail has neither.
@@ -256,6 +258,15 @@ __device__ __forceinline__ unsigned pair_of_integers(const KvCodes16<Format>& co
     pair = (select_bytes(even, odd, i % 4 * 0x1111 + 0x4400) & 0x00ff00ffu) | Bits::kOffset;
   }
   return fma_pair<Element>(pair, Bits::kOne, (Bits::kOffset | kBias * 0x10001u) ^ 0x80008000u);
+}
+/// Codes 2i and 2i + 1 of 2 bits as integers.
+template <class Element, class Format>
+__device__ __forceinline__ unsigned pair_of_uint2(const KvCodes16<Format>& codes, int i) {
+  using Bits = CodeBits<Element>;
+  const unsigned word = codes.words[0];
+  const unsigned upper = i < 4 ? word << (14 - 4 * i) : word >> (4 * i - 14);
+  const unsigned pair = (word >> 4 * i & 0x3u) | (upper & 0x30000u) | Bits::kOffset;
+  return fma_pair<Element>(pair, Bits::kOne, Bits::kOffset ^ 0x80008000u);
 }
 template <class Element, class Format>
 __device__ __forceinline__ unsigned pair_of_e2m1(const KvCodes16<Format>& codes, int i) {
@@ -322,7 +333,21 @@ __device__ __forceinline__ unsigned code_pair(const KvCodes16<Format>& codes, in
   if (Format::kCode == KvCode::e2m1) return pair_of_e2m1<Element>(codes, i);
   if (Format::kCode == KvCode::book) return pair_of_book<Element>(codes, i);
   if (Format::kCode == KvCode::uint4) return pair_of_integers<Element, Format, 0>(codes, i);
+  if (Format::kCode == KvCode::uint2) return pair_of_uint2<Element>(codes, i);
   return pair_of_integers<Element, Format, 8>(codes, i);
+}
+
+/// Their values.
+template <class Element, class Format>
+__device__ __forceinline__ void values_of_pair(const KvCodes16<Format>& codes, int i, float& low,
+                                               float& high) {
+  if (kHasPairs<Format>) {
+    using Pair = PairElement<Format, Element>;
+    const unsigned pair = code_pair<Element>(codes, i);
+    low = low_of<Pair>(pair), high = high_of<Pair>(pair);
+  } else {
+    low = value_of_code<Format>(codes.code(2 * i)), high = value_of_code<Format>(codes.code(2 * i + 1));
+  }
 }
 
 /// Whether an element type has all scales of a format.
@@ -346,20 +371,15 @@ __device__ __forceinline__ void elements_of_codes16(const KvCodes16<Format>& cod
   const unsigned low_part = pack<Element>(rest, rest);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    float low = 0.0f, high = 0.0f;
-    if (kHasPairs<Format>) {
-      using Pair = PairElement<Format, Element>;
+    if (kScalesPairs<Format, Element>) {
       const unsigned pair = code_pair<Element>(codes, i);
-      if (kScalesPairs<Format, Element>) {
-        const unsigned added =
-            kHoldsScales<Format, Element> ? kNoAddend : fma_pair<Element>(pair, low_part, kNoAddend);
-        pairs[i] = fma_pair<Element>(pair, scale, added);
-        continue;
-      }
-      low = low_of<Pair>(pair), high = high_of<Pair>(pair);
-    } else {
-      low = value_of_code<Format>(codes.code(2 * i)), high = value_of_code<Format>(codes.code(2 * i + 1));
+      const unsigned added =
+          kHoldsScales<Format, Element> ? kNoAddend : fma_pair<Element>(pair, low_part, kNoAddend);
+      pairs[i] = fma_pair<Element>(pair, scale, added);
+      continue;
     }
+    float low, high;
+    values_of_pair<Element>(codes, i, low, high);
     pairs[i] = pack<Element>(scaled<Format>(low, codes.scale, codes.zero),
                              scaled<Format>(high, codes.scale, codes.zero));
   }
@@ -370,10 +390,17 @@ __device__ __forceinline__ void elements_of_codes16(const KvCodes16<Format>& cod
 /// Sixteen columns of a row's tail as elements.
 template <class Element, class Format>
 __device__ __forceinline__ void tail_elements16(const unsigned char* row, int column, uint4 (&to)[2]) {
-  float x[16];
-  load_tail16<Format>(row, column, x);
-  to[0] = pack_eight<Element>(x);
-  to[1] = pack_eight<Element>(x + 8);
+  if (Format::kTailType == (kIsFp16<Element> ? KvNumber::fp16 : KvNumber::bf16)) {
+    unsigned words[8];
+    load_bytes<32, Format::kAlignment>(row + Format::kTail + (column - Format::kColumns) * 2, words);
+    to[0] = {words[0], words[1], words[2], words[3]};
+    to[1] = {words[4], words[5], words[6], words[7]};
+  } else {
+    float x[16];
+    load_tail16<Format>(row, column, x);
+    to[0] = pack_eight<Element>(x);
+    to[1] = pack_eight<Element>(x + 8);
+  }
 }
 
 /// Columns [column, column + 16) of a row as elements, see decode16() above.

@@ -34,13 +34,14 @@ __device__ __forceinline__ int page_of_key(const Params& p, int b, int kv) {
   return existing_page(p, table_entry<P>(p, b, kv));
 }
 
-/// Where a key is: its row of all pages' rows, or of its sequence's.
+/// Where a key is: its row of all pages' rows, or of its sequence's. `entry` is the table's.
+template <class P>
+__device__ __forceinline__ int slot_of_entry(const Params& p, int entry, int kv) {
+  return P::kPageRows > 0 ? existing_page(p, entry) * P::kPageRows + kv % P::kPageRows : kv;
+}
 template <class P>
 __device__ __forceinline__ int slot_of_key(const Params& p, int b, int kv) {
-  if constexpr (P::kPageRows == 0)
-    return kv;
-  else
-    return page_of_key<P>(p, b, kv) * P::kPageRows + kv % P::kPageRows;
+  return slot_of_entry<P>(p, P::kPageRows > 0 ? table_entry<P>(p, b, kv) : 0, kv);
 }
 
 /// Whether a mask, such as a window, may leave pages behind. An engine frees these, so that the table may
@@ -75,6 +76,13 @@ class FirstKey<true> {
 /// Whether K and V are codes with scales.
 template <class P>
 constexpr bool kScaledKv = sizeof(typename P::KvElement) == 1;
+
+/// Whether they are elements that codes became, whose scales of heads are left to the results:
+/// auxiliary/decode_cache.cuh.
+template <class P>
+constexpr bool kScaledElements = requires {
+  typename P::ScaledElements;
+};
 
 template <class P, bool kCodes = P::kQCodes>
 struct QElementOf {
@@ -128,7 +136,7 @@ class KvSource : public FirstKey<kLeavesPages<P>> {
   /// The page of a key that exists, and its row there.
   __device__ __forceinline__ int page_of(int kv) const { return page_of_key<P>(p_, b_, kv); }
   __device__ __forceinline__ Element* row_in_page(int page, int kv) const {
-    return first_ + page * tensor_.stride_b + kv % P::kPageRows * tensor_.stride_s;
+    return first_ + page * tensor_.stride_b + kv % max(P::kPageRows, 1) * tensor_.stride_s;
   }
   /// By slot_of_key().
   __device__ __forceinline__ Element* row_in_slot(int slot) const {

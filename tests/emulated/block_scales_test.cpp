@@ -32,21 +32,25 @@ TEST_P(EmulatedEncodingOfKeys, IsTheReferences) {
   check_quantized_rows(runtime.get(), GetParam());
 }
 
-/// A family for each format in turn, and at night all.
+/// Family sm90 and another for each format in turn, and at night all.
 std::vector<KvFormatCase> codes_apart() {
   std::vector<KvFormatCase> all;
   int turn = 0;
-  const std::vector<Family> families{Family::simt, Family::sm80, Family::sm75};
-  for (const std::string& format : kv_formats_apart())
-    for (std::size_t i = 0; i < families.size(); ++i)
-      if (every_kernel() || i == static_cast<std::size_t>(turn++ / 3 % 2))
-        all.push_back({"bf16:d128:kv{" + format + "}", {2, 1, 1, 128, 1}, families[i]});
+  const std::vector<Family> others{Family::simt, Family::sm80, Family::sm75};
+  for (const auto& formats : {kv_formats_apart(), kv_formats_of_keys()})
+    for (const std::string& format : formats) {
+      const KvFormatCase test{"bf16:d128:kv{" + format + "}", {2, 1, 1, 128, 1}, Family::sm90};
+      all.push_back(test);
+      for (std::size_t i = 0; i < others.size(); ++i)
+        if (every_kernel() || i == static_cast<std::size_t>(turn++ / 3 % 2))
+          all.push_back({test.spec, test.shape, others[i]});
+    }
   return all;
 }
 
 std::vector<KvFormatCase> forms_apart() {
   return covering(
-      block_scale_cases({Family::simt, Family::sm80, Family::sm75}),
+      block_scale_cases({Family::simt, Family::sm80, Family::sm90, Family::sm75}),
       [](const KvFormatCase& test) { return shown_by(parse_spec(test.spec), test.family, test.spec); });
 }
 

@@ -20,6 +20,13 @@ TEST_P(EmulatedKvCodes, AreTheirTablesValues) {
   check_every_code(runtime.get(), GetParam());
 }
 
+class EmulatedDrawnFormat : public GpuTestWith<KvFormatCase> {};
+
+TEST_P(EmulatedDrawnFormat, IsAttentionOverTheDecodedRows) {
+  TemporaryRuntime runtime;
+  check_kv_format(runtime.get(), GetParam());
+}
+
 class EmulatedKvEncoding : public GpuTestWith<std::string> {};
 
 /// quantize() and append() on the GPU make the bytes that the CPU reference makes.
@@ -77,6 +84,15 @@ std::vector<KvFormatCase> forms() {
           "- "
           "seqlen_q}"})
       all.push_back({spec, {2, 4, 1, 2, 80}, family, 1});
+  // Latents by rows of several tiles: lists of which not all counts, with entries that are no keys and the
+  // same ones again; dense ones in splits.
+  for (const auto& [spec, shape, top_k] :
+       {std::tuple{"bf16:d576x512:kv{fp8_ds_mla}:shared_kv:indices", AttentionShape{1, 64, 1, 3, 150}, 110},
+        {"bf16:d576x512:kv{fp8_ds_mla}:shared_kv:pages16:causal:indices", {2, 16, 1, 2, 90}, 75},
+        {"fp16:d576x512:kv{int8:g64:fp32:tail64}:shared_kv:cache:indices", {2, 128, 1, 1, 120}, 70},
+        {"bf16:d320:kv{e4m3:g64:fp32:tail64}:shared_kv:pages3", {2, 20, 1, 4, 170}, 20},
+        {"bf16:d576x512:kv{fp8_ds_mla}:shared_kv:pages64:causal", {2, 64, 1, 2, 200}, 20}})
+    all.push_back({spec, shape, Family::sm90, 1, top_k});
   // One head's rows follow each other in a page, and are copied together.
   for (const Family family : kFamilies)
     for (const char* spec : {"bf16:d128:kv{nvfp4}:pages16", "fp16:d64:kv{q8_0}:pages64:causal",
@@ -92,9 +108,19 @@ std::vector<KvFormatCase> forms() {
       all, [](const KvFormatCase& test) { return shown_by(parse_spec(test.spec), test.family, test.spec); });
 }
 
+/// Some five of 60, others when a template changes; at night all.
+std::vector<KvFormatCase> drawn() {
+  std::vector<KvFormatCase> all =
+      drawn_kv_format_cases({Family::simt, Family::sm80, Family::sm90, Family::sm90}, 60);
+  std::erase_if(all, [](const KvFormatCase& test) { return !is_drawn(name_of(test), 12); });
+  return all;
+}
+
 const auto kName = [](const auto& info) { return std::to_string(info.index) + "_" + name_of(info.param); };
 INSTANTIATE_TEST_SUITE_P(All, EmulatedKvCodes, testing::ValuesIn(codes()), kName);
 INSTANTIATE_TEST_SUITE_P(All, EmulatedKvEncoding, testing::ValuesIn(kv_formats_of_128()));
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(EmulatedDrawnFormat);  // none may be drawn
+INSTANTIATE_TEST_SUITE_P(All, EmulatedDrawnFormat, testing::ValuesIn(drawn()), kName);
 INSTANTIATE_TEST_SUITE_P(All, EmulatedKvFormat, testing::ValuesIn(forms()), kName);
 
 }  // namespace

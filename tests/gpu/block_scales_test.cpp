@@ -26,7 +26,8 @@ TEST_P(EncodingOfKeys, IsTheReferences) {
 }
 
 const auto kName = [](const auto& info) { return std::to_string(info.index) + "_" + name_of(info.param); };
-INSTANTIATE_TEST_SUITE_P(All, BlockScales, testing::ValuesIn(block_scale_cases({Family::simt, Family::sm80})),
+INSTANTIATE_TEST_SUITE_P(All, BlockScales,
+                         testing::ValuesIn(block_scale_cases({Family::simt, Family::sm80, Family::sm90})),
                          kName);
 INSTANTIATE_TEST_SUITE_P(All, EncodingApart, testing::ValuesIn(kv_formats_apart()));
 INSTANTIATE_TEST_SUITE_P(All, EncodingOfKeys, testing::ValuesIn(kv_formats_of_keys()));

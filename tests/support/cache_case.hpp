@@ -141,7 +141,7 @@ inline Cache make_cache(const CacheCase& test) {
   if (test.q_exponent != 0)
     problem.softmax_scale = std::ldexp(1 / std::sqrt(spec.head_dim), -test.q_exponent);
   cache.q = problem.q;
-  if (spec.q_codes) {
+  if (spec.prologue.q_codes) {
     cache.q_scale = make_scales(false, test.seed + 1, {batch, 1, heads_kv, 1});
     const std::int64_t rows = spec.varlen ? queries : seqlen_q;
     for (std::int64_t i = 0; i < std::ssize(cache.q); ++i) {

@@ -56,7 +56,7 @@ class CacheRun {
     EXPECT_LE(reference::max_abs_error(
                   reference::existing_rows(cache_.problem, decode(DType::fp32, lse_.content())),
                   reference::existing_rows(cache_.problem, exact_.lse)),
-              test_.spec.q_codes ? 4e-3 : 1e-3)  // as in tools/command/attention.cpp
+              test_.spec.prologue.q_codes ? 4e-3 : 1e-3)  // as in tools/command/attention.cpp
         << "LSE";
   }
 

@@ -59,7 +59,8 @@ class CodesCheck {
   Results run(Runtime& runtime, const std::vector<std::uint8_t>& k_codes,
               const std::vector<std::uint8_t>& v_codes) {
     const AttentionShape shape{kCodes, 1, 1, 1, 1};
-    const auto one = static_cast<float>(spec_.q_codes ? 0.5 : 1);  // and so is the scale of its codes
+    const auto one =
+        static_cast<float>(spec_.prologue.q_codes ? 0.5 : 1);  // and so is the scale of its codes
     std::vector<double> q(kCodes * kDim);
     for (std::size_t i = 0; i < kCodes; ++i) q[i * kDim + i % kDim] = 1 / one;
     const auto device_one = to_device(std::vector{one});
@@ -80,8 +81,9 @@ class CodesCheck {
         .workspace = {work.data(), work.bytes()},
         .k_scale = view,
         .v_scale = view,
-        .q_scale = spec_.q_codes ? ConstScaleView::of_tensor(static_cast<const float*>(device_one.data()))
-                                 : ConstScaleView{}};
+        .q_scale = spec_.prologue.q_codes
+                       ? ConstScaleView::of_tensor(static_cast<const float*>(device_one.data()))
+                       : ConstScaleView{}};
     runtime.forward(spec_, args, nullptr);
     gpu().context->synchronize();
     return {decode(spec_.dtype, out.content()), decode(DType::fp32, lse.content())};
@@ -163,7 +165,7 @@ inline void check_nan_behind_mask(Runtime& runtime, Family family,
                    .workspace = {work.data(), work.bytes()},
                    .k_scale = view,
                    .v_scale = view,
-                   .q_scale = spec.q_codes ? view : ConstScaleView{}},
+                   .q_scale = spec.prologue.q_codes ? view : ConstScaleView{}},
                   nullptr);
   gpu().context->synchronize();
   const std::vector<double> got = decode(spec.dtype, out.content());

@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <string>
 #include <vector>
@@ -15,6 +17,7 @@
 #include "plan/family.hpp"
 #include "support/kv_codec.hpp"
 #include "tests/support/attention_case.hpp"
+#include "tests/support/kv_formats.hpp"
 
 namespace flashjit::test {
 
@@ -23,11 +26,13 @@ struct KvFormatCase {
   AttentionShape shape;
   Family family = Family::simt;
   int padding = 0;  ///< of rows, in units of their alignment
+  int top_k = 20;   ///< entries of a query's list, of which more than 20 do not all count
 };
 
 inline std::string name_of(const KvFormatCase& test) {
   std::string name =
       fmt::format("{}_{}_{}_{}", test.spec, to_string(test.shape), to_string(test.family), test.padding);
+  if (test.top_k != KvFormatCase{}.top_k) name += fmt::format("_top{}", test.top_k);
   std::ranges::replace_if(
       name, [](unsigned char c) { return !std::isalnum(c); }, '_');
   return name;
@@ -76,6 +81,15 @@ struct StoredPool {
   ConstTensorView block_scale_view(const void* data) const {
     if (block_scales.empty()) return {};
     return {data, scale_size(), {scale_stride(0), scale_stride(1), scale_stride(2), 1}};
+  }
+  /// NaN, as far as the format has it in a row and its scales.
+  void poison(std::int64_t page, std::int64_t h, std::int64_t n) {
+    std::fill_n(at(page, h, n), row.columns * size_of(row.type), std::uint8_t{0xff});
+    if (format.keys == 0 && !block_scales.empty())
+      std::fill_n(scales_at(page, h, n), scale_size()[3] * scale_bytes(), std::uint8_t{0xff});
+    if (scales.size() > 1)
+      scales[static_cast<std::size_t>((page * size[1] + h) * size[2] + n)] =
+          std::numeric_limits<float>::quiet_NaN();
   }
   float argument(std::int64_t page, std::int64_t h, std::int64_t n) const {
     if (scales.empty()) return 1;
@@ -140,10 +154,14 @@ class KvFormatRun {
     std::copy_n(pages.begin(), table_.size(), table_.begin());
     for (std::int64_t b = 0; b < batch; ++b)
       lengths_.push_back(static_cast<std::int32_t>(b == 1 ? 1 : seqlen_kv - 3 * b % seqlen_kv));
+    for (std::int64_t b = 0; b <= batch; ++b) offsets_.push_back(static_cast<std::int32_t>(b * seqlen_q));
     q_ = random_values(batch * heads_q * seqlen_q * spec_.head_dim);
     if (spec_.indices)
-      for (std::int64_t i = 0; i < batch * seqlen_q * heads_kv * kTopK; ++i)
+      for (std::int64_t i = 0; i < batch * seqlen_q * heads_kv * test.top_k; ++i)
         indices_.push_back(static_cast<std::int32_t>(random_() % (seqlen_kv + 2)) - 1);
+    if (spec_.indices && test.top_k > KvFormatCase{}.top_k)
+      for (std::int64_t i = 0; i < batch * seqlen_q; ++i)
+        topk_lengths_.push_back(static_cast<std::int32_t>(test.top_k - 13 * i % test.top_k));
     for (std::int64_t page = 0; page < k_.size[0]; ++page)
       for (std::int64_t h = 0; h < heads_kv; ++h)
         for (std::int64_t n = 0; n < k_.size[2]; ++n) {
@@ -164,8 +182,24 @@ class KvFormatRun {
   }
   std::int64_t row_of(std::int64_t n) const { return spec_.kv.is_paged() ? n % spec_.kv.page_size : n; }
 
+  /// Poisons rows that are no keys, and pages that lie in front of a window.
+  void poison_dead_rows(int window) {
+    if (!spec_.kv.has_lengths()) return;
+    const std::int64_t rows = k_.size[2];
+    for (std::int64_t b = 0; b < test_.shape.batch; ++b) {
+      const std::int64_t first = window == 0 ? 0 : lengths_[b] - test_.shape.seqlen_q - window + 1;
+      for (std::int64_t n = 0; n < columns() * rows; ++n)
+        if (n >= lengths_[b] || (spec_.kv.is_paged() && (n / rows + 1) * rows <= first))
+          for (std::int64_t h = 0; h < test_.shape.heads_kv; ++h) {
+            k_.poison(page_of(b, n), h, row_of(n));
+            if (!spec_.kv.shared_kv) v_.poison(page_of(b, n), h, row_of(n));
+          }
+    }
+  }
+
   struct Results {
     std::vector<double> out, lse;
+    bool operator==(const Results&) const = default;
   };
   /// By the CPU reference.
   Results reference() {
@@ -175,24 +209,25 @@ class KvFormatRun {
     const ForwardArgs args =
         args_of({q.data(), k_.bytes.data(), v_.bytes.data(), k_.scales.data(), v_.scales.data(),
                  k_.block_scales.data(), v_.block_scales.data(), table_.data(), lengths_.data(),
-                 indices_.data(), out.data(), lse.data()});
+                 indices_.data(), topk_lengths_.data(), offsets_.data(), out.data(), lse.data()});
     reference_forward(spec_, args);
     return {decode(spec_.dtype, out), {lse.begin(), lse.end()}};
   }
-  /// By a kernel.
-  Results launch(Runtime& runtime) {
+  /// By a kernel, by default of the family's heuristic.
+  Results launch(Runtime& runtime, const std::optional<TileConfig>& config = {}) {
     const plan::FamilyTraits& family = plan::traits(test_.family);
-    runtime.prepare(spec_, test_.shape, family.heuristic(spec_, test_.shape, gpu().info));
+    runtime.prepare(spec_, test_.shape, config ? *config : family.heuristic(spec_, test_.shape, gpu().info));
     const auto q = to_device(spec_.dtype, q_);
     const auto k = to_device(k_.bytes), v = to_device(v_.bytes);
     const auto k_scale = to_device(k_.scales), v_scale = to_device(v_.scales);
     const auto k_blocks = to_device(k_.block_scales), v_blocks = to_device(v_.block_scales);
-    const auto table = to_device(table_), lengths = to_device(lengths_), indices = to_device(indices_);
+    const auto table = to_device(table_), lengths = to_device(lengths_), indices = to_device(indices_),
+               topk_lengths = to_device(topk_lengths_), offsets = to_device(offsets_);
     const GuardedMemory out(out_count() * size_of(spec_.dtype)), lse(lse_count() * sizeof(float));
     const GuardedMemory work(runtime.workspace_bytes(spec_, test_.shape));
-    ForwardArgs args =
-        args_of({q.data(), k.data(), v.data(), k_scale.data(), v_scale.data(), k_blocks.data(),
-                 v_blocks.data(), table.data(), lengths.data(), indices.data(), out.data(), lse.data()});
+    ForwardArgs args = args_of({q.data(), k.data(), v.data(), k_scale.data(), v_scale.data(), k_blocks.data(),
+                                v_blocks.data(), table.data(), lengths.data(), indices.data(),
+                                topk_lengths.data(), offsets.data(), out.data(), lse.data()});
     args.workspace = {work.data(), work.bytes()};
     runtime.forward(spec_, args, nullptr);
     gpu().context->synchronize();
@@ -201,9 +236,9 @@ class KvFormatRun {
   }
 
  private:
-  static constexpr std::int64_t kTopK = 20;
   struct Memory {
-    const void *q, *k, *v, *k_scale, *v_scale, *k_block_scale, *v_block_scale, *table, *lengths, *indices;
+    const void *q, *k, *v, *k_scale, *v_scale, *k_block_scale, *v_block_scale, *table, *lengths, *indices,
+        *topk_lengths, *offsets;
     void *out, *lse;
   };
 
@@ -232,25 +267,34 @@ class KvFormatRun {
   }
   ForwardArgs args_of(const Memory& memory) const {
     const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test_.shape;
-    const bool cached = spec_.kv.is_cache(), shared = spec_.kv.shared_kv;
-    ForwardArgs args{.q = ConstTensorView::bhsd(memory.q, batch, heads_q, seqlen_q, spec_.head_dim),
+    const bool cached = spec_.kv.is_cache(), shared = spec_.kv.shared_kv, packed = spec_.varlen;
+    const std::int64_t q_batch = packed ? 1 : batch, rows = packed ? batch * seqlen_q : seqlen_q;
+    ForwardArgs args{.q = ConstTensorView::bhsd(memory.q, q_batch, heads_q, rows, spec_.head_dim),
                      .k = k_.view(memory.k),
                      .v = shared ? k_.view(memory.k) : v_.view(memory.v),
-                     .out = TensorView::bhsd(memory.out, batch, heads_q, seqlen_q, spec_.v_dim()),
+                     .out = TensorView::bhsd(memory.out, q_batch, heads_q, rows, spec_.v_dim()),
                      .lse = static_cast<float*>(memory.lse),
                      .k_scale = k_.scale_view(memory.k_scale, cached),
                      .v_scale = shared ? ConstScaleView{} : v_.scale_view(memory.v_scale, cached),
                      .k_block_scale = k_.block_scale_view(memory.k_block_scale),
                      .v_block_scale = shared ? ConstTensorView{} : v_.block_scale_view(memory.v_block_scale)};
     if (scale_) args.softmax_scale = scale_;
+    if (spec_.kv.has_lengths()) args.kv_lengths = static_cast<const std::int32_t*>(memory.lengths);
+    if (packed) {
+      args.cu_seqlens_q = static_cast<const std::int32_t*>(memory.offsets);
+      args.batch_size = batch, args.max_seqlen_q = seqlen_q;
+    }
     if (cached) {
-      args.kv_lengths = static_cast<const std::int32_t*>(memory.lengths);
       args.max_seqlen_kv = seqlen_kv;
       args.page_table = {static_cast<const std::int32_t*>(memory.table), batch, columns()};
     }
     if (spec_.indices)
       args.indices = IndicesView::contiguous(static_cast<const std::int32_t*>(memory.indices), batch,
-                                             seqlen_q, heads_kv, kTopK);
+                                             seqlen_q, heads_kv, test_.top_k);
+    if (!topk_lengths_.empty()) {
+      args.indices.topk_length = static_cast<const std::int32_t*>(memory.topk_lengths);
+      args.indices.topk_length_stride = {seqlen_q, 1};
+    }
     return args;
   }
 
@@ -260,20 +304,25 @@ class KvFormatRun {
   std::optional<float> scale_;
   StoredPool k_, v_;
   std::vector<double> q_;
-  std::vector<std::int32_t> table_, lengths_, indices_;
+  std::vector<std::int32_t> table_, lengths_, indices_, topk_lengths_, offsets_;
 };
 
-/// Kernel and reference agree within the limits of 16 bits.
-inline void check_kv_format(Runtime& runtime, const KvFormatCase& test) {
-  SCOPED_TRACE(name_of(test));
-  KvFormatRun run(test);
-  const auto wanted = run.reference(), got = run.launch(runtime);
+/// O and LSE agree within the limits of 16 bits.
+inline void expect_near(const KvFormatRun::Results& got, const KvFormatRun::Results& wanted) {
   for (std::size_t i = 0; i < wanted.out.size(); ++i)
     ASSERT_NEAR(got.out[i], wanted.out[i], 0.02 * (0.5 + std::abs(wanted.out[i]))) << i;
   for (std::size_t i = 0; i < wanted.lse.size(); ++i)
     if (std::isfinite(wanted.lse[i])) {
       ASSERT_NEAR(got.lse[i], wanted.lse[i], 0.02 * (0.5 + std::abs(wanted.lse[i]))) << i;
     }
+}
+
+/// Kernel and reference agree.
+inline void check_kv_format(Runtime& runtime, const KvFormatCase& test) {
+  SCOPED_TRACE(name_of(test));
+  KvFormatRun run(test);
+  const auto wanted = run.reference();
+  expect_near(run.launch(runtime), wanted);
 }
 
 /// Every code of K and V, exactly: each sequence has one key, so that O is its V, and LSE of a query that is
@@ -450,48 +499,6 @@ inline void check_appended_rows(Runtime& runtime, const std::string& format_text
     EXPECT_NEAR(got_scales[i], k_scales[i], 1e-4 * k_scales[i]) << i;
 }
 
-/// Formats with and without names, of which heads of 128 columns have rows.
-inline const std::vector<std::string>& kv_formats_of_128() {
-  static const std::vector<std::string> kFormats{"nvfp4",
-                                                 "mxfp4",
-                                                 "mxfp8",
-                                                 "q8_0",
-                                                 "q4_0",
-                                                 "q4_1",
-                                                 "iq4_nl",
-                                                 "int4",
-                                                 "e2m1",
-                                                 "int4:row:fp16",
-                                                 "int4:g32:fp16:zero",
-                                                 "uint4:g64:bf16:min",
-                                                 "uint2:g32:fp16:min",
-                                                 "uint2:g16:fp32:zero",
-                                                 "uint8:g128:fp32:zero",
-                                                 "int8:row:fp32:before",
-                                                 "e4m3:g128:fp32",
-                                                 "e5m2:g64:e8m0",
-                                                 "e4m3:g64:fp32:tail64",
-                                                 "book(-3,-1,1,3):g32:bf16",
-                                                 "e2m1:g16:e4m3:tail32xfp16:scaled",
-                                                 "int4_offset:row:fp32:halves",
-                                                 "int4:g64:e8m0:before"};
-  return kFormats;
-}
-
-/// Formats of 128 columns whose scales are in a tensor of their own.
-inline const std::vector<std::string>& kv_formats_apart() {
-  static const std::vector<std::string> kFormats{"int4:g32:fp16:apart:zero", "e2m1:g16:e4m3:apart:scaled",
-                                                 "e4m3:g64:fp32:apart:tail64", "uint2:g32:bf16:apart:min",
-                                                 "int4_offset:row:e8m0:apart:halves"};
-  return kFormats;
-}
-/// Formats whose keys share scales.
-inline const std::vector<std::string>& kv_formats_of_keys() {
-  static const std::vector<std::string> kFormats{"uint2:keys32:fp16:min", "int4:keys16:bf16:zero",
-                                                 "e4m3:keys64:fp32", "uint2:keys16:fp16:zero:tail64"};
-  return kFormats;
-}
-
 /// Such K and V in every layout, by the families that read them.
 inline std::vector<KvFormatCase> block_scale_cases(const std::vector<Family>& families) {
   std::vector<KvFormatCase> all;
@@ -506,11 +513,48 @@ inline std::vector<KvFormatCase> block_scale_cases(const std::vector<Family>& fa
           "fp16:d64:k{int4:keys16:bf16:zero}:v{e4m3}:cache", "bf16:d128:kv{e4m3:keys64:fp32}",
           "bf16:d128:k{uint2:keys16:fp16:zero:tail64}:v{uint2:g32:fp16:apart:min}:pages16:indices"})
       all.push_back({spec, {2, 4, 1, 3, 90}, family, 1});
+    // Rows of codes follow each other in a page; a window that leaves pages; tiles within a group of keys.
+    all.push_back({"bf16:d128:kv{e2m1:g16:e4m3:apart:scaled}:pages16:causal", {2, 4, 1, 1, 150}, family});
+    all.push_back(
+        {"bf16:d128:k{uint2:keys16:fp16:min}:v{uint2:g16:fp16:apart:min}:pages16:mask{kv > q + "
+         "seqlen_kv - seqlen_q - 37 && kv <= q + seqlen_kv - seqlen_q}",
+         {2, 4, 2, 2, 150},
+         family,
+         1});
+    all.push_back({"bf16:d128:kv{int4:keys128:fp16:zero}:cache:causal", {2, 4, 2, 70, 300}, family});
+    all.push_back(
+        {"bf16:d256:k{uint4:keys64:fp32:zero}:v{int4:g32:fp16:apart}:pages64", {2, 4, 1, 1, 200}, family});
   }
   std::erase_if(all, [](const KvFormatCase& test) {
     return !plan::traits(test.family)
                 .supports(parse_spec(test.spec).normalized(), DeviceInfo::parse("sm_90a"));
   });
+  return all;
+}
+
+/// K and V in formats drawn from the grammar, in drawn layouts and by drawn families: always the same
+/// `count`.
+inline std::vector<KvFormatCase> drawn_kv_format_cases(const std::vector<Family>& families, int count) {
+  std::mt19937 random(2024);
+  const std::vector<std::string> layouts{"", ":causal", ":cache", ":pages16:causal", ":pages64", ":pages3"};
+  std::vector<KvFormatCase> all;
+  while (static_cast<int>(all.size()) < count) {
+    const Family family = families[random() % families.size()];
+    const std::string of_k = drawn_kv_format(random), of_v = drawn_kv_format(random);
+    if (of_k.find(':') == std::string::npos) continue;  // both may be codes alone, which are not decoded
+    const std::string spec = fmt::format("{}:d128:k{{{}}}:v{{{}}}{}", random() % 2 ? "bf16" : "fp16", of_k,
+                                         of_v, layouts[random() % layouts.size()]);
+    const auto below = [&](int most) { return static_cast<std::int64_t>(random() % most); };
+    const AttentionShape shape{2, 4, 1 + below(2), 1 + below(5), 40 + below(110)};
+    const int padding = static_cast<int>(random() % 3);
+    try {
+      const KernelSpec known = parse_spec(spec).normalized();
+      known.validate();
+      if (plan::traits(family).supports(known, DeviceInfo::parse("sm_90a")))
+        all.push_back({spec, shape, family, padding});
+    } catch (const Error&) {  // such as pages that have no whole groups of keys
+    }
+  }
   return all;
 }
 

@@ -8,10 +8,12 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <set>
 #include <vector>
 
 #include "flashjit/error.hpp"
 #include "support/kv_codec.hpp"
+#include "tests/support/kv_formats.hpp"
 
 namespace flashjit {
 namespace {
@@ -63,33 +65,14 @@ double small_float(unsigned code, int exponent_bits, int mantissa_bits) {
   return sign * std::ldexp((1 << mantissa_bits) + mantissa, exponent - bias - mantissa_bits);
 }
 
+/// Those with names and those of other tests; where keys share scales a row is not encoded alone.
 const std::vector<std::string>& formats() {
   static const std::vector<std::string> kFormats = [] {
-    std::vector<std::string> texts;
-    for (const NamedKvFormat& named : named_kv_formats()) texts.emplace_back(named.name);
-    for (const char* text : {"e4m3",
-                             "e5m2",
-                             "int8",
-                             "int4",
-                             "e2m1",
-                             "int4:row:fp16",
-                             "int4:g32:fp16:zero",
-                             "uint4:g64:bf16:min",
-                             "uint2:g32:fp16:min",
-                             "uint2:g16:fp32:zero",
-                             "uint8:g128:fp32:zero",
-                             "int8:row:fp32:before",
-                             "e4m3:g128:fp32",
-                             "e5m2:g64:e8m0",
-                             "book(-3,-1,1,3):g32:bf16",
-                             "e2m1:g16:e4m3:tail32xfp16:scaled",
-                             "int4_offset:row:fp32:halves",
-                             "int4:g64:e8m0:before",
-                             "int4:g32:fp16:apart:zero",
-                             "e2m1:g16:e4m3:apart:scaled",
-                             "uint2:g32:bf16:apart:min:tail64"})
-      texts.emplace_back(text);
-    return texts;
+    std::set<std::string> texts{"e4m3", "e5m2", "int8"};
+    for (const NamedKvFormat& named : named_kv_formats()) texts.emplace(named.name);
+    for (const auto& list : {test::kv_formats_of_128(), test::kv_formats_apart()})
+      texts.insert(list.begin(), list.end());
+    return std::vector<std::string>(texts.begin(), texts.end());
   }();
   return kFormats;
 }
@@ -171,6 +154,15 @@ TEST(KvFormat, TextsSurvive) {
   EXPECT_EQ(to_string(parse_kv_format("fp8")), "e4m3");
   EXPECT_EQ(to_string(KvFormat{}), "element");
   EXPECT_EQ(to_string(parse_kv_format("int4:g32:fp16:zero")), "int4:g32:fp16:zero");
+}
+
+TEST(KvFormat, DrawnOnesSurvive) {
+  std::mt19937 random(5);
+  for (int i = 0; i < 200; ++i) {
+    const std::string text = test::drawn_kv_format(random);
+    const KvFormat format = parse_kv_format(text);
+    EXPECT_EQ(parse_kv_format(to_string(format)), format) << text;
+  }
 }
 
 TEST(KvFormat, ErrorsSayWhatIsWrong) {

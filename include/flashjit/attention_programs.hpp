@@ -74,7 +74,7 @@ FLASHJIT_API expr::Expr causal_if(std::string flags = "causal_flags");
 
 /// Press et al., "Train Short, Test Long" (2022): score - slopes[h] * distance. Capture: fp32 [heads_q].
 FLASHJIT_API expr::Expr alibi(std::string slopes = "slopes");
-/// The slopes of that paper: 2^(-8 i / heads); for counts that are not powers of two, those of its code.
+/// The slopes of that paper: 2^(-8 i / heads); where heads is no power of two, the slopes of its code.
 FLASHJIT_API std::vector<float> alibi_slopes(std::int64_t heads);
 
 /// cap * tanh(score / cap). cap > 0.

@@ -1,5 +1,5 @@
 // Score and mask programs: how a score changes before the softmax, and which pairs (q, kv) attend; and
-// programs of O's elements. The language is in flashjit/expr.hpp.
+// programs of O's, Q's and K's elements. The language is in flashjit/expr.hpp.
 #pragma once
 
 #include <cstdint>
@@ -72,7 +72,7 @@ class FLASHJIT_API ScoreProgram {
 };
 ScoreProgram weights(ScoreProgram program);
 
-/// What becomes of O's elements before they are stored, as canonical text.
+/// How O's elements change before they are stored, as canonical text.
 ///
 /// A float expression of `out`, an element of O in fp32, and of b, h, h_kv, q, column, seqlen_q and
 /// seqlen_kv: "gate: bf16 4d; out * sigmoid(gate[b, q, h, column])". The empty program is the identity; "out"
@@ -96,13 +96,39 @@ class FLASHJIT_API OutProgram {
   expr::NodePtr tree_;
 };
 
+/// How elements of Q's or K's rows change before the scores, as canonical text.
+///
+/// A float expression of `element`, an element of the row in fp32, `element_at(column)`, another one, the
+/// row's `sum_of_squares`, `column`, b, h_kv, seqlen_q, seqlen_kv, and in q_mod h and q, in k_mod kv:
+/// "cos: fp32 2d; sin: fp32 2d; element * cos[q, column % 64] + select(column < 64, -element_at(column + 64),
+/// element_at(column - 64)) * sin[q, column % 64]". The empty program is the identity; "element" and blank
+/// text are the same.
+class FLASHJIT_API RowProgram {
+ public:
+  RowProgram() = default;
+  /// Throws Error(invalid_argument) if it is not an expression, is bool, reads score or out, or declares more
+  /// than 16 tensors or 8 scalars.
+  explicit RowProgram(std::string_view text);
+  RowProgram(const expr::Expr& element);
+
+  const std::string& text() const { return text_; }
+  bool empty() const { return text_.empty(); }
+  /// Null when empty.
+  const expr::NodePtr& tree() const { return tree_; }
+  friend bool operator==(const RowProgram& a, const RowProgram& b) { return a.text_ == b.text_; }
+
+ private:
+  std::string text_;
+  expr::NodePtr tree_;
+};
+
 /// Where the diagonal of a causal mask ends when seqlen_q and seqlen_kv differ.
 enum class CausalAlignment : std::uint8_t {
   bottom_right,  ///< the last query sees the last key: q + seqlen_kv - seqlen_q >= kv
   top_left,      ///< the first query sees the first key only: q >= kv
 };
 
-/// A causal mask. The lengths are those of the AttentionShape (with varlen, of the sequence); key padding
+/// A causal mask. The lengths are the AttentionShape's (with varlen, the sequence's); key padding
 /// masks more, without shifting the diagonal.
 FLASHJIT_API const MaskProgram& causal(CausalAlignment alignment = CausalAlignment::bottom_right);
 

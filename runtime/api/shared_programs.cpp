@@ -32,6 +32,8 @@ Expr moved_name(const Expr& name, PartMoves moves) {
     case Name::score:
     case Name::out:
     case Name::column:
+    case Name::element:
+    case Name::sum_of_squares:
       break;
   }
   return name;

@@ -22,7 +22,7 @@ struct Comparison {
   bool fits;  ///< both sides fit at all pairs, whatever the call gives
 };
 
-/// Of an operation that compares ints, where both sides are affine and not the same for all pairs.
+/// For an operation that compares ints, where both sides are affine and not the same for all pairs.
 std::optional<Comparison> affine_comparison(const Graph& graph, int place);
 
 /// One of the conditions that a mask is the conjunction of.
@@ -122,7 +122,7 @@ struct ScoreLine {
   int factor;  ///< shared by all pairs; -1: one
   float keys;  ///< times the factor: what a key more adds
 };
-/// Of the score at `root`.
+/// The line of the score at `root`.
 std::optional<ScoreLine> line_of_score(const Graph& graph, int root);
 
 }  // namespace flashjit::expr

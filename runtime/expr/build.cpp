@@ -162,6 +162,7 @@ Expr apply(Op op, std::vector<Expr> args) {
     refuse("{} takes {} argument{}, not {}", described(op), known.arity, known.arity == 1 ? "" : "s",
            args.size());
   prepare(op, args);
+  if (op == Op::element_at) args[0] = to_int(args[0]);
   const Type type = result(op, args.back());
   if (known.takes == Takes::any) return convert(op, type, args[0]);
   return finish({.op = op, .type = type, .args = pointers(args)});
@@ -275,5 +276,6 @@ Expr to_bool(const Expr& a) { return apply(Op::to_bool, {a}); }
 Expr to_int64(const Expr& a) { return apply(Op::to_int64, {a}); }
 Expr low_word(const Expr& a) { return apply(Op::low_word, {a}); }
 Expr high_word(const Expr& a) { return apply(Op::high_word, {a}); }
+Expr element_at(const Expr& column) { return apply(Op::element_at, {column}); }
 
 }  // namespace flashjit::expr

@@ -8,6 +8,7 @@
 
 #include "expr/analyze.hpp"
 #include "expr/nodes.hpp"
+#include "expr/ops.hpp"
 
 namespace flashjit::expr {
 namespace {
@@ -40,8 +41,8 @@ std::string Code::value(int place) {
   if (graph_.uniform(place)) return head_.uniform(place);
   if (is_name(*node, Name::q)) return "q.at";
   if (is_name(*node, Name::kv)) return "kv.at";
-  if (is_name(*node, Name::out)) return "out";
-  if (is_name(*node, Name::column)) return "column";
+  for (const Name name : {Name::out, Name::column, Name::element, Name::sum_of_squares})
+    if (is_name(*node, name)) return std::string(to_string(name));
   if (const auto found = known_.find(place); found != known_.end()) return found->second;
   const std::string text =
       is_name(*node, Name::score) ? "__fmul_rn(dot, p.softmax_scale)" : expression(place);
@@ -78,6 +79,7 @@ std::string Code::expression(int place) {
     lines_ += head_.check_text(*node, args, check_);
     return head_.read_text(*node, args);
   }
+  if (node->op == Op::element_at) return fmt::format("row({})", args[0]);
   return operation_text(*node, args, style_);
 }
 
@@ -120,7 +122,7 @@ bool Code::divides_naturals(int place) const {
   return is_literal(divisor) && divisor.integer > 0 && natural(graph_[place].args[0]);
 }
 
-/// Of a rest that is compared with zero, where the divisor is shared or is no power of two.
+/// For a rest that is compared with zero, where the divisor is shared or is no power of two.
 std::optional<std::string> Code::divisibility(int place) {
   const Node& node = graph_.node(place);
   if (node.op != Op::equal && node.op != Op::not_equal) return {};

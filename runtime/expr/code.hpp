@@ -26,7 +26,7 @@ class HeadCode {
   HeadCode(Graph& graph, const std::vector<Declaration>& declarations, bool check_indices);
 
   Graph& graph() { return graph_; }
-  /// Of a tensor in Params::captures or a scalar in Params::scalars.
+  /// Place of a tensor in Params::captures, or of a scalar in Params::scalars.
   int slot(const Declaration& declaration) const;
 
   /// Text of what all pairs of a head share. A Rest is a long long, or a float.

@@ -29,11 +29,28 @@ bool reads_name(const Node& node, Name name) {
          std::ranges::any_of(node.args, [&](const NodePtr& arg) { return reads_name(*arg, name); });
 }
 
+bool reads_row(const Node& node) {
+  return node.op == Op::element_at ||
+         std::ranges::any_of(node.args, [](const NodePtr& arg) { return reads_row(*arg); });
+}
+
 /// The first of `names` that the program reads; empty: none.
-std::string_view first_read(const Expr& program, std::initializer_list<Name> names) {
+std::string_view first_read(const Node& program, std::initializer_list<Name> names) {
   for (const Name name : names)
-    if (reads_name(program.node(), name)) return to_string(name);
+    if (reads_name(program, name)) return to_string(name);
   return {};
+}
+
+/// What the program reads of a row of Q or K; empty: nothing.
+std::string_view row_read(const Node& program) {
+  if (reads_row(program)) return info(Op::element_at).text;
+  return first_read(program, {Name::element, Name::sum_of_squares});
+}
+
+void refuse_reads_of_row(std::string_view what, const Expr& program) {
+  if (const auto name = row_read(program.node()); !name.empty())
+    refuse("{} program reads {}, which is for programs of Q and K (q_mod, k_mod): {}", what, name,
+           quoted(body_text(program.node())));
 }
 
 /// The canonical text of a program that is sound as such.
@@ -57,8 +74,19 @@ bool is_blank(std::string_view text) { return text.find_first_not_of(" \t\r\n") 
 
 }  // namespace
 
+void check_prologue(const Prologue& prologue) {
+  const auto check = [](std::string_view program, const NodePtr& tree, std::initializer_list<Name> others,
+                        std::string_view position) {
+    if (const auto name = tree ? first_read(*tree, others) : std::string_view(); !name.empty())
+      refuse("a {} program reads {}; its position is {}, and its head {}: {}", program, name, position,
+             program == "k_mod" ? "h_kv" : "h or h_kv", quoted(body_text(*tree)));
+  };
+  check("q_mod", prologue.q_mod.tree(), {Name::kv}, "q");
+  check("k_mod", prologue.k_mod.tree(), {Name::q, Name::h}, "kv");
+}
+
 std::vector<Declaration> declarations(const ScoreProgram& score, const MaskProgram& mask,
-                                      const OutProgram& out_mod) {
+                                      const OutProgram& out_mod, const Prologue& prologue) {
   struct Part {
     std::string_view name;
     const NodePtr& tree;
@@ -66,7 +94,8 @@ std::vector<Declaration> declarations(const ScoreProgram& score, const MaskProgr
   std::vector<Declaration> all;
   std::vector<std::string_view> owners;
   for (const Part& part :
-       {Part{"score", score.tree()}, Part{"out_mod", out_mod.tree()}, Part{"mask", mask.tree()}}) {
+       {Part{"score", score.tree()}, Part{"out_mod", out_mod.tree()}, Part{"q_mod", prologue.q_mod.tree()},
+        Part{"k_mod", prologue.k_mod.tree()}, Part{"mask", mask.tree()}}) {
     if (!part.tree) continue;
     for (Declaration& d : declarations_of(*part.tree)) {
       const auto found = std::ranges::find(all, d.name, &Declaration::name);
@@ -95,7 +124,8 @@ MaskProgram::MaskProgram(const expr::Expr& mask) {
            quoted(body_text(mask.node())));
   if (masks_nothing(mask)) return;
   std::string text = checked_text("mask", mask);
-  if (const auto name = first_read(mask, {Name::score, Name::out, Name::column}); !name.empty())
+  refuse_reads_of_row("a mask", mask);
+  if (const auto name = first_read(mask.node(), {Name::score, Name::out, Name::column}); !name.empty())
     refuse("a mask program reads {}; a mask depends on positions and captures alone: {}", name, quoted(text));
   for (const Declaration& d : declarations_of(mask.node())) {
     if (d.wants_grad) refuse("a mask program declares '{}'; a mask has no gradients", to_string(d));
@@ -114,7 +144,8 @@ ScoreProgram::ScoreProgram(const expr::Expr& given) {
     refuse("a score program is float, not bool: {}", quoted(body_text(given.node())));
   const Expr score = to_float(given);
   if (is_identity(score, Name::score)) return;
-  if (const auto name = first_read(score, {Name::out, Name::column}); !name.empty())
+  refuse_reads_of_row("a score", score);
+  if (const auto name = first_read(score.node(), {Name::out, Name::column}); !name.empty())
     refuse("a score program reads {}, which is for programs of O (out_mod): {}", name,
            quoted(body_text(score.node())));
   text_ = checked_text("score", score);
@@ -131,7 +162,8 @@ OutProgram::OutProgram(const expr::Expr& given) {
     refuse("an out_mod program is float, not bool: {}", quoted(body_text(given.node())));
   const Expr out = to_float(given);
   if (is_identity(out, Name::out)) return;
-  if (const auto name = first_read(out, {Name::score, Name::kv}); !name.empty())
+  refuse_reads_of_row("an out_mod", out);
+  if (const auto name = first_read(out.node(), {Name::score, Name::kv}); !name.empty())
     refuse(
         "an out_mod program reads {}; it has out, b, h, h_kv, q, column, the lengths and what it declares: "
         "{}",
@@ -142,6 +174,26 @@ OutProgram::OutProgram(const expr::Expr& given) {
 
 OutProgram::OutProgram(std::string_view text) {
   if (!expr::is_blank(text)) *this = OutProgram(expr::parse(text));
+}
+
+RowProgram::RowProgram(const expr::Expr& given) {
+  using namespace expr;
+  if (given.type() == Type::boolean)
+    refuse("a q_mod or k_mod program is float, not bool: {}", quoted(body_text(given.node())));
+  const Expr element = to_float(given);
+  if (is_identity(element, Name::element)) return;
+  if (const auto name = first_read(element.node(), {Name::score, Name::out}); !name.empty())
+    refuse(
+        "a q_mod or k_mod program reads {}; it has element, element_at(), sum_of_squares, column, b, h_kv, "
+        "the "
+        "lengths, its position and what it declares: {}",
+        name, quoted(body_text(element.node())));
+  text_ = checked_text("q_mod or k_mod", element);
+  tree_ = element.pointer();
+}
+
+RowProgram::RowProgram(std::string_view text) {
+  if (!expr::is_blank(text)) *this = RowProgram(expr::parse(text));
 }
 
 const MaskProgram& causal(CausalAlignment alignment) {

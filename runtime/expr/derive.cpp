@@ -34,7 +34,7 @@ NodePtr in_other_arm(const Node& select, Function f) {
 NodePtr negated(const NodePtr& a) {
   if (is_literal(*a)) return make_real(-a->real);
   if (a->op == Op::negate) return a->args[0];
-  if (has_zero_arm(*a)) return in_other_arm(*a, negated);
+  if (has_zero_arm(*a)) return in_other_arm(*a, [](const NodePtr& arm) { return negated(arm); });
   return make_node(Op::negate, Type::real, {a});
 }
 NodePtr difference(const NodePtr& a, const NodePtr& b) {
@@ -226,6 +226,7 @@ class Derivative {
       case Op::name:
       case Op::scalar:
       case Op::read:
+      case Op::element_at:
       case Op::to_float:
         return;
       case Op::modulo:  // a - trunc(a / b) * b
@@ -270,15 +271,27 @@ class Derivative {
 
 NodePtr derivative(const NodePtr& root, const NodePtr& variable) { return Derivative(root, variable).get(); }
 
-std::vector<NodePtr> reads_with_grad(const NodePtr& root) {
+namespace {
+
+/// Each node of a program once, of those that `wanted` says yes to.
+template <class Wanted>
+std::vector<NodePtr> nodes_of(const NodePtr& root, const Wanted& wanted) {
   Graph graph;
   graph.add(root);
-  std::vector<NodePtr> reads;
-  for (int i = 0; i < graph.size(); ++i) {
-    const Node& node = graph.node(i);
-    if (node.op == Op::read && node.declaration.wants_grad) reads.push_back(graph[i].node);
-  }
-  return reads;
+  std::vector<NodePtr> found;
+  for (int i = 0; i < graph.size(); ++i)
+    if (wanted(graph.node(i))) found.push_back(graph[i].node);
+  return found;
+}
+
+}  // namespace
+
+std::vector<NodePtr> reads_with_grad(const NodePtr& root) {
+  return nodes_of(root, [](const Node& node) { return node.op == Op::read && node.declaration.wants_grad; });
+}
+
+std::vector<NodePtr> reads_of_row(const NodePtr& root) {
+  return nodes_of(root, [](const Node& node) { return node.op == Op::element_at; });
 }
 
 }  // namespace flashjit::expr

@@ -1,4 +1,4 @@
-// Derivatives of score programs, as programs.
+// Derivatives of programs of floats, as programs.
 #pragma once
 
 #include <vector>
@@ -15,5 +15,7 @@ NodePtr derivative(const NodePtr& root, const NodePtr& variable);
 
 /// The distinct reads of tensors with a gradient.
 std::vector<NodePtr> reads_with_grad(const NodePtr& root);
+/// The distinct element_at() of a program of Q or K.
+std::vector<NodePtr> reads_of_row(const NodePtr& root);
 
 }  // namespace flashjit::expr

@@ -6,8 +6,10 @@
 #include <fmt/ranges.h>
 
 #include "expr/code.hpp"
+#include "expr/gradient_tangents.hpp"
 #include "expr/nodes.hpp"
 #include "expr/ops.hpp"
+#include "expr/row_hooks.hpp"
 #include "expr/tile_code.hpp"
 
 namespace flashjit::expr {
@@ -59,6 +61,7 @@ class Hooks {
  public:
   Hooks(ProgramAnalysis& analysis, const EmitOptions& options)
       : analysis_(analysis),
+        options_(options),
         graph_(analysis.graph()),
         score_(analysis.score()),
         score_grad_(analysis.score_grad()),
@@ -72,7 +75,9 @@ class Hooks {
     const std::string functions =
         comment("score", analysis_.programs().score) + score() + bias_tile_functions() + value_functions() +
         line_functions() + score_grad() + add_capture_grads() + comment("mask", analysis_.programs().mask) +
-        mask() + tiles() + comment("out_mod", analysis_.programs().out_mod) + out_mod();
+        mask() + tiles() + comment("out_mod", analysis_.programs().out_mod) + out_mod() +
+        row_hooks(analysis_.programs(), head_) +
+        (options_.gradient_tangents ? gradient_tangent_hooks(analysis_, head_) : std::string());
     return head() + functions;
   }
 
@@ -267,7 +272,8 @@ class Hooks {
                     code.lines() + additions);
   }
 
-  const ProgramAnalysis& analysis_;
+  ProgramAnalysis& analysis_;
+  const EmitOptions options_;
   Graph& graph_;
   int score_, score_grad_, mask_root_;
   const MaskAnalysis& mask_;

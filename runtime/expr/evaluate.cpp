@@ -12,7 +12,7 @@
 namespace flashjit::expr {
 namespace {
 
-/// Of ints, or of long longs.
+/// `Int` is int or long long.
 template <class Int>
 Int integer_operation(Op op, Int a, Int b) {
   switch (op) {
@@ -143,6 +143,10 @@ Value name_value(Name name, const Point& point) {
       return {.real = point.out};
     case Name::column:
       return {.integer = point.column};
+    case Name::element:
+      return {.real = point.row[point.column]};
+    case Name::sum_of_squares:
+      return {.real = point.sum_of_squares};
   }
   return {};
 }
@@ -205,6 +209,11 @@ Evaluation::Element Evaluation::element(int read, const std::vector<Value>& valu
   return {static_cast<std::size_t>(capture_of_[read]), index};
 }
 
+std::int64_t Evaluation::row_column(int read, const Point& point, const std::vector<Value>& values) const {
+  const std::int64_t last = static_cast<std::int64_t>(point.row.size()) - 1;
+  return std::clamp<std::int64_t>(values[graph_[read].args[0]].integer, 0, last);
+}
+
 Value Evaluation::evaluate(int place, const Point& point, const std::vector<Value>& values) const {
   const Node& node = graph_.node(place);
   const std::vector<int>& args = graph_[place].args;
@@ -225,6 +234,8 @@ Value Evaluation::evaluate(int place, const Point& point, const std::vector<Valu
       const Element at = element(place, values);
       return captured(node.type, captures_[at.capture], at.index);
     }
+    case Op::element_at:
+      return {.real = point.row[row_column(place, point, values)]};
     case Op::size:
       return {.integer = static_cast<std::int32_t>(captures_[capture_of_[place]].size[node.integer])};
     case Op::select:

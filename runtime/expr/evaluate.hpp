@@ -14,6 +14,8 @@ namespace flashjit::expr {
 struct Point {
   std::int32_t b = 0, h = 0, h_kv = 0, q = 0, kv = 0, seqlen_q = 0, seqlen_kv = 0, column = 0;
   double score = 0, out = 0;
+  std::span<const double> row = {};  ///< of Q or K, whose element `column` is
+  double sum_of_squares = 0;
 };
 
 /// A declared name's value: a contiguous tensor, or one number without sizes. The values outlive their users.
@@ -24,7 +26,7 @@ struct Bound {
   std::span<const std::int64_t> exact = {};  ///< of int64s, which a double may not hold; may be empty
 };
 
-/// Of an operation's type: `real` of floats, `integer` of ints, int64s and of conditions, which are 0 or 1.
+/// A value of an operation's type: floats in `real`; ints, int64s and conditions (0 or 1) in `integer`.
 struct Value {
   double real = 0;
   std::int64_t integer = 0;
@@ -52,6 +54,8 @@ class Evaluation {
     std::int64_t index;
   };
   Element element(int read, const std::vector<Value>& values) const;
+  /// Which column of the row an element_at() reads.
+  std::int64_t row_column(int read, const Point& point, const std::vector<Value>& values) const;
 
  private:
   Value evaluate(int place, const Point& point, const std::vector<Value>& values) const;

@@ -10,12 +10,14 @@
 
 #include "flashjit/expr.hpp"
 #include "flashjit/programs.hpp"
+#include "flashjit/spec.hpp"
 
 namespace flashjit::expr {
 
 /// How programs are emitted.
 struct EmitOptions {
-  bool check_indices = false;  ///< kernels print each index of a captured tensor that is clamped
+  bool check_indices = false;      ///< kernels print each index of a captured tensor that is clamped
+  bool gradient_tangents = false;  ///< see gradient_tangents.hpp
 
   bool operator==(const EmitOptions&) const = default;
 };
@@ -79,13 +81,14 @@ struct ProgramFacts {
 
   bool has_out_mod = false;  ///< O's elements are changed before they are stored
   int out_mod_grads = 0;     ///< additions to gradients of tensors that this reads
+  int row_mod_grads = 0;     ///< of tensors that q_mod and k_mod read
 
   bool operator==(const ProgramFacts&) const = default;
 };
 
 /// Throws Error(invalid_argument) where declarations() does.
 ProgramFacts facts_of(const ScoreProgram& score, const MaskProgram& mask, const EmitOptions& options = {},
-                      const OutProgram& out_mod = {});
+                      const OutProgram& out_mod = {}, const Prologue& prologue = {});
 
 /// The constants that templates/common/problem.cuh says are generated from the programs.
 std::vector<Constant> constants_of(const ProgramFacts& facts);

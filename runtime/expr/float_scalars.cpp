@@ -15,7 +15,7 @@ namespace {
 bool is_int_scalar(const Node& node) { return node.op == Op::scalar && node.type == Type::integer; }
 
 /// Int scalars by how they are read.
-class Uses {
+class ScalarReads {
  public:
   void add(const NodePtr& tree) {
     if (!tree || !seen_.insert(tree.get()).second) return;
@@ -68,8 +68,10 @@ class Redeclared {
 
 }  // namespace
 
-void declare_float_scalars(ScoreProgram& score, MaskProgram& mask, OutProgram& out_mod) {
-  Uses uses;
+void declare_float_scalars(ScoreProgram& score, MaskProgram& mask, OutProgram& out_mod, Prologue& prologue) {
+  ScalarReads uses;
+  RowProgram* const of_rows[] = {&prologue.q_mod, &prologue.k_mod};
+  for (const RowProgram* program : of_rows) uses.add(program->tree());
   uses.add(tree(score));
   uses.add(tree(mask));
   uses.add(out_mod.tree());
@@ -82,6 +84,8 @@ void declare_float_scalars(ScoreProgram& score, MaskProgram& mask, OutProgram& o
   }
   if (!mask.empty()) mask = Expr(redeclared.of(tree(mask)));
   if (!out_mod.empty()) out_mod = Expr(redeclared.of(out_mod.tree()));
+  for (RowProgram* program : of_rows)
+    if (!program->empty()) *program = Expr(redeclared.of(program->tree()));
 }
 
 }  // namespace flashjit::expr

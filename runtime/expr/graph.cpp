@@ -25,6 +25,8 @@ unsigned uses_of(Name name) {
   switch (name) {
     case Name::score:
     case Name::out:
+    case Name::element:
+    case Name::sum_of_squares:
       return kUsesScore;
     case Name::b:
       return kUsesBatch;
@@ -59,7 +61,7 @@ int Graph::add(const NodePtr& node) {
           args};
   const auto [place, is_new] = places_.try_emplace(std::move(key), size());
   if (is_new) {
-    unsigned uses = name ? uses_of(node->name) : 0;
+    unsigned uses = name ? uses_of(node->name) : node->op == Op::element_at ? kUsesScore : 0;
     for (const int arg : args) uses |= items_[arg].uses;
     items_.push_back({node, std::move(args), uses});
   }

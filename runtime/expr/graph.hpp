@@ -11,7 +11,7 @@
 
 namespace flashjit::expr {
 
-/// What a value depends on; bits. An element of O counts as a score, its column as a key.
+/// What a value depends on; bits. An element of O, Q or K counts as a score, its column as a key.
 enum Uses : unsigned { kUsesScore = 1, kUsesBatch = 2, kUsesHead = 4, kUsesQ = 8, kUsesKv = 16 };
 
 /// Each operation comes after its operands, and equal operations occur once.

@@ -94,7 +94,7 @@ std::string HeadCode::value(int place) {
   return values_[place] = name;
 }
 
-/// Of a Rest with terms.
+/// The sum of a Rest's terms; it has some.
 std::string HeadCode::term_sum(const Rest& rest) {
   std::vector<std::string> parts;
   for (const Term& term : rest.terms) {

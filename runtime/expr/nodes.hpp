@@ -27,7 +27,9 @@ inline NodePtr make_boolean(bool value) {
   return std::make_shared<const Node>(std::move(node));
 }
 constexpr Type type_of(Name name) {
-  return name == Name::score || name == Name::out ? Type::real : Type::integer;
+  const bool of_floats =
+      name == Name::score || name == Name::out || name == Name::element || name == Name::sum_of_squares;
+  return of_floats ? Type::real : Type::integer;
 }
 inline NodePtr make_name(Name name) {
   Node node;

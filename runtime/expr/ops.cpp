@@ -67,13 +67,14 @@ constexpr OpInfo kOps[] = {
     {Op::to_int64, "to_int64", kCall, 1, Takes::any, Gives::int64},
     {Op::low_word, "low_word", kCall, 1, Takes::int64s, Gives::integer},
     {Op::high_word, "high_word", kCall, 1, Takes::int64s, Gives::integer},
+    {Op::element_at, "element_at", kCall, 1, Takes::integers, Gives::real},
 };
 
 constexpr bool in_order() {
   for (std::size_t i = 0; i < std::size(kOps); ++i) {
     if (kOps[i].op != static_cast<Op>(i)) return false;
   }
-  return std::size(kOps) == static_cast<std::size_t>(Op::high_word) + 1;
+  return std::size(kOps) == static_cast<std::size_t>(Op::element_at) + 1;
 }
 static_assert(in_order());
 
@@ -100,8 +101,9 @@ std::span<const OpInfo> all_ops() { return kOps; }
 const OpInfo& info(Op op) { return kOps[static_cast<std::size_t>(op)]; }
 
 std::string_view to_string(Name name) {
-  constexpr std::string_view kTexts[] = {"score", "b",        "h",         "h_kv", "q",
-                                         "kv",    "seqlen_q", "seqlen_kv", "out",  "column"};
+  constexpr std::string_view kTexts[] = {"score", "b",      "h",        "h_kv",
+                                         "q",     "kv",     "seqlen_q", "seqlen_kv",
+                                         "out",   "column", "element",  "sum_of_squares"};
   return kTexts[static_cast<std::size_t>(name)];
 }
 

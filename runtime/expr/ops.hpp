@@ -64,10 +64,11 @@ auto compare(Op op, Value a, Value b) {
   }
 }
 
-std::string_view to_string(Name name);  // "score", ..., "column"
+std::string_view to_string(Name name);  // "score", ..., "sum_of_squares"
 std::string_view to_string(Type type);  // "bool", "int", "float", "int64"
-inline constexpr Name kNames[] = {Name::score, Name::b,        Name::h,         Name::h_kv, Name::q,
-                                  Name::kv,    Name::seqlen_q, Name::seqlen_kv, Name::out,  Name::column};
+inline constexpr Name kNames[] = {Name::score, Name::b,      Name::h,        Name::h_kv,
+                                  Name::q,     Name::kv,     Name::seqlen_q, Name::seqlen_kv,
+                                  Name::out,   Name::column, Name::element,  Name::sum_of_squares};
 
 /// Whether a declaration may have this name: an identifier that means nothing else; throws if not.
 void check_name(std::string_view name);

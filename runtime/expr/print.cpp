@@ -21,7 +21,7 @@ std::string float_text(float value) {
   return out.find_first_of(".e") == std::string::npos ? out + ".0" : out;
 }
 
-std::string literal_text(const Node& node) {
+std::string source_text(const Node& node) {
   switch (node.type) {
     case Type::boolean:
       return node.boolean ? "true" : "false";
@@ -50,7 +50,7 @@ class Printer {
   void print(const Node& node) {
     switch (node.op) {
       case Op::literal:
-        out_ += literal_text(node);
+        out_ += source_text(node);
         return;
       case Op::name:
         out_ += to_string(node.name);

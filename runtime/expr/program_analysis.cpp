@@ -9,6 +9,7 @@
 #include "expr/far_scores.hpp"
 #include "expr/fold.hpp"
 #include "expr/nodes.hpp"
+#include "expr/row_hooks.hpp"
 
 namespace flashjit::expr {
 namespace {
@@ -17,13 +18,18 @@ Trees folded(const Trees& programs) {
   return {.score = programs.score ? fold(programs.score) : nullptr,
           .mask = programs.mask ? prepared_mask(programs.mask) : nullptr,
           .out_mod = programs.out_mod ? fold(programs.out_mod) : nullptr,
-          .declarations = programs.declarations};
+          .declarations = programs.declarations,
+          .q_mod = programs.q_mod ? fold(programs.q_mod) : nullptr,
+          .k_mod = programs.k_mod ? fold(programs.k_mod) : nullptr};
 }
 
 }  // namespace
 
-Trees trees_of(const ScoreProgram& score, const MaskProgram& mask, const OutProgram& out_mod) {
-  return {score.tree(), mask.tree(), out_mod.tree(), declarations(score, mask, out_mod)};
+Trees trees_of(const ScoreProgram& score, const MaskProgram& mask, const OutProgram& out_mod,
+               const Prologue& prologue) {
+  return {score.tree(),          mask.tree(),
+          out_mod.tree(),        declarations(score, mask, out_mod, prologue),
+          prologue.q_mod.tree(), prologue.k_mod.tree()};
 }
 
 ProgramAnalysis::ProgramAnalysis(const Trees& programs, const EmitOptions& options)
@@ -127,12 +133,14 @@ ProgramFacts ProgramAnalysis::facts() const {
               std::ranges::count(read_grads_, AccumulationPattern::by_difference, &ReadGrad::pattern)),
           .bias_tile_grad = has_bias_tile_grad(),
           .has_out_mod = !is_name(graph_.node(out_), Name::out),
-          .out_mod_grads = static_cast<int>(out_read_grads_.size())};
+          .out_mod_grads = static_cast<int>(out_read_grads_.size()),
+          .row_mod_grads = static_cast<int>(row_read_grads(programs_.q_mod).size() +
+                                            row_read_grads(programs_.k_mod).size())};
 }
 
 ProgramFacts facts_of(const ScoreProgram& score, const MaskProgram& mask, const EmitOptions& options,
-                      const OutProgram& out_mod) {
-  return ProgramAnalysis(trees_of(score, mask, out_mod), options).facts();
+                      const OutProgram& out_mod, const Prologue& prologue) {
+  return ProgramAnalysis(trees_of(score, mask, out_mod, prologue), options).facts();
 }
 
 std::vector<Constant> constants_of(const ProgramFacts& facts) {

@@ -14,8 +14,10 @@ namespace flashjit::expr {
 struct Trees {
   NodePtr score = {}, mask = {}, out_mod = {};
   std::vector<Declaration> declarations = {};  ///< in the order of Params
+  NodePtr q_mod = {}, k_mod = {};
 };
-Trees trees_of(const ScoreProgram& score, const MaskProgram& mask, const OutProgram& out_mod = {});
+Trees trees_of(const ScoreProgram& score, const MaskProgram& mask, const OutProgram& out_mod = {},
+               const Prologue& prologue = {});
 
 /// To which elements a head's pairs add: see templates/common/capture_grads.cuh.
 enum class AccumulationPattern { any, by_difference, own };

@@ -22,6 +22,8 @@ void check(const Captured& captured, const expr::Declaration& declared) {
            captured.values.size(), elements);
 }
 
+}  // namespace
+
 std::vector<expr::Bound> bound(const std::vector<Captured>& captures) {
   std::vector<expr::Bound> bound;
   for (const Captured& captured : captures)
@@ -29,7 +31,7 @@ std::vector<expr::Bound> bound(const std::vector<Captured>& captures) {
   return bound;
 }
 
-expr::Point as_program_sees(const Point& point, double s, std::int64_t column = 0, double out = 0) {
+expr::Point as_program_sees(const Point& point, double s, std::int64_t column, double out) {
   const auto number = [](std::int64_t value) { return static_cast<std::int32_t>(value); };
   return {.b = number(point.b),
           .h = number(point.h),
@@ -43,8 +45,6 @@ expr::Point as_program_sees(const Point& point, double s, std::int64_t column = 
           .out = out};
 }
 
-}  // namespace
-
 Programs::Programs(const AttentionSpec& spec, const std::vector<Captured>& captures)
     : captures_(captures),
       wants_grad_(captures.size()),
@@ -52,7 +52,7 @@ Programs::Programs(const AttentionSpec& spec, const std::vector<Captured>& captu
       score_(bound(captures), expr::Floats::exact),
       out_(bound(captures), expr::Floats::exact) {
   const std::vector<expr::Declaration> declared =
-      expr::declarations(spec.score, spec.mask, spec.epilogue.out_mod);
+      expr::declarations(spec.score, spec.mask, spec.epilogue.out_mod, spec.prologue);
   for (const expr::Declaration& d : declared) {
     const auto found = std::ranges::find(captures, d.name, &Captured::name);
     if (found == captures.end()) refuse("no value is given for '{}'", expr::to_string(d));

@@ -28,6 +28,10 @@ struct Point {
 /// One gradient for each capture, contiguous; empty where none is wanted.
 using CaptureGrads = std::vector<std::vector<double>>;
 
+/// Captures and a pair as expressions take them.
+std::vector<expr::Bound> bound(const std::vector<Captured>& captures);
+expr::Point as_program_sees(const Point& point, double s, std::int64_t column = 0, double out = 0);
+
 class Programs {
  public:
   /// `captures` must outlive this. Throws Error(invalid_argument) when a program is not sound, a declared

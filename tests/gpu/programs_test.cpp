@@ -363,7 +363,7 @@ std::vector<AttentionCase> position_value_cases() {
                           tensor("w", {90}, ElementType::bf16, wave)};
   };
   const auto fp32 = ElementType::fp32, bf16 = ElementType::bf16;
-  // Of queries alone; behind the last of them no 0 may be read.
+  // A tensor of queries alone; behind the last of them no 0 may be read.
   const Variant divided{
       "divided", "t: fp32 2d; score / t[h, q]", "", [](const AttentionShape& s) {
         return test::Captures{tensor("t", {s.heads_q, s.seqlen_q}, ElementType::fp32,

@@ -21,7 +21,7 @@ std::vector<Given> without_grads(std::vector<Given> captures) {
   return captures;
 }
 
-/// Of what the spec's programs declare, in their order.
+/// One capture for each name that the spec's programs declare, in their order.
 std::vector<reference::Captured> captures_of(const AttentionSpec& spec, const std::vector<Given>& given) {
   std::vector<reference::Captured> captures;
   for (const expr::Declaration& declared : expr::declarations(spec.score, spec.mask)) {

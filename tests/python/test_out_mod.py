@@ -4,39 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import flashjit  # noqa: E402
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def exact(q, k, v, is_causal=False):
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
-    if is_causal:
-        rows, columns = scores.shape[-2:]
-        hidden = (
-            torch.ones(rows, columns, dtype=torch.bool, device=q.device).tril(columns - rows).logical_not()
-        )
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return scores.softmax(-1) @ v
-
-
-def tensors(queries=37, keys=61, dtype=torch.float32, dim=32):
-    torch.manual_seed(5)
-    sizes = ((2, 4, queries, dim), (2, 2, keys, dim), (2, 2, keys, dim), (2, 4, queries, dim))
-    return [torch.randn(size, dtype=dtype).to(DEVICE) for size in sizes]
-
-
-def wide(*given):
-    return [x.detach().double().requires_grad_() for x in given]
-
-
-def compare(got, want, inputs, wides, dout, tolerance=2e-4):
-    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
-    got_grads = torch.autograd.grad(got, inputs, dout)
-    want_grads = torch.autograd.grad(want, wides, dout.double())
-    for g, w in zip(got_grads, want_grads):
-        torch.testing.assert_close(g.double(), w, rtol=5 * tolerance, atol=5 * tolerance)
-
+from element_programs import DEVICE, compare, exact, tensors, wide  # noqa: E402
 
 GATES = {  # of [batch, rows, heads, columns] or [batch, rows, heads]: an output gate of a layer
     "elements": (4, lambda o, gate: lambda out, b, h, i, column: out * torch.sigmoid(gate[b, i, h, column])),
@@ -148,6 +116,51 @@ def test_without_a_softmax_and_without_keys():
     attends = (torch.arange(37, device=DEVICE) != 5)[:, None]
     compare(got, (weights * attends) @ wv * 2 + 1, (q, k, v), wides, dout)
     assert (got[:, :, 5] == 1).all()
+
+
+def in_pages(x):
+    return x.unflatten(2, (3, 16)).permute(0, 2, 1, 3, 4).flatten(0, 1).contiguous()
+
+
+LENGTHS = torch.tensor([17, 48], dtype=torch.int32, device=DEVICE)
+OF_PAGES = {
+    "page_table": torch.arange(6, dtype=torch.int32, device=DEVICE).view(2, 3),
+    "kv_lengths": LENGTHS,
+    "causal": True,
+}
+SCALES = {"k_scale": torch.full((2,), 0.5, device=DEVICE), "v_scale": torch.full((2,), 2.0, device=DEVICE)}
+FORMS = {  # K's and V's change, and the other arguments
+    "slots": (None, {"cache": True, "kv_lengths": LENGTHS, "causal": True}),
+    "pages": (in_pages, OF_PAGES),
+    "pages of 8 bits": (lambda x: in_pages(x).to(torch.float8_e4m3fn), {**OF_PAGES, **SCALES}),
+    "8 bits": (lambda x: x.to(torch.float8_e4m3fn), SCALES),
+    "lengths": (None, {"kv_lengths": LENGTHS}),
+    "a window and a softcap": (None, {"window": (7, 0), "softcap": 5.0}),
+    "sinks": (None, {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE)}),
+    "skip-softmax": (None, {"skip_softmax_threshold": 1e-3}),
+    "deterministic": (None, {"deterministic": True}),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_gate_changes_what_the_call_without_it_gives(rows, form):
+    """Whose O is float32: the program sees it before it is rounded."""
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    q, k, v, _ = tensors(rows, 48, dtype=dtype)
+    change, more = FORMS[form]
+    k, v = (x if change is None else change(x) for x in (k, v))
+    gate = torch.randn(2, rows, 4, 32, device=DEVICE)
+    gated = lambda out, b, h, i, column: out * torch.sigmoid(gate[b, i, h, column]) + b
+    with torch.no_grad():
+        plain = flashjit.attention(q, k, v, out_dtype=torch.float32, **more)
+        want = plain * torch.sigmoid(gate.transpose(1, 2))
+        want[1] += 1
+        got = flashjit.attention(q, k, v, out_mod=gated, out_dtype=torch.float32, **more)
+        tolerance = 1e-5 if DEVICE == "cpu" else 1e-2
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+        rounded = flashjit.attention(q, k, v, out_mod=gated, **more)
+        torch.testing.assert_close(rounded, got.to(dtype), rtol=1e-2, atol=1e-2)
 
 
 def test_compiled_with_gradients():

@@ -179,9 +179,11 @@ TEST(ExprText, SyntaxErrorsSayWhatIsExpected) {
 }
 
 TEST(ExprText, NamesAreChecked) {
-  expect_refused("scores * 2", {"unknown name 'scores'",
-                                "score, b, h, h_kv, q, kv, seqlen_q, seqlen_kv, out, column", "\n"});
-  expect_refused("n: int; n + m", {"unknown name 'm'", "column, n"});
+  expect_refused(
+      "scores * 2",
+      {"unknown name 'scores'",
+       "score, b, h, h_kv, q, kv, seqlen_q, seqlen_kv, out, column, element, sum_of_squares", "\n"});
+  expect_refused("n: int; n + m", {"unknown name 'm'", "sum_of_squares, n"});
   expect_refused("exp3(score)", {"unknown function 'exp3'", "exp2"});
   expect_refused("q: int; q", {"declares 'q', which means something already"});
   expect_refused("tanh: int; tanh", {"declares 'tanh'"});

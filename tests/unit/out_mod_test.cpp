@@ -13,18 +13,18 @@
 #include "plan/plan.hpp"
 #include "reference/reference.hpp"
 #include "tests/support/expectations.hpp"
+#include "tests/support/program_problem.hpp"
 #include "tests/support/refused_call.hpp"
 
 namespace flashjit {
 namespace {
 
+using test::refused_spec;
+class OutMod : public test::ProgramProblem {};
+
 const std::string kGate = "out_mod{gate: bf16 4d; out * sigmoid(gate[b, q, h, column])}";
 
-std::string refused_spec(const std::string& text) {
-  return test::refusal_of([&] { parse_spec(text).validate(); });
-}
-
-TEST(OutMod, IsAFieldOfTheText) {
+TEST_F(OutMod, IsAFieldOfTheText) {
   const KernelSpec spec = parse_spec("fwd:bf16:d64:" + kGate + ":causal:sinks");
   EXPECT_EQ(to_string(spec), "fwd:bf16:d64:causal:" + kGate + ":sinks");
   EXPECT_EQ(parse_spec(to_string(spec)), spec.normalized());
@@ -39,7 +39,7 @@ TEST(OutMod, IsAFieldOfTheText) {
             "fwd:bf16:d64:score{n: float; score * n}:out_mod{n: float; out / n}");
 }
 
-TEST(OutMod, RefusesWhatItCannotRead) {
+TEST_F(OutMod, RefusesWhatItCannotRead) {
   expect_in("an out_mod program reads score;", refused_spec("bf16:d64:out_mod{score * out}"));
   expect_in("an out_mod program reads kv;", refused_spec("bf16:d64:out_mod{x: fp32 1d; out * x[kv]}"));
   expect_in("an out_mod program is float, not bool", refused_spec("bf16:d64:out_mod{out > 0.0}"));
@@ -51,7 +51,7 @@ TEST(OutMod, RefusesWhatItCannotRead) {
             refused_spec("bf16:d64:score{w: fp32 1d grad; score * w[h]}:out_mod{w: fp32 1d; out * w[h]}"));
 }
 
-TEST(OutMod, RefusesWhatChangesOLater) {
+TEST_F(OutMod, RefusesWhatChangesOLater) {
   const std::string spec = "bf16:d64:" + kGate;
   EXPECT_EQ(refused_spec(spec + ":causal:kvlen:map64x64:dropout:sinks:row_max:fp32_out"), "accepted");
   EXPECT_EQ(refused_spec(spec + ":varlen:pages16:kve4m3"), "accepted");
@@ -65,7 +65,7 @@ plan::ExecutionPlan planned(const std::string& text, const AttentionShape& shape
   return plan::make_plan(parse_spec(text), shape, DeviceInfo::parse(arch), {});
 }
 
-TEST(OutMod, IsPlannedForFamiliesWithAnEpilogueForIt) {
+TEST_F(OutMod, IsPlannedForFamiliesWithAnEpilogueForIt) {
   const AttentionShape shape{2, 8, 2, 512, 4096};
   EXPECT_EQ(planned("fwd:bf16:d64:" + kGate, shape, "sm_90a").config.family, Family::sm90);
   EXPECT_EQ(planned("fwd:bf16:d64:" + kGate + ":cache", shape, "sm_90a").config.family, Family::sm80);
@@ -78,7 +78,7 @@ TEST(OutMod, IsPlannedForFamiliesWithAnEpilogueForIt) {
   EXPECT_FALSE(planned("fwd:bf16:d64:" + kGate, {1, 8, 1, 1, 1000}, "sm_80").fold_gqa);
 }
 
-TEST(OutMod, GivesItsGradientToTheBackwardPassOfEachFamily) {
+TEST_F(OutMod, GivesItsGradientToTheBackwardPassOfEachFamily) {
   const AttentionShape shape{2, 8, 2, 500, 600};
   for (const auto& [arch, family] : {std::pair{"sm_90a", Family::sm90}, {"sm_80", Family::sm80}}) {
     const plan::ExecutionPlan plan = planned("bwd:bf16:d64:" + kGate + ":causal", shape, arch);
@@ -100,23 +100,7 @@ TEST(OutMod, GivesItsGradientToTheBackwardPassOfEachFamily) {
 
 // --- The reference ----------------------------------------------------------------------------------------
 
-constexpr std::int64_t kQueries = 5, kKeys = 7, kDim = 8, kHeads = 2;
-
-std::vector<double> filled(std::int64_t count, double step) {
-  std::vector<double> values;
-  for (std::int64_t i = 0; i < count; ++i) values.push_back(std::sin(step * static_cast<double>(i + 1)));
-  return values;
-}
-
-reference::Problem problem_of(const std::string& options) {
-  reference::Problem problem{.spec = parse_spec("fp32:d8:" + options),
-                             .shape = {1, kHeads, 1, kQueries, kKeys}};
-  problem.q = filled(kHeads * kQueries * kDim, 0.7), problem.k = filled(kKeys * kDim, 1.3);
-  problem.v = filled(kKeys * kDim, 2.1), problem.dout = filled(kHeads * kQueries * kDim, 0.4);
-  return problem;
-}
-
-TEST(OutMod, ReferenceFollowsTheFormula) {
+TEST_F(OutMod, ReferenceFollowsTheFormula) {
   reference::Problem problem =
       problem_of("causal:out_mod{gate: fp32 3d; out * gate[h, q, column] + to_float(column)}");
   problem.captures = {{"gate", {kHeads, kQueries, kDim}, filled(kHeads * kQueries * kDim, 0.9)}};
@@ -135,43 +119,26 @@ TEST(OutMod, ReferenceFollowsTheFormula) {
   EXPECT_LE(reference::max_abs_error(backward.dv, expected.dv), 1e-12);
 }
 
-double loss_of(const reference::Problem& problem) {
-  const std::vector<double> out = reference::forward(problem).out;
-  double loss = 0;
-  for (std::size_t i = 0; i < out.size(); ++i) loss += out[i] * problem.dout[i];
-  return loss;
-}
-
 /// A tensor that the score and O's program both read has the sum of both gradients.
-TEST(OutMod, GradientsAreThoseOfFiniteDifferences) {
+TEST_F(OutMod, GradientsAreThoseOfFiniteDifferences) {
   reference::Problem problem = problem_of(
       "score{w: fp32 1d grad; score * w[h]}:out_mod{w: fp32 1d grad; x: fp32 2d grad; "
       "tanh(out * w[h]) * x[q, column] + exp(x[q, 0])}");
   problem.captures = {{"w", {kHeads}, {0.8, 1.3}}, {"x", {kQueries, kDim}, filled(kQueries * kDim, 0.3)}};
   const reference::Backward backward = reference::backward(problem);
-  const auto expect_slope = [&](double& value, double gradient, const char* name) {
-    constexpr double kStep = 1e-5;
-    const double at = value;
-    value = at + kStep;
-    const double above = loss_of(problem);
-    value = at - kStep;
-    const double below = loss_of(problem);
-    value = at;
-    EXPECT_NEAR(gradient, (above - below) / (2 * kStep), 1e-8) << name;
-  };
   for (const std::size_t i : {0, 11, 55}) {
-    expect_slope(problem.q[i], backward.dq[i], "q");
-    expect_slope(problem.k[i], backward.dk[i], "k");
-    expect_slope(problem.v[i], backward.dv[i], "v");
+    expect_slope(problem, problem.q[i], backward.dq[i], "q");
+    expect_slope(problem, problem.k[i], backward.dk[i], "k");
+    expect_slope(problem, problem.v[i], backward.dv[i], "v");
   }
   for (const std::size_t i : {0, 1})
-    expect_slope(problem.captures[0].values[i], backward.captures[0][i], "w");
+    expect_slope(problem, problem.captures[0].values[i], backward.captures[0][i], "w");
   for (const std::size_t i : {0, 8, 21})
-    expect_slope(problem.captures[1].values[i], backward.captures[1][i], "x");
+    expect_slope(problem, problem.captures[1].values[i], backward.captures[1][i], "x");
 }
 
 /// O of a row without keys is 0, of which the program makes what it makes of any 0.
-TEST(OutMod, ARowWithoutKeysIsTheProgramOfZero) {
+TEST_F(OutMod, ARowWithoutKeysIsTheProgramOfZero) {
   const reference::Forward forward = reference::forward(problem_of("mask{q != 2}:out_mod{out + 3.0}"));
   for (std::int64_t c = 0; c < kDim; ++c) EXPECT_EQ(forward.out[2 * kDim + c], 3.0);
 }

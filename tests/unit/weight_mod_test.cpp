@@ -17,11 +17,9 @@
 namespace flashjit {
 namespace {
 
-const std::string kSigmoid = "bf16:d64:score{sigmoid(score - 4.0)}";
+using test::refused_spec;
 
-std::string refused_spec(const std::string& text) {
-  return test::refusal_of([&] { parse_spec(text).validate(); });
-}
+const std::string kSigmoid = "bf16:d64:score{sigmoid(score - 4.0)}";
 
 TEST(WeightMod, IsAnOptionOfTheText) {
   const KernelSpec spec = parse_spec("fwd:" + kSigmoid + ":weight_mod:causal");

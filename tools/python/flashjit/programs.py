@@ -1,12 +1,13 @@
-"""Score and mask programs: text in flashjit's language, or Python functions that are traced into it.
+"""Programs of scores, masks and elements (of O, Q and K): text in flashjit's language, or Python functions traced into it.
 
     def alibi(score, b, h, q_idx, kv_idx):
         return score + slopes[h] * (kv_idx - q_idx)
 
 becomes "c0: fp32 1d; score + (c0[h] * to_float(kv - q))", with the tensor `slopes` as the capture c0. The functions
-have the signatures of PyTorch's FlexAttention: score_mod(score, b, h, q_idx, kv_idx), mask_mod(b, h, q_idx, kv_idx).
-They are called with stand-ins instead of numbers, at each call of attention(), so that what they read may change; what
-flashjit.trace() makes is made once. They mean what PyTorch means, see tools/docs/programs-python.md.
+have the signatures of PyTorch's FlexAttention: score_mod(score, b, h, q_idx, kv_idx), mask_mod(b, h, q_idx, kv_idx); and
+weight_mod(score, b, h, q_idx, kv_idx), out_mod(out, b, h, q_idx, column), q_mod(row, b, h, q_idx, column), k_mod(row, b, h_kv,
+kv_idx, column). They are called with stand-ins instead of numbers, at each call of attention(), so that the values that they
+read may change; flashjit.trace() calls them once. They mean the same as in PyTorch, see tools/docs/programs-python.md.
 
 On stand-ins work +, -, *, /, //, %, **, comparisons, &, |, ^, ~, <<, >>, abs, captured tensors indexed by them (negative
 indices count from the end, [:] and ... leave dimensions whole; a captured row has sum(), any() and all()), sizes of captured tensors,
@@ -27,6 +28,7 @@ from ._checks import check_mapping, python_number
 from ._compiling import without_side_effects
 from ._torch_names import FUNCTIONS
 from ._tracing import (
+    ELEMENT_MODS,
     MAX_SCALARS,
     MAX_TENSORS,
     SIGNATURES,
@@ -46,14 +48,16 @@ if __doc__:  # python -OO has none
     _usable = {name for name, function in FUNCTIONS.items() if function.__name__ != "refused"} - _of_operators
     __doc__ = __doc__.replace("{functions}", "\n    ".join(textwrap.wrap(", ".join(sorted(_usable)), 100)))
 
+_NO_MODS = ("",) * len(ELEMENT_MODS)
 NAMED_MASKS = {"causal": "kv <= q + seqlen_kv - seqlen_q", "causal_top_left": "kv <= q"}
 
 
 class Form:
     """What a program computes, without the values of its names.
 
-    score, mask, out_mod: texts without declarations; "" for none. declared: the declarations that the texts brought along,
-    such as "slopes: fp32 1d grad". tensors, scalars: the names that each call gives values for.
+    score, mask, and `mods`, of the elements of O, Q and K (ELEMENT_MODS): texts without declarations; "" for none. declared: the
+    declarations that the texts brought along, such as "slopes: fp32 1d grad". tensors, scalars: the names that each call gives
+    values for.
     """
 
     def __init__(
@@ -63,22 +67,26 @@ class Form:
         declared: tuple[str, ...] = (),
         tensors: tuple[str, ...] = (),
         scalars: tuple[str, ...] = (),
-        out_mod: str = "",
+        mods: tuple[str, ...] = _NO_MODS,
     ) -> None:
-        self.score, self.mask, self.declared, self.tensors, self.scalars, self.out_mod = (
+        self.score, self.mask, self.declared, self.tensors, self.scalars, self.mods = (
             score,
             mask,
             declared,
             tensors,
             scalars,
-            out_mod,
+            mods,
         )
         self.known = frozenset(map(declared_name, declared))
-        self.in_score, self.in_mask, self.in_out = map(identifiers, (score, mask, out_mod))
+        self.in_score, self.in_mask, *self.in_mods = map(identifiers, (score, mask, *mods))
+
+    def has_gradient(self, name: str) -> bool:
+        """Whether a program with gradients reads this name."""
+        return any([name in used for used in (self.in_score, *self.in_mods)])
 
     def declarations(self, kinds: tuple[tuple[str, int, bool], ...], is_float: tuple[bool, ...]) -> list[str]:
-        """Of all names. kinds: element type, rank and whether a gradient is wanted, of each tensor. is_float: of each
-        scalar."""
+        """Declarations of all names. kinds: element type, rank and whether a gradient is wanted, for each tensor. is_float: for
+        each scalar."""
         lines = list(self.declared)
         for name, (element, rank, grad) in zip(self.tensors, kinds):
             if name not in self.known:
@@ -105,24 +113,26 @@ class Form:
         elif mask:
             own = [line.removesuffix(" grad") for line in lines if declared_name(line) in self.in_mask]
             result += f":mask{{{'; '.join([*own, mask])}}}"
-        if self.out_mod:
-            own = [line for line in lines if declared_name(line) in self.in_out]
-            result += f":out_mod{{{'; '.join([*own, self.out_mod])}}}"
+        for kind, text, used in zip(ELEMENT_MODS, self.mods, self.in_mods):
+            if text:
+                own = [line for line in lines if declared_name(line) in used]
+                result += f":{kind}{{{'; '.join([*own, text])}}}"
         return result
 
 
 class Program:
-    """A form and the values of its names: what score_mod, mask_mod and out_mod of flashjit.attention() may be.
+    """A form and the values of its names, as flashjit.trace() returns it, for score_mod, mask_mod, out_mod, q_mod or k_mod of
+    flashjit.attention().
 
-    tensors: captured tensors, as form.tensors names them. scalars: numbers, or 0-d tensors on the CPU whose value is
-    read at every call, as form.scalars names them.
+    tensors: captured tensors, in the order of form.tensors. scalars: numbers, or 0-d tensors on the CPU whose value is
+    read at every call, in the order of form.scalars.
     """
 
     def __init__(self, form: Form, tensors: tuple[Any, ...] = (), scalars: tuple[Any, ...] = ()) -> None:
         self.form, self.tensors, self.scalars = form, tensors, scalars
 
     def __repr__(self) -> str:
-        texts = {"score": self.form.score, "mask": self.form.mask, "out_mod": self.form.out_mod}
+        texts = {"score": self.form.score, "mask": self.form.mask, **dict(zip(ELEMENT_MODS, self.form.mods))}
         parts = [f"{name}: {text}" for name, text in texts.items() if text]
         return f"<flashjit.Program {'; '.join(parts) or 'that changes nothing'}>"
 
@@ -134,7 +144,8 @@ class Program:
 
 _TRACED_NAME = re.compile(r"[cs]\d+(_size\d+)?")
 _QUOTED_PROGRAM = re.compile(
-    r"the spec '.*' has a wrong field '(score|mask|out_mod)\{.*': (?=an? (out_mod )?program )", re.DOTALL
+    r"the spec '.*' has a wrong field '(score|mask|out_mod|q_mod|k_mod)\{.*': (?=an? ([a-z_ ]+_mod )?program )",
+    re.DOTALL,
 )
 
 
@@ -176,8 +187,8 @@ def declared_name(declaration: str) -> str:
 
 # Words that programs have besides the names that they declare.
 WORDS = frozenset(
-    """score b h h_kv q kv seqlen_q seqlen_kv out column true false causal causal_top_left size select min max abs floor
-    trunc round exp exp2 expm1 log log2 log1p pow sqrt rsqrt tanh sigmoid erf sin cos to_float to_int to_bool to_int64 low_word
+    """score b h h_kv q kv seqlen_q seqlen_kv out column element sum_of_squares element_at true false causal causal_top_left
+    size select min max abs floor trunc round exp exp2 expm1 log log2 log1p pow sqrt rsqrt tanh sigmoid erf sin cos to_float to_int to_bool to_int64 low_word
     high_word""".split()
 )
 
@@ -189,15 +200,20 @@ def trace(
     mask_mod: Any = None,
     captures: Mapping[str, Any] | None = None,
     out_mod: Any = None,
+    q_mod: Any = None,
+    k_mod: Any = None,
 ) -> Program:
     """Makes a program once, for many calls: `flashjit.attention(q, k, v, score_mod=program)` then traces nothing.
 
-    score_mod, mask_mod, out_mod: functions or texts, as attention() has them. captures: the values of the names in texts.
-    A condition that gives -inf at the outside of a score_mod, torch.where(condition, x, -inf), becomes a mask, whose
-    empty tiles are skipped.
+    score_mod, mask_mod, out_mod, q_mod, k_mod: functions or texts, as in attention(). The program holds all of them: give it as any
+    one of these arguments. captures: the values of the names in texts.
+    A score_mod of the form torch.where(condition, x, -inf) becomes a score and a mask, whose empty tiles are skipped.
+
+    Raises flashjit.WrongType for a function that cannot be traced, flashjit.InvalidArgument for wrong captures. attention() checks
+    texts.
     """
     with _tracing:
-        return _program(score_mod, mask_mod, captures, out_mod, _known_form)
+        return _program(score_mod, mask_mod, captures, (out_mod, q_mod, k_mod), _known_form)
 
 
 _of_texts: dict[Any, Form] = {}
@@ -222,21 +238,21 @@ def trace_unlocked(
     score_mod: Any = None,
     mask_mod: Any = None,
     captures: Mapping[str, Any] | None = None,
-    out_mod: Any = None,
+    mods: tuple[Any, ...] = (None, None, None),
 ) -> Program:
     """trace() as torch.compile can follow it."""
-    return without_side_effects(_program, score_mod, mask_mod, captures, out_mod, _form_of)
+    return without_side_effects(_program, score_mod, mask_mod, captures, mods, _form_of)
 
 
 def _program(
     score_mod: Any,
     mask_mod: Any,
     captures: Mapping[str, Any] | None,
-    out_mod: Any,
+    mods: tuple[Any, ...],
     form_of: Any,
     tracer: Tracer | None = None,
 ) -> Program:
-    for what, given in (("score_mod", score_mod), ("mask_mod", mask_mod), ("out_mod", out_mod)):
+    for what, given in (("score_mod", score_mod), ("mask_mod", mask_mod), *zip(ELEMENT_MODS, mods)):
         if isinstance(given, Program) or not (given is None or isinstance(given, str) or callable(given)):
             raise WrongType(
                 f"{what} is a {type(given).__name__}: give a function {SIGNATURES[what]} or text."
@@ -248,19 +264,21 @@ def _program(
     }
     score, own_score = _text_of(score_mod)
     mask, own_mask = _text_of(mask_mod)
-    out, own_out = _text_of(out_mod)
-    declared = tuple(dict.fromkeys(own_score + own_mask + own_out))
+    texts = [_text_of(mod) for mod in mods]
+    of_mods = [text for text, _ in texts]
+    declared = tuple(dict.fromkeys([*own_score, *own_mask, *[line for _, own in texts for line in own]]))
     tracer = tracer or Tracer({**values, **dict.fromkeys(map(declared_name, declared))})
     conditions: list[str] = []
     if callable(score_mod):
         score, conditions = tracer.score(score_mod)
     if callable(mask_mod):
         mask = tracer.mask(mask_mod)
-    if callable(out_mod):
-        out = tracer.out(out_mod)
+    for place, (kind, mod) in enumerate(zip(ELEMENT_MODS, mods)):
+        if callable(mod):
+            of_mods[place] = tracer.out(mod) if kind == "out_mod" else tracer.row(mod, kind)
     if conditions:
         mask = " && ".join(conditions + ([f"({_spelled_out(mask)})"] if mask else []))
-    (score, mask, out), sizes = tracer.with_sizes_as_scalars(score, mask, out)
+    (score, mask, *of_mods), sizes = tracer.with_sizes_as_scalars(score, mask, *of_mods)
     scalars = {
         **{name: value for name, value in values.items() if is_scalar(value)},
         **tracer.scalars,
@@ -270,7 +288,7 @@ def _program(
     scalars = dict(
         sorted(scalars.items(), key=lambda item: not is_tensor(item[1]))
     )  # tensors first, as operators do
-    form = form_of(score, mask, declared, tuple(tensors), tuple(scalars), tuple(values), out)
+    form = form_of(score, mask, declared, tuple(tensors), tuple(scalars), tuple(values), tuple(of_mods))
     return Program(
         form, tuple([tensors[name] for name in form.tensors]), tuple([scalars[name] for name in form.scalars])
     )
@@ -283,10 +301,10 @@ def _form_of(
     tensors: tuple[str, ...],
     scalars: tuple[str, ...],
     given: tuple[str, ...],
-    out_mod: str = "",
+    mods: tuple[str, ...] = _NO_MODS,
 ) -> Form:
     """given: the names of captures, which texts must use; what a function reads without using it is left out."""
-    used = identifiers(score) | identifiers(mask) | identifiers(out_mod)
+    used = frozenset().union(*[identifiers(text) for text in (score, mask, *mods)])
     for name in given:
         if name not in used:
             unknown = sorted(used - WORDS - {*tensors, *scalars})
@@ -309,7 +327,7 @@ def _form_of(
         declared,
         tuple([name for name in tensors if name in used]),
         tuple([name for name in scalars if name in used]),
-        out_mod,
+        mods,
     )
     for what, names, most in (("tensors", form.tensors, MAX_TENSORS), ("scalars", form.scalars, MAX_SCALARS)):
         if len(names) > most:
@@ -352,36 +370,55 @@ _traced: dict[Any, tuple[Form, tuple[int, ...], tuple[int, ...]]] = {}
 
 
 def program_of(
-    score_mod: Any, mask_mod: Any, captures: Mapping[str, Any] | None, out_mod: Any = None
+    score_mod: Any,
+    mask_mod: Any,
+    captures: Mapping[str, Any] | None,
+    mods: tuple[Any, ...] = (None, None, None),
 ) -> Program:
-    """The program of attention()'s arguments. Functions are called anew each time, but for those of which all that they read
-    can be compared: numbers and captured tensors that they index."""
-    given = [mod for mod in (score_mod, mask_mod, out_mod) if mod is not None]
+    """The program of attention()'s arguments. Functions are called anew each time, unless all that they read can be compared with
+    the last time: numbers, and captured tensors that they index."""
+    given = [mod for mod in (score_mod, mask_mod, *mods) if mod is not None]
     if any(isinstance(mod, Program) for mod in given):
         if captures or any(mod is not given[0] for mod in given):
             raise InvalidArgument(
                 "a program from flashjit.trace() comes with other programs or captures: trace all of "
-                "them together, flashjit.trace(score_mod, mask_mod, captures, out_mod)."
+                "them together, flashjit.trace(score_mod, mask_mod, captures, out_mod, q_mod, k_mod)."
             )
         return given[0]
     if not given and not captures:
         return EMPTY
     watch = Watch()
-    if captures or not (watch.see(score_mod) and watch.see(mask_mod) and watch.see(out_mod)):
-        return trace(score_mod, mask_mod, captures, out_mod)
-    key = tuple(watch.key)
-    found = _traced.get(key)
-    if found is not None:
-        form, tensors, scalars = found
-        return Program(
-            form, tuple([watch.tensors[i] for i in tensors]), tuple([watch.tensors[i] for i in scalars])
-        )
+    if captures or not all([watch.see(mod) for mod in (score_mod, mask_mod, *mods)]):
+        return trace(score_mod, mask_mod, captures, *mods)
+    program = _found(watch)
+    if program is not None:
+        return program
     with _tracing:
         tracer = Tracer({})
-        program = _program(score_mod, mask_mod, None, out_mod, _known_form, tracer)
+        program = _program(score_mod, mask_mod, None, mods, _known_form, tracer)
     places = [[watch.place_of(value) for value in values] for values in (program.tensors, program.scalars)]
     if not tracer.looked and None not in places[0] + places[1]:
         if len(_traced) >= _MOST_FORMS:
             _traced.clear()
-        _traced[key] = (program.form, tuple(places[0]), tuple(places[1]))  # type: ignore[arg-type]
+        _traced[tuple(watch.key)] = (program.form, tuple(places[0]), tuple(places[1]))  # type: ignore[arg-type]
     return program
+
+
+def _found(watch: Watch) -> Program | None:
+    """The program of functions that were traced before, with the values that they read now."""
+    found = _traced.get(tuple(watch.key))
+    if found is None:
+        return None
+    form, tensors, scalars = found
+    return Program(
+        form, tuple([watch.tensors[i] for i in tensors]), tuple([watch.tensors[i] for i in scalars])
+    )
+
+
+def known_program(score_mod: Any, mask_mod: Any, mods: tuple[Any, ...]) -> Program | None:
+    """program_of() without captures, where that traces nothing; None where it would, or would refuse."""
+    given = [mod for mod in (score_mod, mask_mod, *mods) if mod is not None]
+    if isinstance(given[0], Program):
+        return given[0] if len(given) == 1 else None
+    watch = Watch()
+    return _found(watch) if all([watch.see(mod) for mod in (score_mod, mask_mod, *mods)]) else None

@@ -29,23 +29,23 @@ struct SharedSequence {
   std::int64_t rows = 0;  ///< of each rank's shard; even with zigzag
   SharingScheme scheme = SharingScheme::ring;
   ShardLayout layout = ShardLayout::zigzag;
-  /// With `causal`: how many keys a query sees, of which the last is at its own position; 0: all.
+  /// With `causal`: how many keys a query sees, the last at its own position; 0: all.
   std::int64_t window = 0;
   /// Where packed documents begin in the whole sequence, and where the last one ends: masks count in each.
   /// Each part of one in a chunk is a call, and the batch is 1. Empty: there are none.
   std::vector<std::int64_t> documents = {};
   int reserved_sms = 0;  ///< left to transfers of a ring while these are under way, see ForwardArgs
   /// Two levels, with ring and all_gather: the ncclComm_t of ranks that share heads, as in ulysses, such as
-  /// those of one host. Together they have the shard of one rank of the other communicator, of as many times
+  /// ranks of one host. Together they have the shard of one rank of the other communicator, of as many times
   /// the rows; each has consecutive rows of it, in the order of their ranks. Null: one level.
   void* heads_communicator = nullptr;
 };
 
-/// Of this rank: q, out [b, hq, rows, ...], k, v [b, hkv, rows, ...], contiguous, 16-byte aligned, and LSE
+/// This rank's q, out [b, hq, rows, ...], k, v [b, hkv, rows, ...], contiguous, 16-byte aligned, and LSE
 /// [chunks, b, hq, rows / chunks] with one chunk, or with zigzag two; with documents [hq, rows] of each part
-/// of one in a chunk, one after the other. Where ranks share heads it is that of this rank's heads, of all
-/// rows that the ranks have, with ulysses in one chunk. Captures and sinks are those of the whole problem,
-/// the same on all ranks. With spec.dropout the mask is that of the whole sequence, and with documents (b, q,
+/// of one in a chunk, one after the other. Where ranks share heads, LSE is of this rank's heads and of all
+/// rows that the ranks have, with ulysses in one chunk. Captures and sinks are the whole problem's, and
+/// the same on all ranks. With spec.dropout the mask is the whole sequence's, and with documents (b, q,
 /// kv) are a document's number and places in it: all ranks give the same dropout_p, seed and offset.
 struct SharedForwardArgs {
   const void *q = nullptr, *k = nullptr, *v = nullptr;

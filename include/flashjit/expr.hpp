@@ -23,9 +23,23 @@ namespace flashjit::expr {
 /// is fp32.
 enum class Type : std::uint8_t { boolean, integer, real, int64 };
 
-/// Names of a program. Score and mask programs have all but the last two; a program of O has `out`, an
-/// element of O, and `column`, its column, in place of score and kv.
-enum class Name : std::uint8_t { score, b, h, h_kv, q, kv, seqlen_q, seqlen_kv, out, column };
+/// Names of a program. Score and mask programs have the first eight. A program of O has `out`, an element of
+/// O, and `column`, its column, in place of score and kv; one of Q's or K's rows `element`, the row's
+/// `sum_of_squares` and `column`.
+enum class Name : std::uint8_t {
+  score,
+  b,
+  h,
+  h_kv,
+  q,
+  kv,
+  seqlen_q,
+  seqlen_kv,
+  out,
+  column,
+  element,
+  sum_of_squares
+};
 
 enum class Op : std::uint8_t {
   literal,
@@ -80,7 +94,8 @@ enum class Op : std::uint8_t {
   to_bool,   // of int or float
   to_int64,  // of all others
   low_word,
-  high_word  // int: 32 bits of an int64
+  high_word,  // int: 32 bits of an int64
+  element_at  // float: the row's element in a column, an int
 };
 
 /// A scalar or a captured tensor declared by a program and bound by name at the call.
@@ -88,7 +103,7 @@ struct Declaration {
   std::string name;
   ElementType type = ElementType::fp32;  ///< of a scalar: int32 or fp32
   int rank = 0;                          ///< 0: a scalar
-  bool wants_grad = false;               ///< tensors of floats, read by a score program or one of O
+  bool wants_grad = false;               ///< tensors of floats; not of mask programs
 
   bool is_scalar() const { return rank == 0; }
   bool operator==(const Declaration&) const = default;
@@ -143,7 +158,8 @@ struct FLASHJIT_API NameConstant {
   operator Expr() const;
 };
 inline constexpr NameConstant score{Name::score}, b{Name::b}, h{Name::h}, h_kv{Name::h_kv}, q{Name::q},
-    kv{Name::kv}, seqlen_q{Name::seqlen_q}, seqlen_kv{Name::seqlen_kv}, out{Name::out}, column{Name::column};
+    kv{Name::kv}, seqlen_q{Name::seqlen_q}, seqlen_kv{Name::seqlen_kv}, out{Name::out}, column{Name::column},
+    element{Name::element}, sum_of_squares{Name::sum_of_squares};
 
 /// A captured tensor of 1 to 6 dimensions: slopes[h], bias(b, h, q, kv). An index out of range is clamped
 /// into the tensor; RuntimeOptions::check_indices reports it. Integer types read as int, int64 as int64,
@@ -220,6 +236,8 @@ FLASHJIT_API Expr to_bool(const Expr& a);
 FLASHJIT_API Expr to_int64(const Expr& a);
 FLASHJIT_API Expr low_word(const Expr& a);
 FLASHJIT_API Expr high_word(const Expr& a);
+/// An element of the row that a program of Q or K changes; a column out of range is clamped into the row.
+FLASHJIT_API Expr element_at(const Expr& column);
 
 /// Parses a program. Throws Error(invalid_argument) with the text, a caret and what was expected.
 FLASHJIT_API Expr parse(std::string_view text);

@@ -75,7 +75,7 @@ typedef struct flashjit_forward_args {
   int32_t zero_unused_rows;
   flashjit_page_table page_table; /**< with "pages", and where slots of "cache" are not in order */
   float* row_max; /**< with "row_max" in the spec, like lse: the largest score that a query attends to */
-  flashjit_scales k_scale, v_scale;     /**< with "kv<type>" in the spec; read only */
+  flashjit_scales k_scale, v_scale;     /**< where flashjit_kv_row() tells has_scale; read only */
   flashjit_scales q_scale;              /**< with "q_codes", too */
   flashjit_indices indices;             /**< with "indices" in the spec */
   flashjit_dropout_place dropout_place; /**< with "dropout_place" in the spec */
@@ -91,6 +91,12 @@ typedef struct flashjit_forward_args {
   /** With a KV format whose scales are in a tensor of their own, as flashjit_kv_block_scales() tells: read
    * only, [as k, as k, rows or groups of keys, columns] of the scales' type, with strides in these. */
   flashjit_tensor k_block_scale, v_block_scale;
+  /** With "skip_softmax" in the spec: on the host, from 0, which skips nothing, to 1. Keys of a KV tile are
+   * left out of O and LSE where exp(largest score in the tile - maximum so far) is below it for each of the
+   * rows that a kernel computes together: see ForwardArgs of flashjit/runtime.hpp. */
+  const float* skip_softmax_threshold;
+  /** [2] on the device, ADDED to: tiles visited, and how many of these were skipped; null: not wanted. */
+  int64_t* skip_softmax_counts;
 } flashjit_forward_args;
 
 /** O and its tangent, the derivative of O along the tangents of what it depends on: see JvpArgs of
@@ -105,14 +111,15 @@ typedef struct flashjit_jvp_args {
 } flashjit_jvp_args;
 
 /** Members of flashjit_forward_args mean the same here; gradients have the sizes of their tensors. With
- * "dropout", seed and offset are those of the forward pass. */
+ * "dropout", seed and offset are the forward pass's. */
 typedef struct flashjit_backward_args {
   size_t struct_size;
   flashjit_tensor q, k, v, out; /**< read only; out and lse are the forward pass's, with "out_mod{...}"
-                                   out_before_mod in place of out */
+                                   out_before_mod in place of out; with "fp32_out" out is fp32, and
+                                   gradients of rows with one strong key are as accurate as fp32 makes them */
   const float* lse;             /**< [batch, heads_q, seqlen_q] */
   int64_t lse_stride[3];        /**< of lse and dlse */
-  flashjit_tensor dout;         /**< read only */
+  flashjit_tensor dout;         /**< read only; of Q's type */
   flashjit_tensor dq, dk, dv;   /**< of their tensor's type, or fp32 with "fp32_grads"; memory of their own */
   const float* softmax_scale;
   const int32_t* kv_lengths;
@@ -136,6 +143,22 @@ typedef struct flashjit_backward_args {
   int32_t reserved_sms;
 } flashjit_backward_args;
 
+/** Tangents of the gradients, the derivative of the backward pass along tangents of what it reads: see
+ * BackwardJvpArgs of flashjit/runtime.hpp. */
+typedef struct flashjit_backward_jvp_args {
+  size_t struct_size;
+  /** The backward pass's, with a workspace for FLASHJIT_BACKWARD_JVP. dq, dk, dv, dsinks and the captures'
+   * `grad` get tangents of these gradients; out and lists are not read. */
+  const flashjit_backward_args* backward;
+  flashjit_tensor q_tangent, k_tangent, v_tangent, dout_tangent; /**< like q, k, v, dout, read only; zero:
+                                                                    there is none */
+  const float* dlse_tangent;                                     /**< like dlse; null: zero */
+  const float* sinks_tangent; /**< [heads_q] on the device, with "sinks" in the spec; null: zero */
+  /** One for each of the captures, on the host, to fp32 on the device, contiguous, where the program declares
+   * "grad". */
+  const float* const* capture_tangents;
+} flashjit_backward_jvp_args;
+
 /** Rotary position embedding: see RopeView of flashjit/runtime.hpp. Zero: nothing is rotated. */
 typedef struct flashjit_rope {
   const void *cos, *sin;      /**< on the device, [table_rows, dims / 2]; null: by theta */
@@ -157,7 +180,7 @@ typedef struct flashjit_norm {
   float eps;                  /**< added to the mean of squares; 0: 1e-6 */
 } flashjit_norm;
 
-/** New rows of K and V, which are rotated and stored into a cache, and those of Q, which are rotated. New row
+/** New rows of K (rotated) and V to store into a cache, and new rows of Q to rotate. New row
  * i of the n of sequence b is key kv_lengths[b] - n + i: kv_lengths counts the new rows already. Sizes: k
  * [batch, heads_kv, n, dim], v likewise, q and q_out [batch, heads_q, n, dim], the caches as k and v of
  * flashjit_forward_args. With "varlen" in the spec the rows of batch_size sequences are packed, and sequence
@@ -175,7 +198,7 @@ typedef struct flashjit_append_args {
   const int32_t* cu_seqlens_q;      /**< [batch_size + 1] on the device, with "varlen" in the spec */
   int64_t batch_size;               /**< sequences, with "varlen" in the spec */
   int64_t max_seqlen_kv;            /**< the most keys of a sequence; 0: all there is room for */
-  flashjit_scales k_scale, v_scale; /**< with "kv<type>" in the spec: read; with "key_scales", too, written */
+  flashjit_scales k_scale, v_scale; /**< as of flashjit_forward_args; with "key_scales" written */
   /** Where each new row goes, in place of lengths and table: see SlotsView of flashjit/runtime.hpp. */
   const void* slots;
   flashjit_element_type slots_type; /**< FLASHJIT_ELEMENT_INT64 (also by default) or FLASHJIT_ELEMENT_INT32 */
@@ -188,17 +211,17 @@ typedef struct flashjit_merge_args {
   size_t struct_size;
   const flashjit_partial_state* states; /**< state_count of them, on the host: 1 to 8 */
   size_t state_count;
-  flashjit_tensor out; /**< like those of the states; may be one of them, if of its type */
+  flashjit_tensor out; /**< like the states' out; may be one of them, if of its type */
   float* lse;          /**< null: not wanted */
   int64_t lse_stride[3];
   flashjit_element_type states_type, out_type; /**< FLASHJIT_ELEMENT_FP32, or the spec's (also by default) */
 } flashjit_merge_args;
 
-/** A tensor as codes of 8 bits times scales: see QuantizeArgs of flashjit/runtime.hpp. */
+/** A tensor as codes of 2 to 8 bits and scales: see QuantizeArgs of flashjit/runtime.hpp. */
 typedef struct flashjit_quantize_args {
   size_t struct_size;
   flashjit_tensor x;     /**< [batch, heads, rows, dim] of the spec's type, or a pool of pages; read only */
-  flashjit_tensor codes; /**< of x's sizes, of the type of "kv<type>" in the spec */
+  flashjit_tensor codes; /**< x's rows in the spec's format of K: of x's sizes, or bytes */
   flashjit_scales scale; /**< written; its sizes say what shares a scale */
   int32_t hadamard;      /**< not 0: rows are multiplied by blocks of a Hadamard matrix */
   flashjit_rope rope;    /**< before that, rows are rotated by their positions */
@@ -212,7 +235,7 @@ typedef struct flashjit_list_args {
   size_t memory_bytes; /**< at least flashjit_list_bytes() */
   const int32_t* kv_lengths;
   flashjit_block_map block_map;
-  const flashjit_capture* captures; /**< all captures of the calls; those of the score are not read */
+  const flashjit_capture* captures; /**< all captures of the calls; the score's are not read */
   size_t capture_count;
   const int32_t *cu_seqlens_q, *cu_seqlens_kv;
 } flashjit_list_args;
@@ -267,25 +290,29 @@ FLASHJIT_C_API flashjit_status flashjit_backward(flashjit_runtime* runtime, cons
 FLASHJIT_C_API flashjit_status flashjit_jvp(flashjit_runtime* runtime, const flashjit_spec* spec,
                                             const flashjit_jvp_args* args,
                                             struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
+/** The same for tangents of the gradients. */
+FLASHJIT_C_API flashjit_status flashjit_backward_jvp(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                                     const flashjit_backward_jvp_args* args,
+                                                     struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
 
-/** Stores new rows of K and V into a cache, rotated, and rotates those of Q, in one launch. The spec is that
- * of flashjit_forward(): of it element type, head dimensions, "varlen", "cache" and "pages" are read. */
+/** Stores new rows of K (rotated) and V into a cache, and rotates new rows of Q, in one launch. Takes
+ * flashjit_forward()'s spec; reads element types, head dimensions, "varlen", "cache", "pages" and formats. */
 FLASHJIT_C_API flashjit_status flashjit_append(flashjit_runtime* runtime, const flashjit_spec* spec,
                                                const flashjit_append_args* args,
                                                struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
-/** Joins partial states. Of the spec, element type and the dimension of V are read. */
+/** Joins partial states. Reads the spec's element type and dimension of V. */
 FLASHJIT_C_API flashjit_status flashjit_merge(flashjit_runtime* runtime, const flashjit_spec* spec,
                                               const flashjit_merge_args* args,
                                               struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
 
-/** Makes codes of 8 bits of a tensor. Of the spec, element types and head dimension are read. */
+/** Quantizes a tensor. Reads the spec's element types, head dimension and format of K. */
 FLASHJIT_C_API flashjit_status flashjit_quantize(flashjit_runtime* runtime, const flashjit_spec* spec,
                                                  const flashjit_quantize_args* args,
                                                  struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
 
-/** A row of `head_dim` columns of K or V in a KV format, as the spec has it in "k{...}": its bytes, of what
- * its address and strides are multiples, and whether the call has k_scale or v_scale for it. Results may be
- * null; with head_dim 0 bytes and alignment are left alone. */
+/** A row of `head_dim` columns of K or V in a KV format, as the spec has it in "k{...}": its bytes, the bytes
+ * that its address and strides are multiples of, and whether the call has k_scale or v_scale for it. Results
+ * may be null; with head_dim 0 bytes and alignment are left alone. */
 FLASHJIT_C_API flashjit_status flashjit_kv_row(const char* format, int32_t head_dim, int64_t* bytes,
                                                int32_t* alignment, int32_t* has_scale) FLASHJIT_NOEXCEPT;
 /** What a tensor of scales, k_block_scale, has for rows of `head_dim` columns in a KV format: the numbers of
@@ -367,6 +394,9 @@ flashjit_reference_backward(const flashjit_spec* spec, const flashjit_backward_a
 /** The same for O and its tangent. */
 FLASHJIT_C_API flashjit_status flashjit_reference_jvp(const flashjit_spec* spec,
                                                       const flashjit_jvp_args* args) FLASHJIT_NOEXCEPT;
+/** The same for tangents of the gradients. */
+FLASHJIT_C_API flashjit_status flashjit_reference_backward_jvp(
+    const flashjit_spec* spec, const flashjit_backward_jvp_args* args) FLASHJIT_NOEXCEPT;
 /** The same of flashjit_append(), flashjit_merge() and flashjit_quantize(). */
 FLASHJIT_C_API flashjit_status flashjit_reference_append(const flashjit_spec* spec,
                                                          const flashjit_append_args* args) FLASHJIT_NOEXCEPT;

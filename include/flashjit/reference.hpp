@@ -11,6 +11,7 @@ namespace flashjit {
 FLASHJIT_API void reference_forward(const AttentionSpec& spec, const ForwardArgs& args);
 FLASHJIT_API void reference_backward(const AttentionSpec& spec, const BackwardArgs& args);
 FLASHJIT_API void reference_jvp(const AttentionSpec& spec, const JvpArgs& args);
+FLASHJIT_API void reference_backward_jvp(const AttentionSpec& spec, const BackwardJvpArgs& args);
 FLASHJIT_API void reference_append(const AttentionSpec& spec, const AppendArgs& args);
 FLASHJIT_API void reference_merge(const AttentionSpec& spec, const MergeArgs& args);
 FLASHJIT_API void reference_quantize(const AttentionSpec& spec, const QuantizeArgs& args);

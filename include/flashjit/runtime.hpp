@@ -29,7 +29,7 @@ struct ListArgs {
   Workspace memory = {};  ///< where the lists go and stay; at least Runtime::list_bytes(spec, shape)
   const std::int32_t* kv_lengths = nullptr;
   BlockMapView block_map = {};
-  std::span<const Capture> captures = {};  ///< all captures of the calls; those of the score are not read
+  std::span<const Capture> captures = {};  ///< all captures of the calls; the score's are not read
   const std::int32_t* cu_seqlens_q = nullptr;
   const std::int32_t* cu_seqlens_kv = nullptr;
 };
@@ -119,10 +119,10 @@ struct ForwardArgs {
   float* row_max = nullptr;
   /// Scales of quantized K and V (spec.kv.k_format, v_format), finite and positive.
   ConstScaleView k_scale = {}, v_scale = {};
-  /// Scales of blocks, and then zero points, where a format has these in a tensor of their own: K's rows'
-  /// batch or pages, heads and rows (or groups of keys), of the scales' type, with any strides.
+  /// Where a format has scales of blocks in a tensor of their own: [batch or pages, hkv, rows or groups of
+  /// keys, scales and then zero points], of the scales' type, with any strides.
   ConstTensorView k_block_scale = {}, v_block_scale = {};
-  /// Scales of FP8 Q (spec.q_codes): one, or one per sequence and KV head.
+  /// Scales of FP8 Q (spec.prologue.q_codes): one, or one per sequence and KV head.
   ConstScaleView q_scale = {};
   IndicesView indices = {};  ///< with spec.indices: the keys that each query attends to
   /// With spec.kv.shared_prefix: one number on the device, how many first keys all sequences share. Every
@@ -132,6 +132,15 @@ struct ForwardArgs {
   /// With spec.epilogue.out_mod: O before that program, for the backward pass: like `out`, of Q's type, in
   /// memory of its own. Null data: not wanted.
   TensorView out_before_mod = {};
+  /// With spec.epilogue.skip_softmax: from 0, which skips nothing and is the default, to 1. Keys of a KV tile
+  /// are left out of O and LSE where exp(largest score in the tile - maximum so far) is below it for each of
+  /// the rows that a kernel computes together. A key that is left out would have weighed less than that,
+  /// relative to the row's heaviest: with n of them O changes by at most 2 n threshold max|V|. V of a skipped
+  /// tile is not looked at, so that a NaN there is not seen. The CPU reference skips nothing.
+  std::optional<float> skip_softmax_threshold = {};
+  /// With spec.epilogue.skip_softmax: [2] on the device, ADDED to: tiles of the kernel's size that were
+  /// visited and how many of these were skipped. Null: not wanted.
+  std::int64_t* skip_softmax_counts = nullptr;
 };
 
 /// Arguments of O and its tangent, the derivative of O along the tangents of what it depends on: forward-mode
@@ -147,12 +156,12 @@ struct JvpArgs : ForwardArgs {
   const float* sinks_tangent = nullptr;  ///< [hq] on the device, with spec.sinks; null: zero
 };
 
-/// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's, `out` and dO of Q's type;
-/// gradients have their tensor's sizes, and its type, or with spec.partial.fp32_grads fp32, and memory of
-/// their own. With spec.partial.add_grads they are added to. Members that ForwardArgs has mean the same, and
-/// are given what the forward pass was given; the workspace is that of Pass::backward. With
-/// spec.epilogue.out_mod `out` is the forward pass's out_before_mod, and dO the gradient of what out_mod
-/// gave.
+/// Arguments of dQ, dK, dV from dO, which has Q's type. `lse` and `out` are the forward pass's, `out` of Q's
+/// type, or with spec.partial.fp32_out fp32; gradients have their tensor's sizes, and its type, or with
+/// spec.partial.fp32_grads fp32, and memory of their own. With spec.partial.add_grads they are added to.
+/// Members that ForwardArgs has mean the same, and are given what the forward pass was given; the workspace
+/// is that of Pass::backward. With spec.epilogue.out_mod `out` is the forward pass's out_before_mod, and dO
+/// the gradient of out_mod's result.
 struct BackwardArgs {
   ConstTensorView q, k, v, out;
   const float* lse = nullptr;   ///< [b, hq, sq]
@@ -181,6 +190,22 @@ struct BackwardArgs {
   PartialArgs partial = {};
 };
 
+/// Arguments of tangents of gradients: the derivative of the backward pass along tangents of what it reads.
+/// It is a Hessian-vector product; the gradient of the backward pass, with the gradients of dQ, dK and dV as
+/// tangents of Q, K and V and without one of dO; and the gradient of O's tangent, with that tangent's
+/// gradient as dO and O's own as dout_tangent. Members of BackwardArgs describe the backward pass, but dq,
+/// dk, dv, dsinks and the captures' `grad` get tangents of these gradients; `out` and `lists` are not read,
+/// and may be null. The workspace is that of Pass::backward_jvp. A tangent has its tensor's sizes and type,
+/// and any strides; null: it is zero.
+struct BackwardJvpArgs : BackwardArgs {
+  ConstTensorView q_tangent, k_tangent, v_tangent, dout_tangent;
+  const float* dlse_tangent = nullptr;   ///< like `dlse`; null: zero
+  const float* sinks_tangent = nullptr;  ///< [hq] on the device, with spec.sinks; null: zero
+  /// One for each of `captures`, in their order: fp32, contiguous, the tensor's sizes, on the device, where
+  /// the program declares "grad"; not read elsewhere.
+  std::span<const float* const> capture_tangents = {};
+};
+
 /// Completes `spec` from a call's arguments, so that {.mask = causal()} is enough. Replaces element types by
 /// the views', whose dtype must be set, head dimensions that are 0, and a contiguous layout of K and V.
 /// Switches on each feature whose argument is given, except block_map. A page table of one column means
@@ -190,8 +215,8 @@ struct BackwardArgs {
 FLASHJIT_API AttentionSpec spec_of(const ForwardArgs& args, AttentionSpec spec = {});
 FLASHJIT_API AttentionSpec spec_of(const BackwardArgs& args, AttentionSpec spec = {});
 
-/// Rotary position embedding of the first `dims` dimensions of a head: pair i turns by the position's angle,
-/// that of a table, or position * theta^(-2i / dims).
+/// Rotary position embedding of the first `dims` dimensions of a head: pair i is rotated by the angle of the
+/// row's position, from the tables, or position * theta^(-2i / dims).
 struct RopeView {
   const void *cos = nullptr, *sin = nullptr;  ///< on the device, [table_rows, dims / 2]; null: by theta
   std::int64_t table_rows = 0;                ///< positions that the tables have
@@ -202,8 +227,8 @@ struct RopeView {
   bool interleaved = false;                   ///< pairs of dimensions (2i, 2i + 1); else (i, i + dims / 2)
   const std::int32_t* positions = nullptr;    ///< on the device, [b, n] of n rows each, with varlen [rows],
                                               ///< for K and Q alike; null: their keys' numbers
-  /// M-RoPE: how many pairs turn by the time, by the height and by the width of a row, together all.
-  /// positions are then three such arrays, one behind the other. Zeros: one position turns all pairs.
+  /// M-RoPE: how many pairs are rotated by the time, the height and the width of a row, together all.
+  /// positions are then three such arrays, one behind the other. Zeros: one position rotates all pairs.
   std::array<int, 3> sections = {};
   bool interleaved_sections =
       false;  ///< pairs of the three take turns, until the height and width have theirs
@@ -264,9 +289,9 @@ struct MergeArgs {
   std::optional<DType> states_type = {}, out_type = {};  ///< fp32, or by default the spec's
 };
 
-/// Arguments of quantize(): x as codes times scales, which are found such that the largest element of what
-/// shares a scale becomes the largest code, and are as forward() takes them. Where all elements are zero, or
-/// there are none, the scale is 1.
+/// Arguments of quantize(): x as codes and scales, as forward() takes them. The largest of the elements that
+/// share a scale becomes the largest code. Where all elements are zero, or there are none, the scale is
+/// 1.
 struct QuantizeArgs {
   ConstTensorView x;  ///< Q, K or V [b, h, s, d], or a pool of pages; of the spec's type
   TensorView codes;   ///< x's rows in spec.kv.k_format: bytes, or of x's sizes
@@ -321,10 +346,11 @@ struct RuntimeOptions {
   std::optional<bool> tune_in_background = {};
   /// A call whose kernel must be compiled does not wait where another configuration of its spec is in memory
   /// and needs no more workspace: that one computes it, and a thread compiles the better one, which later
-  /// calls use. The switch may change the last bits of results. Calls wait as ever where the spec wants
-  /// the same bits each time, with tile lists and with a configuration that was given to prepare(), which
-  /// always compiles. Keep the context as for tune_in_background. Default FLASHJIT_COMPILE_IN_BACKGROUND,
-  /// else false.
+  /// calls use. Where none is in memory, a call on Hopper that is not captured waits for a plain kernel of
+  /// family sm80, which takes about half the time to compile. The switch may change the last bits of results.
+  /// Calls wait as ever where the spec wants the same bits each time, with tile lists and with a
+  /// configuration that was given to prepare(), which always compiles. Keep the context as for
+  /// tune_in_background. Default FLASHJIT_COMPILE_IN_BACKGROUND, else false.
   std::optional<bool> compile_in_background = {};
   /// Receives one line at a time, from any thread; default stderr. It may call the library. What it throws,
   /// and what stderr does not take, is dropped: a log never fails a call.
@@ -400,6 +426,8 @@ class FLASHJIT_API Runtime {
   void backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream);
   /// Launches O and its tangent on `stream`.
   void jvp(const AttentionSpec& spec, const JvpArgs& args, Stream stream);
+  /// Launches tangents of dQ, dK and dV on `stream`.
+  void backward_jvp(const AttentionSpec& spec, const BackwardJvpArgs& args, Stream stream);
   /// With the arguments first, the spec is completed from them: spec_of(args, spec). With the spec first, it
   /// is taken as it is.
   void forward(const ForwardArgs& args, const AttentionSpec& spec, Stream stream) {
@@ -411,18 +439,21 @@ class FLASHJIT_API Runtime {
   void jvp(const JvpArgs& args, const AttentionSpec& spec, Stream stream) {
     jvp(spec_of(args, spec), args, stream);
   }
+  void backward_jvp(const BackwardJvpArgs& args, const AttentionSpec& spec, Stream stream) {
+    backward_jvp(spec_of(args, spec), args, stream);
+  }
   void forward(const ForwardArgs& args, Stream stream) { forward(spec_of(args), args, stream); }
   void backward(const BackwardArgs& args, Stream stream) { backward(spec_of(args), args, stream); }
 
   /// Stores new rows of K and V in a cache: K rotated, both quantized if the cache is. Rotates new rows of Q.
   /// Takes forward()'s spec; reads element types, head dimensions, varlen and kv. Without tables and theta
-  /// rows are copied, those of q to q_out, too. Needs no workspace. Throws Error as forward() does.
+  /// rows are copied, and q to q_out. Needs no workspace. Throws Error as forward() does.
   void append(const AttentionSpec& spec, const AppendArgs& args, Stream stream);
   /// Joins partial states. Reads element type and head_dim_v from the spec. Needs no workspace. Throws Error
   /// as forward() does.
   void merge(const AttentionSpec& spec, const MergeArgs& args, Stream stream);
-  /// Makes codes of 8 bits of a tensor. Reads element types and head_dim from the spec. Needs no workspace.
-  /// Throws Error as forward() does.
+  /// Quantizes a tensor to spec.kv.k_format. Reads element types, head_dim and that format from the spec.
+  /// Needs no workspace. Throws Error as forward() does.
   void quantize(const AttentionSpec& spec, const QuantizeArgs& args, Stream stream);
 
   // These ask about one pass, by default the forward one. A KernelSpec, such as parse_spec() returns, has its
@@ -465,6 +496,7 @@ class FLASHJIT_API Runtime {
   std::size_t workspace_bytes(const ForwardArgs& args, const AttentionSpec& spec = {});
   std::size_t workspace_bytes(const BackwardArgs& args, const AttentionSpec& spec = {});
   std::size_t workspace_bytes(const JvpArgs& args, const AttentionSpec& spec = {});
+  std::size_t workspace_bytes(const BackwardJvpArgs& args, const AttentionSpec& spec = {});
 
   /// Bytes of memory that build_lists() needs; 0 if the kernels use no lists.
   std::size_t list_bytes(const AttentionSpec& spec, const AttentionShape& shape, Pass pass = Pass::forward) {

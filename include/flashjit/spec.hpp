@@ -71,7 +71,10 @@ struct KvLayout {
 /// Options for calls that compute part of a larger problem, as in context parallelism: some keys of its
 /// queries, or some queries of its keys.
 struct Partial {
-  bool fp32_out = false;    ///< forward only: O is fp32, whatever the type of Q, K and V
+  /// O is fp32, whatever the type of Q, K and V. The backward pass, which is then given O in fp32, finds D =
+  /// rowsum(dO * O) from it as it was before rounding: accurate gradients of rows with one strong key. With
+  /// out_mod the backward pass is given O before that, of Q's type.
+  bool fp32_out = false;
   bool fp32_grads = false;  ///< backward only: dQ, dK and dV are fp32
   /// Backward only: accumulate into fp32 dQ, dK and dV, for gradients that several calls compute.
   bool add_grads = false;
@@ -84,18 +87,37 @@ struct Partial {
   bool operator==(const Partial&) const = default;
 };
 
-/// What the forward pass makes of a row beside O and LSE, when it has seen all keys.
+/// How Q is stored, and programs that change Q and K before the scores.
+struct Prologue {
+  /// Q has the type of K, too (FP8: e4m3 or e5m2), with one scale for the queries of each KV head. O has
+  /// `dtype`.
+  bool q_codes = false;
+  /// Programs of elements of Q's and K's rows (RoPE, the norm of a head), computed in fp32 and rounded to
+  /// `dtype` by a launch before the others, in the workspace. Gradients are for Q and K as they are given.
+  /// k_mod is not for a cache, whose rows append() already rotates, a format and shared_kv; both not with K
+  /// and V of 8 bits, q_codes, indices, running_state and add_grads, nor in jvp and backward_jvp.
+  RowProgram q_mod = {}, k_mod = {};
+
+  bool has_programs() const { return !q_mod.empty() || !k_mod.empty(); }
+  bool operator==(const Prologue&) const = default;
+};
+
+/// Further results of the forward pass, a program of O's elements, and an approximation.
 struct Epilogue {
   bool row_max = false;  ///< forward only: the largest score of each row is a result, too
-  /// What becomes of O's elements, in fp32, before they are rounded and stored. LSE and row_max are the
-  /// softmax's. Not with indices, batch_invariant and running_state.
+  /// A program of O's elements, applied in fp32 before they are rounded and stored. LSE and row_max stay the
+  /// softmax's. Not with indices, batch_invariant and running_state, nor in jvp and backward_jvp.
   OutProgram out_mod = {};
+  /// Forward only: skip-softmax (BLASST). Rows that are computed together leave out the keys of a KV tile
+  /// whose largest score lies below each row's maximum so far by more than -log(threshold), a number at the
+  /// call: see ForwardArgs::skip_softmax_threshold. Not with dropout and weights().
+  bool skip_softmax = false;
 
   bool operator==(const Epilogue&) const = default;
 };
 
-/// A row of K or V in memory: so many columns of a type. A quantized row's columns are its bytes, whose type
-/// is int8 where it is not a format of one.
+/// A row of K or V in memory: columns of a type. The columns of a quantized row are its bytes. Their type is
+/// the format's where it is codes of 8 bits alone, else int8.
 struct StoredKvRow {
   DType type = DType::bf16;
   int columns = 0;
@@ -107,7 +129,7 @@ struct StoredKvRow {
 ///
 /// O = dropout(softmax(mask(score(softmax_scale * Q K^T)))) V, row by row.
 /// With a score of weights() there is no softmax: O = where(mask, score(softmax_scale * Q K^T), 0) V.
-/// epilogue.out_mod is applied to each element of O last.
+/// epilogue.out_mod is applied to each element of O last, prologue.q_mod and k_mod to Q and K first.
 /// With sinks, the softmax of a row has one more logit, its head's, without a value. LSE includes it, and a
 /// row that attends to nothing has O = 0 and LSE = its sink. As text, to which a KernelSpec adds its pass:
 /// "bf16:d64x32:causal:dropout:kvlen:map128x64:det", "bf16:d64:causal:varlen:pages16:sinks",
@@ -127,18 +149,16 @@ struct AttentionSpec {
   /// Forward only: a row's bits do not depend on which other sequences are in the call. Keys are split, if at
   /// all, into parts of 2048, and the spec alone chooses tiles: tools/docs/serving.md has the price.
   bool batch_invariant = false;
-  /// Q has the type of K, too (FP8: e4m3 or e5m2), with one scale for the queries of each KV head. O has
-  /// `dtype`.
-  bool q_codes = false;
   /// Sparse tokens: the heads that share a head of K and V attend to the keys that a list of each query names
-  /// at the call, and to no others. Each entry is a key of its own, also where two are equal; -1, and what is
-  /// no key of the sequence, is none. Masks and scores see a key's number as its position. Not with a block
+  /// at the call, and to no others. A key that is in a list twice counts twice; -1, and a number that is no
+  /// key of the sequence, is skipped. Masks and scores see a key's number as its position. Not with a block
   /// map, dropout, q_codes or, in the backward pass, `deterministic`.
   bool indices = false;
   Partial partial = {};
   Epilogue epilogue = {};
+  Prologue prologue = {};
 
-  DType q_type() const { return q_codes ? kv_type() : dtype; }
+  DType q_type() const { return prologue.q_codes ? kv_type() : dtype; }
   /// The element type that kernels read K and V as; formats that are decoded as tiles are loaded become
   /// `dtype`.
   FLASHJIT_API DType kv_type() const;
@@ -147,6 +167,8 @@ struct AttentionSpec {
   FLASHJIT_API StoredKvRow stored_v() const;
   /// O's type in the forward pass.
   DType out_type() const { return partial.fp32_out ? DType::fp32 : dtype; }
+  /// O's type in the backward pass.
+  DType saved_out_type() const { return epilogue.out_mod.empty() ? out_type() : dtype; }
   /// The type of dQ, dK and dV.
   DType grad_type() const { return partial.fp32_grads ? DType::fp32 : dtype; }
   /// Whether kernels read codes of 8 bits, whose scales are given at the call.
@@ -166,7 +188,8 @@ struct AttentionSpec {
 };
 
 /// One pass of an attention, which is what a kernel computes: {spec, Pass::backward}. As text:
-/// "fwd:bf16:d128:causal", "bwd:bf16:d128:causal:det", "append:bf16:d128:pages16", "jvp:bf16:d128:causal".
+/// "fwd:bf16:d128:causal", "bwd:bf16:d128:causal:det", "append:bf16:d128:pages16", "jvp:bf16:d128:causal",
+/// "bwd_jvp:..".
 struct KernelSpec : AttentionSpec {
   Pass pass = Pass::forward;
 
@@ -179,8 +202,8 @@ struct KernelSpec : AttentionSpec {
 };
 
 /// Sizes known at the call. As text: "b2:hq32:hkv8:sq4096:skv4096". With spec.varlen the batch is the number
-/// of sequences, and the lengths are those of the longest. With a cache seqlen_kv is the call's
-/// max_seqlen_kv, by default the table's columns * page_size. Of append() seqlen_q is the new rows of a
+/// of sequences, and the lengths are the longest sequence's. With a cache seqlen_kv is the call's
+/// max_seqlen_kv, by default the table's columns * page_size. For append() seqlen_q is the new rows of a
 /// sequence; merge() and quantize() read batch, heads_q and seqlen_q of their tensor.
 struct AttentionShape {
   std::int64_t batch = 0;
@@ -219,6 +242,9 @@ struct TileConfig {
   bool pack_gqa = false;  ///< PackGQA, with split, forward of sm90: a Q tile has rows of all heads that
                           ///< share K and V, and fewer queries; for specs that treat all heads alike
   bool tma = false;       ///< sm80 forward, on sm_90 and newer: TMA copies K and V, not cp.async
+  /// sm90 and sm80, forward over K and V in formats that are decoded: an entry of its own does so once, into
+  /// the workspace, and the main loop reads elements of 16 bits. Else each Q tile decodes its keys.
+  bool decode_cache = false;
 
   bool operator==(const TileConfig&) const = default;
 };
@@ -237,7 +263,7 @@ struct DeviceInfo {
   std::string driver;  ///< the CUDA version of its driver, "13.0"; empty when built by hand
 
   /// A device from its architecture: "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100",
-  /// "sm_100a", "sm_120", "sm_120a", "sm_121". The sizes are those of a common product of that architecture.
+  /// "sm_100a", "sm_120", "sm_120a", "sm_121". The sizes are a common product's of that architecture.
   FLASHJIT_API static DeviceInfo parse(std::string_view arch);
   bool operator==(const DeviceInfo&) const = default;
 };

@@ -45,7 +45,7 @@ struct BasicTensorView {
             {s * 3 * h * d, d, 3 * h * d, 1}};
   }
 
-  /// The first `count` columns: with spec.kv.shared_kv V is those of K.
+  /// The first `count` columns: with spec.kv.shared_kv V is K's first ones.
   BasicTensorView first_columns(std::int64_t count) const {
     return {data, {size[0], size[1], size[2], count}, stride, dtype};
   }
@@ -75,8 +75,8 @@ struct BlockMapView {
 };
 
 /// Which pages of a paged cache have a sequence's keys: int32 [sequences, columns] in device memory. Key n of
-/// sequence b is row n % page_size of page data[b * stride + n / page_size]. What a row has behind the pages
-/// of its keys is not read. For slots a table has one column: the slot of each sequence.
+/// sequence b is row n % page_size of page data[b * stride + n / page_size]. Entries behind the pages of a
+/// sequence's keys are not read. For slots a table has one column: the slot of each sequence.
 ///
 /// With starts the sequences' entries are in one row (CSR: indptr and indices): sequence b's begin at
 /// data[starts[b]], and columns is how many entries there are, which no sequence can exceed. Give
@@ -104,7 +104,7 @@ struct IndicesView {
   std::array<std::int64_t, 4> size{};    ///< sequences or 1, queries, KV heads, top-k
   std::array<std::int64_t, 4> stride{};  ///< in elements, the last 1; not read where the size is 1
   /// How many first entries of a query's lists count, in device memory, [sequences or 1, queries] as above.
-  /// What is behind them is not read. A length below 0 counts as 0, one beyond top-k as top-k. Null: all.
+  /// Entries behind them are not read. A length below 0 counts as 0, one beyond top-k as top-k. Null: all.
   const std::int32_t* topk_length = nullptr;
   std::array<std::int64_t, 2> topk_length_stride{};  ///< in elements; 0 repeats a length
 
@@ -121,7 +121,7 @@ struct IndicesView {
 /// all.
 ///
 /// Without spec.kv.key_scales pages and rows have size 1. The pages of a cache in slots are the slots, and
-/// their rows its capacity; without a cache there is one page, whose rows are those of K: packed ones with
+/// their rows its capacity; without a cache there is one page, with the rows of K: packed ones with
 /// spec.varlen.
 template <class Float>
 struct BasicScaleView {
@@ -155,7 +155,7 @@ using ConstScaleView = BasicScaleView<const float>;
 /// The most dimensions of a captured tensor.
 inline constexpr int kMaxCaptureDims = 6;
 
-/// A value for a name declared by the score or mask program: a tensor in device memory, or a scalar. The
+/// A value for a name that a program of the spec declares: a tensor in device memory, or a scalar. The
 /// caller owns both; nothing is copied. Names must live until the call returns, memory until its kernels have
 /// ended.
 struct Capture {

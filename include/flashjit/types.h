@@ -49,7 +49,8 @@ enum {
   FLASHJIT_APPEND = 2,
   FLASHJIT_MERGE = 3,
   FLASHJIT_QUANTIZE = 4,
-  FLASHJIT_JVP = 5
+  FLASHJIT_JVP = 5,
+  FLASHJIT_BACKWARD_JVP = 6
 };
 
 /** Whether to compile a kernel that is in no pack and not in the cache. */
@@ -144,7 +145,7 @@ enum {
 /** The most captures of a call, 16 tensors and 8 scalars, and the most dimensions of one. */
 enum { FLASHJIT_MAX_CAPTURES = 24, FLASHJIT_MAX_CAPTURE_DIMS = 6 };
 
-/** A value for a name declared by the score or mask program: a scalar, or a tensor on the device. */
+/** A value for a name that a program of the spec declares: a scalar, or a tensor on the device. */
 typedef struct flashjit_capture {
   const char* name;
   const void* data; /**< of a tensor, aligned to its element; null for a scalar */

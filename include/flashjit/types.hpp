@@ -16,20 +16,23 @@ namespace flashjit {
 
 /// Which computation a kernel does.
 enum class Pass : std::uint8_t {
-  forward,   ///< O from Q, K, V
-  backward,  ///< dQ, dK, dV from those and dO
-  append,    ///< new rows of K and V into a cache, rotated, and those of Q
-  merge,     ///< O and LSE of partial states over disjoint keys
-  quantize,  ///< a tensor as codes of 8 bits times scales
-  jvp,       ///< O and its tangent from Q, K, V and their tangents (forward-mode derivative)
+  forward,       ///< O from Q, K, V
+  backward,      ///< dQ, dK, dV from those and dO
+  append,        ///< new rows of K (rotated) and V into a cache, and new rows of Q, rotated
+  merge,         ///< O and LSE of partial states over disjoint keys
+  quantize,      ///< a tensor as codes of 2 to 8 bits and scales
+  jvp,           ///< O and its tangent from Q, K, V and their tangents (forward-mode derivative)
+  backward_jvp,  ///< tangents of dQ, dK, dV from tangents of Q, K, V and dO (second derivative)
 };
-/// Whether the pass is attention's: what surrounds it has no masks, no scores and no tiles to choose.
+/// Whether the pass is attention's. The others have no masks, no scores and no tiles to choose.
 constexpr bool is_attention(Pass pass) {
-  return pass == Pass::forward || pass == Pass::backward || pass == Pass::jvp;
+  return pass == Pass::forward || pass == Pass::backward || pass == Pass::jvp || pass == Pass::backward_jvp;
 }
+/// Whether the results are gradients, or tangents of gradients.
+constexpr bool gives_gradients(Pass pass) { return pass == Pass::backward || pass == Pass::backward_jvp; }
 
-/// Element type of Q, K, V, O and their gradients. LSE and D are always fp32; so is accumulation. Those of 8
-/// bits are codes: K and V are these times scales, which are tensors of their own.
+/// Element type of Q, K, V, O and their gradients. LSE and D are always fp32; so is accumulation. Types of 8
+/// bits are codes: K and V are codes times scales, which are tensors of their own.
 enum class DType : std::uint8_t {
   fp16,
   bf16,
@@ -48,7 +51,7 @@ enum class Family : std::uint8_t {
   sm90,  ///< wgmma, TMA: sm_90a, fp16 and bf16
   sm80,  ///< mma.sync, ldmatrix, cp.async: sm_80 and newer, fp16 and bf16
   sm75,  ///< mma.sync, ldmatrix: chosen on sm_75, fp16
-  simt,  ///< plain fused multiply-adds: sm_75 and newer, every type; supports every problem
+  simt,  ///< plain fused multiply-adds: sm_75 and newer, every type and problem but skip_softmax
 };
 
 /// Where a kernel's tile configuration comes from.
@@ -60,7 +63,8 @@ enum class ConfigSource : std::uint8_t {
   heuristic,        ///< no record: the family chose
 };
 
-FLASHJIT_API std::string to_string(Pass pass);         // "fwd", "bwd", "append", "merge", "quantize", "jvp"
+/// "fwd", "bwd", "append", "merge", "quantize", "jvp", "bwd_jvp"
+FLASHJIT_API std::string to_string(Pass pass);
 FLASHJIT_API std::string to_string(DType dtype);       // "fp16", "bf16", "fp32", "e4m3", ...
 FLASHJIT_API std::string to_string(ElementType type);  // "fp32", ..., "uint8", "bool"
 FLASHJIT_API std::string to_string(Family family);     // "sm90", "sm80", "sm75", "simt"

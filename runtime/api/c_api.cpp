@@ -20,11 +20,11 @@ namespace flashjit::c_api {
 namespace {
 
 KernelSpec kernel_spec(const flashjit_spec* spec, flashjit_pass pass) {
-  if (pass >= FLASHJIT_FORWARD && pass <= FLASHJIT_JVP) return {get(spec), static_cast<Pass>(pass)};
+  if (pass >= FLASHJIT_FORWARD && pass <= FLASHJIT_BACKWARD_JVP) return {get(spec), static_cast<Pass>(pass)};
   throw Error(
       ErrorCode::invalid_argument,
       fmt::format("pass is {}: give FLASHJIT_FORWARD (0), FLASHJIT_BACKWARD (1), FLASHJIT_APPEND (2), "
-                  "FLASHJIT_MERGE (3), FLASHJIT_QUANTIZE (4) or FLASHJIT_JVP (5).",
+                  "FLASHJIT_MERGE (3), FLASHJIT_QUANTIZE (4), FLASHJIT_JVP (5) or FLASHJIT_BACKWARD_JVP (6).",
                   pass));
 }
 
@@ -198,6 +198,14 @@ flashjit_status flashjit_jvp(flashjit_runtime* runtime, const flashjit_spec* spe
   });
 }
 
+flashjit_status flashjit_backward_jvp(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                      const flashjit_backward_jvp_args* args, CUstream_st* stream) noexcept {
+  return guarded([&] {
+    Captures room;
+    get(runtime).backward_jvp(get(spec), backward_jvp_args(args, room), stream);
+  });
+}
+
 flashjit_status flashjit_append(flashjit_runtime* runtime, const flashjit_spec* spec,
                                 const flashjit_append_args* args, CUstream_st* stream) noexcept {
   return guarded([&] { get(runtime).append(get(spec), append_args(args), stream); });
@@ -308,6 +316,14 @@ flashjit_status flashjit_reference_jvp(const flashjit_spec* spec, const flashjit
   return guarded([&] {
     Captures room;
     flashjit::reference_jvp(get(spec), jvp_args(args, room));
+  });
+}
+
+flashjit_status flashjit_reference_backward_jvp(const flashjit_spec* spec,
+                                                const flashjit_backward_jvp_args* args) noexcept {
+  return guarded([&] {
+    Captures room;
+    flashjit::reference_backward_jvp(get(spec), backward_jvp_args(args, room));
   });
 }
 

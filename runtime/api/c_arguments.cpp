@@ -156,6 +156,8 @@ ForwardArgs forward_args(const flashjit_forward_args& c, Captures& room) {
   args.out_before_mod = view(c.out_before_mod);
   args.k_block_scale = view(c.k_block_scale);
   args.v_block_scale = view(c.v_block_scale);
+  if (c.skip_softmax_threshold) args.skip_softmax_threshold = *c.skip_softmax_threshold;
+  args.skip_softmax_counts = c.skip_softmax_counts;
   return args;
 }
 
@@ -187,6 +189,21 @@ JvpArgs jvp_args(const flashjit_jvp_args* given, Captures& room) {
   args.out_tangent = view(c.out_tangent);
   args.lse_tangent = c.lse_tangent;
   args.sinks_tangent = c.sinks_tangent;
+  return args;
+}
+
+BackwardJvpArgs backward_jvp_args(const flashjit_backward_jvp_args* given, Captures& room) {
+  const auto c = read_struct("flashjit_backward_jvp_args", given);
+  required(c.backward, "backward", "give the arguments of the backward pass");
+  BackwardJvpArgs args;
+  static_cast<BackwardArgs&>(args) = backward_args(read_struct("flashjit_backward_args", c.backward), room);
+  args.q_tangent = view(c.q_tangent);
+  args.k_tangent = view(c.k_tangent);
+  args.v_tangent = view(c.v_tangent);
+  args.dout_tangent = view(c.dout_tangent);
+  args.dlse_tangent = c.dlse_tangent;
+  args.sinks_tangent = c.sinks_tangent;
+  if (c.capture_tangents) args.capture_tangents = {c.capture_tangents, args.captures.size()};
   return args;
 }
 

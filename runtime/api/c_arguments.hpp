@@ -58,6 +58,7 @@ ListArgs list_args(const flashjit_list_args& c, Captures& room);
 ForwardArgs forward_args(const flashjit_forward_args& c, Captures& room);
 BackwardArgs backward_args(const flashjit_backward_args& c, Captures& room);
 JvpArgs jvp_args(const flashjit_jvp_args* given, Captures& room);
+BackwardJvpArgs backward_jvp_args(const flashjit_backward_jvp_args* given, Captures& room);
 AppendArgs append_args(const flashjit_append_args* given);
 MergeArgs merge_args(const flashjit_merge_args* given, States& room);
 QuantizeArgs quantize_args(const flashjit_quantize_args* given);

@@ -17,7 +17,7 @@ SharedAttention& attention_of(flashjit_shared_attention* shared) {
   return required(shared, "shared", "make one with flashjit_shared_create()").shared;
 }
 
-/// Of a pass that a shared sequence has.
+/// The pass, if a shared sequence has it.
 Pass shared_pass(flashjit_pass pass) {
   if (pass == FLASHJIT_FORWARD || pass == FLASHJIT_BACKWARD) return static_cast<Pass>(pass);
   throw Error(ErrorCode::invalid_argument,
@@ -55,7 +55,7 @@ SharedSequence shared_sequence(const flashjit_spec* spec, const flashjit_shared_
   return sequence;
 }
 
-/// Of both passes.
+/// The members that both passes share.
 template <class Args, class CArgs>
 Args shared_args(const CArgs& c, Captures& room) {
   Args args{.q = c.q, .k = c.k, .v = c.v, .out = c.out, .lse = c.lse};

@@ -162,7 +162,7 @@ struct SharedAttention::Impl {
   std::size_t k_bytes(int element) const { return s.batch * s.heads_kv * s.rows * s.spec.head_dim * element; }
   std::size_t v_bytes(int element) const { return s.batch * s.heads_kv * s.rows * s.spec.v_dim() * element; }
   std::size_t lse_bytes(std::int64_t rows) const { return s.batch * s.heads_q * rows * sizeof(float); }
-  /// Of a segment, in an LSE of all rows.
+  /// A segment's part of an LSE of all rows.
   float* lse_of(float* lse, const RowChunk& rows) const { return lse + s.batch * s.heads_q * rows.begin; }
   /// Whose keys a step has: at first this rank's own, then those of the ranks before it.
   int owner_at(int step) const { return (rows_comm.rank + rows_comm.ranks - step) % rows_comm.ranks; }
@@ -174,7 +174,7 @@ struct SharedAttention::Impl {
   }
   bool is_ulysses() const { return sequence.scheme == SharingScheme::ulysses; }
   bool shares_heads() const { return heads_comm.handle != nullptr; }
-  /// Of this rank, among all.
+  /// This rank's first head among all.
   std::int64_t first_head() const { return heads_comm.rank * s.heads_q; }
   bool is_ring() const { return s.scheme == SharingScheme::ring && rows_comm.ranks > 1; }
   bool gathers() const { return s.scheme == SharingScheme::all_gather && rows_comm.ranks > 1; }

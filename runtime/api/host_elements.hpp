@@ -55,7 +55,7 @@ auto* block_scale_row(const KvFormat& format, const BasicTensorView<Void>& scale
   return static_cast<Byte*>(scales.data) +
          (b * scales.stride[0] + h * scales.stride[1] + row * scales.stride[2]) * size_of(format.scale_type);
 }
-/// Of a key's scale.
+/// Where a key's scale is, in elements.
 template <class Float>
 std::int64_t offset_of_scale(const BasicScaleView<Float>& scales, std::int64_t b, std::int64_t page,
                              std::int64_t h, std::int64_t row) {

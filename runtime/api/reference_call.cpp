@@ -11,6 +11,7 @@
 
 #include "api/host_elements.hpp"
 #include "call/arguments.hpp"
+#include "call/backward_jvp_arguments.hpp"
 #include "call/captures.hpp"
 #include "call/jvp_arguments.hpp"
 #include "call/tensor_checks.hpp"
@@ -223,7 +224,7 @@ reference::Captured captured(const Capture& capture, ElementType type) {
 /// Q as the reference takes it. Packed rows have their sequence's scale.
 std::vector<double> gather_q(const AttentionSpec& spec, const ForwardArgs& args) {
   std::vector<double> values = gather(spec.q_type(), args.q);
-  if (!spec.q_codes) return values;
+  if (!spec.prologue.q_codes) return values;
   const AttentionShape shape = shape_of(spec, args);
   const auto [batch, heads, rows, dim] = args.q.size;
   for (std::int64_t i = 0; i < batch * heads * rows; ++i) {
@@ -247,7 +248,7 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
   const AttentionShape shape = check_arguments(spec, args);
   const AttentionSpec normalized = spec.normalized();
   const std::vector<expr::Declaration> declared =
-      expr::declarations(normalized.score, normalized.mask, normalized.epilogue.out_mod);
+      expr::declarations(normalized.score, normalized.mask, normalized.epilogue.out_mod, normalized.prologue);
   check_captures(declared, args.captures, pass);
 
   Missing missing;
@@ -353,15 +354,11 @@ void reference_forward(const AttentionSpec& spec, const ForwardArgs& args) {
             problem.cu_seqlens_q.empty() ? args.out_before_mod.size[2] : problem.cu_seqlens_q.back());
 }
 
-void reference_backward(const AttentionSpec& spec, const BackwardArgs& args) {
-  reference::Problem problem = problem_of(spec, args, Pass::backward);
-  problem.dout = gather(spec.dtype, args.dout);
-  if (!spec.score.is_weight()) {
-    problem.out = gather(spec.dtype, args.out);
-    problem.lse = gather_rows(args, args.lse);
-  }
-  if (args.dlse) problem.dlse = gather_rows(args, args.dlse);
-  const reference::Backward result = reference::backward(problem);
+namespace {
+
+/// Stores dQ, dK, dV and the gradients of captures and sinks, or their tangents.
+void store_gradients(const AttentionSpec& spec, const BackwardArgs& args, const reference::Problem& problem,
+                     const reference::Backward& result) {
   const auto store = [&](std::vector<double> grad, const TensorView& to,
                          const std::vector<std::int32_t>& offsets) {
     if (spec.partial.add_grads) {
@@ -377,6 +374,44 @@ void reference_backward(const AttentionSpec& spec, const BackwardArgs& args) {
   for (std::size_t i = 0; i < result.captures.size(); ++i) add(result.captures[i], args.captures[i].grad);
 }
 
+/// A captured tensor's tangents, empty where it has none.
+std::vector<double> capture_tangent(const reference::Captured& captured, const float* tangent) {
+  return tangent ? std::vector<double>(tangent, tangent + captured.values.size()) : std::vector<double>();
+}
+
+}  // namespace
+
+void reference_backward(const AttentionSpec& spec, const BackwardArgs& args) {
+  reference::Problem problem = problem_of(spec, args, Pass::backward);
+  problem.dout = gather(spec.dtype, args.dout);
+  if (!spec.score.is_weight()) {
+    problem.out = gather(spec.saved_out_type(), args.out);
+    problem.lse = gather_rows(args, args.lse);
+  }
+  if (args.dlse) problem.dlse = gather_rows(args, args.dlse);
+  store_gradients(spec, args, problem, reference::backward(problem));
+}
+
+void reference_backward_jvp(const AttentionSpec& spec, const BackwardJvpArgs& args) {
+  reference::Problem problem = problem_of(spec, args, Pass::backward_jvp);
+  const auto tangent_of = [&](const ConstTensorView& tangent) {
+    return tangent.data ? gather(spec.dtype, tangent) : std::vector<double>();
+  };
+  problem.dout = gather(spec.dtype, args.dout);
+  problem.q_tangent = tangent_of(args.q_tangent);
+  problem.k_tangent = tangent_of(args.k_tangent);
+  problem.v_tangent = tangent_of(args.v_tangent);
+  problem.dout_tangent = tangent_of(args.dout_tangent);
+  if (args.dlse) problem.dlse = gather_rows(args, args.dlse);
+  if (args.dlse_tangent) problem.dlse_tangent = gather_rows(args, args.dlse_tangent);
+  if (args.sinks_tangent)
+    problem.sinks_tangent.assign(args.sinks_tangent, args.sinks_tangent + problem.shape.heads_q);
+  for (std::size_t i = 0; i < args.capture_tangents.size(); ++i)
+    problem.capture_tangents.push_back(
+        capture_tangent(problem.captures[i], args.captures[i].grad ? args.capture_tangents[i] : nullptr));
+  store_gradients(spec, args, problem, reference::backward_jvp(problem));
+}
+
 void reference_jvp(const AttentionSpec& spec, const JvpArgs& args) {
   reference::Problem problem = problem_of(spec, args, Pass::jvp);
   const auto tangent_of = [&](const ConstTensorView& tangent) {
@@ -387,11 +422,8 @@ void reference_jvp(const AttentionSpec& spec, const JvpArgs& args) {
   problem.v_tangent = tangent_of(args.v_tangent);
   if (args.sinks_tangent)
     problem.sinks_tangent.assign(args.sinks_tangent, args.sinks_tangent + problem.shape.heads_q);
-  for (std::size_t i = 0; i < args.captures.size(); ++i) {
-    const float* tangent = args.captures[i].grad;
-    problem.capture_tangents.emplace_back();
-    if (tangent) problem.capture_tangents[i].assign(tangent, tangent + problem.captures[i].values.size());
-  }
+  for (std::size_t i = 0; i < args.captures.size(); ++i)
+    problem.capture_tangents.push_back(capture_tangent(problem.captures[i], args.captures[i].grad));
   const reference::Jvp result = reference::jvp(problem);
   const std::int64_t rows = written_rows(args, problem.cu_seqlens_q, args.out);
   scatter(spec.out_type(), result.out, args.out, rows);

@@ -28,6 +28,10 @@ void Runtime::jvp(const AttentionSpec& spec, const JvpArgs& args, Stream stream)
   impl_->jvp(spec, args, stream);
 }
 
+void Runtime::backward_jvp(const AttentionSpec& spec, const BackwardJvpArgs& args, Stream stream) {
+  impl_->backward_jvp(spec, args, stream);
+}
+
 void Runtime::append(const AttentionSpec& spec, const AppendArgs& args, Stream stream) {
   impl_->append(spec, args, stream);
 }
@@ -71,6 +75,11 @@ std::size_t Runtime::workspace_bytes(const BackwardArgs& args, const AttentionSp
 std::size_t Runtime::workspace_bytes(const JvpArgs& args, const AttentionSpec& given) {
   const AttentionSpec spec = spec_of(args, given);
   return workspace_bytes(spec, shape_of(spec, args), Pass::jvp);
+}
+
+std::size_t Runtime::workspace_bytes(const BackwardJvpArgs& args, const AttentionSpec& given) {
+  const AttentionSpec spec = spec_of(args, given);
+  return workspace_bytes(spec, shape_of(spec, args), Pass::backward_jvp);
 }
 
 std::size_t Runtime::list_bytes(const KernelSpec& spec, const AttentionShape& shape) {

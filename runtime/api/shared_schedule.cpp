@@ -22,7 +22,7 @@ std::vector<RowChunk> chunks_of(const SharedSequence& s, int rank, int ranks) {
 
 namespace {
 
-/// Of a segment of queries and one of keys, in the same document of `length` rows.
+/// A call for a segment of queries and one of keys, in the same document of `length` rows.
 std::optional<SharedCall> call_of(const SharedSequence& s, const expr::KeyBounds& bounds, std::int64_t length,
                                   std::size_t segment, const RowChunk& q, RowChunk kv) {
   const auto as_int = [](std::int64_t x) { return static_cast<int>(x); };

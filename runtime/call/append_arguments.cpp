@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numbers>
 #include <string>
 
@@ -13,7 +12,6 @@
 namespace flashjit {
 namespace {
 
-constexpr std::int64_t kMaxInt = std::numeric_limits<int>::max();
 constexpr int kRopeStep = 16;
 
 bool rotates(const RopeView& rope) { return rope.cos || rope.sin || rope.theta != 0; }

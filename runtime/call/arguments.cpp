@@ -4,9 +4,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "call/block_scales.hpp"
+#include "call/row_mods.hpp"
+#include "call/skip_softmax.hpp"
 #include "call/tensor_checks.hpp"
 #include "plan/workspace.hpp"
 #include "support/refuse.hpp"
@@ -14,7 +15,6 @@
 namespace flashjit {
 namespace {
 
-constexpr std::int64_t kMaxInt = std::numeric_limits<int>::max();
 constexpr std::uintptr_t kWorkspaceAlignment = 256;
 constexpr std::uintptr_t kRngStateAlignment = 16;
 
@@ -65,7 +65,7 @@ void check_packed(const AttentionSpec& spec, const Packed& packed, std::int64_t 
            packed.tensor, rows);
 }
 
-/// Of a cache only the queries may be packed.
+/// With a cache only the queries may be packed.
 template <class Args>
 void check_cached_sequences(const AttentionSpec& spec, const Args& args) {
   if (args.cu_seqlens_kv)
@@ -248,7 +248,7 @@ AttentionShape shape_of_any(const AttentionSpec& spec, const Args& args) {
   return shape;
 }
 
-/// Of a cache, k and v have as many pages or slots as k.
+/// With a cache, k and v have as many pages or slots as k.
 template <class Args>
 Expected expected_sizes(const AttentionSpec& spec, const Args& args) {
   Expected sizes = expected_sizes(spec, stored_shape(args));
@@ -258,11 +258,11 @@ Expected expected_sizes(const AttentionSpec& spec, const Args& args) {
   return sizes;
 }
 
-/// The tensors of both passes; O is written by one, also as fp32, and read by the other.
+/// The tensors of both passes; O is written by one and read by the other, also as fp32.
 template <class Args>
 void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expected& sizes) {
   constexpr bool kForward = std::is_same_v<Args, ForwardArgs>;
-  const int out_size = size_of(kForward ? spec.out_type() : spec.dtype);
+  const DType out_type = kForward ? spec.out_type() : spec.saved_out_type();
   check_tensor("q", args.q, sizes.q, size_of(spec.q_type()), Access::read);
   check_kv_tensor("k", args.k, sizes.k, spec.stored_k(), spec.kv.k_format, Access::read);
   check_kv_tensor("v", args.v, sizes.v, spec.stored_v(), spec.kv.v_format, Access::read);
@@ -275,8 +275,8 @@ void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expect
   check_type("q", args.q, spec.q_type());
   if (!kForward && spec.score.is_weight() && spec.epilogue.out_mod.empty() && !args.out.data)
     return;  // dS has no D
-  check_tensor("out", args.out, sizes.out, out_size, kForward ? Access::write : Access::read);
-  check_type("out", args.out, kForward ? spec.out_type() : spec.dtype);
+  check_tensor("out", args.out, sizes.out, size_of(out_type), kForward ? Access::write : Access::read);
+  check_type("out", args.out, out_type);
 }
 
 template <class Args>
@@ -293,11 +293,12 @@ void check_apart(const AttentionSpec& spec, const ForwardArgs& args) {
 }
 
 void check_apart(const AttentionSpec& spec, const BackwardArgs& args) {
-  const int of_grads = size_of(spec.grad_type()), of_out = size_of(spec.dtype);
+  const int of_grads = size_of(spec.grad_type()), of_out = size_of(spec.saved_out_type());
   const std::array written = {Placed{"dq", args.dq, of_grads}, Placed{"dk", args.dk, of_grads},
                               Placed{"dv", args.dv, of_grads}};
   const auto [q, k, v] = placed_qkv(spec, args);
-  const std::array read = {q, k, v, Placed{"out", args.out, of_out}, Placed{"dout", args.dout, of_out}};
+  const std::array read = {q, k, v, Placed{"out", args.out, of_out},
+                           Placed{"dout", args.dout, size_of(spec.dtype)}};
   check_apart(written, read);
 }
 
@@ -360,6 +361,7 @@ void refuse_lse_of_weights(const AttentionSpec& spec, const char* name, const fl
 template <class Args>
 void check_shared(const AttentionSpec& spec, const AttentionShape& shape, const Args& args) {
   refuse_lse_of_weights(spec, "lse", args.lse);
+  check_modified_rows(spec, shape, args.q, args.k);
   check_key_lists(spec, shape, args.q.size[2], args.indices);
   check_rows("lse", args.lse, args.lse_strides, rows_of(args.q),
              std::is_same_v<Args, ForwardArgs> ? Access::write : Access::read);
@@ -427,13 +429,14 @@ void take_common(AttentionSpec& spec, const Args& args, DType dtype) {
 
 AttentionSpec spec_of(const ForwardArgs& args, AttentionSpec spec) {
   const DType q = type_of("q", args.q), out = type_of("out", args.out);
-  spec.q_codes |= size_of(q) == 1;
-  // Of quantized Q, O tells the type; in fp32 it may be that of a part.
+  spec.prologue.q_codes |= size_of(q) == 1;
+  // With quantized Q, O tells the type; in fp32 O may be a part of a larger problem.
   const DType of_codes = out == DType::fp32 ? spec.dtype : out;
-  take_common(spec, args, spec.q_codes ? of_codes : q);
+  take_common(spec, args, spec.prologue.q_codes ? of_codes : q);
   spec.partial.fp32_out |= out == DType::fp32 && spec.dtype != DType::fp32;
   spec.kv.key_scales |= spec.kv.quantized() && (has_key_scales(args.k_scale) || has_key_scales(args.v_scale));
   spec.epilogue.row_max |= args.row_max != nullptr;
+  spec.epilogue.skip_softmax |= args.skip_softmax_threshold.has_value();
   spec.kv.shared_prefix |= args.prefix_length != nullptr;
   spec.kv.shared_kv |= args.k.data && args.v.data == args.k.data && args.v.stride == args.k.stride &&
                        args.v.size[3] <= args.k.size[3] && !spec.has_scales() &&
@@ -445,6 +448,7 @@ AttentionSpec spec_of(const ForwardArgs& args, AttentionSpec spec) {
 AttentionSpec spec_of(const BackwardArgs& args, AttentionSpec spec) {
   const DType dtype = type_of("q", args.q);
   take_common(spec, args, dtype);
+  spec.partial.fp32_out |= args.out.dtype == DType::fp32 && dtype != DType::fp32;
   spec.partial.fp32_grads |= type_of("dq", args.dq) == DType::fp32 && dtype != DType::fp32;
   return spec;
 }
@@ -464,6 +468,7 @@ AttentionShape check_arguments(const AttentionSpec& spec, const ForwardArgs& arg
   check_page_table(spec, shape, "k", args.k, args.page_table);
   check_row_max(spec, shape, args);
   check_out_before_mod(spec, args, sizes.out);
+  check_skip_softmax(spec, args);
   check_prefix(spec, shape, args.prefix_length);
   check_scales("k_scale", spec, spec.kv.k_format, shape, args.k, args.k_scale);
   if (!spec.kv.shared_kv)
@@ -552,6 +557,7 @@ std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {
                               {"page_table.starts", args.page_table.starts},
                               {"row_max", args.row_max},
                               {"out_before_mod", memory_of(args.out_before_mod)},
+                              {"skip_softmax_counts", args.skip_softmax_counts},
                               {"prefix_length", args.prefix_length},
                               {"state.out", memory_of(args.partial.state.out)},
                               {"state.lse", args.partial.state.lse},

@@ -18,11 +18,11 @@ namespace flashjit {
 /// Spec, shape and device of a call, as a view of the caller's spec.
 struct CallKeyView {
   std::array<std::int64_t, 10> numbers;
-  std::string_view score, mask, out_mod;
+  std::string_view score, mask, out_mod, q_mod, k_mod;
 
   CallKeyView(std::array<std::int64_t, 10> numbers_, std::string_view score_, std::string_view mask_,
-              std::string_view out_mod_)
-      : numbers(numbers_), score(score_), mask(mask_), out_mod(out_mod_) {}
+              std::string_view out_mod_, std::string_view q_mod_, std::string_view k_mod_)
+      : numbers(numbers_), score(score_), mask(mask_), out_mod(out_mod_), q_mod(q_mod_), k_mod(k_mod_) {}
   CallKeyView(const AttentionSpec& spec, Pass pass, const AttentionShape& shape, int device)
       : numbers{flags(spec, pass),
                 two(spec.head_dim, spec.v_dim()),
@@ -36,12 +36,15 @@ struct CallKeyView {
                 formats(spec.kv)},
         score(spec.score.text()),
         mask(spec.mask.text()),
-        out_mod(spec.epilogue.out_mod.text()) {
+        out_mod(spec.epilogue.out_mod.text()),
+        q_mod(spec.prologue.q_mod.text()),
+        k_mod(spec.prologue.k_mod.text()) {
     // A field that is added to the spec does not compile here until it is in the key, too.
     [[maybe_unused]] const auto& [dtype, head_dim, head_dim_v, score_program, mask_program, dropout, kv,
-                                  block_map, deterministic, varlen, sinks, batch_invariant, q_codes, indices,
-                                  partial, epilogue] = spec;
-    [[maybe_unused]] const auto& [row_max, out_program] = epilogue;
+                                  block_map, deterministic, varlen, sinks, batch_invariant, indices, partial,
+                                  epilogue, prologue] = spec;
+    [[maybe_unused]] const auto& [row_max, out_program, skip_softmax] = epilogue;
+    [[maybe_unused]] const auto& [q_codes, q_program, k_program] = prologue;
     [[maybe_unused]] const auto& [fp32_out, fp32_grads, add_grads, dropout_place, running_state] = partial;
     [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix, k_format, v_format, key_scales] =
         kv;
@@ -75,7 +78,7 @@ struct CallKeyView {
                                 f.book.empty() ? 0 : XXH3_64bits(f.book.data(), f.book.size() * 4));
   }
   static constexpr bool means_nothing(std::size_t option, Pass pass) {
-    return plan::kSpecOptions[option].text == "det" && pass != Pass::backward;
+    return plan::kSpecOptions[option].text == "det" && !gives_gradients(pass);
   }
   static std::int64_t two(int high, int low) {
     return static_cast<std::int64_t>(static_cast<std::uint64_t>(static_cast<std::uint32_t>(high)) << 32 |
@@ -86,11 +89,16 @@ struct CallKeyView {
 /// The same, owning its text: what the table keeps.
 struct CallKey {
   explicit CallKey(const CallKeyView& view)
-      : numbers(view.numbers), score(view.score), mask(view.mask), out_mod(view.out_mod) {}
-  operator CallKeyView() const { return {numbers, score, mask, out_mod}; }
+      : numbers(view.numbers),
+        score(view.score),
+        mask(view.mask),
+        out_mod(view.out_mod),
+        q_mod(view.q_mod),
+        k_mod(view.k_mod) {}
+  operator CallKeyView() const { return {numbers, score, mask, out_mod, q_mod, k_mod}; }
 
   std::array<std::int64_t, 10> numbers;
-  std::string score, mask, out_mod;
+  std::string score, mask, out_mod, q_mod, k_mod;
 };
 
 struct CallKeyHash {
@@ -100,6 +108,8 @@ struct CallKeyHash {
     if (!key.mask.empty()) hash = XXH3_64bits_withSeed(key.mask.data(), key.mask.size(), hash);
     if (!key.score.empty()) hash = XXH3_64bits_withSeed(key.score.data(), key.score.size(), ~hash);
     if (!key.out_mod.empty()) hash = XXH3_64bits_withSeed(key.out_mod.data(), key.out_mod.size(), hash + 1);
+    if (!key.q_mod.empty()) hash = XXH3_64bits_withSeed(key.q_mod.data(), key.q_mod.size(), hash + 2);
+    if (!key.k_mod.empty()) hash = XXH3_64bits_withSeed(key.k_mod.data(), key.k_mod.size(), hash + 3);
     return hash;
   }
 };

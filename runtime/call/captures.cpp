@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "call/tensor_checks.hpp"
 #include "support/overflow.hpp"
 #include "support/refuse.hpp"
 
@@ -18,9 +19,6 @@ namespace flashjit {
 namespace {
 
 using expr::Declaration;
-
-constexpr std::int64_t kMaxOffset = std::int64_t{1} << 62;  // elements
-constexpr std::int64_t kMaxSize = std::numeric_limits<std::int32_t>::max();
 
 std::string list(std::span<const Declaration> declared) {
   std::vector<std::string> texts;
@@ -80,7 +78,7 @@ void check_scalar(const Declaration& d, const Capture& c) {
 void check_sizes(const Declaration& d, const Capture& c) {
   std::int64_t extent = 0;
   for (int i = 0; i < c.rank; ++i) {
-    if (c.size[i] < 1 || c.size[i] > kMaxSize)
+    if (c.size[i] < 1 || c.size[i] > kMaxInt)
       refuse("{} has size {} in dimension {} of [{}]: give 1 to 2^31 - 1.", d.name, c.size[i], i,
              fmt::join(c.size.begin(), c.size.begin() + c.rank, ", "));
     if (c.size[i] == 1) continue;

@@ -13,7 +13,7 @@ namespace flashjit {
 /// Throws Error(invalid_argument) unless every declared name has one value that fits, and no other name has.
 void check_captures(std::span<const expr::Declaration> declared, std::span<const Capture> given, Pass pass);
 
-/// Of captures that were checked. Gradients are handed on in the backward pass alone.
+/// Takes captures that were checked. Gradients are handed on in the backward pass alone.
 void set_captures(Params& params, std::span<const expr::Declaration> declared, std::span<const Capture> given,
                   Pass pass);
 

@@ -12,8 +12,6 @@
 namespace flashjit {
 namespace {
 
-constexpr std::int64_t kMaxOffset = std::int64_t{1} << 62;  // elements
-constexpr std::int64_t kMaxInt = std::numeric_limits<int>::max();
 constexpr const char* kDimensions[] = {"batch", "heads", "length", "head_dim"};
 
 bool aligned(const void* pointer, std::uintptr_t alignment) {
@@ -310,9 +308,9 @@ void check_scales(const char* name, const AttentionSpec& spec, const KvFormat& f
 }
 
 void check_q_scale(const AttentionSpec& spec, const AttentionShape& shape, const ConstScaleView& scales) {
-  if (!spec.q_codes) {
+  if (!spec.prologue.q_codes) {
     if (scales.data)
-      refuse("q_scale is given, but Q is {}, which has no scales: set spec.q_codes or leave it out.",
+      refuse("q_scale is given, but Q is {}, which has no scales: set spec.prologue.q_codes or leave it out.",
              to_string(spec.dtype));
     return;
   }

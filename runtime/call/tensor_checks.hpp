@@ -13,6 +13,8 @@
 
 namespace flashjit {
 
+/// The most that a kernel's int holds, and that an offset of elements may be.
+inline constexpr std::int64_t kMaxInt = std::numeric_limits<int>::max(), kMaxOffset = std::int64_t{1} << 62;
 /// The owner of the rows of a page.
 inline constexpr const char* kPageSize = "spec.kv.page_size";
 /// The size that a dimension must have, and where it comes from: a tensor's name, or null for the spec.
@@ -94,7 +96,7 @@ void check_heads(const AttentionShape& shape);
 /// slots.
 void check_scales(const char* name, const AttentionSpec& spec, const KvFormat& format,
                   const AttentionShape& shape, const ConstTensorView& k, const ConstScaleView& scales);
-/// That of Q, with spec.q_codes.
+/// That of Q, with spec.prologue.q_codes.
 void check_q_scale(const AttentionSpec& spec, const AttentionShape& shape, const ConstScaleView& scales);
 
 /// `rows_q`: of a sequence's queries, or of all where they are packed.

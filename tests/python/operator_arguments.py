@@ -7,7 +7,7 @@ NOTHING = {"str": "", "float": 0.0, "int": 0, "SymInt": 0, "bool": False}
 
 
 def arguments_of_forward(q, k, v, **given):
-    """Of torch.ops.flashjit.attention_forward: what is not given is as in a call without it."""
+    """Arguments of torch.ops.flashjit.attention_forward: all that are not given are as in a call without them."""
     given = {"q": q, "k": k, "v": v, **given}
 
     def value(argument):

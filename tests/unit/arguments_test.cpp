@@ -699,6 +699,15 @@ TEST(Arguments, ATypeOfAViewIsTheSpecs) {
               "the spec needs bf16");
   EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.out.dtype = DType::fp32; }), "out is fp32");
   EXPECT_SAYS(backward_refusal([](auto&, auto& args) { args.dk.dtype = DType::fp32; }), "dk is fp32");
+  EXPECT_SAYS(backward_refusal([](auto&, auto& args) { args.out.dtype = DType::fp32; }), "out is fp32");
+  const auto in_fp32 = [](DType out) {
+    return backward_refusal([out](auto& s, auto& args) {
+      s.partial.fp32_out = true;
+      args.out.dtype = out;
+    });
+  };
+  EXPECT_EQ(in_fp32(DType::fp32), "accepted");
+  EXPECT_SAYS(in_fp32(DType::bf16), "out is bf16", "the spec needs fp32");
 }
 
 TEST(Arguments, PackedHeadsAreRowsOfOneHead) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "autotune/inputs.hpp"
 #include "plan/tiles.hpp"
 #include "reference/inputs.hpp"
 
@@ -11,7 +12,6 @@ namespace {
 constexpr std::int64_t kMostCells = 256;  // a side
 constexpr std::int64_t kFinest = 16;      // no tile is smaller
 constexpr int kSamples = 4;               // pairs asked in a cell
-constexpr std::uint64_t kSeed = 1;        // of captures, as the tuner measures with
 
 std::int64_t step_of(std::int64_t length) {
   const std::int64_t least = (length + kMostCells - 1) / kMostCells;
@@ -33,7 +33,7 @@ class MaskProbe {
   MaskProbe(const AttentionSpec& spec, const AttentionShape& shape)
       : mask_only_(without_score(spec)),
         shape_(shape),
-        captures_(reference::plausible_captures(mask_only_, shape, kSeed)),
+        captures_(reference::plausible_captures(mask_only_, shape, kInputSeed)),
         programs_(mask_only_, captures_) {}
 
   bool any(const Cell& cell) const {

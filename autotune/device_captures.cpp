@@ -12,7 +12,7 @@ DeviceCaptures::DeviceCaptures(const std::shared_ptr<const device::Driver>& driv
     : values_(captures.size()), grads_(captures.size()) {
   for (const reference::Captured& captured : captures) names_.push_back(captured.name);
   const std::vector<expr::Declaration> declared =
-      expr::declarations(spec.score, spec.mask, spec.epilogue.out_mod);
+      expr::declarations(spec.score, spec.mask, spec.epilogue.out_mod, spec.prologue);
   for (std::size_t i = 0; i < captures.size(); ++i) {
     const reference::Captured& captured = captures[i];
     const auto d = std::ranges::find(declared, captured.name, &expr::Declaration::name);

@@ -31,7 +31,6 @@ constexpr std::size_t kPatternElements = std::size_t{1} << 20;
 constexpr std::size_t kPatternStep =
     7919;  // elements from one tensor's start in the pattern to the next one's
 constexpr std::size_t kMostSets = 64;
-constexpr std::uint64_t kSeed = 1;    // of sinks and captures
 constexpr double kMemoryShare = 0.8;  // of the free memory, for inputs
 // The clock is judged from bursts of launches. It is steady when two halves of kSteadyMs, within which a
 // power limit acts, or of as many bursts as there may be, take times that differ by less than kSteady.
@@ -138,7 +137,7 @@ class Inputs {
     for (std::size_t i = 0; i < count; ++i) sets_.push_back(make_set(pattern, kv_pattern, backward));
     if (problem_.spec.kv.is_paged())
       page_table_ = device::upload(
-          driver_, reference::shuffled_pages(problem_.shape.batch * pages_of_sequence(problem_), kSeed),
+          driver_, reference::shuffled_pages(problem_.shape.batch * pages_of_sequence(problem_), kInputSeed),
           stream_);
     if (problem_.spec.kv.has_lengths()) {
       kv_lengths_ =
@@ -157,7 +156,7 @@ class Inputs {
       cu_seqlens_kv_ = device::upload(driver_, equal_offsets(problem_.shape.seqlen_kv), stream_);
     }
     if (problem_.spec.sinks) {
-      const std::vector<double> sinks = reference::random_sinks(problem_.shape.heads_q, kSeed);
+      const std::vector<double> sinks = reference::random_sinks(problem_.shape.heads_q, kInputSeed);
       sinks_ = device::upload(driver_, std::vector<float>(sinks.begin(), sinks.end()), stream_);
       dsinks_ = DeviceBuffer(driver_, sinks_.bytes(), stream_);
       dsinks_.fill(0);
@@ -167,7 +166,7 @@ class Inputs {
       indices_ = device::upload(
           driver_,
           reference::random_indices(shape.batch * shape.seqlen_q * shape.heads_kv,
-                                    reference::plausible_top_k(shape.seqlen_kv), shape.seqlen_kv, kSeed),
+                                    reference::plausible_top_k(shape.seqlen_kv), shape.seqlen_kv, kInputSeed),
           stream_);
     }
     scales_ = device::upload(driver_, std::vector<float>(sizes_.scales, 1.0f), stream_);
@@ -175,8 +174,9 @@ class Inputs {
       block_scales_ = DeviceBuffer(driver_, sizes_.block_scales, stream_);
       block_scales_.fill(0);
     }
-    captures_ = DeviceCaptures(driver_, problem_.spec,
-                               reference::plausible_captures(problem_.spec, problem_.shape, kSeed), stream_);
+    captures_ =
+        DeviceCaptures(driver_, problem_.spec,
+                       reference::plausible_captures(problem_.spec, problem_.shape, kInputSeed), stream_);
     if (backward) run_forward(device, options.runtime);
   }
 
@@ -223,7 +223,7 @@ class Inputs {
     const auto random_kv = [&](std::size_t bytes) {
       return random_of(bytes, kv_pattern, problem_.spec.kv_type());
     };
-    TensorSet set{problem_.spec.q_codes ? random_kv(sizes_.q) : random(sizes_.q),
+    TensorSet set{problem_.spec.prologue.q_codes ? random_kv(sizes_.q) : random(sizes_.q),
                   random_kv(sizes_.k),
                   random_kv(sizes_.v),
                   DeviceBuffer(driver_, sizes_.o),
@@ -361,7 +361,7 @@ class Inputs {
     const KvLayout& kv = problem_.spec.kv;
     args.k_block_scale = block_scale_view(kv.k_format, problem_.spec.head_dim, args.k);
     if (!kv.shared_kv) args.v_block_scale = block_scale_view(kv.v_format, problem_.spec.v_dim(), args.v);
-    if (problem_.spec.q_codes)
+    if (problem_.spec.prologue.q_codes)
       args.q_scale = ConstScaleView::of_tensor(static_cast<const float*>(scales_.data()));
     return args;
   }

@@ -11,7 +11,7 @@
 
 namespace flashjit::autotune {
 
-/// Of the Runtimes that candidates are compiled with: they keep nothing on disk and log nothing.
+/// Options of the Runtimes that compile candidates: they keep nothing on disk and log nothing.
 RuntimeOptions candidate_options();
 
 struct MeterOptions {

@@ -13,7 +13,6 @@ namespace flashjit::autotune {
 namespace {
 
 constexpr std::int64_t kSampledRows = 256;
-constexpr std::uint64_t kSeed = 1;  // of captures, as the tuner measures with
 
 std::int64_t keys_by_map(const BlockPattern& map, BlockSize block, std::int64_t q, std::int64_t visible) {
   std::int64_t keys = 0;
@@ -26,7 +25,7 @@ std::int64_t keys_by_map(const BlockPattern& map, BlockSize block, std::int64_t 
 /// Pairs of all batches and heads; of rows that are alike in each.
 double prefix_pairs(const KernelSpec& spec, const AttentionShape& shape, const BlockPattern& map) {
   double pairs = 0;
-  const std::vector<Range> keys =
+  const std::vector<flashjit::Range> keys =
       plan::keys_of_tiles(spec, shape, 1);  // of no mask or a causal one: a prefix
   for (std::int64_t q = 0; q < shape.seqlen_q; ++q) {
     const std::int64_t visible = std::max(keys[static_cast<std::size_t>(q)].end, 0);
@@ -40,7 +39,7 @@ double prefix_pairs(const KernelSpec& spec, const AttentionShape& shape, const B
 double sampled_pairs(KernelSpec spec, const AttentionShape& shape, const BlockPattern& map) {
   constexpr double kGoldenRatio = 0.6180339887498949;
   spec.score = {};
-  const auto captures = reference::plausible_captures(spec, shape, kSeed);
+  const auto captures = reference::plausible_captures(spec, shape, kInputSeed);
   const reference::Programs programs(spec, captures);
   const std::int64_t rows = shape.batch * shape.heads_q * shape.seqlen_q;
   const std::int64_t samples = std::min(rows, kSampledRows);

@@ -1,6 +1,7 @@
 // What is measured with: plausible inputs for what a spec leaves to the call, and the work that a call is.
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "flashjit/patterns.hpp"
@@ -8,6 +9,8 @@
 
 namespace flashjit::autotune {
 
+/// Seeds inputs that a spec leaves to the call, where it is measured and its tiles are counted.
+inline constexpr std::uint64_t kInputSeed = 1;
 /// Share of the blocks that attend when a spec with a block map is measured.
 inline constexpr double kDefaultMapDensity = 0.25;
 /// Dropout probability that a spec with dropout is measured with.

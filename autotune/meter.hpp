@@ -20,7 +20,7 @@ struct Comparison {
 /// What is launched, in rounds of the reference (0) and the candidates (1, 2, ...): back and forth, 0 1 2 2 1
 /// 0 0 1 2 ..., so that over two rounds a clock that falls steadily slows all alike.
 std::vector<std::size_t> launch_order(std::size_t candidates, int rounds);
-/// Of the times of launches in that order; a ratio is the median over every two rounds.
+/// Takes the times of launches in that order; a ratio is the median over every two rounds.
 Comparison compare_times(const std::vector<double>& ms, std::size_t candidates);
 
 class Meter {

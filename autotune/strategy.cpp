@@ -26,7 +26,8 @@ double squared_distance(const TileConfig& a, const TileConfig& b) {
          square(0.8 * octaves(a.warps, b.warps)) + square(0.6 * (a.stages - b.stages)) +
          square(0.8 * (a.q_in_registers - b.q_in_registers)) + square(1.0 * (a.d_split - b.d_split)) +
          square(0.6 * (a.min_blocks - b.min_blocks)) + square(1.2 * (a.split - b.split)) +
-         square(1.2 * (a.pack_gqa - b.pack_gqa)) + square(0.6 * (a.tma - b.tma));
+         square(1.2 * (a.pack_gqa - b.pack_gqa)) + square(0.6 * (a.tma - b.tma)) +
+         square(1.2 * (a.decode_cache - b.decode_cache));
 }
 
 double covariance(const TileConfig& a, const TileConfig& b) {
@@ -67,7 +68,7 @@ double dot(const std::vector<double>& a, const std::vector<double>& b) {
   return sum;
 }
 
-/// Of a normal variable, how far below `best` it is expected to come, counting 0 where it does not.
+/// How far below `best` a normal variable is expected to come, counting 0 where it does not.
 double expected_improvement(double best, double mean, double deviation) {
   const double z = (best - mean) / deviation;
   const double density = std::exp(-z * z / 2) / std::sqrt(2 * std::numbers::pi);

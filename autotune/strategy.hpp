@@ -13,7 +13,7 @@ namespace flashjit::autotune {
 /// best time by. A pure function of its arguments; of equal candidates the first wins.
 class Strategy {
  public:
-  /// Of each candidate its configuration and predicted time, which is above 0.
+  /// Each candidate has a configuration and a predicted time, which is above 0.
   Strategy(std::vector<TileConfig> configs, const std::vector<double>& predicted_ms);
 
   void measured(std::size_t candidate, double ms);

@@ -398,7 +398,7 @@ class Search {
     for (plan::Timing& timing : others_) timing.ms *= factor;
   }
 
-  /// Of what was measured, and not so long ago that a forced run doubts it.
+  /// The best time measured; in a forced run, of configurations that it has settled.
   double best_ms() const {
     double best = 0;
     for (std::size_t i = 0; i < order_.size(); ++i) {
@@ -459,8 +459,8 @@ class Search {
     }
   }
 
-  /// Of those that no final has measured, beside the reference: at first the fastest few, what was best
-  /// before, and the heuristic's choice; then only who looks faster than the finalists.
+  /// Candidates that no final has measured, beside the reference: at first the fastest few, the leads of
+  /// earlier records, and the heuristic's choice; then only candidates that look faster than the finalists.
   std::vector<std::size_t> contenders() const {
     const bool first = finalists_.empty();
     double limit = kContender * least_ms(timings_);

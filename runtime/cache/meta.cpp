@@ -33,6 +33,7 @@ Json entry_json(const plan::Entry& entry) {
           {"hot", entry.hot},
           {"tensor_maps", entry.tensor_maps},
           {"params", entry.params},
+          {"problem", entry.problem},
           {"persistent", entry.persistent}};
 }
 
@@ -67,6 +68,7 @@ plan::Entry parse_entry(const Json& json) {
           .hot = json.at("hot").get<bool>(),
           .tensor_maps = json.at("tensor_maps").get<bool>(),
           .params = json.value("params", plan::Entry{}.params),  // which older caches and packs leave out
+          .problem = json.value("problem", plan::Entry{}.problem),
           .persistent = json.at("persistent").get<bool>()};
 }
 

@@ -22,6 +22,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr int kOldestVersion = 1201;  // its ptxas knows st.async
+constexpr int kFullVersion = 1209;    // has a cache of its own, and --fdevice-syntax-only
 
 std::string install_advice() {
   return fmt::format(
@@ -187,6 +188,18 @@ std::string first_error_line(const std::string& log) {
   return log.empty() ? "its log is empty" : std::string(split(log, '\n').front());
 }
 
+/// A static member of Params that the code reads: one that the kernel lacks, for which NVRTC makes a variable
+/// of zeros. Lines that only declare such a variable do not count. Empty: none.
+std::string_view read_of_lacking_member(std::string_view ptx) {
+  constexpr std::string_view kMembers = "_ZN8flashjit6Params";
+  for (std::size_t at = ptx.find(kMembers); at != ptx.npos; at = ptx.find(kMembers, at + 1)) {
+    const std::size_t line = ptx.rfind('\n', at) + 1;
+    if (!ptx.substr(line).starts_with(".global "))
+      return ptx.substr(at, ptx.find_first_of("];+, \n", at) - at);
+  }
+  return {};
+}
+
 /// "13.0.88" from the comment "// Cuda compilation tools, release 13.0, V13.0.88"; nvrtcVersion() has no
 /// build.
 std::string full_version(const Api& api, int major, int minor) {
@@ -236,7 +249,7 @@ struct Compiler::Impl {
 
   // From 12.9 on NVRTC keeps a cache of its own, and answers from it without ptxas's report.
   std::vector<std::string> with_own_cache_off(std::vector<std::string> options) const {
-    if (version >= 1209) options.emplace_back("--no-cache");
+    if (version >= kFullVersion) options.emplace_back("--no-cache");
     return options;
   }
 
@@ -307,6 +320,13 @@ CompiledKernel Compiler::compile(const KernelSource& source) const {
     if (image.empty())
       throw Error(ErrorCode::compile_failed,
                   fmt::format("{} gave no machine code for {}", tag(), source.arch), kernel.log);
+    const std::string ptx = program.ptx();
+    if (const std::string_view member = read_of_lacking_member(ptx); !member.empty())
+      throw Error(
+          ErrorCode::internal,
+          fmt::format("a kernel of {} with {} reads {}, which runtime/plan/params_layout.cpp does not "
+                      "give it",
+                      to_string(source.spec), to_string(source.config), member));
   };
   add(*impl_->compile(source, others.empty() ? 0 : 1));
   for (auto& other : others) add(*other.get());
@@ -323,7 +343,10 @@ std::string Compiler::ptx(const KernelSource& source) const {
 
 void Compiler::check(const KernelSource& source) const {
   impl_->check_arch(source.arch);
-  impl_->compile(without_ptxas(source), 0, {"--device-debug"});
+  // Not --device-debug: once it was given, NVRTC optimises less for the rest of the process.
+  std::vector<std::string> front_end;
+  if (impl_->version >= kFullVersion) front_end.emplace_back("--fdevice-syntax-only");
+  impl_->compile(without_ptxas(source), 0, front_end);
 }
 
 std::vector<std::string> compile_options(const std::string& arch) {

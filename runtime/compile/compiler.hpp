@@ -27,7 +27,7 @@ class Compiler {
   CompiledKernel compile(const KernelSource& source) const;
   /// The PTX of all entries, for inspection.
   std::string ptx(const KernelSource& source) const;
-  /// Throws where compile() would find an error in the source, in a fourth of the time: nothing is optimised.
+  /// Throws where compile() would find an error in the source; from NVRTC 12.9 on in a tenth of the time.
   void check(const KernelSource& source) const;
 
   ~Compiler();

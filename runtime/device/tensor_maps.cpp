@@ -139,7 +139,7 @@ void encode_bias(const Driver& driver, CUtensorMap& map, const CaptureParam& ten
     return;
   ConstTensorView view{.data = tensor.data, .size = {1, 1, 1, 1}, .stride = {}};
   for (int i = 0; i < box.rank; ++i) {
-    // Of a dimension that repeats itself, kernels ask for the first.
+    // Kernels ask for the first index of a dimension that repeats itself.
     if (tensor.stride[i] == 0) continue;
     view.size[kRank - box.rank + i] = tensor.size[i];
     view.stride[kRank - box.rank + i] = tensor.stride[i];

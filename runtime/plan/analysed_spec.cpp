@@ -10,17 +10,24 @@ bool is_causal(const MaskProgram& mask) {
   return mask == causal(CausalAlignment::bottom_right) || mask == causal(CausalAlignment::top_left);
 }
 
+bool is_plain(const AttentionSpec& spec) {
+  return spec.score.empty() && spec.epilogue.out_mod.empty() && !spec.prologue.has_programs() &&
+         !spec.dropout && !spec.varlen && !spec.sinks && !spec.has_block_map() &&
+         (spec.mask.empty() || is_causal(spec.mask));
+}
+
 AnalysedSpec::AnalysedSpec(const KernelSpec& spec, const Checks& checks)
     : KernelSpec(spec.normalized()),
       checks(checks),
-      programs(expr::facts_of(score, mask, {.check_indices = checks.check_indices}, epilogue.out_mod)),
+      programs(
+          expr::facts_of(score, mask, {.check_indices = checks.check_indices}, epilogue.out_mod, prologue)),
       key_bounds(std::make_shared<expr::KeyBounds>(mask)),
       is_causal(plan::is_causal(mask)) {
   const bool backward = pass == Pass::backward;
   has_tile_lists = !indices && (has_block_map() || programs.mask.listed ||
                                 (backward && deterministic && programs.has_mask));
   has_capture_grads =
-      backward && score.tree() &&
+      gives_gradients(pass) && score.tree() &&
       std::ranges::any_of(expr::declarations_of(*score.tree()), &expr::Declaration::wants_grad);
 }
 

@@ -32,11 +32,12 @@ struct AnalysedSpec : KernelSpec {
   bool has_tile_lists = false;
   bool is_causal = false;          ///< the mask is a causal one, of either alignment
   bool has_capture_grads = false;  ///< the pass gives gradients to tensors that the score reads
-  /// Whether gradients of captured tensors are to be added up in one order.
-  bool orders_capture_grads() const {
-    const bool of_out = pass == Pass::backward && programs.out_mod_grads > 0;
-    return deterministic && (has_capture_grads || of_out);
+  /// Whether elements of O, Q or K add to gradients of captured tensors, which they do in any order.
+  bool adds_element_grads() const {
+    return pass == Pass::backward && programs.out_mod_grads + programs.row_mod_grads > 0;
   }
+  /// Whether gradients of captured tensors are to be added up in one order.
+  bool orders_capture_grads() const { return deterministic && (has_capture_grads || adds_element_grads()); }
 };
 
 /// Whether each call of a spec is to give the same bits, so that its configuration may not change. A plan
@@ -45,5 +46,8 @@ bool wants_same_bits(const AttentionSpec& spec);
 
 /// Whether it is a causal mask, of either alignment.
 bool is_causal(const MaskProgram& mask);
+
+/// Whether queries, keys and at most a causal mask alone say what P and O of a sequence are.
+bool is_plain(const AttentionSpec& spec);
 
 }  // namespace flashjit::plan

@@ -11,7 +11,7 @@ namespace flashjit::plan {
 
 struct ConfigSwitch {
   std::string_view text;      ///< in a configuration: "pack_gqa", or before a number, as in "s2"
-  std::string_view constant;  ///< of the Problem: "kPackGqa"
+  std::string_view constant;  ///< of the Problem: "kPackGqa"; empty: kernels need not know
   bool TileConfig::*on = nullptr;
   int TileConfig::*number = nullptr;  ///< if it is one, from 1 to `max`
   int max = 0;
@@ -29,6 +29,7 @@ inline constexpr std::array kConfigSwitches{
     ConfigSwitch{.text = "split", .constant = "kSplit", .on = &TileConfig::split},
     ConfigSwitch{.text = "pack_gqa", .constant = "kPackGqa", .on = &TileConfig::pack_gqa},
     ConfigSwitch{.text = "tma", .constant = "kTma", .on = &TileConfig::tma},
+    ConfigSwitch{.text = "decode_cache", .constant = {}, .on = &TileConfig::decode_cache},
 };
 
 }  // namespace flashjit::plan

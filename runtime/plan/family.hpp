@@ -13,10 +13,11 @@ namespace flashjit::plan {
 
 /// What a call needs besides its tensors; workspace.hpp turns it into offsets.
 struct WorkspaceNeeds {
-  bool row_stats = false;  ///< D, and LSE padded to whole tiles
-  bool dout = false;       ///< dO of O before out_mod
-  bool lse_log2 = false;   ///< and LSE in units of log2
-  bool row_terms = false;  ///< what the score reads of each query
+  bool row_stats = false;     ///< D, and LSE padded to whole tiles
+  bool dout = false;          ///< dO of O before out_mod
+  bool row_tangents = false;  ///< D, and tangents of LSE and D
+  bool lse_log2 = false;      ///< and LSE in units of log2
+  bool row_terms = false;     ///< what the score reads of each query
   bool dq_accum = false;
   bool clears_dq = false;   ///< the main entry clears dq_accum as it goes, but for the first heads
   bool semaphores = false;  ///< blocks ask for their tiles, or wait for each other to add to dQ
@@ -29,6 +30,7 @@ struct WorkspaceNeeds {
   std::int64_t num_splits = 0;       ///< of what a tile meets, each with results of its own; the planner's
   std::int64_t part_rows = 0;        ///< stream-K: rows of Q in a part; a CTA makes at most two
   std::int64_t cascade_tiles = 0;    ///< or one for each work tile that it meets, of so many in all
+  bool decoded_cache = false;        ///< K and V as elements
 
   bool operator==(const WorkspaceNeeds&) const = default;
 };
@@ -36,6 +38,9 @@ struct WorkspaceNeeds {
 /// Why the other families leave gradients of captured tensors in a fixed order to simt.
 inline constexpr const char* kUnorderedGrads =
     "adds gradients of captured tensors up in any order, the spec says det";
+
+/// Why they leave tangents of gradients to simt.
+inline constexpr const char* kNoSecondDerivative = "it has no kernel of gradients' tangents";
 
 /// Why they leave what is no attention to simt.
 inline constexpr const char* kNoProducts = "has kernels of matrix products alone";

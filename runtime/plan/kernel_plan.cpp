@@ -37,6 +37,7 @@ std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const Ti
                                      {"kCheckIndices", spec.checks.check_indices},
                                      {"kCheckWaits", spec.checks.check_waits}};
   for (const ConfigSwitch& one : kConfigSwitches) {
+    if (one.constant.empty()) continue;
     if (one.on)
       all.push_back({one.constant, config.*one.on});
     else
@@ -61,6 +62,23 @@ Entry auxiliary_entry(const std::string& name, const std::string& header) {
           .header = fmt::format("flashjit/auxiliary/{}.cuh", header.empty() ? name : header),
           .function = "flashjit::auxiliary::" + name,
           .threads = kAuxiliaryThreads};
+}
+
+bool finds_sink_grads(const KernelSpec& spec) {
+  return spec.sinks && (spec.pass == Pass::backward || spec.pass == Pass::backward_jvp);
+}
+
+void add_sink_grads(KernelPlan& kernel) {
+  if (finds_sink_grads(kernel.spec)) kernel.add(Step::sink_grads, auxiliary_entry("sink_grads"));
+}
+
+void add_row_mods(KernelPlan& kernel) {
+  if (kernel.spec.prologue.has_programs()) kernel.add(Step::row_mods, auxiliary_entry("row_mods"));
+}
+
+void add_row_mod_grads(KernelPlan& kernel) {
+  if (kernel.spec.prologue.has_programs() && kernel.spec.pass == Pass::backward)
+    kernel.add(Step::row_mod_grads, auxiliary_entry("row_mod_grads"));
 }
 
 }  // namespace flashjit::plan

@@ -19,20 +19,24 @@ struct Entry {
   std::string function;  ///< template over the Problem: "flashjit::sm80::forward"
   int threads = 0;
   int min_blocks = 1;
-  int cluster = 1;                ///< blocks that share their shared memory, or take neighbouring tiles
-  int shared_bytes = 0;           ///< dynamic shared memory
-  bool hot = false;               ///< holds the main loop: spills disqualify the configuration
-  bool tensor_maps = false;       ///< takes the tensor maps of Q, K and V as a second parameter
-  std::string params = "Params";  ///< the struct that it takes
-  bool persistent = false;        ///< blocks take work until there is none: min_blocks a multiprocessor do
+  int cluster = 1;                  ///< blocks that share their shared memory, or take neighbouring tiles
+  int shared_bytes = 0;             ///< dynamic shared memory
+  bool hot = false;                 ///< holds the main loop: spills disqualify the configuration
+  bool tensor_maps = false;         ///< takes the tensor maps of Q, K and V as a second parameter
+  std::string params = "Params";    ///< the struct that it takes
+  std::string problem = "Problem";  ///< what it is a template over
+  bool persistent = false;          ///< blocks take work until there is none: min_blocks a multiprocessor do
 
   bool operator==(const Entry&) const = default;
 };
 
 /// What an entry is for.
 enum class Step : std::uint8_t {
+  decode_cache,           ///< elements of a quantized cache, for all entries that follow
   preprocess,             ///< D, LSE and row terms of a backward pass, zeros for what it adds to
   out_grads,              ///< dO, and gradients of captured tensors, from those of what out_mod gave
+  row_mods,               ///< Q and K as q_mod and k_mod make them
+  row_mod_grads,          ///< dQ and dK of Q and K before that, and gradients of captured tensors
   sink_grads,             ///< sink gradients
   term_bounds,            ///< bounds of what a mask reads over each tile
   tile_lists,             ///< lists of tiles
@@ -99,7 +103,7 @@ struct KernelPlan {
   TileConfig config;
   std::vector<Entry> entries = {};  ///< in the order in which a call launches them
   std::vector<Step> steps = {};     ///< what each of them is for
-  /// Of the Problem, all but the element type and the architecture.
+  /// The Problem's constants, but for the element type and the architecture.
   std::vector<expr::Constant> constants = {};
   std::optional<TensorBoxes> tensor_boxes = {};  ///< where an entry takes tensor maps
   Schedule schedule = {};
@@ -118,5 +122,14 @@ std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const Ti
 Entry family_entry(Family family, const std::string& name, const std::string& header, int threads);
 /// An entry from templates/auxiliary/<header>.cuh, by default of its own name.
 Entry auxiliary_entry(const std::string& name, const std::string& header = {});
+
+/// Whether entry `sink_grads` comes after the others; it reads LSE and D in the workspace.
+bool finds_sink_grads(const KernelSpec& spec);
+/// Adds it where finds_sink_grads().
+void add_sink_grads(KernelPlan& kernel);
+
+/// The first entry of a plan whose spec has q_mod or k_mod, and the last one of its backward pass.
+void add_row_mods(KernelPlan& kernel);
+void add_row_mod_grads(KernelPlan& kernel);
 
 }  // namespace flashjit::plan

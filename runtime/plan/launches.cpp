@@ -5,6 +5,7 @@
 #include "plan/tiles.hpp"
 #include "plan/workspace.hpp"
 #include "templates/auxiliary/append_params.cuh"
+#include "templates/auxiliary/decode_cache_params.cuh"
 #include "templates/common/params.cuh"
 
 namespace flashjit::plan {
@@ -34,7 +35,7 @@ bool follows_another(Step step, const KernelPlan& kernel) {
     case Step::tile_lists:
       return has_term_bounds(spec);
     case Step::main:
-      return kernel.schedule.dynamic_tiles || kernel.schedule.stream_k;
+      return !kernel.config.decode_cache && (kernel.schedule.dynamic_tiles || kernel.schedule.stream_k);
     case Step::preprocess:
     case Step::combine:
     case Step::combine_parts:
@@ -51,7 +52,7 @@ bool follows_another(Step step, const KernelPlan& kernel) {
 std::int64_t main_blocks(const KernelPlan& kernel, const AttentionShape& shape) {
   const ForwardTiles forward = forward_tiles(kernel.spec, shape, kernel.config);
   const std::int64_t q_tiles = shape.batch * forward.heads * tiles(shape.seqlen_q, forward.queries);
-  if (kernel.spec.pass != Pass::backward || kernel.spec.indices) return tiles(q_tiles, kernel.main().cluster);
+  if (!gives_gradients(kernel.spec.pass) || kernel.spec.indices) return tiles(q_tiles, kernel.main().cluster);
   const std::int64_t kv_tiles = shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, kernel.config.bc);
   return kernel.schedule.dynamic_tiles ? std::max(kv_tiles, q_tiles) : kv_tiles;
 }
@@ -69,6 +70,15 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
   const std::int64_t q_tiles = tiles(shape.seqlen_q, kernel.config.br),
                      kv_tiles = tiles(shape.seqlen_kv, kernel.config.bc);
   switch (step) {
+    case Step::decode_cache:
+      return shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, kDecodedKeys);
+    case Step::row_mods:
+    case Step::row_mod_grads: {
+      const Prologue& prologue = kernel.spec.prologue;
+      const std::int64_t of_q = heads * tiles(shape.seqlen_q, kRowsOfModCta),
+                         of_k = shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, kRowsOfModCta);
+      return (prologue.q_mod.empty() ? 0 : of_q) + (prologue.k_mod.empty() ? 0 : of_k);
+    }
     case Step::out_grads:
     case Step::preprocess:
     case Step::convert_dq:
@@ -120,7 +130,9 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
 std::vector<Launch> launches_of(const KernelPlan& kernel, const AttentionShape& shape) {
   std::vector<Launch> all;
   for (const Step step : kernel.steps) {
-    const bool early = kernel.schedule.early_launch && follows_another(step, kernel);
+    // A kernel that begins before the launch before it has ended may read Q and K before it waits.
+    const bool may_begin = kernel.schedule.early_launch && !kernel.spec.prologue.has_programs();
+    const bool early = may_begin && follows_another(step, kernel);
     all.push_back({all.size(), blocks_of(step, kernel, shape), launched_when(step, kernel), early});
   }
   return all;

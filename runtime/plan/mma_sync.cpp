@@ -57,6 +57,19 @@ int accumulator_registers(const AnalysedSpec& spec, const TileConfig& c) {
   return c.d_split == 1 ? mt * (c.br + (d + dv) / 2) : mt * (c.br / 2 + std::max(d, dv) / 2);
 }
 
+/// Where a step may skip its tile, ptxas keeps more values over the vote; those of score programs and of
+/// codes that are converted, most.
+Support check_skip_softmax(const AnalysedSpec& spec, const TileConfig& c) {
+  if (!spec.epilogue.skip_softmax) return Support::yes();
+  constexpr int kMostValues = 170, kMostBesideOthers = 120, kMostKeysBesideOthers = 64;
+  const bool others = !spec.score.empty() || spec.has_scales();
+  const int registers = accumulator_registers(spec, c);
+  if (registers <= (others ? kMostBesideOthers : kMostValues) && (!others || c.bc <= kMostKeysBesideOthers))
+    return Support::yes();
+  return Support::no(fmt::format("skip_softmax is for smaller tiles than {}, which keeps {} values a thread",
+                                 to_string(c), registers));
+}
+
 Support check_d_split(const AnalysedSpec& spec, const TileConfig& c) {
   if (c.d_split == 1) return Support::yes();
   if (c.warps % c.d_split != 0)
@@ -162,10 +175,15 @@ Support supports(const AnalysedSpec& spec) {
     return Support::no(fmt::format("K and V of 8 bits are for head dimensions up to {}, not {} and {}",
                                    sm80::kMostNarrowColumns, spec.head_dim, spec.v_dim()));
   if (spec.pass == Pass::jvp) return sm80_jvp::supports(spec);
+  if (spec.pass == Pass::backward_jvp) return Support::no(kNoSecondDerivative);
   const bool plain_lists =
       spec.score.empty() && !spec.epilogue.row_max && !spec.has_scales() && !spec.programs.mask.uses_head;
   if (spec.indices && !plain_lists)
     return Support::no("indices are without a score program, row_max, K and V of 8 bits, and h in a mask");
+  if (spec.epilogue.skip_softmax && (spec.indices || spec.prologue.q_codes || is_wide(spec)))
+    return Support::no(
+        fmt::format("skip_softmax is without indices and Q of 8 bits, and for up to {} columns of V",
+                    sm80::kMostNarrowColumns));
   if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);
   return Support::yes();
 }
@@ -183,6 +201,7 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
   if (Support split = check_d_split(spec, c); !split) return split;
   if (c.pack_gqa) return Support::no("pack_gqa is for family sm90");
   if (Support tma = check_tma(spec, c, device); !tma) return tma;
+  if (Support skip = check_skip_softmax(spec, c); !skip) return skip;
   if (spec.indices && !forward && c.stages > 1)
     return Support::no("with indices the backward pass has one stage");
   if (spec.score.is_weight() && forward && c.split) return Support::no(kJoinsByLse);

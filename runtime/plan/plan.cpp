@@ -7,6 +7,7 @@
 #include <limits>
 #include <utility>
 
+#include "plan/decoded_cache.hpp"
 #include "plan/tiles.hpp"
 #include "templates/common/params.cuh"
 
@@ -83,7 +84,8 @@ Choice choose(const AnalysedSpec& spec, const AttentionShape& shape, const Devic
   // A record may come from another version or a smaller sibling of the device, or from a shape whose tiles
   // are worth sharing where this one's are not.
   const auto usable = [&](const TileConfig& config) {
-    return admits(spec, config, device) && (!config.split || num_splits(spec, shape, config, device) > 1);
+    return admits(spec, config, device) && (!config.split || num_splits(spec, shape, config, device) > 1) &&
+           (!config.decode_cache || gain_by_decoded_cache(spec, shape) > kGainThatMayBe);
   };
   if (const auto match = records.find(spec, shape, device, usable); match.record) {
     const ConfigSource lead = match.same_shape ? ConfigSource::tuned_elsewhere : ConfigSource::tuned_near;
@@ -171,9 +173,7 @@ Problem fold_gqa(const KernelSpec& spec, const AttentionShape& shape) {
   const bool grouped = shape.seqlen_q == 1 && shape.heads_q > shape.heads_kv && shape.heads_kv > 0;
   // The last query sees every key.
   const bool sees_all = computed.mask.empty() || computed.mask == causal();
-  const bool alike = !computed.indices && computed.score.empty() && computed.epilogue.out_mod.empty() &&
-                     sees_all && !computed.dropout && !computed.sinks && !computed.varlen &&
-                     !computed.has_block_map();
+  const bool alike = is_plain(computed) && sees_all && !computed.indices;
   if (computed.pass != Pass::forward || !grouped || !alike) return problem;
   computed.mask = {};
   problem.shape.seqlen_q = shape.heads_q / shape.heads_kv;

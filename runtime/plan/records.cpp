@@ -340,8 +340,16 @@ TuningRecords::Match TuningRecords::find(const KernelSpec& spec, const Attention
       match = {&record, same_shape && further == 0, exact};
     }
   };
-  look(spec, 0);
-  if (const auto other = twin(spec)) look(*other, kOtherType);
+  const auto look_by_type = [&](const KernelSpec& of, double further) {
+    look(of, further);
+    if (const auto other = twin(of)) look(*other, further + kOtherType);
+  };
+  look_by_type(spec, 0);
+  if (spec.partial.fp32_out) {  // the products are the same
+    KernelSpec plain = spec;
+    plain.partial.fp32_out = false;
+    look_by_type(plain, kOtherType);
+  }
   return match;
 }
 

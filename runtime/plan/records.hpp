@@ -66,8 +66,8 @@ class TuningRecords {
   struct Match {
     const TuningRecord* record = nullptr;
     bool same_shape = false;
-    /// Of this shape, device, driver and library version; what matches less is a lead. What is not known,
-    /// such as the driver of a device built by hand, is no other.
+    /// It is of this shape, device, driver and library version; one that matches less is a lead. Unknown
+    /// parts, such as the driver of a device built by hand, count as equal.
     bool exact = false;
   };
   /// The nearest record of the spec, or of its twin of the other 16-bit type. Near is: a like length of Q and

@@ -12,13 +12,13 @@ namespace flashjit::plan {
 namespace {
 
 constexpr int kOldestCapability = 75;
-/// Of what is no attention: one kernel of one size.
+/// For passes other than attention: one kernel of one size.
 constexpr TileConfig kWithoutTiles{
     .family = Family::simt, .br = 16, .bc = 16, .warps = kAuxiliaryThreads / 32};
 
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& config) {
   const int by_queries = simt::shared_bytes(config.br, config.bc);
-  if (spec.pass != Pass::backward) return by_queries;
+  if (!gives_gradients(spec.pass)) return by_queries;
   return std::max(by_queries, simt::shared_bytes(config.bc, config.br));
 }
 
@@ -29,8 +29,10 @@ bool shares_tile(const AnalysedSpec& spec, const TileConfig& config) {
   if (spec.pass == Pass::forward) return simt::shares_tile(config.br, config.bc, config.warps, dv);
   // And two tiles of scores at a time, which take registers, too.
   if (spec.pass == Pass::jvp) return simt::shares_tile(config.br, config.bc, config.warps, 2 * dv + 2);
-  return simt::shares_tile(config.br, config.bc, config.warps, d) &&
-         simt::shares_tile(config.bc, config.br, config.warps, d + dv);
+  // Their tangents take four tiles at a time.
+  const int tiles = spec.pass == Pass::backward_jvp ? 4 : 0;
+  return simt::shares_tile(config.br, config.bc, config.warps, d + tiles) &&
+         simt::shares_tile(config.bc, config.br, config.warps, d + dv + tiles);
 }
 
 bool is_one_of(int value, std::initializer_list<int> allowed) {
@@ -62,9 +64,15 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& config) {
 }
 
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
-  if (spec.orders_capture_grads() && spec.programs.out_mod_grads > 0)
+  if (spec.orders_capture_grads() && spec.adds_element_grads())
     return Support::no(
-        "adds gradients of what out_mod reads up in any order, the spec says det: leave one of them out");
+        fmt::format("adds gradients of what {} up in any order, the spec says det: leave one of them out",
+                    spec.programs.out_mod_grads > 0 ? "out_mod reads" : "q_mod and k_mod read"));
+  if (spec.orders_capture_grads() && spec.pass == Pass::backward_jvp)
+    return Support::no(
+        "adds tangents of captured tensors' gradients up in any order, the spec says det: leave det out");
+  if (spec.epilogue.skip_softmax)
+    return Support::no("skip_softmax is for the tensor cores' families sm80 and sm90: leave it out");
   if (device.compute_capability >= kOldestCapability) return Support::yes();
   return Support::no(fmt::format("{} has compute capability {}.{}; {} needs 7.5 or newer", device.name,
                                  device.compute_capability / 10, device.compute_capability % 10,
@@ -99,7 +107,7 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
   TileConfig config{.family = Family::simt, .br = 64, .bc = 64, .warps = 8};
   const bool few_blocks = shape.batch * shape.heads_q * tiles(shape.seqlen_q, 64) < device.multiprocessors;
   if (shape.seqlen_q <= 32 || few_blocks) config.br = 32;
-  if (shape.seqlen_kv <= 32 || (few_blocks && spec.pass == Pass::backward)) config.bc = 32;
+  if (shape.seqlen_kv <= 32 || (few_blocks && gives_gradients(spec.pass))) config.bc = 32;
   if (!shares_tile(spec, config)) config.br = config.bc = 32;
   if (config.br == 32 && config.bc == 32) config.warps = 4;
   if (!shares_tile(spec, config)) config.warps = 8;
@@ -147,8 +155,8 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
     Entry append =
         entry_without_tiles("append", "AppendParams", spec.decodes_kv() ? "append_rows" : "append");
     if (spec.decodes_kv()) append.function = "flashjit::auxiliary::append_rows";
-    // Blocks wait for memory. With scales they spill with so few registers.
-    if (!spec.kv.quantized()) append.min_blocks = 8;
+    // Blocks wait for memory. With scales of 8 bits they spill with so few registers.
+    if (!spec.kv.quantized() || spec.decodes_kv()) append.min_blocks = 8;
     kernel.add(Step::append, append);
   }
   if (spec.pass == Pass::merge) kernel.add(Step::merge, entry_without_tiles("merge", "MergeParams"));
@@ -171,10 +179,21 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
   kernel.constants.push_back({"kListedRows", config.br});
   const int by_queries = simt::shared_bytes(config.br, config.bc);
   const int by_keys = simt::shared_bytes(config.bc, config.br);
+  add_row_mods(kernel);
   if (spec.pass == Pass::jvp) {
     Entry jvp = entry("jvp", "jvp", config, by_queries);
     jvp.params = "JvpParams";
     kernel.add(Step::main, jvp);
+    return kernel;
+  }
+  if (spec.pass == Pass::backward_jvp) {
+    for (const bool of_keys : {false, true}) {  // which read what the other stores
+      Entry tangents = entry(of_keys ? "backward_jvp_dkdv" : "backward_jvp_dq", "backward_jvp", config,
+                             of_keys ? by_keys : by_queries);
+      tangents.params = "BackwardJvpParams";
+      kernel.add(of_keys ? Step::main : Step::main_of_dq, tangents);
+    }
+    add_sink_grads(kernel);
     return kernel;
   }
   if (spec.pass == Pass::forward) {
@@ -188,20 +207,23 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
     kernel.add(Step::main,
                entry("backward_of_indices", "backward_of_indices", config, std::max(by_queries, by_keys)));
     kernel.add(Step::combine_dkdv, auxiliary_entry("convert_dkdv"));
-    if (spec.sinks) kernel.add(Step::sink_grads, auxiliary_entry("sink_grads"));
+    add_sink_grads(kernel);
     return kernel;
   }
   kernel.add(Step::main, entry("backward_dkdv", "backward", config, by_keys));
   kernel.add(Step::main_of_dq, entry("backward_dq", "backward", config, by_queries));
-  if (spec.sinks) kernel.add(Step::sink_grads, auxiliary_entry("sink_grads"));
+  add_sink_grads(kernel);
   if (spec.orders_capture_grads())
     kernel.add(Step::ordered_capture_grads, entry("capture_grads", "capture_grads", config, by_queries));
+  add_row_mod_grads(kernel);
   return kernel;
 }
 
 WorkspaceNeeds workspace(const KernelPlan& kernel, const AttentionShape& shape) {
-  return {.row_stats = kernel.spec.pass == Pass::backward,
+  const bool tangents = kernel.spec.pass == Pass::backward_jvp;
+  return {.row_stats = kernel.spec.pass == Pass::backward || (tangents && finds_sink_grads(kernel.spec)),
           .dout = kernel.spec.pass == Pass::backward && !kernel.spec.epilogue.out_mod.empty(),
+          .row_tangents = tangents,
           .semaphores = kernel.spec.orders_capture_grads(),
           .ordered_q_tiles = tiles(shape.seqlen_q, kernel.config.br),
           .num_splits = kernel.spec.indices && kernel.spec.pass == Pass::backward ? 1 : 0};

@@ -63,6 +63,7 @@ Support check_turing_tile(const AnalysedSpec& spec, const TileConfig& c, const D
 Support supports_turing(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
   if (spec.score.is_weight()) return Support::no(kNeedsSoftmax);
+  if (spec.epilogue.skip_softmax) return Support::no("skip_softmax needs max.NaN of sm_80");
   if (spec.dtype != DType::fp16)
     return Support::no(fmt::format("tensor cores of sm_75 multiply fp16, the spec has {}: give fp16 tensors",
                                    to_string(spec.dtype)));
@@ -81,6 +82,7 @@ Support supports_turing(const AnalysedSpec& spec, const DeviceInfo& device) {
 
 Support admits_turing(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& device) {
   if (const Support able = supports_turing(spec, device); !able) return able;
+  if (c.decode_cache) return Support::no("decode_cache is for families sm80 and sm90");
   return check_turing_tile(spec, c, device);
 }
 

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <array>
 
+#include "plan/decoded_cache.hpp"
 #include "plan/mma_sync.hpp"
+#include "plan/sm80_backward_jvp.hpp"
 #include "plan/sm80_jvp.hpp"
 #include "templates/sm80/layout.cuh"
 
@@ -14,7 +16,7 @@ namespace {
 constexpr int kKeysOfCodes = 32;  // of a product of codes
 /// Whether Q, too, is multiplied as codes; else it is converted.
 bool multiplies_codes(const AnalysedSpec& spec, const DeviceInfo& device) {
-  return sm80::multiplies_codes(spec.q_codes, spec.has_key_scales(), device.compute_capability);
+  return sm80::multiplies_codes(spec.prologue.q_codes, spec.has_key_scales(), device.compute_capability);
 }
 
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
@@ -24,12 +26,14 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (device.compute_capability < 80)
     return Support::no(
         fmt::format("needs mma.m16n8k16 and cp.async of sm_80, the device is {}", device.arch));
+  if (spec.pass == Pass::backward_jvp) return sm80_backward_jvp::supports(spec);
   return mma_sync::supports(spec);
 }
 
 Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& device) {
   if (c.family != Family::sm80) return Support::no("the configuration is of another family");
   if (Support s = supports(spec, device); !s) return s;
+  if (spec.pass == Pass::backward_jvp) return sm80_backward_jvp::admits(spec, c, device);
   if (multiplies_codes(spec, device) && c.bc % kKeysOfCodes != 0)
     return Support::no(
         fmt::format("products of 8 bits have {} keys, Bc is a multiple, not {}", kKeysOfCodes, c.bc));
@@ -66,8 +70,8 @@ std::vector<TileConfig> forward_preferences_of_codes(const AnalysedSpec& spec, c
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool by_instruction = device.compute_capability >= 89, map = spec.has_block_map();
   const bool lean = !spec.has_key_scales() && !spec.varlen && !spec.kv.is_paged() && spec.score.empty() &&
-                    !(spec.q_codes && (map || spec.dropout));
-  const bool spare = by_instruction || !(spec.q_codes || spec.dropout || spec.varlen);
+                    !(spec.prologue.q_codes && (map || spec.dropout));
+  const bool spare = by_instruction || !(spec.prologue.q_codes || spec.dropout || spec.varlen);
   return mma_sync::good_of(
       {{config(128, 64, 4, 1), d <= 64 && lean && spec.mask.empty()},
        {config(128, 32, 4, 1), d <= 96 || (d <= 128 && lean && !spec.dropout)},
@@ -208,6 +212,7 @@ std::vector<TileConfig> wide_space() {
 
 std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (spec.pass == Pass::jvp) return sm80_jvp::search_space(Family::sm80, spec, device);
+  if (spec.pass == Pass::backward_jvp) return sm80_backward_jvp::search_space(spec, device);
   const bool forward = spec.pass == Pass::forward;
   std::vector<TileConfig> found;
   const auto consider = [&](TileConfig c) {
@@ -261,6 +266,7 @@ std::string functions(const AnalysedSpec& /*spec*/, const TileConfig& /*config*/
 }
 
 TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+  if (spec.pass == Pass::backward_jvp) return sm80_backward_jvp::heuristic(spec, shape, device);
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool converts = spec.has_scales() && device.compute_capability < 89;
   const bool spills = d > 192 ? converts || spec.dropout || spec.has_key_scales() || !spec.score.empty()
@@ -271,13 +277,20 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
                               .stages_of_one_warp = 2});
 }
 
+KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
+  return spec.pass == Pass::backward_jvp ? sm80_backward_jvp::kernel(spec, c) : mma_sync::kernel(spec, c);
+}
+
+WorkspaceNeeds workspace(const KernelPlan& kernel, const AttentionShape& shape) {
+  return kernel.spec.pass == Pass::backward_jvp ? sm80_backward_jvp::workspace(kernel.spec)
+                                                : tensor_core_workspace(kernel, shape);
+}
+
+constexpr FamilyTraits kPlainSm80Traits{
+    Family::sm80, ComputedBy::warps, supports, admits, heuristic, search_space, kernel, workspace, functions};
+
 }  // namespace
 
-const FamilyTraits& sm80_traits() {
-  static constexpr FamilyTraits kTraits{
-      Family::sm80,     ComputedBy::warps,     supports, admits, heuristic, search_space,
-      mma_sync::kernel, tensor_core_workspace, functions};
-  return kTraits;
-}
+const FamilyTraits& sm80_traits() { return WithDecodedCache<kPlainSm80Traits, false>::kTraits; }
 
 }  // namespace flashjit::plan

@@ -64,7 +64,7 @@ void check_formats(const AttentionSpec& spec) {
         "or int8, or leave it out",
         format_text(spec));
   if (std::max(k.keys, v.keys) > 0) check_groups_of_keys(spec);
-  if (!spec.q_codes) return;
+  if (!spec.prologue.q_codes) return;
   if (!spec.has_scales())
     refuse(
         "q_codes is set, but K and V are {}; set kv.k_format and kv.v_format to e4m3 or e5m2, which Q is "
@@ -117,7 +117,7 @@ void check_weight_mod(const AttentionSpec& spec) {
                        : spec.sinks                 ? "sinks"
                        : spec.epilogue.row_max      ? "row_max"
                        : spec.indices               ? "indices"
-                       : spec.q_codes               ? "q_codes"
+                       : spec.prologue.q_codes      ? "q_codes"
                        : spec.batch_invariant       ? "batch_invariant"
                        : spec.partial.running_state ? "running_state"
                                                     : nullptr;
@@ -126,6 +126,17 @@ void check_weight_mod(const AttentionSpec& spec) {
         "weight_mod is set and {} is, too; weights that a program gives have no softmax, which {} is for, so "
         "leave one out",
         option, option);
+}
+
+/// What has no maximum to be far below, or trains.
+void check_skip_softmax(const AttentionSpec& spec) {
+  if (!spec.epilogue.skip_softmax) return;
+  const char* option = spec.score.is_weight() ? "weight_mod" : spec.dropout ? "dropout" : nullptr;
+  if (option)
+    refuse(
+        "skip_softmax is set and {} is, too; it leaves out keys that a softmax at inference gives little "
+        "weight, so leave one out",
+        option);
 }
 
 /// What is done to O after the kernels that out_mod is part of, or by other kernels.
@@ -139,28 +150,59 @@ void check_out_mod(const AttentionSpec& spec) {
            option);
 }
 
-/// What has no tangent, or none yet.
-void refuse_without_tangent(const AttentionSpec& spec) {
-  if (!spec.epilogue.out_mod.empty())
+/// What is done to Q and K by other calls, or where there is more than Q and K of one call.
+void check_row_mods(const AttentionSpec& spec) {
+  expr::check_prologue(spec.prologue);
+  if (!spec.prologue.has_programs()) return;
+  const char* program = spec.prologue.q_mod.empty() ? "k_mod" : "q_mod";
+  const bool k_mod = !spec.prologue.k_mod.empty();
+  if (k_mod && (spec.kv.is_cache() || spec.kv.quantized()))
     refuse(
-        "the pass is jvp and out_mod is set; it has no tangent yet, so leave it out or call the forward "
-        "pass");
+        "k_mod is set and K is {}; append() normalizes and rotates rows as it stores them, once for all "
+        "calls, so leave k_mod out",
+        spec.kv.is_cache() ? "in a cache" : "quantized");
+  if (k_mod && spec.kv.shared_kv)
+    refuse("k_mod is set and shared_kv is, too; V is K's columns as they are given, so leave one out");
+  const char* option = spec.indices                 ? "indices"
+                       : spec.prologue.q_codes      ? "q_codes"
+                       : spec.has_scales()          ? "K and V of 8 bits"
+                       : spec.partial.running_state ? "running_state"
+                       : spec.partial.add_grads     ? "add_grads"
+                                                    : nullptr;
+  if (option)
+    refuse("{} is set, which does not go with {}; change {} before the call, and leave {} out", program,
+           option, k_mod ? "Q and K" : "Q", program);
+}
+
+/// What has no tangent, or none yet.
+void refuse_without_tangent(const AttentionSpec& spec, Pass pass) {
+  const std::string name = to_string(pass);
+  const char* without = pass == Pass::jvp ? "forward" : "backward";
+  if (!spec.epilogue.out_mod.empty())
+    refuse("the pass is {} and out_mod is set; it has no tangent yet, so leave it out or call the {} pass",
+           name, without);
+  if (spec.prologue.has_programs())
+    refuse(
+        "the pass is {} and {} is set; it has no tangent yet, so leave it out or call the {} pass, or change "
+        "Q and K before",
+        name, spec.prologue.q_mod.empty() ? "k_mod" : "q_mod", without);
   if (spec.score.is_weight())
     refuse(
-        "the pass is jvp and weight_mod is set; weights that a program gives have no tangents yet, so leave "
-        "it "
-        "out or call the forward pass");
+        "the pass is {} and weight_mod is set; weights that a program gives have no tangents yet, so leave "
+        "it out or call the {} pass",
+        name, without);
   const char* option = spec.kv.is_cache()           ? "a cache"
                        : spec.kv.quantized()        ? "quantized K and V"
                        : spec.indices               ? "indices"
                        : spec.partial.running_state ? "running_state"
                        : spec.epilogue.row_max      ? "row_max"
+                       : spec.epilogue.skip_softmax ? "skip_softmax"
                                                     : nullptr;
   if (option)
     refuse(
-        "the pass is jvp and {} is set; tangents are for K and V as tensors of Q's type, so leave it out or "
-        "call the forward pass",
-        option);
+        "the pass is {} and {} is set; tangents are for K and V as tensors of Q's type, so leave it out or "
+        "call the {} pass",
+        name, option, without);
 }
 
 }  // namespace
@@ -183,7 +225,7 @@ AttentionSpec AttentionSpec::normalized() const {
     out.partial.fp32_out = out.partial.fp32_grads = false;
   else if (partial.add_grads)
     out.partial.fp32_grads = true;
-  expr::declare_float_scalars(out.score, out.mask, out.epilogue.out_mod);
+  expr::declare_float_scalars(out.score, out.mask, out.epilogue.out_mod, out.prologue);
   if (kv.shared_kv) out.kv.v_format = kv.k_format;
   return out;
 }
@@ -208,11 +250,12 @@ KernelSpec KernelSpec::normalized() const {
         pass};
   KernelSpec out{AttentionSpec::normalized(), pass};
   // Passes without gradients are deterministic without being asked.
-  if (pass != Pass::backward) out.deterministic = out.partial.fp32_grads = out.partial.add_grads = false;
+  if (!gives_gradients(pass)) out.deterministic = out.partial.fp32_grads = out.partial.add_grads = false;
   if (pass == Pass::jvp) out.batch_invariant = out.kv.shared_kv = false;
-  if (pass == Pass::backward)
-    out.epilogue.row_max = out.batch_invariant = out.kv.shared_kv = out.partial.fp32_out =
-        out.partial.running_state = false;
+  if (gives_gradients(pass)) {
+    out.epilogue.row_max = out.batch_invariant = out.kv.shared_kv = out.partial.running_state = false;
+    out.partial.fp32_out = pass == Pass::backward && out.saved_out_type() != dtype;
+  }
   return out;
 }
 
@@ -225,7 +268,7 @@ void AttentionSpec::validate() const {
         to_string(dtype));
   require_multiple("head_dim", head_dim, kHeadDimStep, kMinHeadDim, plan::kMaxHeadDim);
   require_multiple("head_dim_v", v_dim(), kHeadDimStep, kMinHeadDim, kMaxHeadDimV);
-  expr::declarations(score, mask, epilogue.out_mod);  // refuses what they disagree on
+  expr::declarations(score, mask, epilogue.out_mod, prologue);  // refuses what they disagree on
   if (varlen && kv.is_padded())
     refuse(
         "varlen and kv_lengths are both set; with varlen a sequence's own length says how many keys it has, "
@@ -243,7 +286,9 @@ void AttentionSpec::validate() const {
   check_running_state(*this);
   check_weight_mod(*this);
   check_out_mod(*this);
-  if (indices && (has_block_map() || dropout || q_codes))
+  check_row_mods(*this);
+  check_skip_softmax(*this);
+  if (indices && (has_block_map() || dropout || prologue.q_codes))
     refuse_beside_indices(has_block_map() ? "block_map" : dropout ? "dropout" : "q_codes");
   if (partial.dropout_place && !dropout)
     refuse("dropout_place is set without dropout, whose mask it is about; set dropout, or leave it out");
@@ -276,7 +321,7 @@ void KernelSpec::validate() const {
         "keep "
         "the newest keys in 16 bits, quantize() a group once it is whole, and merge() attention over both",
         format_text(*this), std::max(kv.k_format.keys, kv.v_format.keys));
-  if (pass == Pass::jvp) refuse_without_tangent(*this);
+  if (pass == Pass::jvp || pass == Pass::backward_jvp) refuse_without_tangent(*this, pass);
   if (pass != Pass::backward) return;
   if (kv.is_cache())
     refuse(
@@ -285,8 +330,12 @@ void KernelSpec::validate() const {
         kv.is_paged() ? "pages" : "cache");
   if (kv.quantized())
     refuse("the pass is backward and K and V are {}; the backward pass needs them in the type of Q{}",
-           format_text(*this), q_codes ? " and Q in that of O" : "");
+           format_text(*this), prologue.q_codes ? " and Q in that of O" : "");
   if (indices && deterministic) refuse_beside_indices("deterministic");
+  if (epilogue.skip_softmax)
+    refuse(
+        "the pass is backward and skip_softmax is set; O without the skipped keys has no gradient here, so "
+        "leave it out of both passes");
 }
 
 void AttentionShape::validate() const {

@@ -168,9 +168,11 @@ class FieldReader {
 
 std::string spec_allowed() {
   std::string allowed =
-      "write [fwd:|bwd:|jvp:|append:|merge:|quantize:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at "
+      "write [fwd:|bwd:|jvp:|bwd_jvp:|append:|merge:|quantize:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, "
+      "each at "
       "most "
       "once, score{<program>}, a mask (causal or causal_top_left or mask{<program>}), out_mod{<program>}, "
+      "q_mod{<program>}, k_mod{<program>}, "
       "map<queries>x<keys>, "
       "pages<rows>, kv<e4m3|e5m2|int8>, kv{<format>}, k{<format>}, v{<format>}";
   for (const plan::SpecOption& option : plan::kSpecOptions) allowed += fmt::format(", {}", option.text);
@@ -242,6 +244,10 @@ void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spe
     spec.mask = reader.in_field(field, [&] { return MaskProgram(*mask); });
   } else if (const auto out_mod = reader.program(field, "out_mod")) {
     spec.epilogue.out_mod = reader.in_field(field, [&] { return OutProgram(*out_mod); });
+  } else if (const auto q_mod = reader.program(field, "q_mod")) {
+    spec.prologue.q_mod = reader.in_field(field, [&] { return RowProgram(*q_mod); });
+  } else if (const auto k_mod = reader.program(field, "k_mod")) {
+    spec.prologue.k_mod = reader.in_field(field, [&] { return RowProgram(*k_mod); });
   } else {
     reader.unknown(field);
   }
@@ -285,6 +291,8 @@ std::string text_of(const AttentionSpec& spec) {
     append(":mask{{{}}}", spec.mask.text());
   }
   if (!spec.epilogue.out_mod.empty()) append(":out_mod{{{}}}", spec.epilogue.out_mod.text());
+  if (!spec.prologue.q_mod.empty()) append(":q_mod{{{}}}", spec.prologue.q_mod.text());
+  if (!spec.prologue.k_mod.empty()) append(":k_mod{{{}}}", spec.prologue.k_mod.text());
   for (const plan::SpecOption& option : plan::kSpecOptions) {
     if (option.text == "det" && spec.has_block_map())
       append(":map{}x{}", spec.block_map.q, spec.block_map.kv);
@@ -302,7 +310,7 @@ std::string text_of(const AttentionSpec& spec) {
 bool plan::names_pass(std::string_view spec_text) {
   const std::string_view first = spec_text.substr(0, spec_text.find(':'));
   return first == "fwd" || first == "bwd" || first == "append" || first == "merge" || first == "quantize" ||
-         first == "jvp";
+         first == "jvp" || first == "bwd_jvp";
 }
 
 std::string to_string(const AttentionSpec& spec) { return text_of(spec.normalized()); }

@@ -38,9 +38,10 @@ KernelPlan tensor_core_kernel(const AnalysedSpec& spec, const TileConfig& config
   kernel.constants.push_back({"kLseLog2", schedule.lse_log2});
   kernel.constants.push_back({"kFindsRowStats", schedule.finds_row_stats});
   kernel.constants.push_back({"kClaimsTiles", schedule.claims_tiles});
+  add_row_mods(kernel);
   if (backward && !spec.epilogue.out_mod.empty()) kernel.add(Step::out_grads, auxiliary_entry("out_grads"));
   if (backward) kernel.add(Step::preprocess, auxiliary_entry("preprocess"));
-  if (backward && spec.sinks) kernel.add(Step::sink_grads, auxiliary_entry("sink_grads"));
+  add_sink_grads(kernel);
   if (schedule.tile_lists && has_term_bounds(spec))
     kernel.add(Step::term_bounds, auxiliary_entry("term_bounds", "tile_lists"));
   if (schedule.tile_lists) kernel.add(Step::tile_lists, auxiliary_entry("tile_lists"));
@@ -62,6 +63,7 @@ KernelPlan tensor_core_kernel(const AnalysedSpec& spec, const TileConfig& config
                family_entry(config.family, "combine_parts", "combine_parts", kAuxiliaryThreads));
   else if (config.split)
     kernel.add(Step::combine, auxiliary_entry("combine"));
+  add_row_mod_grads(kernel);
   return kernel;
 }
 

@@ -31,8 +31,11 @@ PackedHeadsParam packed_heads(const AttentionShape& shape, bool one_query) {
   if (shape.heads_kv == 0) return {};
   const auto shared = static_cast<int>(shape.heads_q / shape.heads_kv);
   const int heads = heads_of_set(shared);
-  return {shared, heads, static_cast<int>(tiles(shared, heads)), one_query ? 1 : kPackedRows / heads,
-          static_cast<unsigned>(((1 << 16) + heads - 1) / heads)};
+  return {.heads = heads,
+          .sets = static_cast<int>(tiles(shared, heads)),
+          .queries = one_query ? 1 : kPackedRows / heads,
+          .inverse = static_cast<unsigned>(((1 << 16) + heads - 1) / heads),
+          .shared = shared};
 }
 
 ForwardTiles forward_tiles(const KernelSpec& spec, const AttentionShape& shape, const TileConfig& config) {

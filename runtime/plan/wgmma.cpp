@@ -29,7 +29,7 @@ class Product {
     for (int i = 0; i < accumulators(); ++i) names.push_back(operand(i));
     return fmt::format("{{{}}}", fmt::join(names, ", "));
   }
-  /// Of the asm statement: the accumulators, read and written.
+  /// Operands of the asm statement: the accumulators, read and written.
   std::string outputs() const {
     std::vector<std::string> constraints;
     for (int i = 0; i < accumulators(); ++i) constraints.push_back(fmt::format("\"+f\"(c[{}])", i));
@@ -48,14 +48,14 @@ class Product {
 /// How far each step's operand is from the first step's, in the 16 bytes that descriptors count in.
 using Offsets = std::vector<int>;
 
-/// Of tiles of `rows` rows whose `columns` columns of 16 bits are summed: four steps to a slice of 64.
+/// Tiles of `rows` rows whose `columns` columns of 16 bits are summed: four steps to a slice of 64.
 Offsets along_columns(int rows, int columns) {
   Offsets offsets;
   for (int step = 0; step * 16 < columns; ++step)
     offsets.push_back((step / 4 * rows * sm90::kRowBytes + step % 4 * 32) / 16);
   return offsets;
 }
-/// Of tiles whose `rows` rows are summed.
+/// Tiles whose `rows` rows are summed.
 Offsets along_rows(int rows) {
   Offsets offsets;
   for (int row = 0; row < rows; row += 16) offsets.push_back(row * sm90::kRowBytes / 16);
@@ -138,9 +138,9 @@ std::string functions_of_codes(const AnalysedSpec& spec, const TileConfig& confi
 }  // namespace
 
 std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) {
-  if (spec.q_codes) return functions_of_codes(spec, config);
+  if (spec.prologue.q_codes) return functions_of_codes(spec, config);
   const DType dtype = hopper::multiplies_as_fp16(spec) ? DType::fp16 : spec.dtype;
-  // Of columns of the product, from so many rows of the left tile and of the right one, over columns `dim`.
+  // `columns` of the product, from so many rows of the left tile and of the right one, over columns `dim`.
   const auto scores = [&](const char* name, int columns, int left_rows, int right_rows, int dim) {
     return function(name, {{dtype, columns},
                            Left::shared,
@@ -150,9 +150,9 @@ std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) 
   };
   if (spec.pass == Pass::forward) {
     const bool whole = sm90::has_whole_products(spec.v_dim(), false), shares_rows = config.d_split > 1;
+    const int columns = sm90::own_columns(spec.v_dim(), config.d_split);
     const Product output(dtype,
-                         sm90::own_columns(spec.v_dim(), config.d_split) /
-                             sm90::pv_parts(spec.v_dim(), hopper::converts(spec), false, config.min_blocks));
+                         columns / sm90::pv_parts(columns, hopper::converts(spec), false, config.min_blocks));
     std::string text =
         scores("multiply_scores", config.bc, sm90::kWarpgroupRows, config.bc,
                whole && !shares_rows ? spec.head_dim : 16) +

@@ -63,6 +63,7 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const KernelSpec& 
   Allocator allocator(shape);
   WorkspaceLayout out;
   out.d = allocator.place(needs.row_stats, {heads, rows});
+  out.row_tangents = allocator.place(needs.row_tangents, {3, heads, rows});
   // Elements of 2 or 4 bytes; head dimensions are even.
   out.dout = allocator.place(needs.dout, {heads, shape.seqlen_q, spec.v_dim() / 2, size_of(spec.dtype) / 2});
   // And what templates/common/lse_log2.cuh has behind it.
@@ -93,6 +94,18 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const KernelSpec& 
   out.semaphores =
       allocator.place(needs.semaphores, {heads, needs.ordered_q_tiles, kDqSemaphores},
                       kTileCounters + heads_kv * kHeadSemaphores + (needs.claims_tiles ? kTileClaims : 0));
+  // Head dimensions of quantized rows are multiples of 16: two elements are a word.
+  const bool apart = needs.decoded_cache && !spec.kv.shared_kv;
+  out.decoded_k = allocator.place(needs.decoded_cache, {heads_kv, shape.seqlen_kv, spec.head_dim / 2});
+  out.decoded_v = allocator.place(apart, {heads_kv, shape.seqlen_kv, spec.v_dim() / 2});
+  const bool q_mod = !spec.prologue.q_mod.empty(), k_mod = !spec.prologue.k_mod.empty();
+  const bool backward = spec.pass == Pass::backward;
+  const std::int64_t words = size_of(spec.dtype) / 2, grad_words = size_of(spec.grad_type()) / 2;
+  out.q_mod = allocator.place(q_mod, {heads, shape.seqlen_q, spec.head_dim / 2, words});
+  out.k_mod = allocator.place(k_mod, {heads_kv, shape.seqlen_kv, spec.head_dim / 2, words});
+  out.dq_of_mod = allocator.place(q_mod && backward, {heads, shape.seqlen_q, spec.head_dim / 2, grad_words});
+  out.dk_of_mod =
+      allocator.place(k_mod && backward, {heads_kv, shape.seqlen_kv, spec.head_dim / 2, grad_words});
   const std::int64_t sets = needs.list_sets;
   out.list_count = allocator.place(sets > 0, {sets, needs.list_rows});
   out.list_entries = allocator.place(sets > 0, {sets, needs.list_rows, needs.list_columns});

@@ -74,7 +74,7 @@ HeadForward forward_head(const Context& context, const Arithmetic& arithmetic, c
     else
       softmax_row(context, fwd, task, i);
   }
-  if (context.spec.q_codes)
+  if (context.spec.prologue.q_codes)
     arithmetic.round_to_codes(fwd.p);
   else
     arithmetic.round(fwd.p);

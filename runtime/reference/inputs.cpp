@@ -58,7 +58,7 @@ struct Reading {
   bool positions = false;  ///< whether all of these are q or kv
 };
 
-std::int64_t size_of(expr::Name name, const AttentionShape& shape, std::int64_t dim_v) {
+std::int64_t size_of(expr::Name name, const AttentionShape& shape, std::int64_t columns) {
   switch (name) {
     case expr::Name::b:
       return shape.batch;
@@ -71,22 +71,22 @@ std::int64_t size_of(expr::Name name, const AttentionShape& shape, std::int64_t 
     case expr::Name::kv:
       return shape.seqlen_kv;
     case expr::Name::column:
-      return dim_v;
+      return columns;
     default:
       return 0;
   }
 }
 
-/// Of each dimension, outermost first.
+/// One reading for each dimension, outermost first.
 std::vector<Reading> readings_of(const expr::Declaration& d, const expr::Graph& graph,
-                                 const AttentionShape& shape, std::int64_t dim_v) {
+                                 const AttentionShape& shape, std::int64_t columns) {
   std::vector<Reading> readings(d.rank);
   for (int dimension = 0; dimension < d.rank; ++dimension) {
     Reading& reading = readings[dimension];
     for (int place = 0; place < graph.size(); ++place) {
       if (graph.node(place).op != expr::Op::read || graph.node(place).declaration.name != d.name) continue;
       const expr::Node& index = graph.node(graph[place].args[dimension]);
-      const std::int64_t size = index.op == expr::Op::name ? size_of(index.name, shape, dim_v) : 0;
+      const std::int64_t size = index.op == expr::Op::name ? size_of(index.name, shape, columns) : 0;
       if (size == 0) {
         reading = {};
         break;
@@ -219,10 +219,12 @@ std::vector<std::byte> encode(ElementType type, const std::vector<double>& value
 std::vector<Captured> plausible_captures(const AttentionSpec& spec, const AttentionShape& shape,
                                          std::uint64_t seed) {
   expr::Graph graph;
-  for (const expr::NodePtr& program : {spec.score.tree(), spec.mask.tree(), spec.epilogue.out_mod.tree()})
+  for (const expr::NodePtr& program : {spec.score.tree(), spec.mask.tree(), spec.epilogue.out_mod.tree(),
+                                       spec.prologue.q_mod.tree(), spec.prologue.k_mod.tree()})
     if (program) graph.add(program);
   std::vector<Captured> captures;
-  for (const expr::Declaration& d : expr::declarations(spec.score, spec.mask, spec.epilogue.out_mod)) {
+  for (const expr::Declaration& d :
+       expr::declarations(spec.score, spec.mask, spec.epilogue.out_mod, spec.prologue)) {
     // A name's value does not depend on what else is declared.
     std::vector<std::uint32_t> material(d.name.begin(), d.name.end());
     material.insert(material.end(),
@@ -233,7 +235,8 @@ std::vector<Captured> plausible_captures(const AttentionSpec& spec, const Attent
     if (d.is_scalar()) {
       made.values = {scalar_value(d, shape, random)};
     } else {
-      const std::vector<Reading> readings = readings_of(d, graph, shape, spec.v_dim());
+      const std::vector<Reading> readings =
+          readings_of(d, graph, shape, std::max(spec.head_dim, spec.v_dim()));
       made.size = sizes_of(d, readings, shape);
       made.values = tensor_values(d, readings, made.size, random);
     }

@@ -9,6 +9,7 @@
 #include "reference/context.hpp"
 #include "reference/head_forward.hpp"
 #include "reference/matrix.hpp"
+#include "reference/row_mods.hpp"
 #include "support/dtypes.hpp"
 #include "support/refuse.hpp"
 
@@ -196,9 +197,11 @@ std::vector<double> sum_groups(const Context& context, const Arithmetic& arithme
 
 }  // namespace
 
-Forward forward(const Problem& problem, Precision precision) {
+Forward forward(const Problem& given, Precision precision) {
+  const Arithmetic arithmetic{given.spec.dtype, precision};
+  const std::optional<Problem> modified = with_modified_rows(given, arithmetic);
+  const Problem& problem = modified ? *modified : given;
   const Context context(problem);
-  const Arithmetic arithmetic{context.spec.dtype, precision};
   if (context.spec.partial.running_state) {
     check_size("state_out", problem.state_out.size(), count({context.q_count(), context.spec.v_dim()}));
     check_size("state_lse", problem.state_lse.size(), context.q_count());
@@ -221,9 +224,11 @@ Forward forward(const Problem& problem, Precision precision) {
   return result;
 }
 
-Backward backward(const Problem& problem, Precision precision) {
+Backward backward(const Problem& given, Precision precision) {
+  const Arithmetic arithmetic{given.spec.dtype, precision};
+  const std::optional<Problem> modified = with_modified_rows(given, arithmetic);
+  const Problem& problem = modified ? *modified : given;
   const Context context(problem);
-  const Arithmetic arithmetic{context.spec.dtype, precision};
   const std::int64_t dim_v = context.spec.v_dim();
   check_size("dout", problem.dout.size(), count({context.q_count(), dim_v}));
   if (!problem.dlse.empty()) check_size("dlse", problem.dlse.size(), context.q_count());
@@ -266,6 +271,7 @@ Backward backward(const Problem& problem, Precision precision) {
   }
   result.dk = sum_groups(context, arithmetic, heads, &HeadBackward::dk, problem.k.size());
   result.dv = sum_groups(context, arithmetic, heads, &HeadBackward::dv, problem.v.size());
+  if (modified) through_row_mods(Context(given), arithmetic, result);
   return result;
 }
 

@@ -36,7 +36,7 @@ struct Problem {
   /// What kernels are given beside codes where the spec has them: one for each head, or with
   /// spec.kv.key_scales for each row of k and v. These have codes times scales already.
   std::vector<double> k_scale = {}, v_scale = {};
-  std::vector<double> q_scale = {};     ///< with spec.q_codes, one for each KV head
+  std::vector<double> q_scale = {};     ///< with spec.prologue.q_codes, one for each KV head
   std::vector<Captured> captures = {};  ///< one for each name that the spec's programs declare
   /// Backward: O, like Q with the dimension of V, and LSE, like Q without a dimension, where they are those
   /// of more keys than these; empty: of these keys.
@@ -44,9 +44,10 @@ struct Problem {
   /// Forward, with spec.partial.running_state: O and LSE of other keys, sized like these.
   std::vector<double> state_out = {}, state_lse = {};
   std::vector<double> dlse = {};  ///< backward: like lse, or empty where LSE has no gradient
-  /// Jvp: tangents, sized like their tensors; empty: zeros.
+  /// Jvp and backward_jvp: tangents, sized like their tensors; empty: zeros.
   std::vector<double> q_tangent = {}, k_tangent = {}, v_tangent = {}, sinks_tangent = {};
-  std::vector<std::vector<double>> capture_tangents = {};  ///< one for each of `captures`, or none at all
+  std::vector<std::vector<double>> capture_tangents = {};    ///< one for each of `captures`, or none at all
+  std::vector<double> dout_tangent = {}, dlse_tangent = {};  ///< backward_jvp, too
 };
 
 /// The arithmetic to compute in.
@@ -84,6 +85,8 @@ struct Jvp {
 Forward forward(const Problem& problem, Precision precision = Precision::exact);
 Backward backward(const Problem& problem, Precision precision = Precision::exact);
 Jvp jvp(const Problem& problem, Precision precision = Precision::exact);
+/// Tangents of what backward() gives, of the problem's own O and LSE. Without squares and counts of captures.
+Backward backward_jvp(const Problem& problem, Precision precision = Precision::exact);
 
 /// With spec.varlen, throws Error(invalid_argument) unless both cu_seqlens go from 0 up to the number of
 /// rows, or less, and no sequence is longer than the shape says: for those who have them on the host and can

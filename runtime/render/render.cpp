@@ -6,7 +6,9 @@
 #include <fmt/format.h>
 
 #include "expr/emit.hpp"
+#include "plan/decoded_cache.hpp"
 #include "plan/family.hpp"
+#include "plan/params_layout.hpp"
 #include "render/kv_format_text.hpp"
 #include "support/dtypes.hpp"
 
@@ -23,7 +25,15 @@ std::string includes(const std::vector<plan::Entry>& entries) {
   return text;
 }
 
-/// Of one of `entries`.
+/// What templates/common/params.cuh asks of a rendered source.
+std::string params_text(const plan::KernelPlan& kernel) {
+  std::string text;
+  for (const auto& [name, value] : plan::params_layout(kernel).macros)
+    text += fmt::format("#define {}{}{}\n", name, value.empty() ? "" : " ", value);
+  return text;
+}
+
+/// The text of one of `entries`.
 std::string entry_text(const plan::Entry& entry, const std::vector<plan::Entry>& entries) {
   const char* maps = entry.tensor_maps ? ", const __grid_constant__ flashjit::TensorMaps maps" : "";
   const std::string cluster =
@@ -31,13 +41,21 @@ std::string entry_text(const plan::Entry& entry, const std::vector<plan::Entry>&
   const std::string text = fmt::format(
       "extern \"C\" __global__ void{} __launch_bounds__({}, {})\n"
       "flashjit_{}(const __grid_constant__ flashjit::{} p{}) {{\n"
-      "  {}<flashjit::Problem>(p{});\n"
+      "  {}<flashjit::{}>(p{});\n"
       "}}\n",
-      cluster, entry.threads, entry.min_blocks, entry.name, entry.params, maps, entry.function,
+      cluster, entry.threads, entry.min_blocks, entry.name, entry.params, maps, entry.function, entry.problem,
       entry.tensor_maps ? ", maps" : "");
   if (program_count(entries) == 1) return "\n" + text;
   const int other = program_of(entry, entries) == 1 ? 2 : 1;
   return fmt::format("\n#if {} != {}\n{}#endif\n", kProgramMacro, other, text);
+}
+
+/// What an entry that decodes the cache is a template over: K and V as the call has them.
+std::string stored_problem(const plan::KernelPlan& kernel) {
+  if (!kernel.config.decode_cache) return {};
+  return fmt::format("\nstruct StoredProblem : Problem {{\n{}{}}};\n",
+                     to_string(expr::Constant{"kPageRows", kernel.spec.kv.page_size}),
+                     stored_formats_text(kernel.spec));
 }
 
 // The templates that a text includes, by their names; other includes are NVRTC's to refuse.
@@ -75,17 +93,20 @@ KernelSource render(const plan::KernelPlan& kernel, const DeviceInfo& device, co
   source.entries = kernel.entries;
   std::string constants = to_string(expr::Constant{"kArch", device.compute_capability});
   for (const expr::Constant& constant : kernel.constants) constants += to_string(constant);
+  const KernelSpec of_main = plan::spec_of_main(kernel);
   const std::string functions = plan::traits(kernel.config.family).functions(spec, kernel.config);
   source.text = fmt::format(
-      "// {} {}\n{}\nnamespace flashjit {{\n\nstruct Problem {{\n  using Element = {};\n"
-      "  using KvElement = {};\n{}\n{}{}{}}};\n\n"
+      "// {} {}\n{}{}\nnamespace flashjit {{\n\nstruct Problem {{\n  using Element = {};\n"
+      "  using KvElement = {};\n{}\n{}{}{}}};\n{}\n"
       "}}  // namespace flashjit\n",
-      to_string(source.spec), to_string(source.config), includes(source.entries),
-      dtype_info(spec.dtype).cuda_name, dtype_info(spec.kv_type()).cuda_name,
-      constants + kv_formats_text(spec),
-      expr::emit_functions(expr::trees_of(spec.score, spec.mask, spec.epilogue.out_mod),
-                           {.check_indices = spec.checks.check_indices}),
-      functions.empty() ? "" : "\n", functions);
+      to_string(source.spec), to_string(source.config), params_text(kernel), includes(source.entries),
+      dtype_info(spec.dtype).cuda_name, dtype_info(of_main.kv_type()).cuda_name,
+      (plan::leaves_scales(kernel) ? "  using ScaledElements = void;\n" : "") + constants +
+          kv_formats_text(of_main),
+      expr::emit_functions(
+          expr::trees_of(spec.score, spec.mask, spec.epilogue.out_mod, spec.prologue),
+          {.check_indices = spec.checks.check_indices, .gradient_tangents = spec.pass == Pass::backward_jvp}),
+      functions.empty() ? "" : "\n", functions, stored_problem(kernel));
   for (const plan::Entry& entry : source.entries) source.text += entry_text(entry, source.entries);
 
   std::map<std::string, std::string> headers;

@@ -41,9 +41,8 @@ constexpr std::array<EnvironmentVariable, 13> kVariables{{
     {"FLASHJIT_TUNE_IN_BACKGROUND",
      "on: tune each shape at its first use, in a background thread; off (default). Needs NVRTC."},
     {"FLASHJIT_COMPILE_IN_BACKGROUND",
-     "on: a call whose kernel must be compiled uses another one of its spec that is in memory, and a "
-     "background "
-     "thread compiles; off (default). Needs NVRTC."},
+     "on: a call whose kernel must be compiled uses another one of its spec that is in memory, or on Hopper "
+     "one that is compiled sooner, and a background thread compiles; off (default). Needs NVRTC."},
     {"FLASHJIT_LOG", "quiet, info (default) or debug: how much to log."},
 }};
 

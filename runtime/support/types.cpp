@@ -17,12 +17,13 @@ namespace {
 template <class Value, std::size_t kCount>
 using Names = std::array<std::pair<Value, std::string_view>, kCount>;
 
-constexpr Names<Pass, 6> kPasses{{{Pass::forward, "fwd"},
+constexpr Names<Pass, 7> kPasses{{{Pass::forward, "fwd"},
                                   {Pass::backward, "bwd"},
                                   {Pass::append, "append"},
                                   {Pass::merge, "merge"},
                                   {Pass::quantize, "quantize"},
-                                  {Pass::jvp, "jvp"}}};
+                                  {Pass::jvp, "jvp"},
+                                  {Pass::backward_jvp, "bwd_jvp"}}};
 /// The names of the table of types.
 Names<DType, 6> dtype_names() {
   Names<DType, 6> names;

@@ -7,12 +7,34 @@
 
 namespace flashjit::auxiliary {
 
-/// Fills a row in shared memory.
+/// A new row of up to kDim columns in a warp's registers, on its way to shared memory.
 template <class Element, int kDim>
-__device__ __forceinline__ void load_new_row(const Element* from, float* row, int lane) {
-  for (int i = lane; i < kDim; i += 32) row[i] = to_float(from[i]);
-  __syncwarp();
-}
+struct NewRow {
+  static constexpr int kElements = kChunk<Element>, kOwn = (kDim / kElements + 31) / 32;
+  uint4 own[kOwn];
+  int dim;
+
+  __device__ __forceinline__ void load(const Element* from, int columns, int lane) {
+    dim = columns;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i)
+      if (const int chunk = i * 32 + lane; chunk * kElements < dim)
+        own[i] = reinterpret_cast<const uint4*>(from)[chunk];
+  }
+  __device__ __forceinline__ void put(float* row, int lane) const {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int first = (i * 32 + lane) * kElements;
+      if (first >= dim) break;
+      float x[kElements];
+      unpack_chunk<Element>(own[i], x);
+#pragma unroll
+      for (int j = 0; j < kElements; j += 4)
+        *reinterpret_cast<float4*>(row + first + j) = float4{x[j], x[j + 1], x[j + 2], x[j + 3]};
+    }
+    __syncwarp();
+  }
+};
 
 /// Encodes a row of K or V into the cache. With scales of keys the call's scale is written, too.
 template <class P, class Format>
@@ -46,7 +68,7 @@ template <class P>
 __device__ void append_rows(const AppendParams& p) {
   using Element = typename P::Element;
   constexpr int kWarps = 4;
-  __shared__ float rows[kWarps][max(P::kHeadDim, P::kHeadDimV)];
+  __shared__ __align__(16) float rows[kWarps][max(P::kHeadDim, P::kHeadDimV)];
   __shared__ RowEncoder<typename P::KFormat> k_encoders[kWarps];
   __shared__ RowEncoder<typename P::VFormat> v_encoders[kWarps];
   const RopeParam& rope = p.rope;
@@ -57,18 +79,30 @@ __device__ void append_rows(const AppendParams& p) {
   const KeyPlace place = named ? place_of_slot(p, new_row) : place_of_key<P>(p, at);
   const RowPositions positions(rope, new_row, at.key);
   if ((rope.pairs > 0 && !positions.have_angles(rope)) || place.page < 0) return;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, heads = 2 * p.heads_kv + p.heads_q;
   float* row = rows[warp];
-  for (int head = warp; head < 2 * p.heads_kv + p.heads_q; head += kWarps) {
+  NewRow<Element, max(P::kHeadDim, P::kHeadDimV)> next;
+  const auto load = [&](int head) {
     const bool is_k = head < p.heads_kv, is_v = !is_k && head < 2 * p.heads_kv;
     const int h = is_k ? head : is_v ? head - p.heads_kv : head - 2 * p.heads_kv;
-    if (is_v && P::kSharedKv) continue;  // V is in the rows of K
+    if (head >= heads || (is_v && P::kSharedKv)) return;  // V is in the rows of K
+    next.load(row_of<Element>(is_k   ? p.k
+                              : is_v ? p.v
+                                     : p.q,
+                              b, h, s),
+              is_v ? P::kHeadDimV : P::kHeadDim, lane);
+  };
+  load(warp);
+  for (int head = warp; head < heads; head += kWarps) {
+    const bool is_k = head < p.heads_kv, is_v = !is_k && head < 2 * p.heads_kv;
+    const int h = is_k ? head : is_v ? head - p.heads_kv : head - 2 * p.heads_kv;
+    if (!(is_v && P::kSharedKv)) next.put(row, lane);
+    load(head + kWarps);
+    if (is_v && P::kSharedKv) continue;
     if (is_v) {
-      load_new_row<Element, P::kHeadDimV>(row_of<Element>(p.v, b, h, s), row, lane);
       store_encoded<P>(v_encoders[warp], row, p.v_cache, p.v_block_scale, p.v_scale, at.b, place, h);
       continue;
     }
-    load_new_row<Element, P::kHeadDim>(row_of<Element>(is_k ? p.k : p.q, b, h, s), row, lane);
     normalize_row<Element, P::kHeadDim>(is_k ? p.k_norm : p.q_norm, row, lane);
     if (rope.pairs > 0) rotate_row<Element>(rope, positions, row, lane);
     if (is_k) {

@@ -7,10 +7,25 @@
 
 namespace flashjit::auxiliary {
 
-/// Codes are v / scale + zero, or (v - zero) / scale where zero points are added.
+/// Codes are v * factor + zero, or (v - zero) * factor where zero points are added.
 struct KvQuantizer {
-  float scale, zero;
+  float factor, zero;
 };
+/// Quotients of few codes are exact, as a code more or less is much: these have the scale as factor, and
+/// divide.
+template <class Format>
+constexpr bool kDivides = Format::kBits == 2;
+/// Finite, so that zeros of a block of the least numbers stay zeros.
+template <class Format>
+__device__ __forceinline__ float factor_of_scale(float scale) {
+  const float factor = 1.0f / scale;
+  if (kDivides<Format>) return scale;
+  return fabsf(factor) > 3.402823466e38f ? 3.402823466e38f : factor;
+}
+template <class Format>
+__device__ __forceinline__ float quotient(float x, float factor) {
+  return kDivides<Format> ? x / factor : x * factor;
+}
 
 template <class Format>
 constexpr bool kHasFloatCodes =
@@ -136,6 +151,20 @@ __device__ __forceinline__ BlockExtremes extremes_of_block(const float* block, i
   return found;
 }
 
+/// Formats whose scales need the largest magnitude of a block alone, which is its `extreme`.
+template <class Format>
+constexpr bool kOfMagnitudes = Format::kZero == KvZero::none&& Format::kLargest > 0.0f;
+template <int kLanes>
+__device__ __forceinline__ BlockExtremes magnitude_of_block(const float* block, int columns) {
+  unsigned largest = 0;  // bits of floats without a sign grow as these do, NaN's are the largest
+  for (int i = static_cast<int>(threadIdx.x) % kLanes; i < columns; i += kLanes)
+    largest = max(largest, __float_as_uint(block[i]) & 0x7fffffffu);
+#pragma unroll
+  for (int lanes = kLanes / 2; lanes > 0; lanes /= 2)
+    largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, lanes));
+  return {__uint_as_float(largest), 0, 0.0f, 0.0f, largest < 0x7f800000u};
+}
+
 /// The scale of a block without zero points.
 template <class Format>
 __device__ __forceinline__ unsigned symmetric_scale(const BlockExtremes& found, float argument) {
@@ -161,7 +190,7 @@ __device__ __forceinline__ KvQuantizer quantizer_for(const BlockExtremes& found,
   if (Format::kZero == KvZero::none) {
     const unsigned bits = symmetric_scale<Format>(found, argument);
     if (writes) store_bytes<kBytes>(scale_at, bits);
-    return {number_of_bits<kType>(bits) * argument, 0.0f};
+    return {factor_of_scale<Format>(number_of_bits<kType>(bits) * argument), 0.0f};
   }
   constexpr float kLevels = static_cast<float>(kHighestCode<Format> - kLowestCode<Format>);
   const float nan = __uint_as_float(0x7fffffffu);
@@ -176,14 +205,14 @@ __device__ __forceinline__ KvQuantizer quantizer_for(const BlockExtremes& found,
   if (!added) zero_bits = bits_of_number<kType>(static_cast<float>(kLowestCode<Format>) - rintf(low / scale));
   if (writes) store_bytes<kBytes>(scale_at, bits), store_bytes<kBytes>(zero_at, zero_bits);
   const float zero = number_of_bits<kType>(zero_bits);
-  return {scale, added ? zero * argument : zero};
+  return {factor_of_scale<Format>(scale), added ? zero * argument : zero};
 }
 
 /// The code of an element, in its lowest bits.
 template <class Format>
 __device__ __forceinline__ unsigned code_by(const KvQuantizer& by, float x) {
-  return code_of_value<Format>(Format::kZero == KvZero::added ? (x - by.zero) / by.scale
-                                                              : x / by.scale + by.zero);
+  return code_of_value<Format>(Format::kZero == KvZero::added ? quotient<Format>(x - by.zero, by.factor)
+                                                              : quotient<Format>(x, by.factor) + by.zero);
 }
 
 /// Writes the columns of a row that are elements, by a warp.
@@ -213,12 +242,16 @@ struct RowEncoder {
     constexpr int kAtOnce = 32 / kLanes;
     for (int first = 0; first < kBlocks; first += kAtOnce) {
       const int block = min(first + lane / kLanes, kBlocks - 1);
-      KvQuantizer by{argument, 0.0f};
+      const float* columns = row + block * Format::kBlock;
+      KvQuantizer by{0.0f, 0.0f};
       if (Format::kBlockScales)
-        by = quantizer_for<Format>(extremes_of_block<kLanes>(row + block * Format::kBlock, Format::kBlock),
+        by = quantizer_for<Format>(kOfMagnitudes<Format> ? magnitude_of_block<kLanes>(columns, Format::kBlock)
+                                                         : extremes_of_block<kLanes>(columns, Format::kBlock),
                                    argument, lane % kLanes == 0,
                                    scales + Format::kScales + block * Format::kScaleStep,
                                    scales + Format::kZeros + block * Format::kScaleStep);
+      else
+        by.factor = factor_of_scale<Format>(argument);
       if (lane % kLanes == 0) quantizers[block] = by;
     }
     __syncwarp();

@@ -32,8 +32,10 @@ class IndexList {
               sequence.q_row(q) * p.indices.stride_q + h_kv * p.indices.stride_h) {}
 
   /// The key of entry n; -1: none, by the list or by the mask, which must be alike for all heads.
-  __device__ __forceinline__ int key(int n) const {
-    const int kv = named_key(n);
+  __device__ __forceinline__ int key(int n) const { return key_of(n, entry(n)); }
+  /// The same for an entry that has been read.
+  __device__ __forceinline__ int key_of(int n, int entry) const {
+    const int kv = existing_key(n, entry);
     if constexpr (P::kHasMask)
       if (kv >= 0 &&
           !P::mask(p_, sequence_.head(p_, h_kv_ * p_.qhead_per_kvhead()), position(q_), position(kv)))
@@ -41,14 +43,15 @@ class IndexList {
     return kv;
   }
   /// The same by the list alone.
-  __device__ __forceinline__ int named_key(int n) const {
-    if (n >= count) return -1;
-    const int kv = keys_[n];
-    if constexpr (P::kCheckIndices) check(n, kv);
-    return static_cast<unsigned>(kv) < static_cast<unsigned>(seqused_kv_) ? kv : -1;
-  }
+  __device__ __forceinline__ int named_key(int n) const { return existing_key(n, entry(n)); }
+  /// What the list says, which may be no key.
+  __device__ __forceinline__ int entry(int n) const { return n < count ? keys_[n] : -1; }
 
  private:
+  __device__ __forceinline__ int existing_key(int n, int entry) const {
+    if constexpr (P::kCheckIndices) check(n, entry);
+    return static_cast<unsigned>(entry) < static_cast<unsigned>(seqused_kv_) ? entry : -1;
+  }
   __device__ __noinline__ void check(int n, int kv) const {
     if (kv >= -1 && kv < seqused_kv_) return;
     printf("flashjit: entry %d of indices is %d at b %d, KV head %d, q %d, which has %d keys; it is none\n",

@@ -31,10 +31,11 @@ struct ExampleProblem {
   static constexpr bool kIndices = false;       // queries have lists of keys: index_list.cuh
   static constexpr bool kSharedPrefix = false;  // all sequences have the same first keys
   static constexpr bool kSinks = false;
-  static constexpr bool kRowMax = false;     // forward: the largest score of each row is a result
-  static constexpr bool kKeyScales = false;  // scales of keys or pages; else a head has one
-  static constexpr bool kQCodes = false;     // Q is of KvElement, too
-  static constexpr bool kFp32Out = false;    // forward: O is fp32, whatever Q is
+  static constexpr bool kRowMax = false;       // forward: the largest score of each row is a result
+  static constexpr bool kSkipSoftmax = false;  // forward: tiles far below the maximum: skip_softmax.cuh
+  static constexpr bool kKeyScales = false;    // scales of keys or pages; else a head has one
+  static constexpr bool kQCodes = false;       // Q is of KvElement, too
+  static constexpr bool kFp32Out = false;      // O is fp32, whatever Q is
   static constexpr bool kRunningState =
       false;                                 // forward: O and LSE of other keys are joined: running_state.cuh
   static constexpr bool kWeightMod = false;  // score() is P: there is no softmax, LSE or D
@@ -182,6 +183,10 @@ struct ExampleProblem {
   // With kOutMod there are out_mod(p, head, out, q, column), what becomes of an element of O, out_mod_grad(),
   // its derivative by `out`, and add_out_mod_grads(p, head, dout, out, q, column, add), which calls
   // add(OutAddition, float* at, float value) for each of the kOutModGrads additions.
+  // Where the spec has a program of Q or K there are kQMod, kQModGrads, q_mod(p, head, row, element,
+  // sum_of_squares, q, column), what becomes of an element of a row of Q, and q_mod_grads(.., column, dout,
+  // add), which calls add.own(), add.at(), add.squares() and add.capture() with what its gradient gives to
+  // the element, others of the row, the sum of squares and captures; and kKMod, k_mod() and so on of K.
 };
 
 }  // namespace flashjit

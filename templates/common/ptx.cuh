@@ -44,6 +44,22 @@ __device__ __forceinline__ void named_barrier_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
+/// Whether any thread of those that meet there has `yes`.
+__device__ __forceinline__ bool named_barrier_any(int name, int threads, bool yes) {
+  unsigned any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, all;\n"
+      "setp.ne.u32 mine, %3, 0;\n"
+      "bar.red.or.pred all, %1, %2, mine;\n"
+      "selp.u32 %0, 1, 0, all;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(name), "r"(threads), "r"(static_cast<unsigned>(yes))
+      : "memory");
+  return any != 0;
+}
+
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }

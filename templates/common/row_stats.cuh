@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flashjit/common/lse_log2.cuh"
+#include "flashjit/common/out_element.cuh"
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/common/visible.cuh"
@@ -28,43 +29,63 @@ __device__ __forceinline__ RowStats load_row_stats(const Params& p, const Sequen
   return stats;
 }
 
-/// A lane's 16 bytes of O and dO, in rows kRowsAtOnce apart. All are loaded before any is used: with few rows
-/// for each multiprocessor the waits for memory are nearly all of the time.
+/// Columns of a row that a lane loads at once.
+template <class T, int kColumns>
+struct RowChunk {
+  static constexpr int kWords = kColumns * static_cast<int>(sizeof(T)) / 16;
+  union Elements {
+    uint4 words[kWords];
+    T element[kColumns];
+  };
+  uint4 words[kWords];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (uint4& word : words) word = uint4{0, 0, 0, 0};
+  }
+  __device__ __forceinline__ void load(const T* from) {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = reinterpret_cast<const uint4*>(from)[i];
+  }
+  /// Whole words: the compiler else takes each row apart as soon as it is here, before it loads the next.
+  __device__ __forceinline__ void read(Elements& elements) const {
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      elements.words[i] =
+          uint4{opaque(words[i].x), opaque(words[i].y), opaque(words[i].z), opaque(words[i].w)};
+  }
+};
+
+/// A lane's columns of O and dO, 16 bytes of dO, in rows kRowsAtOnce apart. All are loaded before any is
+/// used: with few rows for each multiprocessor the waits for memory are nearly all of the time.
 template <class P>
 struct RowChunks {
   using Element = typename P::Element;
+  using Out = OutElement<P>;
   static constexpr int kVector = 16 / sizeof(Element), kChunks = P::kHeadDimV / kVector;
-  uint4 o[kLanesOfRow], dout[kLanesOfRow];
+  RowChunk<Out, kVector> o[kLanesOfRow];
+  RowChunk<Element, kVector> dout[kLanesOfRow];
 
   __device__ __forceinline__ void load(const Params& p, const Sequence<P>& sequence, int h, int first,
                                        int chunk) {
     const int rows = chunk < kChunks ? sequence.seqlen_q(p) - first : 0;
-    const Element* from_o = sequence.template q_pointer<Element>(p.o, h, first) + chunk * kVector;
+    const Out* from_o = sequence.template q_pointer<Out>(p.o, h, first) + chunk * kVector;
     const Element* from_dout = sequence.template q_pointer<Element>(p.dout, h, first) + chunk * kVector;
 #pragma unroll
     for (int i = 0; i < kLanesOfRow; ++i) {
-      o[i] = dout[i] = uint4{0, 0, 0, 0};
-      if (i * kRowsAtOnce < rows) {
-        o[i] = *reinterpret_cast<const uint4*>(from_o);
-        dout[i] = *reinterpret_cast<const uint4*>(from_dout);
-      }
+      dout[i].clear(), o[i].clear();
+      if (i * kRowsAtOnce < rows) o[i].load(from_o), dout[i].load(from_dout);
       from_o += kRowsAtOnce * p.o.stride_s;
       from_dout += kRowsAtOnce * p.dout.stride_s;
     }
   }
   /// Adds the products of each row to its sum.
   __device__ __forceinline__ void add_to(float (&sums)[kLanesOfRow]) const {
-    union Elements {
-      uint4 whole;
-      Element element[kVector];
-    };
-    // Whole words: the compiler else takes each row apart as soon as it is here, before it loads the next.
-    const auto whole = [](const uint4& words) {
-      return uint4{opaque(words.x), opaque(words.y), opaque(words.z), opaque(words.w)};
-    };
 #pragma unroll
     for (int i = 0; i < kLanesOfRow; ++i) {
-      const Elements x{whole(o[i])}, y{whole(dout[i])};
+      typename RowChunk<Out, kVector>::Elements x;
+      typename RowChunk<Element, kVector>::Elements y;
+      o[i].read(x), dout[i].read(y);
 #pragma unroll
       for (int j = 0; j < kVector; ++j)
         sums[i] = fmaf(to_float(x.element[j]), to_float(y.element[j]), sums[i]);
@@ -114,7 +135,7 @@ __device__ __forceinline__ void find_row_stats(const Params& p, const Sequence<P
   const RowStats stats = load_row_stats<P>(p, sequence, h, own_row);
   // Two turns at once where that is all and registers suffice: ../sm90/NOTES.md#beside-the-products.
   constexpr int kTurns = (RowChunks<P>::kChunks + kLanesOfRow - 1) / kLanesOfRow;
-  constexpr int kAtOnce = P::kArch >= 90 && kTurns == 2 ? 2 : 1;
+  constexpr int kAtOnce = P::kArch >= 90 && kTurns == 2 && !P::kFp32Out ? 2 : 1;
   RowChunks<P> chunks[kAtOnce];
 #pragma unroll
   for (int n = 0; n < kAtOnce; ++n) chunks[n].load(p, sequence, h, row, part + n * kLanesOfRow);

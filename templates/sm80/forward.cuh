@@ -120,6 +120,9 @@ __device__ void forward(const Params& p, const Maps&... maps) {
       apply_mask<P, false, Policy::kKeyBits>(s, p, head, at_q, at_kv, kv_begin, seqused_kv, in_map);
 
     RowValues<P> shift, rescale;
+    if constexpr (P::kSkipSoftmax)
+      if (leaves_out_tile<P>(p, smem, s, row_max, shift, scale_log2, seqlen_q, at_q))
+        return end_step<P>(i, load_k);
     const bool same_max =
         Weights::update(row_max, row_sum, shift, rescale, scale_log2, s, smem, warp_row);  // m = rowmax(S)
     float exponential = 0.0f;
@@ -137,7 +140,8 @@ __device__ void forward(const Params& p, const Maps&... maps) {
   };
 
   run_steps<P>(smem, tiles.count, step, load_v, add_pv);
-  if constexpr (kScaledKv<P>) in_order(o);
+  if (kScaledKv<P>) in_order(o);
+  smem.count(p, tiles.count);
 
   // O = O / rowsum(P), and LSE; warps that share rows write the same. (NOTES.md#functions-of-sm80)
   Weights::share(row_sum, smem, warp_row);

@@ -40,7 +40,8 @@ struct ForwardPolicy {
   static constexpr int kLateRegisters =
       forward_registers(kMt, P::kBc, P::kHeadDim, P::kHeadDimV, P::kQInRegisters, true);
   static constexpr bool kLatePv = !kCodeProducts && !kSharesRows && !P::kSharedKv && kLateRegisters <= 192 &&
-                                  !P::kDropout && !P::kBlockMap && (kMt > 1 || P::kWarps > 4);
+                                  !P::kDropout && !P::kBlockMap && !P::kSkipSoftmax &&
+                                  (kMt > 1 || P::kWarps > 4);
   /// Where codes are multiplied P is as large as this power of two, so that small P are not lost: e4m3 has
   /// 2^-9 to 448, and a row's largest P exactly.
   static constexpr float kLargestP = kCodeProducts ? 256.0f : 1.0f, kLargestPLog2 = 8.0f;

@@ -1,16 +1,17 @@
 // Shared memory of the forward pass by name. ForwardLayout in layout.cuh decides where each tile lies.
 #pragma once
 
-#include "flashjit/common/ptx.cuh"
+#include "flashjit/common/skip_softmax.cuh"
 #include "flashjit/sm80/forward_policy.cuh"
 #include "flashjit/sm80/kv_loader.cuh"
 
 namespace flashjit::sm80 {
 
 /// `i` counts the KV tiles of the work tile; its stage is the count modulo the number of stages. One overlap:
-/// O lies over Q, when all warps are done with Q. What is on its way to K's or V's tile belongs to it.
+/// O lies over Q, when all warps are done with Q. What is on its way to K's or V's tile belongs to it, and
+/// the count of skipped tiles: one more variable that the steps capture would change the machine code.
 template <class P>
-struct ForwardSmem : KvLoader<P>::Held {
+struct ForwardSmem : KvLoader<P>::Held, SkippedTiles<P::kSkipSoftmax> {
   using Policy = ForwardPolicy<P>;
   static constexpr ForwardLayout kLayout = Policy::kLayout;
 

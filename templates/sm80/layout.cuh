@@ -68,6 +68,13 @@ struct JvpLayout {
   constexpr int v() const { return k() + 2 * tile_bytes(bc, head_dim); }
   constexpr int bytes() const { return v() + 2 * tile_bytes(bc, head_dim_v); }
 };
+/// Q and dO and their tangents, and as many rows of K and V and theirs.
+struct BackwardJvpLayout {
+  int rows, head_dim, head_dim_v;
+
+  constexpr int side() const { return 2 * (tile_bytes(rows, head_dim) + tile_bytes(rows, head_dim_v)); }
+  constexpr int bytes() const { return 2 * side(); }
+};
 /// Columns of V that a warp's registers have room for, of O and of its tangent.
 constexpr int kMostJvpColumns = 128;
 

@@ -5,6 +5,7 @@
 
 #include "flashjit/common/dropout.cuh"
 #include "flashjit/sm80/forward_lse.cuh"
+#include "flashjit/sm80/forward_skip_softmax.cuh"
 #include "flashjit/sm80/forward_smem.cuh"
 #include "flashjit/sm80/forward_softmax.cuh"
 
@@ -79,7 +80,8 @@ struct SharedRowMax {
   }
 };
 template <class P>
-using RowMax = Conditional<ForwardPolicy<P>::kSharesRows, SharedRowMax<P>, OwnRowMax<P>>;
+using RowMax = Conditional<ForwardPolicy<P>::kSharesRows, SharedRowMax<P>,
+                           Conditional<P::kSkipSoftmax, MaxOfTile<P>, OwnRowMax<P>>>;
 
 /// The rows' sums from those of all keys' lanes.
 template <class P, class WarpRow>

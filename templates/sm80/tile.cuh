@@ -41,6 +41,18 @@ __device__ __forceinline__ void load_tile(unsigned tile, const unsigned short* f
   }
 }
 
+/// A tile and its tangent from row `first` on; `valid` rows exist. A tangent that is null becomes zeros.
+template <class P, int kRows, int kColumns, int kThreads>
+__device__ __forceinline__ void load_with_tangent(unsigned tile, unsigned tangent_tile,
+                                                  const unsigned short* rows, long long stride,
+                                                  const unsigned short* tangent, long long tangent_stride,
+                                                  int valid) {
+  load_tile<typename P::Copies, kRows, kColumns, kThreads>(tile, rows, stride, valid);
+  const bool given = tangent != nullptr;
+  load_tile<typename P::Copies, kRows, kColumns, kThreads>(
+      tangent_tile, given ? tangent : rows, given ? tangent_stride : stride, given ? valid : 0);
+}
+
 /// Q beside codes of K: among 16 columns each, the pairs in which a lane meets four codes that lie together:
 /// pairs 0, 2, 4, 6, then 1, 3, 5, 7.
 template <class Copies, int kRows, int kColumns, int kThreads>

@@ -50,7 +50,7 @@ def fake_gpu(monkeypatch):
     return gpu
 
 
-def is_drawn(name, of=3):
+def is_drawn(name, of):
     """One in `of`, drawn by its name and the package's sources: a run of a commit has the same, a change others."""
     return int.from_bytes(hashlib.sha256(_sources() + name.encode()).digest()[:4], "big") % of == 0
 
@@ -61,20 +61,25 @@ def _sources():
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).digest()
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: a case takes seconds of a CPU")
+
+
 def pytest_collection_modifyitems(config, items):
-    """Of a test with many cases a third runs, and at least one; where tests are named, and at night, all."""
+    """A quarter of the cases of a test with many runs, at least one, and an eighth of all slow cases; where tests are named, and
+    at night, all."""
     named = config.option.keyword or any("::" in arg for arg in config.args)
     if named or os.environ.get("FLASHJIT_EVERY_KERNEL"):
         return
     cases = collections.defaultdict(list)
     for item in items:
         cases[item.nodeid.partition("[")[0]].append(item)
-    left = {
-        item
-        for of_test in cases.values()
-        for i, item in enumerate(of_test)
-        if i >= 1 and not is_drawn(item.nodeid.rpartition("/")[2])
-    }
+    left = set()
+    for of_test in cases.values():
+        for i, item in enumerate(of_test):
+            slow = item.get_closest_marker("slow") is not None
+            if (i >= 1 or slow) and not is_drawn(item.nodeid.rpartition("/")[2], 8 if slow else 4):
+                left.add(item)
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]

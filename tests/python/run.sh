@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # The Python package's tests, against the wheel in a clean virtual environment:
 #   run.sh BUILD_DIR install   makes the environment and the wheel, and installs it
-#   run.sh BUILD_DIR NAME      runs test_NAME.py there
+#   run.sh BUILD_DIR NAME...   runs test_NAME.py there, of all names in one process
 # Tests that need PyTorch see the packages of the Python that FLASHJIT_TEST_PYTHON names (default: python3) where it has
 # PyTorch. Where it has none, PyTorch is fetched in continuous integration alone (CI=true), as it is gigabytes. Those that need
 # JAX see that Python's, too, else JAX for the CPU from PyPI. Exit code 77: skipped; no environment can be made here (no python3-venv, no PyPI),
-# or every test of the file skipped itself.
+# or every test of the files skipped itself.
 set -euo pipefail
 
 build=$(cd "$1" && pwd)
-name=$2
+names=("${@:2}")
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 environment=$build/python
 native= # what the wheel is made of
@@ -55,6 +55,7 @@ install() {
     cmake --build "$environment/jax"
     cp "$environment/jax/libflashjit_jax.so" "$native"
   fi
+  [ ! -e "$build/libflashjit_torch.so" ] || cp "$build/libflashjit_torch.so" "$native"
   FLASHJIT_NATIVE=$native "$environment/bin/pip" wheel -q --disable-pip-version-check --no-deps --no-build-isolation \
     -w "$native" "$root/tools/python"
   "$environment/bin/pip" install -q --disable-pip-version-check --no-compile --no-deps --force-reinstall "$native"/flashjit-*.whl
@@ -70,9 +71,10 @@ run() {
   export FLASHJIT_FAKES=$build/tests FLASHJIT_SMALL_LLAMA=$build/tools/examples/small_llama
   # Threads beside the tests on the other cores: they spin while they wait for each other.
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-  "$environment/bin/python" -m pytest -q -p no:cacheprovider -rs "$root/tests/python/test_$name.py" || status=$?
+  local files=("${names[@]/%/.py}")
+  "$environment/bin/python" -m pytest -q -p no:cacheprovider -rs "${files[@]/#/$root/tests/python/test_}" || status=$?
   [ $status != 5 ] || skip "every test" # pytest's code where it collected none
   exit $status
 }
 
-if [ "$name" = install ]; then install; else run; fi
+if [ "${names[*]}" = install ]; then install; else run; fi

@@ -108,6 +108,7 @@ def sd3():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [flux, wan, sd3])
 def test_the_same_results_and_gradients(make, monkeypatch):
     """calls: how often a model computes attention."""

@@ -459,7 +459,7 @@ def check_autocast(rank, ranks):
 
 
 def peak(call, device):
-    """Of the memory that a call allocates, beside what was there."""
+    """The peak of the memory that a call allocates, without the memory that was allocated before."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -717,16 +717,19 @@ def _end_of_ranks():
     _ranks.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_scheme_layout_and_mask(ranks, scheme):
     spawn("check_cases", ranks, (scheme,))
 
 
+@pytest.mark.slow
 def test_three_ranks():
     spawn("check_cases", 3, ("ring", "all_gather"))
 
 
+@pytest.mark.slow
 def test_heads_in_parts():
     from flashjit._chunks import parts_of_heads
 
@@ -743,6 +746,7 @@ def test_heads_in_parts():
     spawn("check_in_parts", 4, "check_cases", ("ulysses",))
 
 
+@pytest.mark.slow
 def test_ulysses_inside_of_a_ring():
     spawn("check_two_levels", 4)
 
@@ -785,6 +789,7 @@ def test_two_ranks(name):
     spawn(name, 2)
 
 
+@pytest.mark.slow
 def test_a_peer_that_died():
     answers = Ranks(2).run("check_a_peer_that_died")
     assert list(answers) == [0]

@@ -144,6 +144,7 @@ def test_missing_names_say_what_to_do(installed):
     assert importlib.util.find_spec("flash_attn.losses") is None
 
 
+@pytest.mark.slow
 def test_diffusers_back_ends():
     """In a process of its own, as diffusers looks for the packages when it is imported."""
     pytest.importorskip("diffusers.models.attention_dispatch")

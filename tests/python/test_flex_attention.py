@@ -86,7 +86,7 @@ def dilated(size, step):
 
 
 def neighbourhood(width, height, reach):
-    """Of a picture's pixels, row by row."""
+    """A mask of a picture's pixels, row by row."""
 
     def mask(b, h, q_idx, kv_idx):
         return ((q_idx // width - kv_idx // width).abs() <= reach) & (

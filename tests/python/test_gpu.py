@@ -726,13 +726,32 @@ def test_checkpointing():
     torch.testing.assert_close(*grads, atol=1e-2, rtol=1e-2)
 
 
-def test_double_backward_is_refused():
-    q, k, v = tensors()
-    grad = torch.autograd.grad(flashjit.attention(q, k, v).float().square().sum(), q, create_graph=True)[0]
-    with pytest.raises(flashjit.Unsupported, match="no second derivative"):
-        grad.sum().backward()
-    torch.cuda.synchronize()
-    assert flashjit.attention(q, k, v).isfinite().all()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_double_backward(dtype):
+    def second(attend, dtype):
+        q, k, v = (x.detach().to(dtype).requires_grad_() for x in tensors(dtype=dtype))
+        grads = torch.autograd.grad(attend(q, k, v).square().sum(), (q, k, v), create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in grads), (q, k, v))
+
+    wanted = second(lambda q, k, v: reference(q, k, v, causal(200, 333)), torch.float64)
+    for got, exact in zip(second(lambda q, k, v: flashjit.attention(q, k, v, causal=True), dtype), wanted):
+        assert (got - exact).abs().max() < {torch.bfloat16: 0.05, torch.float32: 1e-4}[
+            dtype
+        ] * exact.abs().max()
+
+
+def test_hessian_vector_product_and_gradient_of_a_tangent():
+    q, k, v = (x.detach() for x in tensors(dtype=torch.float32))
+    t = torch.randn_like(q)
+
+    def both(attend, q, k, v, t):
+        loss = lambda q: attend(q, k, v).square().sum()
+        product = torch.func.jvp(torch.func.grad(loss), (q,), (t,))[1]
+        return product, torch.func.grad(lambda q: torch.func.jvp(loss, (q,), (t,))[1])(q)
+
+    exact = both(reference, *(x.double() for x in (q, k, v, t)))
+    for got, wanted in zip(both(flashjit.attention, q, k, v, t), exact):
+        assert (got - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
 
 def test_arrays_of_other_libraries():
@@ -1104,7 +1123,7 @@ def test_empty_tensors(empty):
 def test_long_context_counts_the_attention_s_memory_alone(tmp_path):
     """From the first row on, and of each backend: what cuBLAS keeps is in none. 8 tensors of 1024 rows of 1024 numbers are
     16 MiB; dQ in fp32 is 4 more."""
-    script = pathlib.Path(__file__).resolve().parents[2] / "tools/examples/python/long_context.py"
+    script = pathlib.Path(__file__).resolve().parents[2] / "tools/bench/long_context.py"
     done = subprocess.run(
         [sys.executable, script, "--hidden", "1024", "--last", "4096", "--csv", tmp_path / "table.csv"],
         capture_output=True,
@@ -1145,7 +1164,7 @@ def test_deterministic_gradients_of_captures():
 
 
 def test_lists_are_made_once_for_many_calls():
-    """Of documents, in both passes: the same bits as with lists of each call's own, and others are refused."""
+    """For documents, in both passes: the same bits as with lists of each call's own, and others are refused."""
     q, k, v = (x.detach() for x in tensors())
     documents = torch.arange(333, device=DEVICE, dtype=torch.int32) // 50
     given = dict(options="mask{doc: int32 1d; doc[q] == doc[kv]}:det", captures={"doc": documents})
@@ -1197,7 +1216,7 @@ def same(some, others):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_attention_takes_lists(dim):
-    """Of documents, in both passes and under no_grad: the same bits as with lists of each call's own."""
+    """For documents, in both passes and under no_grad: the same bits as with lists of each call's own."""
     q, k, v = tensors(dim=dim)
     slopes = torch.rand(4, device=DEVICE, requires_grad=True)
     given = dict(

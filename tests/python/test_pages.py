@@ -46,6 +46,43 @@ def test_pages_call_what_is_there():
     assert found == [] and sum(len(blocks(page)) for page in PAGES) > 15
 
 
+def whole(code):
+    """Whether a snippet imports what it uses and runs without a GPU."""
+    return "import torch" in code and not re.search("cuda|process_group", ast.dump(ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES[1:] if any(map(whole, blocks(page)))], ids=lambda page: page.stem
+)
+def test_whole_snippets_run(page):
+    pytest.importorskip("torch")
+    for code in filter(whole, blocks(page)):
+        exec(code, {})
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_sequence_of_the_page(tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "page.py").write_text(blocks(ROOT / "tools/docs/distributed.md")[0])
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            tmp_path / "page.py",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=child.environment(),
+    )
+    shapes = "torch.Size([1, 4, 128, 64]) torch.Size([1, 4, 128, 64])"
+    assert sorted(done.stdout.splitlines()) == [f"{rank} {shapes}" for rank in "01"], done.stderr
+
+
 def test_wrong_calls_are_found():
     assert list(faults("flashjit.no_such(1)")) == ["flashjit.no_such is not there"]
     assert list(faults("x = flashjit.version(a=1)")) == ["version has no a"]

@@ -89,7 +89,7 @@ def write_model(folder, config, weights):
 
 
 def exact_logits(config, weights, tokens):
-    """Of all rows, in fp64, without a cache."""
+    """Logits of all rows, in fp64, without a cache."""
     w = {name.removesuffix(".weight"): value.double() for name, value in weights.items()}
     heads, heads_kv = config["num_attention_heads"], config["num_key_value_heads"]
     dim = config.get("head_dim", config["hidden_size"] // heads)

@@ -143,6 +143,7 @@ def test_generation():
     assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 def test_whole_graphs_of_torch_compile():
     ours, own = (model.eval() for model in pair("llama"))
     torch._dynamo.reset()
@@ -159,6 +160,7 @@ def test_whole_graphs_of_torch_compile():
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_its_own_flash_attention_2(name):
     """Whole, padded and packed batches, windows and soft-caps, gradients, and tokens generated."""

@@ -37,11 +37,12 @@ from .programs import Program, trace
 if TYPE_CHECKING:
     __version__: str
 if TYPE_CHECKING or "torch" in _sys.modules:
-    from .torch import BlockMap, KvFormat, TileLists, append, attention, bind, merge, quantize
+    from .torch import BlockMap, KvFormat, TileLists, append, attention, attention_over, bind, merge, quantize
 
 __all__ = [
     "append",
     "attention",
+    "attention_over",
     "backward",
     "bind",
     "build_lists",
@@ -75,11 +76,17 @@ __all__ = [
 ]
 
 
+_OF_TORCH = (
+    *("append", "attention", "attention_over", "bind", "merge", "quantize"),
+    *("BlockMap", "KvFormat", "TileLists"),
+)
+
+
 def __getattr__(name: str) -> Any:
     """What needs PyTorch is imported when it is first asked for, and the library opened."""
     if name == "__version__":
         return version()
-    if name in ("append", "attention", "bind", "merge", "quantize", "BlockMap", "KvFormat", "TileLists"):
+    if name in _OF_TORCH:
         try:
             from . import torch
         except ModuleNotFoundError as error:
@@ -87,20 +94,11 @@ def __getattr__(name: str) -> Any:
                 raise
             raise ModuleNotFoundError(
                 f"flashjit.{name} needs PyTorch 2.10 or newer: pip install torch; flashjit.forward() takes NumPy arrays, "
-                "flashjit.jax those of JAX",
+                "flashjit.jax takes JAX arrays",
                 name="torch",
             ) from None
 
-        globals().update(
-            append=torch.append,
-            attention=torch.attention,
-            bind=torch.bind,
-            merge=torch.merge,
-            quantize=torch.quantize,
-            BlockMap=torch.BlockMap,
-            KvFormat=torch.KvFormat,
-            TileLists=torch.TileLists,
-        )
+        globals().update({given: getattr(torch, given) for given in _OF_TORCH})
         return globals()[name]
     raise AttributeError(f"module 'flashjit' has no attribute {name!r}")
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._autograd import Call, record
+from ._autograd import Call, record, recording
 from ._blocks import read_blocks
 from ._call_types import NO_RNG, NOTHING, Fixed, Problem, Rng, contiguous, switches_of
 from ._formats import KvFormat, with_formats
+from ._front import MEMORY, Recorder, kept
 from ._kept_plans import plan_of
 from ._launch import is_watched
 from ._lists import TileLists, check_lists
@@ -22,10 +23,10 @@ from ._pages import most_keys, read_table
 from ._peers import refuse_unknown
 from ._plans import Plan
 from ._problem import autocast, check_types, read_problem, usual_call, with_elements
-from ._results import Results
+from ._results import Results, read_threshold
 from ._scales import is_fp32_out, with_scales
 from ._tensors import KV_TYPES, PLAIN, describe, readable
-from ._tracing import torch_mode
+from ._tracing import ELEMENT_MODS, torch_mode
 from ._transforms import have_tangents
 from .errors import InvalidArgument, Unsupported, WrongType
 from .programs import named_as_written
@@ -33,8 +34,21 @@ from .programs import named_as_written
 torch_mode()  # makes its class now: torch.compile, which may be the first to trace a program, cannot
 
 NO_VALUES: tuple[Any, ...] = ()  # of captures
+NO_PROGRAMS = (None,) * 8
 
 
+_TENSORS = (
+    "q k v cu_seqlens_q cu_seqlens_kv sinks kv_lengths page_table indices prefix_length k_scale v_scale q_scale "
+    "k_block_scale v_block_scale"
+).split()
+_VALUES = (
+    "causal scale v_columns dropout_p window softcap max_seqlen_q max_seqlen_kv cache k_format v_format deterministic "
+    "return_lse batch_invariant"
+).split()
+_PROGRAMS = ("score_mod", "mask_mod", "weight_mod", *ELEMENT_MODS)
+
+
+@kept({name: name for name in (*_TENSORS, *MEMORY)}, _VALUES, programs=_PROGRAMS)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -47,6 +61,8 @@ def attention(
     score_mod: Any = None,
     weight_mod: Any = None,
     out_mod: Any = None,
+    q_mod: Any = None,
+    k_mod: Any = None,
     mask_mod: Any = None,
     captures: Mapping[str, Any] | None = None,
     window: Sequence[int | None] | None = None,
@@ -74,7 +90,10 @@ def attention(
     return_lse: bool = False,
     return_row_max: bool = False,
     out_dtype: torch.dtype | None = None,
+    accurate: bool = False,
     batch_invariant: bool = False,
+    skip_softmax_threshold: float | None = None,
+    skip_softmax_counts: Tensor | None = None,
     lists: TileLists | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -84,43 +103,50 @@ def attention(
     """softmax(score_mod(scale * Q K^T), where mask_mod) V, with gradients to q, k, v, sinks and captured tensors.
 
     q: [batch, heads_q, seqlen_q, head_dim]; k: [batch, heads_kv, seqlen_kv, head_dim]; v: [batch, heads_kv, seqlen_kv,
-        head_dim_v]; float16, bfloat16 or float32. heads_q is a multiple of heads_kv. Any strides work without a copy
-        where the last is 1, the others are multiples of 16 bytes and memory begins at one; else a copy is made.
-    v_columns: instead of v: V is the first so many columns of K, as in latent attention, where K and V are one cache. It is
-        loaded once, and its gradient is the sum of both.
+        head_dim_v]; float16, bfloat16 or float32. heads_q is a multiple of heads_kv; head_dim is a multiple of 8 up to 576, and
+        head_dim_v up to 512. Any strides work without a copy where the last is 1, the others are multiples of 16 bytes and
+        memory begins at one; else a copy is made.
+    v_columns: instead of v: V is the first so many columns of K, as in latent attention, where K and V are one cache. K is
+        loaded once, and its gradient is dK + dV.
     causal: True masks later keys, with the last query seeing the last key; "top_left": the first query sees the first. With
         cu_seqlens or a cache it is aligned in each sequence. With kv_lengths as padding, True needs q and k of equal length, or
         one query: else it is ambiguous, and refused.
-    scale: default 1 / sqrt(head_dim).
-    dropout_p: probability to drop a pair; seeded by PyTorch's generator.
+    scale: above 0; default 1 / sqrt(head_dim).
+    dropout_p: probability to drop a pair, from 0 to less than 1; seeded by PyTorch's generator.
     score_mod, mask_mod: functions as FlexAttention has them, score_mod(score, b, h, q_idx, kv_idx) and mask_mod(b, h,
         q_idx, kv_idx) -> whether the pair attends; or text, such as "score + slopes[h] * to_float(kv - q)"; or what
         flashjit.trace() made. Captured tensors that require gradients in score_mod get them.
-    weight_mod: in place of the softmax: a function like score_mod, or text, whose value is the weight of a pair: O is
+    weight_mod: in place of the softmax: a score_mod, in the same three forms, whose value is the weight of a pair: O is
         where(mask, weight_mod(scale * Q K^T), 0) V, as in sigmoid attention, torch.sigmoid(score - math.log(n)). Not with
-        score_mod, softcap, sinks, dropout_p, indices, state, batch_invariant, q of 8 bits and what a softmax returns.
-    out_mod: a function out_mod(out, b, h, q_idx, column), or text, of an element of O, float32 and before it is rounded: what is
-        stored in its place, such as out * torch.sigmoid(gate[b, q_idx, h, column]). With gradients to what it reads; LSE and
-        the largest scores stay the softmax's. With cu_seqlens b and q_idx count as in score_mod. Not with indices, state,
-        batch_invariant.
+        score_mod, softcap, sinks, dropout_p, indices, state, batch_invariant, q of 8 bits, return_lse and return_row_max.
+    out_mod: a function out_mod(out, b, h, q_idx, column) -> the number stored for an element of O, or text. out is the element in
+        float32, before rounding: out * torch.sigmoid(gate[b, q_idx, h, column]). With gradients to the tensors that it reads; LSE
+        and the largest scores stay the softmax's. With cu_seqlens b and q_idx count as in score_mod. Not with indices, state,
+        batch_invariant, accurate and forward-mode derivatives.
+    q_mod, k_mod: functions q_mod(row, b, h, q_idx, column) and k_mod(row, b, h_kv, kv_idx, column) -> the element of Q or K that
+        scores are computed from, or texts: RoPE, the norm of a head, a scale per column. In float32, then rounded to the type of
+        q. row[column] is the element, row[other] another one of the row, row.square().sum() the row's sum of squares. q_idx counts
+        from 0, over a cache too. Gradients are for q and k as they are given, and for the tensors that the functions read. Neither
+        with indices, state, q or k and v of 8 bits, and forward-mode derivatives; k_mod not with v_columns, k_format, v_format
+        and caches, whose rows append() normalizes and rotates.
     captures: the values of the names in texts: tensors of 1 to 6 dimensions, and numbers.
     window: (left, right): how many keys a query sees before and after its own position; None or -1: all. The last query is
         at the last key; with causal="top_left" the first at the first. Not with mask_mod.
     softcap: scores become softcap * tanh(score / softcap). Not with score_mod.
-    block_mask: BlockMap, or FlexAttention's BlockMask, whose mask_mod holds in its partial blocks, as there; one that is given
-        as mask_mod too holds everywhere. Its tables are read on the device at each call; with lists they keep their values.
+    block_mask: BlockMap, or FlexAttention's BlockMask, whose own mask_mod is applied in its partial blocks alone, as there; the
+        argument mask_mod is applied everywhere. Its tables are read on the device at each call; with lists they keep their values.
     cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1]: q is [1, heads_q, all rows, head_dim], and sequence i has the rows
-        cu_seqlens_q[i] to cu_seqlens_q[i + 1]; so K and V. With max_seqlen_q and max_seqlen_kv, at least the longest.
+        cu_seqlens_q[i] to cu_seqlens_q[i + 1]; so K and V. With max_seqlen_q and max_seqlen_kv, ints, at least the longest.
         Rows after the last sequence's end, as trainers pad them, get zeros. On the GPU cu_seqlens is not checked: wrong values
         give wrong results for the sequences concerned, but nothing outside the tensors is read or written. On the CPU
         they are refused.
-    sinks: [heads_q]: one more logit per head in the softmax, without a value.
-    kv_lengths: int32 [batch]: keys from there on are padding. On the CPU lengths below 0, or above the number of
-        keys that there is room for, are refused; on a GPU they are cut.
+    sinks: [heads_q], of any float type: one more logit per head in the softmax, without a value.
+    kv_lengths: int32 [batch]: keys from there on are padding. On the CPU a length below 0, or above the number of
+        keys that there is room for, is refused; on a GPU it is cut.
     page_table: int32 [sequences, pages of the longest]: k and v are a cache's pages, k [pages, heads_kv, rows of a page,
         head_dim] with any strides, and key n of sequence i is row n % rows of page page_table[i, n // rows]; or int32
         [sequences]: they are slots, and this is each sequence's. kv_lengths, int32 [sequences], is how many keys each has;
-        what is behind them, in pages or table, is not read. causal lets a sequence's last query see its last key. With
+        nothing behind them, in pages or table, is read. causal lets a sequence's last query see its last key. With
         cu_seqlens_q and max_seqlen_q the queries are packed; max_seqlen_kv is the most keys that a sequence may have, by
         default all that a row of the table has room for. No gradients.
         Or CSR: (indptr, indices), int32 [sequences + 1] and [pages of all], best with max_seqlen_kv, whose default is the room
@@ -133,39 +159,52 @@ def attention(
     q_scale: with q of their type too, float8_e4m3fn or float8_e5m2: one number, [heads_kv], or [sequences, heads_kv]: of all
         query heads of a KV head.
     k_format, v_format: KvFormat, or its text such as "nvfp4": k or v is uint8, [..., bytes of a row]: rows in that format, with
-        strides that are multiples of its alignment(). k_scale and v_scale are the scales that it has at the call. With v_columns
-        V has the rows of K. None: elements, of 16 or 8 bits. No gradients.
+        strides that are multiples of its alignment(). Formats of codes alone, and "scaled" ones, take k_scale and v_scale. With
+        v_columns V has the rows of K. None: elements, of q's type or of 8 bits. No gradients.
     k_block_scale, v_block_scale: with formats whose scales are in a tensor of their own: that tensor, of KvFormat.block_scales()'s
         sizes and type, with any strides: [pages or batch, heads_kv, rows or groups of keys, scales and then zero points].
     indices: int32 [batch or 1, seqlen_q, heads_kv, top-k]: sparse tokens. A query of the heads that share a head of k attends to
-        the keys that its list names, and to no others: the n-th row of k, with cu_seqlens of its sequence's (indices is then [1,
-        all rows of q, heads_kv, top-k]), with page_table of the pages' in order. Each entry is a key of its own, also where two are
-        equal; -1, and no key of the sequence, is none. Or (indices, topk_length), with int32 [batch or 1, seqlen_q] or [seqlen_q]: so
-        many first entries count. causal and mask_mod apply. Not with block_mask, dropout_p, q of 8 bits, deterministic gradients.
+        the keys that its list names, and to no others. Entry n is row n of k; with cu_seqlens row n of its sequence (indices is then
+        [1, all rows of q, heads_kv, top-k]); with page_table row n of its sequence's pages in order. A key that is in a list twice
+        counts twice; -1, and a number that is no key of the sequence, is skipped. Or (indices, topk_length), with topk_length int32
+        [batch or 1, seqlen_q] or [seqlen_q]: so many first entries count. causal and mask_mod apply. Not with block_mask, dropout_p,
+        q of 8 bits, deterministic gradients.
     prefix_length: int32 [1], with page_table and cu_seqlens_q: how many first keys each sequence has in common with the first
-        one; each has at least so many besides those of its queries. 0: none. It changes no results: where possible, these keys are
+        one. Each has at least so many before the keys of its queries. 0: none. It changes no results: where possible, these keys are
         read once for all sequences. A wrong number is refused on the CPU; on a GPU it is not checked, and results are wrong.
-    state: O and LSE, float32, of the same queries over other keys, which these keys join: O and LSE are those of all, as merge()
-        would make them. O of a row whose LSE is -inf may be anything. Not with a cache, indices, k and v of 8 bits, and sinks,
-        which the call that makes the first state is given. No gradients, for which there is merge().
+    state: (O, LSE), float32, of the same queries over other keys. O and LSE are then of all these keys, as merge() would make
+        them. O of a row whose LSE is -inf may be anything. Not with a cache, indices, k and v of 8 bits, and sinks, which belong to
+        the call that makes the first state. No gradients: merge() has them.
     deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says.
         Not with indices: an error, or with warn_only=True a warning.
     return_lse: also return the log of the softmax's row sums, float32 [batch, heads_q, seqlen_q], with cu_seqlens
         [1, heads_q, all rows], which has gradients too. -inf where a row attends to nothing or belongs to no sequence.
-    return_row_max: also return, last, the largest score of each query, like the LSE, after score_mod and without sinks: of one
-        head row_max.amax((0, 2)), as QK-clip wants it. It has no gradient. In compiled code and under transforms it is refused.
-    out_dtype: torch.float32, or None for the type of q; with q of 8 bits bfloat16, which None is, float16 or float32. Gradients are those of the rounded O.
+    return_row_max: also return, last, the largest score of each query, shaped like the LSE, after score_mod and without sinks.
+        QK-clip's largest logit of each head is row_max.amax((0, 2)). No gradient; refused in compiled code and under transforms.
+    out_dtype: torch.float32, or None for the type of q. With q of 8 bits: torch.bfloat16 (None is the same), torch.float16 or
+        torch.float32. The backward pass reads O as it is returned, without rounding.
+    accurate: the backward pass reads O before it is rounded to the type of q. Rows in which one key is strong then have gradients
+        of the type's precision, which may else be off by a tenth and more. Autograd keeps O in float32, 4 bytes an element,
+        beside the returned O. No effect without gradients, with float32, and with weight_mod. Not with out_mod and forward-mode
+        derivatives.
     batch_invariant: O and LSE of a sequence are the same, bit by bit, whatever else is in the batch. Slower where there are few
         sequences: keys are split only with up to 64 queries, and then into parts of 2048.
-    lists: TileLists built from these arguments, if many calls share a mask; None: built in this call, if needed.
-    out: where O is written and what is returned: of O's sizes, type and device, any strides whose last is 1 and whose others
-        are multiples of 16 bytes, in memory of its own. lse: likewise LSE, of any strides, which is then returned as
-        with return_lse. workspace: uint8 [bytes] for this call in
-        place of an allocation, at least Runtime.workspace_bytes(). None of them with gradients or in compiled code.
+    skip_softmax_threshold: from 0, which skips nothing, to 1: skip-softmax (BLASST), an approximation for inference. Rows that are
+        computed together leave out the keys of a tile where exp(largest score in the tile - maximum so far) is below it for each of
+        them: O changes by at most 2 n threshold max|v| with n keys left out. FlashInfer's threshold; TensorRT-LLM's scale factor
+        divided by the number of keys. NaN in v of a skipped tile is not seen. No gradients; not with dropout_p and weight_mod, nor in
+        compiled code. On the CPU nothing is skipped.
+    skip_softmax_counts: with a threshold, int64 [2] on q's device, ADDED to: tiles that were visited, and how many were skipped.
+    lists: TileLists built from these arguments, if many calls share a mask; None: built in this call, if needed. Not with
+        weight_mod, out_mod, q_mod and k_mod, which TileLists does not take.
+    out: a tensor that O is written to, and that is returned: of O's sizes, type and device, any strides whose last is 1 and whose
+        others are multiples of 16 bytes, in memory of its own. lse: the same for LSE, of any strides; it is then returned as with
+        return_lse. workspace: uint8 [bytes] for this call in place of an allocation, at least Runtime.workspace_bytes(). None of
+        the three with gradients or in compiled code.
 
     Returns O, [batch, heads_q, seqlen_q, head_dim_v]; rows that attend to nothing are 0. Raises flashjit.Error.
     """
-    receive = _receiver(unknown) if unknown else _launch
+    receive, recorder = _hidden(unknown) if unknown else (None, None)
     compiling = torch.compiler.is_compiling()
     if compiling or torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q, k, v)
@@ -180,14 +219,17 @@ def attention(
     page_starts, page_table, kv_lengths, pages = read_table(page_table, kv_lengths, k)
     scales = (k_scale, v_scale, q_scale, k_block_scale, v_block_scale)
     scaled = stored or k.dtype in KV_TYPES or q.dtype in KV_TYPES or any(x is not None for x in scales)
-    fp32_out = out_dtype is not None and is_fp32_out(out_dtype, q)
+    accurate = bool(accurate) and wants_grad and out is None and receive is None
+    fp32_out, rounded = _type_of_out(out_dtype, q, accurate, out_mod, weight_mod)
     # torch.compile, for which no call is plain, cannot compare functions.
-    plain_scores = plain and score_mod is mask_mod is out_mod is block_mask is window is softcap is None
+    mods = (out_mod, q_mod, k_mod)
+    plain_scores = plain and (score_mod, mask_mod, *mods, block_mask, window, softcap) == NO_PROGRAMS
     usual = None  # most calls, in a fraction of the time
     packing = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     if (
         plain_scores
         and not (scaled or return_row_max or fp32_out or batch_invariant or weight_mod)
+        and skip_softmax_threshold is skip_softmax_counts is None
         and type(causal) is bool
         and (scale is None or type(scale) is float)
         and dropout_p == 0
@@ -230,7 +272,8 @@ def attention(
             running_state=state is not None,
             page_starts=page_starts,
             weight_mod=weight_mod is not None,
-            out_mod=out_mod,
+            mods=mods,
+            skip_softmax_threshold=read_threshold(skip_softmax_threshold, skip_softmax_counts),
         )
         values = tuple(map(with_elements, values)) if values and not q.numel() else values
         if kv_lengths is not None and not cached:
@@ -243,29 +286,33 @@ def attention(
         _refuse_gradients(q, k, v, sinks, values)
     if lists is not None:
         check_lists(lists)
-    results = Results(return_lse or lse is not None, return_row_max, out, lse, workspace)
+    results = Results(
+        return_lse or lse is not None, return_row_max, out, lse, workspace, rounded, skip_softmax_counts
+    )
     dual = forward_ad._current_level >= 0 and have_tangents(q, k, v, *fixed, *values)
     try:
         if dual or not plain or is_watched() or _is_negated(q, k, v, fixed, values):
-            results.refuse_in_operators(state, binding=receive is not _launch)
+            results.refuse_in_operators(state, skip_softmax_threshold, receive is not None, dual)
             memory = (None, None) if lists is None else lists.memory
-            found = through_operator(q, k, v, fixed, values, problem, memory, dual)
-            return found if return_lse else found[0]
+            return results.of_operator(*through_operator(q, k, v, fixed, values, problem, memory, dual))
         if v_columns and not scaled:
             problem = problem._replace(options=problem.options + ":shared_kv")
-        return receive(q, k, v, v_columns, fixed, values, problem, lists, results, state)
+        if receive is not None:
+            return receive(q, k, v, v_columns, fixed, values, problem, lists, results)
+        return _launch(q, k, v, v_columns, fixed, values, problem, lists, results, state, recorder)
     except InvalidArgument as error:
         if compiling:
             raise
-        raise named_as_written(error, problem.names, values, captures, score_mod, mask_mod, out_mod) from None
+        raise named_as_written(error, problem.names, values, captures, score_mod, mask_mod, *mods) from None
 
 
-def _receiver(unknown: dict[str, Any]) -> Any:
-    """Who is given the call when it is read, in place of _launch(): bind() names one."""
-    receive = unknown.pop("_receiver", _launch)
-    if unknown:
-        refuse_unknown(unknown)
-    return receive
+def _hidden(unknown: dict[str, Any]) -> tuple[Any, Any]:
+    """Given besides attention()'s arguments: who receives the call when it is read, in place of _launch(), as bind() does;
+    the recorder of a call that is new to the front."""
+    others = {name: value for name, value in unknown.items() if name not in ("_receiver", "_recorder")}
+    if others:
+        refuse_unknown(others)
+    return unknown.get("_receiver"), unknown.get("_recorder")
 
 
 def _launch(
@@ -279,6 +326,7 @@ def _launch(
     lists: TileLists | None,
     results: Results,
     state: Any,
+    recorder: Recorder | None,
 ) -> Any:
     """Computes at once, and records what autograd asks for."""
     rng: Rng = draw_rng(q) if problem.dropout_p else NO_RNG
@@ -305,16 +353,23 @@ def _launch(
         or any_grad(values)
     ):
         results.refuse_gradients()
+        if problem.skip_softmax_threshold is not None:
+            raise Unsupported(
+                "skip_softmax_threshold is for inference, and q, k, v or what programs read requires gradients: call under "
+                "torch.no_grad(), or leave it out."
+            )
         if not plan.prepared_both:
             _refuse_any_order(plan)
             plan.prepare_both()
-        call = Call(plan, fixed, values, rng, lists, results.wants_lse, row_max)
+        call = Call(plan, fixed, values, rng, lists, results.wants_lse, row_max, results.rounded)
+        if recorder is not None and call.is_plain:
+            recorder.records(recording(plan, results.wants_lse), plan, q, k, v, fixed, values)
         if fixed is NOTHING and not values:
             result = record(call, q, k, v)
         else:
             result = record(call, q, k, v, *fixed, *[x for x in values if isinstance(x, Tensor)])
     else:
-        if results.out is not None or results.lse is not None or results.workspace is not None:
+        if any(x is not None for x in (*results[2:5], results.skip_softmax_counts)):
             results.check(plan)
         out, lse = plan.forward(
             q,
@@ -330,9 +385,28 @@ def _launch(
             state,
             results.lse,
             results.workspace,
+            recorder=recorder,
+            skip_softmax_counts=results.skip_softmax_counts,
         )
+        if results.rounded is not None:
+            out = out.to(results.rounded)
         result = (out, lse) if results.wants_lse else out
     return result if row_max is None else (*result, row_max) if results.wants_lse else (result, row_max)
+
+
+def _type_of_out(
+    out_dtype: Any, q: Tensor, accurate: bool, out_mod: Any, weight_mod: Any
+) -> tuple[bool, torch.dtype | None]:
+    """Whether O is float32, and what it is rounded to before it is returned, where that is for the backward pass alone."""
+    if out_dtype is not None and is_fp32_out(out_dtype, q):
+        return True, None
+    if not accurate or q.dtype not in (torch.float16, torch.bfloat16) or weight_mod is not None:
+        return False, None
+    if out_mod is not None:
+        raise Unsupported(
+            "accurate and out_mod are both given, and O before out_mod is kept in the type of q: leave one of them out."
+        )
+    return True, q.dtype
 
 
 def _refuse_any_order(plan: Plan) -> None:

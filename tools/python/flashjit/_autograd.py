@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._call_types import NOTHING, Fixed, Rng, grads_of_fixed
+from ._call_types import NO_RNG, NOTHING, Fixed, Rng, grads_of_fixed
+from ._front import FIXED, Calls, Recorder
 from ._lists import TileLists
 from ._plans import Plan
 from ._tensors import Layout
-from ._transforms import refuse_second
 
 
 class Call:
     """What a call's backward pass needs besides the tensors that autograd keeps."""
 
-    __slots__ = ("plan", "fixed", "values", "rng", "lists", "returns_lse", "row_max")
+    __slots__ = (
+        *("plan", "fixed", "values", "rng", "lists", "returns_lse", "row_max", "rounded"),
+        *("is_plain", "fronts"),
+    )
 
     def __init__(
         self,
@@ -29,10 +32,26 @@ class Call:
         lists: TileLists | None,
         returns_lse: bool,
         row_max: Tensor | None,
+        rounded: torch.dtype | None = None,
     ) -> None:
-        self.row_max = row_max
+        self.row_max, self.rounded = row_max, rounded
         self.plan, self.fixed, self.rng, self.lists, self.returns_lse = plan, fixed, rng, lists, returns_lse
         self.values = values  # once recorded, without its tensors
+        self.is_plain = (
+            not (plan.has_out_mod or plan.shares_kv) and rng is NO_RNG and lists is row_max is None
+        )
+        self.fronts = _fronts_of(plan) if self.is_plain and not values else None
+
+
+def _fronts_of(plan: Plan) -> tuple[Calls, Calls]:
+    """What the front keeps of the plan's two passes, whose calls differ in their tensors alone."""
+    if plan.fronts is None:
+        backward = ("dout", "q", "k", "v", "out", "lse")
+        plan.fronts = (
+            Calls.of_tensors(("q", "k", "v"), (), Fixed._fields),
+            Calls.of_tensors(backward, (), FIXED, "backward"),
+        )
+    return plan.fronts
 
 
 class _Attention(torch.autograd.Function):
@@ -41,11 +60,22 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         """rest: where the call has more than Q, K, V, the fixed tensors or None, and the captured tensors."""
-        lists = None if call.lists is None else call.lists.built[0]
-        before_mod = call.plan.new_before_mod() if call.plan.has_out_mod else None
-        out, lse = call.plan.forward(
-            q, k, v, call.fixed, call.values, call.rng, True, lists, call.row_max, before_mod=before_mod
-        )
+        plan, fronts, recorder, found, before_mod = call.plan, call.fronts, None, None, None
+        if fronts is not None:
+            given = (q, k, v, *call.fixed)
+            found = fronts[0].find(*given)
+            recorder = Recorder(fronts[0], given) if found is None else None
+        if found is None or found is NotImplemented:
+            lists = None if call.lists is None else call.lists.built[0]
+            before_mod = plan.new_before_mod() if plan.has_out_mod else None
+            found = plan.forward(
+                *(q, k, v, call.fixed, call.values, call.rng, True, lists, call.row_max),
+                before_mod=before_mod,
+                recorder=recorder,
+            )
+            if recorder is not None:
+                recorder.keep(found)
+        out, lse = found
         call.row_max = None  # which nothing needs any more
         ctx.save_for_backward(q, k, v, out if before_mod is None else before_mod, lse, *rest)
         ctx.set_materialize_grads(False)
@@ -55,6 +85,8 @@ class _Attention(torch.autograd.Function):
                 NOTHING,
                 tuple(None if isinstance(x, Tensor) else x for x in call.values),
             )
+        if call.rounded is not None:
+            out = out.to(call.rounded)
         return (out, lse) if call.returns_lse else out
 
     @staticmethod
@@ -65,10 +97,8 @@ class _Attention(torch.autograd.Function):
             dlse = dlse.resolve_neg()
         if not torch.is_grad_enabled():
             return _gradients(ctx.call, dout, dlse, *ctx.saved_tensors)
-        saved = ctx.saved_tensors
-        with torch.no_grad():  # under create_graph
-            grads = _gradients(ctx.call, dout, dlse, *saved)
-        return _WithoutGradient.apply(len(grads), *grads, dout, dlse, *saved)
+        # Under create_graph the operator records what its gradients depend on.
+        return _gradients_by_operator(ctx.call, dout, dlse, *ctx.saved_tensors)
 
 
 _GIVEN = frozenset({Tensor, type(None)})  # of a gradient: no subclass
@@ -86,6 +116,14 @@ def _gradients(
     *rest: Any,
 ) -> Any:
     """Those of what _Attention.forward() is given, in its order."""
+    recorder = None
+    if dlse is None and call.fronts is not None:
+        front, saved = call.fronts[1], (dout, q, k, v, out, lse, *(rest or NOTHING)[: len(FIXED)])
+        found = front.find(*saved)
+        if found is None:
+            recorder = Recorder(front, saved)
+        elif found is not NotImplemented:
+            return (None, *found, *[None] * len(rest))
     if (
         type(dout) not in _GIVEN
         or type(dlse) not in _GIVEN
@@ -93,13 +131,16 @@ def _gradients(
     ):
         return _gradients_by_operator(call, dout, dlse, q, k, v, out, lse, *rest)
     lists = None if call.lists is None else call.lists.built[1]
-    if not rest:
-        grads, _, _ = call.plan.backward(dout, dlse, q, k, v, out, lse, NOTHING, (), call.rng, lists)
-        return (None, *grads)
     given, captures = rest[: len(NOTHING)], iter(rest[len(NOTHING) :])
     fixed = Fixed(*given) if any(x is not None for x in given) else NOTHING
     values = [next(captures) if x is None else x for x in call.values]
-    grads, dsinks, dvalues = call.plan.backward(dout, dlse, q, k, v, out, lse, fixed, values, call.rng, lists)
+    grads, dsinks, dvalues = call.plan.backward(
+        dout, dlse, q, k, v, out, lse, fixed, values, call.rng, lists, recorder
+    )
+    if recorder is not None:
+        recorder.keep(tuple(grads))
+    if not rest:
+        return (None, *grads)
     return (None, *grads, *grads_of_fixed(dsinks), *_of_captures(call, dvalues))
 
 
@@ -161,14 +202,19 @@ def _moved(tensor: Tensor, layout: Layout, plan: Plan) -> Tensor:
     return tensor.to(plan.device if layout.device_index == plan.index else "cpu", layout.dtype)
 
 
-class _WithoutGradient(torch.autograd.Function):
-    """Passes on the first `count` tensors, which depend on the others but have no derivative: asking for it raises an error."""
+def recording(
+    plan: Plan, returns_lse: bool
+) -> Callable[[Tensor, Tensor, Tensor, Fixed, tuple[Any, ...]], Any]:
+    """record() of calls that differ in their tensors alone, given Q, K, V, the others and the captures' values."""
+    shared = Call(plan, NOTHING, (), NO_RNG, None, returns_lse, None)
 
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Any) -> Any:
-        return tensors[:count]
+    def of_tensors(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...]) -> Any:
+        if fixed is NOTHING and not values:
+            return record(shared, q, k, v)
+        captured = [x for x in values if isinstance(x, Tensor)]
+        return record(Call(plan, fixed, values, NO_RNG, None, returns_lse, None), q, k, v, *fixed, *captured)
 
-    backward = staticmethod(refuse_second)
+    return of_tensors
 
 
 # Function.apply without its search for functorch's wrappers, which is_watched() has ruled out.

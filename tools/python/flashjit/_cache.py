@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import _library
 from ._checks import check_number, check_whole
+from ._fakes import register_fake
 from ._formats import BLOCK_SCALES, Formats, KvFormat, check_block_scales, of_tensor, read_format
 from ._launch import is_watched, launch
 from ._library import AppendArgs, Rope, spec_handle
@@ -109,22 +110,22 @@ def append(
         has it, int64 or int32, one for each row of k's batch and rows: page * rows of a page + row in the page. Negative
         ones, and those beyond the cache, are left out. RoPE then needs positions.
     q: like k, with heads_q heads. q_out: where the rotated rows go, which may be q; None: a new tensor.
-    cos, sin: float32 or of k's type, [positions, rope_dims / 2]; or theta, with which pair i of position n turns by
+    cos, sin: float32 or of k's type, [positions, rope_dims / 2]; or theta, by which pair i of position n rotates by
         n * theta ** (-2 i / rope_dims). None of them: rows are copied.
-    rope_dims: how many dimensions of a head turn, a multiple of 16; None: all.
+    rope_dims: how many dimensions of a head rotate, a multiple of 16; None: all.
     interleaved: pairs are dimensions (2 i, 2 i + 1); else (i, i + rope_dims / 2).
     positions: int32, one for each new row, like a dimension of k's batch and rows; None: the number of its key.
-    k_norm, q_norm: float32 or of k's type, [head_dim]: weights of an RMS norm of each head's row of K and of Q before it turns,
+    k_norm, q_norm: float32 or of k's type, [head_dim]: weights of an RMS norm of each head's row of K and of Q before it rotates,
         x * rsqrt(mean(x^2) + norm_eps) * weight in fp32. None: no norm. head_dim is then a multiple of 8.
-    mrope_section: M-RoPE: how many pairs turn by the time, the height and the width of a row, rope_dims / 2 together; positions
+    mrope_section: M-RoPE: how many pairs rotate by the time, the height and the width of a row, rope_dims / 2 together; positions
         are then int32 [3, ...]. mrope_interleaved: pairs of the three take turns, until height and width have theirs.
     max_seqlen_kv: the most keys that a sequence may have; None: all that there is room for.
-    k_scale, v_scale: with caches of float8_e4m3fn, float8_e5m2 or int8, as of attention(): per-head scales are
-        read, and larger values saturate; [pages, heads_kv, rows] scales are written, so that each key's largest element becomes
-        the largest code.
-    k_format, v_format: as of attention(): k_cache or v_cache is uint8, rows in that format, which new rows are encoded to. Latents
+    k_scale, v_scale: with caches of float8_e4m3fn, float8_e5m2 or int8, as in attention(): scales per head are
+        read, and larger values saturate; scales per key, [pages, heads_kv, rows], are written, so that each key's largest element
+        becomes the largest code.
+    k_format, v_format: as in attention(): k_cache or v_cache is uint8, and new rows are encoded in that format. Latents
         have V in the rows of k_cache: give None for v and v_cache.
-    k_block_scale, v_block_scale: as of attention(), written. Formats whose keys share scales are refused: their last keys stay in 16
+    k_block_scale, v_block_scale: as in attention(); written. Formats whose keys share scales are refused: keep their last keys in 16
         bits until quantize() can encode a group of them.
 
     Rows without a sequence, without a place in the cache or without a row in the tables are left out: nothing is written for
@@ -263,7 +264,7 @@ torch.library.define(
     "bool interleaved_sections, str? k_format, str? v_format) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-torch.library.register_fake("flashjit::append")(lambda *_: None)
+register_fake("flashjit::append")(lambda *_: None)
 
 
 def _append(

@@ -64,7 +64,7 @@ def beside(*transfers: Any) -> Iterator[None]:
 
 
 class Exchange:
-    """Tensors on their way to each rank, while those of each rank come in. What a rank has for itself stays where it is."""
+    """Tensors on their way to each rank, while other ranks' tensors come in. A rank's tensors for itself stay where they are."""
 
     def __init__(
         self, to: Sequence[Sequence[Tensor]], places: Sequence[Sequence[Tensor]], group: Any

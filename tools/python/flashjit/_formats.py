@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,46 +11,11 @@ from torch import Tensor
 
 from ._at_work import constant
 from ._call_types import Fixed, Problem, Stored
-from ._library import check, library
+from ._kv_rows import block_scales_of, columns_of, row_of
+from ._library import library
 from ._scales import in_four_dims
 from ._tensors import KV_TYPES, SPEC_TYPES, describe
 from .errors import InvalidArgument, Unsupported, WrongType
-
-
-def _row(text: str, head_dim: int) -> tuple[int, int, bool]:
-    """Bytes of a row, its alignment, and whether a call has scales for it."""
-    return _known_row(text, head_dim)
-
-
-# What torch.compiler.assume_constant_result() does, which imports the compiler.
-_row._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _known_row(text: str, head_dim: int) -> tuple[int, int, bool]:
-    size, alignment, has_scale = ctypes.c_int64(), ctypes.c_int32(), ctypes.c_int32()
-    results = map(ctypes.byref, (size, alignment, has_scale))
-    check(library().flashjit_kv_row(text.encode(), head_dim, *results))
-    return size.value, alignment.value, bool(has_scale.value)
-
-
-class _BlockScales(NamedTuple):
-    """A row of a format's tensor of scales: its numbers and their type, and how many keys share it, 0 without one."""
-
-    columns: int
-    keys: int
-    type: str
-
-
-def _block_scales(text: str, head_dim: int) -> _BlockScales:
-    columns, keys, name = ctypes.c_int64(), ctypes.c_int32(), ctypes.c_char_p()
-    check(
-        library().flashjit_kv_block_scales(text.encode(), head_dim, *map(ctypes.byref, (columns, keys, name)))
-    )
-    return _BlockScales(columns.value, keys.value, (name.value or b"").decode())
-
-
-_block_scales._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 _SCALE_TYPES = {
     "fp32": torch.float32,
@@ -69,28 +33,29 @@ class KvFormat:
         for scales in the row, "g32" (of 32 columns) or "row", their type, and "before", "zero" or "min", "halves", "tail64",
         "scaled": "int4:g32:fp16:zero". "apart", as in "int4:g32:fp16:apart:zero", says that scales and zero points are in a tensor of
         their own, k_block_scale or v_block_scale; "keys32" in the place of "g32" that 32 keys share the scale of each column, apart:
-        "uint2:keys32:fp16:min". Codes alone have the scales of k_scale or v_scale.
+        "uint2:keys32:fp16:min". Codes alone have the scales of k_scale or v_scale. A text that is wrong raises
+        flashjit.InvalidArgument, which names the part and the allowed values.
     """
 
     def __init__(self, text: str) -> None:
         if not isinstance(text, str):
             raise WrongType(f'the format is a {type(text).__name__}: give a text such as "nvfp4".')
         self.text = text
-        self.has_scale = _row(text, 0)[2]  #: whether a call has k_scale or v_scale for it
+        self.has_scale = row_of(text, 0)[2]  #: whether a call has k_scale or v_scale for it
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of a row of head_dim columns: the last size of a cache's uint8 tensor."""
-        return _row(self.text, constant(head_dim))[0]
+        return row_of(self.text, constant(head_dim))[0]
 
     def alignment(self, head_dim: int) -> int:
-        """Addresses and strides of rows are multiples of so many bytes."""
-        return _row(self.text, constant(head_dim))[1]
+        """Bytes that addresses and strides of rows of head_dim columns are multiples of."""
+        return row_of(self.text, constant(head_dim))[1]
 
     def block_scales(self, size: Sequence[int], device: Any = None) -> Tensor:
-        """A tensor of zeros for the scales, and then zero points, of rows of so many [pages or batch, heads, rows, head_dim]:
-        [pages or batch, heads, rows or groups of keys, numbers of a row], of the scales' type; e8m0 is uint8."""
+        """A tensor of zeros for the scales, and then zero points, of a cache. size: [pages or batch, heads, rows, head_dim]. The
+        tensor is [pages or batch, heads, rows or groups of keys, numbers of a row], of the scales' type; e8m0 is uint8."""
         batch, heads, rows, head_dim = map(int, size)
-        known = _block_scales(self.text, head_dim)
+        known = block_scales_of(self.text, head_dim)
         if not known.keys:
             raise InvalidArgument(
                 f'{self.text} has no scales in a tensor of their own: give a format with apart, "int4:g32:fp16:apart".'
@@ -195,7 +160,7 @@ def with_formats(
     of_v = of_tensor("v", v, of_k if v_columns else read_format("v_format", formats[1]), q)
     dim_v = v_columns or (q.shape[3] if of_v is not None else v.shape[3])
     if of_v is not None and not v_columns:
-        dim_v = _columns_of(of_v.text, constant(v.shape[3]), constant(dim_v))
+        dim_v = columns_of(of_v.text, constant(v.shape[3]), constant(dim_v))
     used = Formats(of_k, None if v_columns else of_v)
     options = used.options(problem.options, (k_scale, v_scale)) + (":shared_kv" if v_columns else "")
     for name, tensor, format in zip(BLOCK_SCALES, block_scales, (of_k, of_v)):
@@ -215,7 +180,7 @@ def check_block_scales(name: str, tensor: Any, format: KvFormat | None) -> None:
     """Whether a tensor has the type of a format's scales; the library checks its sizes."""
     if tensor is None:
         return
-    known = None if format is None else _block_scales(format.text, 0)
+    known = None if format is None else block_scales_of(format.text, 0)
     if known is None or not known.keys:
         raise InvalidArgument(
             f"{name} is given, but {'there is no format' if format is None else format.text} has no scales in a tensor of "
@@ -234,25 +199,6 @@ def check_block_scales(name: str, tensor: Any, format: KvFormat | None) -> None:
             f"{name} is {given}: the format {format and format.text} has {str(wanted).removeprefix('torch.')} scales: give a "
             "tensor as of KvFormat.block_scales()."
         )
-
-
-def _columns_of(text: str, size: int, columns_of_k: int) -> int:
-    """The columns of V's row of so many bytes: those of K, or others."""
-    if _known_row(text, columns_of_k)[0] == size:
-        return columns_of_k
-    for dim in range(16, 513, 16):
-        try:
-            if _known_row(text, dim)[0] == size:
-                return dim
-        except InvalidArgument:
-            continue
-    raise InvalidArgument(
-        f"v has rows of {size} bytes, which no head_dim has in the format {text}: with {columns_of_k} columns "
-        f"a row has {_known_row(text, columns_of_k)[0]}."
-    )
-
-
-_columns_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def refuse_formats_in_transforms() -> None:

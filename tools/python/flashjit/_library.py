@@ -13,7 +13,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ._c_interface import *  # noqa: F403 - callers find the structs here
-from ._c_interface import APPEND, BACKWARD, FORWARD, JVP, MERGE, QUANTIZE, SIGNATURES, Options, Shape
+from ._c_interface import (
+    APPEND,
+    BACKWARD,
+    BACKWARD_JVP,
+    FORWARD,
+    JVP,
+    MERGE,
+    QUANTIZE,
+    SIGNATURES,
+    Options,
+    Shape,
+)
 from ._checks import check_whole
 from ._installed import LIBRARY_NAME, installed_packs, library_path, nvrtc_folder
 from .errors import BY_STATUS, InternalError, InvalidArgument, NoDriver, WrongType
@@ -53,7 +64,7 @@ def library() -> ctypes.CDLL:
     return opened
 
 
-#: What the library's messages call by the names of its structs, and Python by those of its arguments.
+#: Names of struct members in the library's messages, and the names of Python's arguments for them.
 _PYTHON_WORDS = {
     "softmax_scale": "scale",
     "rope.dims": "rope_dims",
@@ -111,7 +122,7 @@ def spec_options() -> tuple[tuple[str, str], ...]:
 
 
 def options_of(given: Mapping[str, bool], options: Iterable[tuple[str, str]]) -> str:
-    """Those that the arguments turn on, as a spec has them: ":dropout:kvlen"."""
+    """The options that arguments turn on, as a spec has them: ":dropout:kvlen"."""
     return "".join([f":{option}" for option, argument in options if given.get(argument)])
 
 
@@ -236,12 +247,11 @@ class Runtime:
         )
 
     def workspace_bytes(self, spec: str, shape: Sequence[int], *, backward: bool = False) -> int:
-        """Bytes of device memory that a call on the current device needs lent; list_bytes() fewer when it is given its
-        lists."""
+        """Bytes of the workspace that a call needs on the current device; list_bytes() fewer if it receives its lists."""
         return self._bytes("flashjit_workspace_bytes", spec, shape, backward)
 
     def list_bytes(self, spec: str, shape: Sequence[int], *, backward: bool = False) -> int:
-        """Bytes of device memory that tile lists need on the current device; 0 where the kernels walk none."""
+        """Bytes of device memory that tile lists need on the current device; 0 if the kernels use no lists."""
         return self._bytes("flashjit_list_bytes", spec, shape, backward)
 
     def _bytes(self, function: str, spec: str, shape: Sequence[int], backward: bool) -> int:
@@ -258,7 +268,7 @@ class Runtime:
         return needed.value
 
     def supports(self, spec: str, shape: Sequence[int], *, backward: bool = False) -> Support:
-        """Whether some kernel family can do it on the current device; `.reason` says why none can."""
+        """Whether some kernel family supports the problem on the current device: true or false; `.reason` says why none does."""
         status = library().flashjit_supports(
             self.address,
             pass_of(spec, backward),
@@ -272,8 +282,8 @@ class Runtime:
 
 
 def pass_of(spec: str, backward: bool) -> int:
-    """flashjit_pass: what the text names, where it is not the forward or the backward pass."""
-    return {"append": APPEND, "merge": MERGE, "quantize": QUANTIZE, "jvp": JVP}.get(
+    """flashjit_pass: the pass that the text names, if it is neither the forward nor the backward pass; else by `backward`."""
+    return {"append": APPEND, "merge": MERGE, "quantize": QUANTIZE, "jvp": JVP, "bwd_jvp": BACKWARD_JVP}.get(
         spec.partition(":")[0], BACKWARD if backward else FORWARD
     )
 

@@ -26,8 +26,9 @@ class TileLists:
             ... flashjit.attention(q, k, v, mask_mod=documents, lists=lists)
 
     q, k, v: tensors of the calls' type, sizes and device; their values are ignored.
-    All else: the calls' arguments, see attention(). What the mask reads (captures, block map, lengths) must keep its
-        values; that of score_mod may change. Calls with other programs, sizes or devices are refused.
+    All else: the calls' arguments, see attention(). Tensors that the mask reads (captures, block map, lengths) must keep their
+        values; tensors that score_mod reads may change. Calls with other programs, sizes or devices are refused, and so are calls
+        with weight_mod, out_mod, q_mod or k_mod.
     backward: whether to build the backward pass's lists too; None: if gradients are recorded, not under no_grad(). A backward
         pass without them builds its own.
 
@@ -106,7 +107,7 @@ class TileLists:
 
     @property
     def bytes(self) -> int:
-        """Of device memory."""
+        """Bytes of device memory that the lists take."""
         return sum(built.bytes for built in self.built if built)
 
     def __reduce__(self) -> Any:

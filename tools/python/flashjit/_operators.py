@@ -1,4 +1,4 @@
-"""flashjit::attention_forward and attention_backward: what torch.compile, export and tensor subclasses see.
+"""flashjit::attention_forward, attention_backward and their derivatives: what torch.compile, export and tensor subclasses see.
 
 Tile lists are the memory of a TileLists: by it, and not by an object, the operators know them again.
 """
@@ -24,13 +24,14 @@ from ._call_types import (
     names_with_grad,
     out_dtype_of,
 )
+from ._fakes import register_fake
 from ._formats import refuse_formats_in_transforms
 from ._kept_plans import plan_of
 from ._lists import built_at
 from ._plans import Plan
-from ._tangents import launch_jvp
+from ._tangents import launch_backward_jvp, launch_jvp
 from ._tensors import aligned, dense_strides, describe, laid_out, readable
-from ._transforms import refuse_second, through_transforms
+from ._transforms import gradient_of_operator, through_transforms
 from .errors import InvalidArgument
 
 _FIXED_SCHEMA = (
@@ -59,6 +60,13 @@ torch.library.define(
     "flashjit::attention_jvp",
     "(Tensor q, Tensor k, Tensor v, Tensor? q_tangent, Tensor? k_tangent, Tensor? v_tangent, Tensor? sinks_tangent, "
     f"Tensor[] capture_tangents, str[] with_tangent, {_FIXED_SCHEMA}{_PROBLEM_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    "flashjit::attention_backward_jvp",
+    "(Tensor? dout, Tensor? dlse, Tensor? dout_tangent, Tensor? dlse_tangent, Tensor q, Tensor k, Tensor v, Tensor lse, "
+    "Tensor? q_tangent, Tensor? k_tangent, Tensor? v_tangent, Tensor? sinks_tangent, Tensor[] capture_tangents, "
+    f"str[] with_tangent, {_FIXED_SCHEMA}{_PROBLEM_SCHEMA}) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 torch.library.define(
@@ -126,8 +134,8 @@ def draw(like: Tensor) -> Tensor:
 
 
 def _draw_once(q: Tensor, inputs: Sequence[Tensor | None]) -> Tensor:
-    """draw(), of which torch.compile knows that the backward pass of `inputs`, if any, needs the same numbers: in a checkpoint its
-    partitioner replays the generator where it computes a forward pass again. Elsewhere it would draw anew. A graph without a
+    """draw(), marked for torch.compile: the backward pass of `inputs`, if any, needs the same numbers. In a checkpoint its
+    partitioner then replays the generator where it computes a forward pass again; elsewhere it would draw anew. A graph without a
     backward pass can have no such checkpoint."""
     if (
         torch.compiler.is_compiling()
@@ -236,18 +244,52 @@ def _operator_jvp(
     return launch_jvp(plan, qkv, (dq, dk, dv), dsinks, by_name, fixed, values, rng)
 
 
-@torch.library.register_fake("flashjit::attention_jvp")
+@torch.library.impl("flashjit::attention_backward_jvp", ("cuda", "cpu"))
+def _operator_backward_jvp(
+    dout: Any,
+    dlse: Any,
+    dout_tangent: Any,
+    dlse_tangent: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    dq: Any,
+    dk: Any,
+    dv: Any,
+    dsinks: Any,
+    dcaptures: Sequence[Tensor],
+    with_tangent: Sequence[str],
+    *arguments: Any,
+) -> list[Tensor]:
+    plan, qkv, fixed, values, rng, _ = _unpack(q, k, v, arguments)
+    lse = aligned(lse.to(torch.float32).contiguous())
+    by_name = dict(zip(with_tangent, dcaptures))
+    tangents = (dout_tangent, dq, dk, dv)
+    grads, of_sinks, of_captures = launch_backward_jvp(
+        plan, dout, dlse, qkv, lse, tangents, dlse_tangent, dsinks, by_name, fixed, values, rng
+    )
+    return [*grads, *([] if of_sinks is None else [of_sinks]), *of_captures]
+
+
+@register_fake("flashjit::attention_backward_jvp")
+def _fake_backward_jvp(*arguments: Any) -> list[Tensor]:
+    q, k, v, lse = arguments[4:8]
+    return _fake_backward(None, None, q, k, v, lse, lse, *arguments[14:])
+
+
+@register_fake("flashjit::attention_jvp")
 def _fake_jvp(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     out, lse = _fake_forward(q, k, v, *arguments[6:])
     return out, lse, torch.empty_like(out), torch.empty_like(lse)
 
 
-@torch.library.register_fake("flashjit::draw")
+@register_fake("flashjit::draw")
 def _fake_draw(like: Tensor) -> Tensor:
     return torch.empty(2, dtype=torch.int64, device=like.device)
 
 
-@torch.library.register_fake("flashjit::attention_forward")
+@register_fake("flashjit::attention_forward")
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     options, *_, out_type, dim_v = arguments[_FIXED + 6 :]
     size = (*q.shape[:3], v.shape[3] if dim_v is None else dim_v)
@@ -257,7 +299,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Ten
     return out, torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
 
 
-@torch.library.register_fake("flashjit::attention_backward")
+@register_fake("flashjit::attention_backward")
 def _fake_backward(
     dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> list[Tensor]:
@@ -285,6 +327,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.set_materialize_grads(False)
 
 
+def _without_gradients(rest: Sequence[Any]) -> tuple[Any, ...]:
+    """Gradients for the arguments after the tensors: none. PyTorch wants a list for a list without elements, and None for one of numbers or
+    texts."""
+    numbers, names, *others = rest
+    return (None if numbers else [], None if names else [], *[None] * len(others))
+
+
 def _operator_gradient(ctx: Any, dout: Any, dlse: Any) -> Any:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     fixed, (rng, lists_backward), captures = (
@@ -292,9 +341,8 @@ def _operator_gradient(ctx: Any, dout: Any, dlse: Any) -> Any:
         tensors[_FIXED : _FIXED + 2],
         tensors[_FIXED + 2 :],
     )
-    numbers, names, options, *_ = ctx.rest
-    # PyTorch wants a list for a list without elements, and None for one of numbers or texts.
-    rest: tuple[Any, ...] = (None if numbers else [], None if names else [], *[None] * (len(ctx.rest) - 2))
+    _, names, options, *_ = ctx.rest
+    rest = _without_gradients(ctx.rest)
     if dout is None and dlse is None:
         return (*[None] * (_FIXED + 6), [None] * len(captures), *rest)
     dq, dk, dv, *others = torch.ops.flashjit.attention_backward(
@@ -312,6 +360,20 @@ torch.library.register_autograd(
 )
 
 
+def _setup_context_of_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    own, fixed = inputs[:7], inputs[7 : 7 + _FIXED]
+    rng, _, _, captures = inputs[7 + _FIXED : 11 + _FIXED]
+    ctx.save_for_backward(*own, *fixed, rng, *captures)
+    ctx.rest = inputs[11 + _FIXED :]
+    ctx.set_materialize_grads(False)
+
+
+def _gradient_of_backward(ctx: Any, tangents: Sequence[Any]) -> Any:
+    grads = gradient_of_operator(ctx, tangents)
+    first = 8 + _FIXED  # of the captures
+    return (*grads[:first], None, None, list(grads[first:]), *_without_gradients(ctx.rest))
+
+
 torch.library.register_autograd(
-    "flashjit::attention_backward", refuse_second, setup_context=lambda ctx, inputs, output: None
+    "flashjit::attention_backward", _gradient_of_backward, setup_context=_setup_context_of_backward
 )

@@ -26,7 +26,7 @@ class BlockMap:
 
     blocks: [batch or 1, heads_q or 1, ceil(seqlen_q / bq), ceil(seqlen_kv / bkv)], or the last two only, of bool or
         integers: nonzero attends.
-    block: (bq, bkv), or one number for both: multiples of 16 from 16 to 256.
+    block: (bq, bkv), or one number for both: multiples of 16 from 16 to 256; default 128.
     """
 
     def __init__(self, blocks: Tensor, block: int | tuple[int, int] = 128) -> None:
@@ -152,13 +152,14 @@ def read_problem(
     running_state: bool = False,
     page_starts: Any = None,
     weight_mod: bool = False,
-    out_mod: Any = None,
+    mods: Any = (None, None, None),
+    skip_softmax_threshold: float | None = None,
 ) -> tuple[Fixed, tuple[Any, ...], Problem]:
     """attention()'s arguments besides Q, K and V, and the values of the names in its programs.
 
     wants_grad: whether captured tensors that require gradients get them. compiling: whether torch.compile traces it.
-    weight_mod: whether score_mod gives the weights of pairs, without a softmax.
-    pages: the rows of a page where K and V are a cache, 0 where that has slots; None: they are no cache.
+    weight_mod: whether score_mod gives the weights of pairs, without a softmax. mods: programs of elements, in the order of ELEMENT_MODS.
+    pages: rows of a page where K and V are a cache in pages, 0 for a cache in slots; None: no cache.
     """
     if not compiling:
         _check_kinds(causal, scale, dropout_p, captures)
@@ -172,12 +173,13 @@ def read_problem(
                 "BlockMask."
             )
         block = block_mask.block
-    if score_mod is not None or mask_mod is not None or out_mod is not None or captures:
+    given = [mod for mod in (score_mod, mask_mod, *mods) if mod is not None]
+    if given or captures:
         program = (
             trace_unlocked
-            if compiling and not any([isinstance(mod, Program) for mod in (score_mod, mask_mod, out_mod)])
+            if compiling and not any([isinstance(mod, Program) for mod in given])
             else program_of
-        )(score_mod, mask_mod, captures, out_mod)
+        )(score_mod, mask_mod, captures, mods)
         values = (*program.tensors, *program.scalars)
     indices, topk_length = indices if isinstance(indices, tuple) and len(indices) == 2 else (indices, None)
     varlen = cu_seqlens_q is not None or cu_seqlens_kv is not None
@@ -241,6 +243,7 @@ def read_problem(
         prefix_length is not None,
         running_state,
         weight_mod,
+        skip_softmax_threshold is not None,
     )
     options = _options(key) if compiling else _cached_options(key)
     if not -1 < dropout_p < 1:
@@ -255,6 +258,7 @@ def read_problem(
         longest_kv,
         program.form.tensors + program.form.scalars,
         pages is not None,
+        skip_softmax_threshold=skip_softmax_threshold,
     )
     return fixed, values, problem
 
@@ -273,7 +277,7 @@ def _key(
     *others: bool,
 ) -> tuple[Any, ...]:
     """What decides a spec's options. others: as _options() names them; by default all are False."""
-    given = (dropout, padded, varlen, sinks, pages == 0, deterministic, *(others or (False,) * 8))
+    given = (dropout, padded, varlen, sinks, pages == 0, deterministic, *(others or (False,) * 9))
     return program.form, causal, kinds, block, pages, given
 
 
@@ -286,7 +290,7 @@ def _asked_deterministic(indices: bool, warns: bool) -> bool:
         warnings.warn(
             "flashjit's gradients with indices are not deterministic, though "
             "torch.use_deterministic_algorithms(True, warn_only=True) is set.",
-            stacklevel=4,
+            stacklevel=5,
         )
     return False
 
@@ -388,7 +392,7 @@ def _kinds(program: Program, wants_grad: bool) -> tuple[Any, ...]:
         # lists of training serve there.
         grad = (
             tensor.requires_grad
-            and (name in program.form.in_score or name in program.form.in_out)
+            and program.form.has_gradient(name)
             and (wants_grad or name not in program.form.known)
         )
         kinds.append((ELEMENTS[tensor.dtype], tensor.dim(), grad))
@@ -439,6 +443,7 @@ def _options(key: tuple[Any, ...]) -> str:
         "prefix_length",
         "state",
         "weight_mod",
+        "skip_softmax_threshold",
     )
     asked = dict(zip(names, given))
     return text + options_of(asked, _spec_options()) + (":fp32_grads" if asked["fp32_grads"] else "")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import _library
 from ._checks import check_number, check_text, check_whole
+from ._fakes import register_fake
 from ._formats import KvFormat, check_block_scales, new_rows, read_format
 from ._launch import is_watched, launch
 from ._library import QuantizeArgs, Rope, spec_handle
@@ -59,16 +60,18 @@ def quantize(
     format: KvFormat, or its text such as "nvfp4", in place of dtype: codes are then uint8 [..., bytes of a row].
     block_scale: with a format whose scales are in a tensor of their own: that tensor, of KvFormat.block_scales(x.shape)'s sizes and type,
         which is written. Where keys share scales x has whole groups of them.
-    scales: what shares one: "tensor"; "head" of a batch entry; "page" and head, which is the same with sizes as attention() wants
-        them of pages; each "row". The largest element of what shares a scale becomes the largest code.
-    heads: how many heads have scales, if not all: those of K and V, for Q, whose query heads then share one.
+    scales: which elements share a scale: "tensor": all; "head": a head of a batch entry; "page": a head of a page, of the sizes
+        that attention() takes for pages; "row": a row. Their largest element becomes the largest code.
+    heads: number of scales along the heads, if fewer than heads: for Q give the number of KV heads, as query heads that share a KV
+        head need one scale.
     hadamard: multiply the rows by an orthogonal matrix first: blocks of a Hadamard matrix, of the largest power of two that divides
-        head_dim. Of Q and K alike it leaves their scores as they are, and makes outliers in few dimensions smaller.
-    cos, sin, theta, rope_dims, interleaved: rotate the rows by their positions before that (RoPE), as of append().
-    positions: int32 [batch, rows] or as many; None: 0, 1, 2 ... of each batch entry. A row without a position in the tables is not
+        head_dim. Done to Q and K alike it does not change their scores, and it shrinks outliers in few dimensions.
+    cos, sin, theta, rope_dims, interleaved: rotate the rows by their positions before that (RoPE), as in append().
+    positions: int32 [batch, rows] or as many; None: 0, 1, 2 ... in each batch entry. A row without a position in the tables is not
         rotated.
 
-    Returns (codes, scale): codes like x; scale float32, None where the format has its scales in the rows. No gradients. Raises flashjit.Error.
+    Returns (codes, scale): codes like x, or uint8 rows of the format; scale float32, or None where the format has its scales in
+    the rows or in block_scale. No gradients. Raises flashjit.Error.
     """
     if not isinstance(x, Tensor):
         raise WrongType(f"x is a {type(x).__name__}: give a torch.Tensor.")
@@ -125,7 +128,7 @@ torch.library.define(
     "Tensor? positions, float theta, int rope_dims, bool interleaved, str? format, bool has_scale) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-torch.library.register_fake("flashjit::quantize")(lambda *_: None)
+register_fake("flashjit::quantize")(lambda *_: None)
 _calls: dict[Any, Any] = {}
 _PLACES = (
     *(_library.word(QuantizeArgs, name) for name in ("x", "codes", "scale", "block_scale")),

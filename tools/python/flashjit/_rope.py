@@ -20,7 +20,7 @@ def read_sections(sections: Any) -> list[int]:
     found = list(sections) if isinstance(sections, (tuple, list)) else []
     if len(found) != 3 or not all(isinstance(n, int) and not isinstance(n, bool) for n in found):
         raise InvalidArgument(
-            f"mrope_section is {sections!r}: give three ints, the pairs that turn by time, height and width."
+            f"mrope_section is {sections!r}: give three ints, the pairs that rotate by time, height and width."
         )
     return found
 
@@ -76,7 +76,7 @@ def check_both_tables(cos: Tensor | None, sin: Tensor | None) -> None:
 def check_angles(
     dtype: torch.dtype, rows: int, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None, dim: int
 ) -> None:
-    """Of `rows` rows of `dtype`, with `dim` columns."""
+    """Checks cos, sin and positions for `rows` rows of `dtype`, with `dim` columns."""
     if cos is not None and cos.dim() == 2 and 2 * cos.shape[1] > dim:
         raise InvalidArgument(
             f"cos has {cos.shape[1]} columns, for rows of {dim}: give one for each pair of dimensions, "

@@ -20,7 +20,7 @@ def with_scales(
     scales: tuple[Any, ...],
     out_dtype: torch.dtype | None,
 ) -> tuple[Fixed, Problem]:
-    """The call's tensors and options with those of its scales: of K, V and Q, and of blocks, which are none here."""
+    """The call's tensors and options, with scales of K, V and Q added. Scales of blocks are refused: they need a format."""
     if any(scale is not None for scale in scales[3:]):
         raise InvalidArgument(
             "k_block_scale or v_block_scale is given without k_format or v_format, whose scales it has: give the format."
@@ -33,7 +33,7 @@ def with_scales(
     if q.dtype in KV_TYPES:
         if q.dtype == torch.int8:
             raise WrongType(
-                "q is int8: products of 8 bits are those of float8_e4m3fn and float8_e5m2; give one of these, or q in "
+                "q is int8: products of 8 bits are for float8_e4m3fn and float8_e5m2 alone; give one of these, or q in "
                 "16 bits."
             )
         if k.dtype != q.dtype:
@@ -56,7 +56,7 @@ def with_scales(
 
 
 def kv_options(k: Tensor, *scales: Tensor | None) -> str:
-    """Of a spec whose K has this type, and these scales: each key has its own where pages or rows have."""
+    """Options of a spec whose K has this type, and these scales: each key has its own where pages or rows have."""
     if k.dtype not in KV_TYPES:
         if any(scale is not None for scale in scales):
             raise InvalidArgument(

@@ -41,11 +41,11 @@ class Job(NamedTuple):
         return chunks(rank, self.ranks, rows, self.layout)
 
     def pieces_with(self, owner: int, q: Tensor) -> list[Piece]:
-        """Of this rank's queries and the keys of `owner`."""
+        """Pieces of this rank's queries and the keys of `owner`."""
         return self.rule.pieces(self.chunks(self.rank, q.shape[2]), self.chunks(owner, q.shape[2]), q.device)
 
     def pieces_with_all(self, q: Tensor) -> list[Piece]:
-        """Of this rank's queries and the whole sequence by position: each query is in one, if it sees any key."""
+        """Pieces of this rank's queries and the whole sequence by position: each query is in one, if it sees any key."""
         whole = Chunk(0, q.shape[2] * self.ranks, 0)
         return [
             piece
@@ -203,8 +203,8 @@ class Sums:
 
 
 class Saved(NamedTuple):
-    """What the backward pass has of all of this rank's rows. With O and LSE of all keys, P and D of a piece are those of the
-    whole softmax."""
+    """The backward pass's tensors of all of this rank's rows. With O and LSE of all keys, P and D of a piece equal the whole
+    softmax's."""
 
     q: Tensor
     out: Tensor
@@ -321,7 +321,7 @@ def _weight(logit: Tensor, lse: Tensor) -> Tensor:
 
 
 def _sink_gradients(saved: Saved, sinks: Tensor) -> Tensor:
-    """Of this rank's rows: the sink has the weight exp(sink - LSE), and no value."""
+    """The gradient from this rank's rows: the sink has the weight exp(sink - LSE), and no value."""
     d = (saved.dout.float() * saved.out.float()).sum(-1)
     weight = _weight(sinks.float()[None, :, None], saved.lse)
     return (weight * ((0 if saved.dlse is None else saved.dlse) - d)).sum((0, 2)).to(sinks.dtype)
@@ -391,7 +391,7 @@ class Part(NamedTuple):
         return self.job.rule._replace(head=(self.job.rank * self.parts + self.number) * heads)
 
     def piece(self, q: Tensor) -> Piece:
-        """Of all rows of this rank's heads."""
+        """The piece of all rows of this rank's heads."""
         rows = Chunk(0, q.shape[2], 0)
         (piece,) = self.rule(q.shape[1]).pieces((rows,), (rows,), q.device)
         return piece
@@ -423,7 +423,7 @@ class Returning:
         self.exchange: Exchange | None = None
 
     def send(self, part: Part, tensors: Sequence[Tensor]) -> None:
-        """Of a part's heads all rows by position."""
+        """All rows of a part's heads by position."""
         job = self.job
         self.shards = self.shards or [
             x.new_empty(x.shape[0], x.shape[1] * job.ranks * part.parts, x.shape[2] // job.ranks, x.shape[3])
@@ -552,7 +552,7 @@ def return_heads(x: Tensor, group: Any) -> Tensor:
 def ring_of_heads(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, job: Job, inner: Any
 ) -> tuple[Tensor, Tensor]:
-    """Two levels: the ranks of `inner` share the heads of their rows, which are neighbours, and those of job.group go round."""
+    """Two levels: the ranks of `inner` share the heads of their rows, which are neighbours, and the ranks of job.group form a ring."""
     heads = Part(job._replace(group=inner), 0, 1)
     shared = [x.movedim(0, 2).flatten(2, 3) for x in share_heads(q, k, v, inner)]
     own_sinks = None if sinks is None else heads.mine(sinks)

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from ._attention import attention
 from ._checks import check_number
+from ._front import kept
 from ._tensors import ELEMENTS, describe
 from .errors import InvalidArgument, WrongType
 
 
+@kept({"query": "q", "key": "k", "value": "v"}, ("dropout_p", "is_causal", "scale", "enable_gqa"))
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -24,16 +26,20 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    *,
+    _recorder: Any = None,
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention with flashjit's kernels: the same arguments, the same meaning.
 
     query: [..., heads_q, seqlen_q, head_dim]; key: [..., heads_kv, seqlen_kv, head_dim]; value: [..., heads_kv,
         seqlen_kv, head_dim_v]; fewer dimensions work too, and dimensions before the last two broadcast.
     attn_mask: boolean (True attends) or added to the scores, broadcastable to [..., heads_q, seqlen_q, seqlen_kv].
-    is_causal: the mask is aligned at the top left, as PyTorch's.
+    dropout_p: probability to drop a pair, 0 to 1. enable_gqa: heads_q may be a multiple of heads_kv.
+    is_causal: the mask is aligned at the top left, as PyTorch's. Not with attn_mask.
+    scale: of any sign, or 0; default 1 / sqrt(head_dim).
 
-    scale: of any sign, or 0. What flashjit cannot read where it lies is copied. Rows that attend to nothing are 0.
-    Nested tensors with layout=torch.jagged work without attn_mask.
+    Returns O, [..., heads_q, seqlen_q, head_dim_v]; rows that attend to nothing are 0. Tensors whose strides or head_dim kernels do
+    not take are copied. Nested tensors with layout=torch.jagged work without attn_mask. Raises flashjit.Error.
     """
     if is_causal and attn_mask is not None:
         raise InvalidArgument("attn_mask and is_causal are both given: as in PyTorch, give one of them.")
@@ -56,10 +62,10 @@ def scaled_dot_product_attention(
             q, k, v = _with_all_heads(q, k, v)
         elif k.shape[1] != v.shape[1]:
             k, v = (_repeated(name, x, q.shape[1]) for name, x in (("key", k), ("value", v)))
-        out = _attention(q, k, v, leading, attn_mask, dropout_p, is_causal, scale)
+        out = _attention(q, k, v, leading, attn_mask, dropout_p, is_causal, scale, _recorder)
         heads = leading + sizes[0][-3:-2] if enable_gqa else _broadcast(sizes[0][:-2], sizes[1][:-2])
         return out.reshape(*heads, sizes[0][-2], sizes[2][-1])
-    return _attention(query, key, value, sizes[0][:1], attn_mask, dropout_p, is_causal, scale)
+    return _attention(query, key, value, sizes[0][:1], attn_mask, dropout_p, is_causal, scale, _recorder)
 
 
 def _is_plain(sizes: tuple[torch.Size, torch.Size, torch.Size], enable_gqa: bool) -> bool:
@@ -82,8 +88,9 @@ def _attention(
     dropout_p: float,
     is_causal: bool,
     scale: float | None,
+    recorder: Any,
 ) -> Tensor:
-    """Of tensors with four dimensions, as these are or of copies."""
+    """For tensors with four dimensions, as these are or copied."""
     score_mod, mask_mod, captures = mask_programs(attn_mask, leading, q, k)
     dim_v = v.shape[3]
     q, k, v, scale = supported(q, k, v, scale)
@@ -98,6 +105,7 @@ def _attention(
         score_mod=score_mod,
         mask_mod=mask_mod,
         captures=captures,
+        **({} if recorder is None else {"_recorder": recorder}),
     )
     if attn_mask is not None and attn_mask.requires_grad and attn_mask.numel() == 0:
         out = out + attn_mask.sum()  # so that it has a gradient, though nothing reads it

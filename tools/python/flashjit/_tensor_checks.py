@@ -33,7 +33,7 @@ def check_four_dims(name: str, tensor: Tensor) -> None:
 
 
 def check_alike(tensors: Mapping[str, Tensor], types: Mapping[torch.dtype, str] = SPEC_TYPES) -> None:
-    """Of tensors with four dimensions: whether kernels take them, and all are of the first one's type and device."""
+    """Refuses tensors without four dimensions, that kernels do not take, or of another type or device than the first."""
     first_name, first = next(iter(tensors.items()))
     check_device(first, first_name, tensors)
     for name, tensor in tensors.items():
@@ -94,7 +94,7 @@ def check_tensors(
     if k.shape[1] == 0 and q.shape[1] or k.shape[1] and q.shape[1] % k.shape[1]:
         raise InvalidArgument(
             f"q has {q.shape[1]} heads and k has {k.shape[1]}: the heads of q must be a multiple of "
-            "those of k."
+            "the heads of k."
         )
     _check_fixed(q, k, fixed, problem)
     for name, value in zip(problem.names, values):

@@ -11,12 +11,14 @@ from typing import Any, NoReturn
 
 from ._at_work import is_compiling, is_tensor, loaded_torch, symbol_tensor, torch_module, tracers
 from ._compiling import call_compiled
-from ._rows import STAND_INS, PartialRead, Row, row_of
+from ._rows import STAND_INS, ElementRow, PartialRead, Row, row_of
 from ._torch_names import FUNCTIONS, call, refuse_in_place, without_function
 from ._values import ELEMENTS, LOWEST, Shape, Size, Value, as_text, int_range, literal
 from .errors import InvalidArgument, WrongType
 
 MAX_TENSORS, MAX_SCALARS, _MAX_DIMENSIONS = 16, 8, 6
+#: Programs of elements of O, Q and K, as attention() and specs call them.
+ELEMENT_MODS = ("out_mod", "q_mod", "k_mod")
 
 _POSITION_MAX = 2**30 - 1  # so that the sum of two is an int; longer sequences fit into no GPU
 
@@ -218,7 +220,15 @@ class Tracer:
         result = self._call(function, (Value("out", "float32"), b, h, q, column), "out_mod")
         return "" if result.text == "out" else as_text(result, "float")
 
-    def _call(self, function: Callable[..., Any], arguments: tuple[Value, ...], kind: str) -> Value:
+    def row(self, function: Callable[..., Any], kind: str) -> str:
+        """The text of a q_mod or k_mod, "" where it returns the element as it is."""
+        b, h, q, kv = _positions()
+        position = (h, q) if kind == "q_mod" else (Value("h_kv", "int32", 0, _POSITION_MAX), kv)
+        column = Value("column", "int32", 0, _POSITION_MAX)
+        result = self._call(function, (ElementRow(self), b, *position, column), kind)
+        return "" if result.text == "element" else as_text(result, "float")
+
+    def _call(self, function: Callable[..., Any], arguments: tuple[Any, ...], kind: str) -> Value:
         tracers.append(self)
         self.function = function
         try:
@@ -289,8 +299,16 @@ SIGNATURES = {
     "score_mod": "score_mod(score, b, h, q_idx, kv_idx)",
     "mask_mod": "mask_mod(b, h, q_idx, kv_idx)",
     "out_mod": "out_mod(out, b, h, q_idx, column)",
+    "q_mod": "q_mod(row, b, h, q_idx, column)",
+    "k_mod": "k_mod(row, b, h_kv, kv_idx, column)",
 }
-_RETURNED = {"score_mod": "score", "mask_mod": "condition", "out_mod": "number"}
+_RETURNED = {
+    "score_mod": "score",
+    "mask_mod": "condition",
+    "out_mod": "number",
+    "q_mod": "number",
+    "k_mod": "number",
+}
 
 
 def _positions() -> tuple[Value, ...]:
@@ -408,7 +426,7 @@ def torch_mode() -> Any:
 
 
 def _on_tensor(function: Any, arguments: Any, named: dict[str, Any]) -> Any:
-    """What a real tensor answers; the sizes that it is asked for are those of each call."""
+    """A real tensor's answer; its sizes are read anew at each call."""
     tensor, name = arguments[0] if arguments else None, getattr(function, "__name__", "")
     if not is_tensor(tensor):
         return function(*arguments, **named)

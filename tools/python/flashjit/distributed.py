@@ -152,16 +152,16 @@ def distributed_attention(
     q: [batch, heads_q, rows, head_dim], k and v: [batch, heads_kv, rows, ...]: this rank's shard, as shard() makes it with
         the same layout; every rank has as many rows.
     scheme: "ring": K and V go round, a step's kernels run while the next block travels, and O and LSE are joined in float32;
-        blocks of which nothing is visible are passed on uncomputed. "all_gather": every rank gathers K and V once.
+        blocks without a visible pair are passed on uncomputed. "all_gather": every rank gathers K and V once.
         "ulysses": an all-to-all gives each rank all rows of its share of the heads: heads_q must divide into the ranks.
-        "two_level": ulysses between the ranks of the inner group, a ring between those of the outer one. "auto": two_level with two
-        groups; with one, all_gather in a forward pass alone where it sends less than ulysses, else ulysses, or ring where the
+        "two_level": ulysses between the ranks of the inner group, a ring between the ranks of the outer one. "auto": two_level with
+        two groups; with one, all_gather in a forward pass alone where it sends less than ulysses, else ulysses, or ring where the
         heads do not divide into the ranks.
-    causal: a query sees the keys at its own position and before. window: and no more than so many of them.
-    dropout_p: probability to drop a pair; seeded by PyTorch's generator, which all ranks seed alike. The mask is that of attention()
-        on the whole sequence.
+    causal: a query sees the keys at its own position and before. window: with causal, how many of these it sees at most.
+    dropout_p: probability to drop a pair; seeded by PyTorch's generator, which all ranks seed alike. The mask equals that of
+        attention() on the whole sequence.
     score_mod, mask_mod: functions as attention() takes them; q_idx and kv_idx are positions in the whole sequence. Tensors that
-        they capture are the same on all ranks and have no gradients.
+        they capture are the same on all ranks and have no gradients. There is no weight_mod, out_mod, q_mod and k_mod here.
     cu_seqlens: documents are packed one after the other in the whole sequence, from row cu_seqlens[i] to cu_seqlens[i + 1];
         the batch is 1, masks and programs count in each document, and `b` is its number. On the host: a tensor on a GPU is
         waited for.

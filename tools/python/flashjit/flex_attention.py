@@ -41,12 +41,14 @@ def flex_attention(
     """Attention of query [b, hq, sq, d], key [b, hkv, skv, d] and value [b, hkv, skv, dv]: O [b, hq, sq, dv].
 
     score_mod: score_mod(score, b, h, q_idx, kv_idx). block_mask: a BlockMask, as create_block_mask() makes them; its mask_mod
-        holds in its partial blocks, and its full blocks attend as a whole. key and value may have a batch of 1 beside it.
+        is applied in its partial blocks, its full blocks attend as a whole. key and value may have a batch of 1 beside it.
     scale: default 1 / sqrt(d). enable_gqa: hq may be a multiple of hkv.
     return_lse: also LSE, the natural logarithm of the softmax's row sums, float32 [b, hq, sq]; -inf in rows without keys.
     return_aux: AuxRequest(lse=True, max_scores=True): also an AuxOutput with LSE and the largest score of each query,
         float32 [b, hq, sq], which has no gradient; max_scores is refused in compiled code and under transforms.
     kernel_options: no effect. They choose among PyTorch's kernels; flashjit chooses its own.
+
+    Raises flashjit.Error.
     """
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:

@@ -1,8 +1,8 @@
 """Masks that serving asks for, by name: `flashjit.attention(q, k_pages, v_pages, ..., mask_mod=flashjit.masks.tree(parents))`.
 
-Each function gives a Program: make it once for a step, and give it to every layer's attention(). Tensors are read at the call,
-on the device, so that CUDA graphs replay with what they hold then. The last query is at the last key. In a cache, where keys are
-shared out among blocks, these masks need no lists of tiles: the keys before the queries cost what they cost without a mask.
+Each function returns a Program: make it once for a step, and give it to every layer's attention(). Tensors are read at the call,
+on the device, so that CUDA graphs replay with their current values. The last query is at the last key. Over a cache, where blocks
+share out the keys, these masks need no tile lists: the keys before the queries cost as much as without a mask.
 """
 
 from __future__ import annotations

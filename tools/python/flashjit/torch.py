@@ -12,6 +12,7 @@ from torch import Tensor
 from ._attention import attention
 from ._bound import bind
 from ._cache import append
+from ._caches import attention_over
 from ._formats import KvFormat
 from ._launch import bind_context
 from ._library import runtime
@@ -25,6 +26,7 @@ from ._tensors import SPEC_TYPES
 __all__ = [
     "append",
     "attention",
+    "attention_over",
     "bind",
     "merge",
     "quantize",
@@ -51,8 +53,11 @@ def prepare(
 ) -> None:
     """Compiles and loads the kernels of attention(q, k, v, causal=causal) now, e.g. before a CUDA graph capture.
 
-    backward: those of the backward pass too. options: more of the spec, such as ":dropout".
-    config: tiles to use for this problem from now on, such as "sm80:br128:bc64:w4:s2".
+    q, k, v: tensors on a GPU, of the sizes and types that calls will have; their values are not read.
+    backward: also the kernels of the backward pass. options: more of the spec, such as ":dropout".
+    config: tiles to use for this problem from now on, such as "sm80:br128:bc64:w4:s2"; None: the ones that calls choose.
+
+    Raises flashjit.Error.
     """
     check_types(q, k, v)
     named = causal_option(causal)

@@ -45,8 +45,8 @@ def sparse_attention(
     window = params.get("window")
     if blocks is None and window is None:
         raise InvalidArgument(
-            "params of the sparse attention kernel flashjit have none of block_mask, topk and window, and dense attention is "
-            "not what SPARSE_ATTN is chosen for: give one of them."
+            "params of the sparse attention kernel flashjit have none of block_mask, topk and window: give one of them, or "
+            "another backend for dense attention."
         )
     score, mask, captures = _programs(params.get("attn_mask"), window, q, k)
     out = attention(

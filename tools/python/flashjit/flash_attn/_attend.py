@@ -122,10 +122,13 @@ def attend(
     dropout_p: float = 0.0,
     deterministic: bool = False,
     out: Tensor | None = None,
+    recorder: Any = None,
     **more: Any,
 ) -> tuple[Tensor, Any]:
     """O and LSE, or None, of tensors [b, h, s, d], or of packed ones. out: where O goes, as check_out() wants it, in the same
-    layout. more: attention()'s other arguments."""
+    layout. recorder: of a call that is new to the front. more: attention()'s other arguments."""
+    if recorder is not None:
+        more["_recorder"] = recorder
     offsets = more.get("cu_seqlens_q")
     programs = options.programs(q.shape[0] if offsets is None else offsets.shape[0] - 1, q.shape[1])
     dim_v, scale = v.shape[3], options.scale

@@ -7,11 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._front import kept
 from ..errors import InvalidArgument, Unsupported
 from ._attend import EVERYTHING, Options, Window, attend, check_out, either, missing, scales, with_batch
 from ._kvcache import New, Place, attend_cache
 
+# What the front keeps calls by.
+_SHARED = {"q": "q", "sinks": "sinks", "s_aux": "sinks", "out": "out"}
+_PAGED = {
+    **_SHARED,
+    **{"cu_seqlens_q": "cu_seqlens_q", "block_table": "page_table", "page_table": "page_table"},
+    **{"q_descale": "q_scale", "k_descale": "k_scale", "v_descale": "v_scale"},
+}
+_SCORES = ("softmax_scale", "causal", "window_size", "softcap")
+_WITHOUT_EFFECT = ("scheduler_metadata", "ver", "fa_version")
 
+
+@kept(
+    {**_SHARED, "k": "k", "v": "v"},
+    (*_SCORES, "dropout_p", "deterministic", "return_attn_probs"),
+    ignored=("ver",),
+)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -29,6 +45,7 @@ def flash_attn_func(
     s_aux: Tensor | None = None,
     out: Tensor | None = None,
     ver: Any = None,
+    _recorder: Any = None,
 ) -> Any:
     """Attention of q [b, sq, hq, d], k and v [b, skv, hkv, d]: O [b, sq, hq, d].
 
@@ -52,6 +69,7 @@ def flash_attn_func(
         dropout_p,
         deterministic,
         None if out is None else out.transpose(1, 2),
+        recorder=_recorder,
     )
     o = o.transpose(1, 2) if out is None else out
     return (o, lse, None) if return_attn_probs else o
@@ -69,6 +87,14 @@ def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **named: Any) -> Any:
     return flash_attn_func(q, k, v, *args, **named)
 
 
+@kept(
+    {**_PAGED, "k": "k", "v": "v", "cu_seqlens_k": "cu_seqlens_kv", "seqused_k": "kv_lengths"},
+    (
+        *(*_SCORES, "max_seqlen_q", "max_seqlen_k", "dropout_p", "deterministic"),
+        *("return_attn_probs", "return_softmax_lse"),
+    ),
+    ignored=(*_WITHOUT_EFFECT, "num_splits"),
+)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -100,6 +126,7 @@ def flash_attn_varlen_func(
     scheduler_metadata: Any = None,
     ver: Any = None,
     fa_version: Any = None,
+    _recorder: Any = None,
 ) -> Any:
     """Attention of sequences packed one after another: q [all rows, hq, d], k and v [all rows, hkv, d],
     where sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1], int32 [sequences + 1]; so K and V.
@@ -160,6 +187,7 @@ def flash_attn_varlen_func(
             cu_seqlens_q,
             max_seqlen_q,
             out,
+            recorder=_recorder,
             **of_codes,
         )
     else:
@@ -176,6 +204,7 @@ def flash_attn_varlen_func(
             cu_seqlens_kv=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q,
             max_seqlen_kv=max_seqlen_k,
+            recorder=_recorder,
             **of_codes,
         )
         o = o.squeeze(0).transpose(0, 1) if out is None else out
@@ -219,6 +248,20 @@ def flash_attn_varlen_qkvpacked_func(
     return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **named)
 
 
+@kept(
+    {
+        **_PAGED,
+        "k_cache": "k",
+        "v_cache": "v",
+        "cache_seqlens": "kv_lengths",
+        "cache_batch_idx": "page_table",
+    },
+    (
+        *(*_SCORES, "rotary_interleaved", "num_splits", "return_softmax_lse", "max_seqlen_q"),
+        "attention_chunk",
+    ),
+    ignored=(*_WITHOUT_EFFECT, "pack_gqa", "sm_margin"),
+)
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -258,6 +301,7 @@ def flash_attn_with_kvcache(
     attention_chunk: int = 0,
     ver: Any = None,
     fa_version: Any = None,
+    _recorder: Any = None,
 ) -> Any:
     """Attention of q [b, sq, hq, d] to the first cache_seqlens keys of k_cache and v_cache [b, rows, hkv, d],
     without gradients. The last query is at the last key that is there.
@@ -318,6 +362,7 @@ def flash_attn_with_kvcache(
         max_seqlen_q,
         out,
         batch_invariant=num_splits == 1,
+        recorder=_recorder if k is None else None,
         **scales(q, k_cache, q_descale, k_descale, v_descale),
     )
     return (o, lse) if return_softmax_lse else o

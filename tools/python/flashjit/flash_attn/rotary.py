@@ -28,7 +28,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def angles_at(cos: Tensor, sin: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows of the tables. Positions past their end do not turn, as in flash-attn."""
+    """Rows of the tables. Positions past their end are not rotated, as in flash-attn."""
     last = cos.shape[0] - 1
     past = (at > last)[..., None]
     at = at.clamp(max=last)
@@ -48,7 +48,7 @@ def apply_rotary(
 ) -> Tensor:
     """x with its first rotary_dim columns rotated, row i of a sequence at position seqlen_offsets + i.
 
-    seqlen_offsets: a number, or one for each sequence. conjugate: turns the other way. inplace: x is written
+    seqlen_offsets: a number, or one for each sequence. conjugate: rotates the other way. inplace: x is written
     and returned.
     """
     if cos.dim() != 2 or cos.shape != sin.shape or 2 * cos.shape[1] > x.shape[-1]:

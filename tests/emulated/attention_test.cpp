@@ -14,6 +14,13 @@ namespace {
 
 constexpr const char* kFiveSlices = "sm90:br64:bc128:w8:s2";  // above 256 columns of K
 constexpr const char* kScaledSlopes = "score{slopes: fp32 1d grad; score * slopes[h]}";
+// RoPE in halves of 64 columns, by tables.
+constexpr const char* kTurnedQ =
+    "cosine: fp32 2d grad; sine: fp32 2d; element * cosine[q, column % 32] + "
+    "select(column < 32, -element_at(column + 32), element_at(column - 32)) * sine[q, column % 32]";
+constexpr const char* kTurnedK =
+    "cosine: fp32 2d grad; sine: fp32 2d; element * cosine[kv, column % 32] + "
+    "select(column < 32, -element_at(column + 32), element_at(column - 32)) * sine[kv, column % 32]";
 constexpr const char* kCausalAlibi =
     "score{slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)}:causal";
 
@@ -125,6 +132,32 @@ const std::vector<Problems>& problems() {
        {{2, 2, 1, 150, 170}},
        Layout::bhsd,
        {sm90}},
+      {"turned_rows",
+       "bf16:d64:causal:q_mod{" + std::string(kTurnedQ) + "}:k_mod{" + kTurnedK + "}",
+       {{2, 4, 2, 170, 190}, {9, 4, 4, 65, 1}},
+       Layout::padded},
+      {"normed_packed_rows",
+       "fp16:d128x96:q_mod{w: fp32 1d grad; element * rsqrt(sum_of_squares / 128.0 + 0.00001) * w[column]}"
+       ":k_mod{w: fp32 1d grad; x: fp32 2d grad; element * w[column] + x[h_kv, kv]}:varlen:sinks",
+       {{3, 4, 2, 130, 150}},
+       Layout::bshd,
+       {simt, sm80, sm90}},
+      {"turned_keys",
+       "bf16:d128:kvlen:fp32_grads:k_mod{a: fp32 1d; element * cos(a[column / 2] * to_float(kv)) + "
+       "element_at(column ^ 1) * sin(a[column / 2] * to_float(kv)) * to_float(2 * (column & 1) - 1)}",
+       {{2, 2, 1, 150, 170}},
+       Layout::bhsd,
+       {sm80, sm90}},
+      {"rows_that_share_elements",
+       "fp16:d72:det:q_mod{element + 0.5 * element_at(column / 2) * element_at(100)}",
+       {{2, 2, 1, 70, 90}},
+       Layout::bhsd,
+       {simt, sm80}},
+      {"scaled_rows",
+       "fp32:d40:score{tanh(score)}:q_mod{s: fp32 2d grad; element * s[h, column]}:dropout",
+       {{2, 2, 1, 70, 90}},
+       Layout::bshd,
+       {simt}},
       // Rows whose scores are all negative, and rows whose maximum grows from -32 past 0.
       {"signs",
        "bf16:d128:score{score + to_float(8 - 10 * (kv / 64 * (q % 3)) - 20 * (1 - min(q % 3, 1)))}:row_max",
@@ -355,6 +388,12 @@ const std::vector<Problems>& problems() {
       {"wide_dims", "bf16:d320x264:causal", {{1, 2, 2, 50, 70}}, Layout::padded, {simt}},
       {"wide", "fp16:d256:causal", {{1, 4, 2, 150, 200}}, Layout::bhsd, {sm90}, "", "sm90:br64:bc64:w8"},
       {"wide_cluster", "bf16:d256", {{2, 2, 1, 150, 200}}, Layout::bhsd, {sm90}, "", "sm90:br64:bc128:w8:s2"},
+      {"fp32_out", "bf16:d72x40:causal:varlen:sinks:fp32_out", {{2, 4, 2, 130, 100}}, Layout::padded},
+      {"fp32_out_of_hopper",
+       "fp16:d128:causal:kvlen:dropout:fp32_out",
+       {{2, 2, 1, 90, 90}},
+       Layout::bshd,
+       {sm90}},
       {"fp32_grads",
        "bf16:d72x40:causal:det:sinks:fp32_grads",
        {{2, 4, 2, 130, 150}, {1, 2, 1, 70, 20}},

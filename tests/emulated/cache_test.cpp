@@ -8,7 +8,7 @@
 namespace flashjit::test {
 namespace {
 
-std::vector<CacheCase> cases() {
+std::vector<CacheCase> cache_cases() {
   struct Kind {
     const char* spec;
     AttentionShape shape;
@@ -125,6 +125,14 @@ TEST_F(EmulatedQ, MeetsSlotsThatTmaCopies) {
     }
 }
 
+/// Rows of a tile may be of several heads where keys are not split, too.
+TEST_F(EmulatedQ, OfPackedHeadsIsStoredByHead) {
+  TemporaryRuntime runtime;
+  for (const char* spec : {"bf16:d128:causal:varlen:pages16", "fp16:d64:varlen:cache:sinks"})
+    CacheRun({.spec = parse_spec(spec), .shape = {4, 8, 2, 70, 200}, .family = Family::sm90, .seed = 7})
+        .check(runtime.get(), parse_config("sm90:br128:bc64:w8:s2:pack_gqa"));
+}
+
 /// From a counter a CTA may get several of the last Q tiles.
 TEST_F(EmulatedQ, OfManyTilesAndNoMaskIsComputed) {
   const TemporaryDirectory folder;
@@ -206,7 +214,7 @@ TEST_F(EmulatedWrongCache, OfAPrefixIsSaidWhereIndicesAreChecked) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, EmulatedCache, testing::ValuesIn(cases()),
+INSTANTIATE_TEST_SUITE_P(All, EmulatedCache, testing::ValuesIn(cache_cases()),
                          [](const auto& info) { return name_of(info.param); });
 
 }  // namespace

@@ -50,7 +50,7 @@ struct SharedCase {
   std::int64_t heads_kv() const { return share_heads(); }
   std::int64_t heads() const { return 2 * heads_kv(); }
   std::int64_t batch() const { return documents ? 1 : 2; }
-  /// Of many rows, of one, of none, and across ranks.
+  /// Documents of many rows, of one, of none, and across ranks.
   std::vector<std::int64_t> ends() const {
     const std::int64_t all = kRows * ranks;
     return documents ? std::vector<std::int64_t>{0, 0, 9, 9, 10, all / 2 + 5, all - 3, all, all}
@@ -65,7 +65,7 @@ void PrintTo(const SharedCase& test, std::ostream* out) {
        << (test.in_c ? ", in C" : "");
 }
 
-/// Of a name that a case's programs declare, for the whole sequence.
+/// The value of a name that a case's programs declare, for the whole sequence.
 reference::Captured captured(const SharedCase& test, const std::string& name) {
   reference::Captured made{.name = name};
   const auto fill = [&](std::int64_t size, auto value) {
@@ -99,7 +99,7 @@ class DeviceCaptures {
     }
   }
   std::span<const Capture> all() const { return captures_; }
-  /// Of slopes.
+  /// The gradient of slopes.
   device::DeviceBuffer& grad() { return grad_; }
 
  private:

@@ -1,5 +1,5 @@
 // The runtime of these tests opens the emulator's libcuda and NVRTC. FLASHJIT_LIBCUDA=libcuda.so.1 runs them
-// on a GPU, with the NVRTC that is found. Without a filter a run has a quarter of the cases of each test,
+// on a GPU, with the NVRTC that is found. Without a filter a run has a twelfth of the cases of each test,
 // drawn by the templates; with FLASHJIT_EVERY_KERNEL=1 all.
 #include <gtest/gtest.h>
 
@@ -21,7 +21,7 @@ std::string drawn_tests() {
     for (int j = 0; j < suite.total_test_count(); ++j) {
       const testing::TestInfo& test = *suite.GetTestInfo(j);
       const std::string name = std::string(suite.name()) + "." + test.name();
-      if (test.value_param() == nullptr || j < kAlways || flashjit::test::is_drawn(name, 4))
+      if (test.value_param() == nullptr || j < kAlways || flashjit::test::is_drawn(name, 12))
         filter += name + ":";
     }
   }

@@ -148,7 +148,7 @@ TEST_P(NanInTensors, IsSeen) {
   }
 }
 
-std::vector<NanCase> cases() {
+std::vector<NanCase> nan_cases() {
   std::vector<NanCase> all;
   for (const Form& form : kForms)
     for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75})
@@ -171,7 +171,7 @@ std::vector<NanCase> cases() {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(All, NanInTensors, testing::ValuesIn(cases()),
+INSTANTIATE_TEST_SUITE_P(All, NanInTensors, testing::ValuesIn(nan_cases()),
                          [](const auto& test) { return name_of(test.param); });
 
 // --- Caches -----------------------------------------------------------------------------------------------

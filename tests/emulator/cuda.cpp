@@ -116,7 +116,7 @@ void set_memory(Driver& d) {
   d.memset_d8_async = fill<CUstream>;
 }
 
-/// Of an ELF file: its table of sections is the last of it.
+/// Bytes of an ELF file: its table of sections comes last.
 std::size_t size_of(const void* image) {
   Elf64_Ehdr header;
   std::memcpy(&header, image, sizeof header);

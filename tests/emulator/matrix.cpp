@@ -26,7 +26,7 @@ const std::vector<float>& floats_of() {
   }();
   return all;
 }
-/// Of one of mma's operands: 0 the left one, 1 the right one.
+/// Values of the bits of one of mma's operands: 0 the left one, 1 the right one.
 const float* floats_of_operand(const Instruction& of, int operand) {
   const std::string_view types = std::string_view(of.opcode).substr(of.opcode.find(".f32.") + 5);
   const std::string_view type = operand == 0 ? types : types.substr(types.find('.') + 1);

@@ -286,6 +286,11 @@ const Known kArithmetic[] = {
        frame.set_float(of.arguments[0], flushed(flushed(frame.get_float(of.arguments[1])) /
                                                 flushed(frame.get_float(of.arguments[2]))));
      }},
+    {"max.NaN.f32",
+     [](const Instruction& of, Frame& frame) {
+       const float a = frame.get_float(of.arguments[1]), b = frame.get_float(of.arguments[2]);
+       frame.set_float(of.arguments[0], std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b));
+     }},
     {"prmt.b32",
      [](const Instruction& of, Frame& frame) {
        frame.set(of.arguments[0], selected_bytes(frame.get(of.arguments[1]), frame.get(of.arguments[2]),
@@ -390,6 +395,13 @@ const Known kSynchronisation[] = {
      [](const Instruction& of, Frame& frame) {
        current().warp->block->synchronise(static_cast<int>(word(of, frame, 0)),
                                           static_cast<int>(word(of, frame, 1)), true);
+     }},
+    {"bar.red.or.pred",
+     [](const Instruction& of, Frame& frame) {
+       Block& block = *current().warp->block;
+       const int name = static_cast<int>(word(of, frame, 1));
+       block.synchronise(name, static_cast<int>(word(of, frame, 2)), true, frame.get(of.arguments[3]) != 0);
+       frame.set(of.arguments[0], block.barriers[name].last_holding > 0);
      }},
     {"bar.arrive",
      [](const Instruction& of, Frame& frame) {

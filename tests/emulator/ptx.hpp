@@ -29,7 +29,7 @@ struct Frame {
 
   std::uint64_t get(const Argument& argument) const;
   void set(const Argument& argument, std::uint64_t bits);
-  /// Of a vector or a memory operand.
+  /// A part of a vector or a memory operand.
   std::uint64_t get(const Argument& argument, std::size_t part) const { return get(argument.parts[part]); }
   /// Where an output's variable is, for what becomes known later.
   void* variable(const Argument& argument) const;
@@ -54,7 +54,7 @@ struct Instruction {
 inline unsigned word(const Instruction& of, const Frame& frame, int argument) {
   return static_cast<unsigned>(frame.get(of.arguments[argument]));
 }
-/// Of a memory operand whose address has 32 bits.
+/// The place of a memory operand whose address has 32 bits.
 inline SharedPlace place(const Instruction& of, const Frame& frame, int argument) {
   return shared_place(static_cast<unsigned>(frame.get(of.arguments[argument], 0)));
 }

@@ -6,7 +6,7 @@
 
 namespace flashjit_emulator {
 
-/// Of a kernel's source or of one of its headers. What C++ does not have becomes calls of device.hpp: asm
+/// C++ of a kernel's source or of one of its headers. Parts that C++ lacks become calls of device.hpp: asm
 /// statements, variables in shared memory, kernels.
 std::string translate(std::string_view text);
 

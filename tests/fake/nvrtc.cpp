@@ -1,5 +1,5 @@
 // An NVRTC for tests: "compiles" any source to a few bytes, slowly if asked, and writes down that it did.
-// Of a kernel's programs the first alone counts, and waits.
+// Only the first of a kernel's programs counts, and waits.
 //   FAKE_NVRTC_LOG=FILE  a line is added for each compilation: its process
 //   FAKE_NVRTC_MS=N      each takes that long
 //   FAKE_NVRTC_FAIL=1    each fails

@@ -42,7 +42,7 @@ std::vector<CacheCase> cases() {
     for (const char* pages :
          {":cache", ":pages1", ":pages3", ":pages8", ":pages16", ":pages64", ":pages128", ":pages256"})
       for (int i = 0; i < 3; ++i) add_of_many(family, "", pages, 3);
-  // Of 8 bits, by the families that take them.
+  // Codes of 8 bits, by the families that take them.
   constexpr std::array kCodes = {
       ":kve4m3",         ":kve4m3:key_scales",        ":kve5m2", ":kvint8", ":kvint8:key_scales",
       ":kve4m3:q_codes", ":kve5m2:q_codes:key_scales"};
@@ -78,6 +78,21 @@ class CacheTest : public GpuTestWith<CacheCase> {};
 TEST_P(CacheTest, IsReadAsTheKeysInOrder) {
   TemporaryRuntime runtime;
   check_cache(runtime.get(), GetParam());
+}
+
+class PackedHeads : public GpuTest {};
+
+/// A batch with a long prefill has tiles of several heads' rows whose keys are not split.
+TEST_F(PackedHeads, AreStoredByHeadWhereKeysAreNotSplit) {
+  if (gpu().info.compute_capability != 90) GTEST_SKIP() << "Hopper's planner packs heads this way";
+  TemporaryRuntime runtime;
+  for (const char* spec : {"bf16:d128:causal:varlen:pages16", "fp16:d64:varlen:cache:sinks"}) {
+    const CacheCase test{
+        .spec = parse_spec(spec), .shape = {6, 8, 2, 600, 700}, .family = Family::sm90, .seed = 7};
+    TileConfig config = plan::traits(test.family).heuristic(test.spec, test.shape, gpu().info);
+    EXPECT_TRUE(config.pack_gqa && !config.split) << to_string(config);
+    CacheRun(test).check(runtime.get(), config);
+  }
 }
 
 class WrongCache : public GpuTest {};

@@ -5,7 +5,7 @@
 namespace flashjit::test {
 namespace {
 
-std::vector<AttentionCase> cases() {
+std::vector<AttentionCase> index_cases() {
   struct Kind {
     const char* spec;
     AttentionShape shape;
@@ -55,7 +55,7 @@ TEST_P(IndicesTest, MatchesTheReference) {
   run.check_backward(runtime.get(), config_of(test, Pass::backward));
 }
 
-INSTANTIATE_TEST_SUITE_P(All, IndicesTest, testing::ValuesIn(cases()),
+INSTANTIATE_TEST_SUITE_P(All, IndicesTest, testing::ValuesIn(index_cases()),
                          [](const auto& info) { return name_of(info.param); });
 
 }  // namespace

@@ -62,17 +62,17 @@ class ReferenceKernels {
   device::LoadedKernel kernels_;
 };
 
-enum class Layout { bhsd, bshd };
+enum class RowOrder { bhsd, bshd };
 
 /// Device memory of one tensor [batch, heads, length, dim] and its view.
 struct Tensor {
   device::DeviceBuffer memory;
   TensorView view;
 
-  Tensor(DType dtype, Layout layout, std::int64_t b, std::int64_t h, std::int64_t s, std::int64_t d)
+  Tensor(DType dtype, RowOrder layout, std::int64_t b, std::int64_t h, std::int64_t s, std::int64_t d)
       : memory(poisoned(b * h * s * d * size_of(dtype))),
-        view(layout == Layout::bhsd ? TensorView::bhsd(memory.data(), b, h, s, d)
-                                    : TensorView::bshd(memory.data(), b, s, h, d)) {}
+        view(layout == RowOrder::bhsd ? TensorView::bhsd(memory.data(), b, h, s, d)
+                                      : TensorView::bshd(memory.data(), b, s, h, d)) {}
 
   std::int64_t count() const { return view.size[0] * view.size[1] * view.size[2] * view.size[3]; }
 };
@@ -134,7 +134,7 @@ struct Results {
 /// The inputs of a case, random and on the device, and room for the results of the real kernels.
 class Problem {
  public:
-  Problem(const Case& given, Layout layout)
+  Problem(const Case& given, RowOrder layout)
       : spec(parse_spec(given.spec).normalized()),
         shape(parse_shape(given.shape)),
         offsets_q_(offsets(shape.seqlen_q, 1)),
@@ -292,13 +292,13 @@ class Problem {
   AttentionShape shape;
 
  private:
-  Tensor queries(Layout layout, std::int64_t dim) const {
+  Tensor queries(RowOrder layout, std::int64_t dim) const {
     return tensor(layout, shape.heads_q, shape.seqlen_q, offsets_q_, dim);
   }
-  Tensor keys(Layout layout, std::int64_t dim) const {
+  Tensor keys(RowOrder layout, std::int64_t dim) const {
     return tensor(layout, shape.heads_kv, shape.seqlen_kv, offsets_kv_, dim);
   }
-  Tensor tensor(Layout layout, std::int64_t heads, std::int64_t length,
+  Tensor tensor(RowOrder layout, std::int64_t heads, std::int64_t length,
                 const std::vector<std::int32_t>& offsets, std::int64_t dim) const {
     if (spec.varlen) return {spec.dtype, layout, 1, heads, offsets.back(), dim};
     return {spec.dtype, layout, shape.batch, heads, length, dim};
@@ -433,7 +433,7 @@ void expect_forward(const Results& got, const Results& exact, const Results& rou
 class ReferenceKernelsTest : public GpuTestWith<Case> {};
 
 TEST_P(ReferenceKernelsTest, AgreeWithTheCpu) {
-  const Problem problem(GetParam(), Layout::bshd);
+  const Problem problem(GetParam(), RowOrder::bshd);
   const Results exact = problem.reference(problem.everything(), Precision::exact);
   const Results rounded = problem.reference(problem.everything(), Precision::rounded);
   const reference::Problem cpu = problem.on_cpu();
@@ -489,7 +489,7 @@ INSTANTIATE_TEST_SUITE_P(Small, ReferenceKernelsTest,
 class LargeTest : public GpuTestWith<Case> {};
 
 TEST_P(LargeTest, AgreesWithTheReferenceKernels) {
-  Problem problem(GetParam(), Layout::bhsd);
+  Problem problem(GetParam(), RowOrder::bhsd);
   problem.run(GetParam().config);
   const Window window = problem.everything();
   const Results got = problem.results(window);
@@ -548,7 +548,7 @@ class OffsetTest : public GpuTest {
 
 TEST_F(OffsetTest, QueriesBeyondTwoToThe31) {
   if (memory_is_short(kNeeded)) GTEST_SKIP() << "needs " << kNeeded << " bytes of free device memory";
-  Problem problem({"bf16:d128", "b1:hq64:hkv64:sq262300:skv80"}, Layout::bshd);
+  Problem problem({"bf16:d128", "b1:hq64:hkv64:sq262300:skv80"}, RowOrder::bshd);
   problem.run({});
   const Window window{262300 - 3, 3, 0, 0};
   const Results got = problem.results(window);
@@ -560,7 +560,7 @@ TEST_F(OffsetTest, QueriesBeyondTwoToThe31) {
 
 TEST_F(OffsetTest, KeysBeyondTwoToThe31) {
   if (memory_is_short(kNeeded)) GTEST_SKIP() << "needs " << kNeeded << " bytes of free device memory";
-  Problem problem({"bf16:d128", "b1:hq64:hkv64:sq5:skv262300"}, Layout::bshd);
+  Problem problem({"bf16:d128", "b1:hq64:hkv64:sq5:skv262300"}, RowOrder::bshd);
   problem.run({});
   const Window window{0, 5, 262300 - 3, 3};
   const Results got = problem.results(window);

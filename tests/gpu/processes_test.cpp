@@ -44,7 +44,7 @@ TEST_F(Lifetime, AChildForkedAfterCudaWasUsedIsToldSo) {
   expect_in_its_own_process([] {
     auto runtime = std::make_unique<Runtime>(in_memory());
     const std::vector<std::uint8_t> before = kProblem.run(*runtime, nullptr);
-    // Of the shape that was called before: nothing is left to do but to launch.
+    // The shape was called before: nothing is left to do but to launch.
     const device::DeviceBuffer memory = kProblem.memory();
     const ForwardArgs args = kProblem.within(memory.data());
     runtime->forward(kProblem.spec, args, nullptr);

@@ -51,7 +51,7 @@ struct WrongCase {
 
 void PrintTo(const WrongCase& test, std::ostream* out) { *out << to_string(test.family) << "_" << test.name; }
 
-std::vector<WrongCase> all_cases() {
+std::vector<WrongCase> wrong_cases() {
   const MaskProgram by_intervals("kv / 8 <= q / 8"), by_pairs("(q - kv) % 5 == 0 || kv < 20"),
       by_reads("ids: int32 1d; ids[q] == ids[kv]");
   std::vector<WrongCase> cases;
@@ -155,7 +155,7 @@ TEST_P(WrongOffsets, SequencesLongerThanTheirMaximumAreCut) {
   check_results(test, {0, 66, 136, kQueries}, {0, 90, 170, kKeys});
 }
 
-INSTANTIATE_TEST_SUITE_P(Families, WrongOffsets, testing::ValuesIn(all_cases()),
+INSTANTIATE_TEST_SUITE_P(Families, WrongOffsets, testing::ValuesIn(wrong_cases()),
                          [](const auto& test) { return testing::PrintToString(test.param); });
 
 }  // namespace

@@ -29,7 +29,7 @@ first_ruled=80a20bb
 most_tidied=16
 to_tidy() {
   local base
-  local -a files=('runtime/*.cpp' 'autotune/*.cpp' 'tools/*.cpp' ':!*_windows.cpp' ':!tools/jax' ':!tools/examples')
+  local -a files=('runtime/*.cpp' 'autotune/*.cpp' 'tools/*.cpp' ':!*_windows.cpp' ':!tools/jax' ':!tools/torch' ':!tools/examples')
   if [ "${FLASHJIT_TIDY:-}" = all ]; then
     git ls-files "${files[@]}"
     return

@@ -497,6 +497,17 @@ class AttentionRun {
     check_row_max();
   }
 
+  /// Launches the forward pass with skip-softmax and gives how many tiles it visited, and how many it
+  /// skipped.
+  std::vector<std::int64_t> launch_skipping(Runtime& runtime, const TileConfig& config, float threshold) {
+    skip_softmax_threshold_ = threshold;
+    skip_softmax_counts_ = to_device(std::vector<std::int64_t>{0, 0});
+    launch_forward(runtime, config, static_cast<float*>(lse_.data()));
+    skip_softmax_threshold_.reset();
+    return device::download<std::int64_t>(skip_softmax_counts_);
+  }
+  const reference::Forward& exact() const { return exact_; }
+
   /// Launches the forward pass and gives its LSE, for programs that set no limits.
   std::vector<double> launch_for_lse(Runtime& runtime, const TileConfig& config) {
     launch_forward(runtime, config, static_cast<float*>(lse_.data()));
@@ -677,7 +688,8 @@ class AttentionRun {
   }
 
   void launch_forward(Runtime& runtime, const TileConfig& config, float* lse) {
-    const KernelSpec spec = with_pass(test_.spec, Pass::forward);
+    KernelSpec spec = with_pass(test_.spec, Pass::forward);
+    spec.epilogue.skip_softmax = skip_softmax_threshold_.has_value();
     runtime.prepare(spec, test_.shape, config);
     const Lent lent = lend(runtime, spec);
     out_.memory->poison();
@@ -690,6 +702,9 @@ class AttentionRun {
                      .lse = spec.score.is_weight() ? nullptr : lse,
                      .lse_strides = lse_strides()};
     set_common(args, lent);
+    args.skip_softmax_threshold = skip_softmax_threshold_;
+    if (spec.epilogue.skip_softmax)
+      args.skip_softmax_counts = static_cast<std::int64_t*>(skip_softmax_counts_.data());
     if (spec.epilogue.row_max) args.row_max = static_cast<float*>(row_max_.data());
     if (!spec.epilogue.out_mod.empty()) args.out_before_mod = before_mod_.view;
     if (spec.partial.running_state)
@@ -733,7 +748,7 @@ class AttentionRun {
     expect_guards_intact(lent);
   }
 
-  /// Of every other case LSE is [batch, rows, heads], packed [rows, heads].
+  /// In every other case LSE is [batch, rows, heads], packed [rows, heads].
   bool lse_by_rows() const { return test_.seed % 2 == 1; }
   std::int64_t rows_of_batch() const { return inputs_[0].view.size[2]; }
   RowStrides lse_strides() const {
@@ -820,7 +835,8 @@ class AttentionRun {
   Tensor out_, dout_, state_, before_mod_;  ///< state_: with running_state; before_mod_: with out_mod
   GuardedMemory lse_, row_max_;
   device::DeviceBuffer kv_lengths_, block_map_, cu_seqlens_q_, cu_seqlens_kv_, sinks_, dsinks_, dlse_,
-      rng_state_, topk_length_, indices_, state_lse_;
+      rng_state_, topk_length_, indices_, state_lse_, skip_softmax_counts_;
+  std::optional<float> skip_softmax_threshold_;
   DeviceCaptures captures_;
   StridedCaptures strided_;
   Stream stream_ = nullptr;

@@ -3,8 +3,10 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -27,7 +29,7 @@ struct FakeDriver {
   struct Launch {
     unsigned blocks, threads, shared_bytes;
     CUstream stream;
-    Params params;
+    std::array<std::byte, sizeof(Params)> params;  ///< those that the kernel has; what follows is no matter
     device::TensorMaps maps;  ///< the second parameter, which the Runtime always hands over
     bool early;               ///< may start before the launch before it has ended
     std::thread::id thread = std::this_thread::get_id();
@@ -116,7 +118,7 @@ struct FakeDriver {
   /// Few large blocks are fast here, whatever a real GPU would say.
   static double launch_ms(unsigned blocks, unsigned threads) { return 0.01 + 1e-4 * blocks + 1e-5 * threads; }
 
-  /// Of -1, too, which means `device`; never null.
+  /// The context of a device, also of -1, which means `device`; never null.
   static CUcontext context_of(int device) { return reinterpret_cast<CUcontext>(kFirstContext + device); }
 
   static std::shared_ptr<const device::Driver> driver() {
@@ -394,9 +396,14 @@ struct FakeDriver {
       if (fake.throws_at_launch) throw std::runtime_error("thrown by the fake driver");
       if (fake.launch_result != CUDA_SUCCESS) return fake.launch_result;
       fake.clock_ms += launch_ms(config->gridDimX, config->blockDimX) * (1 + fake.heat);
-      fake.launches.push_back({config->gridDimX, config->blockDimX, config->sharedMemBytes, config->hStream,
-                               *static_cast<const Params*>(parameters[0]),
-                               *static_cast<const device::TensorMaps*>(parameters[1]), is_early(*config)});
+      fake.launches.push_back({config->gridDimX,
+                               config->blockDimX,
+                               config->sharedMemBytes,
+                               config->hStream,
+                               {},
+                               *static_cast<const device::TensorMaps*>(parameters[1]),
+                               is_early(*config)});
+      std::memcpy(fake.launches.back().params.data(), parameters[0], sizeof(Params));
       return CUDA_SUCCESS;
     };
   }

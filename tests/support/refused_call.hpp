@@ -8,6 +8,7 @@
 #include <string>
 
 #include "flashjit/error.hpp"
+#include "flashjit/spec.hpp"
 
 namespace flashjit::test {
 
@@ -27,6 +28,11 @@ std::string refusal_of(Check&& check) {
     return error.message();
   }
   return "accepted";
+}
+
+/// The refusal of a spec's text.
+inline std::string refused_spec(const std::string& text) {
+  return refusal_of([&] { parse_spec(text).validate(); });
 }
 
 inline void expect_says(const std::string& said, std::initializer_list<const char*> parts) {

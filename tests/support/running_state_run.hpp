@@ -36,12 +36,12 @@ inline void expect_joins(Runtime& runtime, const RunningStateCase& test, Family 
   run.check_forward_without_lse(runtime, config);
 }
 
-/// Where O is fp32 in place, too. A run has half of the families' (is_drawn()).
+/// Where O is fp32 in place, too. A run has a quarter of the families' (is_drawn()).
 inline void expect_joins(Runtime& runtime, const RunningStateCase& test) {
   for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75}) {
     const KernelSpec spec = spec_for(family, std::string(test.spec) + ":running_state");
     if (*test.config ? parse_config(test.config).family != family : !supports(family, spec)) continue;
-    if (!is_drawn(fmt::format("{} {} {}", to_string(spec), test.config, to_string(family)), 2)) continue;
+    if (!is_drawn(fmt::format("{} {} {}", to_string(spec), test.config, to_string(family)), 4)) continue;
     if (spec.normalized().out_type() == DType::fp32) expect_joins(runtime, test, family, 2);
     expect_joins(runtime, test, family, 3);
   }

@@ -188,7 +188,7 @@ TEST(Cache, ScalesOfQAreChecked) {
     EXPECT_EQ(with_scale(kOfCodes, q), "accepted");
   expect_says(with_scale(kOfCodes, {}), {"q_scale is null", "e4m3", "each sequence and KV head"});
   expect_says(with_scale("bf16:d64:kve4m3:pages16", ConstScaleView::of_tensor(data)),
-              {"q_scale is given", "bf16", "spec.q_codes"});
+              {"q_scale is given", "bf16", "spec.prologue.q_codes"});
   expect_says(with_scale(kOfCodes, ConstScaleView::of_heads(data, 3, 4)), {"q_scale has 4 heads", "or 2"});
   expect_says(with_scale(kOfCodes, ConstScaleView::of_pages(data, 40, 2)),
               {"q_scale has 40 pages", "one for all."});
@@ -400,7 +400,7 @@ TEST(Cache, CausalEndsAtEachSequencesOwnLength) {
       for (int i = 0; i < 8; ++i) problem.v.push_back(n);
   problem.kv_lengths = {4, 2};
   const reference::Forward result = reference::forward(problem);
-  // Of 4 keys the queries see 2, 3 and 4; of 2 keys none, 1 and 2.
+  // The queries see 2, 3 and 4 of 4 keys, and none, 1 and 2 of 2.
   const std::vector<double> means = {0.5, 1, 1.5, 0, 0, 0.5};
   for (int row = 0; row < 6; ++row) EXPECT_DOUBLE_EQ(result.out[row * 8], means[row]) << row;
   EXPECT_EQ(result.lse[3], -std::numeric_limits<double>::infinity());

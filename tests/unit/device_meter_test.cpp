@@ -16,6 +16,7 @@
 #include "support/file.hpp"
 #include "tests/support/built.hpp"
 #include "tests/support/fakes.hpp"
+#include "tests/support/launched_params.hpp"
 
 namespace flashjit::autotune {
 namespace {
@@ -80,7 +81,7 @@ TEST_F(DeviceMeterTest, CandidatesTakeTurnsOnInputsThatRotateUnderTheRealMap) {
   ASSERT_NE(timed.main(0).blocks, timed.main(1).blocks) << "that tells the candidates apart";
 
   std::set<const void*> seen;
-  for (std::size_t i = 0; i < calls; ++i) seen.insert(timed.main(i).params.q.data);
+  for (std::size_t i = 0; i < calls; ++i) seen.insert(launched_params(timed.main(i), plan).q.data);
   // A set's four tensors have 2 MiB each, and its LSE 64 KiB.
   const std::size_t sets = 2 * static_cast<std::size_t>(device.l2_bytes) / ((8 << 20) + (64 << 10)) + 1;
   EXPECT_EQ(seen.size(), sets) << "twice what the L2 cache holds";
@@ -88,7 +89,8 @@ TEST_F(DeviceMeterTest, CandidatesTakeTurnsOnInputsThatRotateUnderTheRealMap) {
   const std::vector<std::size_t> order = launch_order(1, kRounds);
   const BlockPattern map = plausible_map(problem_.spec, problem_.shape, options().map_density);
   for (std::size_t i = 0; i < calls; ++i) {
-    const Params &params = timed.main(i).params, &first = timed.main(i % sets).params;
+    const Params params = launched_params(timed.main(i), plan),
+                 first = launched_params(timed.main(i % sets), plan);
     EXPECT_EQ(timed.main(i).blocks, timed.main(order[i]).blocks) << i;
     EXPECT_EQ(params.q.data, first.q.data) << i;
     EXPECT_EQ(params.k.data, first.k.data) << i;
@@ -108,10 +110,11 @@ TEST_F(DeviceMeterTest, ABackwardPassIsTimedAloneOnGradientsOfItsOwn) {
   const TileConfig config = parse_config("sm80:br64:bc64:w4");
   meter.prepare(problem, config);
   meter.compare(problem, config, {}, 3);
-  const FakeDriver::Launch& last = fake().launches.back();
+  const DeviceInfo device = device::query_device(*gpu_.driver(), gpu_.device());
+  const auto plan = plan::make_plan(problem.spec, problem.shape, device, {}, config);
+  const Params last = launched_params(fake().launches.back(), plan);
   std::set<const void*> tensors;
-  for (const TensorParam& tensor : {last.params.q, last.params.k, last.params.v, last.params.o,
-                                    last.params.dout, last.params.dq, last.params.dk, last.params.dv})
+  for (const TensorParam& tensor : {last.q, last.k, last.v, last.o, last.dout, last.dq, last.dk, last.dv})
     tensors.insert(tensor.data);
   EXPECT_EQ(tensors.size(), 8u);
   EXPECT_FALSE(tensors.contains(nullptr));
@@ -125,7 +128,9 @@ TEST_F(DeviceMeterTest, EveryQueryHasAListOfKeysWhereTheSpecSaysSo) {
     const TileConfig config = parse_config("simt:br16:bc32:w4");
     meter.prepare(problem, config);
     meter.compare(problem, config, {}, 3);
-    const IndicesParam& indices = fake().launches.back().params.indices;
+    const DeviceInfo device = device::query_device(*gpu_.driver(), gpu_.device());
+    const auto plan = plan::make_plan(problem.spec, problem.shape, device, {}, config);
+    const IndicesParam indices = launched_params(fake().launches.back(), plan).indices;
     EXPECT_EQ(indices.count, 50) << spec;
     EXPECT_EQ(fake().uploads[reinterpret_cast<CUdeviceptr>(indices.keys)].size(), 2 * 3 * 2 * 50 * 4) << spec;
   }

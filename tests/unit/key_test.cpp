@@ -86,10 +86,13 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"cache", [](auto& s) { s.spec.kv = KvLayout::slots(); }},
       {"pages", [](auto& s) { s.spec.kv = KvLayout::paged(16); }},
       {"row_max", [](auto& s) { s.spec.epilogue.row_max = true; }},
+      {"skip_softmax", [](auto& s) { s.spec.epilogue.skip_softmax = true; }},
       {"k_format", [](auto& s) { s.spec.kv.k_format = parse_kv_format("nvfp4"); }},
       {"v_format", [](auto& s) { s.spec.kv.v_format = parse_kv_format("q8_0"); }},
       {"q_codes",
-       [](auto& s) { s.spec.kv = s.spec.kv.with(kv_format_of(DType::e4m3)), s.spec.q_codes = true; }},
+       [](auto& s) {
+         s.spec.kv = s.spec.kv.with(kv_format_of(DType::e4m3)), s.spec.prologue.q_codes = true;
+       }},
       {"key_scales",
        [](auto& s) { s.spec.kv = s.spec.kv.with(kv_format_of(DType::int8)), s.spec.kv.key_scales = true; }},
       {"fp32_out", [](auto& s) { s.spec.partial.fp32_out = true; }},
@@ -103,6 +106,8 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"running_state", [](auto& s) { s.spec.partial.running_state = true; }},
       {"weight_mod", [](auto& s) { s.spec.score = weights(s.spec.score); }},
       {"out_mod", [](auto& s) { s.spec.epilogue.out_mod = OutProgram("out * 2.0"); }},
+      {"q_mod", [](auto& s) { s.spec.prologue.q_mod = RowProgram("element * 2.0"); }},
+      {"k_mod", [](auto& s) { s.spec.prologue.k_mod = RowProgram("element * 2.0"); }},
       {"br", [](auto& s) { s.config.br = 32; }},
       {"bc", [](auto& s) { s.config.bc = 32; }},
       {"warps", [](auto& s) { s.config.warps = 4; }},
@@ -113,23 +118,25 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"split", [](auto& s) { s.config.split = true; }},
       {"pack_gqa", [](auto& s) { s.config.pack_gqa = true; }},
       {"tma", [](auto& s) { s.config.tma = true; }},
+      {"decode_cache", [](auto& s) { s.config.decode_cache = true; }},
       {"family", [](auto& s) { s.config.family = Family::sm80; }},
   };
   // Where one of these does not compile, a field was added: add its change above.
   const AttentionSpec spec = {};
-  [[maybe_unused]] const auto& [a, b, c, d, e, f, kv, h, i, j, k, batch_invariant, q_codes, indices, partial,
-                                epilogue] = spec;
-  [[maybe_unused]] const auto& [row_max, out_mod] = epilogue;
+  [[maybe_unused]] const auto& [a, b, c, d, e, f, kv, h, i, j, k, batch_invariant, indices, partial, epilogue,
+                                prologue] = spec;
+  [[maybe_unused]] const auto& [q_codes, q_mod, k_mod] = prologue;
+  [[maybe_unused]] const auto& [row_max, out_mod, skip_softmax] = epilogue;
   [[maybe_unused]] const auto& [fp32_out, fp32_grads, add_grads, dropout_place, running_state] = partial;
   [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix, k_format, v_format, key_scales] =
       kv;
   const TileConfig config = {};
-  [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w, tma] = config;
-  // Not in the key by themselves: header, function and params, which are in the text, as is what hot means
-  // for a compiler.
+  [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w, tma, decode_cache] = config;
+  // Not in the key by themselves: header, function, params and problem, which are in the text, as is what hot
+  // means for a compiler.
   const plan::Entry entry = {};
   [[maybe_unused]] const auto& [name, header, function, threads, min_blocks, cluster, shared_bytes, hot,
-                                tensor_maps, params, persistent] = entry;
+                                tensor_maps, params, problem, persistent] = entry;
 
   std::set<std::string> digests{source_digest(source(), kOptions)};
   for (const Change& change : changes) {

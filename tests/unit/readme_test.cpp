@@ -71,7 +71,7 @@ std::string code_block(const std::string& heading, const std::string& language) 
   return page.substr(begin, page.find("```", begin) - begin);
 }
 
-std::vector<std::string> split(std::string text, const std::string& end) {
+std::vector<std::string> split_at(std::string text, const std::string& end) {
   std::vector<std::string> found;
   for (std::size_t at = 0; (at = text.find(end)) != std::string::npos; text.erase(0, at + end.size())) {
     found.push_back(text.substr(0, at));
@@ -87,7 +87,7 @@ TEST(Readme, IsOneScreenOrTwo) {
 
 TEST(Readme, TenLinesAreTheExamples) {
   const std::string example = without_spaces(without_comments(read("tools/examples/ten_lines.cpp"), "//"));
-  const auto statements = split(without_comments(code_block("C++", "cpp"), "//"), ";");
+  const auto statements = split_at(without_comments(code_block("C++", "cpp"), "//"), ";");
   EXPECT_GE(statements.size(), 8u);
   for (const std::string& statement : statements) {
     EXPECT_NE(example.find(without_spaces(statement)), std::string::npos) << statement;
@@ -96,7 +96,7 @@ TEST(Readme, TenLinesAreTheExamples) {
 
 TEST(Readme, TheMaskIsTheExamples) {
   const std::string example = without_spaces(read("tools/examples/python/custom_attention.py"));
-  const auto parts = split(code_block("A mask and a score of your own", "python"), "\n\n");
+  const auto parts = split_at(code_block("A mask and a score of your own", "python"), "\n\n");
   EXPECT_EQ(parts.size(), 3u);
   for (const std::string& part : parts) {
     EXPECT_NE(example.find(without_spaces(part)), std::string::npos) << part;

@@ -447,6 +447,17 @@ TEST_F(Choice, TheOther16BitTypeIsALead) {
   EXPECT_EQ(records_.find(other.spec, other.shape, h100()).record, nullptr);
 }
 
+TEST_F(Choice, OInFp32IsALead) {
+  TuningRecord other = with_shape("b1:hq8:hkv8:sq512:skv512", "simt:br16:bc16:w4");
+  records_.add(other);
+  other.spec.partial.fp32_out = true;
+  const auto match = records_.find(other.spec, other.shape, h100());
+  ASSERT_NE(match.record, nullptr);
+  EXPECT_FALSE(match.exact);
+  other.spec.sinks = true;
+  EXPECT_EQ(records_.find(other.spec, other.shape, h100()).record, nullptr);
+}
+
 TEST_F(Choice, OnesOwnRecordsBeforeShippedOnes) {
   records_.add(with_shape("b1:hq8:hkv8:sq512:skv512", "simt:br16:bc16:w4"), TuningRecords::Origin::shipped);
   EXPECT_EQ(found("b1:hq8:hkv8:sq512:skv512"), "simt:br16:bc16:w4 exact");

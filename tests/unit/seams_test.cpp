@@ -46,7 +46,8 @@ Names files_naming(const std::string& pattern) {
 /// JAX's folder counts once.
 Names files_of_python_naming(const std::string& pattern) {
   const std::regex adapters(
-      "tools/python/flashjit/(flash_attn/|flashinfer/|sglang/|vllm/|vllm_omni|_engines).*");
+      "tools/python/flashjit/(flash_attn/|block_sparse_attn|fastvideo|flashinfer/|sglang/|vllm/"
+      "|vllm_omni|_engines).*");
   Names found;
   for (const std::string& name : files_naming(pattern, {"tools/python/flashjit"}, {".py"}))
     if (!std::regex_match(name, adapters))
@@ -98,11 +99,12 @@ TEST(Seams, ACodeOfAKvFormatIsNamedWhereItIsDescribedDecodedAndEncoded) {
 
 /// What a kernel family knows of formats: one decoded source of rows, or codes that are decoded in two steps.
 TEST(Seams, FamiliesDecodeByOneFunction) {
-  EXPECT_EQ(files_naming("\\b(decode16|load_codes16)\\b"),
-            (Names{"templates/auxiliary/encode_row.cuh", "templates/common/decoded_kv.cuh",
-                   "templates/common/kv_channel_scales.cuh", "templates/common/kv_format.cuh",
-                   "templates/simt/query_heads.cuh", "templates/simt/tile.cuh",
-                   "templates/sm80/kv_loader.cuh", "templates/sm90/kv_rows.cuh"}));
+  EXPECT_EQ(
+      files_naming("\\b(decode16|load_codes16)\\b"),
+      (Names{"templates/auxiliary/decode_cache.cuh", "templates/auxiliary/encode_row.cuh",
+             "templates/common/decoded_kv.cuh", "templates/common/kv_channel_scales.cuh",
+             "templates/common/kv_format.cuh", "templates/simt/query_heads.cuh", "templates/simt/tile.cuh",
+             "templates/sm80/kv_loader.cuh", "templates/sm90/kv_latents.cuh", "templates/sm90/kv_rows.cuh"}));
 }
 
 TEST(Seams, AFamilyIsNamedInItsOwnFilesAndInTheTables) {

@@ -60,6 +60,9 @@ TEST(SpecOf, TypesAndHeadDimensionsComeFromTheViews) {
             "fp16:d64x32:kve4m3:q_codes");
   EXPECT_EQ(to_string(spec_of(backward_args())), "bf16:d64x32");
   EXPECT_EQ(to_string(spec_of(backward_args(DType::fp32))), "bf16:d64x32:fp32_grads");
+  BackwardArgs accurate = backward_args();
+  accurate.out.dtype = DType::fp32;
+  EXPECT_EQ(to_string(spec_of(accurate)), "bf16:d64x32:fp32_out");
 }
 
 TEST(SpecOf, OptionsAreWhatArgumentsDoNotTell) {

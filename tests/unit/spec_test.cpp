@@ -64,7 +64,7 @@ class Random {
     if (spec.pass == Pass::forward && spec.head_dim % 16 == 0 && spec.v_dim() % 16 == 0 && coin()) {
       spec.kv = spec.kv.with(kv_format_of(static_cast<DType>(from_to(3, 5))));
       spec.kv.key_scales = coin();
-      spec.q_codes = spec.kv_type() != DType::int8 && coin();
+      spec.prologue.q_codes = spec.kv_type() != DType::int8 && coin();
     }
     spec.partial.fp32_out = coin();
     spec.partial.fp32_grads = coin();
@@ -72,11 +72,19 @@ class Random {
     spec.partial.dropout_place = spec.dropout && coin();
     spec.batch_invariant = coin();
     spec.partial.running_state = !spec.sinks && !spec.kv.is_cache() && !spec.has_scales() && coin();
-    const bool has_softmax = spec.dropout || spec.sinks || spec.epilogue.row_max || spec.q_codes ||
+    const bool has_softmax = spec.dropout || spec.sinks || spec.epilogue.row_max || spec.prologue.q_codes ||
                              spec.batch_invariant || spec.partial.running_state;
     if (!has_softmax && !spec.score.empty() && coin()) spec.score = weights(spec.score);
     const bool changed_later = spec.indices || spec.batch_invariant || spec.partial.running_state;
+    spec.epilogue.skip_softmax =
+        spec.pass == Pass::forward && !spec.dropout && !spec.score.is_weight() && coin();
     if (!changed_later && coin()) spec.epilogue.out_mod = OutProgram("w: fp32 1d; out * w[column]");
+    const bool plain_rows = !spec.indices && !spec.prologue.q_codes && !spec.has_scales() &&
+                            !spec.partial.running_state && !spec.partial.add_grads;
+    if (plain_rows && coin())
+      spec.prologue.q_mod = RowProgram("w: fp32 1d; element * w[column] + element_at(column ^ 1)");
+    if (plain_rows && !spec.kv.is_cache() && !spec.kv.quantized() && !spec.kv.shared_kv && coin())
+      spec.prologue.k_mod = RowProgram("element * rsqrt(sum_of_squares) + to_float(kv)");
     return spec;
   }
 
@@ -164,6 +172,14 @@ TEST(Spec, WhatTheBackwardPassAloneNeedsIsReadWhateverThePass) {
   EXPECT_EQ(to_string(spec), "bwd:bf16:d64:det");
 }
 
+TEST(Spec, TheBackwardPassReadsOInFp32WhereItWasWrittenSo) {
+  const auto text = [](const char* spec) { return to_string(parse_spec(spec)); };
+  EXPECT_EQ(text("bwd:bf16:d64:fp32_out"), "bwd:bf16:d64:fp32_out");
+  EXPECT_EQ(text("bwd:fp32:d64:fp32_out"), "bwd:fp32:d64");
+  EXPECT_EQ(text("bwd:bf16:d64:out_mod{out * 2.0}:fp32_out"), "bwd:bf16:d64:out_mod{out * 2.0}");
+  EXPECT_EQ(text("bwd_jvp:bf16:d64:fp32_out"), "bwd_jvp:bf16:d64");
+}
+
 TEST(Spec, RoundTrip) {
   Random random;
   for (int round = 0; round < 5000; ++round) {
@@ -186,7 +202,8 @@ TEST(Spec, ParseRefusesWithTheOffendingText) {
     expect_refused([&] { parse_spec(text); }, parts);
   };
   refused("", {"the spec ''", "it must be one of: fp16, bf16, fp32"});
-  refused("fwd", {"'fwd' ends before the element type", "write [fwd:|bwd:|jvp:|append:|merge:|quantize:]"});
+  refused("fwd",
+          {"'fwd' ends before the element type", "write [fwd:|bwd:|jvp:|bwd_jvp:|append:|merge:|quantize:]"});
   refused("bf16", {"'bf16' ends before the head dimension"});
   refused("forward:bf16:d64", {"'forward:bf16:d64' has a wrong field 'forward'"});
   refused("fp8:d64", {"'fp8'", "fp16, bf16, fp32"});
@@ -280,12 +297,13 @@ TEST(Spec, ValidateNamesTheField) {
   refused({{.head_dim = 64, .kv = KvLayout{}.with(kv_format_of(DType::e5m2))}, Pass::backward},
           {"backward", "e5m2", "the type of Q"});
   refused({{.head_dim = 64}, Pass::quantize}, {"quantize", "bf16", "set kv.k_format"});
-  refused({{.head_dim = 64, .q_codes = true}}, {"q_codes is set", "K and V are bf16", "set kv.k_format"});
-  refused({{.head_dim = 64, .kv = KvLayout{}.with(kv_format_of(DType::int8)), .q_codes = true}},
+  refused({{.head_dim = 64, .prologue = {.q_codes = true}}},
+          {"q_codes is set", "K and V are bf16", "set kv.k_format"});
+  refused({{.head_dim = 64, .kv = KvLayout{}.with(kv_format_of(DType::int8)), .prologue = {.q_codes = true}}},
           {"q_codes", "int8", "e4m3 and e5m2"});
-  refused(
-      {{.head_dim = 64, .kv = KvLayout{}.with(kv_format_of(DType::e4m3)), .q_codes = true}, Pass::backward},
-      {"backward", "e4m3", "Q in that of O"});
+  refused({{.head_dim = 64, .kv = KvLayout{}.with(kv_format_of(DType::e4m3)), .prologue = {.q_codes = true}},
+           Pass::backward},
+          {"backward", "e4m3", "Q in that of O"});
 }
 
 TEST(Spec, TheTypeOfKAndVHasItsText) {
@@ -389,9 +407,11 @@ TEST(Config, RoundTrip) {
 
 TEST(Config, TextForms) {
   EXPECT_EQ(to_string(TileConfig{Family::simt, 64, 32, 4}), "simt:br64:bc32:w4");
-  const TileConfig all{Family::sm80, 128, 64, 4, 2, true, 2, 3, true, true, true};
-  EXPECT_EQ(to_string(all), "sm80:br128:bc64:w4:s2:q_in_registers:d_split2:min_blocks3:split:pack_gqa:tma");
-  EXPECT_EQ(parse_config("sm80:br128:bc64:w4:tma:pack_gqa:split:min_blocks3:d_split2:q_in_registers:s2"),
+  const TileConfig all{Family::sm80, 128, 64, 4, 2, true, 2, 3, true, true, true, true};
+  EXPECT_EQ(to_string(all),
+            "sm80:br128:bc64:w4:s2:q_in_registers:d_split2:min_blocks3:split:pack_gqa:tma:decode_cache");
+  EXPECT_EQ(parse_config(
+                "sm80:br128:bc64:w4:tma:decode_cache:pack_gqa:split:min_blocks3:d_split2:q_in_registers:s2"),
             all);
   EXPECT_EQ(parse_config("simt:br64:bc32:w4:s1:d_split1:min_blocks1"), (TileConfig{Family::simt, 64, 32, 4}));
 }

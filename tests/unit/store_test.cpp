@@ -206,6 +206,7 @@ TEST_F(StoreTest, AllThatAnEntryIsComesBack) {
                   .hot = true,
                   .tensor_maps = true,
                   .params = "AppendParams",
+                  .problem = "StoredProblem",
                   .persistent = true};
   keep(store, s);
   EXPECT_TRUE(find(store, s)) << (lines_.empty() ? "" : lines_[0]);

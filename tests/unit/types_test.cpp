@@ -13,8 +13,8 @@ namespace flashjit {
 namespace {
 
 TEST(Types, NamesGoBothWays) {
-  for (const Pass pass :
-       {Pass::forward, Pass::backward, Pass::append, Pass::merge, Pass::quantize, Pass::jvp})
+  for (const Pass pass : {Pass::forward, Pass::backward, Pass::append, Pass::merge, Pass::quantize, Pass::jvp,
+                          Pass::backward_jvp})
     EXPECT_EQ(parse_pass(to_string(pass)), pass);
   for (const DType type : {DType::fp16, DType::bf16, DType::fp32, DType::e4m3, DType::e5m2, DType::int8})
     EXPECT_EQ(parse_dtype(to_string(type)), type);
@@ -35,7 +35,7 @@ TEST(Types, SourcesOfConfigurationsHaveTheNamesThatReportsPrint) {
 
 TEST(Types, UnknownNamesAreRefusedWithTheKnownOnes) {
   EXPECT_EQ(failure(ErrorCode::invalid_argument, [] { parse_pass("forward"); }),
-            "the pass is 'forward'; it must be one of: fwd, bwd, append, merge, quantize, jvp");
+            "the pass is 'forward'; it must be one of: fwd, bwd, append, merge, quantize, jvp, bwd_jvp");
   EXPECT_EQ(failure(ErrorCode::invalid_argument, [] { parse_dtype("fp8"); }),
             "the element type is 'fp8'; it must be one of: fp16, bf16, fp32, e4m3, e5m2, int8");
   EXPECT_EQ(failure(ErrorCode::invalid_argument, [] { parse_family(""); }),

@@ -58,9 +58,10 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
   const auto pick = [&](int max) { return static_cast<std::int64_t>(random() % (max + 1)); };
   for (int round = 0; round < 2000; ++round) {
     const AttentionShape shape{pick(5), pick(9), 1, pick(700), pick(700)};
-    const WorkspaceNeeds needs{pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1,
-                               pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(3),
-                               pick(20),     pick(20),     pick(4),      pick(20),     pick(3)};
+    const WorkspaceNeeds needs{pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1,
+                               pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1,
+                               pick(1) == 1, pick(1) == 1, pick(3),      pick(20),
+                               pick(20),     pick(4),      pick(20),     pick(3)};
     KernelSpec spec = spec_of(8 * (1 + static_cast<int>(pick(31))));
     spec.pass = pick(1) == 1 ? Pass::backward : Pass::forward;
     const WorkspaceLayout layout = workspace_layout(needs, spec, shape);
@@ -71,6 +72,7 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
     // LSE in the other unit, and a byte for 32 rows.
     const std::size_t log2_rows = needs.lse_log2 ? rows + rows / 128 : 0;
     if (needs.row_stats) parts.emplace_back(layout.d, heads * rows * 4);
+    if (needs.row_tangents) parts.emplace_back(layout.row_tangents, 3 * heads * rows * 4);
     if (needs.dout)
       parts.emplace_back(layout.dout, heads * shape.seqlen_q * spec.v_dim() * size_of(spec.dtype));
     if (needs.row_stats) parts.emplace_back(layout.lse_padded, heads * (rows + log2_rows) * 4);

@@ -44,7 +44,7 @@ std::vector<Comparison> compare(const Results& got, const Results& exact, const 
   constexpr double kForwardFactor = 2, kGradientFactor = 3;
   // Tensor cores sum products of codes with about 14 bits: a score, and LSE of a row with few keys, may be
   // off by several times 2^-14 of a sum of products, which is a few units.
-  const double lse_limit = problem.spec.q_codes ? 4e-3 : 1e-3;
+  const double lse_limit = problem.spec.prologue.q_codes ? 4e-3 : 1e-3;
   std::vector<Comparison> comparisons;
   const auto judge = [&](std::string output, const std::vector<double>& g, const std::vector<double>& e,
                          const std::vector<double>& r, double factor) {
@@ -120,7 +120,7 @@ void quantize(reference::Problem& problem) {
                                   : problem.shape.seqlen_kv;
     return reference::quantize(spec.kv_type(), spec.kv.key_scales, heads, rows, dim, values);
   };
-  if (spec.q_codes) {
+  if (spec.prologue.q_codes) {
     // The queries of a KV head, one head after the other.
     const std::int64_t rows = std::ssize(problem.q) / std::max<std::int64_t>(heads * spec.head_dim, 1) /
                               (spec.varlen ? 1 : std::max<std::int64_t>(problem.shape.batch, 1));
@@ -208,7 +208,8 @@ std::pair<std::string, std::string> named(const std::string& text, const char* f
 /// The declaration of a name that must be a scalar, or must not.
 expr::Declaration declaration_of(const KernelSpec& spec, const std::string& name, bool scalar) {
   std::vector<std::string> known;
-  for (const expr::Declaration& d : expr::declarations(spec.score, spec.mask, spec.epilogue.out_mod)) {
+  for (const expr::Declaration& d :
+       expr::declarations(spec.score, spec.mask, spec.epilogue.out_mod, spec.prologue)) {
     if (d.is_scalar() != scalar) continue;
     if (d.name == name) return d;
     known.push_back(expr::to_string(d));

@@ -105,7 +105,7 @@ void require_attention(const KernelSpec& spec);
 /// parse_suite() of a file. Throws Error(io) too.
 std::vector<Problem> read_suite(const std::filesystem::path& path);
 
-/// Of an option's text: a whole number below 2^64.
+/// An option's text has to be a whole number below 2^64.
 CLI::Validator whole_number();
 
 /// "1.5 MiB".

@@ -10,7 +10,7 @@ namespace flashjit::command {
 /// is there.
 std::optional<std::string> find_disassembler();
 
-/// Of all images. Throws Error(no_compiler) when no disassembler is there, Error(io) with its output when it
+/// SASS of all images. Throws Error(no_compiler) without a disassembler, Error(io) with its output when it
 /// fails.
 std::string disassemble(const std::string& cubin);
 

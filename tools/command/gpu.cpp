@@ -55,7 +55,7 @@ class DeviceTensor {
 
   TensorView view() const { return TensorView::bhsd(buffer_.data(), size_[0], size_[1], size_[2], size_[3]); }
   float* floats() const { return static_cast<float*>(buffer_.data()); }
-  /// Of scales: the first dimension is that of sequences, or of pages.
+  /// A view as scales: the first dimension is that of sequences, or of pages.
   ConstScaleView scale_view(bool of_pages) const {
     const auto [first, heads, rows, one] = size_;
     const std::int64_t stride = heads * rows;
@@ -264,7 +264,7 @@ class ProblemOnGpu {
       args.k_scale = k_scale_.scale_view(cached);
       args.v_scale = v_scale_.scale_view(cached);
     }
-    if (spec.q_codes) args.q_scale = q_scale_.scale_view(false);
+    if (spec.prologue.q_codes) args.q_scale = q_scale_.scale_view(false);
     if (spec.epilogue.row_max) args.row_max = row_max_.floats();
     if (!spec.epilogue.out_mod.empty()) args.out_before_mod = before_mod_.view();
     if (spec.partial.running_state) {

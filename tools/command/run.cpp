@@ -106,7 +106,8 @@ void check_out_dir(const RunOptions& options, const KernelSpec& spec) {
   if (spec.pass == Pass::backward) {
     names.insert(names.end(), {"dq.npy", "dk.npy", "dv.npy"});
     if (spec.sinks) names.emplace_back("dsinks.npy");
-    for (const expr::Declaration& d : expr::declarations(spec.score, spec.mask, spec.epilogue.out_mod))
+    for (const expr::Declaration& d :
+         expr::declarations(spec.score, spec.mask, spec.epilogue.out_mod, spec.prologue))
       if (d.wants_grad) names.push_back(grad_file(d.name));
   } else if (spec.epilogue.row_max) {
     names.emplace_back("row_max.npy");

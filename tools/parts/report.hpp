@@ -16,7 +16,7 @@ struct Reported {
   Conditions conditions = {};
 };
 
-/// Of each record: a map over Br x Bc of each family's times, with the tiles that shared memory forbids, that
+/// Each record: a map over Br x Bc of each family's times, with the tiles that shared memory forbids, that
 /// spill and that were predicted only; the fastest candidates against the roofline; the model against the
 /// measurements; a table with registers and spills. `device` is the one of the records.
 std::string report_html(const std::vector<Reported>& records, const DeviceInfo& device,

@@ -806,7 +806,8 @@ TEST(Plan, TheLongestSequencesArePlannedAtOnce) {
         } catch (const Error& error) {
           EXPECT_EQ(error.code(), ErrorCode::invalid_argument);  // too many blocks for a grid
         }
-        EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(1))
+        // A loop over the tiles would take minutes; a busy machine takes a second.
+        EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(10))
             << spec << " " << arch << " " << to_string(shape);
       }
 }

@@ -156,7 +156,7 @@ template <class P>
 struct StreamKOutput {
   static __device__ __forceinline__ void join_sink(const Params& p, const WorkTile<P>& work, int wg, int half,
                                                    float lse, RowEnd& end) {
-    if (P::kSinks && work.split == kWhole)
+    if (P::kSinks && work.is_whole())
       end = with_sink<P>(p, row_coord(p, work, wg, own_row() + half * 8).h, lse);
   }
   static __device__ __forceinline__ void store_lse(const Params& p, const WorkTile<P>& work, int wg,
@@ -167,7 +167,7 @@ struct StreamKOutput {
       const int row = own_row() + half * 8;
       const RowCoord target = row_coord(p, work, wg, row);
       if (target.q < 0) continue;
-      if (work.split != kWhole) {
+      if (!work.is_whole()) {
         p.lse_splits[row_of_part<P>(work.split, wg, row)] = lse[half];
       } else if (p.lse.data != nullptr) {
         p.lse.data[work.sequence.lse_row(p, target.h, target.q)] = lse[half];
@@ -182,7 +182,7 @@ struct StreamKOutput {
       const int row = own_row() + half * 8;
       const RowCoord target = row_coord(p, work, wg, row);
       if (target.q < 0) continue;  // 16 heads are a quarter of a tile's rows
-      if (work.split != kWhole) {
+      if (!work.is_whole()) {
         store_row<kCount / 4>(o_of_part<P>(p, row_of_part<P>(work.split, wg, row)) + first_column<P>(wg),
                               half, o, own_chunks<P>(wg));
       } else {

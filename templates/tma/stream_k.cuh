@@ -356,7 +356,7 @@ template <class P>
 __device__ __forceinline__ void write_rows_without_keys(const Params& p, const WorkTile<P>& work, int thread,
                                                         int threads) {
   constexpr int kChunks = P::kHeadDimV / kOutVector<P>;
-  if (work.split != kWhole) {
+  if (!work.is_whole()) {
     for (int row = thread; row < P::kBr; row += threads)
       p.lse_splits[row_of_part<P>(work.split, 0, row)] = -infinity();
     return;

@@ -225,6 +225,8 @@ struct WorkTile : WorkTileHeads<P::kPackGqa> {
     }
   }
   __device__ int count() const { return kv_tiles.count; }
+  /// Not a part, whose O and LSE the combine entry reads.
+  __device__ bool is_whole() const { return !P::kSplit || split == kWhole; }
   __device__ int kv_begin(int i) const { return kv_tiles.tile(i) * P::kBc; }
   /// The first key that may be read: see kLeavesPages.
   __device__ int first_key(const Params& p) const {

@@ -131,6 +131,13 @@ INSTANTIATE_TEST_SUITE_P(
         std::pair("bwd_jvp:bf16:d64:score{x: float; y: float; z: float; score * x + y * z}:varlen", ""),
         std::pair("bwd:bf16:d64:score{a: fp32 1d grad; score + a[h]}:varlen:dropout:sinks:map64x64", "")));
 
+TEST(ParamsOfKernel, PackedHeadsThatAreNotSplitNeedNoMembersOfSplits) {
+  const KernelSpec spec = parse_spec("fwd:bf16:d128:causal:varlen:pages16").normalized();
+  EXPECT_NO_THROW(
+      compiler().compile(render::render(spec, parse_config("sm90:br128:bc128:w8:s2:pack_gqa"),
+                                        DeviceInfo::parse("sm_90a"), render::TemplateSet::embedded(), {})));
+}
+
 TEST(ParamsOfKernel, AMemberThatAKernelLacksIsNotRead) {
   const std::string kernel = R"(
     template <bool kIndices>

@@ -729,7 +729,7 @@ def test_checkpointing():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_double_backward(dtype):
     def second(attend, dtype):
-        q, k, v = (x.detach().to(dtype).requires_grad_() for x in tensors(dtype=dtype))
+        q, k, v = (x.detach().to(dtype).requires_grad_() for x in tensors())
         grads = torch.autograd.grad(attend(q, k, v).square().sum(), (q, k, v), create_graph=True)
         return torch.autograd.grad(sum(x.square().sum() for x in grads), (q, k, v))
 
@@ -1059,7 +1059,7 @@ def test_bad_input_leaves_the_gpu_well(change, match):
         ),
         (lambda q, k, v: dict(k=k.cpu()), "q is on cuda:0 and k on cpu"),
         (lambda q, k, v: dict(out=torch.empty(q.shape, dtype=q.dtype)), "out on cpu"),
-        (lambda q, k, v: dict(v=v.half()), "one type"),
+        (lambda q, k, v: dict(v=v.half()), "v is fp16: it must be bf16"),
         (lambda q, k, v: dict(q=transposed(q)), "stride"),
         (lambda q, k, v: dict(k=k[:1]), "batch"),
         (lambda q, k, v: dict(lse=torch.empty(2, 4, 100, device=DEVICE)), r"it must be fp32 \[2, 4, 200\]"),
@@ -1181,16 +1181,23 @@ def test_lists_are_made_once_for_many_calls():
         flashjit.forward(q, k, v, lists=backward_lists, **given)
 
 
-def use_runtime(monkeypatch, shared):
-    """In place of the one that all of PyTorch's calls share."""
-    for module in (flashjit._plans, flashjit._launch):
-        monkeypatch.setattr(module, "runtime", lambda: shared)
+@pytest.fixture
+def use_runtime(monkeypatch):
+    """Puts a runtime in place of the one that all of PyTorch's calls share; no plan and no call is kept."""
+
+    def use(shared):
+        for module in (flashjit._plans, flashjit._launch):
+            monkeypatch.setattr(module, "runtime", lambda: shared)
+        for kept in ("_plans", "_recent"):
+            monkeypatch.setattr(flashjit._kept_plans, kept, {})
+        flashjit.attention._calls.forget()
+
+    yield use
+    flashjit.attention._calls.forget()
 
 
-def test_a_call_with_gradients_compiles_both_passes(tmp_path, monkeypatch):
-    use_runtime(monkeypatch, flashjit.Runtime(cache_dir=tmp_path))
-    monkeypatch.setattr(flashjit._kept_plans, "_plans", {})
-    monkeypatch.setattr(flashjit._kept_plans, "_recent", {})
+def test_a_call_with_gradients_compiles_both_passes(tmp_path, use_runtime):
+    use_runtime(flashjit.Runtime(cache_dir=tmp_path))
     kernels = lambda: len(list(tmp_path.glob("v1/*/*/kernel.cubin")))
     q, k, v = tensors()
     flashjit.attention(q.detach(), k.detach(), v.detach())
@@ -1342,12 +1349,10 @@ def test_a_deterministic_backward_pass_is_another_kernel():
     assert bytes[1] > bytes[0]
 
 
-def test_tuning_in_the_background(tmp_path, monkeypatch):
+def test_tuning_in_the_background(tmp_path, use_runtime):
     """While calls go on: a record is kept, results stay right, and it ends on request."""
     tuning = flashjit.Runtime(cache_dir=tmp_path, tune_in_background=True)
-    use_runtime(monkeypatch, tuning)
-    monkeypatch.setattr(flashjit._kept_plans, "_plans", {})
-    monkeypatch.setattr(flashjit._kept_plans, "_recent", {})
+    use_runtime(tuning)
     q, k, v = (x.detach() for x in tensors(queries=512, keys=512))
     call = lambda: flashjit.attention(q, k, v, causal=True)
     first = call()

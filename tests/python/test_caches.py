@@ -210,6 +210,11 @@ def test_what_is_refused():
         ),
         (dict(caches=[one, one], dropout_p=0.5), "dropout_p is given for all caches, but attention_over"),
         (
+            dict(caches=[one, one], deterministic=True),
+            "no such argument: it has batch_invariant, .*, sinks, return_lse",
+        ),
+        (dict(caches=[one, dict(one, sinks=k)]), r"caches\[1\] has 'sinks', which is no argument of a cache"),
+        (
             dict(caches=[one, one], page_table=k),
             "page_table is given for all caches, but it belongs to a cache",
         ),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._attention import attention
+from ._call_types import OF_SOFTMAX
 from ._merge import merge
 from .errors import InvalidArgument, WrongType
 
@@ -21,7 +22,7 @@ _OF_CACHE = frozenset(
     ).split()
 )
 #: Arguments of attention() that all caches have in common.
-_OF_ALL = frozenset("causal scale cu_seqlens_q max_seqlen_q q_scale deterministic batch_invariant".split())
+_OF_ALL = frozenset("causal scale cu_seqlens_q max_seqlen_q q_scale batch_invariant".split())
 _MOST_CACHES = 8
 
 
@@ -29,7 +30,6 @@ def attention_over(
     q: Tensor,
     caches: Iterable[Mapping[str, Any]],
     *,
-    sinks: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
@@ -42,25 +42,26 @@ def attention_over(
         `page_table`, `kv_lengths`, `cache`, `max_seqlen_kv`, `indices` (also with its topk_length), `prefix_length`, scales,
         formats, `causal`, `window`, `softcap`, programs with `captures`, `cu_seqlens_q` and `max_seqlen_q`. Page sizes, formats and
         heads_kv may differ; the columns of V may not. A key that is in two caches counts twice.
-    sinks: [heads_q]: one more logit per head in the softmax, once.
-    shared: `causal`, `scale`, `cu_seqlens_q`, `max_seqlen_q`, `q_scale`, `deterministic` and `batch_invariant` for all caches. An
-        argument in a cache's own mapping replaces them, also where it is None.
+    shared: `causal`, `scale`, `cu_seqlens_q`, `max_seqlen_q`, `q_scale` and `batch_invariant` for all caches. An argument in a
+        cache's own mapping replaces them, also where it is None. Besides, attention()'s sink logits, [heads_q], which count once.
     out, lse: tensors that O and LSE are written to, and that are returned, as in attention().
 
     Returns O, [batch, heads_q, seqlen_q, head_dim_v], of the type of q, or (O, LSE) with return_lse or lse: LSE float32, the natural
-    logarithm of the sum over all caches and sinks. Rows without a key have O = 0. Each cache is a launch, which writes its part of O
-    in float32, and one more launch joins them. With gradients where attention() has them. Raises flashjit.Error.
+    logarithm of the sum over all caches and sink logits. Rows without a key have O = 0. Each cache is a launch, which writes its part of O
+    in float32, and one more launch joins them. With gradients where attention() has them; torch.use_deterministic_algorithms(True)
+    gives them the same bits on every run. Raises flashjit.Error.
     """
+    once = {name: shared.pop(name) for name in OF_SOFTMAX if name in shared}
     given = _checked(caches, shared)
     first, *rest = given
     wants_lse = return_lse or lse is not None
     if not rest:
         return attention(
-            **{"q": q, **shared, **first, "sinks": sinks, "return_lse": return_lse, "out": out, "lse": lse}
+            **{"q": q, **shared, **first, **once, "return_lse": return_lse, "out": out, "lse": lse}
         )
     parts = []
     for i, cache in enumerate(given):
-        own: dict[str, Any] = {"sinks": sinks} if i == 0 else {}  # once: the merge adds the parts' sums
+        own = {} if i else once  # the merge adds the parts' sums
         try:
             parts.append(attention(q, **{**shared, **cache}, **own, return_lse=True, out_dtype=torch.float32))
         except (InvalidArgument, WrongType) as error:
@@ -82,7 +83,7 @@ def _checked(caches: Any, shared: Mapping[str, Any]) -> list[Mapping[str, Any]]:
                 f"{name} is given for all caches, but it belongs to a cache: give it as in caches=[{{'k': .., {name!r}: ..}}, ..]."
                 if name in _OF_CACHE
                 else f"{name} is given for all caches, but attention_over() has no such argument: it has "
-                f"{', '.join(sorted(_OF_ALL))}, sinks, return_lse, out and lse."
+                f"{', '.join(sorted(_OF_ALL))}, {', '.join(OF_SOFTMAX)}, return_lse, out and lse."
             )
     if isinstance(caches, (Mapping, Tensor)) or not isinstance(caches, Iterable):
         raise WrongType(

@@ -33,6 +33,8 @@ class Fixed(NamedTuple):
 
 
 NOTHING = Fixed()
+#: Terms of a softmax that belong to no key: a call in several parts gives them to one part.
+OF_SOFTMAX = ("sinks",)
 
 
 def types_of_fixed(batch: int, heads_q: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

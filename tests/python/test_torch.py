@@ -788,33 +788,47 @@ def test_lists_that_do_not_belong_are_refused():
     call = lambda q=q, k=k, v=v, lists=lists, **other: flashjit.attention(
         q, k, v, lists=lists, **{"mask_mod": mask, **other}
     )
-    with pytest.raises(
-        flashjit.InvalidArgument,
-        match=r"lists were built for fwd:fp32.*mask.* but this call is fwd:fp32:d16x8 "
-        r"with batch 2.*TileLists\(\)",
+    slopes, other = torch.ones(4), torch.zeros(1, 13, dtype=torch.int32)
+    scores = lambda s, b, h, q_idx, kv_idx: s * slopes[h]
+    both = TileLists(q, k, v, mask_mod=mask, score_mod=scores)
+    blocks = flashjit.BlockMap(torch.ones(1, 1, dtype=torch.bool))
+    bfloat16 = dict(zip("qkv", (x.bfloat16() for x in (q, k, v))))
+    for given, difference in (
+        (dict(mask_mod=None), "with mask_mod, which this call lacks"),
+        (
+            dict(mask_mod=lambda b, h, q_idx, kv_idx: other[b, q_idx] == other[b, kv_idx]),
+            "with another mask_mod",
+        ),
+        (dict(score_mod=scores), "without score_mod, which this call has"),
+        (dict(lists=both, score_mod=lambda s, b, h, q_idx, kv_idx: s + slopes[h]), "with another score_mod"),
+        (dict(lists=both), "with score_mod, which this call lacks"),
+        (
+            dict(lists=both, softcap=2.0),
+            "with score_mod, which this call lacks; without softcap, which this call has",
+        ),
+        (
+            dict(mask_mod=None, window=(3, 0)),
+            "with mask_mod, which this call lacks; without window, which this call has",
+        ),
+        (dict(causal=True), "without causal=True, which this call has"),
+        (dict(dropout_p=0.1), "without dropout_p, which this call has"),
+        (dict(sinks=torch.zeros(4)), "without sinks, which this call has"),
+        (dict(deterministic=True), "without deterministic, which this call has"),
+        (dict(block_mask=blocks), r"without a block_mask of blocks \(128, 128\), which this call has"),
+        (dict(k=k[:, :, :12], v=v[:, :, :12]), "for seqlen_kv 13, and this call has seqlen_kv 12"),
+        (dict(q=q[..., :8], k=k[..., :8]), "for head_dim 16x8, and this call has head_dim 8"),
+        (bfloat16, "for float32, and this call has bfloat16"),
     ):
-        call(mask_mod=None)
-    for other in (
-        dict(causal=True),
-        dict(dropout_p=0.1),
-        dict(score_mod="score * 2.0"),
-        dict(sinks=torch.zeros(4)),
-    ):
-        with pytest.raises(flashjit.InvalidArgument, match="lists were built for"):
-            call(**other)
-    with pytest.raises(
-        flashjit.InvalidArgument, match="seqlen_kv 13 on cpu, but this call is .* seqlen_kv 12 on cpu"
-    ):
-        call(k=k[:, :, :12], v=v[:, :, :12])
-    with pytest.raises(flashjit.InvalidArgument, match="fp32:d16x8.* but this call is fwd:bf16:d16x8"):
-        call(*(x.bfloat16() for x in (q, k, v)))
+        wanted = rf"lists were built for another call: {difference}\. Give this call's arguments to .*TileLists\(\) too"
+        with pytest.raises(flashjit.InvalidArgument, match=wanted):
+            call(**given)
     with pytest.raises(
         flashjit.WrongType, match="a DeviceTileLists: .* flashjit.torch.TileLists; what flashjit.build_lists"
     ):
         call(lists=flashjit.DeviceTileLists(None, None, 0))
     elsewhere = TileLists(q, k, v, mask_mod=mask)
     elsewhere.built[0].device = torch.device("cuda", 1)
-    with pytest.raises(flashjit.InvalidArgument, match="lists were built for .*, but this call is .* on cpu"):
+    with pytest.raises(flashjit.InvalidArgument, match="tensors on cuda:1, and this call has tensors on cpu"):
         call(lists=elsewhere)
     with pytest.raises(flashjit.WrongType, match="k is a list: give a torch.Tensor"):
         TileLists(q, [1.0], v)
@@ -930,7 +944,7 @@ def test_compiled_code_refuses_lists_that_do_not_belong():
     run, _, _ = compiled_steps()
     document = documents()[0]
     with pytest.raises(
-        flashjit.InvalidArgument, match="lists were built for fwd:fp32.* but this call is fwd:fp32"
+        flashjit.InvalidArgument, match="with causal=True, which this call lacks; without mask_mod"
     ):
         run(q, k, v, document, TileLists(q, k, v, causal=True))
     with pytest.raises(Exception, match="lists is a int: give a flashjit.torch.TileLists"):

@@ -96,12 +96,12 @@ class BuiltLists:
     """Tile lists of one pass: what they were built for, and the library's handle, none on the CPU. Their memory is the
     owner's, so that it lives as long as its user."""
 
-    __slots__ = ("handle", "address", "bytes", "spec", "shape", "device", "text")
+    __slots__ = ("handle", "address", "bytes", "spec", "shape", "device", "spec_text", "text")
 
     def __init__(self, plan: Any, backward: bool, handle: Any, bytes: int) -> None:
         self.handle, self.address, self.bytes = handle, handle.address if handle else 0, bytes
         self.spec, self.shape, self.device = plan.spec, plan.shape, plan.device
-        self.text = plan.described(backward)
+        self.spec_text, self.text = plan.spec_text, plan.described(backward)
 
 
 def contiguous(fixed: Fixed) -> Fixed:

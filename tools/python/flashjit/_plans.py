@@ -34,6 +34,7 @@ from ._call_types import (
 from ._formats import BLOCK_SCALES
 from ._launch import bind_context, launch
 from ._library import BackwardArgs, Capture, ForwardArgs, Handle, ListArgs, runtime
+from ._list_checks import check_built
 from ._structs import (
     Lent,
     indices_struct,
@@ -325,14 +326,6 @@ class Plan:
             )
         return BuiltLists(self, backward, handle, needed), memory
 
-    def _check_lists(self, lists: BuiltLists, backward: bool) -> None:
-        """The library compares the tile configurations too, and block maps."""
-        if lists.spec is not self.spec or lists.shape != self.shape or lists.device != self.device:
-            raise InvalidArgument(
-                f"lists were built for {lists.text}, but this call is {self.described(backward)}: give this "
-                "call's arguments to flashjit.torch.TileLists() too."
-            )
-
     def _lend(
         self,
         words: Any,
@@ -357,7 +350,7 @@ class Plan:
                 if tensor is not None:
                     words[place] = tensor.data_ptr()
         if lists is not None:
-            self._check_lists(lists, backward)
+            check_built(lists, self)
             words[at.lists] = lists.address
             needed = max(0, needed - lists.bytes)
         if not needed:

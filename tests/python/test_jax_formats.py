@@ -262,7 +262,7 @@ def test_formats_are_checked_in_the_callers_words():
 
     both = {"k_format": "q8_0", "v_format": "q8_0"}
     refused("rows of 67 bytes.*has 68", rows[..., 1:], rows, **both)
-    refused("uint8.*convert it", **{})
+    refused("uint8.*name the format", **{})
     refused("give it in q's type, or its rows' bytes and v_format", k_format="q8_0")
     refused("k_scale is given.*has no scale of the call", k_scale=jnp.float32(1), **both)
     refused("k_scale is missing", fj.new_cache("nvfp4", (2, 7, 2, 64))[0], k_format="nvfp4", v_format="q8_0")

@@ -293,6 +293,24 @@ def test_bad_block_scales_are_refused():
         flashjit.append(q[:, :, :1], q[:, :, :1], rows, torch.zeros_like(q), kv_lengths=lengths, **given)
 
 
+def test_bytes_without_a_format_are_told_to_name_it():
+    q, k = torch.zeros(1, 2, 1, 64), torch.zeros(8, 2, 16, 64, dtype=torch.uint8)
+    place = dict(page_table=torch.zeros(1, 8, dtype=torch.int32), kv_lengths=torch.ones(1, dtype=torch.int32))
+    wanted = r"is uint8 .*: name the format of its bytes, such as k_format=.*view\(torch.float8_e4m3fn\)"
+    one = torch.tensor(1.0)
+    for call in (
+        lambda: flashjit.attention(q, k, k, **place),
+        lambda: flashjit.attention(q, k, v_columns=32, **place),
+        lambda: flashjit.attention(q, k, k, k_scale=one, v_scale=one, **place),
+        lambda: flashjit.append(q, q, k, k, **place),
+        lambda: flashjit.append(q, q, k, k, k_scale=one, v_scale=one, **place),
+    ):
+        with pytest.raises(flashjit.WrongType, match=wanted):
+            call()
+    with pytest.raises(flashjit.WrongType, match="q is uint8 .*convert it"):
+        flashjit.attention(k, k, k)
+
+
 def test_bad_formats_are_refused():
     with pytest.raises(flashjit.InvalidArgument, match="neither a name nor codes"):
         flashjit.KvFormat("int5")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._call_types import Fixed, Problem
-from ._tensors import KV_TYPES, SPEC_TYPES, describe
+from ._tensors import KV_TYPES, SPEC_TYPES, describe, how_to_give_bytes
 from .errors import InvalidArgument, Unsupported, WrongType
 
 
@@ -59,6 +59,8 @@ def kv_options(k: Tensor, *scales: Tensor | None) -> str:
     """Options of a spec whose K has this type, and these scales: each key has its own where pages or rows have."""
     if k.dtype not in KV_TYPES:
         if any(scale is not None for scale in scales):
+            if k.dtype == torch.uint8:
+                raise WrongType(f"k is {describe(k)}: {how_to_give_bytes('k')}.")
             raise InvalidArgument(
                 f"k_scale or v_scale is given, but K and V are {str(k.dtype).removeprefix('torch.')}: scales go "
                 f"with {names_of_types()}."

@@ -11,7 +11,7 @@ from torch import Tensor
 from . import _library
 from ._call_types import Fixed, Problem, types_of_fixed
 from ._library import Handle, spec_handle
-from ._tensors import ELEMENTS, KV_TYPES, MAX_DIM, MAX_DIM_V, SPEC_TYPES, describe
+from ._tensors import ELEMENTS, KV_TYPES, MAX_DIM, MAX_DIM_V, SPEC_TYPES, describe, how_to_give_bytes
 from ._tracing import is_scalar
 from .errors import InvalidArgument, WrongType
 
@@ -41,6 +41,8 @@ def check_alike(tensors: Mapping[str, Tensor], types: Mapping[torch.dtype, str] 
         if tensor.layout is not torch.strided:
             raise WrongType(f"{name} has the layout {tensor.layout}: convert it with .to_dense().")
         if tensor.dtype not in types:
+            if tensor.dtype == torch.uint8 and name[0] in "kv":
+                raise WrongType(f"{name} is {describe(tensor)}: {how_to_give_bytes(name)}.")
             raise WrongType(
                 f"{name} is {describe(tensor)}: "
                 + (

@@ -36,6 +36,14 @@ def describe(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
 
 
+def how_to_give_bytes(name: str) -> str:
+    """What to do with a K or V of uint8 that came without its format."""
+    return (
+        'name the format of its bytes, such as k_format="nvfp4", v_format="nvfp4" (flashjit.KvFormat.names() has all); where they are '
+        f"codes of 8 bits, give {name}.view(torch.float8_e4m3fn) and k_scale, v_scale"
+    )
+
+
 def dense_strides(size: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
     """Strides of a dense tensor whose dimensions lie in memory as those of `like` do; the last one innermost."""
     strides = [0, 0, 0, 1]

@@ -204,6 +204,10 @@ def _check(q: Any, k: Any, v: Any, layout: str, cached: bool, in_formats: bool) 
     for name, x in (("q", q), ("k", k), ("v", v)):
         stored = in_formats and name != "q"
         if not stored and str(x.dtype) not in (*_TYPES, *(CODES if codes else ())):
+            if x.dtype == "uint8" and name != "q":
+                raise WrongType(
+                    f'{name} is {_described(x)}: name the format of its bytes, such as k_format="nvfp4", v_format="nvfp4".'
+                )
             raise WrongType(
                 f"{name} is {_described(x)}: flashjit computes in {', '.join(_TYPES)}; convert it with .astype()."
             )

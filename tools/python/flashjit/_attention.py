@@ -141,7 +141,8 @@ def attention(
         give wrong results for the sequences concerned, but nothing outside the tensors is read or written. On the CPU
         they are refused.
     sinks: [heads_q], of any float type: one more logit per head in the softmax, without a value.
-    kv_lengths: int32 [batch]: keys from there on are padding. On the CPU a length below 0, or above the number of
+    kv_lengths: int32 [batch]: keys from there on are padding, which may hold anything. Queries are all computed: ignore rows of O
+        that are padding. On the CPU a length below 0, or above the number of
         keys that there is room for, is refused; on a GPU it is cut.
     page_table: int32 [sequences, pages of the longest]: k and v are a cache's pages, k [pages, heads_kv, rows of a page,
         head_dim] with any strides, and key n of sequence i is row n % rows of page page_table[i, n // rows]; or int32

@@ -25,7 +25,8 @@ class BlockMap:
     """Which blocks of queries and keys attend to each other; the rest costs nothing.
 
     blocks: [batch or 1, heads_q or 1, ceil(seqlen_q / bq), ceil(seqlen_kv / bkv)], or the last two only, of bool or
-        integers: nonzero attends.
+        integers: nonzero attends. The first block begins at query 0 and key 0 of each sequence. Within blocks that attend the
+        call's mask_mod, causal, window and lengths apply.
     block: (bq, bkv), or one number for both: multiples of 16 from 16 to 256; default 128.
     """
 

@@ -81,7 +81,7 @@ def video_sparse_attn(
     the largest products with the mean of the block of queries.
 
     variable_block_sizes, q_variable_block_sizes: int [blocks of keys] and [blocks of queries]: how many first tokens of a block
-        exist. Rows of padding in q, k and v are zeros.
+        exist. Rows of padding in q, k and v must be zeros, as the means sum up whole blocks.
     topk: how many blocks of keys a block of queries attends to, 1 or more.
     block_size: three numbers, whose product is the tokens of a block: (4, 4, 4) for 64. One number n means n x n x n, as in
         fastvideo_kernel, so that the default of 64, which is FastVideo's, fits no block here: give it.

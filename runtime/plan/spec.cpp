@@ -110,9 +110,8 @@ void check_weight_mod(const AttentionSpec& spec) {
   if (!spec.score.is_weight()) return;
   if (spec.score.empty())
     refuse(
-        "weight_mod is set and the score program is empty or the score itself; it gives the weight of a "
-        "pair, "
-        "so give one, as sigmoid(score + bias), or leave weight_mod out");
+        "weight_mod is set and its program is empty or the score itself; it gives the weight of a pair, so "
+        "give one, as sigmoid(score + bias), or leave weight_mod out");
   const char* option = spec.dropout                 ? "dropout"
                        : spec.sinks                 ? "sinks"
                        : spec.epilogue.row_max      ? "row_max"

@@ -110,7 +110,8 @@ def test_a_call_without_gradients_makes_no_lse():
         ({"return_lse": True}, "without a softmax there is no LSE"),
         ({"dropout_p": 0.5, "dropout_key": jax.random.key(0)}, "weight_mod is set and dropout is, too"),
         ({"sinks": jnp.zeros(4)}, "weight_mod is set and sinks is, too"),
-        ({"weight_mod": lambda s, b, h, i, j: s}, "the score program is empty or the score itself"),
+        ({"weight_mod": lambda s, b, h, i, j: s}, "its program is empty or the score itself"),
+        ({"weight_mod": lambda s, b, h, i, j: i > j}, "weight_mod returns bool: it returns a weight"),
     ],
 )
 def test_refusals(more, says):

@@ -184,8 +184,24 @@ def test_refusals(more, says):
 
 def test_the_score_itself_is_refused():
     q, k, v, _ = tensors()
-    with pytest.raises(flashjit.Error, match="the score program is empty or the score itself"):
+    with pytest.raises(flashjit.Error, match="its program is empty or the score itself"):
         flashjit.attention(q, k, v, weight_mod=lambda s, b, h, i, j: s)
+
+
+@pytest.mark.parametrize(
+    "weight_mod, says",
+    [
+        (lambda s: s, r"a weight_mod is called as weight_mod\(score, b, h, q_idx, kv_idx\)"),
+        (lambda s, b, h, i, j: None, "a weight_mod returns a weight, computed"),
+        (3, r"weight_mod is a int: give a function weight_mod\(score, b"),
+        ("q > kv", "a weight_mod program is float, not bool"),
+    ],
+)
+def test_errors_name_weight_mod(weight_mod, says):
+    q, k, v, _ = tensors()
+    with pytest.raises(flashjit.Error, match=says) as found:
+        flashjit.attention(q, k, v, weight_mod=weight_mod)
+    assert "score_mod" not in str(found.value)
 
 
 def test_forward_mode_is_refused():

@@ -41,7 +41,7 @@ TEST(WeightMod, RefusesWhatASoftmaxIsFor) {
     expect_in("leave one out", message);
   }
   for (const char* none : {"bf16:d64:weight_mod", "bf16:d64:score{score}:weight_mod"}) {
-    expect_in("weight_mod is set and the score program is empty or the score itself", refused_spec(none));
+    expect_in("weight_mod is set and its program is empty or the score itself", refused_spec(none));
     expect_in("sigmoid(score + bias)", refused_spec(none));
   }
   expect_in("the pass is jvp and weight_mod is set", refused_spec("jvp:" + kSigmoid + ":weight_mod"));

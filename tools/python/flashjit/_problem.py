@@ -176,11 +176,9 @@ def read_problem(
         block = block_mask.block
     given = [mod for mod in (score_mod, mask_mod, *mods) if mod is not None]
     if given or captures:
-        program = (
-            trace_unlocked
-            if compiling and not any([isinstance(mod, Program) for mod in given])
-            else program_of
-        )(score_mod, mask_mod, captures, mods)
+        traces = compiling and not any([isinstance(mod, Program) for mod in given])
+        read = trace_unlocked if traces else _weights_of if weight_mod else program_of
+        program = read(score_mod, mask_mod, captures, mods)
         values = (*program.tensors, *program.scalars)
     indices, topk_length = indices if isinstance(indices, tuple) and len(indices) == 2 else (indices, None)
     varlen = cu_seqlens_q is not None or cu_seqlens_kv is not None
@@ -262,6 +260,15 @@ def read_problem(
         skip_softmax_threshold=skip_softmax_threshold,
     )
     return fixed, values, problem
+
+
+def _weights_of(weight_mod: Any, *others: Any) -> Program:
+    """The program whose score is the weight of a pair."""
+    try:
+        return program_of(weight_mod, *others)
+    except (InvalidArgument, WrongType) as error:
+        text = str(error).replace("score_mod", "weight_mod").replace("returns a score", "returns a weight")
+        raise type(error)(text) from error.__cause__
 
 
 def _key(

@@ -218,6 +218,8 @@ def spec_of(text: str, q: Tensor, v: Tensor) -> Handle:
         return spec_handle(text)
     except InvalidArgument as error:
         _, found, reason = str(error).partition("out of range: head_dim")
+        if not found and ":weight_mod" in text:
+            raise InvalidArgument(str(error).replace("a score program", "a weight_mod program")) from None
         if not found:
             raise
         what = f"q is {describe(q)} and v is {describe(v)}: their head_dim{reason}; "

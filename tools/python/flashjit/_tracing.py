@@ -297,6 +297,7 @@ def _is_number(value: Any) -> bool:
 
 SIGNATURES = {
     "score_mod": "score_mod(score, b, h, q_idx, kv_idx)",
+    "weight_mod": "weight_mod(score, b, h, q_idx, kv_idx)",
     "mask_mod": "mask_mod(b, h, q_idx, kv_idx)",
     "out_mod": "out_mod(out, b, h, q_idx, column)",
     "q_mod": "q_mod(row, b, h, q_idx, column)",

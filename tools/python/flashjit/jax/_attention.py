@@ -166,7 +166,8 @@ def attention(
         codes, dim_v = codes_of(q, k, scales), None
         refuse_block_scales(blocks)
     of_pairs = weights_of(weight_mod, score_mod, softcap, return_lse, None, False)
-    score, masks = _score(tracer, softcap, bias, of_pairs)
+    kind = "score_mod" if weight_mod is None else "weight_mod"
+    score, masks = _score(tracer, softcap, bias, kind, of_pairs)
     masks += _masks(tracer, causal, window, segment_ids, mask_mod)
     columns = (q.shape[3], v.shape[3] if dim_v is None else dim_v)
     program, captures = tracer.program(
@@ -306,7 +307,9 @@ def _dropout_state(dropout_p: float, key: Any) -> Any:
 # --- what is made of scores, and which pairs attend ------------------------------------------------------------------
 
 
-def _score(tracer: Tracer, softcap: float | None, bias: Any, score_mod: Any) -> tuple[str, list[str]]:
+def _score(
+    tracer: Tracer, softcap: float | None, bias: Any, kind: str, function: Any
+) -> tuple[str, list[str]]:
     score = "score"
     conditions: list[str] = []
     if softcap is not None:
@@ -316,8 +319,8 @@ def _score(tracer: Tracer, softcap: float | None, bias: Any, score_mod: Any) -> 
     if bias is not None:
         bias = _check_pairs("bias", jnp.asarray(bias), tracer, "f")
         score = f"({score} + {tracer.read(bias, tracer.positions()).text})"
-    if score_mod is not None:
-        score, conditions = tracer.score(score_mod, score)
+    if function is not None:
+        score, conditions = tracer.score(kind, function, score)
     return score, conditions
 
 

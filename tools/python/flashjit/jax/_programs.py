@@ -87,9 +87,9 @@ class Tracer:
 
     # Functions.
 
-    def score(self, function: Callable[..., Any], score: str) -> tuple[str, list[str]]:
-        """What a score_mod makes of a score, and the conditions that it masks by."""
-        made = self._number("score_mod", function, scalar(Value(score, "float32")), *self.positions())
+    def score(self, kind: str, function: Callable[..., Any], score: str) -> tuple[str, list[str]]:
+        """What a score_mod or weight_mod makes of a score, and the conditions that it masks by."""
+        made = self._number(kind, function, scalar(Value(score, "float32")), *self.positions())
         result, conditions = split_mask(made)
         return as_text(result, "float"), conditions
 
@@ -118,7 +118,7 @@ class Tracer:
     def _number(self, kind: str, function: Callable[..., Any], first: Elements, *places: Value) -> Value:
         made = self._call(kind, function, first, *map(scalar, places))
         if v.Value("", made.dtype_name).type != "float":
-            what = "a score" if kind == "score_mod" else "an element"
+            what = {"score_mod": "a score", "weight_mod": "a weight"}.get(kind, "an element")
             raise WrongType(f"{kind} returns {made.dtype_name}: it returns {what}, a floating-point number.")
         return made
 

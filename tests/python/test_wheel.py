@@ -110,6 +110,13 @@ def test_a_wheel_holds_the_package_its_types_and_the_native_files(repository, tm
     assert made.wheels[0].name.split("-")[2:4] == ["py3", "none"] and "linux" in made.wheels[0].name
 
 
+def test_the_description_has_no_links_that_lead_nowhere(repository, tmp_path):
+    made = make_wheel(repository, FLASHJIT_NATIVE=native(tmp_path, "libflashjit.so", "flashjit"))
+    (metadata,) = (text.decode() for name, text in made.files().items() if name.endswith("/METADATA"))
+    assert "Description-Content-Type: text/markdown" in metadata and "](../" not in metadata
+    assert "(tools/docs/flash-attn.md)" in metadata and "Pages of tools/docs are in" in metadata
+
+
 def test_what_an_earlier_version_left_is_not_in_the_wheel(repository, tmp_path):
     given = native(tmp_path, "libflashjit.so", "flashjit")
     first = make_wheel(repository, FLASHJIT_NATIVE=given)

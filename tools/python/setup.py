@@ -116,6 +116,14 @@ def build_front(folder):
     return [folder / "torch" / FRONT]
 
 
+def readme():
+    """README.md without links to the repository's files, which lead nowhere from an installed package: their names stay."""
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    named = lambda link: f"tools/{link[2]}" if link[1] == "page" else f"{link[1]} (tools/{link[2]})"
+    text = re.sub(r"\[([^]]*)\]\(\.\./([^)#]*)(#[^)]*)?\)", named, text)
+    return text + "\nPages of tools/docs are in flashjit's repository, and in its source archive.\n"
+
+
 def given_native(folder):
     files = [pathlib.Path(folder) / name for name in NATIVE]
     for file in files:
@@ -192,6 +200,8 @@ class Binary(Distribution):
 
 setup(
     version=version(),
+    long_description=readme(),
+    long_description_content_type="text/markdown",
     distclass=Binary,
     cmdclass={"build_py": BuildPackage, "bdist_wheel": PlatformWheel, "sdist": SourceDistribution},
 )

@@ -7,7 +7,8 @@ becomes "c0: fp32 1d; score + (c0[h] * to_float(kv - q))", with the tensor `slop
 have the signatures of PyTorch's FlexAttention: score_mod(score, b, h, q_idx, kv_idx), mask_mod(b, h, q_idx, kv_idx); and
 weight_mod(score, b, h, q_idx, kv_idx), out_mod(out, b, h, q_idx, column), q_mod(row, b, h, q_idx, column), k_mod(row, b, h_kv,
 kv_idx, column). They are called with stand-ins instead of numbers, at each call of attention(), so that the values that they
-read may change; flashjit.trace() calls them once. They mean the same as in PyTorch, see tools/docs/programs-python.md.
+read may change; flashjit.trace() calls them once. They mean the same as in PyTorch, see tools/docs/programs-python.md in
+flashjit's repository.
 
 On stand-ins work +, -, *, /, //, %, **, comparisons, &, |, ^, ~, <<, >>, abs, captured tensors indexed by them (negative
 indices count from the end, [:] and ... leave dimensions whole; a captured row has sum(), any() and all()), sizes of captured tensors,

@@ -1,4 +1,4 @@
-"""flashjit for JAX: attention under jit, grad, vmap and shard_map. See tools/docs/jax.md."""
+"""flashjit for JAX: attention under jit, grad, vmap and shard_map. See tools/docs/jax.md in its repository."""
 
 from ._attention import attention
 from ._cache import append

@@ -24,7 +24,7 @@ _SCALE_TYPES = {
 def new_cache(format: str, size: Sequence[int], layout: str = "BTNH") -> tuple[Any, Any]:
     """(rows, block_scale): zeros for K or V in a KV format, as attention() and append() take them.
 
-    format: a text such as "nvfp4" or "int4:g32:fp16:apart", see tools/docs/cache-formats.md.
+    format: a text such as "nvfp4" or "int4:g32:fp16:apart", see tools/docs/cache-formats.md in the repository.
     size: [pages or batch, rows, heads_kv, head_dim], or with layout "BHSD" [pages or batch, heads_kv, rows, head_dim].
     rows: uint8, with the bytes of a row in the place of head_dim. block_scale: of the scales' type, with their numbers there; None
         where the format has no scales in a tensor of their own.

@@ -66,7 +66,7 @@ make_wheel() { # ARCH
   build_for "$1" flashjit flashjit_command flashjit_jax flashjit_torch
   mkdir -p "$work/native-$1"
   cp -L "$work/$1"/libflashjit{,_jax,_torch}.so "$work/$1/tools/flashjit" "$work/native-$1"
-  FLASHJIT_NATIVE=$work/native-$1 _PYTHON_HOST_PLATFORM=linux-$1 python -m pip wheel -q --disable-pip-version-check --no-deps \
+  FLASHJIT_NATIVE=$work/native-$1 FLASHJIT_GLIBC=$glibc _PYTHON_HOST_PLATFORM=linux-$1 python -m pip wheel -q --disable-pip-version-check --no-deps \
     --no-build-isolation -w "$work/wheel-$1" "$root/tools/python"
   packaging check-wheel "$work/wheel-$1"/flashjit-"$version"-*_"$1".whl "$glibc" "$1"
   cp "$work/wheel-$1"/flashjit-"$version"-*_"$1".whl "$out"

@@ -77,8 +77,9 @@ def wheel(folder, tag, machine=62, more=b""):
 
 def test_wheels_that_are_not_what_they_should_be_are_refused(release, tmp_path):
     release.check_wheel(wheel(tmp_path, "manylinux_2_28_x86_64"), "28", "x86_64")
-    release.check_wheel(wheel(tmp_path, "manylinux_2_17_aarch64", 183), "28", "aarch64")
+    release.check_wheel(wheel(tmp_path, "manylinux_2_28_aarch64", 183), "28", "aarch64")
     for tag, machine, more in (
+        ("manylinux_2_25_x86_64", 62, b""),
         ("manylinux_2_31_x86_64", 62, b""),
         ("linux_x86_64", 62, b""),
         ("manylinux_2_28_x86_64", 183, b""),

@@ -255,6 +255,13 @@ def test_a_tag_is_that_of_the_newest_symbol(repository, tmp_path, symbols, tag):
     ), made.said
 
 
+def test_a_release_names_the_oldest_system_that_it_promises(repository, tmp_path):
+    folder = pathlib.Path(native(tmp_path, "libflashjit.so", "flashjit"))
+    (folder / "flashjit").write_bytes(b"ELF\0GLIBC_2.25\0")
+    made = make_wheel(repository, FLASHJIT_NATIVE=str(folder), FLASHJIT_GLIBC="28")
+    assert made.code == 0 and "-manylinux_2_28_" in made.wheels[0].name, made.said
+
+
 def source_distribution(repository, tmp_path):
     for name in ("include", "runtime", "templates", "autotune", "tools", "LICENSE"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy

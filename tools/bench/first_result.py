@@ -1,6 +1,6 @@
 """From an empty virtual environment to the first kernel, timed, next to what a JIT that calls nvcc does with the same source.
 
-    python3 tools/bench/first_result.py --wheel flashjit-*.whl
+    python3 tools/bench/first_result.py --wheel flashjit-*_x86_64.whl
 
 The environment gets the wheel, NumPy and NVRTC from PyPI, and compiles a forward kernel for sm_90a, which takes no GPU; with one, it
 computes too. Where there is an nvcc, the same source is compiled to a shared library; where --torch names a Python that has
@@ -53,7 +53,7 @@ def with_flashjit(scratch, wheel):
     python = scratch / "venv" / "bin" / "python"
     timed("python3 -m venv", [sys.executable, "-m", "venv", scratch / "venv"])
     timed(
-        "pip install flashjit-*.whl numpy nvidia-cuda-nvrtc",
+        "pip install flashjit-*_x86_64.whl numpy nvidia-cuda-nvrtc",
         [python, "-m", "pip", "install", "-q", "--no-cache-dir", wheel, "numpy", "nvidia-cuda-nvrtc"],
     )
     cache = dict(FLASHJIT_CACHE_DIR=str(scratch / "cache"))

@@ -92,10 +92,9 @@ def repack(source, target):
 
 
 def check_wheel(path, glibc, arch):
-    """The tag is no newer than asked for, the files are of the architecture, and need only libc's own libraries."""
-    minor = re.search(r"-manylinux_2_(\d+)_(\w+)\.whl$", path)
-    if not minor or int(minor.group(1)) > int(glibc) or minor.group(2) != arch:
-        sys.exit(f"{path} should be for manylinux_2_{glibc}_{arch} or older systems")
+    """The tag is the one that the pages promise, the files are of the architecture, and need only libc's own libraries."""
+    if not path.endswith(f"-manylinux_2_{glibc}_{arch}.whl"):
+        sys.exit(f"{path} should be for manylinux_2_{glibc}_{arch}")
     machine = {"x86_64": 62, "aarch64": 183}[arch]
     with zipfile.ZipFile(path) as wheel:
         for name in (

@@ -1,7 +1,7 @@
 """Puts libflashjit.so and the flashjit command into the wheel: from FLASHJIT_NATIVE, a folder that holds both, or built
 by CMake from this repository, of which a source distribution has what that takes; and where the folder has them, or the environment
 has what they are built with, libflashjit_jax.so (JAX) and libflashjit_torch.so (Python's headers). The wheel is for every Python, and for the oldest Linux that has the symbols which its files
-need."""
+need, but none older than FLASHJIT_GLIBC says: 28 for glibc 2.28, the oldest that a release is tried with."""
 
 import os
 import pathlib
@@ -158,7 +158,7 @@ LIBSTDCXX = {19: 17, 22: 24, 24: 27, 28: 31, 29: 34, 30: 35, 33: 39}
 
 def manylinux(files, platform):
     """The tag of the oldest systems that have what these files need; `platform` where there are no such systems."""
-    needed = {"GLIBC_2": 17, "GLIBCXX_3.4": 0}
+    needed = {"GLIBC_2": int(os.environ.get("FLASHJIT_GLIBC", 17)), "GLIBCXX_3.4": 0}
     for file in files:
         for version, minor in re.findall(
             rb"\0(GLIBC_2|GLIBCXX_3\.4)\.(\d+)(?:\.\d+)?(?=\0)", file.read_bytes()

@@ -23,6 +23,7 @@ NUMBERS = {  # of C: of ctypes, of Rust
     "size_t": ("c_size_t", "usize"),
     "double": ("c_double", "f64"),
     "float": ("c_float", "f32"),
+    "char": ("c_char", "c_char"),
 }
 POINTED = {"void": "c_void", "char": "c_char", "uint8_t": "u8", "CUstream_st": "c_void"}
 

@@ -377,11 +377,22 @@ FLASHJIT_C_API flashjit_status flashjit_build_lists(flashjit_runtime* runtime, f
 /** Null is allowed. */
 FLASHJIT_C_API void flashjit_tile_lists_destroy(flashjit_tile_lists* lists) FLASHJIT_NOEXCEPT;
 
-/** FLASHJIT_OK if some kernel family supports the problem on the current device; otherwise
- * FLASHJIT_UNSUPPORTED, with every family's reason as the message. */
-FLASHJIT_C_API flashjit_status flashjit_supports(flashjit_runtime* runtime, flashjit_pass pass,
-                                                 const flashjit_spec* spec,
-                                                 const flashjit_shape* shape) FLASHJIT_NOEXCEPT;
+/** The device of the current context, whose kernels the runtime's calls launch. */
+FLASHJIT_C_API flashjit_status flashjit_current_device(flashjit_runtime* runtime,
+                                                       flashjit_device* device) FLASHJIT_NOEXCEPT;
+/** A device from its architecture: "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100",
+ * "sm_100a", "sm_120", "sm_120a" or "sm_121". The sizes are a common product's of that architecture. Needs no
+ * driver. */
+FLASHJIT_C_API flashjit_status flashjit_device_of(const char* arch,
+                                                  flashjit_device* device) FLASHJIT_NOEXCEPT;
+
+/** FLASHJIT_OK if some kernel family computes the spec at the shape on the device; FLASHJIT_UNSUPPORTED if
+ * none does, with the message that a call would fail with: every family's reason, or the spec's or shape's
+ * mistake. `shape` may be null before shapes are known: see can() of flashjit/can.hpp. Exact for the
+ * combination, and pure: no driver, no compiler, no file. Takes well under a millisecond. */
+FLASHJIT_C_API flashjit_status flashjit_can(flashjit_pass pass, const flashjit_spec* spec,
+                                            const flashjit_shape* shape,
+                                            const flashjit_device* device) FLASHJIT_NOEXCEPT;
 
 /** The same on the CPU, in fp64, slowly: every pointer is the host's, and results are rounded to the spec's
  * type. Needs no GPU and no runtime; stream and workspace are ignored. For tests and small sizes.

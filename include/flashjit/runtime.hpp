@@ -514,18 +514,11 @@ class FLASHJIT_API Runtime {
   TileLists build_lists(const KernelSpec& spec, const AttentionShape& shape, const ListArgs& args,
                         Stream stream);
 
-  /// Whether some family supports the problem on the current device, or why none does. Throws
-  /// Error(no_driver) or Error(no_device).
-  Support supports(const AttentionSpec& spec, const AttentionShape& shape, Pass pass = Pass::forward) {
-    return supports(KernelSpec{spec, pass}, shape);
-  }
-  Support supports(const KernelSpec& spec, const AttentionShape& shape);
-
   /// Ends RuntimeOptions::tune_in_background and compile_in_background for good: waits for the current
   /// compilation or measurement, some seconds at most, and drops the rest. Tuned configurations stay in use.
   void stop_tuning();
 
-  /// The device of the current context. Throws Error(no_driver) or Error(no_device).
+  /// The device of the current context, which can() takes. Throws Error(no_driver) or Error(no_device).
   DeviceInfo device();
 
  private:

@@ -81,6 +81,19 @@ typedef struct flashjit_shape {
   int64_t batch, heads_q, heads_kv, seqlen_q, seqlen_kv;
 } flashjit_shape;
 
+/** A GPU, as far as its kernels depend on it. Set struct_size, and let flashjit_current_device() or
+ * flashjit_device_of() set the rest. */
+typedef struct flashjit_device {
+  size_t struct_size;
+  char arch[16];              /**< what kernels are compiled for, such as "sm_90a" */
+  int32_t compute_capability; /**< 80, 90, ... */
+  int32_t multiprocessors;
+  int32_t shared_per_block; /**< bytes: the most that one thread block may have */
+  int32_t shared_per_sm;    /**< bytes */
+  int32_t registers_per_sm;
+  int64_t l2_bytes;
+} flashjit_device;
+
 /** A view of device memory: sizes and strides in elements, in the order batch, heads, length, dim. The last
  * stride is 1; pointer and other strides are multiples of 16 bytes. */
 typedef struct flashjit_tensor {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -84,6 +85,39 @@ RuntimeOptions runtime_options(const flashjit_options* given) {
       log(user, std::string(line).c_str());
     };
   return options;
+}
+
+DeviceInfo device_info(const flashjit_device* given) {
+  const auto c = read_struct("flashjit_device", given);
+  const std::string_view arch(c.arch, ::strnlen(c.arch, sizeof c.arch));
+  if (arch.empty() || arch.size() == sizeof c.arch)
+    refuse("device.arch is {}: let flashjit_current_device() or flashjit_device_of() set the device.",
+           arch.empty() ? "empty" : "longer than 15 bytes");
+  DeviceInfo device;
+  device.name = device.arch = arch;
+  device.compute_capability = c.compute_capability;
+  device.multiprocessors = c.multiprocessors;
+  device.shared_per_block = c.shared_per_block;
+  device.shared_per_sm = c.shared_per_sm;
+  device.registers_per_sm = c.registers_per_sm;
+  device.l2_bytes = c.l2_bytes;
+  return device;
+}
+
+/// Sets what the caller's struct has besides its size, which is checked before a driver is asked.
+template <class Ask>
+void set_device(flashjit_device* given, const Ask& ask) {
+  flashjit_device set = read_struct("flashjit_device", given);
+  const DeviceInfo device = ask();
+  device.arch.copy(set.arch, sizeof set.arch - 1);
+  set.arch[std::min(device.arch.size(), sizeof set.arch - 1)] = 0;
+  set.compute_capability = device.compute_capability;
+  set.multiprocessors = device.multiprocessors;
+  set.shared_per_block = device.shared_per_block;
+  set.shared_per_sm = device.shared_per_sm;
+  set.registers_per_sm = device.registers_per_sm;
+  set.l2_bytes = device.l2_bytes;
+  *given = set;
 }
 
 KvFormat kv_format(const char* text) {
@@ -286,10 +320,25 @@ flashjit_status flashjit_build_lists(flashjit_runtime* runtime, flashjit_pass pa
 
 void flashjit_tile_lists_destroy(flashjit_tile_lists* lists) noexcept { delete lists; }
 
-flashjit_status flashjit_supports(flashjit_runtime* runtime, flashjit_pass pass, const flashjit_spec* spec,
-                                  const flashjit_shape* shape) noexcept {
+flashjit_status flashjit_current_device(flashjit_runtime* runtime, flashjit_device* device) noexcept {
+  return guarded([&] { set_device(device, [&] { return get(runtime).device(); }); });
+}
+
+flashjit_status flashjit_device_of(const char* arch, flashjit_device* device) noexcept {
   return guarded([&] {
-    const flashjit::Support support = get(runtime).supports(kernel_spec(spec, pass), attention_shape(shape));
+    set_device(device, [&] {
+      return flashjit::DeviceInfo::parse(&required(arch, "arch", "give an architecture such as \"sm_90a\""));
+    });
+  });
+}
+
+flashjit_status flashjit_can(flashjit_pass pass, const flashjit_spec* spec, const flashjit_shape* shape,
+                             const flashjit_device* device) noexcept {
+  return guarded([&] {
+    const flashjit::KernelSpec asked = kernel_spec(spec, pass);
+    const flashjit::DeviceInfo info = device_info(device);
+    const flashjit::Support support =
+        shape ? flashjit::can(asked, attention_shape(shape), info) : flashjit::can(asked, info);
     if (!support) throw flashjit::Error(flashjit::ErrorCode::unsupported, support.reason);
   });
 }

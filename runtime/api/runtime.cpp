@@ -91,10 +91,6 @@ TileLists Runtime::build_lists(const KernelSpec& spec, const AttentionShape& sha
   return impl_->build_lists(spec, shape, args, stream);
 }
 
-Support Runtime::supports(const KernelSpec& spec, const AttentionShape& shape) {
-  return impl_->supports(spec, shape);
-}
-
 void Runtime::stop_tuning() { impl_->stop_tuning(); }
 
 DeviceInfo Runtime::device() { return impl_->device(); }

@@ -279,17 +279,6 @@ std::size_t Engine::list_bytes(const KernelSpec& spec, const AttentionShape& sha
   return workspace(spec, shape).list_bytes();
 }
 
-Support Engine::supports(const KernelSpec& spec, const AttentionShape& shape) {
-  const CUdevice device = device::current_device(*driver());
-  try {
-    plan(spec, shape, devices_.info(*driver(), device), remembered(spec, shape, device));
-    return Support::yes();
-  } catch (const Error& error) {
-    if (error.code() != ErrorCode::unsupported && error.code() != ErrorCode::invalid_argument) throw;
-    return Support::no(error.message());
-  }
-}
-
 DeviceInfo Engine::device() { return devices_.info(*driver(), device::current_device(*driver())); }
 
 Engine::OperationPtr Engine::find(const CallKeyView& key) const {

@@ -48,7 +48,6 @@ class Engine {
   std::size_t list_bytes(const KernelSpec& spec, const AttentionShape& shape);
   TileLists build_lists(const KernelSpec& spec, const AttentionShape& shape, const ListArgs& args,
                         Stream stream);
-  Support supports(const KernelSpec& spec, const AttentionShape& shape);
   void stop_tuning();
   DeviceInfo device();
 

@@ -156,17 +156,6 @@ void require_launchable(const ExecutionPlan& plan) {
 
 }  // namespace
 
-Support supports(const KernelSpec& given, const DeviceInfo& device) {
-  try {
-    given.validate();
-  } catch (const Error& error) {
-    return Support::no(error.message());
-  }
-  const AnalysedSpec spec = given;
-  constexpr AttentionShape kAny = {1, 16, 16, 4096, 4096};
-  return first_chosen(spec, kAny, device) ? Support::yes() : Support::no(every_reason(spec, kAny, device));
-}
-
 Problem fold_gqa(const KernelSpec& spec, const AttentionShape& shape) {
   Problem problem{spec.normalized(), shape};
   KernelSpec& computed = problem.spec;

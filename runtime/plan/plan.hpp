@@ -39,9 +39,6 @@ struct ExecutionPlan : KernelPlan {
   std::int64_t head_lanes = 1;     ///< Params::head_lanes
 };
 
-/// The first family that can do the spec, or the reasons of all of them.
-Support supports(const KernelSpec& spec, const DeviceInfo& device);
-
 /// The given configuration, else the tuned record's, else the nearest shape's, else the first able family's
 /// heuristic. Throws Error(unsupported) with every family's reason, or Error(invalid_argument) when the given
 /// configuration is not admitted.

@@ -74,9 +74,8 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (spec.epilogue.skip_softmax)
     return Support::no("skip_softmax is for the tensor cores' families sm80 and sm90: leave it out");
   if (device.compute_capability >= kOldestCapability) return Support::yes();
-  return Support::no(fmt::format("{} has compute capability {}.{}; {} needs 7.5 or newer", device.name,
-                                 device.compute_capability / 10, device.compute_capability % 10,
-                                 to_string(spec)));
+  return Support::no(fmt::format("needs compute capability 7.5, the device has {}.{}",
+                                 device.compute_capability / 10, device.compute_capability % 10));
 }
 
 Support admits(const AnalysedSpec& spec, const TileConfig& config, const DeviceInfo& device) {
@@ -88,7 +87,7 @@ Support admits(const AnalysedSpec& spec, const TileConfig& config, const DeviceI
   if (const Support tile = check_tile(spec, config); !tile) return tile;
   if (const int bytes = shared_bytes(spec, config); bytes > device.shared_per_block) {
     return Support::no(fmt::format("{} needs {} bytes of shared memory and {} has {}; give smaller tiles",
-                                   to_string(config), bytes, device.name, device.shared_per_block));
+                                   to_string(config), bytes, device.arch, device.shared_per_block));
   }
   return Support::yes();
 }

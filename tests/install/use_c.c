@@ -23,8 +23,11 @@ int main(void) {
   if (flashjit_runtime_create(&options, &runtime) != FLASHJIT_OK) return fail("no runtime");
 
   const flashjit_shape shape = {.batch = 1, .heads_q = 2, .heads_kv = 2, .seqlen_q = 128, .seqlen_kv = 128};
-  const flashjit_status status = flashjit_supports(runtime, FLASHJIT_FORWARD, spec, &shape);
-  printf("supports: %s %s\n", flashjit_status_name(status), flashjit_last_error_message());
+  flashjit_device device = {.struct_size = sizeof device};
+  if (flashjit_device_of("sm_80", &device) != FLASHJIT_OK) return fail("sm_80 is not known");
+  if (flashjit_can(FLASHJIT_FORWARD, spec, &shape, &device) != FLASHJIT_OK) return fail("no kernel on sm_80");
+  const flashjit_status status = flashjit_current_device(runtime, &device);
+  printf("device: %s %s\n", flashjit_status_name(status), flashjit_last_error_message());
   /* This program makes no context current: with or without a GPU, that is what has to be said. */
   if (status != FLASHJIT_NO_DRIVER && status != FLASHJIT_NO_DEVICE) return fail("an unexpected status");
 

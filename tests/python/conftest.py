@@ -46,7 +46,8 @@ def fake_gpu(monkeypatch):
         pytest.skip("the fake driver is not built: build the target flashjit_unit_tests")
     monkeypatch.setenv("FLASHJIT_LIBCUDA", str(folder / "libflashjit_fake_cuda.so"))
     gpu = FakeGpu(folder)
-    monkeypatch.setattr(flashjit.functional, "runtime", lambda: gpu.runtime)
+    for module in (flashjit.functional, flashjit._can):
+        monkeypatch.setattr(module, "runtime", lambda: gpu.runtime)
     return gpu
 
 

@@ -136,19 +136,11 @@ def test_a_runtime_without_a_driver_says_so(monkeypatch):
         lambda: runtime.prepare("bf16:d64", (1, 1, 1, 8, 8)),
         lambda: runtime.prepare_both("bf16:d64", (1, 1, 1, 8, 8)),
         lambda: runtime.workspace_bytes("bf16:d64", (1, 1, 1, 8, 8), backward=True),
-        lambda: runtime.supports("bf16:d64", (1, 1, 1, 8, 8)),
     ):
         with pytest.raises(flashjit.NoDriver, match="FLASHJIT_LIBCUDA"):
             call()
     with pytest.raises(flashjit.InvalidArgument, match="4 numbers"):
-        runtime.supports("bf16:d64", (1, 1, 8, 8))
-
-
-def test_support_is_true_or_has_a_reason(fake_gpu):
-    found = fake_gpu.runtime.supports("bf16:d64", (1, 1, 1, 8, 8))
-    assert found and found.reason is None
-    missing = fake_gpu.runtime.supports("bf16:d64", (1, 3, 2, 8, 8))
-    assert not missing and "heads" in missing.reason
+        runtime.workspace_bytes("bf16:d64", (1, 1, 8, 8))
 
 
 @pytest.mark.parametrize(
@@ -215,7 +207,7 @@ def test_a_runtime_s_options_are_checked(options, match):
 
 def test_a_shape_of_wrong_types_is_refused():
     with pytest.raises(flashjit.WrongType, match="a size of the shape is a str"):
-        flashjit.Runtime(cache_dir="").supports("bf16:d64", "12345")
+        flashjit.Runtime(cache_dir="").workspace_bytes("bf16:d64", "12345")
 
 
 def test_tuning_can_be_ended(fake_gpu):

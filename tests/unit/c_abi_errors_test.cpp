@@ -100,9 +100,15 @@ TEST_F(CAbiErrors, RowsOfAFormatHaveColumnsThatHeadsCanHave) {
 TEST_F(CAbiErrors, Unsupported) {
   fake().compute_capability = 60;
   expect(FLASHJIT_UNSUPPORTED, "sm_60", runtime().get());
-  const SpecPtr s = spec("bf16:d64");
+  const SpecPtr s = spec("bf16:d64:causal");
   const flashjit_shape shape{1, 2, 2, 128, 128};
-  EXPECT_EQ(flashjit_supports(runtime().get(), FLASHJIT_FORWARD, s.get(), &shape), FLASHJIT_UNSUPPORTED);
+  flashjit_device device{};
+  device.struct_size = sizeof device;
+  ASSERT_EQ(flashjit_current_device(runtime().get(), &device), FLASHJIT_OK);
+  EXPECT_STREQ(device.arch, "sm_60");
+  const std::string of_call = flashjit_last_error_message();
+  EXPECT_EQ(flashjit_can(FLASHJIT_FORWARD, s.get(), &shape, &device), FLASHJIT_UNSUPPORTED);
+  EXPECT_EQ(flashjit_last_error_message(), of_call);
 }
 
 TEST_F(CAbiErrors, NoDriver) {

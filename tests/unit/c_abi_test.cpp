@@ -105,13 +105,15 @@ TEST_F(CAbi, WithoutADriverEveryCallThatNeedsItSaysSo) {
   const auto forward = forward_args();
   const auto backward = backward_args();
   std::size_t bytes = 0;
+  flashjit_device device{};
+  device.struct_size = sizeof device;
   for (const flashjit_status status :
        {flashjit_forward(r.get(), s.get(), &forward, nullptr),
         flashjit_backward(r.get(), s.get(), &backward, nullptr),
         flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, nullptr),
         flashjit_prepare_both(r.get(), s.get(), &kShape),
         flashjit_workspace_bytes(r.get(), FLASHJIT_BACKWARD, s.get(), &kShape, &bytes),
-        flashjit_supports(r.get(), FLASHJIT_FORWARD, s.get(), &kShape)}) {
+        flashjit_current_device(r.get(), &device)}) {
     EXPECT_EQ(status, FLASHJIT_NO_DRIVER) << last_message();
     EXPECT_MESSAGE("/nonexistent/libcuda.so.1");
     EXPECT_MESSAGE("FLASHJIT_LIBCUDA");
@@ -122,7 +124,7 @@ TEST_F(CAbi, ALibraryThatIsNoDriverIsRefused) {
   setenv("FLASHJIT_LIBCUDA", "libm.so.6", 1);
   const RuntimePtr r = runtime();
   const SpecPtr s = spec();
-  EXPECT_EQ(flashjit_supports(r.get(), FLASHJIT_FORWARD, s.get(), &kShape), FLASHJIT_NO_DRIVER);
+  EXPECT_EQ(flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, nullptr), FLASHJIT_NO_DRIVER);
   EXPECT_MESSAGE("libm.so.6 is too old");
 }
 
@@ -182,7 +184,7 @@ TEST_F(CAbi, ArgumentsAreCheckedBeforeTheDriverIsOpened) {
 TEST_F(CAbi, EnumsAreChecked) {
   const RuntimePtr r = runtime();
   const SpecPtr s = spec();
-  EXPECT_EQ(flashjit_supports(r.get(), 7, s.get(), &kShape), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_EQ(flashjit_prepare(r.get(), 7, s.get(), &kShape, nullptr), FLASHJIT_INVALID_ARGUMENT);
   EXPECT_MESSAGE("pass is 7");
   flashjit_options options{};
   options.struct_size = sizeof options;

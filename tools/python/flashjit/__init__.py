@@ -15,6 +15,7 @@ import sys as _sys
 from typing import TYPE_CHECKING, Any
 
 from . import masks
+from ._can import Support, can
 from ._library import Runtime, runtime, version
 from ._ranges import RangeReport, prepare_range
 from .errors import (
@@ -46,6 +47,7 @@ __all__ = [
     "backward",
     "bind",
     "build_lists",
+    "can",
     "forward",
     "masks",
     "merge",
@@ -60,6 +62,7 @@ __all__ = [
     "Program",
     "RangeReport",
     "Runtime",
+    "Support",
     "TileLists",
     "Error",
     "InvalidArgument",

@@ -3,6 +3,7 @@
 from ctypes import (
     POINTER,
     Structure,
+    c_char,
     c_char_p,
     c_double,
     c_float,
@@ -44,6 +45,19 @@ class Shape(Structure):
         ("heads_kv", c_int64),
         ("seqlen_q", c_int64),
         ("seqlen_kv", c_int64),
+    ]
+
+
+class Device(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("arch", c_char * 16),
+        ("compute_capability", c_int32),
+        ("multiprocessors", c_int32),
+        ("shared_per_block", c_int32),
+        ("shared_per_sm", c_int32),
+        ("registers_per_sm", c_int32),
+        ("l2_bytes", c_int64),
     ]
 
 
@@ -367,7 +381,9 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_list_bytes": (c_int32, [c_void_p, c_int32, c_void_p, c_void_p, c_void_p]),
     "flashjit_build_lists": (c_int32, [c_void_p, c_int32, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
     "flashjit_tile_lists_destroy": (None, [c_void_p]),
-    "flashjit_supports": (c_int32, [c_void_p, c_int32, c_void_p, c_void_p]),
+    "flashjit_current_device": (c_int32, [c_void_p, c_void_p]),
+    "flashjit_device_of": (c_int32, [c_char_p, c_void_p]),
+    "flashjit_can": (c_int32, [c_int32, c_void_p, c_void_p, c_void_p]),
     "flashjit_reference_forward": (c_int32, [c_void_p, c_void_p]),
     "flashjit_reference_backward": (c_int32, [c_void_p, c_void_p]),
     "flashjit_reference_jvp": (c_int32, [c_void_p, c_void_p]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import ctypes
-import dataclasses
 import functools
 import os
 import sys
@@ -148,16 +147,6 @@ def _switch(name: str, value: Any) -> int:
     return _SWITCH[value]
 
 
-@dataclasses.dataclass(frozen=True)
-class Support:
-    """True where a problem is supported; else `reason` is each kernel family's reason against it."""
-
-    reason: str | None = None
-
-    def __bool__(self) -> bool:
-        return self.reason is None
-
-
 class Runtime:
     """Compiles, caches and launches kernels. All calls use flashjit.runtime() by default.
 
@@ -266,19 +255,6 @@ class Runtime:
             )
         )
         return needed.value
-
-    def supports(self, spec: str, shape: Sequence[int], *, backward: bool = False) -> Support:
-        """Whether some kernel family supports the problem on the current device: true or false; `.reason` says why none does."""
-        status = library().flashjit_supports(
-            self.address,
-            pass_of(spec, backward),
-            spec_handle(spec).address,
-            ctypes.byref(shape_struct(shape)),
-        )
-        if status == 2:
-            return Support(library().flashjit_last_error_message().decode(errors="replace"))
-        check(status)
-        return Support()
 
 
 def pass_of(spec: str, backward: bool) -> int:

@@ -81,7 +81,10 @@ fn main() {
     assert_eq!(unsafe { flashjit_runtime_create(&options, &mut runtime) }, FLASHJIT_OK);
     let shape = flashjit_shape { batch: 1, heads_q: 2, heads_kv: 2, seqlen_q: 128, seqlen_kv: 128 };
     let spec = Spec::new("fp16:d64").expect("a spec");
-    let status = unsafe { flashjit_supports(runtime, FLASHJIT_FORWARD, spec.0.as_ptr(), &shape) };
+    let mut device = flashjit_device::default();
+    assert_eq!(unsafe { flashjit_device_of(c"sm_80".as_ptr(), &mut device) }, FLASHJIT_OK);
+    assert_eq!(unsafe { flashjit_can(FLASHJIT_FORWARD, spec.0.as_ptr(), &shape, &device) }, FLASHJIT_OK);
+    let status = unsafe { flashjit_current_device(runtime, &mut device) };
     assert!(status == FLASHJIT_NO_DRIVER || status == FLASHJIT_NO_DEVICE, "no CUDA context is current here");
     println!("on a GPU: {}", message());
     unsafe { flashjit_runtime_destroy(runtime) }

@@ -73,6 +73,19 @@ pub struct flashjit_shape {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
+pub struct flashjit_device {
+    pub struct_size: usize,
+    pub arch: [c_char; 16],
+    pub compute_capability: i32,
+    pub multiprocessors: i32,
+    pub shared_per_block: i32,
+    pub shared_per_sm: i32,
+    pub registers_per_sm: i32,
+    pub l2_bytes: i64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
 pub struct flashjit_tensor {
     pub data: *mut c_void,
     pub size: [i64; 4],
@@ -367,6 +380,7 @@ pub struct flashjit_list_args {
 }
 
 crate::zeros_with_size!(
+    flashjit_device,
     flashjit_options,
     flashjit_forward_args,
     flashjit_jvp_args,
@@ -495,11 +509,13 @@ extern "C" {
         lists: *mut *mut flashjit_tile_lists,
     ) -> flashjit_status;
     pub fn flashjit_tile_lists_destroy(lists: *mut flashjit_tile_lists);
-    pub fn flashjit_supports(
-        runtime: *mut flashjit_runtime,
+    pub fn flashjit_current_device(runtime: *mut flashjit_runtime, device: *mut flashjit_device) -> flashjit_status;
+    pub fn flashjit_device_of(arch: *const c_char, device: *mut flashjit_device) -> flashjit_status;
+    pub fn flashjit_can(
         pass: flashjit_pass,
         spec: *const flashjit_spec,
         shape: *const flashjit_shape,
+        device: *const flashjit_device,
     ) -> flashjit_status;
     pub fn flashjit_reference_forward(spec: *const flashjit_spec, args: *const flashjit_forward_args) -> flashjit_status;
     pub fn flashjit_reference_backward(spec: *const flashjit_spec, args: *const flashjit_backward_args) -> flashjit_status;

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from .. import _installed, _library
+from .._can import can
 from ..errors import CudaError, NoDriver, Unsupported
 
 #: By function. A target's handlers are those of its execution and, on a GPU, of what comes before.
@@ -74,7 +75,7 @@ def _needed(spec: str, shape: Sequence[int], kind: str, ordinal: int) -> int:
     backward = kind == "backward"
     spec = PASSES.get(kind, "") + spec
     with _primary_context(ordinal):
-        support = _library.runtime().supports(spec, shape, backward=backward)
+        support = can(spec, shape, backward=backward)
         if not support:
             raise Unsupported(support.reason)
         return _library.runtime().workspace_bytes(spec, shape, backward=backward)

@@ -320,7 +320,10 @@ def test_a_latent_prefill_that_is_not_absorbed():
         (lambda s: setattr(s.runner.server_args, "speculative_eagle_topk", 4), "chains of drafts, not trees"),
         (lambda s: setattr(s.runner.model_config, "is_encoder_decoder", True), "cross attention"),
         (lambda s: setattr(s.runner, "attention_chunk_size", 8), "chunked local attention"),
-        (lambda s: setattr(s.runner.model_config, "head_dim", 100), "multiples of 8, up to 512, not 100"),
+        (
+            lambda s: setattr(s.runner.model_config, "head_dim", 100),
+            "head_dim is 100; it must be a multiple of 8",
+        ),
         (lambda s: setattr(s.runner, "kv_cache_dtype", torch.uint8), "no cache of the type torch.uint8"),
     ],
 )

@@ -216,17 +216,22 @@ def test_what_no_kernel_serves_is_refused_when_the_model_is_loaded(backend):
     assert ask(128, torch.bfloat16, "auto", 16, (9, 0)) == []
     assert ask(256, torch.bfloat16, "fp8", 64, (8, 0)) == []
     assert ask(512, torch.bfloat16, "fp8", 64, (9, 0)) == [
-        "flashjit's FP8 caches have head sizes up to 256, not 512"
+        "flashjit has tensor cores for FP8 caches of head sizes up to 256, not for 512"
     ]
-    assert "multiples of 8, up to 512, not 100" in ask(100, torch.bfloat16, "auto", 16, (9, 0))[-1]
+    asked = flashjit.can("bf16:d100:causal:varlen:pages16", device="sm_90a")
+    assert (
+        ask(100, torch.bfloat16, "auto", 16, (9, 0))[-1] == asked.reason and "head_dim is 100" in asked.reason
+    )
+    assert ask(128, torch.bfloat16, "auto", 16, (10, 9)) == []  # a GPU that is not known by its number
     assert "no cache of the type nvfp4" in ask(128, torch.bfloat16, "nvfp4", 16, (9, 0))[0]
+    assert "caches have the type of the model" in ask(128, torch.bfloat16, "float16", 16, (9, 0))[0]
     assert "dtype not supported" in ask(128, torch.float64, "auto", 16, (9, 0))
     assert "compute capability not supported" in ask(128, torch.float16, "auto", 16, (7, 0))
     with pytest.raises(flashjit.Unsupported, match="does not have rotary"):
         backend.FlashjitImpl(HQ, DIM, 0.2, HKV, rotary=1)
     with pytest.raises(flashjit.Unsupported, match="no cache of the type nvfp4"):
         backend.FlashjitImpl(HQ, DIM, 0.2, HKV, kv_cache_dtype="nvfp4")
-    with pytest.raises(flashjit.Unsupported, match="multiples of 8, up to 512, not 100"):
+    with pytest.raises(flashjit.Unsupported, match="head_dim is 100; it must be a multiple of 8"):
         backend.FlashjitImpl(HQ, 100, 0.2, HKV)
     impl = backend.FlashjitImpl(HQ, DIM, 0.2, HKV)
     with pytest.raises(flashjit.Unsupported, match="output_scale is given"):
@@ -252,7 +257,10 @@ def test_latent_attention_decodes_with_several_queries(monkeypatch):
     for given, why in ((step, "q has 3 rows for 2 sequences"), (None, "has no decode part")):
         with pytest.raises(flashjit.InvalidArgument, match=why):
             impl.forward_mqa(q[:3], cache, types.SimpleNamespace(decode=given), None)
-    assert latent.FlashjitLatentBackend.supports_combination(576, torch.bfloat16, "fp8") is not None
+    ask = latent.FlashjitLatentBackend.supports_combination
+    assert ask(576, torch.bfloat16, "auto", 64, True, False, False, (9, 0)) is None
+    assert ask(576, torch.bfloat16, "fp8") is not None
+    assert "head_dim is 584" in ask(584, torch.bfloat16, "auto", 64, device_capability=(9, 0))
     with pytest.raises(flashjit.Unsupported, match="sliding_window is given"):
         latent.FlashjitLatentImpl(kv_lora_rank=rank, scale=0.1, sliding_window=3)
 

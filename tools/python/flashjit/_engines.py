@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from ._attention import attention
 from ._cache import append
+from ._can import can
 from ._named import AT_LAST, SOFTCAP, window_text
-from ._tensors import KV_TYPES, MAX_DIM, MAX_DIM_V, SPEC_TYPES
+from ._tensors import KV_TYPES, MAX_DIM_V, SPEC_TYPES
+from .errors import InvalidArgument
 from .flash_attn._attend import with_batch
 from .programs import repeated
 
@@ -163,26 +166,54 @@ def store(
     append(with_batch(k[:rows]), with_batch(v[:rows]), k_cache, v_cache, slots=slots, **scales)
 
 
-def why_not(head_dim: int, dtype: torch.dtype, cache_type: str | None) -> str | None:
-    """Why no kernel serves this combination, or None."""
+def why_not(
+    head_dim: int,
+    dtype: torch.dtype,
+    cache_type: str | None,
+    page_size: int | None = None,
+    sinks: bool = False,
+    capability: Sequence[int] | None = None,
+) -> str | None:
+    """Why no kernel serves a layer of this kind, or None. page_size: rows; None: 16. capability: as _reason() has it."""
     cache = CACHE_TYPES.get(cache_type or "auto", "unknown")
     if dtype not in SPEC_TYPES:
         return f"flashjit computes in float16, bfloat16 and float32, not in {dtype}"
     if cache == "unknown":
         return f"flashjit has no cache of the type {cache_type}"
-    if head_dim % 8 or head_dim > MAX_DIM_V:
-        return f"flashjit has head sizes that are multiples of 8, up to {MAX_DIM_V}, not {head_dim}"
-    if cache in KV_TYPES and head_dim > 256:
-        return f"flashjit's FP8 caches have head sizes up to 256, not {head_dim}"
-    return None
+    if cache not in KV_TYPES and cache not in (None, dtype):
+        return f"flashjit's caches have the type of the model, {dtype}, or 8 bits, not {cache_type}"
+    if cache in KV_TYPES and head_dim > 256:  # simt's alone, which is slow
+        return f"flashjit has tensor cores for FP8 caches of head sizes up to 256, not for {head_dim}"
+    codes = f":kv{KV_TYPES[cache]}" if cache in KV_TYPES else ""
+    options = f"{codes}:causal:varlen:pages{page_size or 16}{':sinks' if sinks else ''}"
+    return _reason(f"{SPEC_TYPES[dtype]}:d{head_dim}{options}", capability)
 
 
-def why_not_latent(columns: int, dtype: torch.dtype, cache_type: str | None) -> str | None:
-    """Likewise of latent attention."""
+def why_not_latent(
+    columns: int,
+    dtype: torch.dtype,
+    cache_type: str | None,
+    rank: int | None = None,
+    page_size: int | None = None,
+    capability: Sequence[int] | None = None,
+) -> str | None:
+    """Likewise of latent attention. rank: columns that V has; None: not known, as many as there may be."""
     if dtype not in SPEC_TYPES:
         return f"flashjit computes in float16, bfloat16 and float32, not in {dtype}"
     if CACHE_TYPES.get(cache_type or "auto", "unknown") not in (None, dtype):
         return f"flashjit's latent caches have the type of the model, {dtype}, not {cache_type}"
-    if columns > MAX_DIM:
-        return f"flashjit has latents of up to {MAX_DIM} columns, not {columns}"
-    return None
+    dims = f"{columns}x{min(columns, MAX_DIM_V) if rank is None else rank}"
+    return _reason(f"{SPEC_TYPES[dtype]}:d{dims}:causal:pages{page_size or 16}:shared_kv", capability)
+
+
+def _reason(spec: str, capability: Sequence[int] | None) -> str | None:
+    """can()'s, of the current GPU, or before the engine has begun to use it, of one with the compute capability (major, minor). On
+    a machine without a GPU, where the reference computes, of a GPU that has all families."""
+    if torch.cuda.is_initialized():
+        return can(spec).reason
+    if capability is None or tuple(capability) == (9, 0):
+        return can(spec, device="sm_90a").reason
+    try:
+        return can(spec, device=f"sm_{capability[0]}{capability[1]}").reason
+    except InvalidArgument:  # no common product of it is known: the layer asks again, on the GPU
+        return None

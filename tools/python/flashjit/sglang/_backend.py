@@ -49,9 +49,15 @@ class FlashjitBackend(AttentionBackend):
         if cache not in KV_TYPES and cache != runner.dtype:
             name = str(cache)
         reason = (
-            why_not_latent(config.kv_lora_rank + config.qk_rope_head_dim, runner.dtype, name)
+            why_not_latent(
+                config.kv_lora_rank + config.qk_rope_head_dim,
+                runner.dtype,
+                name,
+                config.kv_lora_rank,
+                self.page_size,
+            )
             if self.latent
-            else why_not(config.head_dim, runner.dtype, name)
+            else why_not(config.head_dim, runner.dtype, name, self.page_size)
         )
         if (arguments.speculative_eagle_topk or 0) > 1:
             reason = "speculative_eagle_topk is above 1: flashjit.sglang verifies chains of drafts, not trees"

@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import (
 )
 
 from .._engines import CACHE_TYPES, Batch, Layer, store, why_not
-from .._tensors import KV_TYPES
+from .._tensors import KV_TYPES, SPEC_TYPES
 from ..errors import Unsupported
 
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
@@ -62,9 +62,19 @@ class FlashjitBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *_: Any, **__: Any
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None = None,
+        use_mla: bool = False,
+        has_sink: bool = False,
+        *more: Any,
+        device_capability: Any = None,
     ) -> str | None:
-        return why_not(head_size, dtype, kv_cache_dtype)
+        """more: use_sparse and others, and at last device_capability, by vLLM's versions."""
+        capability = more[-1] if more else device_capability
+        return why_not(head_size, dtype, kv_cache_dtype, block_size, has_sink, capability)
 
 
 def _always(cls: Any) -> bool:
@@ -165,7 +175,9 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
         given = {name: value for name, value in unknown.items() if value}
         if given:
             raise Unsupported(f"flashjit.vllm does not have {', '.join(given)}: choose another backend.")
-        reason = why_not(head_size, torch.bfloat16, kv_cache_dtype)
+        stored = CACHE_TYPES.get(kv_cache_dtype)
+        dtype = stored if stored in SPEC_TYPES else torch.bfloat16  # the model's is not told
+        reason = why_not(head_size, dtype, kv_cache_dtype, sinks=sinks is not None)
         if reason is not None:
             raise Unsupported(f"{reason}: choose another backend.")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)

@@ -49,9 +49,17 @@ class FlashjitLatentBackend(MLACommonBackend):
 
     @classmethod
     def supports_combination(
-        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *_: Any, **__: Any
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        block_size: int | None = None,
+        *more: Any,
+        device_capability: Any = None,
     ) -> str | None:
-        return why_not_latent(head_size, dtype, kv_cache_dtype)
+        """more: as of FlashjitBackend."""
+        capability = more[-1] if more else device_capability
+        return why_not_latent(head_size, dtype, kv_cache_dtype, page_size=block_size, capability=capability)
 
 
 class FlashjitLatentBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):

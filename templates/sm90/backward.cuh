@@ -70,7 +70,6 @@ __device__ __forceinline__ bool begin_q_tile(const Params& p, const BackwardSmem
 template <class P>
 __device__ __forceinline__ void consume_narrow(const Params& p, const TensorMaps& maps,
                                                const BackwardSmem<P>& smem, int wg) {
-  using Policy = BackwardPolicy<P>;
   using Fragments = BackwardFragments<P>;
   typename Fragments::Dk dk = {};
   typename Fragments::Dv dv = {};
@@ -115,7 +114,7 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const TensorMaps
   }
   wgmma_wait<0>();
   pin(s);
-  if constexpr (Policy::kReadsDs) DsRing<P>::commit_thread(smem, i);  // there is no dS any more
+  DsGrads<P>::end(smem, i);
   DqRing<P>::acquire(smem, wg, i);
   signal_dq_full(smem, i, wg);
 }

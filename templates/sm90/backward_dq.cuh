@@ -106,10 +106,10 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardSmem<P>& s
   constexpr int kColumns = dq_columns(P::kHeadDim);
   const int first_column = Policy::first_dq_column(wg);
   const int steps = min(Policy::end_column(kColumns) - first_column, Policy::own_dq_columns(wg)) / 8;
-  const bool one = !Policy::kReadsDs || elected();
+  const bool one = !DsGrads<P>::kWholeWarps || elected();
   // dS is so many Q tiles ahead of dQ.
   constexpr int kAhead = Policy::kWide ? 0 : 1;
-  if constexpr (Policy::kReadsDs && kAhead > 0) add_ds_grads(p, smem, 0, wg);
+  if (kAhead > 0) DsGrads<P>::add(p, smem, 0, wg);
   for (unsigned i = 0;; ++i) {
     DqRing<P>::wait_full(smem, wg, i);
     const QTileInfo& now = smem.q_tile(i);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardSmem<P>& s
       add_steps(kBehindQ, Policy::kDqSteps);
       ColumnSlices<P>::add_fifth(p, smem, now, i, wg);
     }
-    if constexpr (Policy::kReadsDs) add_ds_grads(p, smem, i + kAhead, wg);  // while dQ is read
+    DsGrads<P>::add(p, smem, i + kAhead, wg);  // while dQ is read
     if (!one) continue;
     order.end();
     DqRing<P>::release_thread(smem, wg, i);
@@ -223,7 +223,7 @@ __device__ __forceinline__ void sum_dq(const Params& p, const BackwardSmem<P>& s
 // The role of a warp for each consumer. kWhole: by all its lanes, else by one.
 template <class P>
 struct DqAdder {
-  static constexpr bool kWhole = BackwardPolicy<P>::kReadsDs;
+  static constexpr bool kWhole = DsGrads<P>::kWholeWarps;
   static __device__ __forceinline__ void run(const Params& p, const BackwardSmem<P>& smem, int wg) {
     add_dq(p, smem, wg);
   }

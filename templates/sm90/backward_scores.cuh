@@ -82,4 +82,30 @@ using PairScore =
     Conditional<BackwardPolicy<P>::kHasBiasTile, PairBias<P>,
                 Conditional<P::kScoreRowTerm || P::kScoreColumnTerm, PairTerms<P>, PairPositions<P>>>;
 
+/// What a thread's pairs add to those gradients of captures that the consumers add.
+template <class P>
+using PairSums = CaptureSums<P::kCaptureGrads - BackwardPolicy<P>::kGradsFromDs, 2>;
+
+/// Adds what pair e of the four from n on gives, with its dS before the program's derivative.
+template <class P>
+struct AddedPairGrads {
+  static __device__ __forceinline__ void add(const Params& p, const typename P::Head& head,
+                                             const ScoreTile<P>& tile, int n, int e, float ds,
+                                             const float (&dots)[4], PairSums<P>& sums) {
+    P::add_capture_grads(p, head, ds, dots[e], tile.at_q(n + e), tile.at_kv(n + e),
+                         [&](auto which, float* at, float value) {
+                           if constexpr (!BackwardPolicy<P>::is_from_ds(which))
+                             sums.of_key(e / 2)(which, at, value);
+                         });
+  }
+};
+template <class P>
+struct NoPairGrads {
+  static __device__ __forceinline__ void add(const Params&, const typename P::Head&, const ScoreTile<P>&, int,
+                                             int, float, const float (&)[4], PairSums<P>&) {}
+};
+template <class P>
+using PairGrads =
+    Conditional<(P::kCaptureGrads > BackwardPolicy<P>::kGradsFromDs), AddedPairGrads<P>, NoPairGrads<P>>;
+
 }  // namespace flashjit::sm90

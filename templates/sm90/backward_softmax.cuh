@@ -5,12 +5,9 @@
 #include "flashjit/sm90/backward_ds_exchange.cuh"
 #include "flashjit/sm90/backward_scores.cuh"
 #include "flashjit/sm90/backward_split_columns.cuh"
+#include "flashjit/sm90/ds_grads.cuh"
 
 namespace flashjit::sm90 {
-
-/// What a thread's pairs add to those gradients of captures that the consumers add.
-template <class P>
-using PairSums = CaptureSums<P::kCaptureGrads - BackwardPolicy<P>::kGradsFromDs, 2>;
 
 /// P and dS from S and dP, eight queries at a time; P and dS become left operands of dV and dK and are
 /// stored. kMasked: not all pairs attend.
@@ -63,11 +60,7 @@ __device__ __forceinline__ void weigh_pairs(const Params& p, const BackwardSmem<
       s[n + e] = drop ? 0.0f : pair_p;
       // dS = P (dP - D)
       dp[n + e] = PairWeights<P>::grad(pair_p, pair_dp, e % 2 ? d.y : d.x);
-      if constexpr (P::kCaptureGrads > Policy::kGradsFromDs)
-        P::add_capture_grads(p, head, dp[n + e], dots[e], tile.at_q(n + e), tile.at_kv(n + e),
-                             [&](auto which, float* at, float value) {
-                               if constexpr (!Policy::is_from_ds(which)) sums.of_key(e / 2)(which, at, value);
-                             });
+      PairGrads<P>::add(p, head, tile, n, e, dp[n + e], dots, sums);
       // Where nothing attends a slope may be NaN.
       [[maybe_unused]] const float deciding = PairWeights<P>::kMasksDp ? dp[n + e] : pair_p;
       if constexpr (P::kScoreGrad) dp[n + e] = deciding == 0.0f ? 0.0f : dp[n + e] * slope[e];
@@ -96,7 +89,7 @@ __device__ __forceinline__ void wait_operands_empty(const BackwardSmem<P>& smem,
   // Before the first Q tile this does not wait. (Not wait_full(): i - 1 as one value changes the order of
   // code, NOTES.md#ptxas-orders-equal-sources-differently.)
   if constexpr (!Policy::kWide) barrier_wait<P>(smem.ds_full(i - 1), (i - 1) / 2 & 1);
-  if constexpr (Policy::kReadsDs) DsRing<P>::acquire(smem, i);
+  DsGrads<P>::acquire(smem, i);
   // Of this CTA's threads all have read the tiles that P and dS overwrite.
   DsExchange<P>::wait_read(smem, i);
 }

@@ -1,5 +1,6 @@
 // Gradients of captured tensors that are sums of dS, from dS in shared memory: [slice of 64
-// queries][key][64], swizzled as tiles of Q and K are. dS of a masked pair is zero.
+// queries][key][64], swizzled as tiles of Q and K are. dS of a masked pair is zero. DsGrads<P> says which
+// gradients a kernel has.
 #pragma once
 
 #include "flashjit/common/capture_grads.cuh"
@@ -96,22 +97,16 @@ __device__ __forceinline__ void sum_diagonals(unsigned ds, unsigned zeros, int h
   }
 }
 
-/// Adds what dS of Q tile i gives to gradients of captures, by the two warps that add dQ, each a half. The
-/// consumers wait for that before they overwrite dS.
+// What a tile of dS adds to, each by the two warps that add dQ; `half` tells them apart. The tile begins at
+// the pair (q, kv).
+
+/// Captures whose elements depend on key - query alone.
 template <class P>
-__device__ __forceinline__ void add_ds_grads(const Params& p, const BackwardSmem<P>& smem, unsigned i,
+struct DifferenceGrads {
+  static __device__ __forceinline__ void add(const Params& p, const BackwardSmem<P>& smem,
+                                             const typename P::Head& head, unsigned i, int q, int kv,
                                              int half) {
-  using Policy = BackwardPolicy<P>;
-  using Element = typename P::Element;
-  DsRing<P>::wait_full(smem, i);
-  __syncwarp();  // one lane was adding dQ
-  const QTileInfo& now = smem.q_tile(i);
-  if (now.head < 0) return;
-  const KvTileInfo<P>& kv_tile = smem.kv_tile_of(i);
-  const auto head = kv_tile.sequence.head(p, now.head);
-  const int q = now.tile * P::kBr, kv = kv_tile.kv_begin;
-  if constexpr (P::kDifferenceGrads > 0)
-    sum_diagonals<Element, Policy::kKeys, P::kBr>(
+    sum_diagonals<typename P::Element, BackwardPolicy<P>::kKeys, P::kBr>(
         smem.ds(i), smem.zeros(), half, [&](int difference, float sum) {
           P::add_capture_grads(p, head, sum, 0.0f, position(0), position(kv - q + difference),
                                [&](auto which, float* at, float value) {
@@ -119,13 +114,67 @@ __device__ __forceinline__ void add_ds_grads(const Params& p, const BackwardSmem
                                    add_by_runs(at, which.kOfScore ? sum : value);
                                });
         });
-  if constexpr (Policy::kAddsBiasGrad) {
-    const BiasTileGrad to = P::bias_tile_grad(p, head);
-    constexpr int kKeys = Policy::kKeys / 2;
-    add_bias_tile_grads<Element, Policy::kKeys, kKeys, P::kBr>(to, to.in_fours(p.seqlen_kv), smem.ds(i), q,
-                                                               kv, half * kKeys);
   }
-  DsRing<P>::release_thread(smem, i);
-}
+};
+/// A dense bias, of which every pair has an element.
+template <class P>
+struct BiasGrads {
+  static __device__ __forceinline__ void add(const Params& p, const BackwardSmem<P>& smem,
+                                             const typename P::Head& head, unsigned i, int q, int kv,
+                                             int half) {
+    const BiasTileGrad to = P::bias_tile_grad(p, head);
+    constexpr int kTileKeys = BackwardPolicy<P>::kKeys, kKeys = kTileKeys / 2;
+    add_bias_tile_grads<typename P::Element, kTileKeys, kKeys, P::kBr>(to, to.in_fours(p.seqlen_kv),
+                                                                       smem.ds(i), q, kv, half * kKeys);
+  }
+};
+
+/// The consumers' dS passes to the warps that add dQ, which make all `Grads` of it while dQ is on its way.
+template <class P, class... Grads>
+struct GradsOfDs {
+  using Smem = BackwardSmem<P>;
+  static constexpr bool kWholeWarps = true;
+
+  // The consumers' side.
+
+  /// Waits until dS of Q tile i may be written.
+  static __device__ __forceinline__ void acquire(const Smem& smem, unsigned i) {
+    DsRing<P>::acquire(smem, i);
+  }
+  /// There is no Q tile i any more.
+  static __device__ __forceinline__ void end(const Smem& smem, unsigned i) {
+    DsRing<P>::commit_thread(smem, i);
+  }
+
+  // The side of the warps that add dQ.
+
+  /// Adds what dS of Q tile i gives, by two warps, each a half.
+  static __device__ __forceinline__ void add(const Params& p, const Smem& smem, unsigned i, int half) {
+    DsRing<P>::wait_full(smem, i);
+    __syncwarp();  // one lane was adding dQ
+    const QTileInfo& now = smem.q_tile(i);
+    if (now.head < 0) return;
+    const KvTileInfo<P>& kv_tile = smem.kv_tile_of(i);
+    const auto head = kv_tile.sequence.head(p, now.head);
+    const int q = now.tile * P::kBr, kv = kv_tile.kv_begin;
+    (Grads::add(p, smem, head, i, q, kv, half), ...);
+    DsRing<P>::release_thread(smem, i);
+  }
+};
+/// None is made of dS: the consumers' own order says when dS may be written.
+template <class P>
+struct GradsOfDs<P> {
+  using Smem = BackwardSmem<P>;
+  static constexpr bool kWholeWarps = false;
+
+  static __device__ __forceinline__ void acquire(const Smem&, unsigned) {}
+  static __device__ __forceinline__ void end(const Smem&, unsigned) {}
+  static __device__ __forceinline__ void add(const Params&, const Smem&, unsigned, int) {}
+};
+template <class P, bool kBias = BackwardPolicy<P>::kAddsBiasGrad>
+using DsGrads = Conditional<
+    (P::kDifferenceGrads > 0),
+    Conditional<kBias, GradsOfDs<P, DifferenceGrads<P>, BiasGrads<P>>, GradsOfDs<P, DifferenceGrads<P>>>,
+    Conditional<kBias, GradsOfDs<P, BiasGrads<P>>, GradsOfDs<P>>>;
 
 }  // namespace flashjit::sm90

@@ -18,7 +18,7 @@ __device__ __forceinline__ unsigned kv_work_tiles(const Params& p) {
 
 /// Whether a head's first KV tiles are met by the most rows, and the last by the fewest.
 template <class P>
-constexpr bool kLptOrder = (P::kMaskBounds == 1 && !kLists<P>);
+constexpr bool kKvTileLptOrder = (P::kMaskBounds == 1 && !kLists<P>);
 
 /// The index, head by head, of the KV tile that comes as the `number`-th. Most heads come one after the
 /// other, so that CTAs read a head's Q together. The last heads come in LPT order (longest processing time
@@ -41,7 +41,7 @@ struct KvWorkTile {
     const unsigned splits = static_cast<unsigned>(num_splits<P>(p));
     split = static_cast<int>(number % splits);
     number /= splits;
-    if constexpr (kLptOrder<P>) number = lpt_order(p, number, kv_tiles<P>(p));
+    if constexpr (kKvTileLptOrder<P>) number = lpt_order(p, number, kv_tiles<P>(p));
     const int tiles = kv_tiles<P>(p), index = static_cast<int>(number % tiles);
     b = static_cast<int>(number / tiles / p.heads_kv);
     h_kv = static_cast<int>(number / tiles % p.heads_kv);

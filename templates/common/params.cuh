@@ -182,7 +182,7 @@ struct Params {
   /// read with kSplit only.
   FLASHJIT_IF_GRADIENTS float *dk_splits, *dv_splits;
   FLASHJIT_IF_GRADIENTS float* dsinks;
-  /// How many of the last [batch, heads_kv] come in lpt_order(); read with kLptOrder only.
+  /// How many of the last [batch, heads_kv] come in lpt_order(); read with kKvTileLptOrder only.
   FLASHJIT_IF_GRADIENTS int lpt_heads;
 
   /// Forward: rows are Q tiles, columns KV tiles; backward: the other way round.

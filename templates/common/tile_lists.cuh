@@ -41,6 +41,7 @@ template <class P>
 __device__ __forceinline__ int tile_of_entry(int entry) {
   return (kEntriesHaveRowBits<P> ? entry & ((1 << kListedRowsBit) - 1) : entry) >> 1;
 }
+__device__ __forceinline__ bool is_full(int entry) { return (entry & 1) != 0; }
 
 /// How many sets of lists there are: one for each batch entry and head that map and mask tell apart.
 template <class P>

@@ -57,9 +57,10 @@ struct KvTiles {
   __device__ int tile(int i) const { return tile_of_entry<P>(entry(i)); }
   /// Whether block map and mask let every pair of the tile attend.
   __device__ bool full(const Params& p, const typename P::Head& head, Range q, int entry) const {
-    if constexpr (kLists<P>) return entry & 1;
+    if constexpr (kLists<P>) return is_full(entry);
     if constexpr (!P::kHasMask) return true;
-    return mask_class<P>(p, head, q, tile_range(entry >> 1, P::kBc, head.seqlen_kv)) == TileClass::full;
+    return mask_class<P>(p, head, q, tile_range(tile_of_entry<P>(entry), P::kBc, head.seqlen_kv)) ==
+           TileClass::full;
   }
 };
 
@@ -99,10 +100,10 @@ struct QTiles {
   /// The index-th tile, as the compute loop needs to know it for the keys `kv`.
   __device__ StagedTile at(const Params& p, const typename P::Head& head, int index, int kv_tile, Range kv,
                            int seqused_kv) const {
-    const int tile = kLists<P> ? list[index] >> 1 : first + index;
+    const int tile = kLists<P> ? tile_of_entry<P>(list[index]) : first + index;
     StagedTile staged{head.h, tile, 1, 0};
     if constexpr (kLists<P>) {
-      staged.full = list[index] & 1;
+      staged.full = is_full(list[index]);
       if constexpr (P::kDeterministic) staged.dq_order = rank[tile];
     } else {
       if constexpr (P::kHasMask)

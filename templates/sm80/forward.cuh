@@ -55,13 +55,13 @@ __device__ void forward(const Params& p, const Maps&... maps) {
   const auto load_k = [&](int i) {
     if (i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
-    KvLoader<P>::template load<Policy::kKColumns>(smem, smem.k(i), k, list, p, b, kv, seqused_kv - kv);
+    KvTileLoader<P>::template load<Policy::kKColumns>(smem, smem.k(i), k, list, p, b, kv, seqused_kv - kv);
     load_key_scales<P>(smem.k_scales(i), k_scales, kv, seqused_kv - kv);
   };
   const auto load_v = [&](int i) {
     if (P::kSharedKv || i < 0 || i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
-    KvLoader<P>::template load<Policy::kVColumns>(smem, smem.v(i), v, list, p, b, kv, seqused_kv - kv);
+    KvTileLoader<P>::template load<Policy::kVColumns>(smem, smem.v(i), v, list, p, b, kv, seqused_kv - kv);
     load_key_scales<P>(smem.v_scales(i), v_scales, kv, seqused_kv - kv);
   };
   const QBits<P>* q_rows =
@@ -73,7 +73,7 @@ __device__ void forward(const Params& p, const Maps&... maps) {
   unsigned q_fragments[P::kQInRegisters ? Policy::kQSteps : 1][kMt][4];
   const unsigned q_offset = matrix_offset<true>(pitch(Policy::kQColumns));
   const unsigned k_offset =
-      matrix_offset<false>(pitch(Policy::kKColumns)) + first_key<P>() * pitch(Policy::kKColumns) * 2;
+      matrix_offset<false>(pitch(Policy::kKColumns)) + first_key_of_warp<P>() * pitch(Policy::kKColumns) * 2;
   const unsigned v_offset =
       Policy::kCodeProducts ? lane * Policy::kVPitch * 2 : matrix_offset<true>(Policy::kVPitch);
   const auto load_q = [&](unsigned(&a)[4], int mt, int k) {
@@ -99,7 +99,7 @@ __device__ void forward(const Params& p, const Maps&... maps) {
     if (P::kKeyScales) scale_keys<P>(s, smem.k_scales(i));
     end_qk<P>(smem, i, load_k);
 
-    const int tile_begin = tiles.tile(i) * P::kBc, kv_begin = tile_begin + first_key<P>();
+    const int tile_begin = tiles.tile(i) * P::kBc, kv_begin = tile_begin + first_key_of_warp<P>();
     const Position q_position = position(q_begin + warp_row(0) + lane / 4);
     const Position kv_position = position(kv_begin + lane % 4 * 2);
     const auto at_q = [&](int mt, int e) { return q_position + (mt * 16 * Policy::kRowWarps + e / 2 * 8); };

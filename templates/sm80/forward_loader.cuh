@@ -38,7 +38,7 @@ template <class P, class LoadK, class LoadV>
 __device__ __forceinline__ void begin_step(ForwardSmem<P>& smem, int i, const LoadK& load_k,
                                            const LoadV& load_v) {
   P::Copies::template wait<ForwardPolicy<P>::kPendingCopies>();
-  KvLoader<P>::template put<ForwardPolicy<P>::kKColumns>(smem, smem.k(i));
+  KvTileLoader<P>::template put<ForwardPolicy<P>::kKColumns>(smem, smem.k(i));
   __syncthreads();
   if constexpr (P::kStages > 1) load_k(i + P::kStages - 1);
   load_v(v_with<P>(i + P::kStages - 1));
@@ -50,7 +50,7 @@ template <class P, class LoadK>
 __device__ __forceinline__ void end_qk(ForwardSmem<P>& smem, int i, const LoadK& load_k) {
   if constexpr (P::kStages == 1 && !P::kSharedKv) {
     P::Copies::template wait<0>();
-    KvLoader<P>::template put<ForwardPolicy<P>::kVColumns>(smem, smem.v(i));
+    KvTileLoader<P>::template put<ForwardPolicy<P>::kVColumns>(smem, smem.v(i));
     __syncthreads();
     load_k(i + 1);
     P::Copies::commit();
@@ -78,7 +78,7 @@ __device__ __forceinline__ void run_steps(ForwardSmem<P>& smem, int count, const
     if constexpr (P::kStages == 1) {
       __syncthreads();
       load_v(count - 1);
-      KvLoader<P>::template put<ForwardPolicy<P>::kVColumns>(smem, smem.v(count - 1));
+      KvTileLoader<P>::template put<ForwardPolicy<P>::kVColumns>(smem, smem.v(count - 1));
       P::Copies::commit();
     }
   } else {

@@ -1,4 +1,4 @@
-// A program of O's elements (kOutMod), before PlainOutput<P> of forward_output.cuh stores them; Output<P>
+// A program of O's elements (kOutMod), before StoredOutput<P> of forward_output.cuh stores them; Output<P>
 // names one of both.
 #pragma once
 
@@ -18,7 +18,7 @@ struct ModifiedOutput {
     scale_tile<P>(o, scale);
     if (p.out_mod.data != nullptr) store_before(p, sequence, h, first_q, seqlen_q, first, o);
     modify(p, sequence.head(p, h), first_q, first, o);
-    PlainOutput<P>::store(p, sequence, h, split, q_begin, row, seqlen_q, lane, o_tile, o, {1.0f, 1.0f});
+    StoredOutput<P>::store(p, sequence, h, split, q_begin, row, seqlen_q, lane, o_tile, o, {1.0f, 1.0f});
   }
 
  private:
@@ -53,6 +53,6 @@ struct ModifiedOutput {
 };
 
 template <class P>
-using Output = Conditional<P::kOutMod, ModifiedOutput<P>, PlainOutput<P>>;
+using Output = Conditional<P::kOutMod, ModifiedOutput<P>, StoredOutput<P>>;
 
 }  // namespace flashjit::sm80

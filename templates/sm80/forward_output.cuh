@@ -1,5 +1,5 @@
-// Where an m16 tile of O goes at the end of the forward pass; PlainOutput<P> names one of these types. A warp
-// has all columns, or those of its column_part(), and `row` is its first row within the Q tile.
+// Where an m16 tile of O goes at the end of the forward pass; StoredOutput<P> names one of these types. A
+// warp has all columns, or those of its column_part(), and `row` is its first row within the Q tile.
 #pragma once
 
 #include "flashjit/common/out_element.cuh"
@@ -113,7 +113,7 @@ struct SharedColumnsOutput {
 };
 
 template <class P>
-using PlainOutput = Conditional<
+using StoredOutput = Conditional<
     P::kSplit, Conditional<ForwardPolicy<P>::kSharesRows, SplitColumnsOutput<P>, SplitOutput<P>>,
     Conditional<P::kFp32Out, Fp32Output<P>,
                 Conditional<ForwardPolicy<P>::kSharesRows, SharedColumnsOutput<P>, SharedOutput<P>>>>;

@@ -62,7 +62,7 @@ __device__ __forceinline__ int column_part() {
 }
 /// The first of a KV tile's keys for which this warp computes S.
 template <class P>
-__device__ __forceinline__ int first_key() {
+__device__ __forceinline__ int first_key_of_warp() {
   return column_part<P>() % ForwardPolicy<P>::kParts * ForwardPolicy<P>::kNt * 8;
 }
 

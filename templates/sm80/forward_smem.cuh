@@ -11,7 +11,7 @@ namespace flashjit::sm80 {
 /// O lies over Q, when all warps are done with Q. What is on its way to K's or V's tile belongs to it, and
 /// the count of skipped tiles: one more variable that the steps capture would change the machine code.
 template <class P>
-struct ForwardSmem : KvLoader<P>::Held, SkippedTiles<P::kSkipSoftmax> {
+struct ForwardSmem : KvTileLoader<P>::Held, SkippedTiles<P::kSkipSoftmax> {
   using Policy = ForwardPolicy<P>;
   static constexpr ForwardLayout kLayout = Policy::kLayout;
 

@@ -1,8 +1,7 @@
-// How a tile of K or V gets from global memory to shared memory; KvLoader<P> names one of the types below.
-// All have load<kColumns>(held, tile, from, list, p, b, first, valid), which starts the copies of the keys
-// from `first` on; keys from `valid` on, and keys that the source does not read, become zeros;
-// `list()` is the query's list of keys. put<kColumns>(held, tile) ends them, where they wait in registers,
-// `Held`.
+// How a tile of K or V gets from global memory to shared memory; KvTileLoader<P> names one of the types
+// below. All have load<kColumns>(held, tile, from, list, p, b, first, valid), which starts the copies of the
+// keys from `first` on; keys from `valid` on, and keys that the source does not read, become zeros; `list()`
+// is the query's list of keys. put<kColumns>(held, tile) ends them, where they wait in registers, `Held`.
 #pragma once
 
 #include "flashjit/common/decoded_kv.cuh"
@@ -157,7 +156,7 @@ struct TmaKvLoader;  // kv_loader_tma.cuh
 template <class P>
 struct TmaKvSources;
 template <class P>
-using KvLoader =
+using KvTileLoader =
     Conditional<P::kTma, TmaKvLoader<P>, Conditional<kDecodesKv<P>, DecodedKvLoader<P>, CopyingKvLoader<P>>>;
 /// What it loads from.
 template <class P>

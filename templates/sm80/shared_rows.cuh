@@ -116,8 +116,8 @@ __device__ __forceinline__ void store_p(const ForwardScores<P>& s, const Forward
 #pragma unroll
         for (int half = 0; half < 2; ++half) words[half] &= ~(later ? masks[2 + half] : masks[half]);
       }
-      char* at =
-          smem.p_tile() + ((warp_row(mt) + lane / 4) * kPitch + first_key<P>() + nt * 8 + lane % 4 * 2) * 2;
+      char* at = smem.p_tile() +
+                 ((warp_row(mt) + lane / 4) * kPitch + first_key_of_warp<P>() + nt * 8 + lane % 4 * 2) * 2;
       *reinterpret_cast<unsigned*>(at) = words[0];
       *reinterpret_cast<unsigned*>(at + 8 * kPitch * 2) = words[1];
     }

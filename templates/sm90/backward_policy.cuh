@@ -32,7 +32,7 @@ struct BackwardPolicy {
   // Or each CTA has half of all columns. NOTES.md#columns-split-above-d256
   static constexpr bool kSplitsColumns = kLayout.splits_columns();
   /// Of the KV tile, a CTA's first key.
-  static __device__ int first_key(int rank) { return kSplitsColumns ? 0 : rank * kKeys; }
+  static __device__ int first_key_of_cta(int rank) { return kSplitsColumns ? 0 : rank * kKeys; }
   // Of a tensor's columns, a CTA's.
   static __device__ int first_column(int columns) {
     return kSplitsColumns ? rank() * cta_columns(columns, true) : 0;

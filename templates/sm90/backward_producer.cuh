@@ -114,7 +114,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     }
     send_tile_index(p, smem, n, index);
     const int kv_slot = n % Policy::kLayout.kept_kv_tiles(), batch = sequence.batch();
-    const int own = Policy::first_key(Policy::rank()), kv_begin = work.kv_tile * P::kBc + own;
+    const int own = Policy::first_key_of_cta(Policy::rank()), kv_begin = work.kv_tile * P::kBc + own;
     smem.kv_tiles()[kv_slot] = {sequence, work.h_kv, kv_begin, sequence.seqused_kv(p)};
     // Without keys of its own a CTA loads none, and the consumers clear the tile.
     const bool has_keys = !Policy::kSumsDq || !kForeignKeys<P> || kv_begin < sequence.seqused_kv(p);

@@ -28,7 +28,7 @@ template <class P>
 __device__ __forceinline__ void clear_foreign_keys(const Params& p, const BackwardSmem<P>& smem, unsigned i,
                                                    int wg) {
   using Policy = BackwardPolicy<P>;
-  const int own = Policy::first_key(Policy::rank()), valid = smem.seqused_kv(p, i) - smem.kv_begin(i);
+  const int own = Policy::first_key_of_cta(Policy::rank()), valid = smem.seqused_kv(p, i) - smem.kv_begin(i);
   if (valid + own >= P::kBc) return;
   DoutRing<P>::wait_full(smem, i);
   clear_rows<Policy::kKeys, Policy::kCtaDim>(smem.pointer(smem.k()), valid);

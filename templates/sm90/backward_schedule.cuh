@@ -80,7 +80,7 @@ __device__ __forceinline__ bool writes_dq(const Params& p) {
 /// The keys of CTA `rank` of a cluster.
 template <class P>
 __device__ __forceinline__ CtaKeys cta_keys(const Params& p, int rank) {
-  return {BackwardPolicy<P>::first_key(rank), BackwardPolicy<P>::kKeys, writes_dq<P>(p)};
+  return {BackwardPolicy<P>::first_key_of_cta(rank), BackwardPolicy<P>::kKeys, writes_dq<P>(p)};
 }
 
 /// Finds the stats of the rows of the cluster's KV tile, by all warps but the producer's, and says so to all

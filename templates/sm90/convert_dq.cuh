@@ -82,7 +82,7 @@ template <class P>
 __device__ __forceinline__ bool is_to_clear(const Params& p, const Progress& now) {
   const long long tiles = kv_work_tiles_of_head<P>(p), pieces = pieces_to_clear(p);
   const long long qhead_per_kvhead = p.qhead_per_kvhead();
-  if constexpr (kLptOrder<P>) {
+  if constexpr (kKvTileLptOrder<P>) {
     const long long before_lpt = (p.heads_kv * p.batch - p.lpt_heads) * tiles - now.kv_tiles;
     if (before_lpt * qhead_per_kvhead < (p.heads_cleared + qhead_per_kvhead) * tiles) return true;
   }

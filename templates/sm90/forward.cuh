@@ -27,7 +27,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   using Storage = ForwardStorage<P>;
   using Weights = RowWeights<P>;
   int round = 0, i = 0;  // the work tile, and the KV tile among its own, whose last is 0
-  SoftmaxRows<P> rows;
+  RowState<P> rows;
   int kv_begin = 0;   // the first key of the KV tile
   bool full = false;  // every pair of the KV tile attends
   int entry = 0;      // of the KV tile's list; read a step ahead where consumers read it
@@ -68,8 +68,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     }
   };
   const auto start_o = [&] { start_pv<P>(o, p_operand, v_tile, adds); };
-  const auto look_at = [&](int n) {
-    look_at_tile(p, smem, smem.work(round), rows, n, i, wg, kv_begin, full, entry);
+  const auto find = [&](int n) {
+    find_tile(p, smem, smem.work(round), rows, n, i, wg, kv_begin, full, entry);
   };
   int last = -1;  // the KV tile that was computed last
   const auto computes = [&](int n, bool is_first) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (has_previous) Weights::finalize(p, smem.work(round - 1), rows, wg, scale, state);  // LSE = m + log(l)
     rows.begin(p, smem.work(round), wg);
     if constexpr (kConvertsQ<P>) rows.k_scale[0] *= q_scale[0], rows.k_scale[1] *= q_scale[1];
-    look_at(n);
+    find(n);
     draw_early();
     start_bias(n);
     finish_bias(n);
@@ -162,7 +162,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       wgmma_commit();
       ping_pong_arrive(smem, wg);
       find_descriptors(smem, n + 1, wg, k_tile, v_tile);
-      look_at(n);
+      find(n);
       draw_early();
       finish_bias(n);
       end_qk(smem, s, n, wg, round, i == 0);

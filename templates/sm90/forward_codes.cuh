@@ -104,7 +104,7 @@ struct KeyFactorFinder {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     int n = 0;
     for_each_work_tile(smem, [&](const WorkTile<P>& work) {
-      const int h_kv = work.h / p.qhead_per_kvhead(), first_key = work.first_key(p);
+      const int h_kv = work.h / p.qhead_per_kvhead(), first_key = work.first_key_read(p);
       const KvScales<P> k_scales(p, p.k_scale, work.sequence, h_kv, first_key),
           v_scales(p, p.v_scale, work.sequence, h_kv, first_key);
       const float of_all = q_scale<P>(p, work.sequence.b, h_kv) * (P::kHasScore ? 1.0f : p.softmax_scale);
@@ -148,8 +148,8 @@ __device__ __forceinline__ void pack_codes(POperand<P>& codes, const SAccumulato
 }
 /// Zeros where dropout drops a pair.
 template <class P>
-__device__ __forceinline__ void drop_codes(const Params& p, const WorkTile<P>& work,
-                                           const SoftmaxRows<P>& rows, int kv_begin, POperand<P>& codes) {
+__device__ __forceinline__ void drop_codes(const Params& p, const WorkTile<P>& work, const RowState<P>& rows,
+                                           int kv_begin, POperand<P>& codes) {
   constexpr unsigned kOfEachHalf = 0x6420;
 #pragma unroll
   for (int keys = 0; keys < P::kBc / 16; ++keys) {
@@ -222,7 +222,7 @@ __device__ __forceinline__ void consume_codes(const Params& p, const TensorMaps&
       break;
     }
     if (kConsumersReadList<P>) entry = work.kv_tiles.entry(i);
-    SoftmaxRows<P> rows;
+    RowState<P> rows;
     rows.begin(p, work, wg);
     OAccumulator<P> o = {};
     float rescale[2], scale[2];
@@ -238,7 +238,7 @@ __device__ __forceinline__ void consume_codes(const Params& p, const TensorMaps&
       SAccumulator<P> s;
       start_qk<P>(s, tile_descriptor(smem.q(wg, round), 0), tile_descriptor(smem.k(n), 0));  // S = Q K^T
       if (!kTurnEndsWithP<P>) ping_pong_arrive(smem, wg);
-      look_at_tile(p, smem, work, rows, n, i, wg, kv_begin, full, entry);
+      find_tile(p, smem, work, rows, n, i, wg, kv_begin, full, entry);
       fill([](const auto& warp_rows) { warp_rows.finish(); });
       wgmma_wait<0>();
       pin(s);

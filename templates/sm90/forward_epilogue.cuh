@@ -41,7 +41,7 @@ using RunningState = Conditional<kJoinsState<P>, JoinedState<P>, NoState<P>>;
 /// Writes LSE = m + log(l) of the rows; `scale` is what O must be multiplied by, 1 / l.
 template <class P>
 __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>& work,
-                                              const SoftmaxRows<P>& rows, int wg, float (&scale)[2],
+                                              const RowState<P>& rows, int wg, float (&scale)[2],
                                               RunningState<P>& state) {
   const float to_log2[] = {exponent_scale(p, rows, 0), exponent_scale(p, rows, 1)};
   float lse[2], highest[2];

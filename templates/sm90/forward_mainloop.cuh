@@ -93,7 +93,7 @@ __device__ __forceinline__ void wait_k(const ForwardStorage<P>& smem, int n, boo
 /// hide. `rows` and `kv_begin` are still tile n's.
 template <class P>
 __device__ __forceinline__ void wait_v(const ForwardStorage<P>& smem, int n, bool ready, int wg,
-                                       const SoftmaxRows<P>& rows, int kv_begin) {
+                                       const RowState<P>& rows, int kv_begin) {
   if (!ready) VRing<P>::wait_full(smem, n);
   if constexpr (kLoadsCodes<P>) return;  // zeros already, and published
   if constexpr (kGathers<P>) return publish_to_async_proxy();
@@ -256,9 +256,9 @@ __device__ __forceinline__ void skip_work_tile(const ForwardStorage<P>& smem, in
 }
 /// Finds the keys of tile n, KV tile i of its work tile, and whether all pairs attend.
 template <class P>
-__device__ __forceinline__ void look_at_tile(const Params& p, const ForwardStorage<P>& smem,
-                                             const WorkTile<P>& work, SoftmaxRows<P>& rows, int n, int i,
-                                             int wg, int& kv_begin, bool& full, int& entry) {
+__device__ __forceinline__ void find_tile(const Params& p, const ForwardStorage<P>& smem,
+                                          const WorkTile<P>& work, RowState<P>& rows, int n, int i, int wg,
+                                          int& kv_begin, bool& full, int& entry) {
   static_assert(kProducerPostsEntries<P> || !kEntriesHaveRowBits<P>);
   if constexpr (!kConsumersReadList<P>)
     entry = kProducerPostsEntries<P> ? smem.entry(n) : work.kv_tiles.entry(i);
@@ -269,10 +269,10 @@ __device__ __forceinline__ void look_at_tile(const Params& p, const ForwardStora
     for (int word = 0; word < P::kBc / 32; ++word) full = full && rows.present[word] == ~0u;
   } else if constexpr (kEntriesHaveRowBits<P>) {
     const bool met = meets(smem, n, wg);
-    full = met && (entry & 1);
+    full = met && is_full(entry);
     rows.seqused_kv = met ? work.sequence.seqused_kv(p) : 0;  // a tile that is not met is masked whole
   } else if constexpr (kProducerPostsEntries<P>)
-    full = entry & 1;
+    full = is_full(entry);
   else
     full = kv_begin + P::kBc <= rows.full_keys.end &&
            (kFullTilesByBounds<P> ? rows.full_keys.begin <= kv_begin
@@ -301,7 +301,7 @@ __device__ __forceinline__ void fill_bias(const Params& p, const TensorMaps& map
 /// Draws what dropout drops of 16 keys of P.
 template <class P>
 __device__ __forceinline__ void draw_dropout(const Params& p, const WorkTile<P>& work,
-                                             const SoftmaxRows<P>& rows, int kv_begin, int keys,
+                                             const RowState<P>& rows, int kv_begin, int keys,
                                              unsigned (&dropped)[4]) {
   drop_masks<P>(dropped, p, dropout_head<P>(p, work.sequence.b, work.h), rows.first_query(),
                 kv_begin + keys * 16 + static_cast<int>(threadIdx.x) % 4 * 2);
@@ -312,7 +312,7 @@ __device__ __forceinline__ void draw_dropout(const Params& p, const WorkTile<P>&
 /// P = exp2(S - m) of tile n; O is multiplied by `rescale` then.
 template <class P, int kValues>
 __device__ __forceinline__ void weigh_tile(const Params& p, const ForwardStorage<P>& smem,
-                                           const WorkTile<P>& work, SoftmaxRows<P>& rows, int n, int kv_begin,
+                                           const WorkTile<P>& work, RowState<P>& rows, int n, int kv_begin,
                                            unsigned bias, bool full, bool first, float (&scores)[kValues],
                                            float (&rescale)[2]) {
   if (kSkipsIdleWarps<P> && rows.warp_is_idle()) {
@@ -338,7 +338,7 @@ __device__ __forceinline__ void begin_o(OAccumulator<P>& o, int& adds) {
 template <class P>
 __device__ __forceinline__ void end_last_work_tile(const Params& p, const TensorMaps& maps,
                                                    const ForwardStorage<P>& smem, const WorkTile<P>& work,
-                                                   int wg, SoftmaxRows<P>& rows, RunningState<P>& state,
+                                                   int wg, RowState<P>& rows, RunningState<P>& state,
                                                    float (&scale)[2], OAccumulator<P>& o) {
   wgmma_commit();
   RowWeights<P>::finalize(p, work, rows, wg, scale, state);

@@ -11,7 +11,7 @@ template <class P>
 struct MaskOfPairs {
   template <int kCount>
   static __device__ __forceinline__ void apply(const Params& p, const WorkTile<P>& work,
-                                               const SoftmaxRows<P>& rows, int kv_begin, float (&s)[kCount]) {
+                                               const RowState<P>& rows, int kv_begin, float (&s)[kCount]) {
     const int lane = threadIdx.x % 32, row = rows.first_query(), column = kv_begin + lane % 4 * 2;
     const Position row_position = position(row), column_position = position(column);
     const bool any = kTestsMask<P> || P::mask(p, rows.head, row_position, column_position);
@@ -54,7 +54,7 @@ struct MaskOfPairs {
 template <class P>
 struct MaskOfEntries {
   template <int kCount>
-  static __device__ __forceinline__ void apply(const Params&, const WorkTile<P>&, const SoftmaxRows<P>& rows,
+  static __device__ __forceinline__ void apply(const Params&, const WorkTile<P>&, const RowState<P>& rows,
                                                int, float (&s)[kCount]) {
     const int of_lane = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll

@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
   for_each_work_tile(smem, [&](const WorkTile<P>& work) {
     const int h_kv = work.h / p.qhead_per_kvhead();
     const auto begin_of = [&](int i) { return tile_of_entry<P>(work.kv_tiles.entry(i)) * P::kBc; };
-    const int first_key = work.first_key(p);
+    const int first_key = work.first_key_read(p);
     int page = KvTileCoord<P>::page_of_tile(p, work.sequence, begin_of(work.count() - 1), first_key);
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {

@@ -56,7 +56,7 @@ template <class P>
 struct LineUnit {
   float unit, slope, line[2];
 
-  __device__ __forceinline__ LineUnit(const Params& p, const SoftmaxRows<P>& rows, int row, int column) {
+  __device__ __forceinline__ LineUnit(const Params& p, const RowState<P>& rows, int row, int column) {
     unit = fmaxf(p.softmax_scale, 1e-30f);
     slope = __fdividef(P::score_slope(p, rows.head), unit);
 #pragma unroll
@@ -81,7 +81,7 @@ struct LineUnit {
 };
 template <class P>
 struct PlainUnit {
-  __device__ __forceinline__ PlainUnit(const Params&, const SoftmaxRows<P>&, int, int) {}
+  __device__ __forceinline__ PlainUnit(const Params&, const RowState<P>&, int, int) {}
   template <int kCount>
   __device__ __forceinline__ float max_of_row(float so_far, float top, float (&s)[kCount], int half,
                                               bool by_bits) const {

@@ -108,7 +108,7 @@ __device__ __forceinline__ float2 factors_of_keys(const KeyFactors<true>& keys, 
 /// The softmax state of a warpgroup's rows of a Q tile. A thread has two rows, the second eight after the
 /// first.
 template <class P>
-struct SoftmaxRows : HeadScales<P>, PresentKeys<P::kIndices>, KeyFactors<kKeyFactors<P>> {
+struct RowState : HeadScales<P>, PresentKeys<P::kIndices>, KeyFactors<kKeyFactors<P>> {
   Range q{0, 0};          ///< the warpgroup's queries
   Range full_keys{0, 0};  ///< that all of them attend to
   int seqused_kv = 0;
@@ -144,7 +144,7 @@ struct SoftmaxRows : HeadScales<P>, PresentKeys<P::kIndices>, KeyFactors<kKeyFac
 
 /// What takes S of one of a thread's rows to exponents of a power of two.
 template <class P>
-__device__ __forceinline__ float exponent_scale(const Params& p, const SoftmaxRows<P>& rows, int half) {
+__device__ __forceinline__ float exponent_scale(const Params& p, const RowState<P>& rows, int half) {
   if constexpr (kKeyFactors<P>) return kLog2E;
   return P::kHasScore ? scale_operand<P>(p) : rows.times_k_scale(scale_operand<P>(p), half);
 }

@@ -27,14 +27,14 @@ __device__ __forceinline__ void scale_keys(float (&s)[kCount], const float* scal
 
 /// S *= K's scale, where a program makes scores of it, or keys have their own.
 template <class P, int kCount>
-__device__ __forceinline__ void scale_products(const KeyFactors<true>& keys, const SoftmaxRows<P>&,
+__device__ __forceinline__ void scale_products(const KeyFactors<true>& keys, const RowState<P>&,
                                                float (&s)[kCount]) {
   apply_to_keys(
       s, [&](int n) { return factors_of_keys<P, kOfScore>(keys, n); },
       [](float& score, float scale) { score *= scale; });
 }
 template <class P, int kCount>
-__device__ __forceinline__ void scale_products(const KeyFactors<false>&, const SoftmaxRows<P>& rows,
+__device__ __forceinline__ void scale_products(const KeyFactors<false>&, const RowState<P>& rows,
                                                float (&s)[kCount]) {
   if (kHeadScales<P> && P::kHasScore) {
 #pragma unroll
@@ -55,7 +55,7 @@ __device__ __forceinline__ void add_log_of_v_scales(const KeyFactors<false>&, fl
 
 /// Calls score(S, n, q, kv) for each value n of S, and the positions of its query and key.
 template <class P, int kCount, class Score>
-__device__ __forceinline__ void score_pairs(const SoftmaxRows<P>& rows, int kv_begin, float (&s)[kCount],
+__device__ __forceinline__ void score_pairs(const RowState<P>& rows, int kv_begin, float (&s)[kCount],
                                             const Score& score) {
   const Position row = position(rows.first_query()),
                  column = position(kv_begin + static_cast<int>(threadIdx.x) % 4 * 2);
@@ -69,13 +69,13 @@ __device__ __forceinline__ void score_pairs(const SoftmaxRows<P>& rows, int kv_b
 template <class P>
 struct NoScore {  // or a line, which the softmax adds
   template <int kCount>
-  static __device__ __forceinline__ void apply(const Params&, const SoftmaxRows<P>&, int, unsigned,
-                                               const float*, float (&)[kCount]) {}
+  static __device__ __forceinline__ void apply(const Params&, const RowState<P>&, int, unsigned, const float*,
+                                               float (&)[kCount]) {}
 };
 template <class P>
 struct ScoreOfPairs {
   template <int kCount>
-  static __device__ __forceinline__ void apply(const Params& p, const SoftmaxRows<P>& rows, int kv_begin,
+  static __device__ __forceinline__ void apply(const Params& p, const RowState<P>& rows, int kv_begin,
                                                unsigned, const float*, float (&s)[kCount]) {
     score_pairs(rows, kv_begin, s, [&](float score, int, Position q, Position kv) {
       return P::score(p, rows.head, score, q, kv);
@@ -85,7 +85,7 @@ struct ScoreOfPairs {
 template <class P>
 struct ScoreOfTerms {
   template <int kCount>
-  static __device__ __forceinline__ void apply(const Params& p, const SoftmaxRows<P>& rows, int kv_begin,
+  static __device__ __forceinline__ void apply(const Params& p, const RowState<P>& rows, int kv_begin,
                                                unsigned, const float* column_terms, float (&s)[kCount]) {
     const Position row = position(rows.first_query()),
                    column = position(kv_begin + static_cast<int>(threadIdx.x) % 4 * 2);
@@ -102,7 +102,7 @@ struct ScoreOfTerms {
 template <class P>
 struct ScoreOfBias {
   template <int kCount>
-  static __device__ __forceinline__ void apply(const Params& p, const SoftmaxRows<P>& rows, int kv_begin,
+  static __device__ __forceinline__ void apply(const Params& p, const RowState<P>& rows, int kv_begin,
                                                unsigned bias, const float*, float (&s)[kCount]) {
     unsigned elements[4];
     score_pairs(rows, kv_begin, s, [&](float score, int n, Position q, Position kv) {

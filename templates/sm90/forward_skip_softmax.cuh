@@ -11,7 +11,7 @@ namespace flashjit::sm90 {
 
 /// The largest score of each of a thread's rows in a KV tile, and whether any row of the warp wants it.
 template <class P>
-__device__ __forceinline__ bool find_tile_max(const Params& p, const SoftmaxRows<P>& rows,
+__device__ __forceinline__ bool find_tile_max(const Params& p, const RowState<P>& rows,
                                               const SAccumulator<P>& s, float (&tile_max)[2]) {
   bool wanted = false;
 #pragma unroll
@@ -29,9 +29,8 @@ __device__ __forceinline__ bool find_tile_max(const Params& p, const SoftmaxRows
 /// What online_softmax() makes of S, bit by bit, where the KV tile's maxima are known: P = exp2(S * scale -
 /// m), with m and l carried on, and what O must be multiplied by.
 template <class P>
-__device__ __forceinline__ void weigh_wanted(const Params& p, SoftmaxRows<P>& rows,
-                                             const float (&tile_max)[2], SAccumulator<P>& s,
-                                             float (&rescale)[2]) {
+__device__ __forceinline__ void weigh_wanted(const Params& p, RowState<P>& rows, const float (&tile_max)[2],
+                                             SAccumulator<P>& s, float (&rescale)[2]) {
   const ScoreUnit<P> unit(p, rows, 0, 0);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -56,9 +55,9 @@ __device__ __forceinline__ void weigh_wanted(const Params& p, SoftmaxRows<P>& ro
 /// S becomes P = exp2(S - m), unless no row of the warpgroup wants the KV tile: whether one does. A work
 /// tile's `first` KV tile is always computed, so that there is an O.
 template <class P>
-__device__ __forceinline__ bool weigh_unless_far(const Params& p, const WorkTile<P>& work,
-                                                 SoftmaxRows<P>& rows, int barrier, int kv_begin, bool full,
-                                                 bool first, SAccumulator<P>& s, float (&rescale)[2]) {
+__device__ __forceinline__ bool weigh_unless_far(const Params& p, const WorkTile<P>& work, RowState<P>& rows,
+                                                 int barrier, int kv_begin, bool full, bool first,
+                                                 SAccumulator<P>& s, float (&rescale)[2]) {
   const bool idle = kSkipsIdleWarps<P> && rows.warp_is_idle();
   if (!full && !idle) ScoreMask<P>::apply(p, work, rows, kv_begin, s);
   rescale[0] = rescale[1] = 1.0f;
@@ -73,8 +72,8 @@ __device__ __forceinline__ bool weigh_unless_far(const Params& p, const WorkTile
 /// Waits for S of KV tile n, releases K, and makes scores of S.
 template <class P>
 __device__ __forceinline__ void find_scores(const Params& p, const ForwardStorage<P>& smem,
-                                            const SoftmaxRows<P>& rows, int n, int wg, int round,
-                                            bool last_of_q, int kv_begin, unsigned bias, SAccumulator<P>& s) {
+                                            const RowState<P>& rows, int n, int wg, int round, bool last_of_q,
+                                            int kv_begin, unsigned bias, SAccumulator<P>& s) {
   end_qk(smem, s, n, wg, round, last_of_q);
   scale_products(rows, rows, s);
   ScoreStage<P>::apply(p, rows, kv_begin, bias, smem.column_terms(n) + threadIdx.x % 4 * 2, s);
@@ -89,7 +88,7 @@ __device__ __forceinline__ void consume_wanted(const Params& p, const TensorMaps
   using Storage = ForwardStorage<P>;
   int round = 0, i = 0, n = 0, kv_begin = 0, entry = 0, skipped = 0;
   bool full = false, wanted = false;
-  SoftmaxRows<P> rows;
+  RowState<P> rows;
   OAccumulator<P> o = {};
   SAccumulator<P> s;
   POperand<P> p_operand;
@@ -122,7 +121,7 @@ __device__ __forceinline__ void consume_wanted(const Params& p, const TensorMaps
   // From S, which is under way, to P.
   const auto weigh = [&](bool first) {
     find_descriptors(smem, n + 1, wg, k_tile, v_tile);
-    look_at_tile(p, smem, smem.work(round), rows, n, i, wg, kv_begin, full, entry);
+    find_tile(p, smem, smem.work(round), rows, n, i, wg, kv_begin, full, entry);
     fill([](const auto& warp_rows) { warp_rows.finish(); });
     find_scores<P>(p, smem, rows, n, wg, round, i == 0, kv_begin, bias, s);
     return weigh_unless_far<P>(p, smem.work(round), rows, smem.warpgroup_barrier(wg), kv_begin, full, first,

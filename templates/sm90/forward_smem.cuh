@@ -61,7 +61,7 @@ struct ForwardStorage {
   __device__ unsigned o(int wg) const {
     return base + kLayout.o() + wg * tile_bytes(kWarpgroupRows, P::kHeadDimV);
   }
-  /// A tile of codes of K or V, and its keys' scales. `c` is code_tile_k() or code_tile_v().
+  /// A tile of codes of K or V, and its keys' scales. `c` is code_index_k() or code_index_v().
   __device__ unsigned codes(Count c) const {
     return base + kLayout.code_tiles() + c % kCodeSlots * kLayout.code_slot_bytes();
   }
@@ -133,32 +133,32 @@ struct ForwardStorage {
   // ring, in the order of their loads: K of the next tile before V of this one. Where codes are multiplied it
   // has V's alone. Where rows are decoded K and V have every second slot each: their readers do not wait for
   // each other, so that neither may meet the other's phase of a barrier. Latents have all.
-  __device__ Count code_tile_k(Count n) const {
+  __device__ Count code_index_k(Count n) const {
     if (kDecodesLatents<P>) return n;
     return kDecodesKv<P> ? 2 * n : n > 0 ? 2 * n - 1 : 0;
   }
-  __device__ Count code_tile_v(Count n) const {
+  __device__ Count code_index_v(Count n) const {
     return kDecodesKv<P> ? 2 * n + 1 : kCodeProducts<P> ? n : 2 * n + 2;
   }
-  __device__ unsigned raw_k(Count n) const { return kConvertsKv<P> ? codes(code_tile_k(n)) : k(n); }
-  __device__ unsigned raw_v(Count n) const { return kLoadsCodes<P> ? codes(code_tile_v(n)) : v(n); }
+  __device__ unsigned raw_k(Count n) const { return kConvertsKv<P> ? codes(code_index_k(n)) : k(n); }
+  __device__ unsigned raw_v(Count n) const { return kLoadsCodes<P> ? codes(code_index_v(n)) : v(n); }
   __device__ unsigned raw_k_full(Count n) const {
-    return kConvertsKv<P> ? codes_full(code_tile_k(n)) : k_full(n);
+    return kConvertsKv<P> ? codes_full(code_index_k(n)) : k_full(n);
   }
   __device__ unsigned raw_v_full(Count n) const {
-    return kLoadsCodes<P> ? codes_full(code_tile_v(n)) : v_full(n);
+    return kLoadsCodes<P> ? codes_full(code_index_v(n)) : v_full(n);
   }
   __device__ unsigned raw_k_empty(Count n) const {
-    return kConvertsKv<P> ? codes_empty(code_tile_k(n)) : k_empty(n);
+    return kConvertsKv<P> ? codes_empty(code_index_k(n)) : k_empty(n);
   }
   __device__ unsigned raw_v_empty(Count n) const {
-    return kLoadsCodes<P> ? codes_empty(code_tile_v(n)) : v_empty(n);
+    return kLoadsCodes<P> ? codes_empty(code_index_v(n)) : v_empty(n);
   }
   __device__ int raw_k_phase(Count n) const {
-    return kConvertsKv<P> ? codes_phase(code_tile_k(n)) : phase(n);
+    return kConvertsKv<P> ? codes_phase(code_index_k(n)) : phase(n);
   }
   __device__ int raw_v_phase(Count n) const {
-    return kLoadsCodes<P> ? codes_phase(code_tile_v(n)) : phase(n);
+    return kLoadsCodes<P> ? codes_phase(code_index_v(n)) : phase(n);
   }
 
   // Named barriers: the ping-pong among warpgroups, and one for the four warps of a warpgroup. Where
@@ -184,8 +184,8 @@ struct ForwardStorage {
     for (int round = 0; round < kKeptWorkTiles; ++round) barrier_init(work_full(round), 1);
     for (int stage = 0; stage < P::kStages; ++stage) {
       constexpr int kLoads = kConvertsKv<P> ? kConverterThreads : kGathers<P> ? kGatherWarps * 32 : 1;
-      constexpr int kLists = P::kIndices && !kConvertsKv<P> ? kGatherWarps : 0;
-      barrier_init(k_full(stage), kLoads + kLists + (kKeyFactors<P> ? 32 : 0));
+      constexpr int kListArrivals = P::kIndices && !kConvertsKv<P> ? kGatherWarps : 0;
+      barrier_init(k_full(stage), kLoads + kListArrivals + (kKeyFactors<P> ? 32 : 0));
       if (kHasVBarriers) barrier_init(v_full(stage), kCodeProducts<P> ? kTransposers<P> * 32 : kLoads);
       // Of warpgroups that share rows only the first reads K, and only the second the right half.
       barrier_init(k_empty(stage), kRowGroups * (kThreadsReleaseK<P> ? 128 : 4));

@@ -24,7 +24,7 @@ __device__ __forceinline__ float add_to_sum(float sum, const KeyFactors<true>& k
 /// `rescale` is what O and l so far must be multiplied by, exp2(m before - m). `Mask` masks S of a KV tile
 /// that is not `full`. `first`: of a work tile's first KV tile.
 template <class Mask, class P, int kCount>
-__device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P>& work, SoftmaxRows<P>& rows,
+__device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P>& work, RowState<P>& rows,
                                                int kv_begin, bool full, bool first, float (&s)[kCount],
                                                float (&rescale)[2]) {
   const int lane = threadIdx.x % 32, row = rows.first_query(), column = kv_begin + lane % 4 * 2;
@@ -87,7 +87,7 @@ __device__ __forceinline__ float sum_of_quad(float x) {
 }
 /// The score that a row's maximum is.
 template <class P>
-__device__ __forceinline__ float largest_score(const Params& p, const SoftmaxRows<P>& rows, int half) {
+__device__ __forceinline__ float largest_score(const Params& p, const RowState<P>& rows, int half) {
   return kSoftmaxOfScores<P> ? rows.max[half]
                              : __fmul_rn(rows.max[half], rows.times_k_scale(p.softmax_scale, half));
 }
@@ -105,8 +105,8 @@ __device__ __forceinline__ float row_lse(float sum, float highest, float rest) {
 }
 /// What a row of O must be multiplied by, 1 / l; `factor`: for a sink, or other keys.
 template <class P>
-__device__ __forceinline__ float scale_of_row(const Params& p, const SoftmaxRows<P>& rows, float sum,
-                                              float rest, float factor) {
+__device__ __forceinline__ float scale_of_row(const Params& p, const RowState<P>& rows, float sum, float rest,
+                                              float factor) {
   const float of_products = kCodeProducts<P> ? sum : sum_of_products<ProductElement<P>>(sum, rest);
   return rows.times_v_scale(
       has_keys(sum) ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, of_products) * factor : 0.0f);

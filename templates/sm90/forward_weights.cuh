@@ -12,14 +12,14 @@ template <class P>
 struct SoftmaxWeights {
   /// S becomes P = exp2(S - m), and `rescale` what O so far must be multiplied by.
   template <int kCount>
-  static __device__ __forceinline__ void weigh(const Params& p, const WorkTile<P>& work, SoftmaxRows<P>& rows,
+  static __device__ __forceinline__ void weigh(const Params& p, const WorkTile<P>& work, RowState<P>& rows,
                                                int kv_begin, bool full, bool first, float (&s)[kCount],
                                                float (&rescale)[2]) {
     online_softmax<ScoreMask<P>>(p, work, rows, kv_begin, full, first, s, rescale);
   }
   /// A value that is there when all of P is, and not negative.
   template <int kCount>
-  static __device__ __forceinline__ float last_value(const SoftmaxRows<P>& rows, const float (&)[kCount]) {
+  static __device__ __forceinline__ float last_value(const RowState<P>& rows, const float (&)[kCount]) {
     return rows.sum[0] + rows.sum[1];
   }
   template <int kCount>
@@ -28,7 +28,7 @@ struct SoftmaxWeights {
   }
   /// LSE, and what O must be multiplied by, 1 / l.
   static __device__ __forceinline__ void finalize(const Params& p, const WorkTile<P>& work,
-                                                  const SoftmaxRows<P>& rows, int wg, float (&scale)[2],
+                                                  const RowState<P>& rows, int wg, float (&scale)[2],
                                                   RunningState<P>& state) {
     finalize_rows(p, work, rows, wg, scale, state);
   }
@@ -40,20 +40,20 @@ struct ProgramWeights {
   static_assert(!P::kSplit && !P::kStreamK && !kLoadsCodes<P> && !P::kDropout);
 
   template <int kCount>
-  static __device__ __forceinline__ void weigh(const Params& p, const WorkTile<P>& work, SoftmaxRows<P>& rows,
+  static __device__ __forceinline__ void weigh(const Params& p, const WorkTile<P>& work, RowState<P>& rows,
                                                int kv_begin, bool full, bool, float (&s)[kCount],
                                                float (&)[2]) {
     if (!full) ScoreMask<P>::apply(p, work, rows, kv_begin, s);
     pin(s);  // else ptxas serialises products, as P is packed on both sides of the branch
   }
   template <int kCount>
-  static __device__ __forceinline__ float last_value(const SoftmaxRows<P>&, const float (&s)[kCount]) {
+  static __device__ __forceinline__ float last_value(const RowState<P>&, const float (&s)[kCount]) {
     return fabsf(s[kCount - 1]);
   }
   template <int kCount>
   static __device__ __forceinline__ void rescale(float (&)[kCount], const float (&)[2]) {}
-  static __device__ __forceinline__ void finalize(const Params&, const WorkTile<P>&, const SoftmaxRows<P>&,
-                                                  int, float (&scale)[2], RunningState<P>&) {
+  static __device__ __forceinline__ void finalize(const Params&, const WorkTile<P>&, const RowState<P>&, int,
+                                                  float (&scale)[2], RunningState<P>&) {
     scale[0] = scale[1] = 1.0f;
   }
 };

@@ -117,7 +117,7 @@ __device__ __forceinline__ void consume_left(const Params& p, const TensorMaps& 
                                              const ForwardStorage<P>& smem) {
   constexpr int wg = 0;
   int round = 0, i = 0, n = 0;  // the work tile; the KV tile among its own, whose last is 0, and among all
-  SoftmaxRows<P> rows;
+  RowState<P> rows;
   int kv_begin = 0;   // the first key of the KV tile
   bool full = false;  // every pair of the KV tile attends
   int entry = 0;      // of the KV tile's list; read a step ahead where consumers read it
@@ -155,7 +155,7 @@ __device__ __forceinline__ void consume_left(const Params& p, const TensorMaps& 
   wgmma_commit();
   for (bool first = true; more;) {  // a step, `first` being a work tile's first
     if (first) rows.begin(p, smem.work(round), wg);
-    look_at_tile(p, smem, smem.work(round), rows, n, i, wg, kv_begin, full, entry);
+    find_tile(p, smem, smem.work(round), rows, n, i, wg, kv_begin, full, entry);
     const bool last = i == 0;
     wgmma_wait<0>();  // S is there
     pin(s);

@@ -65,16 +65,16 @@ struct KeyScaleLoader {
         [&](const WorkTile<P>& work, int i, int n) {
           const int begin = work.kv_begin(i);
           const TileKeys<P> keys{work.sequence, work.h / p.qhead_per_kvhead(), begin,
-                                 min(work.sequence.seqused_kv(p) - begin, P::kBc), work.first_key(p)};
+                                 min(work.sequence.seqused_kv(p) - begin, P::kBc), work.first_key_read(p)};
           RawKRing<P>::acquire(smem, n);
-          copy_key_scales(smem.code_scales(smem.code_tile_k(n)),
+          copy_key_scales(smem.code_scales(smem.code_index_k(n)),
                           KvScales<P>(p, p.k_scale, keys.sequence, keys.h_kv, keys.first_key), keys,
                           smem.raw_k_full(n));
           return keys;
         },
         [&](const TileKeys<P>& keys, int n) {
           RawVRing<P>::acquire(smem, n);
-          copy_key_scales(smem.code_scales(smem.code_tile_v(n)),
+          copy_key_scales(smem.code_scales(smem.code_index_v(n)),
                           KvScales<P>(p, p.v_scale, keys.sequence, keys.h_kv, keys.first_key), keys,
                           smem.raw_v_full(n));
         });
@@ -169,7 +169,7 @@ struct KvConverterGroup {
           convert_tile<P, P::kHeadDim, false>(at(smem.k(n)), at(smem.raw_k(n)), nullptr, valid);
           if constexpr (P::kKeyScales)
             for (int row = thread; row < P::kBc; row += kConverterThreads)
-              smem.key_scales(n)[row] = smem.code_scales(smem.code_tile_k(n))[row];
+              smem.key_scales(n)[row] = smem.code_scales(smem.code_index_k(n))[row];
           finish(smem.k_full(n), smem.raw_k_empty(n));
           return Keys{valid, kClearsNan && !has_tile<P>(keys_of_work_tile(p, work), begin)};
         },
@@ -177,7 +177,7 @@ struct KvConverterGroup {
           RawVRing<P>::wait_full(smem, n);
           VRing<P>::acquire(smem, n);
           char *tile = at(smem.v(n)), *codes = at(smem.raw_v(n));
-          const float* scales = smem.code_scales(smem.code_tile_v(n));
+          const float* scales = smem.code_scales(smem.code_index_v(n));
           if (kClearsNan && keys.cut)
             convert_tile<P, P::kHeadDimV, P::kKeyScales, kClearsNan>(tile, codes, scales, keys.valid);
           else

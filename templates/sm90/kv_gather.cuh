@@ -25,7 +25,7 @@ struct KvRowLoader {
     int n = 0;
     for_each_work_tile(smem, [&](const WorkTile<P>& work) {
       const int h_kv = work.h / p.qhead_per_kvhead();
-      const FirstKey<kLeavesPages<P>> first_key(work.first_key(p));
+      const FirstKey<kLeavesPages<P>> first_key(work.first_key_read(p));
       KeyEntries<P> entries(p, work, work.kv_begin(work.count() - 1), first_key, kWarp);
 #pragma unroll 1
       for (int i = work.count() - 1; i >= 0; --i, ++n) {

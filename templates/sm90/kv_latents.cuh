@@ -73,7 +73,7 @@ struct LatentCopier {
     constexpr int kOwner = group_owner<P>(kWarp);
     int n = 0;
     for_each_work_tile(smem, [&](const WorkTile<P>& work) {
-      const FirstKey<kLeavesPages<P>> first_key(work.first_key(p));
+      const FirstKey<kLeavesPages<P>> first_key(work.first_key_read(p));
       const KvSource<P, typename P::KFormat::Stored> from(p, p.k, work.sequence,
                                                           work.h / p.qhead_per_kvhead());
       KeyEntries<P> entries(p, work, work.kv_begin(work.count() - 1), first_key, kOwner);
@@ -82,7 +82,7 @@ struct LatentCopier {
         const GatheredKeys<P> keys(p, work, work.kv_begin(i), first_key, entries, kOwner);
         if (i > 0) entries = KeyEntries<P>(p, work, work.kv_begin(i - 1), first_key, kOwner);
         RawKRing<P>::acquire(smem, n);
-        copy_latents<P, kWarp>(LatentSlot<P>(smem, smem.code_tile_k(n)), from, keys, smem.raw_k_full(n));
+        copy_latents<P, kWarp>(LatentSlot<P>(smem, smem.code_index_k(n)), from, keys, smem.raw_k_full(n));
       }
     });
   }
@@ -151,7 +151,7 @@ struct LatentDecoder {
     for_each_work_tile(smem, [&](const WorkTile<P>& work) {
 #pragma unroll 1
       for (int i = work.count(); i > 0; --i, ++n) {
-        const LatentSlot<P> from(smem, smem.code_tile_k(n));
+        const LatentSlot<P> from(smem, smem.code_index_k(n));
         char* tile = smem.shared + (smem.k(n) - smem.base);
         RawKRing<P>::wait_full(smem, n);
         KRing<P>::acquire(smem, n);

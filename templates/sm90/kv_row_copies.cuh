@@ -32,7 +32,7 @@ struct RowKeys {
   __device__ __forceinline__ RowKeys() {}
   __device__ __forceinline__ RowKeys(const Params& p, const WorkTile<P>& work, int begin, int warp) {
     constexpr int kGroup = max(max(P::KFormat::kKeys, P::VFormat::kKeys), 1);  // whole groups are read
-    const FirstKey<kLeavesPages<P>> first_key(work.first_key(p) / kGroup * kGroup);
+    const FirstKey<kLeavesPages<P>> first_key(work.first_key_read(p) / kGroup * kGroup);
     const int end = work.sequence.seqused_kv(p);
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {

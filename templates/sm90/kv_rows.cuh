@@ -35,7 +35,7 @@ struct KvRowCopier {
     RowTile<P> loaded;  // whose K was loaded last
     const auto copy_v = [&](int n) {
       RawVRing<P>::acquire(smem, n);
-      copy_tile<P, OfHead<typename P::VFormat>>(p, RowSlot<P>(smem, smem.code_tile_v(n)), p.v, p.v_scale,
+      copy_tile<P, OfHead<typename P::VFormat>>(p, RowSlot<P>(smem, smem.code_index_v(n)), p.v, p.v_scale,
                                                 p.v_block_scale, loaded, kWarp, smem.raw_v_full(n));
     };
     int n = 0;
@@ -46,7 +46,7 @@ struct KvRowCopier {
       for (int i = last; i >= 0; --i, ++n) {
         const RowTile<P> tile{keys, work.sequence, work.h / p.qhead_per_kvhead()};
         RawKRing<P>::acquire(smem, n);
-        copy_tile<P, OfHead<typename P::KFormat>>(p, RowSlot<P>(smem, smem.code_tile_k(n)), p.k, p.k_scale,
+        copy_tile<P, OfHead<typename P::KFormat>>(p, RowSlot<P>(smem, smem.code_index_k(n)), p.k, p.k_scale,
                                                   p.k_block_scale, tile, kWarp, smem.raw_k_full(n));
         // The page table is read a tile ahead of its copies.
         if (i > 0) keys = RowKeys<P>(p, work, work.kv_begin(i - 1), kWarp);
@@ -185,7 +185,7 @@ struct KvRowDecoder {
           RawKRing<P>::wait_full(smem, n);
           KRing<P>::acquire(smem, n);
           decode_tile<P, OfHead<typename P::KFormat>, P::kHeadDim>(
-              at(smem.k(n)), RowSlot<P>(smem, smem.code_tile_k(n)), groups);
+              at(smem.k(n)), RowSlot<P>(smem, smem.code_index_k(n)), groups);
           finish(smem.k_full(n), smem.raw_k_empty(n));
           return 0;
         },
@@ -194,7 +194,7 @@ struct KvRowDecoder {
           RawVRing<P>::wait_full(smem, n);
           VRing<P>::acquire(smem, n);
           decode_tile<P, OfHead<typename P::VFormat>, P::kHeadDimV>(
-              at(smem.v(n)), RowSlot<P>(smem, smem.code_tile_v(n)), groups);
+              at(smem.v(n)), RowSlot<P>(smem, smem.code_index_v(n)), groups);
           finish(smem.v_full(n), smem.raw_v_empty(n));
         });
   }

@@ -23,7 +23,7 @@ constexpr int kQTilesPerCta = P::kQTilesPerCta;
 /// other keep their K and V in L2. Butterfly +4.4%, padding +8% (d64) to +23% (d256).
 /// ../sm90/NOTES.md#walking-lists
 template <class P>
-constexpr bool kLptOrder = P::kHasMask&& P::kMaskBlockQ > 0 && !P::kEvaluateTiles;
+constexpr bool kQTileLptOrder = P::kHasMask&& P::kMaskBlockQ > 0 && !P::kEvaluateTiles;
 
 /// Without a mask no heads are mixed, so one division finds a Q tile instead of eight, which a CTA's first
 /// load waits for. d128, 1k: 18.9 -> 18.8 us; d64 -0.5 to -1%, as ptxas orders its softmax otherwise.

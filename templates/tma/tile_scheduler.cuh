@@ -120,7 +120,7 @@ struct TileScheduler {
       whole -= over;
       tail_parts = tail_splits(kWarpgroups, over, slots);
     }
-    if (kLptOrder<P>) order.use_lpt(slots, kWindows);
+    if (kQTileLptOrder<P>) order.use_lpt(slots, kWindows);
   }
 
   // The interface of schedulers: begin() before the first tile; next() after `taken` tiles, false if there
@@ -229,7 +229,7 @@ struct WorkTile : WorkTileHeads<P::kPackGqa> {
   __device__ bool is_whole() const { return !P::kSplit || split == kWhole; }
   __device__ int kv_begin(int i) const { return kv_tiles.tile(i) * P::kBc; }
   /// The first key that may be read: see kLeavesPages.
-  __device__ int first_key(const Params& p) const {
+  __device__ int first_key_read(const Params& p) const {
     if constexpr (!kLeavesPages<P>) return 0;
     const int end = min(q_begin + queries_per_tile<P>(p), sequence.seqlen_q(p));
     return first_key_of<P>(p, sequence.head(p, h), {q_begin, end});

@@ -65,7 +65,7 @@ class DecodedKvSource : public KvSource<P, typename Format::Stored> {
   }
 
   KvScaleRows<P, Format> scale_rows_;
-  KvScales<P, Format::kArgumentOfKeys> scales_;
+  KvScales<P, Format::kArgumentOfKeys, true> scales_;
 };
 
 /// The sources of K and V.

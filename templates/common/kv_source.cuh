@@ -158,7 +158,7 @@ class KvSource : public FirstKey<kLeavesPages<P>> {
 };
 
 /// What the codes of these keys are multiplied with.
-template <class P, bool kOfKeys = P::kKeyScales>
+template <class P, bool kOfKeys = P::kKeyScales, bool kExist = kScaledKv<P> || kScaledElements<P>>
 class KvScales : public FirstKey<kLeavesPages<P>> {
  public:
   __device__ KvScales(const Params& p, const ScaleParam& scales, const Sequence<P>& sequence, int h_kv,
@@ -193,6 +193,12 @@ class KvScales : public FirstKey<kLeavesPages<P>> {
   const ScaleParam& scales_;
   int b_, first_row_;
   const float* first_;
+};
+/// A kernel whose K and V are no codes has no scales in its Params.
+template <class P, bool kOfKeys>
+class KvScales<P, kOfKeys, false> {
+ public:
+  __device__ KvScales(const Params&, const ScaleParam&, const Sequence<P>&, int, int = 0) {}
 };
 
 }  // namespace flashjit

@@ -107,7 +107,7 @@ __device__ __forceinline__ void copy_pieces(unsigned to, unsigned long long row,
 template <class P, class Format>
 __device__ __forceinline__ int copy_rows(const Params& p, const RowSlot<P>& to,
                                          const KvSource<P, typename Format::Stored>& from,
-                                         const KvScales<P, Format::kArgumentOfKeys>& scales,
+                                         const KvScales<P, Format::kArgumentOfKeys, true>& scales,
                                          const RowKeys<P>& keys, int warp, bool contiguous, unsigned full) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   int in_runs_bytes = 0;

@@ -10,6 +10,7 @@
 #include <random>
 #include <thread>
 
+#include "flashjit/can.hpp"
 #include "flashjit/flashjit.h"
 #include "support/file.hpp"
 #include "tests/support/gpu_support.hpp"
@@ -146,7 +147,7 @@ TEST_F(RuntimeTest, DeviceIsTheContexts) {
   Runtime runtime(options());
   EXPECT_EQ(runtime.device(), gpu().info);
   EXPECT_GE(runtime.device().compute_capability, 75);
-  EXPECT_TRUE(runtime.supports(kSpec, kShape));
+  EXPECT_TRUE(can(kSpec, kShape, runtime.device()));
 }
 
 TEST_F(RuntimeTest, ForwardAndBackwardWriteEverything) {

@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Programs of O and of Q's and K's rows on one GPU: within the call of attention, and as kernels of their own beside it.
+
+    python3 tools/bench/stages.py --lib build/libflashjit.so --csv tools/bench/results/h200_stages.csv [--only REGEX] [--rounds N]
+
+bf16, causal, 16k tokens of 2048 columns in all. "gate" is a sigmoid of a tensor like O, by out_mod; "rope" turns halves of Q's and K's rows
+by tables, "norm" is their RMS norm with weights, by q_mod and k_mod. The kernels of their own are those of torch.compile. Passes: "forward", and
+"both" with all gradients. Outputs are checked beside each other before they are timed, calls take turns, and medians count.
+Exit code: 0 if everything ran and was right, 1 if not, 3 without GPU or PyTorch.
+"""
+
+import argparse
+import re
+import sys
+
+import measuring
+from measuring import torch
+
+TOKENS, COLUMNS, EPSILON = 16384, 2048, 1e-6
+TABLE = ("device", "commit", "program", "dim", "length", "pass", "way", "us", "of_plain")
+
+
+def rope_tables(length, dim):
+    angle = torch.arange(length)[:, None] * 10000.0 ** -(torch.arange(dim // 2) / (dim // 2))
+    return torch.cos(angle).cuda(), torch.sin(angle).cuda()
+
+
+def turned(x, cosine, sine):
+    half = x.shape[-1] // 2
+    low, high = x[..., :half].float(), x[..., half:].float()
+    return torch.cat((low * cosine - high * sine, high * cosine + low * sine), -1).to(x.dtype)
+
+
+def normed(x, weight):
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + EPSILON) * weight).to(x.dtype)
+
+
+def gated(out, gate):
+    return out * torch.sigmoid(gate)
+
+
+class Gate:
+    """out_mod."""
+
+    def __init__(self, q, k):
+        gate = torch.randn_like(q).requires_grad_()
+        self.parameters, self.apart = [gate], torch.compile(gated)
+        self.options = {"out_mod": lambda out, b, h, i, column: out * torch.sigmoid(gate[b, h, i, column])}
+
+    def separate(self, attend, q, k, v):
+        return self.apart(attend(q, k, v), *self.parameters)
+
+
+class Rope:
+    """q_mod and k_mod."""
+
+    def __init__(self, q, k):
+        dim = q.shape[-1]
+        cosine, sine = self.tables = rope_tables(q.shape[-2], dim)
+        self.parameters, self.apart = [], torch.compile(turned)
+
+        def rope(row, b, h, i, column):
+            half = dim // 2
+            other = torch.where(column < half, -row[column + half], row[column - half])
+            return row[column] * cosine[i, column % half] + other * sine[i, column % half]
+
+        self.options = {"q_mod": rope, "k_mod": rope}
+
+    def separate(self, attend, q, k, v):
+        return attend(self.apart(q, *self.tables), self.apart(k, *self.tables), v)
+
+
+class Norm:
+    """q_mod and k_mod, with weights that have gradients."""
+
+    def __init__(self, q, k):
+        dim = q.shape[-1]
+        self.parameters = [torch.rand(dim, device="cuda").requires_grad_() for _ in range(2)]
+        self.apart = torch.compile(normed)
+
+        def norm(weight):
+            return lambda row, b, h, i, column: (
+                row[column] * torch.rsqrt(row.square().sum() / dim + EPSILON) * weight[column]
+            )
+
+        self.options = {"q_mod": norm(self.parameters[0]), "k_mod": norm(self.parameters[1])}
+
+    def separate(self, attend, q, k, v):
+        return attend(self.apart(q, self.parameters[0]), self.apart(k, self.parameters[1]), v)
+
+
+PROGRAMS = {"gate": Gate, "rope": Rope, "norm": Norm}
+
+
+def with_gradients(forward, leaves, dout):
+    return lambda: torch.autograd.grad(forward(), leaves, dout)
+
+
+def difference(got, want):
+    return ((got.float() - want.float()).norm() / want.float().norm()).item()
+
+
+def measure(report, name, dim, length, rounds, flashjit):
+    heads = COLUMNS // dim
+    q, k, v, dout = measuring.tensors(TOKENS // length, heads, length, dim)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    program = PROGRAMS[name](q, k)
+    attend = lambda q, k, v: flashjit.attention(q, k, v, causal=True)
+    forwards = {
+        "plain": lambda: attend(q, k, v),
+        "within": lambda: flashjit.attention(q, k, v, causal=True, **program.options),
+        "apart": lambda: program.separate(attend, q, k, v),
+    }
+    label = f"{name} d{dim} {length}"
+    trained = {
+        way: with_gradients(call, leaves + (program.parameters if way != "plain" else []), dout)
+        for way, call in forwards.items()
+    }
+    pairs = [(forwards["within"](), forwards["apart"]()), *zip(trained["within"](), trained["apart"]())]
+    worst = max(difference(*pair) for pair in pairs)
+    if not worst < 0.02:
+        report.failure(f"{label}: within the call and apart differ by {worst:.3f}")
+    del pairs
+
+    def without_gradients(call):
+        def run():
+            with torch.no_grad():
+                return call()
+
+        return run
+
+    for kind, calls in (
+        ("forward", {way: without_gradients(call) for way, call in forwards.items()}),
+        ("both", trained),
+    ):
+        ms = measuring.interleaved_ms(calls, rounds)
+        for way, time in ms.items():
+            report.row(
+                **{"program": name, "dim": dim, "length": length, "pass": kind, "way": way},
+                us=1e3 * time,
+                of_plain=time / ms["plain"],
+            )
+        print(
+            f"{label:18} {kind:8} plain {1e3 * ms['plain']:8.1f} us, within {1e3 * ms['within']:8.1f} "
+            f"(+{1e3 * (ms['within'] - ms['plain']):.1f}), apart {1e3 * ms['apart']:8.1f} "
+            f"(+{1e3 * (ms['apart'] - ms['plain']):.1f})",
+            flush=True,
+        )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)")
+    parser.add_argument("--csv", help="write the table here")
+    parser.add_argument("--only", metavar="REGEX", default="", help='the problems whose name, as "rope d128 4096", matches')
+    parser.add_argument("--rounds", type=int, default=21, help="of timed calls (default %(default)s)")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("stages: PyTorch finds no GPU", file=sys.stderr)
+        return 3
+    measuring.use_library(arguments.lib)
+    import flashjit
+
+    constants = {"device": torch.cuda.get_device_name(), "commit": measuring.commit_name()}
+    report = measuring.Report(arguments.csv, TABLE, constants)
+    for name in PROGRAMS:
+        for dim in (64, 128, 256):
+            for length in (1024, 4096, 16384):
+                if re.search(arguments.only, f"{name} d{dim} {length}"):
+                    measure(report, name, dim, length, arguments.rounds, flashjit)
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

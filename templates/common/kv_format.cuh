@@ -413,9 +413,4 @@ __device__ __forceinline__ void decode16(const unsigned char* row, const unsigne
   elements_of_codes16<Element>(codes, to);
 }
 
-template <class P>
-constexpr bool kDecodesKv = requires {
-  typename P::KFormat;
-};
-
 }  // namespace flashjit

@@ -77,6 +77,12 @@ class FirstKey<true> {
 template <class P>
 constexpr bool kScaledKv = sizeof(typename P::KvElement) == 1;
 
+/// Whether a format decodes their rows: kv_format.cuh.
+template <class P>
+constexpr bool kDecodesKv = requires {
+  typename P::KFormat;
+};
+
 /// Whether they are elements that codes became, whose scales of heads are left to the results:
 /// auxiliary/decode_cache.cuh.
 template <class P>
@@ -158,7 +164,8 @@ class KvSource : public FirstKey<kLeavesPages<P>> {
 };
 
 /// What the codes of these keys are multiplied with.
-template <class P, bool kOfKeys = P::kKeyScales, bool kExist = kScaledKv<P> || kScaledElements<P>>
+template <class P, bool kOfKeys = P::kKeyScales,
+          bool kExist = kScaledKv<P> || kDecodesKv<P> || kScaledElements<P>>
 class KvScales : public FirstKey<kLeavesPages<P>> {
  public:
   __device__ KvScales(const Params& p, const ScaleParam& scales, const Sequence<P>& sequence, int h_kv,

@@ -1,6 +1,7 @@
 #include <string>
 
 #include "api/c_call.hpp"
+#include "api/c_words.hpp"
 #include "flashjit/flashjit.h"
 
 namespace flashjit::c_api {
@@ -27,7 +28,7 @@ LastError* last_error() noexcept {
 flashjit_status keep_error(ErrorCode code, const char* message, const char* detail) noexcept {
   if (LastError* last = last_error()) {
     try {
-      last->message = message;
+      last->message = in_c_words(message);
       last->detail = detail;
     } catch (...) {
       last->message.clear(), last->detail.clear();  // no memory for the message; there is still the status

@@ -5,12 +5,16 @@
 
 #include <cctype>
 #include <chrono>
+#include <cstdint>
 #include <filesystem>
+#include <regex>
 #include <set>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <vector>
 
+#include "api/c_words.hpp"
 #include "flashjit/flashjit.h"
 #include "support/file.hpp"
 #include "support/text.hpp"
@@ -77,6 +81,46 @@ TEST_F(CAbiErrors, InvalidArgument) {
   expect(FLASHJIT_INVALID_ARGUMENT, "q is at 0x10000", r.get());
   fake().unknown_pointers_below = 0;
   expect_that_it_works(r.get());
+}
+
+TEST_F(CAbiErrors, AdviceIsInTheWordsOfC) {
+  const RuntimePtr r = runtime();
+  flashjit_forward_args args = test::make_forward_args();
+  const auto says = [&](const char* text, const std::string& advice) {
+    EXPECT_EQ(flashjit_forward(r.get(), spec(text).get(), &args, nullptr), FLASHJIT_INVALID_ARGUMENT);
+    EXPECT_NE(std::string(flashjit_last_error_message()).find(advice), std::string::npos)
+        << flashjit_last_error_message();
+  };
+  args.cu_seqlens_q = reinterpret_cast<const std::int32_t*>(0x100000);
+  says("bf16:d64:causal", "the spec has no varlen: write :varlen in the spec.");
+  args.cu_seqlens_q = nullptr;
+  args.page_table.data = reinterpret_cast<const std::int32_t*>(0x100000);
+  says("bf16:d64:causal", "write :pages16 in the spec, with the rows of a page.");
+}
+
+/// The strings of a source, those that lie side by side as one.
+std::vector<std::string> strings_of(std::string source) {
+  source = std::regex_replace(source, std::regex("\"\\s*\n\\s*\""), "");
+  const std::regex quoted("\"((?:[^\"\\\\\n]|\\\\.)*)\"");
+  std::vector<std::string> found;
+  for (std::sregex_iterator at(source.begin(), source.end(), quoted), end; at != end; ++at)
+    found.push_back((*at)[1]);
+  return found;
+}
+
+TEST_F(CAbiErrors, NoMessageOfACallSpeaksOfCxx) {
+  const std::regex cxx("[A-Za-z]::|spec\\.[a-z]|Layout");
+  std::size_t translated = 0;
+  for (const fs::path& file : fs::directory_iterator(fs::path(test::sources()) / "runtime/call")) {
+    if (file.extension() != ".cpp") continue;
+    for (const std::string& message : strings_of(read_file(file))) {
+      const std::string said = c_api::in_c_words(message);
+      translated += said != message;
+      const bool is_include = message.ends_with(".hpp") || message.ends_with(".h");
+      EXPECT_TRUE(is_include || !std::regex_search(said, cxx)) << file << ": " << said;
+    }
+  }
+  EXPECT_GT(translated, 25u);
 }
 
 TEST_F(CAbiErrors, RowsOfAFormatHaveColumnsThatHeadsCanHave) {

@@ -328,7 +328,8 @@ FLASHJIT_C_API int32_t flashjit_kv_format_name(size_t index, const char** name,
 
 /** Compiles and loads now, e.g. before a graph capture. With `config`, such as "sm80:br128:bc64:w4:s2", that
  * tile configuration is used for this spec and shape from now on; null: the tuned one, else the heuristic's.
- */
+ * The log tells what was compiled; flashjit_prepare_range() of one shape also counts, and sizes the
+ * workspace. */
 FLASHJIT_C_API flashjit_status flashjit_prepare(flashjit_runtime* runtime, flashjit_pass pass,
                                                 const flashjit_spec* spec, const flashjit_shape* shape,
                                                 const char* config) FLASHJIT_NOEXCEPT;

@@ -32,10 +32,8 @@ struct Nccl {
   bool open(const char* path) {
     void* library = dlopen(path, RTLD_NOW);
     if (!library) return false;
-    look_up(library, "ncclGetUniqueId", &get_unique_id);
-    look_up(library, "ncclCommInitRank", &init_rank);
-    look_up(library, "ncclCommDestroy", &destroy);
-    return get_unique_id && init_rank && destroy;
+    return look_up(library, "ncclGetUniqueId", &get_unique_id) &&
+           look_up(library, "ncclCommInitRank", &init_rank) && look_up(library, "ncclCommDestroy", &destroy);
   }
 };
 

@@ -75,6 +75,10 @@ _PYTHON_WORDS = {
     "rope.interleaved_sections": "mrope_interleaved",
     "k_norm.eps": "norm_eps",
     "q_norm.eps": "norm_eps",
+    "flashjit_workspace_bytes()": "Runtime.workspace_bytes()",
+    "flashjit_list_bytes()": "Runtime.list_bytes()",
+    "flashjit_build_lists()": "flashjit.build_lists()",
+    "flashjit_prepare()": "flashjit.torch.prepare()",
     **{f"{x}_scale is null": f"{x}_scale is missing" for x in "qkv"},
 }
 

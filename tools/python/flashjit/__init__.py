@@ -12,6 +12,7 @@ the command.
 from __future__ import annotations
 
 import sys as _sys
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 from . import masks
@@ -85,10 +86,18 @@ _OF_TORCH = (
 )
 
 
+_MODULES = (
+    *("block_sparse_attn", "distributed", "fastvideo", "flash_attn", "flashinfer", "flex_attention", "jax"),
+    "torch",
+)
+
+
 def __getattr__(name: str) -> Any:
-    """What needs PyTorch is imported when it is first asked for, and the library opened."""
+    """What needs PyTorch or JAX is imported when it is first asked for, and the library opened."""
     if name == "__version__":
         return version()
+    if name in _MODULES:
+        return _import_module(f"{__name__}.{name}")
     if name in _OF_TORCH:
         try:
             from . import torch

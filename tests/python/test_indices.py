@@ -266,7 +266,7 @@ def test_what_makes_no_sense_is_refused():
     with pytest.raises(flashjit.InvalidArgument, match="indices is set beside dropout"):
         flashjit.attention(q, k, k, indices=good, dropout_p=0.5)
     blocks = flashjit.torch.BlockMap(torch.ones(1, 1, device=DEVICE, dtype=torch.bool), 64)
-    with pytest.raises(flashjit.InvalidArgument, match="indices is set beside block_map"):
+    with pytest.raises(flashjit.InvalidArgument, match="indices is set beside block_mask"):
         flashjit.attention(q, k, k, indices=good, block_mask=blocks)
 
 

@@ -1414,6 +1414,27 @@ def test_importing_brings_nothing_in_but_the_package():
 
 
 @pytest.mark.slow
+def test_errors_of_blocks_name_block_mask():
+    q = torch.zeros(1, 2, 64, 16)
+    blocks = flashjit.BlockMap(torch.ones(2, 2, dtype=torch.bool), 64)
+    with pytest.raises(
+        flashjit.InvalidArgument, match=r"block_mask has size \[1, 1, 2, 2\], but blocks of 64 x 64"
+    ):
+        flashjit.attention(q, q, q, block_mask=blocks)
+
+
+@pytest.mark.slow
+def test_modules_are_there_without_an_import_of_their_own():
+    code = (
+        "import flashjit\n"
+        "for name in ('distributed.distributed_attention', 'flash_attn.flash_attn_func', 'torch.prepare', 'fastvideo.block_sparse_attn'):\n"
+        "    module, _, function = name.partition('.')\n"
+        "    assert callable(getattr(getattr(flashjit, module), function)), name\n"
+        "assert not hasattr(flashjit, 'no_such')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=child.environment())
+
+
 def test_no_operator_is_looked_for_in_all_modules_at_import():
     """torch.library.register_fake() asks inspect for the caller's module, which else reads the files of all that there are."""
     code = "import inspect, torch; import flashjit.torch; print(len(inspect.modulesbyfile))"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ._autograd import Call, record, recording
-from ._blocks import of_block_mask, read_blocks
+from ._blocks import read_blocks
 from ._call_types import NO_RNG, NOTHING, Fixed, Problem, Rng, contiguous, switches_of
 from ._formats import KvFormat, with_formats
 from ._front import MEMORY, Recorder, kept
@@ -304,8 +304,7 @@ def attention(
     except InvalidArgument as error:
         if compiling:
             raise
-        error = named_as_written(error, problem.names, values, captures, score_mod, mask_mod, *mods)
-        raise (error if block_mask is None else of_block_mask(error)) from None
+        raise named_as_written(error, problem.names, values, captures, score_mod, mask_mod, *mods) from None
 
 
 def _hidden(unknown: dict[str, Any]) -> tuple[Any, Any]:

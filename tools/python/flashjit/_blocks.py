@@ -40,11 +40,6 @@ def read_blocks(block_mask: Any, mask_mod: Any, queries: int, keys: int, for_lis
     return blocks, _both(mask, mask_mod)
 
 
-def of_block_mask(error: InvalidArgument) -> InvalidArgument:
-    """The library's error by the name of attention()'s argument."""
-    return type(error)(str(error).replace("block_map", "block_mask"))
-
-
 def _check_lengths(block_mask: Any, queries: int, keys: int) -> None:
     made_for = tuple(block_mask.seq_lengths)
     rows, columns = block_mask.kv_num_blocks.shape[-1], block_mask.kv_indices.shape[-1]

@@ -157,7 +157,10 @@ def named_as_written(
     captures: Mapping[str, Any] | None,
     *functions: Any,
 ) -> InvalidArgument:
-    """An error about captures by the names that the functions have for them, where a trace has given others."""
+    """An error about captures by the names that the functions have for them, where a trace has given others; and about blocks by
+    the name of attention()'s argument."""
+    if "block_map" in str(error):
+        error = type(error)(str(error).replace("block_map", "block_mask"))
     traced = [function for function in functions if callable(function) or isinstance(function, Program)]
     if not traced:
         return error

@@ -217,6 +217,25 @@ typedef struct flashjit_merge_args {
   flashjit_element_type states_type, out_type; /**< FLASHJIT_ELEMENT_FP32, or the spec's (also by default) */
 } flashjit_merge_args;
 
+/** One of the caches of flashjit_attention_over(): see CacheArgs of flashjit/caches.hpp. */
+typedef struct flashjit_cache_args {
+  const flashjit_spec* spec;         /**< of this cache; "sinks" in the first alone */
+  const flashjit_forward_args* args; /**< its queries and keys; out, lse and workspace are zero */
+} flashjit_cache_args;
+
+/** Arguments of flashjit_attention_over(). */
+typedef struct flashjit_over_args {
+  size_t struct_size;
+  const flashjit_cache_args* caches; /**< cache_count of them, on the host: 1 to 8 */
+  size_t cache_count;
+  flashjit_tensor
+      out;    /**< like q, with V's columns, of the specs' type; with "fp32_out" in the first, fp32 */
+  float* lse; /**< [batch, heads_q, seqlen_q], of all caches' keys; null: not wanted */
+  int64_t lse_stride[3];
+  void* workspace;        /**< 256-byte aligned device memory */
+  size_t workspace_bytes; /**< at least flashjit_attention_over_workspace_bytes() */
+} flashjit_over_args;
+
 /** A tensor as codes of 2 to 8 bits and scales: see QuantizeArgs of flashjit/runtime.hpp. */
 typedef struct flashjit_quantize_args {
   size_t struct_size;
@@ -304,6 +323,16 @@ FLASHJIT_C_API flashjit_status flashjit_append(flashjit_runtime* runtime, const 
 FLASHJIT_C_API flashjit_status flashjit_merge(flashjit_runtime* runtime, const flashjit_spec* spec,
                                               const flashjit_merge_args* args,
                                               struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
+
+/** One softmax over the keys of several caches: each cache is a launch, which writes its part of O into the
+ * workspace, and one more joins them. See attention_over() of flashjit/caches.hpp. */
+FLASHJIT_C_API flashjit_status flashjit_attention_over(flashjit_runtime* runtime,
+                                                       const flashjit_over_args* args,
+                                                       struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
+/** Bytes of workspace that it needs; pointers to tensors are not read. */
+FLASHJIT_C_API flashjit_status flashjit_attention_over_workspace_bytes(flashjit_runtime* runtime,
+                                                                       const flashjit_over_args* args,
+                                                                       size_t* bytes) FLASHJIT_NOEXCEPT;
 
 /** Quantizes a tensor. Reads the spec's element types, head dimension and format of K. */
 FLASHJIT_C_API flashjit_status flashjit_quantize(flashjit_runtime* runtime, const flashjit_spec* spec,

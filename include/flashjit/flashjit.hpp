@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashjit/attention_programs.hpp"
+#include "flashjit/caches.hpp"
 #include "flashjit/can.hpp"
 #include "flashjit/distributed.hpp"
 #include "flashjit/error.hpp"

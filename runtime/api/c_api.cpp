@@ -253,6 +253,24 @@ flashjit_status flashjit_merge(flashjit_runtime* runtime, const flashjit_spec* s
   });
 }
 
+flashjit_status flashjit_attention_over(flashjit_runtime* runtime, const flashjit_over_args* args,
+                                        CUstream_st* stream) noexcept {
+  return guarded([&] {
+    Caches room;
+    flashjit::attention_over(get(runtime), over_args(args, room), stream);
+  });
+}
+
+flashjit_status flashjit_attention_over_workspace_bytes(flashjit_runtime* runtime,
+                                                        const flashjit_over_args* args,
+                                                        size_t* bytes) noexcept {
+  return guarded([&] {
+    size_t& needed = required(bytes, "bytes", "give the address of a size_t");
+    Caches room;
+    needed = flashjit::attention_over_workspace_bytes(get(runtime), over_args(args, room));
+  });
+}
+
 flashjit_status flashjit_quantize(flashjit_runtime* runtime, const flashjit_spec* spec,
                                   const flashjit_quantize_args* args, CUstream_st* stream) noexcept {
   return guarded([&] { get(runtime).quantize(get(spec), quantize_args(args), stream); });

@@ -246,6 +246,23 @@ MergeArgs merge_args(const flashjit_merge_args* given, States& room) {
           .out_type = dtype("out_type", c.out_type)};
 }
 
+OverArgs over_args(const flashjit_over_args* given, Caches& room) {
+  const auto c = read_struct("flashjit_over_args", given);
+  if (c.cache_count == 0 || c.cache_count > kMaxCaches)
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("cache_count is {}: give 1 to {}.", c.cache_count, kMaxCaches));
+  required(c.caches, "caches", "give cache_count of them");
+  for (std::size_t i = 0; i < c.cache_count; ++i) {
+    const auto args = read_struct("flashjit_forward_args", c.caches[i].args);
+    room.of_call[i] = {get(c.caches[i].spec), forward_args(args, room.captures[i])};
+  }
+  return {.caches = {room.of_call.data(), c.cache_count},
+          .out = view(c.out),
+          .lse = c.lse,
+          .lse_strides = strides(c.lse_stride),
+          .workspace = {c.workspace, c.workspace_bytes}};
+}
+
 QuantizeArgs quantize_args(const flashjit_quantize_args* given) {
   const auto c = read_struct("flashjit_quantize_args", given);
   return {.x = view(c.x),

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "api/c_call.hpp"
+#include "flashjit/caches.hpp"
 #include "flashjit/error.hpp"
 #include "flashjit/flashjit.h"
 #include "flashjit/runtime.hpp"
@@ -53,6 +54,12 @@ void set_alike(Args& args, const CArgs& c, Captures& room) {
 /// Room for the states of a call, whose span the arguments hold.
 using States = std::array<PartialState, kMaxPartialStates>;
 
+/// Room for the caches of a call.
+struct Caches {
+  std::array<CacheArgs, kMaxCaches> of_call;
+  std::array<Captures, kMaxCaches> captures;
+};
+
 // `room` holds what spans of the result point to.
 ListArgs list_args(const flashjit_list_args& c, Captures& room);
 ForwardArgs forward_args(const flashjit_forward_args& c, Captures& room);
@@ -61,6 +68,7 @@ JvpArgs jvp_args(const flashjit_jvp_args* given, Captures& room);
 BackwardJvpArgs backward_jvp_args(const flashjit_backward_jvp_args* given, Captures& room);
 AppendArgs append_args(const flashjit_append_args* given);
 MergeArgs merge_args(const flashjit_merge_args* given, States& room);
+OverArgs over_args(const flashjit_over_args* given, Caches& room);
 QuantizeArgs quantize_args(const flashjit_quantize_args* given);
 
 }  // namespace flashjit::c_api

@@ -34,11 +34,51 @@ class CacheRun {
         lse_(exact_.lse.size() * sizeof(float)) {}
 
   const Cache& cache() const { return cache_; }
+  const reference::Forward& exact() const { return exact_; }
+  const reference::Forward& rounded() const { return rounded_; }
   std::vector<double> out() const { return decode(test_.spec.out_type(), out_.content()); }
   std::vector<double> lse() const { return decode(DType::fp32, lse_.content()); }
   /// Gives later launches another Q, as values or codes.
   void put_q(const std::vector<double>& q) { q_ = to_device(test_.spec.q_type(), q); }
 
+  /// Of its call.
+  ForwardArgs args(const GuardedMemory& work) {
+    const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test_.shape;
+    const DType dtype = test_.spec.kv_type();
+    const bool varlen = test_.spec.varlen;
+    const std::int64_t b = varlen ? 1 : batch, d = test_.spec.head_dim, dv = test_.spec.v_dim();
+    const std::int64_t rows = varlen ? cache_.problem.cu_seqlens_q.back() : seqlen_q;
+    const void* v = test_.layout == PoolLayout::interleaved ? k_.data() : v_.data();
+    const ConstTensorView k = cache_.k.view(static_cast<const void*>(k_.data()), dtype);
+    ForwardArgs args{.q = ConstTensorView::bhsd(q_.data(), b, heads_q, rows, d),
+                     .k = k,
+                     .v = test_.spec.kv.shared_kv ? k.first_columns(dv) : cache_.v.view(v, dtype),
+                     .out = TensorView::bhsd(out_.data(), b, heads_q, rows, dv),
+                     .lse = static_cast<float*>(lse_.data()),
+                     .kv_lengths = static_cast<const std::int32_t*>(lengths_.data()),
+                     .workspace = {work.data(), work.bytes()},
+                     .captures = captures_.view(),
+                     .max_seqlen_kv = seqlen_kv,
+                     .sinks = static_cast<const float*>(sinks_.data()),
+                     .page_table = cache_.table_view(static_cast<const std::int32_t*>(table_.data()),
+                                                     static_cast<const std::int32_t*>(starts_.data())),
+                     .k_scale = cache_.k_scale.view(k_scale_.data()),
+                     .v_scale = cache_.v_scale.view(v_scale_.data()),
+                     .q_scale = cache_.q_scale.view(q_scale_.data())};
+    if (const auto& scale = cache_.problem.softmax_scale) args.softmax_scale = static_cast<float>(*scale);
+    if (test_.spec.indices && rows * b > 0)
+      args.indices =
+          IndicesView::contiguous(static_cast<const std::int32_t*>(indices_.data()), b, rows, heads_kv,
+                                  std::ssize(cache_.problem.indices) / (b * rows * heads_kv));
+    if (test_.spec.kv.shared_prefix)
+      args.prefix_length = static_cast<const std::int32_t*>(prefix_length_.data());
+    if (varlen) {
+      args.cu_seqlens_q = static_cast<const std::int32_t*>(cu_seqlens_q_.data());
+      args.batch_size = batch;
+      args.max_seqlen_q = seqlen_q;
+    }
+    return args;
+  }
   /// Launches into outputs of any content.
   void launch(Runtime& runtime, const std::optional<TileConfig>& config = {}) {
     if (config) runtime.prepare(test_.spec, test_.shape, *config);
@@ -94,44 +134,6 @@ class CacheRun {
   }
 
  private:
-  ForwardArgs args(const GuardedMemory& work) {
-    const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test_.shape;
-    const DType dtype = test_.spec.kv_type();
-    const bool varlen = test_.spec.varlen;
-    const std::int64_t b = varlen ? 1 : batch, d = test_.spec.head_dim, dv = test_.spec.v_dim();
-    const std::int64_t rows = varlen ? cache_.problem.cu_seqlens_q.back() : seqlen_q;
-    const void* v = test_.layout == PoolLayout::interleaved ? k_.data() : v_.data();
-    const ConstTensorView k = cache_.k.view(static_cast<const void*>(k_.data()), dtype);
-    ForwardArgs args{.q = ConstTensorView::bhsd(q_.data(), b, heads_q, rows, d),
-                     .k = k,
-                     .v = test_.spec.kv.shared_kv ? k.first_columns(dv) : cache_.v.view(v, dtype),
-                     .out = TensorView::bhsd(out_.data(), b, heads_q, rows, dv),
-                     .lse = static_cast<float*>(lse_.data()),
-                     .kv_lengths = static_cast<const std::int32_t*>(lengths_.data()),
-                     .workspace = {work.data(), work.bytes()},
-                     .captures = captures_.view(),
-                     .max_seqlen_kv = seqlen_kv,
-                     .sinks = static_cast<const float*>(sinks_.data()),
-                     .page_table = cache_.table_view(static_cast<const std::int32_t*>(table_.data()),
-                                                     static_cast<const std::int32_t*>(starts_.data())),
-                     .k_scale = cache_.k_scale.view(k_scale_.data()),
-                     .v_scale = cache_.v_scale.view(v_scale_.data()),
-                     .q_scale = cache_.q_scale.view(q_scale_.data())};
-    if (const auto& scale = cache_.problem.softmax_scale) args.softmax_scale = static_cast<float>(*scale);
-    if (test_.spec.indices && rows * b > 0)
-      args.indices =
-          IndicesView::contiguous(static_cast<const std::int32_t*>(indices_.data()), b, rows, heads_kv,
-                                  std::ssize(cache_.problem.indices) / (b * rows * heads_kv));
-    if (test_.spec.kv.shared_prefix)
-      args.prefix_length = static_cast<const std::int32_t*>(prefix_length_.data());
-    if (varlen) {
-      args.cu_seqlens_q = static_cast<const std::int32_t*>(cu_seqlens_q_.data());
-      args.batch_size = batch;
-      args.max_seqlen_q = seqlen_q;
-    }
-    return args;
-  }
-
   CacheCase test_;
   Cache cache_;
   reference::Forward exact_, rounded_;

@@ -311,6 +311,23 @@ class MergeArgs(Structure):
     ]
 
 
+class CacheArgs(Structure):
+    _fields_ = [("spec", c_void_p), ("args", c_void_p)]
+
+
+class OverArgs(Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("caches", c_void_p),
+        ("cache_count", c_size_t),
+        ("out", Tensor),
+        ("lse", c_void_p),
+        ("lse_stride", c_int64 * 3),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_size_t),
+    ]
+
+
 class QuantizeArgs(Structure):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -355,6 +372,8 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_backward_jvp": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "flashjit_append": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "flashjit_merge": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p]),
+    "flashjit_attention_over": (c_int32, [c_void_p, c_void_p, c_void_p]),
+    "flashjit_attention_over_workspace_bytes": (c_int32, [c_void_p, c_void_p, c_void_p]),
     "flashjit_quantize": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "flashjit_kv_row": (c_int32, [c_char_p, c_int32, c_void_p, c_void_p, c_void_p]),
     "flashjit_kv_block_scales": (c_int32, [c_char_p, c_int32, c_void_p, c_void_p, c_void_p]),

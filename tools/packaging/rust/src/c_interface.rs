@@ -355,6 +355,26 @@ pub struct flashjit_merge_args {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
+pub struct flashjit_cache_args {
+    pub spec: *const flashjit_spec,
+    pub args: *const flashjit_forward_args,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct flashjit_over_args {
+    pub struct_size: usize,
+    pub caches: *const flashjit_cache_args,
+    pub cache_count: usize,
+    pub out: flashjit_tensor,
+    pub lse: *mut f32,
+    pub lse_stride: [i64; 3],
+    pub workspace: *mut c_void,
+    pub workspace_bytes: usize,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
 pub struct flashjit_quantize_args {
     pub struct_size: usize,
     pub x: flashjit_tensor,
@@ -388,6 +408,7 @@ crate::zeros_with_size!(
     flashjit_backward_jvp_args,
     flashjit_append_args,
     flashjit_merge_args,
+    flashjit_over_args,
     flashjit_quantize_args,
     flashjit_list_args,
 );
@@ -438,6 +459,16 @@ extern "C" {
         spec: *const flashjit_spec,
         args: *const flashjit_merge_args,
         stream: *mut c_void,
+    ) -> flashjit_status;
+    pub fn flashjit_attention_over(
+        runtime: *mut flashjit_runtime,
+        args: *const flashjit_over_args,
+        stream: *mut c_void,
+    ) -> flashjit_status;
+    pub fn flashjit_attention_over_workspace_bytes(
+        runtime: *mut flashjit_runtime,
+        args: *const flashjit_over_args,
+        bytes: *mut usize,
     ) -> flashjit_status;
     pub fn flashjit_quantize(
         runtime: *mut flashjit_runtime,

@@ -27,6 +27,7 @@ template <class P, class... Maps>
 __device__ void forward(const Params& p, const Maps&... maps) {
   using Policy = ForwardPolicy<P>;
   using Pv = PvStage<P>;
+  using Stages = KvStages<P>;
   using Weights = RowWeights<P>;
   constexpr int kMt = Policy::kMt, kNt = Policy::kNt;
   extern __shared__ __align__(128) char shared[];
@@ -68,7 +69,7 @@ __device__ void forward(const Params& p, const Maps&... maps) {
       sequence.template q_pointer<QBits<P>>(p.q, h, P::kIndices ? q_tile_index : q_begin);
   const long long q_stride = P::kIndices ? p.q.stride_h : p.q.stride_s;
   QLoader<P>::load(smem, q_rows, q_stride, seqlen_q - q_begin);
-  start_copies<P>(load_k, load_v);
+  Stages::start(load_k, load_v);
 
   unsigned q_fragments[P::kQInRegisters ? Policy::kQSteps : 1][kMt][4];
   const unsigned q_offset = matrix_offset<true>(pitch(Policy::kQColumns));
@@ -92,12 +93,12 @@ __device__ void forward(const Params& p, const Maps&... maps) {
 
   // S and P of KV tile i, and a P V: its own, or, among the softmax, that of the tile before.
   const auto step = [&](int i, auto first) {
-    begin_step<P>(smem, i, load_k, load_v);
+    Stages::begin_step(smem, i, load_k, load_v);
     ForwardScores<P> s = {};
     const unsigned k_tile = smem.k(i) + k_offset;
     multiply_qk<P>(s, q_fragments, k_tile, load_q);  // S = Q K^T
     if (P::kKeyScales) scale_keys<P>(s, smem.k_scales(i));
-    end_qk<P>(smem, i, load_k);
+    Stages::end_qk(smem, i, load_k);
 
     const int tile_begin = tiles.tile(i) * P::kBc, kv_begin = tile_begin + first_key_of_warp<P>();
     const Position q_position = position(q_begin + warp_row(0) + lane / 4);
@@ -122,7 +123,7 @@ __device__ void forward(const Params& p, const Maps&... maps) {
     RowValues<P> shift, rescale;
     if constexpr (P::kSkipSoftmax)
       if (leaves_out_tile<P>(p, smem, s, row_max, shift, scale_log2, seqlen_q, at_q))
-        return end_step<P>(i, load_k);
+        return Stages::end_step(i, load_k);
     const bool same_max =
         Weights::update(row_max, row_sum, shift, rescale, scale_log2, s, smem, warp_row);  // m = rowmax(S)
     float exponential = 0.0f;
@@ -136,10 +137,10 @@ __device__ void forward(const Params& p, const Maps&... maps) {
     Pv::multiply(
         i, o, p_fragments, s, rescale, smem, smem.v(i) + v_offset, p,
         [&] { return dropout_head<P>(p, sequence.b, h); }, seqused_kv, warp_row, at_q, at_kv, add_pv);
-    end_step<P>(i, load_k);
+    Stages::end_step(i, load_k);
   };
 
-  run_steps<P>(smem, tiles.count, step, load_v, add_pv);
+  StepLoop<P>::run(smem, tiles.count, step, load_v, add_pv);
   if (kScaledKv<P>) in_order(o);
   smem.count(p, tiles.count);
 

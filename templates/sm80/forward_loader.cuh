@@ -19,78 +19,127 @@ constexpr int v_with(int i) {
   return ForwardPolicy<P>::kLatePv ? i - 1 : i;
 }
 
-/// What the first steps need; Q's copies, started before, belong to the first group.
-template <class P, class LoadK, class LoadV>
-__device__ __forceinline__ void start_copies(const LoadK& load_k, const LoadV& load_v) {
-  load_k(0);
-  if constexpr (P::kStages > 1) load_v(v_with<P>(0));
-  P::Copies::commit();
-#pragma unroll
-  for (int i = 1; i < P::kStages - 1; ++i) {
-    load_k(i);
+// The stages of K and V: start() begins the copies that the first steps need; Q's copies, started before,
+// belong to the first group. A step calls begin_step(), which waits for K(i), end_qk() when all warps may
+// have read K(i), and end_step(). load_last_v() is for kLatePv, after all steps. KvStages<P> names one of the
+// types.
+
+/// One: V has arrived when S is there, and K(i), which has been read, gives way to K(i + 1).
+template <class P>
+struct OneKvStage {
+  template <class LoadK, class LoadV>
+  static __device__ __forceinline__ void start(const LoadK& load_k, const LoadV&) {
+    load_k(0);
+    P::Copies::commit();
+  }
+  template <class LoadK, class LoadV>
+  static __device__ __forceinline__ void begin_step(ForwardSmem<P>& smem, int i, const LoadK&,
+                                                    const LoadV& load_v) {
+    P::Copies::template wait<0>();
+    KvTileLoader<P>::template put<ForwardPolicy<P>::kKColumns>(smem, smem.k(i));
+    __syncthreads();
     load_v(v_with<P>(i));
     P::Copies::commit();
   }
-}
-
-/// K(i) has arrived, and with more stages than one its V. The stage that step i - 1 has read is filled again.
-template <class P, class LoadK, class LoadV>
-__device__ __forceinline__ void begin_step(ForwardSmem<P>& smem, int i, const LoadK& load_k,
-                                           const LoadV& load_v) {
-  P::Copies::template wait<ForwardPolicy<P>::kPendingCopies>();
-  KvTileLoader<P>::template put<ForwardPolicy<P>::kKColumns>(smem, smem.k(i));
-  __syncthreads();
-  if constexpr (P::kStages > 1) load_k(i + P::kStages - 1);
-  load_v(v_with<P>(i + P::kStages - 1));
-  P::Copies::commit();
-}
-
-/// With one stage: V has arrived, and K(i), which has been read, gives way to K(i + 1).
-template <class P, class LoadK>
-__device__ __forceinline__ void end_qk(ForwardSmem<P>& smem, int i, const LoadK& load_k) {
-  if constexpr (P::kStages == 1 && !P::kSharedKv) {
+  template <class LoadK>
+  static __device__ __forceinline__ void end_qk(ForwardSmem<P>& smem, int i, const LoadK& load_k) {
     P::Copies::template wait<0>();
     KvTileLoader<P>::template put<ForwardPolicy<P>::kVColumns>(smem, smem.v(i));
     __syncthreads();
     load_k(i + 1);
     P::Copies::commit();
   }
-}
-/// Where K(i) is V, too: only now it does.
-template <class P, class LoadK>
-__device__ __forceinline__ void end_step(int i, const LoadK& load_k) {
-  if constexpr (P::kStages == 1 && P::kSharedKv) {
+  template <class LoadK>
+  static __device__ __forceinline__ void end_step(int, const LoadK&) {}
+  template <class LoadV>
+  static __device__ __forceinline__ void load_last_v(ForwardSmem<P>& smem, int i, const LoadV& load_v) {
+    __syncthreads();
+    load_v(i);
+    KvTileLoader<P>::template put<ForwardPolicy<P>::kVColumns>(smem, smem.v(i));
+    P::Copies::commit();
+  }
+};
+/// One, where K(i) is V, too: only at the end of the step it gives way.
+template <class P>
+struct OneSharedKvStage : OneKvStage<P> {
+  template <class LoadK>
+  static __device__ __forceinline__ void end_qk(ForwardSmem<P>&, int, const LoadK&) {}
+  template <class LoadK>
+  static __device__ __forceinline__ void end_step(int i, const LoadK& load_k) {
     __syncthreads();
     load_k(i + 1);
     P::Copies::commit();
   }
-}
-
-/// Runs the steps of a work tile: `step(i, first)`. With kLatePv the last P V comes after them. Then all
-/// warps are done with Q, so that O may overwrite it.
-template <class P, class Step, class LoadV, class AddPv>
-__device__ __forceinline__ void run_steps(ForwardSmem<P>& smem, int count, const Step& step,
-                                          const LoadV& load_v, const AddPv& add_pv) {
-  constexpr bool kLatePv = ForwardPolicy<P>::kLatePv;
-  if constexpr (kLatePv) {
-    if (count > 0) step(0, Flag<true>{});
-    for (int i = 1; i < count; ++i) step(i, Flag<false>{});
-    if constexpr (P::kStages == 1) {
-      __syncthreads();
-      load_v(count - 1);
-      KvTileLoader<P>::template put<ForwardPolicy<P>::kVColumns>(smem, smem.v(count - 1));
+};
+/// More: K(i) has arrived with its V, and the stage that step i - 1 has read is filled again.
+template <class P>
+struct KvStageRing {
+  template <class LoadK, class LoadV>
+  static __device__ __forceinline__ void start(const LoadK& load_k, const LoadV& load_v) {
+    load_k(0);
+    load_v(v_with<P>(0));
+    P::Copies::commit();
+#pragma unroll
+    for (int i = 1; i < P::kStages - 1; ++i) {
+      load_k(i);
+      load_v(v_with<P>(i));
       P::Copies::commit();
     }
-  } else {
+  }
+  template <class LoadK, class LoadV>
+  static __device__ __forceinline__ void begin_step(ForwardSmem<P>& smem, int i, const LoadK& load_k,
+                                                    const LoadV& load_v) {
+    P::Copies::template wait<ForwardPolicy<P>::kPendingCopies>();
+    KvTileLoader<P>::template put<ForwardPolicy<P>::kKColumns>(smem, smem.k(i));
+    __syncthreads();
+    load_k(i + P::kStages - 1);
+    load_v(v_with<P>(i + P::kStages - 1));
+    P::Copies::commit();
+  }
+  template <class LoadK>
+  static __device__ __forceinline__ void end_qk(ForwardSmem<P>&, int, const LoadK&) {}
+  template <class LoadK>
+  static __device__ __forceinline__ void end_step(int, const LoadK&) {}
+  template <class LoadV>
+  static __device__ __forceinline__ void load_last_v(ForwardSmem<P>&, int, const LoadV&) {}
+};
+template <class P>
+using KvStages = Conditional<(P::kStages > 1), KvStageRing<P>,
+                             Conditional<P::kSharedKv, OneSharedKvStage<P>, OneKvStage<P>>>;
+
+// The loop over a work tile's KV tiles: `step(i, first)`. Then all warps are done with Q, so that O may
+// overwrite it. StepLoop<P> names one of the types.
+
+/// A step computes P V of its own tile.
+template <class P>
+struct PlainSteps {
+  template <class Step, class LoadV, class AddPv>
+  static __device__ __forceinline__ void run(ForwardSmem<P>&, int count, const Step& step, const LoadV&,
+                                             const AddPv&) {
     for (int i = 0; i < count; ++i) step(i, Flag<false>{});
+    P::Copies::template wait<0>();
+    __syncthreads();
   }
-  P::Copies::template wait<0>();
-  __syncthreads();
-  if (kLatePv && count > 0) {
+};
+/// Of the tile before (kLatePv): the last comes after all steps.
+template <class P>
+struct LatePvSteps {
+  template <class Step, class LoadV, class AddPv>
+  static __device__ __forceinline__ void run(ForwardSmem<P>& smem, int count, const Step& step,
+                                             const LoadV& load_v, const AddPv& add_pv) {
+    if (count > 0) step(0, Flag<true>{});
+    for (int i = 1; i < count; ++i) step(i, Flag<false>{});
+    KvStages<P>::load_last_v(smem, count - 1, load_v);
+    P::Copies::template wait<0>();
+    __syncthreads();
+    if (count > 0) {
 #pragma unroll
-    for (int k = 0; k < ForwardPolicy<P>::kNt / 2; ++k) add_pv(count - 1, k, 0.0f);
+      for (int k = 0; k < ForwardPolicy<P>::kNt / 2; ++k) add_pv(count - 1, k, 0.0f);
+    }
   }
-}
+};
+template <class P>
+using StepLoop = Conditional<ForwardPolicy<P>::kLatePv, LatePvSteps<P>, PlainSteps<P>>;
 
 /// What Q is read as.
 template <class P>

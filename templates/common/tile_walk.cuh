@@ -10,58 +10,95 @@
 
 namespace flashjit {
 
-/// Of the tiles that one meets, a list or a range, keeps those of one split.
+/// Tiles in order: a contiguous range, or entries of a list.
 template <class P>
-__device__ __forceinline__ void keep_split_of(const Params& p, int split, const int*& list, int& first,
-                                              int& count) {
-  const int begin = split_begin<P>(p, split, count), end = split_begin<P>(p, split + 1, count);
-  if constexpr (kLists<P>) list += begin;
-  first += begin, count = end - begin;
-}
-
-/// The KV tiles that one Q tile visits, in order: a contiguous range, or a list.
-template <class P>
-struct KvTiles {
+struct TileRange {
   const int* list = nullptr;
   int first = 0, count = 0;
 
-  __device__ KvTiles() {}
-  __device__ KvTiles(const Params& p, const typename P::Head& head, int q_tile, Range q, int seqused_kv) {
-    if constexpr (P::kIndices) {
-      const bool has_work = q.begin < q.end && seqused_kv > 0;
-      count = has_work ? tiles_of_list<P>(p, Sequence<P>(p, head.b), q_tile) : 0;
-    } else if constexpr (kLists<P>) {
-      const long long row = list_at<P>(p, head.b, head.h, q_tiles<P>(p), q_tile);
-      list = p.lists.entries + row * kv_tiles<P>(p);
-      count = p.lists.count[row];
-    } else {
-      const Range bounds = P::kv_bounds(p, head, q);
-      const int end = min(bounds.end, seqused_kv);
-      first = bounds.begin / P::kBc;
-      count = end > bounds.begin ? (end + P::kBc - 1) / P::kBc - first : 0;
-      EmptyEnds<P>::take_off(p, head, q, first, count);
-    }
+  __device__ void keep_split(const Params& p, int split) {
+    const int begin = split_begin<P>(p, split, count), end = split_begin<P>(p, split + 1, count);
+    first += begin, count = end - begin;
   }
-  __device__ void keep_split(const Params& p, int split) { keep_split_of<P>(p, split, list, first, count); }
-  /// Keeps those of a contiguous range that are in another.
-  __device__ void keep(Range tiles) {
-    const int end = min(first + count, tiles.end);
-    first = max(first, tiles.begin);
-    count = max(end - first, 0);
+  /// Of Q tiles all of the head instead, also those that the KV tile does not meet.
+  __device__ void take_every(const typename P::Head& head) {
+    first = 0, count = (head.seqlen_q + P::kBr - 1) / P::kBr;
   }
-  /// As a list has it.
-  __device__ int entry(int i) const {
-    if constexpr (kLists<P>) return list[i];
-    return (first + i) * 2;
+};
+template <class P>
+struct TileList : TileRange<P> {
+  __device__ void keep_split(const Params& p, int split) {
+    this->list += split_begin<P>(p, split, this->count);
+    TileRange<P>::keep_split(p, split);
   }
-  __device__ int tile(int i) const { return tile_of_entry<P>(entry(i)); }
-  /// Whether block map and mask let every pair of the tile attend.
+};
+
+// The KV tiles that one Q tile visits, in order; KvTiles<P> has one of these types. entry(): as a list has
+// it. full(): whether block map and mask let every pair of an entry's tile attend.
+
+/// Those with keys that the mask's bounds let attend.
+template <class P>
+struct BoundedKvTiles : TileRange<P> {
+  using TileRange<P>::first, TileRange<P>::count;
+
+  __device__ BoundedKvTiles() {}
+  __device__ BoundedKvTiles(const Params& p, const typename P::Head& head, int, Range q, int seqused_kv) {
+    const Range bounds = P::kv_bounds(p, head, q);
+    const int end = min(bounds.end, seqused_kv);
+    first = bounds.begin / P::kBc;
+    count = end > bounds.begin ? (end + P::kBc - 1) / P::kBc - first : 0;
+    EmptyEnds<P>::take_off(p, head, q, first, count);
+  }
+  __device__ int entry(int i) const { return (first + i) * 2; }
   __device__ bool full(const Params& p, const typename P::Head& head, Range q, int entry) const {
-    if constexpr (kLists<P>) return is_full(entry);
     if constexpr (!P::kHasMask) return true;
     return mask_class<P>(p, head, q, tile_range(tile_of_entry<P>(entry), P::kBc, head.seqlen_kv)) ==
            TileClass::full;
   }
+};
+/// Tiles of a query's list of keys.
+template <class P>
+struct KvTilesOfIndices : BoundedKvTiles<P> {
+  __device__ KvTilesOfIndices() {}
+  __device__ KvTilesOfIndices(const Params& p, const typename P::Head& head, int q_tile, Range q,
+                              int seqused_kv) {
+    const bool has_work = q.begin < q.end && seqused_kv > 0;
+    this->count = has_work ? tiles_of_list<P>(p, Sequence<P>(p, head.b), q_tile) : 0;
+  }
+};
+template <class P>
+struct ListedKvTiles : TileList<P> {
+  using TileList<P>::list, TileList<P>::count;
+
+  __device__ ListedKvTiles() {}
+  __device__ ListedKvTiles(const Params& p, const typename P::Head& head, int q_tile, Range, int) {
+    const long long row = list_at<P>(p, head.b, head.h, q_tiles<P>(p), q_tile);
+    list = p.lists.entries + row * kv_tiles<P>(p);
+    count = p.lists.count[row];
+  }
+  __device__ int entry(int i) const { return list[i]; }
+  __device__ bool full(const Params&, const typename P::Head&, Range, int entry) const {
+    return is_full(entry);
+  }
+};
+
+template <class P>
+using VisitedKvTiles = Conditional<P::kIndices, KvTilesOfIndices<P>,
+                                   Conditional<kLists<P>, ListedKvTiles<P>, BoundedKvTiles<P>>>;
+
+template <class P>
+struct KvTiles : VisitedKvTiles<P> {
+  using Visited = VisitedKvTiles<P>;
+  using Visited::Visited;
+  __device__ KvTiles() {}
+
+  /// Keeps those of a contiguous range that are in another.
+  __device__ void keep(Range tiles) {
+    const int end = min(this->first + this->count, tiles.end);
+    this->first = max(this->first, tiles.begin);
+    this->count = max(end - this->first, 0);
+  }
+  __device__ int tile(int i) const { return tile_of_entry<P>(this->entry(i)); }
 };
 
 /// The Q tile in a stage, as the loader describes it to the warps that compute on it.
@@ -73,47 +110,50 @@ struct StagedTile {
 };
 static_assert(sizeof(StagedTile) == 16, "the families' layouts count on it");
 
-/// The Q tiles of one query head that a KV tile meets, ascending: a contiguous range, or a list.
-template <class P>
-struct QTiles {
-  int first = 0, count = 0;
-  const int* list = nullptr;
-  const int* rank = nullptr;
+// The Q tiles of one query head that a KV tile meets, ascending; QTiles<P> names one of these types. at():
+// the index-th tile, as the compute loop needs to know it for the keys `kv`.
 
-  __device__ QTiles(const Params& p, const typename P::Head& head, int kv_tile, Range kv) {
-    if constexpr (kLists<P>) {
-      const long long row = list_at<P>(p, head.b, head.h, kv_tiles<P>(p), kv_tile);
-      list = p.lists.entries + row * q_tiles<P>(p);
-      if constexpr (P::kDeterministic) rank = p.lists.rank + row * q_tiles<P>(p);
-      count = p.lists.count[row];
-    } else {
-      const Range bounds = P::q_bounds(p, head, kv);
-      first = bounds.begin / P::kBr;
-      count = bounds.end > bounds.begin ? (bounds.end + P::kBr - 1) / P::kBr - first : 0;
-    }
+template <class P>
+struct BoundedQTiles : TileRange<P> {
+  using TileRange<P>::first, TileRange<P>::count;
+
+  __device__ BoundedQTiles(const Params& p, const typename P::Head& head, int, Range kv) {
+    const Range bounds = P::q_bounds(p, head, kv);
+    first = bounds.begin / P::kBr;
+    count = bounds.end > bounds.begin ? (bounds.end + P::kBr - 1) / P::kBr - first : 0;
   }
-  /// All Q tiles of the head instead, also those that the KV tile does not meet.
-  __device__ void take_every(const typename P::Head& head) {
-    first = 0, count = (head.seqlen_q + P::kBr - 1) / P::kBr;
-  }
-  __device__ void keep_split(const Params& p, int split) { keep_split_of<P>(p, split, list, first, count); }
-  /// The index-th tile, as the compute loop needs to know it for the keys `kv`.
   __device__ StagedTile at(const Params& p, const typename P::Head& head, int index, int kv_tile, Range kv,
                            int seqused_kv) const {
-    const int tile = kLists<P> ? tile_of_entry<P>(list[index]) : first + index;
+    const int tile = first + index;
     StagedTile staged{head.h, tile, 1, 0};
-    if constexpr (kLists<P>) {
-      staged.full = is_full(list[index]);
-      if constexpr (P::kDeterministic) staged.dq_order = rank[tile];
-    } else {
-      if constexpr (P::kHasMask)
-        staged.full = P::classify_tile(p, head, tile_range(tile, P::kBr, head.seqlen_q), kv, nullptr,
-                                       nullptr) == TileClass::full;
-      if constexpr (P::kDeterministic) staged.dq_order = (seqused_kv - 1) / P::kBc - kv_tile;
-    }
+    if constexpr (P::kHasMask)
+      staged.full = P::classify_tile(p, head, tile_range(tile, P::kBr, head.seqlen_q), kv, nullptr,
+                                     nullptr) == TileClass::full;
+    if (P::kDeterministic) staged.dq_order = (seqused_kv - 1) / P::kBc - kv_tile;
     return staged;
   }
 };
+template <class P>
+struct ListedQTiles : TileList<P> {
+  using TileList<P>::list, TileList<P>::count;
+  const int* rank = nullptr;
+
+  __device__ ListedQTiles(const Params& p, const typename P::Head& head, int kv_tile, Range) {
+    const long long row = list_at<P>(p, head.b, head.h, kv_tiles<P>(p), kv_tile);
+    list = p.lists.entries + row * q_tiles<P>(p);
+    if constexpr (P::kDeterministic) rank = p.lists.rank + row * q_tiles<P>(p);
+    count = p.lists.count[row];
+  }
+  __device__ StagedTile at(const Params&, const typename P::Head& head, int index, int, Range, int) const {
+    const int tile = tile_of_entry<P>(list[index]);
+    StagedTile staged{head.h, tile, 1, 0};
+    staged.full = is_full(list[index]);
+    if (P::kDeterministic) staged.dq_order = rank[tile];
+    return staged;
+  }
+};
+template <class P>
+using QTiles = Conditional<kLists<P>, ListedQTiles<P>, BoundedQTiles<P>>;
 
 /// Which keys of a KV tile are a CTA's, and whether it visits every Q tile, also those that meet none of
 /// them.

@@ -77,12 +77,6 @@ class FirstKey<true> {
 template <class P>
 constexpr bool kScaledKv = sizeof(typename P::KvElement) == 1;
 
-/// Whether a format decodes their rows: kv_format.cuh.
-template <class P>
-constexpr bool kDecodesKv = requires {
-  typename P::KFormat;
-};
-
 /// Whether they are elements that codes became, whose scales of heads are left to the results:
 /// auxiliary/decode_cache.cuh.
 template <class P>

@@ -189,4 +189,10 @@ struct ExampleProblem {
   // the element, others of the row, the sum of squares and captures; and kKMod, k_mod() and so on of K.
 };
 
+/// Whether formats decode the rows of K and V: kv_format.cuh.
+template <class P>
+constexpr bool kDecodesKv = requires {
+  typename P::KFormat;
+};
+
 }  // namespace flashjit

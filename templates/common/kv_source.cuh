@@ -44,6 +44,42 @@ __device__ __forceinline__ int slot_of_key(const Params& p, int b, int kv) {
   return slot_of_entry<P>(p, P::kPageRows > 0 ? table_entry<P>(p, b, kv) : 0, kv);
 }
 
+// Rows of keys, in K, V or scales, from the address of a sequence's first, or with pages of page 0's;
+// KeyRows<P> names one of these types. `of_page`, `of_key`: strides. A slot is found by slot_of_key(). By
+// reference, as values change the order of code (../sm80/NOTES.md#functions-of-sm80).
+
+/// One after the other.
+template <class P>
+struct KeysInOrder {
+  template <class Element>
+  static __device__ __forceinline__ Element* row(Element* const& first, const Params&, const int&,
+                                                 const int& kv, const long long&, const long long& of_key) {
+    return first + kv * of_key;
+  }
+  template <class Element>
+  static __device__ __forceinline__ Element* row_in_slot(Element* const& first, int slot, const long long&,
+                                                         const long long& of_key) {
+    return first + slot * of_key;
+  }
+};
+/// In pages that a table names.
+template <class P>
+struct KeysInPages {
+  template <class Element>
+  static __device__ __forceinline__ Element* row(Element* const& first, const Params& p, const int& b,
+                                                 const int& kv, const long long& of_page,
+                                                 const long long& of_key) {
+    return first + page_of_key<P>(p, b, kv) * of_page + kv % P::kPageRows * of_key;
+  }
+  template <class Element>
+  static __device__ __forceinline__ Element* row_in_slot(Element* const& first, int slot,
+                                                         const long long& of_page, const long long& of_key) {
+    return first + slot / P::kPageRows * of_page + slot % P::kPageRows * of_key;
+  }
+};
+template <class P>
+using KeyRows = Conditional<(P::kPageRows > 0), KeysInPages<P>, KeysInOrder<P>>;
+
 /// Whether a mask, such as a window, may leave pages behind. An engine frees these, so that the table may
 /// name any page for them: they are not read.
 template <class P>
@@ -129,9 +165,7 @@ class KvSource : public FirstKey<kLeavesPages<P>> {
 
   /// Key `kv`, which must exist where there are pages.
   __device__ __forceinline__ Element* row(int kv) const {
-    if constexpr (P::kPageRows > 0)
-      return first_ + page_of_key<P>(p_, b_, kv) * tensor_.stride_b + kv % P::kPageRows * tensor_.stride_s;
-    return first_ + kv * tensor_.stride_s;
+    return KeyRows<P>::row(first_, p_, b_, kv, tensor_.stride_b, tensor_.stride_s);
   }
   /// The page of a key that exists, and its row there.
   __device__ __forceinline__ int page_of(int kv) const { return page_of_key<P>(p_, b_, kv); }
@@ -140,10 +174,7 @@ class KvSource : public FirstKey<kLeavesPages<P>> {
   }
   /// By slot_of_key().
   __device__ __forceinline__ Element* row_in_slot(int slot) const {
-    if constexpr (P::kPageRows == 0)
-      return first_ + slot * tensor_.stride_s;
-    else
-      return first_ + slot / P::kPageRows * tensor_.stride_b + slot % P::kPageRows * tensor_.stride_s;
+    return KeyRows<P>::row_in_slot(first_, slot, tensor_.stride_b, tensor_.stride_s);
   }
   /// From one key of a tile to the next, in elements, where there are no pages.
   __device__ __forceinline__ long long stride() const { return tensor_.stride_s; }
@@ -182,9 +213,8 @@ class KvScales : public FirstKey<kLeavesPages<P>> {
   /// Where that of key `kv` is, which must exist where there are pages.
   __device__ __forceinline__ const float* of_key(int kv) const {
     if constexpr (!kOfKeys) return first_;
-    if constexpr (P::kPageRows > 0)
-      return first_ + page_of_key<P>(p_, b_, kv) * scales_.stride_page + kv % P::kPageRows * scales_.stride_s;
-    return first_ + (first_row_ + kv) * scales_.stride_s;
+    return KeyRows<P>::row(first_, p_, b_, P::kPageRows > 0 ? kv : first_row_ + kv, scales_.stride_page,
+                           scales_.stride_s);
   }
   /// An address that may be read.
   __device__ __forceinline__ const float* some() const { return first_; }

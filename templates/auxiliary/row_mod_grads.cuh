@@ -21,7 +21,7 @@ struct RowGradAdder {
   /// By whole warps.
   __device__ __forceinline__ void at(int column, float value) {
     float* const to = others + clamped(column, 0, P::kHeadDim - 1);
-    if (!P::kDeterministic) atomicAdd(to, value);
+    if (!P::kDeterministic) add_to_memory(to, value);  // zeros, of arms not taken, would all go to one column
     for (int lane = P::kDeterministic ? 0 : 32; lane < 32; ++lane) {
       if (static_cast<int>(threadIdx.x) % 32 == lane) *to += value;
       __syncwarp();
@@ -41,9 +41,17 @@ __device__ __forceinline__ void lead_grads_back(const Params& p, const Rows& row
   using Grad = GradElement<P>;
   using Captures = ElementGradSums<Rows::kGrads>;
   Captures captures[kColumnPairs<P>][2];
-  visit_rows<P>(p, rows, block, [&](const Sequence<P>& sequence, const auto& head, int h, int at) {
-    const ModifiedRow<P> row(rows.template row<const Element>(sequence, given, h, at), memory);
+  const auto prefetch = [&](const Sequence<P>& sequence, int h, int at) {
+    prefetch_row<P::kHeadDim>(rows.template row<const Element>(sequence, given, h, at));
+    prefetch_row<P::kHeadDim>(rows.template row<const Grad>(sequence, made, h, at));
+  };
+  visit_rows<P>(p, rows, block, prefetch, [&](const Sequence<P>& sequence, const auto& head, int h, int at) {
     const Grad* const dout = rows.template row<const Grad>(sequence, made, h, at);
+    float dy[kColumnPairs<P>][2] = {};
+#pragma unroll
+    for (int pair = 0; pair < kColumnPairs<P>; ++pair)
+      if (first_column(pair) < P::kHeadDim) load_pair(dout + first_column(pair), dy[pair]);
+    const ModifiedRow<P> row(rows.template row<const Element>(sequence, given, h, at), memory);
     for (int column = static_cast<int>(threadIdx.x) % 32; column < P::kHeadDim; column += 32)
       others[column] = 0.0f;
     __syncwarp();
@@ -51,12 +59,10 @@ __device__ __forceinline__ void lead_grads_back(const Params& p, const Rows& row
 #pragma unroll
     for (int pair = 0; pair < kColumnPairs<P>; ++pair) {
       const int column = min(first_column(pair), P::kHeadDim - 2);  // lanes without columns add zeros
-      float dy[2] = {};
-      if (column == first_column(pair)) load_pair(dout + column, dy);
 #pragma unroll
       for (int c = 0; c < 2; ++c)
         Rows::add_grads(p, head, row.shared, row.x[pair][c], row.sum_of_squares, position(at), column + c,
-                        dy[c], RowGradAdder<P, Captures>{own[pair][c], squares, others, captures[pair][c]});
+                        dy[pair][c], RowGradAdder<P, Captures>{own[pair][c], squares, others, captures[pair][c]});
     }
     squares = 2.0f * sum_of_warp(squares);
     __syncwarp();
@@ -76,7 +82,7 @@ __device__ __forceinline__ void lead_grads_back(const Params& p, const Rows& row
 #pragma unroll
   for (Captures(&both)[2] : captures)
 #pragma unroll
-    for (Captures& sums : both) sums.end();
+    for (Captures& sums : both) sums.end_of_cta();
 }
 
 /// Rows of packed tensors that belong to no sequence.

@@ -9,7 +9,10 @@ template <class P, class Rows>
 __device__ __forceinline__ void modify_rows(const Params& p, const Rows& rows, const TensorParam& from,
                                             const TensorParam& to, int block, float* memory) {
   using Element = typename P::Element;
-  visit_rows<P>(p, rows, block, [&](const Sequence<P>& sequence, const auto& head, int h, int at) {
+  const auto prefetch = [&](const Sequence<P>& sequence, int h, int at) {
+    prefetch_row<P::kHeadDim>(rows.template row<const Element>(sequence, from, h, at));
+  };
+  visit_rows<P>(p, rows, block, prefetch, [&](const Sequence<P>& sequence, const auto& head, int h, int at) {
     const ModifiedRow<P> row(rows.template row<const Element>(sequence, from, h, at), memory);
     Element* const result = rows.template row<Element>(sequence, to, h, at);
 #pragma unroll

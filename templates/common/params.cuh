@@ -124,7 +124,7 @@ struct DropoutPlaceParam {
 };
 
 /// Rows of Q or K that a CTA of the row_mods and row_mod_grads entries has.
-constexpr int kRowsOfModCta = 32;
+constexpr int kRowsOfModCta = 64;
 
 /// Q, K, dQ and dK as the call has them, where q_mod or k_mod makes others, which Params::q, k, dq and dk
 /// are.

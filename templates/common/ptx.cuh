@@ -219,6 +219,11 @@ __device__ __forceinline__ void mma_16x8x16<e5m2>(float (&c)[4], const unsigned 
   mma_16x8x32<e5m2, e5m2>(c, a, b0, b1);
 }
 
+/// Brings 32 bytes into L2.
+__device__ __forceinline__ void prefetch_to_l2(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
 /// Four floats as codes of e4m3, the first in the lowest byte; what is too large becomes the largest.
 __device__ __forceinline__ unsigned pack_e4m3(float x0, float x1, float x2, float x3) {
   unsigned short low, high;

@@ -121,17 +121,33 @@ struct ModifiedRow {
   }
 };
 
-/// Calls visit(rows, sequence, head, h, row) for each row that the warp has; `block` is one of Q's, then K's.
-template <class P, class Rows, class Visit>
-__device__ __forceinline__ void visit_rows(const Params& p, const Rows& rows, int block, const Visit& visit) {
+/// A row that the warp reads soon.
+template <int kColumns, class Element>
+__device__ __forceinline__ void prefetch_row(const Element* row) {
+  constexpr int kBytes = kColumns * sizeof(Element), kSector = 32;
+  for (int at = static_cast<int>(threadIdx.x) % 32 * kSector; at < kBytes; at += 32 * kSector)
+    prefetch_to_l2(reinterpret_cast<const char*>(row) + at);
+}
+
+/// Calls visit(sequence, head, h, row) for each row that the warp has, and before that prefetch(sequence, h,
+/// row), as one row's bytes a warp are too few for the memory's latency; `block` is one of Q's, then K's.
+template <class P, class Rows, class Prefetch, class Visit>
+__device__ __forceinline__ void visit_rows(const Params& p, const Rows& rows, int block,
+                                           const Prefetch& prefetch, const Visit& visit) {
+  constexpr int kRowsAhead = 8;
   const int tiles = (rows.longest() + kRowsOfModCta - 1) / kRowsOfModCta, batch_head = block / tiles;
   const int h = batch_head % rows.heads();
   const Sequence<P> sequence(p, batch_head / rows.heads());
   const typename P::Head head = rows.head(sequence, h);
   const int begin = block % tiles * kRowsOfModCta, end = min(begin + kRowsOfModCta, rows.length(sequence));
+  const int warps = static_cast<int>(blockDim.x) / 32, first = begin + static_cast<int>(threadIdx.x) / 32;
 #pragma unroll 1
-  for (int row = begin + static_cast<int>(threadIdx.x) / 32; row < end; row += blockDim.x / 32)
+  for (int row = first; row < min(first + kRowsAhead * warps, end); row += warps) prefetch(sequence, h, row);
+#pragma unroll 1
+  for (int row = first; row < end; row += warps) {
+    if (const int ahead = row + kRowsAhead * warps; ahead < end) prefetch(sequence, h, ahead);
     visit(sequence, head, h, row);
+  }
 }
 
 }  // namespace flashjit

@@ -387,6 +387,7 @@ const Known kMemory[] = {
     {"griddepcontrol.wait", [](const Instruction&, Frame&) { current().waited_for_prior_grid = true; }},
     {"griddepcontrol.launch_dependents", [](const Instruction&, Frame&) { let_next_grid_start(); }},
     {"prefetch.tensormap", do_nothing},
+    {"prefetch.global.L2", do_nothing},
     {"setmaxnreg.", do_nothing},
 };
 

@@ -9,21 +9,20 @@
 namespace flashjit::plan {
 namespace {
 
-// Rates of an H100, lower than the best of its memory and as high as the kernels' of 16 bits, so that
-// decoding for each Q tile seems cheaper than it is: see
-// ../../templates/sm90/NOTES.md#when-a-cache-is-decoded-once.
-constexpr double kBytesPerSecond = 2.5e12, kOperationsPerSecond = 600e12;
-/// By how much decoding for each Q tile lengthens the two products, measured: by bits of a code.
-constexpr double kLossOfEightBits = 0.15, kLossOfFewerBits = 0.6;
+// Measured on an H200: ../../templates/sm90/NOTES.md#when-a-cache-is-decoded-once.
+constexpr double kBytesPerSecond = 4e12, kOperationsPerSecond = 600e12;
+/// By how much decoding for each Q tile lengthens the two products: of codes that the kernel reads as they
+/// are, and of the format that costs least.
+constexpr double kLossOfCodes = 0.15, kLossOfFormats = 0.65;
 constexpr double kSecondsOfLaunch = 5e-6;
 constexpr std::int64_t kMostDecodedBytes = std::int64_t{1} << 30;
 
 /// Rows of Q that an estimate takes together.
 constexpr std::int64_t kRowsOfTile = 128;
 
-double loss_of(const KvFormat& format) {
+double loss_of(const KvFormat& format, const AnalysedSpec& spec) {
   if (!format.quantized()) return 0;
-  return format.bits() == 8 ? kLossOfEightBits : kLossOfFewerBits;
+  return spec.decodes_kv() ? kLossOfFormats : kLossOfCodes;
 }
 
 /// Bytes of a key of one head as it is stored, and as elements.
@@ -100,9 +99,10 @@ double gain_by_decoded_cache(const AnalysedSpec& spec, const AttentionShape& sha
   const auto [pairs, keys] = attended_pairs(spec, shape);
   const double group = static_cast<double>(shape.heads_q / shape.heads_kv);
   const double operations =
-      2 * (spec.head_dim * loss_of(spec.kv.k_format) + spec.v_dim() * loss_of(spec.kv.v_format));
+      2 * (spec.head_dim * loss_of(spec.kv.k_format, spec) + spec.v_dim() * loss_of(spec.kv.v_format, spec));
   const double gain = heads_kv * group * pairs * operations / kOperationsPerSecond;
-  const double cost = heads_kv * keys * (stored + 2 * decoded) / kBytesPerSecond + kSecondsOfLaunch;
+  // The main loop reads elements no slower than codes.
+  const double cost = heads_kv * keys * (stored + decoded) / kBytesPerSecond + kSecondsOfLaunch;
   return gain / cost;
 }
 

@@ -25,8 +25,8 @@ Support may_decode_cache(const AnalysedSpec& spec);
 /// How much time that saves of what Q tiles take to decode, over what it costs, by bytes and rates; 0 where
 /// it may not be or would take much workspace.
 double gain_by_decoded_cache(const AnalysedSpec& spec, const AttentionShape& shape);
-/// From which gain on a heuristic decodes once, and the tuner tries it: the estimate is low.
-inline constexpr double kGainThatDecides = 1.5, kGainThatMayBe = 0.5;
+/// From which gain on a heuristic decodes once, and the tuner tries it.
+inline constexpr double kGainThatDecides = 1.0, kGainThatMayBe = 0.5;
 
 /// Makes the plan of the kernel that reads elements one of `spec`, with the entry that decodes before others.
 KernelPlan add_decode_cache(KernelPlan of_elements, const AnalysedSpec& spec);

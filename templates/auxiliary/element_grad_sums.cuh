@@ -31,24 +31,23 @@ class ElementGradSums {
   }
   /// The same by whole CTAs of 128 threads, whose warps mostly add to the same elements.
   __device__ __forceinline__ void end_of_cta() {
-    if constexpr (kCount > 0) {
-      __shared__ float* places[4][32];
-      __shared__ float values[4][32];
-      const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    if (kCount == 0) return;
+    __shared__ float* places[4][32];
+    __shared__ float values[4][32];
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
-      for (Sum& sum : sums_) {
-        __syncthreads();  // the last sum's are read
-        places[warp][lane] = sum.at, values[warp][lane] = sum.value;
-        __syncthreads();
-        if (warp > 0) continue;
-        for (int other = 1; other < 4; ++other) {
-          if (places[other][lane] == sum.at)
-            sum.value += values[other][lane];
-          else
-            add_to_memory(places[other][lane], values[other][lane]);
-        }
-        add_to_memory(sum.at, sum.value);
+    for (Sum& sum : sums_) {
+      __syncthreads();  // the last sum's are read
+      places[warp][lane] = sum.at, values[warp][lane] = sum.value;
+      __syncthreads();
+      if (warp > 0) continue;
+      for (int other = 1; other < 4; ++other) {
+        if (places[other][lane] == sum.at)
+          sum.value += values[other][lane];
+        else
+          add_to_memory(places[other][lane], values[other][lane]);
       }
+      add_to_memory(sum.at, sum.value);
     }
   }
 

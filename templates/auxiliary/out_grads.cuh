@@ -1,5 +1,6 @@
 // Before the backward pass of a spec with out_mod: dO of O before that program, from the gradient of what the
-// program gave, and the gradients of the captured tensors that it reads. All other kernels read this dO.
+// program gave, and the gradients of the captured tensors that it reads. All other kernels read this dO. Its
+// cost: NOTES.md#gates-of-os-elements.
 #pragma once
 
 #include "flashjit/auxiliary/element_grad_sums.cuh"

@@ -62,7 +62,8 @@ __device__ __forceinline__ void lead_grads_back(const Params& p, const Rows& row
 #pragma unroll
       for (int c = 0; c < 2; ++c)
         Rows::add_grads(p, head, row.shared, row.x[pair][c], row.sum_of_squares, position(at), column + c,
-                        dy[pair][c], RowGradAdder<P, Captures>{own[pair][c], squares, others, captures[pair][c]});
+                        dy[pair][c],
+                        RowGradAdder<P, Captures>{own[pair][c], squares, others, captures[pair][c]});
     }
     squares = 2.0f * sum_of_warp(squares);
     __syncwarp();

@@ -130,7 +130,7 @@ __device__ __forceinline__ void prefetch_row(const Element* row) {
 }
 
 /// Calls visit(sequence, head, h, row) for each row that the warp has, and before that prefetch(sequence, h,
-/// row), as one row's bytes a warp are too few for the memory's latency; `block` is one of Q's, then K's.
+/// row), see ../auxiliary/NOTES.md#programs-of-rows; `block` is one of Q's, then K's.
 template <class P, class Rows, class Prefetch, class Visit>
 __device__ __forceinline__ void visit_rows(const Params& p, const Rows& rows, int block,
                                            const Prefetch& prefetch, const Visit& visit) {

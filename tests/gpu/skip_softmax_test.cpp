@@ -6,10 +6,11 @@ namespace {
 
 std::vector<SkipSoftmaxCase> skip_softmax_cases() {
   std::vector<SkipSoftmaxCase> all;
-  for (const char* spec : {"bf16:d64", "bf16:d64:causal", "bf16:d128", "fp16:d128:causal", "bf16:d256:causal",
-                           "fp16:d192x128:causal", "bf16:d128:causal:varlen", "bf16:d128:kvlen:sinks:row_max",
-                           "bf16:d64:mask{q + seqlen_kv >= kv + seqlen_q && q + seqlen_kv - seqlen_q - kv < 700}",
-                           "bf16:d128:score{20.0 * tanh(score / 20.0)}:causal", "bf16:d96:map64x64"})
+  for (const char* spec :
+       {"bf16:d64", "bf16:d64:causal", "bf16:d128", "fp16:d128:causal", "bf16:d256:causal",
+        "fp16:d192x128:causal", "bf16:d128:causal:varlen", "bf16:d128:kvlen:sinks:row_max",
+        "bf16:d64:mask{q + seqlen_kv >= kv + seqlen_q && q + seqlen_kv - seqlen_q - kv < 700}",
+        "bf16:d128:score{20.0 * tanh(score / 20.0)}:causal", "bf16:d96:map64x64"})
     for (const AttentionShape& shape :
          {AttentionShape{1, 4, 2, 700, 2300}, AttentionShape{1, 2, 2, 300, 4000}})
       all.push_back({spec, shape});

@@ -26,14 +26,15 @@ TEST(DecodedCache, IsChosenForManyQueriesOfFewBits) {
     EXPECT_TRUE(is_decoded_once(kInt4, kPrefill, arch));
     EXPECT_TRUE(is_decoded_once("bf16:d128:kv{q8_0}:pages16:causal", kPrefill, arch));
     EXPECT_TRUE(is_decoded_once("bf16:d128:kv{nvfp4}:cache:causal:varlen", kChunk, arch));
-    // Codes of 8 bits cost little, and one query's are decoded once as it is.
-    EXPECT_FALSE(is_decoded_once("bf16:d128:kv{q8_0}:pages16:causal", kChunk, arch));
+    EXPECT_TRUE(is_decoded_once("bf16:d128:kv{q8_0}:pages16:causal", kChunk, arch));
+    // One query's tiles are decoded once as it is.
     EXPECT_FALSE(is_decoded_once(kInt4, "b64:hq32:hkv8:sq1:skv4096", arch));
     EXPECT_FALSE(is_decoded_once(kInt4, "b64:hq32:hkv8:sq16:skv4096", arch));
   }
   EXPECT_FALSE(is_decoded_once("bf16:d128:pages16:causal", kPrefill));
   // Kernels multiply results with scales of heads; rounded elements would have these.
   EXPECT_TRUE(is_decoded_once("bf16:d128:kve4m3:pages16:causal", kPrefill));
+  EXPECT_FALSE(is_decoded_once("bf16:d128:kve4m3:pages16:causal", "b4:hq32:hkv8:sq256:skv16384"));
   EXPECT_FALSE(is_decoded_once("bf16:d128:kve4m3:pages16:causal", kPrefill, "sm_80"));
   EXPECT_FALSE(is_decoded_once("bf16:d128:kve4m3:pages16:causal:key_scales", kPrefill));
   // More than 1 GiB of elements.

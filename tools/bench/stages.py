@@ -150,10 +150,16 @@ def measure(report, name, dim, length, rounds, flashjit):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)"
+    )
     parser.add_argument("--csv", help="write the table here")
-    parser.add_argument("--only", metavar="REGEX", default="", help='the problems whose name, as "rope d128 4096", matches')
+    parser.add_argument(
+        "--only", metavar="REGEX", default="", help='the problems whose name, as "rope d128 4096", matches'
+    )
     parser.add_argument("--rounds", type=int, default=21, help="of timed calls (default %(default)s)")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

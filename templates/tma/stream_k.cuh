@@ -236,92 +236,6 @@ __device__ __forceinline__ PartsOfRow parts_of_row(const Params& p, int sequence
   return {index, row_of_tile, p.shares_of_tile[index]};
 }
 
-/// Hands out the parts of work tiles that a CTA's share consists of. What it keeps is small, as producer
-/// warps have few registers.
-template <class P>
-struct StreamKScheduler {
-  int share;
-  int row, heads;  ///< and the lane's heads of it
-  Range tiles;     ///< of the row's work tiles
-  int at, left;    ///< the next KV tile of the share, counted from the row's first, and how many there are
-  int before, behind = 0;  ///< the KV tiles of a work tile around the part that was handed out last
-
-  __device__ StreamKScheduler(const Params& p, const ShareStart& start)
-      : share(static_cast<int>(blockIdx.x) / p.head_lanes),
-        row(start.row),
-        heads(heads_of_row<P>(p, row) / p.head_lanes),
-        tiles(start.tiles),
-        before(0) {
-    const long long begin = start.shares.begin(share);
-    at = static_cast<int>(begin - start.before);
-    left = static_cast<int>(start.shares.begin(share + 1) - begin);
-  }
-  __device__ int count() const { return tiles.end - tiles.begin; }
-
-  // The interface of schedulers, see TileScheduler. A tile is a part of a work tile, or a whole one.
-  __device__ void begin(const Params& p) const {
-    if constexpr (!P::kCascade) p.cut_tiles[blockIdx.x] = {0, 0, 0, -1};
-  }
-  __device__ bool next(const Params& p, unsigned, TileCoord& found) {
-    if (left <= 0) return false;
-    while (count() * heads <= at) {
-      at -= count() * heads;
-      tiles = kv_tiles_of_row<P>(p, ++row);
-      if (is_prefix<P>(p, row)) heads *= prefix_q_tiles<P>(p);
-    }
-    const int of_lane = at / count(), tile = at - of_lane * count(), size = min(left, count() - tile);
-    const int lane = static_cast<int>(blockIdx.x) - share * p.head_lanes;
-    const int head = of_lane * p.head_lanes + lane;
-    before = tile, behind = count() - tile - size;
-    if constexpr (P::kCascade) {
-      const int index = tile_index<P>(p, row, head);
-      // The first and the last share that have a part of a work tile say so.
-      if (before == 0) p.shares_of_tile[index].begin = share;
-      if (behind == 0) p.shares_of_tile[index].end = share + 1;
-      found.split = part_of_tile(p, index, share);
-    } else {
-      found.split = before == 0 && behind == 0 ? kWhole : part_of_share(p, share, lane, behind > 0);
-    }
-    place_in_row<P>(p, row, heads * p.head_lanes, head, found);
-    found.warpgroups = {0, P::kBr / kWarpgroupRows};
-    found.kv_tiles = {tiles.begin + tile, tiles.begin + tile + size};
-    at += size;
-    left -= size;
-    return true;
-  }
-  /// Tells combine_parts which parts this share has of work tiles that are cut.
-  __device__ void finish_tile(const Params& p, const ShareStart& start, const TileCoord& coord) const {
-    if constexpr (!P::kCascade) {
-      CutTile& cut = p.cut_tiles[blockIdx.x];
-      if (const int first = continues(start.shares); first >= 0) cut.continues = first;
-      if (const int end = shares_end(start.shares); end > 0) {
-        cut.batch_head = static_cast<int>(coord.batch_head), cut.q_tile = static_cast<int>(coord.q_tile);
-        cut.shares_end = end;
-      }
-    }
-  }
-
- private:
-  /// If the part handed out last begins a work tile and does not end it: the end of the shares that have its
-  /// other parts; else 0.
-  __device__ int shares_end(const Shares& shares) const {
-    return before == 0 && behind > 0 ? shares.first_from(shares.begin(share + 1) + behind) : 0;
-  }
-  /// If it does not begin one: the share in which that begins; else -1.
-  __device__ int continues(const Shares& shares) const {
-    return before == 0 ? -1 : shares.share_of(shares.begin(share) - before);
-  }
-};
-
-/// The scheduler of the kernel's CTAs.
-template <class P>
-__device__ __forceinline__ auto make_scheduler(const Params& p, const ShareStart& start, int slot) {
-  if constexpr (P::kStreamK)
-    return StreamKScheduler<P>(p, start);
-  else
-    return TileScheduler<P>(p, slot);
-}
-
 /// Where a row of a tile is: its query, -1 for none, and its head.
 struct RowCoord {
   int q, h;
@@ -371,6 +285,128 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p, const W
       p.lse.data[work.sequence.lse_row(p, target.h, target.q)] = with_sink<P>(p, target.h, -infinity()).lse;
   }
 }
+// How the combine entry learns which parts of a work tile there are; TileParts<P> names one of these types.
+// A part has `before` and `behind` it KV tiles of its work tile, the row's `head`.
+
+/// Only a share's first and last work tile may be cut: each CTA tells combine_parts of its own.
+template <class P>
+struct CutTiles {
+  static __device__ __forceinline__ void begin(const Params& p) { p.cut_tiles[blockIdx.x] = {0, 0, 0, -1}; }
+  /// The part's number, or kWhole.
+  static __device__ __forceinline__ int number(const Params& p, int, int, int share, int lane, int before,
+                                               int behind) {
+    return before == 0 && behind == 0 ? kWhole : part_of_share(p, share, lane, behind > 0);
+  }
+  /// Of the part handed out last.
+  template <class Scheduler>
+  static __device__ __forceinline__ void finish(const Params& p, const Scheduler& scheduler,
+                                                const Shares& shares, const TileCoord& coord) {
+    CutTile& cut = p.cut_tiles[blockIdx.x];
+    if (const int first = scheduler.continues(shares); first >= 0) cut.continues = first;
+    if (const int end = scheduler.shares_end(shares); end > 0) {
+      cut.batch_head = static_cast<int>(coord.batch_head), cut.q_tile = static_cast<int>(coord.q_tile);
+      cut.shares_end = end;
+    }
+  }
+  /// A row whose work tiles have no keys, and so are in no share.
+  static __device__ __forceinline__ void write_empty_row(const Params& p, int row, int thread, int threads) {
+    for (int head = 0; head < heads_of_row<P>(p, row); ++head) {
+      TileCoord coord{0, 0, {0, P::kBr / kWarpgroupRows}, kWhole, {}};
+      place_in_row<P>(p, row, heads_of_row<P>(p, row), head, coord);
+      const WorkTile<P> work(p, coord);
+      write_rows_without_keys(p, work, thread, threads);
+    }
+  }
+};
+/// Cascade: all work tiles are parts. The first and the last share that have one of a work tile say so.
+template <class P>
+struct CascadeTiles {
+  static __device__ __forceinline__ void begin(const Params&) {}
+  static __device__ __forceinline__ int number(const Params& p, int row, int head, int share, int, int before,
+                                               int behind) {
+    const int index = tile_index<P>(p, row, head);
+    if (before == 0) p.shares_of_tile[index].begin = share;
+    if (behind == 0) p.shares_of_tile[index].end = share + 1;
+    return part_of_tile(p, index, share);
+  }
+  template <class Scheduler>
+  static __device__ __forceinline__ void finish(const Params&, const Scheduler&, const Shares&,
+                                                const TileCoord&) {}
+  static __device__ __forceinline__ void write_empty_row(const Params& p, int row, int thread, int threads) {
+    for (int head = thread; head < heads_of_row<P>(p, row); head += threads)
+      p.shares_of_tile[tile_index<P>(p, row, head)] = {0, 0};
+  }
+};
+template <class P>
+using TileParts = Conditional<P::kCascade, CascadeTiles<P>, CutTiles<P>>;
+
+/// Hands out the parts of work tiles that a CTA's share consists of. What it keeps is small, as producer
+/// warps have few registers.
+template <class P>
+struct StreamKScheduler {
+  int share;
+  int row, heads;  ///< and the lane's heads of it
+  Range tiles;     ///< of the row's work tiles
+  int at, left;    ///< the next KV tile of the share, counted from the row's first, and how many there are
+  int before, behind = 0;  ///< the KV tiles of a work tile around the part that was handed out last
+
+  __device__ StreamKScheduler(const Params& p, const ShareStart& start)
+      : share(static_cast<int>(blockIdx.x) / p.head_lanes),
+        row(start.row),
+        heads(heads_of_row<P>(p, row) / p.head_lanes),
+        tiles(start.tiles),
+        before(0) {
+    const long long begin = start.shares.begin(share);
+    at = static_cast<int>(begin - start.before);
+    left = static_cast<int>(start.shares.begin(share + 1) - begin);
+  }
+  __device__ int count() const { return tiles.end - tiles.begin; }
+
+  // The interface of schedulers, see TileScheduler. A tile is a part of a work tile, or a whole one.
+  __device__ void begin(const Params& p) const { TileParts<P>::begin(p); }
+  __device__ bool next(const Params& p, unsigned, TileCoord& found) {
+    if (left <= 0) return false;
+    while (count() * heads <= at) {
+      at -= count() * heads;
+      tiles = kv_tiles_of_row<P>(p, ++row);
+      if (is_prefix<P>(p, row)) heads *= prefix_q_tiles<P>(p);
+    }
+    const int of_lane = at / count(), tile = at - of_lane * count(), size = min(left, count() - tile);
+    const int lane = static_cast<int>(blockIdx.x) - share * p.head_lanes;
+    const int head = of_lane * p.head_lanes + lane;
+    before = tile, behind = count() - tile - size;
+    found.split = TileParts<P>::number(p, row, head, share, lane, before, behind);
+    place_in_row<P>(p, row, heads * p.head_lanes, head, found);
+    found.warpgroups = {0, P::kBr / kWarpgroupRows};
+    found.kv_tiles = {tiles.begin + tile, tiles.begin + tile + size};
+    at += size;
+    left -= size;
+    return true;
+  }
+  __device__ void finish_tile(const Params& p, const ShareStart& start, const TileCoord& coord) const {
+    TileParts<P>::finish(p, *this, start.shares, coord);
+  }
+
+  /// If the part handed out last begins a work tile and does not end it: the end of the shares that have its
+  /// other parts; else 0.
+  __device__ int shares_end(const Shares& shares) const {
+    return before == 0 && behind > 0 ? shares.first_from(shares.begin(share + 1) + behind) : 0;
+  }
+  /// If it does not begin one: the share in which that begins; else -1.
+  __device__ int continues(const Shares& shares) const {
+    return before == 0 ? -1 : shares.share_of(shares.begin(share) - before);
+  }
+};
+
+/// The scheduler of the kernel's CTAs.
+template <class P>
+__device__ __forceinline__ auto make_scheduler(const Params& p, const ShareStart& start, int slot) {
+  if constexpr (P::kStreamK)
+    return StreamKScheduler<P>(p, start);
+  else
+    return TileScheduler<P>(p, slot);
+}
+
 template <class P>
 __device__ __forceinline__ void write_empty_parts(const Params& p, const ShareStart& start, int thread,
                                                   int threads) {
@@ -383,17 +419,7 @@ __device__ __forceinline__ void write_empty_parts(const Params& p, const ShareSt
   // Work tiles without keys are in no share.
   for (int row = static_cast<int>(blockIdx.x); row < work_rows<P>(p); row += static_cast<int>(gridDim.x)) {
     if (work_of_row<P>(p, row) > 0) continue;
-    if constexpr (P::kCascade) {
-      for (int head = thread; head < heads_of_row<P>(p, row); head += threads)
-        p.shares_of_tile[tile_index<P>(p, row, head)] = {0, 0};
-    } else {
-      for (int head = 0; head < heads_of_row<P>(p, row); ++head) {
-        TileCoord coord{0, 0, {0, P::kBr / kWarpgroupRows}, kWhole, {}};
-        place_in_row<P>(p, row, heads_of_row<P>(p, row), head, coord);
-        const WorkTile<P> work(p, coord);
-        write_rows_without_keys(p, work, thread, threads);
-      }
-    }
+    TileParts<P>::write_empty_row(p, row, thread, threads);
   }
 }
 

@@ -140,8 +140,9 @@ struct TileScheduler {
   /// The tile of an index; false after the last.
   __device__ bool find(unsigned index, TileCoord& found) const {
     found.warpgroups = {0, static_cast<int>(kWarpgroups)};
-    if constexpr (P::kSplit &&
-                  P::kInvariant) {  // what is behind a sequence's keys comes late, and is skipped
+    // Where splits are of a fixed length (kInvariant), those behind a sequence's keys come late, and are
+    // skipped.
+    if constexpr (P::kSplit && P::kInvariant) {
       found.split = static_cast<int>(index / order.size());
       if (found.split >= static_cast<int>(splits)) return false;
       index %= order.size();
@@ -168,16 +169,46 @@ struct TileScheduler {
   }
 };
 
-/// The query heads of a work tile, from its first: one, or with PackGQA a set.
+/// The query heads of a work tile, from its first: one, or with PackGQA a set. find() makes of a scheduled
+/// head the first.
 template <bool kPackGqa>
 struct WorkTileHeads {
+  __device__ void find(const Params&, int&) {}
   __device__ int end(int h) const { return h + 1; }
 };
 template <>
 struct WorkTileHeads<true> {
   int h_kv, heads;
+
+  __device__ void find(const Params& p, int& h) {
+    const int first = h % p.packed.sets * p.packed.heads;
+    h_kv = h / p.packed.sets;
+    heads = min(p.packed.heads, p.packed.shared - first);
+    h = h_kv * p.packed.shared + first;
+  }
   __device__ int end(int h) const { return h + heads; }
 };
+
+// Which of the KV tiles that a Q tile meets are the work tile's; KeysOfWorkTile<P> names one of these types.
+template <class P>
+struct AllKeys {
+  static __device__ void keep(const Params&, const TileCoord&, KvTiles<P>&) {}
+};
+template <class P>
+struct KeysOfSplit {
+  static __device__ void keep(const Params& p, const TileCoord& coord, KvTiles<P>& tiles) {
+    tiles.keep_split(p, coord.split);
+  }
+};
+template <class P>
+struct KeysOfPart {
+  static __device__ void keep(const Params&, const TileCoord& coord, KvTiles<P>& tiles) {
+    tiles.keep(coord.kv_tiles);
+  }
+};
+template <class P>
+using KeysOfWorkTile =
+    Conditional<P::kStreamK, KeysOfPart<P>, Conditional<P::kSplit, KeysOfSplit<P>, AllKeys<P>>>;
 
 /// A Q tile and the KV tiles that it meets. The producer makes it in shared memory, the consumers read it
 /// there.
@@ -199,21 +230,13 @@ struct WorkTile : WorkTileHeads<P::kPackGqa> {
                 coord.warpgroups.begin * kWarpgroupRows),
         warpgroups(coord.warpgroups.end - coord.warpgroups.begin),
         split(coord.split) {
-    if constexpr (P::kPackGqa) {
-      const int first = h % p.packed.sets * p.packed.heads;
-      this->h_kv = h / p.packed.sets;
-      this->heads = min(p.packed.heads, p.packed.shared - first);
-      h = this->h_kv * p.packed.shared + first;
-    }
+    this->find(p, h);
     const int q_tile = static_cast<int>(coord.q_tile);
     const Range q_range = tile_range(q_tile, queries_per_tile<P>(p), sequence.seqlen_q(p));
     if (q_range.begin >= q_range.end) return;
     const auto head = sequence.head(p, h);
     kv_tiles = KvTiles<P>(p, head, q_tile, q_range, sequence.seqused_kv(p));
-    if constexpr (P::kStreamK)
-      kv_tiles.keep(coord.kv_tiles);
-    else if constexpr (P::kSplit)
-      kv_tiles.keep_split(p, split);
+    KeysOfWorkTile<P>::keep(p, coord, kv_tiles);
     if constexpr (kPartialFirstStep<P>) {
       const int end = kv_begin(count() - 1) + kPartialKvTile<P>;
 #pragma unroll

@@ -93,11 +93,11 @@ __device__ void backward(const Params& p) {
     if (has_p) {
       clear<P>(s);
       multiply_kv_rows<P, P::kHeadDim>(s, k_rows, q_tile, warp_row);  // S = Q K^T
-      apply_score<P>(s, slope, dots, p, head, at_q, at_kv);
+      PairScore<P>::apply(s, slope, dots, p, head, at_q, at_kv);
       mask_scores<P>(tile.full, s, p, sequence, head, at_q, at_kv, warp_row, q_begin, kv_begin, seqused_kv);
       exponentials<P>(p, s, lse, lane);  // P = exp(S - LSE)
       if (P::kDropout) mark_dropped<P>(s, p, dropout_head<P>(p, sequence.b, h), at_q, at_kv);
-      hand_over_p<P>(shared, s, slope, dots, row_warp, lane);
+      WarpPair<P>::hand_over_p(shared, s, slope, dots, row_warp, lane);
       multiply_by_columns<P, kVPitch, kDvUnits, kUnits != kDvUnits, P::kDropout>(dv, s,
                                                                                  dout_tile);  // dV += P^T dO
       if (kPairs) add_last();
@@ -107,10 +107,10 @@ __device__ void backward(const Params& p) {
       BackwardScores<P> dp = {};  // dP = dO V^T
       multiply_kv_rows<P, P::kHeadDimV>(dp, v_rows, dout_tile, warp_row);
       mask_dp<P>(tile.full, dp, p, sequence, head, at_q, at_kv, warp_row, q_begin, kv_begin, seqused_kv);
-      wait_for_p<P>(row_warp);
+      WarpPair<P>::wait_for_p(row_warp);
       softmax_backward<P>(dp, s, slope, dots, row_d, smem.ds_pointer(buffer), p, head, at_q, at_kv, warp_row,
                           lane, [&](int mt, int nt) {  // dS = P (dP - D)
-                            take_over_p<P>(shared, s, slope, dots, mt, nt, row_warp, lane);
+                            WarpPair<P>::take_over_p(shared, s, slope, dots, mt, nt, row_warp, lane);
                           });
       multiply_by_columns<P, kQPitch, kDUnits, kPairs && kUnits != kDUnits, false>(dk, dp,
                                                                                    q_tile);  // dK += dS^T Q

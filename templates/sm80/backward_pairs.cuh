@@ -37,37 +37,65 @@ __device__ __forceinline__ void take_over(char* shared, int which, int mt, int n
   to[0] = of.x, to[1] = of.y, to[2] = of.z, to[3] = of.w;
 }
 
-/// The first warp of a pair hands P, and what else the gradients need, to the second.
+// How P, and what else the gradients need, gets from the warp that computes it to the one that computes dS;
+// WarpPair<P> names one of these types.
+
+/// It is the same warp.
 template <class P>
-__device__ __forceinline__ void hand_over_p(char* shared, const BackwardScores<P>& s, const Slopes<P>& slope,
-                                            const Dots<P>& dots, int row_warp, int lane) {
-  if constexpr (BackwardPolicy<P>::kPairs) {
+struct NoPair {
+  static __device__ __forceinline__ void hand_over_p(char*, const BackwardScores<P>&, const Slopes<P>&,
+                                                     const Dots<P>&, int, int) {}
+  static __device__ __forceinline__ void wait_for_p(int) {}
+  static __device__ __forceinline__ void take_over_p(char*, BackwardScores<P>&, Slopes<P>&, Dots<P>&, int,
+                                                     int, int, int) {}
+};
+/// By way of shared memory. take_over_p(): an m16n8 tile of it.
+template <class P>
+struct PairOfWarps {
+  static __device__ __forceinline__ void hand_over_p(char* shared, const BackwardScores<P>& s,
+                                                     const Slopes<P>& slope, const Dots<P>& dots,
+                                                     int row_warp, int lane) {
     hand_over<P>(shared, 0, s, row_warp, lane);
-    if constexpr (P::kScoreGrad) hand_over<P>(shared, 1, slope, row_warp, lane);
-    if constexpr (P::kCaptureGrads > 0)
-      hand_over<P>(shared, BackwardPolicy<P>::kExchanged - 1, dots, row_warp, lane);
+    HandedSlope::hand_over(shared, slope, row_warp, lane);
+    HandedDots::hand_over(shared, dots, row_warp, lane);
     // racecheck does not follow arrivals, and synccheck wants all waits at one instruction: see
     // tests/gpu/sanitize.sh.
-    if constexpr (P::kCheckWaits)
+    if (P::kCheckWaits)
       named_barrier_sync(1 + row_warp, 64);
     else
       named_barrier_arrive(1 + row_warp, 64);
   }
-}
-template <class P>
-__device__ __forceinline__ void wait_for_p(int row_warp) {
-  if constexpr (BackwardPolicy<P>::kPairs) named_barrier_sync(1 + row_warp, 64);
-}
-/// The second warp of a pair gets an m16n8 tile of it.
-template <class P>
-__device__ __forceinline__ void take_over_p(char* shared, BackwardScores<P>& s, Slopes<P>& slope,
-                                            Dots<P>& dots, int mt, int nt, int row_warp, int lane) {
-  if constexpr (BackwardPolicy<P>::kPairs) {
+  static __device__ __forceinline__ void wait_for_p(int row_warp) { named_barrier_sync(1 + row_warp, 64); }
+  static __device__ __forceinline__ void take_over_p(char* shared, BackwardScores<P>& s, Slopes<P>& slope,
+                                                     Dots<P>& dots, int mt, int nt, int row_warp, int lane) {
     take_over<P>(shared, 0, mt, nt, s[mt][nt], row_warp, lane);
-    if constexpr (P::kScoreGrad) take_over<P>(shared, 1, mt, nt, slope[mt][nt], row_warp, lane);
-    if constexpr (P::kCaptureGrads > 0)
-      take_over<P>(shared, BackwardPolicy<P>::kExchanged - 1, mt, nt, dots[mt][nt], row_warp, lane);
+    HandedSlope::take_over(shared, mt, nt, slope, row_warp, lane);
+    HandedDots::take_over(shared, mt, nt, dots, row_warp, lane);
   }
-}
+
+ private:
+  template <int kWhich>
+  struct Handed {
+    static __device__ __forceinline__ void hand_over(char* shared, const BackwardScores<P>& values,
+                                                     int row_warp, int lane) {
+      sm80::hand_over<P>(shared, kWhich, values, row_warp, lane);
+    }
+    static __device__ __forceinline__ void take_over(char* shared, int mt, int nt, BackwardScores<P>& values,
+                                                     int row_warp, int lane) {
+      sm80::take_over<P>(shared, kWhich, mt, nt, values[mt][nt], row_warp, lane);
+    }
+  };
+  struct NotHanded {
+    template <class Values>
+    static __device__ __forceinline__ void hand_over(char*, const Values&, int, int) {}
+    template <class Values>
+    static __device__ __forceinline__ void take_over(char*, int, int, Values&, int, int) {}
+  };
+  using HandedSlope = Conditional<P::kScoreGrad, Handed<1>, NotHanded>;
+  using HandedDots =
+      Conditional<(P::kCaptureGrads > 0), Handed<BackwardPolicy<P>::kExchanged - 1>, NotHanded>;
+};
+template <class P>
+using WarpPair = Conditional<BackwardPolicy<P>::kPairs, PairOfWarps<P>, NoPair<P>>;
 
 }  // namespace flashjit::sm80

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "flashjit/common/dropout.cuh"
-#include "flashjit/sm80/backward_policy.cuh"
+#include "flashjit/sm80/backward_scores.cuh"
 #include "flashjit/sm80/backward_weights.cuh"
 #include "flashjit/sm80/mask.cuh"
 #include "flashjit/sm80/products.cuh"
@@ -29,28 +29,6 @@ __device__ __forceinline__ void multiply_kv_rows(BackwardScores<P>& c, unsigned 
       c, q_tile + matrix_offset<false>(kPitch), [&](unsigned(&a)[4], int mt, int k) {
         load_matrix_x4(a, kv_rows + (warp_row(mt) * kPitch + k * 16) * 2);
       });
-}
-
-/// S = score(S); keeps what the gradients need: the score's slope, and Q K^T.
-template <class P, class AtQ, class AtKv>
-__device__ __forceinline__ void apply_score(BackwardScores<P>& s, Slopes<P>& slope, Dots<P>& dots,
-                                            const Params& p, const typename P::Head& head, const AtQ& at_q,
-                                            const AtKv& at_kv) {
-  using Policy = BackwardPolicy<P>;
-  if constexpr (P::kHasScore) {
-#pragma unroll
-    for (int mt = 0; mt < Policy::kMt; ++mt)
-#pragma unroll
-      for (int nt = 0; nt < Policy::kNt; ++nt)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float dot = s[mt][nt][e];
-          if constexpr (P::kScoreGrad)
-            slope[mt][nt][e] = P::score_grad(p, head, dot, at_q(nt, e), at_kv(mt, e));
-          if constexpr (P::kCaptureGrads > 0) dots[mt][nt][e] = dot;
-          s[mt][nt][e] = P::score(p, head, dot, at_q(nt, e), at_kv(mt, e));
-        }
-  }
 }
 
 /// S = masked_score() where a pair does not attend, of the queries from `q_begin` on and the keys from
@@ -123,7 +101,7 @@ __device__ __forceinline__ void softmax_backward(BackwardScores<P>& dp, const Ba
                                                  const AtQ& at_q, const AtKv& at_kv, const WarpRow& warp_row,
                                                  int lane, const Take& take) {
   using Policy = BackwardPolicy<P>;
-  [[maybe_unused]] CaptureSums<P::kCaptureGrads, Policy::kMt * 2> sums;
+  PairSums<P> sums;
 #pragma unroll
   for (int nt = 0; nt < Policy::kNt; ++nt) {
     const float2 d = *reinterpret_cast<const float2*>(row_d + nt * 8 + lane % 4 * 2);
@@ -135,12 +113,8 @@ __device__ __forceinline__ void softmax_backward(BackwardScores<P>& dp, const Ba
         float grad = dp[mt][nt][e];
         if constexpr (P::kDropout) grad = signbit(s[mt][nt][e]) ? 0.0f : grad * p.keep_scale;
         grad = PairWeights<P>::grad(s[mt][nt][e], grad, e % 2 ? d.y : d.x);
-        if constexpr (P::kCaptureGrads > 0)
-          P::add_capture_grads(p, head, grad, dots[mt][nt][e], at_q(nt, e), at_kv(mt, e),
-                               sums.of_key(mt * 2 + e / 2));
-        // A slope may be anything where P is zero.
-        if constexpr (P::kScoreGrad) grad = grad == 0.0f ? 0.0f : grad * slope[mt][nt][e];
-        dp[mt][nt][e] = grad;
+        PairGrads<P>::add(p, head, grad, dots, mt, nt, e, at_q(nt, e), at_kv(mt, e), sums);
+        dp[mt][nt][e] = ScoreSlope<P>::chain(grad, slope, mt, nt, e);
       }
       store_fragment<typename P::Element, Policy::kDsPitch>(ds, warp_row(mt), nt * 8, dp[mt][nt], 1.0f, 1.0f);
     }

@@ -120,11 +120,11 @@ __device__ void backward_wide(const Params& p) {
       [[maybe_unused]] Slopes<P> slope;
       [[maybe_unused]] Dots<P> dots;
       multiply_kv_by_q<P, P::kHeadDim>(s, smem.k(), q_tile, first_query, warp_row);  // S = Q K^T
-      apply_score<P>(s, slope, dots, p, head, at_q, at_kv);
+      PairScore<P>::apply(s, slope, dots, p, head, at_q, at_kv);
       if (tile.full == 0)
         apply_mask<P, true, false>(s, p, head, at_kv, at_q, q_begin + first_query, seqused_kv, in_map);
       exponentials<P>(p, s, smem.lse(stage) + first_query, lane);  // P = exp(S - LSE)
-      if constexpr (P::kDropout) mark_dropped<P>(s, p, dropout_head<P>(p, sequence.b, h), at_q, at_kv);
+      if (P::kDropout) mark_dropped<P>(s, p, dropout_head<P>(p, sequence.b, h), at_q, at_kv);
       store_p<P>(smem.p_pointer(), s, warp_row, first_query, lane);
       multiply_kv_by_q<P, P::kHeadDimV>(dp, smem.v(), dout_tile, first_query, warp_row);  // dP = dO V^T
       if (PairWeights<P>::kMasksDp && tile.full == 0)

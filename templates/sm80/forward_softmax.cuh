@@ -198,29 +198,111 @@ __device__ __forceinline__ void add_pv_of_codes(float (&o)[kMt][kOt][4], const R
   multiply_codes<typename P::KvElement>(o, rescale, p_codes, v_tile, Policy::kVPitch, zero);
 }
 
+/// Q's fragments for multiply_qk(): in registers, or as `load_q` gives them.
+template <class P>
+struct LoadedQ {
+  template <int kSteps, class LoadQ>
+  static __device__ __forceinline__ void get(unsigned (&a)[4],
+                                             const unsigned (&)[kSteps][ForwardPolicy<P>::kMt][4],
+                                             const LoadQ& load_q, int mt, int k) {
+    load_q(a, mt, k);
+  }
+};
+template <class P>
+struct HeldQ {
+  template <int kSteps, class LoadQ>
+  static __device__ __forceinline__ void get(unsigned (&a)[4],
+                                             const unsigned (&q)[kSteps][ForwardPolicy<P>::kMt][4],
+                                             const LoadQ&, int mt, int k) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) a[r] = q[k][mt][r];
+  }
+};
+template <class P>
+using QFragments = Conditional<P::kQInRegisters, HeldQ<P>, LoadedQ<P>>;
+
+// The two products by what K and V are; Products<P> names one of these types. `load_a`: Q's fragments.
+// multiply_pv(): for 16 of the keys, whose scales are at `scales`.
+
+/// As Q is.
+template <class P>
+struct PlainProducts {
+  template <class LoadA>
+  static __device__ __forceinline__ void multiply_qk(ForwardScores<P>& s, unsigned k_tile,
+                                                     const LoadA& load_a) {
+    multiply_transposed<typename P::Mma, typename P::Element, P::kHeadDim, ForwardPolicy<P>::kQkUnroll>(
+        s, k_tile, load_a);
+  }
+  template <int kMt, int kOt>
+  static __device__ __forceinline__ void multiply_pv(float (&o)[kMt][kOt][4],
+                                                     const unsigned (&p_fragments)[kMt][4], unsigned v_tile,
+                                                     const float*) {
+    multiply_step<typename P::Mma, typename P::Element, kOt / 2, false>(o, p_fragments, v_tile, 0);
+  }
+};
+/// Codes of 8 bits, which become 16 bits as fragments.
+template <class P>
+struct ConvertedProducts {
+  using Element = typename P::Element;
+  using Code = typename P::KvElement;
+
+  template <class LoadA>
+  static __device__ __forceinline__ void multiply_qk(ForwardScores<P>& s, unsigned k_tile,
+                                                     const LoadA& load_a) {
+    multiply_transposed_codes<typename P::Mma, Element, Code, P::kHeadDim, ForwardPolicy<P>::kQkUnroll>(
+        s, k_tile, load_a);
+  }
+  template <int kMt, int kOt>
+  static __device__ __forceinline__ void multiply_pv(float (&o)[kMt][kOt][4],
+                                                     const unsigned (&p_fragments)[kMt][4], unsigned v_tile,
+                                                     const float*) {
+    multiply_step_codes<typename P::Mma, Element>(
+        o, p_fragments, v_tile, [](unsigned codes, int) { return pair_of_codes<Element, Code>(codes); });
+  }
+};
+/// And each key has a scale of its own, which its row of V is multiplied with.
+template <class P>
+struct ScaledKeysProducts : ConvertedProducts<P> {
+  using Element = typename P::Element;
+  using Code = typename P::KvElement;
+
+  template <int kMt, int kOt>
+  static __device__ __forceinline__ void multiply_pv(float (&o)[kMt][kOt][4],
+                                                     const unsigned (&p_fragments)[kMt][4], unsigned v_tile,
+                                                     const float* scales) {
+    float2 of_keys[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      of_keys[i] = *reinterpret_cast<const float2*>(scales + i * 8 + threadIdx.x % 4 * 2);
+    multiply_step_codes<typename P::Mma, Element>(o, p_fragments, v_tile, [&](unsigned codes, int i) {
+      return pair_of_codes<Element, Code>(codes, of_keys[i].x, of_keys[i].y);
+    });
+  }
+};
+/// Q has codes, too, and both products are of 8 bits (add_pv_of_codes()).
+template <class P>
+struct CodeProducts : ConvertedProducts<P> {
+  template <class LoadA>
+  static __device__ __forceinline__ void multiply_qk(ForwardScores<P>& s, unsigned k_tile,
+                                                     const LoadA& load_a) {
+    using Policy = ForwardPolicy<P>;
+    multiply_transposed<typename P::Mma, typename P::KvElement, Policy::kQColumns, Policy::kQkUnroll>(
+        s, k_tile, load_a);
+  }
+};
+template <class P>
+using Products =
+    Conditional<ForwardPolicy<P>::kCodeProducts, CodeProducts<P>,
+                Conditional<!kScaledKv<P>, PlainProducts<P>,
+                            Conditional<P::kKeyScales, ScaledKeysProducts<P>, ConvertedProducts<P>>>>;
+
 /// S = Q K^T. `load_q` gives Q's fragments where they are not in registers.
 template <class P, int kSteps, class LoadQ>
 __device__ __forceinline__ void multiply_qk(ForwardScores<P>& s,
                                             const unsigned (&q)[kSteps][ForwardPolicy<P>::kMt][4],
                                             unsigned k_tile, const LoadQ& load_q) {
-  using Element = typename P::Element;
-  constexpr int kUnroll = ForwardPolicy<P>::kQkUnroll;
-  const auto load_a = [&](unsigned(&a)[4], int mt, int k) {
-    if constexpr (P::kQInRegisters) {
-#pragma unroll
-      for (int r = 0; r < 4; ++r) a[r] = q[k][mt][r];
-    } else {
-      load_q(a, mt, k);
-    }
-  };
-  if constexpr (ForwardPolicy<P>::kCodeProducts)
-    multiply_transposed<typename P::Mma, typename P::KvElement, ForwardPolicy<P>::kQColumns, kUnroll>(
-        s, k_tile, load_a);
-  else if constexpr (kScaledKv<P>)
-    multiply_transposed_codes<typename P::Mma, Element, typename P::KvElement, P::kHeadDim, kUnroll>(
-        s, k_tile, load_a);
-  else
-    multiply_transposed<typename P::Mma, Element, P::kHeadDim, kUnroll>(s, k_tile, load_a);
+  Products<P>::multiply_qk(s, k_tile,
+                           [&](unsigned(&a)[4], int mt, int k) { QFragments<P>::get(a, q, load_q, mt, k); });
 }
 
 /// O += P V for 16 of the keys. `scales` are where those of the tile's keys are, with kKeyScales. `after` is
@@ -229,24 +311,9 @@ __device__ __forceinline__ void multiply_qk(ForwardScores<P>& s,
 template <class P, int kMt, int kOt>
 __device__ __forceinline__ void multiply_pv(float (&o)[kMt][kOt][4], const unsigned (&p_fragments)[kMt][4],
                                             unsigned v_tile, const float* scales, int k, float after) {
-  using Element = typename P::Element;
-  using Code = typename P::KvElement;
   v_tile += __float_as_uint(after) >> 31;
   v_tile += k * 16 * ForwardPolicy<P>::kVPitch * 2;
-  if constexpr (!kScaledKv<P>) {
-    multiply_step<typename P::Mma, Element, kOt / 2, false>(o, p_fragments, v_tile, 0);
-  } else if constexpr (P::kKeyScales) {
-    float2 of_keys[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      of_keys[i] = *reinterpret_cast<const float2*>(scales + k * 16 + i * 8 + threadIdx.x % 4 * 2);
-    multiply_step_codes<typename P::Mma, Element>(o, p_fragments, v_tile, [&](unsigned codes, int i) {
-      return pair_of_codes<Element, Code>(codes, of_keys[i].x, of_keys[i].y);
-    });
-  } else {
-    multiply_step_codes<typename P::Mma, Element>(
-        o, p_fragments, v_tile, [](unsigned codes, int) { return pair_of_codes<Element, Code>(codes); });
-  }
+  Products<P>::multiply_pv(o, p_fragments, v_tile, scales + k * 16);
 }
 
 }  // namespace flashjit::sm80

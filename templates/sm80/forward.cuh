@@ -89,7 +89,7 @@ __device__ void forward(const Params& p, const Maps&... maps) {
   const auto add_pv = [&](int i, int k, float after) {
     multiply_pv<P>(o, p_fragments[k], smem.v(i) + v_offset, smem.v_scales(i), k, after);
   };
-  if constexpr (P::kQInRegisters) load_q_fragments<P>(q_fragments, load_q);
+  QFragments<P>::load(q_fragments, load_q);
 
   // S and P of KV tile i, and a P V: its own, or, among the softmax, that of the tile before.
   const auto step = [&](int i, auto first) {
@@ -113,7 +113,7 @@ __device__ void forward(const Params& p, const Maps&... maps) {
         return in_block_map<P>(p, sequence.b, h, min(q_begin + warp_row(mt), seqlen_q - 1),
                                min(kv_begin + nt * 8, seqused_kv - 1));
     };
-    apply_score<P>(s, p, head, scales.k, at_q, at_kv);
+    ScoreStage<P>::apply(s, p, head, scales.k, at_q, at_kv);
     if (P::kIndices) mask_entries<P>(s, list(), kv_begin + lane % 4 * 2);
     const bool unmasked =
         P::kIndices || (tile_begin + P::kBc <= seqused_kv && tiles.full(p, head, q_range, tiles.entry(i)));

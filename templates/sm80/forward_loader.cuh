@@ -187,16 +187,39 @@ using QLoader =
                 Conditional<ForwardPolicy<P>::kCodeProducts, QuantizedQLoader<P>, ConvertedQLoader<P>>,
                 Conditional<kScaledKv<P>, PairedQLoader<P>, PlainQLoader<P>>>;
 
-/// Q to registers, for all KV tiles.
-template <class P, class LoadQ>
-__device__ __forceinline__ void load_q_fragments(
-    unsigned (&q)[ForwardPolicy<P>::kQSteps][ForwardPolicy<P>::kMt][4], const LoadQ& load_q) {
-  P::Copies::template wait<ForwardPolicy<P>::kPendingCopies>();
-  __syncthreads();
+/// Q's fragments: read from shared memory for each KV tile, as `load_q` gives them, or once, to registers.
+template <class P>
+struct LoadedQ {
+  template <int kSteps, class LoadQ>
+  static __device__ __forceinline__ void load(unsigned (&)[kSteps][ForwardPolicy<P>::kMt][4], const LoadQ&) {}
+  template <int kSteps, class LoadQ>
+  static __device__ __forceinline__ void get(unsigned (&a)[4],
+                                             const unsigned (&)[kSteps][ForwardPolicy<P>::kMt][4],
+                                             const LoadQ& load_q, int mt, int k) {
+    load_q(a, mt, k);
+  }
+};
+template <class P>
+struct HeldQ {
+  template <int kSteps, class LoadQ>
+  static __device__ __forceinline__ void load(unsigned (&q)[kSteps][ForwardPolicy<P>::kMt][4],
+                                              const LoadQ& load_q) {
+    P::Copies::template wait<ForwardPolicy<P>::kPendingCopies>();
+    __syncthreads();
 #pragma unroll
-  for (int k = 0; k < ForwardPolicy<P>::kQSteps; ++k)
+    for (int k = 0; k < ForwardPolicy<P>::kQSteps; ++k)
 #pragma unroll
-    for (int mt = 0; mt < ForwardPolicy<P>::kMt; ++mt) load_q(q[k][mt], mt, k);
-}
+      for (int mt = 0; mt < ForwardPolicy<P>::kMt; ++mt) load_q(q[k][mt], mt, k);
+  }
+  template <int kSteps, class LoadQ>
+  static __device__ __forceinline__ void get(unsigned (&a)[4],
+                                             const unsigned (&q)[kSteps][ForwardPolicy<P>::kMt][4],
+                                             const LoadQ&, int mt, int k) {
+#pragma unroll
+    for (int r = 0; r < 4; ++r) a[r] = q[k][mt][r];
+  }
+};
+template <class P>
+using QFragments = Conditional<P::kQInRegisters, HeldQ<P>, LoadedQ<P>>;
 
 }  // namespace flashjit::sm80

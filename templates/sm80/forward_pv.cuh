@@ -35,7 +35,7 @@ struct PlainPv {
 #pragma unroll
     for (int k = 0; k < ForwardPolicy<P>::kNt / 2; ++k) {
       pack_p<P>(fragments[k], s, k);
-      if constexpr (P::kDropout) drop<P>(fragments[k], p, batch_head(), at_q, at_kv, k);
+      DropStage<P>::drop(fragments[k], p, batch_head, at_q, at_kv, k);
       add_pv(i, k, 0.0f);  // O += P V
     }
   }
@@ -80,7 +80,7 @@ struct QuantizedPv : PlainPv<P> {
                                                   unsigned v_tile, const Params& p,
                                                   const BatchHead& batch_head, int seqused_kv, const WarpRow&,
                                                   const AtQ& at_q, const AtKv& at_kv, const AddPv&) {
-    if constexpr (P::kDropout) drop<P>(s, p, batch_head(), at_q, at_kv);
+    DropStage<P>::drop(s, p, batch_head, at_q, at_kv);
     add_pv_of_codes<P>(o, factors, s, v_tile,
                        static_cast<unsigned>(seqused_kv) >> 31);  // O = rescale O + P V
   }

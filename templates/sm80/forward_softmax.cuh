@@ -3,6 +3,7 @@
 
 #include "flashjit/common/dropout.cuh"
 #include "flashjit/common/tile_walk.cuh"
+#include "flashjit/sm80/forward_loader.cuh"
 #include "flashjit/sm80/forward_policy.cuh"
 #include "flashjit/sm80/mask.cuh"
 #include "flashjit/sm80/products.cuh"
@@ -39,12 +40,13 @@ __device__ __forceinline__ void scale_keys(ForwardScores<P>& s, const float* sca
 }
 
 /// S = score(k_scale S). Without a program scores stay unscaled until the exponent.
-template <class P, class AtQ, class AtKv>
-__device__ __forceinline__ void apply_score(ForwardScores<P>& s, const Params& p,
-                                            const typename P::Head& head, float k_scale, const AtQ& at_q,
-                                            const AtKv& at_kv) {
-  using Policy = ForwardPolicy<P>;
-  if constexpr (P::kHasScore) {
+template <class P>
+struct ProgramScoreStage {
+  template <class AtQ, class AtKv>
+  static __device__ __forceinline__ void apply(ForwardScores<P>& s, const Params& p,
+                                               const typename P::Head& head, float k_scale, const AtQ& at_q,
+                                               const AtKv& at_kv) {
+    using Policy = ForwardPolicy<P>;
 #pragma unroll
     for (int mt = 0; mt < Policy::kMt; ++mt)
 #pragma unroll
@@ -53,7 +55,15 @@ __device__ __forceinline__ void apply_score(ForwardScores<P>& s, const Params& p
         for (int e = 0; e < 4; ++e)
           s[mt][nt][e] = P::score(p, head, s[mt][nt][e] * k_scale, at_q(mt, e), at_kv(nt, e));
   }
-}
+};
+template <class P>
+struct NoScoreStage {
+  template <class AtQ, class AtKv>
+  static __device__ __forceinline__ void apply(ForwardScores<P>&, const Params&, const typename P::Head&,
+                                               float, const AtQ&, const AtKv&) {}
+};
+template <class P>
+using ScoreStage = Conditional<P::kHasScore, ProgramScoreStage<P>, NoScoreStage<P>>;
 
 /// A value of each of a lane's rows: rows g and g + 8 of each m16 tile belong to the four lanes of a quad.
 template <class P>
@@ -101,7 +111,7 @@ __device__ __forceinline__ bool update_max(RowValues<P>& row_max, RowValues<P>& 
       same_max = same_max && row_max[mt][half] == highest;
       row_max[mt][half] = highest;
       row_sum[mt][half] *= rescale[mt][half];
-      if constexpr (Policy::kCodeProducts) shift[mt][half] -= Policy::kLargestPLog2;
+      if (Policy::kCodeProducts) shift[mt][half] -= Policy::kLargestPLog2;
     }
   return same_max;
 }
@@ -147,36 +157,52 @@ __device__ __forceinline__ void pack_p(unsigned (&fragments)[ForwardPolicy<P>::k
     as_left_operand<typename P::Element, Policy::kNt>(fragments[mt], s[mt], k);
 }
 
-/// Zeros in P of 16 keys where dropout drops a pair.
-template <class P, class AtQ, class AtKv>
-__device__ __forceinline__ void drop(unsigned (&fragments)[ForwardPolicy<P>::kMt][4], const Params& p,
-                                     unsigned batch_head, const AtQ& at_q, const AtKv& at_kv, int k) {
-#pragma unroll
-  for (int mt = 0; mt < ForwardPolicy<P>::kMt; ++mt) {
-    unsigned masks[4];
-    drop_masks<P>(masks, p, batch_head, at_q(mt, 0).at, at_kv(2 * k, 0).at);
-#pragma unroll
-    for (int r = 0; r < 4; ++r) fragments[mt][r] &= ~masks[r];
-  }
-}
+// Zeros in P where dropout drops a pair; DropStage<P> names one of these types. `batch_head()` is
+// dropout_head().
 
-/// The same in P before it is packed.
-template <class P, class AtQ, class AtKv>
-__device__ __forceinline__ void drop(ForwardScores<P>& s, const Params& p, unsigned batch_head,
-                                     const AtQ& at_q, const AtKv& at_kv) {
-#pragma unroll
-  for (int k = 0; k < ForwardPolicy<P>::kNt / 2; ++k)
+template <class P>
+struct NoDropout {
+  template <class... Rest>
+  static __device__ __forceinline__ void drop(Rest&&...) {}
+};
+template <class P>
+struct DroppedPairs {
+  /// In P of 16 keys.
+  template <class BatchHead, class AtQ, class AtKv>
+  static __device__ __forceinline__ void drop(unsigned (&fragments)[ForwardPolicy<P>::kMt][4],
+                                              const Params& p, const BatchHead& batch_head, const AtQ& at_q,
+                                              const AtKv& at_kv, int k) {
+    const unsigned of = batch_head();
 #pragma unroll
     for (int mt = 0; mt < ForwardPolicy<P>::kMt; ++mt) {
       unsigned masks[4];
-      drop_masks<P>(masks, p, batch_head, at_q(mt, 0).at, at_kv(2 * k, 0).at);
+      drop_masks<P>(masks, p, of, at_q(mt, 0).at, at_kv(2 * k, 0).at);
 #pragma unroll
-      for (int r = 0; r < 4; ++r)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (masks[r] >> (16 * e) & 1u) s[mt][2 * k + r / 2][r % 2 * 2 + e] = 0.0f;
+      for (int r = 0; r < 4; ++r) fragments[mt][r] &= ~masks[r];
     }
-}
+  }
+  /// In P before it is packed.
+  template <class BatchHead, class AtQ, class AtKv>
+  static __device__ __forceinline__ void drop(ForwardScores<P>& s, const Params& p,
+                                              const BatchHead& batch_head, const AtQ& at_q,
+                                              const AtKv& at_kv) {
+    const unsigned of = batch_head();
+#pragma unroll
+    for (int k = 0; k < ForwardPolicy<P>::kNt / 2; ++k)
+#pragma unroll
+      for (int mt = 0; mt < ForwardPolicy<P>::kMt; ++mt) {
+        unsigned masks[4];
+        drop_masks<P>(masks, p, of, at_q(mt, 0).at, at_kv(2 * k, 0).at);
+#pragma unroll
+        for (int r = 0; r < 4; ++r)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (masks[r] >> (16 * e) & 1u) s[mt][2 * k + r / 2][r % 2 * 2 + e] = 0.0f;
+      }
+  }
+};
+template <class P>
+using DropStage = Conditional<P::kDropout, DroppedPairs<P>, NoDropout<P>>;
 
 /// O = exp2(m before - m) O + P V where both are codes; `zero` is multiply_codes().
 template <class P, int kMt, int kOt>
@@ -197,29 +223,6 @@ __device__ __forceinline__ void add_pv_of_codes(float (&o)[kMt][kOt][4], const R
       }
   multiply_codes<typename P::KvElement>(o, rescale, p_codes, v_tile, Policy::kVPitch, zero);
 }
-
-/// Q's fragments for multiply_qk(): in registers, or as `load_q` gives them.
-template <class P>
-struct LoadedQ {
-  template <int kSteps, class LoadQ>
-  static __device__ __forceinline__ void get(unsigned (&a)[4],
-                                             const unsigned (&)[kSteps][ForwardPolicy<P>::kMt][4],
-                                             const LoadQ& load_q, int mt, int k) {
-    load_q(a, mt, k);
-  }
-};
-template <class P>
-struct HeldQ {
-  template <int kSteps, class LoadQ>
-  static __device__ __forceinline__ void get(unsigned (&a)[4],
-                                             const unsigned (&q)[kSteps][ForwardPolicy<P>::kMt][4],
-                                             const LoadQ&, int mt, int k) {
-#pragma unroll
-    for (int r = 0; r < 4; ++r) a[r] = q[k][mt][r];
-  }
-};
-template <class P>
-using QFragments = Conditional<P::kQInRegisters, HeldQ<P>, LoadedQ<P>>;
 
 // The two products by what K and V are; Products<P> names one of these types. `load_a`: Q's fragments.
 // multiply_pv(): for 16 of the keys, whose scales are at `scales`.

@@ -308,7 +308,7 @@ __device__ void jvp(const JvpParams& p) {
                                  min(kv_begin + nt * 8, seqused_kv - 1));
     };
     apply_score_tangent<P>(ds, s, p, head, at_q, at_kv);
-    apply_score<P>(s, p, head, 1.0f, at_q, at_kv);
+    ScoreStage<P>::apply(s, p, head, 1.0f, at_q, at_kv);
     if (kv_begin + P::kBc > seqused_kv || !tiles.full(p, head, q_range, tiles.entry(i)))
       apply_mask<P, false, Policy::kKeyBits>(s, p, head, at_q, at_kv, kv_begin, seqused_kv, in_map);
     softmax_with_tangents<P>(s, ds, o, o_tangent, row_max, row_sum, sums, scale_log2);

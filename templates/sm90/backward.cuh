@@ -57,7 +57,7 @@ template <class P>
 __device__ __forceinline__ bool begin_q_tile(const Params& p, const BackwardSmem<P>& smem, unsigned i, int wg,
                                              unsigned long long q, typename BackwardFragments<P>::S& s) {
   QTileRing<P>::wait_full(smem, i);
-  if constexpr (BackwardPolicy<P>::kStartsSEarly) start_s(smem, wg, q, s);
+  SStart<P>::early(smem, wg, q, s);
   const QTileInfo& now = smem.q_tile(i);
   if (now.head < 0) return false;
   if (kForeignKeys<P> && now.first) clear_foreign_keys(p, smem, i, wg);

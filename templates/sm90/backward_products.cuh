@@ -84,6 +84,28 @@ __device__ __forceinline__ void start_s(const BackwardSmem<P>& smem, int wg, uns
   start_transposed(s, [&] { P::multiply_scores(s, k, q, 0); });
 }
 
+// When S is started; SStart<P> names one of these types.
+template <class P>
+struct EarlySStart {
+  using S = typename BackwardFragments<P>::S;
+  static __device__ __forceinline__ void early(const BackwardSmem<P>& smem, int wg, unsigned long long q,
+                                               S& s) {
+    start_s(smem, wg, q, s);
+  }
+  static __device__ __forceinline__ void with_dp(const BackwardSmem<P>&, int, unsigned long long, S&) {}
+};
+template <class P>
+struct SStartWithDp {
+  using S = typename BackwardFragments<P>::S;
+  static __device__ __forceinline__ void early(const BackwardSmem<P>&, int, unsigned long long, S&) {}
+  static __device__ __forceinline__ void with_dp(const BackwardSmem<P>& smem, int wg, unsigned long long q,
+                                                 S& s) {
+    start_s(smem, wg, q, s);
+  }
+};
+template <class P>
+using SStart = Conditional<BackwardPolicy<P>::kStartsSEarly, EarlySStart<P>, SStartWithDp<P>>;
+
 /// dP^T = V dO^T of Q tile i
 template <class P>
 __device__ __forceinline__ void start_dp(const BackwardSmem<P>& smem, unsigned i, int wg,

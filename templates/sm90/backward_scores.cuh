@@ -17,11 +17,15 @@ struct PairInputs {
   float scale, log2;  ///< LSE's unit, see common/lse_log2.cuh
 };
 
-// What a program reads, besides the positions: find() gets it for pair e of the four from n on.
+// What a program reads, besides the positions: prepare() begins it for all pairs, before dP takes the
+// registers, and find() gets it for pair e of the four from n on.
 
 /// Nothing.
 template <class P>
 struct PairPositions {
+  static __device__ __forceinline__ void prepare(const Params&, const TensorMaps&, const BackwardSmem<P>&,
+                                                 const typename P::Head&, const ScoreTile<P>&,
+                                                 PairInputs<P>&) {}
   __device__ __forceinline__ void find(const Params&, const typename P::Head&, const ScoreTile<P>&,
                                        PairInputs<P>&, int, int) {}
   __device__ __forceinline__ float slope(const Params& p, const typename P::Head& head, float dot, Position q,
@@ -38,6 +42,12 @@ template <class P>
 struct PairBias {
   unsigned words[4];  // of eight values
   unsigned short element;
+
+  static __device__ __forceinline__ void prepare(const Params& p, const TensorMaps& maps,
+                                                 const BackwardSmem<P>& smem, const typename P::Head& head,
+                                                 const ScoreTile<P>& tile, PairInputs<P>& in) {
+    in.bias_tile = prepare_bias_tile(p, maps, smem, head, tile);
+  }
 
   __device__ __forceinline__ void find(const Params&, const typename P::Head&, const ScoreTile<P>&,
                                        PairInputs<P>& in, int n, int e) {
@@ -58,6 +68,14 @@ template <class P>
 struct PairTerms {
   float2 of_rows{};
   float row, column;
+
+  static __device__ __forceinline__ void prepare(const Params& p, const TensorMaps&, const BackwardSmem<P>&,
+                                                 const typename P::Head& head, const ScoreTile<P>& tile,
+                                                 PairInputs<P>& in) {
+    if constexpr (BackwardPolicy<P>::kFindsColumnTermsEarly)
+      for (int half = 0; half < 2; ++half)
+        in.column_term[half] = P::score_column_term(p, head, tile.at_kv(half * 2));
+  }
 
   __device__ __forceinline__ void find(const Params& p, const typename P::Head& head,
                                        const ScoreTile<P>& tile, PairInputs<P>& in, int n, int e) {
@@ -81,6 +99,29 @@ template <class P>
 using PairScore =
     Conditional<BackwardPolicy<P>::kHasBiasTile, PairBias<P>,
                 Conditional<P::kScoreRowTerm || P::kScoreColumnTerm, PairTerms<P>, PairPositions<P>>>;
+
+/// The program's derivative, `slope`, which dS is multiplied with: 1, or a value.
+template <class P>
+struct UnitSlope {
+  template <class... Rest>
+  static __device__ __forceinline__ void find(Rest&&...) {}
+  static __device__ __forceinline__ void chain(float&, const float&, const float (&)[4], int) {}
+};
+template <class P>
+struct ProgramSlope {
+  static __device__ __forceinline__ void find(float (&slope)[4], const PairScore<P>& program, const Params& p,
+                                              const typename P::Head& head, const float& dot,
+                                              const ScoreTile<P>& tile, int n, int e) {
+    slope[e] = program.slope(p, head, dot, tile.at_q(n + e), tile.at_kv(n + e));
+  }
+  /// Where nothing attends, as `deciding` 0 says, a slope may be NaN.
+  static __device__ __forceinline__ void chain(float& ds, const float& deciding, const float (&slope)[4],
+                                               int e) {
+    ds = deciding == 0.0f ? 0.0f : ds * slope[e];
+  }
+};
+template <class P>
+using ScoreSlope = Conditional<P::kScoreGrad, ProgramSlope<P>, UnitSlope<P>>;
 
 /// What a thread's pairs add to those gradients of captures that the consumers add.
 template <class P>

@@ -41,8 +41,7 @@ __device__ __forceinline__ void weigh_pairs(const Params& p, const BackwardSmem<
       for (int e = 0; e < 4; ++e) {
         const float dot = dots[e] = s[n + e];
         program.find(p, head, tile, in, n, e);
-        if constexpr (P::kScoreGrad)
-          slope[e] = program.slope(p, head, dot, tile.at_q(n + e), tile.at_kv(n + e));
+        ScoreSlope<P>::find(slope, program, p, head, dot, tile, n, e);
         s[n + e] = program.score(p, head, dot, tile.at_q(n + e), tile.at_kv(n + e));
       }
     }
@@ -61,9 +60,7 @@ __device__ __forceinline__ void weigh_pairs(const Params& p, const BackwardSmem<
       // dS = P (dP - D)
       dp[n + e] = PairWeights<P>::grad(pair_p, pair_dp, e % 2 ? d.y : d.x);
       PairGrads<P>::add(p, head, tile, n, e, dp[n + e], dots, sums);
-      // Where nothing attends a slope may be NaN.
-      [[maybe_unused]] const float deciding = PairWeights<P>::kMasksDp ? dp[n + e] : pair_p;
-      if constexpr (P::kScoreGrad) dp[n + e] = deciding == 0.0f ? 0.0f : dp[n + e] * slope[e];
+      ScoreSlope<P>::chain(dp[n + e], PairWeights<P>::kMasksDp ? dp[n + e] : pair_p, slope, e);
     }
 #pragma unroll
     for (int e = 0; e < 4; e += 2) {
@@ -80,6 +77,37 @@ __device__ __forceinline__ void weigh_pairs(const Params& p, const BackwardSmem<
     }
   }
 }
+
+// When dropout's bits are drawn: DrawStage<P> names one of these types.
+template <class P>
+struct DrawnBeforeDp {
+  template <class Draw>
+  static __device__ __forceinline__ void before_dp(const Draw& draw) {
+    draw();
+  }
+  template <class Draw>
+  static __device__ __forceinline__ void beside_dp(const Draw&) {}
+};
+template <class P>
+struct DrawnBesideDp {
+  template <class Draw>
+  static __device__ __forceinline__ void before_dp(const Draw&) {}
+  template <class Draw>
+  static __device__ __forceinline__ void beside_dp(const Draw& draw) {
+    draw();
+  }
+};
+template <class P>
+struct NeverDrawn {
+  template <class Draw>
+  static __device__ __forceinline__ void before_dp(const Draw&) {}
+  template <class Draw>
+  static __device__ __forceinline__ void beside_dp(const Draw&) {}
+};
+template <class P>
+using DrawStage =
+    Conditional<!P::kDropout, NeverDrawn<P>,
+                Conditional<BackwardPolicy<P>::kDrawsBesideDp, DrawnBesideDp<P>, DrawnBeforeDp<P>>>;
 
 /// Waits until P and dS of Q tile i may be written.
 template <class P>
@@ -111,24 +139,20 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
   [[maybe_unused]] const auto head = sequence.head(p, tile.h);
   clear_foreign_queries(p, smem, i, wg);
   PairInputs<P> in;
-  // Before dP takes the registers.
-  if constexpr (Policy::kHasBiasTile) in.bias_tile = prepare_bias_tile(p, maps, smem, head, tile);
-  if constexpr (Policy::kFindsColumnTermsEarly)
-    for (int half = 0; half < 2; ++half)
-      in.column_term[half] = P::score_column_term(p, head, tile.at_kv(half * 2));
+  PairScore<P>::prepare(p, maps, smem, head, tile, in);
 
-  if constexpr (!Policy::kStartsSEarly) start_s(smem, wg, q_rows, s);  // S = Q K^T
+  SStart<P>::with_dp(smem, wg, q_rows, s);  // S = Q K^T
   const auto draw = [&] {
     in.dropped.template draw<P>(p, dropout_head<P>(p, sequence.b, tile.h), tile.q.at, tile.kv.at);
   };
-  if constexpr (P::kDropout && !Policy::kDrawsBesideDp) draw();
+  DrawStage<P>::before_dp(draw);
   const int full = smem.q_tile(i).full;
   const bool partial =
       (P::kLseLog2 ? full <= 0 : full == 0) || smem.kv_begin(tile.i) + Policy::kKeys > smem.seqused_kv(p, i);
   typename BackwardFragments<P>::S dp;
   DoutRing<P>::wait_full(smem, i);
   start_dp(smem, i, wg, dp);  // dP = dO V^T
-  if constexpr (P::kDropout && Policy::kDrawsBesideDp) draw();
+  DrawStage<P>::beside_dp(draw);
   const auto key_at = [&](int half) { return tile.kv.at + half * 8; };
   if (partial) in.mask.find(p, head, key_at, tile.q_begin);
   if constexpr (kTestsMap<P>)

@@ -143,7 +143,7 @@ __device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& 
     publish_to_async_proxy();
     smem.signal_ds(i);
     DsRing<P>::wait_full(smem, i);
-    if constexpr (Policy::kSplitsColumns) publish_to_async_proxy();  // what the other CTA has sent
+    ColumnSplit<P>::publish_received();
     typename Fragments::Dq dq;
     start_dq(smem, i, wg, dq);                        // dQ += dS K
     start_dv_dk(smem, i, wg, p_operand, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
@@ -151,12 +151,12 @@ __device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& 
     wgmma_wait<1>();
     pin(dq);
     pin(dv);
-    if constexpr (!Policy::kAdderReleases) DoutRing<P>::release_thread(smem, i);
+    StageRelease<P>::after_dv(smem, i);
     DqRing<P>::acquire(smem, wg, i);
     stage_dq<0, Policy::kDqStepsInDout>(smem, i, wg, dq);  // over dO, which has been read
     wgmma_wait<0>();
     pin(dk);
-    if constexpr (!Policy::kAdderReleases) QTileRing<P>::release_thread(smem, i);
+    StageRelease<P>::after_dk(smem, i);
     stage_dq<Policy::kDqStepsInDout, Policy::kDqSteps>(smem, i, wg, dq);
     signal_dq_full(smem, i, wg);  // the thread that adds dQ releases a stage that it lies over
     if (last) {
@@ -199,7 +199,7 @@ __device__ __forceinline__ void consume_wide_cluster(const Params& p, const Tens
     DsExchange<P>::start_own_dq(smem, i, wg, dq);
     wgmma_wait<DsExchange<P>::kAfterDv>();
     pin(dv);
-    DoutRing<P>::release_thread(smem, i);
+    StageRelease<P>::after_dv(smem, i);
     DsExchange<P>::send_late(smem, i, wg);
     OtherDsRing<P>::wait_full(smem, i);
     start_dq<P, DsExchange<P>::kOwnKeysLast>(smem, i, wg, dq);  // dQ += dS K
@@ -249,6 +249,21 @@ using BackwardConsumer =
     Conditional<BackwardPolicy<P>::kExchangesDs, ClusterConsumer<P>,
                 Conditional<BackwardPolicy<P>::kWide, SameKeysConsumer<P>, NarrowConsumer<P>>>;
 
+/// The CTAs that wait for each other: begin() when barriers are made. A CTA leaves together with those that
+/// may still write to its shared memory, or read from it.
+template <class P>
+struct OneCta {
+  static __device__ __forceinline__ void begin() { __syncthreads(); }
+  static __device__ __forceinline__ void leave() {}
+};
+template <class P>
+struct CtaCluster {
+  static __device__ __forceinline__ void begin() { cluster_sync(); }
+  static __device__ __forceinline__ void leave() { cluster_sync(); }
+};
+template <class P>
+using CtaGroup = Conditional<(BackwardPolicy<P>::kClusterSize > 1), CtaCluster<P>, OneCta<P>>;
+
 template <class P>
 __device__ void backward(const Params& p, const TensorMaps& maps) {
   using Policy = BackwardPolicy<P>;
@@ -264,19 +279,13 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     prefetch_map(maps.v);
     prefetch_map(maps.o);
   }
-  if constexpr (Policy::kClusterSize > 1)
-    cluster_sync();
-  else
-    __syncthreads();
+  CtaGroup<P>::begin();
   // With kClaimsTiles the producer waits later.
   if (!P::kClaimsTiles || threadIdx.x >= 32) wait_for_prior_grid<P>();
   if constexpr (P::kFindsRowStats)
     if (threadIdx.x >= 32 && finds_row_stats<P>(p)) find_row_stats<P>(p, smem);
 
-  // A CTA stays as long as the other may write to its shared memory, or read from it.
-  const auto leave = [] {
-    if constexpr (Policy::kClusterSize > 1) cluster_sync();
-  };
+  const auto leave = [] { CtaGroup<P>::leave(); };
   const int wg = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0);
   if (wg == Policy::kProducer.first) {
     set_register_limit<Policy::kProducer>();

@@ -50,16 +50,32 @@ __device__ __forceinline__ void signal_dq_full(const BackwardSmem<P>& smem, unsi
   DqRing<P>::commit_thread(smem, wg, i);
 }
 
+/// Where a warpgroup's whole dQ goes first; DqTarget<P> names one of these types.
+template <class P>
+struct DqToStage {
+  using Dq = typename BackwardFragments<P>::Dq;
+  static __device__ __forceinline__ void store(const BackwardSmem<P>& smem, unsigned i, int wg,
+                                               const Dq& dq) {
+    stage_dq<0, BackwardPolicy<P>::kDqSteps>(smem, i, wg, dq);
+  }
+};
+template <class P>
+struct DqToCluster {
+  using Dq = typename BackwardFragments<P>::Dq;
+  static __device__ __forceinline__ void store(const BackwardSmem<P>& smem, unsigned i, int wg,
+                                               const Dq& dq) {
+    send_dq(smem, i, wg, dq);
+  }
+};
+template <class P>
+using DqTarget = Conditional<BackwardPolicy<P>::kSumsDq, DqToCluster<P>, DqToStage<P>>;
+
 /// Hands on a warpgroup's whole dQ of Q tile i.
 template <class P>
 __device__ __forceinline__ void hand_on_dq(const BackwardSmem<P>& smem, unsigned i, int wg,
                                            const typename BackwardFragments<P>::Dq& dq) {
-  using Policy = BackwardPolicy<P>;
   DqRing<P>::acquire(smem, wg, i);
-  if constexpr (Policy::kSumsDq)
-    send_dq(smem, i, wg, dq);
-  else
-    stage_dq<0, Policy::kDqSteps>(smem, i, wg, dq);
+  DqTarget<P>::store(smem, i, wg, dq);
   signal_dq_full(smem, i, wg);
 }
 
@@ -137,10 +153,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardSmem<P>& s
     if (!one) continue;
     order.end();
     DqRing<P>::release_thread(smem, wg, i);
-    if constexpr (Policy::kAdderReleases) {
-      if constexpr (!Policy::kExchangesDs) DoutRing<P>::release_thread(smem, i);
-      QTileRing<P>::release_thread(smem, i);
-    }
+    StageRelease<P>::after_dq(smem, i);
     if (done != nullptr) {
       wait_lines_added();
       count_done(done);

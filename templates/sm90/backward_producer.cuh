@@ -21,6 +21,30 @@ __device__ __forceinline__ void load_q(const Params& p, const TensorMaps& maps, 
   if constexpr (P::kScoreRowTerm) load_line(smem.row_terms(stage), p.row_terms + stats_row, P::kBr * 4, full);
 }
 
+/// Says how many bytes of dO, D and, on the first tile, V come to a stage, and loads the bias tile beside
+/// them. BiasLoad<P> names one of two types.
+template <class P>
+struct NoBiasLoad {
+  static __device__ __forceinline__ void expect(const Params&, const TensorMaps&, const BackwardSmem<P>&, int,
+                                                unsigned full, int bytes, const Sequence<P>&, int, int, int) {
+    barrier_expect(full, bytes);
+  }
+};
+template <class P>
+struct BiasTileLoad {
+  static __device__ __forceinline__ void expect(const Params& p, const TensorMaps& maps,
+                                                const BackwardSmem<P>& smem, const int& stage,
+                                                const unsigned& full, const int& bytes,
+                                                const Sequence<P>& sequence, const int& head,
+                                                const int& q_begin, const int& kv_begin) {
+    expect_and_load_bias_tile<P::kBr, BackwardPolicy<P>::kKeys>(p, maps, full, bytes,
+                                                                P::bias_tile(p, sequence.head(p, head)),
+                                                                smem.bias_tile(stage), q_begin, kv_begin);
+  }
+};
+template <class P>
+using BiasLoad = Conditional<BackwardPolicy<P>::kHasBiasTile, BiasTileLoad<P>, NoBiasLoad<P>>;
+
 /// Loads dO, if it is not loaded ahead, and D.
 template <class P>
 __device__ __forceinline__ void load_dout(const Params& p, const TensorMaps& maps,
@@ -33,6 +57,27 @@ __device__ __forceinline__ void load_dout(const Params& p, const TensorMaps& map
   load_line(smem.d(stage), p.d + stats_row, P::kBr * 4, full);
 }
 
+/// The other CTA's rows of K, where CTAs exchange dS; OtherK<P> names one of two types.
+template <class P>
+struct NoOtherK {
+  static __device__ __forceinline__ void load(const TensorMaps&, const BackwardSmem<P>&, unsigned, int, int,
+                                              int) {}
+};
+template <class P>
+struct OtherCtaK {
+  static __device__ __forceinline__ void load(const TensorMaps& maps, const BackwardSmem<P>& smem,
+                                              unsigned full, int row, int h_kv, int batch) {
+    using Policy = BackwardPolicy<P>;
+    constexpr int kSlices = Policy::kLayout.other_columns() - Policy::kFifthSlice;
+    load_tile<Policy::kKeys, kSlices>(smem.other_k(), maps.k, full, row, h_kv, batch, 0,
+                                      smem.first_other_column() / kSliceColumns);
+    load_tile<Policy::kKeys, Policy::kFifthSlice>(smem.other_k() + tile_bytes(Policy::kKeys, kSlices), maps.k,
+                                                  full, row, h_kv, batch, kMostCtaColumns);
+  }
+};
+template <class P>
+using OtherK = Conditional<BackwardPolicy<P>::kExchangesDs, OtherCtaK<P>, NoOtherK<P>>;
+
 /// Loads K and V, which arrive with Q and dO of Q tile i.
 template <class P>
 __device__ __forceinline__ void load_kv(const TensorMaps& maps, const BackwardSmem<P>& smem, unsigned q_full,
@@ -40,14 +85,7 @@ __device__ __forceinline__ void load_kv(const TensorMaps& maps, const BackwardSm
   using Policy = BackwardPolicy<P>;
   load_tile<Policy::kKeys, Policy::kDim>(smem.k(), maps.k, q_full, row, h_kv, batch,
                                          Policy::first_column(P::kHeadDim));
-  if constexpr (Policy::kExchangesDs) {
-    constexpr int kSlices = Policy::kLayout.other_columns() - Policy::kFifthSlice;
-    const int other_row = row + Policy::kKeys - 2 * own;
-    load_tile<Policy::kKeys, kSlices>(smem.other_k(), maps.k, q_full, other_row, h_kv, batch, 0,
-                                      smem.first_other_column() / kSliceColumns);
-    load_tile<Policy::kKeys, Policy::kFifthSlice>(smem.other_k() + tile_bytes(Policy::kKeys, kSlices), maps.k,
-                                                  q_full, other_row, h_kv, batch, kMostCtaColumns);
-  }
+  OtherK<P>::load(maps, smem, q_full, row + Policy::kKeys - 2 * own, h_kv, batch);
   load_tile<Policy::kKeys, Policy::kDimV>(smem.v(), maps.v, dout_full, row, h_kv, batch,
                                           Policy::first_column(P::kHeadDimV));
 }
@@ -163,13 +201,8 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
       // Consumers that clear K and V begin when dO is here.
       if (first && !has_keys) acquire_kv();
       const int dout_bytes = Smem::kDoutStageBytes + (first && has_keys ? Smem::kVBytes : 0);
-      if constexpr (Policy::kHasBiasTile) {
-        expect_and_load_bias_tile<P::kBr, Policy::kKeys>(p, maps, dout_full, dout_bytes,
-                                                         P::bias_tile(p, sequence.head(p, now.head)),
-                                                         smem.bias_tile(dout_stage), q_begin, kv_begin);
-      } else {
-        barrier_expect(dout_full, dout_bytes);
-      }
+      BiasLoad<P>::expect(p, maps, smem, dout_stage, dout_full, dout_bytes, sequence, now.head, q_begin,
+                          kv_begin);
       load_dout(p, maps, smem, ahead, stage, dout_stage, dout_full, q_row, now.head, batch, stats_row);
       if (first && has_keys && !ahead) {
         const int kv_row = sequence.kv_row(kv_begin);

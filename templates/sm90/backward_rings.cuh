@@ -148,4 +148,43 @@ using PartialSumsRing = Ring<P, PartialSumsStages<P>>;
 template <class P>
 using TileIndexRing = Ring<P, TileIndexStages<P>>;
 
+// Who releases the stages of dO and Q, wide: StageRelease<P> names one of these types. The consumers call
+// after_dv() and after_dk() when products have read the stages, and the thread that adds dQ calls after_dq().
+
+template <class P>
+struct ConsumersRelease {
+  using Smem = BackwardSmem<P>;
+  static __device__ __forceinline__ void after_dv(const Smem& smem, unsigned i) {
+    DoutRing<P>::release_thread(smem, i);
+  }
+  static __device__ __forceinline__ void after_dk(const Smem& smem, unsigned i) {
+    QTileRing<P>::release_thread(smem, i);
+  }
+  static __device__ __forceinline__ void after_dq(const Smem&, unsigned) {}
+};
+/// dQ lies over both.
+template <class P>
+struct AdderReleases {
+  using Smem = BackwardSmem<P>;
+  static __device__ __forceinline__ void after_dv(const Smem&, unsigned) {}
+  static __device__ __forceinline__ void after_dk(const Smem&, unsigned) {}
+  static __device__ __forceinline__ void after_dq(const Smem& smem, unsigned i) {
+    DoutRing<P>::release_thread(smem, i);
+    QTileRing<P>::release_thread(smem, i);
+  }
+};
+/// dQ lies over Q alone.
+template <class P>
+struct AdderReleasesQ : ConsumersRelease<P> {
+  using Smem = BackwardSmem<P>;
+  static __device__ __forceinline__ void after_dk(const Smem&, unsigned) {}
+  static __device__ __forceinline__ void after_dq(const Smem& smem, unsigned i) {
+    QTileRing<P>::release_thread(smem, i);
+  }
+};
+template <class P>
+using StageRelease =
+    Conditional<!BackwardPolicy<P>::kAdderReleases, ConsumersRelease<P>,
+                Conditional<BackwardPolicy<P>::kExchangesDs, AdderReleasesQ<P>, AdderReleases<P>>>;
+
 }  // namespace flashjit::sm90

@@ -55,6 +55,7 @@ __device__ __forceinline__ void add_partial(const BackwardSmem<P>& smem, int wg,
 template <class P>
 struct WholeColumns {
   using S = typename BackwardFragments<P>::S;
+  static __device__ __forceinline__ void publish_received() {}
   static __device__ __forceinline__ void send_s(const BackwardSmem<P>&, int, S&) {}
   static __device__ __forceinline__ void exchange(const BackwardSmem<P>&, unsigned, int, S&, S&) {}
   static __device__ __forceinline__ void send_operands(const BackwardSmem<P>&, unsigned,
@@ -67,6 +68,9 @@ template <class P>
 struct SplitColumns {
   using Policy = BackwardPolicy<P>;
   using S = typename BackwardFragments<P>::S;
+
+  /// What the other CTA has sent becomes visible to products.
+  static __device__ __forceinline__ void publish_received() { publish_to_async_proxy(); }
 
   /// While dP is computed.
   static __device__ __forceinline__ void send_s(const BackwardSmem<P>& smem, int wg, S& s) {

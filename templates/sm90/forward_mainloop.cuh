@@ -120,7 +120,7 @@ __device__ __forceinline__ void poll(const ForwardStorage<P>& smem, int n, bool&
   // Not is_full(): n + 1 as one value changes the order of code
   // (NOTES.md#ptxas-orders-equal-sources-differently).
   k_ready = barrier_ready(smem.k_full(n + 1), smem.phase(n + 1));
-  if constexpr (kPollsV<P>) v_ready = VRing<P>::is_full(smem, n);
+  if (kPollsV<P>) v_ready = VRing<P>::is_full(smem, n);
 }
 /// What the score reads: the bias tile, or the column terms.
 template <class P>
@@ -254,29 +254,66 @@ __device__ __forceinline__ void skip_work_tile(const ForwardStorage<P>& smem, in
   }
   skip_tiles(smem, n, wg, round, i);
 }
+// Whether all pairs of tile n attend, whose keys begin at `kv_begin`; TileFullness<P> names one of these
+// types.
+
+/// By the bits of its list of keys.
+template <class P>
+struct FullByKeys {
+  static __device__ __forceinline__ void find(const Params&, const ForwardStorage<P>& smem,
+                                              const WorkTile<P>&, RowState<P>& rows, const int& n, const int&,
+                                              const int&, bool& full, const int&) {
+    rows.present = smem.present_keys(n);
+    full = true;
+    for (int word = 0; word < P::kBc / 32; ++word) full = full && rows.present[word] == ~0u;
+  }
+};
+/// By its entry, if the warpgroup's rows meet it: a tile that is not met is masked whole.
+template <class P>
+struct FullIfMet {
+  static __device__ __forceinline__ void find(const Params& p, const ForwardStorage<P>& smem,
+                                              const WorkTile<P>& work, RowState<P>& rows, const int& n,
+                                              const int& wg, const int&, bool& full, const int& entry) {
+    static_assert(kProducerPostsEntries<P>);
+    const bool met = meets(smem, n, wg);
+    full = met && is_full(entry);
+    rows.seqused_kv = met ? work.sequence.seqused_kv(p) : 0;
+  }
+};
+/// By its entry.
+template <class P>
+struct FullByEntry {
+  static __device__ __forceinline__ void find(const Params&, const ForwardStorage<P>&, const WorkTile<P>&,
+                                              RowState<P>&, const int&, const int&, const int&, bool& full,
+                                              const int& entry) {
+    full = is_full(entry);
+  }
+};
+/// By the mask's bounds, or as the KV tiles say.
+template <class P>
+struct FullByMask {
+  static __device__ __forceinline__ void find(const Params& p, const ForwardStorage<P>&,
+                                              const WorkTile<P>& work, RowState<P>& rows, const int&,
+                                              const int&, const int& kv_begin, bool& full, const int& entry) {
+    full = kv_begin + P::kBc <= rows.full_keys.end &&
+           (kFullTilesByBounds<P> ? rows.full_keys.begin <= kv_begin
+                                  : work.kv_tiles.full(p, rows.head, rows.q, entry));
+  }
+};
+template <class P>
+using TileFullness =
+    Conditional<P::kIndices, FullByKeys<P>,
+                Conditional<kEntriesHaveRowBits<P>, FullIfMet<P>,
+                            Conditional<kProducerPostsEntries<P>, FullByEntry<P>, FullByMask<P>>>>;
+
 /// Finds the keys of tile n, KV tile i of its work tile, and whether all pairs attend.
 template <class P>
 __device__ __forceinline__ void find_tile(const Params& p, const ForwardStorage<P>& smem,
                                           const WorkTile<P>& work, RowState<P>& rows, int n, int i, int wg,
                                           int& kv_begin, bool& full, int& entry) {
-  static_assert(kProducerPostsEntries<P> || !kEntriesHaveRowBits<P>);
-  if constexpr (!kConsumersReadList<P>)
-    entry = kProducerPostsEntries<P> ? smem.entry(n) : work.kv_tiles.entry(i);
+  if (!kConsumersReadList<P>) entry = kProducerPostsEntries<P> ? smem.entry(n) : work.kv_tiles.entry(i);
   kv_begin = tile_of_entry<P>(entry) * P::kBc;
-  if constexpr (P::kIndices) {
-    rows.present = smem.present_keys(n);
-    full = true;
-    for (int word = 0; word < P::kBc / 32; ++word) full = full && rows.present[word] == ~0u;
-  } else if constexpr (kEntriesHaveRowBits<P>) {
-    const bool met = meets(smem, n, wg);
-    full = met && is_full(entry);
-    rows.seqused_kv = met ? work.sequence.seqused_kv(p) : 0;  // a tile that is not met is masked whole
-  } else if constexpr (kProducerPostsEntries<P>)
-    full = is_full(entry);
-  else
-    full = kv_begin + P::kBc <= rows.full_keys.end &&
-           (kFullTilesByBounds<P> ? rows.full_keys.begin <= kv_begin
-                                  : work.kv_tiles.full(p, rows.head, rows.q, entry));
+  TileFullness<P>::find(p, smem, work, rows, n, wg, kv_begin, full, entry);
   if (kConsumersReadList<P> && i > 0) entry = work.kv_tiles.entry(i - 1);
 }
 /// This lane's address in the bias tile. Where TMA cannot load the tile, each warp loads its own rows: it

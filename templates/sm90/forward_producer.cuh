@@ -84,20 +84,41 @@ struct KvLoader {
   }
 };
 
-/// PackGQA: loads a warpgroup's rows of Q of all heads of the work tile; none where there is no more work.
+// How a warpgroup's rows of Q are loaded, none where there is no more work; QTileLoad<P> names one of these
+// types.
+
+/// Of one head.
 template <class P>
-__device__ __forceinline__ void load_packed_q(const Params& p, const ForwardStorage<P>& smem,
+struct PlainQLoad {
+  static __device__ __forceinline__ void load(const Params&, const ForwardStorage<P>& smem,
+                                              const TensorMaps& maps, const int& wg, const int& round,
+                                              const bool& more) {
+    const WorkTile<P>& work = smem.work(round);
+    barrier_expect(smem.q_full(wg, round), more ? ForwardStorage<P>::kQBytes : 0);
+    if (!more) return;
+    load_tile<kWarpgroupRows, kQkColumns<P>>(smem.q(wg, round), maps.q, smem.q_full(wg, round),
+                                             work.sequence.q_row(work.q_begin) + wg * kWarpgroupRows, work.h,
+                                             work.sequence.batch());
+  }
+};
+/// PackGQA: of all heads of the work tile.
+template <class P>
+struct PackedQLoad {
+  static __device__ __forceinline__ void load(const Params& p, const ForwardStorage<P>& smem,
                                               const TensorMaps& maps, int wg, int round, bool more) {
-  const WorkTile<P>& work = smem.work(round);
-  const int row = work.sequence.q_row(work.q_begin) + wg * p.packed.queries;
-  const unsigned full = smem.q_full(wg, round);
-  const int row_bytes = ForwardStorage<P>::kQBytes / kWarpgroupRows;
-  barrier_expect(full, more ? p.packed.queries * p.packed.heads * row_bytes : 0);
-  for (int slice = 0; more && slice < slices(kQkColumns<P>); ++slice)
-    load_packed_box(smem.q(wg, round) + slice * kWarpgroupRows * kRowBytes, maps.q, full,
-                    slice * kSliceColumns, work.h - work.h_kv * p.packed.shared, row, work.h_kv,
-                    work.sequence.batch());
-}
+    const WorkTile<P>& work = smem.work(round);
+    const int row = work.sequence.q_row(work.q_begin) + wg * p.packed.queries;
+    const unsigned full = smem.q_full(wg, round);
+    const int row_bytes = ForwardStorage<P>::kQBytes / kWarpgroupRows;
+    barrier_expect(full, more ? p.packed.queries * p.packed.heads * row_bytes : 0);
+    for (int slice = 0; more && slice < slices(kQkColumns<P>); ++slice)
+      load_packed_box(smem.q(wg, round) + slice * kWarpgroupRows * kRowBytes, maps.q, full,
+                      slice * kSliceColumns, work.h - work.h_kv * p.packed.shared, row, work.h_kv,
+                      work.sequence.batch());
+  }
+};
+template <class P>
+using QTileLoad = Conditional<P::kPackGqa, PackedQLoad<P>, PlainQLoad<P>>;
 
 /// Runs the tile scheduler, and loads each warpgroup's Q as soon as its stage is free. By one thread.
 template <class P>
@@ -122,15 +143,7 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
 #pragma unroll 1
     for (int wg = 0; wg < Storage::kRowGroups; ++wg) {
       QRing<P>::acquire(smem, wg, round);
-      if constexpr (P::kPackGqa) {
-        load_packed_q(p, smem, maps, wg, round, more);
-      } else {
-        barrier_expect(smem.q_full(wg, round), more ? Storage::kQBytes : 0);
-        if (!more) continue;
-        load_tile<kWarpgroupRows, kQkColumns<P>>(smem.q(wg, round), maps.q, smem.q_full(wg, round),
-                                                 work.sequence.q_row(work.q_begin) + wg * kWarpgroupRows,
-                                                 work.h, work.sequence.batch());
-      }
+      QTileLoad<P>::load(p, smem, maps, wg, round, more);
     }
     if (!more) break;
     finish_tile(coord);
@@ -164,6 +177,23 @@ struct ColumnTermFinder {
   }
 };
 
+// O of rows without keys: a running state's, as an output has it, or for a split nothing.
+template <class P>
+struct StateOfNoKeys {
+  static __device__ __forceinline__ void write(const Params& p, const WorkTile<P>& work, const int& count,
+                                               const int& thread, const int& threads) {
+    copy_state<P>(p, work.sequence, work.h, work.q_begin, count, thread, threads);
+  }
+};
+template <class P>
+struct NoOutput {
+  static __device__ __forceinline__ void write(const Params&, const WorkTile<P>&, const int&, const int&,
+                                               const int&) {}
+};
+template <class P>
+using OutputOfNoKeys =
+    Conditional<kJoinsState<P>, StateOfNoKeys<P>, Conditional<P::kSplit, NoOutput<P>, EmptyOutput<P>>>;
+
 /// Writes O and LSE, and the largest scores, of the Q tiles without keys, which the other warps skip: not O
 /// for a split of the keys. By the threads of one warp, or most of them.
 template <class P>
@@ -184,11 +214,7 @@ __device__ __forceinline__ void write_empty_rows(const Params& p, const ShareSta
       continue;
     }
     const int count = min(work.sequence.seqlen_q(p) - work.q_begin, queries_per_tile<P>(p));
-    if constexpr (kJoinsState<P>) {
-      copy_state<P>(p, work.sequence, work.h, work.q_begin, count, thread, threads);
-    } else if constexpr (!P::kSplit) {
-      EmptyOutput<P>::write(p, work, count, thread, threads);
-    }
+    OutputOfNoKeys<P>::write(p, work, count, thread, threads);
     if (P::kRowMax) {
       for (int h = work.h; h < work.end(work.h); ++h) {
         float* to = row_max_of<P>(p, work.split);

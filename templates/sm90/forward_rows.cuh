@@ -75,7 +75,7 @@ struct HeadScales<P, true> {
     const int h_kv = work.h / p.qhead_per_kvhead();
     using Formats = KvHeadFormats<P>;
     k_scale[0] = factor_of_head<P, typename Formats::K>({p, p.k_scale, work.sequence, h_kv});
-    if constexpr (P::kQCodes) k_scale[0] *= q_scale<P>(p, work.sequence.b, h_kv);
+    k_scale[0] *= q_scale<P>(p, work.sequence.b, h_kv);
     k_scale[kOwn - 1] = k_scale[0];
     v_scale = factor_of_head<P, typename Formats::V>({p, p.v_scale, work.sequence, h_kv});
   }

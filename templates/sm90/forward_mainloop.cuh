@@ -89,19 +89,44 @@ __device__ __forceinline__ void wait_k(const ForwardStorage<P>& smem, int n, boo
   if (!ready) KRing<P>::wait_full(smem, n);
   if (kGathers<P> && !kLoadsCodes<P>) publish_to_async_proxy();
 }
-/// Waits for V of tile n, and clears it behind the last key that exists: it may be NaN, which P = 0 does not
-/// hide. `rows` and `kv_begin` are still tile n's.
+// What is left to do when V of tile n has arrived; VArrival<P> names one of these types.
+
+/// Converters have written it, and published that.
+template <class P>
+struct ConvertedV {
+  static __device__ __forceinline__ void end(const ForwardStorage<P>&, const int&, const int&,
+                                             const RowState<P>&, const int&) {}
+};
+/// Threads have copied it, with zeros behind the last key.
+template <class P>
+struct GatheredV {
+  static __device__ __forceinline__ void end(const ForwardStorage<P>&, const int&, const int&,
+                                             const RowState<P>&, const int&) {
+    publish_to_async_proxy();
+  }
+};
+/// It is cleared behind the last key that exists: it may be NaN, which P = 0 does not hide.
+template <class P>
+struct CopiedV {
+  static __device__ __forceinline__ void end(const ForwardStorage<P>& smem, const int& n, const int& wg,
+                                             const RowState<P>& rows, const int& kv_begin) {
+    if (const int valid = rows.seqused_kv - kv_begin; kForeignKeys<P> && valid < P::kBc) {
+      clear_rows<P::kBc, P::kHeadDimV>(smem.shared + (smem.v(n) - smem.base), valid);
+      publish_to_async_proxy();
+      named_barrier_sync(smem.warpgroup_barrier(wg), 128);
+    }
+  }
+};
+template <class P>
+using VArrival =
+    Conditional<kLoadsCodes<P>, ConvertedV<P>, Conditional<kGathers<P>, GatheredV<P>, CopiedV<P>>>;
+
+/// Waits for V of tile n. `rows` and `kv_begin` are still tile n's.
 template <class P>
 __device__ __forceinline__ void wait_v(const ForwardStorage<P>& smem, int n, bool ready, int wg,
                                        const RowState<P>& rows, int kv_begin) {
   if (!ready) VRing<P>::wait_full(smem, n);
-  if constexpr (kLoadsCodes<P>) return;  // zeros already, and published
-  if constexpr (kGathers<P>) return publish_to_async_proxy();
-  if (const int valid = rows.seqused_kv - kv_begin; kForeignKeys<P> && valid < P::kBc) {
-    clear_rows<P::kBc, P::kHeadDimV>(smem.shared + (smem.v(n) - smem.base), valid);
-    publish_to_async_proxy();
-    named_barrier_sync(smem.warpgroup_barrier(wg), 128);
-  }
+  VArrival<P>::end(smem, n, wg, rows, kv_begin);
 }
 /// Releases K of tile n, unless V is the same memory, which VRing releases. `last_of_q`: and Q, if that has
 /// one stage.

@@ -116,10 +116,15 @@ __device__ __forceinline__ void init_barriers(char* shared) {
   for (int slot = 0; slot < kQTilesPerCta<P>; ++slot) ForwardStorage<P>(slot, shared).init_barriers();
   barrier_init_fence();
 }
-/// Waits for what this launch depends on; stream-K: finds the CTA's share of the work.
+// What stream-K does before its first work tile; ShareStage<P> names one of these types.
 template <class P>
-__device__ __forceinline__ ShareStart begin_schedule(const Params& p, const TensorMaps& maps, char* shared) {
-  if constexpr (P::kStreamK) {
+struct NoShares {
+  static __device__ __forceinline__ void prepare(const Params&, const TensorMaps&) {}
+  static __device__ __forceinline__ void find(const Params&, char*, ShareStart&) {}
+};
+template <class P>
+struct SharesOfCtas {
+  static __device__ __forceinline__ void prepare(const Params& p, const TensorMaps& maps) {
     let_next_grid_start<P>();  // combine_parts, which waits for this one's end by itself
     if (threadIdx.x == 32 && p.seqlen_q > 0 && p.seqlen_kv > 0) {  // tensors without rows have no map
       prefetch_map(maps.q);
@@ -127,13 +132,23 @@ __device__ __forceinline__ ShareStart begin_schedule(const Params& p, const Tens
       if (!kGathers<P> && !P::kSharedKv) prefetch_map(maps.v);
     }
   }
+  static __device__ __forceinline__ void find(const Params& p, char* shared, ShareStart& start) {
+    start = find_share<P>(p, static_cast<int>(blockIdx.x) / p.head_lanes,
+                          ForwardStorage<P>(0, shared).share_scratch());
+  }
+};
+template <class P>
+using ShareStage = Conditional<P::kStreamK, SharesOfCtas<P>, NoShares<P>>;
+
+/// Waits for what this launch depends on; stream-K: finds the CTA's share of the work.
+template <class P>
+__device__ __forceinline__ ShareStart begin_schedule(const Params& p, const TensorMaps& maps, char* shared) {
+  ShareStage<P>::prepare(p, maps);
   __syncthreads();
   if (P::kCountsTiles || P::kStreamK) wait_for_prior_grid<P>();
   zero_unused_rows_of_output<P>(p);
   ShareStart start;
-  if constexpr (P::kStreamK)
-    start = find_share<P>(p, static_cast<int>(blockIdx.x) / p.head_lanes,
-                          ForwardStorage<P>(0, shared).share_scratch());
+  ShareStage<P>::find(p, shared, start);
   return start;
 }
 

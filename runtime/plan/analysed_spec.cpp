@@ -10,12 +10,6 @@ bool is_causal(const MaskProgram& mask) {
   return mask == causal(CausalAlignment::bottom_right) || mask == causal(CausalAlignment::top_left);
 }
 
-bool is_plain(const AttentionSpec& spec) {
-  return spec.score.empty() && spec.epilogue.out_mod.empty() && !spec.prologue.has_programs() &&
-         !spec.dropout && !spec.varlen && !spec.sinks && !spec.has_block_map() &&
-         (spec.mask.empty() || is_causal(spec.mask));
-}
-
 AnalysedSpec::AnalysedSpec(const KernelSpec& spec, const Checks& checks)
     : KernelSpec(spec.normalized()),
       checks(checks),

@@ -49,5 +49,7 @@ bool is_causal(const MaskProgram& mask);
 
 /// Whether queries, keys and at most a causal mask alone say what P and O of a sequence are.
 bool is_plain(const AttentionSpec& spec);
+/// Whether its pass gives a gradient of each head's sink.
+bool finds_sink_grads(const KernelSpec& spec);
 
 }  // namespace flashjit::plan

@@ -64,10 +64,6 @@ Entry auxiliary_entry(const std::string& name, const std::string& header) {
           .threads = kAuxiliaryThreads};
 }
 
-bool finds_sink_grads(const KernelSpec& spec) {
-  return spec.sinks && (spec.pass == Pass::backward || spec.pass == Pass::backward_jvp);
-}
-
 void add_sink_grads(KernelPlan& kernel) {
   if (finds_sink_grads(kernel.spec)) kernel.add(Step::sink_grads, auxiliary_entry("sink_grads"));
 }

@@ -123,9 +123,7 @@ Entry family_entry(Family family, const std::string& name, const std::string& he
 /// An entry from templates/auxiliary/<header>.cuh, by default of its own name.
 Entry auxiliary_entry(const std::string& name, const std::string& header = {});
 
-/// Whether entry `sink_grads` comes after the others; it reads LSE and D in the workspace.
-bool finds_sink_grads(const KernelSpec& spec);
-/// Adds it where finds_sink_grads().
+/// Adds entry `sink_grads` where finds_sink_grads(): it reads LSE and D in the workspace, after the others.
 void add_sink_grads(KernelPlan& kernel);
 
 /// The first entry of a plan whose spec has q_mod or k_mod, and the last one of its backward pass.

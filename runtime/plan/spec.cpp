@@ -359,3 +359,17 @@ void AttentionShape::validate() const {
 }
 
 }  // namespace flashjit
+
+namespace flashjit::plan {
+
+bool is_plain(const AttentionSpec& spec) {
+  return spec.score.empty() && spec.epilogue.out_mod.empty() && !spec.prologue.has_programs() &&
+         !spec.dropout && !spec.varlen && !spec.sinks && !spec.has_block_map() &&
+         (spec.mask.empty() || is_causal(spec.mask));
+}
+
+bool finds_sink_grads(const KernelSpec& spec) {
+  return spec.sinks && (spec.pass == Pass::backward || spec.pass == Pass::backward_jvp);
+}
+
+}  // namespace flashjit::plan

@@ -103,8 +103,10 @@ void Context::read_indices() {
       ++names[i / top_k * shape.seqlen_kv + key];
 }
 
+bool Context::has_sinks() const { return spec.sinks; }
+
 double Context::sink(std::int64_t task) const {
-  return spec.sinks ? problem.sinks[head_of(task)] : -kInfinity;
+  return has_sinks() ? problem.sinks[head_of(task)] : -kInfinity;
 }
 
 bool Context::attends(const Point& at) const {

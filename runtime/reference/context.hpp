@@ -71,6 +71,7 @@ struct Context {
   Point point(std::int64_t task, std::int64_t q, std::int64_t kv) const {
     return {batch_of(task), head_of(task), kv_head_of(task), q, kv, q_rows(task).count, seqlen_kv(task)};
   }
+  bool has_sinks() const;
   /// The head's sink; -inf, which adds nothing, if it has none.
   double sink(std::int64_t task) const;
   /// The gradient of a row's LSE. A row that attends to nothing has no P that it could change.

@@ -322,9 +322,9 @@ std::int64_t plausible_top_k(std::int64_t keys) {
 std::vector<double> random_sinks(std::int64_t heads, std::uint64_t seed) {
   std::mt19937_64 random(seed);
   std::normal_distribution<double> normal(1, 2);
-  std::vector<double> sinks(heads);
-  for (double& sink : sinks) sink = round_to(ElementType::fp32, normal(random));
-  return sinks;
+  std::vector<double> logits(heads);
+  for (double& logit : logits) logit = round_to(ElementType::fp32, normal(random));
+  return logits;
 }
 
 }  // namespace flashjit::reference

@@ -238,7 +238,7 @@ Backward backward(const Problem& given, Precision precision) {
   }
   Backward result{.dq = std::vector<double>(problem.q.size()), .dk = {}, .dv = {}};
   result.captures = result.capture_squares = result.capture_counts = context.programs.zero_grads();
-  if (context.spec.sinks) {
+  if (context.has_sinks()) {
     result.dsinks.resize(context.shape.heads_q);
     result.dsink_rows.resize(context.tasks() * context.shape.seqlen_q);
   }
@@ -260,7 +260,7 @@ Backward backward(const Problem& given, Precision precision) {
   });
   for (std::int64_t task = 0; task < context.tasks(); ++task) {
     put(heads[task].dq, result.dq, context.q_rows(task));
-    if (context.spec.sinks) {
+    if (context.has_sinks()) {
       const std::vector<double>& rows = heads[task].dsink_rows;
       std::copy(rows.begin(), rows.end(), result.dsink_rows.begin() + task * context.shape.seqlen_q);
       const double of_task = std::accumulate(

@@ -7,6 +7,7 @@
 #include "flashjit/common/element.cuh"
 #include "flashjit/common/kv_source.cuh"
 #include "flashjit/common/ptx.cuh"
+#include "flashjit/common/sink.cuh"
 #include "flashjit/common/tile_class.cuh"
 
 namespace flashjit::auxiliary {
@@ -93,8 +94,7 @@ __device__ double reference_score(const ReferenceRow<P>& r, int kv) {
 /// The logit in the softmax besides the keys, a sink; -inf: none.
 template <class P>
 __device__ double reference_sink(const ReferenceRow<P>& r) {
-  if constexpr (P::kSinks) return r.p.sinks[r.h];
-  return negative_infinity();
+  return static_cast<double>(sink_of_head<P>(r.p, r.h));
 }
 
 template <class P>

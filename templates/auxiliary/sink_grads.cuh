@@ -1,8 +1,8 @@
-// Gradient of the attention sinks. A sink's probability is exp(sink - LSE) and its value is zero, so that its
-// dP is zero and its dS is -P * D.
+// Gradient of each head's attention sink. Its probability is exp(sink - LSE) and its value is zero, so that
+// its dP is zero and its dS is -P * D.
 #pragma once
 
-#include "flashjit/common/ptx.cuh"
+#include "flashjit/common/sink.cuh"
 #include "flashjit/common/visible.cuh"
 
 namespace flashjit::auxiliary {
@@ -15,7 +15,7 @@ __device__ void sink_grads(const Params& p) {
   __shared__ float sums[kThreads];
   if (p.dsinks == nullptr) return;
   const int h = blockIdx.x;
-  const float sink = p.sinks[h];
+  const float sink = sink_of_head<P>(p, h);
   float sum = 0.0f;
   if (sink != -infinity()) {
     for (int b = 0; b < p.batch; ++b) {

@@ -14,6 +14,12 @@ __device__ __forceinline__ float sum_of_products(float sum, float rest) {
   return sum + (low_of<Element>(pack<Element>(largest, 0.0f)) - largest);
 }
 
+/// A head's sink; -infinity: it has none.
+template <class P>
+__device__ __forceinline__ float sink_of_head(const Params& p, int h) {
+  return P::kSinks ? p.sinks[h] : -infinity();
+}
+
 /// The end of a row of O.
 struct RowEnd {
   float lse;
@@ -24,7 +30,7 @@ struct RowEnd {
 template <class P>
 __device__ __forceinline__ RowEnd with_sink(const Params& p, int h, float lse) {
   if constexpr (!P::kSinks) return {lse, 1.0f};
-  const float sink = p.sinks[h];
+  const float sink = sink_of_head<P>(p, h);
   if (sink == -infinity()) return {lse, 1.0f};
   const float more = expf(sink - lse);  // infinity where the row attends to nothing
   return {sink > lse ? sink + log1pf(expf(lse - sink)) : lse + log1pf(more), 1.0f / (1.0f + more)};

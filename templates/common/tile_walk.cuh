@@ -20,7 +20,7 @@ struct TileRange {
     const int begin = split_begin<P>(p, split, count), end = split_begin<P>(p, split + 1, count);
     first += begin, count = end - begin;
   }
-  /// Of Q tiles all of the head instead, also those that the KV tile does not meet.
+  /// All Q tiles of the head instead, also where the KV tile does not meet them.
   __device__ void take_every(const typename P::Head& head) {
     first = 0, count = (head.seqlen_q + P::kBr - 1) / P::kBr;
   }
@@ -36,7 +36,7 @@ struct TileList : TileRange<P> {
 // The KV tiles that one Q tile visits, in order; KvTiles<P> has one of these types. entry(): as a list has
 // it. full(): whether block map and mask let every pair of an entry's tile attend.
 
-/// Those with keys that the mask's bounds let attend.
+/// A range: the tiles with keys that the mask's bounds let attend.
 template <class P>
 struct BoundedKvTiles : TileRange<P> {
   using TileRange<P>::first, TileRange<P>::count;
@@ -92,7 +92,7 @@ struct KvTiles : VisitedKvTiles<P> {
   using Visited::Visited;
   __device__ KvTiles() {}
 
-  /// Keeps those of a contiguous range that are in another.
+  /// Keeps the tiles of a contiguous range that are in another.
   __device__ void keep(Range tiles) {
     const int end = min(this->first + this->count, tiles.end);
     this->first = max(this->first, tiles.begin);

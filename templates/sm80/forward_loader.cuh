@@ -121,7 +121,7 @@ struct PlainSteps {
     __syncthreads();
   }
 };
-/// Of the tile before (kLatePv): the last comes after all steps.
+/// A step computes P V of the tile before (kLatePv), so that the last comes after all steps.
 template <class P>
 struct LatePvSteps {
   template <class Step, class LoadV, class AddPv>

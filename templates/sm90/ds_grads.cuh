@@ -116,7 +116,7 @@ struct DifferenceGrads {
         });
   }
 };
-/// A dense bias, of which every pair has an element.
+/// A dense bias, in which every pair has an element.
 template <class P>
 struct BiasGrads {
   static __device__ __forceinline__ void add(const Params& p, const BackwardSmem<P>& smem,

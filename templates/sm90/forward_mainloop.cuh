@@ -89,7 +89,7 @@ __device__ __forceinline__ void wait_k(const ForwardStorage<P>& smem, int n, boo
   if (!ready) KRing<P>::wait_full(smem, n);
   if (kGathers<P> && !kLoadsCodes<P>) publish_to_async_proxy();
 }
-// What is left to do when V of tile n has arrived; VArrival<P> names one of these types.
+// The rest of the wait when V of tile n has arrived; VArrival<P> names one of these types.
 
 /// Converters have written it, and published that.
 template <class P>

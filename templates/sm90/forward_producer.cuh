@@ -87,7 +87,7 @@ struct KvLoader {
 // How a warpgroup's rows of Q are loaded, none where there is no more work; QTileLoad<P> names one of these
 // types.
 
-/// Of one head.
+/// Rows of one head.
 template <class P>
 struct PlainQLoad {
   static __device__ __forceinline__ void load(const Params&, const ForwardStorage<P>& smem,
@@ -101,7 +101,7 @@ struct PlainQLoad {
                                              work.sequence.batch());
   }
 };
-/// PackGQA: of all heads of the work tile.
+/// PackGQA: rows of all heads of the work tile.
 template <class P>
 struct PackedQLoad {
   static __device__ __forceinline__ void load(const Params& p, const ForwardStorage<P>& smem,

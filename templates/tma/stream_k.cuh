@@ -297,7 +297,7 @@ struct CutTiles {
                                                int behind) {
     return before == 0 && behind == 0 ? kWhole : part_of_share(p, share, lane, behind > 0);
   }
-  /// Of the part handed out last.
+  /// Tells of the part handed out last.
   template <class Scheduler>
   static __device__ __forceinline__ void finish(const Params& p, const Scheduler& scheduler,
                                                 const Shares& shares, const TileCoord& coord) {

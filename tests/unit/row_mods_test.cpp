@@ -85,7 +85,7 @@ TEST_F(RowMods, AreLaunchesAroundEachFamilysOwn) {
     EXPECT_EQ(forward.config.family, family);
     EXPECT_EQ(forward.steps.front(), plan::Step::row_mods);
     EXPECT_NE(forward.steps.back(), plan::Step::row_mod_grads);
-    EXPECT_EQ(forward.launches.front().blocks, 2 * 8 * 16 + 2 * 2 * 19);
+    EXPECT_EQ(forward.launches.front().blocks, 2 * 8 * 8 + 2 * 2 * 10);
     const plan::ExecutionPlan backward = planned("bwd:" + spec, shape, arch);
     EXPECT_EQ(backward.steps.front(), plan::Step::row_mods);
     EXPECT_EQ(backward.steps.back(), plan::Step::row_mod_grads);
@@ -93,7 +93,7 @@ TEST_F(RowMods, AreLaunchesAroundEachFamilysOwn) {
     EXPECT_EQ(backward.workspace.k_mod - backward.workspace.q_mod, std::size_t{2} * 8 * 500 * 64 * 2);
     for (const plan::Launch& launch : backward.launches) EXPECT_FALSE(launch.early);
   }
-  EXPECT_EQ(planned("fwd:bf16:d64:k_mod" + kNorm, shape, "sm_90a").launches.front().blocks, 2 * 2 * 19);
+  EXPECT_EQ(planned("fwd:bf16:d64:k_mod" + kNorm, shape, "sm_90a").launches.front().blocks, 2 * 2 * 10);
   EXPECT_FALSE(planned("fwd:bf16:d64:q_mod" + kNorm, {1, 8, 1, 1, 1000}, "sm_80").fold_gqa);
   const std::string grads = "bwd:bf16:d64:q_mod{w: fp32 1d grad; element * w[h]}";
   EXPECT_EQ(planned(grads, shape, "sm_90a").config.family, Family::sm90);

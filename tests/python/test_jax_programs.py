@@ -137,7 +137,7 @@ def test_mask(name):
 def test_minus_infinity_is_a_mask():
     tracer = _programs.Tracer(*SIZES)
     score_mod = lambda s, b, h, i, j: jnp.where(j <= i, s * 2, -jnp.inf)
-    assert tracer.score(score_mod, "score") == ("(score * 2.0)", ["(kv <= q)"])
+    assert tracer.score("score_mod", score_mod, "score") == ("(score * 2.0)", ["(kv <= q)"])
 
 
 TEXTS = {
@@ -154,7 +154,7 @@ TEXTS = {
 @pytest.mark.parametrize("name", TEXTS)
 def test_text_is_what_the_analysis_of_tiles_knows(name):
     function, text = TEXTS[name]
-    assert _programs.Tracer(*SIZES).score(function, "score") == (text, [])
+    assert _programs.Tracer(*SIZES).score("score_mod", function, "score") == (text, [])
 
 
 def test_captures_are_tracers_of_the_enclosing_jit():
@@ -171,7 +171,7 @@ def test_captures_are_tracers_of_the_enclosing_jit():
 def test_values_of_arrays_are_no_part_of_the_program():
     def texts(slope):
         tracer = _programs.Tracer(*SIZES)
-        return tracer.score(lambda s, b, h, i, j: s * slope, "score")
+        return tracer.score("score_mod", lambda s, b, h, i, j: s * slope, "score")
 
     assert texts(jnp.float32(1)) == texts(jnp.float32(2)) != texts(2.0)
 

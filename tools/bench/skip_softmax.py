@@ -3,7 +3,7 @@
 Each block of 128 keys has scores that lie higher by a number drawn from 0 to 24, so that a threshold of exp(-24 (1 - share)) skips
 about that share of the tiles. Errors are those beside the plain kernel, relative to O's norm. Calls take turns, and medians count.
 
-    python3 tools/bench/skip_softmax.py --lib build/libflashjit.so --csv tools/bench/results/h100_skip_softmax.csv
+    python3 tools/bench/skip_softmax.py --lib build/libflashjit.so --csv tools/bench/results/h200_skip_softmax.csv
 
 Exit code: 0 if everything ran and was right, 1 if not, 3 without GPU or PyTorch.
 """

@@ -233,9 +233,7 @@ REFUSED = {
     "with_forward_rule, which has a custom_jvp": lambda s, b, h, i, j: with_forward_rule(s),
     "value of uint32": lambda s, b, h, i, j: s + j.astype("uint32"),
     "score_mod returns int32: it returns a score": lambda s, b, h, i, j: j,
-    "score_mod returns .*float32.2. *.*and returns a scalar": lambda s, b, h, i, j: jnp.stack(
-        [s, s]
-    ),
+    "score_mod returns .*float32.2. *.*and returns a scalar": lambda s, b, h, i, j: jnp.stack([s, s]),
     "score_mod is a int: give a function": 3,
     "captured array.* 7 dimensions": lambda s, b, h, i, j: s + jnp.zeros((2,) * 7)[b, b, b, b, b, b, b],
     "reads? more than 16": lambda s, b, h, i, j: s + sum((TABLE + n)[h, j] for n in range(17)),

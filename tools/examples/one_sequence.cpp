@@ -4,126 +4,18 @@
 //     one_sequence [GPUs, default 2] [rows of all, default 4096] [libnccl.so.2]
 //
 // NCCL is opened by hand, as libcuda is; a program of yours links what it likes.
-#include <sys/wait.h>
-#include <unistd.h>
-
-#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
 #include <flashjit/distributed.hpp>
 #include <utility>
 
-#include "example.hpp"
+#include "one_sequence_ranks.hpp"
+#include "one_sequence_rows.hpp"
 
 namespace {
 
-constexpr std::int64_t kHeads = 32, kHeadsKv = 8, kDim = 128;
-
-struct NcclId {
-  char text[128];
-};
-struct Nccl {
-  int (*get_unique_id)(NcclId*) = nullptr;
-  int (*init_rank)(void**, int, NcclId, int) = nullptr;
-  int (*destroy)(void*) = nullptr;
-
-  bool open(const char* path) {
-    void* library = dlopen(path, RTLD_NOW);
-    if (!library) return false;
-    return look_up(library, "ncclGetUniqueId", &get_unique_id) &&
-           look_up(library, "ncclCommInitRank", &init_rank) && look_up(library, "ncclCommDestroy", &destroy);
-  }
-};
-
-/// bf16 bits that depend on the head, the row in the whole sequence and the column alone.
-std::vector<unsigned short> values(unsigned seed, std::int64_t heads, const std::vector<std::int64_t>& rows) {
-  std::vector<unsigned short> result;
-  result.reserve(heads * rows.size() * kDim);
-  for (std::int64_t head = 0; head < heads; ++head)
-    for (const std::int64_t row : rows)
-      for (std::int64_t column = 0; column < kDim; ++column) {
-        unsigned x = seed + static_cast<unsigned>((head * 1000003 + row) * kDim + column);
-        x = (x ^ x >> 16) * 0x45d9f3bu, x = (x ^ x >> 16) * 0x45d9f3bu, x ^= x >> 16;
-        result.push_back(static_cast<unsigned short>((x & 0x8000u) | 0x3e80u | (x & 0x17fu)));  // +-[1/4, 2)
-      }
-  return result;
-}
-float to_float(unsigned short bits) {
-  const unsigned whole = static_cast<unsigned>(bits) << 16;
-  float value = 0;
-  std::memcpy(&value, &whole, sizeof value);
-  return value;
-}
-
-/// The rows of a rank: of twice as many blocks as ranks, one and the one as far from the end.
-std::vector<std::int64_t> zigzag_rows(int rank, int ranks, std::int64_t rows) {
-  const std::int64_t block = rows / ranks / 2;
-  std::vector<std::int64_t> result;
-  for (const std::int64_t which :
-       {static_cast<std::int64_t>(rank), static_cast<std::int64_t>(2 * ranks - 1 - rank)})
-    for (std::int64_t i = 0; i < block; ++i) result.push_back(which * block + i);
-  return result;
-}
-
-/// The largest difference from one GPU's rows, relative to its largest value.
-double difference(const std::vector<unsigned short>& got, const std::vector<unsigned short>& whole,
-                  std::int64_t heads, const std::vector<std::int64_t>& rows, std::int64_t all) {
-  double most = 0, largest = 0;
-  for (std::int64_t head = 0; head < heads; ++head)
-    for (std::size_t i = 0; i < rows.size(); ++i)
-      for (std::int64_t column = 0; column < kDim; ++column) {
-        const double expected = to_float(whole[(head * all + rows[i]) * kDim + column]);
-        most = std::fmax(most, std::fabs(to_float(got[(head * rows.size() + i) * kDim + column]) - expected));
-        largest = std::fmax(largest, std::fabs(expected));
-      }
-  return most / largest;
-}
-
-struct Tensors {
-  unsigned short *q, *k, *v, *dout, *out, *dq, *dk, *dv;
-  float* lse;
-};
-Tensors make_tensors(const cuda_functions& cuda, const std::vector<std::int64_t>& rows) {
-  const auto upload = [&](unsigned seed, std::int64_t heads) {
-    return example::upload(cuda, values(seed, heads, rows));
-  };
-  const auto make = [&](std::int64_t heads, std::int64_t dim) {
-    return static_cast<unsigned short*>(make_filled(&cuda, 0x7fff, heads * rows.size() * dim));
-  };
-  return {upload(1, kHeads),    upload(2, kHeadsKv),  upload(3, kHeadsKv),
-          upload(4, kHeads),    make(kHeads, kDim),   make(kHeads, kDim),
-          make(kHeadsKv, kDim), make(kHeadsKv, kDim), reinterpret_cast<float*>(make(kHeads, 2))};
-}
-
-/// Both passes on this GPU alone.
-void run_alone(const cuda_functions& cuda, flashjit::Runtime& runtime, const flashjit::AttentionSpec& spec,
-               const Tensors& t, std::int64_t rows) {
-  const auto of_q = [&](void* data) { return flashjit::TensorView::bhsd(data, 1, kHeads, rows, kDim); };
-  const auto of_kv = [&](void* data) { return flashjit::TensorView::bhsd(data, 1, kHeadsKv, rows, kDim); };
-  const flashjit::AttentionShape shape{1, kHeads, kHeadsKv, rows, rows};
-  runtime.forward(spec,
-                  {.q = of_q(t.q),
-                   .k = of_kv(t.k),
-                   .v = of_kv(t.v),
-                   .out = of_q(t.out),
-                   .lse = t.lse,
-                   .workspace = example::workspace(cuda, runtime, spec, shape)},
-                  nullptr);
-  runtime.backward(spec,
-                   {.q = of_q(t.q),
-                    .k = of_kv(t.k),
-                    .v = of_kv(t.v),
-                    .out = of_q(t.out),
-                    .lse = t.lse,
-                    .dout = of_q(t.dout),
-                    .dq = of_q(t.dq),
-                    .dk = of_kv(t.dk),
-                    .dv = of_kv(t.dv),
-                    .workspace = example::workspace(cuda, runtime, spec, shape, flashjit::Pass::backward)},
-                   nullptr);
-}
+using namespace one_sequence;
 
 /// Both passes of this rank's rows by one scheme, twice; milliseconds of the second time.
 double run_shared(const cuda_functions& cuda, flashjit::SharedAttention& shared, const Tensors& mine) {
@@ -207,45 +99,8 @@ bool run_rank(const cuda_functions& cuda, int rank, int ranks, std::int64_t rows
 int main(int argc, char** argv) {
   const int ranks = argc > 1 ? std::atoi(argv[1]) : 2;
   const std::int64_t rows = argc > 2 ? std::atoll(argv[2]) : 4096;
-  const char* path = argc > 3 ? argv[3] : "libnccl.so.2";
-  std::vector<std::array<int, 2>> pipes(ranks);  // to read from, and to write to
-  for (std::array<int, 2>& ends : pipes)
-    if (pipe(ends.data()) != 0) return 1;
-  // Before anything of CUDA: it does not work in a process that was forked after its first use.
-  std::vector<pid_t> children;
-  for (int rank = 0; rank < ranks; ++rank) {
-    children.push_back(fork());
-    if (children.back() != 0) continue;
-    alarm(300);  // where a peer ended early, the others would wait for it
-    return example::run([&](const cuda_functions& cuda) {
-      Nccl nccl;
-      int devices = 0;
-      cuda.device_count(&devices);
-      if (!nccl.open(path) || devices < ranks) {
-        std::printf("%d GPUs here, %d wanted, with NCCL\n", devices, ranks);
-        std::exit(77);
-      }
-      use_device(&cuda, rank);
-      NcclId id{};
-      if (rank == 0) {
-        nccl.get_unique_id(&id);
-        for (int other = 1; other < ranks; ++other)
-          if (write(pipes[other][1], &id, sizeof id) != sizeof id) return false;
-      } else if (read(pipes[rank][0], &id, sizeof id) != sizeof id) {
-        return false;
-      }
-      void* comm = nullptr;
-      if (nccl.init_rank(&comm, ranks, id, rank) != 0) return false;
-      const bool right = run_rank(cuda, rank, ranks, rows, comm, path);
-      nccl.destroy(comm);
-      return right;
-    });
-  }
-  int code = 0;
-  for (const pid_t child : children) {
-    int status = 0;
-    waitpid(child, &status, 0);
-    if (const int own = WIFEXITED(status) ? WEXITSTATUS(status) : 1; own != 0 && code != 1) code = own;
-  }
-  return code;
+  const char* nccl = argc > 3 ? argv[3] : "libnccl.so.2";
+  return run_ranks(ranks, nccl, [&](const cuda_functions& cuda, int rank, void* comm) {
+    return run_rank(cuda, rank, ranks, rows, comm, nccl);
+  });
 }

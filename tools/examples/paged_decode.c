@@ -2,35 +2,12 @@
  * and grow. Each step is checked against the CPU reference, which takes the same arguments.
  *
  * Exit code: 0 right, 77 no GPU here, 1 wrong or failed. */
-#include <math.h>
-#include <stdint.h>
 #include <stdio.h>
-#include <stdlib.h>
 
-#include "cuda_by_hand.h"
 #include "flashjit/flashjit.h"
-
-enum {
-  kSequences = 4,
-  kHeads = 8,
-  kHeadsKv = 2,
-  kDim = 64,
-  kPageRows = 16,
-  kColumns = 8, /* of the page table: at most 128 keys of a sequence */
-  kPages = 32,
-  kSteps = 100,
-  kQElements = kSequences * kHeads * kDim,
-  kKvElements = kSequences * kHeadsKv * kDim,
-  kCacheElements = kPages * kPageRows * kHeadsKv * kDim
-};
+#include "paged_host.h"
 
 static const char* const kSpec = "bf16:d64:causal:pages16";
-
-/* What the calls read and write: in host memory for the reference, in device memory for the kernels. */
-typedef struct {
-  unsigned short *q, *k, *v, *out, *k_cache, *v_cache;
-  int32_t *lengths, *table;
-} memory;
 
 static int failed(const char* what) {
   fprintf(stderr, "%s: %s\n", what, flashjit_last_error_message());
@@ -95,47 +72,6 @@ static CUgraphExec capture(const cuda_functions* cuda, flashjit_runtime* runtime
   return cuda->instantiate(&executable, graph, 0) == CUDA_SUCCESS ? executable : NULL;
 }
 
-/* Numbers between -1 and 1, as what a model's projections would give. */
-static void fill(unsigned short* values, int count) {
-  int i;
-  for (i = 0; i < count; ++i) {
-    const float x = (float)rand() / (float)RAND_MAX * 2 - 1;
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    values[i] = (unsigned short)(bits >> 16);
-  }
-}
-
-static float value_of(unsigned short bf16) {
-  const uint32_t bits = (uint32_t)bf16 << 16;
-  float x;
-  memcpy(&x, &bits, sizeof x);
-  return x;
-}
-
-/* What an engine decides between two steps: sequence b comes at step 20 b; each takes a page where its last
- * one is full. Until it comes a sequence has no keys, and nothing is written for it. */
-static void grow(memory* m, int step, int* used_pages) {
-  int b;
-  for (b = 0; b < kSequences; ++b) {
-    if (step < 20 * b) continue;
-    if (m->lengths[b] % kPageRows == 0)
-      m->table[b * kColumns + m->lengths[b] / kPageRows] = *used_pages * 7 % kPages, ++*used_pages;
-    ++m->lengths[b];
-  }
-  fill(m->q, kQElements), fill(m->k, kKvElements), fill(m->v, kKvElements);
-}
-
-static int is_right(const memory* host, const unsigned short* out) {
-  int i;
-  for (i = 0; i < kQElements; ++i)
-    if (!(fabsf(value_of(out[i]) - value_of(host->out[i])) < 0.02f)) return 0; /* NaN is not right either */
-  return 1;
-}
-
-#define COPY_TO_DEVICE(member, count) \
-  cuda->upload((CUdeviceptr)(size_t)device->member, host->member, (count) * sizeof *host->member)
-
 static int run(const cuda_functions* cuda, flashjit_runtime* runtime, const flashjit_spec* spec, memory* host,
                memory* device) {
   static unsigned short out[kQElements];
@@ -149,8 +85,7 @@ static int run(const cuda_functions* cuda, flashjit_runtime* runtime, const flas
     flashjit_append_args append = append_args(host);
     flashjit_forward_args forward = forward_args(host, NULL, 0);
     grow(host, step, &used_pages);
-    COPY_TO_DEVICE(q, kQElements), COPY_TO_DEVICE(k, kKvElements), COPY_TO_DEVICE(v, kKvElements);
-    COPY_TO_DEVICE(lengths, kSequences), COPY_TO_DEVICE(table, kSequences * kColumns);
+    send(cuda, device, host);
     if (cuda->launch_graph(graph, stream) != CUDA_SUCCESS || cuda->wait_for_stream(stream) != CUDA_SUCCESS ||
         cuda->download(out, (CUdeviceptr)(size_t)device->out, sizeof out) != CUDA_SUCCESS)
       return 0;
@@ -166,7 +101,6 @@ int main(void) {
   static _Alignas(16) unsigned short q[kQElements], k[kKvElements], v[kKvElements], out[kQElements],
       k_cache[kCacheElements], v_cache[kCacheElements];
   static int32_t lengths[kSequences], table[kSequences * kColumns];
-  const unsigned short nan = 0x7fff; /* rows of pages that are no keys may hold anything */
   const flashjit_options options = {.struct_size = sizeof options};
   memory host = {q, k, v, out, k_cache, v_cache, lengths, table}, device;
   flashjit_runtime* runtime = NULL;
@@ -174,12 +108,7 @@ int main(void) {
   cuda_functions cuda;
   int right;
   if (!open_cuda(&cuda)) return puts("no GPU here"), 77;
-  device.q = make_filled(&cuda, nan, kQElements), device.out = make_filled(&cuda, nan, kQElements);
-  device.k = make_filled(&cuda, nan, kKvElements), device.v = make_filled(&cuda, nan, kKvElements);
-  device.k_cache = make_filled(&cuda, nan, kCacheElements);
-  device.v_cache = make_filled(&cuda, nan, kCacheElements);
-  device.lengths = make_filled(&cuda, 0, 2 * kSequences);
-  device.table = make_filled(&cuda, 0, 2 * kSequences * kColumns);
+  device = memory_of_device(&cuda);
   if (flashjit_runtime_create(&options, &runtime) != FLASHJIT_OK ||
       flashjit_spec_create(kSpec, &spec) != FLASHJIT_OK)
     return failed("create"), 1;

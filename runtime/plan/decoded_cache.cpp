@@ -97,7 +97,7 @@ double gain_by_decoded_cache(const AnalysedSpec& spec, const AttentionShape& sha
   if (heads_kv * static_cast<double>(shape.seqlen_kv) * decoded > static_cast<double>(kMostDecodedBytes))
     return 0;
   const auto [pairs, keys] = attended_pairs(spec, shape);
-  const double group = static_cast<double>(shape.heads_q / shape.heads_kv);
+  const double group = static_cast<double>(shape.heads_q) / static_cast<double>(shape.heads_kv);
   const double operations =
       2 * (spec.head_dim * loss_of(spec.kv.k_format, spec) + spec.v_dim() * loss_of(spec.kv.v_format, spec));
   const double gain = heads_kv * group * pairs * operations / kOperationsPerSecond;

@@ -334,7 +334,8 @@ void encode_row(const KvFormat& format, int dim, const double* from, float argum
     for (int i = 0; i < at.block; ++i) values[i] = static_cast<float>(from[begin + i]);
     const Quantizer by = found_quantizer(format, at, values, argument, scales, block);
     for (int i = 0; i < at.block; ++i)
-      put_code(format, at, row + at.codes + block * at.block_step, i, values[i], by);
+      put_code(format, at, row + at.codes + static_cast<std::ptrdiff_t>(block) * at.block_step, i, values[i],
+               by);
   }
   encode_tail(format, at, from, row);
 }

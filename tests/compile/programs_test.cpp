@@ -2,10 +2,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <memory>
 
 #include "compile/compiler.hpp"
 #include "expr/ops.hpp"
+#include "tests/support/nvrtc.hpp"
 #include "tests/support/program_source.hpp"
 #include "tests/support/random_program.hpp"
 #include "tests/support/tame_program.hpp"
@@ -33,13 +33,12 @@ expr::Trees parsed(const char* score, const char* mask) {
 }
 
 void expect_compiled(const std::vector<expr::Trees>& programs, const expr::EmitOptions& options = {}) {
-  const std::shared_ptr<const compile::Compiler> compiler = compile::Compiler::open();
   for (const char* arch : {"sm_80", "sm_90a"}) {
     const bool half = std::string_view(arch) == "sm_80";
     const KernelSource source =
         test::program_source(programs, arch, half ? "flashjit::bf16" : "float", options);
     try {
-      const CompiledKernel kernel = compiler->compile(source);
+      const CompiledKernel kernel = test::compiler().compile(source);
       EXPECT_EQ(kernel.resources.size(), programs.size());
       EXPECT_EQ(kernel.log.find("warning"), std::string::npos) << kernel.log.substr(0, 3000);
     } catch (const Error& error) {

@@ -1,9 +1,8 @@
 // The naive reference kernels, which the GPU tests judge by, compile. Needs NVRTC and no GPU.
 #include <gtest/gtest.h>
 
-#include <memory>
-
 #include "compile/compiler.hpp"
+#include "tests/support/nvrtc.hpp"
 #include "tests/support/reference_source.hpp"
 #include "tests/support/variants.hpp"
 
@@ -12,9 +11,8 @@ namespace {
 
 void expect_compiled(const KernelSpec& spec) {
   SCOPED_TRACE(to_string(spec));
-  static const std::shared_ptr<const compile::Compiler> compiler = compile::Compiler::open();
   const KernelSource source = test::reference_source(spec.normalized(), DeviceInfo::parse("sm_90a"));
-  EXPECT_EQ(compiler->compile(source).resources.size(), test::reference_entries().size());
+  EXPECT_EQ(test::compiler().compile(source).resources.size(), test::reference_entries().size());
 }
 
 TEST(ReferenceSource, FeaturesCompile) {

@@ -233,11 +233,11 @@ class Net(torch.nn.Module):
         return self.leave(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
-def mean_flow_losses(attend, dtype, steps=50):
-    """Losses of a training whose target is u's derivative along its flow, detached (MeanFlow, arXiv:2505.13447)."""
+def flow_losses(attend, dtype, steps, lr, loss_of):
+    """Losses of a training by u and its derivative along its flow: loss_of(u, (t - r) du, velocity)."""
     torch.manual_seed(1)
     net = Net(attend).to(dtype)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
     torch.manual_seed(2)
     losses = []
     for _ in range(steps):
@@ -246,13 +246,18 @@ def mean_flow_losses(attend, dtype, steps=50):
         velocity = noise - data
         z = data + t[:, None, None] * velocity
         u, du = torch.func.jvp(net, (z, r, t), (velocity, torch.zeros_like(r), torch.ones_like(t)))
-        target = velocity - (t - r)[:, None, None] * du
-        loss = (u - target.detach()).square().mean()
+        loss = loss_of(u, (t - r)[:, None, None] * du, velocity)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def mean_flow_losses(attend, dtype, steps=50):
+    """Losses of a training whose target is u's derivative along its flow, detached (MeanFlow, arXiv:2505.13447)."""
+    loss_of = lambda u, change, velocity: (u - (velocity - change).detach()).square().mean()
+    return flow_losses(attend, dtype, steps, 0.2, loss_of)
 
 
 @pytest.mark.slow

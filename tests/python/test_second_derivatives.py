@@ -3,7 +3,7 @@
 import flashjit
 import pytest
 import test_library
-from test_jvp import PROGRAMS, SIZES, Net, check, inputs, math, wide
+from test_jvp import PROGRAMS, SIZES, check, flow_losses, inputs, math, wide
 
 torch = pytest.importorskip("torch")
 import flashjit.torch  # noqa: E402
@@ -203,23 +203,8 @@ def test_the_struct_has_the_layout_of_the_header(tmp_path, monkeypatch):
 
 def losses_with_tangents(attend, dtype, steps=50):
     """Losses of a training whose loss contains u's derivative along its flow, without detach()."""
-    torch.manual_seed(1)
-    net = Net(attend).to(dtype)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    torch.manual_seed(2)
-    losses = []
-    for _ in range(steps):
-        data, noise = (torch.randn(4, 7, 4).to(dtype) for _ in range(2))
-        r, t = torch.rand(2, 4).to(dtype).sort(0).values
-        velocity = noise - data
-        z = data + t[:, None, None] * velocity
-        u, du = torch.func.jvp(net, (z, r, t), (velocity, torch.zeros_like(r), torch.ones_like(t)))
-        loss = (u + (t - r)[:, None, None] * du - velocity).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    loss_of = lambda u, change, velocity: (u + change - velocity).square().mean()
+    return flow_losses(attend, dtype, steps, 0.05, loss_of)
 
 
 def losses_of_a_transport(attend, dtype, steps=50):

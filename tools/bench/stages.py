@@ -101,7 +101,7 @@ def difference(got, want):
     return ((got.float() - want.float()).norm() / want.float().norm()).item()
 
 
-def measure(report, name, dim, length, rounds, flashjit):
+def measure(report, label, name, dim, length, rounds, flashjit):
     heads = COLUMNS // dim
     q, k, v, dout = measuring.tensors(TOKENS // length, heads, length, dim)
     leaves = [x.requires_grad_() for x in (q, k, v)]
@@ -112,7 +112,6 @@ def measure(report, name, dim, length, rounds, flashjit):
         "within": lambda: flashjit.attention(q, k, v, causal=True, **program.options),
         "apart": lambda: program.separate(attend, q, k, v),
     }
-    label = f"{name} d{dim} {length}"
     trained = {
         way: with_gradients(call, leaves + (program.parameters if way != "plain" else []), dout)
         for way, call in forwards.items()
@@ -123,15 +122,8 @@ def measure(report, name, dim, length, rounds, flashjit):
         report.failure(f"{label}: within the call and apart differ by {worst:.3f}")
     del pairs
 
-    def without_gradients(call):
-        def run():
-            with torch.no_grad():
-                return call()
-
-        return run
-
     for kind, calls in (
-        ("forward", {way: without_gradients(call) for way, call in forwards.items()}),
+        ("forward", {way: torch.no_grad()(call) for way, call in forwards.items()}),
         ("both", trained),
     ):
         ms = measuring.interleaved_ms(calls, rounds)
@@ -173,8 +165,12 @@ def main():
     for name in PROGRAMS:
         for dim in (64, 128, 256):
             for length in (1024, 4096, 16384):
-                if re.search(arguments.only, f"{name} d{dim} {length}"):
-                    measure(report, name, dim, length, arguments.rounds, flashjit)
+                label = f"{name} d{dim} {length}"
+                if re.search(arguments.only, label):
+                    measuring.guarded(
+                        report, label, measure, report, label, name, dim, length, arguments.rounds, flashjit
+                    )
+    print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
     return 1 if report.failures else 0
 
 

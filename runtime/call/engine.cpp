@@ -43,9 +43,11 @@ std::string tuned_key(const KernelSpec& spec, const AttentionShape& shape, CUdev
 /// there is neither its kernel nor a compiler.
 bool may_try_another(const plan::ExecutionPlan& first, ErrorCode code) {
   if (code == ErrorCode::compile_failed) return true;
+  const bool is_missing = code == ErrorCode::kernel_missing || code == ErrorCode::no_compiler;
+  if (first.decodes && is_missing) return true;
   const bool by_record =
       first.config_source != ConfigSource::given && first.config_source != ConfigSource::heuristic;
-  return by_record && (code == ErrorCode::kernel_missing || code == ErrorCode::no_compiler);
+  return by_record && is_missing;
 }
 
 bool has_work(const plan::ExecutionPlan& plan) {
@@ -164,12 +166,19 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
   check_workspace(args.workspace, args.lists ? workspace.bytes_without_lists() : workspace.bytes);
   check_pointers_once(*operation, args, device);
   if (operation->steps.empty()) return;
+  launch(*operation, args, stream);
+  if (operation->decodes) launch(*operation->decodes, args, stream);
+}
+
+template <class Args>
+void Engine::launch(const Operation& operation, const Args& args, Stream stream) {
+  const device::Driver& driver = *this->driver();
   const auto skipped = args.lists ? plan::LaunchedWhen::lists_are_made : plan::LaunchedWhen::lists_are_given;
-  const plan::ExecutionPlan& plan = operation->plan;
-  const auto launch = [&](const Args& computed) {
+  const plan::ExecutionPlan& plan = operation.plan;
+  const auto launch_with = [&](const Args& computed) {
     const auto params = make_params(plan, computed);
     launch_steps(
-        driver, operation->steps, plan::PackedParams(operation->params, params).data(),
+        driver, operation.steps, plan::PackedParams(operation.params, params).data(),
         tensor_maps(driver, plan, computed, params), stream,
         [&](const Operation::Step& step) {
           return step.when != skipped && step.purpose != plan::Step::decode_cache;
@@ -179,14 +188,14 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
     if (plan.config.decode_cache) {
       const ForwardArgs stored = plan.fold_gqa ? fold_gqa(args) : args;
-      const plan::PackedParams params(operation->params, decode_cache_params(plan, stored));
-      launch_steps(driver, operation->steps, params.data(), {}, stream,
+      const plan::PackedParams params(operation.params, decode_cache_params(plan, stored));
+      launch_steps(driver, operation.steps, params.data(), {}, stream,
                    [](const Operation::Step& step) { return step.purpose == plan::Step::decode_cache; });
-      return launch(with_decoded_cache(plan, stored));
+      return launch_with(with_decoded_cache(plan, stored));
     }
-    if (plan.fold_gqa) return launch(fold_gqa(args));
+    if (plan.fold_gqa) return launch_with(fold_gqa(args));
   }
-  launch(args);
+  launch_with(args);
 }
 
 TileLists Engine::build_lists(const KernelSpec& spec, const AttentionShape& shape, const ListArgs& args,
@@ -390,7 +399,8 @@ std::vector<plan::ExecutionPlan> Engine::alternatives(const plan::ExecutionPlan&
   for (const plan::FamilyTraits& family : plan::families()) {
     if (!family.supports(failed.spec, info)) continue;
     const TileConfig config = family.heuristic(failed.spec, failed.shape, info);
-    if (config == failed.config || !family.admits(failed.spec, config, info)) continue;
+    const bool is_same = config == failed.config && !failed.decodes;
+    if (is_same || !family.admits(failed.spec, config, info)) continue;
     plans.push_back(
         plan::make_plan(failed.spec, failed.shape, info, library_.records(), config, failed.spec.checks));
     plans.back().config_source = ConfigSource::heuristic;
@@ -431,6 +441,7 @@ Engine::OperationPtr Engine::load(plan::ExecutionPlan plan, const DeviceInfo& in
                 fmt::format("{} with {} is not loaded yet and the stream is capturing a graph: call "
                             "Runtime::prepare() before the capture begins.",
                             to_string(planned.spec), to_string(planned.shape)));
+  if (planned.decodes) operation->decodes = load(*planned.decodes, info, device, capturing);
   auto [kernel, made] = library_.get(planned, info, driver());
   kernel->loaded->make_ready(device);
   operation->kernel = std::move(kernel);

@@ -72,6 +72,7 @@ class Engine {
     std::vector<Step> steps;
     plan::ParamsLayout params;  ///< of the kernel's entries
     bool made = false;          ///< the kernel was not in memory before
+    std::shared_ptr<const Operation> decodes = {};  ///< launched after this one: ExecutionPlan::decodes
     /// A fallback has the workspace that callers give, so that a call with the better kernel has enough.
     std::optional<plan::WorkspaceLayout> workspace_of_better = {};
     mutable std::atomic<bool> pointers_checked = false;  ///< the driver was asked about one call's pointers
@@ -84,6 +85,9 @@ class Engine {
   /// A pass without workspace, lists and captures.
   template <class Args>
   void run_plain(const AttentionSpec& spec, Pass pass, const Args& args, Stream stream);
+  /// Launches the operation's steps, but for those that made or will make given lists.
+  template <class Args>
+  void launch(const Operation& operation, const Args& args, Stream stream);
   template <class Args>
   void check_pointers_once(const Operation& operation, const Args& args, CUdevice device);
   template <class Args>

@@ -32,7 +32,7 @@ bool may_fall_back(const plan::ExecutionPlan& better) {
 }  // namespace
 
 void Engine::note_loaded(const plan::ExecutionPlan& plan, CUdevice device) {
-  if (!settings_.compile_in_background) return;
+  if (!settings_.compile_in_background || plan.spec.part != plan::BatchPart::all) return;
   const std::unique_lock lock(mutex_);
   std::vector<Loaded>& all = loaded_[loaded_key(plan, device)];
   if (std::ranges::none_of(all, [&](const Loaded& one) { return one.config == plan.config; }))

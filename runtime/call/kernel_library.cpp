@@ -26,7 +26,7 @@ class Stopwatch {
 };
 
 std::string memory_key(const plan::KernelPlan& kernel, const DeviceInfo& info) {
-  return fmt::format("{} {} {}", to_string(kernel.spec), to_string(kernel.config), info.arch);
+  return fmt::format("{} {}", name_of(kernel), info.arch);
 }
 
 std::string pack_command(const KernelSource& source) {

@@ -1,6 +1,7 @@
 // A spec with what planning asks of its programs, found once.
 #pragma once
 
+#include <cstdint>
 #include <memory>
 
 #include "expr/facts.hpp"
@@ -18,6 +19,9 @@ struct Checks {
   bool operator==(const Checks&) const = default;
 };
 
+/// Which of a packed batch's sequences a kernel computes, see divided_batch.hpp.
+enum class BatchPart : std::uint8_t { all, prefills, decodes };
+
 /// A normalized spec. Made of any spec that is valid; making one takes as long as planning does, so that what
 /// plans many kernels of a spec makes it once.
 struct AnalysedSpec : KernelSpec {
@@ -25,6 +29,7 @@ struct AnalysedSpec : KernelSpec {
   AnalysedSpec(const KernelSpec& spec, const Checks& checks = {});
 
   Checks checks;
+  BatchPart part = BatchPart::all;
   expr::ProgramFacts programs;
   std::shared_ptr<const expr::KeyBounds> key_bounds;  ///< of the mask
   /// Whether kernels may walk lists of tiles: for a block map, a mask without bounds, or any mask

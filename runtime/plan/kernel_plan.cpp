@@ -3,9 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <iterator>
+#include <limits>
 
 #include "plan/config_switches.hpp"
+#include "plan/divided_batch.hpp"
 #include "plan/spec_options.hpp"
 #include "plan/tiles.hpp"
 
@@ -17,6 +20,12 @@ void KernelPlan::add(Step step, Entry entry) {
 }
 
 const Entry& KernelPlan::main() const { return *std::ranges::find_if(entries, &Entry::hot); }
+
+std::string name_of(const KernelPlan& kernel) {
+  constexpr std::array kParts = {"", " of prefills", " of decodes"};
+  return fmt::format("{} {}{}", to_string(kernel.spec), to_string(kernel.config),
+                     kParts[static_cast<std::size_t>(kernel.spec.part)]);
+}
 
 std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const TileConfig& config,
                                               bool tile_lists) {
@@ -46,6 +55,9 @@ std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const Ti
   for (const SpecOption& option : kSpecOptions)
     all.push_back(
         {option.constant, option.is_on(spec) && (option.text != "key_scales" || spec.has_scales())});
+  constexpr int kAnyFewer = std::numeric_limits<int>::min(), kAnyMore = std::numeric_limits<int>::max();
+  all.push_back({"kFewestQueries", spec.part == BatchPart::prefills ? kMostQueriesOfDecode + 1 : kAnyFewer});
+  all.push_back({"kMostQueries", spec.part == BatchPart::decodes ? kMostQueriesOfDecode : kAnyMore});
   std::ranges::move(expr::constants_of(spec.programs), std::back_inserter(all));
   return all;
 }

@@ -113,6 +113,9 @@ struct KernelPlan {
   const Entry& main() const;
 };
 
+/// Spec, configuration and part of the batch: an architecture's kernels of one name are the same.
+std::string name_of(const KernelPlan& kernel);
+
 /// The constants that the Problem of every family has: of the spec, its programs and the configuration. A
 /// family adds its own. `tile_lists`: see Schedule.
 std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const TileConfig& config,

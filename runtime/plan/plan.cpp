@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "plan/decoded_cache.hpp"
+#include "plan/divided_batch.hpp"
 #include "plan/tiles.hpp"
 #include "templates/common/params.cuh"
 
@@ -154,6 +155,46 @@ void require_launchable(const ExecutionPlan& plan) {
   }
 }
 
+/// A kernel's launches and memory at a shape.
+ExecutionPlan at_shape(KernelPlan kernel, const AttentionShape& shape, const DeviceInfo& device) {
+  ExecutionPlan plan{std::move(kernel)};
+  const FamilyTraits& family = traits(plan.config.family);
+  plan.shape = shape;
+  plan.launches = launches_of(plan, plan.shape);
+  plan.needs = family.workspace(plan, plan.shape);
+  const std::int64_t splits = num_splits(plan, plan.shape, device);
+  if (plan.config.split) plan.needs.num_splits = splits;
+  if (finds_row_stats(plan, device)) {
+    plan.needs.semaphores = false;
+    for (Launch& launch : plan.launches)
+      launch.blocks = plan.entries[launch.entry].hot ? plan.shape.batch * plan.shape.heads_kv : 0;
+  }
+  plan.workspace = workspace_layout(plan.needs, plan.spec, plan.shape);
+  require_launchable(plan);
+  for (Launch& launch : plan.launches) {
+    const Entry& entry = plan.entries[launch.entry];
+    if (entry.hot || plan.steps[launch.entry] == Step::combine_parts) launch.blocks *= splits;
+    if (entry.persistent) launch.blocks = std::min(launch.blocks, blocks_at_once(entry, device));
+    launch.blocks *= entry.cluster;
+  }
+  require_launchable(plan);
+  if (plan.schedule.stream_k) plan.head_lanes = head_lanes(plan, plan.shape, splits);
+  plan.lpt_heads = lpt_heads(plan, device);
+  plan.heads_cleared = heads_cleared(plan, device);
+  return plan;
+}
+
+/// The call's decodes in a launch of their own, in the same workspace.
+void divide_batch(ExecutionPlan& plan, const DeviceInfo& device) {
+  std::optional<DividedBatch> divided = divided_batch(plan, plan.shape, device);
+  if (!divided) return;
+  plan = at_shape(std::move(divided->prefills), plan.shape, device);
+  plan.decodes = std::make_shared<const ExecutionPlan>(
+      at_shape(std::move(divided->decodes), divided->decodes_shape, device));
+  const std::size_t bytes = std::max(plan.workspace.bytes, plan.decodes->workspace.bytes);
+  plan.workspace.bytes = plan.workspace.list_count = bytes;  // there are no lists
+}
+
 }  // namespace
 
 Problem fold_gqa(const KernelSpec& spec, const AttentionShape& shape) {
@@ -178,33 +219,11 @@ ExecutionPlan make_plan(const KernelSpec& given_spec, const AttentionShape& give
   const Problem problem = fold_gqa(given_spec, given_shape);
   const AnalysedSpec spec(problem.spec, checks);
   Choice choice = choose(spec, problem.shape, device, records, given);
-  const FamilyTraits& family = traits(choice.config.family);
-  ExecutionPlan plan{family.kernel(spec, choice.config)};
-  plan.shape = problem.shape;
+  ExecutionPlan plan = at_shape(traits(choice.config.family).kernel(spec, choice.config), problem.shape, device);
+  if (choice.source == ConfigSource::heuristic) divide_batch(plan, device);
   plan.fold_gqa = problem.shape != given_shape;
   plan.config_source = choice.source;
   plan.tuned_nvrtc = std::move(choice.nvrtc);
-  plan.launches = launches_of(plan, plan.shape);
-  plan.needs = family.workspace(plan, plan.shape);
-  const std::int64_t splits = num_splits(plan, plan.shape, device);
-  if (plan.config.split) plan.needs.num_splits = splits;
-  if (finds_row_stats(plan, device)) {
-    plan.needs.semaphores = false;
-    for (Launch& launch : plan.launches)
-      launch.blocks = plan.entries[launch.entry].hot ? plan.shape.batch * plan.shape.heads_kv : 0;
-  }
-  plan.workspace = workspace_layout(plan.needs, plan.spec, plan.shape);
-  require_launchable(plan);
-  for (Launch& launch : plan.launches) {
-    const Entry& entry = plan.entries[launch.entry];
-    if (entry.hot || plan.steps[launch.entry] == Step::combine_parts) launch.blocks *= splits;
-    if (entry.persistent) launch.blocks = std::min(launch.blocks, blocks_at_once(entry, device));
-    launch.blocks *= entry.cluster;
-  }
-  require_launchable(plan);
-  if (plan.schedule.stream_k) plan.head_lanes = head_lanes(plan, plan.shape, splits);
-  plan.lpt_heads = lpt_heads(plan, device);
-  plan.heads_cleared = heads_cleared(plan, device);
   return plan;
 }
 

@@ -1,6 +1,7 @@
 // From a spec and a shape to what is compiled and launched. Pure: no device, no environment, no clock.
 #pragma once
 
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -37,6 +38,8 @@ struct ExecutionPlan : KernelPlan {
   std::int64_t heads_cleared = 0;  ///< Params::heads_cleared
   std::int64_t lpt_heads = 0;      ///< Params::lpt_heads: the last heads, whose KV tiles come longest first
   std::int64_t head_lanes = 1;     ///< Params::head_lanes
+  /// The call's decodes, which this kernel skips: see divided_batch.hpp. They use the workspace after it.
+  std::shared_ptr<const ExecutionPlan> decodes = {};
 };
 
 /// The given configuration, else the tuned record's, else the nearest shape's, else the first able family's

@@ -128,7 +128,7 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
   const std::vector<TileConfig> to_split = many_queries ? std::vector<TileConfig>() : choices;
   if (stream_k && !many_queries) choices.clear();
   // Beside sequences with many queries there may be some with few, which would read K and V for each head.
-  if (many_queries && spec.varlen && shape.heads_q > shape.heads_kv)
+  if (many_queries && spec.varlen && spec.part == BatchPart::all && shape.heads_q > shape.heads_kv)
     choices = packed_where_admitted(spec, choices, device);
   for (const TileConfig& whole : to_split) {
     // Small tiles and pairs of Q tiles are for lists of tiles, which stream-K has not.

@@ -67,6 +67,9 @@ struct ExampleProblem {
   static constexpr bool kLseLog2 = false;      // backward: LSE in units of log2, too: lse_log2.cuh
   static constexpr bool kPackGqa = false;
   static constexpr bool kTma = false;           // sm80: TMA copies K and V: sm80/kv_loader_tma.cuh
+  // Packed sequences with more or fewer queries are another kernel's.
+  static constexpr int kFewestQueries = -0x7fffffff - 1;
+  static constexpr int kMostQueries = 0x7fffffff;
   static constexpr bool kCheckIndices = false;  // indices that are no keys are printed: index_list.cuh
   static constexpr bool kCheckWaits = false;    // waits that hang trap: wait.cuh
 

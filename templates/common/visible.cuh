@@ -39,6 +39,8 @@ struct Sequence {
     if constexpr (Problem::kVarlen) {
       const PackedRows q = packed_rows(p.cu_seqlens_q[b], p.cu_seqlens_q[b + 1], p.rows_q, p.seqlen_q);
       q_first_ = q.first, q_length_ = q.count;
+      const int queries = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
+      if (queries < Problem::kFewestQueries || queries > Problem::kMostQueries) q_length_ = 0;
     }
     if constexpr (Problem::kCache) {
       kv_length_ = clamped(p.kv_lengths[b], 0, p.seqlen_kv);

@@ -15,7 +15,7 @@ namespace flashjit::command {
 using State = PackOutcome::State;
 
 std::string to_string(const PackItem& item) {
-  return fmt::format("{} {} {}", item.device.arch, to_string(item.plan.spec), to_string(item.plan.config));
+  return fmt::format("{} {}", item.device.arch, name_of(item.plan));
 }
 
 std::string to_string(PackOutcome::State state) {

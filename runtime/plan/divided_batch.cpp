@@ -1,0 +1,46 @@
+#include "plan/divided_batch.hpp"
+
+#include <utility>
+
+#include "plan/family.hpp"
+
+namespace flashjit::plan {
+namespace {
+
+/// With fewer, decodes are too little work for a launch of their own.
+constexpr std::int64_t kFewestSequences = 8;
+
+bool may_divide(const KernelPlan& whole, const AttentionShape& shape) {
+  const AnalysedSpec& spec = whole.spec;
+  const bool packed_beside_cache = spec.pass == Pass::forward && spec.varlen && spec.kv.is_cache();
+  const bool in_whole_tiles = whole.schedule.dynamic_tiles && !whole.schedule.tile_lists &&
+                              !whole.config.split && !whole.config.decode_cache;
+  // What a launch adds up over all sequences, or makes for all before.
+  const bool counts_all = spec.kv.shared_prefix || spec.epilogue.skip_softmax || spec.prologue.has_programs();
+  return packed_beside_cache && in_whole_tiles && !counts_all && !spec.batch_invariant && !spec.indices &&
+         shape.batch >= kFewestSequences && shape.seqlen_q > kMostQueriesOfDecode;
+}
+
+std::optional<KernelPlan> kernel_of(BatchPart part, AnalysedSpec spec, const AttentionShape& shape,
+                                    const FamilyTraits& family, const DeviceInfo& device) {
+  spec.part = part;
+  const TileConfig config = family.heuristic(spec, shape, device);
+  if (!family.admits(spec, config, device)) return std::nullopt;
+  return family.kernel(spec, config);
+}
+
+}  // namespace
+
+std::optional<DividedBatch> divided_batch(const KernelPlan& whole, const AttentionShape& shape,
+                                          const DeviceInfo& device) {
+  if (!may_divide(whole, shape)) return std::nullopt;
+  const FamilyTraits& family = traits(whole.config.family);
+  AttentionShape of_decodes = shape;
+  of_decodes.seqlen_q = kMostQueriesOfDecode;
+  auto decodes = kernel_of(BatchPart::decodes, whole.spec, of_decodes, family, device);
+  auto prefills = kernel_of(BatchPart::prefills, whole.spec, shape, family, device);
+  if (!decodes || !decodes->schedule.stream_k || !prefills || prefills->config.split) return std::nullopt;
+  return DividedBatch{*std::move(prefills), *std::move(decodes), of_decodes};
+}
+
+}  // namespace flashjit::plan

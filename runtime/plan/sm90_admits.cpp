@@ -16,6 +16,15 @@ sm90::DecodedRows decoded_rows(const AnalysedSpec& spec) {
   return shared ? sm90::DecodedRows::shared_scales : sm90::DecodedRows::plain;
 }
 
+sm90::ForwardGroups forward_groups(const AnalysedSpec& spec, const TileConfig& c) {
+  return {.consumers = c.warps / kGroupWarps,
+          .ctas = c.min_blocks,
+          .converters = converters(spec, c),
+          .d_split = c.d_split,
+          .rows = decoded_rows(spec),
+          .cascade = is_cascade(spec, c)};
+}
+
 /// A consumer thread's values of S, P, O, what finds the bias tile, and the gradients: what cannot be traded
 /// away by the compiler.
 int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
@@ -38,11 +47,9 @@ int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
 /// How many of them fit, besides addresses and the rows' state. The loop of products of codes keeps little
 /// of that while P V runs.
 int kept_limit(const AnalysedSpec& spec, const TileConfig& c) {
-  return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec, c), c.d_split,
-                                  decoded_rows(spec)) -
-         (!spec.prologue.q_codes       ? 32
-          : c.warps / kGroupWarps == 3 ? 24
-                                       : 8);
+  return sm90::consumer_registers(forward_groups(spec, c)) - (!spec.prologue.q_codes       ? 32
+                                                              : c.warps / kGroupWarps == 3 ? 24
+                                                                                           : 8);
 }
 
 /// With a converting warpgroup: the most columns of a product of the forward pass, and of one whose
@@ -53,7 +60,7 @@ int largest_product(const AnalysedSpec& spec, const TileConfig& c) {
 }
 int launched_limit(const AnalysedSpec& spec, const TileConfig& c) {
   constexpr int kOthers = 30;
-  return 2 * (sm90::launch_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec, c)) - kOthers);
+  return 2 * (sm90::launch_registers(forward_groups(spec, c)) - kOthers);
 }
 
 /// The list of a query has no positions left where scores are computed, and all heads of a tile share it.
@@ -248,8 +255,7 @@ bool excludes_lists(const AnalysedSpec& spec) {
 bool may_gather(const AnalysedSpec& spec, const TileConfig& c) {
   constexpr int kFewestRegisters = 40;
   return q_tiles_per_cta(spec, c) == 1 &&
-         sm90::producer_registers(c.warps / kGroupWarps, c.min_blocks, c.d_split, decoded_rows(spec)) >=
-             kFewestRegisters;
+         sm90::producer_registers(forward_groups(spec, c)) >= kFewestRegisters;
 }
 
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {

@@ -92,20 +92,19 @@ using KvConverter = Conditional<kDecodesLatents<P>, LatentDecoder<P>,
 /// The roles of warpgroups, with their registers.
 template <class P>
 struct ForwardRoles {
-  static constexpr int kConsumerGroups = kQTilesPerCta<P> * ForwardStorage<P>::kWarpgroups;
+  static constexpr ForwardGroups kGroups{.consumers = kQTilesPerCta<P> * ForwardStorage<P>::kWarpgroups,
+                                         .ctas = P::kMinBlocks,
+                                         .converters = sm90::kConverters<P>,
+                                         .d_split = P::kDSplit,
+                                         .rows = kDecodedRows<P>,
+                                         .cascade = P::kCascade};
+  static constexpr int kConsumerGroups = kGroups.consumers;
   static constexpr WarpgroupRole kProducer{
-      .first = 0,
-      .registers = producer_registers(kConsumerGroups, P::kMinBlocks, P::kDSplit, kDecodedRows<P>),
-      .gives = true};
+      .first = 0, .registers = producer_registers(kGroups), .gives = true};
   static constexpr WarpgroupRole kConsumers{
-      .first = 1,
-      .registers = consumer_registers(kConsumerGroups, P::kMinBlocks, sm90::kConverters<P>, P::kDSplit,
-                                      kDecodedRows<P>),
-      .gives = false};
+      .first = 1, .registers = consumer_registers(kGroups), .gives = false};
   static constexpr WarpgroupRole kConverters{
-      .first = 1 + kConsumerGroups,
-      .registers = converter_registers(kConsumerGroups, P::kMinBlocks, kDecodedRows<P>),
-      .gives = true};
+      .first = 1 + kConsumerGroups, .registers = converter_registers(kGroups), .gives = true};
 };
 
 // --- Before the roles -------------------------------------------------------------------------------------

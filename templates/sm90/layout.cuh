@@ -23,33 +23,42 @@ constexpr int kReservedOfCta = 1024;  ///< that it takes besides, of its multipr
 
 constexpr int kWarpRows = 16;  ///< rows of each of its warps
 
-/// Registers of a thread of the forward pass, where a multiprocessor has `ctas` CTAs of `consumers` consumer
-/// warpgroups, a producer warpgroup and, where K and V are converted, `converters`: at the start all
-/// threads have the same number, then the others give most of theirs to the consumers.
-constexpr int launch_registers(int consumers, int ctas, int converters = 0) {
-  return 65536 / ((consumers + 1 + converters) * 128 * ctas) / 8 * 8;
-}
 /// Whether K or V has rows that are decoded, and whether keys share scales of columns, or V is in K's rows.
 enum class DecodedRows { none, plain, shared_scales, latents };
-/// Consumers that share rows need fewer. Warps that copy `rows`, which are then decoded, need more.
-constexpr int producer_registers(int consumers, int ctas, int d_split = 1,
-                                 DecodedRows rows = DecodedRows::none) {
-  if (rows == DecodedRows::latents) return 56;
-  if (rows != DecodedRows::none) return consumers == 1 && ctas == 1 ? 80 : 40;
-  return ctas > 1 || consumers > 2 ? 32 : consumers == 2 && d_split == 1 ? 40 : 56;
+
+/// What decides the registers of a forward pass's warpgroups.
+struct ForwardGroups {
+  int consumers;       ///< warpgroups of a CTA, beside the producer's
+  int ctas;            ///< of a multiprocessor
+  int converters = 0;  ///< warpgroups that convert or decode K and V
+  int d_split = 1;
+  DecodedRows rows = DecodedRows::none;
+  bool cascade = false;  ///< its scheduler tells the combine entry of each part
+};
+
+/// Registers of a thread: at the start all have the same number, then the others give most of theirs to the
+/// consumers.
+constexpr int launch_registers(const ForwardGroups& g) {
+  return 65536 / ((g.consumers + 1 + g.converters) * 128 * g.ctas) / 8 * 8;
 }
-constexpr int converter_registers(int consumers, int ctas, DecodedRows rows = DecodedRows::none) {
-  if (rows == DecodedRows::latents) return 72;
-  const int of_scales = rows == DecodedRows::shared_scales ? 16 : 0;
-  if (rows != DecodedRows::none) return ctas > 1 ? 40 + of_scales : consumers > 1 ? 56 + of_scales : 96;
-  return ctas > 1 || consumers > 1 ? 40 : 56;
+/// Consumers that share rows need fewer. Warps that copy rows, which are then decoded, need more, and so does
+/// a cascade's scheduler, which else spills.
+constexpr int producer_registers(const ForwardGroups& g) {
+  if (g.rows == DecodedRows::latents) return 56;
+  if (g.rows != DecodedRows::none) return g.consumers == 1 && g.ctas == 1 ? 80 : 40;
+  if (g.cascade && g.converters == 0) return 56;
+  return g.ctas > 1 || g.consumers > 2 ? 32 : g.consumers == 2 && g.d_split == 1 ? 40 : 56;
 }
-constexpr int consumer_registers(int consumers, int ctas, int converters = 0, int d_split = 1,
-                                 DecodedRows rows = DecodedRows::none) {
-  const int all = launch_registers(consumers, ctas, converters) * (consumers + 1 + converters) -
-                  producer_registers(consumers, ctas, d_split, rows) -
-                  converters * converter_registers(consumers, ctas, rows);
-  return all / consumers < 240 ? all / consumers / 8 * 8 : 240;
+constexpr int converter_registers(const ForwardGroups& g) {
+  if (g.rows == DecodedRows::latents) return 72;
+  const int of_scales = g.rows == DecodedRows::shared_scales ? 16 : 0;
+  if (g.rows != DecodedRows::none) return g.ctas > 1 ? 40 + of_scales : g.consumers > 1 ? 56 + of_scales : 96;
+  return g.ctas > 1 || g.consumers > 1 ? 40 : 56;
+}
+constexpr int consumer_registers(const ForwardGroups& g) {
+  const int all = launch_registers(g) * (g.consumers + 1 + g.converters) - producer_registers(g) -
+                  g.converters * converter_registers(g);
+  return all / g.consumers < 240 ? all / g.consumers / 8 * 8 : 240;
 }
 
 /// Whether a product of the forward pass is one asm statement for all its steps of 16 columns, or a statement

@@ -127,14 +127,14 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
                                         const BackwardSmem<P>& smem) {
   using Policy = BackwardPolicy<P>;
   using Smem = BackwardSmem<P>;
+  using Scheduler = KvTileScheduler<P>;
   unsigned n = 0, i = 0;
-  bool own_tile = P::kClaimsTiles && blockIdx.x < claimable_tiles<P>(p);
-  if (P::kClaimsTiles && !own_tile) wait_for_prior_grid<P>();
+  bool own_tile = Scheduler::first(p);
   // Without queries there are no KV tiles, and the counter is not cleared.
   while (p.seqlen_q > 0) {
     const bool claims = own_tile;
     own_tile = false;
-    const unsigned index = claims ? blockIdx.x : next_tile_index(p, smem, n);
+    const unsigned index = Scheduler::next(p, smem, n, claims);
     if (index >= kv_work_tiles<P>(p)) {
       send_tile_index(p, smem, n, index);  // there are no more
       break;
@@ -144,10 +144,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     QWalk<P> walk(p, sequence, work, cta_keys<P>(p, Policy::rank()));
     StagedTile now = walk.next(p, sequence);
     if (now.head < 0) {
-      if (claims) {
-        wait_for_prior_grid<P>();
-        claim_tile<P>(p, index);
-      }
+      Scheduler::finish_tile(p, index, claims);
       continue;
     }
     send_tile_index(p, smem, n, index);
@@ -169,12 +166,8 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
       if (ahead) {
         load_first_tiles(maps, smem, sequence, now, kv_begin, own, work.h_kv, batch, has_keys);
         if (finds_row_stats<P>(p)) wait_row_stats(smem);
-        if constexpr (P::kClaimsTiles) {
-          if (claims) {
-            wait_for_prior_grid<P>();
-            if (!claim_tile<P>(p, index)) return leave_loaded_tile(smem);
-          }
-        }
+        if constexpr (P::kClaimsTiles)
+          if (!Scheduler::finish_tile(p, index, claims)) return leave_loaded_tile(smem);
       }
     }
     const auto mark_large = [&](StagedTile& tile, unsigned large) {

@@ -1,4 +1,5 @@
-// The KV tile scheduler of the backward pass: CTAs take one KV tile after the other from a counter.
+// The KV tile scheduler of the backward pass, KvTileScheduler<P>: CTAs take one KV tile after the other from
+// a counter.
 #pragma once
 
 #include "flashjit/common/row_stats.cuh"
@@ -70,6 +71,29 @@ __device__ __forceinline__ void send_tile_index(const Params& p, const BackwardS
       store_remote(in_cta(smem.tile_index(n), other), index, in_cta(smem.tile_index_full(n), other));
   }
 }
+
+/// Hands out KV tiles, by the interface of tma's TileScheduler. Its functions are static, and the producer
+/// keeps whether it `claims` a tile: an object with that changes the machine code.
+template <class P>
+struct KvTileScheduler {
+  /// Whether the first tile is that of the CTA's own number, and must be claimed.
+  static __device__ __forceinline__ bool first(const Params& p) {
+    const bool claims = P::kClaimsTiles && blockIdx.x < claimable_tiles<P>(p);
+    if (P::kClaimsTiles && !claims) wait_for_prior_grid<P>();
+    return claims;
+  }
+  /// After `taken` KV tiles that meet any Q tile; kv_work_tiles() if there are no more.
+  static __device__ __forceinline__ unsigned next(const Params& p, const BackwardSmem<P>& smem,
+                                                  unsigned taken, bool claims) {
+    return claims ? blockIdx.x : next_tile_index(p, smem, taken);
+  }
+  /// False: it is another CTA's.
+  static __device__ __forceinline__ bool finish_tile(const Params& p, unsigned index, bool claims) {
+    if (!claims) return true;
+    wait_for_prior_grid<P>();
+    return claim_tile<P>(p, index);
+  }
+};
 
 /// Whether the sum of dQ over a cluster is all of dQ, as its KV tile has all keys of a row: then nothing is
 /// added in global memory.

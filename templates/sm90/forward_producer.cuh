@@ -125,8 +125,7 @@ template <class P>
 __device__ __forceinline__ void schedule_and_load_q(const Params& p, const ForwardStorage<P>& smem,
                                                     const TensorMaps& maps, const ShareStart& start) {
   using Storage = ForwardStorage<P>;
-  auto scheduler = make_scheduler<P>(p, start, smem.slot);
-  scheduler.begin(p);
+  auto scheduler = ForwardScheduler<P>::first(p, start, smem.slot);
   const auto finish_tile = [&](const TileCoord& coord) { scheduler.finish_tile(p, start, coord); };
 #pragma unroll 1
   for (int round = 0, taken = 0;; ++taken) {

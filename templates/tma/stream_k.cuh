@@ -362,8 +362,12 @@ struct StreamKScheduler {
   }
   __device__ int count() const { return tiles.end - tiles.begin; }
 
-  // The interface of schedulers, see TileScheduler. A tile is a part of a work tile, or a whole one.
-  __device__ void begin(const Params& p) const { TileParts<P>::begin(p); }
+  // The interface of TileScheduler. A tile is a part of a work tile, or a whole one.
+  static __device__ StreamKScheduler first(const Params& p, const ShareStart& start, int) {
+    StreamKScheduler scheduler(p, start);
+    TileParts<P>::begin(p);
+    return scheduler;
+  }
   __device__ bool next(const Params& p, unsigned, TileCoord& found) {
     if (left <= 0) return false;
     while (count() * heads <= at) {
@@ -400,12 +404,7 @@ struct StreamKScheduler {
 
 /// The scheduler of the kernel's CTAs.
 template <class P>
-__device__ __forceinline__ auto make_scheduler(const Params& p, const ShareStart& start, int slot) {
-  if constexpr (P::kStreamK)
-    return StreamKScheduler<P>(p, start);
-  else
-    return TileScheduler<P>(p, slot);
-}
+using ForwardScheduler = Conditional<P::kStreamK, StreamKScheduler<P>, TileScheduler<P>>;
 
 template <class P>
 __device__ __forceinline__ void write_empty_parts(const Params& p, const ShareStart& start, int thread,

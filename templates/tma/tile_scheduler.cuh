@@ -123,9 +123,13 @@ struct TileScheduler {
     if (kQTileLptOrder<P>) order.use_lpt(slots, kWindows);
   }
 
-  // The interface of schedulers: begin() before the first tile; next() after `taken` tiles, false if there
-  // are no more; finish_tile() when the last one's loads have been issued.
-  __device__ void begin(const Params&) const {}
+  // The interface of tile schedulers, in both passes: first() makes one, before its first tile; next() gives
+  // the tile after `taken` others, or false if there are no more; finish_tile() is called when the loads of
+  // that tile have been issued, or it has none.
+  template <class Start>
+  static __device__ TileScheduler first(const Params& p, const Start&, int slot) {
+    return TileScheduler(p, slot);
+  }
   __device__ bool next(const Params& p, unsigned taken, TileCoord& found) const {
     return find(next_index(p, taken), found);
   }

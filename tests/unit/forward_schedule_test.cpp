@@ -235,8 +235,7 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
     long long size = 0;
     const ShareStart start = start_of(share / lanes);
     flashjit_emulator::now_block = {static_cast<unsigned>(share), 0, 0};
-    StreamKScheduler<P> scheduler(p, start);
-    scheduler.begin(p);
+    auto scheduler = StreamKScheduler<P>::first(p, start, 0);
     for (TileCoord coord; scheduler.next(p, 0, coord); scheduler.finish_tile(p, start, coord)) {
       ASSERT_LT(coord.kv_tiles.begin, coord.kv_tiles.end);
       size += coord.kv_tiles.end - coord.kv_tiles.begin;

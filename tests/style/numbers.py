@@ -16,6 +16,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+from circles import circles, imports, includes
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = ROOT / "tests/style/README.md"
 NATIVE = {".cpp", ".hpp", ".h", ".cuh", ".c"}
@@ -76,6 +78,9 @@ def count() -> dict[str, int]:
     ]
     for name in long_functions if "--print" in sys.argv else ():
         print("long:", name)
+    rings = circles(includes(ROOT)), circles(imports(ROOT / "tools/python/flashjit"))
+    for ring in [*rings[0], *rings[1]] if "--print" in sys.argv else ():
+        print("circle:", *(path.relative_to(ROOT) for path in ring))
     return {
         "`if constexpr` in templates/": sum(path.read_text().count("if constexpr") for path in templates),
         "fields of `AttentionSpec`": len(re.findall(r"^  [\w:<>]+ \w+(?: = [^;()]*)?;", fields[1], re.M)),
@@ -83,6 +88,8 @@ def count() -> dict[str, int]:
         f"files of more than {LONGEST_FILE} lines": sum(
             len(lines_of(path)) > LONGEST_FILE for path in sources
         ),
+        "circles of includes": len(rings[0]),
+        "circles of Python's imports": len(rings[1]),
     }
 
 

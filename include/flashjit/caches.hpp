@@ -14,8 +14,8 @@ inline constexpr std::size_t kMaxCaches = 8;
 /// One of the caches of attention_over(), as Runtime::forward(spec, args) takes it.
 struct CacheArgs {
   /// Its layout, formats, mask, score, `varlen`, `indices` and so on, as spec_of(args) finds it. All caches
-  /// have the same `dtype` and columns of V. Not with weights(), out_mod, row_max and running_state. A logit
-  /// of the head (has_logit_of_head()) counts once: it is given with the first cache alone.
+  /// have the same `dtype` and columns of V. Not with weights(), out_mod, row_max and running_state. Sinks
+  /// count once: they are given with the first cache alone.
   AttentionSpec spec;
   /// The queries, which all caches share, [b, hq, sq, d] or packed, with k, v, page_table, kv_lengths,
   /// indices, scales, captures and others of this cache. `lse` and `workspace` are the whole call's, and null

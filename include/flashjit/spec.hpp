@@ -178,8 +178,6 @@ struct AttentionSpec {
   /// Whether K or V is in a format that is decoded as its tiles are loaded.
   bool decodes_kv() const { return kv.quantized() && !has_scales(); }
   int v_dim() const { return head_dim_v ? head_dim_v : head_dim; }
-  /// Whether a row's softmax has a logit of its head besides those of its keys.
-  bool has_logit_of_head() const { return sinks; }
   bool has_block_map() const { return block_map.q != 0; }
   /// The canonical form of equal problems: head_dim_v filled in, options dropped where they have no effect,
   /// int scalars that programs read as floats alone declared float.

@@ -49,9 +49,8 @@ void check_of_one(const CacheArgs& cache, bool first) {
   is_of_whole("out_mod", !cache.spec.epilogue.out_mod.empty());
   is_of_whole("row_max", cache.spec.epilogue.row_max);
   is_of_whole("running_state", cache.spec.partial.running_state);
-  if (cache.spec.has_logit_of_head() && !first)
-    refuse("{} has a logit of each head, which counts once: give it with caches[0] alone.",
-           to_string(cache.spec));
+  if (cache.spec.sinks && !first)
+    refuse("{} has sinks, which count once: give them with caches[0] alone.", to_string(cache.spec));
 }
 
 /// What can be said of the caches without a device.

@@ -116,6 +116,18 @@ struct Epilogue {
   bool operator==(const Epilogue&) const = default;
 };
 
+/// Results whose bits stay the same.
+struct Reproducible {
+  bool deterministic = false;  ///< backward only: on every run
+  /// Forward only: a row's bits do not depend on which other sequences are in the call. Keys are split, if at
+  /// all, into parts of 2048, and the spec alone chooses tiles: tools/docs/serving.md has the price.
+  bool batch_invariant = false;
+
+  /// Whether any call is to give the same bits as another, so that its configuration may not change.
+  bool any() const { return deterministic || batch_invariant; }
+  bool operator==(const Reproducible&) const = default;
+};
+
 /// A row of K or V in memory: columns of a type. The columns of a quantized row are its bytes. Their type is
 /// the format's where it is codes of 8 bits alone, else int8.
 struct StoredKvRow {
@@ -142,13 +154,10 @@ struct AttentionSpec {
   MaskProgram mask = {};
   bool dropout = false;  ///< whether a dropout probability is applied (its value is given at the call)
   KvLayout kv = {};
-  BlockSize block_map = {};    ///< whether a block map is given at the call, and the size of its blocks
-  bool deterministic = false;  ///< backward only: the same bits on every run
-  bool varlen = false;         ///< sequences of different lengths, packed one after the other
-  bool sinks = false;          ///< one more logit per query head in the softmax, without a value
-  /// Forward only: a row's bits do not depend on which other sequences are in the call. Keys are split, if at
-  /// all, into parts of 2048, and the spec alone chooses tiles: tools/docs/serving.md has the price.
-  bool batch_invariant = false;
+  BlockSize block_map = {};  ///< whether a block map is given at the call, and the size of its blocks
+  Reproducible reproducible = {};
+  bool varlen = false;  ///< sequences of different lengths, packed one after the other
+  bool sinks = false;   ///< one more logit per query head in the softmax, without a value
   /// Sparse tokens: the heads that share a head of K and V attend to the keys that a list of each query names
   /// at the call, and to no others. A key that is in a list twice counts twice; -1, and a number that is no
   /// key of the sequence, is skipped. Masks and scores see a key's number as its position. Not with a block

@@ -307,7 +307,7 @@ Engine::OperationPtr Engine::add(const KernelSpec& spec, const AttentionShape& s
   const std::optional<Chosen> chosen =
       config ? Chosen{*config, ConfigSource::given} : remembered(spec, shape, device);
   plan::ExecutionPlan best = plan(spec, shape, info, chosen);
-  const bool waits = asker == Asker::prepare || plan::wants_same_bits(spec);
+  const bool waits = asker == Asker::prepare || spec.reproducible.any();
   OperationPtr operation = waits ? nullptr : fallback(best, info, device, asker == Asker::call);
   if (!operation) operation = build(std::move(best), info, device, asker == Asker::capturing_call);
   keep(CallKeyView(spec, spec.pass, shape, device), operation, generation, config);

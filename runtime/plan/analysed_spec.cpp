@@ -19,12 +19,10 @@ AnalysedSpec::AnalysedSpec(const KernelSpec& spec, const Checks& checks)
       is_causal(plan::is_causal(mask)) {
   const bool backward = pass == Pass::backward;
   has_tile_lists = !indices && (has_block_map() || programs.mask.listed ||
-                                (backward && deterministic && programs.has_mask));
+                                (backward && reproducible.deterministic && programs.has_mask));
   has_capture_grads =
       gives_gradients(pass) && score.tree() &&
       std::ranges::any_of(expr::declarations_of(*score.tree()), &expr::Declaration::wants_grad);
 }
-
-bool wants_same_bits(const AttentionSpec& spec) { return spec.deterministic || spec.batch_invariant; }
 
 }  // namespace flashjit::plan

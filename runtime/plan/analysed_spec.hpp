@@ -42,12 +42,10 @@ struct AnalysedSpec : KernelSpec {
     return pass == Pass::backward && programs.out_mod_grads + programs.row_mod_grads > 0;
   }
   /// Whether gradients of captured tensors are to be added up in one order.
-  bool orders_capture_grads() const { return deterministic && (has_capture_grads || adds_element_grads()); }
+  bool orders_capture_grads() const {
+    return reproducible.deterministic && (has_capture_grads || adds_element_grads());
+  }
 };
-
-/// Whether each call of a spec is to give the same bits, so that its configuration may not change. A plan
-/// does not tell: it leaves out what its kernels do not need.
-bool wants_same_bits(const AttentionSpec& spec);
 
 /// Whether it is a causal mask, of either alignment.
 bool is_causal(const MaskProgram& mask);

@@ -81,7 +81,7 @@ Support may_decode_cache(const AnalysedSpec& spec) {
       (kv.k_format.has_argument() || kv.v_format.has_argument()))
     return Support::no(
         "decode_cache of formats with the call's scales is for bf16, as fp16 may not hold their products");
-  if (spec.indices || spec.batch_invariant || kv.shared_prefix)
+  if (spec.indices || spec.reproducible.batch_invariant || kv.shared_prefix)
     return Support::no("decode_cache is without indices, batch_invariant and shared_prefix");
   if (spec.prologue.has_programs()) return Support::no("decode_cache is without q_mod");
   if (spec.varlen && !kv.is_cache())

@@ -44,7 +44,7 @@ Chosen chosen_by(const FamilyTraits& family, const AnalysedSpec& spec, const Att
                  const DeviceInfo& device) {
   if (const Support able = family.supports(spec, device); !able) return {{}, able};
   const TileConfig config =
-      family.heuristic(spec, spec.batch_invariant ? without_batch(shape) : shape, device);
+      family.heuristic(spec, spec.reproducible.batch_invariant ? without_batch(shape) : shape, device);
   return {config, family.admits(spec, config, device)};
 }
 
@@ -81,7 +81,7 @@ Choice choose(const AnalysedSpec& spec, const AttentionShape& shape, const Devic
     if (const auto config = first_chosen(spec, shape, device)) return {*config, ConfigSource::heuristic};
     throw Error(ErrorCode::unsupported, every_reason(spec, shape, device));
   };
-  if (spec.batch_invariant) return by_heuristic();
+  if (spec.reproducible.batch_invariant) return by_heuristic();
   // A record may come from another version or a smaller sibling of the device, or from a shape whose tiles
   // are worth sharing where this one's are not.
   const auto usable = [&](const TileConfig& config) {

@@ -225,8 +225,8 @@ bool may_find_row_stats(const AnalysedSpec& spec, const TileConfig& c) {
 /// preprocess entry runs before, and no tensor says which tile that is. Up to 64 columns: above, the loads
 /// delay the preprocess entry's (1k keys of 16 heads, H100: d64 1.03, d128 0.94).
 bool claims_tiles(const AnalysedSpec& spec, const TileConfig& c) {
-  return !is_forward(spec) && is_narrow(spec) && is_plain_of_all_keys(spec) && !spec.deterministic &&
-         backward_layout(spec, c).cluster() == 1;
+  return !is_forward(spec) && is_narrow(spec) && is_plain_of_all_keys(spec) &&
+         !spec.reproducible.deterministic && backward_layout(spec, c).cluster() == 1;
 }
 
 Schedule schedule(const AnalysedSpec& spec, const TileConfig& c) {

@@ -66,7 +66,7 @@ int launched_limit(const AnalysedSpec& spec, const TileConfig& c) {
 /// The list of a query has no positions left where scores are computed, and all heads of a tile share it.
 Support supports_indices(const AnalysedSpec& spec) {
   const bool plain = is_forward(spec) && spec.score.empty() && !spec.epilogue.row_max &&
-                     !spec.batch_invariant && !spec.has_scales() &&
+                     !spec.reproducible.batch_invariant && !spec.has_scales() &&
                      (!spec.decodes_kv() || spec.kv.shared_kv) && !spec.programs.mask.uses_head;
   if (!spec.indices || plain) return Support::yes();
   return Support::no(
@@ -151,7 +151,7 @@ Support check_long_tile(const AnalysedSpec& spec, const TileConfig& c) {
     return Support::no(
         fmt::format("above 128 Bc is 256 or 512, with 8 warps and Br 64 or 128, not {}", to_string(c)));
   if (c.split) return Support::no("split is not for the KV tiles of clusters that sum up dQ");
-  if (spec.has_tile_lists || spec.deterministic || spec.has_capture_grads)
+  if (spec.has_tile_lists || spec.reproducible.deterministic || spec.has_capture_grads)
     return Support::no(
         "Bc above 128 is for specs without lists of tiles, ordered additions and gradients of captured "
         "tensors");

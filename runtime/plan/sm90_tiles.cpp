@@ -240,7 +240,7 @@ bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
 
 bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c) {
   return is_forward(spec) && (spec.kv.is_cache() || spec.indices) && c.split && !spec.has_block_map() &&
-         !spec.epilogue.row_max && !spec.batch_invariant && !spec.programs.far_scores;
+         !spec.epilogue.row_max && !spec.reproducible.batch_invariant && !spec.programs.far_scores;
 }
 
 bool walks_lists(const AnalysedSpec& spec, const TileConfig& c) {
@@ -262,7 +262,7 @@ bool shares_tiles_out(const AnalysedSpec& spec) {
 
 bool counts_tiles(const AnalysedSpec& spec, const TileConfig& c) {
   return is_forward(spec) &&
-         (walks_lists(spec, c) || (spec.kv.is_cache() && (!c.split || spec.batch_invariant)));
+         (walks_lists(spec, c) || (spec.kv.is_cache() && (!c.split || spec.reproducible.batch_invariant)));
 }
 
 bool splits_tail_wave(const AnalysedSpec& spec, const TileConfig& c) {

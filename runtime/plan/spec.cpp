@@ -112,14 +112,14 @@ void check_weight_mod(const AttentionSpec& spec) {
     refuse(
         "weight_mod is set and its program is empty or the score itself; it gives the weight of a pair, so "
         "give one, as sigmoid(score + bias), or leave weight_mod out");
-  const char* option = spec.dropout                 ? "dropout"
-                       : spec.sinks                 ? "sinks"
-                       : spec.epilogue.row_max      ? "row_max"
-                       : spec.indices               ? "indices"
-                       : spec.prologue.q_codes      ? "q_codes"
-                       : spec.batch_invariant       ? "batch_invariant"
-                       : spec.partial.running_state ? "running_state"
-                                                    : nullptr;
+  const char* option = spec.dropout                        ? "dropout"
+                       : spec.sinks                        ? "sinks"
+                       : spec.epilogue.row_max             ? "row_max"
+                       : spec.indices                      ? "indices"
+                       : spec.prologue.q_codes             ? "q_codes"
+                       : spec.reproducible.batch_invariant ? "batch_invariant"
+                       : spec.partial.running_state        ? "running_state"
+                                                           : nullptr;
   if (option)
     refuse(
         "weight_mod is set and {} is, too; weights that a program gives have no softmax, which {} is for, so "
@@ -140,10 +140,10 @@ void check_skip_softmax(const AttentionSpec& spec) {
 
 /// What is done to O after the kernels that out_mod is part of, or by other kernels.
 void check_out_mod(const AttentionSpec& spec) {
-  const char* option = spec.indices                 ? "indices"
-                       : spec.batch_invariant       ? "batch_invariant"
-                       : spec.partial.running_state ? "running_state"
-                                                    : nullptr;
+  const char* option = spec.indices                        ? "indices"
+                       : spec.reproducible.batch_invariant ? "batch_invariant"
+                       : spec.partial.running_state        ? "running_state"
+                                                           : nullptr;
   if (!spec.epilogue.out_mod.empty() && option)
     refuse("out_mod is set and {} is, too; it changes O where one kernel has all of it, so leave one out",
            option);
@@ -249,10 +249,12 @@ KernelSpec KernelSpec::normalized() const {
         pass};
   KernelSpec out{AttentionSpec::normalized(), pass};
   // Passes without gradients are deterministic without being asked.
-  if (!gives_gradients(pass)) out.deterministic = out.partial.fp32_grads = out.partial.add_grads = false;
-  if (pass == Pass::jvp) out.batch_invariant = out.kv.shared_kv = false;
+  if (!gives_gradients(pass))
+    out.reproducible.deterministic = out.partial.fp32_grads = out.partial.add_grads = false;
+  if (pass == Pass::jvp) out.reproducible.batch_invariant = out.kv.shared_kv = false;
   if (gives_gradients(pass)) {
-    out.epilogue.row_max = out.batch_invariant = out.kv.shared_kv = out.partial.running_state = false;
+    out.epilogue.row_max = out.reproducible.batch_invariant = out.kv.shared_kv = out.partial.running_state =
+        false;
     out.partial.fp32_out = pass == Pass::backward && out.saved_out_type() != dtype;
   }
   return out;
@@ -330,7 +332,7 @@ void KernelSpec::validate() const {
   if (kv.quantized())
     refuse("the pass is backward and K and V are {}; the backward pass needs them in the type of Q{}",
            format_text(*this), prologue.q_codes ? " and Q in that of O" : "");
-  if (indices && deterministic) refuse_beside_indices("deterministic");
+  if (indices && reproducible.deterministic) refuse_beside_indices("deterministic");
   if (epilogue.skip_softmax)
     refuse(
         "the pass is backward and skip_softmax is set; O without the skipped keys has no gradient here, so "

@@ -7,7 +7,7 @@ namespace {
 
 /// Whether additions to dQ are ordered among lists of tiles.
 bool has_ranks(const AnalysedSpec& spec) {
-  return spec.pass == Pass::backward && spec.deterministic && spec.has_tile_lists;
+  return spec.pass == Pass::backward && spec.reproducible.deterministic && spec.has_tile_lists;
 }
 
 /// Work tiles of a cascade, of the sequences' own keys and of the prefix.
@@ -81,14 +81,14 @@ WorkspaceNeeds tensor_core_workspace(const KernelPlan& kernel, const AttentionSh
           .row_terms = kernel.schedule.row_terms,
           .dq_accum = adds_dq,
           .clears_dq = adds_dq && dynamic,
-          .semaphores = dynamic || (backward && spec.deterministic),
+          .semaphores = dynamic || (backward && spec.reproducible.deterministic),
           .ranks = has_ranks(spec),
           .claims_tiles = kernel.schedule.claims_tiles,
           .list_sets = list_sets(kernel, shape),
           .list_rows = backward ? kv_tiles : q_tiles,
           .list_columns = backward ? q_tiles : kv_tiles,
           .term_bounds = kernel.schedule.tile_lists ? q_tiles * mask.q_reads + kv_tiles * mask.kv_reads : 0,
-          .ordered_q_tiles = backward && spec.deterministic ? q_tiles : 0,
+          .ordered_q_tiles = backward && spec.reproducible.deterministic ? q_tiles : 0,
           .num_splits = backward && spec.indices ? 1 : 0,
           .part_rows = kernel.schedule.stream_k ? kernel.config.br : 0,
           .cascade_tiles = kernel.schedule.cascade ? cascade_tiles(kernel, shape) : 0};

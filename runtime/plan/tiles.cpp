@@ -168,7 +168,7 @@ std::int64_t num_splits(const KernelPlan& kernel, const AttentionShape& shape, c
   if (!config.split) return 1;
   const std::int64_t slots = blocks_at_once(kernel.main(), device);
   if (kernel.schedule.stream_k) return slots;
-  if (spec.batch_invariant)
+  if (spec.reproducible.batch_invariant)
     return std::max<std::int64_t>(1, tiles(tiles(shape.seqlen_kv, config.bc), tiles_of_split(config.bc)));
   if (spec.pass == Pass::backward) return q_splits(spec, shape, config, slots);
   const std::vector<Launch> launches = launches_of(kernel, shape);

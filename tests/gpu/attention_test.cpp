@@ -72,7 +72,7 @@ std::vector<AttentionCase> make_cases() {
                  .mask = kMasks[mask],
                  .dropout = kDropout[dropout] > 0,
                  .kv = padded_if(kv_lengths == 1),
-                 .deterministic = det == 1};
+                 .reproducible = {.deterministic = det == 1}};
     const auto [batch, heads_q, heads_kv] = kBatchAndHeads[heads];
     test.shape = {batch, heads_q, heads_kv, kLengths[lengths][0], kLengths[lengths][1]};
     test.family = kFamilies[family];
@@ -98,11 +98,13 @@ std::vector<AttentionCase> make_cases() {
   for (const int head_dim : {64, 128, 256})
     for (const MaskProgram& mask : {MaskProgram{}, causal()})
       for (const bool det : {false, true})
-        cases.push_back(
-            {.spec = {.dtype = DType::bf16, .head_dim = head_dim, .mask = mask, .deterministic = det},
-             .shape = {40, 8, 4, 130, 300},
-             .family = Family::sm90,
-             .seed = static_cast<unsigned>(cases.size())});
+        cases.push_back({.spec = {.dtype = DType::bf16,
+                                  .head_dim = head_dim,
+                                  .mask = mask,
+                                  .reproducible = {.deterministic = det}},
+                         .shape = {40, 8, 4, 130, 300},
+                         .family = Family::sm90,
+                         .seed = static_cast<unsigned>(cases.size())});
   // There with many KV tiles: fewer rows of dQ are converted at a time, and sm80 takes its largest tiles.
   for (const Family family : {Family::sm90, Family::sm80})
     for (const int head_dim : {64, 128, 256})
@@ -259,15 +261,24 @@ std::vector<AttentionCase> sweep_cases() {
       {{.dtype = DType::bf16, .head_dim = 72, .head_dim_v = 40}, {Family::sm90}},
       {{.dtype = DType::fp16, .head_dim = 128, .dropout = true, .kv = KvLayout::padded()},
        {Family::sm90, Family::sm80}},
-      {{.dtype = DType::bf16, .head_dim = 64, .mask = causal(), .deterministic = true}, {Family::sm90}},
-      {{.dtype = DType::bf16, .head_dim = 32, .deterministic = true}, {Family::sm90}},
-      {{.dtype = DType::bf16, .head_dim = 192, .head_dim_v = 128, .mask = causal(), .deterministic = true},
+      {{.dtype = DType::bf16, .head_dim = 64, .mask = causal(), .reproducible = {.deterministic = true}},
+       {Family::sm90}},
+      {{.dtype = DType::bf16, .head_dim = 32, .reproducible = {.deterministic = true}}, {Family::sm90}},
+      {{.dtype = DType::bf16,
+        .head_dim = 192,
+        .head_dim_v = 128,
+        .mask = causal(),
+        .reproducible = {.deterministic = true}},
        {Family::sm90, Family::sm80}},
-      {{.dtype = DType::fp16, .head_dim = 256, .deterministic = true}, {Family::sm90}},
+      {{.dtype = DType::fp16, .head_dim = 256, .reproducible = {.deterministic = true}}, {Family::sm90}},
       {{.dtype = DType::bf16, .head_dim = 64, .mask = causal()}, {Family::sm80}},
       {{.dtype = DType::bf16, .head_dim = 256, .mask = causal()}, {Family::sm80}},
       {{.dtype = DType::fp16, .head_dim = 40}, {Family::sm80}},
-      {{.dtype = DType::fp32, .head_dim = 64, .mask = causal(), .dropout = true, .deterministic = true},
+      {{.dtype = DType::fp32,
+        .head_dim = 64,
+        .mask = causal(),
+        .dropout = true,
+        .reproducible = {.deterministic = true}},
        {Family::simt}},
       {{.dtype = DType::bf16, .head_dim = 128, .mask = causal(), .kv = KvLayout::padded()}, {Family::simt}},
   };

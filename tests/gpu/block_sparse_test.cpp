@@ -46,7 +46,7 @@ std::vector<AttentionCase> make_cases() {
                  .dropout = kDropout[dropout] > 0,
                  .kv = padded_if(kv_lengths == 1),
                  .block_map = kBlocks[block],
-                 .deterministic = det == 1};
+                 .reproducible = {.deterministic = det == 1}};
     test.shape = {2, 4, 2, kLengths[lengths][0], kLengths[lengths][1]};
     test.family = test.spec.dtype == DType::fp32 ? Family::simt : kFamilies[family];
     test.spec.dtype = dtype_for(test.family, test.spec.dtype);
@@ -94,7 +94,10 @@ std::vector<AttentionCase> sweep_cases() {
        .shape = shape,
        .family = Family::sm80,
        .map_heads = 2},
-      {.spec = {.dtype = DType::fp16, .head_dim = 128, .block_map = {16, 16}, .deterministic = true},
+      {.spec = {.dtype = DType::fp16,
+                .head_dim = 128,
+                .block_map = {16, 16},
+                .reproducible = {.deterministic = true}},
        .shape = shape,
        .family = Family::sm80},
       {.spec = {.dtype = DType::fp32, .head_dim = 64, .block_map = {144, 112}},
@@ -117,7 +120,7 @@ class BlockSparseMaps : public GpuTestWith<Family> {
     return {.spec = {.dtype = dtype_for(GetParam(), DType::bf16),
                      .head_dim = 64,
                      .block_map = block,
-                     .deterministic = deterministic},
+                     .reproducible = {.deterministic = deterministic}},
             .shape = {1, 2, 2, 300, 280},
             .family = GetParam()};
   }

@@ -116,7 +116,7 @@ std::vector<AttentionCase> soak_cases() {
   const std::vector<AttentionSpec> specs{
       {.dtype = DType::bf16, .head_dim = 64},
       {.dtype = DType::fp16, .head_dim = 128, .mask = causal()},
-      {.dtype = DType::bf16, .head_dim = 128, .mask = causal(), .deterministic = true},
+      {.dtype = DType::bf16, .head_dim = 128, .mask = causal(), .reproducible = {.deterministic = true}},
       {.dtype = DType::fp16, .head_dim = 64, .score = programs::alibi()},
       {.dtype = DType::bf16, .head_dim = 64, .mask = programs::documents(1)},
       {.dtype = DType::fp16, .head_dim = 64, .block_map = {64, 64}},

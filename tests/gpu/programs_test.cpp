@@ -69,7 +69,7 @@ std::vector<AttentionCase> pair_cases() {
                              .dropout = dropout == 1,
                              .kv = padded_if(packing == kPadded),
                              .block_map = kBlocks[block],
-                             .deterministic = det == 1,
+                             .reproducible = {.deterministic = det == 1},
                              .varlen = packing == kPacked,
                              .sinks = sinks == 1};
     AttentionCase test = case_of(variants()[variant], spec,
@@ -98,7 +98,7 @@ std::vector<AttentionCase> packed_cases() {
                  .head_dim = kHeadDims[dims][0],
                  .head_dim_v = kHeadDims[dims][1],
                  .mask = masks[mask],
-                 .deterministic = det == 1,
+                 .reproducible = {.deterministic = det == 1},
                  .varlen = packed == 1,
                  .sinks = sinks == 1},
         .shape = {batch, heads_q, heads_kv, kLengths[lengths][0], kLengths[lengths][1]},

@@ -96,7 +96,7 @@ bool all_finite(DType dtype, const device::DeviceBuffer& buffer) {
 
 KernelSpec backward_spec(bool deterministic = false) {
   KernelSpec spec{kSpec, Pass::backward};
-  spec.deterministic = deterministic;
+  spec.reproducible.deterministic = deterministic;
   return spec;
 }
 

@@ -63,15 +63,17 @@ std::vector<WrongCase> wrong_cases() {
     };
     add("plain_sinks", {.head_dim = 128, .sinks = true});
     add("wide", {.head_dim = 256});
-    add("det", {.head_dim = 64, .deterministic = true});
+    add("det", {.head_dim = 64, .reproducible = {.deterministic = true}});
     add("causal_dropout", {.head_dim = 64, .mask = causal(), .dropout = true});
-    add("causal_det", {.head_dim = 128, .mask = causal(), .deterministic = true});
-    add("causal_det_lists", {.head_dim = 64, .mask = causal(), .deterministic = true}, true);
+    add("causal_det", {.head_dim = 128, .mask = causal(), .reproducible = {.deterministic = true}});
+    add("causal_det_lists", {.head_dim = 64, .mask = causal(), .reproducible = {.deterministic = true}},
+        true);
     add("reads", {.head_dim = 64, .mask = by_reads});
     add("intervals_lists", {.head_dim = 128, .mask = by_intervals}, true);
-    add("pairs_det_lists", {.head_dim = 64, .mask = by_pairs, .deterministic = true}, true);
+    add("pairs_det_lists", {.head_dim = 64, .mask = by_pairs, .reproducible = {.deterministic = true}}, true);
     add("map", {.head_dim = 64, .block_map = {64, 32}});
-    add("map_det_lists", {.head_dim = 256, .block_map = {32, 64}, .deterministic = true}, true);
+    add("map_det_lists", {.head_dim = 256, .block_map = {32, 64}, .reproducible = {.deterministic = true}},
+        true);
   }
   return cases;
 }

@@ -539,7 +539,7 @@ class AttentionRun {
                                 {rounded_grad_.dsinks, rounded_grad_.dsink_rows}, 3),
         exact_grad_.dsinks);
     check_capture_grads();
-    if (test_.spec.deterministic) check_same_bits_again(runtime, config);
+    if (test_.spec.reproducible.deterministic) check_same_bits_again(runtime, config);
   }
 
   /// Launches both passes, whatever they compute, and checks the memory around all that they are given.

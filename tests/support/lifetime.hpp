@@ -95,7 +95,7 @@ struct Problem {
 };
 
 inline AttentionSpec spec_of(int head_dim, bool is_causal = true) {
-  AttentionSpec spec{.dtype = DType::bf16, .head_dim = head_dim, .deterministic = true};
+  AttentionSpec spec{.dtype = DType::bf16, .head_dim = head_dim, .reproducible = {.deterministic = true}};
   if (is_causal) spec.mask = causal();
   return spec;
 }

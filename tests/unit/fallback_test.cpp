@@ -149,7 +149,7 @@ TEST(PlainConfig, IsOfMmaSyncInPlaceOfWgmma) {
 TEST_F(Fallback, WhatMayNotChangeItsBitsWaits) {
   for (const bool deterministic : {true, false}) {
     AttentionSpec same = spec();
-    (deterministic ? same.deterministic : same.batch_invariant) = true;
+    (deterministic ? same.reproducible.deterministic : same.reproducible.batch_invariant) = true;
     const auto runtime = engine();
     runtime->prepare({same, Pass::forward}, kShort, {});
     call(*runtime, same, kLong);

@@ -85,8 +85,9 @@ TEST(Indices, WrongArgumentsAreRefused) {
               }),
               {"topk_length is given without indices"});
   expect_says(refusal([](auto& spec, auto&) { spec.block_map = {64, 64}; }), {"indices", "block_map"});
-  expect_says(refusal([](auto& spec, auto&) { spec.pass = Pass::backward, spec.deterministic = true; }),
-              {"indices", "deterministic"});
+  expect_says(
+      refusal([](auto& spec, auto&) { spec.pass = Pass::backward, spec.reproducible.deterministic = true; }),
+      {"indices", "deterministic"});
 }
 
 /// One query of two heads over keys whose scores are their numbers' logarithms, and whose values are these.

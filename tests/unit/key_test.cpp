@@ -16,6 +16,7 @@
 #include <set>
 
 #include "cache/store.hpp"
+#include "call/call_key.hpp"
 #include "compile/compiler.hpp"
 #include "plan/plan.hpp"
 #include "render/render.hpp"
@@ -42,6 +43,9 @@ KernelSource source() {
       {.name = "forward", .header = "flashjit/a.cuh", .function = "f", .threads = 128, .shared_bytes = 64}};
   return s;
 }
+
+/// What a call of the spec is found by.
+CallKeyView call_key(const KernelSpec& spec) { return {spec, spec.pass, {1, 2, 2, 64, 64}, 0}; }
 
 /// A change of one thing; its name for messages.
 struct Change {
@@ -80,7 +84,8 @@ TEST(Key, ChangesWithEverythingThatMatters) {
        [](auto& s) {
          s.spec.block_map = {64, 64};
        }},
-      {"deterministic", [](auto& s) { s.spec.pass = Pass::backward, s.spec.deterministic = true; }},
+      {"deterministic",
+       [](auto& s) { s.spec.pass = Pass::backward, s.spec.reproducible.deterministic = true; }},
       {"varlen", [](auto& s) { s.spec.varlen = true; }},
       {"sinks", [](auto& s) { s.spec.sinks = true; }},
       {"cache", [](auto& s) { s.spec.kv = KvLayout::slots(); }},
@@ -99,7 +104,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"fp32_grads", [](auto& s) { s.spec.pass = Pass::backward, s.spec.partial.fp32_grads = true; }},
       {"dropout_place", [](auto& s) { s.spec.dropout = s.spec.partial.dropout_place = true; }},
       {"add_grads", [](auto& s) { s.spec.pass = Pass::backward, s.spec.partial.add_grads = true; }},
-      {"batch_invariant", [](auto& s) { s.spec.batch_invariant = true; }},
+      {"batch_invariant", [](auto& s) { s.spec.reproducible.batch_invariant = true; }},
       {"shared_kv", [](auto& s) { s.spec.kv.shared_kv = true; }},
       {"indices", [](auto& s) { s.spec.indices = true; }},
       {"shared_prefix", [](auto& s) { s.spec.kv.shared_prefix = true; }},
@@ -123,8 +128,9 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   };
   // Where one of these does not compile, a field was added: add its change above.
   const AttentionSpec spec = {};
-  [[maybe_unused]] const auto& [a, b, c, d, e, f, kv, h, i, j, k, batch_invariant, indices, partial, epilogue,
+  [[maybe_unused]] const auto& [a, b, c, d, e, f, kv, h, reproducible, j, k, indices, partial, epilogue,
                                 prologue] = spec;
+  [[maybe_unused]] const auto& [deterministic, batch_invariant] = reproducible;
   [[maybe_unused]] const auto& [q_codes, q_mod, k_mod] = prologue;
   [[maybe_unused]] const auto& [row_max, out_mod, skip_softmax] = epilogue;
   [[maybe_unused]] const auto& [fp32_out, fp32_grads, add_grads, dropout_place, running_state] = partial;
@@ -143,6 +149,8 @@ TEST(Key, ChangesWithEverythingThatMatters) {
     KernelSource changed = source();
     change.apply(changed);
     EXPECT_TRUE(digests.insert(source_digest(changed, kOptions)).second) << change.name;
+    const KernelSource before = source();
+    EXPECT_EQ(call_key(changed.spec) == call_key(before.spec), changed.spec == before.spec) << change.name;
   }
   for (std::vector<std::string> options : {std::vector<std::string>{},
                                            {kOptions[0]},

@@ -401,9 +401,10 @@ TEST(Plan, FamiliesRefuseElementTypesThatTheyLack) {
 }
 
 TEST(Plan, TheSpecIsNormalized) {
-  const ExecutionPlan plan = make_plan({{.head_dim = 64, .deterministic = true}}, kShape, kA100, {});
+  const ExecutionPlan plan =
+      make_plan({{.head_dim = 64, .reproducible = {.deterministic = true}}}, kShape, kA100, {});
   EXPECT_EQ(plan.spec.head_dim_v, 64);
-  EXPECT_FALSE(plan.spec.deterministic);
+  EXPECT_FALSE(plan.spec.reproducible.deterministic);
 }
 
 TEST(Plan, OneQueryOfGroupedHeadsIsATileOfTheirQueries) {

@@ -69,8 +69,7 @@ TEST(SpecOf, OptionsAreWhatArgumentsDoNotTell) {
   const AttentionSpec options{.score = ScoreProgram("score * 2.0"),
                               .mask = causal(),
                               .block_map = {128, 64},
-                              .deterministic = true,
-                              .batch_invariant = true};
+                              .reproducible = {.deterministic = true, .batch_invariant = true}};
   EXPECT_EQ(to_string(spec_of(backward_args(), options)),
             "bf16:d64x32:score{score * 2.0}:causal:map128x64:det:invariant");
   EXPECT_EQ(to_string(spec_of(backward_args(DType::fp32), {.partial = {.add_grads = true}})),

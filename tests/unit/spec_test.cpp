@@ -53,7 +53,7 @@ class Random {
     if (coin()) spec.kv = KvLayout::padded();
     if (coin())
       spec.block_map = {static_cast<int>(16 * from_to(1, 16)), static_cast<int>(16 * from_to(1, 16))};
-    spec.deterministic = coin();
+    spec.reproducible.deterministic = coin();
     spec.varlen = !spec.kv.is_padded() && coin();
     spec.sinks = coin();
     if (spec.pass == Pass::forward && !spec.kv.is_padded() && coin()) {
@@ -70,12 +70,13 @@ class Random {
     spec.partial.fp32_grads = coin();
     spec.partial.add_grads = coin();
     spec.partial.dropout_place = spec.dropout && coin();
-    spec.batch_invariant = coin();
+    spec.reproducible.batch_invariant = coin();
     spec.partial.running_state = !spec.sinks && !spec.kv.is_cache() && !spec.has_scales() && coin();
     const bool has_softmax = spec.dropout || spec.sinks || spec.epilogue.row_max || spec.prologue.q_codes ||
-                             spec.batch_invariant || spec.partial.running_state;
+                             spec.reproducible.batch_invariant || spec.partial.running_state;
     if (!has_softmax && !spec.score.empty() && coin()) spec.score = weights(spec.score);
-    const bool changed_later = spec.indices || spec.batch_invariant || spec.partial.running_state;
+    const bool changed_later =
+        spec.indices || spec.reproducible.batch_invariant || spec.partial.running_state;
     spec.epilogue.skip_softmax =
         spec.pass == Pass::forward && !spec.dropout && !spec.score.is_weight() && coin();
     if (!changed_later && coin()) spec.epilogue.out_mod = OutProgram("w: fp32 1d; out * w[column]");
@@ -124,7 +125,7 @@ TEST(Spec, TextForms) {
                                .dropout = true,
                                .kv = KvLayout::padded(),
                                .block_map = {128, 64},
-                               .deterministic = true},
+                               .reproducible = {.deterministic = true}},
                               Pass::backward};
   EXPECT_EQ(to_string(everything), "bwd:fp16:d64x32:causal_top_left:dropout:kvlen:map128x64:det");
   EXPECT_EQ(to_string(KernelSpec{{.head_dim = 64, .mask = causal(), .varlen = true, .sinks = true}}),
@@ -133,7 +134,7 @@ TEST(Spec, TextForms) {
 }
 
 TEST(Spec, ATextOfBothPassesNamesNone) {
-  const AttentionSpec spec{.head_dim = 64, .mask = causal(), .deterministic = true};
+  const AttentionSpec spec{.head_dim = 64, .mask = causal(), .reproducible = {.deterministic = true}};
   EXPECT_EQ(to_string(spec), "bf16:d64:causal:det");
   EXPECT_EQ(AttentionSpec(parse_spec(to_string(spec))), spec.normalized());
 }
@@ -157,12 +158,13 @@ TEST(Spec, ProgramsStandInBraces) {
 
 TEST(Spec, EqualProblemsHaveOneSpelling) {
   const KernelSpec plain{{.head_dim = 64}},
-      spelled{{.head_dim = 64, .head_dim_v = 64, .deterministic = true}};
+      spelled{{.head_dim = 64, .head_dim_v = 64, .reproducible = {.deterministic = true}}};
   EXPECT_EQ(plain.normalized(), spelled.normalized());
   EXPECT_EQ(to_string(plain), to_string(spelled));
   EXPECT_EQ(plain.normalized().head_dim_v, 64);
-  EXPECT_TRUE(
-      (KernelSpec{{.head_dim = 64, .deterministic = true}, Pass::backward}).normalized().deterministic);
+  EXPECT_TRUE((KernelSpec{{.head_dim = 64, .reproducible = {.deterministic = true}}, Pass::backward})
+                  .normalized()
+                  .reproducible.deterministic);
 }
 
 TEST(Spec, WhatTheBackwardPassAloneNeedsIsReadWhateverThePass) {

@@ -58,15 +58,15 @@ void set_workspace(Params& params, const plan::ExecutionPlan& plan, void* memory
   set_part(params.row_terms, plan.needs.row_terms, memory, at.row_terms);
   set_part(params.dq_accum, plan.needs.dq_accum, memory, at.dq_accum);
   params.num_splits = static_cast<int>(plan.needs.num_splits);
-  params.head_lanes = static_cast<int>(plan.head_lanes);
+  params.head_groups = static_cast<int>(plan.head_groups);
   const bool forward = plan.spec.pass != Pass::backward, split = plan.needs.num_splits > 0;
   set_part(params.o_splits, split && forward, memory, at.o_splits);
   set_part(params.lse_splits, split && forward, memory, at.lse_splits);
   set_part(params.dk_splits, split && !forward, memory, at.dk_splits);
   set_part(params.dv_splits, split && !forward, memory, at.dv_splits);
   const bool cascade = plan.needs.cascade_tiles > 0;
-  set_part(params.cut_tiles, split && plan.needs.part_rows > 0 && !cascade, memory, at.cut_tiles);
-  set_part(params.shares_of_tile, cascade, memory, at.shares_of_tile);
+  set_part(params.partial_tiles, split && plan.needs.part_rows > 0 && !cascade, memory, at.partial_tiles);
+  set_part(params.segments_of_tile, cascade, memory, at.segments_of_tile);
   set_part(params.semaphores, plan.needs.semaphores, memory, at.semaphores);
 }
 

@@ -57,7 +57,7 @@ struct ProgramFacts {
   bool has_slope = false;             ///< d score / d score before the program is not 1
   bool score_is_line = false;         ///< see ScoreLine
   bool joins_scores = false;          ///< see joins_scores()
-  bool far_scores = false;            ///< scores may lie next to the least float, see may_be_far()
+  bool near_min_scores = false;       ///< scores may lie next to the least float, see may_be_near_min()
   std::optional<BiasTile> bias_tile;  ///< where indices are checked there is none: each pair checks its own
   bool row_term = false;              ///< the score reads a value of the query that a row shares; so of terms
   bool column_term = false;           ///< the same of the key

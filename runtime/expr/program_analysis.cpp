@@ -6,8 +6,8 @@
 
 #include "expr/declarations.hpp"
 #include "expr/derive.hpp"
-#include "expr/far_scores.hpp"
 #include "expr/fold.hpp"
+#include "expr/near_min_scores.hpp"
 #include "expr/nodes.hpp"
 #include "expr/row_hooks.hpp"
 
@@ -108,7 +108,7 @@ ProgramFacts ProgramAnalysis::facts() const {
           .has_slope = !is_real(graph_.node(score_grad_), 1),
           .score_is_line = line_.has_value(),
           .joins_scores = joins_scores(graph_, score_),
-          .far_scores = may_be_far(graph_, score_),
+          .near_min_scores = may_be_near_min(graph_, score_),
           .bias_tile = bias_read_ < 0 ? std::nullopt : std::optional(bias_tile()),
           .row_term = terms_.row >= 0,
           .column_term = terms_.column >= 0,
@@ -147,7 +147,7 @@ std::vector<Constant> constants_of(const ProgramFacts& facts) {
   return {{"kHasScore", facts.has_score},          {"kHasMask", facts.has_mask},
           {"kScoreGrad", facts.has_slope},         {"kBiasTile", facts.bias_tile.has_value()},
           {"kScoreRowTerm", facts.row_term},       {"kScoreColumnTerm", facts.column_term},
-          {"kScoreLine", facts.score_is_line},     {"kFarScores", facts.far_scores},
+          {"kScoreLine", facts.score_is_line},     {"kNearMinScores", facts.near_min_scores},
           {"kMaskBounds", facts.mask_bounds},      {"kMaskBoundsFirstKey", facts.mask_bounds_first_key},
           {"kListed", facts.mask.listed},          {"kEvaluateTiles", facts.evaluates_tiles},
           {"kMaskBlockQ", facts.mask_block_q},     {"kMaskBlockKv", facts.mask_block_kv},

@@ -46,7 +46,7 @@ enum class Step : std::uint8_t {
   main_of_dq,             ///< another of Q tiles, for dQ alone
   convert_dq,             ///< dQ from its fp32 accumulator
   combine,                ///< O and LSE of all splits of the keys (split-KV)
-  combine_parts,          ///< O and LSE of the work tiles that shares cut (stream-K)
+  combine_parts,          ///< O and LSE of the work tiles that segments cut (stream-K)
   combine_cascade,        ///< O and LSE of all rows, from parts of their own keys and of the prefix
   combine_dkdv,           ///< dK and dV of all splits of the queries (split-Q)
   ordered_capture_grads,  ///< gradients of captured tensors, added up in one order
@@ -87,7 +87,7 @@ struct Schedule {
   bool tile_lists = false;        ///< blocks walk lists of tiles; else what lies within the mask's bounds
   bool early_launch = false;      ///< kernels wait by themselves for the launch before
   bool row_terms = false;         ///< rows' terms of the score are found beforehand, once
-  bool stream_k = false;          ///< CTAs take equal shares of all KV tiles of all work tiles
+  bool stream_k = false;          ///< CTAs take equal segments of all KV tiles of all work tiles
   bool q_tiles_as_heads = false;  ///< and a sequence's Q tiles, which meet the same KV tiles, count as heads
   bool cascade = false;           ///< and what all sequences share is one sequence more, read once
   bool sums_dq = false;           ///< a cluster has one KV tile, whose dQ it sums up

@@ -178,7 +178,7 @@ ExecutionPlan at_shape(KernelPlan kernel, const AttentionShape& shape, const Dev
     launch.blocks *= entry.cluster;
   }
   require_launchable(plan);
-  if (plan.schedule.stream_k) plan.head_lanes = head_lanes(plan, plan.shape, splits);
+  if (plan.schedule.stream_k) plan.head_groups = head_groups(plan, plan.shape, splits);
   plan.lpt_heads = lpt_heads(plan, device);
   plan.heads_cleared = heads_cleared(plan, device);
   return plan;

@@ -37,7 +37,7 @@ struct ExecutionPlan : KernelPlan {
   WorkspaceLayout workspace = {};
   std::int64_t heads_cleared = 0;  ///< Params::heads_cleared
   std::int64_t lpt_heads = 0;      ///< Params::lpt_heads: the last heads, whose KV tiles come longest first
-  std::int64_t head_lanes = 1;     ///< Params::head_lanes
+  std::int64_t head_groups = 1;    ///< Params::head_groups
   /// The call's decodes, which this kernel skips: see divided_batch.hpp. They use the workspace after it.
   std::shared_ptr<const ExecutionPlan> decodes = {};
 };

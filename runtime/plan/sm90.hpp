@@ -64,7 +64,7 @@ bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c);
 /// least float, and depend on other sequences.
 bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c);
 
-/// Whether the Q tiles of a sequence count as heads, which are in lanes: 128 heads over one of latents are
+/// Whether the Q tiles of a sequence count as heads, which are in groups: 128 heads over one of latents are
 /// two Q tiles, which then read its latents at a time.
 bool counts_q_tiles_as_heads(const AnalysedSpec& spec, const TileConfig& c);
 

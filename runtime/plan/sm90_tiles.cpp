@@ -240,7 +240,7 @@ bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
 
 bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c) {
   return is_forward(spec) && (spec.kv.is_cache() || spec.indices) && c.split && !spec.has_block_map() &&
-         !spec.epilogue.row_max && !spec.reproducible.batch_invariant && !spec.programs.far_scores;
+         !spec.epilogue.row_max && !spec.reproducible.batch_invariant && !spec.programs.near_min_scores;
 }
 
 bool walks_lists(const AnalysedSpec& spec, const TileConfig& c) {

@@ -181,7 +181,7 @@ std::int64_t num_splits(const AnalysedSpec& spec, const AttentionShape& shape, c
   return num_splits(traits(config.family).kernel(spec, config), shape, device);
 }
 
-std::int64_t head_lanes(const KernelPlan& kernel, const AttentionShape& shape, std::int64_t shares) {
+std::int64_t head_groups(const KernelPlan& kernel, const AttentionShape& shape, std::int64_t segments) {
   constexpr std::int64_t kBytesOfRow = 1024;
   const auto [queries, heads_of_q_tile] = forward_tiles(kernel.spec, shape, kernel.config);
   const std::int64_t heads =
@@ -190,12 +190,12 @@ std::int64_t head_lanes(const KernelPlan& kernel, const AttentionShape& shape, s
   constexpr std::int64_t kRowsOfMemory = 256;
   const bool waits_for_memory =
       kernel.schedule.q_tiles_as_heads || shape.seqlen_q * shape.heads_q <= kRowsOfMemory * shape.heads_kv;
-  const std::int64_t most_lost = waits_for_memory ? shares / 32 : 0;
+  const std::int64_t most_lost = waits_for_memory ? segments / 32 : 0;
   const std::int64_t bytes = std::int64_t{2} * std::min(kernel.spec.head_dim, kernel.spec.v_dim());
   std::int64_t found = 1;
-  for (std::int64_t lanes = 2;
-       lanes <= std::min(heads, shares) && found * bytes * shape.heads_kv < kBytesOfRow * heads; ++lanes)
-    if (heads % lanes == 0 && shares % lanes <= most_lost) found = lanes;
+  for (std::int64_t groups = 2;
+       groups <= std::min(heads, segments) && found * bytes * shape.heads_kv < kBytesOfRow * heads; ++groups)
+    if (heads % groups == 0 && segments % groups <= most_lost) found = groups;
   return found;
 }
 

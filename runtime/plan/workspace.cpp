@@ -82,10 +82,10 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const KernelSpec& 
     out.o_splits = allocator.place(true, {count, needs.part_rows, spec.v_dim()});
     out.lse_splits = allocator.place(true, {count, needs.part_rows});
   }
-  constexpr std::int64_t kCutTileWords = sizeof(CutTile) / kWordBytes;
-  constexpr std::int64_t kSharesWords = sizeof(SharesOfTile) / kWordBytes;
-  out.cut_tiles = allocator.place(parts && !cascade, {needs.num_splits, kCutTileWords});
-  out.shares_of_tile = allocator.place(cascade, {needs.cascade_tiles, kSharesWords});
+  constexpr std::int64_t kPartialTileWords = sizeof(PartialTile) / kWordBytes;
+  constexpr std::int64_t kSegmentsWords = sizeof(SegmentsOfTile) / kWordBytes;
+  out.partial_tiles = allocator.place(parts && !cascade, {needs.num_splits, kPartialTileWords});
+  out.segments_of_tile = allocator.place(cascade, {needs.cascade_tiles, kSegmentsWords});
   const bool q_splits = needs.num_splits > 0 && spec.pass == Pass::backward;
   const std::int64_t heads_kv = shape.batch * shape.heads_kv;
   out.dk_splits = allocator.place(q_splits, {needs.num_splits, heads_kv, shape.seqlen_kv, spec.head_dim});

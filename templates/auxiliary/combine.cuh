@@ -48,7 +48,7 @@ struct SplitWeights {
 
   __device__ __forceinline__ float lse_at(int split) const { return lse_of<P>(p, split)[row]; }
   __device__ __forceinline__ float weight_of(float lse) const {
-    if constexpr (P::kFarScores)
+    if constexpr (P::kNearMinScores)
       if (far) return far_sum(lse, highest);
     return expf(lse - shift);
   }
@@ -61,7 +61,7 @@ struct SplitWeights {
     for (int lanes = kLanes / 2; lanes > 0; lanes /= 2)
       highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, lanes));
     shift = highest == -infinity() ? 0.0f : highest;
-    far = P::kFarScores && highest != -infinity() && is_far(highest);
+    far = P::kNearMinScores && highest != -infinity() && is_near_min(highest);
     sum = sum_of_lanes(lane);
   }
   /// In the same order for any number of lanes: 32 partial sums, added by halves.

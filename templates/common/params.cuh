@@ -139,16 +139,16 @@ struct ScaleParam {
   long long stride_b, stride_page, stride_h, stride_s;
 };
 
-/// Stream-K: the work tile that begins in a share and ends in a later one.
-struct CutTile {
+/// Stream-K: the work tile that begins in a segment and ends in a later one.
+struct PartialTile {
   int batch_head, q_tile;
-  int shares_end;  ///< the end of the shares that have parts of it; 0: there is none
-  int continues;   ///< the share in which the tile of this share's first part begins, if in an earlier one;
-                   ///< else -1
+  int segments_end;  ///< the end of the segments that have parts of it; 0: there is none
+  int continues;     ///< the segment in which the tile of this one's first part begins, if in an earlier one;
+                     ///< else -1
 };
 
-/// Cascade: the shares that have parts of a work tile.
-struct SharesOfTile {
+/// Cascade: the segments that have parts of a work tile.
+struct SegmentsOfTile {
   int begin, end;
 };
 
@@ -206,11 +206,11 @@ struct Params {
   /// [num_splits, batch, heads_q, seqlen_q, head_dim_v]: O of one split of the keys. Of stream-K [2
   /// num_splits, Br], of the parts of work tiles, of a cascade rows of parts; so of lse_splits.
   FLASHJIT_IF_SPLIT float* o_splits;
-  FLASHJIT_IF_SPLIT float* lse_splits;   ///< [num_splits, batch, heads_q, seqlen_q]: its LSE, without sinks
-  FLASHJIT_IF_SPLIT CutTile* cut_tiles;  ///< stream-K: [num_splits], the number of shares
-  FLASHJIT_IF_SPLIT SharesOfTile* shares_of_tile;  ///< cascade: of each work tile
-  FLASHJIT_IF_SPLIT int num_splits;                ///< split-KV (backward: split-Q), see common/split.cuh
-  alignas(8) FLASHJIT_IF_SPLIT int head_lanes;  ///< stream-K: heads computed at a time, see tma/stream_k.cuh
+  FLASHJIT_IF_SPLIT float* lse_splits;  ///< [num_splits, batch, heads_q, seqlen_q]: its LSE, without sinks
+  FLASHJIT_IF_SPLIT PartialTile* partial_tiles;        ///< stream-K: [num_splits], the number of segments
+  FLASHJIT_IF_SPLIT SegmentsOfTile* segments_of_tile;  ///< cascade: of each work tile
+  FLASHJIT_IF_SPLIT int num_splits;                    ///< split-KV (backward: split-Q), see common/split.cuh
+  alignas(8) FLASHJIT_IF_SPLIT int head_groups;  ///< stream-K: heads computed at a time, see tma/stream_k.cuh
 
   alignas(8) FLASHJIT_IF_PACK_GQA PackedHeadsParam packed;
 

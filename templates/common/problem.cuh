@@ -92,7 +92,7 @@ struct ExampleProblem {
   static constexpr bool kScoreGrad = false;        // false: score_grad() is 1
   static constexpr bool kScoreLine = false;        // the score is a line along kv, see score_offset()
   static constexpr bool kBiasTile = false;         // there are bias_tile() and scores of its elements
-  static constexpr bool kFarScores = false;        // scores may be near the least float: exponent_factor()
+  static constexpr bool kNearMinScores = false;    // scores may be near the least float: exponent_factor()
   static constexpr bool kScoreRowTerm = false;     // there are score_row_term() and score_of_terms()
   static constexpr bool kScoreColumnTerm = false;  // there are score_column_term() and score_of_terms()
   // How many bounds the mask consists of: the keys of a query are then kv_bounds() of it alone. 0: the mask

@@ -45,7 +45,7 @@ __device__ __forceinline__ float* o_of_split(const Params& p, int split) {
 }
 /// LSE of a row in a split whose scores all lie next to the least float, see exponent_factor(): the highest,
 /// with the logarithm of the row's sum in the last 12 bits, as beside it LSE has no room for that.
-__device__ __forceinline__ float far_lse(float highest, float sum) {
+__device__ __forceinline__ float near_min_lse(float highest, float sum) {
   const int log = min(static_cast<int>(log2f(sum) * 128.0f + 0.5f), 0xfff);
   return __int_as_float((__float_as_int(highest) & ~0xfff) | log);
 }

@@ -98,7 +98,7 @@ struct Sequence {
 /// Whether a tile may hold rows behind a sequence's last key that belong to something else, and so may be
 /// anything: zero times anything is not zero.
 template <class Problem>
-constexpr bool kForeignKeys = Problem::kKvLengths || Problem::kVarlen || Problem::kCache;
+constexpr bool kOutOfRangeKeys = Problem::kKvLengths || Problem::kVarlen || Problem::kCache;
 
 __device__ __forceinline__ Position position(int at) { return {at, static_cast<float>(at), 0.0f}; }
 /// `offset` is known when the kernel is compiled, and so is its float.
@@ -133,14 +133,14 @@ __device__ __forceinline__ float largest_or_nan(float largest, float sum) { retu
 
 /// Whether a row's highest score is next to the least float, as additive masks and parts of them put it, or
 /// -infinity.
-__device__ __forceinline__ bool is_far(float highest) { return highest < -1e30f; }
+__device__ __forceinline__ bool is_near_min(float highest) { return highest < -1e30f; }
 
 /// What takes the scores of a row to exponents of a power of two: `factor`, unless all that the row has seen
 /// lie next to the least float, as additive masks put them. log2(e) times the highest would then be
 /// -infinity; among such scores any factor leaves the highest alone.
 template <class Problem>
 __device__ __forceinline__ float exponent_factor(float highest, float factor) {
-  if constexpr (Problem::kFarScores) return is_far(highest) ? 0.125f : factor;
+  if constexpr (Problem::kNearMinScores) return is_near_min(highest) ? 0.125f : factor;
   return factor;
 }
 

@@ -38,7 +38,7 @@ template <class P>
 __device__ __forceinline__ float row_lse(const Params& p, float max, float sum, float scale_log2,
                                          float k_scale) {
   const float highest = largest_score<P>(p, max, k_scale);
-  if (P::kSplit && P::kFarScores && sum > 0.0f && is_far(max)) return far_lse(max, sum);
+  if (P::kSplit && P::kNearMinScores && sum > 0.0f && is_near_min(max)) return near_min_lse(max, sum);
   return has_keys(sum) ? highest + (log2f(sum) - shift_rest<P>(max, scale_log2)) * kLn2 : -infinity();
 }
 

@@ -83,7 +83,7 @@ struct TmaKvLoader {
     const bool is_k = tile == smem.k_stages;
     barrier_wait<P>(barrier(smem.q, is_k), static_cast<int>(is_k ? smem.phases & 1 : smem.phases >> 1));
     const int valid = max(is_k ? smem.k_valid : smem.v_valid, 0);
-    if (kForeignKeys<P> && valid < P::kBc) clear_rows<kColumns>(tile, valid);
+    if (kOutOfRangeKeys<P> && valid < P::kBc) clear_rows<kColumns>(tile, valid);
   }
 
  private:

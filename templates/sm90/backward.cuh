@@ -60,7 +60,7 @@ __device__ __forceinline__ bool begin_q_tile(const Params& p, const BackwardSmem
   SStart<P>::early(smem, wg, q, s);
   const QTileInfo& now = smem.q_tile(i);
   if (now.head < 0) return false;
-  if (kForeignKeys<P> && now.first) clear_foreign_keys(p, smem, i, wg);
+  if (kOutOfRangeKeys<P> && now.first) clear_out_of_range_keys(p, smem, i, wg);
   return true;
 }
 

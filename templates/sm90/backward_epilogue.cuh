@@ -10,7 +10,7 @@ namespace flashjit::sm90 {
 /// warps. With split-Q the combine_dkdv entry writes them; here they are only counted as done.
 template <class P>
 __device__ __forceinline__ void write_keys_without_queries(const Params& p) {
-  if (!P::kHasMask && !kLists<P> && !kForeignKeys<P> && !P::kSplit && p.seqlen_q > 0) return;
+  if (!P::kHasMask && !kLists<P> && !kOutOfRangeKeys<P> && !P::kSplit && p.seqlen_q > 0) return;
   const unsigned tiles = kv_work_tiles<P>(p), lane = threadIdx.x % 32;
   // Without queries the counters are not cleared, or there are none, and nothing waits for what they count.
   const bool counts = p.seqlen_q > 0 && !finds_row_stats<P>(p);

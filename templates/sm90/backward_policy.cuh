@@ -126,12 +126,12 @@ struct BackwardPolicy {
   /// it pair by pair takes more. Key bias d64 3317 -> 2720 us, d128 2395 -> 2349.
   /// NOTES.md#row-terms-in-the-backward-pass
   static constexpr bool kFindsColumnTermsEarly =
-      P::kScoreColumnTerm && (P::kHeadDim <= 64 || P::kScoreRowTerm || !kForeignKeys<P>);
+      P::kScoreColumnTerm && (P::kHeadDim <= 64 || P::kScoreRowTerm || !kOutOfRangeKeys<P>);
   /// Dropout's bits are drawn while S is computed. Wide, registers suffice to draw them beside dP, too.
   static constexpr bool kDrawsBesideDp = kWide;
   /// S starts before it is known whether there is a Q tile. Where S is read while dP is computed, ptxas
   /// serialises all products then.
-  static constexpr bool kStartsSEarly = !kForeignKeys<P> && !kSplitsColumns;
+  static constexpr bool kStartsSEarly = !kOutOfRangeKeys<P> && !kSplitsColumns;
   /// dS of sixteen queries is stored when that of the next ones is computed. Scores of programs leave no
   /// registers for it.
   static constexpr bool kStoresDsLate = !P::kHasScore && !P::kDropout && !P::kMaskTerms;

@@ -152,7 +152,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     const int own = Policy::first_key_of_cta(Policy::rank()), kv_begin = work.kv_tile * P::kBc + own;
     smem.kv_tiles()[kv_slot] = {sequence, work.h_kv, kv_begin, sequence.seqused_kv(p)};
     // Without keys of its own a CTA loads none, and the consumers clear the tile.
-    const bool has_keys = !Policy::kSumsDq || !kForeignKeys<P> || kv_begin < sequence.seqused_kv(p);
+    const bool has_keys = !Policy::kSumsDq || !kOutOfRangeKeys<P> || kv_begin < sequence.seqused_kv(p);
     const auto acquire_kv = [&] { KvTileRing<P>::acquire(smem, n); };
     // Whether rows of a Q tile have a large LSE: read a tile ahead.
     const auto large_of = [&](const StagedTile& tile) {

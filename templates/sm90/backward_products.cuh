@@ -25,8 +25,8 @@ struct BackwardFragments {
 
 /// Clears K and V behind the sequence's last key.
 template <class P>
-__device__ __forceinline__ void clear_foreign_keys(const Params& p, const BackwardSmem<P>& smem, unsigned i,
-                                                   int wg) {
+__device__ __forceinline__ void clear_out_of_range_keys(const Params& p, const BackwardSmem<P>& smem,
+                                                        unsigned i, int wg) {
   using Policy = BackwardPolicy<P>;
   const int own = Policy::first_key_of_cta(Policy::rank()), valid = smem.seqused_kv(p, i) - smem.kv_begin(i);
   if (valid + own >= P::kBc) return;
@@ -42,8 +42,8 @@ __device__ __forceinline__ void clear_foreign_keys(const Params& p, const Backwa
 
 /// Clears Q and dO behind the sequence's last query: those rows belong to the next sequence.
 template <class P>
-__device__ __forceinline__ void clear_foreign_queries(const Params& p, const BackwardSmem<P>& smem,
-                                                      unsigned i, int wg) {
+__device__ __forceinline__ void clear_out_of_range_queries(const Params& p, const BackwardSmem<P>& smem,
+                                                           unsigned i, int wg) {
   using Policy = BackwardPolicy<P>;
   if constexpr (P::kVarlen) {
     const int length = smem.kv_tile_of(i).sequence.seqlen_q(p);

@@ -126,7 +126,7 @@ struct BackwardSmem {
   __device__ const KvTileInfo<P>& kv_tile_of(unsigned i) const { return kv_tiles()[q_tile(i).kv_slot]; }
   __device__ int kv_begin(unsigned i) const { return kv_tile_of(i).kv_begin; }
   __device__ int seqused_kv(const Params& params, unsigned i) const {
-    return kForeignKeys<P> ? kv_tile_of(i).seqused_kv : params.seqlen_kv;
+    return kOutOfRangeKeys<P> ? kv_tile_of(i).seqused_kv : params.seqlen_kv;
   }
   /// The index of the cluster's n-th KV tile, from its first CTA.
   __device__ unsigned tile_index(unsigned n) const {

@@ -137,7 +137,7 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
   const ScoreTile<P> tile(smem, i, wg);
   const Sequence<P>& sequence = smem.kv_tile_of(i).sequence;
   [[maybe_unused]] const auto head = sequence.head(p, tile.h);
-  clear_foreign_queries(p, smem, i, wg);
+  clear_out_of_range_queries(p, smem, i, wg);
   PairInputs<P> in;
   PairScore<P>::prepare(p, maps, smem, head, tile, in);
 

@@ -206,7 +206,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
   using Storage = ForwardStorage<P>;
   extern __shared__ __align__(kAlignment) char shared[];
   init_barriers<P>(shared);
-  const ShareStart start = begin_schedule<P>(p, maps, shared);
+  const SegmentStart start = begin_schedule<P>(p, maps, shared);
 
   using Roles = ForwardRoles<P>;
   const int wg = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0);

@@ -71,7 +71,7 @@ template <class P>
 struct VTransposer {
   static __device__ __forceinline__ bool is(int warp) { return warp < 2 + kTransposers<P>; }
   static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
-                                             const TensorMaps&, const ShareStart&, int warp) {
+                                             const TensorMaps&, const SegmentStart&, int warp) {
     const int transposer = warp - 2;
     int n = 0;
     for_each_work_tile(smem, [&](const WorkTile<P>& work) {
@@ -81,7 +81,7 @@ struct VTransposer {
         const int begin = work.kv_begin(i), valid = work.sequence.seqused_kv(p) - begin;
         RawVRing<P>::wait_full(smem, n);
         VRing<P>::acquire(smem, n);
-        if ((kForeignKeys<P> && valid < P::kBc) || (kHidesKeys<P> && !has_tile<P>(met, begin)))
+        if ((kOutOfRangeKeys<P> && valid < P::kBc) || (kHidesKeys<P> && !has_tile<P>(met, begin)))
           transpose_tile<P, true>(smem.v(n), smem.raw_v(n), valid, transposer);
         else
           transpose_tile<P, false>(smem.v(n), smem.raw_v(n), valid, transposer);
@@ -99,7 +99,7 @@ struct VTransposer {
 template <class P>
 struct KeyFactorFinder {
   static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
-                                             const TensorMaps&, const ShareStart&, int) {
+                                             const TensorMaps&, const SegmentStart&, int) {
     constexpr int kPerLane = P::kBc / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     int n = 0;

@@ -51,8 +51,8 @@ __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>
     highest[half] = largest_score(p, rows, half);
     const float rest = shift_rest<P>(rows.max[half], to_log2[half]);
     lse[half] = row_lse<P>(sum, highest[half], rest);
-    if (P::kSplit && P::kFarScores && sum > 0.0f && is_far(highest[half]))
-      lse[half] = far_lse(highest[half], sum);
+    if (P::kSplit && P::kNearMinScores && sum > 0.0f && is_near_min(highest[half]))
+      lse[half] = near_min_lse(highest[half], sum);
     if (P::kRowMax) highest[half] = largest_or_nan(highest[half], sum);
     RowEnd end = end_of_row<P>(p, work.h, lse[half]);
     Output<P>::join_sink(p, work, wg, half, lse[half], end);

@@ -110,7 +110,7 @@ template <class P>
 struct CopiedV {
   static __device__ __forceinline__ void end(const ForwardStorage<P>& smem, const int& n, const int& wg,
                                              const RowState<P>& rows, const int& kv_begin) {
-    if (const int valid = rows.seqused_kv - kv_begin; kForeignKeys<P> && valid < P::kBc) {
+    if (const int valid = rows.seqused_kv - kv_begin; kOutOfRangeKeys<P> && valid < P::kBc) {
       clear_rows<P::kBc, P::kHeadDimV>(smem.shared + (smem.v(n) - smem.base), valid);
       publish_to_async_proxy();
       named_barrier_sync(smem.warpgroup_barrier(wg), 128);
@@ -228,9 +228,9 @@ __device__ __forceinline__ bool next_work_tile(const ForwardStorage<P>& smem, in
   return work.h >= 0;
 }
 
-/// Whether any of the warpgroup's rows meet tile n, as its list entry says.
+/// Whether any of the warpgroup's rows visit tile n, as its list entry says.
 template <class P>
-__device__ __forceinline__ bool meets(const ForwardStorage<P>& smem, int n, int wg) {
+__device__ __forceinline__ bool visits(const ForwardStorage<P>& smem, int n, int wg) {
   return (smem.entry(n) >> (kListedRowsBit + wg) & 1) != 0;
 }
 /// Whether a warpgroup computes tile n: it skips the KV tiles that only other warpgroups' rows meet. But it
@@ -241,7 +241,7 @@ template <class P>
 __device__ __forceinline__ bool computes_tile(const ForwardStorage<P>& smem, int n, int wg, int last,
                                               bool only_one) {
   const bool must = n - last >= P::kStages || only_one;
-  return __any_sync(kWholeWarp, must || meets(smem, n, wg)) != 0;
+  return __any_sync(kWholeWarp, must || visits(smem, n, wg)) != 0;
 }
 /// Keeps the pipeline going for tile n without computing it.
 template <class P>
@@ -293,16 +293,16 @@ struct FullByKeys {
     for (int word = 0; word < P::kBc / 32; ++word) full = full && rows.present[word] == ~0u;
   }
 };
-/// By its entry, if the warpgroup's rows meet it: a tile that is not met is masked whole.
+/// By its entry, if the warpgroup's rows visit it: a tile that is not visited is masked whole.
 template <class P>
-struct FullIfMet {
+struct FullIfVisited {
   static __device__ __forceinline__ void find(const Params& p, const ForwardStorage<P>& smem,
                                               const WorkTile<P>& work, RowState<P>& rows, const int& n,
                                               const int& wg, const int&, bool& full, const int& entry) {
     static_assert(kProducerPostsEntries<P>);
-    const bool met = meets(smem, n, wg);
-    full = met && is_full(entry);
-    rows.seqused_kv = met ? work.sequence.seqused_kv(p) : 0;
+    const bool visited = visits(smem, n, wg);
+    full = visited && is_full(entry);
+    rows.seqused_kv = visited ? work.sequence.seqused_kv(p) : 0;
   }
 };
 /// By its entry.
@@ -328,7 +328,7 @@ struct FullByMask {
 template <class P>
 using TileFullness =
     Conditional<P::kIndices, FullByKeys<P>,
-                Conditional<kEntriesHaveRowBits<P>, FullIfMet<P>,
+                Conditional<kEntriesHaveRowBits<P>, FullIfVisited<P>,
                             Conditional<kProducerPostsEntries<P>, FullByEntry<P>, FullByMask<P>>>>;
 
 /// Finds the keys of tile n, KV tile i of its work tile, and whether all pairs attend.

@@ -196,7 +196,7 @@ struct StreamKOutput {
 
 template <class P>
 using StoredOutput =
-    Conditional<kPlacesRows<P>, StreamKOutput<P>,
+    Conditional<kScattersRows<P>, StreamKOutput<P>,
                 Conditional<P::kSplit, Conditional<P::kPackGqa, PackedSplitOutput<P>, SplitOutput<P>>,
                             Conditional<kTmaStoresO<P>, TmaOutput<P>,
                                         Conditional<P::kFp32Out, Fp32Output<P>, PlainOutput<P>>>>>;

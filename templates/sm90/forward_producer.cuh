@@ -79,7 +79,7 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
 template <class P, KvTensors kTensors = KvTensors::both>
 struct KvLoader {
   static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
-                                             const TensorMaps& maps, const ShareStart&, int) {
+                                             const TensorMaps& maps, const SegmentStart&, int) {
     if (kPaged<P> || elected()) load_kv<P, kTensors>(p, smem, maps);
   }
 };
@@ -123,7 +123,7 @@ using QTileLoad = Conditional<P::kPackGqa, PackedQLoad<P>, PlainQLoad<P>>;
 /// Runs the tile scheduler, and loads each warpgroup's Q as soon as its stage is free. By one thread.
 template <class P>
 __device__ __forceinline__ void schedule_and_load_q(const Params& p, const ForwardStorage<P>& smem,
-                                                    const TensorMaps& maps, const ShareStart& start) {
+                                                    const TensorMaps& maps, const SegmentStart& start) {
   using Storage = ForwardStorage<P>;
   auto scheduler = ForwardScheduler<P>::first(p, start, smem.slot);
   const auto finish_tile = [&](const TileCoord& coord) { scheduler.finish_tile(p, start, coord); };
@@ -154,7 +154,7 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
 template <class P>
 struct ColumnTermFinder {
   static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
-                                             const TensorMaps&, const ShareStart&, int) {
+                                             const TensorMaps&, const SegmentStart&, int) {
     constexpr int kPerLane = (P::kBc + 31) / 32;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     int n = 0;
@@ -196,19 +196,19 @@ using OutputOfNoKeys =
 /// Writes O and LSE, and the largest scores, of the Q tiles without keys, which the other warps skip: not O
 /// for a split of the keys. By the threads of one warp, or most of them.
 template <class P>
-__device__ __forceinline__ void write_empty_rows(const Params& p, const ShareStart& start, int slot,
+__device__ __forceinline__ void write_empty_rows(const Params& p, const SegmentStart& start, int slot,
                                                  int thread, int threads) {
   if constexpr (P::kStreamK) return write_empty_parts<P>(p, start, thread, threads);
   const unsigned rows = q_tiles_per_head<P>(p), splits = num_splits<P>(p),
                  all = rows * p.batch * scheduled_heads<P>(p) * splits;
 #pragma unroll 1
   for (unsigned index = slot_index<P>(slot); index < all; index += grid_slots<P>()) {
-    const int split = kPlacesRows<P> ? kWhole : static_cast<int>(index % splits);
+    const int split = kScattersRows<P> ? kWhole : static_cast<int>(index % splits);
     if (is_behind_keys<P>(p, index / splits / rows, split)) continue;
     const WorkTile<P> work(
         p, {index / splits / rows, index / splits % rows, {0, P::kBr / kWarpgroupRows}, split});
     if (work.count() > 0) continue;
-    if constexpr (kPlacesRows<P>) {
+    if constexpr (kScattersRows<P>) {
       write_rows_without_keys(p, work, thread, threads);
       continue;
     }

@@ -16,7 +16,7 @@ namespace flashjit::sm90 {
 template <class P>
 struct QLoader {
   static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
-                                             const TensorMaps& maps, const ShareStart& start, int) {
+                                             const TensorMaps& maps, const SegmentStart& start, int) {
     if (elected()) schedule_and_load_q(p, smem, maps, start);
   }
 };
@@ -25,7 +25,7 @@ struct QLoader {
 template <class P>
 struct BusyQLoader {
   static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
-                                             const TensorMaps& maps, const ShareStart& start, int) {
+                                             const TensorMaps& maps, const SegmentStart& start, int) {
     const bool loads = elected();
     const unsigned others = __ballot_sync(kWholeWarp, !loads);
     if (!loads)
@@ -39,7 +39,7 @@ template <class P>
 struct Idle {
   static __device__ __forceinline__ bool is(int warp) { return warp / kQTilesPerCta<P> == 2; }
   static __device__ __forceinline__ void run(const Params&, const ForwardStorage<P>&, const TensorMaps&,
-                                             const ShareStart&, int) {}
+                                             const SegmentStart&, int) {}
 };
 
 /// Copies K and V row by row.
@@ -66,7 +66,7 @@ struct ProducerRoles {
 /// Two slots share the four warps, and have the first two roles each.
 template <class P>
 __device__ __forceinline__ void run_producer(const Params& p, const TensorMaps& maps, char* shared,
-                                             const ShareStart& start) {
+                                             const SegmentStart& start) {
   using Roles = ProducerRoles<P>;
   const int warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32, 0);
   const int slot = warp % kQTilesPerCta<P>;
@@ -115,14 +115,14 @@ __device__ __forceinline__ void init_barriers(char* shared) {
   for (int slot = 0; slot < kQTilesPerCta<P>; ++slot) ForwardStorage<P>(slot, shared).init_barriers();
   barrier_init_fence();
 }
-// What stream-K does before its first work tile; ShareStage<P> names one of these types.
+// What stream-K does before its first work tile; SegmentStage<P> names one of these types.
 template <class P>
-struct NoShares {
+struct NoSegments {
   static __device__ __forceinline__ void prepare(const Params&, const TensorMaps&) {}
-  static __device__ __forceinline__ void find(const Params&, char*, ShareStart&) {}
+  static __device__ __forceinline__ void find(const Params&, char*, SegmentStart&) {}
 };
 template <class P>
-struct SharesOfCtas {
+struct SegmentsOfCtas {
   static __device__ __forceinline__ void prepare(const Params& p, const TensorMaps& maps) {
     let_next_grid_start<P>();  // combine_parts, which waits for this one's end by itself
     if (threadIdx.x == 32 && p.seqlen_q > 0 && p.seqlen_kv > 0) {  // tensors without rows have no map
@@ -131,23 +131,24 @@ struct SharesOfCtas {
       if (!kGathers<P> && !P::kSharedKv) prefetch_map(maps.v);
     }
   }
-  static __device__ __forceinline__ void find(const Params& p, char* shared, ShareStart& start) {
-    start = find_share<P>(p, static_cast<int>(blockIdx.x) / p.head_lanes,
-                          ForwardStorage<P>(0, shared).share_scratch());
+  static __device__ __forceinline__ void find(const Params& p, char* shared, SegmentStart& start) {
+    start = find_segment<P>(p, static_cast<int>(blockIdx.x) / p.head_groups,
+                            ForwardStorage<P>(0, shared).segment_scratch());
   }
 };
 template <class P>
-using ShareStage = Conditional<P::kStreamK, SharesOfCtas<P>, NoShares<P>>;
+using SegmentStage = Conditional<P::kStreamK, SegmentsOfCtas<P>, NoSegments<P>>;
 
-/// Waits for what this launch depends on; stream-K: finds the CTA's share of the work.
+/// Waits for what this launch depends on; stream-K: finds the CTA's segment of the work.
 template <class P>
-__device__ __forceinline__ ShareStart begin_schedule(const Params& p, const TensorMaps& maps, char* shared) {
-  ShareStage<P>::prepare(p, maps);
+__device__ __forceinline__ SegmentStart begin_schedule(const Params& p, const TensorMaps& maps,
+                                                       char* shared) {
+  SegmentStage<P>::prepare(p, maps);
   __syncthreads();
   if (P::kCountsTiles || P::kStreamK) wait_for_prior_grid<P>();
   zero_unused_rows_of_output<P>(p);
-  ShareStart start;
-  ShareStage<P>::find(p, shared, start);
+  SegmentStart start;
+  SegmentStage<P>::find(p, shared, start);
   return start;
 }
 

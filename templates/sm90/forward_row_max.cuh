@@ -72,7 +72,7 @@ struct LineUnit {
   }
   __device__ __forceinline__ float factor(float scale) const { return unit * scale; }
   /// Beside a far line products count for nothing; but one that is -infinity must stay so.
-  __device__ __forceinline__ float far_factor(float of_m, float scale) const {
+  __device__ __forceinline__ float near_min_factor(float of_m, float scale) const {
     return of_m == scale ? factor(scale) : 1e-30f;
   }
   __device__ __forceinline__ float offset(float of_m, float shift, int half) const {
@@ -88,7 +88,7 @@ struct PlainUnit {
     return by_bits ? RowMax<P>::of_row(top, s, half) : largest(so_far, s, half);
   }
   __device__ __forceinline__ float factor(float scale) const { return scale; }
-  __device__ __forceinline__ float far_factor(float of_m, float) const { return of_m; }
+  __device__ __forceinline__ float near_min_factor(float of_m, float) const { return of_m; }
   __device__ __forceinline__ float offset(float, float shift, int) const { return -shift; }
 };
 template <class P>

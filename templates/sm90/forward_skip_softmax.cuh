@@ -37,7 +37,7 @@ __device__ __forceinline__ void weigh_wanted(const Params& p, RowState<P>& rows,
     const float scale = exponent_scale(p, rows, half), before = rows.max[half];
     const float highest = fmaxf(before, tile_max[half]), of_m = exponent_factor<P>(highest, scale);
     const float shift = highest == -infinity() ? 0.0f : __fmul_rn(highest, of_m);
-    const float factor = P::kFarScores ? unit.far_factor(of_m, scale) : unit.factor(scale);
+    const float factor = P::kNearMinScores ? unit.near_min_factor(of_m, scale) : unit.factor(scale);
     float sum = 0.0f;
 #pragma unroll
     for (int n = 2 * half; n < P::kBc / 2; n += 4)

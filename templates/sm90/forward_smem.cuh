@@ -1,5 +1,6 @@
 // Shared memory of the forward pass by name, as ForwardLayout lays it out, and the barriers of the pipelines
-// between producer and consumers. Nothing overlaps but share_scratch(), which is there before work tiles are.
+// between producer and consumers. Nothing overlaps but segment_scratch(), which is there before work tiles
+// are.
 #pragma once
 
 #include "flashjit/async/mbarrier.cuh"
@@ -83,9 +84,9 @@ struct ForwardStorage {
                                            round % kKeptWorkTiles * kWorkTileBytes);
   }
   /// For stream-K, where work tiles come later.
-  __device__ ShareScratch& share_scratch() const {
-    static_assert(sizeof(ShareScratch) <= kKeptWorkTiles * kWorkTileBytes);
-    return *reinterpret_cast<ShareScratch*>(shared + kLayout.work_tiles());
+  __device__ SegmentScratch& segment_scratch() const {
+    static_assert(sizeof(SegmentScratch) <= kKeptWorkTiles * kWorkTileBytes);
+    return *reinterpret_cast<SegmentScratch*>(shared + kLayout.work_tiles());
   }
   /// The list entry of tile n, where KV tiles are listed.
   __device__ int& entry(Count n) const {

@@ -40,8 +40,8 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
       for (int half = 0; half < 2; ++half) top[half] = largest(top[half], s, half);
   }
   float offset[2], sum[2] = {0.0f, 0.0f};
-  [[maybe_unused]] float far_factor[2];  // with kFarScores
-  const auto find_max = [&](int half) {  // m = max(m, rowmax(S))
+  [[maybe_unused]] float near_min_factor[2];  // with kNearMinScores
+  const auto find_max = [&](int half) {       // m = max(m, rowmax(S))
     const float before = rows.max[half];
     const float highest = max_of_quad(unit.max_of_row(before, top[half], s, half, by_bits));
     const float of_m = exponent_factor<P>(highest, scale(half));
@@ -50,12 +50,12 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
     rows.max[half] = highest;
     offset[half] = unit.offset(of_m, shift, half);
     if (kCodeProducts<P>) offset[half] += kLargestPLog2;
-    if constexpr (P::kFarScores) far_factor[half] = unit.far_factor(of_m, scale(half));
+    if constexpr (P::kNearMinScores) near_min_factor[half] = unit.near_min_factor(of_m, scale(half));
   };
   const auto exponentiate = [&](int n) {  // P = exp2(S - m)
     const int half = n / 2 % 2;
     float factor = unit.factor(scale(half));
-    if constexpr (P::kFarScores) factor = far_factor[half];
+    if constexpr (P::kNearMinScores) factor = near_min_factor[half];
     s[n] = exp2_approx(fmaf(s[n], factor, offset[half]));
     sum[half] = add_to_sum<P>(sum[half], rows, s[n], n);
   };

@@ -20,7 +20,7 @@ __device__ __forceinline__ void wait_v_stage(const ForwardStorage<P>& smem, int 
 /// Clears a warpgroup's columns of V behind the last of `keys`: they may be NaN, which P = 0 does not hide.
 template <class P>
 __device__ __forceinline__ void clear_own_v(const ForwardStorage<P>& smem, int n, int wg, int keys) {
-  if constexpr (kForeignKeys<P> && !kGathers<P>) {
+  if constexpr (kOutOfRangeKeys<P> && !kGathers<P>) {
     if (keys >= P::kBc) return;
     const unsigned columns = smem.v(n) + first_column<P>(wg) / kSliceColumns * ForwardStorage<P>::kSliceBytes;
     clear_rows<P::kBc, kOwnColumns<P>>(smem.shared + (columns - smem.base), keys);

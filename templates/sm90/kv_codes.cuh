@@ -59,7 +59,7 @@ template <class P>
 struct KeyScaleLoader {
   static __device__ __forceinline__ bool is(int warp) { return warp / kQTilesPerCta<P> == 2; }
   static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
-                                             const TensorMaps&, const ShareStart&, int) {
+                                             const TensorMaps&, const SegmentStart&, int) {
     visit_kv_tiles<P>(
         smem,
         [&](const WorkTile<P>& work, int i, int n) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void convert_tile(char* tile, const char* codes, cons
     for (int load = 0; load < kLoads; ++load) {
       const int rows = (begin + load) * kRowStep, row = first + rows;
       if (!exists(row)) break;
-      if (kForeignKeys<P> && row >= valid) eight[load] = {0, 0};
+      if (kOutOfRangeKeys<P> && row >= valid) eight[load] = {0, 0};
       if constexpr (kCut) eight[load] = without_special_codes<P>(eight[load]);
       // Where four rows are a step, each second step's swizzle is another.
       const int flipped = kRowStep % 8 == 0 || load % 2 == 0 ? to : to ^ 4 * 16;

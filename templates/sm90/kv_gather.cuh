@@ -10,7 +10,7 @@ namespace flashjit::sm90 {
 template <class P, int kWarp>
 struct KvRowLoader {
   static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
-                                             const TensorMaps&, const ShareStart&, int) {
+                                             const TensorMaps&, const SegmentStart&, int) {
     struct Tile {
       GatheredKeys<P> keys;
       Sequence<P> sequence;

@@ -69,7 +69,7 @@ __device__ __forceinline__ void copy_latents(const LatentSlot<P>& to,
 template <class P, int kWarp>
 struct LatentCopier {
   static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
-                                             const TensorMaps&, const ShareStart&, int) {
+                                             const TensorMaps&, const SegmentStart&, int) {
     constexpr int kOwner = group_owner<P>(kWarp);
     int n = 0;
     for_each_work_tile(smem, [&](const WorkTile<P>& work) {

@@ -31,7 +31,7 @@ __device__ __forceinline__ void copy_tile(const Params& p, const RowSlot<P>& to,
 template <class P, int kWarp>
 struct KvRowCopier {
   static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem,
-                                             const TensorMaps&, const ShareStart&, int) {
+                                             const TensorMaps&, const SegmentStart&, int) {
     RowTile<P> loaded;  // whose K was loaded last
     const auto copy_v = [&](int n) {
       RawVRing<P>::acquire(smem, n);

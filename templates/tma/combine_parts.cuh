@@ -1,4 +1,4 @@
-// After the forward pass by stream-K: O and LSE of the work tiles that shares cut, each from its parts, by
+// After the forward pass by stream-K: O and LSE of the work tiles that segments cut, each from its parts, by
 // the formula of combine.cuh; after a cascade those of all rows.
 #pragma once
 
@@ -7,7 +7,8 @@
 namespace flashjit::tma {
 
 /// Rows of a work tile that a CTA joins where parts are few, one a warp. Of a tile of many parts a CTA joins
-/// one row, whose parts its warps share: all shares that have a part help. One sequence of 32k keys has 132.
+/// one row, whose parts its warps share: all segments that have a part help. One sequence of 32k keys has
+/// 132.
 constexpr int kJoinedRows = 4, kFewParts = 4;
 
 /// The sum of some parts of a row: of exp(LSE_i - highest), and of that times O_i.
@@ -20,8 +21,8 @@ struct JoinedParts {
 
   __device__ float shift() const { return highest == -infinity() ? 0.0f : highest; }
 
-  /// Adds the parts of each kStep'th share; `row_in(share)` is the row of a share's part. Several parts at
-  /// once, and LSE beside O, so that reads do not wait for each other.
+  /// Adds the parts of each kStep'th segment; `row_in(segment)` is the row of a segment's part. Several parts
+  /// at once, and LSE beside O, so that reads do not wait for each other.
   template <int kStep, class RowIn>
   __device__ __forceinline__ void add(const Params& p, int begin, int end, const RowIn& row_in) {
     const int thread = static_cast<int>(threadIdx.x) % 32;
@@ -31,9 +32,9 @@ struct JoinedParts {
       float4 x[kAtOnce][kLaneChunks];
 #pragma unroll
       for (int part = 0; part < kAtOnce; ++part) {
-        const int share = first + part * kStep;
-        const bool exists = share < end;
-        const long long from = exists ? row_in(share) : 0;
+        const int segment = first + part * kStep;
+        const bool exists = segment < end;
+        const long long from = exists ? row_in(segment) : 0;
         lse[part] = exists ? p.lse_splits[from] : -infinity();
 #pragma unroll
         for (int i = 0; i < kLaneChunks; ++i) {
@@ -88,17 +89,17 @@ __device__ __forceinline__ void store_joined(const Params& p, const Sequence<P>&
     p.lse.data[sequence.lse_row(p, target.h, target.q)] = row_end.lse;
 }
 
-/// Joins a row of a cut work tile, whose first part is of share `first`. By kWarps warps that share its
+/// Joins a row of a cut work tile, whose first part is of segment `first`. By kWarps warps that share its
 /// parts.
 template <class P, int kWarps>
-__device__ __forceinline__ void join_parts(const Params& p, const CutTile& cut, int first, int lane_of_heads,
+__device__ __forceinline__ void join_parts(const Params& p, const PartialTile& partial, int first, int group,
                                            int row) {
   constexpr int kChunks = JoinedParts<P>::kChunks, kLaneChunks = JoinedParts<P>::kLaneChunks;
   const int thread = static_cast<int>(threadIdx.x) % 32,
             warp = kWarps > 1 ? static_cast<int>(threadIdx.x) / 32 : 0;
   TileCoord coord;
-  coord.batch_head = cut.batch_head;
-  coord.q_tile = cut.q_tile;
+  coord.batch_head = partial.batch_head;
+  coord.q_tile = partial.q_tile;
   coord.warpgroups = {0, P::kBr / kWarpgroupRows};
   coord.split = kWhole;
   coord.kv_tiles = {0, 0};
@@ -106,12 +107,12 @@ __device__ __forceinline__ void join_parts(const Params& p, const CutTile& cut, 
   const RowCoord target = row_coord(p, tile, row / kWarpgroupRows, row % kWarpgroupRows);
   if (target.q < 0) return;
 
-  // The last part is its share's first, the others are their share's last.
-  const auto row_in = [&](int share) {
-    return row_of_part<P>(part_of_share(p, share, lane_of_heads, share + 1 < cut.shares_end), 0, row);
+  // The last part is its segment's first, the others are their segment's last.
+  const auto row_in = [&](int segment) {
+    return row_of_part<P>(part_of_segment(p, segment, group, segment + 1 < partial.segments_end), 0, row);
   };
   JoinedParts<P> joined;
-  joined.template add<kWarps>(p, first + warp, cut.shares_end, row_in);
+  joined.template add<kWarps>(p, first + warp, partial.segments_end, row_in);
   if constexpr (kWarps > 1) {  // the warps' sums, in their order
     __shared__ float highest[kWarps];
     __shared__ float sum[kWarps];
@@ -142,25 +143,25 @@ __device__ __forceinline__ void join_parts(const Params& p, const CutTile& cut, 
   store_joined<P, kWarps>(p, tile.sequence, target, joined, warp);
 }
 
-/// Grid: shares * rows that a work tile may have / kJoinedRows.
+/// Grid: segments * rows that a work tile may have / kJoinedRows.
 template <class P>
 __device__ void combine_parts(const Params& p) {
   let_next_grid_start<P>();  // the next call's forward pass, which waits by itself, too
   wait_for_prior_grid<P>();
-  const int blocks = static_cast<int>(gridDim.x) / p.num_splits;  // of a share
+  const int blocks = static_cast<int>(gridDim.x) / p.num_splits;  // of a segment
   const int cta = static_cast<int>(blockIdx.x) / blocks, block = static_cast<int>(blockIdx.x) % blocks;
-  const int share = cta / p.head_lanes, lane = cta % p.head_lanes;
-  const CutTile own = p.cut_tiles[cta];
-  if (own.shares_end > 0 && own.shares_end <= share + kFewParts)
-    join_parts<P, 1>(p, own, share, lane, block * kJoinedRows + static_cast<int>(threadIdx.x) / 32);
+  const int segment = cta / p.head_groups, group = cta % p.head_groups;
+  const PartialTile own = p.partial_tiles[cta];
+  if (own.segments_end > 0 && own.segments_end <= segment + kFewParts)
+    join_parts<P, 1>(p, own, segment, group, block * kJoinedRows + static_cast<int>(threadIdx.x) / 32);
 #pragma unroll 1
   for (int tile = 0; tile < 2; ++tile) {  // the one that begins here, and the one that ends here or later
-    const int first = tile == 0 ? share : own.continues;
+    const int first = tile == 0 ? segment : own.continues;
     if (first < 0) break;
-    const CutTile cut = p.cut_tiles[first * p.head_lanes + lane];
-    const int row = (share - first) * blocks + block;
-    if (cut.shares_end > first + kFewParts && row < blocks * kJoinedRows)
-      join_parts<P, kJoinedRows>(p, cut, first, lane, row);
+    const PartialTile partial = p.partial_tiles[first * p.head_groups + group];
+    const int row = (segment - first) * blocks + block;
+    if (partial.segments_end > first + kFewParts && row < blocks * kJoinedRows)
+      join_parts<P, kJoinedRows>(p, partial, first, group, row);
   }
 }
 
@@ -183,8 +184,8 @@ __device__ void combine_cascade(const Params& p) {
   joined.template add<1>(p, 0, own.count() + shared.count(), [&](int part) {
     const bool is_own = part < own.count();
     const PartsOfRow& of = is_own ? own : shared;
-    const int share = of.shares.begin + (is_own ? part : part - own.count());
-    return row_of_part<P>(part_of_tile(p, of.index, share), 0, of.row);
+    const int segment = of.segments.begin + (is_own ? part : part - own.count());
+    return row_of_part<P>(part_of_tile(p, of.index, segment), 0, of.row);
   });
   store_joined<P, 1>(p, sequence, {q, h}, joined, 0);
 }

@@ -49,7 +49,7 @@ constexpr int kWhole = -1;
 /// Rows of a work tile are no rows of O one behind the other: each has its own place, and so have those of
 /// parts.
 template <class P>
-constexpr bool kPlacesRows = P::kStreamK || (P::kPackGqa && !P::kSplit);
+constexpr bool kScattersRows = P::kStreamK || (P::kPackGqa && !P::kSplit);
 
 /// Cascade: the whole KV tiles of the prefix that all sequences share.
 template <class P>
@@ -151,7 +151,7 @@ struct TileScheduler {
       if (found.split >= static_cast<int>(splits)) return false;
       index %= order.size();
     } else {
-      found.split = kPlacesRows<P> ? kWhole : static_cast<int>(index % splits);
+      found.split = kScattersRows<P> ? kWhole : static_cast<int>(index % splits);
       index /= splits;
     }
     if (kSplitTailWave<P> && index >= whole) {

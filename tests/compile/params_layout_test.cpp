@@ -39,7 +39,7 @@ constexpr std::pair<std::string_view, std::size_t> kPlaces[] = {
     FLASHJIT_PLACE(page_table),
     FLASHJIT_PLACE(o_splits),
     FLASHJIT_PLACE(num_splits),
-    FLASHJIT_PLACE(head_lanes),
+    FLASHJIT_PLACE(head_groups),
     FLASHJIT_PLACE(packed),
     FLASHJIT_PLACE(rng_state),
     FLASHJIT_PLACE(dropout_place),

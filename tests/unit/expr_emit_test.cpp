@@ -219,7 +219,7 @@ TEST(Emit, ScoresThatMayBeNextToTheLeastFloatAreTold) {
                           " + 0.0 * (bias[q, kv] * to_float(q) + slopes[h] * to_float(q) + half[q, kv] + "
                           "to_float(pad[q]) + least * to_float(q))",
                       ""),
-                "kFarScores = true;");
+                "kNearMinScores = true;");
   };
   for (const char* score :
        {"score + bias[q, kv]", "score - 0.5 * bias[q, kv]", "select(pad[q], least, score)",

@@ -118,7 +118,7 @@ TEST(ForwardSchedule, DoesNotSplitASingleWave) {
   run_grid<P>(p, 40, 1, [](const TileCoord& coord) { EXPECT_EQ(coord.warpgroups.end, 3); });
 }
 
-/// In the tail wave a Q tile is split by warpgroups, so that no slot gets more than the others' share.
+/// In the tail wave a Q tile is split by warpgroups, so that no slot gets more than the others' segment.
 TEST(ForwardSchedule, SplitsTheTailWaveAmongIdleCtas) {
   using P = Scheduled<NoMask, 192>;
   Params p = {};
@@ -181,14 +181,14 @@ std::vector<int> offsets_of(const std::vector<int>& queries) {
 }
 /// Parameters of packed queries, which point to `lengths` and `offsets`.
 template <class P>
-Params params_of(const Lengths& lengths, const std::vector<int>& offsets, int shares, int heads_q,
+Params params_of(const Lengths& lengths, const std::vector<int>& offsets, int segments, int heads_q,
                  int heads_kv, int lanes) {
   Params p = {};
   p.batch = static_cast<int>(lengths.keys.size()), p.heads_q = heads_q, p.heads_kv = heads_kv;
   p.seqlen_q = *std::ranges::max_element(lengths.queries);
   p.seqlen_kv = *std::ranges::max_element(lengths.keys);
   p.rows_q = offsets.back(), p.cu_seqlens_q = offsets.data(), p.kv_lengths = lengths.keys.data();
-  p.num_splits = shares, p.head_lanes = lanes;
+  p.num_splits = segments, p.head_groups = lanes;
   if (P::kPackGqa) {
     const int shared = heads_q / heads_kv;
     p.packed = {.heads = shared,
@@ -200,13 +200,13 @@ Params params_of(const Lengths& lengths, const std::vector<int>& offsets, int sh
   return p;
 }
 
-/// Every KV tile of every work tile is in one share, shares differ by a tile, and parts have numbers of their
-/// own, from which combine_parts finds them again.
+/// Every KV tile of every work tile is in one segment, segments differ by a tile, and parts have numbers of
+/// their own, from which combine_parts finds them again.
 template <class P>
-void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int heads_kv, int lanes) {
+void expect_equal_segments(const Lengths& lengths, int segments, int heads_q, int heads_kv, int lanes) {
   const std::vector<int> offsets = offsets_of(lengths.queries);
-  Params p = params_of<P>(lengths, offsets, shares, heads_q, heads_kv, lanes);
-  // As find_share() finds it, of a lane.
+  Params p = params_of<P>(lengths, offsets, segments, heads_q, heads_kv, lanes);
+  // As find_segment() finds it, of a lane.
   long long sum = 0;
   bool alike = true;
   for (int row = 0; row < work_rows<P>(p); ++row) {
@@ -214,11 +214,11 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
     alike = alike && work_of_row<P>(p, row) == work_of_row<P>(p, 0);
   }
   const int work_tiles = alike ? work_rows<P>(p) * (heads_of_row<P>(p, 0) / lanes) : 0;
-  const Shares all(sum, count_of_shares(p, sum, work_tiles));
-  ASSERT_LE(all.count, std::max(shares / lanes, 1));
-  const auto start_of = [&](int share) {
-    ShareStart start{all, 0, 0, {0, 0}};
-    const long long begin = all.begin(share);
+  const Segments all(sum, count_of_segments(p, sum, work_tiles));
+  ASSERT_LE(all.count, std::max(segments / lanes, 1));
+  const auto start_of = [&](int segment) {
+    SegmentStart start{all, 0, 0, {0, 0}};
+    const long long begin = all.begin(segment);
     for (; start.row < work_rows<P>(p) - 1 && start.before + work_of_row<P>(p, start.row) <= begin;
          ++start.row)
       start.before += work_of_row<P>(p, start.row);
@@ -228,13 +228,13 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
 
   std::map<std::tuple<unsigned, unsigned, int>, int> visits;  // batch and head, Q tile, KV tile
   std::map<int, std::pair<unsigned, unsigned>> parts;
-  std::vector<CutTile> cut_tiles(shares);
-  p.cut_tiles = cut_tiles.data();
+  std::vector<PartialTile> partial_tiles(segments);
+  p.partial_tiles = partial_tiles.data();
   const long long fewest = all.begin(1);
-  for (int share = 0; share < shares; ++share) {
+  for (int segment = 0; segment < segments; ++segment) {
     long long size = 0;
-    const ShareStart start = start_of(share / lanes);
-    flashjit_emulator::now_block = {static_cast<unsigned>(share), 0, 0};
+    const SegmentStart start = start_of(segment / lanes);
+    flashjit_emulator::now_block = {static_cast<unsigned>(segment), 0, 0};
     auto scheduler = StreamKScheduler<P>::first(p, start, 0);
     for (TileCoord coord; scheduler.next(p, 0, coord); scheduler.finish_tile(p, start, coord)) {
       ASSERT_LT(coord.kv_tiles.begin, coord.kv_tiles.end);
@@ -242,12 +242,12 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
       for (int tile = coord.kv_tiles.begin; tile < coord.kv_tiles.end; ++tile)
         ++visits[{coord.batch_head, coord.q_tile, tile}];
       if (coord.split != kWhole) {
-        ASSERT_EQ(coord.split / 2, share);
+        ASSERT_EQ(coord.split / 2, segment);
         ASSERT_TRUE(parts.insert({coord.split, {coord.batch_head, coord.q_tile}}).second);
       }
     }
-    if (share / lanes < all.count) {
-      ASSERT_LE(std::abs(size - fewest), 1) << share;
+    if (segment / lanes < all.count) {
+      ASSERT_LE(std::abs(size - fewest), 1) << segment;
     } else {
       ASSERT_EQ(size, 0);
     }
@@ -255,12 +255,12 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
   ASSERT_EQ(static_cast<long long>(visits.size()), sum * lanes);
   for (const auto& [key, times] : visits) ASSERT_EQ(times, 1);
   std::size_t joined = 0;
-  for (int share = 0; share < shares; ++share) {
-    const CutTile& cut = cut_tiles[share];
-    for (int other = share / lanes; other < cut.shares_end; ++other, ++joined) {
-      ASSERT_TRUE(other == share / lanes ||
-                  cut_tiles[other * lanes + share % lanes].continues == share / lanes);
-      const auto part = parts.find(part_of_share(p, other, share % lanes, other + 1 < cut.shares_end));
+  for (int segment = 0; segment < segments; ++segment) {
+    const PartialTile& cut = partial_tiles[segment];
+    for (int other = segment / lanes; other < cut.segments_end; ++other, ++joined) {
+      ASSERT_TRUE(other == segment / lanes ||
+                  partial_tiles[other * lanes + segment % lanes].continues == segment / lanes);
+      const auto part = parts.find(part_of_segment(p, other, segment % lanes, other + 1 < cut.segments_end));
       ASSERT_NE(part, parts.end());
       ASSERT_EQ(part->second,
                 std::pair(static_cast<unsigned>(cut.batch_head), static_cast<unsigned>(cut.q_tile)));
@@ -269,21 +269,21 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
   ASSERT_EQ(joined, parts.size());
 }
 
-TEST(StreamK, SharesAreEqualAndHaveEachTileOnce) {
+TEST(StreamK, SegmentsAreEqualAndHaveEachTileOnce) {
   const Lengths one_long{{1, 1, 1, 1}, {20000, 70, 64, 1}};
   const Lengths unlike{{3, 0, 130, 1, 64}, {500, 900, 200, 0, 1300}};
   const Lengths tiny{{1}, {10}};
   for (const Lengths& lengths : {one_long, unlike, tiny})
-    for (const int shares : {1, 7, 132}) {
-      expect_equal_shares<SharedOut<NoMask, 64, false>>(lengths, shares, 8, 2, 1);
-      expect_equal_shares<SharedOut<Causal, 128, false>>(lengths, shares, 4, 4, shares > 1 ? 2 : 1);
-      expect_equal_shares<SharedOut<Causal, 64, true>>(lengths, shares, 8, 2, shares > 1 ? 2 : 1);
-      expect_equal_shares<SharedOut<Window<300>, 64, true>>(lengths, shares, 4, 1, 1);
+    for (const int segments : {1, 7, 132}) {
+      expect_equal_segments<SharedOut<NoMask, 64, false>>(lengths, segments, 8, 2, 1);
+      expect_equal_segments<SharedOut<Causal, 128, false>>(lengths, segments, 4, 4, segments > 1 ? 2 : 1);
+      expect_equal_segments<SharedOut<Causal, 64, true>>(lengths, segments, 8, 2, segments > 1 ? 2 : 1);
+      expect_equal_segments<SharedOut<Window<300>, 64, true>>(lengths, segments, 4, 1, 1);
     }
   const Lengths folded{{128, 128, 128}, {900, 0, 70}};
   for (const int lanes : {1, 2})
-    for (const int shares : {2, 132}) expect_equal_shares<QTilesAsHeads>(folded, shares, 1, 1, lanes);
-  expect_equal_shares<QTilesAsHeads>({{130, 130}, {900, 700}}, 132, 2, 1, 3);
+    for (const int segments : {2, 132}) expect_equal_segments<QTilesAsHeads>(folded, segments, 1, 1, lanes);
+  expect_equal_segments<QTilesAsHeads>({{130, 130}, {900, 700}}, 132, 2, 1, 3);
 }
 
 template <class Mask, int br, bool pack_gqa>
@@ -291,38 +291,39 @@ struct Cascade : SharedOut<Mask, br, pack_gqa> {
   static constexpr bool kCascade = true;
 };
 
-/// Each row of O finds, by the shares that have parts of its work tile and of the prefix's, a part of every
+/// Each row of O finds, by the segments that have parts of its work tile and of the prefix's, a part of every
 /// KV tile that it meets, once. Parts have rows of their own within the memory that the host gives them.
 template <class P>
-void expect_cascade(const Lengths& lengths, int prefix_length, int shares, int heads_q, int heads_kv,
+void expect_cascade(const Lengths& lengths, int prefix_length, int segments, int heads_q, int heads_kv,
                     int lanes) {
   const int batch = static_cast<int>(lengths.keys.size());
   const std::vector<int> offsets = offsets_of(lengths.queries);
-  Params p = params_of<P>(lengths, offsets, shares, heads_q, heads_kv, lanes);
+  Params p = params_of<P>(lengths, offsets, segments, heads_q, heads_kv, lanes);
   p.prefix_length = &prefix_length;
   const int heads = static_cast<int>(scheduled_heads<P>(p)), rows = work_rows<P>(p);
   const long long prefix_tiles = (static_cast<long long>(batch) * p.seqlen_q + queries_per_tile<P>(p) - 1) /
                                  queries_per_tile<P>(p) * heads;
-  std::vector<SharesOfTile> shares_of_tile(static_cast<std::size_t>(own_rows<P>(p) * heads + prefix_tiles));
-  p.shares_of_tile = shares_of_tile.data();
+  std::vector<SegmentsOfTile> segments_of_tile(
+      static_cast<std::size_t>(own_rows<P>(p) * heads + prefix_tiles));
+  p.segments_of_tile = segments_of_tile.data();
   long long sum = 0;
   for (int row = 0; row < rows; ++row) sum += work_of_row<P>(p, row);
-  const Shares all(sum, count_of_shares(p, sum, 0));
+  const Segments all(sum, count_of_segments(p, sum, 0));
 
   std::map<int, Range> parts;
-  for (int share = 0; share < shares; ++share) {
-    ShareStart start{all, 0, 0, {0, 0}};
-    const long long begin = all.begin(share / lanes);
+  for (int segment = 0; segment < segments; ++segment) {
+    SegmentStart start{all, 0, 0, {0, 0}};
+    const long long begin = all.begin(segment / lanes);
     for (; start.row < rows - 1 && start.before + work_of_row<P>(p, start.row) <= begin; ++start.row)
       start.before += work_of_row<P>(p, start.row);
     start.tiles = kv_tiles_of_row<P>(p, start.row);
-    flashjit_emulator::now_block = {static_cast<unsigned>(share), 0, 0};
+    flashjit_emulator::now_block = {static_cast<unsigned>(segment), 0, 0};
     StreamKScheduler<P> scheduler(p, start);
     for (TileCoord coord; scheduler.next(p, 0, coord);) {
       ASSERT_TRUE(parts.insert({coord.split, coord.kv_tiles}).second);
     }
   }
-  const long long room = own_rows<P>(p) * heads + prefix_tiles + shares;
+  const long long room = own_rows<P>(p) * heads + prefix_tiles + segments;
   const Sequence<P> prefix = sequence_at<P>(p, batch);
   std::set<std::pair<int, int>> used;  // parts and rows
   for (int b = 0; b < batch; ++b)
@@ -332,8 +333,8 @@ void expect_cascade(const Lengths& lengths, int prefix_length, int shares, int h
         int next = 0;  // KV tile
         for (const PartsOfRow& of :
              {parts_of_row<P>(p, batch, sequence.q_row(q) - prefix.q_row(0), h), parts_of_row<P>(p, b, q, h)})
-          for (int share = of.shares.begin; share < of.shares.end; ++share) {
-            const int part = part_of_tile(p, of.index, share);
+          for (int segment = of.segments.begin; segment < of.segments.end; ++segment) {
+            const int part = part_of_tile(p, of.index, segment);
             ASSERT_TRUE(part < room && of.row < P::kBr);
             ASSERT_TRUE(used.insert({part, of.row}).second);
             const auto found = parts.find(part);
@@ -352,27 +353,27 @@ TEST(StreamK, RowsOfACascadeFindTheirParts) {
   const Lengths many{{70, 1, 130}, {1000, 900, 771}};
   for (const Lengths& lengths : {decode, few, many})
     for (const int prefix : {0, 63, 64, 600, 640})
-      for (const int shares : {4, 132}) {
-        expect_cascade<Cascade<Causal, 64, true>>(lengths, prefix, shares, 8, 2, 2);
-        expect_cascade<Cascade<Causal, 128, true>>(lengths, prefix, shares, 8, 2, 1);
-        expect_cascade<Cascade<NoMask, 64, false>>(lengths, prefix, shares, 4, 4, 4);
-        expect_cascade<Cascade<NoMask, 128, false>>(lengths, prefix, shares, 4, 2, 1);
+      for (const int segments : {4, 132}) {
+        expect_cascade<Cascade<Causal, 64, true>>(lengths, prefix, segments, 8, 2, 2);
+        expect_cascade<Cascade<Causal, 128, true>>(lengths, prefix, segments, 8, 2, 1);
+        expect_cascade<Cascade<NoMask, 64, false>>(lengths, prefix, segments, 4, 4, 4);
+        expect_cascade<Cascade<NoMask, 128, false>>(lengths, prefix, segments, 4, 2, 1);
       }
 }
 
 TEST(StreamK, WorkTilesThatAreAlikeAreCutLittle) {
   Params p = {};
-  p.num_splits = 132, p.head_lanes = 1;
-  EXPECT_EQ(count_of_shares(p, 128 * 16, 128), 128);  // one each
-  EXPECT_EQ(count_of_shares(p, 256 * 16, 256), 128);  // two each
-  EXPECT_EQ(count_of_shares(p, 32 * 64, 32), 128);    // four for each
-  EXPECT_EQ(count_of_shares(p, 128 * 16, 0), 132);    // not alike
-  EXPECT_EQ(count_of_shares(p, 100 * 16, 100), 132);  // too many would be idle
-  EXPECT_EQ(count_of_shares(p, 133 * 16, 133), 132);
-  EXPECT_EQ(count_of_shares(p, 1 * 20, 1), 10);
-  EXPECT_EQ(count_of_shares(p, 0, 0), 1);
-  p.head_lanes = 2;
-  EXPECT_EQ(count_of_shares(p, 64 * 16, 64), 64);
+  p.num_splits = 132, p.head_groups = 1;
+  EXPECT_EQ(count_of_segments(p, 128 * 16, 128), 128);  // one each
+  EXPECT_EQ(count_of_segments(p, 256 * 16, 256), 128);  // two each
+  EXPECT_EQ(count_of_segments(p, 32 * 64, 32), 128);    // four for each
+  EXPECT_EQ(count_of_segments(p, 128 * 16, 0), 132);    // not alike
+  EXPECT_EQ(count_of_segments(p, 100 * 16, 100), 132);  // too many would be idle
+  EXPECT_EQ(count_of_segments(p, 133 * 16, 133), 132);
+  EXPECT_EQ(count_of_segments(p, 1 * 20, 1), 10);
+  EXPECT_EQ(count_of_segments(p, 0, 0), 1);
+  p.head_groups = 2;
+  EXPECT_EQ(count_of_segments(p, 64 * 16, 64), 64);
 }
 
 }  // namespace

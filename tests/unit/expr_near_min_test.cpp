@@ -8,7 +8,7 @@
 
 #include "expr/evaluate.hpp"
 #include "expr/facts.hpp"
-#include "expr/far_scores.hpp"
+#include "expr/near_min_scores.hpp"
 #include "tests/support/far_program.hpp"
 #include "tests/support/random_program.hpp"
 #include "tests/support/tame_program.hpp"
@@ -29,10 +29,10 @@ bool far(const std::string& score) {
   }
   Graph graph;
   const int root = graph.add(parse(text).pointer());
-  return may_be_far(graph, root);
+  return may_be_near_min(graph, root);
 }
 
-TEST(FarScores, AreToldByWhatFactorsCanBe) {
+TEST(NearMinScores, AreToldByWhatFactorsCanBe) {
   for (const char* score :
        {"score + to_float(pad[b, kv]) * low", "score + (1.0 - to_float(pad[b, kv])) * low",
         "score + to_float(pad[b, kv]) * t[h]", "score + to_float(open[q]) * t[h]",
@@ -43,7 +43,7 @@ TEST(FarScores, AreToldByWhatFactorsCanBe) {
     EXPECT_TRUE(far(score)) << score;
 }
 
-TEST(FarScores, AreNotOrdinaryOnes) {
+TEST(NearMinScores, AreNotOrdinaryOnes) {
   for (const char* score : {"score + t[h] * to_float(kv - q)",
                             "score - t[h] * abs(to_float(q + seqlen_kv - seqlen_q - kv))",
                             "score + t[h] * to_float(kv - q - n)",
@@ -83,7 +83,7 @@ double least_value(const NodePtr& root, const std::vector<Bound>& bound, int que
   return least;
 }
 
-TEST(FarScores, AreToldOfEveryMaskOfNumbers) {
+TEST(NearMinScores, AreToldOfEveryMaskOfNumbers) {
   constexpr int kQueries = 7, kKeys = 9;
   int far = 0, near = 0;
   for (unsigned seed = 0; seed < 2000; ++seed) {
@@ -91,10 +91,10 @@ TEST(FarScores, AreToldOfEveryMaskOfNumbers) {
     const std::vector<FarProgram::Value> values = FarProgram::values(seed, kQueries, kKeys);
     std::vector<Bound> bound;
     for (const FarProgram::Value& value : values) bound.push_back({value.name, value.size, value.values});
-    const bool told = facts_of(ScoreProgram(score), {}).far_scores;
-    const bool is_far = least_value(score.pointer(), bound, kQueries, kKeys) < -2e38;
-    EXPECT_TRUE(told || !is_far) << to_string(score);
-    far += is_far, near += !told;
+    const bool told = facts_of(ScoreProgram(score), {}).near_min_scores;
+    const bool is_near_min = least_value(score.pointer(), bound, kQueries, kKeys) < -2e38;
+    EXPECT_TRUE(told || !is_near_min) << to_string(score);
+    far += is_near_min, near += !told;
   }
   EXPECT_GT(far, 500);
   EXPECT_GT(near, 50);
@@ -110,12 +110,12 @@ bool divides_by_little(const Graph& graph, const std::vector<Value>& values) {
   return false;
 }
 
-TEST(FarScores, AreToldOfEveryProgram) {
+TEST(NearMinScores, AreToldOfEveryProgram) {
   int near = 0;
   for (unsigned seed = 0; seed < 6000; ++seed) {
     test::RandomProgramOptions options{.depth = 4 + static_cast<int>(seed % 3), .grad = false};
     const Expr score = test::RandomProgram(seed, options).score_program();
-    if (facts_of(ScoreProgram(score), {}).far_scores) continue;
+    if (facts_of(ScoreProgram(score), {}).near_min_scores) continue;
     ++near;
     std::vector<test::Given> given;
     for (const Declaration& declared : test::random_program_declarations())

@@ -1,4 +1,4 @@
-#include "expr/far_scores.hpp"
+#include "expr/near_min_scores.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -346,6 +346,6 @@ class Reach {
 
 }  // namespace
 
-bool may_be_far(const Graph& graph, int root) { return Reach(graph).far(root); }
+bool may_be_near_min(const Graph& graph, int root) { return Reach(graph).far(root); }
 
 }  // namespace flashjit::expr

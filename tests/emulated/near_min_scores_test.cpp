@@ -76,7 +76,7 @@ AttentionCase case_of(const Masked& given, Family family, bool split) {
   return test;
 }
 
-std::vector<AttentionCase> far_score_cases() {
+std::vector<AttentionCase> near_min_score_cases() {
   std::vector<AttentionCase> all;
   for (const Masked& given : masked())
     for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75}) {
@@ -87,9 +87,9 @@ std::vector<AttentionCase> far_score_cases() {
   return all;
 }
 
-class FarScores : public SupportedCase {};
+class NearMinScores : public SupportedCase {};
 
-TEST_P(FarScores, GiveTheMeanOfV) {
+TEST_P(NearMinScores, GiveTheMeanOfV) {
   const AttentionCase& test = GetParam();
   TemporaryRuntime runtime;
   TileConfig config = heuristic(test.family, test.spec, test.shape, Pass::forward);
@@ -98,7 +98,7 @@ TEST_P(FarScores, GiveTheMeanOfV) {
   run.check_forward(runtime.get(), config);
 }
 
-INSTANTIATE_TEST_SUITE_P(Attention, FarScores, testing::ValuesIn(far_score_cases()),
+INSTANTIATE_TEST_SUITE_P(Attention, NearMinScores, testing::ValuesIn(near_min_score_cases()),
                          [](const auto& test) { return name_of(test.param); });
 
 constexpr std::int64_t kQueries = 70, kKeys = 90;

@@ -84,6 +84,7 @@ struct Schedule {
   int q_tiles_per_cta = 1;        ///< Q tiles that a block of the forward pass computes at a time
   bool dynamic_tiles = false;     ///< blocks take tiles from a counter until there are none; backward they
                                   ///< convert dQ themselves, too
+  bool ragged_tiles = false;      ///< and an entry before counts each sequence's
   bool tile_lists = false;        ///< blocks walk lists of tiles; else what lies within the mask's bounds
   bool early_launch = false;      ///< kernels wait by themselves for the launch before
   bool row_terms = false;         ///< rows' terms of the score are found beforehand, once

@@ -233,6 +233,7 @@ Schedule schedule(const AnalysedSpec& spec, const TileConfig& c) {
   const bool backward = !is_forward(spec);
   return {.q_tiles_per_cta = q_tiles_per_cta(spec, c),
           .dynamic_tiles = backward || counts_tiles(spec, c),
+          .ragged_tiles = has_ragged_tiles(spec, c),
           .tile_lists = walks_lists(spec, c),
           .early_launch = true,  // with an instruction that all devices of sm90 have
           .row_terms = backward && spec.programs.row_term,
@@ -262,6 +263,7 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
     kernel.constants.push_back({"kQTilesAsHeads", counts_q_tiles_as_heads(spec, c)});
     kernel.constants.push_back({"kCascade", is_cascade(spec, c)});
     kernel.constants.push_back({"kCountsTiles", counts_tiles(spec, c)});
+    kernel.constants.push_back({"kRaggedTiles", has_ragged_tiles(spec, c)});
     kernel.constants.push_back({"kFp16Products", multiplies_as_fp16(spec)});
     kernel.constants.push_back({"kSplitTailWave", splits_tail_wave(spec, c)});
   }

@@ -80,6 +80,8 @@ bool shares_tiles_out(const AnalysedSpec& spec);
 /// Whether blocks take Q tiles from a counter: where tiles differ in cost as only the device knows, and are
 /// so long that a block's start and end are better hidden.
 bool counts_tiles(const AnalysedSpec& spec, const TileConfig& c);
+/// Whether that counter is of tiles that exist, as packed sequences beside a cache have few or many.
+bool has_ragged_tiles(const AnalysedSpec& spec, const TileConfig& c);
 
 /// Whether the Q tiles of the forward pass's tail wave are split by warpgroups among more CTAs: without a
 /// mask all cost the same. A warpgroup without rows ends there, so a CTA must not get a tile after it, as

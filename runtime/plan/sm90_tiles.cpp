@@ -265,6 +265,10 @@ bool counts_tiles(const AnalysedSpec& spec, const TileConfig& c) {
          (walks_lists(spec, c) || (spec.kv.is_cache() && (!c.split || spec.reproducible.batch_invariant)));
 }
 
+bool has_ragged_tiles(const AnalysedSpec& spec, const TileConfig& c) {
+  return counts_tiles(spec, c) && spec.varlen && spec.kv.is_cache() && !walks_lists(spec, c) && !c.split;
+}
+
 bool splits_tail_wave(const AnalysedSpec& spec, const TileConfig& c) {
   return !spec.programs.has_mask && !counts_tiles(spec, c) && !c.split && !c.pack_gqa &&
          c.br > sm90::kWarpgroupRows;

@@ -17,6 +17,13 @@ std::int64_t cascade_tiles(const KernelPlan& kernel, const AttentionShape& shape
          heads;
 }
 
+Entry count_tiles_entry() {
+  return {.name = "count_tiles",
+          .header = "flashjit/tma/ragged_tiles.cuh",
+          .function = "flashjit::tma::count_tiles",
+          .threads = kAuxiliaryThreads};
+}
+
 }  // namespace
 
 Entry main_entry(Family family, const AnalysedSpec& spec, int threads, int shared_bytes) {
@@ -46,7 +53,9 @@ KernelPlan tensor_core_kernel(const AnalysedSpec& spec, const TileConfig& config
     kernel.add(Step::term_bounds, auxiliary_entry("term_bounds", "tile_lists"));
   if (schedule.tile_lists) kernel.add(Step::tile_lists, auxiliary_entry("tile_lists"));
   if (has_ranks(spec)) kernel.add(Step::list_ranks, auxiliary_entry("list_ranks", "tile_lists"));
-  if (!backward && schedule.dynamic_tiles)
+  if (schedule.ragged_tiles)
+    kernel.add(Step::reset_work, count_tiles_entry());
+  else if (!backward && schedule.dynamic_tiles)
     kernel.add(Step::reset_work, auxiliary_entry("reset_work", "tile_lists"));
   kernel.add(Step::main, main);
   if (backward && spec.indices)

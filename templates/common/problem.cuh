@@ -80,6 +80,7 @@ struct ExampleProblem {
   //   kQTilesPerCta   sm90 forward: Q tiles that a CTA computes at a time
   //   kTmaStoresO     sm90 forward: O leaves through shared memory and TMA
   //   kCountsTiles    sm90 forward: CTAs take Q tiles from a counter
+  //   kRaggedTiles    sm90 forward: with kCountsTiles, sequences have Q tiles of their own number
   //   kFp16Products   sm90 forward: codes of 8 bits are multiplied as fp16
   //   kStreamK        sm90 forward: with kSplit, all CTAs have equal shares of all work (stream_k.cuh)
   //   kQTilesAsHeads  sm90 forward: with kStreamK, the Q tiles of a sequence meet the same KV tiles

@@ -6,6 +6,7 @@
 
 #include "flashjit/common/out_element.cuh"
 #include "flashjit/common/sink.cuh"
+#include "flashjit/tma/ragged_tiles.cuh"
 #include "flashjit/tma/tile_scheduler.cuh"
 
 namespace flashjit::tma {
@@ -407,7 +408,9 @@ struct StreamKScheduler {
 
 /// The scheduler of the kernel's CTAs.
 template <class P>
-using ForwardScheduler = Conditional<P::kStreamK, StreamKScheduler<P>, TileScheduler<P>>;
+using ForwardScheduler =
+    Conditional<P::kStreamK, StreamKScheduler<P>,
+                Conditional<P::kRaggedTiles, RaggedTileScheduler<P>, TileScheduler<P>>>;
 
 template <class P>
 __device__ __forceinline__ void write_empty_parts(const Params& p, const SegmentStart& start, int thread,

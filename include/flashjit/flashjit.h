@@ -97,6 +97,9 @@ typedef struct flashjit_forward_args {
   const float* skip_softmax_threshold;
   /** [2] on the device, ADDED to: tiles visited, and how many of these were skipped; null: not wanted. */
   int64_t* skip_softmax_counts;
+  /** With "q_rope" in the spec: Q's columns behind V's, [batch, heads_q, seqlen_q, head_dim - head_dim_v],
+   * read only; q then has the first head_dim_v columns. */
+  flashjit_tensor q_rope;
 } flashjit_forward_args;
 
 /** O and its tangent, the derivative of O along the tangents of what it depends on: see JvpArgs of

@@ -85,6 +85,8 @@ struct PartialArgs {
 /// tensors is read or written.
 struct ForwardArgs {
   ConstTensorView q, k, v;
+  /// With spec.prologue.q_rope: Q's columns behind V's, [b, hq, sq, d - dv]; q then has the first dv columns.
+  ConstTensorView q_rope = {};
   TensorView out;                           ///< in memory of its own
   float* lse = nullptr;                     ///< [b, hq, sq], natural log of the row sums; null: not wanted
   RowStrides lse_strides = {};              ///< of lse, row_max and partial.state.lse

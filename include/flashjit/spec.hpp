@@ -92,6 +92,10 @@ struct Prologue {
   /// Q has the type of K, too (FP8: e4m3 or e5m2), with one scale for the queries of each KV head. O has
   /// `dtype`.
   bool q_codes = false;
+  /// Q's columns behind V's, as latent attention rotates them, are in a tensor of their own: ForwardArgs::q
+  /// has the first head_dim_v columns, q_rope the others. Forward only, with kv.shared_kv, without q_codes
+  /// and q_mod.
+  bool q_rope = false;
   /// Programs of elements of Q's and K's rows (RoPE, the norm of a head), computed in fp32 and rounded to
   /// `dtype` by a launch before the others, in the workspace. Gradients are for Q and K as they are given.
   /// k_mod is not for a cache, whose rows append() already rotates, a format and shared_kv; both not with K

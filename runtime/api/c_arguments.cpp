@@ -158,6 +158,7 @@ ForwardArgs forward_args(const flashjit_forward_args& c, Captures& room) {
   args.v_block_scale = view(c.v_block_scale);
   if (c.skip_softmax_threshold) args.skip_softmax_threshold = *c.skip_softmax_threshold;
   args.skip_softmax_counts = c.skip_softmax_counts;
+  args.q_rope = view(c.q_rope);
   return args;
 }
 

@@ -221,9 +221,23 @@ reference::Captured captured(const Capture& capture, ElementType type) {
   return result;
 }
 
+/// Rows of two tensors' columns.
+std::vector<double> joined_columns(const std::vector<double>& first, std::int64_t first_columns,
+                                   const std::vector<double>& last, std::int64_t last_columns) {
+  std::vector<double> joined;
+  joined.reserve(first.size() + last.size());
+  for (auto a = first.begin(), b = last.begin(); a != first.end(); a += first_columns, b += last_columns) {
+    joined.insert(joined.end(), a, a + first_columns);
+    joined.insert(joined.end(), b, b + last_columns);
+  }
+  return joined;
+}
+
 /// Q as the reference takes it. Packed rows have their sequence's scale.
 std::vector<double> gather_q(const AttentionSpec& spec, const ForwardArgs& args) {
   std::vector<double> values = gather(spec.q_type(), args.q);
+  if (spec.prologue.q_rope)
+    return joined_columns(values, args.q.size[3], gather(spec.dtype, args.q_rope), args.q_rope.size[3]);
   if (!spec.prologue.q_codes) return values;
   const AttentionShape shape = shape_of(spec, args);
   const auto [batch, heads, rows, dim] = args.q.size;

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "call/block_scales.hpp"
+#include "call/q_rope.hpp"
 #include "call/row_mods.hpp"
 #include "call/skip_softmax.hpp"
 #include "call/tensor_checks.hpp"
@@ -263,7 +264,7 @@ template <class Args>
 void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expected& sizes) {
   constexpr bool kForward = std::is_same_v<Args, ForwardArgs>;
   const DType out_type = kForward ? spec.out_type() : spec.saved_out_type();
-  check_tensor("q", args.q, sizes.q, size_of(spec.q_type()), Access::read);
+  check_q(spec, args.q, q_rope_of(args), sizes.q);
   check_kv_tensor("k", args.k, sizes.k, spec.stored_k(), spec.kv.k_format, Access::read);
   check_kv_tensor("v", args.v, sizes.v, spec.stored_v(), spec.kv.v_format, Access::read);
   const bool is_of_k = args.v.data == args.k.data && args.v.stride == args.k.stride;
@@ -288,8 +289,10 @@ std::array<Placed, 3> placed_qkv(const AttentionSpec& spec, const Args& args) {
 void check_apart(const AttentionSpec& spec, const ForwardArgs& args) {
   const std::array written = {Placed{"out", args.out, size_of(spec.out_type())},
                               Placed{"out_before_mod", args.out_before_mod, size_of(spec.dtype)}};
-  check_apart({written.data(), args.out_before_mod.data ? std::size_t{2} : std::size_t{1}},
-              placed_qkv(spec, args));
+  const auto [q, k, v] = placed_qkv(spec, args);
+  const std::array read = {q, k, v, Placed{"q_rope", args.q_rope, size_of(spec.dtype)}};
+  const std::span<const Placed> all_written(written), all_read(read);
+  check_apart(all_written.first(args.out_before_mod.data ? 2 : 1), all_read.first(args.q_rope.data ? 4 : 3));
 }
 
 void check_apart(const AttentionSpec& spec, const BackwardArgs& args) {
@@ -430,6 +433,9 @@ void take_common(AttentionSpec& spec, const Args& args, DType dtype) {
 AttentionSpec spec_of(const ForwardArgs& args, AttentionSpec spec) {
   const DType q = type_of("q", args.q), out = type_of("out", args.out);
   spec.prologue.q_codes |= size_of(q) == 1;
+  spec.prologue.q_rope |= args.q_rope.data != nullptr;
+  if (spec.prologue.q_rope && spec.head_dim == 0)
+    spec.head_dim = dim_of(plus(args.q.size[3], args.q_rope.size[3]));
   // With quantized Q, O tells the type; in fp32 O may be a part of a larger problem.
   const DType of_codes = out == DType::fp32 ? spec.dtype : out;
   take_common(spec, args, spec.prologue.q_codes ? of_codes : q);
@@ -556,6 +562,7 @@ std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {
   return pointers_with(args, {{"page_table", args.page_table.data},
                               {"page_table.starts", args.page_table.starts},
                               {"row_max", args.row_max},
+                              {"q_rope", memory_of(args.q_rope)},
                               {"out_before_mod", memory_of(args.out_before_mod)},
                               {"skip_softmax_counts", args.skip_softmax_counts},
                               {"prefix_length", args.prefix_length},

@@ -15,6 +15,7 @@
 #include "call/decoded_cache.hpp"
 #include "call/jvp_arguments.hpp"
 #include "call/parameters.hpp"
+#include "call/q_rope.hpp"
 #include "call/row_mods.hpp"
 #include "device/tensor_maps.hpp"
 #include "plan/decoded_cache.hpp"
@@ -62,7 +63,7 @@ device::TensorMaps tensor_maps(const device::Driver& driver, const plan::Executi
   const auto maps_with = [&](const ConstTensorView& o, const char* o_name) {
     const auto seen = args_of_kernels(plan, args);
     return device::make_tensor_maps(driver, *plan.tensor_boxes, plan.spec.dtype, plan::kv_type_of_main(plan),
-                                    seen.q, seen.k, args.v, o, o_name, params.captures);
+                                    seen.q, q_rope_of(args), seen.k, args.v, o, o_name, params.captures);
   };
   if constexpr (requires { args.dout; })
     return maps_with(dout_of_kernels(plan, args), "dout");

@@ -152,6 +152,7 @@ ForwardArgs fold_gqa(ForwardArgs args) {
   const RowStrides lse = row_strides(args.lse_strides, rows_of(args.q));
   args.lse_strides = {lse.batch, lse.head * group, lse.head};
   fold(args.q);
+  if (args.q_rope.data) fold(args.q_rope);
   fold(args.out);
   fold(args.partial.state.out);
   return args;
@@ -163,6 +164,7 @@ Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& given, Pa
   params.given = {.q = tensor_param(given.q), .k = tensor_param(given.k), .dq = {}, .dk = {}};
   params.page_table = page_table_param(args.page_table, args.k);
   params.row_max = args.row_max;
+  if (plan.spec.prologue.q_rope) params.q_rope = tensor_param(args.q_rope);
   if (!plan.spec.epilogue.out_mod.empty()) params.out_mod = tensor_param(args.out_before_mod);
   set_skip_softmax(params, plan.spec, args);
   params.k_scale = scale_param(args.k_scale);

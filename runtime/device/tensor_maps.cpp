@@ -152,8 +152,8 @@ void encode_bias(const Driver& driver, CUtensorMap& map, const CaptureParam& ten
 }  // namespace
 
 TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype, DType kv_dtype,
-                            const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                            const ConstTensorView& o, const char* o_name,
+                            const ConstTensorView& q, const ConstTensorView& q_rope, const ConstTensorView& k,
+                            const ConstTensorView& v, const ConstTensorView& o, const char* o_name,
                             std::span<const CaptureParam> captures) {
   TensorMaps maps{};
   if (boxes.pairs_of_codes) {
@@ -164,16 +164,20 @@ TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes
     };
     plan::TensorBoxes of_pairs = boxes;
     of_pairs.pairs_of_codes = false;
-    return make_tensor_maps(driver, of_pairs, dtype, dtype, pairs("q", q), pairs("k", k), pairs("v", v), o,
-                            o_name, captures);
+    return make_tensor_maps(driver, of_pairs, dtype, dtype, pairs("q", q), {}, pairs("k", k), pairs("v", v),
+                            o, o_name, captures);
   }
   const auto encode_rows = [&](CUtensorMap& map, const char* name, const ConstTensorView& tensor, int rows) {
     if (rows > 0) encode(driver, map, name, tensor, dtype, dimensions_of(tensor, rows));
   };
-  if (boxes.pack_gqa && k.size[1] > 0)
-    encode(driver, maps.q, "q", q, dtype, packed_dimensions_of(q, k.size[1], boxes.one_query));
-  else
-    encode_rows(maps.q, "q", q, boxes.q_rows);
+  const auto encode_q = [&](CUtensorMap& map, const char* name, const ConstTensorView& tensor) {
+    if (boxes.pack_gqa && k.size[1] > 0)
+      encode(driver, map, name, tensor, dtype, packed_dimensions_of(tensor, k.size[1], boxes.one_query));
+    else
+      encode_rows(map, name, tensor, boxes.q_rows);
+  };
+  encode_q(maps.q, "q", q);
+  if (q_rope.data) encode_q(maps.q_rope, "q_rope", q_rope);
   // Rows of codes are copied whole.
   const auto encode_kv = [&](CUtensorMap& map, const char* name, const ConstTensorView& tensor, int padded) {
     if (padded > 0) return encode_padded_rows(driver, map, name, tensor, boxes.kv_rows, padded);

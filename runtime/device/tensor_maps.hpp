@@ -13,15 +13,16 @@ namespace flashjit::device {
 
 /// A kernel's second parameter.
 using TensorMaps = TensorMapsOf<CUtensorMap>;
-static_assert(sizeof(TensorMaps) == std::size_t{5} * 128 && alignof(TensorMaps) >= 64);
+static_assert(sizeof(TensorMaps) == std::size_t{6} * 128 && alignof(TensorMaps) >= 64);
 
-/// The maps of one call's tensors, `o` being O of a forward pass and dO of a backward pass, by the name that
-/// its caller knows; the map of a tensor without elements, or whose rows are not copied, stays zero: no
-/// kernel reads it. So does a bias tile of `captures` whose memory or strides TMA cannot load: kernels then
-/// read it themselves. Throws Error(unsupported) that names the tensor whose strides the driver refuses.
+/// The maps of one call's tensors, without memory where it has none, `o` being O of a forward pass and dO of
+/// a backward pass, by the name that its caller knows; the map of a tensor without elements, or whose rows
+/// are not copied, stays zero: no kernel reads it. So does a bias tile of `captures` whose memory or strides
+/// TMA cannot load: kernels then read it themselves. Throws Error(unsupported) that names the tensor whose
+/// strides the driver refuses.
 TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype, DType kv_dtype,
-                            const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                            const ConstTensorView& o, const char* o_name,
+                            const ConstTensorView& q, const ConstTensorView& q_rope, const ConstTensorView& k,
+                            const ConstTensorView& v, const ConstTensorView& o, const char* o_name,
                             std::span<const CaptureParam> captures);
 
 }  // namespace flashjit::device

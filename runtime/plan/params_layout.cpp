@@ -45,6 +45,7 @@ constexpr ParamsGroup kParamsGroups[] = {
     {"SCALES", offsetof(Params, k_scale),
      [](const KernelPlan& k) -> int { return k.spec.kv.quantized() || k.spec.prologue.q_codes; }},
     {"INDICES", offsetof(Params, indices), [](const KernelPlan& k) -> int { return k.spec.indices; }},
+    {"Q_ROPE", offsetof(Params, q_rope), [](const KernelPlan& k) -> int { return k.spec.prologue.q_rope; }},
     {"OUT_MOD", offsetof(Params, out_mod),
      [](const KernelPlan& k) -> int { return !k.spec.epilogue.out_mod.empty(); }},
     {"ROW_MODS", offsetof(Params, given),

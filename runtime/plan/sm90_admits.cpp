@@ -119,6 +119,13 @@ Support supports_skip_softmax(const AnalysedSpec& spec) {
       "skip_softmax is without indices and Q of 8 bits, and for up to {} columns of V", kMostColumns));
 }
 
+/// A box has columns of one of Q's two tensors.
+Support supports_q_rope(const AnalysedSpec& spec) {
+  if (!spec.prologue.q_rope || spec.v_dim() % sm90::kSliceColumns == 0) return Support::yes();
+  return Support::no(
+      fmt::format("q_rope is for a multiple of {} columns of V, not {}", sm90::kSliceColumns, spec.v_dim()));
+}
+
 Support supports_q_codes(const AnalysedSpec& spec) {
   if (!spec.prologue.q_codes) return Support::yes();
   if (spec.has_key_scales() && (spec.epilogue.row_max || spec.programs.column_term))
@@ -288,6 +295,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
         fmt::format("gradients of captured tensors are for head dimensions up to {}, not {} and {}",
                     sm90::kMostCtaColumns, spec.head_dim, spec.v_dim()));
   if (Support able = supports_indices(spec); !able) return able;
+  if (Support able = supports_q_rope(spec); !able) return able;
   if (excludes_lists(spec) && !is_stream_k(spec, with_split(config(sm90::kWarpgroupRows, 64, 4, 2), false)))
     return no_lists(spec);
   if (gathers(spec) && (has_bias_tile(spec) || spec.programs.column_term))

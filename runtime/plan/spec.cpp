@@ -173,6 +173,26 @@ void check_row_mods(const AttentionSpec& spec) {
            option, k_mod ? "Q and K" : "Q", program);
 }
 
+/// Q's last columns in a tensor of their own, which the forward pass reads beside latents.
+void check_q_rope(const AttentionSpec& spec) {
+  if (!spec.prologue.q_rope) return;
+  if (!spec.kv.shared_kv || spec.v_dim() >= spec.head_dim)
+    refuse(
+        "q_rope is set, head_dim is {} and head_dim_v is {}{}; Q's columns behind V's are then apart, as in "
+        "latent attention, so set shared_kv and more columns of K than of V, or give Q as one tensor",
+        spec.head_dim, spec.v_dim(), spec.kv.shared_kv ? "" : ", and shared_kv is not set");
+  const char* option = spec.prologue.q_codes ? "q_codes" : !spec.prologue.q_mod.empty() ? "q_mod" : nullptr;
+  if (option)
+    refuse("q_rope is set and {} is, too; {} is for Q in one tensor, so leave one out", option, option);
+}
+
+/// Likewise of passes, before these forget that K and V are shared.
+void check_q_rope(const AttentionSpec& spec, Pass pass) {
+  if (spec.prologue.q_rope && (pass == Pass::jvp || gives_gradients(pass)))
+    refuse("the pass is {} and q_rope is set; derivatives are for Q in one tensor, so join its parts",
+           to_string(pass));
+}
+
 /// What has no tangent, or none yet.
 void refuse_without_tangent(const AttentionSpec& spec, Pass pass) {
   const std::string name = to_string(pass);
@@ -288,6 +308,7 @@ void AttentionSpec::validate() const {
   check_weight_mod(*this);
   check_out_mod(*this);
   check_row_mods(*this);
+  check_q_rope(*this);
   check_skip_softmax(*this);
   if (indices && (has_block_map() || dropout || prologue.q_codes))
     refuse_beside_indices(has_block_map() ? "block_map" : dropout ? "dropout" : "q_codes");
@@ -310,6 +331,7 @@ void AttentionSpec::validate() const {
 
 void KernelSpec::validate() const {
   parse_pass(to_string(pass));  // refuses numbers that a cast made an enumerator
+  check_q_rope(*this, pass);
   AttentionSpec::validate();
   if (pass == Pass::quantize && !kv.k_format.quantized())
     refuse("the pass is quantize and K and V are {}; set kv.k_format to e4m3, e5m2 or int8",

@@ -55,6 +55,7 @@ inline constexpr std::array kSpecOptions{
                                                                               "batch_invariant"),
     spec_option<&AttentionSpec::kv, &KvLayout::shared_kv>("shared_kv", "kSharedKv", "v_columns"),
     spec_option<&AttentionSpec::prologue, &Prologue::q_codes>("q_codes", "kQCodes", "q_scale"),
+    spec_option<&AttentionSpec::prologue, &Prologue::q_rope>("q_rope", "kQRope", "q_rope"),
     spec_option<&AttentionSpec::indices>("indices", "kIndices", "indices"),
     spec_option<&AttentionSpec::kv, &KvLayout::shared_prefix>("shared_prefix", "kSharedPrefix",
                                                               "prefix_length"),

@@ -16,6 +16,7 @@
 #define FLASHJIT_IF_DROPOUT
 #define FLASHJIT_IF_SCALES
 #define FLASHJIT_IF_INDICES
+#define FLASHJIT_IF_Q_ROPE
 #define FLASHJIT_IF_OUT_MOD
 #define FLASHJIT_IF_ROW_MODS
 #define FLASHJIT_IF_RUNNING_STATE
@@ -225,6 +226,8 @@ struct Params {
   FLASHJIT_IF_SCALES TensorParam v_block_scale;  ///< the same of VFormat
 
   FLASHJIT_IF_INDICES IndicesParam indices;
+
+  FLASHJIT_IF_Q_ROPE TensorParam q_rope;  ///< Q's columns behind V's
 
   /// Forward: O before the program; null: not wanted. Backward: dO of what it gave, from which the out_grads
   /// entry makes dout.

@@ -35,6 +35,7 @@ struct ExampleProblem {
   static constexpr bool kSkipSoftmax = false;  // forward: tiles far below the maximum: skip_softmax.cuh
   static constexpr bool kKeyScales = false;    // scales of keys or pages; else a head has one
   static constexpr bool kQCodes = false;       // Q is of KvElement, too
+  static constexpr bool kQRope = false;        // forward: Q's columns behind V's are a tensor of their own
   static constexpr bool kFp32Out = false;      // O is fp32, whatever Q is
   static constexpr bool kRunningState =
       false;                                 // forward: O and LSE of other keys are joined: running_state.cuh

@@ -6,6 +6,7 @@
 #include "flashjit/common/sink.cuh"
 #include "flashjit/common/unused_rows.cuh"
 #include "flashjit/simt/out_mod.cuh"
+#include "flashjit/simt/q_parts.cuh"
 #include "flashjit/simt/tile.cuh"
 
 namespace flashjit::simt {
@@ -151,8 +152,10 @@ __device__ void forward(const Params& p) {
   const Range q_range = tile_range(work.tile, Problem::kBr, sequence.seqlen_q(p));
   if (Problem::kVarlen && q_range.begin == q_range.end) return;
   const int kv_end = sequence.seqused_kv(p), kv_begin = first_key_of<Problem>(p, head, q_range);
-  const ScaledQMatrix<Problem> q{q_matrix<Problem, QElement<Problem>>(sequence, p.q, h, q_range.end),
-                                 q_scale<Problem>(p, work.b, h_kv)};
+  const auto q = QRows<Problem>::rows(p, [&](const TensorParam& tensor) {
+    return ScaledQMatrix<Problem>{q_matrix<Problem, QElement<Problem>>(sequence, tensor, h, q_range.end),
+                                  q_scale<Problem>(p, work.b, h_kv)};
+  });
   const auto k = KvMatrices<Problem>::k(p, sequence, h_kv, kv_end, kv_begin);
   const auto v = KvMatrices<Problem>::v(p, sequence, h_kv, kv_end, kv_begin);
   const Shared shared = shared_memory<T>();

@@ -35,7 +35,7 @@ __device__ void forward_of_indices(const Params& p) {
   using T = Tile<Problem, Problem::kBr, Problem::kBc>;
   const QueryHeads<Problem> rows(p);
   if (rows.count == 0) return;
-  const auto q = rows.matrix(p.q);
+  const auto q = QRows<Problem>::rows(p, [&](const TensorParam& tensor) { return rows.matrix(tensor); });
   const Shared shared = shared_memory<T>();
   __shared__ ListTile<Problem> list;
   const auto k = EntryMatrices<Problem>::k(p, rows, list);

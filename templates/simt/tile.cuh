@@ -145,6 +145,12 @@ struct KvMatrices<Problem, true> {
   }
 };
 
+/// Where a row's elements from a column on are; rows of two tensors have another (q_parts.cuh).
+template <class Rows>
+__device__ __forceinline__ auto elements(const Rows& from, int row, int column) {
+  return from.row(row) + column;
+}
+
 /// Copies columns [chunk * kChunk, ...) of kRows rows from `first` on to shared memory, as floats. Columns
 /// from kDim on stay as they are, as they are never read.
 template <int kThreads, int kRows, int kDim, class Rows>
@@ -159,7 +165,7 @@ __device__ __forceinline__ void load_chunk(float* shared, const Rows& from, int 
   for (int row = threadIdx.x / kPieces; row < kRows; row += kThreads / kPieces) {
     Piece value = {};
     if (from.has(first + row))
-      value = *reinterpret_cast<const Piece*>(from.row(first + row) + chunk * kChunk + column);
+      value = *reinterpret_cast<const Piece*>(elements(from, first + row, chunk * kChunk + column));
     Float4* to = reinterpret_cast<Float4*>(shared + row * kChunkStride + column);
 #pragma unroll
     for (int e = 0; e < kElements; e += 4) {

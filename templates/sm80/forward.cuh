@@ -65,10 +65,11 @@ __device__ void forward(const Params& p, const Maps&... maps) {
     KvTileLoader<P>::template load<Policy::kVColumns>(smem, smem.v(i), v, list, p, b, kv, seqused_kv - kv);
     load_key_scales<P>(smem.v_scales(i), v_scales, kv, seqused_kv - kv);
   };
-  const QBits<P>* q_rows =
-      sequence.template q_pointer<QBits<P>>(p.q, h, P::kIndices ? q_tile_index : q_begin);
-  const long long q_stride = P::kIndices ? p.q.stride_h : p.q.stride_s;
-  QLoader<P>::load(smem, q_rows, q_stride, seqlen_q - q_begin);
+  const auto rows_of = [&](const TensorParam& q) {
+    return QRows<P>{sequence.template q_pointer<QBits<P>>(q, h, P::kIndices ? q_tile_index : q_begin),
+                    P::kIndices ? q.stride_h : q.stride_s};
+  };
+  QLoader<P>::load(smem, p, rows_of, seqlen_q - q_begin);
   Stages::start(load_k, load_v);
 
   unsigned q_fragments[P::kQInRegisters ? Policy::kQSteps : 1][kMt][4];

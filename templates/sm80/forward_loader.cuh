@@ -7,6 +7,7 @@
 
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/sm80/forward_policy.cuh"
+#include "flashjit/sm80/forward_q_parts.cuh"
 #include "flashjit/sm80/forward_smem.cuh"
 #include "flashjit/sm80/kv_loader.cuh"
 #include "flashjit/sm80/tile.cuh"
@@ -141,51 +142,56 @@ struct LatePvSteps {
 template <class P>
 using StepLoop = Conditional<ForwardPolicy<P>::kLatePv, LatePvSteps<P>, PlainSteps<P>>;
 
-/// What Q is read as.
-template <class P>
-using QBits = Conditional<P::kQCodes, unsigned char, unsigned short>;
-
-/// How `valid` rows of Q get to shared memory; QLoader<P> names one of these types.
+/// How `valid` rows of Q get to shared memory, `rows_of` being those of a tensor; QLoader<P> names one of
+/// these types.
 template <class P>
 struct PlainQLoader {
-  static __device__ __forceinline__ void load(const ForwardSmem<P>& smem, const QBits<P>* rows,
-                                              long long stride, int valid) {
-    load_tile<typename P::Copies, P::kBr, P::kHeadDim, ForwardPolicy<P>::kThreads>(smem.q, rows, stride,
-                                                                                   valid);
+  template <class RowsOf>
+  static __device__ __forceinline__ void load(const ForwardSmem<P>& smem, const Params& p,
+                                              const RowsOf& rows_of, int valid) {
+    const QRows<P> rows = rows_of(p.q);
+    load_tile<typename P::Copies, P::kBr, P::kHeadDim, ForwardPolicy<P>::kThreads>(smem.q, rows.data,
+                                                                                   rows.stride, valid);
   }
 };
 /// Columns in the order in which K's codes are met.
 template <class P>
 struct PairedQLoader {
-  static __device__ __forceinline__ void load(const ForwardSmem<P>& smem, const QBits<P>* rows,
-                                              long long stride, int valid) {
-    load_paired_tile<typename P::Copies, P::kBr, P::kHeadDim, ForwardPolicy<P>::kThreads>(smem.q, rows,
-                                                                                          stride, valid);
+  template <class RowsOf>
+  static __device__ __forceinline__ void load(const ForwardSmem<P>& smem, const Params& p,
+                                              const RowsOf& rows_of, int valid) {
+    const QRows<P> rows = rows_of(p.q);
+    load_paired_tile<typename P::Copies, P::kBr, P::kHeadDim, ForwardPolicy<P>::kThreads>(smem.q, rows.data,
+                                                                                          rows.stride, valid);
   }
 };
 /// Q of 8 bits, multiplied as it is: two codes in a column.
 template <class P>
 struct QuantizedQLoader {
-  static __device__ __forceinline__ void load(const ForwardSmem<P>& smem, const QBits<P>* rows,
-                                              long long stride, int valid) {
+  template <class RowsOf>
+  static __device__ __forceinline__ void load(const ForwardSmem<P>& smem, const Params& p,
+                                              const RowsOf& rows_of, int valid) {
+    const QRows<P> rows = rows_of(p.q);
     load_tile<typename P::Copies, P::kBr, P::kHeadDim / 2, ForwardPolicy<P>::kThreads>(
-        smem.q, reinterpret_cast<const unsigned short*>(rows), stride / 2, valid);
+        smem.q, reinterpret_cast<const unsigned short*>(rows.data), rows.stride / 2, valid);
   }
 };
 /// Q of 8 bits, multiplied in 16, as K's codes are.
 template <class P>
 struct ConvertedQLoader {
-  static __device__ __forceinline__ void load(const ForwardSmem<P>& smem, const QBits<P>* rows,
-                                              long long stride, int valid) {
+  template <class RowsOf>
+  static __device__ __forceinline__ void load(const ForwardSmem<P>& smem, const Params& p,
+                                              const RowsOf& rows_of, int valid) {
+    const QRows<P> rows = rows_of(p.q);
     load_converted_tile<typename P::Element, typename P::KvElement, P::kBr, P::kHeadDim,
-                        ForwardPolicy<P>::kThreads>(smem.shared + smem.kLayout.q(), rows, stride, valid);
+                        ForwardPolicy<P>::kThreads>(smem.shared + smem.kLayout.q(), rows.data, rows.stride,
+                                                    valid);
   }
 };
 template <class P>
-using QLoader =
-    Conditional<P::kQCodes,
-                Conditional<ForwardPolicy<P>::kCodeProducts, QuantizedQLoader<P>, ConvertedQLoader<P>>,
-                Conditional<kScaledKv<P>, PairedQLoader<P>, PlainQLoader<P>>>;
+using QLoader = Conditional<
+    P::kQCodes, Conditional<ForwardPolicy<P>::kCodeProducts, QuantizedQLoader<P>, ConvertedQLoader<P>>,
+    Conditional<P::kQRope, QPartsLoader<P>, Conditional<kScaledKv<P>, PairedQLoader<P>, PlainQLoader<P>>>>;
 
 /// Q's fragments: read from shared memory for each KV tile, as `load_q` gives them, or once, to registers.
 template <class P>

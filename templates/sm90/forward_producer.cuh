@@ -5,6 +5,7 @@
 #include "flashjit/common/running_state.cuh"
 #include "flashjit/common/sink.cuh"
 #include "flashjit/sm90/forward_out_mod.cuh"
+#include "flashjit/sm90/forward_q_columns.cuh"
 #include "flashjit/sm90/forward_rings.cuh"
 #include "flashjit/tma/bias_tile.cuh"
 #include "flashjit/tma/kv_tile.cuh"
@@ -96,9 +97,11 @@ struct PlainQLoad {
     const WorkTile<P>& work = smem.work(round);
     barrier_expect(smem.q_full(wg, round), more ? ForwardStorage<P>::kQBytes : 0);
     if (!more) return;
-    load_tile<kWarpgroupRows, kQkColumns<P>>(smem.q(wg, round), maps.q, smem.q_full(wg, round),
-                                             work.sequence.q_row(work.q_begin) + wg * kWarpgroupRows, work.h,
-                                             work.sequence.batch());
+    QColumns<P>::for_each_part(maps, [&](const TensorMap& map, auto part) {
+      load_tile<kWarpgroupRows, decltype(part)::kColumns>(
+          smem.q(wg, round) + part.kFirst * kWarpgroupRows * kRowBytes, map, smem.q_full(wg, round),
+          work.sequence.q_row(work.q_begin) + wg * kWarpgroupRows, work.h, work.sequence.batch());
+    });
   }
 };
 /// PackGQA: rows of all heads of the work tile.
@@ -111,10 +114,12 @@ struct PackedQLoad {
     const unsigned full = smem.q_full(wg, round);
     const int row_bytes = ForwardStorage<P>::kQBytes / kWarpgroupRows;
     barrier_expect(full, more ? p.packed.queries * p.packed.heads * row_bytes : 0);
-    for (int slice = 0; more && slice < slices(kQkColumns<P>); ++slice)
-      load_packed_box(smem.q(wg, round) + slice * kWarpgroupRows * kRowBytes, maps.q, full,
-                      slice * kSliceColumns, work.h - work.h_kv * p.packed.shared, row, work.h_kv,
-                      work.sequence.batch());
+    QColumns<P>::for_each_part(maps, [&](const TensorMap& map, auto part) {
+      for (int slice = 0; more && slice < slices(part.kColumns); ++slice)
+        load_packed_box(smem.q(wg, round) + (part.kFirst + slice) * kWarpgroupRows * kRowBytes, map, full,
+                        slice * kSliceColumns, work.h - work.h_kv * p.packed.shared, row, work.h_kv,
+                        work.sequence.batch());
+    });
   }
 };
 template <class P>

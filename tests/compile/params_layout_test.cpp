@@ -48,6 +48,7 @@ constexpr std::pair<std::string_view, std::size_t> kPlaces[] = {
     FLASHJIT_PLACE(k_scale),
     FLASHJIT_PLACE(v_block_scale),
     FLASHJIT_PLACE(indices),
+    FLASHJIT_PLACE(q_rope),
     FLASHJIT_PLACE(out_mod),
     FLASHJIT_PLACE(given),
     FLASHJIT_PLACE(o_state),

@@ -56,10 +56,17 @@ std::vector<CacheCase> cases() {
     for (const char* pages : {":cache", ":pages16", ":pages64"})
       for (const char* dims : {"bf16:d576x512:causal", "fp16:d320x256:causal:varlen"})
         add(family, fmt::format("fwd:{}{}:shared_kv", dims, pages), kOfLatents[seed % kOfLatents.size()], 2);
+  // And Q in two tensors.
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90, Family::sm75})
+    for (const char* pages : {":cache", ":pages1", ":pages64"})
+      for (const char* dims : {"bf16:d576x512:causal", "fp16:d320x256:causal:varlen"})
+        add(family, fmt::format("fwd:{}{}:shared_kv:q_rope", dims, pages),
+            kOfLatents[seed % kOfLatents.size()], 2);
   // And lists of keys in them.
   for (const Family family : {Family::simt, Family::sm90})
     for (const char* pages : {":cache", ":pages1", ":pages3", ":pages64"})
-      for (const char* dims : {"bf16:d576x512:causal:shared_kv", "fp16:d128:varlen:sinks"})
+      for (const char* dims : {"bf16:d576x512:causal:shared_kv", "bf16:d576x512:causal:shared_kv:q_rope",
+                               "fp16:d128:varlen:sinks"})
         add(family, fmt::format("fwd:{}{}:indices", dims, pages), kOfLatents[seed % kOfLatents.size()], 2);
   // Prefixes that sequences share.
   constexpr std::array<AttentionShape, 4> kOfPrefixes = {

@@ -16,7 +16,8 @@ class CacheRun {
         cache_(make_cache(test)),
         exact_(reference::forward(cache_.problem)),
         rounded_(reference::forward(cache_.problem, reference::Precision::rounded)),
-        q_(to_device(test.spec.q_type(), cache_.q)),
+        q_(to_device(test.spec.q_type(), first_q_columns())),
+        q_rope_(to_device(test.spec.q_type(), last_q_columns())),
         k_(to_device(test.spec.kv_type(), cache_.k.values)),
         v_(to_device(test.spec.kv_type(), cache_.v.values)),
         k_scale_(to_device(DType::fp32, cache_.k_scale.values)),
@@ -48,9 +49,10 @@ class CacheRun {
     const bool varlen = test_.spec.varlen;
     const std::int64_t b = varlen ? 1 : batch, d = test_.spec.head_dim, dv = test_.spec.v_dim();
     const std::int64_t rows = varlen ? cache_.problem.cu_seqlens_q.back() : seqlen_q;
+    const std::int64_t d_rope = test_.spec.prologue.q_rope ? d - dv : 0;
     const void* v = test_.layout == PoolLayout::interleaved ? k_.data() : v_.data();
     const ConstTensorView k = cache_.k.view(static_cast<const void*>(k_.data()), dtype);
-    ForwardArgs args{.q = ConstTensorView::bhsd(q_.data(), b, heads_q, rows, d),
+    ForwardArgs args{.q = ConstTensorView::bhsd(q_.data(), b, heads_q, rows, d - d_rope),
                      .k = k,
                      .v = test_.spec.kv.shared_kv ? k.first_columns(dv) : cache_.v.view(v, dtype),
                      .out = TensorView::bhsd(out_.data(), b, heads_q, rows, dv),
@@ -65,6 +67,7 @@ class CacheRun {
                      .k_scale = cache_.k_scale.view(k_scale_.data()),
                      .v_scale = cache_.v_scale.view(v_scale_.data()),
                      .q_scale = cache_.q_scale.view(q_scale_.data())};
+    if (d_rope > 0) args.q_rope = ConstTensorView::bhsd(q_rope_.data(), b, heads_q, rows, d_rope);
     if (const auto& scale = cache_.problem.softmax_scale) args.softmax_scale = static_cast<float>(*scale);
     if (test_.spec.indices && rows * b > 0)
       args.indices =
@@ -134,11 +137,24 @@ class CacheRun {
   }
 
  private:
+  /// Q, or with q_rope its columns that V has, too, and the others.
+  std::vector<double> first_q_columns() const {
+    if (!test_.spec.prologue.q_rope) return cache_.q;
+    return reference::first_columns(cache_.q, test_.spec.head_dim, test_.spec.v_dim());
+  }
+  std::vector<double> last_q_columns() const {
+    std::vector<double> columns;
+    if (!test_.spec.prologue.q_rope) return columns;
+    for (std::int64_t i = 0; i < std::ssize(cache_.q); ++i)
+      if (i % test_.spec.head_dim >= test_.spec.v_dim()) columns.push_back(cache_.q[i]);
+    return columns;
+  }
+
   CacheCase test_;
   Cache cache_;
   reference::Forward exact_, rounded_;
-  device::DeviceBuffer q_, k_, v_, k_scale_, v_scale_, q_scale_, lengths_, cu_seqlens_q_, sinks_, indices_,
-      table_, starts_, prefix_length_;
+  device::DeviceBuffer q_, q_rope_, k_, v_, k_scale_, v_scale_, q_scale_, lengths_, cu_seqlens_q_, sinks_,
+      indices_, table_, starts_, prefix_length_;
   DeviceCaptures captures_;
   GuardedMemory out_, lse_;
 };

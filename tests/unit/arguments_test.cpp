@@ -165,6 +165,27 @@ TEST(Arguments, SharedKvIsKsMemory) {
               "not k's memory with k's strides");
 }
 
+TEST(Arguments, QInTwoTensors) {
+  const auto in_parts = [](AttentionSpec& s, ForwardArgs& args) {
+    s.kv.shared_kv = s.prologue.q_rope = true;
+    s.head_dim_v = 32;
+    args.v = args.k.first_columns(32);
+    args.out = TensorView::bhsd(address(0x400000), kBatch, kHeadsQ, kQueries, 32);
+    args.q_rope = ConstTensorView::bhsd(address(0x600000), kBatch, kHeadsQ, kQueries, s.head_dim - 32);
+    args.q = args.q.first_columns(32);
+  };
+  EXPECT_EQ(forward_refusal(in_parts), "accepted");
+  EXPECT_SAYS(forward_refusal([&](auto& s, auto& args) { in_parts(s, args), args.q_rope = {}; }),
+              "q_rope is not given");
+  EXPECT_SAYS(forward_refusal([&](auto& s, auto& args) { in_parts(s, args), args.q_rope.size[2] = 1; }),
+              "q_rope has length 1, but q has");
+  EXPECT_SAYS(forward_refusal([&](auto& s, auto& args) { in_parts(s, args), s.prologue.q_rope = false; }),
+              "q_rope is given", "set spec.prologue.q_rope");
+  EXPECT_SAYS(
+      forward_refusal([&](auto& s, auto& args) { in_parts(s, args), args.out.data = address(0x600000); }),
+      "out is written", "memory of q_rope");
+}
+
 TEST(Arguments, NegativeSizes) {
   EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.q.size[2] = -1; }), "q has length -1",
               "0 or more");

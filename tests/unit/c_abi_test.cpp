@@ -77,7 +77,9 @@ TEST_F(CAbi, OptionsOfASpecAreParsed) {
     const bool of_dropout = option == std::string_view("dropout_place");
     const bool of_pages = option == std::string_view("shared_prefix");
     const bool of_weights = option == std::string_view("weight_mod");
-    const std::string text = of_codes     ? "bf16:d64:kve4m3"
+    const bool of_latents = option == std::string_view("q_rope");
+    const std::string text = of_latents   ? "bf16:d96x64:shared_kv"
+                             : of_codes   ? "bf16:d64:kve4m3"
                              : of_dropout ? "bf16:d64:dropout"
                              : of_pages   ? "bf16:d64:varlen:pages16"
                              : of_weights ? "bf16:d64:score{sigmoid(score)}"

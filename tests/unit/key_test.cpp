@@ -106,6 +106,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"add_grads", [](auto& s) { s.spec.pass = Pass::backward, s.spec.partial.add_grads = true; }},
       {"batch_invariant", [](auto& s) { s.spec.reproducible.batch_invariant = true; }},
       {"shared_kv", [](auto& s) { s.spec.kv.shared_kv = true; }},
+      {"q_rope", [](auto& s) { s.spec.prologue.q_rope = true; }},
       {"indices", [](auto& s) { s.spec.indices = true; }},
       {"shared_prefix", [](auto& s) { s.spec.kv.shared_prefix = true; }},
       {"running_state", [](auto& s) { s.spec.partial.running_state = true; }},
@@ -131,7 +132,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   [[maybe_unused]] const auto& [a, b, c, d, e, f, kv, h, reproducible, j, k, indices, partial, epilogue,
                                 prologue] = spec;
   [[maybe_unused]] const auto& [deterministic, batch_invariant] = reproducible;
-  [[maybe_unused]] const auto& [q_codes, q_mod, k_mod] = prologue;
+  [[maybe_unused]] const auto& [q_codes, q_rope, q_mod, k_mod] = prologue;
   [[maybe_unused]] const auto& [row_max, out_mod, skip_softmax] = epilogue;
   [[maybe_unused]] const auto& [fp32_out, fp32_grads, add_grads, dropout_place, running_state] = partial;
   [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix, k_format, v_format, key_scales] =

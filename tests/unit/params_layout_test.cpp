@@ -53,6 +53,7 @@ TEST(ParamsLayout, AKernelHasTheGroupsOfItsSpecAndItsConfiguration) {
       {"fwd:bf16:d64:kvlen", "KV_LENGTHS"},
       {"fwd:bf16:d64:dropout", "DROPOUT"},
       {"fwd:bf16:d64:running_state", "RUNNING_STATE"},
+      {"fwd:bf16:d96x64:shared_kv:q_rope", "Q_ROPE"},
       {"fwd:bf16:d64:skip_softmax", "SKIP_SOFTMAX"},
       {"fwd:bf16:d64:score{bias: bf16 4d; n: int; score + bias[b,h,q,kv] * to_float(n)}", "CAPTURES SCALARS"},
   };

@@ -92,6 +92,12 @@ TEST(SpecOf, WhatIsGivenIsUsed) {
   EXPECT_EQ(forward_text([](auto& a) { a.partial.state.lse = address<const float>(0x10); }),
             "bf16:d64x32:running_state");
   EXPECT_EQ(forward_text([](auto& a) { a.v = a.k.first_columns(32); }), "bf16:d64x32:shared_kv");
+  const auto in_parts = [](auto& a) {
+    a.v = a.k.first_columns(32);
+    a.q_rope = a.q.first_columns(32);
+    a.q = a.q.first_columns(32);
+  };
+  EXPECT_EQ(forward_text(in_parts), "bf16:d64x32:shared_kv:q_rope");
 }
 
 TEST(SpecOf, TheLayoutOfKAndV) {

@@ -277,6 +277,18 @@ TEST(Spec, ValidateNamesTheField) {
           {"shared_kv", "head_dim_v is 128"});
   refused({{.head_dim = 64, .kv = {.shared_kv = true, .v_format = kv_format_of(DType::e4m3)}}},
           {"shared_kv", "V is e4m3", "leave kv.v_format out"});
+  refused({{.head_dim = 64, .head_dim_v = 32, .prologue = {.q_rope = true}}},
+          {"q_rope", "head_dim_v is 32", "shared_kv is not set"});
+  refused({{.head_dim = 64, .kv = {.shared_kv = true}, .prologue = {.q_rope = true}}},
+          {"q_rope", "head_dim_v is 64", "more columns of K than of V"});
+  refused({{.head_dim = 64, .head_dim_v = 32, .kv = {.shared_kv = true}, .prologue = {.q_rope = true}},
+           Pass::backward},
+          {"the pass is bwd", "q_rope", "join its parts"});
+  refused({{.head_dim = 64,
+            .head_dim_v = 32,
+            .kv = {.shared_kv = true},
+            .prologue = {.q_rope = true, .q_mod = RowProgram("element * 2.0")}}},
+          {"q_rope", "q_mod", "leave one out"});
   refused({{.head_dim = 520}}, {"head_dim_v is 520", "a multiple of 8 from 8 to 512"});
   refused({{.head_dim = -8}}, {"head_dim is -8"});
   refused({{.head_dim = 64, .head_dim_v = 20}}, {"head_dim_v is 20"});

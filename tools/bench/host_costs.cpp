@@ -94,7 +94,7 @@ void bare_launch(benchmark::State& state, const Bench& bench) {
   if (const auto& boxes = bench.plan().tensor_boxes)
     maps =
         device::make_tensor_maps(bench.driver(), *boxes, bench.plan().spec.dtype, bench.plan().spec.kv_type(),
-                                 args.q, args.k, args.v, args.out, "out", params.captures);
+                                 args.q, {}, args.k, args.v, args.out, "out", params.captures);
   std::array<void*, 2> parameters{const_cast<void*>(packed.data()), &maps};
   int launched = 0;
   for (auto _ : state) {

@@ -182,6 +182,7 @@ class ForwardArgs(Structure):
         ("v_block_scale", Tensor),
         ("skip_softmax_threshold", c_void_p),
         ("skip_softmax_counts", c_void_p),
+        ("q_rope", Tensor),
     ]
 
 

@@ -221,6 +221,7 @@ pub struct flashjit_forward_args {
     pub v_block_scale: flashjit_tensor,
     pub skip_softmax_threshold: *const f32,
     pub skip_softmax_counts: *mut i64,
+    pub q_rope: flashjit_tensor,
 }
 
 #[repr(C)]

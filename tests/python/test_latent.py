@@ -103,6 +103,69 @@ def test_paged_latents():
             assert (out[i] - exact(q[i : i + 1], latent[None, None], columns)[0]).abs().max() < LIMIT
 
 
+def in_parts(q, columns):
+    """Q as engines have it: each part in memory of its own, or a view of a projection."""
+    wider = torch.cat((torch.zeros_like(q[..., :32]), q[..., columns:]), -1)
+    return q[..., :columns].contiguous(), wider[..., 32:]
+
+
+@pytest.mark.parametrize(
+    "heads, queries, keys, dim, columns", [(16, 1, 50, 576, 512), (3, 7, 40, 320, 256), (8, 2, 33, 72, 40)]
+)
+def test_q_in_two_tensors(heads, queries, keys, dim, columns):
+    q, latent = tensors(heads, queries, keys, dim)
+    with torch.no_grad():
+        nope, rope = in_parts(q, columns)
+        found = flashjit.attention(nope, latent, v_columns=columns, q_rope=rope, causal=True, return_lse=True)
+        wanted = flashjit.attention(q, latent, v_columns=columns, causal=True, return_lse=True)
+        call = flashjit.bind(nope, latent, v_columns=columns, q_rope=rope, causal=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted))
+        for _ in range(3):  # the front launches the third
+            assert torch.equal(call(nope, latent, q_rope=in_parts(q, columns)[1]), wanted[0])
+        assert (found[0] - exact(q, latent, columns, causal=True)).abs().max() < LIMIT
+
+
+def test_q_in_two_tensors_with_sparse_lists_and_pages():
+    torch.manual_seed(3)
+    pages = torch.randn(6, 1, 16, 96, device=DEVICE, dtype=DTYPE)
+    q = torch.randn(2, 8, 3, 96, device=DEVICE, dtype=DTYPE)
+    given = {
+        "v_columns": 64,
+        "page_table": torch.tensor([[3, 1, 5], [0, 2, 4]], dtype=torch.int32, device=DEVICE),
+        "kv_lengths": torch.tensor([37, 48], dtype=torch.int32, device=DEVICE),
+        "indices": torch.randint(-1, 37, (2, 3, 1, 20), dtype=torch.int32, device=DEVICE),
+    }
+    nope, rope = in_parts(q, 64)
+    assert torch.equal(
+        flashjit.attention(nope, pages, q_rope=rope, **given), flashjit.attention(q, pages, **given)
+    )
+
+
+def test_gradients_of_q_in_two_tensors():
+    q, latent = tensors(4, 9, 31, 96)
+    nope, rope = (x.detach().requires_grad_() for x in in_parts(q, 64))
+    dout = torch.randn(2, 4, 9, 64, device=DEVICE, dtype=DTYPE)
+    out = flashjit.attention(nope, latent, v_columns=64, q_rope=rope)
+    found = torch.autograd.grad(out, (nope, rope), dout)
+    (wanted,) = torch.autograd.grad(flashjit.attention(q, latent, v_columns=64), q, dout)
+    assert torch.equal(torch.cat(found, -1), wanted)
+
+
+def test_q_in_two_tensors_that_make_no_sense_is_refused():
+    q, latent = (x.detach() for x in tensors(2, 3, 20, 64))
+    nope, rope = in_parts(q, 48)
+    with pytest.raises(flashjit.InvalidArgument, match="q_rope is given without v_columns"):
+        flashjit.attention(nope, latent, latent, q_rope=rope)
+    with pytest.raises(flashjit.InvalidArgument, match="the 40 columns of v_columns in q"):
+        flashjit.attention(nope, latent, v_columns=40, q_rope=rope)
+    with pytest.raises(flashjit.InvalidArgument, match="k must have the head_dim of q"):
+        flashjit.attention(nope, latent, v_columns=48, q_rope=rope[..., :8])
+    with pytest.raises(flashjit.InvalidArgument, match="must have one type"):
+        flashjit.attention(nope, latent, v_columns=48, q_rope=rope.double())
+    with pytest.raises(flashjit.WrongType, match="q_rope is a list"):
+        flashjit.attention(nope, latent, v_columns=48, q_rope=[1.0])
+
+
 def test_copies_are_made_of_both_where_strides_ask_for_it():
     q, latent = tensors(2, 3, 20, 64)
     turned = latent.detach().transpose(-1, -2).contiguous().transpose(-1, -2)

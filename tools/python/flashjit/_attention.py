@@ -23,6 +23,7 @@ from ._pages import most_keys, read_table
 from ._peers import refuse_unknown
 from ._plans import Plan
 from ._problem import autocast, check_types, read_problem, usual_call, with_elements
+from ._q_rope import read_q_rope
 from ._results import Results, read_threshold
 from ._scales import is_fp32_out, with_scales
 from ._tensors import KV_TYPES, PLAIN, describe, readable
@@ -39,7 +40,7 @@ NO_PROGRAMS = (None,) * 8
 
 _TENSORS = (
     "q k v cu_seqlens_q cu_seqlens_kv sinks kv_lengths page_table indices prefix_length k_scale v_scale q_scale "
-    "k_block_scale v_block_scale"
+    "k_block_scale v_block_scale q_rope"
 ).split()
 _VALUES = (
     "causal scale v_columns dropout_p window softcap max_seqlen_q max_seqlen_kv cache k_format v_format deterministic "
@@ -57,6 +58,7 @@ def attention(
     causal: bool | str = False,
     scale: float | None = None,
     v_columns: int | None = None,
+    q_rope: Tensor | None = None,
     dropout_p: float = 0.0,
     score_mod: Any = None,
     weight_mod: Any = None,
@@ -108,6 +110,9 @@ def attention(
         memory begins at one; else a copy is made.
     v_columns: instead of v: V is the first so many columns of K, as in latent attention, where K and V are one cache. K is
         loaded once, and its gradient is dK + dV.
+    q_rope: with v_columns: Q's columns behind V's, [batch, heads_q, seqlen_q, head_dim - v_columns], as latent attention rotates
+        them; q then has v_columns columns. Kernels read the two tensors where they lie. Where autograd records, in compiled code,
+        under transforms, with q_mod and with q of 8 bits they are joined first.
     causal: True masks later keys, with the last query seeing the last key; "top_left": the first query sees the first. With
         cu_seqlens or a cache it is aligned in each sequence. With kv_lengths as padding, True needs q and k of equal length, or
         one query: else it is ambiguous, and refused.
@@ -207,6 +212,7 @@ def attention(
     """
     receive, recorder = _hidden(unknown) if unknown else (None, None)
     compiling = torch.compiler.is_compiling()
+    q, q_rope = read_q_rope(q, q_rope, k, v_columns, q_mod)
     if compiling or torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q, k, v)
     stored = k_format is not None or v_format is not None
@@ -225,8 +231,7 @@ def attention(
     # torch.compile, for which no call is plain, cannot compare functions.
     mods = (out_mod, q_mod, k_mod)
     plain_scores = plain and (score_mod, mask_mod, *mods, block_mask, window, softcap) == NO_PROGRAMS
-    usual = None  # most calls, in a fraction of the time
-    packing = (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+    usual, packing = None, (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     if (
         plain_scores
         and not (scaled or return_row_max or fp32_out or batch_invariant or weight_mod)
@@ -234,11 +239,11 @@ def attention(
         and type(causal) is bool
         and (scale is None or type(scale) is float)
         and dropout_p == 0
-        and captures is sinks is indices is prefix_length is state is None
+        and captures is sinks is indices is prefix_length is state is q_rope is None
     ):
         cache_of = (kv_lengths, page_table, page_starts, pages if cached else None)
         usual = usual_call(causal, scale, deterministic, packing, *cache_of)
-    if usual is not None:
+    if usual is not None:  # most calls, in a fraction of the time
         fixed, problem = usual
     else:
         score_mod = weights_of(weight_mod, score_mod, softcap, return_lse, lse, return_row_max)
@@ -275,6 +280,7 @@ def attention(
             weight_mod=weight_mod is not None,
             mods=mods,
             skip_softmax_threshold=read_threshold(skip_softmax_threshold, skip_softmax_counts),
+            q_rope=q_rope,
         )
         values = tuple(map(with_elements, values)) if values and not q.numel() else values
         if kv_lengths is not None and not cached:
@@ -285,8 +291,7 @@ def attention(
             fixed, problem = with_scales(fixed, problem, q, k, scales, out_dtype)
     if (cached or scaled) and wants_grad:
         _refuse_gradients(q, k, v, sinks, values)
-    if lists is not None:
-        check_lists(lists)
+    check_lists(lists)
     results = Results(
         return_lse or lse is not None, return_row_max, out, lse, workspace, rounded, skip_softmax_counts
     )

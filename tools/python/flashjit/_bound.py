@@ -301,6 +301,11 @@ def _refuse_copies(fixed: Fixed, options: dict[str, Any]) -> None:
         )
     for name in _CHANGING:
         given = options.get(name)
+        if name == "q_rope" and isinstance(given, Tensor) and given is not fixed.q_rope:
+            raise Unsupported(
+                f"q_rope is {describe(given)} with strides {list(given.stride())}, and a bound call reads it in place: give a last "
+                "stride of 1 and others of multiples of 16 bytes, and bind under torch.no_grad()."
+            )
         if isinstance(given, Tensor) and given.is_floating_point() and getattr(fixed, name) is not given:
             raise Unsupported(
                 f"{name} is {describe(given)}, and a bound call reads it in place: give it as float32."

@@ -30,9 +30,13 @@ class Fixed(NamedTuple):
     q_scale: Any = None
     k_block_scale: Any = None  # of formats whose scales are in a tensor of their own
     v_block_scale: Any = None
+    q_rope: Any = None  # Q's columns behind V's
 
 
 NOTHING = Fixed()
+#: The first ones, which the backward pass reads, too; the last ones, whose strides kernels know.
+OF_BOTH_PASSES = Fixed._fields[: Fixed._fields.index("page_table")]
+_STRIDED = Fixed._fields[Fixed._fields.index("k_scale") :]
 #: Terms of a softmax that belong to no key: a call in several parts gives them to one part.
 OF_SOFTMAX = ("sinks",)
 
@@ -106,11 +110,16 @@ class BuiltLists:
 
 def contiguous(fixed: Fixed) -> Fixed:
     """`fixed` with contiguous tensors: kernels know no strides of them, but of a page table's rows."""
-    others, scales = fixed[:-5], fixed[-5:]  # kernels know strides of scales
+    others, strided = fixed[: -len(_STRIDED)], fixed[-len(_STRIDED) :]
     if all(x is None or x.is_contiguous() or x is fixed.page_table and has_rows(x) for x in others):
         return fixed
     dense = [x if x is None else x.contiguous() for x in others]
-    return Fixed._make((*dense, *scales))
+    return Fixed._make((*dense, *strided))
+
+
+def columns_of_q(q: Tensor, fixed: Fixed) -> int:
+    """Q's head dimension, some of whose columns may be in a tensor of their own."""
+    return q.shape[3] + (0 if fixed.q_rope is None else fixed.q_rope.shape[3])
 
 
 def cache_capacity(k: Tensor, fixed: Fixed) -> int:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ._call_types import NO_RNG, NOTHING, Fixed
+from ._call_types import NO_RNG, NOTHING, OF_BOTH_PASSES, Fixed
 from ._installed import library_path
 from ._launch import address_of
 from ._library import BackwardArgs, Capture, ForwardArgs, runtime, word
@@ -45,7 +45,7 @@ def _words(structure: Any, fixed: Sequence[str], *members: str) -> dict[str, int
 
 
 #: The tensors beside Q, K and V that both passes read.
-FIXED = Fixed._fields[:-8]
+FIXED = OF_BOTH_PASSES
 _WORDS = {
     "forward": _words(ForwardArgs, Fixed._fields, "q", "k", "v", "out", "lse", "captures"),
     "backward": _words(

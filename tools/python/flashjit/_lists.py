@@ -120,7 +120,7 @@ class TileLists:
 
 
 def check_lists(lists: Any) -> None:
-    if not isinstance(lists, TileLists):
+    if lists is not None and not isinstance(lists, TileLists):
         raise WrongType(
             f"lists is a {type(lists).__name__}: give a flashjit.torch.TileLists; what flashjit.build_lists() "
             "makes is for flashjit.forward() and backward()."

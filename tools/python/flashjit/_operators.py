@@ -37,7 +37,7 @@ from .errors import InvalidArgument
 _FIXED_SCHEMA = (
     "Tensor? block_map, Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks, "
     "Tensor? indices, Tensor? topk_length, Tensor? page_table, Tensor? prefix_length, Tensor? page_starts, Tensor? k_scale, Tensor? v_scale, Tensor? q_scale, "
-    "Tensor? k_block_scale, Tensor? v_block_scale, "
+    "Tensor? k_block_scale, Tensor? v_block_scale, Tensor? q_rope, "
 )
 _PROBLEM_SCHEMA = (
     "Tensor? rng, Tensor? lists_forward, Tensor? lists_backward, Tensor[] captures, float[] numbers, "

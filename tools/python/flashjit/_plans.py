@@ -18,12 +18,14 @@ from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda  # t
 from . import _library
 from ._call_types import (
     NOTHING,
+    OF_BOTH_PASSES,
     BuiltLists,
     Fixed,
     Placed,
     Problem,
     Rng,
     cache_capacity,
+    columns_of_q,
     contiguous,
     differentiable,
     has_out_mod,
@@ -83,7 +85,7 @@ _B_DOUT_STRIDE = _B_DOUT + _library.word(_library.Tensor, "stride")
 
 
 _F_LENT = words_lent(ForwardArgs, Fixed._fields)
-_B_LENT = words_lent(BackwardArgs, Fixed._fields[:-8])
+_B_LENT = words_lent(BackwardArgs, OF_BOTH_PASSES)
 _C_SIZE = ctypes.sizeof(Capture) // 8
 _C_DATA, _C_GRAD, _C_SCALAR = words_at(Capture, "data", "grad", "scalar")
 
@@ -129,7 +131,8 @@ class Plan:
         self.forms_of_fixed = (
             None if fixed is NOTHING else [None if x is None else layout_of(x) for x in fixed]
         )
-        dims = f"{q.shape[3]}" if q.shape[3] == dim_v else f"{q.shape[3]}x{dim_v}"
+        dim = columns_of_q(q, fixed)
+        dims = f"{dim}" if dim == dim_v else f"{dim}x{dim_v}"
         self.spec_text = f"{problem.out_type or SPEC_TYPES[q.dtype]}:d{dims}{problem.options}"
         self.spec = spec_of(self.spec_text, q, v)
         self._make_captures(values)
@@ -238,9 +241,9 @@ class Plan:
         if problem.skip_softmax_threshold is not None:
             self._skip_threshold = ctypes.c_float(problem.skip_softmax_threshold)
             forward_alone["skip_softmax_threshold"] = ctypes.addressof(self._skip_threshold)
-        for name in BLOCK_SCALES:
-            if (scales := getattr(fixed, name)) is not None:
-                forward_alone[name] = tensor_struct(scales.shape, scales.stride())
+        for name in (*BLOCK_SCALES, "q_rope"):
+            if (tensor := getattr(fixed, name)) is not None:
+                forward_alone[name] = tensor_struct(tensor.shape, tensor.stride())
         self.forward_words = _library.words_of(
             ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), **tensors, **common, **forward_alone)
         )

@@ -155,6 +155,7 @@ def read_problem(
     weight_mod: bool = False,
     mods: Any = (None, None, None),
     skip_softmax_threshold: float | None = None,
+    q_rope: Any = None,
 ) -> tuple[Fixed, tuple[Any, ...], Problem]:
     """attention()'s arguments besides Q, K and V, and the values of the names in its programs.
 
@@ -207,6 +208,7 @@ def read_problem(
             prefix_length,
             page_starts,
         )
+    fixed = fixed if q_rope is None else fixed._replace(q_rope=q_rope)
     if prefix_length is not None and (not pages or cu_seqlens_q is None):
         raise InvalidArgument(
             "prefix_length is for packed queries over pages: give page_table, int32 [sequences, pages of the "
@@ -243,6 +245,7 @@ def read_problem(
         running_state,
         weight_mod,
         skip_softmax_threshold is not None,
+        q_rope is not None,
     )
     options = _options(key) if compiling else _cached_options(key)
     if not -1 < dropout_p < 1:
@@ -285,7 +288,7 @@ def _key(
     *others: bool,
 ) -> tuple[Any, ...]:
     """What decides a spec's options. others: as _options() names them; by default all are False."""
-    given = (dropout, padded, varlen, sinks, pages == 0, deterministic, *(others or (False,) * 9))
+    given = (dropout, padded, varlen, sinks, pages == 0, deterministic, *(others or (False,) * 10))
     return program.form, causal, kinds, block, pages, given
 
 
@@ -452,6 +455,7 @@ def _options(key: tuple[Any, ...]) -> str:
         "state",
         "weight_mod",
         "skip_softmax_threshold",
+        "q_rope",
     )
     asked = dict(zip(names, given))
     return text + options_of(asked, _spec_options()) + (":fp32_grads" if asked["fp32_grads"] else "")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _library
-from ._call_types import Fixed, Problem, types_of_fixed
+from ._call_types import Fixed, Problem, columns_of_q, types_of_fixed
 from ._library import Handle, spec_handle
 from ._tensors import ELEMENTS, KV_TYPES, MAX_DIM, MAX_DIM_V, SPEC_TYPES, describe, how_to_give_bytes
 from ._tracing import is_scalar
@@ -80,15 +80,16 @@ def check_tensors(
     else:
         check_alike({"q": q, "k": k, "v": v})
     check_device(q, "q", fixed._asdict())
-    as_stored = problem.stored is not None  # whose rows' bytes the library checks
-    if problem.cached and (v.shape[:3] != k.shape[:3] or not as_stored and k.shape[3] != q.shape[3]):
+    has_dim_of_q = (
+        problem.stored is not None  # whose rows' bytes the library checks
+        or k.shape[3] == columns_of_q(q, fixed)
+    )
+    if problem.cached and (v.shape[:3] != k.shape[:3] or not has_dim_of_q):
         raise InvalidArgument(
             f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: k must have the head_dim of "
             "q, and v the pages or slots, heads and rows of k."
         )
-    if not problem.cached and (
-        v.shape[:3] != k.shape[:3] or not as_stored and k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]
-    ):
+    if not problem.cached and (v.shape[:3] != k.shape[:3] or not has_dim_of_q or k.shape[0] != q.shape[0]):
         raise InvalidArgument(
             f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: batches must be equal, k "
             "must have the head_dim of q, and v the heads and the length of k."

@@ -93,9 +93,10 @@ class BatchMLAPagedAttentionWrapper(_Paged):
             )
         with torch.no_grad():
             found = attention(
-                with_batch(torch.cat((q_nope, q_pe), -1)),
+                with_batch(q_nope),
                 joined_columns(ckv_cache, kpe_cache)[:, None],
                 v_columns=ckv_cache.shape[-1],
+                q_rope=with_batch(q_pe),
                 causal=self._scores.causal,
                 scale=self._scores.sm_scale,
                 return_lse=return_lse or lse is not None,

@@ -14,6 +14,7 @@ from torch import Tensor
 from .._engines import Batch, Layer, bound, why_not, why_not_latent
 from .._tensors import KV_TYPES
 from ..errors import InvalidArgument, Unsupported
+from ..flash_attn._attend import with_batch
 
 _BOTH_WAYS = ("ENCODER_ONLY", "DECODER_BIDIRECTIONAL")
 
@@ -206,7 +207,7 @@ class FlashjitBackend(AttentionBackend):
             keys, values, batch = self._packed(k, v, layer, forward_batch, batch)
         else:
             if q_rope is not None:
-                q = torch.cat((q, q_rope.reshape(*q.shape[:2], -1)), -1)
+                more["q_rope"] = with_batch(q_rope.reshape(*q.shape[:2], -1))
             pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
             keys, values = pool.view(-1, self.page_size, *pool.shape[1:]).transpose(1, 2), None
             more["v_columns"] = layer.v_head_dim

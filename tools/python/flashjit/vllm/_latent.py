@@ -81,7 +81,7 @@ class FlashjitLatentImpl(MLACommonImpl[MLACommonMetadata]):
     ) -> tuple[Tensor, Tensor | None]:
         """O [sequences, heads, latent columns] and LSE [sequences, heads] or None, of q [sequences, heads, columns]."""
         return decode(
-            torch.cat(q, -1) if isinstance(q, tuple) else q,
+            q,
             kv_c_and_k_pe_cache,
             attn_metadata.decode,
             self.kv_lora_rank,
@@ -91,11 +91,13 @@ class FlashjitLatentImpl(MLACommonImpl[MLACommonMetadata]):
 
 
 def decode(
-    q: Tensor, cache: Tensor, step: Any, rank: int, scale: float, wants_lse: bool
+    q: Tensor | tuple[Tensor, Tensor], cache: Tensor, step: Any, rank: int, scale: float, wants_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """q: [rows, heads, columns], the same number of rows of each sequence. cache: [blocks, rows of a block, columns]."""
+    """q: [rows, heads, columns], the same number of rows of each sequence, or a tensor of the first `rank` columns and one of the
+    others. cache: [blocks, rows of a block, columns]."""
     if step is None:
         raise InvalidArgument("attn_metadata has no decode part: forward_mqa() is for steps that decode.")
+    q, q_rope = q if isinstance(q, tuple) else (q, None)
     sequences = step.seq_lens.shape[0]
     if not sequences or q.shape[0] % sequences:
         raise InvalidArgument(
@@ -103,9 +105,10 @@ def decode(
         )
     room = step.block_table.shape[1] * cache.shape[1]
     found = attention(
-        q.unflatten(0, (sequences, -1)).transpose(1, 2),
+        _by_sequence(q, sequences),
         cache[:, None],
         v_columns=rank,
+        q_rope=None if q_rope is None else _by_sequence(q_rope, sequences),
         causal=True,
         scale=scale,
         page_table=step.block_table,
@@ -116,3 +119,8 @@ def decode(
     o, lse = found if wants_lse else (found, None)
     rows = o.transpose(1, 2).flatten(0, 1)
     return rows, None if lse is None else lse.transpose(1, 2).flatten(0, 1)
+
+
+def _by_sequence(rows: Tensor, sequences: int) -> Tensor:
+    """[sequences, heads, rows of one, columns]."""
+    return rows.unflatten(0, (sequences, -1)).transpose(1, 2)

@@ -883,3 +883,37 @@ def test_programs_are_not_leaked():
     before = run()
     after = run()
     assert after[0] == before[0] and after[1] < before[1] + 50
+
+
+ODD = "(q + kv) % 3 != 0"
+
+
+@pytest.mark.parametrize("grads", [False, True])
+def test_lists_of_tiles_are_part_of_a_call(calls, grads):
+    first = flashjit.TileLists(*qkv(), mask_mod=ODD, backward=grads)
+    other = flashjit.TileLists(*qkv(), mask_mod=ODD, backward=grads)
+    for seed, lists in enumerate((first, first, first, other, first)):
+        q, k, v = (x.requires_grad_(grads) for x in qkv(seed=seed))
+        wanted = without_front(lambda: flashjit.attention(q, k, v, mask_mod=ODD))
+        calls.clear()
+        out = flashjit.attention(q, k, v, mask_mod=ODD, lists=lists)
+        assert_same(out, wanted)
+        assert bool(calls) == (seed < 2)
+        if grads:
+            dout = torch.ones_like(out)
+            assert_same(
+                torch.autograd.grad(out, (q, k, v), dout), torch.autograd.grad(wanted, (q, k, v), dout)
+            )
+    with pytest.raises(flashjit.InvalidArgument, match="lists were built for another call"):
+        flashjit.attention(*qkv(rows=32), mask_mod=ODD, lists=first)
+    with pytest.raises(flashjit.WrongType, match="lists is a int"):
+        flashjit.attention(*qkv(), mask_mod=ODD, lists=5)
+
+
+def test_a_bound_call_has_lists(calls):
+    q, k, v = qkv()
+    call = flashjit.bind(q, k, v, mask_mod=ODD, lists=flashjit.TileLists(q, k, v, mask_mod=ODD))
+    for seed in range(4):
+        given = qkv(seed=seed)
+        assert_same(call(*given), without_front(lambda: flashjit.attention(*given, mask_mod=ODD)))
+    assert call._calls.find(*given, *call._given) is not NotImplemented

@@ -91,6 +91,28 @@ bool add_value(Key& key, PyObject* value) {
   return PyUnicode_CheckExact(value) && add_text(key, value);
 }
 
+/// What lists are for to the key, which their maker tells as numbers behind the address of their handle.
+bool add_lists(Key& key, PyObject* lists, uint64_t& data) {
+  if (lists == Py_None) return key.add(0);
+  const Ref told(PyObject_GetAttrString(lists, "front_key"));
+  if (!told || PyTuple_CheckExact(told.get()) == 0) {
+    PyErr_Clear();
+    return false;
+  }
+  const Py_ssize_t count = PyTuple_Size(told.get());
+  bool added = count > 0 && key.add(uint64_t{10} << 32 | static_cast<uint64_t>(count));
+  for (Py_ssize_t i = 0; added && i < count; i++) {
+    PyObject* number = PyTuple_GetItem(told.get(), i);
+    if (PyLong_CheckExact(number) == 0) return false;
+    const uint64_t word = PyLong_AsUnsignedLongLongMask(number);
+    if (i == 0)
+      data = word;
+    else
+      added = key.add(word);
+  }
+  return added;
+}
+
 bool is_number(PyObject* value) {
   return value == Py_False || value == Py_True || PyLong_CheckExact(value) || PyFloat_CheckExact(value);
 }
@@ -195,6 +217,8 @@ Reading read_arguments(const Front& front, PyObject* const* args, Arguments& fou
       added = key.add(uint64_t{9} << 32);
     } else if (kind == kValue || kind == kProgram) {
       added = add_value(key, args[i]);
+    } else if (kind == kLists) {
+      added = add_lists(key, args[i], found.data[i]);
     } else if (kind == kCaptures) {
       added = add_captures(front, args[i], mood, found, wants_grad);
     }

@@ -16,21 +16,23 @@ namespace flashjit::torch {
 
 namespace {
 
-constexpr long kInterface = 3;  // of both files: this one and flashjit/_front.py
+constexpr long kInterface = 4;  // of both files: this one and flashjit/_front.py
 
 struct FrontObject {
   PyObject_HEAD Front* front;
 };
 
-/// Calls a remembered Python function with the tensors of the call, and those that its programs capture.
+bool is_handed_on(char kind) { return kind == kTensor || kind == kLists; }
+
+/// Calls a remembered Python function with the tensors and lists of the call, and what its programs capture.
 PyObject* call_function(const Front& front, PyObject* function, PyObject* const* args,
                         const Arguments& found) {
-  const auto tensors = std::count(front.kinds.begin(), front.kinds.end(), kTensor);
+  const auto tensors = std::count_if(front.kinds.begin(), front.kinds.end(), is_handed_on);
   const Ref tuple(PyTuple_New(tensors + static_cast<Py_ssize_t>(found.captured_count)));
   if (!tuple) return nullptr;
   Py_ssize_t at = 0;
   for (std::size_t i = 0; i < front.kinds.size(); i++) {
-    if (front.kinds[i] == kTensor) PyTuple_SetItem(tuple.get(), at++, Ref::borrowed(args[i]).release());
+    if (is_handed_on(front.kinds[i])) PyTuple_SetItem(tuple.get(), at++, Ref::borrowed(args[i]).release());
   }
   for (std::size_t i = 0; i < found.captured_count; i++) {
     PyTuple_SetItem(tuple.get(), at++, Ref::borrowed(found.captured[i]).release());
@@ -272,10 +274,11 @@ PyObject* front_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   const std::string_view letters(kinds);
   const auto parameters = static_cast<Py_ssize_t>(letters.size());
   if (letters.size() > kMostParameters || parameters != PyTuple_Size(defaults) ||
-      parameters != PyTuple_Size(names) || letters.find_first_not_of("tmvpcdi") != std::string_view::npos ||
+      parameters != PyTuple_Size(names) || letters.find_first_not_of("tmvplcdi") != std::string_view::npos ||
       most < 1) {
-    PyErr_SetString(PyExc_ValueError,
-                    "a front's kinds are letters of t, m, v, p, c, d and i, each with a name and a default");
+    PyErr_SetString(
+        PyExc_ValueError,
+        "a front's kinds are letters of t, m, v, p, l, c, d and i, each with a name and a default");
     return nullptr;
   }
   const auto alloc = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));

@@ -27,6 +27,7 @@ enum Kind : char {
   kMemory = 'm',    // likewise, for a result, which the call then returns
   kValue = 'v',     // None, bool, int, float, str and tuples of these are part of the key
   kProgram = 'p',   // a text is part of the key; of other programs their form is, and what they capture
+  kLists = 'l',     // tile lists: what they are for is part of the key; None is, too
   kCaptures = 'c',  // a dict of tensors, whose layouts are part of the key, and of numbers
   kDefault = 'd',   // the very object that Python's signature has, or the call is left to Python
   kIgnored = 'i',   // has no effect
@@ -104,8 +105,8 @@ struct Front {
   Records records;
 };
 
-/// What a call's arguments are: its key, and where its tensors lie, those of parameters and then those that
-/// programs capture.
+/// What a call's arguments are: its key, and where its tensors and lists lie, those of parameters and then
+/// those that programs capture.
 struct Arguments {
   Key key;
   std::array<uint64_t, kMostParameters + kMostCaptured> data;

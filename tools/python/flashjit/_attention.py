@@ -49,7 +49,7 @@ _VALUES = (
 _PROGRAMS = ("score_mod", "mask_mod", "weight_mod", *ELEMENT_MODS)
 
 
-@kept({name: name for name in (*_TENSORS, *MEMORY)}, _VALUES, programs=_PROGRAMS)
+@kept({name: name for name in (*_TENSORS, *MEMORY, "lists")}, _VALUES, programs=_PROGRAMS)
 def attention(
     q: Tensor,
     k: Tensor,

@@ -37,9 +37,7 @@ class Call:
         self.row_max, self.rounded = row_max, rounded
         self.plan, self.fixed, self.rng, self.lists, self.returns_lse = plan, fixed, rng, lists, returns_lse
         self.values = values  # once recorded, without its tensors
-        self.is_plain = (
-            not (plan.has_out_mod or plan.shares_kv) and rng is NO_RNG and lists is row_max is None
-        )
+        self.is_plain = not (plan.has_out_mod or plan.shares_kv) and rng is NO_RNG and row_max is None
         self.fronts = _fronts_of(plan) if self.is_plain and not values else None
 
 
@@ -61,12 +59,12 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         """rest: where the call has more than Q, K, V, the fixed tensors or None, and the captured tensors."""
         plan, fronts, recorder, found, before_mod = call.plan, call.fronts, None, None, None
+        lists = None if call.lists is None else call.lists.built[0]
         if fronts is not None:
-            given = (q, k, v, *call.fixed)
+            given = (q, k, v, *call.fixed, lists)
             found = fronts[0].find(*given)
             recorder = Recorder(fronts[0], given) if found is None else None
         if found is None or found is NotImplemented:
-            lists = None if call.lists is None else call.lists.built[0]
             before_mod = plan.new_before_mod() if plan.has_out_mod else None
             found = plan.forward(
                 *(q, k, v, call.fixed, call.values, call.rng, True, lists, call.row_max),
@@ -116,9 +114,9 @@ def _gradients(
     *rest: Any,
 ) -> Any:
     """Those of what _Attention.forward() is given, in its order."""
-    recorder = None
+    recorder, lists = None, None if call.lists is None else call.lists.built[1]
     if dlse is None and call.fronts is not None:
-        front, saved = call.fronts[1], (dout, q, k, v, out, lse, *(rest or NOTHING)[: len(FIXED)])
+        front, saved = call.fronts[1], (dout, q, k, v, out, lse, *(rest or NOTHING)[: len(FIXED)], lists)
         found = front.find(*saved)
         if found is None:
             recorder = Recorder(front, saved)
@@ -130,7 +128,6 @@ def _gradients(
         or not call.plan.reads_saved(q, k, v, out, lse, rest)
     ):
         return _gradients_by_operator(call, dout, dlse, q, k, v, out, lse, *rest)
-    lists = None if call.lists is None else call.lists.built[1]
     given, captures = rest[: len(NOTHING)], iter(rest[len(NOTHING) :])
     fixed = Fixed(*given) if any(x is not None for x in given) else NOTHING
     values = [next(captures) if x is None else x for x in call.values]
@@ -204,15 +201,18 @@ def _moved(tensor: Tensor, layout: Layout, plan: Plan) -> Tensor:
 
 def recording(
     plan: Plan, returns_lse: bool
-) -> Callable[[Tensor, Tensor, Tensor, Fixed, tuple[Any, ...]], Any]:
-    """record() of calls that differ in their tensors alone, given Q, K, V, the others and the captures' values."""
+) -> Callable[[Tensor, Tensor, Tensor, Fixed, tuple[Any, ...], TileLists | None], Any]:
+    """record() of calls that differ in their tensors and lists alone, given Q, K, V, the others, the captures' values and lists."""
     shared = Call(plan, NOTHING, (), NO_RNG, None, returns_lse, None)
 
-    def of_tensors(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...]) -> Any:
-        if fixed is NOTHING and not values:
+    def of_tensors(
+        q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], lists: TileLists | None
+    ) -> Any:
+        if fixed is NOTHING and not values and lists is None:
             return record(shared, q, k, v)
         captured = [x for x in values if isinstance(x, Tensor)]
-        return record(Call(plan, fixed, values, NO_RNG, None, returns_lse, None), q, k, v, *fixed, *captured)
+        others = () if fixed is NOTHING and not values else (*fixed, *captured)
+        return record(Call(plan, fixed, values, NO_RNG, lists, returns_lse, None), q, k, v, *others)
 
     return of_tensors
 

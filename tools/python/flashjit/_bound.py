@@ -73,6 +73,7 @@ class BoundCall:
             results.lse,
             results.workspace,
             *[getattr(fixed, name) for name in (*self._places, *rest)],
+            lists,
             dict(zip(problem.names, values)),
         )
         self._calls = Calls.of_tensors(("q", "k", "v"), MEMORY, (*self._places, *rest), captures=True)

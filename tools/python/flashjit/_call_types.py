@@ -100,12 +100,14 @@ class BuiltLists:
     """Tile lists of one pass: what they were built for, and the library's handle, none on the CPU. Their memory is the
     owner's, so that it lives as long as its user."""
 
-    __slots__ = ("handle", "address", "bytes", "spec", "shape", "device", "spec_text", "text")
+    __slots__ = ("handle", "address", "bytes", "spec", "shape", "device", "spec_text", "text", "front_key")
 
     def __init__(self, plan: Any, backward: bool, handle: Any, bytes: int) -> None:
         self.handle, self.address, self.bytes = handle, handle.address if handle else 0, bytes
         self.spec, self.shape, self.device = plan.spec, plan.shape, plan.device
         self.spec_text, self.text = plan.spec_text, plan.described(backward)
+        #: Where they are, and what calls that differ in that alone have in common; what the front launches keeps the spec.
+        self.front_key = (self.address, self.bytes, id(plan.spec), plan.index, *plan.shape)
 
 
 def contiguous(fixed: Fixed) -> Fixed:

@@ -29,7 +29,7 @@ from ._tracing import ELEMENT_MODS
 from .errors import InternalError
 from .programs import known_program
 
-_INTERFACE = 3  # of both files: flashjit/_front.py and tools/torch/front.cpp
+_INTERFACE = 4  # of both files: flashjit/_front.py and tools/torch/front.cpp
 _MOST_CALLS, _MOST_OF_PLAN = 4096, 64
 _MISSING = inspect.Parameter.empty
 _CAPTURE_WORDS, _CAPTURE_DATA = ctypes.sizeof(Capture) // 8, word(Capture, "data")
@@ -40,7 +40,7 @@ def _words(structure: Any, fixed: Sequence[str], *members: str) -> dict[str, int
     lent = words_lent(structure, fixed)
     return {
         **{name: words_at(structure, name)[0] for name in members},
-        **{"workspace": lent.workspace, **dict(zip(fixed, lent.fixed))},
+        **{"workspace": lent.workspace, "lists": lent.lists, **dict(zip(fixed, lent.fixed))},
     }
 
 
@@ -55,6 +55,7 @@ _WORDS = {
     ),
 }
 _RESULTS = {"forward": ("out", "lse", "nothing"), "backward": ("dq", "dk", "dv")}
+_KINDS = {"lists": "l"}
 #: The members of what a call returns, or uses, that may be the caller's.
 MEMORY = ("out", "lse", "workspace")
 
@@ -124,9 +125,9 @@ class Calls:
         launched: str = "forward",
         captures: bool = False,
     ) -> Calls:
-        """Parameters that are all members' tensors, but for the last one, with captures: the values of their names."""
-        kinds = "t" * len(tensors) + "m" * len(memory) + "t" * len(others) + "c" * captures
-        names = (*tensors, *memory, *others, *["captures"] * captures)
+        """Parameters that are all members' tensors, but for lists of tiles behind them, and with captures the values of their names."""
+        kinds = "t" * len(tensors) + "m" * len(memory) + "t" * len(others) + "l" + "c" * captures
+        names = (*tensors, *memory, *others, "lists", *["captures"] * captures)
         members = [name if kind != "c" else "" for name, kind in zip(names, kinds)]
         return Calls(kinds, members, names, (_MISSING,) * len(kinds), _MOST_OF_PLAN, launched)
 
@@ -138,13 +139,13 @@ class Calls:
         ignored: Sequence[str],
         programs: Sequence[str],
     ) -> Calls:
-        """tensors: parameters of the function, and the members that they are; MEMORY the caller's for results. values: parameters
+        """tensors: parameters of the function, and the members that they are; MEMORY the caller's for results, lists those of tiles. values: parameters
         whose values count. ignored: parameters without effect. programs: parameters that are programs; the values of their names
         are in `captures`. Others have their defaults, or the call is not plain."""
         parameters = inspect.signature(function).parameters.values()
         named = {x.name: x.default for x in parameters if x.kind is not x.VAR_KEYWORD and x.name[0] != "_"}
         kinds = {**dict.fromkeys(named, "d"), **dict.fromkeys(values, "v"), **dict.fromkeys(ignored, "i")}
-        kinds |= {name: "m" if member in MEMORY else "t" for name, member in tensors.items()}
+        kinds |= {x: "m" if member in MEMORY else _KINDS.get(member, "t") for x, member in tensors.items()}
         kinds |= {**dict.fromkeys(programs, "p"), "captures": "c"} if programs else {}
         members = [tensors.get(x, "") for x in named]
         in_order = [name for name in named if name in programs]
@@ -155,7 +156,7 @@ class Calls:
         return self._front.arguments(*args, **named)
 
     def tensors(self, given: tuple[Any, ...]) -> dict[str, tuple[int, Any]]:
-        """The given tensors by member, each with its place among all tensors; without the caller's memory for results."""
+        """The given tensors, and lists, by member, each with its place among all tensors; without the caller's memory for results."""
         tensors = [(x, value) for x, value in zip(self._members, given) if x and x not in MEMORY]
         return {x: (i, value) for i, (x, value) in enumerate(tensors) if value is not None}
 
@@ -200,7 +201,7 @@ class Calls:
         for i, (member, value) in enumerate(zip(self._members, given)):
             if not member or value is None:
                 continue
-            if words[at[member]] != value.data_ptr():
+            if words[at[member]] != (value.front_key[0] if member == "lists" else value.data_ptr()):
                 return False  # the launch read a copy
             inputs.append((i, at[member]))
             places[member] = i, value
@@ -316,7 +317,7 @@ class Recorder:
         fixed: Fixed,
         values: tuple[Any, ...],
     ) -> None:
-        """What autograd records: the function is given Q, K and V, the fixed tensors if there are any, and the captures' values.
+        """What autograd records: the function is given Q, K and V, the fixed tensors if there are any, the captures' values and lists.
         Kept where they are the call's own, and no values are checked."""
         given = self._calls.tensors(self._given)
         own = [given.get(name, (-1, None)) for name in ("q", "k", "v", *Fixed._fields)]
@@ -324,8 +325,9 @@ class Recorder:
         is_other = any(x is not y for (_, x), y in zip(own, (q, k, v, *fixed)))
         if captures is None or are_checked(plan, fixed) or is_other:
             return
-        if fixed is NOTHING and not captures:
-            self._function = lambda q, k, v, *_: function(q, k, v, NOTHING, values)
+        of_lists, _ = given.get("lists", (-1, None))
+        if fixed is NOTHING and not captures and of_lists < 0:
+            self._function = lambda q, k, v, *_: function(q, k, v, NOTHING, values, None)
             return
         places = [place for place, _ in own[3:]]
         numbers = [None if isinstance(x, Tensor) else x for x in values]
@@ -336,7 +338,10 @@ class Recorder:
             read = [*numbers]
             for place, i in captures:
                 read[i] = tensors[count + place]
-            return function(*tensors[:3], NOTHING if fixed is NOTHING else Fixed._make(others), tuple(read))
+            lists = None if of_lists < 0 else tensors[of_lists]
+            return function(
+                *tensors[:3], NOTHING if fixed is NOTHING else Fixed._make(others), tuple(read), lists
+            )
 
         self._function = of_tensors
 

@@ -102,6 +102,7 @@ class TileLists:
             made[1][0],
         )  # of the forward pass, and of the backward pass or None
         self.memory: tuple[Any, Any] = (made[0][1], made[1][1])
+        self.front_key = made[0][0].front_key  # of the compiled front
         for built, memory in made[: 1 + both]:
             _remember(memory, built)
 

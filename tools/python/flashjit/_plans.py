@@ -460,7 +460,7 @@ class Plan:
             words[_F_CAPTURES] = ctypes.addressof(captures)
         launch("forward", self.spec, words, self.index)
         if recorder is not None:
-            recorder.launches(self, words, captures, values, fixed, rng, lists, row_max, state, before_mod)
+            recorder.launches(self, words, captures, values, fixed, rng, row_max, state, before_mod)
         return out, lse
 
     def words_for_tangents(
@@ -516,7 +516,7 @@ class Plan:
         )
         launch("backward", self.spec, words, self.index)
         if recorder is not None:
-            recorder.launches(self, words, None, (), fixed, rng, lists, dsinks)
+            recorder.launches(self, words, None, (), fixed, rng, dsinks)
         return grads, dsinks, [grad.to(values[i].dtype) for grad, i in zip(dvalues, self.grad_places)]
 
     def words_for_gradients(

@@ -105,14 +105,32 @@ class TestBlockSparseAttention:
         base = torch.ones(2, 2, 3, 3, dtype=torch.bool, device=DEVICE)
         with pytest.raises(flashjit.Unsupported, match="mask_mod"):
             self.call(packed, (0,) * HQ, None, None, exact_streaming=True)
-        with pytest.raises(flashjit.InvalidArgument, match="base_blockmask"):
-            self.call(packed, (1,) * HQ, None, None)
         with pytest.raises(flashjit.InvalidArgument, match=r"\[2, block-sparse heads, 3, 3\]"):
             self.call(packed, (1,) * HQ, None, base[..., :2])
-        with pytest.raises(flashjit.InvalidArgument, match="streaming_info"):
-            self.call(packed, (-1,) * HQ, None, base)
         with pytest.raises(flashjit.InvalidArgument, match="4 ints"):
             self.call(packed, (1,), None, base)
+
+    def test_heads_that_lack_what_they_need(self, packed):
+        """Refused where the host can say so without waiting; else dense, also in CUDA graphs."""
+        base = torch.ones(2, 2, 3, 3, dtype=torch.bool, device=DEVICE)
+        for kinds, blocks, name in (
+            ((1,) * HQ, None, "base_blockmask"),
+            ((-1,) * HQ, base, "streaming_info"),
+        ):
+            if DEVICE == "cpu":
+                with pytest.raises(flashjit.InvalidArgument, match=name):
+                    self.call(packed, kinds, None, blocks)
+                continue
+            cu_q, cu_kv = (ints(0, x[0], sum(x)) for x in (self.QUERIES, self.KEYS))
+            given = (*packed, cu_q, cu_kv, ints(*kinds), None, blocks, max(self.QUERIES), max(self.KEYS), 0.0)
+            with torch.no_grad():
+                wanted = self.call(packed, (0,) * HQ, None, None)
+                block_sparse_attn.block_sparse_attn_func(*given)  # compiles
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    found = block_sparse_attn.block_sparse_attn_func(*given)
+                graph.replay()
+                assert torch.equal(found, wanted)
 
     def test_install(self, monkeypatch):
         monkeypatch.delitem(sys.modules, "block_sparse_attn", raising=False)
@@ -185,7 +203,7 @@ class TestFastVideo:
         coarse = (scores.softmax(3) @ means[2]).repeat_interleave(self.BLOCK, 2)
         blocks = torch.zeros(scores.shape, dtype=torch.bool).scatter_(3, scores.topk(2, 3).indices, True)
         self.check(out - (coarse * gate.double().cpu()).to(out), qkv, blocks)
-        plain = fastvideo.video_sparse_attn(q, k, v, *given)
+        plain = fastvideo.video_sparse_attn(q, k, v, *given[:3])  # 64 tokens, by default
         torch.testing.assert_close(
             plain - out, (coarse * (1 - gate.double().cpu())).to(out), rtol=1e-4, atol=1e-5
         )
@@ -200,8 +218,8 @@ class TestFastVideo:
             fastvideo.block_sparse_attn(
                 *qkv, torch.ones(2, HQ, 2, 5, device=DEVICE, dtype=torch.bool), ints(*range(5))
             )
-        with pytest.raises(flashjit.InvalidArgument, match="each has 262144"):
-            fastvideo.video_sparse_attn(*qkv, ints(*self.sizes), ints(64, 64), 1)
+        with pytest.raises(flashjit.InvalidArgument, match="each has 125"):
+            fastvideo.video_sparse_attn(*qkv, ints(*self.sizes), ints(64, 64), 1, 5)
         with pytest.raises(flashjit.InvalidArgument, match="q2k_num"):
             fastvideo.block_sparse_attn_from_indices(*qkv, ints(1), ints(1), ints(*self.sizes))
         with pytest.raises(flashjit.InvalidArgument, match="topk is 0"):

@@ -50,7 +50,8 @@ def block_sparse_attn_func(
     q: [all queries, heads_q, head_dim]; k, v: [all keys, heads_kv, head_dim]. cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1].
     head_mask_type: int [heads_q]: 0 dense, 1 block-sparse, -1 streaming.
     streaming_info: int [2 heads_q], needed by streaming heads: for each head how many first blocks of keys it sees, then how many
-        latest ones. None: there are no streaming heads.
+        latest ones. None: there are no streaming heads. On a GPU this is not checked, so that no call waits for it and CUDA graphs
+        take all: streaming heads are then dense, and so are block-sparse ones without base_blockmask.
     base_blockmask: bool or int [sequences or 1, block-sparse heads in order, ceil(max_seqlen_q_ / 128), ceil(max_seqlen_k_ / 128)],
         needed by block-sparse heads: where it is not 0, the blocks attend. None: there are no block-sparse heads.
     max_seqlen_q_, max_seqlen_k_: at least the lengths of the longest sequence.
@@ -83,13 +84,13 @@ def block_sparse_attn_func(
     kinds = _ints("head_mask_type", head_mask_type, heads, q.device)[:, None, None]
     if base_blockmask is not None:
         blocks = torch.where(kinds == _SPARSE, _of_heads(base_blockmask, kinds, blocks), blocks)
-    elif bool((kinds == _SPARSE).any()):
+    elif _has_heads_on_cpu(kinds, _SPARSE):
         raise InvalidArgument("head_mask_type has block-sparse heads (1), so give base_blockmask.")
     if streaming_info is not None:
         counts = _ints("streaming_info", streaming_info, 2 * heads, q.device).unflatten(0, (heads, 2))
         streaming = _streaming(counts, cu_seqlens_q, cu_seqlens_k, is_causal, blocks)
         blocks = torch.where(kinds == _STREAMING, streaming, blocks)
-    elif bool((kinds == _STREAMING).any()):
+    elif _has_heads_on_cpu(kinds, _STREAMING):
         raise InvalidArgument("head_mask_type has streaming heads (-1), so give streaming_info.")
     out = attention(
         *(x.transpose(0, 1)[None] for x in (q, k, v)),
@@ -150,6 +151,11 @@ def install() -> None:
         raise InvalidArgument(
             "block_sparse_attn was imported before: call install() first, then import models that use it."
         )
+
+
+def _has_heads_on_cpu(kinds: Tensor, kind: int) -> bool:
+    """Whether there are heads of a kind, where the host can say so without waiting."""
+    return kinds.is_cpu and bool((kinds == kind).any())
 
 
 def _ints(name: str, given: Tensor, count: int, device: torch.device) -> Tensor:

@@ -21,6 +21,8 @@ from .errors import InvalidArgument
 
 __all__ = ["block_sparse_attn", "block_sparse_attn_from_indices", "video_sparse_attn"]
 
+_BLOCKS = (16, 32, 64, 128, 256)  # tokens of one
+
 
 def block_sparse_attn(
     q: Tensor, k: Tensor, v: Tensor, block_map: Tensor, variable_block_sizes: Tensor
@@ -83,17 +85,19 @@ def video_sparse_attn(
     variable_block_sizes, q_variable_block_sizes: int [blocks of keys] and [blocks of queries]: how many first tokens of a block
         exist. Rows of padding in q, k and v must be zeros, as the means sum up whole blocks.
     topk: how many blocks of keys a block of queries attends to, 1 or more.
-    block_size: three numbers, whose product is the tokens of a block: (4, 4, 4) for 64. One number n means n x n x n, as in
-        fastvideo_kernel, so that the default of 64, which is FastVideo's, fits no block here: give it.
+    block_size: the tokens of a block, 16, 32, 64, 128 or 256; or three numbers, whose product they are: (4, 4, 4) for 64. Another
+        number n means n x n x n, as in fastvideo_kernel.
     compress_attn_weight: like q: a factor of the coarse part; None: 1.
     """
-    sides = (block_size,) * 3 if isinstance(block_size, int) else tuple(block_size)
-    block = math.prod(sides)
+    if isinstance(block_size, int):
+        block = block_size if block_size in _BLOCKS else block_size**3
+    else:
+        block = math.prod(block_size)
     for name, x, sizes in (("q", q, q_variable_block_sizes), ("k", k, variable_block_sizes)):
         if x.shape[2] != sizes.numel() * block:
             raise InvalidArgument(
                 f"{name} has {x.shape[2]} tokens and {sizes.numel()} blocks: with block_size {block_size} each has {block} tokens, padding "
-                "included. Pad the blocks, or give block_size as three numbers, such as (4, 4, 4) for 64 tokens."
+                "included. Pad the blocks, or give the tokens of a block as block_size."
             )
     if not isinstance(topk, int) or topk < 1:
         raise InvalidArgument(
@@ -115,7 +119,7 @@ def _block_of(k: Tensor, sizes: Tensor) -> int:
     """Tokens of a block."""
     blocks = sizes.numel()
     block = k.shape[2] // blocks if blocks else 0
-    if sizes.is_floating_point() or block * blocks != k.shape[2] or block not in (16, 32, 64, 128, 256):
+    if sizes.is_floating_point() or block * blocks != k.shape[2] or block not in _BLOCKS:
         raise InvalidArgument(
             f"k has {k.shape[2]} tokens and variable_block_sizes is {describe(sizes)}: give ints, one for each block of 16, 32, 64, 128 "
             "or 256 keys."

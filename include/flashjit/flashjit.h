@@ -358,17 +358,43 @@ FLASHJIT_C_API flashjit_status flashjit_kv_block_scales(const char* format, int3
 FLASHJIT_C_API int32_t flashjit_kv_format_name(size_t index, const char** name,
                                                const char** parts) FLASHJIT_NOEXCEPT;
 
+/** What an entry (a __global__ function) of a kernel takes. */
+typedef struct flashjit_entry_report {
+  const char* entry;
+  int32_t registers;
+  int32_t spill_bytes;  /**< stores and loads together */
+  int32_t shared_bytes; /**< static and dynamic together */
+  int32_t threads;      /**< a block */
+} flashjit_entry_report;
+
+/** A kernel that was prepared, for logs and tables. Texts and entries live as long as the receiver runs. */
+typedef struct flashjit_kernel_report {
+  const char *spec, *config;
+  const char*
+      config_source;  /**< "given", "tuned", "tuned elsewhere", "tuned for a near shape", "heuristic" */
+  const char* key;    /**< the directory's name in cache and pack; empty: nothing is launched */
+  const char* origin; /**< "memory", "pack", "disk", "compiled" */
+  double render_ms, compile_ms, load_ms; /**< spent by this call */
+  const flashjit_entry_report* entries;
+  size_t entry_count;
+} flashjit_kernel_report;
+
+/** Called in the thread that called, for each kernel, when all are made. */
+typedef void (*flashjit_kernel_receiver)(void* user, const flashjit_kernel_report* report);
+
 /** Compiles and loads now, e.g. before a graph capture. With `config`, such as "sm80:br128:bc64:w4:s2", that
  * tile configuration is used for this spec and shape from now on; null: the tuned one, else the heuristic's.
- * The log tells what was compiled; flashjit_prepare_range() of one shape also counts, and sizes the
- * workspace. */
+ * `receiver` (null: nobody is told) gets the kernel's report. */
 FLASHJIT_C_API flashjit_status flashjit_prepare(flashjit_runtime* runtime, flashjit_pass pass,
                                                 const flashjit_spec* spec, const flashjit_shape* shape,
-                                                const char* config) FLASHJIT_NOEXCEPT;
+                                                const char* config, flashjit_kernel_receiver receiver,
+                                                void* user) FLASHJIT_NOEXCEPT;
 
 /** The same for both passes in parallel, in little more time than for one. For training. */
 FLASHJIT_C_API flashjit_status flashjit_prepare_both(flashjit_runtime* runtime, const flashjit_spec* spec,
-                                                     const flashjit_shape* shape) FLASHJIT_NOEXCEPT;
+                                                     const flashjit_shape* shape,
+                                                     flashjit_kernel_receiver receiver,
+                                                     void* user) FLASHJIT_NOEXCEPT;
 
 /** How many of the kernels are made, at first none; 0 stops it. Called in the thread that called. */
 typedef int32_t (*flashjit_range_progress)(void* user, size_t made, size_t configurations);
@@ -377,13 +403,15 @@ typedef int32_t (*flashjit_range_progress)(void* user, size_t made, size_t confi
  * seqlen_q and seqlen_kv. A step of 0, or no `step`, means the ends and the powers of two between them;
  * another one first, first + step and so on, and last. Compiles on all cores. Stopped by `progress` (null:
  * nobody is told) it finishes the kernels under way and returns FLASHJIT_OK; those made stay in memory and in
- * the cache. Results may be null: kernels made, configurations that the shapes choose, and the most bytes of
- * workspace that a call of these shapes needs. Refused: a size of `first` that is 0 or above that of `last`,
- * heads that differ, negative steps, more than 2^16 shapes. */
+ * the cache. `receiver` (null: nobody is told) gets the reports of those made. Results may be null: kernels
+ * made, configurations that the shapes choose, and the most bytes of workspace that a call of these shapes
+ * needs. Refused: a size of `first` that is 0 or above that of `last`, heads that differ, negative steps,
+ * more than 2^16 shapes. */
 FLASHJIT_C_API flashjit_status flashjit_prepare_range(flashjit_runtime* runtime, flashjit_pass pass,
                                                       const flashjit_spec* spec, const flashjit_shape* first,
                                                       const flashjit_shape* last, const flashjit_shape* step,
-                                                      flashjit_range_progress progress, void* user,
+                                                      flashjit_range_progress progress,
+                                                      flashjit_kernel_receiver receiver, void* user,
                                                       size_t* made, size_t* configurations,
                                                       size_t* workspace_bytes) FLASHJIT_NOEXCEPT;
 

@@ -9,6 +9,7 @@
 
 #include "api/c_arguments.hpp"
 #include "api/c_call.hpp"
+#include "api/c_reports.hpp"
 #include "api/read_struct.hpp"
 #include "flashjit/flashjit.h"
 #include "flashjit/flashjit.hpp"
@@ -277,29 +278,36 @@ flashjit_status flashjit_quantize(flashjit_runtime* runtime, const flashjit_spec
 }
 
 flashjit_status flashjit_prepare(flashjit_runtime* runtime, flashjit_pass pass, const flashjit_spec* spec,
-                                 const flashjit_shape* shape, const char* config) noexcept {
+                                 const flashjit_shape* shape, const char* config,
+                                 flashjit_kernel_receiver receiver, void* user) noexcept {
   return guarded([&] {
     const auto given = config ? std::optional(flashjit::parse_config(config)) : std::nullopt;
-    get(runtime).prepare(kernel_spec(spec, pass), attention_shape(shape), given);
+    tell(get(runtime).prepare(kernel_spec(spec, pass), attention_shape(shape), given), receiver, user);
   });
 }
 
 flashjit_status flashjit_prepare_both(flashjit_runtime* runtime, const flashjit_spec* spec,
-                                      const flashjit_shape* shape) noexcept {
-  return guarded([&] { get(runtime).prepare_both(get(spec), attention_shape(shape)); });
+                                      const flashjit_shape* shape, flashjit_kernel_receiver receiver,
+                                      void* user) noexcept {
+  return guarded([&] {
+    for (const flashjit::KernelReport& report : get(runtime).prepare_both(get(spec), attention_shape(shape)))
+      tell(report, receiver, user);
+  });
 }
 
 flashjit_status flashjit_prepare_range(flashjit_runtime* runtime, flashjit_pass pass,
                                        const flashjit_spec* spec, const flashjit_shape* first,
                                        const flashjit_shape* last, const flashjit_shape* step,
-                                       flashjit_range_progress progress, void* user, size_t* made,
-                                       size_t* configurations, size_t* workspace_bytes) noexcept {
+                                       flashjit_range_progress progress, flashjit_kernel_receiver receiver,
+                                       void* user, size_t* made, size_t* configurations,
+                                       size_t* workspace_bytes) noexcept {
   return guarded([&] {
     const flashjit::ShapeRange range{attention_shape(first), attention_shape(last),
                                      step ? attention_shape(step) : flashjit::AttentionShape{}};
-    flashjit::RangeProgress tell;
-    if (progress) tell = [&](size_t so_far, size_t all) { return progress(user, so_far, all) != 0; };
-    const flashjit::RangeReport report = get(runtime).prepare_range(kernel_spec(spec, pass), range, tell);
+    flashjit::RangeProgress told;
+    if (progress) told = [&](size_t so_far, size_t all) { return progress(user, so_far, all) != 0; };
+    const flashjit::RangeReport report = get(runtime).prepare_range(kernel_spec(spec, pass), range, told);
+    for (const flashjit::KernelReport& kernel : report.kernels) tell(kernel, receiver, user);
     if (made) *made = report.kernels.size();
     if (configurations) *configurations = report.configurations;
     if (workspace_bytes) *workspace_bytes = report.workspace_bytes;

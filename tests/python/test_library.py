@@ -96,6 +96,7 @@ def test_options_of_a_spec_are_the_library_s():
         kinds = {
             "key_scales": "bf16:d64:kve4m3",
             "q_codes": "bf16:d64:kve4m3",
+            "q_rope": "bf16:d96x64:shared_kv",
             "shared_prefix": "bf16:d64:varlen:pages16",
             "weight_mod": "bf16:d64:score{sigmoid(score)}",
         }

@@ -22,11 +22,21 @@ def test_it_makes_what_calls_choose(fake_gpu):
     assert report.made == report.configurations > 0
     assert told[0] == (0, report.made) and told[-1] == (report.made, report.made)
     assert report.workspace_bytes == max(fake_gpu.runtime.workspace_bytes(SPEC, shape) for shape in ALL)
+    assert len(report.kernels) == len({kernel.config for kernel in report.kernels}) == report.made
+
+
+def test_a_kernel_that_is_prepared_is_reported(fake_gpu):
+    made = fake_gpu.runtime.prepare("bf16:d64", (1, 2, 2, 128, 128))
+    assert (made.spec, made.config_source, made.origin) == ("fwd:bf16:d64", "heuristic", "compiled")
+    assert made.key and made.compile_ms >= 0 and all(entry.threads >= 32 for entry in made.entries)
+    again, backward = fake_gpu.runtime.prepare_both("bf16:d64", (1, 2, 2, 128, 128))
+    assert again[:4] == made[:4] and again.origin == "memory" and again.entries == made.entries
+    assert backward.spec == "bwd:bf16:d64" and backward.origin == "compiled"
 
 
 def test_numbers_and_steps_are_ranges_too(fake_gpu):
     one = flashjit.prepare_range(SPEC, (3, 8, 2, 1, 100), runtime=fake_gpu.runtime)
-    assert one == (1, 1, fake_gpu.runtime.workspace_bytes(SPEC, (3, 8, 2, 1, 100)))
+    assert one[:3] == (1, 1, fake_gpu.runtime.workspace_bytes(SPEC, (3, 8, 2, 1, 100)))
     steps = flashjit.prepare_range(SPEC, ((3, 12, 4), 8, 2, 1, 4096), runtime=fake_gpu.runtime)
     assert steps.workspace_bytes == max(
         fake_gpu.runtime.workspace_bytes(SPEC, shape) for shape in shapes_of([3, 7, 11, 12], [4096])

@@ -46,7 +46,9 @@ void use_all() {
   flashjit_spec* spec = nullptr;
   expect(make_spec("bf16:d64", &spec) == FLASHJIT_OK, 12);
   expect(flashjit_workspace_bytes(runtime(), FLASHJIT_FORWARD, spec, &shape, &bytes) == FLASHJIT_OK, 13);
-  expect(flashjit_prepare(runtime(), FLASHJIT_FORWARD, spec, &shape, nullptr) == FLASHJIT_OK, 14);
+  expect(
+      flashjit_prepare(runtime(), FLASHJIT_FORWARD, spec, &shape, nullptr, nullptr, nullptr) == FLASHJIT_OK,
+      14);
   flashjit_spec_destroy(spec);
 }
 

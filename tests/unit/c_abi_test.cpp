@@ -112,8 +112,8 @@ TEST_F(CAbi, WithoutADriverEveryCallThatNeedsItSaysSo) {
   for (const flashjit_status status :
        {flashjit_forward(r.get(), s.get(), &forward, nullptr),
         flashjit_backward(r.get(), s.get(), &backward, nullptr),
-        flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, nullptr),
-        flashjit_prepare_both(r.get(), s.get(), &kShape),
+        flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, nullptr, nullptr, nullptr),
+        flashjit_prepare_both(r.get(), s.get(), &kShape, nullptr, nullptr),
         flashjit_workspace_bytes(r.get(), FLASHJIT_BACKWARD, s.get(), &kShape, &bytes),
         flashjit_current_device(r.get(), &device)}) {
     EXPECT_EQ(status, FLASHJIT_NO_DRIVER) << last_message();
@@ -126,7 +126,8 @@ TEST_F(CAbi, ALibraryThatIsNoDriverIsRefused) {
   setenv("FLASHJIT_LIBCUDA", "libm.so.6", 1);
   const RuntimePtr r = runtime();
   const SpecPtr s = spec();
-  EXPECT_EQ(flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, nullptr), FLASHJIT_NO_DRIVER);
+  EXPECT_EQ(flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, nullptr, nullptr, nullptr),
+            FLASHJIT_NO_DRIVER);
   EXPECT_MESSAGE("libm.so.6 is too old");
 }
 
@@ -140,12 +141,12 @@ TEST_F(CAbi, NullHandlesAreRefusedNotFollowed) {
   EXPECT_MESSAGE("spec is null");
   EXPECT_EQ(flashjit_forward(r.get(), s.get(), nullptr, nullptr), FLASHJIT_INVALID_ARGUMENT);
   EXPECT_MESSAGE("flashjit_forward_args is null");
-  EXPECT_EQ(flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), nullptr, nullptr),
+  EXPECT_EQ(flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), nullptr, nullptr, nullptr, nullptr),
             FLASHJIT_INVALID_ARGUMENT);
   EXPECT_MESSAGE("shape is null");
-  EXPECT_EQ(flashjit_prepare_both(nullptr, s.get(), &kShape), FLASHJIT_INVALID_ARGUMENT);
-  EXPECT_EQ(flashjit_prepare_both(r.get(), nullptr, &kShape), FLASHJIT_INVALID_ARGUMENT);
-  EXPECT_EQ(flashjit_prepare_both(r.get(), s.get(), nullptr), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_EQ(flashjit_prepare_both(nullptr, s.get(), &kShape, nullptr, nullptr), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_EQ(flashjit_prepare_both(r.get(), nullptr, &kShape, nullptr, nullptr), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_EQ(flashjit_prepare_both(r.get(), s.get(), nullptr, nullptr, nullptr), FLASHJIT_INVALID_ARGUMENT);
   EXPECT_EQ(flashjit_workspace_bytes(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, nullptr),
             FLASHJIT_INVALID_ARGUMENT);
   EXPECT_MESSAGE("bytes is null");
@@ -186,7 +187,8 @@ TEST_F(CAbi, ArgumentsAreCheckedBeforeTheDriverIsOpened) {
 TEST_F(CAbi, EnumsAreChecked) {
   const RuntimePtr r = runtime();
   const SpecPtr s = spec();
-  EXPECT_EQ(flashjit_prepare(r.get(), 7, s.get(), &kShape, nullptr), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_EQ(flashjit_prepare(r.get(), 7, s.get(), &kShape, nullptr, nullptr, nullptr),
+            FLASHJIT_INVALID_ARGUMENT);
   EXPECT_MESSAGE("pass is 7");
   flashjit_options options{};
   options.struct_size = sizeof options;
@@ -204,9 +206,10 @@ TEST_F(CAbi, EnumsAreChecked) {
 TEST_F(CAbi, ConfigurationsAreRead) {
   const RuntimePtr r = runtime();
   const SpecPtr s = spec();
-  EXPECT_EQ(flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, "sm80:br1x"),
+  EXPECT_EQ(flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, "sm80:br1x", nullptr, nullptr),
             FLASHJIT_INVALID_ARGUMENT);
-  EXPECT_EQ(flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, "sm80:br128:bc64:w4:s2"),
+  EXPECT_EQ(flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, "sm80:br128:bc64:w4:s2", nullptr,
+                             nullptr),
             FLASHJIT_NO_DRIVER);
 }
 
@@ -448,7 +451,8 @@ TEST_F(CAbi, AppendAndMergeNeedADriver) {
   merge.out = tensor(0x20000);
   EXPECT_EQ(flashjit_merge(r.get(), s.get(), &merge, nullptr), FLASHJIT_NO_DRIVER) << last_message();
   EXPECT_EQ(flashjit_merge(nullptr, s.get(), &merge, nullptr), FLASHJIT_INVALID_ARGUMENT);
-  EXPECT_EQ(flashjit_prepare(r.get(), FLASHJIT_APPEND, s.get(), &kShape, nullptr), FLASHJIT_NO_DRIVER);
+  EXPECT_EQ(flashjit_prepare(r.get(), FLASHJIT_APPEND, s.get(), &kShape, nullptr, nullptr, nullptr),
+            FLASHJIT_NO_DRIVER);
 }
 
 TEST_F(CAbi, TheReferenceTakesTheGradientOfLse) {

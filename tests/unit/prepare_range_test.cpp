@@ -168,7 +168,7 @@ TEST_F(PrepareRange, WhatFailsIsThrown) {
 TEST(PrepareRangeInC, NullIsRefused) {
   const flashjit_shape shape{1, 2, 2, 128, 128};
   EXPECT_EQ(flashjit_prepare_range(nullptr, FLASHJIT_FORWARD, nullptr, nullptr, &shape, nullptr, nullptr,
-                                   nullptr, nullptr, nullptr, nullptr),
+                                   nullptr, nullptr, nullptr, nullptr, nullptr),
             FLASHJIT_INVALID_ARGUMENT);
   EXPECT_CONTAINS(std::string(flashjit_last_error_message()), "shape is null");
 }

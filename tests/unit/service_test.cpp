@@ -668,9 +668,25 @@ void use_and_unload(const std::string& cache_dir, bool err_here = false) {
   flashjit_spec* spec = nullptr;
   ASSERT_EQ(spec_create("bf16:d64", &spec), FLASHJIT_OK);
   const flashjit_shape shape{1, 2, 2, 128, 128};
+  std::vector<std::string> told;
+  const auto receive = [](void* user, const flashjit_kernel_report* report) {
+    auto& texts = *static_cast<std::vector<std::string>*>(user);
+    texts = {report->spec, report->config, report->config_source, report->origin, report->key};
+    for (std::size_t i = 0; i < report->entry_count; ++i) {
+      texts.emplace_back(report->entries[i].entry);
+      EXPECT_GT(report->entries[i].threads, 0);
+    }
+    EXPECT_GE(report->compile_ms, 0);
+  };
   EXPECT_EQ(library.get<decltype(flashjit_prepare)>("flashjit_prepare")(runtime, FLASHJIT_FORWARD, spec,
-                                                                        &shape, nullptr),
+                                                                        &shape, nullptr, receive, &told),
             FLASHJIT_OK);
+  ASSERT_GT(told.size(), 5u);
+  EXPECT_EQ(told[0], "fwd:bf16:d64");
+  EXPECT_EQ(to_string(parse_config(told[1])), told[1]);
+  EXPECT_EQ(told[2], "heuristic");
+  EXPECT_TRUE(told[3] == "compiled" || told[3] == "disk") << told[3];
+  EXPECT_FALSE(told[4].empty());
   const auto err = [&] {
     flashjit_spec* none = nullptr;
     EXPECT_EQ(spec_create("nonsense", &none), FLASHJIT_INVALID_ARGUMENT);

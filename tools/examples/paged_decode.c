@@ -48,6 +48,12 @@ static flashjit_forward_args forward_args(const memory* m, void* workspace, size
   return args;
 }
 
+static void told(void* user, const flashjit_kernel_report* report) {
+  (void)user;
+  fprintf(stderr, "%s: %s, %s in %.0f ms\n", report->spec, report->config, report->origin,
+          report->compile_ms + report->load_ms);
+}
+
 /* Compiles, lends the workspace, and captures both launches. Lengths and tables may change afterwards: what
  * is launched depends on the bounds alone. */
 static CUgraphExec capture(const cuda_functions* cuda, flashjit_runtime* runtime, const flashjit_spec* spec,
@@ -59,8 +65,8 @@ static CUgraphExec capture(const cuda_functions* cuda, flashjit_runtime* runtime
   CUgraphExec executable = NULL;
   flashjit_append_args append;
   flashjit_forward_args forward;
-  if (flashjit_prepare(runtime, FLASHJIT_APPEND, spec, &bounds, NULL) != FLASHJIT_OK ||
-      flashjit_prepare(runtime, FLASHJIT_FORWARD, spec, &bounds, NULL) != FLASHJIT_OK ||
+  if (flashjit_prepare(runtime, FLASHJIT_APPEND, spec, &bounds, NULL, told, NULL) != FLASHJIT_OK ||
+      flashjit_prepare(runtime, FLASHJIT_FORWARD, spec, &bounds, NULL, told, NULL) != FLASHJIT_OK ||
       flashjit_workspace_bytes(runtime, FLASHJIT_FORWARD, spec, &bounds, &bytes) != FLASHJIT_OK)
     return failed("prepare"), NULL;
   if (bytes && !(workspace = make_filled(cuda, 0, bytes / 2))) return NULL;

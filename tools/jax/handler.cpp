@@ -74,7 +74,8 @@ ffi::Error prepare(flashjit_pass pass, const Call& call, std::int32_t device) {
                                   shape.heads_kv, shape.seqlen_q, shape.seqlen_kv})
     key += ' ' + std::to_string(part);
   if (!library().is_new(key)) return ffi::Error::Success();
-  const ffi::Error error = error_of(library().prepare(library().runtime, pass, spec, &shape, nullptr));
+  const ffi::Error error =
+      error_of(library().prepare(library().runtime, pass, spec, &shape, nullptr, nullptr, nullptr));
   if (error.success()) library().keep(std::move(key));
   return error;
 }

@@ -19,6 +19,7 @@ from . import masks
 from ._can import Support, can
 from ._library import Runtime, runtime, version
 from ._ranges import RangeReport, prepare_range
+from ._reports import KernelReport
 from .errors import (
     CompileFailed,
     CudaError,
@@ -59,6 +60,7 @@ __all__ = [
     "version",
     "DeviceTileLists",
     "BlockMap",
+    "KernelReport",
     "KvFormat",
     "Program",
     "RangeReport",

@@ -355,6 +355,31 @@ class ListArgs(Structure):
     ]
 
 
+class EntryReport(Structure):
+    _fields_ = [
+        ("entry", c_char_p),
+        ("registers", c_int32),
+        ("spill_bytes", c_int32),
+        ("shared_bytes", c_int32),
+        ("threads", c_int32),
+    ]
+
+
+class KernelReport(Structure):
+    _fields_ = [
+        ("spec", c_char_p),
+        ("config", c_char_p),
+        ("config_source", c_char_p),
+        ("key", c_char_p),
+        ("origin", c_char_p),
+        ("render_ms", c_double),
+        ("compile_ms", c_double),
+        ("load_ms", c_double),
+        ("entries", c_void_p),
+        ("entry_count", c_size_t),
+    ]
+
+
 #: What each function returns and takes.
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_version": (c_char_p, []),
@@ -379,13 +404,14 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_kv_row": (c_int32, [c_char_p, c_int32, c_void_p, c_void_p, c_void_p]),
     "flashjit_kv_block_scales": (c_int32, [c_char_p, c_int32, c_void_p, c_void_p, c_void_p]),
     "flashjit_kv_format_name": (c_int32, [c_size_t, c_void_p, c_void_p]),
-    "flashjit_prepare": (c_int32, [c_void_p, c_int32, c_void_p, c_void_p, c_char_p]),
-    "flashjit_prepare_both": (c_int32, [c_void_p, c_void_p, c_void_p]),
+    "flashjit_prepare": (c_int32, [c_void_p, c_int32, c_void_p, c_void_p, c_char_p, c_void_p, c_void_p]),
+    "flashjit_prepare_both": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
     "flashjit_prepare_range": (
         c_int32,
         [
             c_void_p,
             c_int32,
+            c_void_p,
             c_void_p,
             c_void_p,
             c_void_p,

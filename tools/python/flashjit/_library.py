@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from . import _reports
 from ._c_interface import *  # noqa: F403 - callers find the structs here
 from ._c_interface import (
     APPEND,
@@ -214,12 +215,13 @@ class Runtime:
 
     def prepare(
         self, spec: str, shape: Sequence[int], *, backward: bool = False, config: str | None = None
-    ) -> None:
-        """Compiles and loads now on the current device, e.g. before a CUDA graph capture.
+    ) -> _reports.KernelReport:
+        """Compiles and loads now on the current device, e.g. before a CUDA graph capture. Returns what it found or made.
 
         spec: such as "bf16:d128:causal", or "append:bf16:d128:pages16". shape: (batch, heads_q, heads_kv, seqlen_q, seqlen_kv).
         config: tiles for this spec and shape from now on, such as "sm80:br128:bc64:w4:s2".
         """
+        received = _reports.Received()
         check(
             library().flashjit_prepare(
                 self.address,
@@ -227,17 +229,26 @@ class Runtime:
                 spec_handle(spec).address,
                 ctypes.byref(shape_struct(shape)),
                 config.encode() if config else None,
+                received.receiver,
+                None,
             )
         )
         self.generation += 1
+        return received.kernels[0]
 
-    def prepare_both(self, spec: str, shape: Sequence[int]) -> None:
+    def prepare_both(self, spec: str, shape: Sequence[int]) -> tuple[_reports.KernelReport, ...]:
         """prepare() for both passes at once, in little more time than one takes."""
+        received = _reports.Received()
         check(
             library().flashjit_prepare_both(
-                self.address, spec_handle(spec).address, ctypes.byref(shape_struct(shape))
+                self.address,
+                spec_handle(spec).address,
+                ctypes.byref(shape_struct(shape)),
+                received.receiver,
+                None,
             )
         )
+        return tuple(received.kernels)
 
     def workspace_bytes(self, spec: str, shape: Sequence[int], *, backward: bool = False) -> int:
         """Bytes of the workspace that a call needs on the current device; list_bytes() fewer if it receives its lists."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from . import _library
 from ._library import Runtime, check, library, pass_of, shape_struct, spec_handle
+from ._reports import KernelReport, Received
 from .errors import InvalidArgument
 
 _PROGRESS = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
@@ -20,6 +21,7 @@ class RangeReport(NamedTuple):
     made: int  #: configurations whose kernels are loaded
     configurations: int  #: that calls of these shapes choose: more than made where it was stopped
     workspace_bytes: int  #: the most device memory that one of the calls needs lent
+    kernels: tuple[KernelReport, ...]  #: those made
 
 
 def prepare_range(
@@ -56,7 +58,7 @@ def prepare_range(
             stopped_by.append(error)
             return False
 
-    callback = _PROGRESS(tell)
+    callback, received = _PROGRESS(tell), Received()
     results = (ctypes.c_size_t * 3)()
     word = ctypes.sizeof(ctypes.c_size_t)
     used = runtime or _library.runtime()
@@ -66,6 +68,7 @@ def prepare_range(
         spec_handle(spec).address,
         *map(ctypes.byref, (first, last, step)),
         ctypes.cast(callback, ctypes.c_void_p),
+        received.receiver,
         None,
         *(ctypes.byref(results, i * word) for i in range(3)),
     )
@@ -73,7 +76,7 @@ def prepare_range(
     if stopped_by:
         raise stopped_by[0]
     check(status)
-    return RangeReport(*results)
+    return RangeReport(results[0], results[1], results[2], tuple(received.kernels))
 
 
 def _ends(name: str, sizes: int | Sequence[int]) -> tuple[int, int, int]:

@@ -20,6 +20,7 @@ from ._lists import TileLists
 from ._merge import merge
 from ._problem import BlockMap, causal_option, check_types
 from ._quantize import quantize
+from ._reports import KernelReport
 from ._sdpa import scaled_dot_product_attention
 from ._tensors import SPEC_TYPES
 
@@ -50,14 +51,14 @@ def prepare(
     config: str | None = None,
     causal: bool | str = False,
     options: str = "",
-) -> None:
+) -> tuple[KernelReport, ...]:
     """Compiles and loads the kernels of attention(q, k, v, causal=causal) now, e.g. before a CUDA graph capture.
 
     q, k, v: tensors on a GPU, of the sizes and types that calls will have; their values are not read.
     backward: also the kernels of the backward pass. options: more of the spec, such as ":dropout".
     config: tiles to use for this problem from now on, such as "sm80:br128:bc64:w4:s2"; None: the ones that calls choose.
 
-    Raises flashjit.Error.
+    Returns what it found or made, a report for each pass. Raises flashjit.Error.
     """
     check_types(q, k, v)
     named = causal_option(causal)
@@ -67,10 +68,9 @@ def prepare(
     with torch.cuda.device(q.device):
         bind_context(q.device)
         if backward and config is None:
-            runtime().prepare_both(spec, shape)
-            return
-        for which in (False, True) if backward else (False,):
-            runtime().prepare(spec, shape, backward=which, config=config)
+            return runtime().prepare_both(spec, shape)
+        passes = (False, True) if backward else (False,)
+        return tuple([runtime().prepare(spec, shape, backward=which, config=config) for which in passes])
 
 
 def register_with_transformers(name: str = "jit_attention") -> str:

@@ -7,6 +7,7 @@ pub type flashjit_pass = i32;
 pub type flashjit_jit = i32;
 pub type flashjit_switch = i32;
 pub type flashjit_element_type = i32;
+pub type flashjit_kernel_receiver = Option<unsafe extern "C" fn(user: *mut c_void, report: *const flashjit_kernel_report)>;
 pub type flashjit_range_progress = Option<unsafe extern "C" fn(user: *mut c_void, made: usize, configurations: usize) -> i32>;
 
 pub const FLASHJIT_OK: i32 = 0;
@@ -400,6 +401,31 @@ pub struct flashjit_list_args {
     pub cu_seqlens_kv: *const i32,
 }
 
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct flashjit_entry_report {
+    pub entry: *const c_char,
+    pub registers: i32,
+    pub spill_bytes: i32,
+    pub shared_bytes: i32,
+    pub threads: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct flashjit_kernel_report {
+    pub spec: *const c_char,
+    pub config: *const c_char,
+    pub config_source: *const c_char,
+    pub key: *const c_char,
+    pub origin: *const c_char,
+    pub render_ms: f64,
+    pub compile_ms: f64,
+    pub load_ms: f64,
+    pub entries: *const flashjit_entry_report,
+    pub entry_count: usize,
+}
+
 crate::zeros_with_size!(
     flashjit_device,
     flashjit_options,
@@ -498,11 +524,15 @@ extern "C" {
         spec: *const flashjit_spec,
         shape: *const flashjit_shape,
         config: *const c_char,
+        receiver: flashjit_kernel_receiver,
+        user: *mut c_void,
     ) -> flashjit_status;
     pub fn flashjit_prepare_both(
         runtime: *mut flashjit_runtime,
         spec: *const flashjit_spec,
         shape: *const flashjit_shape,
+        receiver: flashjit_kernel_receiver,
+        user: *mut c_void,
     ) -> flashjit_status;
     pub fn flashjit_prepare_range(
         runtime: *mut flashjit_runtime,
@@ -512,6 +542,7 @@ extern "C" {
         last: *const flashjit_shape,
         step: *const flashjit_shape,
         progress: flashjit_range_progress,
+        receiver: flashjit_kernel_receiver,
         user: *mut c_void,
         made: *mut usize,
         configurations: *mut usize,

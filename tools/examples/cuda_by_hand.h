@@ -14,6 +14,7 @@ typedef struct {
   CUresult (*set_current)(CUcontext);
   CUresult (*synchronize)(void);
   CUresult (*alloc)(CUdeviceptr*, size_t);
+  CUresult (*alloc_managed)(CUdeviceptr*, size_t, unsigned);
   CUresult (*fill)(CUdeviceptr, unsigned short, size_t);
   CUresult (*download)(void*, CUdeviceptr, size_t);
   CUresult (*upload)(CUdeviceptr, const void*, size_t);
@@ -49,6 +50,7 @@ static inline int open_cuda(cuda_functions* cuda) {
                     look_up(library, "cuCtxSetCurrent", &cuda->set_current) &&
                     look_up(library, "cuCtxSynchronize", &cuda->synchronize) &&
                     look_up(library, "cuMemAlloc_v2", &cuda->alloc) &&
+                    look_up(library, "cuMemAllocManaged", &cuda->alloc_managed) &&
                     look_up(library, "cuMemsetD16_v2", &cuda->fill) &&
                     look_up(library, "cuMemcpyDtoH_v2", &cuda->download) &&
                     look_up(library, "cuMemcpyHtoD_v2", &cuda->upload) &&

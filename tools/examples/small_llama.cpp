@@ -6,248 +6,117 @@
 //
 // On a GPU append() and forward() of each layer are a CUDA graph while all sequences decode; without one the
 // CPU reference takes the same arguments. Linear layers, norms and SwiGLU are plain loops on the host, in
-// fp32, and rows of Q, K, V and O are copied around each attention: this page is about the calls of
-// attention. A fast engine has the whole step on the GPU, in one graph.
+// fp32, in memory that the GPU sees, too: this page is about the calls of attention. A fast engine has the
+// whole step on the GPU, in one graph.
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <deque>
-#include <filesystem>
-#include <fstream>
-#include <functional>
-#include <map>
-#include <nlohmann/json.hpp>
 #include <numeric>
-#include <optional>
 #include <sstream>
 #include <string>
 
 #include "example.hpp"
+#include "small_llama_model.hpp"
 
 namespace {
 
 /// Bounds of the batch: sequences and rows of a step, rows of a page, pages of a sequence and of the cache.
 constexpr std::int64_t kSequences = 4, kRows = 24, kPageRows = 8, kColumns = 16, kPages = 40;
-using Floats = std::vector<float>;
 using flashjit::ConstTensorView, flashjit::TensorView;
-
-[[noreturn]] void fail(const std::string& why) { throw std::runtime_error(why); }
-
-nlohmann::json read_config(const std::filesystem::path& path) {
-  std::ifstream file(path);
-  if (!file) fail("cannot read " + path.string());
-  return nlohmann::json::parse(file);
-}
-
-/// The tensors of a file by their names, fp32 and bf16, as fp32.
-std::map<std::string, Floats> read_safetensors(const std::filesystem::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::uint64_t header_bytes = 0;  // little-endian, as the host's
-  if (!file.read(reinterpret_cast<char*>(&header_bytes), sizeof header_bytes))
-    fail("cannot read " + path.string());
-  const std::uint64_t file_bytes = std::filesystem::file_size(path), data_begin = 8 + header_bytes;
-  if (header_bytes > file_bytes - 8) fail(path.string() + " is cut off in its header");
-  std::string header(header_bytes, ' ');
-  file.read(header.data(), static_cast<std::streamsize>(header_bytes));
-  std::map<std::string, Floats> tensors;
-  const nlohmann::json entries = nlohmann::json::parse(header);
-  for (const auto& [name, entry] : entries.items()) {
-    if (name == "__metadata__") continue;
-    const bool bf16 = entry.at("dtype") == "BF16";
-    if (!bf16 && entry.at("dtype") != "F32") fail(name + " must be F32 or BF16");
-    const auto begin = entry.at("data_offsets").at(0).get<std::uint64_t>();
-    const auto end = entry.at("data_offsets").at(1).get<std::uint64_t>();
-    if (begin > end || end > file_bytes - data_begin) fail(name + " is outside of " + path.string());
-    std::string bytes(end - begin, ' ');
-    file.seekg(static_cast<std::streamoff>(data_begin + begin));
-    file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-    const std::size_t width = bf16 ? 2 : 4;
-    Floats values(bytes.size() / width);
-    for (std::size_t i = 0; i < values.size(); ++i)  // a bf16 is the upper half of an fp32
-      std::memcpy(reinterpret_cast<char*>(&values[i]) + 4 - width, bytes.data() + i * width, width);
-    tensors[name] = std::move(values);
-  }
-  return tensors;
-}
-
-struct Model {
-  std::int64_t layers, hidden, heads, heads_kv, dim, vocabulary;
-  float eps, theta;
-  std::map<std::string, Floats> tensors;
-
-  explicit Model(const std::filesystem::path& folder) {
-    const nlohmann::json config = read_config(folder / "config.json");
-    const std::string type = config.at("model_type");
-    if (type != "llama" && type != "qwen3") fail("the model is " + type + ", not llama or qwen3");
-    if (config.value("hidden_act", "silu") != "silu" || config.value("attention_bias", false) ||
-        config.value("mlp_bias", false) || config.value("use_sliding_window", false))
-      fail("no biases, windows, and activations other than silu here");
-    // Where the angle of the rotation is, and under which name its type, depends on the version that wrote.
-    nlohmann::json rope = config.value("rope_parameters", nlohmann::json());
-    if (rope.is_null()) rope = config.value("rope_scaling", nlohmann::json());
-    if (rope.is_null()) rope = nlohmann::json::object();
-    if (rope.value("rope_type", rope.value("type", "default")) != "default")
-      fail("rotations cannot be scaled here");
-    theta = rope.value("rope_theta", config.value("rope_theta", 10000.0f));
-    eps = config.at("rms_norm_eps");
-    layers = config.at("num_hidden_layers"), hidden = config.at("hidden_size");
-    heads = config.at("num_attention_heads"), heads_kv = config.value("num_key_value_heads", heads);
-    const nlohmann::json head_dim = config.value("head_dim", nlohmann::json());
-    dim = head_dim.is_null() ? hidden / heads : head_dim.get<std::int64_t>();
-    vocabulary = config.at("vocab_size");
-    tensors = read_safetensors(folder / "model.safetensors");
-  }
-
-  bool has(const std::string& name) const { return tensors.contains(name); }
-
-  /// A tensor of so many elements.
-  const Floats& weight(const std::string& name, std::int64_t elements) const {
-    const auto found = tensors.find(name);
-    if (found == tensors.end()) fail("the model has no " + name);
-    if (std::ssize(found->second) != elements) fail(name + " does not have the sizes of config.json");
-    return found->second;
-  }
-
-  /// x [rows, in] times the transpose of a weight [out, in].
-  Floats linear(const Floats& x, std::int64_t in, const std::string& name, std::int64_t out) const {
-    const Floats& w = weight(name, out * in);
-    Floats y(x.size() / in * out);
-    for (std::size_t i = 0; i < y.size(); ++i)
-      y[i] = std::inner_product(&x[i / out * in], &x[i / out * in] + in, &w[i % out * in], 0.0f);
-    return y;
-  }
-
-  Floats norm(const Floats& x, const std::string& name) const {
-    const Floats& w = weight(name, hidden);
-    Floats y(x.size());
-    for (std::size_t row = 0; row < x.size(); row += hidden) {
-      const float squares = std::inner_product(&x[row], &x[row] + hidden, &x[row], 0.0f);
-      const float scale = 1 / std::sqrt(squares / static_cast<float>(hidden) + eps);
-      for (std::int64_t i = 0; i < hidden; ++i) y[row + i] = x[row + i] * scale * w[i];
-    }
-    return y;
-  }
-};
-
-std::string layer_name(std::int64_t layer, const char* name) {
-  return "model.layers." + std::to_string(layer) + "." + name + ".weight";
-}
-
-/// Values on the host and, where there is a GPU, on it too: the attention's.
-template <class T>
-struct Mirrored {
-  std::vector<T> host;
-  T* device = nullptr;
-
-  Mirrored(const cuda_functions* cuda, std::size_t count, T value = {}) : host(count, value) {
-    if (cuda) device = example::upload(*cuda, host);
-  }
-  T* data() { return device ? device : host.data(); }
-  void send(const cuda_functions* cuda) {
-    if (cuda) cuda->upload(reinterpret_cast<CUdeviceptr>(device), host.data(), host.size() * sizeof(T));
-  }
-};
-
-using MirroredFloats = Mirrored<float>;
 
 /// append() and forward() of all layers. Its launches depend on the bounds alone, so graphs stay right.
 class Attention {
  public:
-  Attention(const Model& model, const cuda_functions* gpu)
-      : q(gpu, kRows * model.heads * model.dim),
-        k(gpu, kRows * model.heads_kv * model.dim),
-        v(gpu, k.host.size()),
-        lengths(gpu, kSequences),
-        offsets(gpu, kSequences + 1),
-        table(gpu, kSequences * kColumns),
-        model_(model),
-        gpu_(gpu),
-        out_(gpu, q.host.size()),
-        spec_{.dtype = flashjit::DType::fp32,
-              .head_dim = static_cast<int>(model.dim),
-              .mask = flashjit::causal(),
-              .kv = flashjit::KvLayout::paged(kPageRows),
-              .varlen = true} {
-    for (std::int64_t layer = 0; layer < model.layers; ++layer)
-      layers_.push_back({MirroredFloats(gpu, kPages * kPageRows * model.heads_kv * model.dim),
-                         MirroredFloats(gpu, kPages * kPageRows * model.heads_kv * model.dim),
-                         norm_weight(layer_name(layer, "self_attn.q_norm")),
-                         norm_weight(layer_name(layer, "self_attn.k_norm"))});
+  Attention(const Model& model, const cuda_functions* gpu) : model_(model), gpu_(gpu) {
+    spec_ = {.dtype = flashjit::DType::fp32,
+             .head_dim = static_cast<int>(model.dim),
+             .mask = flashjit::causal(),
+             .kv = flashjit::KvLayout::paged(kPageRows),
+             .varlen = true};
+    const std::int64_t columns = model.heads * model.dim, columns_kv = model.heads_kv * model.dim;
+    for (float** rows : {&q, &out}) *rows = zeros<float>(kRows * columns);
+    for (float** rows : {&k, &v}) *rows = zeros<float>(kRows * columns_kv);
+    lengths = zeros<std::int32_t>(kSequences), offsets = zeros<std::int32_t>(kSequences + 1);
+    table = zeros<std::int32_t>(kSequences * kColumns);
+    for (std::int64_t i = 0; i < model.layers; ++i) {
+      const std::string at = "model.layers." + std::to_string(i) + ".self_attn.";
+      layers_.push_back({.k_cache = zeros<float>(kPages * kPageRows * columns_kv),
+                         .v_cache = zeros<float>(kPages * kPageRows * columns_kv),
+                         .q_norm = norm_weight(at + "q_norm"),
+                         .k_norm = norm_weight(at + "k_norm")});
+    }
     if (gpu) start();
   }
 
-  /// What changed since the last step: lengths, offsets, the table.
-  void begin_step() { lengths.send(gpu_), offsets.send(gpu_), table.send(gpu_); }
-
-  /// O of the rows of Q, K and V that are in q.host, k.host and v.host.
-  const Floats& run(std::int64_t layer, bool all_decode) {
+  /// `out` of the rows of q, k and v.
+  void run(std::int64_t layer, bool all_decode) {
     if (!gpu_) {
       flashjit::reference_append(spec_, append_args(layer, all_decode));
       flashjit::reference_forward(spec_, forward_args(layer, all_decode));
-      return out_.host;
+      return;
     }
-    q.send(gpu_), k.send(gpu_), v.send(gpu_);
-    if (!all_decode) launch(layer, false);
-    if (all_decode && gpu_->launch_graph(graphs_[layer], stream_) != CUDA_SUCCESS)
+    if (!all_decode)
+      launch(layer, false);
+    else if (gpu_->launch_graph(graphs_[layer], stream_) != CUDA_SUCCESS)
       fail("the graph of a layer did not start");
-    out_.host = example::download<float>(*gpu_, out_.device, out_.host.size());
-    return out_.host;
+    if (gpu_->wait_for_stream(stream_) != CUDA_SUCCESS) fail("a layer's launch failed");
   }
 
-  MirroredFloats q, k, v;                          // packed rows of all sequences
-  Mirrored<std::int32_t> lengths, offsets, table;  // of a sequence: keys, its first row, its pages
+  float *q, *k, *v, *out;                   // packed rows of all sequences, [rows, heads, dim]
+  std::int32_t *lengths, *offsets, *table;  // of a sequence: keys, its first row, its pages
 
  private:
   struct Layer {
-    MirroredFloats k_cache, v_cache;
-    std::optional<MirroredFloats> q_norm, k_norm;
+    float *k_cache, *v_cache;
+    const float *q_norm, *k_norm;  // of Qwen3
   };
 
-  std::optional<MirroredFloats> norm_weight(const std::string& name) const {
-    if (!model_.has(name)) return {};
-    std::optional<MirroredFloats> weight(std::in_place, gpu_, model_.dim);
-    weight->host = model_.weight(name, model_.dim);
-    weight->send(gpu_);
-    return weight;
+  /// Memory that the host sees, and the GPU where there is one. Not freed: the example ends.
+  template <class T>
+  T* zeros(std::size_t count) const {
+    if (!gpu_) return new T[count]();
+    CUdeviceptr address = 0;
+    if (gpu_->alloc_managed(&address, count * sizeof(T), CU_MEM_ATTACH_GLOBAL) != CUDA_SUCCESS)
+      fail("no device memory");
+    return std::fill_n(reinterpret_cast<T*>(address), count, T()) - count;
   }
 
-  flashjit::AppendArgs append_args(std::int64_t layer, bool all_decode) {
-    const std::int64_t rows = all_decode ? kSequences : kRows, dim = model_.dim;
-    Layer& at = layers_[layer];
-    const auto norm = [&](std::optional<MirroredFloats>& weight) {
-      return flashjit::NormView{.weight = weight ? weight->data() : nullptr, .eps = model_.eps};
-    };
-    return {.k = ConstTensorView::bshd(k.data(), 1, rows, model_.heads_kv, dim),
-            .v = ConstTensorView::bshd(v.data(), 1, rows, model_.heads_kv, dim),
-            .k_cache = TensorView::bshd(at.k_cache.data(), kPages, kPageRows, model_.heads_kv, dim),
-            .v_cache = TensorView::bshd(at.v_cache.data(), kPages, kPageRows, model_.heads_kv, dim),
-            .kv_lengths = lengths.data(),
-            .page_table = {table.data(), kSequences, kColumns},
-            .q = ConstTensorView::bshd(q.data(), 1, rows, model_.heads, dim),
-            .q_out = TensorView::bshd(q.data(), 1, rows, model_.heads, dim),
+  const float* norm_weight(const std::string& name) const {
+    if (!model_.tensors.contains(name + ".weight")) return nullptr;
+    return std::ranges::copy(model_.weight(name, model_.dim), zeros<float>(model_.dim)).out - model_.dim;
+  }
+
+  flashjit::AppendArgs append_args(std::int64_t layer, bool all_decode) const {
+    const std::int64_t rows = all_decode ? kSequences : kRows, dim = model_.dim, heads_kv = model_.heads_kv;
+    const Layer& at = layers_[layer];
+    return {.k = ConstTensorView::bshd(k, 1, rows, heads_kv, dim),
+            .v = ConstTensorView::bshd(v, 1, rows, heads_kv, dim),
+            .k_cache = TensorView::bshd(at.k_cache, kPages, kPageRows, heads_kv, dim),
+            .v_cache = TensorView::bshd(at.v_cache, kPages, kPageRows, heads_kv, dim),
+            .kv_lengths = lengths,
+            .page_table = {table, kSequences, kColumns},
+            .q = ConstTensorView::bshd(q, 1, rows, model_.heads, dim),
+            .q_out = TensorView::bshd(q, 1, rows, model_.heads, dim),
             .rope = {.theta = model_.theta},
-            .cu_seqlens_q = offsets.data(),
+            .cu_seqlens_q = offsets,
             .batch_size = kSequences,
-            .k_norm = norm(at.k_norm),
-            .q_norm = norm(at.q_norm)};
+            .k_norm = {.weight = at.k_norm, .eps = model_.eps},
+            .q_norm = {.weight = at.q_norm, .eps = model_.eps}};
   }
 
-  flashjit::ForwardArgs forward_args(std::int64_t layer, bool all_decode) {
+  flashjit::ForwardArgs forward_args(std::int64_t layer, bool all_decode) const {
     const flashjit::AppendArgs append = append_args(layer, all_decode);
-    flashjit::ForwardArgs args{.q = append.q_out,
-                               .k = append.k_cache,
-                               .v = append.v_cache,
-                               .out = append.q_out,
-                               .kv_lengths = append.kv_lengths,
-                               .workspace = workspace_,
-                               .cu_seqlens_q = append.cu_seqlens_q,
-                               .batch_size = kSequences,
-                               .max_seqlen_q = all_decode ? 1 : kRows,
-                               .page_table = append.page_table};
-    args.out.data = out_.data();
-    return args;
+    return {.q = append.q_out,
+            .k = append.k_cache,
+            .v = append.v_cache,
+            .out = TensorView::bshd(out, 1, append.q.size[2], model_.heads, model_.dim),
+            .kv_lengths = lengths,
+            .workspace = workspace_,
+            .cu_seqlens_q = offsets,
+            .batch_size = kSequences,
+            .max_seqlen_q = all_decode ? 1 : kRows,
+            .page_table = append.page_table};
   }
 
   void launch(std::int64_t layer, bool all_decode) {
@@ -262,9 +131,8 @@ class Attention {
     steps.last.seqlen_q = kRows;
     runtime_.prepare_range(spec_, steps, flashjit::Pass::append);
     workspace_.bytes = runtime_.prepare_range(spec_, steps).workspace_bytes;
-    workspace_.data = example::upload(*gpu_, std::vector<char>(workspace_.bytes + 1));
-    // A stream that waits for the copies, which are on the default stream.
-    if (gpu_->create_stream(&stream_, CU_STREAM_DEFAULT) != CUDA_SUCCESS) fail("no stream");
+    workspace_.data = zeros<char>(workspace_.bytes + 1);
+    if (gpu_->create_stream(&stream_, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS) fail("no stream");
     graphs_.resize(layers_.size());
     for (std::int64_t layer = 0; layer < model_.layers; ++layer) {
       CUgraph graph = nullptr;
@@ -277,7 +145,6 @@ class Attention {
 
   const Model& model_;
   const cuda_functions* gpu_;
-  MirroredFloats out_;
   flashjit::AttentionSpec spec_;
   flashjit::Runtime runtime_;
   flashjit::Workspace workspace_ = {};
@@ -290,40 +157,37 @@ class Attention {
 Floats logits(const Model& model, Attention& attention, const std::vector<std::int64_t>& tokens,
               const std::vector<std::int64_t>& last, bool all_decode) {
   const std::int64_t hidden = model.hidden, columns = model.heads * model.dim;
-  const std::int64_t columns_kv = model.heads_kv * model.dim;
-  const Floats& embedding = model.weight("model.embed_tokens.weight", model.vocabulary * hidden);
-  Floats x;
-  for (const std::int64_t token : tokens)
-    x.insert(x.end(), &embedding[token * hidden], &embedding[token * hidden] + hidden);
-  const auto add = [&](const Floats& y) {
-    std::transform(x.begin(), x.end(), y.begin(), x.begin(), std::plus<>());
+  const auto row_of = [&](const Floats& from, std::int64_t row, Floats& to) {
+    to.insert(to.end(), &from[row * hidden], &from[row * hidden] + hidden);
   };
-  attention.begin_step();
+  Floats x, rows;
+  for (const std::int64_t token : tokens)
+    row_of(model.weight("model.embed_tokens", model.vocabulary * hidden), token, x);
+  const auto add = [&](const Floats& y) { std::ranges::transform(x, y, x.begin(), std::plus<>()); };
   for (std::int64_t layer = 0; layer < model.layers; ++layer) {
-    const Floats h = model.norm(x, layer_name(layer, "input_layernorm"));
-    const auto project = [&](const char* name, std::int64_t out, Floats& rows) {
-      const Floats y = model.linear(h, hidden, layer_name(layer, name), out);
-      std::copy(y.begin(), y.end(), rows.begin());
+    const std::string at = "model.layers." + std::to_string(layer) + ".";
+    const Floats h = model.norm(x, at + "input_layernorm");
+    const auto project = [&](const char* name, std::int64_t heads, float* to) {
+      std::ranges::copy(model.linear(h, hidden, at + "self_attn." + name, heads * model.dim), to);
     };
-    project("self_attn.q_proj", columns, attention.q.host);
-    project("self_attn.k_proj", columns_kv, attention.k.host);
-    project("self_attn.v_proj", columns_kv, attention.v.host);
-    Floats o = attention.run(layer, all_decode);
-    o.resize(tokens.size() * columns);
-    add(model.linear(o, columns, layer_name(layer, "self_attn.o_proj"), hidden));
+    project("q_proj", model.heads, attention.q);
+    project("k_proj", model.heads_kv, attention.k);
+    project("v_proj", model.heads_kv, attention.v);
+    attention.run(layer, all_decode);
+    const Floats o(attention.out, attention.out + tokens.size() * columns);
+    add(model.linear(o, columns, at + "self_attn.o_proj", hidden));
 
-    const Floats m = model.norm(x, layer_name(layer, "post_attention_layernorm"));
-    const std::string gate = layer_name(layer, "mlp.gate_proj");
-    const std::int64_t inner = std::ssize(model.tensors.at(gate)) / hidden;
-    Floats a = model.linear(m, hidden, gate, inner);
-    const Floats up = model.linear(m, hidden, layer_name(layer, "mlp.up_proj"), inner);
+    const Floats m = model.norm(x, at + "post_attention_layernorm");
+    const std::int64_t inner = std::ssize(model.tensors.at(at + "mlp.gate_proj.weight")) / hidden;
+    Floats a = model.linear(m, hidden, at + "mlp.gate_proj", inner);
+    const Floats up = model.linear(m, hidden, at + "mlp.up_proj", inner);
     for (std::size_t i = 0; i < a.size(); ++i) a[i] *= up[i] / (1 + std::exp(-a[i]));
-    add(model.linear(a, inner, layer_name(layer, "mlp.down_proj"), hidden));
+    add(model.linear(a, inner, at + "mlp.down_proj", hidden));
   }
-  Floats rows;
-  for (const std::int64_t row : last) rows.insert(rows.end(), &x[row * hidden], &x[row * hidden] + hidden);
-  const char* head = model.has("lm_head.weight") ? "lm_head.weight" : "model.embed_tokens.weight";  // tied
-  return model.linear(model.norm(rows, "model.norm.weight"), hidden, head, model.vocabulary);
+  for (const std::int64_t row : last) row_of(x, row, rows);
+  const bool tied = !model.tensors.contains("lm_head.weight");
+  return model.linear(model.norm(rows, "model.norm"), hidden, tied ? "model.embed_tokens" : "lm_head",
+                      model.vocabulary);
 }
 
 struct Sequence {
@@ -331,6 +195,8 @@ struct Sequence {
   std::int64_t wanted = 0;           // tokens at the end
   std::int64_t cached = 0;           // rows of K and V that the cache has
   std::vector<std::int32_t> pages = {};
+
+  bool is_cached() const { return cached == std::ssize(tokens); }
 };
 
 /// Steps until every sequence has its tokens.
@@ -343,44 +209,38 @@ void serve(const Model& model, Attention& attention, std::vector<Sequence>& sequ
   int steps = 0, mixed = 0, decodes = 0;
   for (;; ++steps) {
     // A sequence joins where a place is free, and pages for all that it will have.
-    std::int64_t count = 0;
     for (Sequence*& place : active) {
-      if (!place && !waiting.empty()) {
-        const std::int64_t pages = (waiting.front()->wanted + kPageRows - 1) / kPageRows;
-        if (pages <= std::ssize(free_pages)) {
-          place = waiting.front(), waiting.pop_front();
-          place->pages.assign(free_pages.end() - pages, free_pages.end());
-          free_pages.resize(free_pages.size() - pages);
-        }
-      }
-      count += place != nullptr;
+      if (place || waiting.empty()) continue;
+      const std::int64_t pages = (waiting.front()->wanted + kPageRows - 1) / kPageRows;
+      if (pages > std::ssize(free_pages)) continue;
+      place = waiting.front(), waiting.pop_front();
+      place->pages.assign(free_pages.end() - pages, free_pages.end());
+      free_pages.resize(free_pages.size() - pages);
     }
+    const std::int64_t count = kSequences - std::ranges::count(active, nullptr);
     if (count == 0) break;
 
     std::vector<std::int64_t> tokens, last;
-    std::int64_t spare = kRows - count, longest = 0,
-                 shortest = kRows;  // each has a row, prompts what is left
+    std::int64_t spare = kRows - count, longest = 0, shortest = kRows;  // each has a row, prompts the rest
     for (std::int64_t b = 0; b < kSequences; ++b) {
-      Sequence* sequence = active[b];
-      std::int64_t rows = 0;
-      if (sequence) {
-        rows = std::min(std::ssize(sequence->tokens) - sequence->cached, spare + 1);
+      if (Sequence* sequence = active[b]) {
+        const std::int64_t rows = std::min(std::ssize(sequence->tokens) - sequence->cached, spare + 1);
         spare -= rows - 1, longest = std::max(longest, rows), shortest = std::min(shortest, rows);
         const auto next = sequence->tokens.begin() + sequence->cached;
         tokens.insert(tokens.end(), next, next + rows);
         sequence->cached += rows;
-        std::copy(sequence->pages.begin(), sequence->pages.end(), &attention.table.host[b * kColumns]);
-        if (sequence->cached == std::ssize(sequence->tokens)) last.push_back(std::ssize(tokens) - 1);
+        std::ranges::copy(sequence->pages, &attention.table[b * kColumns]);
+        if (sequence->is_cached()) last.push_back(std::ssize(tokens) - 1);
       }
-      attention.lengths.host[b] = sequence ? static_cast<std::int32_t>(sequence->cached) : 0;
-      attention.offsets.host[b + 1] = static_cast<std::int32_t>(tokens.size());
+      attention.lengths[b] = active[b] ? static_cast<std::int32_t>(active[b]->cached) : 0;
+      attention.offsets[b + 1] = static_cast<std::int32_t>(tokens.size());
     }
     mixed += longest > 1 && shortest == 1, decodes += longest == 1;
 
     const Floats scores = logits(model, attention, tokens, last, longest == 1);
     auto row = scores.begin();
     for (Sequence*& sequence : active) {
-      if (!sequence || sequence->cached != std::ssize(sequence->tokens)) continue;
+      if (!sequence || !sequence->is_cached()) continue;
       sequence->tokens.push_back(std::max_element(row, row + model.vocabulary) - row);
       row += model.vocabulary;
       if (std::ssize(sequence->tokens) < sequence->wanted) continue;

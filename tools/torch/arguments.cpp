@@ -195,6 +195,14 @@ std::size_t parameter_of(const Front& front, PyObject* name) {
   return count;
 }
 
+bool fill_defaults(const Front& front, std::size_t first, Given& given) {
+  for (std::size_t i = first; i < front.kinds.size(); i++) {
+    if (given[i] == nullptr) given[i] = front.defaults[i].get();
+    if (given[i] == nullptr) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 Reading read_arguments(const Front& front, PyObject* const* args, Arguments& found) {
@@ -244,11 +252,23 @@ bool place_arguments(const Front& front, PyObject* const* args, Py_ssize_t count
     if (at == parameters || given[at] != nullptr) return false;
     given[at] = args[count + i];
   }
-  for (std::size_t i = positional; i < parameters; i++) {
-    if (given[i] == nullptr) given[i] = front.defaults[i].get();
-    if (given[i] == nullptr) return false;
+  return fill_defaults(front, positional, given);
+}
+
+bool place_arguments(const Front& front, PyObject* args, PyObject* named, Given& given) {
+  const std::size_t parameters = front.kinds.size(),
+                    positional = static_cast<std::size_t>(PyTuple_Size(args));
+  if (positional > parameters) return false;
+  std::fill_n(given.begin(), parameters, nullptr);
+  for (std::size_t i = 0; i < positional; i++) given[i] = PyTuple_GetItem(args, static_cast<Py_ssize_t>(i));
+  Py_ssize_t place = 0;
+  PyObject *name = nullptr, *value = nullptr;
+  while (named != nullptr && PyDict_Next(named, &place, &name, &value) != 0) {
+    const std::size_t at = parameter_of(front, name);
+    if (at == parameters || given[at] != nullptr) return false;
+    given[at] = value;
   }
-  return true;
+  return fill_defaults(front, positional, given);
 }
 
 }  // namespace flashjit::torch

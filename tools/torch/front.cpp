@@ -64,11 +64,8 @@ bool is_met_again(Front& front, const Key& key) {
   return std::exchange(place, hash) == hash;
 }
 
-PyObject* front_call(PyObject* self, PyObject* const* given, Py_ssize_t count, PyObject* names) {
-  Front& front = *reinterpret_cast<FrontObject*>(self)->front;
-  Given placed;
-  if (!place_arguments(front, given, count, names, placed)) return not_implemented();
-  PyObject* const* args = placed.data();
+/// The call's result; None where it is to be remembered, NotImplemented where Python does it.
+PyObject* call_of(Front& front, PyObject* const* args) {
   Arguments found;
   switch (read_arguments(front, args, found)) {
     case Reading::failed:
@@ -85,6 +82,27 @@ PyObject* front_call(PyObject* self, PyObject* const* given, Py_ssize_t count, P
   if (record->is_refused) return not_implemented();
   if (record->function) return call_function(front, record->function.get(), args, found);
   return run(*front.host, record->launch, args, found);
+}
+
+PyObject* front_call(PyObject* self, PyObject* const* given, Py_ssize_t count, PyObject* names) {
+  Front& front = *reinterpret_cast<FrontObject*>(self)->front;
+  Given placed;
+  if (!place_arguments(front, given, count, names, placed)) return not_implemented();
+  return call_of(front, placed.data());
+}
+
+/// A call of the object itself: what the front does not do, the method _call() does, which is told whether it
+/// is to be remembered.
+PyObject* front_call_itself(PyObject* self, PyObject* args, PyObject* named) {
+  Front& front = *reinterpret_cast<FrontObject*>(self)->front;
+  Given placed;
+  Ref found(place_arguments(front, args, named, placed) ? call_of(front, placed.data()) : not_implemented());
+  if (!found || (found.get() != Py_None && found.get() != Py_NotImplemented)) return found.release();
+  const Ref otherwise(PyObject_GetAttrString(self, "_call"));
+  const Ref is_new(PyTuple_Pack(1, found.get() == Py_None ? Py_True : Py_False));
+  if (!otherwise || !is_new) return nullptr;
+  const Ref all(PySequence_Concat(is_new.get(), args));
+  return all ? PyObject_Call(otherwise.get(), all.get(), named) : nullptr;
 }
 
 // --- What Python remembers ---
@@ -263,6 +281,19 @@ PyObject* front_forget(PyObject* self, PyObject*) {
 
 // --- The type and the module ---
 
+/// The module's; Python's classes that derive from the type have none.
+const Host* host_of(PyTypeObject* type) {
+  const void* state = PyType_GetModuleState(type);
+  for (Ref base; state == nullptr && PyErr_Occurred() != nullptr;) {
+    PyErr_Clear();
+    base = Ref(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__base__"));
+    type = reinterpret_cast<PyTypeObject*>(base.get());
+    if (!base || base.get() == Py_None) return nullptr;
+    state = PyType_GetModuleState(type);
+  }
+  return static_cast<const Host*>(state);
+}
+
 PyObject* front_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   const char* kinds = nullptr;
   PyObject *names = nullptr, *defaults = nullptr, *missing = nullptr, *program_of = Py_None;
@@ -285,7 +316,7 @@ PyObject* front_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   PyObject* self = alloc(type, 0);
   if (self == nullptr) return nullptr;
   auto* front = new Front;
-  front->host = static_cast<const Host*>(PyType_GetModuleState(type));
+  front->host = host_of(type);
   front->kinds = kinds;
   front->program_of = Ref::borrowed(program_of);
   front->most_records = static_cast<std::size_t>(most);
@@ -362,11 +393,12 @@ PyType_Slot front_slots[] = {
     {Py_tp_clear, reinterpret_cast<void*>(front_clear)},
     {Py_tp_dealloc, reinterpret_cast<void*>(front_dealloc)},
     {Py_tp_methods, front_methods},
+    {Py_tp_call, reinterpret_cast<void*>(front_call_itself)},
     {0, nullptr},
 };
 
 PyType_Spec front_spec = {"flashjit._front_module.Front", sizeof(FrontObject), 0,
-                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, front_slots};
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, front_slots};
 
 int execute(PyObject* module) {
   Host* host = new (PyModule_GetState(module)) Host;

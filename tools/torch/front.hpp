@@ -120,9 +120,11 @@ using Given = std::array<PyObject*, kMostParameters>;
 
 enum class Reading { done, not_plain, failed };
 
-/// As Python would find them. False where Python would not, and where one is missing.
+/// As Python would find them. False where Python would not, and where one is missing. The second: of a tuple,
+/// and a dict or null.
 bool place_arguments(const Front& front, PyObject* const* args, Py_ssize_t count, PyObject* names,
                      Given& given);
+bool place_arguments(const Front& front, PyObject* args, PyObject* named, Given& given);
 
 /// failed: a Python exception is set.
 Reading read_arguments(const Front& front, PyObject* const* args, Arguments& found);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.autograd import forward_ad
 from ._attention import any_grad, attention, draw_rng
 from ._call_types import NO_RNG, Fixed, Problem
 from ._formats import BLOCK_SCALES
-from ._front import MEMORY, Calls, Recorder
+from ._front import MEMORY, CallableFront, Calls, Recorder
 from ._kept_plans import plan_of
 from ._lists import TileLists
 from ._pages import read_csr
@@ -26,16 +27,25 @@ from .errors import InvalidArgument, Unsupported, WrongType
 _CHANGING = tuple(name for name in Fixed._fields if name != "block_map" and not name.endswith("_scale"))
 
 
-class BoundCall:
-    """What bind() returns: attention() with its options, for tensors of one form."""
+class BoundCall(CallableFront):  # type: ignore[misc]
+    """What bind() returns: attention() with its options, for tensors of one form.
+
+    call(q, k, v=None, *, out=None, lse=None, workspace=None, **others) gives O, or (O, LSE), as attention() returns them. q, k, v: see
+    bind(). v is left out where bind() was given v_columns.
+
+    out, lse, workspace: as in attention(); by default those given to bind(), else they are allocated. others: tensors
+    such as kv_lengths and page_table that bind() was given, by name, but scales; by default those given there, whose values
+    are read anew.
+    """
 
     __slots__ = (
         *("_plan", "_fixed", "_places", "_values", "_lists", "_results", "_v_columns", "_has_grad"),
-        *("_calls", "_given"),
+        "_calls",
     )
 
-    def __init__(
-        self,
+    @classmethod
+    def _of(
+        cls,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -45,8 +55,9 @@ class BoundCall:
         problem: Problem,
         lists: TileLists | None,
         results: Results,
-    ) -> None:
-        self._plan = plan = plan_of(q, k, v, fixed, values, problem)
+    ) -> BoundCall:
+        """What attention() gives the call that it has read, in place of launching it."""
+        plan = plan_of(q, k, v, fixed, values, problem)
         if not plan.reads:
             raise InvalidArgument(
                 f"q has the strides {q.stride()}, k {k.stride()} and v {v.stride()}: a bound call reads tensors where they "
@@ -56,30 +67,28 @@ class BoundCall:
             raise InvalidArgument(
                 "a tensor beside q, k and v is not contiguous, and a bound call reads it in place: give its contiguous()."
             )
+        if any(x is not None for x in (*results[2:5], results.skip_softmax_counts)):
+            results.check(plan)
+        places = {
+            name: i for i, name in enumerate(fixed._fields) if name in _CHANGING and fixed[i] is not None
+        }
+        given = {name: getattr(results, name) for name in MEMORY}
+        given |= {name: tensor for name, tensor in zip(fixed._fields, fixed) if tensor is not None}
+        given["lists"] = lists
+        calls = Calls.of_bound(
+            functools.partial(cls.__new__, cls), given, (*places,), dict(zip(problem.names, values))
+        )
+        self: BoundCall = calls.front or cls.__new__(cls)
+        self._plan, self._calls = plan, calls
         self._has_grad = any_grad((*fixed, *values))
         self._v_columns = v.shape[3] if v_columns else 0  # in bytes where K has a format
         self._fixed, self._values, self._lists, self._results = fixed, values, lists, results
-        self._places = {
-            name: i for i, name in enumerate(fixed._fields) if name in _CHANGING and fixed[i] is not None
-        }
-        if any(x is not None for x in (*results[2:5], results.skip_softmax_counts)):
-            results.check(plan)
-        # As the front has them: Q, K, V, the caller's memory, the tensors that calls may change, and the rest.
-        rest = [
-            name for name in fixed._fields if name not in self._places and getattr(fixed, name) is not None
-        ]
-        self._given = (
-            results.out,
-            results.lse,
-            results.workspace,
-            *[getattr(fixed, name) for name in (*self._places, *rest)],
-            lists,
-            dict(zip(problem.names, values)),
-        )
-        self._calls = Calls.of_tensors(("q", "k", "v"), MEMORY, (*self._places, *rest), captures=True)
+        self._places = places
+        return self
 
-    def __call__(
+    def _call(
         self,
+        is_new: bool,
         q: Tensor,
         k: Tensor,
         v: Tensor | None = None,
@@ -89,34 +98,12 @@ class BoundCall:
         workspace: Tensor | None = None,
         **others: Any,
     ) -> Any:
-        """O, or (O, LSE), as attention() returns them. q, k, v: see bind(). v is left out where bind() was given v_columns.
-
-        out, lse, workspace: as in attention(); by default those given to bind(), else they are allocated. others: tensors
-        such as kv_lengths and page_table that bind() was given, by name, but scales; by default those given there, whose values
-        are read anew."""
-        if out is lse is workspace is None and not others:
-            given: tuple[Any, ...] = (q, k, v, *self._given)
-        else:
-            given = (q, k, v, *self._given_with((out, lse, workspace), others))
-        found = self._calls.find(*given)
-        if found is None:  # the front does not know it yet
-            recorder = Recorder(self._calls, given)
-            return recorder.keep(self._by_python(q, k, v, out, lse, workspace, others, recorder))
-        if found is NotImplemented:
+        """A call that the front does not launch. is_new: whether it is to be kept."""
+        if not is_new:
             return self._by_python(q, k, v, out, lse, workspace, others)
-        return found
-
-    def _given_with(self, memory: tuple[Any, ...], others: dict[str, Any]) -> list[Any]:
-        """As _given, with what a call gives; names that it cannot be given make it not plain."""
-        given = [*self._given]
-        for i, place in enumerate(memory):
-            if place is not None:
-                given[i] = place
-        if not others.keys() <= self._places.keys():
-            given[0] = others
-        for i, name in enumerate(self._places, len(memory)):
-            given[i] = others.get(name, given[i])
-        return given
+        memory = {name: x for name, x in zip(MEMORY, (out, lse, workspace)) if x is not None}
+        recorder = Recorder(self._calls, self._calls.arguments((q, k, v), {**memory, **others}))
+        return recorder.keep(self._by_python(q, k, v, out, lse, workspace, others, recorder))
 
     def _by_python(
         self,
@@ -281,7 +268,7 @@ def bind(q: Tensor, k: Tensor, v: Tensor | None = None, **options: Any) -> Bound
         raise Unsupported(
             "state changes from call to call, and a bound call has none: call attention(), or merge()."
         )
-    call = attention(q, k, v, _receiver=_bound, **options)
+    call = attention(q, k, v, _receiver=BoundCall._of, **options)
     for name, given, form in (("q", q, call._plan.forms[0]), ("k", k, call._plan.forms[1])):
         if given.dtype != form.dtype:
             raise Unsupported(
@@ -318,18 +305,3 @@ def _refuse_copies(fixed: Fixed, options: dict[str, Any]) -> None:
                 f"{name} is {describe(scale)} with strides {list(scale.stride())}, and a bound call reads it in place: "
                 "give it in the form that attention() names."
             )
-
-
-def _bound(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    v_columns: int | None,
-    fixed: Fixed,
-    values: tuple[Any, ...],
-    problem: Problem,
-    lists: TileLists | None,
-    results: Results,
-) -> BoundCall:
-    """What attention() gives the call that it has read, in place of launching it."""
-    return BoundCall(q, k, v, v_columns, fixed, values, problem, lists, results)

@@ -88,6 +88,20 @@ def _open() -> Any:
 _module = _open()
 
 
+class _ByPython:
+    """What stands for a front that is called itself where there is none."""
+
+    __slots__ = ()
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self._call(False, *args, **named)  # type: ignore[attr-defined]
+
+
+#: A base of callables: a call that looks like one that was kept is launched without Python, and others are given to their _call(), after
+#: whether they are to be kept.
+CallableFront: Any = _ByPython if _module is None else _module.Front
+
+
 class Calls:
     """A function's calls that were launched, by their arguments.
 
@@ -105,31 +119,40 @@ class Calls:
         most: int = _MOST_CALLS,
         launched: str = "forward",
         programs: Sequence[str] = (),
+        maker: Any = None,
     ) -> None:
-        """kinds: of parameters, letters as tools/torch/front.cpp has them. members: of the struct, that tensors are; or "".
+        """maker: of the front; None: the module's. kinds: of parameters, letters as tools/torch/front.cpp has them. members: of the struct, that tensors are; or "".
         defaults: _MISSING where there is none. launched: the pass. programs: the parameters that are programs."""
         self._members, self._pass = members, launched
         self._front: Any = None
         self.find: Callable[..., Any] = _not_implemented
         if _module is not None:
-            self._front = _module.Front(
+            self._front = (maker or _module.Front)(
                 kinds, names, defaults, _MISSING, most, functools.partial(_parts_of_program, (*programs,))
             )
             self.find = self._front.call
 
     @staticmethod
     def of_tensors(
-        tensors: Sequence[str],
-        memory: Sequence[str],
-        others: Sequence[str],
-        launched: str = "forward",
-        captures: bool = False,
+        tensors: Sequence[str], memory: Sequence[str], others: Sequence[str], launched: str = "forward"
     ) -> Calls:
-        """Parameters that are all members' tensors, but for lists of tiles behind them, and with captures the values of their names."""
-        kinds = "t" * len(tensors) + "m" * len(memory) + "t" * len(others) + "l" + "c" * captures
-        names = (*tensors, *memory, *others, "lists", *["captures"] * captures)
-        members = [name if kind != "c" else "" for name, kind in zip(names, kinds)]
-        return Calls(kinds, members, names, (_MISSING,) * len(kinds), _MOST_OF_PLAN, launched)
+        """Parameters that are all members' tensors, but for the last one: lists of tiles."""
+        members = (*tensors, *memory, *others, "lists")
+        kinds = "t" * len(tensors) + "m" * len(memory) + "t" * len(others) + "l"
+        return Calls(kinds, members, members, (_MISSING,) * len(kinds), _MOST_OF_PLAN, launched)
+
+    @staticmethod
+    def of_bound(
+        maker: Any, defaults: Mapping[str, Any], changing: Sequence[str], captures: Mapping[str, Any]
+    ) -> Calls:
+        """Parameters q, k and v, the caller's memory, and others that are members' tensors with defaults, of which calls may give the
+        changing ones alone: a space keeps them from naming the rest. maker: of the front."""
+        members = ("q", "k", "v", *defaults, "")
+        given = ("q", "k", "v", *MEMORY, *changing)
+        names = [name if name in given else f" {name}" for name in members]
+        kinds = "ttt" + "".join(["m" if name in MEMORY else _KINDS.get(name, "t") for name in defaults])
+        values = (_MISSING, _MISSING, None, *defaults.values(), captures)
+        return Calls(kinds + "c", members, tuple(names), values, _MOST_OF_PLAN, maker=maker)
 
     @staticmethod
     def of(
@@ -175,6 +198,10 @@ class Calls:
     def forget(self) -> None:
         if self._front is not None:
             self._front.forget()
+
+    @property
+    def front(self) -> Any:
+        return self._front
 
     @property
     def tensor_count(self) -> int:

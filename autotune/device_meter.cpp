@@ -14,6 +14,7 @@
 #include <random>
 
 #include "autotune/device_captures.hpp"
+#include "call/q_rope.hpp"
 #include "compile/compiler.hpp"
 #include "device/device_info.hpp"
 #include "plan/plan.hpp"
@@ -363,6 +364,7 @@ class Inputs {
     if (!kv.shared_kv) args.v_block_scale = block_scale_view(kv.v_format, problem_.spec.v_dim(), args.v);
     if (problem_.spec.prologue.q_codes)
       args.q_scale = ConstScaleView::of_tensor(static_cast<const float*>(scales_.data()));
+    split_q(problem_.spec, args);
     return args;
   }
   BackwardArgs backward_args(const TensorSet& set) const {

@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "autotune/device_captures.hpp"
+#include "call/q_rope.hpp"
 #include "reference/inputs.hpp"
 #include "support/dtypes.hpp"
 #include "support/environment.hpp"
@@ -265,6 +266,7 @@ class ProblemOnGpu {
       args.v_scale = v_scale_.scale_view(cached);
     }
     if (spec.prologue.q_codes) args.q_scale = q_scale_.scale_view(false);
+    split_q(spec, args);
     if (spec.epilogue.row_max) args.row_max = row_max_.floats();
     if (!spec.epilogue.out_mod.empty()) args.out_before_mod = before_mod_.view();
     if (spec.partial.running_state) {

@@ -48,12 +48,6 @@ static flashjit_forward_args forward_args(const memory* m, void* workspace, size
   return args;
 }
 
-static void told(void* user, const flashjit_kernel_report* report) {
-  (void)user;
-  fprintf(stderr, "%s: %s, %s in %.0f ms\n", report->spec, report->config, report->origin,
-          report->compile_ms + report->load_ms);
-}
-
 /* Compiles, lends the workspace, and captures both launches. Lengths and tables may change afterwards: what
  * is launched depends on the bounds alone. */
 static CUgraphExec capture(const cuda_functions* cuda, flashjit_runtime* runtime, const flashjit_spec* spec,

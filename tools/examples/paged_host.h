@@ -2,8 +2,10 @@
 #ifndef FLASHJIT_EXAMPLES_PAGED_HOST_H
 #define FLASHJIT_EXAMPLES_PAGED_HOST_H
 
+#include <flashjit/flashjit.h>
 #include <math.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "cuda_by_hand.h"
@@ -86,6 +88,13 @@ static int is_right(const memory* host, const unsigned short* out) {
 static void send(const cuda_functions* cuda, const memory* device, const memory* host) {
   COPY_TO_DEVICE(q, kQElements), COPY_TO_DEVICE(k, kKvElements), COPY_TO_DEVICE(v, kKvElements);
   COPY_TO_DEVICE(lengths, kSequences), COPY_TO_DEVICE(table, kSequences * kColumns);
+}
+
+/* Says what was prepared. */
+static void told(void* user, const flashjit_kernel_report* report) {
+  (void)user;
+  fprintf(stderr, "%s: %s, %s in %.0f ms\n", report->spec, report->config, report->origin,
+          report->compile_ms + report->load_ms);
 }
 
 #endif

@@ -220,9 +220,11 @@ TEST(KernelsOfPlainAttention, CompileWithoutSpillsOnHopper) {
 
 TEST(KernelsOfLatents, CompileWithoutSpills) {
   constexpr std::array kSpecs = {
-      "fwd:bf16:d576x512:causal:pages64:shared_kv",  "fwd:bf16:d576x512:causal:pages1:shared_kv",
-      "fwd:fp16:d576x512:varlen:causal:shared_kv",   "fwd:bf16:d320x256:kvlen:dropout:shared_kv",
-      "fwd:fp16:d192x128:causal:map64x64:shared_kv", "fwd:fp32:d96x64:shared_kv"};
+      "fwd:bf16:d576x512:causal:pages64:shared_kv",        "fwd:bf16:d576x512:causal:pages1:shared_kv",
+      "fwd:fp16:d576x512:varlen:causal:shared_kv",         "fwd:bf16:d320x256:kvlen:dropout:shared_kv",
+      "fwd:fp16:d192x128:causal:map64x64:shared_kv",       "fwd:fp32:d96x64:shared_kv",
+      "fwd:bf16:d576x512:causal:pages64:shared_kv:q_rope", "fwd:fp16:d320x256:varlen:cache:shared_kv:q_rope",
+      "fwd:bf16:d576x512:pages64:shared_kv:q_rope:indices"};
   test::Turns turns;
   for (const char* arch : {"sm_80", "sm_89", "sm_90a", "sm_120"}) {
     const DeviceInfo device = DeviceInfo::parse(arch);

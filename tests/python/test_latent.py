@@ -188,3 +188,14 @@ def test_what_makes_no_sense_is_refused():
         flashjit.attention(q, latent, v_columns=65)
     with pytest.raises(flashjit.InvalidArgument, match="multiple of 8"):
         flashjit.attention(q, latent, v_columns=30)
+
+
+def test_q_in_two_tensors_over_latents_in_a_format():
+    torch.manual_seed(4)
+    q, latent = (torch.randn(2, *size, 576, device=DEVICE, dtype=DTYPE) for size in ((8, 3), (1, 20)))
+    stored, _ = flashjit.quantize(latent, format="fp8_ds_mla")
+    given = dict(v_columns=512, causal=True, k_format="fp8_ds_mla")
+    nope, rope = in_parts(q, 512)
+    assert torch.equal(
+        flashjit.attention(nope, stored, q_rope=rope, **given), flashjit.attention(q, stored, **given)
+    )

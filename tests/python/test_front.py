@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import weakref
 
 import pytest
 
@@ -916,4 +917,19 @@ def test_a_bound_call_has_lists(calls):
     for seed in range(4):
         given = qkv(seed=seed)
         assert_same(call(*given), without_front(lambda: flashjit.attention(*given, mask_mod=ODD)))
-    assert call._calls.find(*call.arguments(*given)) is not NotImplemented
+    assert call.call(*call.arguments(*given)) is not NotImplemented
+
+
+def test_what_a_bound_call_holds_ends_with_it(calls):
+    q, k, v = qkv()
+    out = torch.empty_like(q)
+    call = flashjit.bind(q, k, v, causal=True, out=out)
+    for _ in range(3):
+        assert call(q, k, v) is out
+    held = weakref.ref(out)
+    gc.disable()
+    try:
+        del call, out
+        assert held() is None
+    finally:
+        gc.enable()

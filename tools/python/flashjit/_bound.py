@@ -40,7 +40,7 @@ class BoundCall(CallableFront):  # type: ignore[misc]
 
     __slots__ = (
         *("_plan", "_fixed", "_places", "_values", "_lists", "_results", "_v_columns", "_has_grad"),
-        "_calls",
+        "_members",
     )
 
     @classmethod
@@ -79,7 +79,7 @@ class BoundCall(CallableFront):  # type: ignore[misc]
             functools.partial(cls.__new__, cls), given, (*places,), dict(zip(problem.names, values))
         )
         self: BoundCall = calls.front or cls.__new__(cls)
-        self._plan, self._calls = plan, calls
+        self._plan, self._members = plan, calls.members
         self._has_grad = any_grad((*fixed, *values))
         self._v_columns = v.shape[3] if v_columns else 0  # in bytes where K has a format
         self._fixed, self._values, self._lists, self._results = fixed, values, lists, results
@@ -102,7 +102,8 @@ class BoundCall(CallableFront):  # type: ignore[misc]
         if not is_new:
             return self._by_python(q, k, v, out, lse, workspace, others)
         memory = {name: x for name, x in zip(MEMORY, (out, lse, workspace)) if x is not None}
-        recorder = Recorder(self._calls, self._calls.arguments((q, k, v), {**memory, **others}))
+        calls = Calls.of_front(self, self._members)
+        recorder = Recorder(calls, calls.arguments((q, k, v), {**memory, **others}))
         return recorder.keep(self._by_python(q, k, v, out, lse, workspace, others, recorder))
 
     def _by_python(

@@ -155,6 +155,13 @@ class Calls:
         return Calls(kinds + "c", members, tuple(names), values, _MOST_OF_PLAN, maker=maker)
 
     @staticmethod
+    def of_front(front: Any, members: Sequence[str]) -> Calls:
+        """Of a front that of_bound() made, and that holds no Calls: both would live until the garbage is collected."""
+        calls = Calls.__new__(Calls)
+        calls._front, calls._members, calls._pass, calls.find = front, members, "forward", front.call
+        return calls
+
+    @staticmethod
     def of(
         function: Callable[..., Any],
         tensors: Mapping[str, str],
@@ -202,6 +209,10 @@ class Calls:
     @property
     def front(self) -> Any:
         return self._front
+
+    @property
+    def members(self) -> Sequence[str]:
+        return self._members
 
     @property
     def tensor_count(self) -> int:

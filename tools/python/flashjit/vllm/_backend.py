@@ -48,6 +48,13 @@ class FlashjitBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [MultipleOf(8)]  # which TMA copies
 
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """vLLM before 0.32 asks the backend; later ones have this shape for all of them."""
+        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         return why_not(head_size, torch.bfloat16, None) is None

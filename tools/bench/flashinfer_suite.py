@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import json
 import math
 import os
@@ -54,7 +55,9 @@ def main() -> None:
         "--again", action="store_true", help="only what was missing, wrong, an error, or for a GPU"
     )
     parser.add_argument("--limit", type=float, default=20, help="seconds of a case")
-    parser.add_argument("--memory", type=float, default=12, help="GB of the process of a case")
+    parser.add_argument("--memory", type=float, default=12, help="GB of the process of a case, on the CPU")
+    parser.add_argument("--processes", type=int, default=1, help="that run cases at the same time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of the whole run")
     parser.add_argument("--files", nargs="*", default=FILES)
     args = parser.parse_args()
     args.work = args.work.resolve()
@@ -68,8 +71,19 @@ def main() -> None:
 
 
 def prepare(args: argparse.Namespace) -> pathlib.Path:
-    """The folder with FlashInfer's tests, for the device, without its own conftest.py."""
+    """The folder with FlashInfer's tests, for the device, without its own conftest.py. Tests that are there are kept."""
     clone, tree = args.work / "source", args.work / args.device
+    if not (tree / "tests/attention").exists():
+        fetch(clone, tree, args)
+    (tree / "tests/__init__.py").touch()
+    (tree / "conftest.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(HERE.parent)!r})\nfrom flashinfer_shim import *\n"
+    )
+    (tree / "pytest.ini").write_text("[pytest]\n")
+    return tree
+
+
+def fetch(clone: pathlib.Path, tree: pathlib.Path, args: argparse.Namespace) -> None:
     if not clone.exists():
         subprocess.run(["git", "clone", "-q", "--no-checkout", args.source, str(clone)], check=True)
     listed = git(clone, "ls-tree", "-r", "--name-only", COMMIT, "tests/attention", "tests/test_helpers")
@@ -79,12 +93,6 @@ def prepare(args: argparse.Namespace) -> pathlib.Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             text = git(clone, "show", f"{COMMIT}:{name}")
             path.write_text(on_cpu(text) if args.device == "cpu" else text)
-    (tree / "tests/__init__.py").touch()
-    (tree / "conftest.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(HERE.parent)!r})\nfrom flashinfer_shim import *\n"
-    )
-    (tree / "pytest.ini").write_text("[pytest]\n")
-    return tree
 
 
 def git(clone: pathlib.Path, *command: str) -> str:
@@ -156,12 +164,28 @@ def run(chosen: list[str], tests: pathlib.Path, args: argparse.Namespace) -> dic
         if args.again and x["outcome"] in ("passed", "refused", "skipped", "large")
     ]
     log.write_text("".join(json.dumps(x) + "\n" for x in kept))
-    left = sorted(chosen)
-    while left:
+    done = read(log)
+    left = sorted(name for name in chosen if name not in done)
+    end = time.time() + args.seconds
+    with concurrent.futures.ThreadPoolExecutor(args.processes) as threads:
+        parts = [left[i :: args.processes] for i in range(args.processes)]
+        for part in threads.map(lambda i: run_part(parts[i], i, end, tests, args), range(args.processes)):
+            with log.open("a") as file:
+                file.write("".join(json.dumps(x) + "\n" for x in part.values()))
+    return read(log)
+
+
+def run_part(
+    left: list[str], number: int, end: float, tests: pathlib.Path, args: argparse.Namespace
+) -> dict[str, dict[str, str]]:
+    """What became of the cases of one of the processes."""
+    log = args.work / f"part-{number}.jsonl"
+    log.write_text("")
+    while time.time() < end:
         left = [name for name in left if name not in read(log)]
         if not left:
             break
-        batch = tests / "batch.txt"
+        batch = tests / f"batch-{number}.txt"
         batch.write_text("\n".join(left))
         child = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"@{batch}"],
@@ -169,13 +193,18 @@ def run(chosen: list[str], tests: pathlib.Path, args: argparse.Namespace) -> dic
             env={**environment(args), "FLASHINFER_SUITE_LOG": str(log)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (int(args.memory * 2**30),) * 2),
+            preexec_fn=lambda: limit_memory(args),
         )
-        watch(child, log, args.limit)
+        watch(child, log, args.limit, end)
     return read(log)
 
 
-def watch(child: subprocess.Popen[bytes], log: pathlib.Path, limit: float) -> None:
+def limit_memory(args: argparse.Namespace) -> None:
+    if args.device == "cpu":  # a GPU's driver reserves more addresses
+        resource.setrlimit(resource.RLIMIT_AS, (int(args.memory * 2**30),) * 2)
+
+
+def watch(child: subprocess.Popen[bytes], log: pathlib.Path, limit: float, end: float) -> None:
     """Ends the process where a case that has begun takes longer than the limit, and writes that down."""
     begun = log.with_suffix(".begun")
     begun.write_text("")
@@ -185,6 +214,10 @@ def watch(child: subprocess.Popen[bytes], log: pathlib.Path, limit: float) -> No
         if name and time.time() - begun.stat().st_mtime > limit:
             child.kill()
             child.wait()
+        if time.time() > end:
+            child.kill()
+            child.wait()
+            return
     name = begun.read_text()
     if name and name not in read(log):
         with log.open("a") as file:

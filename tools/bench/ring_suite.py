@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""ring-flash-attention's and yunchang's own test programs on flashjit.flash_attn, unmodified, on several GPUs.
+
+    tools/bench/ring_suite.py --work /tmp/ring-suite [--device cpu] [--processes 2]
+
+It fetches their sources by git into --work, at the commits below, and starts each program by torchrun, with flash_attn being
+flashjit's. The programs compare their ranks with the whole sequence on one and print the differences; here each is judged:
+at most 3% of the largest value that was printed, and on average at most 2% of the average. On the CPU, over gloo, the
+programs' lengths are short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import re
+import runpy
+import subprocess
+import sys
+import time
+
+from flashinfer_suite import git, on_cpu
+
+SOURCES = {
+    "ring": ("https://github.com/zhuzilin/ring-flash-attention", "8996282"),
+    "yunchang": ("https://github.com/feifeibear/long-context-attention", "56118e0"),
+}
+HYBRID = "test_hybrid_attn.py --use_bwd --attn_impl"
+PROGRAMS = {
+    "ring": [
+        f"test_{name}_func.py"
+        for name in (
+            "ring_flash_attn",
+            "ring_flash_attn_varlen",
+            "zigzag_ring_flash_attn",
+            "zigzag_ring_flash_attn_varlen",
+            "stripe_flash_attn",
+            "llama3_flash_attn_varlen",
+        )
+    ],
+    "yunchang": [
+        "test_ulysses_attn.py",
+        "test_hybrid_qkvpacked_attn.py",
+        f"{HYBRID} fa --causal",
+        f"{HYBRID} fa --sp_ulysses_degree 1",
+        f"{HYBRID} fa --sp_ulysses_degree 1 --ring_impl_type zigzag --causal",
+        f"{HYBRID} fa3 --causal",
+        f"{HYBRID} fa3 --sp_ulysses_degree 1",
+    ],
+}
+HERE = pathlib.Path(__file__).resolve()
+LARGEST, AVERAGE = 0.03, 0.02
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp/ring-suite"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=120, help="seconds of a program")
+    parser.add_argument("--suites", nargs="*", default=list(PROGRAMS))
+    parser.add_argument("--only", default="", help="programs whose command has this")
+    args = parser.parse_args()
+    args.work = args.work.resolve()
+    wrong = 0
+    for suite in args.suites:
+        folder = prepare(suite, args)
+        for program in PROGRAMS[suite]:
+            if args.only in program:
+                wrong += not judge(suite, program, *run(folder, program, args))
+    sys.exit(f"{wrong} programs failed" if wrong else 0)
+
+
+def prepare(suite: str, args: argparse.Namespace) -> pathlib.Path:
+    """The folder of the library and its tests, for the device. What is there is kept."""
+    (source, commit), clone = SOURCES[suite], args.work / f"{suite}-source"
+    folder = args.work / f"{suite}-{args.device}"
+    if folder.exists():
+        return folder
+    if not clone.exists():
+        subprocess.run(["git", "clone", "-q", "--no-checkout", source, str(clone)], check=True)
+    for name in git(clone, "ls-tree", "-r", "--name-only", commit).split():
+        if name.endswith(".py") and name.partition("/")[0] in ("test", "ring_flash_attn", "yunchang"):
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = git(clone, "show", f"{commit}:{name}")
+            path.write_text(shorter(text) if args.device == "cpu" else text)
+    return folder
+
+
+def shorter(text: str) -> str:
+    text = re.sub(r"\bseqlen = \d+", "seqlen = 96", on_cpu(text).replace('"nccl"', '"gloo"'))
+    text = text.replace("[0, 120, 1248, 4232]", "[0, 16, 88, 120]")
+    return text.replace("torch.cuda.max_memory_allocated(device)", "0").replace(
+        "torch.cuda.reset_peak_memory_stats(device)", "None"
+    )
+
+
+def run(folder: pathlib.Path, program: str, args: argparse.Namespace) -> tuple[int, str, float]:
+    """The exit code, the output and the seconds."""
+    name, *more = program.split()
+    if args.device == "cpu" and "hybrid_attn" in name:
+        more += ["--seqlen", "64"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(args.processes)]
+    begun = time.time()
+    done = subprocess.run(
+        ["timeout", "-k", "1", str(args.limit), *command, str(HERE), "--under", f"test/{name}", *more],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.returncode, done.stdout, time.time() - begun
+
+
+def judge(suite: str, program: str, code: int, output: str, seconds: float) -> bool:
+    """Prints the program's differences. True: all are small."""
+    found, bad = differences(output), []
+    for name, largest, average, of_largest, of_average in found:
+        if not (largest <= LARGEST * of_largest and average <= AVERAGE * of_average):
+            bad.append(f"{name} {largest:.3g} of {of_largest:.3g}")
+    good = code == 0 and bool(found) and not bad
+    worst = max((row[1] / row[3] for row in found), default=float("nan"))
+    tail = "" if good else f" exit {code} {bad} {last_words(output)}"
+    print(
+        f"{suite} {program}: {'passed' if good else 'failed'}, {len(found)} comparisons, worst difference "
+        f"{worst:.2e} of the largest value, {seconds:.0f} s{tail}",
+        flush=True,
+    )
+    return good
+
+
+def last_words(output: str) -> str:
+    """The end of an output, without torchrun's report."""
+    return re.split(r"^[EW]\d{4} ", output, flags=re.MULTILINE)[0][-1500:]
+
+
+def differences(output: str) -> list[tuple[str, float, float, float, float]]:
+    """Name, largest and average difference, and those of the values that were printed last before it."""
+    found: list[tuple[str, float, float, float, float]] = []
+    name, last = "", {}
+    for line in output.splitlines():
+        heading = re.search(r"([a-zA-Z_]+(?: diff)?)\b[^:\[\]]*:", line.partition("] ")[2] or line)
+        numbers = re.search(r"max ([\w.+-]+), mean ([\w.+-]+)", line)
+        if heading:
+            name = heading[1]
+        if not numbers or not name:
+            continue
+        pair = float(numbers[1]), float(numbers[2])
+        kind = "lse" if "lse" in name else "out" if "out" in name else "gradient"
+        if "diff" in name:
+            found.append((name, *pair, *last.get(kind, last.get("out", (float("nan"),) * 2))))
+        else:
+            last[kind] = pair
+    return found
+
+
+def under(program: str) -> None:
+    """Runs the program, in one of torchrun's processes."""
+    import flashjit.flash_attn
+
+    flashjit.flash_attn.install()
+    if pathlib.Path("ring_flash_attn").exists():  # its part for transformers, which is not tested, wants names of version 4
+        import transformers.modeling_flash_attention_utils as names
+
+        vars(names).setdefault("_flash_supports_window_size", True)
+        vars(names).setdefault("is_flash_attn_greater_or_equal", lambda _: True)
+    sys.path[:0] = [os.getcwd(), str(pathlib.Path(program).parent.resolve())]
+    sys.argv = sys.argv[2:]
+    runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--under"]:
+        under(sys.argv[2])
+    else:
+        main()

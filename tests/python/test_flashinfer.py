@@ -309,6 +309,29 @@ def test_latent_attention_of_two_caches(joined):
         )
 
 
+def test_latent_attention_without_a_rotated_part():
+    heads, rank = 3, 64
+    pages = normal(4, PAGE, rank)
+    wrapper = fi.BatchMLAPagedAttentionWrapper(workspace())
+    places = ints(0, 2, 3), ints(0, 2, 3), ints(3, 1, 0), ints(7, 2)
+    wrapper.plan(*places, heads, rank, 0, PAGE, True, 0.2, torch.float32, torch.float32)
+    q = normal(3, heads, rank)
+    out, lse = wrapper.run(q, q[..., :0], pages, pages[..., :0].contiguous(), return_lse=True)
+    for rows, keys in ((slice(0, 2), torch.cat((pages[3], pages[1]))[:7]), (slice(2, 3), pages[0, :2])):
+        keys = keys[:, None]
+        check((out[rows], lse[rows]), exact(q[rows], keys, keys, scale=0.2, causal=True))
+
+
+def test_a_plan_s_tensors_may_be_on_the_host_and_on_the_device():
+    pool = Pool()
+    q, found = normal(len(KEYS), HQ, DIM), []
+    for on_host in ((), (0,), (1,), (2,), (0, 1, 2)):
+        places = [x.cpu() if i in on_host else x for i, x in enumerate(pool.plan())]
+        wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(workspace())
+        found.append(planned(wrapper, places, HQ, HKV, DIM, PAGE).run(q, pool.cache))
+    assert all(torch.equal(found[0], x) for x in found)
+
+
 def test_a_captured_graph_finds_a_new_plan_in_the_same_memory():
     pool = Pool()
     wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(

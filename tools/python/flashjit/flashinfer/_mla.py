@@ -50,7 +50,8 @@ class BatchMLAPagedAttentionWrapper(_Paged):
     ) -> None:
         """Keeps the arguments, which are FlashInfer's."""
         refuse(use_profiler=use_profiler)
-        self._sizes = sizes(num_heads, 1, head_dim_ckv, head_dim_kpe, page_size)
+        whole = sizes(num_heads, 1, head_dim_ckv, head_dim_kpe or None, page_size)
+        self._sizes = whole._replace(head_dim_v=head_dim_kpe)  # 0: a model without a rotated part
         self._keep_types(q_data_type, kv_data_type, None)
         if self._kv_dtype not in SPEC_TYPES or self._q_dtype not in SPEC_TYPES:
             raise Unsupported(f"kv_data_type is {self._kv_dtype}: latents have 16 bits here.")
@@ -122,6 +123,8 @@ def joined_columns(left: Tensor, right: Tensor) -> Tensor:
             f"ckv_cache is {list(left.shape)} {left.dtype} and kpe_cache {list(right.shape)} {right.dtype}: they must have "
             "the same pages and rows, and one type."
         )
+    if not right.shape[-1]:
+        return left
     columns = left.shape[-1] + right.shape[-1]
     if left.stride() == right.stride() and right.data_ptr() - left.data_ptr() == (
         left.shape[-1] * left.element_size()

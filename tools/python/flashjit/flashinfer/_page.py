@@ -14,11 +14,11 @@ from ._rows import check_ints, check_layout, check_tensor, unpacked
 
 
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
-    """How many keys each sequence has, int32 [sequences], of its pages and of the rows in its last one."""
+    """How many keys each sequence has, int32 [sequences], of its pages and of the rows in its last one, on kv_indptr's device."""
     check_ints("kv_last_page_len", kv_last_page_len)
     check_ints("kv_indptr", kv_indptr, kv_last_page_len.numel() + 1)
     kv_indptr = kv_indptr[: kv_last_page_len.numel() + 1]
-    return (kv_indptr.diff() - 1).clamp_(min=0) * page_size + kv_last_page_len
+    return (kv_indptr.diff() - 1).clamp_(min=0) * page_size + kv_last_page_len.to(kv_indptr.device)
 
 
 def get_batch_indices_positions(

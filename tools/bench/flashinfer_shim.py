@@ -221,12 +221,15 @@ def _checking(run: Any) -> Any:
     ) -> Any:
         global _checked
         found = run(q, k, v, rows, scores, scales, dtype, out, wants, **more)
-        if q.numel() * k.shape[2] * (more["page_table"].shape[1] if "page_table" in more else 1) < _SMALL:
+        size = q.numel() * k.shape[2] * (more["page_table"].shape[1] if "page_table" in more else 1)
+        if size < _SMALL and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
             _checked += 1
             exact, lse = _exact(q, k, v, rows, scores, scales, more)
             far = {1: 0.3, 2: 2e-2, 4: 1e-4}[min(found[0].element_size(), q.element_size())]
-            size = exact.abs().max().item() if exact.numel() else 0
-            torch.testing.assert_close(found[0].double().cpu(), exact, rtol=far, atol=far * max(size, 1e-3))
+            largest = exact.abs().max().item() if exact.numel() else 0
+            torch.testing.assert_close(
+                found[0].double().cpu(), exact, rtol=far, atol=far * max(largest, 1e-3)
+            )
             if wants:
                 torch.testing.assert_close(
                     found[1].T.double().cpu(), lse, rtol=1e-3, atol=1e-2 if q.element_size() > 1 else 0.3
@@ -266,6 +269,8 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Any:
             line = {"name": item.nodeid, "outcome": outcome, "why": why, "checked": _checked}
             file.write(json.dumps(line) + "\n")
         pathlib.Path(_LOG).with_suffix(".begun").write_text("")
+        if outcome == "error" and "capture" in why:  # which leaves PyTorch's generator behind, for all that follows
+            os._exit(1)
 
 
 def _judge(report: Any, excinfo: Any) -> tuple[str, str]:
@@ -286,6 +291,8 @@ def _judge(report: Any, excinfo: Any) -> tuple[str, str]:
         return "gpu", why
     if isinstance(error, MemoryError) or "allocate memory" in text:
         return "large", why
+    if "ModuleNotFoundError" in text:  # a process of its own, which does not have this module
+        return "missing", "flashinfer, in a process that the test starts"
     if isinstance(error, AssertionError):
         return "wrong", str(error)[:300].replace("\n", " ")
     return "error", why

@@ -213,9 +213,10 @@ def test_the_builder_keeps_vllms_tensors(backend):
 
 def test_vllms_cache_has_the_shape_that_layers_read(backend):
     """vLLM before 0.32 asks the backend for it."""
-    assert backend.FlashjitBackend.get_kv_cache_shape(7, BLOCK, HKV, DIM, "auto") == Step().cache[:1].expand(
-        7, -1, -1, -1
-    ).shape
+    assert (
+        backend.FlashjitBackend.get_kv_cache_shape(7, BLOCK, HKV, DIM, "auto")
+        == Step().cache[:1].expand(7, -1, -1, -1).shape
+    )
 
 
 def test_what_no_kernel_serves_is_refused_when_the_model_is_loaded(backend):

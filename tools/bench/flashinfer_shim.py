@@ -269,7 +269,9 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Any:
             line = {"name": item.nodeid, "outcome": outcome, "why": why, "checked": _checked}
             file.write(json.dumps(line) + "\n")
         pathlib.Path(_LOG).with_suffix(".begun").write_text("")
-        if outcome == "error" and "capture" in why:  # which leaves PyTorch's generator behind, for all that follows
+        if (
+            outcome == "error" and "capture" in why
+        ):  # which leaves PyTorch's generator behind, for all that follows
             os._exit(1)
 
 

@@ -169,7 +169,9 @@ def under(program: str) -> None:
     import flashjit.flash_attn
 
     flashjit.flash_attn.install()
-    if pathlib.Path("ring_flash_attn").exists():  # its part for transformers, which is not tested, wants names of version 4
+    if pathlib.Path(
+        "ring_flash_attn"
+    ).exists():  # its part for transformers, which is not tested, wants names of version 4
         import transformers.modeling_flash_attention_utils as names
 
         vars(names).setdefault("_flash_supports_window_size", True)

@@ -1,0 +1,115 @@
+"""Stands for packages that an engine imports and that a run of it on tiny models never calls.
+
+SGLang 0.5 imports some twenty packages of kernels, formats and servers before it loads a model. install() lets every import
+succeed that the engine's own files ask for: where a package is absent, its names are classes without contents."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+#: Their absence is what an engine asks about: other platforms' packages.
+PLATFORMS = (
+    "torch_npu",
+    "aiter",
+    "torch_musa",
+    "habana_frameworks",
+    "torch_xla",
+    "mlx",
+    "torchada",
+    "torch_mlu",
+)
+
+
+class _Empty(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _named(name)
+
+    def __or__(cls, other: Any) -> Any:  # in annotations
+        return object
+
+    __ror__ = __or__
+
+    def __getitem__(cls, key: Any) -> Any:
+        return cls
+
+
+def _named(name: str) -> Any:
+    """A class, that is also a decorator which changes nothing."""
+    return _Empty(
+        name,
+        (),
+        {
+            "__init__": lambda self, *_, **__: None,
+            "__call__": lambda self, given=None, *_, **__: given,
+            "__module__": "absent",
+            "__get_pydantic_core_schema__": classmethod(lambda *_: _anything()),
+        },
+    )
+
+
+def _anything() -> Any:
+    from pydantic_core import core_schema
+
+    return core_schema.any_schema()
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__version__":
+            raise AttributeError(name)
+        value = "99.0" if name == "__version__" else _named(name)
+        setattr(self, name, value)
+        return value
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Looks last, or, for the packages that are always empty, first."""
+
+    def __init__(self, engine: str, always: tuple[str, ...] = ()) -> None:
+        self.engine, self.always = f"/{engine}/", always
+        self.found: set[str] = set()
+
+    def find_spec(self, name: str, *_: Any) -> Any:
+        top, _, rest = name.partition(".")
+        if self.always:
+            wanted = top in self.always
+        elif rest:
+            wanted = isinstance(sys.modules.get(top), _Module)
+        else:
+            known = top in sys.stdlib_module_names or top.startswith("_") or top in PLATFORMS
+            wanted = not known and top != self.engine.strip("/") and self.engine in _importer()
+        if not wanted:
+            return None
+        self.found.add(top)
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> Any:
+        return _Module(spec.name)
+
+    def exec_module(self, module: Any) -> None:
+        module.__path__ = []
+
+
+def _importer() -> str:
+    """The file whose import is under way."""
+    frame: Any = sys._getframe(1)
+    while frame and ("importlib" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
+        frame = frame.f_back
+    return frame.f_code.co_filename if frame else ""
+
+
+def install(engine: str, always: tuple[str, ...] = ()) -> set[str]:
+    """engine: the package whose files may import what is absent. always: packages that are empty though they are there.
+    Returns the names of the packages that stand empty, as they are found."""
+    last, first = _Finder(engine), _Finder(engine, always)
+    first.found = last.found
+    sys.meta_path.append(last)
+    if always:
+        sys.meta_path.insert(0, first)
+    return last.found

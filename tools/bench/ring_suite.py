@@ -145,14 +145,14 @@ def last_words(output: str) -> str:
 
 
 def differences(output: str) -> list[tuple[str, float, float, float, float]]:
-    """Name, largest and average difference, and those of the values that were printed last before it."""
+    """Name, largest and average difference, and those of the values that all ranks printed last before it."""
     found: list[tuple[str, float, float, float, float]] = []
-    name, last = "", {}
+    name, last, is_new = "", {}, True
     for line in output.splitlines():
         heading = re.search(r"([a-zA-Z_]+(?: diff)?)\b[^:\[\]]*:", line.partition("] ")[2] or line)
         numbers = re.search(r"max ([\w.+-]+), mean ([\w.+-]+)", line)
         if heading:
-            name = heading[1]
+            name, is_new = heading[1], True
         if not numbers or not name:
             continue
         pair = float(numbers[1]), float(numbers[2])
@@ -160,7 +160,8 @@ def differences(output: str) -> list[tuple[str, float, float, float, float]]:
         if "diff" in name:
             found.append((name, *pair, *last.get(kind, last.get("out", (float("nan"),) * 2))))
         else:
-            last[kind] = pair
+            before = (0.0, 0.0) if is_new else last[kind]
+            last[kind], is_new = (max(before[0], pair[0]), max(before[1], pair[1])), False
     return found
 
 

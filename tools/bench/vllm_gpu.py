@@ -228,7 +228,9 @@ def prepare() -> None:
     import torch
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.gpu_worker  # noqa: F401
+    from vllm.model_executor.models import registry
 
+    registry._run_in_subprocess = lambda function: function()  # which would import vLLM again for each engine
     assert not torch.cuda.is_initialized()
 
 

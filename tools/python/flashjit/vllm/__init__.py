@@ -5,7 +5,7 @@ A wheel of flashjit announces register() to vLLM by the entry point `vllm.genera
     vllm serve MODEL --attention-backend CUSTOM
 
 computes attention with flashjit, for models with latent attention (MLA) too. A configuration that flashjit cannot serve is
-refused when the model is loaded, with the reason. Written for vLLM 0.32.
+refused when the model is loaded, with the reason. Written for vLLM 0.32; 0.26 has no name for FLASHJIT_MLA.
 """
 
 from __future__ import annotations

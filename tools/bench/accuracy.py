@@ -8,7 +8,6 @@ largest error of O, dQ, dK and dV, over several draws of the inputs, and their r
 Exit code: 0, 1 where a ratio is beyond limits(), 3 where there is no GPU or PyTorch.
 """
 
-import argparse
 import csv
 import dataclasses
 import datetime
@@ -17,7 +16,7 @@ import math
 import os
 import sys
 
-from plot_rows import RESULTS, ROOT, listed, markdown, read, replace, values
+from plot_rows import RESULTS, ROOT, listed, markdown, package_over, page_parser, read, replace, values
 
 try:
     import torch
@@ -306,14 +305,7 @@ def rows_of(case, errors):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--lib", help="libflashjit.so; default: the installed package's")
-    parser.add_argument("--csv", action="store_true", help="write the file, and the page")
-    parser.add_argument(
-        "--tables", action="store_true", help="write the page of the file, and measure nothing"
-    )
+    parser = page_parser(__doc__)
     parser.add_argument("--only", default="", help="cases whose name has this; no file is written")
     arguments = parser.parse_args()
     if arguments.tables:
@@ -322,11 +314,7 @@ def main():
     if torch is None or not torch.cuda.is_available():
         print("accuracy: PyTorch and a GPU are needed", file=sys.stderr)
         return 3
-    if arguments.lib:
-        os.environ["FLASHJIT_LIBRARY"] = os.path.abspath(arguments.lib)
-        sys.path.insert(0, os.path.join(ROOT, "tools", "python"))
-    import flashjit
-
+    flashjit = package_over(arguments.lib)
     rows, count = [], 0
     for case in cases():
         if arguments.only not in str(case):

@@ -7,7 +7,6 @@ The files are tools/bench/results/h200_accurate.csv and h200_accurate_time.csv, 
 Exit code: 0, 3 where there is no GPU or PyTorch.
 """
 
-import argparse
 import itertools
 import math
 import os
@@ -16,7 +15,7 @@ import sys
 
 import accuracy
 from accuracy import F, torch
-from plot_rows import RESULTS, ROOT, listed, markdown, read, replace, short, values
+from plot_rows import RESULTS, listed, markdown, package_over, page_parser, read, replace, short, values
 
 LIBRARIES = ("flashjit", "accurate", "FlashAttention-2", "cuDNN", "eager", "eager fp32")
 INPUTS = ("normal", "strong key", "squared scores", "outliers", "common offset")
@@ -156,26 +155,14 @@ def write_page():
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--lib", help="libflashjit.so; default: the installed package's")
-    parser.add_argument("--csv", action="store_true", help="write the files, and the page")
-    parser.add_argument(
-        "--tables", action="store_true", help="write the page of the files, and measure nothing"
-    )
-    arguments = parser.parse_args()
+    arguments = page_parser(__doc__).parse_args()
     if arguments.tables:
         write_page()
         return 0
     if torch is None or not torch.cuda.is_available():
         print("accurate: PyTorch and a GPU are needed", file=sys.stderr)
         return 3
-    if arguments.lib:
-        os.environ["FLASHJIT_LIBRARY"] = os.path.abspath(arguments.lib)
-        sys.path.insert(0, os.path.join(ROOT, "tools", "python"))
-    import flashjit
-
+    flashjit = package_over(arguments.lib)
     rows = []
     for inputs, dtype, dim in itertools.product(INPUTS, ("bfloat16", "float16"), (64, 128)):
         case = accuracy.Case(inputs, dtype, dim, 0)

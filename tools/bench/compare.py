@@ -20,7 +20,6 @@ Exit code: 0 if every point of flashjit ran and was right, 1 if one was not, 3 w
 """
 
 import argparse
-import datetime
 import functools
 import importlib
 import itertools
@@ -39,16 +38,19 @@ from measuring import (
     Report,
     SDPBackend,
     abi,
-    commit_name,
+    constants_of,
     differences,
+    ended,
     guarded,
     interleaved_ms,
+    parser_of,
     running,
     sdpa_kernel,
     tensors,
     teraflops,
     torch,
     use_library,
+    without_gpu,
 )
 
 TOKENS, HIDDEN = 16384, 2048
@@ -437,18 +439,10 @@ def summary(report):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)"
-    )
-    parser.add_argument(
-        "--csv",
-        help="write the dense table here, the others next to it: *_other.csv, *_few.csv, *_sparse.csv",
+    parser = parser_of(
+        __doc__, csv="write the dense table here, the others next to it: *_other.csv, *_few.csv, *_sparse.csv"
     )
     parser.add_argument("--quick", action="store_true", help="4k and few rounds only")
-    parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
     parser.add_argument(
         "--only",
         choices=("dense", "other", "few", "sparse"),
@@ -461,19 +455,14 @@ def main():
         help="of the dense table, such as 320,640,1500 (default 512 to 16384, with --quick 4096)",
     )
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("compare: PyTorch finds no GPU", file=sys.stderr)
+    if without_gpu("compare"):
         return 3
     torch.cuda.init()
     torch.zeros(1, device="cuda")  # makes the primary context current, which flashjit then uses
 
     use_library(arguments.lib)
     runtime, portable, packages = abi.Runtime(), abi.Runtime(), other_packages()
-    constants = {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(),
-        "commit": arguments.commit or commit_name(),
-    }
+    constants = constants_of(arguments)
     print(
         f"{constants['device']}, flashjit {abi.version()} ({constants['commit']}), "
         f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {', '.join(packages) or 'neither fa3 nor fa4'}"
@@ -522,9 +511,7 @@ def main():
     ):
         guarded(sparse, f"d{dim} {problem}", sparse_point, runtime, sparse, dim, *problem, rounds)
     summary(dense)
-    failures = dense.failures + other.failures + few.failures + sparse.failures
-    print(f"{len(failures)} failures" + "".join(f"\n  {text}" for text in failures))
-    return 1 if failures else 0
+    return ended(dense, other, few, sparse)
 
 
 if __name__ == "__main__":

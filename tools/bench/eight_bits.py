@@ -13,7 +13,6 @@ section of tools/docs/eight-bits-results.md.
 Exit code: 0, 1 where an error is beyond its limit, 3 where there is no GPU or PyTorch.
 """
 
-import argparse
 import contextlib
 import csv
 import functools
@@ -23,7 +22,7 @@ import os
 import sys
 import tempfile
 
-from plot_rows import RESULTS, ROOT, markdown, read, replace
+from plot_rows import RESULTS, ROOT, markdown, package_over, page_parser, read, replace
 
 try:
     import torch
@@ -473,23 +472,18 @@ def write_pages():
 
 
 def main():
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--lib", help="libflashjit.so")
-    options.add_argument("--csv", action="store_true", help="write the file, the picture and the page")
+    options = page_parser(__doc__)
     options.add_argument("--speed", action="store_true", help="measure speeds instead of errors")
     options.add_argument(
         "--inputs", choices=INPUTS, help="errors of these inputs alone; the file keeps its rows of others"
     )
-    options.add_argument("--tables", action="store_true", help="write picture and page of the file")
     given = options.parse_args()
     if given.tables:
         return write_pages()
     if torch is None or not torch.cuda.is_available():
         print("eight_bits: this needs PyTorch and a GPU")
         return 3
-    if given.lib:
-        os.environ["FLASHJIT_LIBRARY"] = os.path.abspath(given.lib)
-    sys.path.insert(0, os.path.join(ROOT, "tools", "python"))
+    package_over(given.lib)
     with tempfile.TemporaryDirectory() as folder:
         path = (SPEED_FILE if given.speed else FILE) if given.csv else os.path.join(folder, "measured.csv")
         if given.speed:

@@ -10,21 +10,12 @@ turns, and medians count. Outputs are checked beside each other before they are 
 Exit code: 0 if everything ran and was right, 1 if not, 3 without GPU or PyTorch.
 """
 
-import argparse
 import sys
 import typing
 
 import measuring
-
-try:
-    import torch
-    import torch.nn.functional as F
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-except ImportError as error:
-    print(f"latent: PyTorch is needed: {error}", file=sys.stderr)
-    sys.exit(3)
-
 import serving
+from measuring import F, SDPBackend, sdpa_kernel, torch
 
 DIM, V_DIM, PAGE = 576, 512, 64
 SCALE = 192**-0.5
@@ -262,34 +253,31 @@ def measured_copy_rate(rounds):
     return 2 * x.nbytes / us["copy"] / 1e6
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)"
-    )
-    parser.add_argument("--csv", help="write the table here")
-    parser.add_argument("--only", metavar="TEXT", help="the problems whose label has this text")
-    parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("latent: PyTorch finds no GPU", file=sys.stderr)
-        return 3
-    measuring.use_library(arguments.lib)
-    import flashjit
-
+@torch.no_grad()
+def measure(report, flashjit, arguments):
     try:
         from fa3_fwd_interface import flash_attn_func as fa3_prefill
         from fa3_fwd_interface import flash_attn_with_kvcache as fa3
     except ImportError:
         fa3 = fa3_prefill = None
-    constants = {
-        "device": torch.cuda.get_device_name(),
-        "commit": arguments.commit or measuring.commit_name(),
-    }
+    copy_rate = measured_copy_rate(15)
+    print(f"a copy: {copy_rate:.2f} TB/s")
+    for problem in problems():
+        if not arguments.only or arguments.only in problem.label():
+            measuring.guarded(
+                report, problem.label(), run_problem, report, problem, flashjit, fa3, 15, copy_rate
+            )
+    for problem in prefills():
+        if not arguments.only or arguments.only in problem.label():
+            measuring.guarded(
+                report, problem.label(), run_prefill, report, problem, flashjit, fa3_prefill, 15
+            )
+
+
+def main():
+    parser = measuring.parser_of(__doc__)
+    parser.add_argument("--only", metavar="TEXT", help="the problems whose label has this text")
     columns = [
-        *constants,
         *Problem._fields,
         "read_bytes",
         "tb_per_s",
@@ -301,22 +289,7 @@ def main():
         "flashmla_us",
         "cudnn_us",
     ]
-    report = measuring.Report(arguments.csv, columns, constants)
-    with torch.no_grad():
-        copy_rate = measured_copy_rate(15)
-        print(f"a copy: {copy_rate:.2f} TB/s")
-        for problem in problems():
-            if not arguments.only or arguments.only in problem.label():
-                measuring.guarded(
-                    report, problem.label(), run_problem, report, problem, flashjit, fa3, 15, copy_rate
-                )
-        for problem in prefills():
-            if not arguments.only or arguments.only in problem.label():
-                measuring.guarded(
-                    report, problem.label(), run_prefill, report, problem, flashjit, fa3_prefill, 15
-                )
-    print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
-    return 1 if report.failures else 0
+    return measuring.command("latent", parser.parse_args(), columns, measure)
 
 
 if __name__ == "__main__":

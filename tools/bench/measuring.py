@@ -1,7 +1,9 @@
 """What the measurements share: flashjit and other libraries called, checked against a reference, timed, and a table of it."""
 
+import argparse
 import csv
 import ctypes
+import datetime
 import os
 import random
 import statistics
@@ -279,6 +281,55 @@ def guarded(report, label, point, *arguments):
         torch.cuda.empty_cache()
     except Exception:
         pass  # a broken context is reported by the next point
+
+
+def parser_of(doc, csv="write the table here"):
+    """The options that scripts share; each adds its own."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)"
+    )
+    parser.add_argument("--csv", help=csv)
+    parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
+    return parser
+
+
+def without_gpu(script):
+    """Whether there is none, which is then said."""
+    if torch.cuda.is_available():
+        return False
+    print(f"{script}: PyTorch finds no GPU", file=sys.stderr)
+    return True
+
+
+def constants_of(arguments):
+    """What all rows of a run have."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(),
+        "commit": arguments.commit or commit_name(),
+    }
+
+
+def ended(*reports):
+    """The exit code of a script, whose failures are listed."""
+    failures = [text for report in reports for text in report.failures]
+    print(f"{len(failures)} failures" + "".join(f"\n  {text}" for text in failures))
+    return 1 if failures else 0
+
+
+def command(script, arguments, columns, measure):
+    """The exit code of a script with one table. measure(report, flashjit, arguments) fills it."""
+    if without_gpu(script):
+        return 3
+    use_library(arguments.lib)
+    import flashjit
+
+    constants = constants_of(arguments)
+    del constants["date"]  # these tables have none
+    report = Report(arguments.csv, [*constants, *columns], constants)
+    measure(report, flashjit, arguments)
+    return ended(report)
 
 
 def commit_name():

@@ -18,7 +18,6 @@ counts; a call of more than 0.1 s is timed once. Exit code: as compare.py.
 import argparse
 import concurrent.futures
 import csv
-import datetime
 import functools
 import glob
 import io
@@ -461,14 +460,9 @@ def tables(runtime, report, lengths, deadline):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = measuring.parser_of(
+        __doc__, csv="write the tables here, and the figure next to it: *_figure.csv"
     )
-    parser.add_argument(
-        "--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)"
-    )
-    parser.add_argument("--csv", help="write the tables here, and the figure next to it: *_figure.csv")
-    parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
     parser.add_argument(
         "--seconds", type=float, default=170, help="begin no length after that (default %(default)s)"
     )
@@ -488,8 +482,7 @@ def main():
     )  # this is the process under ncu
     arguments = parser.parse_args()
     begin = time.monotonic()
-    if not torch.cuda.is_available():
-        print("paper: PyTorch finds no GPU", file=sys.stderr)
+    if measuring.without_gpu("paper"):
         return 3
     torch.zeros(1, device=DEVICE)
     measuring.use_library(arguments.lib)
@@ -497,11 +490,7 @@ def main():
     if arguments.counted:
         run_counted(runtime)
         return 0
-    constants = {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(),
-        "commit": arguments.commit or measuring.commit_name(),
-    }
+    constants = measuring.constants_of(arguments)
     print(
         f"{constants['device']}, flashjit {constants['commit']}, PyTorch {torch.__version__}, cuDNN "
         f"{torch.backends.cudnn.version()}"
@@ -520,12 +509,8 @@ def main():
     if arguments.only != "figure":
         compile_all(runtime, arguments.lengths)
         tables(runtime, table, arguments.lengths, begin + arguments.seconds)
-    failures = drawn.failures + table.failures
-    print(
-        f"{len(failures)} failures, {time.monotonic() - begin:.0f} s"
-        + "".join(f"\n  {text}" for text in failures)
-    )
-    return 1 if failures else 0
+    print(f"{time.monotonic() - begin:.0f} s")
+    return measuring.ended(drawn, table)
 
 
 if __name__ == "__main__":

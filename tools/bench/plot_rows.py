@@ -1,6 +1,8 @@
 """Rows of the measured tables, and what pictures and tables of all of them share: paths, lines, cells."""
 
+import argparse
 import csv
+import importlib
 import os
 import statistics
 import sys
@@ -30,6 +32,25 @@ PEERS = {"cudnn": "cuDNN", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4"}
 BESIDE_PEERS = [f"flashjit / {name}" for name in PEERS.values()]
 
 
+def page_parser(doc):
+    """The options of scripts that measure, and write their files and pages."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lib", help="libflashjit.so; default: the installed package's")
+    parser.add_argument("--csv", action="store_true", help="write the files, their pictures and pages")
+    parser.add_argument(
+        "--tables", action="store_true", help="write pictures and pages of the files, and measure nothing"
+    )
+    return parser
+
+
+def package_over(library):
+    """flashjit: this tree's over the library given, else the installed one, or this tree's if there is none."""
+    if library:
+        os.environ["FLASHJIT_LIBRARY"] = os.path.abspath(library)
+    sys.path.insert(0 if library else len(sys.path), os.path.join(ROOT, "tools", "python"))
+    return importlib.import_module("flashjit")
+
+
 def read(path):
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
@@ -40,6 +61,20 @@ def read(path):
             if row.get(name):
                 row[name] = int(row[name])
     return rows
+
+
+GPUS = ("h200", "h100")  # whose figures are shown, where both have some: the first's
+
+
+def measured(name):
+    """The path of a table or picture of measurements, which its GPU begins; of the first GPU if there is none."""
+    paths = [os.path.join(RESULTS, f"{gpu}_{name}") for gpu in GPUS]
+    return next(filter(os.path.exists, paths), paths[0])
+
+
+def gpus(*tables):
+    """ "H100", of "NVIDIA H100 80GB HBM3"."""
+    return listed(sorted({row["device"].split()[1] for rows in tables for row in rows}))
 
 
 def values(rows, name):

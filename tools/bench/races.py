@@ -18,9 +18,7 @@ They take turns, in CUDA graphs where they can be captured, and medians count. P
 Exit code: 0 if everything ran and ours was right, 1 if not, 3 without GPU or PyTorch, or where no peer asked for is installed.
 """
 
-import argparse
 import csv
-import datetime
 import os
 import re
 import sys
@@ -67,21 +65,14 @@ def join(into, paths):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = measuring.parser_of(__doc__)
     parser.add_argument(
         "--race",
         action="append",
         choices=sorted(RACES),
         help="a race to run (default: all, of installed peers)",
     )
-    parser.add_argument(
-        "--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)"
-    )
-    parser.add_argument("--csv", help="write the table here")
     parser.add_argument("--only", metavar="REGEX", default="", help="the problems whose name matches")
-    parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
     parser.add_argument(
         "--rounds", type=int, default=15, help="of timing; 0: check alone (default %(default)s)"
     )
@@ -94,19 +85,13 @@ def main():
             parser.error("--join needs --csv, the table that they join")
         join(arguments.csv, arguments.join)
         return 0
-    if not torch.cuda.is_available():
-        print("races: PyTorch finds no GPU", file=sys.stderr)
+    if measuring.without_gpu("races"):
         return 3
     measuring.use_library(arguments.lib)
     races = able(arguments.race or RACES)
     if not races:
         return 3
-    constants = {
-        "device": torch.cuda.get_device_name(),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "commit": arguments.commit or measuring.commit_name(),
-    }
-    report = measuring.Report(arguments.csv, racing.COLUMNS, constants)
+    report = measuring.Report(arguments.csv, racing.COLUMNS, measuring.constants_of(arguments))
     with torch.no_grad():
         for race in races:
             for problem in race.problems():
@@ -114,8 +99,7 @@ def main():
                     measuring.guarded(
                         report, problem.name, racing.run_heat, report, race, problem, arguments.rounds
                     )
-    print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
-    return 1 if report.failures else 0
+    return measuring.ended(report)
 
 
 if __name__ == "__main__":

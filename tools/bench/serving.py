@@ -9,7 +9,6 @@ L2 cannot hold; graphs take turns, and medians count. Outputs are checked beside
 Exit code: 0 if everything ran and was right, 1 if not, 3 without GPU or PyTorch.
 """
 
-import argparse
 import math
 import random
 import re
@@ -17,14 +16,7 @@ import sys
 import typing
 
 import measuring
-
-try:
-    import torch
-    import torch.nn.functional as F
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-except ImportError as error:
-    print(f"serving: PyTorch is needed: {error}", file=sys.stderr)
-    sys.exit(3)
+from measuring import F, SDPBackend, sdpa_kernel, torch
 
 PAGES = (1, 8, 16, 64, 128)
 IN_L2 = 200 << 20  # bytes that copies of a cache have at least
@@ -382,14 +374,54 @@ def run_states(report, flashjit, rounds):
     )
 
 
+#: Columns beside those of pages.
+COLUMNS = (
+    "head_dim",
+    "heads",
+    "heads_kv",
+    "problem",
+    "queries",
+    "kv_bytes",
+    "contiguous_us",
+    "invariant_us",
+    "e4m3_us",
+    "e4m3_pages16_us",
+    "fa3_us",
+    "cudnn_us",
+    "append_us",
+    "prologue_us",
+    "prologue_copy_us",
+    "merge_us",
+    "copy_us",
+    "together_us",
+    "apart_us",
+    "prefix_us",
+    "plain_us",
+)
+
+
+@torch.no_grad()
+def measure(report, flashjit, arguments):
+    try:
+        from fa3_fwd_interface import flash_attn_with_kvcache as fa3
+    except ImportError:
+        fa3 = None
+    for problem in problems():
+        if re.search(arguments.only, problem.label()):
+            measuring.guarded(
+                report, problem.label(), run_problem, report, problem, flashjit, fa3, 15, arguments.pages
+            )
+    for name, run in (
+        ("append and merge", run_states),
+        ("a shared prefix", run_prefix),
+        ("prefill and decode", run_mix),
+    ):
+        if re.search(arguments.only, name):
+            measuring.guarded(report, name, run, report, flashjit, 15)
+
+
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)"
-    )
-    parser.add_argument("--csv", help="write the table here")
+    parser = measuring.parser_of(__doc__)
     parser.add_argument("--only", metavar="REGEX", default="", help="the problems whose label matches")
     parser.add_argument(
         "--pages",
@@ -397,63 +429,9 @@ def main():
         type=lambda text: [int(word) for word in text.split(",") if word],
         help="sizes of pages (default 1,8,16,64,128)",
     )
-    parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("serving: PyTorch finds no GPU", file=sys.stderr)
-        return 3
-    measuring.use_library(arguments.lib)
-    import flashjit
-
-    try:
-        from fa3_fwd_interface import flash_attn_with_kvcache as fa3
-    except ImportError:
-        fa3 = None
-    constants = {
-        "device": torch.cuda.get_device_name(),
-        "commit": arguments.commit or measuring.commit_name(),
-    }
-    columns = [
-        *constants,
-        "head_dim",
-        "heads",
-        "heads_kv",
-        "problem",
-        "queries",
-        "kv_bytes",
-        "contiguous_us",
-        "invariant_us",
-        *(f"pages{rows}_us" for rows in arguments.pages),
-        "e4m3_us",
-        "e4m3_pages16_us",
-        "fa3_us",
-        "cudnn_us",
-        "append_us",
-        "prologue_us",
-        "prologue_copy_us",
-        "merge_us",
-        "copy_us",
-        "together_us",
-        "apart_us",
-        "prefix_us",
-        "plain_us",
-    ]
-    report = measuring.Report(arguments.csv, columns, constants)
-    with torch.no_grad():
-        for problem in problems():
-            if re.search(arguments.only, problem.label()):
-                measuring.guarded(
-                    report, problem.label(), run_problem, report, problem, flashjit, fa3, 15, arguments.pages
-                )
-        for name, run in (
-            ("append and merge", run_states),
-            ("a shared prefix", run_prefix),
-            ("prefill and decode", run_mix),
-        ):
-            if re.search(arguments.only, name):
-                measuring.guarded(report, name, run, report, flashjit, 15)
-    print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
-    return 1 if report.failures else 0
+    of_pages = [f"pages{rows}_us" for rows in arguments.pages]
+    return measuring.command("serving", arguments, [*COLUMNS, *of_pages], measure)
 
 
 if __name__ == "__main__":

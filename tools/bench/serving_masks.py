@@ -3,12 +3,11 @@
 Keys lie in pages of 16 in a random order. Results are checked against PyTorch in fp32 before calls are timed; graphs take turns,
 and medians count. A row's `pairs` is the share of the causal call's pairs that its mask keeps.
 
-    python3 tools/bench/serving_masks.py --lib build/libflashjit.so --csv tools/bench/results/h100_serving_masks.csv
+    python3 tools/bench/serving_masks.py --lib build/libflashjit.so --csv tools/bench/results/h200_serving_masks.csv
 
 Exit code: 0 if everything ran and was right, 1 if not, 3 without GPU or PyTorch.
 """
 
-import argparse
 import sys
 
 import measuring
@@ -108,30 +107,15 @@ def problems():
     yield serving.Problem("4k prefill", 128, 32, 8, 4096, [4096] * 4)
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)"
-    )
-    parser.add_argument("--csv", help="write the table here")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("serving_masks: PyTorch finds no GPU", file=sys.stderr)
-        return 3
-    measuring.use_library(arguments.lib)
-    import flashjit
+@torch.no_grad()
+def measure(report, flashjit, arguments):
+    for problem in problems():
+        measuring.guarded(report, problem.label(), run_problem, report, problem, flashjit, 15)
 
-    constants = {"device": torch.cuda.get_device_name(), "commit": measuring.commit_name()}
-    report = measuring.Report(
-        arguments.csv, [*constants, "problem", "mask", "us", "pairs", "of_causal"], constants
-    )
-    with torch.no_grad():
-        for problem in problems():
-            measuring.guarded(report, problem.label(), run_problem, report, problem, flashjit, 15)
-    print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
-    return 1 if report.failures else 0
+
+def main():
+    columns = ["problem", "mask", "us", "pairs", "of_causal"]
+    return measuring.command("serving_masks", measuring.parser_of(__doc__).parse_args(), columns, measure)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ about that share of the tiles. Errors are those beside the plain kernel, relativ
 Exit code: 0 if everything ran and was right, 1 if not, 3 without GPU or PyTorch.
 """
 
-import argparse
 import math
 import sys
 
@@ -97,31 +96,17 @@ def run_problem(report, label, make, flashjit, rounds):
         )
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)"
-    )
-    parser.add_argument("--csv", help="write the table here")
-    parser.add_argument("--rounds", type=int, default=11, help="of timed calls (default %(default)s)")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("skip_softmax: PyTorch finds no GPU", file=sys.stderr)
-        return 3
-    measuring.use_library(arguments.lib)
-    import flashjit
+@torch.no_grad()
+def measure(report, flashjit, arguments):
+    for label, make in problems():
+        measuring.guarded(report, label, run_problem, report, label, make, flashjit, arguments.rounds)
 
-    constants = {"device": torch.cuda.get_device_name(), "commit": measuring.commit_name()}
-    report = measuring.Report(
-        arguments.csv, [*constants, "problem", "threshold", "us", "of_plain", "skipped", "error"], constants
-    )
-    with torch.no_grad():
-        for label, make in problems():
-            measuring.guarded(report, label, run_problem, report, label, make, flashjit, arguments.rounds)
-    print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
-    return 1 if report.failures else 0
+
+def main():
+    parser = measuring.parser_of(__doc__)
+    parser.add_argument("--rounds", type=int, default=11, help="of timed calls (default %(default)s)")
+    columns = ["problem", "threshold", "us", "of_plain", "skipped", "error"]
+    return measuring.command("skip_softmax", parser.parse_args(), columns, measure)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ by tables, "norm" is their RMS norm with weights, by q_mod and k_mod. The kernel
 Exit code: 0 if everything ran and was right, 1 if not, 3 without GPU or PyTorch.
 """
 
-import argparse
 import re
 import sys
 
@@ -17,7 +16,7 @@ import measuring
 from measuring import torch
 
 TOKENS, COLUMNS, EPSILON = 16384, 2048, 1e-6
-TABLE = ("device", "commit", "program", "dim", "length", "pass", "way", "us", "of_plain")
+TABLE = ("program", "dim", "length", "pass", "way", "us", "of_plain")
 
 
 def rope_tables(length, dim):
@@ -141,27 +140,7 @@ def measure(report, label, name, dim, length, rounds, flashjit):
         )
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)"
-    )
-    parser.add_argument("--csv", help="write the table here")
-    parser.add_argument(
-        "--only", metavar="REGEX", default="", help='the problems whose name, as "rope d128 4096", matches'
-    )
-    parser.add_argument("--rounds", type=int, default=21, help="of timed calls (default %(default)s)")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("stages: PyTorch finds no GPU", file=sys.stderr)
-        return 3
-    measuring.use_library(arguments.lib)
-    import flashjit
-
-    constants = {"device": torch.cuda.get_device_name(), "commit": measuring.commit_name()}
-    report = measuring.Report(arguments.csv, TABLE, constants)
+def measure_all(report, flashjit, arguments):
     for name in PROGRAMS:
         for dim in (64, 128, 256):
             for length in (1024, 4096, 16384):
@@ -170,8 +149,15 @@ def main():
                     measuring.guarded(
                         report, label, measure, report, label, name, dim, length, arguments.rounds, flashjit
                     )
-    print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
-    return 1 if report.failures else 0
+
+
+def main():
+    parser = measuring.parser_of(__doc__)
+    parser.add_argument(
+        "--only", metavar="REGEX", default="", help='the problems whose name, as "rope d128 4096", matches'
+    )
+    parser.add_argument("--rounds", type=int, default=21, help="of timed calls (default %(default)s)")
+    return measuring.command("stages", parser.parse_args(), TABLE, measure_all)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ pair attends. At the end, without FlexAttention: the cost of a tile with ALiBi, 
 sm90's tiles for a window. Exit code: as compare.py.
 """
 
-import argparse
-import datetime
 import sys
 import time
 
@@ -377,27 +375,15 @@ def point(runtime, report, case, batch, heads, length, dim, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)"
-    )
-    parser.add_argument("--csv", help="write the table here")
-    parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
+    parser = measuring.parser_of(__doc__)
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("variants: PyTorch finds no GPU", file=sys.stderr)
+    if measuring.without_gpu("variants"):
         return 3
     torch.zeros(1, device="cuda")
     measuring.use_library(arguments.lib)
     runtime = abi.Runtime()
-    constants = {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(),
-        "commit": arguments.commit or measuring.commit_name(),
-    }
+    constants = measuring.constants_of(arguments)
     print(f"{constants['device']}, flashjit {constants['commit']}, PyTorch {torch.__version__}")
     report = Report(arguments.csv, list(constants) + COLUMNS, constants)
     todo = [(dim, cases(LENGTH)) for dim in (64, 128)] + [(128, more_cases(BATCH, HIDDEN // 128, LENGTH))]
@@ -426,8 +412,7 @@ def main():
         if arguments.only in "window_tiles":
             measuring.guarded(report, f"window_tiles d{dim}", window_point, runtime, report, dim, 11)
     print("\n".join(tile_costs(report.rows)))
-    print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
-    return 1 if report.failures else 0
+    return measuring.ended(report)
 
 
 if __name__ == "__main__":

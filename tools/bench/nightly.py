@@ -24,6 +24,7 @@ import typing
 HERE = pathlib.Path(__file__).resolve().parent
 FALL = 0.03
 NIGHTS = 5
+GPUS = ("h100", "h200")  # whose tables are published
 COLUMNS = ("date", "device", "commit", "table", "group", "peer", "points", "ratio")
 
 
@@ -160,7 +161,8 @@ def main():
         print(f"nightly: {folder} has no table with a peer's times", file=sys.stderr)
         return 1
     history = read(arguments.history) if arguments.history.exists() else []
-    sentences = fallen(rows, history, ratios(arguments.published, "h100_"))
+    published = [row for gpu in GPUS for row in ratios(arguments.published, f"{gpu}_")]
+    sentences = fallen(rows, history, published)
     append(arguments.history, rows, datetime.date.today().isoformat())
     print(f"{len(rows)} ratios, {len(sentences)} fell by more than {100 * FALL:.0f}%", *sentences, sep="\n  ")
     return 1 if sentences else 0

@@ -3,10 +3,11 @@
     python3 tools/bench/plot.py            # pictures (these need matplotlib) and tables
     python3 tools/bench/plot.py --tables   # tables only
 
-The sections between the markers <!-- name --> and <!-- /name --> are replaced:
+Where tables of several GPUs have a name, such as h100_serving.csv and h200_serving.csv, the newer GPU's is shown. The sections between
+the markers <!-- name --> and <!-- /name --> are replaced:
 
     README.md                  speed    five ratios, and where other libraries win the most
-    tools/docs/benchmarks.md   peers    picture and ratios of compare.py's h100_dense.csv
+    tools/docs/benchmarks.md   peers    picture and ratios of compare.py's dense.csv
                                leads    where other libraries win, by library
                                races    the races of races.csv in a line each
     tools/docs/benchmarks-results.md
@@ -15,7 +16,7 @@ The sections between the markers <!-- name --> and <!-- /name --> are replaced:
                                scaling  h100_scaling.csv of distributed.py on up to eight GPUs, where that was run
     tools/docs/tuning.md       tuner    h100_tuner.csv of tuner_study.py
     tools/docs/serving-results.md
-                               figures  h100_serving.csv of serving.py
+                               figures  serving.csv of serving.py
     tools/docs/distributed-results.md
                                plans    plans.csv of `simulator.py --tokens 131072,1048576,4194304 --csv`
                                figures  h100_distributed.csv of distributed.py
@@ -41,6 +42,7 @@ from plot_rows import (
     SERVING,
     TUNING,
     markdown,
+    measured,
     read,
     replace,
 )
@@ -86,27 +88,28 @@ def main():
     arguments = parser.parse_args()
     result = lambda name: os.path.join(RESULTS, name)
     dense, other, few, sparse = (
-        read(result(f"h100_dense{name}.csv")) for name in ("", "_other", "_few", "_sparse")
+        read(measured(f"dense{name}.csv")) for name in ("", "_other", "_few", "_sparse")
     )
+    picture = measured("dense.csv").removesuffix("csv") + "png"
     paper = [result(f"h100_paper{name}.csv") for name in ("", "_figure")]
     paper = [read(path) for path in paper] if all(map(os.path.exists, paper)) else None
     scaling = read(result("h100_scaling.csv")) if os.path.exists(result("h100_scaling.csv")) else None
     if not arguments.tables:
-        draw(dense, result("h100_dense.png"))
+        draw(dense, picture)
         draw_plans(read(result("plans.csv")), result("plans.png"))
         if scaling:
             draw_scaling(scaling, result("h100_scaling.png"))
         if paper:
             draw_paper(*paper, result("h100_paper.png"))
     serving, latent, codes, variants = (
-        read(result(f"h100_{name}.csv")) for name in ("serving", "latent", "eight_bits_speed", "variants")
+        read(measured(f"{name}.csv")) for name in ("serving", "latent", "eight_bits_speed", "variants")
     )
     races = read(result("races.csv")) if os.path.exists(result("races.csv")) else []
     leads = dense + other, few, serving, latent, codes
     replace(README, "speed", speed_section(dense, *leads[1:], variants, races))
-    replace(BENCHMARKS, "peers", peers_summary(dense, result("h100_dense.png")))
+    replace(BENCHMARKS, "peers", peers_summary(dense, picture))
     replace(BENCHMARKS, "leads", leads_section(*leads))
-    replace(POINTS, "figures", figures_section(dense, other, few, sparse, result("h100_dense.png")))
+    replace(POINTS, "figures", figures_section(dense, other, few, sparse, picture))
     replace(SERVING, "figures", serving_section(serving))
     replace(TUNING, "tuner", tuner_section(read(result("h100_tuner.csv"))))
     replace(DISTRIBUTED, "plans", plans_section(read(result("plans.csv")), result("plans.png")))

@@ -16,6 +16,7 @@ from plot_rows import (
     beside_the_best,
     best_peer,
     commits,
+    gpus,
     link,
     listed,
     markdown,
@@ -185,7 +186,7 @@ def peers_table(rows):
 
 def peers_summary(dense, png):
     """tools/docs/benchmarks.md"""
-    title = "TFLOP/s over sequence length on an H100: flashjit, " + ", ".join(
+    title = f"TFLOP/s over sequence length on an {gpus(dense)}: flashjit, " + ", ".join(
         LINES[who]["label"] for who in present(dense)
     )
     about = (
@@ -205,6 +206,19 @@ def speeds_of_codes(rows):
         if method == "fa3":
             found.setdefault(dim, []).append(us / times[dim, causal, length, "flashjit"])
     return {f"d{dim}": ratios_of_dim for dim, ratios_of_dim in sorted(found.items())}
+
+
+def of_gpus(dense, serving, variants):
+    """ "an H100 (FP8: an H200)"."""
+    found = {
+        "training": gpus(dense),
+        "decoding": gpus(serving),
+        "FP8": "H200",
+    }  # as FP8's table names no device
+    found["other masks"] = found["first call"] = gpus(variants)
+    most = statistics.mode(found.values())
+    others = [f"{name}: an {gpu}" for name, gpu in found.items() if gpu != most]
+    return f"an {most}" + (f" ({', '.join(others)})" if others else "")
 
 
 def speed_section(dense, few, serving, latent, codes, variants, races):
@@ -264,7 +278,7 @@ def speed_section(dense, few, serving, latent, codes, variants, races):
         ahead, who, problem = lead
         others += f"; {who} {ahead:.2f} (latents: {problem}; on an H200)"
     about = (
-        "Above 1, flashjit is faster: geometric means on an H100 (FP8: an H200); the linked pages name commits and shapes. "
+        f"Above 1, flashjit is faster: geometric means on {of_gpus(dense, serving, variants)}; the linked pages name commits and shapes. "
         f"Largest leads of others: {others}."
     )
     table = markdown(["speed of flashjit", "next to", "ratio"], lines)

@@ -7,7 +7,7 @@ Dense: bf16, head dims 64, 128 and 256, lengths 512 to 16k, causal and full; 16k
 by its own choice, and its portable family sm80. Others: fp16, short sequences, grouped heads, one GPU's share of a
 model's heads, dropout, problems too small for the device.
 Few: few queries of many keys, as in decoding, forward, without a mask.
-Sparse: block maps of 128-blocks against flashjit's own dense time, and against that of as many tokens in sequences with as
+Sparse: block maps of 128-blocks, and of 64-blocks, against flashjit's own dense time, and against that of as many tokens in sequences with as
 many keys as a row of the map. Results are checked before they are timed. Launches of all peers are
 interleaved, each between two CUDA events, and the median counts.
 
@@ -65,6 +65,8 @@ SPARSE = (
     (65536, 0.5, "window"),
     (8192, 0.125, "scattered"),
     (8192, 0.5, "scattered"),
+    (32768, 0.125, "by head"),
+    (32768, 0.125, "by head, 64x64"),
 )
 # Batch, heads of Q, and of K and V, queries, keys, head dimension.
 FEW = (
@@ -360,13 +362,25 @@ def scattered_map(length, density):
     return (order < max(1, round(density * n))).to(torch.uint8)[None, None].contiguous().cuda()
 
 
-MAPS = {"window": window_map, "scattered": scattered_map}
+def map_by_head(length, density, heads, block):
+    """Like scattered_map, another for each head, as sparse attention of videos has it."""
+    n = length // block
+    order = torch.rand(heads, n, n, generator=torch.Generator().manual_seed(n)).argsort(dim=2)
+    return (order < max(1, round(density * n))).to(torch.uint8)[None].contiguous().cuda()
 
 
-def masked_reference(q, k, v, dout, block_map):
+def map_of(pattern, length, density, heads):
+    """The blocks that attend, and their rows."""
+    if pattern.startswith("by head"):
+        block = 64 if pattern.endswith("64x64") else BLOCK
+        return map_by_head(length, density, heads, block), block
+    return {"window": window_map, "scattered": scattered_map}[pattern](length, density), BLOCK
+
+
+def masked_reference(q, k, v, dout, block_map, block):
     """O and gradients of the first batch entry's first head in fp32, with the map written out."""
     q, k, v = (x[0, 0].float().requires_grad_() for x in (q, k, v))
-    keep = block_map[0, 0].bool().repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    keep = block_map[0, 0].bool().repeat_interleave(block, 0).repeat_interleave(block, 1)
     scores = (q @ k.T * q.shape[1] ** -0.5).masked_fill(~keep, float("-inf"))
     out = torch.softmax(scores, dim=-1) @ v
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), dout[0, 0].float())
@@ -378,10 +392,10 @@ def sparse_point(runtime, report, dim, length, density, pattern, rounds):
     batch, heads = max(TOKENS // length, 1), min(HIDDEN, TOKENS * HIDDEN // length) // dim
     label = f"bf16 d{dim} {pattern} b{batch} h{heads} s{length}"
     q, k, v, dout = tensors(batch, heads, length, dim)
-    block_map = MAPS[pattern](length, density)
+    block_map, block = map_of(pattern, length, density, heads)
     density = block_map.float().mean().item()
     dense = Ours(runtime, f"bf16:d{dim}", q, k, v, dout)
-    sparse = Ours(runtime, f"bf16:d{dim}:map{BLOCK}x{BLOCK}", q, k, v, dout, block_map)
+    sparse = Ours(runtime, f"bf16:d{dim}:map{block}x{block}", q, k, v, dout, block_map)
     keys = round(density * length)
     short = Ours(runtime, f"bf16:d{dim}", *tensors(batch * length // keys, heads, keys, dim))
     people = {"sparse": sparse, "dense": dense, "short": short}
@@ -389,9 +403,9 @@ def sparse_point(runtime, report, dim, length, density, pattern, rounds):
         problem.forward()
         problem.backward()
     torch.cuda.synchronize()
-    if length <= 16384:  # beyond, the written-out map does not fit
+    if length <= 32768:  # beyond, the written-out map does not fit
         first_head = {name: tensor[0, 0] for name, tensor in sparse.results().items()}
-        for text in differences(first_head, masked_reference(q, k, v, dout, block_map)):
+        for text in differences(first_head, masked_reference(q, k, v, dout, block_map, block)):
             report.failure(f"{label}: {text}")
     for pass_name, method in (("fwd", "forward"), ("bwd", "backward")):
         ms = interleaved_ms(

@@ -277,19 +277,24 @@ def run_prefix(report, flashjit, rounds):
     )
 
 
+#: Queries and keys of prefills and of decodes, each of them.
+MIXES = {
+    "8 x 1k prefill and 56 x 4k decode": (([1024] * 8, [1024] * 8), ([1] * 56, [4096] * 56)),
+    "2 x 2k prefill and 128 x 2k decode": (([2048] * 2, [2048] * 2), ([1] * 128, [2048] * 128)),
+}
+
+
 def run_mix(report, flashjit, rounds):
-    """8 prefills of 1k and 56 decodes over 4k keys in one call, beside a call for each kind."""
+    """Prefills and decodes in one call, beside a call for each kind."""
     make = lambda *size: torch.randn(*size, device="cuda", dtype=torch.bfloat16)
-    k, v = make(64, 8, 4096, 128), make(64, 8, 4096, 128)
     ints = lambda values: torch.tensor(values, dtype=torch.int32, device="cuda")
 
-    def call(queries, lengths, begin):
+    def call(cache, queries, lengths, begin):
         offsets = ints([0, *torch.tensor(queries).cumsum(0).tolist()])
         q, of_lengths, end = make(1, 32, sum(queries), 128), ints(lengths), begin + len(queries)
         return lambda: flashjit.attention(
             q,
-            k[begin:end],
-            v[begin:end],
+            *(x[begin:end] for x in cache),
             causal=True,
             cache=True,
             kv_lengths=of_lengths,
@@ -297,20 +302,17 @@ def run_mix(report, flashjit, rounds):
             max_seqlen_q=max(queries),
         )
 
-    prefill, decode = ([1024] * 8, [1024] * 8), ([1] * 56, [4096] * 56)
-    parts = [call(*prefill, 0), call(*decode, 8)]
-    us = microseconds(
-        {
-            "together": [call(prefill[0] + decode[0], prefill[1] + decode[1], 0)],
+    for name, (prefill, decode) in MIXES.items():
+        queries, lengths = (a + b for a, b in zip(prefill, decode))
+        cache = [make(len(lengths), 8, max(lengths), 128) for _ in "kv"]
+        parts = [call(cache, *prefill, 0), call(cache, *decode, len(prefill[0]))]
+        calls = {
+            "together": [call(cache, queries, lengths, 0)],
             "apart": [lambda: [part() for part in parts]],
-        },
-        rounds,
-    )
-    report.row(problem="8 x 1k prefill and 56 x 4k decode", **{f"{name}_us": x for name, x in us.items()})
-    print(
-        f"8 prefills of 1k and 56 decodes of 4k: one call {us['together']:.1f} us, two {us['apart']:.1f} us",
-        flush=True,
-    )
+        }
+        us = microseconds(calls, rounds)
+        report.row(problem=name, **{f"{kind}_us": x for kind, x in us.items()})
+        print(f"{name}: one call {us['together']:.1f} us, two {us['apart']:.1f} us", flush=True)
 
 
 def run_states(report, flashjit, rounds):

@@ -1,4 +1,4 @@
-"""Measure masks of requests over a cache on one GPU: trees, pictures, chunks and flags, each beside the causal call.
+"""Measure masks of requests over a cache on one GPU: trees, pictures, chunks, flags and keys of a rank, each beside the causal call.
 
 Keys lie in pages of 16 in a random order. Results are checked against PyTorch in fp32 before calls are timed; graphs take turns,
 and medians count. A row's `pairs` is the share of the causal call's pairs that its mask keeps.
@@ -42,6 +42,11 @@ def masks_of(flashjit, problem, device):
         "causal_if": ({"mask_mod": flashjit.masks.causal_if(flags)}, lambda b: causal | (flags[b] == 0)),
         "chunked": ({"mask_mod": flashjit.masks.chunked(1024)}, lambda b: causal & (kv // 1024 == q // 1024)),
     }
+    at = (2 * q.T).int().expand(batch, -1).contiguous()  # this rank's keys are every second one
+    found["interleaved"] = (
+        {"mask_mod": flashjit.masks.interleaved(at, 2, 0)},
+        lambda b: 2 * kv <= at[b][:, None],
+    )
     if queries <= flashjit.masks.MOST_DRAFTS:
         parents = parents_of(batch, queries, device)
         bits = flashjit.masks.ancestors_of(parents)

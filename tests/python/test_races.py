@@ -1,5 +1,6 @@
 """What tools/bench/races.py runs: the same attention on all sides, of the same tensors, and no time for what is wrong or missing."""
 
+import collections
 import csv
 import importlib
 import importlib.metadata
@@ -273,6 +274,82 @@ def test_all_programs_are_one_attention(bench, racing, monkeypatch, name):
         errors, refused = racing.checked(report, heat)
         assert not report.failures and list(refused) == ["cuDNN flex"] * (name in ("alibi", "softcap"))
         assert len(errors) + len(refused) == len(heat.calls)
+
+
+class OneByOne:
+    """_flash_attn_fwd, a pair at a time: blocks of their lists alone, and the mask in those that are not full."""
+
+    def __init__(self, block):
+        self.block = block
+
+    def attends(self, lists, mask, captures, row, key):
+        at, block = row // self.block, key // self.block
+        counts, indices, full_counts, full_indices = (x[0, 0, at] for x in lists)
+        if block in full_indices[:full_counts]:
+            return True
+        here = block in indices[:counts]
+        return here and bool(mask(0, 0, torch.tensor([row]), torch.tensor([key]), None, captures))
+
+    def forward(self, q, k, v, return_lse, score_mod, mask_mod, block_sparse_tensors, aux_tensors):
+        lists, size = block_sparse_tensors[:4], block_sparse_tensors.block_size
+        assert return_lse and size == (self.block, self.block)
+        keep = torch.tensor(
+            [
+                [self.attends(lists, mask_mod, aux_tensors, row, key) for key in range(k.shape[1])]
+                for row in range(q.shape[1])
+            ]
+        )
+        scores = q.shape[3] ** -0.5 * torch.einsum("bqhd,bkhd->bhqk", q, k)
+        if score_mod:
+            head = torch.arange(q.shape[2])[:, None, None]
+            rows, keys = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+            scores = score_mod(scores, 0, head, rows, keys, None, aux_tensors)
+        weights = scores.masked_fill(~keep, -torch.inf).softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v), scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "documents", "prefix", "alibi", "softcap"])
+def test_flash_attention_4_has_the_same_functions(bench, monkeypatch, name):
+    """With PyTorch in place of CuTe: the masks and scores, and the lists of blocks."""
+    programs, variants = bench("fa4_programs"), bench("variants")
+    for module in (programs, variants):
+        for what, value in (("WINDOW", 20), ("PREFIX", 20), ("BLOCK", 16)):
+            if hasattr(module, what):
+                monkeypatch.setattr(module, what, value)
+    math = types.SimpleNamespace(
+        exp2=lambda x, fastmath: torch.exp2(x), tanh=lambda x, fastmath: torch.tanh(x)
+    )
+    cute = types.SimpleNamespace(jit=lambda function: function, math=math)
+    cutlass = types.SimpleNamespace(Int32=torch.int32, Float32=torch.float32, cute=cute)
+    utils = types.SimpleNamespace(
+        scalar_to_ssa=lambda x, kind: torch.as_tensor(x).reshape(1),
+        create_softcap_scoremod=lambda cap: lambda score, *rest: cap * torch.tanh(score / cap),
+        create_softcap_scoremod_bwd=lambda cap: lambda grad, *rest: grad,
+    )
+    blocks = types.SimpleNamespace(
+        BlockSparseTensorsTorch=collections.namedtuple(
+            "Blocks", "mask_count mask_index full_count full_index block_size"
+        )
+    )
+    of_pairs = types.SimpleNamespace(_flash_attn_fwd=OneByOne(16).forward)
+    package = types.SimpleNamespace(cute=types.SimpleNamespace(utils=utils))
+    for module, fake in (
+        ("cutlass", cutlass),
+        ("cutlass.cute", cute),
+        ("flash_attn", package),
+        ("flash_attn.cute", package.cute),
+        ("flash_attn.cute.utils", utils),
+        ("flash_attn.cute.block_sparsity", blocks),
+        ("flash_attn.cute.interface", of_pairs),
+    ):
+        monkeypatch.setitem(sys.modules, module, fake)
+    programs.functions.cache_clear()
+    case = next(case for case in variants.cases(56, "cpu") if case.name == name)
+    q, k, v, dout = (torch.randn(1, 2, 56, 16) for _ in range(4))
+    found = programs.FlashAttention4(case, q, k, v, dout).fwd()
+    programs.functions.cache_clear()
+    expected = bench("race_programs").expected(case, q, k, v, dout)[0]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -1,11 +1,12 @@
-"""FlexAttention on FlashAttention-4 (BACKEND="FLASH"), and cuDNN's flex attention for masks that are intervals of keys, beside the cases of
-variants.py. All have what they know of a mask made beforehand: block masks, plans, tile lists."""
+"""FlexAttention on FlashAttention-4 (BACKEND="FLASH"), what that calls by itself, and cuDNN's flex attention for masks that are intervals of
+keys, beside the cases of variants.py. All have what they know of a mask made beforehand: block masks, plans, tile lists."""
 
 import typing
 
 import measuring
 import racing
 import variants
+from fa4_programs import FlashAttention4
 from measuring import torch
 from variants import PREFIX, WINDOW
 
@@ -147,7 +148,12 @@ class Programs:
         return self.problem.dq, self.problem.dk, self.problem.dv
 
 
-SIDES = {"flashjit": Programs, "FlexAttention, FLASH": Flash, "cuDNN flex": Intervals}
+SIDES = {
+    "flashjit": Programs,
+    "FlexAttention, FLASH": Flash,
+    "FlashAttention-4": FlashAttention4,
+    "cuDNN flex": Intervals,
+}
 
 
 def called(make, pass_name):
@@ -185,5 +191,5 @@ RACE = racing.Race(
     "pip install flash-attn-4 nvidia-cutlass-dsl[cu13]",
     problems,
     heat,
-    {"FlexAttention": "flash-attn-4", "cuDNN": "nvidia-cudnn-frontend"},
+    {"FlexAttention": "flash-attn-4", "FlashAttention": "flash-attn-4", "cuDNN": "nvidia-cudnn-frontend"},
 )

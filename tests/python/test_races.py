@@ -506,3 +506,51 @@ def test_without_a_gpu_it_says_so():
         [sys.executable, str(BENCH / "races.py"), "--race", "tangents"], capture_output=True, text=True
     )
     assert run.returncode == 3 and "finds no GPU" in run.stderr
+
+
+COMPILED = """
+import cutlass
+from cutlass import Float32, cute
+from cutlass.cute import jit
+from quack.compile_utils import make_fake_tensor
+from flash_attn.cute.cache_utils import get_jit_cache
+
+class Kernel(cutlass.utils.Base):
+    width: cutlass.Constexpr[int] = 4
+    rows: Float32 | None = None
+
+    @jit
+    def run(self, x: cute.Tensor):
+        return x
+
+cache = get_jit_cache("fwd")
+key = (cutlass.BFloat16, 128, None, (True, 1.5))
+found = cache[key](3) if key in cache else None
+"""
+
+
+def test_flash_attention_4_runs_without_its_compiler(bench, tmp_path, monkeypatch):
+    """Its modules are imported over stand-ins, and a key finds the kernel of the same key with the real types."""
+    offline = bench("fa4_offline")
+    package = tmp_path / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    (tmp_path / "flash_attn" / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "interface.py").write_text(COMPILED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.split(".")[0] in ("cutlass", "quack", "flash_attn")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setattr(offline, "KERNELS", tmp_path)
+    real = type("BFloat16", (), {}), 128, None, (True, 1.5)
+    kernel = tmp_path / f"fwd-{offline.name_of(real)}.so"
+    kernel.touch()
+    loaded = types.SimpleNamespace(load_module=lambda path: types.SimpleNamespace(func=lambda x: (path, x)))
+    monkeypatch.setitem(sys.modules, "tvm_ffi", loaded)
+    offline.install()
+    interface = importlib.import_module("flash_attn.cute.interface")
+    assert interface.found == (str(kernel), 3) and interface.Kernel.run(None, 7) == 7
+    with pytest.raises(NotImplementedError, match="compiled no kernel of fwd"):
+        (interface.cutlass.BFloat16, 64) in interface.cache  # noqa: B015
+    for name in [name for name in sys.modules if name.split(".")[0] in ("cutlass", "quack", "flash_attn")]:
+        monkeypatch.delitem(sys.modules, name)

@@ -65,7 +65,7 @@ latents() { # FlashMLA: of sm_90's kernels those that the race calls, one nvcc e
   # Kernels that were not built are looked for when they are called, but for two whose addresses are taken.
   nm -u api.o | awk '/FMHACutlassSM100/ { print "void " $2 "(void) { __builtin_trap(); }" }' >absent.c
   gcc -c -fPIC absent.c -o absent.o
-  g++ -shared -o "$to/cuda.so" ./*.o -L"$torch/lib" -lc10 -lc10_cuda -ltorch_cpu -ltorch_cuda -ltorch_python -lcudart -Wl,-z,lazy -Wl,--unresolved-symbols=ignore-all -s
+  g++ -shared -o "$to/cuda.so" ./*.o -L"$torch/lib" -lc10 -lc10_cuda -ltorch_cpu -ltorch_cuda -ltorch_python -L"$(dirname "$(command -v nvcc)")/../lib64" -lcudart -Wl,-z,lazy -Wl,--unresolved-symbols=ignore-all -s
   sed -i '1i import os, sys\n\nsys.setdlopenflags(os.RTLD_LAZY)' "$to/__init__.py"
   cd - >/dev/null
   rm -rf "$folder"

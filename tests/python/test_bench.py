@@ -471,6 +471,13 @@ def test_the_calls_of_an_engine_agree(serving):
             torch.testing.assert_close(out, outs["contiguous"], atol=limit, rtol=limit)
 
 
+def test_captures_fill_the_struct_of_the_library(variants):
+    measuring = importlib.import_module("measuring")
+    tensor, number = measuring.capture_array({"ids": torch.zeros(8, 3, dtype=torch.int32), "step": 2})
+    assert tensor.rank == 2 and list(tensor.size[:3]) == [8, 3, 0] and list(tensor.stride[:2]) == [3, 1]
+    assert number.name == b"step" and number.scalar == 2.0
+
+
 def test_masks_of_requests_are_checked_against_pytorch(serving):
     """On the CPU, where nothing is timed: as drafts and as a prefill, each with every mask it has."""
     masks = importlib.import_module("serving_masks")

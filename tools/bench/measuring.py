@@ -46,7 +46,7 @@ def view(tensor):
 
 def capture_array(captures):
     """Tensors and numbers by the names that a program declares."""
-    sizes = lambda values: (ctypes.c_int64 * 4)(*values)
+    sizes = lambda values: (ctypes.c_int64 * abi.MAX_CAPTURE_DIMS)(*values)
     tensor = lambda name, x: abi.Capture(
         name, x.data_ptr(), None, x.dim(), 0, sizes(x.shape), sizes(x.stride()), 0.0
     )

@@ -57,7 +57,7 @@ class Exported(dict):
         return super().__contains__(key) or self.path(key).exists()
 
 
-def dense(interface, point, backward=True):
+def dense(interface, point):
     dtype = DTYPES[point.dtype]
     make = lambda heads: torch.empty(point.batch, point.length, heads, point.dim, dtype=dtype, device="cuda")
     q, k, v = make(point.heads), make(point.heads_kv), make(point.heads_kv)
@@ -68,7 +68,7 @@ def dense(interface, point, backward=True):
 def few(interface, batch, heads, heads_kv, queries, keys, dim):
     make = lambda heads, length: torch.empty(batch, length, heads, dim, dtype=torch.bfloat16, device="cuda")
     interface._flash_attn_fwd(
-        make(heads, queries), make(heads_kv, keys), make(heads_kv, keys), return_lse=False
+        make(heads, queries), make(heads_kv, keys), make(heads_kv, keys), return_lse=True
     )
 
 

@@ -1,4 +1,4 @@
-// Instructions that a warp executes together on matrices: ldmatrix, stmatrix, mma and wgmma.
+// Instructions that a warp executes together on matrices: ldmatrix, stmatrix, movmatrix, mma and wgmma.
 #include <fmt/format.h>
 
 #include <array>
@@ -90,6 +90,22 @@ void store_matrices(Warp& warp, const Brought& brought, unsigned) {
       SharedMemory& shared = warp.block->shared;
       shared.note_write(shared.offset(to), 4, warp.lanes[lane]);
     }
+  }
+}
+
+/// Of a matrix in registers, a word a lane.
+void transpose_matrix(Warp&, const Brought& brought, unsigned) {
+  std::array<std::array<Element, 8>, 8> values;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const auto word = static_cast<unsigned>(lane_of(brought, lane).get(1));
+    values[lane / 4][lane % 4 * 2] = static_cast<Element>(word);
+    values[lane / 4][lane % 4 * 2 + 1] = static_cast<Element>(word >> 16);
+  }
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const int row = lane / 4, column = lane % 4 * 2;
+    const Lane& own = lane_of(brought, lane);
+    own.frame->set(own.instruction->arguments[0],
+                   values[column][row] | unsigned{values[column + 1][row]} << 16);
   }
 }
 
@@ -290,6 +306,7 @@ Execute find_matrix_execution(const std::string& opcode) {
   const auto is = [&](std::string_view prefix) { return opcode.starts_with(prefix); };
   if (is("ldmatrix.sync.aligned.m8n8.x4.") || is("ldmatrix.sync.aligned.m8n8.x2.shared."))
     return together<load_matrices>;
+  if (is("movmatrix.sync.aligned.m8n8.trans.b16")) return together<transpose_matrix>;
   if (is("stmatrix.sync.aligned.m8n8.x4.shared.b16")) return together<store_matrices>;
   if (is("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32") ||
       is("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"))

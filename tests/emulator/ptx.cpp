@@ -296,6 +296,15 @@ const Known kArithmetic[] = {
        frame.set(of.arguments[0], selected_bytes(frame.get(of.arguments[1]), frame.get(of.arguments[2]),
                                                  frame.get(of.arguments[3])));
      }},
+    {"lop3.b32",  // bit n of the table: what bits of the three that are n together become
+     [](const Instruction& of, Frame& frame) {
+       const std::uint64_t a = frame.get(of.arguments[1]), b = frame.get(of.arguments[2]),
+                           c = frame.get(of.arguments[3]), table = frame.get(of.arguments[4]);
+       std::uint64_t bits = 0;
+       for (int i = 0; i < 32; ++i)
+         bits |= (table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1)) & 1) << i;
+       frame.set(of.arguments[0], bits);
+     }},
     {"cvt.f32.f16",
      [](const Instruction& of, Frame& frame) {
        frame.set_float(

@@ -328,7 +328,8 @@ inline void check_kv_format(Runtime& runtime, const KvFormatCase& test) {
 /// Every code of K and V, exactly: each sequence has one key, so that O is its V, and LSE of a query that is
 /// 1 in one column and else 0 is that column of K. `spec`: without its layout; with as many queries as
 /// columns.
-inline void check_every_code(Runtime& runtime, const KvFormatCase& test) {
+inline void check_every_code(Runtime& runtime, const KvFormatCase& test,
+                             const std::optional<TileConfig>& config = {}) {
   SCOPED_TRACE(name_of(test));
   KvFormatRun run(test);
   const int dim = run.spec().head_dim;
@@ -352,7 +353,7 @@ inline void check_every_code(Runtime& runtime, const KvFormatCase& test) {
   };
   fill(run.k(), dim);
   if (!run.spec().kv.shared_kv) fill(run.v(), run.spec().v_dim());
-  const auto got = run.launch(runtime);
+  const auto got = run.launch(runtime, config);
   const int dim_v = run.spec().v_dim();
   for (std::int64_t b = 0; b < batch; ++b) {
     const auto k = run.k().get(run.spec().dtype, run.page_of(b, 0), 0, run.row_of(0));
@@ -439,7 +440,8 @@ inline void check_quantized_rows(Runtime& runtime, const std::string& format_tex
 }
 
 /// New rows in pages in any order, rotated. With 576 columns they are latents, which have no V of their own.
-inline void check_appended_rows(Runtime& runtime, const std::string& format_text, int dim = 128) {
+inline void check_appended_rows(Runtime& runtime, const std::string& format_text, int dim = 128,
+                                bool rotates = true) {
   const bool latent = dim > 512, keyed = parse_kv_format(format_text).scales == KvFormat::Scales::argument;
   const KernelSpec spec = parse_spec(fmt::format("append:bf16:d{}:kv{{{}}}:pages4{}",
                                                  latent ? "576x512" : std::to_string(dim), format_text,
@@ -461,7 +463,7 @@ inline void check_appended_rows(Runtime& runtime, const std::string& format_text
                     .v_cache = latent ? TensorView{} : TensorView::bshd(v, pages, 4, heads, bytes),
                     .kv_lengths = static_cast<const std::int32_t*>(kv_lengths),
                     .page_table = {static_cast<const std::int32_t*>(page_table), batch, 3},
-                    .rope = {.theta = latent ? 0 : 1e4f}};
+                    .rope = {.theta = latent || !rotates ? 0 : 1e4f}};
     const auto scale = [&](void* data) {
       if (!format.has_argument()) return ScaleView{};
       auto* floats = static_cast<float*>(data);

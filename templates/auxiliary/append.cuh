@@ -115,14 +115,45 @@ __device__ __forceinline__ float largest_of_row(int slot, const float (&first)[k
   return slot < kHeadsAtOnce ? __int_as_float(largest[slot]) : 0.0f;
 }
 
+/// Quotients by one divisor of no extreme size, each the nearest float, where a code is not too small for it:
+/// the product with its reciprocal, corrected by what that leaves.
+struct Quotients {
+  float divisor, reciprocal;
+
+  __device__ __forceinline__ explicit Quotients(float by) : divisor(by), reciprocal(1.0f / by) {}
+  __device__ __forceinline__ bool are_plain() const {
+    return fabsf(divisor) > 0x1p-60f && fabsf(divisor) < 0x1p60f;
+  }
+  __device__ __forceinline__ float of(float x) const {
+    const float near = x * reciprocal, exact = fmaf(fmaf(-near, divisor, x), reciprocal, near);
+    return fabsf(near) < 0x1p20f ? exact : near;
+  }
+};
+
+/// Codes of four values.
+template <class Code>
+__device__ __forceinline__ unsigned codes_of_four(const float (&x)[4]) {
+#if __CUDA_ARCH__ >= 890
+  if (kLargestCode<Code> == kLargestCode<e4m3>) return pack_e4m3(x[0], x[1], x[2], x[3]);
+#endif
+  unsigned word = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) word |= static_cast<unsigned>(from_float<Code>(x[i]).bits) << (i * 8);
+  return word;
+}
+template <class Code, int kCount, class Divided>
+__device__ __forceinline__ void store_quotients(Code* to, const float (&x)[kCount], const Divided& divided) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4)
+    reinterpret_cast<unsigned*>(to)[i / 4] =
+        codes_of_four<Code>({divided(x[i]), divided(x[i + 1]), divided(x[i + 2]), divided(x[i + 3])});
+}
 template <class Code, int kCount>
 __device__ __forceinline__ void store_codes(Code* to, const float (&x)[kCount], float scale) {
-  unsigned words[kCount / 4] = {};
-#pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    words[i / 4] |= static_cast<unsigned>(from_float<Code>(x[i] / scale).bits) << (i % 4 * 8);
-#pragma unroll
-  for (int i = 0; i < kCount / 4; ++i) reinterpret_cast<unsigned*>(to)[i] = words[i];
+  if (const Quotients by(scale); by.are_plain())
+    store_quotients(to, x, [&](float value) { return by.of(value); });
+  else
+    store_quotients(to, x, [&](float value) { return value / scale; });
 }
 
 /// What a thread has of a row of a head, of Q, or of new K or V.

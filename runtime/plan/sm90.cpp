@@ -89,6 +89,16 @@ std::optional<TileConfig> cascade_tile(const AnalysedSpec& spec, const Attention
   return fits && admits(spec, c, device) ? std::optional(c) : std::nullopt;
 }
 
+/// Decoding over codes: heads that share K and V have been folded into queries, where they may be.
+std::optional<TileConfig> few_rows_tile(const AnalysedSpec& spec, const AttentionShape& shape,
+                                        const DeviceInfo& device) {
+  if (!is_forward(spec) || !converts(spec) || shape.heads_q != shape.heads_kv ||
+      shape.seqlen_q > sm90::kFewRows)
+    return std::nullopt;
+  const TileConfig c = few_rows_config();
+  return admits(spec, c, device) ? std::optional(c) : std::nullopt;
+}
+
 /// Tiles with the heads that share K and V packed, if any may be.
 std::vector<TileConfig> packed_where_admitted(const AnalysedSpec& spec, const std::vector<TileConfig>& tiles,
                                               const DeviceInfo& device) {
@@ -102,6 +112,7 @@ std::vector<TileConfig> packed_where_admitted(const AnalysedSpec& spec, const st
 
 TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   if (spec.indices) return tile_of_indices(spec, device);
+  if (const std::optional<TileConfig> few = few_rows_tile(spec, shape, device)) return *few;
   if (const std::optional<TileConfig> cascade = cascade_tile(spec, shape, device)) return *cascade;
   if (const std::optional<TileConfig> shared = shared_kv_tile(spec, shape, device)) return *shared;
   if (const std::optional<TileConfig> whole = whole_row_tile(spec, shape, device)) return *whole;
@@ -172,6 +183,7 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
         consider(c);
         for (const bool packed : {false, true}) consider(with_split(c, packed));
       }
+  if (converts(spec)) consider(few_rows_config());
   if (converts(spec))
     for (const int bc : {64, 80, 96, 128})
       for (const bool packed : {false, true}) consider(with_split(forward_config(4, bc, 2, 2), packed));
@@ -188,7 +200,7 @@ std::optional<TensorBoxes> tensor_boxes(const AnalysedSpec& spec, const TileConf
   TensorBoxes boxes;
   bool copies_bias = false;
   if (is_forward(spec)) {
-    boxes = {sm90::kWarpgroupRows, gathers(spec) ? 0 : sm90::kv_box_rows(spec.kv.page_size, c.bc),
+    boxes = {sm90::warpgroup_rows(c.br), gathers(spec) ? 0 : sm90::kv_box_rows(spec.kv.page_size, c.bc),
              tma_stores_o(spec, c) ? sm90::kWarpRows : 0, c.pack_gqa, spec.indices};
     copies_bias = has_bias_tile(spec);
   } else {

@@ -29,8 +29,9 @@ inline bool converts(const AnalysedSpec& spec) {
   return spec.decodes_kv() || sm90::converters(spec.has_scales(), spec.prologue.q_codes) > 0;
 }
 inline int converters(const AnalysedSpec& spec, const TileConfig& c) {
-  if (spec.decodes_kv()) return sm90::row_decoders(c.warps / kGroupWarps, c.min_blocks);
-  return sm90::converters(spec.has_scales(), spec.prologue.q_codes);
+  if (spec.decodes_kv() && !sm90::has_few_rows(c.br))
+    return sm90::row_decoders(c.warps / kGroupWarps, c.min_blocks);
+  return sm90::converters(spec.has_scales() || spec.decodes_kv(), spec.prologue.q_codes);
 }
 
 inline bool is_narrow(const AnalysedSpec& spec) {
@@ -48,6 +49,15 @@ inline bool fits_long_tile(const AnalysedSpec& spec) {
 
 /// Q tiles that a CTA of the forward pass computes at a time.
 int q_tiles_per_cta(const AnalysedSpec& spec, const TileConfig& c);
+
+/// Whether few rows of Q are computed over codes as they are, without tiles of elements
+/// (templates/sm90/forward_few_rows.cuh), and whether a spec may be: codes of 4 bits in rows with scales of
+/// their blocks, or of 8 bits with scales of heads, each pair of which attends.
+inline bool has_few_rows(const AnalysedSpec& spec, const TileConfig& c) {
+  return is_forward(spec) && sm90::has_few_rows(c.br);
+}
+Support supports_few_rows(const AnalysedSpec& spec);
+TileConfig few_rows_config();
 
 /// Shared memory of the forward pass, as ForwardStorage in templates/sm90/forward_smem.cuh has it.
 sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c);

@@ -63,6 +63,29 @@ int launched_limit(const AnalysedSpec& spec, const TileConfig& c) {
   return 2 * (sm90::launch_registers(forward_groups(spec, c)) - kOthers);
 }
 
+/// Rows whose codes are operands of products as they are.
+bool has_code_operands(const KvFormat& format, int dim) {
+  using enum KvFormat::Code;
+  if (!format.quantized() || dim != 128 || format.bits() != 4 || format.zero != KvFormat::Zero::none ||
+      format.packing != KvFormat::Packing::neighbors || format.keys > 0 || format.tail > 0 ||
+      format.row(dim).alignment % 4 != 0)
+    return false;
+  if (format.scales != KvFormat::Scales::behind_codes && format.scales != KvFormat::Scales::before_block)
+    return false;
+  if (format.block == 0 || format.block >= 32)
+    return format.code == int4 || format.code == int4_offset || format.code == e2m1;
+  return format.code == e2m1 && format.scale_type == KvFormat::Number::e4m3 &&
+         format.scales == KvFormat::Scales::behind_codes;
+}
+
+Support check_few_rows(const AnalysedSpec& spec, const TileConfig& c) {
+  if (Support able = supports_few_rows(spec); !able) return able;
+  if (c != few_rows_config())
+    return Support::no(
+        fmt::format("with Br {} all is as in {}, not {}", c.br, to_string(few_rows_config()), to_string(c)));
+  return Support::yes();
+}
+
 /// The list of a query has no positions left where scores are computed, and all heads of a tile share it.
 Support supports_indices(const AnalysedSpec& spec) {
   const bool plain = is_forward(spec) && spec.score.empty() && !spec.epilogue.row_max &&
@@ -226,6 +249,7 @@ Support check_backward_tile(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
+  if (has_few_rows(spec, c)) return check_few_rows(spec, c);
   const Support shape = is_forward(spec) ? check_forward_tile(spec, c) : check_backward_tile(spec, c);
   if (!shape) return shape;
   if (spec.kv.shared_kv && c.stages < 2)
@@ -257,6 +281,23 @@ Support no_lists(const AnalysedSpec& spec) {
 
 bool excludes_lists(const AnalysedSpec& spec) {
   return spec.has_tile_lists && (spec.kv.shared_kv || gathers(spec));
+}
+
+Support supports_few_rows(const AnalysedSpec& spec) {
+  const bool programs = !spec.score.empty() || !spec.mask.empty() || !spec.epilogue.out_mod.empty() ||
+                        spec.prologue.has_programs();
+  const bool plain = !programs && !spec.dropout && !spec.varlen && !spec.sinks && !spec.partial.fp32_out &&
+                     !spec.indices && !spec.kv.shared_kv && !spec.partial.running_state &&
+                     !spec.epilogue.skip_softmax && !spec.kv.shared_prefix &&
+                     is_stream_k(spec, few_rows_config());
+  const bool whole_codes = spec.has_scales() && !spec.has_key_scales() && !spec.prologue.q_codes &&
+                           spec.head_dim == 128 && spec.v_dim() == 128;
+  const bool operands = spec.decodes_kv() && has_code_operands(spec.kv.k_format, spec.head_dim) &&
+                        has_code_operands(spec.kv.v_format, spec.v_dim());
+  if (plain && (whole_codes || operands)) return Support::yes();
+  return Support::no(
+      "Br 8 is for a cache of 4 bits in rows with their scales, or of 8 bits with scales of heads, head "
+      "dimension 128, without masks and programs");
 }
 
 bool may_gather(const AnalysedSpec& spec, const TileConfig& c) {
@@ -318,6 +359,7 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
   if (const int bytes = shared_bytes(spec, c); bytes > most_bytes)
     return Support::no(fmt::format("{} needs {} bytes of shared memory a block, {} has {}", to_string(c),
                                    bytes, device.arch, most_bytes));
+  if (has_few_rows(spec, c)) return Support::yes();
   if (converts(spec) && largest_product(spec, c) > launched_limit(spec, c))
     return Support::no(fmt::format("{} has products of {} columns, a thread begins with registers for {}",
                                    to_string(c), largest_product(spec, c), launched_limit(spec, c)));

@@ -193,6 +193,7 @@ std::vector<TileConfig> preferences_to_256(const AnalysedSpec& spec) {
 }  // namespace
 
 int q_tiles_per_cta(const AnalysedSpec& spec, const TileConfig& c) {
+  if (has_few_rows(spec, c)) return 1;
   return is_forward(spec) ? c.warps / kGroupWarps / c.d_split * sm90::kWarpgroupRows / c.br : 1;
 }
 
@@ -313,6 +314,12 @@ TileConfig forward_config(int warps, int bc, int stages, int blocks) {
 }
 
 TileConfig two_q_tiles_config(int bc, int stages) { return config(2 * sm90::kWarpgroupRows, bc, 16, stages); }
+
+TileConfig few_rows_config() {
+  TileConfig c = forward_config(kGroupWarps, sm90::kFewRowsKeys, 2, 2);
+  c.br = sm90::kFewRows;
+  return with_split(c, false);
+}
 
 TileConfig with_split(TileConfig c, bool pack_gqa) {
   c.split = true;

@@ -75,9 +75,9 @@ template <class Format>
 __device__ __forceinline__ unsigned code_of_lane(const KvQuantizer& by, float x) {
   const float value = Format::kZero == KvZero::added ? quotient<Format>(x - by.zero, by.factor)
                                                      : quotient<Format>(x, by.factor) + by.zero;
-  return Format::kCode == KvCode::e2m1 ? e2m1_by_sums(value)
-         : kCodesBySums<Format>        ? integer_by_sum<Format>(value)
-                                       : code_of_value<Format>(value);
+  return kHasSmallFloats<Format> ? e2m1_by_sums(value)
+         : kCodesBySums<Format>  ? integer_by_sum<Format>(value)
+                                 : code_of_value<Format>(value);
 }
 
 /// A lane's eight codes, in whole words.

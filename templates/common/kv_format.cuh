@@ -198,6 +198,10 @@ __device__ __forceinline__ uint4 pack_eight(const float* x) {
 
 // --- Codes as pairs of elements ---------------------------------------------------------------------------
 
+/// Codes that are floats of a sign and three bits.
+template <class Format>
+constexpr bool kHasSmallFloats = Format::kCode == KvCode::e2m1;
+
 // Two codes at a time become 16-bit floats, which have all of them exactly, by the bits of these; a book's
 // values are rounded to these.
 template <class Format>

@@ -196,10 +196,11 @@ struct PlainConsumer {
 };
 /// The main loop of a consumer warpgroup.
 template <class P>
-using Consumer =
+using Consumer = Conditional<
+    kHasFewRows<P>, FewRowsConsumer<P>,
     Conditional<kSharesRows<P>, WideConsumer<P>,
                 Conditional<kCodeProducts<P>, QuantizedConsumer<P>,
-                            Conditional<P::kSkipSoftmax, SkippingConsumer<P>, PlainConsumer<P>>>>;
+                            Conditional<P::kSkipSoftmax, SkippingConsumer<P>, PlainConsumer<P>>>>>;
 
 template <class P>
 __device__ void forward(const Params& p, const TensorMaps& maps) {

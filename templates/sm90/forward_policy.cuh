@@ -63,8 +63,9 @@ constexpr bool kLoadsCodes = kScaledKv<P> || kDecodesKv<P>;
 /// K and V of 8 bits, or of formats that are decoded, beside Q of 16: a warpgroup or two more convert them.
 /// Consumers then have fewer registers. NOTES.md#k-and-v-of-8-bits
 template <class P>
-constexpr int kConverters = kDecodesKv<P> ? row_decoders(P::kWarps / 4, P::kMinBlocks)
-                                          : converters(kScaledKv<P>, P::kQCodes);
+constexpr int kConverters =
+    kDecodesKv<P> && !has_few_rows(P::kBr) ? row_decoders(P::kWarps / 4, P::kMinBlocks)
+                                           : converters(kLoadsCodes<P>, P::kQCodes);
 template <class P>
 constexpr bool kConvertsKv = kConverters<P> > 0;
 constexpr int kConverterThreads = 128;
@@ -92,6 +93,11 @@ constexpr int kScaleBytes = 0;
 template <class P>
 constexpr int kScaleBytes<P, true> = max(kScaleBytesOf<P, typename P::KFormat>,
                                          kScaleBytesOf<P, typename P::VFormat>);
+
+/// A tile of few rows, over which codes become operands in registers, by the consumers and what else would
+/// convert them: see forward_few_rows.cuh.
+template <class P>
+constexpr bool kHasFewRows = has_few_rows(P::kBr);
 
 /// Q, K and V of 8 bits are multiplied as they are: see forward_codes.cuh. Producer warps transpose V.
 template <class P>

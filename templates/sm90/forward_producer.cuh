@@ -98,7 +98,7 @@ struct PlainQLoad {
     barrier_expect(smem.q_full(wg, round), more ? ForwardStorage<P>::kQBytes : 0);
     if (!more) return;
     QColumns<P>::for_each_part(maps, [&](const TensorMap& map, auto part) {
-      load_tile<kWarpgroupRows, decltype(part)::kColumns>(
+      load_tile<warpgroup_rows(P::kBr), decltype(part)::kColumns>(
           smem.q(wg, round) + part.kFirst * kWarpgroupRows * kRowBytes, map, smem.q_full(wg, round),
           work.sequence.q_row(work.q_begin) + wg * kWarpgroupRows, work.h, work.sequence.batch());
     });

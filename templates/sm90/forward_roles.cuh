@@ -5,6 +5,7 @@
 #include "flashjit/async/warp_roles.cuh"
 #include "flashjit/common/unused_rows.cuh"
 #include "flashjit/sm90/forward_codes.cuh"
+#include "flashjit/sm90/forward_few_rows.cuh"
 #include "flashjit/sm90/forward_producer.cuh"
 #include "flashjit/sm90/kv_codes.cuh"
 #include "flashjit/sm90/kv_gather.cuh"
@@ -85,9 +86,11 @@ __device__ __forceinline__ void run_producer(const Params& p, const TensorMaps& 
 
 /// What makes elements of K and V.
 template <class P>
-using KvConverter = Conditional<kDecodesLatents<P>, LatentDecoder<P>,
-                                Conditional<kDecodesKv<P>, KvRowDecoder<P>,
-                                            Conditional<kConvertsKv<P>, KvConverterGroup<P>, NoKvConverter>>>;
+using KvConverter =
+    Conditional<kHasFewRows<P>, NoKvConverter,
+                Conditional<kDecodesLatents<P>, LatentDecoder<P>,
+                            Conditional<kDecodesKv<P>, KvRowDecoder<P>,
+                                        Conditional<kConvertsKv<P>, KvConverterGroup<P>, NoKvConverter>>>>;
 
 /// The roles of warpgroups, with their registers.
 template <class P>
@@ -100,11 +103,18 @@ struct ForwardRoles {
                                          .cascade = P::kCascade};
   static constexpr int kConsumerGroups = kGroups.consumers;
   static constexpr WarpgroupRole kProducer{
-      .first = 0, .registers = producer_registers(kGroups), .gives = true};
+      .first = 0,
+      .registers =
+          kHasFewRows<P> ? few_rows_producer_registers(P::kMinBlocks) : producer_registers(kGroups),
+      .gives = true};
   static constexpr WarpgroupRole kConsumers{
-      .first = 1, .registers = consumer_registers(kGroups), .gives = false};
+      .first = 1,
+      .registers = kHasFewRows<P> ? few_rows_registers(P::kMinBlocks) : consumer_registers(kGroups),
+      .gives = false};
   static constexpr WarpgroupRole kConverters{
-      .first = 1 + kConsumerGroups, .registers = converter_registers(kGroups), .gives = true};
+      .first = 1 + kConsumerGroups + (kHasFewRows<P> ? 1 : 0),  // who would convert is a consumer
+      .registers = converter_registers(kGroups),
+      .gives = true};
 };
 
 // --- Before the roles -------------------------------------------------------------------------------------

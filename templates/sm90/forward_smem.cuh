@@ -26,7 +26,7 @@ struct ForwardStorage {
   static_assert(kLayout.bytes() == P::kSharedBytes, "what the planner counts on");
   static constexpr int kRowGroups = kLayout.warpgroups(), kWarpgroups = kRowGroups * P::kDSplit,
                        kQStages = kLayout.q_stages();
-  static constexpr int kQBytes = tile_bytes(kWarpgroupRows, kQkColumns<P>);  // a warpgroup's
+  static constexpr int kQBytes = tile_bytes(warpgroup_rows(P::kBr), kQkColumns<P>);  // a warpgroup's
   static constexpr int kKBytes = kLayout.k_bytes(), kVBytes = kLayout.v_bytes();
   static constexpr int kSliceBytes = P::kBc * kRowBytes;
   static constexpr int kCodeSlots = max(kLayout.code_slots(), 1);
@@ -62,6 +62,7 @@ struct ForwardStorage {
   __device__ unsigned o(int wg) const {
     return base + kLayout.o() + wg * tile_bytes(kWarpgroupRows, P::kHeadDimV);
   }
+  __device__ char* parts() const { return shared + kLayout.parts(); }
   /// A tile of codes of K or V, and its keys' scales. `c` is code_index_k() or code_index_v().
   __device__ unsigned codes(Count c) const {
     return base + kLayout.code_tiles() + c % kCodeSlots * kLayout.code_slot_bytes();
@@ -179,7 +180,7 @@ struct ForwardStorage {
     for (int wg = 0; wg < kRowGroups; ++wg) {
       for (int round = 0; round < kQStages; ++round) {
         barrier_init(q_full(wg, round), 1);
-        barrier_init(q_empty(wg, round), 4);
+        barrier_init(q_empty(wg, round), kHasFewRows<P> ? kFewRowsWarps : 4);
       }
     }
     for (int round = 0; round < kKeptWorkTiles; ++round) barrier_init(work_full(round), 1);
@@ -203,7 +204,9 @@ struct ForwardStorage {
       constexpr int kOfLane = kDecodesKv<P> && !kDecodesLatents<P> ? 2 : 1,
                     kLoads = kOfLane * (kGathers<P> ? kGatherWarps * 32 : 1);
       barrier_init(codes_full(c), kLoads + (P::kKeyScales && !kKeyFactors<P> ? 32 : 0));
-      barrier_init(codes_empty(c), kCodeProducts<P> ? kTransposers<P> : kConverterThreads / 32);
+      barrier_init(codes_empty(c), kHasFewRows<P>     ? kFewRowsWarps
+                                   : kCodeProducts<P> ? kTransposers<P>
+                                                      : kConverterThreads / 32);
     }
   }
 };

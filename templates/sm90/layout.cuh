@@ -61,6 +61,13 @@ constexpr int consumer_registers(const ForwardGroups& g) {
   return all / g.consumers < 240 ? all / g.consumers / 8 * 8 : 240;
 }
 
+/// Over few rows two warpgroups compute, beside a producer that copies rows.
+constexpr int few_rows_producer_registers(int ctas) { return ctas > 1 ? 32 : 80; }
+constexpr int few_rows_registers(int ctas) {
+  const int each = (launch_registers(1, ctas, 1) * 3 - few_rows_producer_registers(ctas)) / 16 * 8;
+  return each < 240 ? each : 240;
+}
+
 /// Whether a product of the forward pass is one asm statement for all its steps of 16 columns, or a statement
 /// for each step. One statement compiles faster by 8% and more, but with fewer columns ptxas then orders the
 /// code differently, which is up to 3% slower.
@@ -117,6 +124,17 @@ constexpr int kCodeSlotBarriers = 2;   ///< full and empty
 constexpr int kKeyFactorBytes = 12;    ///< what consumers of products of codes read of a key with scales
 constexpr int kPresentKeysBytes = 32;  ///< a bit for each key of a tile
 
+/// The most rows of a tile of few rows, whose products are of codes as operands: see forward_few_rows.cuh.
+constexpr int kFewRows = 8;
+constexpr int kFewRowsKeys = 128;  ///< of a KV tile, sixteen for each warp
+constexpr int kFewRowsWarps = 8;   ///< that compute them, of two warpgroups
+constexpr int kFewRowsSlots = 16;  ///< the most slots for tiles of codes
+constexpr bool has_few_rows(int br) { return br == kFewRows; }
+/// What each warp leaves for the others at a work tile's end: O, from one row to the next so many floats, m
+/// and l.
+constexpr int few_rows_pitch(int head_dim_v) { return head_dim_v + 4; }
+constexpr int few_rows_part_bytes(int head_dim_v) { return kFewRows * (few_rows_pitch(head_dim_v) + 2) * 4; }
+
 constexpr int kWorkTileBytes = 64;  ///< of a WorkTile
 /// Work tiles that are kept. Five would do: one ends, two more have begun or are loaded, a third waits for a
 /// stage of Q, and the scheduler looks for the fourth.
@@ -133,6 +151,7 @@ constexpr int kHandoffBytes = 2 * kWarpgroupRows * 4 + 16;
 ///   bias tile    `stages`, where the score reads one
 ///   P            where warpgroups share rows
 ///   O            where it fits
+///   parts        of a tile of few rows what each warp has of O
 ///   codes        slots for tiles of K and V of 8 bits, each with its keys' scales, or for rows that are
 ///                decoded, with their info and rows of scales; of V alone where codes are multiplied, whose
 ///                V^T is in V's stages
@@ -156,14 +175,17 @@ struct ForwardLayout {
   bool indices;
   int ctas;  ///< of a multiprocessor; with codes its shared memory is shared out among them
 
-  constexpr int warpgroups() const { return br / kWarpgroupRows; }  ///< with rows of their own
+  constexpr int warpgroups() const { return row_warpgroups(br); }  ///< with rows of their own
+  constexpr bool few_rows() const { return has_few_rows(br); }
   /// Of a tile of V, also those behind the last that a warpgroup reads.
   constexpr int columns_v() const { return d_split * tma::own_columns(head_dim_v, d_split); }
   constexpr int k_bytes() const {
+    if (few_rows()) return 0;
     return tile_bytes(
         bc, shared_kv && columns_v() > head_dim ? columns_v() : tile_columns(head_dim, code_products));
   }
   constexpr int v_bytes() const {
+    if (few_rows()) return 0;
     if (code_products) return tile_bytes(head_dim_v, tile_columns(bc, true));
     return shared_kv ? 0 : tile_bytes(bc, columns_v());
   }
@@ -181,7 +203,8 @@ struct ForwardLayout {
   constexpr bool has_o_tile() const {
     return !(codes && split) && d_split == 1 && bytes_of(q_stages()) + o_bytes() <= limit();
   }
-  constexpr int code_tiles() const { return o() + (has_o_tile() ? o_bytes() : 0); }
+  constexpr int parts() const { return o() + (has_o_tile() ? o_bytes() : 0); }
+  constexpr int code_tiles() const { return parts() + parts_bytes(); }
   constexpr int code_scales() const {
     if (code_products) return tile_bytes(bc, tile_columns(head_dim_v, true));
     return bc * (row_pitch > 0 ? row_pitch : head_dim > head_dim_v ? head_dim : head_dim_v);
@@ -219,7 +242,11 @@ struct ForwardLayout {
   /// Of twice as many tiles as there are stages: a consumer reads them when it has released K.
   constexpr int present_keys_bytes() const { return indices ? 2 * stages * kPresentKeysBytes : 0; }
   constexpr int q_bytes() const {
-    return warpgroups() * tile_bytes(kWarpgroupRows, tile_columns(head_dim, code_products));
+    return warpgroups() * tile_bytes(warpgroup_rows(br), tile_columns(head_dim, code_products));
+  }
+  constexpr int parts_bytes() const {
+    const int bytes = few_rows() ? kFewRowsWarps * few_rows_part_bytes(head_dim_v) : 0;
+    return (bytes + kCodeAlignment - 1) / kCodeAlignment * kCodeAlignment;
   }
   constexpr int p_bytes() const { return d_split > 1 ? tile_bytes(kWarpgroupRows, bc) : 0; }
   constexpr int handoff_bytes() const { return d_split > 1 ? kHandoffBytes : 0; }
@@ -230,7 +257,8 @@ struct ForwardLayout {
   /// As many as fit: they are what is on its way from memory.
   constexpr int more_code_slots() const {
     const int more = codes && limit() > bytes_with_o() ? (limit() - bytes_with_o()) / code_slot_cost() : 0;
-    const int fits = more < kMoreCodeSlots ? more : kMoreCodeSlots;
+    const int most = few_rows() ? kFewRowsSlots - kFewestCodeSlots : kMoreCodeSlots,
+              fits = more < most ? more : most;
     return row_pitch > 0 && !shared_kv ? fits / 2 * 2 : fits;  // K's and V's take turns
   }
   constexpr int code_slot_cost() const { return code_slot_bytes() + kCodeSlotBarriers * 8; }
@@ -238,7 +266,7 @@ struct ForwardLayout {
   /// Of a slot without O, with the fewest slots for codes. Barriers: two for each warpgroup's Q, four for
   /// each stage of K and V and those of the score, one for each work tile, and those of codes.
   constexpr int bytes_of(int q_count) const {
-    return q_count * q_bytes() + p_bytes() + handoff_bytes() +
+    return q_count * q_bytes() + p_bytes() + parts_bytes() + handoff_bytes() +
            stages * (k_bytes() + v_bytes() + bias_tile_bytes() + column_terms_bytes() + key_scales_bytes()) +
            kKeptWorkTiles * kWorkTileBytes + list_entries_bytes() + present_keys_bytes() +
            fewest_code_slots() * code_slot_cost() +

@@ -100,7 +100,7 @@ __device__ __forceinline__ void join_parts(const Params& p, const PartialTile& p
   TileCoord coord;
   coord.batch_head = partial.batch_head;
   coord.q_tile = partial.q_tile;
-  coord.warpgroups = {0, P::kBr / kWarpgroupRows};
+  coord.warpgroups = {0, row_warpgroups(P::kBr)};
   coord.split = kWhole;
   coord.kv_tiles = {0, 0};
   const WorkTile<P> tile(p, coord);

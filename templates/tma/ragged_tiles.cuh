@@ -68,7 +68,7 @@ struct RaggedTileScheduler {
     const OrderedTile tile = order.at(at);
     found.batch_head = static_cast<unsigned>(b) * heads + tile.head;
     found.q_tile = tile.tile;
-    found.warpgroups = {0, P::kBr / kWarpgroupRows};
+    found.warpgroups = {0, row_warpgroups(P::kBr)};
     found.split = kScattersRows<P> ? kWhole : 0;
     return true;
   }

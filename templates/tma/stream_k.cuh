@@ -315,7 +315,7 @@ struct PartialTiles {
   /// A row whose work tiles have no keys, and so are in no segment.
   static __device__ __forceinline__ void write_empty_row(const Params& p, int row, int thread, int threads) {
     for (int head = 0; head < heads_of_row<P>(p, row); ++head) {
-      TileCoord coord{0, 0, {0, P::kBr / kWarpgroupRows}, kWhole, {}};
+      TileCoord coord{0, 0, {0, row_warpgroups(P::kBr)}, kWhole, {}};
       coord_in_row<P>(p, row, heads_of_row<P>(p, row), head, coord);
       const WorkTile<P> work(p, coord);
       write_rows_without_keys(p, work, thread, threads);
@@ -385,7 +385,7 @@ struct StreamKScheduler {
     before = tile, behind = count() - tile - size;
     found.split = TileParts<P>::number(p, row, head, segment, group, before, behind);
     coord_in_row<P>(p, row, heads * p.head_groups, head, found);
-    found.warpgroups = {0, P::kBr / kWarpgroupRows};
+    found.warpgroups = {0, row_warpgroups(P::kBr)};
     found.kv_tiles = {tiles.begin + tile, tiles.begin + tile + size};
     at += size;
     left -= size;

@@ -19,6 +19,9 @@ constexpr int next_power_of_two(int x) {
 }
 
 constexpr int kWarpgroupRows = 64;  ///< rows of Q, O or dQ that a warpgroup computes
+/// Warpgroups with rows of their own; few rows of a tile are all of them one's.
+constexpr int row_warpgroups(int br) { return br < kWarpgroupRows ? 1 : br / kWarpgroupRows; }
+constexpr int warpgroup_rows(int br) { return br < kWarpgroupRows ? br : kWarpgroupRows; }
 
 /// Columns of V that each of `groups` warpgroups with the same rows has, in whole slices; the last may have
 /// fewer.

@@ -23,11 +23,11 @@ __device__ __forceinline__ unsigned slot_index(int slot) {
 /// share K and V, which are then read once for all of them.
 template <class P>
 __device__ __forceinline__ int queries_per_warpgroup(const Params& p) {
-  return P::kPackGqa ? p.packed.queries : kWarpgroupRows;
+  return P::kPackGqa ? p.packed.queries : warpgroup_rows(P::kBr);
 }
 template <class P>
 __device__ __forceinline__ int queries_per_tile(const Params& p) {
-  return P::kBr / kWarpgroupRows * queries_per_warpgroup<P>(p);
+  return row_warpgroups(P::kBr) * queries_per_warpgroup<P>(p);
 }
 /// The query of a row, counted from the warpgroup's first.
 template <class P>
@@ -100,7 +100,7 @@ __device__ __forceinline__ bool is_behind_keys(const Params& p, unsigned batch_h
 /// of K and V crosses once for all of them.
 template <class P>
 struct TileScheduler {
-  static constexpr unsigned kWarpgroups = P::kBr / kWarpgroupRows;
+  static constexpr unsigned kWarpgroups = row_warpgroups(P::kBr);
   static constexpr bool kWindows = P::kMaskBounds > 1;
   TileOrder order;
   unsigned whole, tail_parts = 1;  ///< the first Q tile of the split tail wave, and the splits of each

@@ -20,6 +20,32 @@ TEST_P(EmulatedKvCodes, AreTheirTablesValues) {
   check_every_code(runtime.get(), GetParam());
 }
 
+/// Codes that are operands as they are, for the few rows of a query's heads.
+class EmulatedFewRows : public GpuTestWith<std::string> {};
+
+TEST_P(EmulatedFewRows, AreAttentionOverTheDecodedRows) {
+  TemporaryRuntime runtime;
+  for (const AttentionShape& shape : {AttentionShape{3, 2, 2, 5, 330}, {2, 1, 1, 8, 64}}) {
+    const KvFormatCase test{"bf16:d128:" + GetParam() + ":pages16", shape, Family::sm90, shape.batch == 2};
+    EXPECT_EQ(plan::traits(test.family).heuristic(parse_spec(test.spec), shape, gpu().info).br, 8);
+    check_kv_format(runtime.get(), test);
+  }
+}
+TEST_P(EmulatedFewRows, HaveEveryCode) {
+  TemporaryRuntime runtime;
+  const KvFormatCase test{"fp16:d128:" + GetParam() + ":pages16", {2, 1, 1, 128, 1}, Family::sm90};
+  TileConfig config = plan::traits(test.family)
+                          .heuristic(parse_spec(test.spec), {2, 1, 1, 1, 1}, DeviceInfo::parse("sm_90a"));
+  check_every_code(runtime.get(), test, config);
+}
+INSTANTIATE_TEST_SUITE_P(All, EmulatedFewRows,
+                         testing::Values("kv{int4:g32:fp16}", "kv{nvfp4}", "kv{mxfp4}",
+                                         "k{int4:g64:fp32:before}:v{int4_offset:row:fp32}",
+                                         "k{e2m1:g128:fp32}:v{nvfp4}", "kve4m3", "kve5m2", "kvint8"),
+                         [](const auto& info) {
+                           return name_of({info.param, {}, Family::sm90});
+                         });
+
 class EmulatedDrawnFormat : public GpuTestWith<KvFormatCase> {};
 
 TEST_P(EmulatedDrawnFormat, IsAttentionOverTheDecodedRows) {
@@ -33,7 +59,7 @@ class EmulatedKvEncoding : public GpuTestWith<std::string> {};
 TEST_P(EmulatedKvEncoding, IsTheReferences) {
   TemporaryRuntime runtime;
   check_quantized_rows(runtime.get(), GetParam());
-  check_appended_rows(runtime.get(), GetParam());
+  for (const bool rotates : {true, false}) check_appended_rows(runtime.get(), GetParam(), 128, rotates);
 }
 
 /// Latents have one cache, in which V is the first columns of K.

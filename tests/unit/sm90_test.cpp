@@ -373,7 +373,7 @@ TEST(Sm90, DecodesRowsOfFormats) {
             refusal("fwd:bf16:d192x128:kv{e4m3:g64:fp32:tail64}:shared_kv:pages64"));
   expect_in("in a format that is decoded", refusal("fwd:bf16:d128:kv{nvfp4}:cache:indices"));
   const KernelSpec spec = parse_spec("fwd:bf16:d128:kv{nvfp4}:pages16");
-  const TileConfig decoding = family().heuristic(spec, parse_shape("b64:hq8:hkv8:sq4:skv4096"), kH100);
+  const TileConfig decoding = family().heuristic(spec, parse_shape("b64:hq8:hkv8:sq9:skv4096"), kH100);
   EXPECT_EQ(to_string(decoding), "sm90:br64:bc64:w4:s2:min_blocks2:split");
   const KernelPlan kernel = family().kernel(spec, decoding);
   // One warpgroup copies, one computes, one decodes; and no tensor map is of K and V, whose rows are 72
@@ -387,6 +387,31 @@ TEST(Sm90, DecodesRowsOfFormats) {
   EXPECT_EQ(sm90::row_pitch(72, 8), 80);
   EXPECT_EQ(sm90::row_pitch(64, 16), 64);
   EXPECT_EQ(sm90::row_pitch(34, 2), 48);
+}
+
+/// The rows of a query's heads, where codes are operands as they are.
+TEST(Sm90, FewRowsOverCodesHaveATileOfTheirOwn) {
+  const auto chosen_for = [](const std::string& options, const char* shape) {
+    return to_string(family().heuristic(parse_spec("fwd:bf16:d128:" + options), parse_shape(shape), kH100));
+  };
+  const char *few = "b64:hq8:hkv8:sq8:skv4096", *many = "b64:hq8:hkv8:sq9:skv4096";
+  for (const char* of :
+       {"kv{nvfp4}:pages16", "kv{mxfp4}:cache", "kve4m3:pages16", "k{int4:g32:fp16}:v{nvfp4}:pages64"})
+    EXPECT_EQ(chosen_for(of, few), "sm90:br8:bc128:w4:s2:min_blocks2:split") << of;
+  EXPECT_EQ(chosen_for("kve4m3:pages16", many), "sm90:br64:bc128:w4:s2:split");
+  // Others are decoded to tiles first.
+  for (const char* of :
+       {"kv{q4_0}:pages16", "kv{q8_0}:pages16", "kv{int4}:cache", "kv{int4:g32:fp16:zero}:pages16",
+        "kv{int4:g16:fp16}:cache", "kv{e2m1:g16:e4m3:apart:scaled}:pages16", "k{nvfp4}:pages16",
+        "kv{nvfp4}:pages16:score{score + 1.0}", "kv{nvfp4}:pages16:mask{kv > 5}", "kv{nvfp4}:pages16:sinks"})
+    EXPECT_EQ(chosen_for(of, few).find("br8"), std::string::npos) << of;
+  const KernelPlan kernel = family().kernel(parse_spec("fwd:bf16:d128:kv{nvfp4}:pages16"),
+                                            parse_config(chosen_for("kv{nvfp4}:pages16", few)));
+  EXPECT_EQ(kernel.entries.front().threads, 3 * 128);
+  expect_in("Br 8 is for a cache",
+            refusal_of_config("sm90:br8:bc128:w4:s2:min_blocks2:split", "fwd:bf16:d128:cache"));
+  expect_in("with Br 8 all is as in sm90:br8:bc128:w4:s2:min_blocks2:split",
+            refusal_of_config("sm90:br8:bc64:w4:s2:min_blocks2:split", "fwd:bf16:d128:kv{nvfp4}:cache"));
 }
 
 TEST(Sm90, DecodesLatents) {

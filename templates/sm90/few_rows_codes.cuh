@@ -1,0 +1,501 @@
+// Codes of K and V as operands of mma.sync, for forward_few_rows.cuh. A lane reads words of two keys, lane /
+// 4 and eight more; its codes become pairs for the left operand, in an order of columns that Q's follow. For
+// V words are transposed first, so that a pair has two keys of a column. Scales of blocks of 32 columns and
+// more multiply sums over a block, and P; smaller blocks' multiply elements.
+#pragma once
+
+#include "flashjit/sm90/forward_rings.cuh"
+#include "flashjit/sm90/forward_rows.cuh"
+#include "flashjit/sm90/kv_row_copies.cuh"
+
+namespace flashjit::sm90 {
+
+// --- Instructions -----------------------------------------------------------------------------------------
+
+/// An 8 x 8 matrix of 16-bit elements in mma's register layout, transposed.
+__device__ __forceinline__ unsigned transposed_matrix(unsigned word) {
+  unsigned y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(word));
+  return y;
+}
+/// x & mask ^ flipped, as one instruction: of two constants ptxas makes two.
+__device__ __forceinline__ unsigned masked_and_flipped(unsigned x, unsigned mask, unsigned flipped) {
+  unsigned y;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(y) : "r"(x), "r"(mask), "r"(flipped));
+  return y;
+}
+
+// --- Pairs of codes ---------------------------------------------------------------------------------------
+
+/// How a word's codes become pairs: pair i of 4 bits has codes i and i + 4. `Element`: what they are
+/// multiplied as; kOffset: what these are too large by; kUnit: what products of K lack; kScalesSums: a scale
+/// is of a whole group of 32 columns.
+template <class P, class Format, bool kOfK, bool kFloats = kHasSmallFloats<Format>>
+struct CodeOperands {  // integers
+  using Element = typename P::Element;
+  static constexpr float kUnit = 1.0f;
+  static constexpr bool kSigned = Format::kCode == KvCode::int4, kScalesSums = true;
+  static constexpr float kOffset = (kIsFp16<Element> ? 1024.0f : 128.0f) + 8.0f;
+
+  static __device__ __forceinline__ void pairs(unsigned word, unsigned (&to)[4]) {
+    constexpr unsigned kFlipped = CodeBits<Element>::kOffset ^ (kSigned ? 0x00080008u : 0u);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = masked_and_flipped(word >> 4 * i, 0x000f000fu, kFlipped);
+  }
+};
+/// Signs and magnitudes: as bits they are far below what they mean, which sums over K are multiplied with.
+/// Beside scales of e4m3 fp16 has all products; P times other scales it may not have.
+template <class P, class Format, bool kOfK>
+struct CodeOperands<P, Format, kOfK, true> {
+  static constexpr bool kScalesSums = Format::kBlock >= 32;
+  using Element = Conditional<kScalesSums && !kOfK, typename P::Element, fp16>;
+  using Bits = CodeBits<Element>;
+  static constexpr float kOffset = 0.0f, kUnit = kScalesSums && kOfK ? 0x1p14f : 1.0f;
+
+  static __device__ __forceinline__ void pairs(unsigned word, unsigned (&to)[4]) {
+    if (kOfK)
+      bits(word, to);
+    else
+      pairs(word, Bits::kE2m1Factor, to);
+  }
+  static __device__ __forceinline__ void pairs(unsigned word, unsigned scale, unsigned (&to)[4]) {
+    bits(word, to);
+#pragma unroll
+    for (unsigned& pair : to) pair = fma_pair<Element>(pair, scale, kNoAddend);
+  }
+  /// Two scales of e4m3 as factors of bits.
+  static __device__ __forceinline__ unsigned factors(unsigned two) {
+    constexpr unsigned kSmallFactor = 0x54005400u;
+    static_assert(CodeBits<fp16>::kSmallFactor == 0x1p6f);
+    return fma_pair<fp16>(fp16_of_codes<e4m3>(two), kSmallFactor, kNoAddend);
+  }
+
+ private:
+  static __device__ __forceinline__ unsigned shifted(unsigned word, int left) {
+    return left >= 0 ? word << left : word >> -left;
+  }
+  static __device__ __forceinline__ void bits(unsigned word, unsigned (&to)[4]) {
+    if (kIsFp16<Element>) {  // in upper bytes
+      const unsigned even = (word << 4 & 0x80808080u) | (word << 1 & 0x0e0e0e0eu),
+                     odd = (word & 0x80808080u) | (word >> 3 & 0x0e0e0e0eu);
+      to[0] = select_bytes(even, 0u, 0x2404), to[2] = even & 0xff00ff00u;
+      to[1] = select_bytes(odd, 0u, 0x2404), to[3] = odd & 0xff00ff00u;
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      to[i] = (shifted(word, 12 - 4 * i) & 0x80008000u) |
+              (shifted(word, 12 - 4 * i - Bits::kE2m1Shift) & Bits::kE2m1Mask);
+  }
+};
+/// Codes of 8 bits: pairs are neighbours.
+template <class P>
+struct WholeCodes {
+  using Element = ProductElement<P>;
+  static constexpr float kOffset = 0.0f, kUnit = 1.0f;
+
+  static __device__ __forceinline__ unsigned lower(unsigned word) {
+    return pair_of_fp16<Element>(fp16_of_codes<typename P::KvElement>(word));
+  }
+  static __device__ __forceinline__ unsigned upper(unsigned word) {
+    return pair_of_fp16<Element>(fp16_of_upper_codes<typename P::KvElement>(word));
+  }
+};
+template <class P, bool kDecodes = kDecodesKv<P>>
+struct FewRowsCodes {
+  using K = WholeCodes<P>;
+  using V = WholeCodes<P>;
+};
+template <class P>
+struct FewRowsCodes<P, true> {
+  using K = CodeOperands<P, OfHead<typename P::KFormat>, true>;
+  using V = CodeOperands<P, OfHead<typename P::VFormat>, false>;
+};
+
+// --- Rows in slots ----------------------------------------------------------------------------------------
+
+/// Where the lane's two keys of a slot's rows are.
+template <class P>
+struct TwoRows {
+  const unsigned char* of[2];
+
+  __device__ __forceinline__ TwoRows(const RowSlot<P>& from, int first) {
+    const int row = first + static_cast<int>(threadIdx.x) % 32 / 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      of[i] = reinterpret_cast<const unsigned char*>(from.rows) + from.begins[row + i * 8];
+  }
+};
+/// Power of two `i` of a word, as number_of_bits() has it: the least is no zero, and the largest NaN.
+__device__ __forceinline__ float power_of_word(unsigned word, int i) {
+  const float power = __uint_as_float((i < 3 ? word << (23 - 8 * i) : word >> 1) & 0x7f800000u);
+  return fmaf(power, 0.0f, fmaxf(power, 5.877471754e-39f));
+}
+/// Scales of the four groups of 32 columns of a row, as they are stored, in words.
+template <class Format>
+struct GroupScales {
+  static constexpr int kSize = size_of(Format::kScaleType),
+                       kCount = Format::kBlock <= 32 ? 4 : 128 / Format::kBlock;
+  unsigned words[(kCount * kSize + 3) / 4];
+
+  __device__ __forceinline__ void load(const unsigned char* row) {
+    if (Format::kScaleStep == kSize)
+      return load_bytes<kCount * kSize, Format::kScaleAlignment>(row + Format::kScales, words);
+#pragma unroll
+    for (unsigned& word : words) word = 0;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      unsigned bits[1];
+      load_bytes<kSize, Format::kScaleAlignment>(row + Format::kScales + i * Format::kScaleStep, bits);
+      words[i * kSize / 4] |= bits[0] << i * kSize % 4 * 8;
+    }
+  }
+  __device__ __forceinline__ float of_group(int group) const {
+    const int i = group * kCount / 4;
+    if (Format::kScaleType == KvNumber::e8m0) return power_of_word(words[0], i);
+    return number_of_words<Format::kScaleType>(words, i);
+  }
+};
+/// Words of the four groups of 32 columns of a row: the lane's eight columns of each.
+template <class Format>
+__device__ __forceinline__ void load_words(const unsigned char* row, unsigned (&to)[4]) {
+  const int own = static_cast<int>(threadIdx.x) % 4;
+  const unsigned char* of_lane =
+      row + (Format::kBlock >= 32 ? own * 4 : own / 2 * Format::kBlockStep + own % 2 * 4);
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    to[i] = *reinterpret_cast<const unsigned*>(of_lane + Format::kCodes +
+                                               i * 32 / Format::kBlock * Format::kBlockStep +
+                                               i * 32 % Format::kBlock / 2);
+}
+/// The lane's words of two keys of K, with scales of groups or the lane's own as factors.
+template <class P, class Codes, class Format, bool kScalesSums = Codes::kScalesSums>
+struct HeldKeys {
+  unsigned words[2][4];
+  GroupScales<Format> scales[2];
+
+  __device__ __forceinline__ void load(const TwoRows<P>& rows) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) load_words<Format>(rows.of[i], words[i]), scales[i].load(rows.of[i]);
+  }
+};
+template <class P, class Codes, class Format>
+struct HeldKeys<P, Codes, Format, false> {
+  unsigned words[2][4], scales[2];
+
+  __device__ __forceinline__ void load(const TwoRows<P>& rows) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      load_words<Format>(rows.of[i], words[i]);
+      unsigned all[2];
+      load_bytes<8, Format::kScaleAlignment>(rows.of[i] + Format::kScales, all);
+      scales[i] = select_bytes(all[0], all[1], threadIdx.x % 4 < 2 ? 0x6420 : 0x7531);
+    }
+  }
+};
+/// Those of V: a pair of codes of two keys, which transposing brings together.
+template <class P, class Codes, class Format, bool kScalesSums = Codes::kScalesSums>
+struct HeldValues : HeldKeys<P, Codes, Format> {
+  __device__ __forceinline__ void load(const TwoRows<P>& rows) {
+    HeldKeys<P, Codes, Format>::load(rows);
+#pragma unroll
+    for (auto& row : this->words)
+#pragma unroll
+      for (unsigned& word : row) word = transposed_matrix(word);
+  }
+};
+template <class P, class Codes, class Format>
+struct HeldValues<P, Codes, Format, false> {
+  unsigned words[2][4], factors[2];  ///< factors of two keys' block lane / 4
+
+  __device__ __forceinline__ void load(const TwoRows<P>& rows) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      load_words<Format>(rows.of[i], words[i]);
+      const int own = static_cast<int>(threadIdx.x) % 4 * 2;
+      factors[i] = transposed_matrix(
+          Codes::factors(*reinterpret_cast<const unsigned short*>(rows.of[i] + Format::kScales + own)));
+#pragma unroll
+      for (unsigned& word : words[i]) word = transposed_matrix(word);
+    }
+  }
+};
+/// The lane's 32 columns of two keys of a tile of codes of 8 bits: 16 of each 64. Zeros for those that are no
+/// keys, as they may be NaN.
+template <int kColumns>
+struct HeldChunks {
+  uint4 chunks[2][2];
+
+  __device__ __forceinline__ void load(const char* tile, int first, int keys) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, own = first + lane / 4;
+    const char* from = tile + own * kColumns + lane % 4 * 16;
+#pragma unroll
+    for (int chunk = 0; chunk < 2; ++chunk)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        chunks[chunk][i] = *reinterpret_cast<const uint4*>(from + chunk * 64 + i * 8 * kColumns);
+        if (own + i * 8 >= keys) chunks[chunk][i] = {0, 0, 0, 0};
+      }
+  }
+  /// Word `step` of key i of the lane's two.
+  __device__ __forceinline__ unsigned word(int step, int i) const {
+    const uint4& four = chunks[step / 4][i];
+    return step % 4 == 0 ? four.x : step % 4 == 1 ? four.y : step % 4 == 2 ? four.z : four.w;
+  }
+};
+
+/// What a lane holds of K and of V of a tile's sixteen keys, from `first` on, of which `keys` exist.
+template <class P, bool kDecodes = kDecodesKv<P>>
+struct HeldK : HeldChunks<P::kHeadDim> {
+  __device__ __forceinline__ void read(const ForwardStorage<P>& smem, int n, int first) {
+    this->load(smem.shared + (smem.raw_k(n) - smem.base), first, P::kBc);
+  }
+};
+template <class P, bool kDecodes = kDecodesKv<P>>
+struct HeldV : HeldChunks<P::kHeadDimV> {
+  __device__ __forceinline__ void read(const ForwardStorage<P>& smem, int n, int first, int keys) {
+    this->load(smem.shared + (smem.raw_v(n) - smem.base), first, keys);
+  }
+};
+template <class P>
+struct HeldK<P, true> : HeldKeys<P, typename FewRowsCodes<P>::K, OfHead<typename P::KFormat>> {
+  __device__ __forceinline__ void read(const ForwardStorage<P>& smem, int n, int first) {
+    this->load(TwoRows<P>(RowSlot<P>(smem, smem.code_index_k(n)), first));
+  }
+};
+template <class P>
+struct HeldV<P, true> : HeldValues<P, typename FewRowsCodes<P>::V, OfHead<typename P::VFormat>> {
+  __device__ __forceinline__ void read(const ForwardStorage<P>& smem, int n, int first, int) {
+    this->load(TwoRows<P>(RowSlot<P>(smem, smem.code_index_v(n)), first));
+  }
+};
+
+// --- Q and S ----------------------------------------------------------------------------------------------
+
+/// Q^T of eight rows as right operands of eight steps, in the order of columns that pairs of K have.
+template <class P>
+struct FewRowsOfQ {
+  using Codes = typename FewRowsCodes<P>::K;
+  using Element = typename Codes::Element;
+  static constexpr bool kConverts = kIsFp16<Element> && !kIsFp16<typename P::Element>;
+  unsigned b[8][2];
+  float begin[4][2];  ///< of sums over a group, for the thread's two rows: less the codes' offset
+  float undo[2] = {Codes::kUnit, Codes::kUnit};  ///< what makes scores of these rows' products
+
+  __device__ __forceinline__ void read(const char* tile) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int group = 0; group < 4; ++group) {
+      const int chunk = kDecodesKv<P> ? group * 4 + lane % 4 : group / 2 * 8 + lane % 4 * 2 + group % 2;
+      const uint4 eight = *reinterpret_cast<const uint4*>(tile + chunk_offset<kFewRows>(lane / 4, chunk));
+      const bool apart = kDecodesKv<P>;  // pairs are four columns apart
+      b[2 * group][0] = apart ? select_bytes(eight.x, eight.z, 0x5410) : eight.x;
+      b[2 * group][1] = apart ? select_bytes(eight.x, eight.z, 0x7632) : eight.y;
+      b[2 * group + 1][0] = apart ? select_bytes(eight.y, eight.w, 0x5410) : eight.z;
+      b[2 * group + 1][1] = apart ? select_bytes(eight.y, eight.w, 0x7632) : eight.w;
+    }
+    if (kConverts) convert();
+    constexpr unsigned kOnes = CodeBits<Element>::kOne;
+    const unsigned ones[4] = {kOnes, kOnes, kOnes, kOnes};
+#pragma unroll
+    for (int group = 0; group < 4; ++group) {
+      float sums[4] = {};
+      if (Codes::kOffset != 0.0f) {
+        mma_16x8x16<Element>(sums, ones, b[2 * group][0], b[2 * group][1]);
+        mma_16x8x16<Element>(sums, ones, b[2 * group + 1][0], b[2 * group + 1][1]);
+      }
+      begin[group][0] = -Codes::kOffset * sums[0], begin[group][1] = -Codes::kOffset * sums[1];
+    }
+  }
+
+ private:
+  /// To fp16, as convert_q() does: each row times a power of two.
+  __device__ __forceinline__ void convert() {
+    using From = typename P::Element;
+    int largest = 0;
+    for (const auto& step : b)
+      for (const unsigned two : step)
+        largest = max(largest, static_cast<int>(max(two << 16 & 0x7fff0000u, two & 0x7fff0000u)));
+    largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, 1));
+    largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, 2));
+    const int exponent = max(largest >> 23, 15), of_row = static_cast<int>(threadIdx.x) % 4 * 8;
+    const float factor = __int_as_float((268 - exponent) << 23),
+                own = __int_as_float((exponent - 14) << 23) * Codes::kUnit;
+    for (auto& step : b)
+      for (unsigned& two : step) two = pack<fp16>(low_of<From>(two) * factor, high_of<From>(two) * factor);
+    undo[0] = __shfl_sync(kWholeWarp, own, of_row), undo[1] = __shfl_sync(kWholeWarp, own, of_row + 4);
+  }
+};
+
+/// Two steps over a group of 32 columns of two keys.
+template <class Element, class Q>
+__device__ __forceinline__ void multiply_group(float (&sums)[4], const unsigned (&pairs)[2][4], const Q& q,
+                                               int group) {
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+    const unsigned a[4] = {pairs[0][2 * step], pairs[1][2 * step], pairs[0][2 * step + 1],
+                           pairs[1][2 * step + 1]};
+    mma_16x8x16<Element>(sums, a, q.b[2 * group + step][0], q.b[2 * group + step][1]);
+  }
+}
+
+/// S^T = K Q^T: sums over groups, each times its scale.
+template <class P, class Codes, class Format>
+__device__ __forceinline__ void multiply_keys(const HeldKeys<P, Codes, Format, true>& k,
+                                              const FewRowsOfQ<P>& q, float (&s)[4]) {
+#pragma unroll
+  for (int group = 0; group < 4; ++group) {
+    unsigned pairs[2][4];
+    Codes::pairs(k.words[0][group], pairs[0]), Codes::pairs(k.words[1][group], pairs[1]);
+    const float* begin = q.begin[group];
+    float sums[4] = {begin[0], begin[1], begin[0], begin[1]};
+    multiply_group<typename Codes::Element>(sums, pairs, q, group);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float scale = k.scales[i / 2].of_group(group);
+      s[i] = group == 0 ? sums[i] * scale : fmaf(sums[i], scale, s[i]);
+    }
+  }
+}
+/// The same of elements that are scaled.
+template <class P, class Codes, class Format>
+__device__ __forceinline__ void multiply_keys(const HeldKeys<P, Codes, Format, false>& k,
+                                              const FewRowsOfQ<P>& q, float (&s)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) s[i] = 0.0f;
+#pragma unroll
+  for (int group = 0; group < 4; ++group) {
+    unsigned pairs[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const unsigned two = Codes::factors(group < 2 ? k.scales[i] & 0xffffu : k.scales[i] >> 16);
+      Codes::pairs(k.words[i][group], select_bytes(two, 0u, group % 2 == 0 ? 0x1010 : 0x3232), pairs[i]);
+    }
+    multiply_group<typename Codes::Element>(s, pairs, q, group);
+  }
+}
+template <class P, int kColumns>
+__device__ __forceinline__ void multiply_keys(const HeldChunks<kColumns>& k, const FewRowsOfQ<P>& q,
+                                              float (&s)[4]) {
+  using Codes = WholeCodes<P>;
+  float sums[2][4] = {};
+#pragma unroll
+  for (int step = 0; step < 8; ++step) {
+    const unsigned low = k.word(step, 0), high = k.word(step, 1);
+    const unsigned a[4] = {Codes::lower(low), Codes::lower(high), Codes::upper(low), Codes::upper(high)};
+    mma_16x8x16<typename Codes::Element>(sums[step % 2], a, q.b[step][0], q.b[step][1]);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) s[i] = sums[0][i] + sums[1][i];
+}
+
+// --- O ----------------------------------------------------------------------------------------------------
+
+/// O^T of two rows: of each of eight tiles of 16 columns two columns.
+template <class P>
+struct FewRowsOut {
+  using Codes = typename FewRowsCodes<P>::V;
+  using Element = typename Codes::Element;
+  float tiles[8][4] = {};
+  float offsets[4] = {};  ///< where codes have an offset: sums of P times scales, of group i in lanes 4 i on
+
+  __device__ __forceinline__ void rescale(const float (&by)[2]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      offsets[i] *= by[i % 2];
+#pragma unroll
+      for (auto& tile : tiles) tile[i] *= by[i % 2];
+    }
+  }
+  /// Adds a group of 32 columns of two keys, whose pairs are of these keys; `b` is P.
+  __device__ __forceinline__ void add_group(int group, const unsigned (&pairs)[2][4],
+                                            const unsigned (&b)[2]) {
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      const unsigned a[4] = {pairs[0][2 * tile], pairs[0][2 * tile + 1], pairs[1][2 * tile],
+                             pairs[1][2 * tile + 1]};
+      mma_16x8x16<Element>(tiles[2 * group + tile], a, b[0], b[1]);
+    }
+  }
+  __device__ __forceinline__ void add_offset(int group, const unsigned (&b)[2]) {
+    if (Codes::kOffset == 0.0f) return;
+    const unsigned one = static_cast<int>(threadIdx.x) % 32 / 4 == group ? CodeBits<Element>::kOne : 0u;
+    const unsigned ones[4] = {one, 0u, one, 0u};
+    mma_16x8x16<Element>(offsets, ones, b[0], b[1]);
+  }
+  /// Calls use(row of the thread's two, column, O, O of the next column).
+  template <class Use>
+  __device__ __forceinline__ void for_each_pair(const Use& use) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int tile = 0; tile < 8; ++tile)
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const float less = Codes::kOffset == 0.0f ? 0.0f
+                                                  : Codes::kOffset * __shfl_sync(kWholeWarp, offsets[row],
+                                                                                 tile / 2 * 4 + lane % 4);
+        const int column = kDecodesKv<P> ? tile / 2 * 32 + lane / 4 * 4 + tile % 2 * 2
+                                         : tile / 4 * 64 + lane / 8 * 16 + tile % 4 * 4 + lane / 4 % 2 * 2;
+        use(row, column, tiles[tile][row] - less, tiles[tile][row + 2] - less);
+      }
+  }
+};
+
+/// P^T of two keys as a right operand.
+template <class Element>
+__device__ __forceinline__ unsigned weights_of_keys(float x, float y) {
+  return transposed_matrix(pack<Element>(x, y));
+}
+
+/// O^T += V^T P^T, with P times the scales of a group.
+template <class P, class Codes, class Format>
+__device__ __forceinline__ void add_values(const HeldValues<P, Codes, Format, true>& v, const float (&p)[4],
+                                           FewRowsOut<P>& o) {
+  using Element = typename Codes::Element;
+#pragma unroll
+  for (int group = 0; group < 4; ++group) {
+    const float low = v.scales[0].of_group(group), high = v.scales[1].of_group(group);
+    const unsigned b[2] = {weights_of_keys<Element>(p[0] * low, p[1] * low),
+                           weights_of_keys<Element>(p[2] * high, p[3] * high)};
+    unsigned pairs[2][4];
+    Codes::pairs(v.words[0][group], pairs[0]), Codes::pairs(v.words[1][group], pairs[1]);
+    o.add_group(group, pairs, b);
+    o.add_offset(group, b);
+  }
+}
+/// The same with elements that are scaled: the scales of a lane's columns are other lanes'.
+template <class P, class Codes, class Format>
+__device__ __forceinline__ void add_values(const HeldValues<P, Codes, Format, false>& v, const float (&p)[4],
+                                           FewRowsOut<P>& o) {
+  using Element = typename Codes::Element;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const unsigned b[2] = {weights_of_keys<Element>(p[0], p[1]), weights_of_keys<Element>(p[2], p[3])};
+#pragma unroll
+  for (int group = 0; group < 4; ++group) {
+    unsigned pairs[2][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      Codes::pairs(v.words[i][group],
+                   __shfl_sync(kWholeWarp, v.factors[i], (2 * group + lane / 16) * 4 + lane % 4), pairs[i]);
+    o.add_group(group, pairs, b);
+  }
+}
+template <class P, int kColumns>
+__device__ __forceinline__ void add_values(const HeldChunks<kColumns>& v, const float (&p)[4],
+                                           FewRowsOut<P>& o) {
+  using Codes = WholeCodes<P>;
+  using Element = typename Codes::Element;
+  const unsigned b[2] = {weights_of_keys<Element>(p[0], p[1]), weights_of_keys<Element>(p[2], p[3])};
+#pragma unroll
+  for (int tile = 0; tile < 8; ++tile) {
+    // Two columns of two keys, by keys: then by columns.
+    const auto by_columns = [&](int i) {
+      return select_bytes(transposed_matrix(v.word(tile, i)), 0u, 0x3120);
+    };
+    const unsigned low = by_columns(0), high = by_columns(1);
+    const unsigned a[4] = {Codes::lower(low), Codes::upper(low), Codes::lower(high), Codes::upper(high)};
+    mma_16x8x16<Element>(o.tiles[tile], a, b[0], b[1]);
+  }
+}
+
+}  // namespace flashjit::sm90

@@ -14,184 +14,204 @@
 
 namespace flashjit::sm90 {
 
+/// What a consumer warpgroup keeps from step to step.
+template <class P>
+struct ConsumerState {
+  int round = 0, i = 0;  ///< the work tile, and the KV tile among its own, whose last is 0
+  int n = 0;             ///< the KV tile among all
+  RowState<P> rows;
+  int kv_begin = 0;   ///< the first key of the KV tile
+  bool full = false;  ///< every pair of the KV tile attends
+  int entry = 0;      ///< of the KV tile's list; read a step ahead where consumers read it
+  int last = -1;      ///< the KV tile that was computed last
+  OAccumulator<P> o = {};
+  SAccumulator<P> s;
+  POperand<P> p_operand, dropped;
+  unsigned bias = 0;                              ///< this lane's address in the bias tile
+  unsigned long long q_tile, k_tile = 0, v_tile;  ///< wgmma's descriptors
+  bool k_ready = false, v_ready = false;          ///< polled in the step before
+  int adds = kFirstPvOverwritesO<P> ? 0 : 1;      ///< whether the next P V adds to O
+  float rescale[2], scale[2];
+  RunningState<P> state;
+};
+
 /// Computes a consumer warpgroup's rows of O, work tile after work tile. A step starts S = Q K^T of its KV
 /// tile and O += P V of the KV tile before, and turns S into P while P V runs. Steps follow each other
 /// without a gap, also from one work tile to the next: the first step of a work tile ends the one before.
 ///
-/// The step is there twice, and state is captured instead of being a struct with member functions: as one
-/// loop with branches the step costs 2.5 to 13%, and as a struct ptxas makes other code
-/// (NOTES.md#order-of-a-step, NOTES.md#ptxas-orders-equal-sources-differently).
+/// The step is there twice: as one loop with branches it costs 2.5 to 13%. The functions are static and get
+/// the state as an argument: as members of the state they cost 0.7% (NOTES.md#order-of-a-step).
 template <class P>
-__device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
-                                        const ForwardStorage<P>& smem, int wg) {
+struct PlainConsumer {
   using Storage = ForwardStorage<P>;
+  using State = ConsumerState<P>;
   using Weights = RowWeights<P>;
-  int round = 0, i = 0;  // the work tile, and the KV tile among its own, whose last is 0
-  RowState<P> rows;
-  int kv_begin = 0;   // the first key of the KV tile
-  bool full = false;  // every pair of the KV tile attends
-  int entry = 0;      // of the KV tile's list; read a step ahead where consumers read it
-  OAccumulator<P> o = {};
-  SAccumulator<P> s;
-  POperand<P> p_operand;
-  unsigned bias = 0;  // this lane's address in the bias tile
-  const auto next_work = [&] { return next_work_tile(smem, wg, round, i, entry); };
-  unsigned long long q_tile, k_tile = 0, v_tile;  // wgmma's descriptors
-  bool k_ready = false;                           // polled in the step before
-  [[maybe_unused]] bool v_ready = false;
-  const auto start_s = [&] { start_qk<P>(s, q_tile, k_tile); };
-  const auto wait_v_tile = [&](int n) { wait_v(smem, n, v_ready, wg, rows, kv_begin); };
-  int adds = kFirstPvOverwritesO<P> ? 0 : 1;  // whether the next P V adds to O
-  [[maybe_unused]] POperand<P> dropped;
-  const auto draw = [&](int keys) { draw_dropout(p, smem.work(round), rows, kv_begin, keys, dropped[keys]); };
-  const auto draw_early = [&] {
-    if constexpr (kDrawsEarly<P>) {
-#pragma unroll
-      for (int keys = 0; keys < P::kBc / 16; ++keys) draw(keys);
-    }
-  };
-  const auto pack_p = [&] {
-    if (kSkipsIdleWarps<P> && rows.warp_is_idle()) {
-#pragma unroll
-      for (auto& keys : p_operand)
-        for (unsigned& pair : keys) pair = 0;
-      return;
-    }
-    as_left_operand<ProductElement<P>>(p_operand, s);
-    if constexpr (P::kDropout) {
-#pragma unroll
-      for (int keys = 0; keys < P::kBc / 16; ++keys) {
-        if constexpr (!kDrawsEarly<P>) draw(keys);
-#pragma unroll
-        for (int r = 0; r < 4; ++r) p_operand[keys][r] &= ~dropped[keys][r];
-      }
-    }
-  };
-  const auto start_o = [&] { start_pv<P>(o, p_operand, v_tile, adds); };
-  const auto find = [&](int n) {
-    find_tile(p, smem, smem.work(round), rows, n, i, wg, kv_begin, full, entry);
-  };
-  int last = -1;  // the KV tile that was computed last
-  const auto computes = [&](int n, bool is_first) {
-    return computes_tile(smem, n, wg, last, is_first && i == 0);
-  };
-  const auto skip = [&](int n) {
-    skip_tile(smem, n, wg, round, i == 0);
-    k_tile = tile_descriptor(smem.k(n + 1), 0);
-    k_ready = false;
-  };
-  const auto before = [&](int n) {
-    if constexpr (kEntriesHaveRowBits<P>) return last;
-    return n - 1;
-  };
-  const auto fill = [&](int n, auto how) { fill_bias(p, maps, smem, smem.work(round), n, i, wg, bias, how); };
-  const auto start_bias = [&](int n) { fill(n, [](const auto& warp_rows) { warp_rows.start(); }); };
-  const auto finish_bias = [&](int n) { fill(n, [](const auto& warp_rows) { warp_rows.finish(); }); };
-  float rescale[2], scale[2];
-  RunningState<P> state;
-  const auto softmax = [&](int n, bool first, auto& scores) {
-    weigh_tile(p, smem, smem.work(round), rows, n, kv_begin, bias, full, first, scores, rescale);
-  };
 
-  int n = 0;
-  find_descriptors(smem, 0, wg, k_tile, v_tile);
-  if (wg == Storage::kWarpgroups - 1) ping_pong_arrive(smem, wg);
-  for (; next_work(); ++round) {
-    if (kSplitTailWave<P> && wg >= smem.work(round).warpgroups) break;  // it has no rows of this one
-    const bool has_previous = n > 0;
-    q_tile = tile_descriptor(smem.q(wg, round), 0);
+  static __device__ __forceinline__ void run(const Params& p, const TensorMaps& maps, const Storage& smem,
+                                             int wg) {
+    State c;
+    find_descriptors(smem, 0, wg, c.k_tile, c.v_tile);
+    if (wg == Storage::kWarpgroups - 1) ping_pong_arrive(smem, wg);
+    for (; next_work_tile(smem, wg, c.round, c.i, c.entry); ++c.round) {
+      if (kSplitTailWave<P> && wg >= smem.work(c.round).warpgroups) break;  // it has no rows of this one
+      compute_first_tile(p, maps, smem, wg, c);
+      for (++c.n; c.i > 0; ++c.n) compute_next_tile(p, maps, smem, wg, c);
+      if (Storage::kQStages == 2) QRing<P>::release(smem, wg, c.round);  // the producer does not wait yet
+    }
+    if (c.n > 0) {
+      wait_v_tile(smem, wg, c);
+      start_pv<P>(c.o, c.p_operand, c.v_tile, c.adds);
+      end_last_work_tile(p, maps, smem, smem.work(c.round - 1), wg, c.rows, c.state, c.scale, c.o);
+    }
+    if (kSplitTailWave<P>) skip_work_tile(smem, c.n, wg, c.round, c.i);
+    if (wg == 0) ping_pong_wait(smem, wg);  // the last arrival, which no other warpgroup waits for
+  }
+
+ private:
+  /// The first step of a work tile, and the end of the one before.
+  static __device__ __forceinline__ void compute_first_tile(const Params& p, const TensorMaps& maps,
+                                                            const Storage& smem, int wg, State& c) {
+    const bool has_previous = c.n > 0;
+    c.q_tile = tile_descriptor(smem.q(wg, c.round), 0);
     [[maybe_unused]] float q_scale[2];  // of the thread's rows
-    if constexpr (kConvertsQ<P>) convert_q(smem, wg, round, q_scale);
-    wait_k(smem, n, k_ready);
+    if constexpr (kConvertsQ<P>) convert_q(smem, wg, c.round, q_scale);
+    wait_k(smem, c.n, c.k_ready);
     if constexpr (kEntriesHaveRowBits<P>) {
-      for (; !computes(n, true); --i) {
-        skip(n);
-        wait_k(smem, ++n, k_ready);
+      for (; !computes_tile(smem, c.n, wg, c.last, c.i == 0); --c.i) {
+        skip(smem, wg, c);
+        wait_k(smem, ++c.n, c.k_ready);
       }
     }
     ping_pong_wait(smem, wg);
-    start_s();  // S = Q K^T of the work tile's first KV tile
+    start_qk<P>(c.s, c.q_tile, c.k_tile);  // S = Q K^T of the work tile's first KV tile
     // The vote lets ptxas see that all lanes branch alike: else it may serialise products.
     if (__any_sync(kWholeWarp, has_previous)) {
-      wait_v_tile(before(n));
-      start_o();  // O += P V, the last of the work tile before
+      wait_v_tile(smem, wg, c);
+      start_pv<P>(c.o, c.p_operand, c.v_tile, c.adds);  // O += P V, the last of the work tile before
     }
     wgmma_commit();
     ping_pong_arrive(smem, wg);
-    find_descriptors(smem, n + 1, wg, k_tile, v_tile);
-    if (has_previous) Weights::finalize(p, smem.work(round - 1), rows, wg, scale, state);  // LSE = m + log(l)
-    rows.begin(p, smem.work(round), wg);
-    if constexpr (kConvertsQ<P>) rows.k_scale[0] *= q_scale[0], rows.k_scale[1] *= q_scale[1];
-    find(n);
-    draw_early();
-    start_bias(n);
-    finish_bias(n);
-    end_qk(smem, s, n, wg, round, i == 0);
-    if (kPartialFirstStep<P> && smem.work(round).partial >> wg & 1u) {
-      softmax(n, true, reinterpret_cast<float(&)[kPartialKvTile<P> / 2]>(s));
-#pragma unroll
-      for (int value = kPartialKvTile<P> / 2; value < P::kBc / 2; ++value) s[value] = 0.0f;
-    } else {
-      softmax(n, true, s);  // P = exp2(S - m)
-    }
-    if (kIntraWarpgroupOverlap<P>) finish_before_wait(Weights::last_value(rows, s), smem.base);
+    find_descriptors(smem, c.n + 1, wg, c.k_tile, c.v_tile);
+    if (has_previous)  // LSE = m + log(l)
+      Weights::finalize(p, smem.work(c.round - 1), c.rows, wg, c.scale, c.state);
+    c.rows.begin(p, smem.work(c.round), wg);
+    if constexpr (kConvertsQ<P>) c.rows.k_scale[0] *= q_scale[0], c.rows.k_scale[1] *= q_scale[1];
+    find_tile(p, smem, smem.work(c.round), c.rows, c.n, c.i, wg, c.kv_begin, c.full, c.entry);
+    draw_early(p, smem, c);
+    start_bias(p, maps, smem, wg, c);
+    finish_bias(p, maps, smem, wg, c);
+    end_qk(smem, c.s, c.n, wg, c.round, c.i == 0);
+    weigh_first_tile(p, smem, wg, c);  // P = exp2(S - m)
+    if (kIntraWarpgroupOverlap<P>) finish_before_wait(Weights::last_value(c.rows, c.s), smem.base);
     wgmma_wait<0>();  // O of the work tile before is there
-    poll(smem, n, k_ready, v_ready);
-    pin(o);
-    pack_p();
+    poll(smem, c.n, c.k_ready, c.v_ready);
+    pin(c.o);
+    pack_p(p, smem, c);
     if (has_previous) {
-      VRing<P>::release(smem, before(n));
-      store_o(p, maps, smem, smem.work(round - 1), wg, state, scale, o);  // O / l
+      VRing<P>::release(smem, tile_before(c));
+      store_o(p, maps, smem, smem.work(c.round - 1), wg, c.state, c.scale, c.o);  // O / l
     }
-    last = n;
-    begin_o<P>(o, adds);
-    for (++n; i > 0; ++n) {
-      --i;
-      start_bias(n);
-      wait_k(smem, n, k_ready);
-      if constexpr (kEntriesHaveRowBits<P>) {
-        if (!computes(n, false)) {
-          skip(n);
-          continue;
-        }
-      }
-      ping_pong_wait(smem, wg);
-      start_s();  // S = Q K^T
-      wait_v_tile(before(n));
-      start_o();  // O += P V of the KV tile before
-      wgmma_commit();
-      ping_pong_arrive(smem, wg);
-      find_descriptors(smem, n + 1, wg, k_tile, v_tile);
-      find(n);
-      draw_early();
-      finish_bias(n);
-      end_qk(smem, s, n, wg, round, i == 0);
-      softmax(n, false, s);  // P = exp2(S - m)
-      if (kIntraWarpgroupOverlap<P>) finish_before_wait(Weights::last_value(rows, s), smem.base);
-      wgmma_wait<0>();  // O is there
-      poll(smem, n, k_ready, v_ready);
-      pin(o);
-      VRing<P>::release(smem, before(n));
-      last = n;
-      Weights::rescale(o, rescale);  // O *= exp2(m before - m)
-      pack_p();
-    }
-    if (Storage::kQStages == 2) QRing<P>::release(smem, wg, round);  // the producer does not wait for it yet
+    c.last = c.n;
+    begin_o<P>(c.o, c.adds);
   }
-  if (n > 0) {
-    wait_v_tile(before(n));
-    start_o();
-    end_last_work_tile(p, maps, smem, smem.work(round - 1), wg, rows, state, scale, o);
-  }
-  if (kSplitTailWave<P>) skip_work_tile(smem, n, wg, round, i);
-  if (wg == 0) ping_pong_wait(smem, wg);  // the last arrival, which no other warpgroup waits for
-}
 
-template <class P>
-struct PlainConsumer {
-  static __device__ __forceinline__ void run(const Params& p, const TensorMaps& maps,
-                                             const ForwardStorage<P>& smem, int wg) {
-    consume(p, maps, smem, wg);
+  /// A further step of a work tile.
+  static __device__ __forceinline__ void compute_next_tile(const Params& p, const TensorMaps& maps,
+                                                           const Storage& smem, int wg, State& c) {
+    --c.i;
+    start_bias(p, maps, smem, wg, c);
+    wait_k(smem, c.n, c.k_ready);
+    if constexpr (kEntriesHaveRowBits<P>)
+      if (!computes_tile(smem, c.n, wg, c.last, false)) return skip(smem, wg, c);
+    ping_pong_wait(smem, wg);
+    start_qk<P>(c.s, c.q_tile, c.k_tile);  // S = Q K^T
+    wait_v_tile(smem, wg, c);
+    start_pv<P>(c.o, c.p_operand, c.v_tile, c.adds);  // O += P V of the KV tile before
+    wgmma_commit();
+    ping_pong_arrive(smem, wg);
+    find_descriptors(smem, c.n + 1, wg, c.k_tile, c.v_tile);
+    find_tile(p, smem, smem.work(c.round), c.rows, c.n, c.i, wg, c.kv_begin, c.full, c.entry);
+    draw_early(p, smem, c);
+    finish_bias(p, maps, smem, wg, c);
+    end_qk(smem, c.s, c.n, wg, c.round, c.i == 0);
+    weigh(p, smem, c, false, c.s);  // P = exp2(S - m)
+    if (kIntraWarpgroupOverlap<P>) finish_before_wait(Weights::last_value(c.rows, c.s), smem.base);
+    wgmma_wait<0>();  // O is there
+    poll(smem, c.n, c.k_ready, c.v_ready);
+    pin(c.o);
+    VRing<P>::release(smem, tile_before(c));
+    c.last = c.n;
+    Weights::rescale(c.o, c.rescale);  // O *= exp2(m before - m)
+    pack_p(p, smem, c);
+  }
+
+  /// The KV tile whose P V comes next.
+  static __device__ __forceinline__ int tile_before(const State& c) {
+    if constexpr (kEntriesHaveRowBits<P>) return c.last;
+    return c.n - 1;
+  }
+  static __device__ __forceinline__ void wait_v_tile(const Storage& smem, int wg, State& c) {
+    wait_v(smem, tile_before(c), c.v_ready, wg, c.rows, c.kv_begin);
+  }
+  static __device__ __forceinline__ void skip(const Storage& smem, int wg, State& c) {
+    skip_tile(smem, c.n, wg, c.round, c.i == 0);
+    c.k_tile = tile_descriptor(smem.k(c.n + 1), 0);
+    c.k_ready = false;
+  }
+
+  static __device__ __forceinline__ void start_bias(const Params& p, const TensorMaps& maps,
+                                                    const Storage& smem, int wg, State& c) {
+    fill_bias(p, maps, smem, smem.work(c.round), c.n, c.i, wg, c.bias,
+              [](const auto& warp_rows) { warp_rows.start(); });
+  }
+  static __device__ __forceinline__ void finish_bias(const Params& p, const TensorMaps& maps,
+                                                     const Storage& smem, int wg, State& c) {
+    fill_bias(p, maps, smem, smem.work(c.round), c.n, c.i, wg, c.bias,
+              [](const auto& warp_rows) { warp_rows.finish(); });
+  }
+
+  template <class Scores>
+  static __device__ __forceinline__ void weigh(const Params& p, const Storage& smem, State& c, bool first,
+                                               Scores& scores) {
+    weigh_tile(p, smem, smem.work(c.round), c.rows, c.n, c.kv_begin, c.bias, c.full, first, scores,
+               c.rescale);
+  }
+  static __device__ __forceinline__ void weigh_first_tile(const Params& p, const Storage& smem, int wg,
+                                                          State& c) {
+    if (kPartialFirstStep<P> && smem.work(c.round).partial >> wg & 1u) {
+      weigh(p, smem, c, true, reinterpret_cast<float(&)[kPartialKvTile<P> / 2]>(c.s));
+#pragma unroll
+      for (int value = kPartialKvTile<P> / 2; value < P::kBc / 2; ++value) c.s[value] = 0.0f;
+    } else {
+      weigh(p, smem, c, true, c.s);
+    }
+  }
+
+  static __device__ __forceinline__ void draw(const Params& p, const Storage& smem, State& c, int keys) {
+    draw_dropout(p, smem.work(c.round), c.rows, c.kv_begin, keys, c.dropped[keys]);
+  }
+  static __device__ __forceinline__ void draw_early(const Params& p, const Storage& smem, State& c) {
+    if constexpr (kDrawsEarly<P>) {
+#pragma unroll
+      for (int keys = 0; keys < P::kBc / 16; ++keys) draw(p, smem, c, keys);
+    }
+  }
+  static __device__ __forceinline__ void pack_p(const Params& p, const Storage& smem, State& c) {
+    if (kSkipsIdleWarps<P> && c.rows.warp_is_idle()) {
+#pragma unroll
+      for (auto& keys : c.p_operand)
+        for (unsigned& pair : keys) pair = 0;
+      return;
+    }
+    as_left_operand<ProductElement<P>>(c.p_operand, c.s);
+    if constexpr (P::kDropout) {
+#pragma unroll
+      for (int keys = 0; keys < P::kBc / 16; ++keys) {
+        if constexpr (!kDrawsEarly<P>) draw(p, smem, c, keys);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) c.p_operand[keys][r] &= ~c.dropped[keys][r];
+      }
+    }
   }
 };
 /// The main loop of a consumer warpgroup.

@@ -80,7 +80,7 @@ __device__ __forceinline__ void find_scores(const Params& p, const ForwardStorag
   release_terms(smem, n);
 }
 
-/// As consume(); `wanted` says of the KV tile before whether it has a P V to start.
+/// As PlainConsumer; `wanted` says of the KV tile before whether it has a P V to start.
 template <class P>
 __device__ __forceinline__ void consume_wanted(const Params& p, const TensorMaps& maps,
                                                const ForwardStorage<P>& smem, int wg) {

@@ -164,11 +164,12 @@ class Inputs {
     }
     if (problem_.spec.indices) {
       const AttentionShape& shape = problem_.shape;
-      indices_ = device::upload(
-          driver_,
-          reference::random_indices(shape.batch * shape.seqlen_q * shape.heads_kv,
-                                    reference::plausible_top_k(shape.seqlen_kv), shape.seqlen_kv, kInputSeed),
-          stream_);
+      const std::int64_t top_k = reference::plausible_top_k(shape.seqlen_kv);
+      indices_ =
+          device::upload(driver_,
+                         reference::neighbouring_indices(shape.batch * shape.seqlen_q * shape.heads_kv, top_k,
+                                                         shape.seqlen_kv, top_k / 10, kInputSeed),
+                         stream_);
     }
     scales_ = device::upload(driver_, std::vector<float>(sizes_.scales, 1.0f), stream_);
     if (sizes_.block_scales > 0) {

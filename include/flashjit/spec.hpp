@@ -258,6 +258,8 @@ struct TileConfig {
   /// sm90 and sm80, forward over K and V in formats that are decoded: an entry of its own does so once, into
   /// the workspace, and the main loop reads elements of 16 bits. Else each Q tile decodes its keys.
   bool decode_cache = false;
+  bool join_lists = false;  ///< sm90 forward with indices: an entry of its own joins the lists of some
+                            ///< queries, which then share a tile
 
   bool operator==(const TileConfig&) const = default;
 };

@@ -68,6 +68,11 @@ void set_workspace(Params& params, const plan::ExecutionPlan& plan, void* memory
   set_part(params.partial_tiles, split && plan.needs.part_rows > 0 && !cascade, memory, at.partial_tiles);
   set_part(params.segments_of_tile, cascade, memory, at.segments_of_tile);
   set_part(params.semaphores, plan.needs.semaphores, memory, at.semaphores);
+  const auto [lists, keys_of_list] = plan.needs.joined_lists;
+  set_part(params.joined_lists.lengths, lists > 0, memory, at.joined_lengths);
+  set_part(params.joined_lists.keys, lists > 0, memory, at.joined_keys);
+  set_part(params.joined_lists.queries, lists > 0, memory, at.joined_queries);
+  params.joined_lists.capacity = static_cast<int>(keys_of_list);
 }
 
 /// `memory` is where the lists begin: the workspace's end, or memory of their own.
@@ -128,7 +133,8 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pas
                        : static_cast<char*>(args.workspace.data) + plan.workspace.bytes_without_lists());
   params.sinks = args.sinks;
   if (spec.indices) params.indices = indices_param(args.indices);
-  if (plan.config.pack_gqa) params.packed = plan::packed_heads(plan.shape, spec.indices);
+  if (plan.config.pack_gqa)
+    params.packed = plan::packed_heads(plan.shape, plan::most_queries(plan.spec, plan.config));
   return params;
 }
 

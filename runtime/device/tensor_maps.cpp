@@ -98,11 +98,11 @@ std::array<Dimension, kRank> dimensions_of(const ConstTensorView& tensor, int ro
 /// The same with the heads that share one of `heads_kv` heads of K and V as a dimension of their own, of
 /// which boxes have as many rows as the kernel packs.
 std::array<Dimension, kMostDimensions> packed_dimensions_of(const ConstTensorView& q, std::int64_t heads_kv,
-                                                            bool one_query) {
+                                                            int most_queries) {
   const auto [columns, queries, heads, batch] = dimensions_of(q, 1);
   const std::int64_t group = heads.size / heads_kv;
   const PackedHeadsParam packed =
-      plan::packed_heads({.heads_q = heads.size, .heads_kv = heads_kv}, one_query);
+      plan::packed_heads({.heads_q = heads.size, .heads_kv = heads_kv}, most_queries);
   return {{columns,
            {group, heads.stride, packed.heads},
            {queries.size, queries.stride, packed.queries},
@@ -172,7 +172,7 @@ TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes
   };
   const auto encode_q = [&](CUtensorMap& map, const char* name, const ConstTensorView& tensor) {
     if (boxes.pack_gqa && k.size[1] > 0)
-      encode(driver, map, name, tensor, dtype, packed_dimensions_of(tensor, k.size[1], boxes.one_query));
+      encode(driver, map, name, tensor, dtype, packed_dimensions_of(tensor, k.size[1], boxes.most_queries));
     else
       encode_rows(map, name, tensor, boxes.q_rows);
   };

@@ -30,6 +30,7 @@ inline constexpr std::array kConfigSwitches{
     ConfigSwitch{.text = "pack_gqa", .constant = "kPackGqa", .on = &TileConfig::pack_gqa},
     ConfigSwitch{.text = "tma", .constant = "kTma", .on = &TileConfig::tma},
     ConfigSwitch{.text = "decode_cache", .constant = {}, .on = &TileConfig::decode_cache},
+    ConfigSwitch{.text = "join_lists", .constant = "kJoinsLists", .on = &TileConfig::join_lists},
 };
 
 }  // namespace flashjit::plan

@@ -7,6 +7,7 @@
 
 #include "flashjit/error.hpp"
 #include "flashjit/spec.hpp"
+#include "plan/joined_lists.hpp"
 #include "plan/kernel_plan.hpp"
 
 namespace flashjit::plan {
@@ -31,6 +32,7 @@ struct WorkspaceNeeds {
   std::int64_t part_rows = 0;        ///< stream-K: rows of Q in a part; a CTA makes at most two
   std::int64_t cascade_tiles = 0;    ///< or one for each work tile that it meets, of so many in all
   bool decoded_cache = false;        ///< K and V as elements
+  JoinedLists joined_lists = {};
 
   bool operator==(const WorkspaceNeeds&) const = default;
 };

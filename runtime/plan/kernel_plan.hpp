@@ -32,6 +32,7 @@ struct Entry {
 
 /// What an entry is for.
 enum class Step : std::uint8_t {
+  join_lists,             ///< lists of keys of the queries of each Q tile
   decode_cache,           ///< elements of a quantized cache, for all entries that follow
   preprocess,             ///< D, LSE and row terms of a backward pass, zeros for what it adds to
   out_grads,              ///< dO, and gradients of captured tensors, from those of what out_mod gave
@@ -70,7 +71,7 @@ struct BiasBox {
 struct TensorBoxes {
   int q_rows = 0, kv_rows = 0, o_rows = 0;
   bool pack_gqa = false;
-  bool one_query = false;       ///< of those that are packed
+  int most_queries = 0;         ///< of those that are packed
   bool pairs_of_codes = false;  ///< Q, K and V are codes of 8 bits, copied in pairs
   BiasBox bias = {};
   /// Whole rows of K and V, with padding, which becomes zeros; 0: slices of 64 columns, swizzled.

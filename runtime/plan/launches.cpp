@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "plan/joined_lists.hpp"
 #include "plan/tiles.hpp"
 #include "plan/workspace.hpp"
 #include "templates/auxiliary/append_params.cuh"
@@ -61,7 +62,7 @@ std::int64_t main_blocks(const KernelPlan& kernel, const AttentionShape& shape) 
 std::int64_t rows_of_work_tile(const KernelPlan& kernel, const AttentionShape& shape) {
   const std::int64_t all = kernel.config.br;
   if (!kernel.config.pack_gqa) return std::min(all, shape.seqlen_q);
-  const PackedHeadsParam packed = packed_heads(shape, kernel.spec.indices);
+  const PackedHeadsParam packed = packed_heads(shape, most_queries(kernel.spec, kernel.config));
   return shape.seqlen_q > packed.queries ? all : shape.seqlen_q * packed.heads;
 }
 
@@ -70,6 +71,8 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
   const std::int64_t q_tiles = tiles(shape.seqlen_q, kernel.config.br),
                      kv_tiles = tiles(shape.seqlen_kv, kernel.config.bc);
   switch (step) {
+    case Step::join_lists:
+      return joined_lists(kernel, shape).count;
     case Step::decode_cache:
       return shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, kDecodedKeys);
     case Step::row_mods:

@@ -199,7 +199,7 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
   if (c.min_blocks < 1 || c.min_blocks > 8)
     return Support::no(fmt::format("min_blocks is 1 to 8, not {}", c.min_blocks));
   if (Support split = check_d_split(spec, c); !split) return split;
-  if (c.pack_gqa) return Support::no("pack_gqa is for family sm90");
+  if (c.pack_gqa || c.join_lists) return Support::no("pack_gqa and join_lists are for family sm90");
   if (Support tma = check_tma(spec, c, device); !tma) return tma;
   if (Support skip = check_skip_softmax(spec, c); !skip) return skip;
   if (spec.indices && !forward && c.stages > 1)

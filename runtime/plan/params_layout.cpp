@@ -46,6 +46,8 @@ constexpr ParamsGroup kParamsGroups[] = {
      [](const KernelPlan& k) -> int { return k.spec.kv.quantized() || k.spec.prologue.q_codes; }},
     {"INDICES", offsetof(Params, indices), [](const KernelPlan& k) -> int { return k.spec.indices; }},
     {"Q_ROPE", offsetof(Params, q_rope), [](const KernelPlan& k) -> int { return k.spec.prologue.q_rope; }},
+    {"JOINED_LISTS", offsetof(Params, joined_lists),
+     [](const KernelPlan& k) -> int { return k.config.join_lists; }},
     {"OUT_MOD", offsetof(Params, out_mod),
      [](const KernelPlan& k) -> int { return !k.spec.epilogue.out_mod.empty(); }},
     {"ROW_MODS", offsetof(Params, given),

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "plan/decoded_cache.hpp"
+#include "plan/joined_lists.hpp"
 #include "plan/sm90.hpp"
 #include "plan/tensor_core.hpp"
 #include "plan/tiles.hpp"
@@ -57,11 +58,13 @@ std::optional<TileConfig> shared_kv_tile(const AnalysedSpec& spec, const Attenti
 }
 
 /// The largest tile of a list that fits.
-TileConfig tile_of_indices(const AnalysedSpec& spec, const DeviceInfo& device) {
+TileConfig tile_of_indices(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   TileConfig c;
+  const bool joins = gains_by_joined_lists(spec, shape);
   for (const int bc : {128, 64, 32}) {
     c = with_split(forward_config(spec.v_dim() > kMostColumns ? 8 : 4, bc, 2), true);
     if (spec.v_dim() > kMostColumns) c.br = sm90::kWarpgroupRows, c.d_split = 2;
+    c.join_lists = joins;
     if (admits(spec, c, device)) break;
   }
   return c;
@@ -111,7 +114,7 @@ std::vector<TileConfig> packed_where_admitted(const AnalysedSpec& spec, const st
 }
 
 TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
-  if (spec.indices) return tile_of_indices(spec, device);
+  if (spec.indices) return tile_of_indices(spec, shape, device);
   if (const std::optional<TileConfig> few = few_rows_tile(spec, shape, device)) return *few;
   if (const std::optional<TileConfig> cascade = cascade_tile(spec, shape, device)) return *cascade;
   if (const std::optional<TileConfig> shared = shared_kv_tile(spec, shape, device)) return *shared;
@@ -193,6 +196,12 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
       for (const int stages : {2, 3})
         for (const bool packed : {false, true})
           consider(with_split(forward_config(warps, bc, stages), packed));
+  if (!may_join_lists(spec)) return found;
+  const std::vector<TileConfig> alone = found;
+  for (TileConfig c : alone) {
+    c.join_lists = true;
+    consider(c);
+  }
   return found;
 }
 
@@ -201,7 +210,7 @@ std::optional<TensorBoxes> tensor_boxes(const AnalysedSpec& spec, const TileConf
   bool copies_bias = false;
   if (is_forward(spec)) {
     boxes = {sm90::warpgroup_rows(c.br), gathers(spec) ? 0 : sm90::kv_box_rows(spec.kv.page_size, c.bc),
-             tma_stores_o(spec, c) ? sm90::kWarpRows : 0, c.pack_gqa, spec.indices};
+             tma_stores_o(spec, c) ? sm90::kWarpRows : 0, c.pack_gqa, c.pack_gqa ? most_queries(spec, c) : 0};
     copies_bias = has_bias_tile(spec);
   } else {
     const sm90::BackwardLayout layout = backward_layout(spec, c);
@@ -266,6 +275,7 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
   main.cluster = is_forward(spec) ? forward_cluster(spec, c) : backward_layout(spec, c).cluster();
   main.persistent = !is_forward(spec) || takes_tiles_in_turn(spec, c) || is_stream_k(spec, c);
   KernelPlan kernel = tensor_core_kernel(spec, c, main, schedule(spec, c));
+  if (c.join_lists) add_join_lists(kernel);
   kernel.tensor_boxes = tensor_boxes(spec, c);
   kernel.constants.push_back({"kListedRows", listed_rows(spec, c)});
   if (is_forward(spec)) {

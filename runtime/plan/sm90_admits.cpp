@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "plan/joined_lists.hpp"
 #include "plan/sm90.hpp"
 #include "plan/tiles.hpp"
 
@@ -261,6 +262,8 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
         "its backward pass, {} has one",
         to_string(c)));
   if (Support packed = check_pack_gqa(spec, c); !packed) return packed;
+  if (c.join_lists)
+    if (Support may = may_join_lists(spec); !may) return may;
   if (spec.score.is_weight() && is_forward(spec) && c.split) return Support::no(kJoinsByLse);
   if (!spec.epilogue.out_mod.empty() && is_forward(spec) && c.split) return Support::no(kModifiesWholeOut);
   if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)

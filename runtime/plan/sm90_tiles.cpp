@@ -216,6 +216,7 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
           .key_scales = spec.has_key_scales(),
           .split = c.split,
           .indices = spec.indices,
+          .joined_queries = c.join_lists ? kMostJoinedQueries : 0,
           .ctas = c.min_blocks};
 }
 

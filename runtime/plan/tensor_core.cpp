@@ -100,7 +100,8 @@ WorkspaceNeeds tensor_core_workspace(const KernelPlan& kernel, const AttentionSh
           .ordered_q_tiles = backward && spec.reproducible.deterministic ? q_tiles : 0,
           .num_splits = backward && spec.indices ? 1 : 0,
           .part_rows = kernel.schedule.stream_k ? kernel.config.br : 0,
-          .cascade_tiles = kernel.schedule.cascade ? cascade_tiles(kernel, shape) : 0};
+          .cascade_tiles = kernel.schedule.cascade ? cascade_tiles(kernel, shape) : 0,
+          .joined_lists = joined_lists(kernel, shape)};
 }
 
 }  // namespace flashjit::plan

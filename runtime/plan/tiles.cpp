@@ -27,13 +27,18 @@ int heads_of_set(int shared) {
 
 }  // namespace
 
-PackedHeadsParam packed_heads(const AttentionShape& shape, bool one_query) {
+int most_queries(const KernelSpec& spec, const TileConfig& config) {
+  if (config.join_lists) return kMostJoinedQueries;
+  return spec.indices ? 1 : kPackedRows;
+}
+
+PackedHeadsParam packed_heads(const AttentionShape& shape, int most_queries) {
   if (shape.heads_kv == 0) return {};
   const auto shared = static_cast<int>(shape.heads_q / shape.heads_kv);
   const int heads = heads_of_set(shared);
   return {.heads = heads,
           .sets = static_cast<int>(tiles(shared, heads)),
-          .queries = one_query ? 1 : kPackedRows / heads,
+          .queries = std::min(kPackedRows / heads, most_queries),
           .inverse = static_cast<unsigned>(((1 << 16) + heads - 1) / heads),
           .shared = shared};
 }
@@ -43,7 +48,7 @@ ForwardTiles forward_tiles(const KernelSpec& spec, const AttentionShape& shape, 
   if (spec.indices && !config.pack_gqa)
     return {1, shape.heads_kv * tiles(shape.heads_q / shape.heads_kv, config.br)};
   if (!config.pack_gqa) return {config.br, shape.heads_q};
-  const PackedHeadsParam packed = packed_heads(shape, spec.indices);
+  const PackedHeadsParam packed = packed_heads(shape, most_queries(spec, config));
   return {std::int64_t{config.br} / kPackedRows * packed.queries, shape.heads_kv * packed.sets};
 }
 

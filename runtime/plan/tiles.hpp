@@ -19,9 +19,11 @@ constexpr int kReservedSharedBytes = 1024;
 /// How many blocks, or clusters, of an entry the device holds.
 std::int64_t blocks_at_once(const Entry& entry, const DeviceInfo& device);
 
-/// How the heads that share K and V are packed, where they are; nothing without heads. `one_query`: those of
-/// a warpgroup are of a query whose list of keys is its own.
-PackedHeadsParam packed_heads(const AttentionShape& shape, bool one_query);
+/// The most queries of which a warpgroup has packed heads: one, if each has a list of keys of its own.
+int most_queries(const KernelSpec& spec, const TileConfig& config);
+
+/// How the heads that share K and V are packed, where they are; nothing without heads.
+PackedHeadsParam packed_heads(const AttentionShape& shape, int most_queries);
 
 /// Q tiles of the forward pass: so many queries each, of so many sets of heads of a batch entry. A set is one
 /// head, or where heads are packed, or queries have lists of keys, those of a tile.

@@ -98,6 +98,10 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const KernelSpec& 
   const bool apart = needs.decoded_cache && !spec.kv.shared_kv;
   out.decoded_k = allocator.place(needs.decoded_cache, {heads_kv, shape.seqlen_kv, spec.head_dim / 2});
   out.decoded_v = allocator.place(apart, {heads_kv, shape.seqlen_kv, spec.v_dim() / 2});
+  const auto [lists, keys_of_list] = needs.joined_lists;
+  out.joined_lengths = allocator.place(lists > 0, {lists});
+  out.joined_keys = allocator.place(lists > 0, {lists, keys_of_list});
+  out.joined_queries = allocator.place(lists > 0, {lists, keys_of_list / kWordBytes});
   const bool q_mod = !spec.prologue.q_mod.empty(), k_mod = !spec.prologue.k_mod.empty();
   const bool backward = spec.pass == Pass::backward;
   const std::int64_t words = size_of(spec.dtype) / 2, grad_words = size_of(spec.grad_type()) / 2;

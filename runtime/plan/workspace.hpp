@@ -13,6 +13,7 @@ struct WorkspaceLayout {
   std::size_t d = 0, row_tangents = 0, dout = 0, lse_padded = 0, row_terms = 0, dq_accum = 0, o_splits = 0,
               lse_splits = 0, dk_splits = 0, dv_splits = 0, semaphores = 0, partial_tiles = 0,
               segments_of_tile = 0, decoded_k = 0, decoded_v = 0;
+  std::size_t joined_lengths = 0, joined_keys = 0, joined_queries = 0;
   std::size_t q_mod = 0, k_mod = 0;          ///< Q and K as the programs make them
   std::size_t dq_of_mod = 0, dk_of_mod = 0;  ///< and their gradients
   std::size_t list_count = 0, list_entries = 0, list_rank = 0, term_bounds = 0;

@@ -314,6 +314,25 @@ std::vector<std::int32_t> random_indices(std::int64_t lists, std::int64_t top_k,
   return indices;
 }
 
+std::vector<std::int32_t> neighbouring_indices(std::int64_t lists, std::int64_t top_k, std::int64_t keys,
+                                               std::int64_t changed, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<std::int32_t> order(static_cast<std::size_t>(keys)), indices;
+  std::iota(order.begin(), order.end(), 0);
+  const auto draw = [&](std::int64_t first, std::int64_t count) {
+    return static_cast<std::size_t>(first) + random() % static_cast<std::uint64_t>(count);
+  };
+  for (std::int64_t i = 0; i < top_k; ++i)
+    std::swap(order[static_cast<std::size_t>(i)], order[draw(i, keys - i)]);
+  for (std::int64_t list = 0; list < lists; ++list) {
+    for (std::int64_t i = 0; i < top_k; ++i)
+      indices.push_back(random() % 32 == 0 ? -1 : order[static_cast<std::size_t>(i)]);
+    for (std::int64_t i = 0; i < changed && top_k < keys; ++i)
+      std::swap(order[draw(0, top_k)], order[draw(top_k, keys - top_k)]);
+  }
+  return indices;
+}
+
 std::int64_t plausible_top_k(std::int64_t keys) {
   constexpr std::int64_t kMost = 2048;
   return std::min(kMost, (keys + 1) / 2);

@@ -50,6 +50,10 @@ std::vector<double> quantize(DType type, bool by_row, std::int64_t heads, std::i
 /// Lists of `top_k` of `keys` keys each, some of which are named twice, or are -1 or no key.
 std::vector<std::int32_t> random_indices(std::int64_t lists, std::int64_t top_k, std::int64_t keys,
                                          std::uint64_t seed);
+/// Lists of `top_k` of `keys` keys each, no key twice in a list, as indexers give them to neighbouring
+/// queries: each list has `changed` keys that the one before had not. Some entries are -1.
+std::vector<std::int32_t> neighbouring_indices(std::int64_t lists, std::int64_t top_k, std::int64_t keys,
+                                               std::int64_t changed, std::uint64_t seed);
 /// How long lists are by default.
 std::int64_t plausible_top_k(std::int64_t keys);
 

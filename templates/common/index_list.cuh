@@ -19,6 +19,7 @@ __device__ __forceinline__ int length_of_list(const Params& p, const Sequence<P>
 template <class P>
 class IndexList {
  public:
+  using Entry = int;  ///< of the list, as it is read
   int count;
 
   __device__ __forceinline__ IndexList(const Params& p, const Sequence<P>& sequence, int h_kv, int q)
@@ -46,6 +47,11 @@ class IndexList {
   __device__ __forceinline__ int named_key(int n) const { return existing_key(n, entry(n)); }
   /// What the list says, which may be no key.
   __device__ __forceinline__ int entry(int n) const { return n < count ? keys_[n] : -1; }
+  static __device__ __forceinline__ Entry none() { return -1; }
+  /// The length of the list of a query, of all KV heads.
+  static __device__ __forceinline__ int length(const Params& p, const Sequence<P>& sequence, int q) {
+    return length_of_list<P>(p, sequence, q);
+  }
 
  private:
   __device__ __forceinline__ int existing_key(int n, int entry) const {
@@ -63,11 +69,5 @@ class IndexList {
   int h_kv_, q_, seqused_kv_;
   const int* keys_;
 };
-
-/// KV tiles of a query's list.
-template <class P>
-__device__ __forceinline__ int tiles_of_list(const Params& p, const Sequence<P>& sequence, int q) {
-  return (length_of_list<P>(p, sequence, q) + P::kBc - 1) / P::kBc;
-}
 
 }  // namespace flashjit

@@ -17,6 +17,7 @@
 #define FLASHJIT_IF_SCALES
 #define FLASHJIT_IF_INDICES
 #define FLASHJIT_IF_Q_ROPE
+#define FLASHJIT_IF_JOINED_LISTS
 #define FLASHJIT_IF_OUT_MOD
 #define FLASHJIT_IF_ROW_MODS
 #define FLASHJIT_IF_RUNNING_STATE
@@ -113,6 +114,18 @@ struct IndicesParam {
   int count;
   const int* topk_length;  ///< [batch, queries], like keys: how many entries of a list count; null: all
   long long length_stride_b, length_stride_q;
+};
+
+/// The most queries whose lists are joined, a bit of a byte each; keys that a joined list has room for, for
+/// each of its queries.
+constexpr int kMostJoinedQueries = 8, kJoinedKeysOfQuery = 2048;
+
+/// Joined lists, [batch, Q tiles, heads_kv]: see common/joined_list.cuh.
+struct JoinedListsParam {
+  int* lengths;
+  int* keys;               ///< of each list `capacity`
+  unsigned char* queries;  ///< like keys: which of the tile's queries have the key, a bit for each
+  int capacity;
 };
 
 /// Where the call's rows, keys and heads are in the problem whose dropout mask they get: row i is at q +
@@ -228,6 +241,8 @@ struct Params {
   FLASHJIT_IF_INDICES IndicesParam indices;
 
   FLASHJIT_IF_Q_ROPE TensorParam q_rope;  ///< Q's columns behind V's
+
+  FLASHJIT_IF_JOINED_LISTS JoinedListsParam joined_lists;
 
   /// Forward: O before the program; null: not wanted. Backward: dO of what it gave, from which the out_grads
   /// entry makes dout.

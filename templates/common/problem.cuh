@@ -67,6 +67,7 @@ struct ExampleProblem {
   static constexpr bool kClaimsTiles = false;  // backward: CTAs claim their first KV tile: semaphores.cuh
   static constexpr bool kLseLog2 = false;      // backward: LSE in units of log2, too: lse_log2.cuh
   static constexpr bool kPackGqa = false;
+  static constexpr bool kJoinsLists = false;    // lists of a tile's queries are joined: joined_list.cuh
   static constexpr bool kTma = false;           // sm80: TMA copies K and V: sm80/kv_loader_tma.cuh
   // Packed sequences with more or fewer queries are another kernel's.
   static constexpr int kFewestQueries = -0x7fffffff - 1;

@@ -2,7 +2,7 @@
 // backward pass.
 #pragma once
 
-#include "flashjit/common/index_list.cuh"
+#include "flashjit/common/joined_list.cuh"
 #include "flashjit/common/kv_work_tile.cuh"
 #include "flashjit/common/mask_walk.cuh"
 #include "flashjit/common/semaphores.cuh"

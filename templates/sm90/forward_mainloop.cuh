@@ -327,7 +327,7 @@ struct FullByMask {
 };
 template <class P>
 using TileFullness =
-    Conditional<P::kIndices, FullByKeys<P>,
+    Conditional<P::kIndices, Conditional<P::kJoinsLists, FullByKeysOfRows<P>, FullByKeys<P>>,
                 Conditional<kEntriesHaveRowBits<P>, FullIfVisited<P>,
                             Conditional<kProducerPostsEntries<P>, FullByEntry<P>, FullByMask<P>>>>;
 

@@ -67,6 +67,7 @@ struct MaskOfEntries {
   }
 };
 template <class P>
-using ScoreMask = Conditional<P::kIndices, MaskOfEntries<P>, MaskOfPairs<P>>;
+using ScoreMask =
+    Conditional<P::kJoinsLists, MaskOfRows<P>, Conditional<P::kIndices, MaskOfEntries<P>, MaskOfPairs<P>>>;
 
 }  // namespace flashjit::sm90

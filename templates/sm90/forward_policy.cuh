@@ -235,6 +235,7 @@ constexpr ForwardLayout kForwardLayout{.br = P::kBr,
                                        .key_scales = P::kKeyScales,
                                        .split = P::kSplit,
                                        .indices = P::kIndices,
+                                       .joined_queries = P::kJoinsLists ? kMostJoinedQueries : 0,
                                        .ctas = P::kMinBlocks};
 
 /// Where two warpgroups share rows, the second one's P V waits for the first one's S, if K is there already,

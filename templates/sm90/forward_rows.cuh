@@ -1,6 +1,7 @@
 // The state of a consumer's rows: their queries, keys and scales, and the row maximum m and sum l.
 #pragma once
 
+#include "flashjit/sm90/forward_joined.cuh"
 #include "flashjit/sm90/forward_policy.cuh"
 #include "flashjit/sm90/fragment.cuh"
 #include "flashjit/tma/tile_scheduler.cuh"
@@ -90,6 +91,8 @@ template <>
 struct PresentKeys<true> {
   const unsigned* present = nullptr;
 };
+template <class P>
+using ListedKeys = Conditional<P::kJoinsLists, KeysOfRows, PresentKeys<P::kIndices>>;
 
 /// Products of codes beside scales of keys: what consumers read of the KV tile's keys, from the thread's
 /// first on; three rows of Bc floats.
@@ -108,7 +111,7 @@ __device__ __forceinline__ float2 factors_of_keys(const KeyFactors<true>& keys, 
 /// The softmax state of a warpgroup's rows of a Q tile. A thread has two rows, the second eight after the
 /// first.
 template <class P>
-struct RowState : HeadScales<P>, PresentKeys<P::kIndices>, KeyFactors<kKeyFactors<P>> {
+struct RowState : HeadScales<P>, ListedKeys<P>, KeyFactors<kKeyFactors<P>> {
   Range q{0, 0};          ///< the warpgroup's queries
   Range full_keys{0, 0};  ///< that all of them attend to
   int seqused_kv = 0;

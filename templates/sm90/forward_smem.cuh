@@ -97,7 +97,7 @@ struct ForwardStorage {
   /// Lists of keys: which entries of tile n are keys, a bit for each.
   __device__ unsigned* present_keys(Count n) const {
     return reinterpret_cast<unsigned*>(shared + kLayout.present_keys() +
-                                       n % (2 * P::kStages) * kPresentKeysBytes);
+                                       n % (2 * P::kStages) * kLayout.present_keys_of_tile());
   }
 
   // mbarriers: of Q, each warpgroup's; of K and V, four a stage; of work tiles; of what the score reads.

@@ -122,7 +122,7 @@ constexpr int kCodeAlignment = 128;  ///< of a tile of codes, which TMA does not
 constexpr int kFewestCodeSlots = 2, kMoreCodeSlots = 4;
 constexpr int kCodeSlotBarriers = 2;   ///< full and empty
 constexpr int kKeyFactorBytes = 12;    ///< what consumers of products of codes read of a key with scales
-constexpr int kPresentKeysBytes = 32;  ///< a bit for each key of a tile
+constexpr int kPresentKeysBytes = 32;  ///< a bit for each key of a tile, of one query
 
 /// The most rows of a tile of few rows, whose products are of codes as operands: see forward_few_rows.cuh.
 constexpr int kFewRows = 8;
@@ -173,7 +173,8 @@ struct ForwardLayout {
   bool key_scales;     ///< and their keys have scales
   bool split;
   bool indices;
-  int ctas;  ///< of a multiprocessor; with codes its shared memory is shared out among them
+  int joined_queries;  ///< whose lists are joined, at most; 0: none
+  int ctas;            ///< of a multiprocessor; with codes its shared memory is shared out among them
 
   constexpr int warpgroups() const { return row_warpgroups(br); }  ///< with rows of their own
   constexpr bool few_rows() const { return has_few_rows(br); }
@@ -225,6 +226,9 @@ struct ForwardLayout {
   constexpr int handoff() const { return key_scales_begin() + stages * key_scales_bytes(); }
   constexpr int work_tiles() const { return handoff() + handoff_bytes(); }
   constexpr int list_entries() const { return work_tiles() + kKeptWorkTiles * kWorkTileBytes; }
+  constexpr int present_keys_of_tile() const {
+    return joined_queries > 0 ? joined_queries * bc / 8 : kPresentKeysBytes;
+  }
   constexpr int present_keys() const { return list_entries() + list_entries_bytes(); }
   constexpr int barriers() const { return present_keys() + present_keys_bytes(); }
   constexpr int slot_bytes() const {
@@ -240,7 +244,7 @@ struct ForwardLayout {
   }
   constexpr int list_entries_bytes() const { return lists ? (stages + 1) / 2 * 8 : 0; }
   /// Of twice as many tiles as there are stages: a consumer reads them when it has released K.
-  constexpr int present_keys_bytes() const { return indices ? 2 * stages * kPresentKeysBytes : 0; }
+  constexpr int present_keys_bytes() const { return indices ? 2 * stages * present_keys_of_tile() : 0; }
   constexpr int q_bytes() const {
     return warpgroups() * tile_bytes(warpgroup_rows(br), tile_columns(head_dim, code_products));
   }

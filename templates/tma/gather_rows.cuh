@@ -4,7 +4,7 @@
 #pragma once
 
 #include "flashjit/async/mbarrier.cuh"
-#include "flashjit/common/index_list.cuh"
+#include "flashjit/common/joined_list.cuh"
 #include "flashjit/common/kv_source.cuh"
 #include "flashjit/tma/kv_tile.cuh"
 #include "flashjit/tma/tile_scheduler.cuh"
@@ -29,7 +29,8 @@ struct KeyGroups {
 template <class P>
 struct KeyEntries {
   using Groups = KeyGroups<P>;
-  int entry[Groups::kOwn];
+  using List = KeyList<P>;
+  typename List::Entry entry[Groups::kOwn];
 
   __device__ __forceinline__ KeyEntries(const Params& p, const WorkTile<P>& work, int begin,
                                         const FirstKey<kLeavesPages<P>>& first_key, int warp) {
@@ -38,7 +39,7 @@ struct KeyEntries {
       const int at = Groups::at(own, warp);
       if constexpr (P::kIndices)
         entry[own] =
-            at < P::kBc ? IndexList<P>(p, work.sequence, work.h_kv, work.q_begin).entry(begin + at) : -1;
+            at < P::kBc ? List(p, work.sequence, work.h_kv, work.q_begin).entry(begin + at) : List::none();
       else
         entry[own] = P::kPageRows > 0 && is_read(p, work, begin + at, first_key)
                          ? table_entry<P>(p, work.sequence.b, begin + at)
@@ -51,9 +52,45 @@ struct KeyEntries {
   }
 };
 
+// How a warp tells the consumers which of its entries of a list are keys; EntryMarks<P> names one of two
+// types.
+
+/// By a bit for each entry.
+template <class P>
+struct MarksOfQuery {
+  __device__ __forceinline__ void keep(int, int) {}
+  __device__ __forceinline__ void mark(unsigned* present, int, int first, bool exists) const {
+    const unsigned exist = __ballot_sync(kWholeWarp, exists);
+    if (threadIdx.x % 32 == 0 && first < P::kBc) present[first / 32] = exist;
+  }
+};
+/// Joined lists: by a bit for each entry and each query.
+template <class P>
+struct MarksOfQueries {
+  unsigned queries[KeyGroups<P>::kOwn];
+
+  template <class Entry>
+  __device__ __forceinline__ void keep(int own, const Entry& entry) {
+    queries[own] = entry.queries;
+  }
+  __device__ __forceinline__ void mark(unsigned* present, int own, int first, bool exists) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    unsigned of_lane = 0;
+#pragma unroll
+    for (int query = 0; query < kMostJoinedQueries; ++query) {
+      const unsigned exist = __ballot_sync(kWholeWarp, exists && (queries[own] >> query & 1u) != 0);
+      if (lane == query) of_lane = exist;
+    }
+    if (lane < kMostJoinedQueries && first < P::kBc) present[lane * (P::kBc / 32) + first / 32] = of_lane;
+    __syncwarp();
+  }
+};
+template <class P>
+using EntryMarks = Conditional<P::kJoinsLists, MarksOfQueries<P>, MarksOfQuery<P>>;
+
 /// The slots of a warp's keys of a KV tile; -1: no key.
 template <class P>
-struct GatheredKeys {
+struct GatheredKeys : EntryMarks<P> {
   using Groups = KeyGroups<P>;
   int slot[Groups::kOwn];
 
@@ -63,9 +100,11 @@ struct GatheredKeys {
                                           const KeyEntries<P>& entries, int warp) {
 #pragma unroll
     for (int own = 0; own < Groups::kOwn; ++own) {
-      const int n = begin + Groups::at(own, warp), entry = entries.entry[own];
+      const int n = begin + Groups::at(own, warp);
+      const auto& entry = entries.entry[own];
       if constexpr (P::kIndices) {
-        const int kv = IndexList<P>(p, work.sequence, work.h_kv, work.q_begin).key_of(n, entry);
+        this->keep(own, entry);
+        const int kv = KeyList<P>(p, work.sequence, work.h_kv, work.q_begin).key_of(n, entry);
         slot[own] = kv >= 0 ? slot_of_key<P>(p, work.sequence.b, kv) : -1;
       } else {
         slot[own] = KeyEntries<P>::is_read(p, work, n, first_key) ? slot_of_entry<P>(p, entry, n) : -1;
@@ -76,9 +115,7 @@ struct GatheredKeys {
   __device__ __forceinline__ void publish(unsigned* present, unsigned full, int warp) const {
 #pragma unroll
     for (int own = 0; own < Groups::kOwn; ++own) {
-      const unsigned exist = __ballot_sync(kWholeWarp, slot[own] >= 0);
-      const int first = Groups::first(own, warp);
-      if (threadIdx.x % 32 == 0 && first < P::kBc) present[first / 32] = exist;
+      this->mark(present, own, Groups::first(own, warp), slot[own] >= 0);
     }
     if (threadIdx.x % 32 == 0) barrier_arrive(full);
   }

@@ -125,7 +125,7 @@ void wait_for_cluster() {
 }
 
 namespace {
-constexpr unsigned kFirstVariable = kPage, kFirstDynamic = 5 * kPage, kDynamicAlignment = 1024;
+constexpr unsigned kFirstVariable = kPage, kFirstDynamic = 9 * kPage, kDynamicAlignment = 1024;
 constexpr unsigned kRankShift = 24, kWord = 4;
 constexpr std::uint16_t kCopied = 0xffff;  // by cp.async, in the place of a thread
 

@@ -197,6 +197,12 @@ inline int atomicMax(int* at, int value) {
   if (value > before) *at = value;
   return before;
 }
+inline unsigned atomicOr(unsigned* at, unsigned bits) {
+  flashjit_emulator::reach_atomic();
+  const unsigned before = *at;
+  *at = before | bits;
+  return before;
+}
 template <class T>
 inline T atomicExch(T* at, T value) {
   return flashjit_emulator::fetch_replace(at, value);

@@ -60,9 +60,11 @@ struct AttentionCase {
   bool strided_captures = false;  ///< transposed, and expanded where nothing changes
   std::string variant = {};       ///< names the programs in the test's name
   unsigned seed = 0;
-  bool dlse = false;             ///< LSE has a gradient, too
-  bool rng_on_device = false;    ///< dropout's seed and offset are where the kernels read them
-  std::int64_t top_k = 0;        ///< of lists of keys
+  bool dlse = false;           ///< LSE has a gradient, too
+  bool rng_on_device = false;  ///< dropout's seed and offset are where the kernels read them
+  std::int64_t top_k = 0;      ///< of lists of keys
+  /// How many keys of a list the one before lacks, where lists have no key twice; else their keys are random.
+  std::optional<std::int64_t> changed_keys = {};
   int reserved_sms = 0;          ///< multiprocessors left to others
   bool state_in_place = false;   ///< a running state is where O and LSE are written
   std::int64_t unused_rows = 0;  ///< with varlen: NaN behind the last sequence, of which zeros must come
@@ -285,9 +287,12 @@ inline void add_indices(reference::Problem& problem, const AttentionCase& test) 
   problem.index_batch = spec.varlen || test.seed % 2 == 1 ? 1 : batch;
   const std::int64_t queries =
       spec.varlen ? std::ssize(problem.q) / (heads_q * spec.head_dim) : problem.index_batch * seqlen_q;
-  problem.indices =
-      with_key_behind(reference::random_indices(queries * heads_kv, test.top_k, seqlen_kv, test.seed),
-                      topk_lengths(test, queries), test.top_k, -1);
+  const std::int64_t count = queries * heads_kv;
+  problem.indices = with_key_behind(
+      test.changed_keys
+          ? reference::neighbouring_indices(count, test.top_k, seqlen_kv, *test.changed_keys, test.seed)
+          : reference::random_indices(count, test.top_k, seqlen_kv, test.seed),
+      topk_lengths(test, queries), test.top_k, -1);
   if (spec.varlen) return;  // where a row may be named by what another sequence's lists say
   std::vector<bool> named(static_cast<std::size_t>(batch * heads_kv * seqlen_kv));
   for (std::int64_t b = 0; b < batch; ++b)

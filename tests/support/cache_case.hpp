@@ -37,8 +37,9 @@ struct CacheCase {
   bool slot_table = false;  ///< of slots: they are in no order
   bool own_scales = false;  ///< with key_scales: each key has its own
   unsigned seed = 0;
-  int window = 0;      ///< the mask's: whole pages in front of it are freed
-  int q_exponent = 0;  ///< Q is 2^q_exponent as large as usual, the scale of scores as much smaller
+  int window = 0;           ///< the mask's: whole pages in front of it are freed
+  bool neighbours = false;  ///< of lists of keys share most, and have no key twice
+  int q_exponent = 0;       ///< Q is 2^q_exponent as large as usual, the scale of scores as much smaller
 };
 
 inline std::string name_of(const CacheCase& test) {
@@ -169,7 +170,10 @@ inline Cache make_cache(const CacheCase& test) {
   if (spec.indices) {
     constexpr std::int64_t kTopK = 70;
     problem.index_batch = spec.varlen ? 1 : batch;
-    problem.indices = reference::random_indices(queries * heads_kv, kTopK, seqlen_kv, test.seed);
+    problem.indices =
+        test.neighbours
+            ? reference::neighbouring_indices(queries * heads_kv, kTopK, seqlen_kv, kTopK / 8, test.seed)
+            : reference::random_indices(queries * heads_kv, kTopK, seqlen_kv, test.seed);
   }
   problem.captures = reference::plausible_captures(spec, test.shape, test.seed);
   // One sequence without keys, one with as many as there may be.

@@ -60,6 +60,8 @@ TEST(ParamsLayout, AKernelHasTheGroupsOfItsSpecAndItsConfiguration) {
   for (const auto& [spec, groups] : specs) EXPECT_EQ(groups_of(layout_of(spec)), groups) << spec;
   EXPECT_EQ(groups_of(layout_of("fwd:bf16:d64", "sm80:br64:bc64:w4:s2:split")), "SPLIT");
   EXPECT_EQ(groups_of(layout_of("fwd:bf16:d64:indices", "simt:br16:bc32:w4")), "INDICES");
+  EXPECT_EQ(groups_of(layout_of("fwd:bf16:d64:indices", "sm90:br64:bc64:w4:s2:split:pack_gqa:join_lists")),
+            "INDICES JOINED_LISTS PACK_GQA SPLIT");
 }
 
 TEST(ParamsLayout, ArraysAreAsLongAsProgramsDeclare) {

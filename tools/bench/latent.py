@@ -31,11 +31,13 @@ class Problem(typing.NamedTuple):
     queries: int
     keys: int
     top_k: int = 0
+    shared: float = 0.0  # of a list's keys those that the list before has; 0: lists are drawn alone
 
     def label(self):
         return (
             f"{self.kind}, {self.heads} heads, {self.sequences} x {self.queries} queries, {self.keys} keys"
             + (f", top {self.top_k}" if self.top_k else "")
+            + (f", {self.shared:.0%} shared" if self.shared else "")
         )
 
     def cache_bytes(self):
@@ -60,8 +62,9 @@ def problems():
     for sequences in SEQUENCES:
         yield Problem("sparse decode", 128, sequences, 1, 32768, 2048)
     yield Problem("sparse decode", 16, 128, 1, 32768, 2048)
-    for heads in (16, 128):
-        yield Problem("sparse prefill", heads, 1, 4096, 8192, 2048)
+    for heads in (16, 32, 128):
+        for shared in (0.0, 0.5, 0.9):
+            yield Problem("sparse prefill", heads, 1, 4096, 8192, 2048, shared)
         yield Problem("dense prefill", heads, 1, 4096, 2048)
 
 
@@ -87,6 +90,20 @@ def prefills():
         for tokens in PREFILL_TOKENS:
             for causal in (False, True):
                 yield Prefill(heads, max(1, 2**18 // (heads * tokens)), tokens, causal)
+
+
+def key_lists(problem, device):
+    """A list for each query of a prefill, int32 [queries, top-k]."""
+    if not problem.shared:
+        return torch.rand(problem.queries, problem.keys, device=device).topk(problem.top_k).indices.int()
+    keys, changed = torch.randperm(problem.keys), round((1 - problem.shared) * problem.top_k)
+    lists = torch.empty(problem.queries, problem.top_k, dtype=torch.int32)
+    for one in lists:
+        one.copy_(keys[: problem.top_k])
+        leave = torch.randperm(problem.top_k)[:changed]
+        join = problem.top_k + torch.randperm(problem.keys - problem.top_k)[:changed]
+        keys[leave], keys[join] = keys[join], keys[leave]
+    return lists.to(device)
 
 
 def flash_mla(problem, q, pages, table, lengths):
@@ -123,11 +140,7 @@ def calls_of(problem, flashjit, fa3, copies, device="cuda"):
         if "prefill" in problem.kind:
             where = {}
             if problem.top_k:
-                where["indices"] = (
-                    torch.rand(problem.queries, problem.keys, device=device)
-                    .topk(problem.top_k)
-                    .indices.to(torch.int32)[None, :, None]
-                )
+                where["indices"] = key_lists(problem, device)[None, :, None]
             add("ours", ours(latents, **where))
             continue
         count = problem.sequences * problem.keys // PAGE

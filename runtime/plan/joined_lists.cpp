@@ -16,7 +16,7 @@ JoinedLists lists_of(const AttentionShape& shape) {
   if (queries == 0) return {};
   const std::int64_t keys = tiles(shape.seqlen_kv, 4) * 4;  // a word has the queries of four
   return {.count = shape.batch * shape.heads_kv * tiles(shape.seqlen_q, queries),
-          .capacity = std::min(keys, queries * kJoinedKeysOfQuery)};
+          .capacity = queries * std::min<std::int64_t>(keys, kJoinedKeysOfQuery)};
 }
 
 }  // namespace
@@ -31,7 +31,8 @@ Support may_join_lists(const AnalysedSpec& spec) {
 
 bool gains_by_joined_lists(const AnalysedSpec& spec, const AttentionShape& shape) {
   constexpr std::int64_t kFewestQueries = 64, kBytesOfKey = 5;
-  if (!may_join_lists(spec) || shape.heads_kv == 0 || shape.seqlen_q < kFewestQueries) return false;
+  if (!may_join_lists(spec) || !spec.kv.shared_kv || shape.heads_kv == 0 || shape.seqlen_q < kFewestQueries)
+    return false;
   if (packed_heads(shape, kMostJoinedQueries).queries < 2) return false;
   const JoinedLists lists = lists_of(shape);
   return lists.count <= kMostJoinedBytes / kBytesOfKey / std::max<std::int64_t>(lists.capacity, 1);
@@ -40,6 +41,7 @@ bool gains_by_joined_lists(const AnalysedSpec& spec, const AttentionShape& shape
 void add_join_lists(KernelPlan& kernel) {
   Entry entry = auxiliary_entry("join_lists");
   entry.threads = kJoiningThreads;
+  entry.min_blocks = 5;  // their reads hide behind others'
   kernel.steps.insert(kernel.steps.begin(), Step::join_lists);
   kernel.entries.insert(kernel.entries.begin(), std::move(entry));
 }

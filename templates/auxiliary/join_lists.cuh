@@ -6,47 +6,41 @@
 
 namespace flashjit::auxiliary {
 
-constexpr int kJoiningThreads = 256;
-/// Keys at a time, a byte of shared memory each, and of a thread.
-constexpr int kKeysOfWindow = 16384, kKeysOfThread = 16;
+constexpr int kJoiningThreads = 256, kJoiningWarps = kJoiningThreads / 32;
+/// Keys at a time; and entries of a list that a thread reads at once.
+constexpr int kKeysOfWindow = 16384, kEntriesAtOnce = 4;
 
-/// Which queries have the keys of a window, a bit of a byte each.
+/// Which queries have the keys of a window, a bit for each.
 struct KeyWindow {
-  uint4 queries[kKeysOfWindow / kKeysOfThread];
-  int of_warp[kJoiningThreads / 32];
+  unsigned char queries[kKeysOfWindow];
+  int of_warp[kJoiningWarps];
 
-  __device__ __forceinline__ unsigned* word(int key) {
-    return reinterpret_cast<unsigned*>(queries) + key / 4;
+  /// By all threads.
+  __device__ __forceinline__ void clear(int size) {
+    auto* words = reinterpret_cast<uint4*>(queries);
+    for (int i = static_cast<int>(threadIdx.x); i * 16 < size; i += kJoiningThreads) words[i] = {0, 0, 0, 0};
+  }
+  /// Notes that a query has a key. Returns whether it was noted before.
+  __device__ __forceinline__ bool note(int key, unsigned query) {
+    const unsigned bit = query << (key % 4 * 8);
+    return (atomicOr(reinterpret_cast<unsigned*>(queries) + key / 4, bit) & bit) != 0;
   }
 };
 
-/// Bit 0 of each byte that is not 0.
-__device__ __forceinline__ unsigned bytes_in_use(unsigned word) {
-  word |= word >> 4;
-  word |= word >> 2;
-  return (word | word >> 1) & 0x01010101u;
-}
-
-/// How many keys of the threads before have a query; `all` becomes how many all have. By all threads.
-__device__ __forceinline__ int keys_before(KeyWindow& window, int own, int& all) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  int end = own;
+/// Notes the keys of a query's list that are in a window. Returns whether it names one twice.
+template <class P>
+__device__ __forceinline__ bool note_keys(KeyWindow& window, const IndexList<P>& list, unsigned query,
+                                          int first_key) {
+  bool again = false;
+  for (int n = static_cast<int>(threadIdx.x); n < list.count; n += kEntriesAtOnce * kJoiningThreads) {
+    int key[kEntriesAtOnce];
 #pragma unroll
-  for (int lanes = 1; lanes < 32; lanes *= 2) {
-    const int other = __shfl_up_sync(kWholeWarp, end, lanes);
-    if (lane >= lanes) end += other;
-  }
-  if (lane == 31) window.of_warp[warp] = end;
-  __syncthreads();
-  int before = end - own;
-  all = 0;
+    for (int i = 0; i < kEntriesAtOnce; ++i) key[i] = list.key(n + i * kJoiningThreads) - first_key;
 #pragma unroll
-  for (int other = 0; other < kJoiningThreads / 32; ++other) {
-    if (other == warp) before += all;
-    all += window.of_warp[other];
+    for (int i = 0; i < kEntriesAtOnce; ++i)
+      if (key[i] >= 0 && key[i] < kKeysOfWindow) again |= window.note(key[i], query);
   }
-  __syncthreads();
-  return before;
+  return again;
 }
 
 /// Where the keys of a Q tile's list go.
@@ -55,41 +49,50 @@ struct JoinedKeys {
   unsigned char* queries;
   int room, count = 0;
 
-  /// Adds the keys of a window in order. By all threads.
-  __device__ void add(KeyWindow& window, int first_key, int size) {
-    for (int begin = 0; begin * kKeysOfThread < size; begin += kJoiningThreads) {
-      const int own = begin + static_cast<int>(threadIdx.x);
-      const uint4 words = own * kKeysOfThread < size ? window.queries[own] : uint4{0, 0, 0, 0};
-      const unsigned of_keys[4] = {words.x, words.y, words.z, words.w};
-      int used = 0, all;
+  /// Adds the keys of a window in order, each warp those of a share. By all threads.
+  __device__ __forceinline__ void add(KeyWindow& window, int first_key, int size) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+    const int share = (size + kJoiningThreads - 1) / kJoiningThreads * 32, begin = warp * share,
+              end = min(begin + share, size);
+    const auto queries_of = [&](int key) { return key < end ? window.queries[key] : 0; };
+    int own = 0;
+    for (int key = begin; key < end; key += 32)
+      own += __popc(__ballot_sync(kWholeWarp, queries_of(key + lane) != 0));
+    if (lane == 0) window.of_warp[warp] = own;
+    __syncthreads();
+    int at = count;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) used += __popc(bytes_in_use(of_keys[i]));
-      int at = count + keys_before(window, used, all);
-#pragma unroll
-      for (int i = 0; i < kKeysOfThread; ++i) {
-        const unsigned bits = of_keys[i / 4] >> (i % 4 * 8) & 0xffu;
-        if (bits == 0) continue;
-        if (at < room) keys[at] = first_key + own * kKeysOfThread + i, queries[at] = bits;
-        ++at;
-      }
-      count += all;
+    for (int other = 0; other < kJoiningWarps; ++other) {
+      if (other < warp) at += window.of_warp[other];
+      count += window.of_warp[other];
     }
+    for (int key = begin; key < end; key += 32) {
+      const int bits = queries_of(key + lane);
+      const unsigned used = __ballot_sync(kWholeWarp, bits != 0);
+      const int to = at + __popc(used & ((1u << lane) - 1));
+      if (bits != 0 && to < room) keys[to] = first_key + key + lane, queries[to] = bits;
+      at += __popc(used);
+    }
+    __syncthreads();
+  }
+
+  /// The lists of some queries one behind the other instead, each entry one query's. Returns how many entries
+  /// these are; less than 0: there is no room for so many. By all threads.
+  template <class P>
+  __device__ int put_lists(const Params& p, const Sequence<P>& sequence, int h_kv, Range of) const {
+    int entries = 0;
+    for (int q = of.begin; q < of.end; ++q) entries += length_of_list<P>(p, sequence, q);
+    if (entries > room) return -entries;
+    int begin = 0;
+    for (int q = of.begin; q < of.end; ++q) {
+      const IndexList<P> list(p, sequence, h_kv, q);
+      for (int n = static_cast<int>(threadIdx.x); n < list.count; n += kJoiningThreads)
+        keys[begin + n] = list.key(n), queries[begin + n] = 1u << (q - of.begin);
+      begin += list.count;
+    }
+    return entries;
   }
 };
-
-/// Notes the keys of a query's list that are in a window. Returns whether it names one twice.
-template <class P>
-__device__ __forceinline__ bool note_keys(KeyWindow& window, const IndexList<P>& list, unsigned bit,
-                                          int first_key) {
-  bool again = false;
-  for (int n = static_cast<int>(threadIdx.x); n < list.count; n += kJoiningThreads) {
-    const int key = list.key(n) - first_key;
-    if (key < 0 || key >= kKeysOfWindow) continue;
-    const unsigned of_key = bit << (key % 4 * 8);
-    if ((atomicOr(window.word(key), of_key) & of_key) != 0) again = true;
-  }
-  return again;
-}
 
 /// Grid: batch * Q tiles * heads_kv.
 template <class P>
@@ -105,19 +108,17 @@ __device__ void join_lists(const Params& p) {
   bool again = false;
   for (int first_key = 0; first_key < keys; first_key += kKeysOfWindow) {
     const int size = min(kKeysOfWindow, keys - first_key);
-    for (int i = static_cast<int>(threadIdx.x); i * kKeysOfThread < size; i += kJoiningThreads)
-      window.queries[i] = {0, 0, 0, 0};
+    window.clear(size);
     __syncthreads();
     for (int q = first; q < end; ++q)
       again |= note_keys(window, IndexList<P>(p, sequence, h_kv, q), 1u << (q - first), first_key);
     __syncthreads();
     joined.add(window, first_key, size);
   }
-  again = __syncthreads_count(again || joined.count > joined.room) != 0;
-  if (threadIdx.x != 0) return;
-  int entries = 0;
-  for (int q = first; again && q < end; ++q) entries += length_of_list<P>(p, sequence, q);
-  p.joined_lists.lengths[list] = again ? -entries : joined.count;
+  int entries = joined.count;
+  if (__syncthreads_count(again || joined.count > joined.room) > 0)
+    entries = joined.put_lists<P>(p, sequence, h_kv, {first, end});
+  if (threadIdx.x == 0) p.joined_lists.lengths[list] = entries;
 }
 
 }  // namespace flashjit::auxiliary

@@ -34,6 +34,7 @@ TEST(JoinedListsPlan, IsChosenForManyQueriesOfFewHeads) {
   EXPECT_FALSE(joins_lists("fwd:bf16:d576x512:shared_kv:varlen:indices", "b1:hq16:hkv1:sq4096:skv8192"));
   EXPECT_FALSE(joins_lists("fwd:bf16:d576x512:kv{fp8_ds_mla}:shared_kv:pages64:indices",
                            "b1:hq16:hkv1:sq4096:skv8192"));
+  EXPECT_FALSE(joins_lists("fwd:bf16:d128:indices", "b1:hq16:hkv1:sq4096:skv8192")) << "not measured";
   // More than 1 GiB of lists.
   EXPECT_FALSE(joins_lists(kLatents, "b32:hq16:hkv1:sq4096:skv65536"));
 }
@@ -49,7 +50,7 @@ TEST(JoinedListsPlan, IsAnEntryBeforeThoseOfListsOfTheirOwn) {
   EXPECT_EQ(joined.steps[0], plan::Step::join_lists);
   EXPECT_EQ(joined.launches[0].blocks, 2 * 1024);
   EXPECT_FALSE(joined.launches[0].early) << "its lists are read by the call before";
-  // Of each tile of 4 queries: its length, and 8192 keys with a byte.
+  // Of each tile of 4 queries: its length, and 2048 keys for each query, with a byte.
   EXPECT_EQ(joined.workspace.bytes, plain.workspace.bytes + std::size_t{2} * 1024 * (4 + 8192 * (4 + 1)));
 }
 

@@ -30,7 +30,7 @@ Support may_join_lists(const AnalysedSpec& spec) {
 }
 
 bool gains_by_joined_lists(const AnalysedSpec& spec, const AttentionShape& shape) {
-  constexpr std::int64_t kFewestQueries = 64, kBytesOfKey = 5;
+  constexpr std::int64_t kFewestQueries = 128, kBytesOfKey = 5;
   if (!may_join_lists(spec) || !spec.kv.shared_kv || shape.heads_kv == 0 || shape.seqlen_q < kFewestQueries)
     return false;
   if (packed_heads(shape, kMostJoinedQueries).queries < 2) return false;

@@ -76,13 +76,13 @@ struct JoinedKeys {
     __syncthreads();
   }
 
-  /// The lists of some queries one behind the other instead, each entry one query's. Returns how many entries
-  /// these are; less than 0: there is no room for so many. By all threads.
+  /// The lists of some queries one behind the other instead, each entry one query's, if there is room.
+  /// Returns their stored_length(). By all threads.
   template <class P>
   __device__ int put_lists(const Params& p, const Sequence<P>& sequence, int h_kv, Range of) const {
     int entries = 0;
     for (int q = of.begin; q < of.end; ++q) entries += length_of_list<P>(p, sequence, q);
-    if (entries > room) return -entries;
+    if (entries > room) return stored_length(entries, false);
     int begin = 0;
     for (int q = of.begin; q < of.end; ++q) {
       const IndexList<P> list(p, sequence, h_kv, q);
@@ -90,7 +90,7 @@ struct JoinedKeys {
         keys[begin + n] = list.key(n), queries[begin + n] = 1u << (q - of.begin);
       begin += list.count;
     }
-    return entries;
+    return stored_length(entries, true);
   }
 };
 
@@ -115,10 +115,10 @@ __device__ void join_lists(const Params& p) {
     __syncthreads();
     joined.add(window, first_key, size);
   }
-  int entries = joined.count;
+  int length = stored_length(joined.count, true);
   if (__syncthreads_count(again || joined.count > joined.room) > 0)
-    entries = joined.put_lists<P>(p, sequence, h_kv, {first, end});
-  if (threadIdx.x == 0) p.joined_lists.lengths[list] = entries;
+    length = joined.put_lists<P>(p, sequence, h_kv, {first, end});
+  if (threadIdx.x == 0) p.joined_lists.lengths[list] = length;
 }
 
 }  // namespace flashjit::auxiliary

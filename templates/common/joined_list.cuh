@@ -12,9 +12,13 @@ __device__ __forceinline__ int joined_list_at(const Params& p, int b, int h_kv, 
   return (b * q_tiles + q_tile) * p.heads_kv + h_kv;
 }
 
-/// In the place of IndexList for several queries, of which `q` is the first. Where a list names a key twice,
-/// or the joined one has no room, its length is less than 0: then the queries' lists are one behind the
-/// other, each entry one query's.
+/// What is stored of a list: twice its length, and one more where the queries' own lists are read, one behind
+/// the other. (A sign in its place was lost: NOTES.md of sm90, #joined-lists.)
+__device__ __forceinline__ int stored_length(int length, bool joined) { return 2 * length + !joined; }
+__device__ __forceinline__ int length_of_stored(int stored) { return stored >> 1; }
+
+/// In the place of IndexList for several queries, of which `q` is the first. Where there is no room to join
+/// their lists, these are one behind the other, each entry one query's.
 template <class P>
 class JoinedList {
  public:
@@ -27,9 +31,9 @@ class JoinedList {
   __device__ __forceinline__ JoinedList(const Params& p, const Sequence<P>& sequence, int h_kv, int q)
       : p_(p), sequence_(sequence), h_kv_(h_kv), q_(q) {
     at_ = joined_list_at(p, sequence.b, h_kv, q / p.packed.queries);
-    const int length = p.joined_lists.lengths[at_];
-    joined_ = length >= 0;
-    count = entries_of(length);
+    const int stored = p.joined_lists.lengths[at_];
+    joined_ = stored % 2 == 0;
+    count = length_of_stored(stored);
   }
 
   /// What the list says of entry n.
@@ -48,12 +52,12 @@ class JoinedList {
   static __device__ __forceinline__ int length(const Params& p, const Sequence<P>& sequence, int q_tile) {
     int longest = 0;
     for (int h_kv = 0; h_kv < p.heads_kv; ++h_kv)
-      longest = max(longest, entries_of(p.joined_lists.lengths[joined_list_at(p, sequence.b, h_kv, q_tile)]));
+      longest =
+          max(longest, length_of_stored(p.joined_lists.lengths[joined_list_at(p, sequence.b, h_kv, q_tile)]));
     return longest;
   }
 
  private:
-  static __device__ __forceinline__ int entries_of(int length) { return max(length, -length); }
   /// The query, counted from the first, that has entry n of the lists one behind the other; n becomes its own
   /// list's.
   static __device__ __forceinline__ int place(const Params& p, const Sequence<P>& sequence, int q, int& n) {

@@ -122,7 +122,7 @@ constexpr int kMostJoinedQueries = 8, kJoinedKeysOfQuery = 2048;
 
 /// Joined lists, [batch, Q tiles, heads_kv]: see common/joined_list.cuh.
 struct JoinedListsParam {
-  int* lengths;
+  int* lengths;            ///< see stored_length()
   int* keys;               ///< of each list `capacity`
   unsigned char* queries;  ///< like keys: which of the tile's queries have the key, a bit for each
   int capacity;

@@ -13,7 +13,7 @@ __device__ __forceinline__ int joined_list_at(const Params& p, int b, int h_kv, 
 }
 
 /// What is stored of a list: twice its length, and one more where the queries' own lists are read, one behind
-/// the other. (A sign in its place was lost: NOTES.md of sm90, #joined-lists.)
+/// the other; a sign in its place was lost. ../sm90/NOTES.md#joined-lists
 __device__ __forceinline__ int stored_length(int length, bool joined) { return 2 * length + !joined; }
 __device__ __forceinline__ int length_of_stored(int stored) { return stored >> 1; }
 

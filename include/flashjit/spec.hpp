@@ -124,7 +124,7 @@ struct Epilogue {
 struct Reproducible {
   bool deterministic = false;  ///< backward only: on every run
   /// Forward only: a row's bits do not depend on which other sequences are in the call. Keys are split, if at
-  /// all, into parts of 2048, and the spec alone chooses tiles: tools/docs/serving.md has the price.
+  /// all, as their number says, and the spec alone chooses tiles: tools/docs/serving.md has the price.
   bool batch_invariant = false;
 
   /// Whether any call is to give the same bits as another, so that its configuration may not change.

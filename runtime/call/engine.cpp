@@ -459,7 +459,9 @@ Engine::OperationPtr Engine::load(plan::ExecutionPlan plan, const DeviceInfo& in
         {operation->kernel->loaded->kernel(launch.entry), static_cast<unsigned>(launch.blocks),
          static_cast<unsigned>(entry.threads), static_cast<unsigned>(entry.shared_bytes), launch.when,
          planned.steps[launch.entry], launch.early,
-         static_cast<unsigned>(entry.persistent && !planned.schedule.stream_k ? entry.min_blocks : 0),
+         static_cast<unsigned>(entry.persistent && !planned.schedule.stream_k && !planned.schedule.fixed_parts
+                                   ? entry.min_blocks
+                                   : 0),
          static_cast<unsigned>(entry.cluster)});
   }
   return operation;

@@ -36,7 +36,8 @@ bool follows_another(Step step, const KernelPlan& kernel) {
     case Step::tile_lists:
       return has_term_bounds(spec);
     case Step::main:
-      return !kernel.config.decode_cache && (kernel.schedule.dynamic_tiles || kernel.schedule.stream_k);
+      return !kernel.config.decode_cache &&
+             (kernel.schedule.dynamic_tiles || kernel.schedule.stream_k || kernel.schedule.fixed_parts);
     case Step::preprocess:
     case Step::combine:
     case Step::combine_parts:

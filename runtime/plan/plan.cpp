@@ -29,10 +29,19 @@ Support admits(const AnalysedSpec& spec, const TileConfig& config, const DeviceI
 
 /// What tiles are chosen by where a row's bits must not depend on other sequences: whether there are few
 /// queries, as in decode, whose keys are worth splitting.
-AttentionShape without_batch(const AttentionShape& shape) {
+AttentionShape without_batch(const AttentionShape& shape, std::int64_t few = 16) {
   constexpr std::int64_t kFewQueries = 64, kManySequences = 256, kManyKeys = 1 << 17;
-  if (shape.seqlen_q <= kFewQueries) return {1, shape.heads_q, shape.heads_kv, 16, kManyKeys};
+  if (shape.seqlen_q <= kFewQueries) return {1, shape.heads_q, shape.heads_kv, few, kManyKeys};
   return {kManySequences, shape.heads_q, shape.heads_kv, 4096, 4096};
+}
+
+/// Rows of a tile do not change each other's bits, so that fewer may be a tile of the same keys.
+TileConfig invariant_config(const FamilyTraits& family, const AnalysedSpec& spec, const AttentionShape& shape,
+                            const DeviceInfo& device) {
+  const TileConfig config = family.heuristic(spec, without_batch(shape), device);
+  const TileConfig fewer =
+      family.heuristic(spec, without_batch(shape, std::min<std::int64_t>(shape.seqlen_q, 16)), device);
+  return fewer.br < config.br && fewer.bc == config.bc && fewer.split == config.split ? fewer : config;
 }
 
 /// The tiles that a family would choose, or why it can do nothing here: none may fit the device.
@@ -43,8 +52,8 @@ struct Chosen {
 Chosen chosen_by(const FamilyTraits& family, const AnalysedSpec& spec, const AttentionShape& shape,
                  const DeviceInfo& device) {
   if (const Support able = family.supports(spec, device); !able) return {{}, able};
-  const TileConfig config =
-      family.heuristic(spec, spec.reproducible.batch_invariant ? without_batch(shape) : shape, device);
+  const TileConfig config = spec.reproducible.batch_invariant ? invariant_config(family, spec, shape, device)
+                                                              : family.heuristic(spec, shape, device);
   return {config, family.admits(spec, config, device)};
 }
 
@@ -169,6 +178,10 @@ ExecutionPlan at_shape(KernelPlan kernel, const AttentionShape& shape, const Dev
     for (Launch& launch : plan.launches)
       launch.blocks = plan.entries[launch.entry].hot ? plan.shape.batch * plan.shape.heads_kv : 0;
   }
+  // Work tiles of one part are whole, which leaves nothing to combine.
+  if (plan.schedule.fixed_parts && splits == 1)
+    for (Launch& launch : plan.launches)
+      if (plan.steps[launch.entry] == Step::combine) launch.blocks = 0;
   plan.workspace = workspace_layout(plan.needs, plan.spec, plan.shape);
   require_launchable(plan);
   for (Launch& launch : plan.launches) {
@@ -179,6 +192,8 @@ ExecutionPlan at_shape(KernelPlan kernel, const AttentionShape& shape, const Dev
   }
   require_launchable(plan);
   if (plan.schedule.stream_k) plan.head_groups = head_groups(plan, plan.shape, splits);
+  if (plan.schedule.fixed_parts)
+    plan.head_groups = head_groups(plan, plan.shape, main_launch(plan, plan.launches).blocks);
   plan.lpt_heads = lpt_heads(plan, device);
   plan.heads_cleared = heads_cleared(plan, device);
   return plan;
@@ -219,7 +234,8 @@ ExecutionPlan make_plan(const KernelSpec& given_spec, const AttentionShape& give
   const Problem problem = fold_gqa(given_spec, given_shape);
   const AnalysedSpec spec(problem.spec, checks);
   Choice choice = choose(spec, problem.shape, device, records, given);
-  ExecutionPlan plan = at_shape(traits(choice.config.family).kernel(spec, choice.config), problem.shape, device);
+  ExecutionPlan plan =
+      at_shape(traits(choice.config.family).kernel(spec, choice.config), problem.shape, device);
   if (choice.source == ConfigSource::heuristic) divide_batch(plan, device);
   plan.fold_gqa = problem.shape != given_shape;
   plan.config_source = choice.source;

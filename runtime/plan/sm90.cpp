@@ -261,6 +261,7 @@ Schedule schedule(const AnalysedSpec& spec, const TileConfig& c) {
           .stream_k = is_stream_k(spec, c),
           .q_tiles_as_heads = counts_q_tiles_as_heads(spec, c),
           .cascade = is_cascade(spec, c),
+          .fixed_parts = has_fixed_parts(spec, c),
           .sums_dq = backward && backward_layout(spec, c).sums_dq(),
           .lse_log2 = backward && reads_lse_log2(spec, c),
           .claims_tiles = claims_tiles(spec, c),
@@ -273,7 +274,8 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
   main.tensor_maps = true;
   main.min_blocks = c.min_blocks;
   main.cluster = is_forward(spec) ? forward_cluster(spec, c) : backward_layout(spec, c).cluster();
-  main.persistent = !is_forward(spec) || takes_tiles_in_turn(spec, c) || is_stream_k(spec, c);
+  main.persistent =
+      !is_forward(spec) || takes_tiles_in_turn(spec, c) || is_stream_k(spec, c) || has_fixed_parts(spec, c);
   KernelPlan kernel = tensor_core_kernel(spec, c, main, schedule(spec, c));
   if (c.join_lists) add_join_lists(kernel);
   kernel.tensor_boxes = tensor_boxes(spec, c);

@@ -73,6 +73,8 @@ bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c);
 /// and a query's list of keys may be long or short. Parts keep neither the largest score nor scores near the
 /// least float, and depend on other sequences.
 bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c);
+/// Whether blocks share out parts of a fixed number of KV tiles, see templates/tma/fixed_parts.cuh.
+bool has_fixed_parts(const AnalysedSpec& spec, const TileConfig& c);
 
 /// Whether the Q tiles of a sequence count as heads, which are in groups: 128 heads over one of latents are
 /// two Q tiles, which then read its latents at a time.

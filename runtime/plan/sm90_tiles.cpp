@@ -245,6 +245,12 @@ bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c) {
          !spec.epilogue.row_max && !spec.reproducible.batch_invariant && !spec.programs.near_min_scores;
 }
 
+bool has_fixed_parts(const AnalysedSpec& spec, const TileConfig& c) {
+  return is_forward(spec) && c.split && spec.reproducible.batch_invariant && !spec.has_tile_lists &&
+         !spec.has_block_map() && !spec.epilogue.row_max && !spec.partial.running_state &&
+         !spec.programs.near_min_scores;
+}
+
 bool walks_lists(const AnalysedSpec& spec, const TileConfig& c) {
   return spec.has_tile_lists && !is_stream_k(spec, c);
 }
@@ -264,7 +270,8 @@ bool shares_tiles_out(const AnalysedSpec& spec) {
 
 bool counts_tiles(const AnalysedSpec& spec, const TileConfig& c) {
   return is_forward(spec) &&
-         (walks_lists(spec, c) || (spec.kv.is_cache() && (!c.split || spec.reproducible.batch_invariant)));
+         (walks_lists(spec, c) || (spec.kv.is_cache() && (!c.split || (spec.reproducible.batch_invariant &&
+                                                                       !has_fixed_parts(spec, c)))));
 }
 
 bool has_ragged_tiles(const AnalysedSpec& spec, const TileConfig& c) {

@@ -44,6 +44,7 @@ KernelPlan tensor_core_kernel(const AnalysedSpec& spec, const TileConfig& config
   kernel.constants.push_back({"kSharedBytes", main.shared_bytes});
   kernel.constants.push_back({"kLseLog2", schedule.lse_log2});
   kernel.constants.push_back({"kFindsRowStats", schedule.finds_row_stats});
+  kernel.constants.push_back({"kFixedParts", schedule.fixed_parts});
   kernel.constants.push_back({"kClaimsTiles", schedule.claims_tiles});
   add_row_mods(kernel);
   if (backward && !spec.epilogue.out_mod.empty()) kernel.add(Step::out_grads, auxiliary_entry("out_grads"));

@@ -110,6 +110,15 @@ std::int64_t kv_splits(const AttentionShape& shape, const TileConfig& config, st
   return std::max<std::int64_t>(1, std::min(to_fill, tiles(shape.seqlen_kv, config.bc)));
 }
 
+/// The most parts that a sequence of up to so many keys has: shorter ones may have more.
+std::int64_t most_parts(std::int64_t most_keys, int bc) {
+  constexpr std::int64_t kInHalves = 4 * kKeysOfSplit;
+  const auto parts = [&](std::int64_t keys) {
+    return tiles(keys, std::int64_t{tiles_of_part(bc, static_cast<int>(keys))} * bc);
+  };
+  return std::max({std::int64_t{1}, parts(most_keys), parts(std::min(most_keys, kInHalves))});
+}
+
 /// The rows of Q, of one query head, that the KV tiles meet: the most of one, and of all together.
 struct MetRows {
   std::int64_t longest = 0, all = 0;
@@ -173,6 +182,7 @@ std::int64_t num_splits(const KernelPlan& kernel, const AttentionShape& shape, c
   if (!config.split) return 1;
   const std::int64_t slots = blocks_at_once(kernel.main(), device);
   if (kernel.schedule.stream_k) return slots;
+  if (kernel.schedule.fixed_parts) return most_parts(shape.seqlen_kv, config.bc);
   if (spec.reproducible.batch_invariant)
     return std::max<std::int64_t>(1, tiles(tiles(shape.seqlen_kv, config.bc), tiles_of_split(config.bc)));
   if (spec.pass == Pass::backward) return q_splits(spec, shape, config, slots);

@@ -154,9 +154,11 @@ template <class P, int kLanes, class Sum>
 __device__ __forceinline__ void combine_row(const Params& p, long long row, long long rows, bool writes,
                                             const Sum& sum) {
   const CombinedRow<P> at(p, row < rows ? row : rows - 1);
-  const SplitWeights<P, kLanes> splits(p, splits_with_keys<P>(p, at.sequence.seqused_kv(p)), at.row);
+  const int parts = splits_with_keys<P>(p, at.sequence.seqused_kv(p));
+  const bool is_whole = P::kFixedParts && parts <= 1;  // the main kernel has written it
+  const SplitWeights<P, kLanes> splits(p, is_whole ? 0 : parts, at.row);
   RowEnd end = with_sink<P>(p, at.h, splits.lse());
-  const bool exists = row < rows && at.exists(p);
+  const bool exists = row < rows && at.exists(p) && !is_whole;
   const float of_state = join_state<P>(p, exists, at.sequence.lse_row(p, at.h, at.q), end);
   LaneColumns<P, kLanes> all = sum(splits, has_keys(splits.sum) ? end.factor / splits.sum : 0.0f);
   if (exists && writes) write_row<P>(p, at, splits, end, of_state, all);
@@ -166,6 +168,7 @@ __device__ __forceinline__ void combine_row(const Params& p, long long row, long
 /// combined_rows_of_cta(); grid: batch * heads_q * seqlen_q, or that many less. Both add in the same order.
 template <class P>
 __device__ void combine(const Params& p) {
+  if (P::kFixedParts) let_next_grid_start<P>();  // the next call's forward pass, which waits by itself, too
   wait_for_prior_grid<P>();
   const long long rows = static_cast<long long>(p.batch) * p.heads_q * p.seqlen_q;
   if (gridDim.x < rows) {

@@ -64,6 +64,16 @@ constexpr int combined_rows_of_cta(int head_dim_v) {
   return head_dim_v <= 128 ? 16 : head_dim_v <= 256 ? 8 : 4;
 }
 constexpr int tiles_of_split(int bc) { return bc < kKeysOfSplit ? kKeysOfSplit / bc : 1; }
+/// The same of fixed parts (tma/fixed_parts.cuh) of a sequence of `keys`: half as many where it would have
+/// three or four, so that one sequence alone gives more of a device work.
+constexpr int tiles_of_part(int bc, int keys) {
+  const bool halves = keys > 2 * kKeysOfSplit && keys <= 4 * kKeysOfSplit;
+  return halves ? (tiles_of_split(bc) + 1) / 2 : tiles_of_split(bc);
+}
+constexpr int parts_of_keys(int bc, int keys) {
+  const int of_part = tiles_of_part(bc, keys) * bc;
+  return (keys + of_part - 1) / of_part;
+}
 
 constexpr int kMaxCaptures = 16, kMaxScalars = 8;
 
@@ -224,7 +234,7 @@ struct Params {
   FLASHJIT_IF_SPLIT PartialTile* partial_tiles;        ///< stream-K: [num_splits], the number of segments
   FLASHJIT_IF_SPLIT SegmentsOfTile* segments_of_tile;  ///< cascade: of each work tile
   FLASHJIT_IF_SPLIT int num_splits;                    ///< split-KV (backward: split-Q), see common/split.cuh
-  alignas(8) FLASHJIT_IF_SPLIT int head_groups;  ///< stream-K: heads computed at a time, see tma/stream_k.cuh
+  alignas(8) FLASHJIT_IF_SPLIT int head_groups;  ///< where CTAs have segments: heads computed at a time, see tma/stream_k.cuh
 
   alignas(8) FLASHJIT_IF_PACK_GQA PackedHeadsParam packed;
 

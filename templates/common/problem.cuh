@@ -66,6 +66,8 @@ struct ExampleProblem {
       false;  // backward: clusters may find D themselves: backward_schedule.cuh
   static constexpr bool kClaimsTiles = false;  // backward: CTAs claim their first KV tile: semaphores.cuh
   static constexpr bool kLseLog2 = false;      // backward: LSE in units of log2, too: lse_log2.cuh
+  static constexpr bool kFixedParts =
+      false;  // sm90 forward: kInvariant, and CTAs share the parts out: tma/fixed_parts.cuh
   static constexpr bool kPackGqa = false;
   static constexpr bool kJoinsLists = false;    // lists of a tile's queries are joined: joined_list.cuh
   static constexpr bool kTma = false;           // sm80: TMA copies K and V: sm80/kv_loader_tma.cuh

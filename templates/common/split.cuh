@@ -22,6 +22,7 @@ __device__ __forceinline__ int split_begin(const Params& p, int split, int count
 /// How many splits may meet keys of a sequence that has `keys`: none of the others is written or read.
 template <class P>
 __device__ __forceinline__ int splits_with_keys(const Params& p, int keys) {
+  if constexpr (P::kFixedParts) return min(p.num_splits, parts_of_keys(P::kBc, keys));
   constexpr int kKeys = tiles_of_split(P::kBc) * P::kBc;
   return P::kInvariant ? min(p.num_splits, (keys + kKeys - 1) / kKeys) : p.num_splits;
 }

@@ -194,10 +194,40 @@ struct StreamKOutput {
   }
 };
 
+/// Fixed parts: of a work tile that has several, each as a split; of others as stream-K's whole ones.
+template <class P>
+struct FixedPartOutput {
+  using Split = Conditional<P::kPackGqa, PackedSplitOutput<P>, SplitOutput<P>>;
+  using Whole = StreamKOutput<P>;
+  static __device__ __forceinline__ void join_sink(const Params& p, const WorkTile<P>& work, int wg, int half,
+                                                   float lse, RowEnd& end) {
+    Whole::join_sink(p, work, wg, half, lse, end);
+  }
+  static __device__ __forceinline__ void store_lse(const Params& p, const WorkTile<P>& work, int wg,
+                                                   const float (&lse)[2], const float (&highest)[2]) {
+    if (work.is_whole())
+      Whole::store_lse(p, work, wg, lse, highest);
+    else
+      Split::store_lse(p, work, wg, lse, highest);
+  }
+  template <int kCount>
+  static __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps,
+                                               const ForwardStorage<P>& smem, const WorkTile<P>& work, int wg,
+                                               const float (&o)[kCount]) {
+    if (work.is_whole())
+      Whole::store(p, maps, smem, work, wg, o);
+    else
+      Split::store(p, maps, smem, work, wg, o);
+  }
+};
+
+template <class P>
+using SplitOutputs = Conditional<P::kFixedParts, FixedPartOutput<P>,
+                                 Conditional<P::kPackGqa, PackedSplitOutput<P>, SplitOutput<P>>>;
 template <class P>
 using StoredOutput =
     Conditional<kScattersRows<P>, StreamKOutput<P>,
-                Conditional<P::kSplit, Conditional<P::kPackGqa, PackedSplitOutput<P>, SplitOutput<P>>,
+                Conditional<P::kSplit, SplitOutputs<P>,
                             Conditional<kTmaStoresO<P>, TmaOutput<P>,
                                         Conditional<P::kFp32Out, Fp32Output<P>, PlainOutput<P>>>>>;
 

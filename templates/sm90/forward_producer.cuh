@@ -9,7 +9,7 @@
 #include "flashjit/sm90/forward_rings.cuh"
 #include "flashjit/tma/bias_tile.cuh"
 #include "flashjit/tma/kv_tile.cuh"
-#include "flashjit/tma/stream_k.cuh"
+#include "flashjit/tma/forward_scheduler.cuh"
 
 namespace flashjit::sm90 {
 
@@ -203,7 +203,9 @@ using OutputOfNoKeys =
 template <class P>
 __device__ __forceinline__ void write_empty_rows(const Params& p, const SegmentStart& start, int slot,
                                                  int thread, int threads) {
-  if constexpr (P::kStreamK) return write_empty_parts<P>(p, start, thread, threads);
+  if constexpr (kSharesWork<P>)
+    return Conditional<P::kFixedParts, FixedPartsWithoutKeys<P>, PartsWithoutKeys<P>>::write(p, start, thread,
+                                                                                             threads);
   const unsigned rows = q_tiles_per_head<P>(p), splits = num_splits<P>(p),
                  all = rows * p.batch * scheduled_heads<P>(p) * splits;
 #pragma unroll 1

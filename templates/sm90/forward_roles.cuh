@@ -104,8 +104,7 @@ struct ForwardRoles {
   static constexpr int kConsumerGroups = kGroups.consumers;
   static constexpr WarpgroupRole kProducer{
       .first = 0,
-      .registers =
-          kHasFewRows<P> ? few_rows_producer_registers(P::kMinBlocks) : producer_registers(kGroups),
+      .registers = kHasFewRows<P> ? few_rows_producer_registers(P::kMinBlocks) : producer_registers(kGroups),
       .gives = true};
   static constexpr WarpgroupRole kConsumers{
       .first = 1,
@@ -134,7 +133,7 @@ struct NoSegments {
 template <class P>
 struct SegmentsOfCtas {
   static __device__ __forceinline__ void prepare(const Params& p, const TensorMaps& maps) {
-    let_next_grid_start<P>();  // combine_parts, which waits for this one's end by itself
+    let_next_grid_start<P>();  // the combine entry, which waits for this one's end by itself
     if (threadIdx.x == 32 && p.seqlen_q > 0 && p.seqlen_kv > 0) {  // tensors without rows have no map
       prefetch_map(maps.q);
       if (!kGathers<P>) prefetch_map(maps.k);
@@ -147,7 +146,7 @@ struct SegmentsOfCtas {
   }
 };
 template <class P>
-using SegmentStage = Conditional<P::kStreamK, SegmentsOfCtas<P>, NoSegments<P>>;
+using SegmentStage = Conditional<kSharesWork<P>, SegmentsOfCtas<P>, NoSegments<P>>;
 
 /// Waits for what this launch depends on; stream-K: finds the CTA's segment of the work.
 template <class P>
@@ -155,7 +154,7 @@ __device__ __forceinline__ SegmentStart begin_schedule(const Params& p, const Te
                                                        char* shared) {
   SegmentStage<P>::prepare(p, maps);
   __syncthreads();
-  if (P::kCountsTiles || P::kStreamK) wait_for_prior_grid<P>();
+  if (P::kCountsTiles || kSharesWork<P>) wait_for_prior_grid<P>();
   zero_unused_rows_of_output<P>(p);
   SegmentStart start;
   SegmentStage<P>::find(p, shared, start);

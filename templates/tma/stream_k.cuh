@@ -6,7 +6,6 @@
 
 #include "flashjit/common/out_element.cuh"
 #include "flashjit/common/sink.cuh"
-#include "flashjit/tma/ragged_tiles.cuh"
 #include "flashjit/tma/tile_scheduler.cuh"
 
 namespace flashjit::tma {
@@ -94,12 +93,15 @@ __device__ __forceinline__ long long work_of_row(const Params& p, int row) {
   return static_cast<long long>(tiles.end - tiles.begin) * (heads_of_row<P>(p, row) / p.head_groups);
 }
 
-/// How many segments a group's `tiles` KV tiles make. Where all its `work_tiles` are alike (else that is 0),
+/// How many segments a lane's `tiles` KV tiles make. Where all its `work_tiles` are alike (else that is 0),
 /// segments that have whole ones, or of which some make a whole one, leave fewest parts: a part is O in fp32,
-/// written and read. One CTA of 16 may be idle for that.
+/// written and read. One CTA of 16 may be idle for that. Fixed parts are cut nowhere else.
+template <class P>
 __device__ __forceinline__ int count_of_segments(const Params& p, long long tiles, int work_tiles) {
+  const int ctas = P::kFixedParts ? static_cast<int>(gridDim.x) : p.num_splits;
   const int most = static_cast<int>(
-      min(static_cast<long long>(p.num_splits / p.head_groups), max(tiles / kFewestTilesOfSegment, 1ll)));
+      min(static_cast<long long>(ctas / p.head_groups), max(tiles / kFewestTilesOfSegment, 1ll)));
+  if (P::kFixedParts) return most;
   if (work_tiles == 0) return most;
   const int of_segment = (work_tiles + most - 1) / most;
   const int even = work_tiles <= most             ? most / work_tiles * work_tiles
@@ -179,7 +181,7 @@ __device__ SegmentStart find_segment(const Params& p, int segment, SegmentScratc
     alike = alike && scratch.alike[other];
   }
   const Segments segments(
-      tiles, count_of_segments(p, tiles, alike ? rows * (heads_of_row<P>(p, 0) / p.head_groups) : 0));
+      tiles, count_of_segments<P>(p, tiles, alike ? rows * (heads_of_row<P>(p, 0) / p.head_groups) : 0));
   const long long begin = segments.begin(segment);
   long long before = end - own;
   if (before <= begin && begin < end) {
@@ -406,26 +408,23 @@ struct StreamKScheduler {
   }
 };
 
-/// The scheduler of the kernel's CTAs.
+/// Writes the rows of parts without keys, which the other warps skip.
 template <class P>
-using ForwardScheduler =
-    Conditional<P::kStreamK, StreamKScheduler<P>,
-                Conditional<P::kRaggedTiles, RaggedTileScheduler<P>, TileScheduler<P>>>;
-
-template <class P>
-__device__ __forceinline__ void write_empty_parts(const Params& p, const SegmentStart& start, int thread,
-                                                  int threads) {
-  if constexpr (P::kMaskUsesHead) {
-    StreamKScheduler<P> scheduler(p, start);
-    for (TileCoord coord; scheduler.next(p, 0, coord);)
-      if (const WorkTile<P> work(p, coord); work.count() == 0)
-        write_rows_without_keys(p, work, thread, threads);
+struct PartsWithoutKeys {
+  static __device__ __forceinline__ void write(const Params& p, const SegmentStart& start, int thread,
+                                               int threads) {
+    if constexpr (P::kMaskUsesHead) {
+      StreamKScheduler<P> scheduler(p, start);
+      for (TileCoord coord; scheduler.next(p, 0, coord);)
+        if (const WorkTile<P> work(p, coord); work.count() == 0)
+          write_rows_without_keys(p, work, thread, threads);
+    }
+    // Work tiles without keys are in no segment.
+    for (int row = static_cast<int>(blockIdx.x); row < work_rows<P>(p); row += static_cast<int>(gridDim.x)) {
+      if (work_of_row<P>(p, row) > 0) continue;
+      TileParts<P>::write_empty_row(p, row, thread, threads);
+    }
   }
-  // Work tiles without keys are in no segment.
-  for (int row = static_cast<int>(blockIdx.x); row < work_rows<P>(p); row += static_cast<int>(gridDim.x)) {
-    if (work_of_row<P>(p, row) > 0) continue;
-    TileParts<P>::write_empty_row(p, row, thread, threads);
-  }
-}
+};
 
 }  // namespace flashjit::tma

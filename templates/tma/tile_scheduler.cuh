@@ -44,7 +44,11 @@ __device__ __forceinline__ unsigned scheduled_heads(const Params& p) {
   return P::kPackGqa ? p.heads_kv * p.packed.sets : p.heads_q;
 }
 
-/// Stream-K and PackGQA: in the place of a split, the whole work tile.
+/// CTAs have shares of all work: stream_k.cuh, fixed_parts.cuh.
+template <class P>
+constexpr bool kSharesWork = P::kStreamK || P::kFixedParts;
+
+/// Stream-K, fixed parts and PackGQA: in the place of a split, the whole work tile.
 constexpr int kWhole = -1;
 /// Rows of a work tile are no rows of O one behind the other: each has its own place, and so have those of
 /// parts.
@@ -87,7 +91,7 @@ struct TileCoord {
 /// Whether a sequence has too few keys for a split.
 template <class P>
 __device__ __forceinline__ bool is_behind_keys(const Params& p, unsigned batch_head, int split) {
-  if constexpr (!P::kSplit || !P::kInvariant) return false;
+  if constexpr (!P::kSplit || !P::kInvariant || P::kFixedParts) return false;
   const Sequence<P> sequence = sequence_at<P>(p, static_cast<int>(batch_head / scheduled_heads<P>(p)));
   return split >= splits_with_keys<P>(p, sequence.seqused_kv(p));
 }
@@ -212,7 +216,7 @@ struct KeysOfPart {
 };
 template <class P>
 using KeysOfWorkTile =
-    Conditional<P::kStreamK, KeysOfPart<P>, Conditional<P::kSplit, KeysOfSplit<P>, AllKeys<P>>>;
+    Conditional<kSharesWork<P>, KeysOfPart<P>, Conditional<P::kSplit, KeysOfSplit<P>, AllKeys<P>>>;
 
 /// A Q tile and the KV tiles that it meets. The producer makes it in shared memory, the consumers read it
 /// there.

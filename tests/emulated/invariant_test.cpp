@@ -29,6 +29,13 @@ TEST_F(EmulatedInvariance, ASequenceIsTheSameAlone) {
                                     "sm80:br64:bc32:w4:min_blocks2:split"});
 }
 
+// Tiles of fewer rows, and one query whose heads are a tile's rows.
+TEST_F(EmulatedInvariance, ARowIsTheSameForUpTo64Queries) {
+  TemporaryRuntime runtime;
+  expect_same_of_fewer_queries(
+      runtime.get(), {"bf16:d64:causal:cache:invariant", {3, 8, 1, 9, 4300}, {4201, 700, 2049}}, {1, 8});
+}
+
 class EmulatedFp32Out : public GpuTest {};
 
 TEST_F(EmulatedFp32Out, IsWhatIsRounded) {

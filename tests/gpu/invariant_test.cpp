@@ -18,6 +18,17 @@ TEST_F(Invariance, ASequenceIsTheSameAlone) {
       expect_same_alone(runtime.get(), {spec, {9, 8, 2, queries, 3000}});
 }
 
+TEST_F(Invariance, ARowIsTheSameForFewerQueries) {
+  TemporaryRuntime runtime;
+  const std::vector<std::int32_t> lengths = {16000, 80, 2048, 0, 2049, 8192, 6143, 700};
+  for (const char* spec : {"bf16:d64:causal:cache:invariant", "bf16:d128:causal:cache:invariant",
+                           "fp16:d192:causal:cache:invariant", "bf16:d256:causal:cache:invariant"}) {
+    expect_same_of_fewer_queries(runtime.get(), {spec, {8, 16, 4, 64, 16384}, lengths}, {1, 2, 4, 16, 33});
+    // Chunks of a prefill.
+    expect_same_of_fewer_queries(runtime.get(), {spec, {8, 16, 4, 700, 16384}, lengths}, {65, 512});
+  }
+}
+
 std::vector<InvariantCase> fp32_outs() {
   std::vector<InvariantCase> all;
   for (const char* spec :

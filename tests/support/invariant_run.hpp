@@ -33,10 +33,12 @@ class InvariantRun {
     if (*test.config) config_ = parse_config(test.config);
   }
 
-  /// `count` sequences from one on: the bytes of each one's O and LSE.
-  std::vector<std::vector<std::uint8_t>> run(std::int64_t first, std::int64_t count) {
+  /// `count` sequences from one on: the bytes of each one's O and LSE. `queries`: as many of the last alone.
+  std::vector<std::vector<std::uint8_t>> run(std::int64_t first, std::int64_t count,
+                                             std::optional<std::int64_t> queries = {}) {
     AttentionShape shape = shape_;
     shape.batch = count;
+    shape.seqlen_q = queries.value_or(shape_.seqlen_q);
     const int out_size = size_of(spec_.out_type());
     const std::size_t rows = shape.heads_q * shape.seqlen_q, o_bytes = rows * spec_.v_dim() * out_size;
     const GuardedMemory out(count * o_bytes), lse(count * rows * 4);
@@ -48,9 +50,13 @@ class InvariantRun {
       return ConstTensorView::bhsd(static_cast<const char*>(memory.data()) + first * of_one, count, heads,
                                    length, dim);
     };
+    ConstTensorView q = view(q_, shape.heads_q, shape_.seqlen_q, spec_.head_dim);
+    q.data = static_cast<const char*>(q.data) +
+             (shape_.seqlen_q - shape.seqlen_q) * spec_.head_dim * size_of(spec_.dtype);
+    q.size[2] = shape.seqlen_q;
     runtime_.forward(
         spec_,
-        {.q = view(q_, shape.heads_q, shape.seqlen_q, spec_.head_dim),
+        {.q = q,
          .k = view(k_, shape.heads_kv, shape.seqlen_kv, spec_.head_dim),
          .v = view(v_, shape.heads_kv, shape.seqlen_kv, spec_.v_dim()),
          .out = TensorView::bhsd(out.data(), count, shape.heads_q, shape.seqlen_q, spec_.v_dim()),
@@ -102,6 +108,30 @@ inline void expect_same_alone(Runtime& runtime, const InvariantCase& test) {
   const auto together = run.run(0, test.shape.batch);
   for (std::int64_t i = 0; i < test.shape.batch; ++i)
     EXPECT_TRUE(run.run(i, 1)[0] == together[i]) << "sequence " << i << " of " << to_string(test.shape);
+}
+
+/// The last of a sequence's queries give the same without the queries before them.
+inline void expect_same_of_fewer_queries(Runtime& runtime, const InvariantCase& test,
+                                         const std::vector<std::int64_t>& fewer) {
+  SCOPED_TRACE(test.spec);
+  const KernelSpec spec = parse_spec(test.spec);
+  InvariantRun run(runtime, test);
+  const std::int64_t heads = test.shape.heads_q, queries = test.shape.seqlen_q;
+  const auto all = run.run(0, test.shape.batch);
+  for (const std::int64_t few : fewer) {
+    const auto last = run.run(0, test.shape.batch, few);
+    for (std::int64_t i = 0; i < test.shape.batch; ++i)
+      for (const auto& [begin, row] :
+           {std::pair<std::int64_t, std::int64_t>{0, spec.v_dim() * size_of(spec.out_type())},
+            {spec.v_dim() * size_of(spec.out_type()), 4}})
+        for (std::int64_t h = 0; h < heads; ++h) {
+          const std::uint8_t* one = all[i].data() + heads * queries * begin + ((h + 1) * queries - few) * row;
+          const std::uint8_t* other = last[i].data() + heads * few * begin + h * few * row;
+          ASSERT_EQ(std::memcmp(one, other, few * row), 0)
+              << few << " of " << queries << " queries, sequence " << i << ", head " << h
+              << (begin == 0 ? ": O" : ": LSE");
+        }
+  }
 }
 
 /// O in 16 bits is O in fp32, rounded. A run has a quarter of the cases (is_drawn()).

@@ -11,7 +11,7 @@
 
 #include "tests/support/kernel_headers.hpp"
 // After what it needs.
-#include "flashjit/tma/stream_k.cuh"
+#include "flashjit/tma/fixed_parts.cuh"
 
 namespace flashjit_emulator {
 
@@ -200,6 +200,17 @@ Params params_of(const Lengths& lengths, const std::vector<int>& offsets, int se
   return p;
 }
 
+/// What find_segment() finds.
+template <class P>
+SegmentStart start_of_segment(const Params& p, const Segments& all, int segment) {
+  SegmentStart start{all, 0, 0, {0, 0}};
+  const long long begin = all.begin(segment);
+  for (; start.row < work_rows<P>(p) - 1 && start.before + work_of_row<P>(p, start.row) <= begin; ++start.row)
+    start.before += work_of_row<P>(p, start.row);
+  start.tiles = kv_tiles_of_row<P>(p, start.row);
+  return start;
+}
+
 /// Every KV tile of every work tile is in one segment, segments differ by a tile, and parts have numbers of
 /// their own, from which combine_parts finds them again.
 template <class P>
@@ -214,17 +225,9 @@ void expect_equal_segments(const Lengths& lengths, int segments, int heads_q, in
     alike = alike && work_of_row<P>(p, row) == work_of_row<P>(p, 0);
   }
   const int work_tiles = alike ? work_rows<P>(p) * (heads_of_row<P>(p, 0) / lanes) : 0;
-  const Segments all(sum, count_of_segments(p, sum, work_tiles));
+  const Segments all(sum, count_of_segments<P>(p, sum, work_tiles));
   ASSERT_LE(all.count, std::max(segments / lanes, 1));
-  const auto start_of = [&](int segment) {
-    SegmentStart start{all, 0, 0, {0, 0}};
-    const long long begin = all.begin(segment);
-    for (; start.row < work_rows<P>(p) - 1 && start.before + work_of_row<P>(p, start.row) <= begin;
-         ++start.row)
-      start.before += work_of_row<P>(p, start.row);
-    start.tiles = kv_tiles_of_row<P>(p, start.row);
-    return start;
-  };
+  const auto start_of = [&](int segment) { return start_of_segment<P>(p, all, segment); };
 
   std::map<std::tuple<unsigned, unsigned, int>, int> visits;  // batch and head, Q tile, KV tile
   std::map<int, std::pair<unsigned, unsigned>> parts;
@@ -269,6 +272,56 @@ void expect_equal_segments(const Lengths& lengths, int segments, int heads_q, in
   ASSERT_EQ(joined, parts.size());
 }
 
+template <class Mask, bool pack_gqa>
+struct InFixedParts : Scheduled<Mask, 64, 1, true, pack_gqa> {
+  static constexpr bool kInvariant = true, kFixedParts = true, kCache = true, kVarlen = true;
+};
+
+/// Every KV tile is in one part, parts begin at multiples of so many tiles, and those of one part are whole.
+/// A CTA has at most a part more than its segment.
+template <class P>
+void expect_fixed_parts(const Lengths& lengths, int ctas, int heads_q, int heads_kv, int lanes) {
+  constexpr int kMostTiles = tiles_of_split(P::kBc);
+  const std::vector<int> offsets = offsets_of(lengths.queries);
+  Params p = params_of<P>(lengths, offsets, 1000, heads_q, heads_kv, lanes);
+  flashjit_emulator::now_grid = {static_cast<unsigned>(ctas), 1, 1};
+  long long sum = 0;
+  for (int row = 0; row < work_rows<P>(p); ++row) sum += work_of_row<P>(p, row);
+  const Segments all(sum, count_of_segments<P>(p, sum, 0));
+  std::map<std::tuple<unsigned, unsigned, int>, int> visits;  // batch and head, Q tile, KV tile
+  for (int cta = 0; cta < ctas; ++cta) {
+    flashjit_emulator::now_block = {static_cast<unsigned>(cta), 0, 0};
+    FixedPartScheduler<P> scheduler(p, start_of_segment<P>(p, all, cta / lanes));
+    int size = 0;
+    for (TileCoord coord; scheduler.next(p, 0, coord);) {
+      const Range tiles = coord.kv_tiles;
+      const auto sequence = static_cast<int>(coord.batch_head / scheduled_heads<P>(p));
+      const int keys = lengths.keys[sequence], of_part = tiles_of_part(P::kBc, keys);
+      ASSERT_EQ(coord.split, keys <= of_part * P::kBc ? kWhole : tiles.begin / of_part);
+      ASSERT_EQ(tiles.begin % of_part, 0);
+      ASSERT_LE(tiles.end - tiles.begin, of_part);
+      size += tiles.end - tiles.begin;
+      for (int tile = tiles.begin; tile < tiles.end; ++tile) ++visits[{coord.batch_head, coord.q_tile, tile}];
+    }
+    ASSERT_LE(size, all.begin(1) + kMostTiles);
+  }
+  ASSERT_EQ(static_cast<long long>(visits.size()), sum * lanes);
+  for (const auto& [key, times] : visits) ASSERT_EQ(times, 1);
+}
+
+TEST(FixedParts, AreInOneSegmentEach) {
+  const Lengths one_long{{1, 1, 1, 1}, {20000, 70, 2048, 1}};
+  const Lengths unlike{{3, 0, 130, 1, 64}, {5000, 900, 2049, 0, 8193}};
+  for (const Lengths& lengths : {one_long, unlike, Lengths{{1, 1}, {0, 0}}, Lengths{{5}, {4000}}})
+    for (const int ctas : {1, 2, 8, 132, 264})
+      for (const int lanes : {1, 2}) {
+        if (ctas < lanes) continue;
+        expect_fixed_parts<InFixedParts<NoMask, false>>(lengths, ctas, 4, 2, lanes);
+        expect_fixed_parts<InFixedParts<Causal, false>>(lengths, ctas, 4, 2, lanes);
+        expect_fixed_parts<InFixedParts<Causal, true>>(lengths, ctas, 8, 2, lanes);
+      }
+}
+
 TEST(StreamK, SegmentsAreEqualAndHaveEachTileOnce) {
   const Lengths one_long{{1, 1, 1, 1}, {20000, 70, 64, 1}};
   const Lengths unlike{{3, 0, 130, 1, 64}, {500, 900, 200, 0, 1300}};
@@ -308,7 +361,7 @@ void expect_cascade(const Lengths& lengths, int prefix_length, int segments, int
   p.segments_of_tile = segments_of_tile.data();
   long long sum = 0;
   for (int row = 0; row < rows; ++row) sum += work_of_row<P>(p, row);
-  const Segments all(sum, count_of_segments(p, sum, 0));
+  const Segments all(sum, count_of_segments<P>(p, sum, 0));
 
   std::map<int, Range> parts;
   for (int segment = 0; segment < segments; ++segment) {
@@ -364,16 +417,19 @@ TEST(StreamK, RowsOfACascadeFindTheirParts) {
 TEST(StreamK, WorkTilesThatAreAlikeAreCutLittle) {
   Params p = {};
   p.num_splits = 132, p.head_groups = 1;
-  EXPECT_EQ(count_of_segments(p, 128 * 16, 128), 128);  // one each
-  EXPECT_EQ(count_of_segments(p, 256 * 16, 256), 128);  // two each
-  EXPECT_EQ(count_of_segments(p, 32 * 64, 32), 128);    // four for each
-  EXPECT_EQ(count_of_segments(p, 128 * 16, 0), 132);    // not alike
-  EXPECT_EQ(count_of_segments(p, 100 * 16, 100), 132);  // too many would be idle
-  EXPECT_EQ(count_of_segments(p, 133 * 16, 133), 132);
-  EXPECT_EQ(count_of_segments(p, 1 * 20, 1), 10);
-  EXPECT_EQ(count_of_segments(p, 0, 0), 1);
+  const auto count = [&](long long tiles, int work_tiles) {
+    return count_of_segments<SharedOut<NoMask, 64, false>>(p, tiles, work_tiles);
+  };
+  EXPECT_EQ(count(128 * 16, 128), 128);  // one each
+  EXPECT_EQ(count(256 * 16, 256), 128);  // two each
+  EXPECT_EQ(count(32 * 64, 32), 128);    // four for each
+  EXPECT_EQ(count(128 * 16, 0), 132);    // not alike
+  EXPECT_EQ(count(100 * 16, 100), 132);  // too many would be idle
+  EXPECT_EQ(count(133 * 16, 133), 132);
+  EXPECT_EQ(count(1 * 20, 1), 10);
+  EXPECT_EQ(count(0, 0), 1);
   p.head_groups = 2;
-  EXPECT_EQ(count_of_segments(p, 64 * 16, 64), 64);
+  EXPECT_EQ(count(64 * 16, 64), 64);
 }
 
 }  // namespace

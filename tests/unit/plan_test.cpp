@@ -465,6 +465,38 @@ TEST(Plan, BlocksShareTheKeysOfFewQueries) {
   EXPECT_FALSE(on_a100.launches.back().early);
 }
 
+TEST(Plan, PartsOfInvariantCallsFollowFromTheKeys) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const auto planned = [&](const char* spec, const std::string& shape) {
+    return make_plan(parse_spec(spec), parse_shape(shape), h100, {});
+  };
+  const char* spec = "fwd:bf16:d64:causal:cache:invariant";
+  const std::vector<std::pair<int, int>> parts = {{100, 1},  {2048, 1}, {2049, 2}, {4096, 2},
+                                                  {4097, 5}, {8192, 8}, {8193, 8}, {131072, 64}};
+  for (const auto& [keys, count] : parts)
+    EXPECT_EQ(planned(spec, fmt::format("b4:hq64:hkv8:sq4:skv{}", keys)).needs.num_splits, count) << keys;
+  // No counter of work tiles, and nothing to combine where all sequences have one part.
+  const ExecutionPlan many = planned(spec, "b4:hq64:hkv8:sq4:skv4096"),
+                      one = planned(spec, "b4:hq64:hkv8:sq4:skv2048");
+  ASSERT_EQ(many.launches.size(), 2u);
+  EXPECT_EQ(many.entries[many.launches[1].entry].name, "combine");
+  EXPECT_GT(many.launches[1].blocks, 0);
+  EXPECT_EQ(one.launches[1].blocks, 0);
+  EXPECT_FALSE(many.needs.semaphores);
+  EXPECT_EQ(
+      planned("fwd:bf16:d64:causal:cache:invariant:row_max", "b4:hq64:hkv8:sq4:skv4096").launches.size(), 3u);
+  // Tiles of fewer rows have as many keys, on which the bits depend.
+  for (const char* any : {spec, "fwd:bf16:d128:causal:cache:invariant",
+                          "fwd:bf16:d192:causal:cache:invariant", "fwd:bf16:d256:causal:cache:invariant"}) {
+    const TileConfig few = planned(any, "b4:hq64:hkv8:sq4:skv4096").config,
+                     more = planned(any, "b4:hq64:hkv8:sq16:skv4096").config;
+    EXPECT_EQ(few.bc, more.bc) << any;
+    EXPECT_LE(few.br, more.br) << any;
+  }
+  EXPECT_EQ(many.config.br, 64);
+  EXPECT_EQ(planned(spec, "b4:hq64:hkv8:sq16:skv4096").config.br, 128);
+}
+
 // One KV head of a Llama 70B in eight parts has 32 KV tiles of 4k tokens: a quarter of the multiprocessors.
 TEST(Plan, BlocksShareTheQueriesOfFewKvTiles) {
   const DeviceInfo h100 = DeviceInfo::parse("sm_90a");

@@ -15,7 +15,7 @@ namespace {
 
 auto canonical_key(const TileConfig& c) {
   return std::tuple(static_cast<int>(c.family), c.br, c.bc, c.warps, c.stages, c.q_in_registers, c.d_split,
-                    c.min_blocks, c.split, c.pack_gqa, c.tma, c.decode_cache, c.join_lists);
+                    c.min_blocks, c.split, c.pack_gqa, c.cluster, c.tma, c.decode_cache, c.join_lists);
 }
 
 std::vector<const plan::FamilyTraits*> able_families(const plan::AnalysedSpec& spec, const DeviceInfo& device,

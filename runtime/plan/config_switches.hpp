@@ -28,6 +28,7 @@ inline constexpr std::array kConfigSwitches{
         .text = "min_blocks", .constant = "kMinBlocks", .number = &TileConfig::min_blocks, .max = 32},
     ConfigSwitch{.text = "split", .constant = "kSplit", .on = &TileConfig::split},
     ConfigSwitch{.text = "pack_gqa", .constant = "kPackGqa", .on = &TileConfig::pack_gqa},
+    ConfigSwitch{.text = "cluster", .constant = "kClusterSplit", .on = &TileConfig::cluster},
     ConfigSwitch{.text = "tma", .constant = "kTma", .on = &TileConfig::tma},
     ConfigSwitch{.text = "decode_cache", .constant = {}, .on = &TileConfig::decode_cache},
     ConfigSwitch{.text = "join_lists", .constant = "kJoinsLists", .on = &TileConfig::join_lists},

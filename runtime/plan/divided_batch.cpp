@@ -17,8 +17,8 @@ bool may_divide(const KernelPlan& whole, const AttentionShape& shape) {
                               !whole.config.split && !whole.config.decode_cache;
   // What a launch adds up over all sequences, or makes for all before.
   const bool counts_all = spec.kv.shared_prefix || spec.epilogue.skip_softmax || spec.prologue.has_programs();
-  return packed_beside_cache && in_whole_tiles && !counts_all && !spec.reproducible.batch_invariant && !spec.indices &&
-         shape.batch >= kFewestSequences && shape.seqlen_q > kMostQueriesOfDecode;
+  return packed_beside_cache && in_whole_tiles && !counts_all && !spec.reproducible.batch_invariant &&
+         !spec.indices && shape.batch >= kFewestSequences && shape.seqlen_q > kMostQueriesOfDecode;
 }
 
 std::optional<KernelPlan> kernel_of(BatchPart part, AnalysedSpec spec, const AttentionShape& shape,

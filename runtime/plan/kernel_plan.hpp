@@ -93,6 +93,7 @@ struct Schedule {
   bool q_tiles_as_heads = false;  ///< and a sequence's Q tiles, which meet the same KV tiles, count as heads
   bool cascade = false;           ///< and what all sequences share is one sequence more, read once
   bool fixed_parts = false;       ///< CTAs take equal shares of parts of a fixed number of KV tiles
+  bool cluster_split = false;     ///< the blocks of a cluster share the keys of a Q tile and join their parts
   bool sums_dq = false;           ///< a cluster has one KV tile, whose dQ it sums up
   bool lse_log2 = false;          ///< backward: LSE in units of log2, too
   bool claims_tiles = false;      ///< backward: blocks load their first KV tile while the launch before ends

@@ -36,8 +36,8 @@ bool follows_another(Step step, const KernelPlan& kernel) {
     case Step::tile_lists:
       return has_term_bounds(spec);
     case Step::main:
-      return !kernel.config.decode_cache &&
-             (kernel.schedule.dynamic_tiles || kernel.schedule.stream_k || kernel.schedule.fixed_parts);
+      return !kernel.config.decode_cache && (kernel.schedule.dynamic_tiles || kernel.schedule.stream_k ||
+                                             kernel.schedule.fixed_parts || kernel.schedule.cluster_split);
     case Step::preprocess:
     case Step::combine:
     case Step::combine_parts:
@@ -54,7 +54,8 @@ bool follows_another(Step step, const KernelPlan& kernel) {
 std::int64_t main_blocks(const KernelPlan& kernel, const AttentionShape& shape) {
   const ForwardTiles forward = forward_tiles(kernel.spec, shape, kernel.config);
   const std::int64_t q_tiles = shape.batch * forward.heads * tiles(shape.seqlen_q, forward.queries);
-  if (!gives_gradients(kernel.spec.pass) || kernel.spec.indices) return tiles(q_tiles, kernel.main().cluster);
+  if (!gives_gradients(kernel.spec.pass) || kernel.spec.indices)
+    return kernel.schedule.cluster_split ? q_tiles : tiles(q_tiles, kernel.main().cluster);
   const std::int64_t kv_tiles = shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, kernel.config.bc);
   return kernel.schedule.dynamic_tiles ? std::max(kv_tiles, q_tiles) : kv_tiles;
 }

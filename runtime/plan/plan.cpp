@@ -172,7 +172,7 @@ ExecutionPlan at_shape(KernelPlan kernel, const AttentionShape& shape, const Dev
   plan.launches = launches_of(plan, plan.shape);
   plan.needs = family.workspace(plan, plan.shape);
   const std::int64_t splits = num_splits(plan, plan.shape, device);
-  if (plan.config.split) plan.needs.num_splits = splits;
+  if (plan.config.split && !plan.config.cluster) plan.needs.num_splits = splits;
   if (finds_row_stats(plan, device)) {
     plan.needs.semaphores = false;
     for (Launch& launch : plan.launches)

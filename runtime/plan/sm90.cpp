@@ -8,6 +8,7 @@
 #include "plan/tensor_core.hpp"
 #include "plan/tiles.hpp"
 #include "plan/wgmma.hpp"
+#include "templates/common/params.cuh"
 
 namespace flashjit::plan::hopper {
 namespace {
@@ -102,6 +103,22 @@ std::optional<TileConfig> few_rows_tile(const AnalysedSpec& spec, const Attentio
   return admits(spec, c, device) ? std::optional(c) : std::nullopt;
 }
 
+/// One query of one sequence: clusters that join their parts, where the heads make enough of them and all run
+/// at once. Longer sequences need all multiprocessors. templates/sm90/NOTES.md#one-query-of-one-sequence
+std::optional<TileConfig> cluster_tile(const AnalysedSpec& spec, const AttentionShape& shape,
+                                       const DeviceInfo& device) {
+  constexpr std::int64_t kFewestClusters = 8, kMostRows = 16, kMostKeys = 1 << 14;
+  TileConfig c = with_split(forward_config(4, 128, 2), false);
+  const bool plain =
+      is_stream_k(spec, c) && is_plain(spec) && !spec.varlen && !gathers(spec) && spec.mask.empty();
+  const bool one = shape.batch == 1 && shape.heads_q == shape.heads_kv && shape.seqlen_q <= kMostRows;
+  c.cluster = true;
+  const std::int64_t at_once = std::int64_t{device.multiprocessors} * 10 / 11 / kJoiningCtas;
+  const bool fits =
+      shape.heads_q >= kFewestClusters && shape.heads_q <= at_once && shape.seqlen_kv <= kMostKeys;
+  return plain && one && fits && admits(spec, c, device) ? std::optional(c) : std::nullopt;
+}
+
 /// Tiles with the heads that share K and V packed, if any may be.
 std::vector<TileConfig> packed_where_admitted(const AnalysedSpec& spec, const std::vector<TileConfig>& tiles,
                                               const DeviceInfo& device) {
@@ -117,6 +134,7 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
   if (spec.indices) return tile_of_indices(spec, shape, device);
   if (const std::optional<TileConfig> few = few_rows_tile(spec, shape, device)) return *few;
   if (const std::optional<TileConfig> cascade = cascade_tile(spec, shape, device)) return *cascade;
+  if (const std::optional<TileConfig> cluster = cluster_tile(spec, shape, device)) return *cluster;
   if (const std::optional<TileConfig> shared = shared_kv_tile(spec, shape, device)) return *shared;
   if (const std::optional<TileConfig> whole = whole_row_tile(spec, shape, device)) return *whole;
   if (takes_half_tiles(spec, shape, device))
@@ -262,6 +280,7 @@ Schedule schedule(const AnalysedSpec& spec, const TileConfig& c) {
           .q_tiles_as_heads = counts_q_tiles_as_heads(spec, c),
           .cascade = is_cascade(spec, c),
           .fixed_parts = has_fixed_parts(spec, c),
+          .cluster_split = c.cluster,
           .sums_dq = backward && backward_layout(spec, c).sums_dq(),
           .lse_log2 = backward && reads_lse_log2(spec, c),
           .claims_tiles = claims_tiles(spec, c),
@@ -274,8 +293,8 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
   main.tensor_maps = true;
   main.min_blocks = c.min_blocks;
   main.cluster = is_forward(spec) ? forward_cluster(spec, c) : backward_layout(spec, c).cluster();
-  main.persistent =
-      !is_forward(spec) || takes_tiles_in_turn(spec, c) || is_stream_k(spec, c) || has_fixed_parts(spec, c);
+  main.persistent = !c.cluster && (!is_forward(spec) || takes_tiles_in_turn(spec, c) ||
+                                   is_stream_k(spec, c) || has_fixed_parts(spec, c));
   KernelPlan kernel = tensor_core_kernel(spec, c, main, schedule(spec, c));
   if (c.join_lists) add_join_lists(kernel);
   kernel.tensor_boxes = tensor_boxes(spec, c);

@@ -249,6 +249,22 @@ Support check_backward_tile(const AnalysedSpec& spec, const TileConfig& c) {
   return Support::yes();
 }
 
+/// Whether blocks of a cluster may share the keys of a Q tile.
+Support check_cluster(const AnalysedSpec& spec, const TileConfig& c) {
+  if (!c.cluster) return Support::yes();
+  const bool plain = !spec.epilogue.row_max && !spec.partial.running_state &&
+                     !spec.programs.near_min_scores && !spec.reproducible.batch_invariant && !spec.indices &&
+                     !spec.kv.shared_prefix && !spec.has_scales() && !spec.decodes_kv() &&
+                     !spec.has_block_map() && !spec.has_tile_lists && !spec.prologue.q_codes;
+  if (is_forward(spec) && c.split && c.br == sm90::kWarpgroupRows && c.d_split == 1 && c.min_blocks == 1 &&
+      plain)
+    return Support::yes();
+  return Support::no(fmt::format(
+      "cluster is for the forward pass with split and Br {}, over K and V of 16 bits, without lists "
+      "of tiles or keys, row_max, running_state, batch_invariant and shared_prefix, not {}",
+      sm90::kWarpgroupRows, to_string(c)));
+}
+
 Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
   if (has_few_rows(spec, c)) return check_few_rows(spec, c);
   const Support shape = is_forward(spec) ? check_forward_tile(spec, c) : check_backward_tile(spec, c);
@@ -264,6 +280,7 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
   if (Support packed = check_pack_gqa(spec, c); !packed) return packed;
   if (c.join_lists)
     if (Support may = may_join_lists(spec); !may) return may;
+  if (Support cluster = check_cluster(spec, c); !cluster) return cluster;
   if (spec.score.is_weight() && is_forward(spec) && c.split) return Support::no(kJoinsByLse);
   if (!spec.epilogue.out_mod.empty() && is_forward(spec) && c.split) return Support::no(kModifiesWholeOut);
   if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)

@@ -4,6 +4,7 @@
 
 #include "plan/sm90.hpp"
 #include "support/kv_codec.hpp"
+#include "templates/common/params.cuh"
 
 namespace flashjit::plan::hopper {
 namespace {
@@ -217,6 +218,7 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
           .split = c.split,
           .indices = spec.indices,
           .joined_queries = c.join_lists ? kMostJoinedQueries : 0,
+          .joins_parts = c.cluster,
           .ctas = c.min_blocks};
 }
 
@@ -241,8 +243,9 @@ bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c) {
-  return is_forward(spec) && (spec.kv.is_cache() || spec.indices) && c.split && !spec.has_block_map() &&
-         !spec.epilogue.row_max && !spec.reproducible.batch_invariant && !spec.programs.near_min_scores;
+  return is_forward(spec) && (spec.kv.is_cache() || spec.indices) && c.split && !c.cluster &&
+         !spec.has_block_map() && !spec.epilogue.row_max && !spec.reproducible.batch_invariant &&
+         !spec.programs.near_min_scores;
 }
 
 bool has_fixed_parts(const AnalysedSpec& spec, const TileConfig& c) {
@@ -299,6 +302,7 @@ int listed_rows(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 int forward_cluster(const AnalysedSpec& spec, const TileConfig& c) {
+  if (c.cluster) return kJoiningCtas;
   return !spec.mask.empty() && shares_tiles_out(spec) && c.min_blocks == 1 && q_tiles_per_cta(spec, c) == 1 &&
                  !c.split
              ? 2

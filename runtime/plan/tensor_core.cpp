@@ -71,7 +71,7 @@ KernelPlan tensor_core_kernel(const AnalysedSpec& spec, const TileConfig& config
   else if (schedule.stream_k)
     kernel.add(Step::combine_parts,
                family_entry(config.family, "combine_parts", "combine_parts", kAuxiliaryThreads));
-  else if (config.split)
+  else if (config.split && !schedule.cluster_split)
     kernel.add(Step::combine, auxiliary_entry("combine"));
   add_row_mod_grads(kernel);
   return kernel;

@@ -179,7 +179,7 @@ std::int64_t q_splits(const AnalysedSpec& spec, const AttentionShape& shape, con
 std::int64_t num_splits(const KernelPlan& kernel, const AttentionShape& shape, const DeviceInfo& device) {
   const AnalysedSpec& spec = kernel.spec;
   const TileConfig& config = kernel.config;
-  if (!config.split) return 1;
+  if (!config.split || config.cluster) return 1;
   const std::int64_t slots = blocks_at_once(kernel.main(), device);
   if (kernel.schedule.stream_k) return slots;
   if (kernel.schedule.fixed_parts) return most_parts(shape.seqlen_kv, config.bc);

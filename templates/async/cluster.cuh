@@ -28,7 +28,7 @@ __device__ __forceinline__ void cluster_sync() {
       "barrier.cluster.wait.acquire;" ::
           : "memory");
 }
-/// Stores one word or four in another CTA's shared memory, and completes on an mbarrier there.
+/// Stores one, two or four words in another CTA's shared memory, and completes on an mbarrier there.
 __device__ __forceinline__ void store_remote(unsigned to, unsigned value, unsigned barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
                "r"(value), "r"(barrier)
@@ -39,6 +39,12 @@ __device__ __forceinline__ void store_remote(unsigned to, float4 value, unsigned
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
           to),
       "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void store_remote(unsigned to, float2 value, unsigned barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to),
+      "f"(value.x), "f"(value.y), "r"(barrier)
       : "memory");
 }
 /// Arrives on another CTA's mbarrier to release a buffer that was read. Relaxed, where ptxas knows it: it

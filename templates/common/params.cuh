@@ -75,6 +75,9 @@ constexpr int parts_of_keys(int bc, int keys) {
   return (keys + of_part - 1) / of_part;
 }
 
+/// CTAs of a cluster that share the keys of a Q tile.
+constexpr int kJoiningCtas = 8;
+
 constexpr int kMaxCaptures = 16, kMaxScalars = 8;
 
 /// Rows of whose LSE the preprocess entry says together whether any is large: a warp's.

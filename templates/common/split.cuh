@@ -11,6 +11,7 @@ namespace flashjit {
 /// How many CTAs share the tiles that one meets.
 template <class P>
 __device__ __forceinline__ int num_splits(const Params& p) {
+  if (P::kClusterSplit) return kJoiningCtas;
   return P::kSplit ? p.num_splits : 1;
 }
 /// Where a split begins among the `count` tiles that a tile meets; the one before ends there.

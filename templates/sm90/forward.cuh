@@ -242,6 +242,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
     set_register_limit<Roles::kConsumers>();
     const int slot = kQTilesPerCta<P> > 1 ? consumer / Storage::kWarpgroups : 0;
     Consumer<P>::run(p, maps, Storage(slot, shared), consumer - slot * Storage::kWarpgroups);
+    Conditional<P::kClusterSplit, ClusterJoin<P>, NoJoin<P>>::run(p);
   }
 }
 

@@ -8,6 +8,7 @@
 #include "flashjit/common/running_state.cuh"
 #include "flashjit/common/sink.cuh"
 #include "flashjit/common/split.cuh"
+#include "flashjit/sm90/forward_cluster.cuh"
 #include "flashjit/sm90/forward_smem.cuh"
 #include "flashjit/sm90/fragment.cuh"
 #include "flashjit/tma/stream_k.cuh"
@@ -223,7 +224,8 @@ struct FixedPartOutput {
 
 template <class P>
 using SplitOutputs = Conditional<P::kFixedParts, FixedPartOutput<P>,
-                                 Conditional<P::kPackGqa, PackedSplitOutput<P>, SplitOutput<P>>>;
+                                 Conditional<P::kClusterSplit, ClusterOutput<P>,
+                                             Conditional<P::kPackGqa, PackedSplitOutput<P>, SplitOutput<P>>>>;
 template <class P>
 using StoredOutput =
     Conditional<kScattersRows<P>, StreamKOutput<P>,

@@ -236,6 +236,7 @@ constexpr ForwardLayout kForwardLayout{.br = P::kBr,
                                        .split = P::kSplit,
                                        .indices = P::kIndices,
                                        .joined_queries = P::kJoinsLists ? kMostJoinedQueries : 0,
+                                       .joins_parts = P::kClusterSplit,
                                        .ctas = P::kMinBlocks};
 
 /// Where two warpgroups share rows, the second one's P V waits for the first one's S, if K is there already,

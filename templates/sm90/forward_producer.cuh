@@ -4,6 +4,7 @@
 
 #include "flashjit/common/running_state.cuh"
 #include "flashjit/common/sink.cuh"
+#include "flashjit/sm90/forward_cluster.cuh"
 #include "flashjit/sm90/forward_out_mod.cuh"
 #include "flashjit/sm90/forward_q_columns.cuh"
 #include "flashjit/sm90/forward_rings.cuh"
@@ -198,14 +199,18 @@ template <class P>
 using OutputOfNoKeys =
     Conditional<kJoinsState<P>, StateOfNoKeys<P>, Conditional<P::kSplit, NoOutput<P>, EmptyOutput<P>>>;
 
+template <class P>
+using PartsWithoutRows =
+    Conditional<P::kClusterSplit, ClusterPartsWithoutKeys<P>,
+                Conditional<P::kFixedParts, FixedPartsWithoutKeys<P>, PartsWithoutKeys<P>>>;
+
 /// Writes O and LSE, and the largest scores, of the Q tiles without keys, which the other warps skip: not O
 /// for a split of the keys. By the threads of one warp, or most of them.
 template <class P>
 __device__ __forceinline__ void write_empty_rows(const Params& p, const SegmentStart& start, int slot,
                                                  int thread, int threads) {
-  if constexpr (kSharesWork<P>)
-    return Conditional<P::kFixedParts, FixedPartsWithoutKeys<P>, PartsWithoutKeys<P>>::write(p, start, thread,
-                                                                                             threads);
+  if constexpr (kSharesWork<P> || P::kClusterSplit)
+    return PartsWithoutRows<P>::write(p, start, thread, threads);
   const unsigned rows = q_tiles_per_head<P>(p), splits = num_splits<P>(p),
                  all = rows * p.batch * scheduled_heads<P>(p) * splits;
 #pragma unroll 1

@@ -131,14 +131,18 @@ struct NoSegments {
   static __device__ __forceinline__ void find(const Params&, char*, SegmentStart&) {}
 };
 template <class P>
+__device__ __forceinline__ void prefetch_maps(const Params& p, const TensorMaps& maps) {
+  if (threadIdx.x == 32 && p.seqlen_q > 0 && p.seqlen_kv > 0) {  // tensors without rows have no map
+    prefetch_map(maps.q);
+    if (!kGathers<P>) prefetch_map(maps.k);
+    if (!kGathers<P> && !P::kSharedKv) prefetch_map(maps.v);
+  }
+}
+template <class P>
 struct SegmentsOfCtas {
   static __device__ __forceinline__ void prepare(const Params& p, const TensorMaps& maps) {
     let_next_grid_start<P>();  // the combine entry, which waits for this one's end by itself
-    if (threadIdx.x == 32 && p.seqlen_q > 0 && p.seqlen_kv > 0) {  // tensors without rows have no map
-      prefetch_map(maps.q);
-      if (!kGathers<P>) prefetch_map(maps.k);
-      if (!kGathers<P> && !P::kSharedKv) prefetch_map(maps.v);
-    }
+    prefetch_maps<P>(p, maps);
   }
   static __device__ __forceinline__ void find(const Params& p, char* shared, SegmentStart& start) {
     start = find_segment<P>(p, static_cast<int>(blockIdx.x) / p.head_groups,
@@ -146,7 +150,21 @@ struct SegmentsOfCtas {
   }
 };
 template <class P>
-using SegmentStage = Conditional<kSharesWork<P>, SegmentsOfCtas<P>, NoSegments<P>>;
+struct PartsOfCluster {
+  static __device__ __forceinline__ void prepare(const Params& p, const TensorMaps& maps) {
+    let_next_grid_start<P>();
+    prefetch_maps<P>(p, maps);
+    if (threadIdx.x == 0) {
+      barrier_init(RowExchange<P>::of_cta().barrier(), 1);
+      barrier_init_fence();
+    }
+    cluster_sync();  // before other CTAs send rows
+  }
+  static __device__ __forceinline__ void find(const Params&, char*, SegmentStart&) {}
+};
+template <class P>
+using SegmentStage = Conditional<kSharesWork<P>, SegmentsOfCtas<P>,
+                                 Conditional<P::kClusterSplit, PartsOfCluster<P>, NoSegments<P>>>;
 
 /// Waits for what this launch depends on; stream-K: finds the CTA's segment of the work.
 template <class P>
@@ -154,7 +172,7 @@ __device__ __forceinline__ SegmentStart begin_schedule(const Params& p, const Te
                                                        char* shared) {
   SegmentStage<P>::prepare(p, maps);
   __syncthreads();
-  if (P::kCountsTiles || kSharesWork<P>) wait_for_prior_grid<P>();
+  if (P::kCountsTiles || kSharesWork<P> || P::kClusterSplit) wait_for_prior_grid<P>();
   zero_unused_rows_of_output<P>(p);
   SegmentStart start;
   SegmentStage<P>::find(p, shared, start);

@@ -59,6 +59,7 @@ struct ForwardStorage {
     static_assert(sizeof(PHandoff) <= kHandoffBytes);
     return *reinterpret_cast<PHandoff*>(shared + kLayout.handoff());
   }
+  __device__ unsigned joined_parts() const { return base + kLayout.joined_parts(); }
   __device__ unsigned o(int wg) const {
     return base + kLayout.o() + wg * tile_bytes(kWarpgroupRows, P::kHeadDimV);
   }

@@ -158,6 +158,7 @@ constexpr int kHandoffBytes = 2 * kWarpgroupRows * 4 + 16;
 ///   column terms `stages`, where the score has them
 ///   key scales   `stages`, of K's codes; where codes are multiplied three factors of each key
 ///   handoff      what goes with P
+///   joined_parts of the rows that a CTA of a cluster joins
 ///   work tiles, list entries of `stages` KV tiles where they are listed, which entries of lists of keys
 ///   are keys, barriers
 struct ForwardLayout {
@@ -174,6 +175,7 @@ struct ForwardLayout {
   bool split;
   bool indices;
   int joined_queries;  ///< whose lists are joined, at most; 0: none
+  bool joins_parts;    ///< of rows, which CTAs of a cluster send each other
   int ctas;            ///< of a multiprocessor; with codes its shared memory is shared out among them
 
   constexpr int warpgroups() const { return row_warpgroups(br); }  ///< with rows of their own
@@ -224,7 +226,8 @@ struct ForwardLayout {
     return key_scales ? bc * (code_products ? kKeyFactorBytes : 4) : 0;
   }
   constexpr int handoff() const { return key_scales_begin() + stages * key_scales_bytes(); }
-  constexpr int work_tiles() const { return handoff() + handoff_bytes(); }
+  constexpr int joined_parts() const { return handoff() + handoff_bytes(); }
+  constexpr int work_tiles() const { return joined_parts() + joined_parts_bytes(); }
   constexpr int list_entries() const { return work_tiles() + kKeptWorkTiles * kWorkTileBytes; }
   constexpr int present_keys_of_tile() const {
     return joined_queries > 0 ? joined_queries * bc / 8 : kPresentKeysBytes;
@@ -253,6 +256,10 @@ struct ForwardLayout {
     return (bytes + kCodeAlignment - 1) / kCodeAlignment * kCodeAlignment;
   }
   constexpr int p_bytes() const { return d_split > 1 ? tile_bytes(kWarpgroupRows, bc) : 0; }
+  /// O and LSE of all parts of the rows that a CTA joins, and a barrier.
+  constexpr int joined_parts_bytes() const {
+    return joins_parts ? kWarpgroupRows * (head_dim_v + 1) * 4 + 16 : 0;
+  }
   constexpr int handoff_bytes() const { return d_split > 1 ? kHandoffBytes : 0; }
   constexpr int o_bytes() const { return warpgroups() * tile_bytes(kWarpgroupRows, head_dim_v); }
   /// Full and empty, for what the score reads.
@@ -270,7 +277,7 @@ struct ForwardLayout {
   /// Of a slot without O, with the fewest slots for codes. Barriers: two for each warpgroup's Q, four for
   /// each stage of K and V and those of the score, one for each work tile, and those of codes.
   constexpr int bytes_of(int q_count) const {
-    return q_count * q_bytes() + p_bytes() + parts_bytes() + handoff_bytes() +
+    return q_count * q_bytes() + p_bytes() + parts_bytes() + handoff_bytes() + joined_parts_bytes() +
            stages * (k_bytes() + v_bytes() + bias_tile_bytes() + column_terms_bytes() + key_scales_bytes()) +
            kKeptWorkTiles * kWorkTileBytes + list_entries_bytes() + present_keys_bytes() +
            fewest_code_slots() * code_slot_cost() +

@@ -1,6 +1,7 @@
 // The tile scheduler of the forward pass's CTAs.
 #pragma once
 
+#include "flashjit/tma/cluster_parts.cuh"
 #include "flashjit/tma/fixed_parts.cuh"
 #include "flashjit/tma/ragged_tiles.cuh"
 
@@ -13,6 +14,8 @@ using SegmentScheduler = Conditional<P::kFixedParts, FixedPartScheduler<P>, Stre
 template <class P>
 using WorkTileScheduler = Conditional<P::kRaggedTiles, RaggedTileScheduler<P>, TileScheduler<P>>;
 template <class P>
-using ForwardScheduler = Conditional<kSharesWork<P>, SegmentScheduler<P>, WorkTileScheduler<P>>;
+using ForwardScheduler =
+    Conditional<kSharesWork<P>, SegmentScheduler<P>,
+                Conditional<P::kClusterSplit, ClusterScheduler<P>, WorkTileScheduler<P>>>;
 
 }  // namespace flashjit::tma

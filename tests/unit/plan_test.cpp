@@ -497,6 +497,34 @@ TEST(Plan, PartsOfInvariantCallsFollowFromTheKeys) {
   EXPECT_EQ(planned(spec, "b4:hq64:hkv8:sq16:skv4096").config.br, 128);
 }
 
+TEST(Plan, OneQueryOfOneSequenceIsJoinedInClusters) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const auto planned = [&](const char* spec, const char* shape) {
+    return make_plan(parse_spec(spec), parse_shape(shape), h100, {});
+  };
+  const ExecutionPlan one = planned("fwd:bf16:d128:causal:cache", "b1:hq32:hkv8:sq1:skv8192");
+  EXPECT_EQ(to_string(one.config), "sm90:br64:bc128:w4:s2:split:cluster");
+  ASSERT_EQ(one.launches.size(), 1u);
+  EXPECT_EQ(one.launches[0].blocks, 8 * 8);
+  EXPECT_TRUE(one.launches[0].early);
+  EXPECT_EQ(one.workspace.bytes, 0u);
+  // Too long, too few heads, too many, several sequences, queries of their own, other work beside the
+  // softmax.
+  for (const char* shape :
+       {"b1:hq32:hkv8:sq1:skv32768", "b1:hq16:hkv4:sq1:skv8192", "b1:hq32:hkv16:sq1:skv8192",
+        "b2:hq32:hkv8:sq1:skv8192", "b1:hq32:hkv8:sq2:skv8192"})
+    EXPECT_FALSE(planned("fwd:bf16:d128:causal:cache", shape).config.cluster) << shape;
+  for (const char* spec : {"fwd:bf16:d128:causal:cache:invariant", "fwd:bf16:d128:causal:cache:row_max",
+                           "fwd:bf16:d128:kve4m3:causal:cache", "fwd:bf16:d128:causal:pages1"})
+    EXPECT_FALSE(planned(spec, "b1:hq32:hkv8:sq1:skv8192").config.cluster) << spec;
+  const auto admitted = [&](const char* spec, const char* config) {
+    return traits(Family::sm90).admits(AnalysedSpec(parse_spec(spec)), parse_config(config), h100);
+  };
+  EXPECT_TRUE(admitted("fwd:bf16:d128:causal:sinks", "sm90:br64:bc128:w4:s2:split:pack_gqa:cluster"));
+  for (const char* config : {"sm90:br128:bc128:w8:s2:split:cluster", "sm90:br64:bc128:w4:s2:cluster"})
+    EXPECT_NE(admitted("fwd:bf16:d128", config).reason.find("cluster is for"), std::string::npos) << config;
+}
+
 // One KV head of a Llama 70B in eight parts has 32 KV tiles of 4k tokens: a quarter of the multiprocessors.
 TEST(Plan, BlocksShareTheQueriesOfFewKvTiles) {
   const DeviceInfo h100 = DeviceInfo::parse("sm_90a");

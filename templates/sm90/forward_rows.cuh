@@ -139,7 +139,8 @@ struct RowState : HeadScales<P>, ListedKeys<P>, KeyFactors<kKeyFactors<P>> {
   __device__ int first_query() const { return P::kPackGqa ? packed_query[0] : q.begin + own_row(); }
   /// Whether the warp has no queries. A vote, so that ptxas sees all lanes branch alike.
   __device__ bool warp_is_idle() const {
-    const int first = q.begin + static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
+    const int first =
+        P::kPackGqa ? packed_query[0] : q.begin + static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
     return !__any_sync(kWholeWarp, first < q.end);
   }
   __device__ int to_second() const { return P::kPackGqa ? packed_query[1] - packed_query[0] : 8; }

@@ -140,7 +140,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix, k_format, v_format, key_scales] =
       kv;
   const TileConfig config = {};
-  [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w, cluster, tma, decode_cache, join_lists] =
+  [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w, in_cluster, tma, decode_cache, join_lists] =
       config;
   // Not in the key by themselves: header, function, params and problem, which are in the text, as is what hot
   // means for a compiler.

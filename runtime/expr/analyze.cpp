@@ -321,19 +321,53 @@ bool reads_each_once(const Graph& graph, int read) {
   return by_q && by_kv;
 }
 
-int bias_tile_read(const Graph& graph, int root) {
-  const auto is_half = [&](int place) {
-    const ElementType type = graph.node(place).declaration.type;
-    return type == ElementType::fp16 || type == ElementType::bf16;
-  };
+namespace {
+
+bool is_half(const Graph& graph, int place) {
+  const ElementType type = graph.node(place).declaration.type;
+  return type == ElementType::fp16 || type == ElementType::bf16;
+}
+
+/// The last place of what `root` is computed from that `matches`; -1: none does.
+template <class Matches>
+int last_needed(const Graph& graph, int root, const Matches& matches) {
   std::vector<bool> needed(static_cast<std::size_t>(root) + 1);
   needed[root] = true;
   for (int place = root; place >= 0; --place) {
     if (!needed[place]) continue;
-    if (reads_bias_tile(graph, place) && is_half(place) && graph[place].args.size() <= 4) return place;
+    if (matches(place)) return place;
     for (const int arg : graph[place].args) needed[arg] = true;
   }
   return -1;
+}
+
+/// Which index of a read of O's tile is q; -1: it is no such read.
+int q_index_of_out_tile(const Graph& graph, int place) {
+  const Graph::Item& read = graph[place];
+  if (read.node->op != Op::read || read.args.size() < 2 || !is_half(graph, place) ||
+      !is_name(graph.node(read.args.back()), Name::column))
+    return -1;
+  int found = -1;
+  for (std::size_t i = 0; i + 1 < read.args.size(); ++i) {
+    if (graph.uniform(read.args[i])) continue;
+    const std::optional<Affine> index = affine_form(graph, read.args[i]);
+    if (found >= 0 || !index || index->q != 1 || index->kv != 0) return -1;
+    found = static_cast<int>(i);
+  }
+  return found;
+}
+
+}  // namespace
+
+int bias_tile_read(const Graph& graph, int root) {
+  return last_needed(graph, root, [&](int place) {
+    return reads_bias_tile(graph, place) && is_half(graph, place) && graph[place].args.size() <= 4;
+  });
+}
+
+OutTileRead out_tile_read(const Graph& graph, int root) {
+  const int place = last_needed(graph, root, [&](int read) { return q_index_of_out_tile(graph, read) >= 0; });
+  return {place, place < 0 ? 0 : q_index_of_out_tile(graph, place)};
 }
 
 namespace {

@@ -106,6 +106,15 @@ bool reads_bias_tile(const Graph& graph, int place);
 /// Among what `root` is computed from: such a read of 16-bit floats. -1: there is none.
 int bias_tile_read(const Graph& graph, int root);
 
+/// The read of a tensor of 16-bit floats whose last index is the column of O's element, and one of whose
+/// others is q, but for what all elements of a head share, as are the rest: a gate.
+struct OutTileRead {
+  int place = -1;  ///< -1: there is none
+  int of_q = 0;    ///< which index is q
+};
+/// Such a read among what a program of O at `root` is computed from.
+OutTileRead out_tile_read(const Graph& graph, int root);
+
 /// Among what `root` is computed from: the only real that depends on the query alone, or on the key alone,
 /// besides what all pairs of a head share, and reads a tensor by it; the largest such. -1: there is none, or
 /// several. A row of a tile shares the query's, a column the key's.

@@ -254,6 +254,30 @@ class Hooks {
       const std::string value = code.value(place);
       return function("float", name, kOutElement, result_of(code, value));
     };
+    return of_element("out_mod", analysis_.out(), kOutReads) + out_tile() +
+           of_element("out_mod_grad", analysis_.out_grad(), {}) + add_out_mod_grads();
+  }
+  /// The tile of a tensor that a tile of O reads, and out_mod() where a kernel has read its element.
+  std::string out_tile() {
+    const OutTileRead& tile = analysis_.out_tile();
+    if (tile.place < 0) return {};
+    const Graph::Item read = graph_[tile.place];
+    Code place(head_, Style::fast, {}), code(head_, Style::fast, {});
+    const Rest shift = affine_form(graph_, read.args[tile.of_q])->rest;
+    std::vector<std::string> arguments = {fmt::format("p.captures[{}]", head_.slot(read.node->declaration)),
+                                          fmt::format("static_cast<int>({})", head_.rest(shift))};
+    for (int i = 0; i + 1 < static_cast<int>(read.args.size()); ++i)
+      arguments.push_back(i == tile.of_q ? "0" : place.value(read.args[i]));
+    const std::string made =
+        fmt::format("flashjit::out_tile_of<{}>({})", tile.of_q, fmt::join(arguments, ", "));
+    const std::string element = element_text(read.node->declaration.type);
+    code.know(tile.place, code.line("float", fmt::format("flashjit::as_read({}{{element}})", element)));
+    const std::string value = code.value(analysis_.out());
+    return function("flashjit::OutTile", "out_tile", "", result_of(place, made)) +
+           function("float", "out_mod_of_element", fmt::format("unsigned short element, {}", kOutElement),
+                    result_of(code, value));
+  }
+  std::string add_out_mod_grads() {
     Code code(head_, Style::fast, {});
     std::string additions;
     int number = 0;
@@ -266,10 +290,9 @@ class Hooks {
           number++, (graph_.uses(grad.read) & kUsesKv) != 0, head_.slot(graph_.node(grad.read).declaration),
           fmt::join(indices, ", "), code.value(grad.derivative));
     }
-    return of_element("out_mod", analysis_.out(), kOutReads) +
-           of_element("out_mod_grad", analysis_.out_grad(), {}) + "  template <class Add>\n" +
-           function("void", "add_out_mod_grads", fmt::format("float dout, {}, Add&& add", kOutElement),
-                    code.lines() + additions);
+    return "  template <class Add>\n" + function("void", "add_out_mod_grads",
+                                                 fmt::format("float dout, {}, Add&& add", kOutElement),
+                                                 code.lines() + additions);
   }
 
   ProgramAnalysis& analysis_;

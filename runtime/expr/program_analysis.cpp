@@ -41,6 +41,7 @@ ProgramAnalysis::ProgramAnalysis(const Trees& programs, const EmitOptions& optio
       out_grad_(graph_.add(derivative(graph_[out_].node, make_name(Name::out)))),
       mask_(graph_, mask_root_),
       bias_read_(options.check_indices ? -1 : bias_tile_read(graph_, score_)),
+      out_tile_(options.check_indices ? OutTileRead{} : out_tile_read(graph_, out_)),
       terms_(options.check_indices || bias_read_ >= 0 ? PositionTerms{} : position_terms(graph_, score_)),
       line_(line_of_score(graph_, score_)),
       mask_terms_(!options.check_indices && mask_reads_one_position()) {
@@ -133,6 +134,7 @@ ProgramFacts ProgramAnalysis::facts() const {
               std::ranges::count(read_grads_, AccumulationPattern::by_difference, &ReadGrad::pattern)),
           .bias_tile_grad = has_bias_tile_grad(),
           .has_out_mod = !is_name(graph_.node(out_), Name::out),
+          .out_tile = out_tile_.place >= 0,
           .out_mod_grads = static_cast<int>(out_read_grads_.size()),
           .row_mod_grads = static_cast<int>(row_read_grads(programs_.q_mod).size() +
                                             row_read_grads(programs_.k_mod).size())};
@@ -144,17 +146,29 @@ ProgramFacts facts_of(const ScoreProgram& score, const MaskProgram& mask, const 
 }
 
 std::vector<Constant> constants_of(const ProgramFacts& facts) {
-  return {{"kHasScore", facts.has_score},          {"kHasMask", facts.has_mask},
-          {"kScoreGrad", facts.has_slope},         {"kBiasTile", facts.bias_tile.has_value()},
-          {"kScoreRowTerm", facts.row_term},       {"kScoreColumnTerm", facts.column_term},
-          {"kScoreLine", facts.score_is_line},     {"kNearMinScores", facts.near_min_scores},
-          {"kMaskBounds", facts.mask_bounds},      {"kMaskBoundsFirstKey", facts.mask_bounds_first_key},
-          {"kListed", facts.mask.listed},          {"kEvaluateTiles", facts.evaluates_tiles},
-          {"kMaskBlockQ", facts.mask_block_q},     {"kMaskBlockKv", facts.mask_block_kv},
-          {"kMaskUsesHead", facts.mask.uses_head}, {"kMaskTerms", facts.mask_terms},
-          {"kMaskRowTerms", facts.mask.q_reads},   {"kMaskColumnTerms", facts.mask.kv_reads},
-          {"kCaptureGrads", facts.capture_grads},  {"kDifferenceGrads", facts.difference_grads},
-          {"kBiasTileGrad", facts.bias_tile_grad}, {"kOutMod", facts.has_out_mod},
+  return {{"kHasScore", facts.has_score},
+          {"kHasMask", facts.has_mask},
+          {"kScoreGrad", facts.has_slope},
+          {"kBiasTile", facts.bias_tile.has_value()},
+          {"kScoreRowTerm", facts.row_term},
+          {"kScoreColumnTerm", facts.column_term},
+          {"kScoreLine", facts.score_is_line},
+          {"kNearMinScores", facts.near_min_scores},
+          {"kMaskBounds", facts.mask_bounds},
+          {"kMaskBoundsFirstKey", facts.mask_bounds_first_key},
+          {"kListed", facts.mask.listed},
+          {"kEvaluateTiles", facts.evaluates_tiles},
+          {"kMaskBlockQ", facts.mask_block_q},
+          {"kMaskBlockKv", facts.mask_block_kv},
+          {"kMaskUsesHead", facts.mask.uses_head},
+          {"kMaskTerms", facts.mask_terms},
+          {"kMaskRowTerms", facts.mask.q_reads},
+          {"kMaskColumnTerms", facts.mask.kv_reads},
+          {"kCaptureGrads", facts.capture_grads},
+          {"kDifferenceGrads", facts.difference_grads},
+          {"kBiasTileGrad", facts.bias_tile_grad},
+          {"kOutMod", facts.has_out_mod},
+          {"kOutTile", facts.out_tile},
           {"kOutModGrads", facts.out_mod_grads}};
 }
 

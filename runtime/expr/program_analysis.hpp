@@ -48,6 +48,7 @@ class ProgramAnalysis {
   const std::vector<ReadGrad>& out_read_grads() const { return out_read_grads_; }
   const MaskAnalysis& mask() const { return mask_; }
   int bias_read() const { return bias_read_; }  ///< of the score; -1: none
+  const OutTileRead& out_tile() const { return out_tile_; }
   const PositionTerms& terms() const { return terms_; }
   const std::optional<ScoreLine>& line() const { return line_; }
   bool mask_terms() const { return mask_terms_; }
@@ -68,6 +69,7 @@ class ProgramAnalysis {
   int score_, score_grad_, mask_root_, out_, out_grad_;
   MaskAnalysis mask_;
   int bias_read_;
+  OutTileRead out_tile_;
   PositionTerms terms_;
   std::optional<ScoreLine> line_;
   bool mask_terms_;

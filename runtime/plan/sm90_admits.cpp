@@ -124,14 +124,14 @@ Support supports_weights(const AnalysedSpec& spec) {
       "weight_mod is for K and V of 16 bits outside of caches, and up to {} columns of V", kMostColumns));
 }
 
-/// Programs of O where one CTA has all keys of a row, each row is one head's, and registers suffice.
+/// Programs of O where one CTA has all keys of a row, each row is one head's, and registers suffice: more
+/// where the tensor that it reads is loaded row by row.
 Support supports_out_mod(const AnalysedSpec& spec) {
-  constexpr int kMostModified = 128;
-  const bool plain =
-      !spec.kv.is_cache() && !spec.has_scales() && !spec.decodes_kv() && spec.v_dim() <= kMostModified;
+  const int most = spec.programs.out_tile ? kMostColumns : 128;
+  const bool plain = !spec.kv.is_cache() && !spec.has_scales() && !spec.decodes_kv() && spec.v_dim() <= most;
   if (!is_forward(spec) || spec.epilogue.out_mod.empty() || plain) return Support::yes();
-  return Support::no(fmt::format(
-      "out_mod is for K and V of 16 bits outside of caches, and up to {} columns of V", kMostModified));
+  return Support::no(
+      fmt::format("out_mod is for K and V of 16 bits outside of caches, and up to {} columns of V", most));
 }
 
 /// The consumers' loop that may skip a tile has its variants but for products of codes and shared rows, and

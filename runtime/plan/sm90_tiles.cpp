@@ -348,8 +348,11 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
   std::vector<TileConfig> choices = d <= 128   ? preferences_to_128(spec)
                                     : d <= 192 ? preferences_to_192(spec)
                                                : preferences_to_256(spec);
-  // A program of O has registers where two groups share them all.
-  if (!spec.epilogue.out_mod.empty()) std::erase_if(choices, [](const TileConfig& c) { return c.warps > 8; });
+  // A program of O has registers where two groups share them all; of three groups, where it loads a tensor
+  // row by row, up to 64 columns.
+  const int most_warps = spec.programs.out_tile && d <= 64 ? 12 : 8;
+  if (!spec.epilogue.out_mod.empty())
+    std::erase_if(choices, [&](const TileConfig& c) { return c.warps > most_warps; });
   if (spec.epilogue.skip_softmax)
     std::erase_if(choices, [&](const TileConfig& c) { return q_tiles_per_cta(spec, c) > 1; });
   if (gathers(spec)) std::erase_if(choices, [&](const TileConfig& c) { return !may_gather(spec, c); });

@@ -113,6 +113,38 @@ __device__ __forceinline__ BiasTile bias_tile_of(const CaptureParam& tensor, int
   return bias;
 }
 
+/// What a tile of O reads of a captured tensor of 16-bit elements: O's element of query q and of a column has
+/// the element at row q + q_shift and at its column.
+struct OutTile {
+  const unsigned short* first;
+  long long stride_q, stride_column;
+  int size_q, columns, q_shift;
+
+  /// Whether each element of so many queries has one of its own, and rows begin where 16 bytes may be read.
+  __device__ __forceinline__ bool holds(int queries, int head_dim_v) const {
+    return stride_column == 1 && columns >= head_dim_v && q_shift >= 0 && q_shift <= size_q - queries &&
+           (reinterpret_cast<unsigned long long>(first) % 16 | stride_q % 8) == 0;
+  }
+  __device__ __forceinline__ const unsigned short* row(int q) const {
+    return first + clamped_index(wrap_add(q, q_shift), size_q) * stride_q;
+  }
+  __device__ __forceinline__ long long column(int at) const {
+    return clamped_index(at, columns) * stride_column;
+  }
+};
+
+/// tensor[indices..., :]; index kQ is 0 and stands for q.
+template <int kQ, class... Indices>
+__device__ __forceinline__ OutTile out_tile_of(const CaptureParam& tensor, int q_shift, Indices... indices) {
+  constexpr int kColumn = sizeof...(Indices);
+  return {static_cast<const unsigned short*>(tensor.data) + offset_of(tensor, indices...),
+          tensor.stride[kQ],
+          tensor.stride[kColumn],
+          tensor.size[kQ],
+          tensor.size[kColumn],
+          q_shift};
+}
+
 /// Where the gradient of tensor[indices...] is; the gradient is contiguous.
 template <class... Indices>
 __device__ __forceinline__ float* capture_grad(const CaptureParam& tensor, Indices... indices) {

@@ -2,6 +2,7 @@
 // names one of both. EmptyOutput<P> writes O of rows without keys.
 #pragma once
 
+#include "flashjit/common/out_tile.cuh"
 #include "flashjit/sm90/forward_output.cuh"
 
 namespace flashjit::sm90 {
@@ -10,7 +11,6 @@ namespace flashjit::sm90 {
 template <class P>
 struct ModifiedOutput : StoredOutput<P> {
   static_assert(!P::kSplit, "a split has a part of O");
-
   template <int kCount>
   static __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps,
                                                const ForwardStorage<P>& smem, const WorkTile<P>& work, int wg,
@@ -35,8 +35,81 @@ struct ModifiedOutput : StoredOutput<P> {
   }
 };
 
+struct NoOutTile {
+  template <class... Arguments>
+  static __device__ __forceinline__ void fetch(const Arguments&...) {}
+};
+/// Fetches the rows that the program reads of a tensor into L2, while the keys are visited.
 template <class P>
-using Output = Conditional<P::kOutMod, ModifiedOutput<P>, StoredOutput<P>>;
+struct OutTileInL2 {
+  static __device__ __forceinline__ void fetch(const Params& p, const WorkTile<P>& work, int wg) {
+    constexpr int kLineElements = 64, kLines = (P::kHeadDimV + kLineElements - 1) / kLineElements;
+    const auto head = work.sequence.head(p, work.h);
+    const OutTile tile = P::out_tile(p, head);
+    const int seqlen_q = work.sequence.seqlen_q(p);
+    if (!tile.holds(seqlen_q, P::kHeadDimV)) return;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int first = first_query(work, wg) + static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
+#pragma unroll
+    for (int i = 0; i < kWarpRows * kLines; i += 32) {
+      const int q = first + (i + lane) / kLines, line = (i + lane) % kLines;
+      if ((i + lane) / kLines < kWarpRows && q < seqlen_q)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(tile.row(q) + line * kLineElements));
+    }
+  }
+};
+template <class P>
+using OutTileFetch = Conditional<P::kOutTile, OutTileInL2<P>, NoOutTile>;
+
+/// The same where the program reads a tensor's tile (kOutTile).
+template <class P>
+struct TileModifiedOutput : ModifiedOutput<P> {
+  template <int kCount>
+  static __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps,
+                                               const ForwardStorage<P>& smem, const WorkTile<P>& work, int wg,
+                                               float (&o)[kCount]) {
+    const int q = first_query(work, wg) + own_row(), first = first_column<P>(wg);
+    const int seqlen_q = work.sequence.seqlen_q(p);
+    const auto head = work.sequence.head(p, work.h);
+    const OutTile tile = P::out_tile(p, head);
+    const bool whole = tile.holds(seqlen_q, P::kHeadDimV);
+    // Both rows, up to 128 columns whole, else in parts; loads of the next part are under way.
+    constexpr int kChunks = kCount / 4, kPart = kChunks <= 16 ? kChunks : 8,
+                  kParts = 2 * ((kChunks + kPart - 1) / kPart);
+    OutTileRow<kPart> parts[2];
+    const auto start = [&](int part) {
+      const int row = q + part % 2 * 8, chunk = part / 2 * kPart;
+      parts[part % 2].start(tile, whole, row, row < seqlen_q, first + chunk * 8, own_chunks<P>(wg) - chunk);
+    };
+    start(0);
+    if (kParts == 2) start(1);
+    if (p.out_mod.data != nullptr)
+      store_rows<typename P::Element>(o, own_chunks<P>(wg),
+                                      work.sequence.q_pointer(p.out_mod, work.h, q) + first,
+                                      p.out_mod.stride_s, seqlen_q - q);
+    const int column = first + static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (kParts > 2 && part + 1 < kParts) start(part + 1);
+      OutTileRow<kPart>& elements = parts[part % 2];
+      elements.exchange();
+      const Position row = position(q + part % 2 * 8);
+#pragma unroll
+      for (int n = 0; n < 2 * kPart; ++n) {
+        const int chunk = part / 2 * kPart + n / 2;
+        if (chunk >= kChunks) continue;
+        float& value = o[chunk * 4 + part % 2 * 2 + n % 2];
+        value = P::out_mod_of_element(p, head, elements.element(n / 2, n % 2), value, row,
+                                      column + chunk * 8 + n % 2);
+      }
+    }
+    StoredOutput<P>::store(p, maps, smem, work, wg, o);
+  }
+};
+
+template <class P>
+using Output = Conditional<P::kOutMod, Conditional<P::kOutTile, TileModifiedOutput<P>, ModifiedOutput<P>>,
+                           StoredOutput<P>>;
 
 /// `count` rows of zeros.
 template <class P>

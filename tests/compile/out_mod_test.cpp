@@ -23,6 +23,8 @@ TEST_P(KernelsOfOut, CompileWithoutSpills) {
       "bf16:d128:out_mod{gate: bf16 3d grad; out * sigmoid(gate[b, q, h])}:varlen:sinks",
       "fp16:d128:score{50.0 * tanh(score / 50.0)}:out_mod{w: fp32 1d grad; out * w[h]}:kvlen",
       "bf16:d256:out_mod{w: fp32 2d grad; out * w[h, column]}:causal",
+      "bf16:d256:out_mod{gate: bf16 4d; out * sigmoid(gate[b, h, q, column])}:causal",
+      "fp16:d192:out_mod{gate: fp16 4d; out * sigmoid(gate[b, h, q, column])}:varlen",
       "bf16:d192x128:out_mod{gate: bf16 4d grad; out * sigmoid(gate[b, q, h, column])}:map128x128",
       "bf16:d320x280:out_mod{out * sigmoid(out)}:causal",
       "fp32:d64:out_mod{gate: fp32 4d grad; out * gate[b, q, h, column]}:dropout",

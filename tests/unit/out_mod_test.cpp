@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "expr/facts.hpp"
 #include "flashjit/error.hpp"
 #include "plan/family.hpp"
 #include "plan/plan.hpp"
@@ -61,6 +62,22 @@ TEST_F(OutMod, RefusesWhatChangesOLater) {
   expect_in("the pass is jvp and out_mod is set", refused_spec("jvp:" + spec));
 }
 
+/// Rows of a tensor of 16 bits at q, whose last index is the column, are loaded as a tile.
+TEST_F(OutMod, FindsTheTensorWhoseRowsAreOs) {
+  const auto has_tile = [](const std::string& program, bool check_indices = false) {
+    return expr::facts_of({}, {}, {.check_indices = check_indices}, OutProgram(program)).out_tile;
+  };
+  EXPECT_TRUE(has_tile("gate: bf16 4d; out * sigmoid(gate[b, q, h, column])"));
+  EXPECT_TRUE(has_tile("gate: fp16 3d; n: int; out + gate[h_kv, q + n, column]"));
+  EXPECT_FALSE(has_tile("gate: bf16 4d; out * gate[b, q, h, column]", true));
+  EXPECT_FALSE(has_tile("gate: fp32 4d; out * gate[b, q, h, column]"));
+  EXPECT_FALSE(has_tile("gate: bf16 3d; out * gate[b, q, h]"));
+  EXPECT_FALSE(has_tile("gate: bf16 2d; out * gate[h, column]"));
+  EXPECT_FALSE(has_tile("gate: bf16 2d; out * gate[q, column + 1]"));
+  EXPECT_FALSE(has_tile("gate: bf16 2d; out * gate[2 * q, column]"));
+  EXPECT_FALSE(has_tile("gate: bf16 3d; out * gate[q, q, column]"));
+}
+
 plan::ExecutionPlan planned(const std::string& text, const AttentionShape& shape, const char* arch) {
   return plan::make_plan(parse_spec(text), shape, DeviceInfo::parse(arch), {});
 }
@@ -69,6 +86,9 @@ TEST_F(OutMod, IsPlannedForFamiliesWithAnEpilogueForIt) {
   const AttentionShape shape{2, 8, 2, 512, 4096};
   EXPECT_EQ(planned("fwd:bf16:d64:" + kGate, shape, "sm_90a").config.family, Family::sm90);
   EXPECT_EQ(planned("fwd:bf16:d64:" + kGate + ":cache", shape, "sm_90a").config.family, Family::sm80);
+  // Elements that are read one by one leave no registers for more than 128 columns.
+  EXPECT_EQ(planned("fwd:bf16:d256:" + kGate, shape, "sm_90a").config.family, Family::sm90);
+  EXPECT_EQ(planned("fwd:bf16:d256:out_mod{out * 2.0}", shape, "sm_90a").config.family, Family::sm80);
   EXPECT_EQ(planned("fwd:bf16:d64:" + kGate, shape, "sm_120").config.family, Family::sm80);
   EXPECT_EQ(planned("fwd:fp16:d64:" + kGate, shape, "sm_75").config.family, Family::sm75);
   EXPECT_EQ(planned("fwd:fp32:d64:" + kGate, shape, "sm_90a").config.family, Family::simt);

@@ -370,6 +370,15 @@ OutTileRead out_tile_read(const Graph& graph, int root) {
   return {place, place < 0 ? 0 : q_index_of_out_tile(graph, place)};
 }
 
+bool reads_own_element(const Graph& graph, const OutTileRead& tile) {
+  if (tile.place < 0) return false;
+  const std::vector<int>& indices = graph[tile.place].args;
+  const auto count = [&](Name name) {
+    return std::ranges::count_if(indices, [&](int index) { return is_name(graph.node(index), name); });
+  };
+  return indices.size() == 4 && count(Name::b) == 1 && count(Name::h) == 1;
+}
+
 namespace {
 
 /// `position`: kUsesQ or kUsesKv.

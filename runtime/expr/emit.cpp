@@ -257,25 +257,44 @@ class Hooks {
     return of_element("out_mod", analysis_.out(), kOutReads) + out_tile() +
            of_element("out_mod_grad", analysis_.out_grad(), {}) + add_out_mod_grads();
   }
-  /// The tile of a tensor that a tile of O reads, and out_mod() where a kernel has read its element.
+  /// The tile of a tensor that a tile of O reads, and what the program and its derivatives are where a kernel
+  /// has read its element.
   std::string out_tile() {
     const OutTileRead& tile = analysis_.out_tile();
     if (tile.place < 0) return {};
+    const std::string element = element_text(graph_.node(tile.place).declaration.type);
+    const auto with_element = [&](Code& code) {
+      code.know(tile.place, code.line("float", fmt::format("flashjit::as_read({}{{element}})", element)));
+    };
+    Code code(head_, Style::fast, {}), grads(head_, Style::fast, {});
+    with_element(code), with_element(grads);
+    const std::string value = code.value(analysis_.out()), of_out = grads.value(analysis_.out_grad());
+    const std::string of_element =
+        analysis_.has_out_tile_grad() ? grads.value(analysis_.out_read_grads().front().derivative) : "0.0f";
+    return out_tile_place("flashjit::OutModTile", "out_tile", "flashjit::out_mod_tile_of<{}>({})") +
+           function("float", "out_mod_of_element", fmt::format("unsigned short element, {}", kOutElement),
+                    result_of(code, value)) +
+           function(
+               "flashjit::OutModGrads", "out_mod_grads_of_element",
+               fmt::format("unsigned short element, float dout, {}", kOutElement),
+               result_of(grads, fmt::format("{{flashjit::chained(dout, {}), flashjit::chained(dout, {})}}",
+                                            of_out, of_element))) +
+           (analysis_.has_out_tile_grad() ? out_tile_place("flashjit::OutModTileGrad", "out_tile_grad",
+                                                           "flashjit::out_mod_tile_grad_of<{}>({})")
+                                          : std::string());
+  }
+  /// The function that finds the tile, or its gradient. `make` is given q's index, and the arguments.
+  std::string out_tile_place(std::string_view type, std::string_view name, std::string_view make) {
+    const OutTileRead& tile = analysis_.out_tile();
     const Graph::Item read = graph_[tile.place];
-    Code place(head_, Style::fast, {}), code(head_, Style::fast, {});
+    Code place(head_, Style::fast, {});
     const Rest shift = affine_form(graph_, read.args[tile.of_q])->rest;
     std::vector<std::string> arguments = {fmt::format("p.captures[{}]", head_.slot(read.node->declaration)),
                                           fmt::format("static_cast<int>({})", head_.rest(shift))};
     for (int i = 0; i + 1 < static_cast<int>(read.args.size()); ++i)
       arguments.push_back(i == tile.of_q ? "0" : place.value(read.args[i]));
-    const std::string made =
-        fmt::format("flashjit::out_tile_of<{}>({})", tile.of_q, fmt::join(arguments, ", "));
-    const std::string element = element_text(read.node->declaration.type);
-    code.know(tile.place, code.line("float", fmt::format("flashjit::as_read({}{{element}})", element)));
-    const std::string value = code.value(analysis_.out());
-    return function("flashjit::OutTile", "out_tile", "", result_of(place, made)) +
-           function("float", "out_mod_of_element", fmt::format("unsigned short element, {}", kOutElement),
-                    result_of(code, value));
+    const std::string joined = fmt::format("{}", fmt::join(arguments, ", "));
+    return function(type, name, "", result_of(place, fmt::format(fmt::runtime(make), tile.of_q, joined)));
   }
   std::string add_out_mod_grads() {
     Code code(head_, Style::fast, {});

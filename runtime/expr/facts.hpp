@@ -79,10 +79,11 @@ struct ProgramFacts {
   int difference_grads = 0;     ///< of those, AccumulationPattern::by_difference
   bool bias_tile_grad = false;  ///< the last of them is AccumulationPattern::own
 
-  bool has_out_mod = false;  ///< O's elements are changed before they are stored
-  bool out_tile = false;     ///< see OutTileRead
-  int out_mod_grads = 0;     ///< additions to gradients of tensors that this reads
-  int row_mod_grads = 0;     ///< of tensors that q_mod and k_mod read
+  bool has_out_mod = false;    ///< O's elements are changed before they are stored
+  bool out_tile = false;       ///< see OutTileRead
+  bool out_tile_grad = false;  ///< see ProgramAnalysis::has_out_tile_grad()
+  int out_mod_grads = 0;       ///< additions to gradients of tensors that this reads
+  int row_mod_grads = 0;       ///< of tensors that q_mod and k_mod read
 
   bool operator==(const ProgramFacts&) const = default;
 };

@@ -135,6 +135,7 @@ ProgramFacts ProgramAnalysis::facts() const {
           .bias_tile_grad = has_bias_tile_grad(),
           .has_out_mod = !is_name(graph_.node(out_), Name::out),
           .out_tile = out_tile_.place >= 0,
+          .out_tile_grad = has_out_tile_grad(),
           .out_mod_grads = static_cast<int>(out_read_grads_.size()),
           .row_mod_grads = static_cast<int>(row_read_grads(programs_.q_mod).size() +
                                             row_read_grads(programs_.k_mod).size())};
@@ -169,6 +170,7 @@ std::vector<Constant> constants_of(const ProgramFacts& facts) {
           {"kBiasTileGrad", facts.bias_tile_grad},
           {"kOutMod", facts.has_out_mod},
           {"kOutTile", facts.out_tile},
+          {"kOutTileGrad", facts.out_tile_grad},
           {"kOutModGrads", facts.out_mod_grads}};
 }
 

@@ -49,6 +49,11 @@ class ProgramAnalysis {
   const MaskAnalysis& mask() const { return mask_; }
   int bias_read() const { return bias_read_; }  ///< of the score; -1: none
   const OutTileRead& out_tile() const { return out_tile_; }
+  /// Whether that is the only read of the program of O with a gradient, to which each element adds its own.
+  bool has_out_tile_grad() const {
+    return out_read_grads_.size() == 1 && out_read_grads_.front().read == out_tile_.place &&
+           reads_own_element(graph_, out_tile_);
+  }
   const PositionTerms& terms() const { return terms_; }
   const std::optional<ScoreLine>& line() const { return line_; }
   bool mask_terms() const { return mask_terms_; }

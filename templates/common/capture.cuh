@@ -115,7 +115,7 @@ __device__ __forceinline__ BiasTile bias_tile_of(const CaptureParam& tensor, int
 
 /// What a tile of O reads of a captured tensor of 16-bit elements: O's element of query q and of a column has
 /// the element at row q + q_shift and at its column.
-struct OutTile {
+struct OutModTile {
   const unsigned short* first;
   long long stride_q, stride_column;
   int size_q, columns, q_shift;
@@ -135,7 +135,8 @@ struct OutTile {
 
 /// tensor[indices..., :]; index kQ is 0 and stands for q.
 template <int kQ, class... Indices>
-__device__ __forceinline__ OutTile out_tile_of(const CaptureParam& tensor, int q_shift, Indices... indices) {
+__device__ __forceinline__ OutModTile out_mod_tile_of(const CaptureParam& tensor, int q_shift,
+                                                      Indices... indices) {
   constexpr int kColumn = sizeof...(Indices);
   return {static_cast<const unsigned short*>(tensor.data) + offset_of(tensor, indices...),
           tensor.stride[kQ],
@@ -154,6 +155,29 @@ __device__ __forceinline__ float* capture_grad(const CaptureParam& tensor, Indic
   for (int i = 0; i < static_cast<int>(sizeof...(indices)); ++i)
     at = at * tensor.size[i] + clamped_index(index[i], tensor.size[i]);
   return tensor.grad + at;
+}
+
+/// Like OutModTile, for its gradient, to which each element of O adds its own.
+struct OutModTileGrad {
+  float* first;
+  long long stride_q;
+  bool own;  ///< no index of b and h is clamped
+  int q_shift;
+
+  __device__ __forceinline__ float* row(int q) const { return first + (q + q_shift) * stride_q; }
+};
+/// The gradient of tensor[indices..., :], of four dimensions, two of which are b and h.
+template <int kQ>
+__device__ __forceinline__ OutModTileGrad out_mod_tile_grad_of(const CaptureParam& tensor, int q_shift, int i,
+                                                               int j, int k) {
+  long long stride_q = 1;
+#pragma unroll
+  for (int n = kQ + 1; n < 4; ++n) stride_q *= tensor.size[n];
+  const int index[] = {i, j, k};
+  bool own = true;
+#pragma unroll
+  for (int n = 0; n < 3; ++n) own = own && index[n] < tensor.size[n];
+  return {capture_grad(tensor, i, j, k, 0), stride_q, own, q_shift};
 }
 
 /// Like BiasTile, for the gradients of the pairs' elements.

@@ -23,6 +23,11 @@ struct OutAddition {
   static constexpr bool kByColumn = by_column;
 };
 
+/// What an element of O's gradient gives to O before the program, and to the element of its tile.
+struct OutModGrads {
+  float out, element;
+};
+
 /// ds times a derivative, which may be NaN where ds is zero.
 __device__ __forceinline__ float chained(float ds, float derivative) {
   return ds == 0.0f ? 0.0f : ds * derivative;

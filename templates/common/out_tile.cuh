@@ -25,7 +25,8 @@ __device__ __forceinline__ void transpose_quad(unsigned (&words)[4]) {
 }
 
 /// Elements of any stride, which may not all exist: one after the other, for few registers.
-__device__ __forceinline__ uint4 eight_elements(const OutTile& tile, const unsigned short* row, int column) {
+__device__ __forceinline__ uint4 eight_elements(const OutModTile& tile, const unsigned short* row,
+                                                int column) {
   uint4 read = {};
 #pragma unroll 1
   for (int i = 0; i < 8; ++i) {
@@ -38,13 +39,13 @@ __device__ __forceinline__ uint4 eight_elements(const OutTile& tile, const unsig
 
 /// A thread's pairs of elements of a row, one for each chunk of eight columns.
 template <int kChunks>
-struct OutTileRow {
+struct OutModRow {
   static constexpr int kGroups = (kChunks + 3) / 4;
   unsigned words[kGroups][4];
 
   /// Lane `part` of four reads chunk `part` of each four, of the row of query q. `first`: the column of the
   /// warp's first chunk. `whole`: what the tile's holds() says.
-  __device__ __forceinline__ void start(const OutTile& tile, bool whole, int q, bool inside, int first,
+  __device__ __forceinline__ void start(const OutModTile& tile, bool whole, int q, bool inside, int first,
                                         int chunks) {
     const int part = static_cast<int>(threadIdx.x) % 4;
     const unsigned short* row = tile.row(q);

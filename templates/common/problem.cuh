@@ -122,7 +122,8 @@ struct ExampleProblem {
   static constexpr bool kBiasTileGrad = false;
   static constexpr bool kOutMod = false;   // there are out_mod(), out_mod_grad() and add_out_mod_grads()
   static constexpr bool kOutTile = false;  // and out_tile() and out_mod_of_element(), see common/out_tile.cuh
-  static constexpr int kOutModGrads = 0;   // additions of add_out_mod_grads()
+  static constexpr bool kOutTileGrad = false;  // and out_tile_grad(): its gradient is the only one
+  static constexpr int kOutModGrads = 0;       // additions of add_out_mod_grads()
 
   /// What the programs need of one head of one batch entry, made once for a work tile; the lengths are the
   /// sequence's.
@@ -191,15 +192,16 @@ struct ExampleProblem {
   static __device__ __forceinline__ Range q_bounds(const Params&, const Head& head, Range /*kv*/) {
     return {0, head.seqlen_q};
   }
-  // With kOutTile there are out_tile(p, head), the OutTile of a tensor that the program of O reads, and
-  // out_mod_of_element(p, head, element, out, q, column), what becomes of O where the kernel has its element.
-  // With kOutMod there are out_mod(p, head, out, q, column), what becomes of an element of O, out_mod_grad(),
-  // its derivative by `out`, and add_out_mod_grads(p, head, dout, out, q, column, add), which calls
-  // add(OutAddition, float* at, float value) for each of the kOutModGrads additions.
-  // Where the spec has a program of Q or K there are kQMod, kQModGrads, q_mod(p, head, row, element,
-  // sum_of_squares, q, column), what becomes of an element of a row of Q, and q_mod_grads(.., column, dout,
-  // add), which calls add.own(), add.at(), add.squares() and add.capture() with what its gradient gives to
-  // the element, others of the row, the sum of squares and captures; and kKMod, k_mod() and so on of K.
+  // With kOutTile there are out_tile(p, head), the OutModTile of a tensor that the program of O reads, and
+  // out_mod_of_element(p, head, element, out, q, column), what becomes of O where the kernel has its element;
+  // and out_mod_grads_of_element(p, head, element, dout, out, q, column), the OutModGrads. With kOutMod there
+  // are out_mod(p, head, out, q, column), what becomes of an element of O, out_mod_grad(), its derivative by
+  // `out`, and add_out_mod_grads(p, head, dout, out, q, column, add), which calls add(OutAddition, float* at,
+  // float value) for each of the kOutModGrads additions. Where the spec has a program of Q or K there are
+  // kQMod, kQModGrads, q_mod(p, head, row, element, sum_of_squares, q, column), what becomes of an element of
+  // a row of Q, and q_mod_grads(.., column, dout, add), which calls add.own(), add.at(), add.squares() and
+  // add.capture() with what its gradient gives to the element, others of the row, the sum of squares and
+  // captures; and kKMod, k_mod() and so on of K.
 };
 
 /// Whether formats decode the rows of K and V: kv_format.cuh.

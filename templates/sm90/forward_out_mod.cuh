@@ -45,7 +45,7 @@ struct OutTileInL2 {
   static __device__ __forceinline__ void fetch(const Params& p, const WorkTile<P>& work, int wg) {
     constexpr int kLineElements = 64, kLines = (P::kHeadDimV + kLineElements - 1) / kLineElements;
     const auto head = work.sequence.head(p, work.h);
-    const OutTile tile = P::out_tile(p, head);
+    const OutModTile tile = P::out_tile(p, head);
     const int seqlen_q = work.sequence.seqlen_q(p);
     if (!tile.holds(seqlen_q, P::kHeadDimV)) return;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -71,12 +71,12 @@ struct TileModifiedOutput : ModifiedOutput<P> {
     const int q = first_query(work, wg) + own_row(), first = first_column<P>(wg);
     const int seqlen_q = work.sequence.seqlen_q(p);
     const auto head = work.sequence.head(p, work.h);
-    const OutTile tile = P::out_tile(p, head);
+    const OutModTile tile = P::out_tile(p, head);
     const bool whole = tile.holds(seqlen_q, P::kHeadDimV);
     // Both rows, up to 128 columns whole, else in parts; loads of the next part are under way.
     constexpr int kChunks = kCount / 4, kPart = kChunks <= 16 ? kChunks : 8,
                   kParts = 2 * ((kChunks + kPart - 1) / kPart);
-    OutTileRow<kPart> parts[2];
+    OutModRow<kPart> parts[2];
     const auto start = [&](int part) {
       const int row = q + part % 2 * 8, chunk = part / 2 * kPart;
       parts[part % 2].start(tile, whole, row, row < seqlen_q, first + chunk * 8, own_chunks<P>(wg) - chunk);
@@ -91,7 +91,7 @@ struct TileModifiedOutput : ModifiedOutput<P> {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       if (kParts > 2 && part + 1 < kParts) start(part + 1);
-      OutTileRow<kPart>& elements = parts[part % 2];
+      OutModRow<kPart>& elements = parts[part % 2];
       elements.exchange();
       const Position row = position(q + part % 2 * 8);
 #pragma unroll

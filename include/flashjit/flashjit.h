@@ -48,8 +48,9 @@ typedef struct flashjit_options {
 typedef struct flashjit_forward_args {
   size_t struct_size;
   flashjit_tensor q, k, v; /**< read only */
-  flashjit_tensor out;     /**< of Q's type; with "fp32_out" in the spec, fp32; in memory of its own */
-  float* lse;              /**< [batch, heads_q, seqlen_q], natural log of the row sums; null: not wanted */
+  flashjit_tensor out; /**< of Q's type; with "fp32_out" in the spec, fp32; with "out{...}" rows of bytes in
+                          that format; in memory of its own */
+  float* lse;          /**< [batch, heads_q, seqlen_q], natural log of the row sums; null: not wanted */
   /** Strides of lse, row_max and state.lse, in elements: batch, heads, rows. With "varlen" LSE is packed like
    * q, and the first is not read. Zeros: contiguous, packed [heads_q, rows of q]. */
   int64_t lse_stride[3];
@@ -100,6 +101,11 @@ typedef struct flashjit_forward_args {
   /** With "q_rope" in the spec: Q's columns behind V's, [batch, heads_q, seqlen_q, head_dim - head_dim_v],
    * read only; q then has the first head_dim_v columns. */
   flashjit_tensor q_rope;
+  /** With "out{...}" in the spec, O as codes: one number on the device, which codes are multiplied with, of
+   * e4m3 and e2m1:g16:e4m3:apart:scaled (NVFP4). See Epilogue::out_format of flashjit/spec.hpp. */
+  const float* out_scale;
+  /** The same, written, where scales are apart: [as out, as out, as out, scales of a row] of their type. */
+  flashjit_tensor out_block_scale;
 } flashjit_forward_args;
 
 /** O and its tangent, the derivative of O along the tangents of what it depends on: see JvpArgs of

@@ -60,7 +60,8 @@ struct PartialArgs {
 };
 
 /// Arguments of O = attention(Q, K, V). Sizes: q [b, hq, sq, d], k [b, hkv, skv, d], v [b, hkv, skv, dv],
-/// out [b, hq, sq, dv]; `out` has Q's type, or with spec.partial.fp32_out fp32.
+/// out [b, hq, sq, dv]; `out` has Q's type, or with spec.partial.fp32_out fp32, or is rows of
+/// spec.epilogue.out_format: e4m3, or of NVFP4 bytes [b, hq, sq, dv / 2].
 ///
 /// With spec.varlen, b sequences of different lengths are packed: q [1, hq, rows, d], k [1, hkv, rows_kv, d]
 /// and so on. Sequence i has rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of Q and O, and cu_seqlens_kv[i] to
@@ -143,6 +144,12 @@ struct ForwardArgs {
   /// With spec.epilogue.skip_softmax: [2] on the device, ADDED to: tiles of the kernel's size that were
   /// visited and how many of these were skipped. Null: not wanted.
   std::int64_t* skip_softmax_counts = nullptr;
+  /// With spec.epilogue.out_format: one number on the device, positive; of e4m3 and NVFP4. O / out_scale is
+  /// found as O times its reciprocal, in fp32. Engines whose global scale multiplies give its reciprocal.
+  const float* out_scale = nullptr;
+  /// Written: the scales of rows or of blocks, [b, hq, sq, scales of a row] of their type, with any strides.
+  /// Rows without keys have scales of 1, as those of zeros are.
+  TensorView out_block_scale = {};
 };
 
 /// Arguments of O and its tangent, the derivative of O along the tangents of what it depends on: forward-mode

@@ -116,6 +116,16 @@ struct Epilogue {
   /// whose largest score lies below each row's maximum so far by more than -log(threshold), a number at the
   /// call: see ForwardArgs::skip_softmax_threshold. Not with dropout and weights().
   bool skip_softmax = false;
+  /// Forward only: O is stored as codes with scales, which are found or applied in fp32, after out_mod:
+  ///   e4m3                        FP8: O / ForwardArgs::out_scale, a number of the call on the device
+  ///   e4m3:row:fp32:apart         FP8, with a scale for each row of a head, its largest magnitude / 448, in
+  ///                               ForwardArgs::out_block_scale
+  ///   e2m1:g16:e4m3:apart:scaled  NVFP4: codes of 4 bits, with the scales of 16 columns there, which
+  ///                               out_scale is multiplied with
+  /// A stored value is code * scale of the block * out_scale. Codes are the nearest, ties to even; what is
+  /// too large becomes the largest; NaN stays NaN, of NVFP4 in the scale. Head dimensions of V are then
+  /// multiples of 16. Not with indices, running_state and fp32_out.
+  KvFormat out_format = {};
 
   bool operator==(const Epilogue&) const = default;
 };
@@ -132,8 +142,8 @@ struct Reproducible {
   bool operator==(const Reproducible&) const = default;
 };
 
-/// A row of K or V in memory: columns of a type. The columns of a quantized row are its bytes. Their type is
-/// the format's where it is codes of 8 bits alone, else int8.
+/// A row of K, V or O in memory: columns of a type. The columns of a quantized row are its bytes. Their type
+/// is the format's where it is codes of 8 bits alone, else int8.
 struct StoredKvRow {
   DType type = DType::bf16;
   int columns = 0;
@@ -145,11 +155,12 @@ struct StoredKvRow {
 ///
 /// O = dropout(softmax(mask(score(softmax_scale * Q K^T)))) V, row by row.
 /// With a score of weights() there is no softmax: O = where(mask, score(softmax_scale * Q K^T), 0) V.
-/// epilogue.out_mod is applied to each element of O last, prologue.q_mod and k_mod to Q and K first.
-/// With sinks, the softmax of a row has one more logit, its head's, without a value. LSE includes it, and a
-/// row that attends to nothing has O = 0 and LSE = its sink. As text, to which a KernelSpec adds its pass:
-/// "bf16:d64x32:causal:dropout:kvlen:map128x64:det", "bf16:d64:causal:varlen:pages16:sinks",
-/// "bf16:d128:kve4m3:causal:cache:key_scales", "bf16:d128:k{q8_0}:v{int4:g32:fp16}:cache".
+/// epilogue.out_mod is applied to each element of O last, before it becomes codes (out_format),
+/// prologue.q_mod and k_mod to Q and K first. With sinks, the softmax of a row has one more logit, its
+/// head's, without a value. LSE includes it, and a row that attends to nothing has O = 0 and LSE = its sink.
+/// As text, to which a KernelSpec adds its pass: "bf16:d64x32:causal:dropout:kvlen:map128x64:det",
+/// "bf16:d64:causal:varlen:pages16:sinks", "bf16:d128:kve4m3:causal:cache:key_scales",
+/// "bf16:d128:k{q8_0}:v{int4:g32:fp16}:cache".
 struct AttentionSpec {
   DType dtype = DType::bf16;
   int head_dim = 0;    ///< of Q and K: a multiple of 8 from 8 to 576
@@ -178,8 +189,10 @@ struct AttentionSpec {
   /// Rows of K, and of V, in memory.
   FLASHJIT_API StoredKvRow stored_k() const;
   FLASHJIT_API StoredKvRow stored_v() const;
-  /// O's type in the forward pass.
+  /// O's type in the forward pass, before it becomes codes.
   DType out_type() const { return partial.fp32_out ? DType::fp32 : dtype; }
+  /// Rows of O in memory in the forward pass.
+  FLASHJIT_API StoredKvRow stored_out() const;
   /// O's type in the backward pass.
   DType saved_out_type() const { return epilogue.out_mod.empty() ? out_type() : dtype; }
   /// The type of dQ, dK and dV.

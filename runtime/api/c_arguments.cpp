@@ -159,6 +159,8 @@ ForwardArgs forward_args(const flashjit_forward_args& c, Captures& room) {
   if (c.skip_softmax_threshold) args.skip_softmax_threshold = *c.skip_softmax_threshold;
   args.skip_softmax_counts = c.skip_softmax_counts;
   args.q_rope = view(c.q_rope);
+  args.out_scale = c.out_scale;
+  args.out_block_scale = view(c.out_block_scale);
   return args;
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <span>
@@ -355,12 +356,36 @@ void scatter_rows(const reference::Problem& problem, const ForwardArgs& args, st
   scatter(DType::fp32, values, written, written_rows(args, offsets, written));
 }
 
+/// Stores O as codes, and their scales; rows of no sequence as zeros, where they are written.
+void scatter_codes(const AttentionSpec& spec, const ForwardArgs& args, const reference::Problem& problem,
+                   std::vector<double> out) {
+  const KvFormat& format = spec.epilogue.out_format;
+  const auto [batch, heads, rows, columns] = args.out.size;
+  const std::int64_t written = written_rows(args, problem.cu_seqlens_q, args.out);
+  const float scale = format.has_argument() ? *args.out_scale : 1.0f;
+  if (!(scale > 0 && std::isfinite(scale))) refuse("out_scale is {}: it must be finite and above 0.", scale);
+  for (std::int64_t i = 0; i < batch * heads * rows; ++i) {
+    const std::int64_t b = i / rows / heads, h = i / rows % heads, s = i % rows;
+    if (s >= written) continue;
+    double* row = out.data() + i * spec.v_dim();
+    if (!problem.cu_seqlens_q.empty() && s >= problem.cu_seqlens_q.back())
+      std::fill_n(row, spec.v_dim(), 0.0);
+    const auto& stride = args.out.stride;
+    encode_row(format, spec.v_dim(), row, scale,
+               static_cast<std::uint8_t*>(args.out.data) + b * stride[0] + h * stride[1] + s * stride[2],
+               block_scale_row(format, args.out_block_scale, b, h, s));
+  }
+}
+
 }  // namespace
 
 void reference_forward(const AttentionSpec& spec, const ForwardArgs& args) {
   const reference::Problem problem = problem_of(spec, args, Pass::forward);
   const reference::Forward result = reference::forward(problem);
-  scatter(spec.out_type(), result.out, args.out, written_rows(args, problem.cu_seqlens_q, args.out));
+  if (spec.epilogue.out_format.quantized())
+    scatter_codes(spec, args, problem, result.out);
+  else
+    scatter(spec.out_type(), result.out, args.out, written_rows(args, problem.cu_seqlens_q, args.out));
   scatter_rows(problem, args, result.lse, args.lse);
   scatter_rows(problem, args, result.row_max, args.row_max);
   if (args.out_before_mod.data)

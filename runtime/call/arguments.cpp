@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "call/block_scales.hpp"
+#include "call/out_codes.hpp"
 #include "call/q_rope.hpp"
 #include "call/row_mods.hpp"
 #include "call/skip_softmax.hpp"
@@ -263,7 +264,6 @@ Expected expected_sizes(const AttentionSpec& spec, const Args& args) {
 template <class Args>
 void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expected& sizes) {
   constexpr bool kForward = std::is_same_v<Args, ForwardArgs>;
-  const DType out_type = kForward ? spec.out_type() : spec.saved_out_type();
   check_q(spec, args.q, q_rope_of(args), sizes.q);
   check_kv_tensor("k", args.k, sizes.k, spec.stored_k(), spec.kv.k_format, Access::read);
   check_kv_tensor("v", args.v, sizes.v, spec.stored_v(), spec.kv.v_format, Access::read);
@@ -276,8 +276,11 @@ void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expect
   check_type("q", args.q, spec.q_type());
   if (!kForward && spec.score.is_weight() && spec.epilogue.out_mod.empty() && !args.out.data)
     return;  // dS has no D
-  check_tensor("out", args.out, sizes.out, size_of(out_type), kForward ? Access::write : Access::read);
-  check_type("out", args.out, out_type);
+  if constexpr (kForward)
+    return check_kv_tensor("out", args.out, sizes.out, spec.stored_out(), spec.epilogue.out_format,
+                           Access::write);
+  check_tensor("out", args.out, sizes.out, size_of(spec.saved_out_type()), Access::read);
+  check_type("out", args.out, spec.saved_out_type());
 }
 
 template <class Args>
@@ -287,7 +290,7 @@ std::array<Placed, 3> placed_qkv(const AttentionSpec& spec, const Args& args) {
 }
 
 void check_apart(const AttentionSpec& spec, const ForwardArgs& args) {
-  const std::array written = {Placed{"out", args.out, size_of(spec.out_type())},
+  const std::array written = {Placed{"out", args.out, size_of(spec.stored_out().type)},
                               Placed{"out_before_mod", args.out_before_mod, size_of(spec.dtype)}};
   const auto [q, k, v] = placed_qkv(spec, args);
   const std::array read = {q, k, v, Placed{"q_rope", args.q_rope, size_of(spec.dtype)}};
@@ -437,10 +440,12 @@ AttentionSpec spec_of(const ForwardArgs& args, AttentionSpec spec) {
   if (spec.prologue.q_rope && spec.head_dim == 0)
     spec.head_dim = dim_of(plus(args.q.size[3], args.q_rope.size[3]));
   // With quantized Q, O tells the type; in fp32 O may be a part of a larger problem.
-  const DType of_codes = out == DType::fp32 ? spec.dtype : out;
+  const DType of_codes = out == DType::fp32 || size_of(out) == 1 ? spec.dtype : out;
   take_common(spec, args, spec.prologue.q_codes ? of_codes : q);
   spec.partial.fp32_out |= out == DType::fp32 && spec.dtype != DType::fp32;
   spec.kv.key_scales |= spec.kv.quantized() && (has_key_scales(args.k_scale) || has_key_scales(args.v_scale));
+  if (out == DType::e4m3 && !spec.epilogue.out_format.quantized())
+    spec.epilogue.out_format = parse_kv_format(args.out_block_scale.data ? "e4m3:row:fp32:apart" : "e4m3");
   spec.epilogue.row_max |= args.row_max != nullptr;
   spec.epilogue.skip_softmax |= args.skip_softmax_threshold.has_value();
   spec.kv.shared_prefix |= args.prefix_length != nullptr;
@@ -474,6 +479,7 @@ AttentionShape check_arguments(const AttentionSpec& spec, const ForwardArgs& arg
   check_page_table(spec, shape, "k", args.k, args.page_table);
   check_row_max(spec, shape, args);
   check_out_before_mod(spec, args, sizes.out);
+  check_out_scales(spec, args);
   check_skip_softmax(spec, args);
   check_prefix(spec, shape, args.prefix_length);
   check_scales("k_scale", spec, spec.kv.k_format, shape, args.k, args.k_scale);
@@ -565,6 +571,8 @@ std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {
                               {"q_rope", memory_of(args.q_rope)},
                               {"out_before_mod", memory_of(args.out_before_mod)},
                               {"skip_softmax_counts", args.skip_softmax_counts},
+                              {"out_scale", args.out_scale},
+                              {"out_block_scale", memory_of(args.out_block_scale)},
                               {"prefix_length", args.prefix_length},
                               {"state.out", memory_of(args.partial.state.out)},
                               {"state.lse", args.partial.state.lse},

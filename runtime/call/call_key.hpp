@@ -34,7 +34,7 @@ struct CallKeyView {
                 shape.heads_kv,
                 shape.seqlen_q,
                 shape.seqlen_kv,
-                formats(spec.kv)},
+                formats(spec.kv, spec.epilogue.out_format)},
         score(spec.score.text()),
         mask(spec.mask.text()),
         out_mod(spec.epilogue.out_mod.text()),
@@ -52,10 +52,10 @@ struct CallKeyView {
     return static_cast<std::int64_t>(pass) | static_cast<std::int64_t>(spec.dtype) << 8 |
            options(kEach) << 16;
   }
-  /// Both formats, or 0: a hash, as a code book may have 256 values.
-  static std::int64_t formats(const KvLayout& kv) {
-    if (!kv.quantized()) return 0;
-    return static_cast<std::int64_t>(hash_of(kv.k_format) * 3 + hash_of(kv.v_format));
+  /// The formats of K, V and O, or 0: a hash, as a code book may have 256 values.
+  static std::int64_t formats(const KvLayout& kv, const KvFormat& out) {
+    if (!kv.quantized() && !out.quantized()) return 0;
+    return static_cast<std::int64_t>((hash_of(kv.k_format) * 3 + hash_of(kv.v_format)) * 3 + hash_of(out));
   }
   static std::uint64_t hash_of(const KvFormat& f) {
     const std::uint8_t parts[] = {

@@ -6,6 +6,7 @@
 #include <numbers>
 
 #include "call/captures.hpp"
+#include "call/out_codes.hpp"
 #include "call/row_mods.hpp"
 #include "call/skip_softmax.hpp"
 #include "call/tensor_checks.hpp"
@@ -160,6 +161,7 @@ ForwardArgs fold_gqa(ForwardArgs args) {
   fold(args.q);
   if (args.q_rope.data) fold(args.q_rope);
   fold(args.out);
+  fold(args.out_block_scale);
   fold(args.partial.state.out);
   return args;
 }
@@ -172,6 +174,7 @@ Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& given, Pa
   params.row_max = args.row_max;
   if (plan.spec.prologue.q_rope) params.q_rope = tensor_param(args.q_rope);
   if (!plan.spec.epilogue.out_mod.empty()) params.out_mod = tensor_param(args.out_before_mod);
+  set_out_scales(params, plan.spec, args);
   set_skip_softmax(params, plan.spec, args);
   params.k_scale = scale_param(args.k_scale);
   params.v_scale = scale_param(plan.spec.kv.shared_kv ? args.k_scale : args.v_scale);

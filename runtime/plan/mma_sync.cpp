@@ -184,6 +184,7 @@ Support supports(const AnalysedSpec& spec) {
     return Support::no(
         fmt::format("skip_softmax is without indices and Q of 8 bits, and for up to {} columns of V",
                     sm80::kMostNarrowColumns));
+  if (spec.epilogue.out_format.quantized() && is_wide(spec)) return Support::no(kCodesOfWholeRows);
   if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);
   return Support::yes();
 }

@@ -50,6 +50,8 @@ constexpr ParamsGroup kParamsGroups[] = {
      [](const KernelPlan& k) -> int { return k.config.join_lists; }},
     {"OUT_MOD", offsetof(Params, out_mod),
      [](const KernelPlan& k) -> int { return !k.spec.epilogue.out_mod.empty(); }},
+    {"OUT_CODES", offsetof(Params, out_scale),
+     [](const KernelPlan& k) -> int { return k.spec.epilogue.out_format.quantized(); }},
     {"ROW_MODS", offsetof(Params, given),
      [](const KernelPlan& k) -> int { return k.spec.prologue.has_programs(); }},
     {"RUNNING_STATE", offsetof(Params, o_state),

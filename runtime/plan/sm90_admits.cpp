@@ -335,6 +335,8 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (Support able = supports_weights(spec); !able) return able;
   if (Support able = supports_out_mod(spec); !able) return able;
   if (Support able = supports_skip_softmax(spec); !able) return able;
+  if (spec.epilogue.out_format.quantized() && spec.v_dim() > kMostColumns)
+    return Support::no(kCodesOfWholeRows);
   if (spec.dtype != DType::fp16 && spec.dtype != DType::bf16)
     return Support::no(fmt::format("its kernels take fp16 and bf16, the spec has {}", to_string(spec.dtype)));
   if (Support able = supports_rows(spec); !able) return able;

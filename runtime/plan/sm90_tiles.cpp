@@ -239,7 +239,7 @@ int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
 
 bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
   return forward_layout(spec, c).has_o_tile() && !spec.varlen && !c.split && !c.pack_gqa &&
-         !spec.partial.fp32_out;
+         !spec.partial.fp32_out && !spec.epilogue.out_format.quantized();
 }
 
 bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c) {

@@ -1,8 +1,11 @@
 #include "flashjit/spec.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
+#include <iterator>
+#include <string_view>
 
 #include "expr/declarations.hpp"
 #include "expr/float_scalars.hpp"
@@ -149,6 +152,24 @@ void check_out_mod(const AttentionSpec& spec) {
            option);
 }
 
+/// What codes of O are for, and what is done to O after the kernels that make them.
+void check_out_format(const AttentionSpec& spec) {
+  const KvFormat& format = spec.epilogue.out_format;
+  if (!format.quantized()) return;
+  format.validate_row(spec.v_dim(), "head_dim_v");
+  constexpr std::string_view kFormats[] = {"e4m3", "e4m3:row:fp32:apart", "e2m1:g16:e4m3:apart:scaled"};
+  if (std::ranges::find(kFormats, to_string(format)) == std::end(kFormats))
+    refuse("out_format is {}; O is stored as {}, or left as elements", to_string(format),
+           fmt::join(kFormats, ", "));
+  const char* option = spec.indices                 ? "indices"
+                       : spec.partial.running_state ? "running_state"
+                       : spec.partial.fp32_out      ? "fp32_out"
+                                                    : nullptr;
+  if (option)
+    refuse("out_format is {} and {} is set, too; O becomes codes where it is complete, so leave one out",
+           to_string(format), option);
+}
+
 /// What is done to Q and K by other calls, or where there is more than Q and K of one call.
 void check_row_mods(const AttentionSpec& spec) {
   expr::check_prologue(spec.prologue);
@@ -232,6 +253,10 @@ DType AttentionSpec::kv_type() const {
 }
 
 StoredKvRow AttentionSpec::stored_k() const { return stored_row(*this, kv.k_format, head_dim); }
+StoredKvRow AttentionSpec::stored_out() const {
+  if (epilogue.out_format.quantized()) return stored_row(*this, epilogue.out_format, v_dim());
+  return {out_type(), v_dim()};
+}
 StoredKvRow AttentionSpec::stored_v() const {
   if (kv.shared_kv && kv.k_format.quantized()) return stored_k();  // the same rows
   return stored_row(*this, kv.v_format, v_dim());
@@ -307,6 +332,7 @@ void AttentionSpec::validate() const {
   check_running_state(*this);
   check_weight_mod(*this);
   check_out_mod(*this);
+  check_out_format(*this);
   check_row_mods(*this);
   check_q_rope(*this);
   check_skip_softmax(*this);
@@ -344,6 +370,12 @@ void KernelSpec::validate() const {
         "keep "
         "the newest keys in 16 bits, quantize() a group once it is whole, and merge() attention over both",
         format_text(*this), std::max(kv.k_format.keys, kv.v_format.keys));
+  if (pass != Pass::forward && is_attention(pass) && epilogue.out_format.quantized())
+    refuse(
+        "the pass is {} and out_format is {}; codes of O are for inference and have no derivative, so leave "
+        "it "
+        "out or call the forward pass",
+        to_string(pass), to_string(epilogue.out_format));
   if (pass == Pass::jvp || pass == Pass::backward_jvp) refuse_without_tangent(*this, pass);
   if (pass != Pass::backward) return;
   if (kv.is_cache())

@@ -172,7 +172,7 @@ std::string spec_allowed() {
       "each at "
       "most "
       "once, score{<program>}, a mask (causal or causal_top_left or mask{<program>}), out_mod{<program>}, "
-      "q_mod{<program>}, k_mod{<program>}, "
+      "q_mod{<program>}, k_mod{<program>}, out{<format>}, "
       "map<queries>x<keys>, "
       "pages<rows>, kv<e4m3|e5m2|int8>, kv{<format>}, k{<format>}, v{<format>}";
   for (const plan::SpecOption& option : plan::kSpecOptions) allowed += fmt::format(", {}", option.text);
@@ -244,6 +244,8 @@ void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spe
     spec.mask = reader.in_field(field, [&] { return MaskProgram(*mask); });
   } else if (const auto out_mod = reader.program(field, "out_mod")) {
     spec.epilogue.out_mod = reader.in_field(field, [&] { return OutProgram(*out_mod); });
+  } else if (const auto out = reader.program(field, "out")) {
+    spec.epilogue.out_format = reader.in_field(field, [&] { return parse_kv_format(*out); });
   } else if (const auto q_mod = reader.program(field, "q_mod")) {
     spec.prologue.q_mod = reader.in_field(field, [&] { return RowProgram(*q_mod); });
   } else if (const auto k_mod = reader.program(field, "k_mod")) {
@@ -291,6 +293,7 @@ std::string text_of(const AttentionSpec& spec) {
     append(":mask{{{}}}", spec.mask.text());
   }
   if (!spec.epilogue.out_mod.empty()) append(":out_mod{{{}}}", spec.epilogue.out_mod.text());
+  if (spec.epilogue.out_format.quantized()) append(":out{{{}}}", to_string(spec.epilogue.out_format));
   if (!spec.prologue.q_mod.empty()) append(":q_mod{{{}}}", spec.prologue.q_mod.text());
   if (!spec.prologue.k_mod.empty()) append(":k_mod{{{}}}", spec.prologue.k_mod.text());
   for (const plan::SpecOption& option : plan::kSpecOptions) {

@@ -74,7 +74,10 @@ std::string struct_text(const char* name, const KvFormat& format, int dim, const
 }  // namespace
 
 std::string kv_formats_text(const KernelSpec& spec) {
-  return spec.decodes_kv() ? stored_formats_text(spec) : std::string();
+  return (spec.decodes_kv() ? stored_formats_text(spec) : std::string()) +
+         (spec.epilogue.out_format.quantized()
+              ? struct_text("OutFormat", spec.epilogue.out_format, spec.v_dim(), spec)
+              : std::string());
 }
 
 std::string stored_formats_text(const KernelSpec& spec) {

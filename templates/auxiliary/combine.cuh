@@ -2,6 +2,7 @@
 // splits i of the keys, where LSE is that of all of them.
 #pragma once
 
+#include "flashjit/common/out_codes.cuh"
 #include "flashjit/common/out_element.cuh"
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/common/running_state.cuh"
@@ -126,7 +127,18 @@ struct CombinedRow {
   __device__ __forceinline__ bool exists(const Params& p) const { return q < sequence.seqlen_q(p); }
 };
 
-/// Writes a row of O from the sums of its splits, and by the first lane its LSE.
+/// By the first lane: a row's LSE, and its largest score.
+template <class P, int kLanes>
+__device__ __forceinline__ void write_row_stats(const Params& p, const CombinedRow<P>& at,
+                                                const SplitWeights<P, kLanes>& splits, const RowEnd& end) {
+  if (threadIdx.x % kLanes != 0) return;
+  if (p.lse.data != nullptr) p.lse.data[at.sequence.lse_row(p, at.h, at.q)] = end.lse;
+  if constexpr (P::kRowMax)
+    p.row_max[at.sequence.lse_row(p, at.h, at.q)] =
+        largest_or_nan(row_max_of_splits<P>(p, splits.count, at.row), splits.sum);
+}
+
+/// Writes a row of O from the sums of its splits, and what goes with it.
 template <class P, int kLanes>
 __device__ __forceinline__ void write_row(const Params& p, const CombinedRow<P>& at,
                                           const SplitWeights<P, kLanes>& splits, const RowEnd& end,
@@ -141,12 +153,36 @@ __device__ __forceinline__ void write_row(const Params& p, const CombinedRow<P>&
     }
     store_columns(at.sequence.template q_pointer<OutElement<P>>(p.o, at.h, at.q) + chunk * 4, all.of[i]);
   }
-  if (threadIdx.x % kLanes != 0) return;
-  if (p.lse.data != nullptr) p.lse.data[at.sequence.lse_row(p, at.h, at.q)] = end.lse;
-  if constexpr (P::kRowMax)
-    p.row_max[at.sequence.lse_row(p, at.h, at.q)] =
-        largest_or_nan(row_max_of_splits<P>(p, splits.count, at.row), splits.sum);
+  write_row_stats<P>(p, at, splits, end);
 }
+
+// Who writes a row that `exists`; RowWriter<P> names one of these types.
+
+template <class P>
+struct ElementWriter {
+  template <int kLanes>
+  static __device__ __forceinline__ void write(const Params& p, const CombinedRow<P>& at,
+                                               const SplitWeights<P, kLanes>& splits, const RowEnd& end,
+                                               float of_state, LaneColumns<P, kLanes>& all, bool exists,
+                                               bool writes) {
+    if (exists && writes) write_row<P>(p, at, splits, end, of_state, all);
+  }
+};
+/// O as codes, by whole warps.
+template <class P>
+struct CodeWriter {
+  template <int kLanes>
+  static __device__ __forceinline__ void write(const Params& p, const CombinedRow<P>& at,
+                                               const SplitWeights<P, kLanes>& splits, const RowEnd& end,
+                                               float /*of_state*/, LaneColumns<P, kLanes>& all, bool exists,
+                                               bool writes) {
+    if (!writes) return;
+    store_codes_of_lanes<P, kLanes>(coded_row(p, at.sequence, at.h, at.q, exists), all.of);
+    if (exists) write_row_stats<P>(p, at, splits, end);
+  }
+};
+template <class P>
+using RowWriter = Conditional<kOutCodes<P>, CodeWriter<P>, ElementWriter<P>>;
 
 /// A row by kLanes lanes; `sum` gives the columns of all splits to those that write it. Where there is no row
 /// the last one is computed, too, and not written.
@@ -161,7 +197,7 @@ __device__ __forceinline__ void combine_row(const Params& p, long long row, long
   const bool exists = row < rows && at.exists(p) && !is_whole;
   const float of_state = join_state<P>(p, exists, at.sequence.lse_row(p, at.h, at.q), end);
   LaneColumns<P, kLanes> all = sum(splits, has_keys(splits.sum) ? end.factor / splits.sum : 0.0f);
-  if (exists && writes) write_row<P>(p, at, splits, end, of_state, all);
+  RowWriter<P>::write(p, at, splits, end, of_state, all, exists, writes);
 }
 
 /// One CTA of 128 threads for one query of one head, whose warps share the splits, or of many rows for

@@ -19,6 +19,7 @@
 #define FLASHJIT_IF_Q_ROPE
 #define FLASHJIT_IF_JOINED_LISTS
 #define FLASHJIT_IF_OUT_MOD
+#define FLASHJIT_IF_OUT_CODES
 #define FLASHJIT_IF_ROW_MODS
 #define FLASHJIT_IF_RUNNING_STATE
 #define FLASHJIT_IF_SKIP_SOFTMAX
@@ -260,6 +261,9 @@ struct Params {
   /// Forward: O before the program; null: not wanted. Backward: dO of what it gave, from which the out_grads
   /// entry makes dout.
   FLASHJIT_IF_OUT_MOD TensorParam out_mod;
+
+  FLASHJIT_IF_OUT_CODES const float* out_scale;        ///< of all codes of O; read with an argument alone
+  FLASHJIT_IF_OUT_CODES TensorParam out_block_scale;  ///< written, of an OutFormat whose scales are apart
 
   FLASHJIT_IF_ROW_MODS GivenRowsParam given;
 

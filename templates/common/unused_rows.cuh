@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashjit/common/jvp_params.cuh"
+#include "flashjit/common/out_codes.cuh"
 #include "flashjit/common/out_element.cuh"
 #include "flashjit/common/params.cuh"
 #include "flashjit/common/types.cuh"
@@ -31,13 +32,33 @@ __device__ __forceinline__ void fill_lse_rows(const Params& p, float* to, Range 
       to[h * p.lse.stride_h + row * p.lse.stride_s] = value;
 }
 
+/// Codes of zero, whose scales are 1.
+template <class P>
+struct ZeroCodeRows {
+  static __device__ __forceinline__ void write(const Params& p, Range rows) {
+    Sequence<P> all;  // of all packed rows
+    all.b = 0;
+#pragma unroll 1
+    for (int row = rows.begin + static_cast<int>(blockIdx.x); row < rows.end; row += gridDim.x)
+#pragma unroll 1
+      for (int h = threadIdx.x; h < p.heads_q; h += blockDim.x)
+        store_codes_of_thread<P>(coded_row(p, all, h, row, true), [](int) { return 0.0f; });
+  }
+};
+template <class P>
+struct ZeroElementRows {
+  static __device__ __forceinline__ void write(const Params& p, Range rows) {
+    zero_rows<OutElement<P>, P::kHeadDimV>(p.o, p.heads_q, rows);
+  }
+};
+
 /// O and LSE of the forward pass. No CTA need wait for it: nothing else touches these rows.
 template <class P>
 __device__ __forceinline__ void zero_unused_rows_of_output(const Params& p) {
   if constexpr (P::kVarlen) {
     if (p.zero_unused_rows == 0) return;
     const Range rows{max(p.cu_seqlens_q[p.batch], 0), p.rows_q};
-    zero_rows<OutElement<P>, P::kHeadDimV>(p.o, p.heads_q, rows);
+    Conditional<kOutCodes<P>, ZeroCodeRows<P>, ZeroElementRows<P>>::write(p, rows);
     fill_lse_rows(p, p.lse.data, rows, -infinity());
     if (P::kRowMax) fill_lse_rows(p, p.row_max, rows, -infinity());
   }

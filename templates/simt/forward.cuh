@@ -5,6 +5,7 @@
 #include "flashjit/common/running_state.cuh"
 #include "flashjit/common/sink.cuh"
 #include "flashjit/common/unused_rows.cuh"
+#include "flashjit/simt/out_codes.cuh"
 #include "flashjit/simt/out_mod.cuh"
 #include "flashjit/simt/q_parts.cuh"
 #include "flashjit/simt/tile.cuh"
@@ -185,7 +186,7 @@ __device__ void forward(const Params& p) {
 
   RowWeights<Problem, T>::finish(p, sequence, h, rows, out, q_range);
   OutMod<Problem, T>::apply(p, sequence, head, q_range, out);
-  store_result(out, q_matrix<Problem, OutElement<Problem>>(sequence, p.o, h, q_range.end), q_range.begin);
+  CompleteOut<Problem, T>::store(p, sequence, h, q_range, out);
 }
 
 }  // namespace flashjit::simt

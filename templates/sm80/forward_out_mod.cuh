@@ -1,9 +1,9 @@
-// A program of O's elements (kOutMod), before StoredOutput<P> of forward_output.cuh stores them;
+// A program of O's elements (kOutMod), before CompleteOutput<P> of forward_out_codes.cuh stores them;
 // Output<P> names one of both.
 #pragma once
 
 #include "flashjit/common/out_tile.cuh"
-#include "flashjit/sm80/forward_output.cuh"
+#include "flashjit/sm80/forward_out_codes.cuh"
 
 namespace flashjit::sm80 {
 
@@ -68,7 +68,7 @@ struct ModifiedOutput {
     scale_tile<P>(o, scale);
     if (p.out_mod.data != nullptr) store_before(p, sequence, h, first_q, seqlen_q, first, o);
     ModifiedTile<P>::modify(p, sequence.head(p, h), first_q, seqlen_q, first, o);
-    StoredOutput<P>::store(p, sequence, h, split, q_begin, row, seqlen_q, lane, o_tile, o, {1.0f, 1.0f});
+    CompleteOutput<P>::store(p, sequence, h, split, q_begin, row, seqlen_q, lane, o_tile, o, {1.0f, 1.0f});
   }
 
  private:
@@ -90,6 +90,6 @@ struct ModifiedOutput {
 };
 
 template <class P>
-using Output = Conditional<P::kOutMod, ModifiedOutput<P>, StoredOutput<P>>;
+using Output = Conditional<P::kOutMod, ModifiedOutput<P>, CompleteOutput<P>>;
 
 }  // namespace flashjit::sm80

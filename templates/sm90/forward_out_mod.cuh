@@ -1,15 +1,15 @@
-// A program of O's elements (kOutMod), before StoredOutput<P> of forward_output.cuh stores them; Output<P>
-// names one of both. EmptyOutput<P> writes O of rows without keys.
+// A program of O's elements (kOutMod), before CompleteOutput<P> of forward_out_codes.cuh stores them;
+// Output<P> names one of both. EmptyOutput<P> writes O of rows without keys.
 #pragma once
 
 #include "flashjit/common/out_tile.cuh"
-#include "flashjit/sm90/forward_output.cuh"
+#include "flashjit/sm90/forward_out_codes.cuh"
 
 namespace flashjit::sm90 {
 
 /// Stores the program's value of each element, found in fp32, and O as it was where the call wants that.
 template <class P>
-struct ModifiedOutput : StoredOutput<P> {
+struct ModifiedOutput : CompleteOutput<P> {
   static_assert(!P::kSplit, "a split has a part of O");
   template <int kCount>
   static __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps,
@@ -31,7 +31,7 @@ struct ModifiedOutput : StoredOutput<P> {
         value = P::out_mod(p, head, value, row, column + n / 2 * 8 + n % 2);
       }
     }
-    StoredOutput<P>::store(p, maps, smem, work, wg, o);
+    CompleteOutput<P>::store(p, maps, smem, work, wg, o);
   }
 };
 
@@ -103,13 +103,30 @@ struct TileModifiedOutput : ModifiedOutput<P> {
                                       column + chunk * 8 + n % 2);
       }
     }
-    StoredOutput<P>::store(p, maps, smem, work, wg, o);
+    CompleteOutput<P>::store(p, maps, smem, work, wg, o);
   }
 };
 
 template <class P>
 using Output = Conditional<P::kOutMod, Conditional<P::kOutTile, TileModifiedOutput<P>, ModifiedOutput<P>>,
-                           StoredOutput<P>>;
+                           CompleteOutput<P>>;
+
+/// An element of a row without keys.
+template <class P>
+struct PlainZeroElement {
+  static __device__ __forceinline__ float at(const Params&, const typename P::Head&, int, int) {
+    return 0.0f;
+  }
+};
+template <class P>
+struct ModifiedZeroElement {
+  static __device__ __forceinline__ float at(const Params& p, const typename P::Head& head, int q,
+                                             int column) {
+    return P::out_mod(p, head, 0.0f, position(q), column);
+  }
+};
+template <class P>
+using ZeroElement = Conditional<P::kOutMod, ModifiedZeroElement<P>, PlainZeroElement<P>>;
 
 /// `count` rows of zeros.
 template <class P>
@@ -142,7 +159,22 @@ struct ModifiedZeroOutput {
     }
   }
 };
+/// The same as codes.
 template <class P>
-using EmptyOutput = Conditional<P::kOutMod, ModifiedZeroOutput<P>, ZeroOutput<P>>;
+struct CodedZeroOutput {
+  static __device__ __forceinline__ void write(const Params& p, const WorkTile<P>& work, int count,
+                                               int thread, int threads) {
+    const auto head = work.sequence.head(p, work.h);
+#pragma unroll 1
+    for (int row = thread; row < count; row += threads) {
+      const int q = work.q_begin + row;
+      store_codes_of_thread<P>(coded_row(p, work.sequence, work.h, q, true),
+                               [&](int column) { return ZeroElement<P>::at(p, head, q, column); });
+    }
+  }
+};
+template <class P>
+using EmptyOutput = Conditional<kOutCodes<P>, CodedZeroOutput<P>,
+                                Conditional<P::kOutMod, ModifiedZeroOutput<P>, ZeroOutput<P>>>;
 
 }  // namespace flashjit::sm90

@@ -89,6 +89,51 @@ __device__ __forceinline__ void store_joined(const Params& p, const Sequence<P>&
     p.lse.data[sequence.lse_row(p, target.h, target.q)] = row_end.lse;
 }
 
+/// The same as codes: the first warp has all columns, as a scale may be a row's.
+template <class P>
+__device__ __forceinline__ void store_joined_codes(const Params& p, const Sequence<P>& sequence,
+                                                   const RowCoord& target, const JoinedParts<P>& joined,
+                                                   int warp) {
+  if (warp != 0) return;
+  const float sum = joined.sum;
+  const RowEnd row_end = with_sink<P>(p, target.h, has_keys(sum) ? joined.highest + logf(sum) : -infinity());
+  const float factor = has_keys(sum) ? row_end.factor / sum : 0.0f;
+  float4 x[JoinedParts<P>::kLaneChunks];
+#pragma unroll
+  for (int i = 0; i < JoinedParts<P>::kLaneChunks; ++i) {
+    const float4 o = joined.o[i];
+    x[i] = {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
+  }
+  store_codes_of_lanes<P, 32>(coded_row(p, sequence, target.h, target.q, true), x);
+  if (p.lse.data != nullptr && threadIdx.x % 32 == 0)
+    p.lse.data[sequence.lse_row(p, target.h, target.q)] = row_end.lse;
+}
+
+// How a joined row is stored by kWarps warps; JoinedRow<P> names one of these types.
+template <class P>
+struct JoinedElements {
+  template <int kWarps>
+  static __device__ __forceinline__ void store(const Params& p, const Sequence<P>& sequence,
+                                               const RowCoord& target, const JoinedParts<P>& joined,
+                                               int warp) {
+    store_joined<P, kWarps>(p, sequence, target, joined, warp);
+  }
+};
+template <class P>
+struct JoinedCodes {
+  template <int kWarps>
+  static __device__ __forceinline__ void store(const Params& p, const Sequence<P>& sequence,
+                                               const RowCoord& target, const JoinedParts<P>& joined,
+                                               int warp) {
+    store_joined_codes(p, sequence, target, joined, warp);
+  }
+};
+template <class P>
+using JoinedRow = Conditional<kOutCodes<P>, JoinedCodes<P>, JoinedElements<P>>;
+/// Warps among which the chunks of a joined row are divided.
+template <class P, int kWarps>
+constexpr int kWriters = kOutCodes<P> ? 1 : kWarps;
+
 /// Joins a row of a cut work tile, whose first part is of segment `first`. By kWarps warps that share its
 /// parts.
 template <class P, int kWarps>
@@ -132,7 +177,7 @@ __device__ __forceinline__ void join_parts(const Params& p, const PartialTile& p
 #pragma unroll
       for (int i = 0; i < kLaneChunks; ++i) {
         const int chunk = thread + i * 32;
-        if (i % kWarps != warp || chunk >= kChunks) continue;
+        if (i % kWriters<P, kWarps> != warp || chunk >= kChunks) continue;
         const float4 x = o[other][chunk];
         joined.o[i] = {fmaf(weight, x.x, joined.o[i].x), fmaf(weight, x.y, joined.o[i].y),
                        fmaf(weight, x.z, joined.o[i].z), fmaf(weight, x.w, joined.o[i].w)};
@@ -140,7 +185,7 @@ __device__ __forceinline__ void join_parts(const Params& p, const PartialTile& p
     }
     __syncthreads();  // before another row
   }
-  store_joined<P, kWarps>(p, tile.sequence, target, joined, warp);
+  JoinedRow<P>::template store<kWarps>(p, tile.sequence, target, joined, warp);
 }
 
 /// Grid: segments * rows that a work tile may have / kJoinedRows.
@@ -187,7 +232,7 @@ __device__ void combine_cascade(const Params& p) {
     const int segment = of.segments.begin + (is_own ? part : part - own.count());
     return row_of_part<P>(part_of_tile(p, of.index, segment), 0, of.row);
   });
-  store_joined<P, 1>(p, sequence, {q, h}, joined, 0);
+  JoinedRow<P>::template store<1>(p, sequence, {q, h}, joined, 0);
 }
 
 }  // namespace flashjit::tma

@@ -4,6 +4,7 @@
 // of one, whose O and LSE the combine_parts entry joins.
 #pragma once
 
+#include "flashjit/common/out_codes.cuh"
 #include "flashjit/common/out_element.cuh"
 #include "flashjit/common/sink.cuh"
 #include "flashjit/tma/tile_scheduler.cuh"
@@ -267,12 +268,31 @@ __device__ __forceinline__ float* o_of_part(const Params& p, long long row) {
   return p.o_splits + row * P::kHeadDimV;
 }
 
+/// O of a row without keys, by one thread.
+template <class P>
+struct ZeroElements {
+  static __device__ __forceinline__ void store(const Params& p, const Sequence<P>& sequence,
+                                               const RowCoord& target) {
+    OutElement<P>* o = sequence.template q_pointer<OutElement<P>>(p.o, target.h, target.q);
+    for (int chunk = 0; chunk < P::kHeadDimV / kOutVector<P>; ++chunk)
+      *reinterpret_cast<uint4*>(o + chunk * kOutVector<P>) = uint4{};
+  }
+};
+template <class P>
+struct ZeroCodes {
+  static __device__ __forceinline__ void store(const Params& p, const Sequence<P>& sequence,
+                                               const RowCoord& target) {
+    store_codes_of_thread<P>(coded_row(p, sequence, target.h, target.q, true), [](int) { return 0.0f; });
+  }
+};
+template <class P>
+using ZeroRow = Conditional<kOutCodes<P>, ZeroCodes<P>, ZeroElements<P>>;
+
 /// Writes the rows of work tiles, or of parts, that meet no keys, which the other warps skip. By `threads`
 /// threads of the CTA.
 template <class P>
 __device__ __forceinline__ void write_rows_without_keys(const Params& p, const WorkTile<P>& work, int thread,
                                                         int threads) {
-  constexpr int kChunks = P::kHeadDimV / kOutVector<P>;
   if (!work.is_whole()) {
     for (int row = thread; row < P::kBr; row += threads)
       p.lse_splits[row_of_part<P>(work.split, 0, row)] = -infinity();
@@ -281,9 +301,7 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p, const W
   for (int row = thread; row < P::kBr; row += threads) {
     const RowCoord target = row_coord(p, work, row / kWarpgroupRows, row % kWarpgroupRows);
     if (target.q < 0) continue;
-    OutElement<P>* o = work.sequence.template q_pointer<OutElement<P>>(p.o, target.h, target.q);
-    for (int chunk = 0; chunk < kChunks; ++chunk)
-      *reinterpret_cast<uint4*>(o + chunk * kOutVector<P>) = uint4{};
+    ZeroRow<P>::store(p, work.sequence, target);
     if (p.lse.data != nullptr)
       p.lse.data[work.sequence.lse_row(p, target.h, target.q)] = with_sink<P>(p, target.h, -infinity()).lse;
   }

@@ -78,8 +78,8 @@ class Step:
         at = torch.arange(OLD[i], device=DEVICE)
         return self.table[i, at // BLOCK].long() * BLOCK + at % BLOCK
 
-    def run(self, backend, layer=types.SimpleNamespace(), **options):
-        """O of the layer; padded rows of the output keep their value."""
+    def run(self, backend, layer=types.SimpleNamespace(), output_scale=None, **options):
+        """O of the layer, with a scale in FP8; padded rows of the output keep their value."""
         impl = backend.FlashjitImpl(HQ, DIM, 0.2, HKV, **options)
         for i in range(len(NEW)):
             n = OLD[i]
@@ -90,8 +90,9 @@ class Step:
         builder = backend.FlashjitBuilder(None, ["layer"], CONFIG, DEVICE)
         metadata = builder.build(0, self.common)
         output = torch.full_like(padded[0], 7.0)
-        assert impl.forward(layer, *padded, self.cache, metadata, output) is output
-        assert (output[sum(NEW) :] == 7).all()
+        output = output if output_scale is None else output.to(torch.float8_e4m3fn)
+        assert impl.forward(layer, *padded, self.cache, metadata, output, output_scale) is output
+        assert (output[sum(NEW) :].float() == 7).all()
         return output[: sum(NEW)]
 
     def check(self, out, tolerance=1e-5, **options):
@@ -117,6 +118,26 @@ def test_a_mixed_batch_over_pages(backend, options, wanted):
     if "sinks" in options:
         options = {"sinks": options["sinks"].to(DEVICE)}
     step.check(step.run(backend, **options), causal=True, **wanted)
+
+
+def test_o_in_fp8(backend):
+    scale = torch.tensor([0.01], device=DEVICE)
+    step = Step()
+    got, wanted = step.run(backend, output_scale=scale), step.run(backend).float() / scale
+    assert got.dtype == torch.float8_e4m3fn
+    torch.testing.assert_close(got.float(), wanted, rtol=0.07, atol=0.002)
+
+    def key(dtype, static, one):
+        shape = types.SimpleNamespace(is_per_tensor=lambda: one)
+        return types.SimpleNamespace(
+            dtype=dtype, symmetric=True, scale=types.SimpleNamespace(static=static, group_shape=shape)
+        )
+
+    impl = backend.FlashjitImpl(HQ, DIM, 0.2, HKV)
+    assert impl.fused_output_quant_supported(key(torch.float8_e4m3fn, True, True))
+    assert not impl.fused_output_quant_supported(key(torch.float8_e4m3fn, False, True))
+    assert not impl.fused_output_quant_supported(key(torch.float8_e4m3fn, True, False))
+    assert not impl.fused_output_quant_supported(key(torch.uint8, True, True))
 
 
 def test_each_request_is_causal_or_not(backend):
@@ -242,9 +263,9 @@ def test_what_no_kernel_serves_is_refused_when_the_model_is_loaded(backend):
     with pytest.raises(flashjit.Unsupported, match="head_dim is 100; it must be a multiple of 8"):
         backend.FlashjitImpl(HQ, 100, 0.2, HKV)
     impl = backend.FlashjitImpl(HQ, DIM, 0.2, HKV)
-    with pytest.raises(flashjit.Unsupported, match="output_scale is given"):
+    with pytest.raises(flashjit.Unsupported, match="output_block_scale is given"):
         out = torch.empty(1, HQ, DIM)
-        impl.forward(None, out, out, out, out, object(), out, output_scale=torch.ones(1))
+        impl.forward(None, out, out, out, out, object(), out, output_block_scale=torch.ones(1))
 
 
 def test_latent_attention_decodes_with_several_queries(monkeypatch):

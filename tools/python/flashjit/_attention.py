@@ -19,6 +19,7 @@ from ._launch import is_watched
 from ._lists import TileLists, check_lists
 from ._named import weights_of, with_named
 from ._operators import draw, through_operator
+from ._out_codes import read_out_codes
 from ._pages import most_keys, read_table
 from ._peers import refuse_unknown
 from ._plans import Plan
@@ -92,6 +93,8 @@ def attention(
     return_lse: bool = False,
     return_row_max: bool = False,
     out_dtype: torch.dtype | None = None,
+    out_scale: Tensor | None = None,
+    out_block_scale: Tensor | None = None,
     accurate: bool = False,
     batch_invariant: bool = False,
     skip_softmax_threshold: float | None = None,
@@ -188,7 +191,14 @@ def attention(
     return_row_max: also return, last, the largest score of each query, shaped like the LSE, after score_mod and without sinks.
         QK-clip's largest logit of each head is row_max.amax((0, 2)). No gradient; refused in compiled code and under transforms.
     out_dtype: torch.float32, or None for the type of q. With q of 8 bits: torch.bfloat16 (None is the same), torch.float16 or
-        torch.float32. The backward pass reads O as it is returned, without rounding.
+        torch.float32. The backward pass reads O as it is returned, without rounding. Or codes, with the scales below and without
+        gradients: torch.float8_e4m3fn or torch.float4_e2m1fn_x2 (NVFP4), of head_dim_v in multiples of 16; the nearest, ties to even;
+        what is too large becomes the largest, and NaN stays NaN, of NVFP4 in the scale. Not with indices, state and bind(), nor in
+        compiled code.
+    out_scale: float32, one number on q's device, with codes as out_dtype: O is code * out_scale, with NVFP4 code * block's scale *
+        out_scale. Without it, O of float8_e4m3fn has a scale for each row of a head, its largest magnitude / 448.
+    out_block_scale: memory for the scales of rows, float32 [batch, heads_q, seqlen_q, 1], or of NVFP4's 16 columns, float8_e4m3fn
+        [batch, heads_q, seqlen_q, head_dim_v / 16], with any strides; by default it is made. These scales are returned after O.
     accurate: the backward pass reads O before it is rounded to the type of q. Rows in which one key is strong then have gradients
         of the type's precision, which may else be off by a tenth and more. Autograd keeps O in float32, 4 bytes an element,
         beside the returned O. No effect without gradients, with float32, and with weight_mod. Not with out_mod and forward-mode
@@ -221,20 +231,21 @@ def attention(
     if not plain and not compiling:
         check_types(q, k, v)
     wants_grad = torch.is_grad_enabled()
-    fixed, values = NOTHING, NO_VALUES
+    fixed, values, usual = NOTHING, NO_VALUES, None  # usual: most calls, in a fraction of the time
     cached = cache or page_table is not None
     page_starts, page_table, kv_lengths, pages = read_table(page_table, kv_lengths, k)
     scales = (k_scale, v_scale, q_scale, k_block_scale, v_block_scale)
     scaled = stored or k.dtype in KV_TYPES or q.dtype in KV_TYPES or any(x is not None for x in scales)
     accurate = bool(accurate) and wants_grad and out is None and receive is None
-    fp32_out, rounded = _type_of_out(out_dtype, q, accurate, out_mod, weight_mod)
+    codes, out, out_dtype = read_out_codes(out_dtype, out_scale, out_block_scale, out, v)
+    fp32_out, rounded = _type_of_out(out_dtype, q, accurate and not codes, out_mod, weight_mod)
     # torch.compile, for which no call is plain, cannot compare functions.
     mods = (out_mod, q_mod, k_mod)
     plain_scores = plain and (score_mod, mask_mod, *mods, block_mask, window, softcap) == NO_PROGRAMS
     usual, packing = None, (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     if (
         plain_scores
-        and not (scaled or return_row_max or fp32_out or batch_invariant or weight_mod)
+        and not (scaled or return_row_max or fp32_out or batch_invariant or weight_mod or codes)
         and skip_softmax_threshold is skip_softmax_counts is None
         and type(causal) is bool
         and (scale is None or type(scale) is float)
@@ -293,7 +304,7 @@ def attention(
         _refuse_gradients(q, k, v, sinks, values)
     check_lists(lists)
     results = Results(
-        return_lse or lse is not None, return_row_max, out, lse, workspace, rounded, skip_softmax_counts
+        *(return_lse or lse is not None, return_row_max, out, lse, workspace, rounded, skip_softmax_counts, codes)
     )
     dual = forward_ad._current_level >= 0 and have_tangents(q, k, v, *fixed, *values)
     try:
@@ -335,6 +346,8 @@ def _launch(
     recorder: Recorder | None,
 ) -> Any:
     """Computes at once, and records what autograd asks for."""
+    if results.codes is not None:
+        problem = problem._replace(options=results.codes.options(problem.options))
     rng: Rng = draw_rng(q) if problem.dropout_p else NO_RNG
     plan = plan_of(q, k, v, fixed, values, problem)
     if not plan.has_dense_others:
@@ -393,9 +406,12 @@ def _launch(
             results.workspace,
             recorder=recorder,
             skip_softmax_counts=results.skip_softmax_counts,
+            codes=results.codes,
         )
         if results.rounded is not None:
             out = out.to(results.rounded)
+        if results.codes is not None:
+            return results.with_codes(out, lse, row_max)
         result = (out, lse) if results.wants_lse else out
     return result if row_max is None else (*result, row_max) if results.wants_lse else (result, row_max)
 

@@ -57,6 +57,8 @@ class BoundCall(CallableFront):  # type: ignore[misc]
         results: Results,
     ) -> BoundCall:
         """What attention() gives the call that it has read, in place of launching it."""
+        if results.codes is not None:
+            raise Unsupported("out_dtype is of codes, which bind() does not store: call attention().")
         plan = plan_of(q, k, v, fixed, values, problem)
         if not plan.reads:
             raise InvalidArgument(

@@ -183,6 +183,8 @@ class ForwardArgs(Structure):
         ("skip_softmax_threshold", c_void_p),
         ("skip_softmax_counts", c_void_p),
         ("q_rope", Tensor),
+        ("out_scale", c_void_p),
+        ("out_block_scale", Tensor),
     ]
 
 

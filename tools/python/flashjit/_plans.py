@@ -37,6 +37,7 @@ from ._formats import BLOCK_SCALES
 from ._launch import bind_context, launch
 from ._library import BackwardArgs, Capture, ForwardArgs, Handle, ListArgs, runtime
 from ._list_checks import check_built
+from ._out_codes import OutCodes, columns_of_out, type_of_codes
 from ._structs import (
     Lent,
     indices_struct,
@@ -99,7 +100,8 @@ class Plan:
         check_tensors(q, k, v, fixed, values, problem)
         self.problem = problem
         self.device, self.dtype = q.device, q.dtype
-        self.out_dtype = out_dtype_of(problem.options, problem.out_type, q.dtype)
+        out_type = out_dtype_of(problem.options, problem.out_type, q.dtype)
+        self.out_dtype = type_of_codes(problem.options) or out_type
         # O as the backward pass reads it, with out_mod before that.
         self.saved_out_dtype = q.dtype if has_out_mod(problem.options) else self.out_dtype
         self.grad_dtype = torch.float32 if "fp32_grads" in switches_of(problem.options) else q.dtype
@@ -114,7 +116,7 @@ class Plan:
             seqlen_kv = problem.max_seqlen_kv if varlen else k.shape[2]
         self.shape = (batch, q.shape[1], k.shape[1], seqlen_q, seqlen_kv)
         dim_v = v.shape[3] if problem.stored is None else problem.stored.dim_v
-        self.out_size = (*q.shape[:3], dim_v)
+        self.out_size = (*q.shape[:3], columns_of_out(problem.options, dim_v))
         self.out_stride = dense_strides(self.out_size, q.stride())
         self.lse_size = tuple(q.shape[:3])
         self.has_lse = "weight_mod" not in switches_of(problem.options)  # else its memory stays as it is
@@ -406,10 +408,12 @@ class Plan:
         before_mod: Tensor | None = None,
         recorder: Any = None,
         skip_softmax_counts: Tensor | None = None,
-    ) -> tuple[Tensor, Any]:
+        codes: OutCodes | None = None,
+    ) -> tuple[Any, Any]:
         """O and LSE, and what new_rows() made as row_max, of tensors that are read where they lie: see readable(). out, lse,
         workspace: the caller's, checked, or made here. state: O, which may be `out`, and LSE that the keys join.
-        before_mod: what new_before_mod() made. recorder: of a call that is new to the front. skip_softmax_counts: added to."""
+        before_mod: what new_before_mod() made. recorder: of a call that is new to the front. skip_softmax_counts: added to.
+        codes: O is (O, the scales of its blocks)."""
         shared = runtime()
         if self.generation != shared.generation:
             self._refresh(shared)
@@ -446,6 +450,7 @@ class Plan:
             words[_F_ROW_MAX] = row_max.data_ptr()
         if skip_softmax_counts is not None:
             words[_F_SKIPPED] = skip_softmax_counts.data_ptr()
+        block_scale = None if codes is None else codes.put(words, self)
         if before_mod is not None:
             words[_F_BEFORE_MOD : _F_BEFORE_MOD + _TENSOR_WORDS] = _library.words_of(
                 tensor_struct(before_mod.shape, before_mod.stride())
@@ -459,6 +464,8 @@ class Plan:
             captures = self._fill_captures(values)
             words[_F_CAPTURES] = ctypes.addressof(captures)
         launch("forward", self.spec, words, self.index)
+        if codes is not None:
+            return (out, block_scale), lse
         if recorder is not None:
             recorder.launches(self, words, captures, values, fixed, rng, row_max, state, before_mod)
         return out, lse

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_number
+from ._out_codes import OutCodes
 from ._plans import Plan
 from ._tensors import describe
 from .errors import InvalidArgument, Unsupported, WrongType
@@ -34,6 +35,14 @@ class Results(NamedTuple):
     workspace: Tensor | None
     rounded: torch.dtype | None = None  # O's type, which is float32 for the backward pass alone
     skip_softmax_counts: Tensor | None = None
+    codes: OutCodes | None = None  # O is stored as codes
+
+    def with_codes(self, out: tuple[Tensor, Tensor | None], lse: Any, row_max: Tensor | None) -> Any:
+        """What attention() returns of O and the scales of its blocks."""
+        assert self.codes is not None
+        of_codes = (self.codes.returned(out[0]), out[1])
+        results = [x for x in (*of_codes, lse if self.wants_lse else None, row_max) if x is not None]
+        return results[0] if len(results) == 1 else tuple(results)
 
     def _given(self) -> str | None:
         """The name of memory that is the caller's."""
@@ -59,6 +68,11 @@ class Results(NamedTuple):
             raise Unsupported(
                 "bind() is not for tensor subclasses, negative views, and modes and transforms of torch: call attention()."
             )
+        if self.codes is not None:
+            raise Unsupported(
+                "out_dtype of codes cannot be had in compiled code, or under modes and transforms of torch: call attention() outside "
+                "of them."
+            )
         name = "return_row_max" if self.row_max else "state" if state is not None else self._given()
         if skip_softmax_threshold is not None:
             name = "skip_softmax_threshold"
@@ -69,6 +83,11 @@ class Results(NamedTuple):
             )
 
     def refuse_gradients(self) -> None:
+        if self.codes is not None:
+            raise Unsupported(
+                "out_dtype is of codes, which have no gradients, and q, k, v or what programs read requires them: call under "
+                "torch.no_grad(), or give another out_dtype."
+            )
         name = self._given()
         if name is not None:
             raise Unsupported(

@@ -223,6 +223,8 @@ pub struct flashjit_forward_args {
     pub skip_softmax_threshold: *const f32,
     pub skip_softmax_counts: *mut i64,
     pub q_rope: flashjit_tensor,
+    pub out_scale: *const f32,
+    pub out_block_scale: flashjit_tensor,
 }
 
 #[repr(C)]

@@ -226,6 +226,17 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
             return {}
         return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
 
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Whether O is stored as vLLM's compiler would else quantize it: in FP8 with one scale, known before."""
+        scale = quant_key.scale
+        return bool(
+            quant_key.dtype == torch.float8_e4m3fn
+            and quant_key.symmetric
+            and scale.static
+            and scale.group_shape.is_per_tensor()
+            and self.head_size % 16 == 0
+        )
+
     def forward(
         self,
         layer: Any,
@@ -241,8 +252,11 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
         """Writes O into output, [rows, heads, d], of query, likewise; key and value are in the cache already."""
         if attn_metadata is None:  # vLLM measures memory
             return output.fill_(0)
-        if output_scale is not None or output_block_scale is not None:
-            raise Unsupported("output_scale is given: flashjit.vllm writes O in the type of the model.")
+        if output_block_scale is not None:
+            raise Unsupported(
+                "output_block_scale is given: flashjit.vllm writes O in FP8 with one scale, or in the type of the model."
+            )
+        codes = {} if output_scale is None else {"out_dtype": torch.float8_e4m3fn, "out_scale": output_scale}
         rows, batch = attn_metadata.num_actual_tokens, attn_metadata.batch
         described = self._layer_on(layer, query.device)
         if self.attn_type in _ENCODERS:
@@ -251,7 +265,7 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
         else:
             k, v = self._pages(kv_cache)
             scales = self._scales(layer)
-        described.attend(query[:rows], k, v, batch, output[:rows], sinks=self._sinks, **scales)
+        described.attend(query[:rows], k, v, batch, output[:rows], sinks=self._sinks, **scales, **codes)
         return output
 
     def do_kv_cache_update(

@@ -1,0 +1,45 @@
+// O as codes (kOutCodes) in place of StoredOutput<P> of forward_output.cuh; CompleteOutput<P> names one of
+// both.
+#pragma once
+
+#include "flashjit/common/out_codes.cuh"
+#include "flashjit/sm90/forward_output.cuh"
+
+namespace flashjit::sm90 {
+
+/// Rows of a work tile are rows of O one after the other.
+template <class P>
+struct CodedOutput : PlainOutput<P> {
+  template <int kCount>
+  static __device__ __forceinline__ void store(const Params& p, const TensorMaps&, const ForwardStorage<P>&,
+                                               const WorkTile<P>& work, int wg, const float (&o)[kCount]) {
+    static_assert(!P::kSplit && P::kDSplit == 1, "a warpgroup has whole rows");
+    const int q = first_query(work, wg) + own_row(), seqlen_q = work.sequence.seqlen_q(p);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      store_codes<P, kCount / 4>(coded_row(p, work.sequence, work.h, q + half * 8, q + half * 8 < seqlen_q),
+                                 half, o);
+  }
+};
+
+/// Stream-K and PackGQA: whole work tiles. Parts become codes in the combine entry, as splits do.
+template <class P>
+struct CodedStreamKOutput : StreamKOutput<P> {
+  template <int kCount>
+  static __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps,
+                                               const ForwardStorage<P>& smem, const WorkTile<P>& work, int wg,
+                                               const float (&o)[kCount]) {
+    if (!work.is_whole()) return StreamKOutput<P>::store(p, maps, smem, work, wg, o);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const RowCoord target = row_coord(p, work, wg, own_row() + half * 8);
+      store_codes<P, kCount / 4>(coded_row(p, work.sequence, target.h, target.q, target.q >= 0), half, o);
+    }
+  }
+};
+
+template <class P>
+using CompleteOutput = Conditional<!kOutCodes<P> || P::kSplit && !kPlacesRows<P>, StoredOutput<P>,
+                                   Conditional<kPlacesRows<P>, CodedStreamKOutput<P>, CodedOutput<P>>>;
+
+}  // namespace flashjit::sm90

@@ -1,0 +1,125 @@
+"""O as codes: attention(out_dtype=...), with out_scale and out_block_scale."""
+
+import pytest
+import torch
+
+import flashjit
+
+FP8 = torch.float8_e4m3fn
+FP4 = getattr(torch, "float4_e2m1fn_x2", None)
+LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+
+def tensors(device="cpu", dtype=torch.bfloat16, length=40, dim=64, **options):
+    torch.manual_seed(3)
+    return [torch.randn(2, 4, length, dim, device=device, dtype=dtype, **options) for _ in range(3)]
+
+
+def of_fp4(out):
+    """Bytes of pairs of codes as numbers."""
+    byte = out.view(torch.uint8).long().cpu()
+    codes = torch.stack((byte & 15, byte >> 4), -1).flatten(-2)
+    return LEVELS[codes & 7] * torch.where(codes > 7, -1.0, 1.0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_scale(device):
+    q, k, v = tensors(device)
+    scale = torch.tensor([0.0123], device=device)
+    out = flashjit.attention(q, k, v, causal=True, out_dtype=FP8, out_scale=scale)
+    assert out.dtype == FP8 and out.shape == q.shape and out.stride() == q.stride()
+    exact = flashjit.attention(q, k, v, causal=True, out_dtype=torch.float32)
+    wanted = (exact * (1 / scale)).to(FP8)
+    different = (out.view(torch.uint8) != wanted.view(torch.uint8)).float().mean().item()
+    assert different < 0.01  # sums in another order, where O is between codes
+    assert torch.allclose(out.float(), wanted.float(), rtol=0.13, atol=0.002)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_scales_of_rows(device):
+    q, k, v = tensors(device)
+    out, scale = flashjit.attention(q, k, v, causal=True, out_dtype=FP8)
+    assert scale.shape == (2, 4, 40, 1) and scale.dtype == torch.float32
+    exact = flashjit.attention(q, k, v, causal=True, out_dtype=torch.float32)
+    assert torch.allclose(scale, exact.abs().amax(-1, keepdim=True) / 448, rtol=1e-3)
+    assert torch.allclose(out.float() * scale, exact, rtol=0.07, atol=1e-3)
+    assert out.float().abs().amax(-1).eq(448).all()
+
+
+@pytest.mark.skipif(FP4 is None, reason="PyTorch has no float4_e2m1fn_x2")
+@pytest.mark.parametrize("device", DEVICES)
+def test_nvfp4(device):
+    q, k, v = tensors(device)
+    scale = torch.tensor(1 / 448, device=device)
+    out, blocks, lse = flashjit.attention(q, k, v, out_dtype=FP4, out_scale=scale, return_lse=True)
+    assert out.dtype == FP4 and out.shape == (2, 4, 40, 32)
+    assert blocks.dtype == FP8 and blocks.shape == (2, 4, 40, 4) and lse.shape == (2, 4, 40)
+    exact = flashjit.attention(q, k, v, out_dtype=torch.float32).cpu()
+    found = of_fp4(out) * (blocks.float().cpu() * scale.cpu()).repeat_interleave(16, -1)
+    largest = exact.unflatten(-1, (4, 16)).abs().amax(-1).repeat_interleave(16, -1)
+    assert ((found - exact).abs() <= 0.19 * largest + 1e-4).all()
+
+
+def test_memory_of_the_caller():
+    q, k, v = tensors()
+    packed = torch.zeros(2, 40, 4 * 64, dtype=torch.uint8)  # [batch, tokens, heads * columns], as a linear layer reads it
+    out = packed.view(FP8).view(2, 40, 4, 64).transpose(1, 2)
+    rows = torch.zeros(2, 40, 4)
+    got, scale = flashjit.attention(
+        q, k, v, out_dtype=FP8, out=out, out_block_scale=rows.transpose(1, 2).unsqueeze(-1)
+    )
+    assert got.data_ptr() == packed.data_ptr() and scale.data_ptr() == rows.data_ptr()
+    again, scales = flashjit.attention(q, k, v, out_dtype=FP8)
+    assert torch.equal(again.view(torch.uint8), out.view(torch.uint8)) and torch.equal(scales, scale)
+
+
+def test_after_a_program_of_o():
+    q, k, v = tensors()
+    double = {"out_mod": lambda out, b, h, i, column: out * 2}
+    scale = torch.tensor(0.01)
+    out = flashjit.attention(q, k, v, out_dtype=FP8, out_scale=scale, **double)
+    half = flashjit.attention(q, k, v, out_dtype=FP8, out_scale=scale / 2)
+    assert torch.equal(out.view(torch.uint8), half.view(torch.uint8))
+
+
+def test_packed_rows_of_no_sequence():
+    q, k, v = (x[:1].repeat(1, 1, 2, 1) for x in tensors())
+    offsets = torch.tensor([0, 30, 70], dtype=torch.int32)
+    packing = dict(cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=40, max_seqlen_kv=40)
+    out, scale = flashjit.attention(q, k, v, out_dtype=FP8, **packing)
+    assert out[:, :, 70:].float().eq(0).all() and scale[:, :, 70:].eq(1).all()
+    assert scale[:, :, :70].lt(0.1).all()
+
+
+@pytest.mark.parametrize(
+    "given, error, words",
+    [
+        ({"out_dtype": FP8, "out_scale": 0.5}, flashjit.WrongType, "out_scale is a float"),
+        ({"out_dtype": FP8, "out_scale": torch.ones(2)}, flashjit.InvalidArgument, "give float32, one number"),
+        ({"out_scale": torch.ones(1)}, flashjit.InvalidArgument, "out_scale is given and out_dtype is None"),
+        (
+            {"out_dtype": FP8, "out_scale": torch.ones(1), "out_block_scale": torch.ones(2, 4, 40, 1)},
+            flashjit.InvalidArgument,
+            "are both given",
+        ),
+        (
+            {"out_dtype": FP8, "out_block_scale": torch.ones(2, 4, 40)},
+            flashjit.InvalidArgument,
+            r"out_block_scale is float32 \[2, 4, 40\] on cpu: it must be float32 \[2, 4, 40, 1\]",
+        ),
+        ({"out_dtype": torch.float8_e5m2}, flashjit.InvalidArgument, "out_dtype is torch.float8_e5m2"),
+    ],
+)
+def test_refused(given, error, words):
+    with pytest.raises(error, match=words):
+        flashjit.attention(*tensors(), **given)
+
+
+def test_without_gradients():
+    with pytest.raises(flashjit.Unsupported, match="have no gradients"):
+        flashjit.attention(*tensors(requires_grad=True), out_dtype=FP8)
+    with pytest.raises(flashjit.Unsupported, match="which bind.. does not store"):
+        flashjit.bind(*tensors(), out_dtype=FP8)
+    assert not flashjit.can("bwd:bf16:d64:out{e4m3}", device="sm_90a")
+    assert flashjit.can("fwd:bf16:d64:causal:pages16:varlen:out{e4m3}", device="sm_90a")

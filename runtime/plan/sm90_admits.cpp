@@ -134,6 +134,17 @@ Support supports_out_mod(const AnalysedSpec& spec) {
       fmt::format("out_mod is for K and V of 16 bits outside of caches, and up to {} columns of V", most));
 }
 
+/// A warp has whole rows; above 128 columns finding scales of them spills 5 KB.
+Support supports_out_codes(const AnalysedSpec& spec) {
+  constexpr int kMostScaled = 128;
+  const KvFormat& format = spec.epilogue.out_format;
+  if (!format.quantized()) return Support::yes();
+  if (spec.v_dim() > kMostColumns) return Support::no(kCodesOfWholeRows);
+  if (!format.has_block_scales() || spec.v_dim() <= kMostScaled) return Support::yes();
+  return Support::no(fmt::format("out_format {} is for up to {} columns of V, where registers suffice",
+                                 to_string(format), kMostScaled));
+}
+
 /// The consumers' loop that may skip a tile has its variants but for products of codes and shared rows, and
 /// lists of keys are short.
 Support supports_skip_softmax(const AnalysedSpec& spec) {
@@ -335,8 +346,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (Support able = supports_weights(spec); !able) return able;
   if (Support able = supports_out_mod(spec); !able) return able;
   if (Support able = supports_skip_softmax(spec); !able) return able;
-  if (spec.epilogue.out_format.quantized() && spec.v_dim() > kMostColumns)
-    return Support::no(kCodesOfWholeRows);
+  if (Support able = supports_out_codes(spec); !able) return able;
   if (spec.dtype != DType::fp16 && spec.dtype != DType::bf16)
     return Support::no(fmt::format("its kernels take fp16 and bf16, the spec has {}", to_string(spec.dtype)));
   if (Support able = supports_rows(spec); !able) return able;

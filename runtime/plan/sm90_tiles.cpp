@@ -353,7 +353,7 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
   const int most_warps = spec.programs.out_tile && d <= 64 ? 12 : 8;
   if (!spec.epilogue.out_mod.empty())
     std::erase_if(choices, [&](const TileConfig& c) { return c.warps > most_warps; });
-  if (spec.epilogue.skip_softmax)
+  if (spec.epilogue.skip_softmax || spec.epilogue.out_format.quantized())
     std::erase_if(choices, [&](const TileConfig& c) { return q_tiles_per_cta(spec, c) > 1; });
   if (gathers(spec)) std::erase_if(choices, [&](const TileConfig& c) { return !may_gather(spec, c); });
   return choices;

@@ -254,8 +254,10 @@ DType AttentionSpec::kv_type() const {
 
 StoredKvRow AttentionSpec::stored_k() const { return stored_row(*this, kv.k_format, head_dim); }
 StoredKvRow AttentionSpec::stored_out() const {
-  if (epilogue.out_format.quantized()) return stored_row(*this, epilogue.out_format, v_dim());
-  return {out_type(), v_dim()};
+  if (!epilogue.out_format.quantized()) return {out_type(), v_dim()};
+  StoredKvRow row = stored_row(*this, epilogue.out_format, v_dim());
+  if (epilogue.out_format.code == KvFormat::Code::e4m3) row.type = DType::e4m3;
+  return row;
 }
 StoredKvRow AttentionSpec::stored_v() const {
   if (kv.shared_kv && kv.k_format.quantized()) return stored_k();  // the same rows

@@ -45,8 +45,8 @@ template <class Format>
 __device__ __forceinline__ float factor_of_block(const CodedRow& row, int block, unsigned largest,
                                                  bool writes) {
   if (!Format::kBlockScales) return factor_of_scale<Format>(row.argument);
-  const unsigned bits =
-      symmetric_scale<Format>({__uint_as_float(largest), 0, 0.0f, 0.0f, largest < 0x7f800000u}, row.argument);
+  const BlockExtremes found{__uint_as_float(largest), 0, 0.0f, 0.0f, largest < 0x7f800000u};
+  const unsigned bits = symmetric_scale<Format>(found, row.argument);
   if (writes && row.scales != nullptr)
     store_number(reinterpret_cast<typename Format::StoredScale*>(row.scales) + block, bits);
   return factor_of_scale<Format>(number_of_bits<Format::kScaleType>(bits) * row.argument);
@@ -94,35 +94,31 @@ struct ChunkCodes<4> {
 
 /// Stores a thread's values of one of its two rows of an accumulator, o[chunk * 4 + half * 2] and the next,
 /// of all columns. By whole warps.
-template <class P, int kChunks>
-__device__ __forceinline__ void store_codes(const CodedRow& row, int half, const float* o) {
+template <class P, int kHalf, int kCount>
+__device__ __forceinline__ void store_codes(const CodedRow& row, const float (&o)[kCount]) {
   using Format = typename P::OutFormat;
-  constexpr int kBlockChunks = Format::kBlockScales ? Format::kBlock / 8 : kChunks;
+  constexpr int kChunks = kCount / 4, kBlockChunks = Format::kBlockScales ? Format::kBlock / 8 : kChunks;
   static_assert(kChunks * 8 == Format::kColumns && kChunks % kBlockChunks == 0);
   const int part = static_cast<int>(threadIdx.x) % 4;
-  float factor = 1.0f;
+  unsigned pairs[4] = {};
 #pragma unroll
-  for (int first = 0; first < kChunks; first += 4) {
-    unsigned pairs[4] = {};
+  for (int block = 0; block < kChunks / kBlockChunks; ++block) {
+    unsigned largest = 0;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int chunk = first + i;
-      if (chunk >= kChunks) continue;
-      if (chunk % kBlockChunks == 0) {
-        unsigned largest = 0;
+    for (int n = 0; n < (Format::kBlockScales ? 2 * kBlockChunks : 0); ++n)
+      largest = max(largest, magnitude_bits(o[(block * kBlockChunks + n / 2) * 4 + kHalf * 2 + n % 2]));
+    largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, 1));
+    largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, 2));
+    const float factor = factor_of_block<Format>(row, block, largest, part == block % 4);
 #pragma unroll
-        for (int n = 0; n < 2 * kBlockChunks; ++n)
-          largest = max(largest, magnitude_bits(o[(chunk + n / 2) * 4 + half * 2 + n % 2]));
-        largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, 1));
-        largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, 2));
-        const int block = chunk / kBlockChunks;
-        factor = factor_of_block<Format>(row, block, largest, part == block % 4);
-      }
-      const float* pair = o + chunk * 4 + half * 2;
-      pairs[i] = code_pair<Format, P::kArch>(pair[0] * factor, pair[1] * factor);
+    for (int n = 0; n < kBlockChunks; ++n) {
+      const int chunk = block * kBlockChunks + n, at = chunk * 4 + kHalf * 2;
+      pairs[chunk % 4] = code_pair<Format, P::kArch>(o[at] * factor, o[at + 1] * factor);
+      if (chunk % 4 == 3 || chunk == kChunks - 1)
+        ChunkCodes<Format::kBits>::store(
+            row.codes == nullptr ? nullptr : row.codes + chunk / 4 * 4 * Format::kBits, pairs,
+            kChunks - chunk / 4 * 4);
     }
-    ChunkCodes<Format::kBits>::store(row.codes == nullptr ? nullptr : row.codes + first * Format::kBits,
-                                     pairs, kChunks - first);
   }
 }
 

@@ -15,10 +15,9 @@ struct CodedOutput {
     static_assert(!P::kSplit && !ForwardPolicy<P>::kSharesRows, "a warp has whole rows");
     const int q = q_begin + row + lane / 4;
     scale_tile<P>(o, scale);
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      store_codes<P, P::kHeadDimV / 8>(coded_row(p, sequence, h, q + half * 8, q + half * 8 < seqlen_q), half,
-                                       o[0]);
+    const auto& all = reinterpret_cast<const float(&)[ForwardPolicy<P>::kOt * 4]>(o);
+    store_codes<P, 0>(coded_row(p, sequence, h, q, q < seqlen_q), all);
+    store_codes<P, 1>(coded_row(p, sequence, h, q + 8, q + 8 < seqlen_q), all);
   }
 };
 

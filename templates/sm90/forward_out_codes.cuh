@@ -15,10 +15,8 @@ struct CodedOutput : PlainOutput<P> {
                                                const WorkTile<P>& work, int wg, const float (&o)[kCount]) {
     static_assert(!P::kSplit && P::kDSplit == 1, "a warpgroup has whole rows");
     const int q = first_query(work, wg) + own_row(), seqlen_q = work.sequence.seqlen_q(p);
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      store_codes<P, kCount / 4>(coded_row(p, work.sequence, work.h, q + half * 8, q + half * 8 < seqlen_q),
-                                 half, o);
+    store_codes<P, 0>(coded_row(p, work.sequence, work.h, q, q < seqlen_q), o);
+    store_codes<P, 1>(coded_row(p, work.sequence, work.h, q + 8, q + 8 < seqlen_q), o);
   }
 };
 
@@ -30,11 +28,10 @@ struct CodedStreamKOutput : StreamKOutput<P> {
                                                const ForwardStorage<P>& smem, const WorkTile<P>& work, int wg,
                                                const float (&o)[kCount]) {
     if (!work.is_whole()) return StreamKOutput<P>::store(p, maps, smem, work, wg, o);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const RowCoord target = row_coord(p, work, wg, own_row() + half * 8);
-      store_codes<P, kCount / 4>(coded_row(p, work.sequence, target.h, target.q, target.q >= 0), half, o);
-    }
+    const RowCoord first = row_coord(p, work, wg, own_row());
+    store_codes<P, 0>(coded_row(p, work.sequence, first.h, first.q, first.q >= 0), o);
+    const RowCoord second = row_coord(p, work, wg, own_row() + 8);
+    store_codes<P, 1>(coded_row(p, work.sequence, second.h, second.q, second.q >= 0), o);
   }
 };
 

@@ -34,6 +34,23 @@ TEST_P(KernelsOfOut, CompileWithoutSpills) {
                                   [](Pass pass, int nth) { return pass == Pass::forward || nth == 0; });
 }
 
+class KernelsOfOutCodes : public testing::TestWithParam<std::string_view> {};
+
+TEST_P(KernelsOfOutCodes, CompileWithoutSpills) {
+  constexpr std::array kSpecs = {
+      "fp16:d64:out{e2m1:g16:e4m3:apart:scaled}:causal",
+      "bf16:d64:out{e4m3:row:fp32:apart}:causal",
+      "bf16:d128:out_mod{gate: bf16 4d; out * sigmoid(gate[b, q, h, column])}:out{e4m3}:causal",
+      "bf16:d128:out{e2m1:g16:e4m3:apart:scaled}:causal:cache",
+      "bf16:d256:out{e4m3}:causal",
+      "bf16:d256:out{e4m3:row:fp32:apart}:varlen:pages16",
+      "fp32:d64:out{e4m3}",
+  };
+  test::expect_no_spills_of_pass(kSpecs, Pass::forward, GetParam().data());
+}
+
+INSTANTIATE_TEST_SUITE_P(Architectures, KernelsOfOutCodes, testing::ValuesIn(kArchs),
+                         [](const auto& info) { return std::string(info.param); });
 INSTANTIATE_TEST_SUITE_P(Architectures, KernelsOfOut, testing::ValuesIn(kArchs),
                          [](const auto& info) { return std::string(info.param); });
 

@@ -36,7 +36,7 @@ std::vector<OutCodesCase> many_keys() {
   return {
       {"bf16:d64:causal" + kFp8, {1, 2, 1, 150, 100}, Family::sm90},  // first queries without keys
       {"bf16:d64:causal" + gate + kFp4, {1, 2, 1, 150, 100}, Family::sm90},
-      {"bf16:d256:causal" + kRows, {1, 2, 1, 90, 130}, Family::sm90},
+      {"bf16:d256:causal" + kFp8, {1, 2, 1, 90, 130}, Family::sm90},
       {"fp16:d96:causal" + gate + kRows, {2, 2, 1, 70, 130}, Family::sm80},
       {"bf16:d128" + kFp4, {1, 4, 2, 90, 130}, Family::sm80},
       {"fp32:d64:causal" + kFp4, {1, 2, 1, 70, 50}, Family::simt},
@@ -47,7 +47,7 @@ std::vector<OutCodesCase> many_keys() {
       {"bf16:d128" + kFp8, {2, 4, 1, 3, 300}, Family::sm90, "sm90:br64:bc64:w4:s2:split:pack_gqa"},
       {"bf16:d128:cache" + kFp8, {3, 8, 2, 2, 400}, Family::sm90},
       {"bf16:d64:causal:cache" + kFp4, {3, 8, 2, 5, 400}, Family::sm90},
-      {"bf16:d256:cache" + kRows, {3, 8, 1, 1, 300}, Family::sm90},
+      {"bf16:d256:cache" + kFp8, {3, 8, 1, 1, 300}, Family::sm90},
       {"bf16:d128:causal:cache" + kRows, {2, 4, 2, 70, 200}, Family::sm90, "sm90:br64:bc64:w4:s2:pack_gqa"},
   };
 }

@@ -57,6 +57,8 @@ TEST(OutCodes, ArePlannedWithSplitKeysToo) {
     EXPECT_EQ(planned("bf16:d128:pages64:causal" + format, few, "sm_90a"),
               planned("bf16:d128:pages64:causal", few, "sm_90a"));
     EXPECT_EQ(planned("bf16:d128:causal" + format, few, "sm_80"), planned("bf16:d128:causal", few, "sm_80"));
+    EXPECT_EQ(planned("bf16:d256:causal" + format, many, "sm_90a").family,
+              format == kCodesByCall ? Family::sm90 : Family::sm80);
     EXPECT_EQ(planned("bf16:d320:causal" + format, many, "sm_90a").family, Family::simt);
   }
 }
@@ -103,7 +105,12 @@ TEST(OutCodes, FollowFromTheTypeOfOut) {
   call.args.q.dtype = call.args.k.dtype = call.args.v.dtype = DType::bf16;
   call.args.out.dtype = DType::e4m3;
   call.args.out_scale = call.memory.data();
-  EXPECT_EQ(to_string(spec_of(call.args)), "bf16:d64:shared_kv" + kCodesByCall);
+  EXPECT_EQ(to_string(spec_of(call.args)), "bf16:d64" + kCodesByCall + ":shared_kv");
+  call.args.out_scale = nullptr;
+  call.args.out_block_scale = TensorView::bhsd(call.memory.data() + (1 << 14), 2, 2, 3, 1, DType::fp32);
+  call.spec = spec_of(call.args);
+  EXPECT_EQ(to_string(call.spec), "bf16:d64" + kCodesByRow + ":shared_kv");
+  EXPECT_EQ(call.message(), "accepted");
 }
 
 /// A query's only key is V's row: rounded to the nearest, too large ones to 448, with NaN.

@@ -114,7 +114,8 @@ struct OutTileRead {
 };
 /// Such a read among what a program of O at `root` is computed from.
 OutTileRead out_tile_read(const Graph& graph, int root);
-/// Whether each element of O reads another one there, but for indices that are clamped: its others are b and h.
+/// Whether each element of O reads another one there, but for indices that are clamped: its others are b and
+/// h.
 bool reads_own_element(const Graph& graph, const OutTileRead& tile);
 
 /// Among what `root` is computed from: the only real that depends on the query alone, or on the key alone,

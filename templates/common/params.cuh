@@ -262,7 +262,7 @@ struct Params {
   /// entry makes dout.
   FLASHJIT_IF_OUT_MOD TensorParam out_mod;
 
-  FLASHJIT_IF_OUT_CODES const float* out_scale;        ///< of all codes of O; read with an argument alone
+  FLASHJIT_IF_OUT_CODES const float* out_scale;       ///< of all codes of O; read with an argument alone
   FLASHJIT_IF_OUT_CODES TensorParam out_block_scale;  ///< written, of an OutFormat whose scales are apart
 
   FLASHJIT_IF_ROW_MODS GivenRowsParam given;

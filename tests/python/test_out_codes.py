@@ -1,14 +1,16 @@
 """O as codes: attention(out_dtype=...), with out_scale and out_block_scale."""
 
+import flashjit
 import pytest
 import torch
-
-import flashjit
 
 FP8 = torch.float8_e4m3fn
 FP4 = getattr(torch, "float4_e2m1fn_x2", None)
 LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
 
 
 def tensors(device="cpu", dtype=torch.bfloat16, length=40, dim=64, **options):
@@ -63,7 +65,9 @@ def test_nvfp4(device):
 
 def test_memory_of_the_caller():
     q, k, v = tensors()
-    packed = torch.zeros(2, 40, 4 * 64, dtype=torch.uint8)  # [batch, tokens, heads * columns], as a linear layer reads it
+    packed = torch.zeros(
+        2, 40, 4 * 64, dtype=torch.uint8
+    )  # [batch, tokens, heads * columns], as a linear layer reads it
     out = packed.view(FP8).view(2, 40, 4, 64).transpose(1, 2)
     rows = torch.zeros(2, 40, 4)
     got, scale = flashjit.attention(
@@ -96,7 +100,11 @@ def test_packed_rows_of_no_sequence():
     "given, error, words",
     [
         ({"out_dtype": FP8, "out_scale": 0.5}, flashjit.WrongType, "out_scale is a float"),
-        ({"out_dtype": FP8, "out_scale": torch.ones(2)}, flashjit.InvalidArgument, "give float32, one number"),
+        (
+            {"out_dtype": FP8, "out_scale": torch.ones(2)},
+            flashjit.InvalidArgument,
+            "give float32, one number",
+        ),
         ({"out_scale": torch.ones(1)}, flashjit.InvalidArgument, "out_scale is given and out_dtype is None"),
         (
             {"out_dtype": FP8, "out_scale": torch.ones(1), "out_block_scale": torch.ones(2, 4, 40, 1)},

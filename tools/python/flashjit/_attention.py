@@ -238,7 +238,7 @@ def attention(
     scaled = stored or k.dtype in KV_TYPES or q.dtype in KV_TYPES or any(x is not None for x in scales)
     accurate = bool(accurate) and wants_grad and out is None and receive is None
     codes, out, out_dtype = read_out_codes(out_dtype, out_scale, out_block_scale, out, v)
-    fp32_out, rounded = _type_of_out(out_dtype, q, accurate and not codes, out_mod, weight_mod)
+    fp32_out, final = _type_of_out(out_dtype, q, accurate and not codes, out_mod, weight_mod)
     # torch.compile, for which no call is plain, cannot compare functions.
     mods = (out_mod, q_mod, k_mod)
     plain_scores = plain and (score_mod, mask_mod, *mods, block_mask, window, softcap) == NO_PROGRAMS
@@ -304,7 +304,7 @@ def attention(
         _refuse_gradients(q, k, v, sinks, values)
     check_lists(lists)
     results = Results(
-        *(return_lse or lse is not None, return_row_max, out, lse, workspace, rounded, skip_softmax_counts, codes)
+        return_lse or lse is not None, return_row_max, out, lse, workspace, final, skip_softmax_counts, codes
     )
     dual = forward_ad._current_level >= 0 and have_tangents(q, k, v, *fixed, *values)
     try:

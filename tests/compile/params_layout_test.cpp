@@ -50,6 +50,8 @@ constexpr std::pair<std::string_view, std::size_t> kPlaces[] = {
     FLASHJIT_PLACE(indices),
     FLASHJIT_PLACE(q_rope),
     FLASHJIT_PLACE(out_mod),
+    FLASHJIT_PLACE(out_scale),
+    FLASHJIT_PLACE(out_block_scale),
     FLASHJIT_PLACE(given),
     FLASHJIT_PLACE(o_state),
     FLASHJIT_PLACE(lse_state),

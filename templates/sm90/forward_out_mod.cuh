@@ -58,8 +58,9 @@ struct OutTileInL2 {
     }
   }
 };
+/// Up to 64 columns the addresses take longer than L2 saves: ../auxiliary/NOTES.md#gates-of-os-elements.
 template <class P>
-using OutTileFetch = Conditional<P::kOutTile, OutTileInL2<P>, NoOutTile>;
+using OutTileFetch = Conditional<P::kOutTile && (P::kHeadDimV > 64), OutTileInL2<P>, NoOutTile>;
 
 /// The same where the program reads a tensor's tile (kOutTile).
 template <class P>

@@ -36,7 +36,7 @@ struct CodedStreamKOutput : StreamKOutput<P> {
 };
 
 template <class P>
-using CompleteOutput = Conditional<!kOutCodes<P> || P::kSplit && !kPlacesRows<P>, StoredOutput<P>,
-                                   Conditional<kPlacesRows<P>, CodedStreamKOutput<P>, CodedOutput<P>>>;
+using CompleteOutput = Conditional<!kOutCodes<P> || P::kSplit && !kScattersRows<P>, StoredOutput<P>,
+                                   Conditional<kScattersRows<P>, CodedStreamKOutput<P>, CodedOutput<P>>>;
 
 }  // namespace flashjit::sm90

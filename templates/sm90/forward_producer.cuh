@@ -9,8 +9,8 @@
 #include "flashjit/sm90/forward_q_columns.cuh"
 #include "flashjit/sm90/forward_rings.cuh"
 #include "flashjit/tma/bias_tile.cuh"
-#include "flashjit/tma/kv_tile.cuh"
 #include "flashjit/tma/forward_scheduler.cuh"
+#include "flashjit/tma/kv_tile.cuh"
 
 namespace flashjit::sm90 {
 
@@ -211,14 +211,12 @@ __device__ __forceinline__ void write_empty_rows(const Params& p, const SegmentS
                                                  int thread, int threads) {
   if constexpr (kSharesWork<P> || P::kClusterSplit)
     return PartsWithoutRows<P>::write(p, start, thread, threads);
-  const unsigned rows = q_tiles_per_head<P>(p), splits = num_splits<P>(p),
-                 all = rows * p.batch * scheduled_heads<P>(p) * splits;
+  const AllTiles<P> tiles(p);
 #pragma unroll 1
-  for (unsigned index = slot_index<P>(slot); index < all; index += grid_slots<P>()) {
-    const int split = kScattersRows<P> ? kWhole : static_cast<int>(index % splits);
-    if (is_behind_keys<P>(p, index / splits / rows, split)) continue;
-    const WorkTile<P> work(
-        p, {index / splits / rows, index / splits % rows, {0, P::kBr / kWarpgroupRows}, split});
+  for (unsigned index = slot_index<P>(slot); index < tiles.count(); index += grid_slots<P>()) {
+    const TileCoord coord = tiles.coord(index);
+    if (is_behind_keys<P>(p, coord.batch_head, coord.split)) continue;
+    const WorkTile<P> work(p, coord);
     if (work.count() > 0) continue;
     if constexpr (kScattersRows<P>) {
       write_rows_without_keys(p, work, thread, threads);

@@ -47,11 +47,48 @@ __device__ void count_tiles(const Params& p) {
   }
 }
 
+/// A sequence, and the places of its tiles among all.
+struct TilesOfSequence {
+  int b = 0, begin = 0, end = 0;
+
+  /// Goes on to the sequence of a tile that is not behind the last; it is this one's or a later one's.
+  __device__ void find(const int* before, int batch, int index) {
+    int behind = batch;
+    while (behind - b > 1) {
+      const int middle = (b + behind) / 2;
+      (before[middle] <= index ? b : behind) = middle;
+    }
+    begin = before[b], end = before[b + 1];
+  }
+};
+
+/// All Q tiles that exist, in any order.
+template <class P>
+struct RaggedTiles {
+  const int* before;
+  int batch;
+  unsigned heads;
+
+  __device__ RaggedTiles(const Params& p)
+      : before(tiles_before(p)), batch(p.batch), heads(scheduled_heads<P>(p)) {}
+  __device__ unsigned count() const { return static_cast<unsigned>(before[batch]); }
+  __device__ TileCoord coord(unsigned index) const {
+    TilesOfSequence of;
+    of.find(before, batch, static_cast<int>(index));
+    const unsigned at = index - static_cast<unsigned>(of.begin);
+    return {static_cast<unsigned>(of.b) * heads + at % heads,
+            at / heads,
+            {0, row_warpgroups(P::kBr)},
+            kScattersRows<P> ? kWhole : 0,
+            {}};
+  }
+};
+
 /// Sequence by sequence, a sequence's tiles as TileScheduler orders a head's.
 template <class P>
 struct RaggedTileScheduler {
   static constexpr bool kWindows = P::kMaskBounds > 1;
-  int b = 0, begin = 0, end = 0;  ///< the sequence of the last tile, and its place
+  TilesOfSequence of;  ///< of the last tile
 
   // The interface of TileScheduler.
   template <class Start>
@@ -61,12 +98,13 @@ struct RaggedTileScheduler {
   __device__ bool next(const Params& p, unsigned, TileCoord& found) {
     const int index = atomicAdd(q_tile_counter(p), 1);
     const int* before = tiles_before(p);
-    if (index >= end && !find(before, p.batch, index)) return false;
-    const unsigned heads = scheduled_heads<P>(p), at = static_cast<unsigned>(index - begin);
-    TileOrder order(static_cast<unsigned>(end - begin) / heads, heads, 1);
+    if (index >= before[p.batch]) return false;
+    if (index >= of.end) of.find(before, p.batch, index);
+    const unsigned heads = scheduled_heads<P>(p);
+    TileOrder order(static_cast<unsigned>(of.end - of.begin) / heads, heads, 1);
     if (kQTileLptOrder<P>) order.use_lpt(grid_slots<P>(), kWindows);
-    const OrderedTile tile = order.at(at);
-    found.batch_head = static_cast<unsigned>(b) * heads + tile.head;
+    const OrderedTile tile = order.at(static_cast<unsigned>(index - of.begin));
+    found.batch_head = static_cast<unsigned>(of.b) * heads + tile.head;
     found.q_tile = tile.tile;
     found.warpgroups = {0, row_warpgroups(P::kBr)};
     found.split = kScattersRows<P> ? kWhole : 0;
@@ -74,19 +112,6 @@ struct RaggedTileScheduler {
   }
   template <class Start>
   __device__ void finish_tile(const Params&, const Start&, const TileCoord&) const {}
-
- private:
-  /// The sequence of a tile behind the last one's; false if there is none.
-  __device__ bool find(const int* before, int batch, int index) {
-    if (index >= before[batch]) return false;
-    int high = batch;
-    while (high - b > 1) {
-      const int middle = (b + high) / 2;
-      (before[middle] <= index ? b : high) = middle;
-    }
-    begin = before[b], end = before[b + 1];
-    return true;
-  }
 };
 
 }  // namespace flashjit::tma

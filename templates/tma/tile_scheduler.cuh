@@ -96,6 +96,22 @@ __device__ __forceinline__ bool is_behind_keys(const Params& p, unsigned batch_h
   return split >= splits_with_keys<P>(p, sequence.seqused_kv(p));
 }
 
+/// All Q tiles of a grid for the longest sequence, and their splits, in any order.
+template <class P>
+struct GridTiles {
+  unsigned rows, splits, all;
+
+  __device__ GridTiles(const Params& p)
+      : rows(q_tiles_per_head<P>(p)),
+        splits(num_splits<P>(p)),
+        all(rows * p.batch * scheduled_heads<P>(p) * splits) {}
+  __device__ unsigned count() const { return all; }
+  __device__ TileCoord coord(unsigned index) const {
+    const int split = kScattersRows<P> ? kWhole : static_cast<int>(index % splits);
+    return {index / splits / rows, index / splits % rows, {0, row_warpgroups(P::kBr)}, split, {}};
+  }
+};
+
 /// Hands out the Q tiles, one a wave to each slot of the grid; where Q tiles differ in cost as only the
 /// device knows, by lists of KV tiles or lengths of a cache, dynamically by a counter. Without a mask the
 /// tiles of a head follow each other, so that its K and V are read once. A mask makes some rows longer: LPT

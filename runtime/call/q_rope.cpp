@@ -8,9 +8,7 @@ void check_q(const AttentionSpec& spec, const ConstTensorView& q, const ConstTen
              Sizes sizes) {
   if (!spec.prologue.q_rope && q_rope.data)
     refuse(
-        "q_rope is given, but the spec has none: set spec.prologue.q_rope, and spec.kv.shared_kv, or leave "
-        "it "
-        "out.");
+        "q_rope is given, but the spec has none: set spec.prologue.q_rope, and shared_kv, or leave it out.");
   if (spec.prologue.q_rope) {
     sizes[3].value = spec.head_dim - spec.v_dim();
     check_tensor("q_rope", q_rope, sizes, size_of(spec.dtype), Access::read);

@@ -1,6 +1,7 @@
 #include "plan/analysed_spec.hpp"
 
 #include <algorithm>
+#include <array>
 
 #include "expr/ops.hpp"
 
@@ -8,6 +9,11 @@ namespace flashjit::plan {
 
 bool is_causal(const MaskProgram& mask) {
   return mask == causal(CausalAlignment::bottom_right) || mask == causal(CausalAlignment::top_left);
+}
+
+std::string to_string(BatchPart part) {
+  constexpr std::array kParts = {"all", "prefills", "decodes"};
+  return kParts[static_cast<std::size_t>(part)];
 }
 
 AnalysedSpec::AnalysedSpec(const KernelSpec& spec, const Checks& checks)

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "expr/facts.hpp"
 #include "expr/key_bounds.hpp"
@@ -21,6 +22,7 @@ struct Checks {
 
 /// Which of a packed batch's sequences a kernel computes, see divided_batch.hpp.
 enum class BatchPart : std::uint8_t { all, prefills, decodes };
+std::string to_string(BatchPart part);  // "all", "prefills", "decodes"
 
 /// A normalized spec. Made of any spec that is valid; making one takes as long as planning does, so that what
 /// plans many kernels of a spec makes it once.

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <iterator>
 #include <limits>
 
@@ -22,9 +21,9 @@ void KernelPlan::add(Step step, Entry entry) {
 const Entry& KernelPlan::main() const { return *std::ranges::find_if(entries, &Entry::hot); }
 
 std::string name_of(const KernelPlan& kernel) {
-  constexpr std::array kParts = {"", " of prefills", " of decodes"};
-  return fmt::format("{} {}{}", to_string(kernel.spec), to_string(kernel.config),
-                     kParts[static_cast<std::size_t>(kernel.spec.part)]);
+  const std::string name = fmt::format("{} {}", to_string(kernel.spec), to_string(kernel.config));
+  return kernel.spec.part == BatchPart::all ? name
+                                            : fmt::format("{} of {}", name, to_string(kernel.spec.part));
 }
 
 std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const TileConfig& config,

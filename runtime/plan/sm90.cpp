@@ -171,7 +171,8 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
     if (whole.min_blocks > 1 || q_tiles_per_cta(spec, whole) > 1) continue;
     const TileConfig alone = split_tile(spec, shape, whole);
     const TileConfig shared = with_split(alone, false), packed = with_split(alone, true);
-    if (num_splits(spec, shape, shared, device) > 1) choices.push_back(shared);
+    if (num_splits(spec, shape, shared, device) > 1 && admits(spec, shared, device))
+      choices.push_back(shared);
     if (shape.heads_q > shape.heads_kv && admits(spec, packed, device)) choices.push_back(packed);
   }
   return *std::ranges::min_element(

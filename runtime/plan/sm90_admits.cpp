@@ -315,12 +315,9 @@ bool excludes_lists(const AnalysedSpec& spec) {
 }
 
 Support supports_few_rows(const AnalysedSpec& spec) {
-  const bool programs = !spec.score.empty() || !spec.mask.empty() || !spec.epilogue.out_mod.empty() ||
-                        spec.prologue.has_programs();
-  const bool plain = !programs && !spec.dropout && !spec.varlen && !spec.sinks && !spec.partial.fp32_out &&
-                     !spec.indices && !spec.kv.shared_kv && !spec.partial.running_state &&
-                     !spec.epilogue.skip_softmax && !spec.kv.shared_prefix &&
-                     is_stream_k(spec, few_rows_config());
+  const bool plain = is_plain(spec) && spec.mask.empty() && !spec.partial.fp32_out && !spec.indices &&
+                     !spec.kv.shared_kv && !spec.partial.running_state && !spec.epilogue.skip_softmax &&
+                     !spec.kv.shared_prefix && is_stream_k(spec, few_rows_config());
   const bool whole_codes = spec.has_scales() && !spec.has_key_scales() && !spec.prologue.q_codes &&
                            spec.head_dim == 128 && spec.v_dim() == 128;
   const bool operands = spec.decodes_kv() && has_code_operands(spec.kv.k_format, spec.head_dim) &&

@@ -1,5 +1,6 @@
 // Caches: slots and pages of every size, layout and family against the reference, which has the keys in
 // order.
+#include "plan/plan.hpp"
 #include "tests/support/cache_run.hpp"
 
 namespace flashjit::test {
@@ -100,6 +101,26 @@ TEST_F(PackedHeads, AreStoredByHeadWhereKeysAreNotSplit) {
     EXPECT_TRUE(config.pack_gqa && !config.split) << to_string(config);
     CacheRun(test).check(runtime.get(), config);
   }
+}
+
+class DividedBatch : public GpuTest {};
+
+/// Prefills and decodes of one call have a kernel each, which leaves the other's sequences alone.
+TEST_F(DividedBatch, ComputesEachSequenceOnce) {
+  if (gpu().info.compute_capability != 90) GTEST_SKIP() << "Hopper's planner divides batches";
+  TemporaryRuntime runtime;
+  unsigned seed = 0;
+  for (const char* spec :
+       {"bf16:d128:causal:varlen:pages16", "fp16:d64:varlen:cache:sinks", "bf16:d256:causal:varlen:pages3",
+        "bf16:d96:kve4m3:causal:varlen:cache", "fp16:d128:mask{q - kv < 40}:varlen:cache"})
+    for (const AttentionShape shape :
+         {AttentionShape{19, 8, 2, 600, 700}, AttentionShape{9, 3, 3, 1100, 400}}) {
+      const CacheCase test{
+          .spec = parse_spec(spec), .shape = shape, .family = Family::sm90, .seed = ++seed, .decodes = true};
+      SCOPED_TRACE(name_of(test));
+      EXPECT_TRUE(plan::make_plan(test.spec, shape, gpu().info, {}).decodes);
+      CacheRun(test).check(runtime.get());
+    }
 }
 
 class WrongCache : public GpuTest {};

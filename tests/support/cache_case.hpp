@@ -38,6 +38,7 @@ struct CacheCase {
   bool own_scales = false;  ///< with key_scales: each key has its own
   unsigned seed = 0;
   int window = 0;           ///< the mask's: whole pages in front of it are freed
+  bool decodes = false;     ///< most packed sequences have up to 17 queries
   bool neighbours = false;  ///< of lists of keys share most, and have no key twice
   int q_exponent = 0;       ///< Q is 2^q_exponent as large as usual, the scale of scores as much smaller
 };
@@ -122,13 +123,28 @@ inline void put_in_one_row(Cache& cache, std::int64_t page_rows) {
   cache.columns = std::ssize(cache.table), cache.table_stride = 0;
 }
 
+/// Prefills of any length beside decodes.
+inline std::vector<std::int32_t> offsets_beside_decodes(std::int64_t batch, std::int64_t longest,
+                                                        std::uint64_t seed) {
+  constexpr std::array<std::int64_t, 6> kFew = {1, 16, 17, 0, 4, 1};
+  std::vector<std::int32_t> offsets = {0};
+  for (std::int64_t b = 0; b < batch; ++b) {
+    const std::uint64_t place = (seed + static_cast<std::uint64_t>(b)) % (kFew.size() + 1);
+    const std::int64_t rows = place < kFew.size() ? kFew[place] : b % 2 ? longest : longest / 3;
+    offsets.push_back(static_cast<std::int32_t>(offsets.back() + rows));
+  }
+  return offsets;
+}
+
 inline Cache make_cache(const CacheCase& test) {
   const KernelSpec spec = test.spec.normalized();
   const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test.shape;
   std::mt19937 random(77 + test.seed);
   Cache cache{.problem = {.spec = test.spec, .shape = test.shape}};
   reference::Problem& problem = cache.problem;
-  if (spec.varlen) problem.cu_seqlens_q = reference::random_offsets(batch, seqlen_q, 1, test.seed);
+  if (spec.varlen)
+    problem.cu_seqlens_q = test.decodes ? offsets_beside_decodes(batch, seqlen_q, test.seed)
+                                        : reference::random_offsets(batch, seqlen_q, 1, test.seed);
   const std::int64_t queries = spec.varlen ? problem.cu_seqlens_q.back() : batch * seqlen_q;
   std::normal_distribution<double> normal;
   const auto values = [&](std::int64_t count) {

@@ -26,14 +26,19 @@ class PackOfAModel : public testing::Test {
                              "pack --json --model '" + model + "' " + more + " --out " + folder_.file("pack"),
                              "FLASHJIT_NVRTC=" + test::built(FLASHJIT_FAKE_NVRTC));
   }
-  /// "spec config" of each kernel.
+  /// "spec config of part" of each kernel.
   static std::set<std::string> kernels_of(const CommandResult& packed) {
     std::set<std::string> kernels;
     const auto report = packed.json();
     for (const auto& kernel : report["kernels"])
-      kernels.insert(kernel["spec"].get<std::string>() + " " + kernel["config"].get<std::string>());
+      kernels.insert(kernel["spec"].get<std::string>() + " " + kernel["config"].get<std::string>() + " of " +
+                     kernel["part"].get<std::string>());
     EXPECT_EQ(kernels.size(), report["kernels"].size()) << "a kernel is packed twice";
     return kernels;
+  }
+
+  static std::string text_of(const plan::KernelPlan& plan) {
+    return to_string(plan.spec) + " " + to_string(plan.config) + " of " + to_string(plan.spec.part);
   }
 
   test::TemporaryDirectory folder_;
@@ -58,8 +63,8 @@ TEST_F(PackOfAModel, HasEachKernelThatAnEngineAsksFor) {
       spec.varlen = packs && spec.pass != Pass::merge;
       spec.kv.shared_prefix = packs && i % 4 == 0 && spec.pass == Pass::forward;
       const plan::ExecutionPlan plan = plan::make_plan(spec, shape, device, {});
-      EXPECT_TRUE(kernels.contains(to_string(plan.spec) + " " + to_string(plan.config)))
-          << to_string(shape) << " " << to_string(plan.spec) << " " << to_string(plan.config);
+      for (const plan::ExecutionPlan* one : {&plan, plan.decodes.get()})
+        if (one) EXPECT_TRUE(kernels.contains(text_of(*one))) << to_string(shape) << " " << text_of(*one);
     }
   }
 }
@@ -81,7 +86,7 @@ TEST_F(PackOfAModel, HasBothPassesForTraining) {
           const std::string text = std::string(pass) + ":bf16:d128:causal" + packing;
           for (const plan::TuningRecords* records : {&none, &shipped}) {
             const plan::ExecutionPlan plan = plan::make_plan(parse_spec(text), shape, device, *records);
-            EXPECT_TRUE(kernels.contains(to_string(plan.spec) + " " + to_string(plan.config)))
+            EXPECT_TRUE(kernels.contains(text_of(plan)))
                 << to_string(shape) << " " << to_string(plan.spec) << " " << to_string(plan.config);
           }
         }

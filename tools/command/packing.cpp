@@ -109,6 +109,7 @@ Json to_json(const PackItem& item, const PackOutcome& outcome) {
           {"spec", to_string(item.plan.spec)},
           {"shape", to_string(item.plan.shape)},
           {"config", to_string(item.plan.config)},
+          {"part", to_string(item.plan.spec.part)},
           {"config_source", to_string(item.plan.config_source)},
           {"state", to_string(outcome.state)},
           {"key", outcome.report.key},

@@ -268,8 +268,8 @@ struct TileConfig {
   bool pack_gqa = false;  ///< PackGQA, with split, forward of sm90: a Q tile has rows of all heads that
                           ///< share K and V, and fewer queries; for specs that treat all heads alike
   bool cluster = false;   ///< with split, forward of sm90: the blocks that share a Q tile's keys are a
-                         ///< cluster, whose eight blocks join their parts without another kernel
-  bool tma = false;  ///< sm80 forward, on sm_90 and newer: TMA copies K and V, not cp.async
+                          ///< cluster, whose eight blocks join their parts without another kernel
+  bool tma = false;       ///< sm80 forward, on sm_90 and newer: TMA copies K and V, not cp.async
   /// sm90 and sm80, forward over K and V in formats that are decoded: an entry of its own does so once, into
   /// the workspace, and the main loop reads elements of 16 bits. Else each Q tile decodes its keys.
   bool decode_cache = false;

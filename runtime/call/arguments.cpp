@@ -318,14 +318,6 @@ void check_lent(const char* subject, const char* name, const char* ask, const Wo
   check_pointer(name, memory.data, kWorkspaceAlignment);
 }
 
-/// These and the captures, without nulls.
-std::vector<NamedPointer> with_captures(std::vector<NamedPointer> pointers,
-                                        std::span<const Capture> captures) {
-  for (const Capture& capture : captures) pointers.push_back({capture.name, capture.data});
-  std::erase_if(pointers, [](const NamedPointer& named) { return named.pointer == nullptr; });
-  return pointers;
-}
-
 /// The pointers of both passes and those of one, without nulls.
 template <class Args>
 std::vector<NamedPointer> pointers_with(const Args& args, std::initializer_list<NamedPointer> more) {

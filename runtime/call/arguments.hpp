@@ -4,6 +4,7 @@
 #include <string_view>
 #include <vector>
 
+#include "call/captures.hpp"
 #include "flashjit/runtime.hpp"
 
 namespace flashjit {
@@ -34,10 +35,6 @@ void check_lists(const TileLists& lists, std::string_view wanted, const BlockMap
 /// Throws Error(invalid_argument) when a padded length would not fit the kernels' 32-bit indices.
 void check_limits(const AttentionShape& shape);
 
-struct NamedPointer {
-  std::string_view name;
-  const void* pointer;
-};
 /// Every pointer that is not null.
 std::vector<NamedPointer> pointers_of(const ForwardArgs& args);
 std::vector<NamedPointer> pointers_of(const BackwardArgs& args);

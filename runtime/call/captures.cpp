@@ -173,4 +173,11 @@ void set_captures(Params& params, std::span<const Declaration> declared, std::sp
   }
 }
 
+std::vector<NamedPointer> with_captures(std::vector<NamedPointer> pointers,
+                                        std::span<const Capture> captures) {
+  for (const Capture& capture : captures) pointers.push_back({capture.name, capture.data});
+  std::erase_if(pointers, [](const NamedPointer& named) { return named.pointer == nullptr; });
+  return pointers;
+}
+
 }  // namespace flashjit

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <span>
+#include <string_view>
+#include <vector>
 
 #include "expr/declarations.hpp"
 #include "flashjit/tensor.hpp"
@@ -16,5 +18,13 @@ void check_captures(std::span<const expr::Declaration> declared, std::span<const
 /// Takes captures that were checked. Gradients are handed on in the backward pass alone.
 void set_captures(Params& params, std::span<const expr::Declaration> declared, std::span<const Capture> given,
                   Pass pass);
+
+struct NamedPointer {
+  std::string_view name;
+  const void* pointer;
+};
+/// These and the captures, without nulls.
+std::vector<NamedPointer> with_captures(std::vector<NamedPointer> pointers,
+                                        std::span<const Capture> captures);
 
 }  // namespace flashjit

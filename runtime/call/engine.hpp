@@ -70,8 +70,8 @@ class Engine {
     std::string name;                           ///< spec, shape and configuration: what lists are built for
     std::shared_ptr<const ReadyKernel> kernel;  ///< null: there is nothing to launch
     std::vector<Step> steps;
-    plan::ParamsLayout params;  ///< of the kernel's entries
-    bool made = false;          ///< the kernel was not in memory before
+    plan::ParamsLayout params;                      ///< of the kernel's entries
+    bool made = false;                              ///< the kernel was not in memory before
     std::shared_ptr<const Operation> decodes = {};  ///< launched after this one: ExecutionPlan::decodes
     /// A fallback has the workspace that callers give, so that a call with the better kernel has enough.
     std::optional<plan::WorkspaceLayout> workspace_of_better = {};

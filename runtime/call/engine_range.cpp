@@ -148,8 +148,7 @@ RangeReport Engine::prepare_range(const KernelSpec& spec, const ShapeRange& rang
   for (const AttentionShape& shape : shapes) {
     const plan::ExecutionPlan planned = plan(spec, shape, info, remembered(spec, shape, device));
     report.workspace_bytes = std::max(report.workspace_bytes, planned.workspace.bytes);
-    if (seen.insert(name_of(planned)).second)
-      wanted.push_back(shape);
+    if (seen.insert(name_of(planned)).second) wanted.push_back(shape);
   }
   report.configurations = wanted.size();
 

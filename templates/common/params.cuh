@@ -238,7 +238,8 @@ struct Params {
   FLASHJIT_IF_SPLIT PartialTile* partial_tiles;        ///< stream-K: [num_splits], the number of segments
   FLASHJIT_IF_SPLIT SegmentsOfTile* segments_of_tile;  ///< cascade: of each work tile
   FLASHJIT_IF_SPLIT int num_splits;                    ///< split-KV (backward: split-Q), see common/split.cuh
-  alignas(8) FLASHJIT_IF_SPLIT int head_groups;  ///< where CTAs have segments: heads computed at a time, see tma/stream_k.cuh
+  alignas(8) FLASHJIT_IF_SPLIT
+      int head_groups;  ///< where CTAs have segments: heads computed at a time, see tma/stream_k.cuh
 
   alignas(8) FLASHJIT_IF_PACK_GQA PackedHeadsParam packed;
 

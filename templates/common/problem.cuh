@@ -71,8 +71,8 @@ struct ExampleProblem {
   static constexpr bool kClusterSplit =
       false;  // sm90 forward: with kSplit, within clusters: sm90/forward_cluster.cuh
   static constexpr bool kPackGqa = false;
-  static constexpr bool kJoinsLists = false;    // lists of a tile's queries are joined: joined_list.cuh
-  static constexpr bool kTma = false;           // sm80: TMA copies K and V: sm80/kv_loader_tma.cuh
+  static constexpr bool kJoinsLists = false;  // lists of a tile's queries are joined: joined_list.cuh
+  static constexpr bool kTma = false;         // sm80: TMA copies K and V: sm80/kv_loader_tma.cuh
   // Packed sequences with more or fewer queries are another kernel's.
   static constexpr int kFewestQueries = -0x7fffffff - 1;
   static constexpr int kMostQueries = 0x7fffffff;

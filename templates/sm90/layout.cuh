@@ -64,7 +64,9 @@ constexpr int consumer_registers(const ForwardGroups& g) {
 /// Over few rows two warpgroups compute, beside a producer that copies rows.
 constexpr int few_rows_producer_registers(int ctas) { return ctas > 1 ? 32 : 80; }
 constexpr int few_rows_registers(int ctas) {
-  const int each = (launch_registers({.consumers = 1, .ctas = ctas, .converters = 1}) * 3 - few_rows_producer_registers(ctas)) / 16 * 8;
+  const int each = (launch_registers({.consumers = 1, .ctas = ctas, .converters = 1}) * 3 -
+                    few_rows_producer_registers(ctas)) /
+                   16 * 8;
   return each < 240 ? each : 240;
 }
 

@@ -88,18 +88,18 @@ struct RaggedTiles {
 template <class P>
 struct RaggedTileScheduler {
   static constexpr bool kWindows = P::kMaskBounds > 1;
-  TilesOfSequence of;  ///< of the last tile
+  int all;                  ///< tiles, read once: each next() waits for the counter as it is
+  TilesOfSequence of = {};  ///< of the last tile
 
   // The interface of TileScheduler.
   template <class Start>
-  static __device__ RaggedTileScheduler first(const Params&, const Start&, int) {
-    return {};
+  static __device__ RaggedTileScheduler first(const Params& p, const Start&, int) {
+    return {tiles_before(p)[p.batch]};
   }
   __device__ bool next(const Params& p, unsigned, TileCoord& found) {
     const int index = atomicAdd(q_tile_counter(p), 1);
-    const int* before = tiles_before(p);
-    if (index >= before[p.batch]) return false;
-    if (index >= of.end) of.find(before, p.batch, index);
+    if (index >= all) return false;
+    if (index >= of.end) of.find(tiles_before(p), p.batch, index);
     const unsigned heads = scheduled_heads<P>(p);
     TileOrder order(static_cast<unsigned>(of.end - of.begin) / heads, heads, 1);
     if (kQTileLptOrder<P>) order.use_lpt(grid_slots<P>(), kWindows);

@@ -431,7 +431,7 @@ template <class P>
 struct PartsWithoutKeys {
   static __device__ __forceinline__ void write(const Params& p, const SegmentStart& start, int thread,
                                                int threads) {
-    if constexpr (P::kMaskUsesHead) {
+    if (P::kMaskUsesHead) {
       StreamKScheduler<P> scheduler(p, start);
       for (TileCoord coord; scheduler.next(p, 0, coord);)
         if (const WorkTile<P> work(p, coord); work.count() == 0)

@@ -230,8 +230,7 @@ def attention(
     plain = not compiling and type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN
     if not plain and not compiling:
         check_types(q, k, v)
-    wants_grad = torch.is_grad_enabled()
-    fixed, values, usual = NOTHING, NO_VALUES, None  # usual: most calls, in a fraction of the time
+    fixed, values, usual, wants_grad = NOTHING, NO_VALUES, None, torch.is_grad_enabled()
     cached = cache or page_table is not None
     page_starts, page_table, kv_lengths, pages = read_table(page_table, kv_lengths, k)
     scales = (k_scale, v_scale, q_scale, k_block_scale, v_block_scale)
@@ -239,10 +238,9 @@ def attention(
     accurate = bool(accurate) and wants_grad and out is None and receive is None
     codes, out, out_dtype = read_out_codes(out_dtype, out_scale, out_block_scale, out, v)
     fp32_out, final = _type_of_out(out_dtype, q, accurate and not codes, out_mod, weight_mod)
+    mods, packing = (out_mod, q_mod, k_mod), (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     # torch.compile, for which no call is plain, cannot compare functions.
-    mods = (out_mod, q_mod, k_mod)
     plain_scores = plain and (score_mod, mask_mod, *mods, block_mask, window, softcap) == NO_PROGRAMS
-    usual, packing = None, (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     if (
         plain_scores
         and not (scaled or return_row_max or fp32_out or batch_invariant or weight_mod or codes)
@@ -263,8 +261,9 @@ def attention(
         if block_mask is not None:
             queries = q.shape[2] if max_seqlen_q is None else max_seqlen_q
             keys = most_keys(page_starts, page_table, pages, k) if max_seqlen_kv is None else max_seqlen_kv
-            with_lists = lists is not None and not compiling
-            block_mask, mask_mod = read_blocks(block_mask, mask_mod, queries, keys, with_lists)
+            block_mask, mask_mod = read_blocks(
+                block_mask, mask_mod, queries, keys, lists is not None and not compiling
+            )
         fixed, values, problem = read_problem(
             causal,
             scale,
@@ -310,8 +309,8 @@ def attention(
     try:
         if dual or not plain or is_watched() or _is_negated(q, k, v, fixed, values):
             results.refuse_in_operators(state, skip_softmax_threshold, receive is not None, dual)
-            memory = (None, None) if lists is None else lists.memory
-            return results.of_operator(*through_operator(q, k, v, fixed, values, problem, memory, dual))
+            of = (None, None) if lists is None else lists.memory
+            return results.of_operator(*through_operator(q, k, v, fixed, values, problem, of, dual))
         if v_columns and not scaled:
             problem = problem._replace(options=problem.options + ":shared_kv")
         if receive is not None:

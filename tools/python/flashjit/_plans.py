@@ -57,6 +57,7 @@ from ._tensors import (
     is_laid_out,
     laid_out,
     layout_of,
+    lies_as,
     readable,
     strides_are_read,
 )
@@ -160,9 +161,9 @@ class Plan:
         of_q, of_k, of_v = self.forms
         index = self.index
         return (
-            _lies_as(q, of_q)
-            and _lies_as(k, of_k)
-            and _lies_as(v, of_v)
+            lies_as(q, of_q)
+            and lies_as(k, of_k)
+            and lies_as(v, of_v)
             and (index >= 0 or q.device == k.device == v.device == self.device)
         )
 
@@ -172,7 +173,7 @@ class Plan:
         if forms is None or fixed is NOTHING:
             return forms is None and fixed is NOTHING
         return all(
-            tensor is form if tensor is None or form is None else _lies_as(tensor, form)
+            tensor is form if tensor is None or form is None else lies_as(tensor, form)
             for tensor, form in zip(fixed, forms)
         )
 
@@ -182,11 +183,11 @@ class Plan:
         """Whether saved tensors are as they were saved. Hooks may return others, such as contiguous copies."""
         of_q, of_k, of_v, of_out, of_lse, *of_rest = self.saved
         return (
-            _lies_as(q, of_q)
-            and _lies_as(k, of_k)
-            and _lies_as(v, of_v)
-            and _lies_as(out, of_out)
-            and _lies_as(lse, of_lse)
+            lies_as(q, of_q)
+            and lies_as(k, of_k)
+            and lies_as(v, of_v)
+            and lies_as(out, of_out)
+            and lies_as(lse, of_lse)
             and type(out) is type(lse) is Tensor
             and type(q) in PLAIN
             and type(k) in PLAIN
@@ -578,25 +579,6 @@ class Plan:
                 dvalues.append(grad)
             words[_B_CAPTURES] = ctypes.addressof(captures)
         return words, (grads, dsinks, dvalues), (lent, captures, out, dout, dlse)
-
-
-def _lies_as(tensor: Any, form: Layout) -> bool:
-    """Not by torch._C._dynamo.guards.assert_size_stride(), which takes less time: PyTorch 2.11's ends the process where a tensor,
-    such as a sparse one, has no strides."""
-    try:
-        return (
-            tensor.shape == form.size
-            and (tensor.stride() == form.stride or _steps_alike(tensor.stride(), form))
-            and tensor.dtype is form.dtype
-            and tensor.get_device() == form.device_index
-        )
-    except (AttributeError, RuntimeError):  # RuntimeError: it has none, or is nested
-        return False
-
-
-def _steps_alike(stride: Sequence[int], form: Layout) -> bool:
-    """Whether strides are the form's where there is a second element to step to."""
-    return all(a == b or size == 1 for a, b, size in zip(stride, form.stride, form.size))
 
 
 def _is_tensor(value: Any) -> bool:

@@ -126,3 +126,22 @@ def signature(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.get_device()
     return None
+
+
+def lies_as(tensor: Any, form: Layout) -> bool:
+    """Not by torch._C._dynamo.guards.assert_size_stride(), which takes less time: PyTorch 2.11's ends the process where a tensor,
+    such as a sparse one, has no strides."""
+    try:
+        return (
+            tensor.shape == form.size
+            and (tensor.stride() == form.stride or _steps_alike(tensor.stride(), form))
+            and tensor.dtype is form.dtype
+            and tensor.get_device() == form.device_index
+        )
+    except (AttributeError, RuntimeError):  # RuntimeError: it has none, or is nested
+        return False
+
+
+def _steps_alike(stride: Sequence[int], form: Layout) -> bool:
+    """Whether strides are the form's where there is a second element to step to."""
+    return all(a == b or size == 1 for a, b, size in zip(stride, form.stride, form.size))

@@ -97,7 +97,7 @@ class BatchMLAPagedAttentionWrapper(_Paged):
                 with_batch(q_nope),
                 joined_columns(ckv_cache, kpe_cache)[:, None],
                 v_columns=ckv_cache.shape[-1],
-                q_rope=with_batch(q_pe),
+                q_rope=with_batch(q_pe) if q_pe.shape[-1] else None,
                 causal=self._scores.causal,
                 scale=self._scores.sm_scale,
                 return_lse=return_lse or lse is not None,

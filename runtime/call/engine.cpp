@@ -351,6 +351,7 @@ std::optional<Engine::Chosen> Engine::remembered(const KernelSpec& spec, const A
 void Engine::tune_in_background(const plan::ExecutionPlan& plan, CUdevice device) {
   if (plan.config_source == ConfigSource::given || plan.config_source == ConfigSource::tuned) return;
   if (plan.workspace.list_bytes() > 0) return;  // the caller may hold lists of the present tiles
+  if (plan.decodes) return;                     // a tuner times one kernel of all sequences
   device::Context context = device::current_context(driver());
   const std::unique_lock lock(mutex_);
   if (tuning_stopped_) return;

@@ -58,7 +58,9 @@ Engine::OperationPtr Engine::fallback(const plan::ExecutionPlan& better, const D
   std::vector<TileConfig> configs = configs_in_memory(better, device);
   if (configs.empty() && may_compile)
     if (const auto plain = plan::plain_config(better, info)) configs = {*plain};
-  if (configs.empty() || library_.brings(better, info, driver())) return nullptr;
+  if (configs.empty()) return nullptr;
+  const bool brings_decodes = !better.decodes || library_.brings(*better.decodes, info, driver());
+  if (brings_decodes && library_.brings(better, info, driver())) return nullptr;
   for (const TileConfig& config : configs) {
     if (!plan::traits(config.family).admits(better.spec, config, info)) continue;
     plan::ExecutionPlan plan =

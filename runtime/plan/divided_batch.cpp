@@ -21,12 +21,15 @@ bool may_divide(const KernelPlan& whole, const AttentionShape& shape) {
          !spec.indices && shape.batch >= kFewestSequences && shape.seqlen_q > kMostQueriesOfDecode;
 }
 
-std::optional<KernelPlan> kernel_of(BatchPart part, AnalysedSpec spec, const AttentionShape& shape,
-                                    const FamilyTraits& family, const DeviceInfo& device) {
+AnalysedSpec part_of(AnalysedSpec spec, BatchPart part) {
   spec.part = part;
-  const TileConfig config = family.heuristic(spec, shape, device);
-  if (!family.admits(spec, config, device)) return std::nullopt;
-  return family.kernel(spec, config);
+  return spec;
+}
+
+std::optional<KernelPlan> kernel_of(const AnalysedSpec& part, const TileConfig& config,
+                                    const FamilyTraits& family, const DeviceInfo& device) {
+  if (!family.admits(part, config, device)) return std::nullopt;
+  return family.kernel(part, config);
 }
 
 }  // namespace
@@ -37,8 +40,13 @@ std::optional<DividedBatch> divided_batch(const KernelPlan& whole, const Attenti
   const FamilyTraits& family = traits(whole.config.family);
   AttentionShape of_decodes = shape;
   of_decodes.seqlen_q = kMostQueriesOfDecode;
-  auto decodes = kernel_of(BatchPart::decodes, whole.spec, of_decodes, family, device);
-  auto prefills = kernel_of(BatchPart::prefills, whole.spec, shape, family, device);
+  const AnalysedSpec decode = part_of(whole.spec, BatchPart::decodes),
+                     prefill = part_of(whole.spec, BatchPart::prefills);
+  // A tuned configuration is kept. The heuristic's of the whole packs heads for decodes.
+  const bool is_tuned = whole.config != family.heuristic(whole.spec, shape, device);
+  auto decodes = kernel_of(decode, family.heuristic(decode, of_decodes, device), family, device);
+  auto prefills =
+      kernel_of(prefill, is_tuned ? whole.config : family.heuristic(prefill, shape, device), family, device);
   if (!decodes || !decodes->schedule.stream_k || !prefills || prefills->config.split) return std::nullopt;
   return DividedBatch{*std::move(prefills), *std::move(decodes), of_decodes};
 }

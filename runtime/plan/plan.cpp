@@ -236,7 +236,7 @@ ExecutionPlan make_plan(const KernelSpec& given_spec, const AttentionShape& give
   Choice choice = choose(spec, problem.shape, device, records, given);
   ExecutionPlan plan =
       at_shape(traits(choice.config.family).kernel(spec, choice.config), problem.shape, device);
-  if (choice.source == ConfigSource::heuristic) divide_batch(plan, device);
+  if (choice.source != ConfigSource::given) divide_batch(plan, device);
   plan.fold_gqa = problem.shape != given_shape;
   plan.config_source = choice.source;
   plan.tuned_nvrtc = std::move(choice.nvrtc);

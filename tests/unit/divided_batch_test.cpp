@@ -32,6 +32,19 @@ TEST(DividedBatch, EachPartHasItsKernel) {
   }
 }
 
+TEST(DividedBatch, ATunedConfigurationIsThePrefills) {
+  TuningRecord record;
+  record.spec = parse_spec("fwd:bf16:d128:causal:varlen:cache");
+  record.shape = parse_shape(kPrefillsAndDecodes);
+  record.arch = "sm_90a";
+  record.best = parse_config("sm90:br192:bc80:w12:s2");
+  TuningRecords records;
+  records.add(record, TuningRecords::Origin::shipped);
+  const ExecutionPlan plan = make_plan(record.spec, record.shape, DeviceInfo::parse("sm_90a"), records);
+  EXPECT_EQ(plan.config, record.best);
+  EXPECT_TRUE(plan.decodes);
+}
+
 TEST(DividedBatch, OtherCallsAreWhole) {
   const std::string spec = "fwd:bf16:d128:causal:varlen:cache";
   const TileConfig given = parse_config("sm90:br128:bc128:w8:s2");

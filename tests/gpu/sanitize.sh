@@ -85,6 +85,20 @@ sample=(
   'All/AppendTest.*/fwd_fp16_d64x32_pages3_*_halves16*'
   'All/AppendTest.*/fwd_bf16_d128_causal_varlen_pages16_*_interleaved*'
   'MergeTest.IsTheSoftmaxOverAllKeys'
+  # codes decoded in registers, before the kernel, beside lists, and as Q
+  'All/BlockScales.*bf16_d128_kv_int4_g32_fp16_apart_zero__pages16_causal_b2_hq4_hkv1_sq3_skv90_sm90_*'
+  'All/BlockScales.*bf16_d128_kv_e2m1_g16_e4m3_apart_scaled__pages16_causal_b2_hq4_hkv1_sq1_skv150_sm90_*'
+  'All/BlockScales.*bf16_d256_k_uint4_keys64_fp32_zero__v_int4_g32_fp16_apart__pages64_b2_hq4_hkv1_sq1_skv200_sm90_*'
+  'All/DecodedCache.*bf16_d128_kv_nvfp4__pages16_causal_b2_hq4_hkv2_sq70_skv150_sm90_*'
+  'All/NanInCache.*bf16_d64_kve4m3_causal_varlen_pages16_q_codes_b4_hq4_hkv2_sq70_skv300_sm90_*'
+  # lists of keys, joined for neighbouring queries or not
+  'All/IndicesTest.*/bf16_d256_indices_b2_hq16_hkv2_sq33_skv400_sm90_*'
+  'All/IndicesTest.*/fp16_d64_causal_indices_b2_hq12_hkv4_sq70_skv300_sm90_*'
+  # fixed parts of the keys, and clusters that join theirs
+  'All/NanInCache.*/fwd_bf16_d64_causal_varlen_pages16_invariant_b4_hq4_hkv2_sq1_skv2200_sm90_*'
+  # tangents, and their gradients
+  'All/Tangents.AreTheDerivative/0'
+  'All/GradientTangents.AreTheDerivative/7'
 )
 
 # Backward passes of sm80 in which one warp of two gives P to the other, and forward passes of sm90 above 256 columns of

@@ -291,11 +291,11 @@ std::array<Placed, 3> placed_qkv(const AttentionSpec& spec, const Args& args) {
 
 void check_apart(const AttentionSpec& spec, const ForwardArgs& args) {
   const std::array written = {Placed{"out", args.out, size_of(spec.stored_out().type)},
-                              Placed{"out_before_mod", args.out_before_mod, size_of(spec.dtype)}};
+                              Placed{"out_before_mod", args.out_before_mod, size_of(spec.dtype)},
+                              placed_rows("lse", args.lse, args.lse_strides, rows_of(args.q)),
+                              placed_rows("row_max", args.row_max, args.lse_strides, rows_of(args.q))};
   const auto [q, k, v] = placed_qkv(spec, args);
-  const std::array read = {q, k, v, Placed{"q_rope", args.q_rope, size_of(spec.dtype)}};
-  const std::span<const Placed> all_written(written), all_read(read);
-  check_apart(all_written.first(args.out_before_mod.data ? 2 : 1), all_read.first(args.q_rope.data ? 4 : 3));
+  check_apart(written, std::array{q, k, v, Placed{"q_rope", args.q_rope, size_of(spec.dtype)}});
 }
 
 void check_apart(const AttentionSpec& spec, const BackwardArgs& args) {

@@ -25,11 +25,9 @@ void check_apart(const AttentionSpec& spec, const JvpArgs& args) {
   read.insert(read.begin(), {Placed{"q", args.q, of_inputs}, Placed{"k", args.k, of_inputs},
                              Placed{"v", args.v, of_inputs}});
   check_apart(written, read);
-  if (!args.lse || !args.lse_tangent) return;
-  const auto rows = [&](const char* name, const float* data) {
-    return std::array{Placed{name, rows_view(data, args.lse_strides, rows_of(args.q)), sizeof(float)}};
-  };
-  check_apart(rows("lse_tangent", args.lse_tangent), rows("lse", args.lse));
+  const Placed lse = placed_rows("lse", args.lse, args.lse_strides, rows_of(args.q));
+  const Placed tangent = placed_rows("lse_tangent", args.lse_tangent, args.lse_strides, rows_of(args.q));
+  check_apart(std::span(&tangent, 1), std::span(&lse, 1));
 }
 
 }  // namespace

@@ -378,6 +378,10 @@ ConstTensorView rows_view(const float* data, const RowStrides& given, const RowS
   return {data, {sizes.batch, sizes.heads, sizes.rows, 1}, {strides.batch, strides.head, strides.row, 1}};
 }
 
+Placed placed_rows(const char* name, const float* data, const RowStrides& strides, const RowSizes& sizes) {
+  return {name, rows_view(data, strides, data ? sizes : RowSizes{}), sizeof(float)};
+}
+
 RowsParam rows_param(const float* data, const RowStrides& given, const RowSizes& sizes) {
   const RowStrides strides = row_strides(given, sizes);
   return {const_cast<float*>(data), strides.batch, strides.head, strides.row};

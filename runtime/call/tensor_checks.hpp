@@ -78,6 +78,8 @@ struct Placed {
   Extent extent;
   bool dense;  ///< whether all bytes of the extent are elements
 };
+/// A float for each row; without data no memory.
+Placed placed_rows(const char* name, const float* data, const RowStrides& strides, const RowSizes& sizes);
 /// Refuses written memory that certainly is another tensor's, too, written or read. Rows of one may lie
 /// between those of another.
 void check_apart(std::span<const Placed> written, std::span<const Placed> read);

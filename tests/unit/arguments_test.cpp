@@ -511,6 +511,10 @@ TEST(Arguments, WhatIsWrittenHasNoMemoryOfAnotherTensor) {
   EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.out.data = address(0x200000 - 0x100); }),
               "out is written", "memory of k");
   EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.v.data = address(0x400100); }), "memory of v");
+  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.lse = static_cast<float*>(address(0x100000)); }),
+              "lse is written", "memory of q");
+  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.lse = static_cast<float*>(args.out.data); }),
+              "out is written", "memory of lse");
   EXPECT_SAYS(backward_refusal([](auto&, auto& args) { args.dq.data = address(0x100000); }), "dq is written",
               "memory of q");
   EXPECT_SAYS(backward_refusal([](auto&, auto& args) { args.dk.data = address(0x900000); }), "dk is written",

@@ -125,6 +125,21 @@ def test_wrong_tensors_are_named():
         masks.tree(torch.zeros(1, 65, dtype=torch.int64))
     with pytest.raises(flashjit.InvalidArgument, match="one of the two"):
         masks.tree()
+    with pytest.raises(flashjit.InvalidArgument, match="from 3 on, or below -1"):
+        masks.tree(torch.tensor([[-1, 0, -2]]))
+    for circle in ([0, 0, 1], [-1, 2, 1]):
+        with pytest.raises(flashjit.InvalidArgument, match="parents has a circle"):
+            masks.tree(torch.tensor([circle]))
+
+
+def test_a_mask_of_fewer_queries_is_refused():
+    q, cache = torch.randn(1, 2, 4, 16), torch.randn(1, 2, 9, 16)
+    given = {"cache": True, "kv_lengths": ints(9).view(1)}
+    for mask in (masks.tree(torch.tensor([[-1, 0, 1]])), masks.interleaved(ints([6, 7, 8]).view(1, 3), 2, 0)):
+        with pytest.raises(
+            flashjit.InvalidArgument, match="q has 4 queries, but the mask's tensors are of 3"
+        ):
+            flashjit.attention(q, cache, cache, mask_mod=mask, **given)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from ._tensors import KV_TYPES, PLAIN, describe, readable
 from ._tracing import ELEMENT_MODS, torch_mode
 from ._transforms import have_tangents
 from .errors import InvalidArgument, Unsupported, WrongType
-from .programs import named_as_written
+from .programs import check_queries, named_as_written
 
 torch_mode()  # makes its class now: torch.compile, which may be the first to trace a program, cannot
 
@@ -256,6 +256,7 @@ def attention(
         fixed, problem = usual
     else:
         score_mod = weights_of(weight_mod, score_mod, softcap, return_lse, lse, return_row_max)
+        check_queries(mask_mod, q, cu_seqlens_q)
         if window is not None or softcap is not None:
             score_mod, mask_mod, captures = with_named(causal, score_mod, mask_mod, captures, window, softcap)
         if block_mask is not None:
@@ -293,8 +294,7 @@ def attention(
             q_rope=q_rope,
         )
         values = tuple(map(with_elements, values)) if values and not q.numel() else values
-        if kv_lengths is not None and not cached:
-            _refuse_two_meanings(causal, q, k)
+        _refuse_two_meanings(causal, q, k, None if cached else kv_lengths)
         if stored:
             fixed, problem = with_formats(fixed, problem, q, k, v, v_columns, (k_format, v_format), scales)
         elif scaled:
@@ -477,9 +477,9 @@ def _value_of(k: Tensor, v: Tensor | None, v_columns: int | None) -> Tensor:
     return k[..., :v_columns]
 
 
-def _refuse_two_meanings(causal: Any, q: Tensor, k: Tensor) -> None:
-    """With padding, a diagonal that ends at the last key, of the tensor or of the sequence."""
-    if causal in (True, "bottom_right") and q.shape[2] not in (1, k.shape[2]):
+def _refuse_two_meanings(causal: Any, q: Tensor, k: Tensor, padded: Tensor | None) -> None:
+    """With padding, a diagonal that ends at the last key, of the tensor or of the sequence. padded: kv_lengths of such a call."""
+    if padded is not None and causal in (True, "bottom_right") and q.shape[2] not in (1, k.shape[2]):
         raise InvalidArgument(
             f"causal=True with kv_lengths, {q.shape[2]} queries and {k.shape[2]} keys has two meanings: give "
             "cache=True too where the last query is to see a sequence's own last key, or "

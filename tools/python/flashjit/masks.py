@@ -41,7 +41,7 @@ def mm_prefix(first: Any, last: Any) -> Program:
     _check_ints("first", first, 2)
     _check_ints("last", last, 2)
     text = f"{_CAUSAL} || (mm_first[b, q] <= kv && kv < mm_last[b, q])"
-    return trace(None, text, {"mm_first": first, "mm_last": last})
+    return _of_queries(first, trace(None, text, {"mm_first": first, "mm_last": last}))
 
 
 def tree(parents: Any = None, *, ancestors: Any = None) -> Program:
@@ -57,7 +57,8 @@ def tree(parents: Any = None, *, ancestors: Any = None) -> Program:
     _check_ints("ancestors", ancestors, 2, "int64")
     _check_drafts("ancestors", ancestors)
     own = f"kv - ({_LAST})"
-    return trace(None, f"{own} < 0 || (ancestors[b, q] >> ({own}) & 1) == 1", {"ancestors": ancestors})
+    text = f"{own} < 0 || (ancestors[b, q] >> ({own}) & 1) == 1"
+    return _of_queries(ancestors, trace(None, text, {"ancestors": ancestors}))
 
 
 def ancestors_of(parents: Any) -> Any:
@@ -71,10 +72,8 @@ def ancestors_of(parents: Any) -> Any:
         )
     _check_drafts("parents", parents)
     queries = parents.shape[1]
-    if parents.device.type == "cpu" and bool((parents >= queries).any()):
-        raise InvalidArgument(
-            f"parents names a query from {queries} on: give 0 to {queries - 1}, or -1 for none."
-        )
+    if parents.device.type == "cpu":
+        _check_parents(parents)
     bits = (
         torch.ones((), dtype=torch.int64, device=parents.device)
         << torch.arange(queries, device=parents.device)
@@ -85,7 +84,17 @@ def ancestors_of(parents: Any) -> Any:
         at = above.clamp(0, max(queries - 1, 0))
         bits = bits | torch.where(there, bits.gather(1, at), 0)
         above = torch.where(there, above.gather(1, at), -1)
+    if parents.device.type == "cpu" and bool((above >= 0).any()):
+        raise InvalidArgument("parents has a circle: follow them from a query, and -1 must come.")
     return bits.contiguous()
+
+
+def _check_parents(parents: Any) -> None:
+    queries = parents.shape[1]
+    if bool(((parents >= queries) | (parents < -1)).any()):
+        raise InvalidArgument(
+            f"parents names a query from {queries} on, or below -1: give 0 to {queries - 1}, or -1 for none."
+        )
 
 
 def positions(q_positions: Any, kv_positions: Any) -> Program:
@@ -93,7 +102,7 @@ def positions(q_positions: Any, kv_positions: Any) -> Program:
     _check_ints("q_positions", q_positions, 2)
     _check_ints("kv_positions", kv_positions, 2)
     names = {"q_positions": q_positions, "kv_positions": kv_positions}
-    return trace(None, "kv_positions[b, kv] <= q_positions[b, q]", names)
+    return _of_queries(q_positions, trace(None, "kv_positions[b, kv] <= q_positions[b, q]", names))
 
 
 def interleaved(q_positions: Any, ranks: int, rank: int) -> Program:
@@ -108,15 +117,20 @@ def interleaved(q_positions: Any, ranks: int, rank: int) -> Program:
     if not 0 <= rank < ranks:
         raise InvalidArgument(f"rank is {rank} of {ranks} ranks: give 0 to ranks - 1.")
     text = "kv * ranks + rank <= q_positions[b, q]"
-    return trace(
-        None, f"ranks: int; rank: int; {text}", {"q_positions": q_positions, "ranks": ranks, "rank": rank}
-    )
+    names = {"q_positions": q_positions, "ranks": ranks, "rank": rank}
+    return _of_queries(q_positions, trace(None, f"ranks: int; rank: int; {text}", names))
 
 
 def causal_if(flags: Any) -> Program:
     """Causal in the sequences whose flag is not 0; in the others every pair attends. flags: int32 [batch]."""
     _check_ints("flags", flags, 1)
     return trace(None, f"flags[b] == 0 || {_CAUSAL}", {"flags": flags})
+
+
+def _of_queries(rows: Any, program: Program) -> Program:
+    """The program, which says how many queries its tensors [batch, queries] have."""
+    program.queries = int(rows.shape[1])
+    return program
 
 
 def _check_ints(name: str, tensor: Any, rank: int, dtype: str = "int32") -> None:

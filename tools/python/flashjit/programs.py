@@ -126,8 +126,10 @@ class Program:
     flashjit.attention().
 
     tensors: captured tensors, in the order of form.tensors. scalars: numbers, or 0-d tensors on the CPU whose value is
-    read at every call, in the order of form.scalars.
+    read at every call, in the order of form.scalars. queries: the most queries that its tensors have rows for; None: any.
     """
+
+    queries: int | None = None
 
     def __init__(self, form: Form, tensors: tuple[Any, ...] = (), scalars: tuple[Any, ...] = ()) -> None:
         self.form, self.tensors, self.scalars = form, tensors, scalars
@@ -141,6 +143,16 @@ class Program:
         """The program as options of a spec, without gradients for captures."""
         kinds = tuple((element_type(t), len(t.shape), False) for t in self.tensors)
         return self.form.options(causal, kinds, tuple(map(is_real, self.scalars)))
+
+
+def check_queries(mod: Any, q: Any, cu_seqlens_q: Any) -> None:
+    """Whether a named mask's tensors have a row for each query: programs take the last one again beyond their end."""
+    if mod is None or cu_seqlens_q is not None or not isinstance(mod, Program) or mod.queries is None:
+        return
+    if (queries := q.shape[2]) > mod.queries:
+        raise InvalidArgument(
+            f"q has {queries} queries, but the mask's tensors are of {mod.queries}: make them [batch, {queries}]."
+        )
 
 
 _TRACED_NAME = re.compile(r"[cs]\d+(_size\d+)?")

@@ -109,6 +109,12 @@ class TestBlockSparseAttention:
             self.call(packed, (1,) * HQ, None, base[..., :2])
         with pytest.raises(flashjit.InvalidArgument, match="4 ints"):
             self.call(packed, (1,), None, base)
+        if DEVICE == "cpu":
+            with pytest.raises(flashjit.InvalidArgument, match=r"head_mask_type is \[0, 2, 0, 0\]: give 0"):
+                self.call(packed, (0, 2, 0, 0), None, base)
+            for kinds in ((1, 0, 0, 0), (1, 1, 1, 0)):
+                with pytest.raises(flashjit.InvalidArgument, match="has 2 maps, but head_mask_type has"):
+                    self.call(packed, kinds, None, base)
 
     def test_heads_that_lack_what_they_need(self, packed):
         """Refused where the host can say so without waiting; else dense, also in CUDA graphs."""

@@ -82,6 +82,10 @@ def block_sparse_attn_func(
         device=q.device,
     )
     kinds = _ints("head_mask_type", head_mask_type, heads, q.device)[:, None, None]
+    if kinds.is_cpu and bool(((kinds < _STREAMING) | (kinds > _SPARSE)).any()):
+        raise InvalidArgument(
+            f"head_mask_type is {kinds.flatten().tolist()}: give 0 (dense), 1 (block-sparse) or -1 (streaming) for each head."
+        )
     if base_blockmask is not None:
         blocks = torch.where(kinds == _SPARSE, _of_heads(base_blockmask, kinds, blocks), blocks)
     elif _has_heads_on_cpu(kinds, _SPARSE):
@@ -176,6 +180,10 @@ def _of_heads(base: Tensor, kinds: Tensor, blocks: Tensor) -> Tensor:
         raise InvalidArgument(
             f"base_blockmask is {describe(base)}: give bool [{sequences}, block-sparse heads, {rows}, {columns}], a block for {_BLOCK} "
             f"queries and {_BLOCK} keys."
+        )
+    if kinds.is_cpu and (count := int((kinds == _SPARSE).sum())) not in (0, base.shape[1]):
+        raise InvalidArgument(
+            f"base_blockmask has {base.shape[1]} maps, but head_mask_type has {count} block-sparse heads (1): give a map for each."
         )
     places = ((kinds.flatten() == _SPARSE).cumsum(0) - 1).clamp(0, base.shape[1] - 1)
     return base.to(blocks.device).ne(0).index_select(1, places)

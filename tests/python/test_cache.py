@@ -6,6 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import flashjit  # noqa: E402
+from flashjit import flashinfer  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
@@ -118,6 +119,19 @@ def test_wrong_tables_in_one_row_are_refused(change, match):
         flashjit.attention(
             q, cache.k, cache.v, page_table=change(*in_one_row(cache, 16)), kv_lengths=cache.lengths
         )
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's values are not read")
+@pytest.mark.parametrize("last", [-3, 0, 17])
+def test_a_wrong_last_page_is_refused(last):
+    cache = Cache(16)
+    table = in_one_row(cache, 16)
+    lasts = torch.where(cache.lengths > 0, last, 0).int()
+    q = torch.randn(len(LENGTHS), HEADS, 1, DIM).to(DTYPE)
+    with pytest.raises(flashjit.InvalidArgument, match=f"last_page_len has {last} rows, .* give 1 to 16"):
+        flashjit.attention(q, cache.k, cache.v, page_table=(*table, lasts))
+    with pytest.raises(flashjit.InvalidArgument, match=f"last_page_len has {last} rows, .* give 1 to 16"):
+        flashinfer.get_seq_lens(table[0], lasts, 16)
 
 
 def test_sequences_that_share_a_row_of_the_table():

@@ -37,9 +37,21 @@ def read_csr(table: Sequence[Any], kv_lengths: Tensor | None, page_size: int) ->
             "[sequences] and [sequences + 1]."
         )
     pages = indptr.diff()
+    if last.is_cpu and pages.is_cpu and not torch.compiler.is_compiling():
+        check_last_page(last, pages, page_size)
     lengths = torch.where(pages > 0, (pages - 1) * page_size + last, 0).to(torch.int32)
     _check_room(indptr, lengths, page_size)
     return indptr, indices, lengths
+
+
+def check_last_page(last: Tensor, pages: Tensor, page_size: int) -> None:
+    """On the CPU: 1 to page_size rows in the last page of each sequence that has pages."""
+    wrong = (pages > 0) & ((last < 1) | (last > page_size))
+    if bool(wrong.any()):
+        raise InvalidArgument(
+            f"last_page_len has {int(last[wrong][0])} rows, but a page has {page_size}: give 1 to {page_size} for each "
+            "sequence with pages."
+        )
 
 
 def _check_room(indptr: Tensor, lengths: Any, page_size: int) -> None:

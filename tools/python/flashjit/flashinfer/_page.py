@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._cache import append
+from .._pages import check_last_page
 from .._tensors import KV_TYPES
 from ..flash_attn._attend import places, with_batch
 from ._rows import check_ints, check_layout, check_tensor, unpacked
@@ -18,6 +19,8 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
     check_ints("kv_last_page_len", kv_last_page_len)
     check_ints("kv_indptr", kv_indptr, kv_last_page_len.numel() + 1)
     kv_indptr = kv_indptr[: kv_last_page_len.numel() + 1]
+    if kv_indptr.is_cpu and kv_last_page_len.is_cpu:
+        check_last_page(kv_last_page_len, kv_indptr.diff(), page_size)
     return (kv_indptr.diff() - 1).clamp_(min=0) * page_size + kv_last_page_len.to(kv_indptr.device)
 
 

@@ -194,6 +194,10 @@ def test_sinks_and_out():
         fa.flash_attn_func(q, k, v, out=place)
     with pytest.raises(flashjit.InvalidArgument, match="sinks and s_aux"):
         fa.flash_attn_func(q, k, v, sinks=sinks, s_aux=sinks)
+    with pytest.raises(
+        flashjit.InvalidArgument, match=r"q has 3 dimensions: give \[batch, length, heads, head_dim\]"
+    ):
+        fa.flash_attn_func(q[0], k[0], v[0])
 
 
 def test_out_is_written_without_a_copy(monkeypatch):

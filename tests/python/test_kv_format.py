@@ -318,6 +318,13 @@ def test_bad_formats_are_refused():
         flashjit.KvFormat("int4:g24:fp16")
     with pytest.raises(flashjit.InvalidArgument, match="head_dim is 80.*blocks of 32"):
         flashjit.KvFormat("q8_0").row_bytes(80)
+    for wrong in (2**40, 2**31, 0, 64.0, "64"):
+        with pytest.raises(flashjit.InvalidArgument, match="head_dim is .*: give an int from 1 to"):
+            flashjit.KvFormat("nvfp4").row_bytes(wrong)
+    with pytest.raises(
+        flashjit.InvalidArgument, match="size is .*: give .*pages or batch, heads, rows, head_dim"
+    ):
+        flashjit.KvFormat("int4:g32:fp16:apart").block_scales((2, 3, 64))
     with pytest.raises(flashjit.WrongType, match="give a text"):
         flashjit.KvFormat(4)
     q = torch.randn(1, 2, 30, 64)

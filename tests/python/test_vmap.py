@@ -136,6 +136,11 @@ def test_vmap_of_vmap_of_grad():
             torch.testing.assert_close(x[i], y)
 
 
+def test_a_batch_without_elements_is_refused():
+    with pytest.raises(flashjit.InvalidArgument, match="vmap's batch is empty"):
+        torch.func.vmap(flashjit.attention)(*torch.randn(3, 0, 1, 2, 4, 16))
+
+
 @pytest.mark.parametrize("kind", ["forward", "grad", "jvp"])
 def test_dropout_has_no_mask_for_each(kind):
     attend = lambda *x: flashjit.attention(*x, dropout_p=0.5)

@@ -45,15 +45,17 @@ class KvFormat:
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of a row of head_dim columns: the last size of a cache's uint8 tensor."""
-        return row_of(self.text, constant(head_dim))[0]
+        return row_of(self.text, _checked_columns(head_dim))[0]
 
     def alignment(self, head_dim: int) -> int:
         """Bytes that addresses and strides of rows of head_dim columns are multiples of."""
-        return row_of(self.text, constant(head_dim))[1]
+        return row_of(self.text, _checked_columns(head_dim))[1]
 
     def block_scales(self, size: Sequence[int], device: Any = None) -> Tensor:
         """A tensor of zeros for the scales, and then zero points, of a cache. size: [pages or batch, heads, rows, head_dim]. The
         tensor is [pages or batch, heads, rows or groups of keys, numbers of a row], of the scales' type; e8m0 is uint8."""
+        if len(size) != 4:
+            raise InvalidArgument(f"size is {tuple(size)}: give [pages or batch, heads, rows, head_dim].")
         batch, heads, rows, head_dim = map(int, size)
         known = block_scales_of(self.text, head_dim)
         if not known.keys:
@@ -80,6 +82,12 @@ class KvFormat:
 
     def __repr__(self) -> str:
         return f"KvFormat({self.text!r})"
+
+
+def _checked_columns(head_dim: int) -> int:
+    if not isinstance(head_dim, (int, torch.SymInt)) or not 0 < head_dim < 2**31:
+        raise InvalidArgument(f"head_dim is {head_dim!r}: give an int from 1 to 2^31 - 1.")
+    return constant(head_dim)
 
 
 def read_format(name: str, given: Any) -> KvFormat | None:

@@ -274,6 +274,8 @@ class Runtime:
 
 def pass_of(spec: str, backward: bool) -> int:
     """flashjit_pass: the pass that the text names, if it is neither the forward nor the backward pass; else by `backward`."""
+    if not isinstance(spec, str):
+        raise WrongType(f'the spec is {spec!r}: give a text such as "bf16:d128:causal".')
     return {"append": APPEND, "merge": MERGE, "quantize": QUANTIZE, "jvp": JVP, "bwd_jvp": BACKWARD_JVP}.get(
         spec.partition(":")[0], BACKWARD if backward else FORWARD
     )

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from ._call_types import NOTHING, grads_of_fixed, names_with_grad
 from ._tangents import declared_with_grad
-from .errors import Unsupported
+from .errors import InvalidArgument, Unsupported
 
 _OPTIONAL = len(NOTHING) + 1  # of an operator's tensors: the fixed ones and the dropout's seed
 
@@ -81,6 +81,10 @@ def _over_batch(
     function: Any, own: int, size: int, dims: Sequence[Any], call: _Call, tensors: Sequence[Any]
 ) -> Any:
     """The rule of vmap. own: how many of the tensors have a batch of the call's own."""
+    if size == 0:
+        raise InvalidArgument(
+            "vmap's batch is empty, and its results have no size then: call attention() without vmap."
+        )
     dims = dims[1:]
     if call.joins_batches(tensors[own : own + _OPTIONAL]) and all(dim is None for dim in dims[own:]):
         joined = [_joined(x, dim, size) for x, dim in zip(tensors[:own], dims)]

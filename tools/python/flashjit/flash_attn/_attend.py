@@ -130,6 +130,11 @@ def attend(
     if recorder is not None:
         more["_recorder"] = recorder
     offsets = more.get("cu_seqlens_q")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise InvalidArgument(
+                f"{name} has {x.dim()} dimensions: give [batch, length, heads, head_dim], or packed rows to a varlen function."
+            )
     programs = options.programs(q.shape[0] if offsets is None else offsets.shape[0] - 1, q.shape[1])
     dim_v, scale = v.shape[3], options.scale
     if q.shape[3] % 8 or dim_v % 8 or scale is not None:

@@ -39,6 +39,17 @@ TEST(RankCorrelation, OfKnownRanks) {
   EXPECT_EQ(rank_correlation({1, 1}, {1, 2}), 0);
 }
 
+TEST(Suites, TakeBothPassesOfASpecThatHasThem) {
+  EXPECT_EQ(parse_passes("bf16:d128:causal").size(), 2u);
+  for (const char* forward : {"bf16:d128:out{e4m3}", "bf16:d576x512:shared_kv:q_rope",
+                              "bf16:d128:skip_softmax", "bf16:d128:cache", "bf16:d128:kve4m3"}) {
+    ASSERT_EQ(parse_passes(forward).size(), 1u) << forward;
+    EXPECT_EQ(parse_passes(forward)[0].pass, Pass::forward) << forward;
+  }
+  EXPECT_THROW(parse_passes("bf16:d129"), Error);
+  EXPECT_THROW(parse_passes("bwd:bf16:d128:out{e4m3}"), Error);
+}
+
 /// The problems of a suite file whose lines all have a shape.
 std::vector<Problem> read_suite(const std::string& name) {
   std::vector<Problem> problems;

@@ -52,8 +52,12 @@ std::vector<KernelSpec> parse_passes(std::string_view spec_text) {
   const KernelSpec spec = parse_spec(spec_text);
   if (plan::names_pass(spec_text)) return {spec.normalized()};
   std::vector<KernelSpec> passes = {KernelSpec{spec, Pass::forward}.normalized()};
-  if (!spec.kv.is_cache() && !spec.kv.quantized())
-    passes.push_back(KernelSpec{spec, Pass::backward}.normalized());
+  try {
+    const KernelSpec backward{spec, Pass::backward};
+    backward.validate();
+    passes.push_back(backward.normalized());
+  } catch (const Error&) {  // the spec, which is right, has a forward pass alone
+  }
   return passes;
 }
 

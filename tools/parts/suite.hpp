@@ -18,8 +18,8 @@ struct SuiteProblem {
   bool operator==(const SuiteProblem&) const = default;
 };
 
-/// The spec of each pass that the text asks for: the one it names, else forward and backward. Validated,
-/// normalized.
+/// The spec of each pass that the text asks for: the one it names, else forward and backward, or forward
+/// where the spec has no backward pass. Validated, normalized.
 std::vector<KernelSpec> parse_passes(std::string_view spec_text);
 /// "spec [shape]" a line, '#' begins a comment. Both passes where a line names none. Throws
 /// Error(invalid_argument) with `name`, which is the file's, and the line.

@@ -109,6 +109,7 @@ def test_a_table_in_one_row(rows, lengths):
         (lambda indptr, indices: (indptr, indices[None]), "page_table's indices are"),
         (lambda indptr, indices: (indptr,), "page_table has 1 parts"),
         (lambda indptr, indices: (indptr.tolist(), indices), "page_table's indptr is a list"),
+        (lambda indptr, indices: [indptr], "page_table has 1 parts: give .indptr, indices."),
         (lambda indptr, indices: (indptr, indices, indptr[1:]), "are both given"),
     ],
 )

@@ -412,3 +412,15 @@ def test_operators_know_formats():
         compiled(lambda q, k: flashjit.attention(q, k, q, k_format="q8_0"))(
             q, torch.zeros(1, 2, 30, 60).byte()
         )
+
+
+def test_columns_of_v_in_coded_rows_are_checked():
+    rows, _ = flashjit.quantize(torch.randn(1, 1, 8, 64), format="q8_0")
+    q = torch.randn(1, 2, 8, 64)
+    for wrong in (0, -8, 8.0):
+        with pytest.raises(
+            flashjit.InvalidArgument, match="v_columns is .*: give how many of K's first columns are V"
+        ):
+            flashjit.attention(q, rows, v_columns=wrong, k_format="q8_0")
+    with pytest.raises(flashjit.InvalidArgument, match="v_format is given with v_columns"):
+        flashjit.attention(q, rows, v_columns=32, k_format="q8_0", v_format="nvfp4")

@@ -131,3 +131,11 @@ def test_without_gradients():
         flashjit.bind(*tensors(), out_dtype=FP8)
     assert not flashjit.can("bwd:bf16:d64:out{e4m3}", device="sm_90a")
     assert flashjit.can("fwd:bf16:d64:causal:pages16:varlen:out{e4m3}", device="sm_90a")
+
+
+def test_lists_are_for_elements():
+    q, k, v = torch.randn(3, 1, 2, 32, 64)
+    mask = "(q - kv) % 3 == 0"
+    lists = flashjit.TileLists(q, k, v, mask_mod=mask)
+    with pytest.raises(flashjit.Unsupported, match="TileLists are for O as elements"):
+        flashjit.attention(q, k, v, mask_mod=mask, lists=lists, out_dtype=torch.float8_e4m3fn)

@@ -212,7 +212,7 @@ def attention(
         compiled code. On the CPU nothing is skipped.
     skip_softmax_counts: with a threshold, int64 [2] on q's device, ADDED to: tiles that were visited, and how many were skipped.
     lists: TileLists built from these arguments, if many calls share a mask; None: built in this call, if needed. Not with
-        weight_mod, out_mod, q_mod and k_mod, which TileLists does not take.
+        weight_mod, out_mod, q_mod, k_mod and an out_dtype of codes, which TileLists does not take.
     out: a tensor that O is written to, and that is returned: of O's sizes, type and device, any strides whose last is 1 and whose
         others are multiples of 16 bytes, in memory of its own. lse: the same for LSE, of any strides; it is then returned as with
         return_lse. workspace: uint8 [bytes] for this call in place of an allocation, at least Runtime.workspace_bytes(). None of
@@ -301,7 +301,7 @@ def attention(
             fixed, problem = with_scales(fixed, problem, q, k, scales, out_dtype)
     if (cached or scaled) and wants_grad:
         _refuse_gradients(q, k, v, sinks, values)
-    check_lists(lists)
+    check_lists(lists, codes)
     results = Results(
         return_lse or lse is not None, return_row_max, out, lse, workspace, final, skip_softmax_counts, codes
     )

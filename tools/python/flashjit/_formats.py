@@ -164,6 +164,8 @@ def with_formats(
     k_scale, v_scale = (
         in_four_dims(name, scale, problem.cached) for name, scale in zip(("k_scale", "v_scale"), scales)
     )
+    if v_columns is not None:
+        _check_columns_of_v(v_columns, formats[1])
     of_k = of_tensor("k", k, read_format("k_format", formats[0]), q)
     of_v = of_tensor("v", v, of_k if v_columns else read_format("v_format", formats[1]), q)
     dim_v = v_columns or (q.shape[3] if of_v is not None else v.shape[3])
@@ -179,6 +181,17 @@ def with_formats(
         ),
         problem._replace(options=options, stored=Stored(dim_v)),
     )
+
+
+def _check_columns_of_v(columns: Any, v_format: Any) -> None:
+    if not isinstance(columns, int) or columns <= 0:
+        raise InvalidArgument(
+            f"v_columns is {columns!r}: give how many of K's first columns are V, an int from 8 on."
+        )
+    if v_format is not None:
+        raise InvalidArgument(
+            "v_format is given with v_columns: V is in K's rows and has k_format, so leave it out."
+        )
 
 
 BLOCK_SCALES = ("k_block_scale", "v_block_scale")

@@ -120,7 +120,11 @@ class TileLists:
         return f"<flashjit.TileLists for {' and '.join(built.text for built in self.built if built)}>"
 
 
-def check_lists(lists: Any) -> None:
+def check_lists(lists: Any, codes: Any) -> None:
+    if lists is not None and codes is not None:
+        raise Unsupported(
+            "lists are given and out_dtype is of codes: TileLists are for O as elements, so leave one out."
+        )
     if lists is not None and not isinstance(lists, TileLists):
         raise WrongType(
             f"lists is a {type(lists).__name__}: give a flashjit.torch.TileLists; what flashjit.build_lists() "

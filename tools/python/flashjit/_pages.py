@@ -73,7 +73,7 @@ def _check_room(indptr: Tensor, lengths: Any, page_size: int) -> None:
 
 def read_table(table: Any, kv_lengths: Any, k: Tensor) -> tuple[Any, Any, Any, int]:
     """attention()'s page_table: indptr or None, table or indices, kv_lengths, and the rows of a page, 0 for slots."""
-    if isinstance(table, tuple):
+    if isinstance(table, tuple) or (isinstance(table, list) and any(isinstance(x, Tensor) for x in table)):
         return *read_csr(table, kv_lengths, k.shape[2]), k.shape[2]
     return None, table, kv_lengths, k.shape[2] if isinstance(table, Tensor) and table.dim() == 2 else 0
 

@@ -282,19 +282,18 @@ void check_heads(const AttentionShape& shape) {
 void check_scales(const char* name, const AttentionSpec& spec, const KvFormat& format,
                   const AttentionShape& shape, const ConstTensorView& k, const ConstScaleView& scales) {
   const std::string type = format.quantized() ? to_string(format) : to_string(spec.dtype);
+  const char tensor = name[0];  // of k_scale or v_scale
   if (!format.has_argument()) {
     if (scales.data)
-      refuse(
-          "{} is given, but K and V are {}, which has no scales: set spec.kv.k_format and v_format, or leave "
-          "it out.",
-          name, type);
+      refuse("{} is given, but {} is {}, which has no scales: set spec.kv.{}_format, or leave it out.", name,
+             tensor, type, tensor);
     return;
   }
   const ScaleSizes all = {shape.batch, spec.kv.is_cache() ? k.size[0] : 1, shape.heads_kv, k.size[2]};
   if (std::ranges::find(all, 0) != all.end()) return;
   if (!scales.data)
-    refuse("{} is null, but K and V are {}: give their scales in device memory, one float for all or more.",
-           name, type);
+    refuse("{} is null, but {} is {}: give its scales in device memory, one float for all or more.", name,
+           tensor, type);
   check_scale_view(name, scales, all);
   if (spec.kv.shared_prefix && scales.size[0] != 1)
     refuse(

@@ -171,7 +171,7 @@ def attention(
         strides that are multiples of its alignment(). Formats of codes alone, and "scaled" ones, take k_scale and v_scale. With
         v_columns V has the rows of K. None: elements, of q's type or of 8 bits. No gradients.
     k_block_scale, v_block_scale: with formats whose scales are in a tensor of their own: that tensor, of KvFormat.block_scales()'s
-        sizes and type, with any strides: [pages or batch, heads_kv, rows or groups of keys, scales and then zero points].
+        sizes and type, with any strides, the last one 1: [pages or batch, heads_kv, rows or groups of keys, scales and then zero points].
     indices: int32 [batch or 1, seqlen_q, heads_kv, top-k]: sparse tokens. A query of the heads that share a head of k attends to
         the keys that its list names, and to no others. Entry n is row n of k; with cu_seqlens row n of its sequence (indices is then
         [1, all rows of q, heads_kv, top-k]); with page_table row n of its sequence's pages in order. A key that is in a list twice
@@ -198,7 +198,8 @@ def attention(
     out_scale: float32, one number on q's device, with codes as out_dtype: O is code * out_scale, with NVFP4 code * block's scale *
         out_scale. Without it, O of float8_e4m3fn has a scale for each row of a head, its largest magnitude / 448.
     out_block_scale: memory for the scales of rows, float32 [batch, heads_q, seqlen_q, 1], or of NVFP4's 16 columns, float8_e4m3fn
-        [batch, heads_q, seqlen_q, head_dim_v / 16], with any strides; by default it is made. These scales are returned after O.
+        [batch, heads_q, seqlen_q, head_dim_v / 16], with any strides, the last one 1; by default it is made. These scales are returned
+        after O.
     accurate: the backward pass reads O before it is rounded to the type of q. Rows in which one key is strong then have gradients
         of the type's precision, which may else be off by a tenth and more. Autograd keeps O in float32, 4 bytes an element,
         beside the returned O. No effect without gradients, with float32, and with weight_mod. Not with out_mod and forward-mode

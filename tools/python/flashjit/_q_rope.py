@@ -42,8 +42,7 @@ def _check(q: Tensor, q_rope: Tensor, v_columns: int | None) -> None:
         )
     if q.dtype != q_rope.dtype or q.device != q_rope.device:
         raise InvalidArgument(
-            f"q is {describe(q)} on {q.device} and q_rope {describe(q_rope)} on {q_rope.device}: they must have one type, on one "
-            "device."
+            f"q is {describe(q)} and q_rope {describe(q_rope)}: they must have one type, on one device."
         )
 
 

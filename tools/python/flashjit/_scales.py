@@ -108,6 +108,7 @@ def is_fp32_out(out_dtype: Any, q: Tensor) -> bool:
         return out_dtype == torch.float32
     if out_dtype not in (torch.float32, q.dtype):
         raise InvalidArgument(
-            f"out_dtype is {out_dtype}: give torch.float32, or None for the type of q, {q.dtype}."
+            f"out_dtype is {out_dtype}: give torch.float32, torch.float8_e4m3fn or torch.float4_e2m1fn_x2, or None for the type of "
+            f"q, {q.dtype}."
         )
     return out_dtype != q.dtype

@@ -230,6 +230,7 @@ Prediction Model::predict(const TileConfig& config) const {
   const Candidate candidate{kernel, traits.computed_by};
   const TileClocks clocks = tile_clocks(candidate, rates_, program_operations_);
   const auto splits = static_cast<double>(plan::num_splits(kernel, shape, device_));
+  const double parts = config.cluster ? kJoiningCtas : splits;  // of the keys of a Q tile
 
   Prediction out;
   double busiest = 0;
@@ -263,11 +264,11 @@ Prediction Model::predict(const TileConfig& config) const {
     std::vector<double> blocks;
     for (const std::int64_t tiles : visited) {
       out.tiles += static_cast<double>(tiles * shape.batch * shape.heads_q);
-      const double own_tiles = std::ceil(static_cast<double>(tiles) * group / splits);
+      const double own_tiles = std::ceil(static_cast<double>(tiles) * group / parts);
       blocks.push_back(resident * (own_tiles * tile + kClocksPerBlock));
     }
     const double slots = resident * multiprocessors;
-    const auto copies = static_cast<double>(shape.batch * heads) * splits;
+    const auto copies = static_cast<double>(shape.batch * heads) * parts;
     out.ms +=
         end_of_blocks(std::move(blocks), static_cast<std::int64_t>(copies), slots) / rates_.clocks_per_ms;
     out.tile_clocks = std::max(out.tile_clocks, tile);
@@ -276,7 +277,7 @@ Prediction Model::predict(const TileConfig& config) const {
   }
   // The passes around the main loop: D, zeroing and conversion of dQ.
   out.ms += (is_backward(spec) ? 2 : 0) * work_.bytes / 2 / rates_.bytes_per_ms;
-  if (config.split) {
+  if (config.split && !config.cluster) {
     const std::int64_t rows =
         is_backward(spec) ? shape.heads_kv * shape.seqlen_kv : shape.heads_q * shape.seqlen_q;
     out.ms += kCombinedRowMs * static_cast<double>(shape.batch * rows);

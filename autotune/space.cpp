@@ -40,10 +40,16 @@ std::vector<const plan::FamilyTraits*> able_families(const plan::AnalysedSpec& s
   return able;
 }
 
+/// Whether clusters that share the keys of a Q tile are more than run at once.
+bool clusters_wait(const plan::KernelPlan& kernel, const AttentionShape& shape, const DeviceInfo& device) {
+  const auto [queries, heads] = plan::forward_tiles(kernel.spec, shape, kernel.config);
+  return shape.batch * heads * plan::tiles(shape.seqlen_q, queries) > plan::joining_clusters_at_once(device);
+}
+
 /// Whether a switch of the configuration does nothing for the problem: heads packed that share no K and V,
 /// one part of the keys, a cache decoded once or lists joined for few queries, two Q tiles at a time where
-/// there is a block for each, or KV tiles of a cluster that are not of whole rows, or of more blocks than
-/// rows have keys for.
+/// there is a block for each, KV tiles of a cluster that are not of whole rows, or of more blocks than
+/// rows have keys for, or clusters that share keys and wait for each other.
 bool is_in_vain(const plan::KernelPlan& kernel, const AttentionShape& shape, const DeviceInfo& device) {
   const TileConfig& config = kernel.config;
   if (config.decode_cache && plan::gain_by_decoded_cache(kernel.spec, shape) < plan::kGainThatMayBe)
@@ -51,7 +57,9 @@ bool is_in_vain(const plan::KernelPlan& kernel, const AttentionShape& shape, con
   if (config.join_lists && !plan::gains_by_joined_lists(kernel.spec, shape)) return true;
   if (kernel.schedule.sums_dq)
     return shape.seqlen_kv > config.bc || (config.bc > 256 && shape.seqlen_kv <= config.bc / 2);
-  if (config.pack_gqa) return shape.heads_q == shape.heads_kv;
+  if (config.pack_gqa && shape.heads_q == shape.heads_kv) return true;
+  if (config.cluster) return clusters_wait(kernel, shape, device) || shape.seqlen_kv <= config.bc;
+  if (config.pack_gqa) return false;
   if (config.split) return plan::num_splits(kernel, shape, device) == 1;
   return kernel.schedule.q_tiles_per_cta > 1 &&
          shape.batch * shape.heads_q * plan::tiles(shape.seqlen_q, config.br) <= device.multiprocessors;

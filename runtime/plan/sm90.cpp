@@ -117,9 +117,8 @@ std::optional<TileConfig> cluster_tile(const AnalysedSpec& spec, const Attention
       is_stream_k(spec, c) && is_plain(spec) && !spec.varlen && !gathers(spec) && spec.mask.empty();
   const bool one = shape.batch == 1 && shape.heads_q == shape.heads_kv && shape.seqlen_q <= kMostRows;
   c.cluster = true;
-  const std::int64_t at_once = std::int64_t{device.multiprocessors} * 10 / 11 / kJoiningCtas;
-  const bool fits =
-      shape.heads_q >= kFewestClusters && shape.heads_q <= at_once && shape.seqlen_kv <= kMostKeys;
+  const bool fits = shape.heads_q >= kFewestClusters && shape.heads_q <= joining_clusters_at_once(device) &&
+                    shape.seqlen_kv <= kMostKeys;
   return plain && one && fits && admits(spec, c, device) ? std::optional(c) : std::nullopt;
 }
 
@@ -219,12 +218,15 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
       for (const int stages : {2, 3})
         for (const bool packed : {false, true})
           consider(with_split(forward_config(warps, bc, stages), packed));
-  if (!may_join_lists(spec)) return found;
-  const std::vector<TileConfig> alone = found;
-  for (TileConfig c : alone) {
-    c.join_lists = true;
-    consider(c);
-  }
+  const auto consider_with = [&](bool TileConfig::*on) {
+    const std::vector<TileConfig> alone = found;
+    for (TileConfig c : alone) {
+      c.*on = true;
+      consider(c);
+    }
+  };
+  consider_with(&TileConfig::cluster);
+  if (may_join_lists(spec)) consider_with(&TileConfig::join_lists);
   return found;
 }
 

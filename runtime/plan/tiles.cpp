@@ -176,6 +176,10 @@ std::int64_t q_splits(const AnalysedSpec& spec, const AttentionShape& shape, con
 
 }  // namespace
 
+std::int64_t joining_clusters_at_once(const DeviceInfo& device) {
+  return std::int64_t{device.multiprocessors} * 10 / 11 / kJoiningCtas;
+}
+
 std::int64_t num_splits(const KernelPlan& kernel, const AttentionShape& shape, const DeviceInfo& device) {
   const AnalysedSpec& spec = kernel.spec;
   const TileConfig& config = kernel.config;

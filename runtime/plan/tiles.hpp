@@ -49,6 +49,9 @@ std::int64_t num_splits(const AnalysedSpec& spec, const AttentionShape& shape, c
                         const DeviceInfo& device);
 std::int64_t num_splits(const KernelPlan& kernel, const AttentionShape& shape, const DeviceInfo& device);
 
+/// How many clusters of kJoiningCtas run at once: parts of a device have multiprocessors left over.
+std::int64_t joining_clusters_at_once(const DeviceInfo& device);
+
 /// Stream-K by so many segments: how many heads are computed at a time, which lie side by side where a
 /// token's heads do. A row of memory in DRAM (1 KB) is then opened once for all of them.
 std::int64_t head_groups(const KernelPlan& kernel, const AttentionShape& shape, std::int64_t segments);

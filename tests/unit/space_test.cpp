@@ -75,6 +75,38 @@ TEST(Space, TwoTilesAtATimeAreForMoreTilesThanMultiprocessors) {
   EXPECT_FALSE(has_two("bwd:bf16:d64", 34));
 }
 
+TEST(Space, ClustersShareKeysWhereAllRunAtOnce) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const auto clusters = [&](const char* spec, const char* shape) {
+    std::vector<std::string> found;
+    for (const TileConfig& config : candidates_of({parse_spec(spec).normalized(), parse_shape(shape)}, h100))
+      if (config.cluster) found.push_back(to_string(config));
+    return found;
+  };
+  const std::vector<std::string> one = clusters("fwd:bf16:d128:causal:cache", "b1:hq8:hkv8:sq4:skv8192");
+  EXPECT_NE(std::ranges::find(one, "sm90:br64:bc128:w4:s2:split:cluster"), one.end());
+  EXPECT_EQ(std::ranges::find(one, "sm90:br64:bc128:w4:s2:split:pack_gqa:cluster"), one.end());
+  EXPECT_FALSE(clusters("fwd:bf16:d128:causal:cache", "b3:hq5:hkv5:sq4:skv8192").empty());
+  // Heads that share K and V are one cluster's where they are packed, else several.
+  const std::vector<std::string> packed = clusters("fwd:bf16:d128:causal:cache", "b1:hq32:hkv8:sq1:skv8192");
+  EXPECT_NE(std::ranges::find(packed, "sm90:br64:bc128:w4:s2:split:pack_gqa:cluster"), packed.end());
+  EXPECT_EQ(std::ranges::find(packed, "sm90:br64:bc128:w4:s2:split:cluster"), packed.end());
+  // Too many clusters, keys of one tile, other work beside the softmax, no keys to share.
+  EXPECT_TRUE(clusters("fwd:bf16:d128:causal:cache", "b2:hq8:hkv8:sq1:skv8192").empty());
+  EXPECT_TRUE(clusters("fwd:bf16:d128:causal:cache", "b1:hq8:hkv8:sq1:skv64").empty());
+  EXPECT_TRUE(clusters("fwd:bf16:d128:causal:cache:invariant", "b1:hq8:hkv8:sq1:skv8192").empty());
+  EXPECT_TRUE(clusters("bwd:bf16:d128:causal", "b1:hq8:hkv8:sq1:skv8192").empty());
+}
+
+// Eight blocks have a part of the keys each, and nothing is combined afterwards.
+TEST(Space, ClustersArePredictedByTheirParts) {
+  const Problem one{parse_spec("fwd:bf16:d128:causal:cache").normalized(),
+                    parse_shape("b1:hq8:hkv8:sq1:skv8192")};
+  const Model model(one, DeviceInfo::parse("sm_90a"));
+  const auto ms = [&](const char* config) { return model.predict(parse_config(config)).ms; };
+  EXPECT_LT(ms("sm90:br64:bc128:w4:s2:split:cluster"), 0.5 * ms("sm90:br64:bc128:w4:s2"));
+}
+
 TEST(Space, ChoiceOfFamilies) {
   for (const TileConfig& config : candidates_of(problem(), setting().device, {Family::simt})) {
     EXPECT_EQ(config.family, Family::simt);

@@ -24,8 +24,8 @@ JoinedLists lists_of(const AttentionShape& shape) {
 Support may_join_lists(const AnalysedSpec& spec) {
   if (spec.pass != Pass::forward || !spec.indices)
     return Support::no("join_lists is for the forward pass with indices");
-  if (spec.varlen || spec.decodes_kv())
-    return Support::no("join_lists is not for packed sequences, nor for K and V in formats that are decoded");
+  if (spec.decodes_kv() && !spec.kv.shared_kv)
+    return Support::no("join_lists is for K and V in formats that are decoded with shared_kv alone");
   return Support::yes();
 }
 

@@ -102,7 +102,8 @@ __device__ void join_lists(const Params& p) {
             q_tiles = (p.seqlen_q + p.packed.queries - 1) / p.packed.queries,
             first = list / p.heads_kv % q_tiles * p.packed.queries;
   const Sequence<P> sequence(p, list / p.heads_kv / q_tiles);
-  const int keys = sequence.seqused_kv(p), end = min(first + p.packed.queries, p.seqlen_q);
+  const int keys = sequence.seqused_kv(p), end = min(first + p.packed.queries, sequence.seqlen_q(p));
+  if (P::kVarlen && first >= end) return;  // there are places for the longest sequence's tiles in each
   const long long at = static_cast<long long>(list) * p.joined_lists.capacity;
   JoinedKeys joined{p.joined_lists.keys + at, p.joined_lists.queries + at, p.joined_lists.capacity};
   bool again = false;

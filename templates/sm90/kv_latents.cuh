@@ -10,7 +10,8 @@
 
 namespace flashjit::sm90 {
 
-/// The rows of a tile in a slot, and which of them are keys, a bit for each.
+/// The rows of a tile in a slot, and which of them are keys, a bit for each, and for each query where lists
+/// are joined.
 template <class P>
 struct LatentSlot {
   static constexpr int kPitch = kRowPitch<P>;
@@ -22,6 +23,10 @@ struct LatentSlot {
       : rows(smem.shared + (smem.codes(c) - smem.base)),
         present(reinterpret_cast<unsigned*>(smem.code_scales(c))) {}
 };
+
+/// Words that say which rows of a tile are keys.
+template <class P>
+constexpr int kPresentWords = (P::kJoinsLists ? kMostJoinedQueries : 1) * (P::kBc / 32);
 
 /// A tile of one group of 32 rows is both warps', half of the lanes each: a warp starts its copies one by
 /// one.
@@ -47,7 +52,8 @@ __device__ __forceinline__ void copy_latents(const LatentSlot<P>& to,
   for (int own = 0; own < Groups::kOwn; ++own) {
     const int first = Groups::first(own, kOwner), row = Groups::at(own, kOwner), slot = keys.slot[own];
     if (first >= P::kBc) break;
-    if (P::kIndices && kOwner == kWarp) {
+    if (P::kJoinsLists && kOwner == kWarp) keys.mark(to.present, own, first, slot >= 0);
+    if (P::kIndices && !P::kJoinsLists && kOwner == kWarp) {
       const unsigned present = __ballot_sync(kWholeWarp, slot >= 0);
       if (lane == 0) to.present[first / 32] = present;
     }
@@ -155,7 +161,7 @@ struct LatentDecoder {
         char* tile = smem.shared + (smem.k(n) - smem.base);
         RawKRing<P>::wait_full(smem, n);
         KRing<P>::acquire(smem, n);
-        if (P::kIndices && thread < P::kBc / 32) smem.present_keys(n)[thread] = from.present[thread];
+        if (P::kIndices && thread < kPresentWords<P>) smem.present_keys(n)[thread] = from.present[thread];
         decode_latents<P, TileHalf::left>(tile, from.rows);
         finish(smem.k_full(n));
         VRing<P>::acquire(smem, n);

@@ -1,6 +1,7 @@
 // Lists of keys that an entry of its own joins for the queries of a tile.
 #include "tests/support/attention_case.hpp"
 #include "tests/support/cache_run.hpp"
+#include "tests/support/kv_format_run.hpp"
 
 namespace flashjit::test {
 namespace {
@@ -32,6 +33,9 @@ TEST_F(JoinedLists, MatchTheReference) {
       {"bf16:d64:causal:indices", {2, 12, 2, 21, 300}, 100, {}, kNarrowJoin},
       {"bf16:d576x512:shared_kv:indices", {1, 16, 1, 11, 500}, 200, {}, kLatentJoin},
       {"bf16:d64:indices", {2, 8, 1, 9, 50}, 0, {}, kNarrowJoin},
+      {"bf16:d64:varlen:indices", {4, 12, 1, 21, 300}, 100, 12, kNarrowJoin},
+      {"fp16:d128:causal:varlen:sinks:indices", {3, 8, 2, 19, 200}, 90, {}, kLongJoin},
+      {"bf16:d576x512:varlen:shared_kv:indices", {3, 16, 1, 11, 300}, 150, 20, kLatentJoin},
   };
   TemporaryRuntime runtime;
   for (unsigned i = 0; i < cases.size(); ++i) {
@@ -51,10 +55,10 @@ TEST_F(JoinedLists, MatchTheReference) {
 TEST_F(JoinedLists, AreOfCaches) {
   TemporaryRuntime runtime;
   unsigned seed = 0;
-  for (const auto& [spec, config] :
-       {std::pair{"bf16:d64:causal:pages16:indices", kNarrowJoin},
-        std::pair{"fp16:d128:cache:sinks:indices", kNarrowJoin},
-        std::pair{"bf16:d576x512:causal:pages64:shared_kv:indices", kLatentJoin}}) {
+  for (const auto& [spec, config] : {std::pair{"bf16:d64:causal:pages16:indices", kNarrowJoin},
+                                     std::pair{"fp16:d128:cache:sinks:indices", kNarrowJoin},
+                                     std::pair{"bf16:d576x512:causal:pages64:shared_kv:indices", kLatentJoin},
+                                     std::pair{"bf16:d64:causal:varlen:pages16:indices", kNarrowJoin}}) {
     SCOPED_TRACE(spec);
     CacheRun({.spec = parse_spec(spec),
               .shape = {3, 10, 1, 7, 190},
@@ -63,6 +67,19 @@ TEST_F(JoinedLists, AreOfCaches) {
               .neighbours = true})
         .check(runtime.get(), parse_config(config));
   }
+}
+
+TEST_F(JoinedLists, AreOfLatentsThatAreDecoded) {
+  TemporaryRuntime runtime;
+  for (const auto& [spec, shape, top_k, bc] :
+       {std::tuple{"bf16:d576x512:kv{fp8_ds_mla}:shared_kv:indices", AttentionShape{1, 16, 1, 7, 150}, 110,
+                   32},
+        {"bf16:d576x512:kv{fp8_ds_mla}:causal:shared_kv:pages16:indices", {3, 12, 1, 9, 90}, 75, 32},
+        {"fp16:d320:kv{e4m3:g64:fp32:tail64}:shared_kv:cache:indices", {2, 24, 1, 5, 120}, 70, 64}})
+    for (const bool neighbours : {true, false})  // else a key is twice in a list
+      check_kv_format(
+          runtime.get(), {spec, shape, Family::sm90, 1, top_k, neighbours},
+          parse_config(fmt::format("sm90:br64:bc{}:w8:s2:d_split2:split:pack_gqa:join_lists", bc)));
 }
 
 }  // namespace

@@ -25,8 +25,9 @@ struct KvFormatCase {
   std::string spec;
   AttentionShape shape;
   Family family = Family::simt;
-  int padding = 0;  ///< of rows, in units of their alignment
-  int top_k = 20;   ///< entries of a query's list, of which more than 20 do not all count
+  int padding = 0;          ///< of rows, in units of their alignment
+  int top_k = 20;           ///< entries of a query's list, of which more than 20 do not all count
+  bool neighbours = false;  ///< of lists share most, and have no key twice
 };
 
 inline std::string name_of(const KvFormatCase& test) {
@@ -156,7 +157,10 @@ class KvFormatRun {
       lengths_.push_back(static_cast<std::int32_t>(b == 1 ? 1 : seqlen_kv - 3 * b % seqlen_kv));
     for (std::int64_t b = 0; b <= batch; ++b) offsets_.push_back(static_cast<std::int32_t>(b * seqlen_q));
     q_ = random_values(batch * heads_q * seqlen_q * spec_.head_dim);
-    if (spec_.indices)
+    if (spec_.indices && test.neighbours)
+      indices_ = reference::neighbouring_indices(batch * seqlen_q * heads_kv, test.top_k, seqlen_kv,
+                                                 test.top_k / 8, random_());
+    else if (spec_.indices)
       for (std::int64_t i = 0; i < batch * seqlen_q * heads_kv * test.top_k; ++i)
         indices_.push_back(static_cast<std::int32_t>(random_() % (seqlen_kv + 2)) - 1);
     if (spec_.indices && test.top_k > KvFormatCase{}.top_k)
@@ -318,11 +322,12 @@ inline void expect_near(const KvFormatRun::Results& got, const KvFormatRun::Resu
 }
 
 /// Kernel and reference agree.
-inline void check_kv_format(Runtime& runtime, const KvFormatCase& test) {
+inline void check_kv_format(Runtime& runtime, const KvFormatCase& test,
+                            const std::optional<TileConfig>& config = {}) {
   SCOPED_TRACE(name_of(test));
   KvFormatRun run(test);
   const auto wanted = run.reference();
-  expect_near(run.launch(runtime), wanted);
+  expect_near(run.launch(runtime, config), wanted);
 }
 
 /// Every code of K and V, exactly: each sequence has one key, so that O is its V, and LSE of a query that is

@@ -579,6 +579,48 @@ def test_graph_capture():
     assert torch.equal(out, flashjit.attention(q, k, v, causal=True))
 
 
+@pytest.mark.parametrize("name", ["tree", "mm_prefix", "causal_if", "positions", "prefix"])
+def test_a_graph_replays_with_masks_and_lengths_written_since(name):
+    """Masks of requests over pages read tensors, which an engine writes before each replay."""
+    batch, queries, keys, page = 3, 7, 300, 16
+    ints = lambda *size, below: torch.randint(0, below, size, device=DEVICE, dtype=torch.int32)
+    table = torch.randperm(batch * -(-keys // page), device=DEVICE).to(torch.int32).view(batch, -1)
+    k, v = torch.randn(2, table.numel(), 2, page, 64, device=DEVICE, dtype=torch.bfloat16).unbind()
+    q = torch.randn(batch, 8, queries, 64, device=DEVICE, dtype=torch.bfloat16)
+
+    def values():
+        """What the mask reads, and the lengths."""
+        parents = torch.stack([ints(batch, below=i + 1) - 1 for i in range(queries)], 1)
+        read = {
+            "tree": [flashjit.masks.ancestors_of(parents)],
+            "mm_prefix": [first := ints(batch, queries, below=keys), first + 20],
+            "causal_if": [ints(batch, below=2)],
+            "positions": [ints(batch, queries, below=keys), ints(batch, keys, below=keys)],
+            "prefix": [ints(batch, below=keys)],
+        }
+        return [*read[name], queries + ints(batch, below=keys - queries)]
+
+    def call(given):
+        *read, lengths = given
+        make = getattr(flashjit.masks, name)
+        mask = make(ancestors=read[0]) if name == "tree" else make(*read)
+        where = dict(page_table=table, kv_lengths=lengths, max_seqlen_kv=keys)
+        return flashjit.attention(q, k, v, mask_mod=mask, **where)
+
+    given = values()
+    call(given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(given)
+    for _ in range(3):
+        for old, new in zip(given, values()):
+            old.copy_(new)
+        graph.replay()
+        torch.cuda.synchronize()
+        got = out.clone()
+        assert torch.equal(got, call(given))
+
+
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("before", ["nothing", "a kernel", "a copy", "zeros", "another stream"])
 def test_a_backward_pass_waits_for_what_the_stream_has_before_it(before, captured):

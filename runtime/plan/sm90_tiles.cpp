@@ -124,9 +124,16 @@ std::vector<TileConfig> preferences_to_128(const AnalysedSpec& spec) {
   const bool fits = spec.dropout ? d <= 64 && spec.mask.empty() && spec.score.empty() : d <= 64 || simple;
   if (!in_blocks && !bias_tile && fits)
     choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : d <= 96 ? 96 : 80, d <= 64 ? 3 : 2));
-  // Small tiles hide each other's waits for list entries and for what a mask reads.
+  // Small tiles hide each other's waits for list entries and for what a mask reads. Those of 64 keys reach
+  // across no block of 64, whose pairs with other queries would be computed in vain.
+  const bool small_blocks = spec.has_block_map() && spec.block_map.kv % 128 != 0;
   if (d <= 64 && in_blocks && !bias_tile)
-    choices.insert(choices.begin(), mask_reads ? forward_config(4, 64, 2, 3) : forward_config(4, 128, 2, 2));
+    choices.insert(choices.begin(),
+                   mask_reads || small_blocks ? forward_config(4, 64, 2, 3) : forward_config(4, 128, 2, 2));
+  if (d > 64 && small_blocks) {
+    choices = {forward_config(8, 64, 2), forward_config(4, 64, 2)};
+    if (!bias_tile && !spec.programs.column_term) choices.push_back(forward_config(4, 64, 2, 2));
+  }
   // Two Q tiles of 128 rows at a time do so, too, and read K and V half as often; and they end nearer to
   // where a mask does. Their registers hold no more than the plain softmax.
   const TileConfig two = two_q_tiles_config(64, spec.has_tile_lists ? 4 : 3);

@@ -298,13 +298,29 @@ TEST(Sm90, MasksHaveTilesOfTheirOwn) {
   EXPECT_EQ(chosen("map128x128"), "sm90:br192:bc128:w12:s4");
   EXPECT_EQ(chosen("map64x128"), "sm90:br192:bc128:w12:s4");
   EXPECT_EQ(chosen("map128x64"), kTwoListedTiles);
-  EXPECT_EQ(chosen("map64x64"), "sm90:br64:bc128:w4:s2:min_blocks2");
+  EXPECT_EQ(chosen("map64x64"), "sm90:br64:bc64:w4:s2:min_blocks3");
   EXPECT_EQ(chosen("map128x128:dropout"), "sm90:br64:bc128:w4:s2:min_blocks2");
   const auto of_shape = [](const char* shape) {
     return to_string(family().heuristic(parse_spec("fwd:bf16:d64:map128x128"), parse_shape(shape), kH100));
   };
   EXPECT_EQ(of_shape("b2:hq16:hkv16:sq4096:skv4096"), kTwoListedTiles);
   EXPECT_EQ(of_shape("b1:hq16:hkv16:sq1024:skv1024"), "sm90:br64:bc128:w4:s2:min_blocks2");
+}
+
+// Of longer tiles pairs with queries of other blocks would be computed in vain.
+TEST(Sm90, KvTilesReachAcrossNoBlockOf64Keys) {
+  const auto chosen = [](const std::string& spec, const char* shape) {
+    return to_string(family().heuristic(parse_spec(spec), parse_shape(shape), kH100));
+  };
+  const char *many = "b1:hq8:hkv8:sq32768:skv32768", *few = "b1:hq2:hkv2:sq64:skv32768";
+  for (const char* rest :
+       {"", ":causal", ":dropout", ":varlen", ":mask{sizes: int32 1d; kv % 64 < sizes[kv / 64]}"})
+    EXPECT_EQ(chosen("fwd:bf16:d128:map64x64" + std::string(rest), many), "sm90:br64:bc64:w4:s2:min_blocks2")
+        << rest;
+  EXPECT_EQ(chosen("fwd:bf16:d96:map128x192", many), "sm90:br64:bc64:w4:s2:min_blocks2");
+  EXPECT_EQ(chosen("fwd:bf16:d128:map64x64:score{k: fp32 1d; score + k[kv]}", many), "sm90:br128:bc64:w8:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d128:map64x128", many), "sm90:br128:bc128:w8:s2");
+  EXPECT_NE(chosen("fwd:bf16:d128:map64x64", few).find(":bc64:w4:s2:split"), std::string::npos);
 }
 
 TEST(Sm90, ListsTellWarpGroupsApartWhereBlocksDivideIntoTheirRows) {

@@ -773,3 +773,18 @@ def test_the_scaling_run_works_on_the_cpu(plot_ranks, tmp_path, mask, given):
     assert "| `two_level` | both |" in plot_ranks.scaling_section(rows, "scaling.png")
     pytest.importorskip("matplotlib")
     plot_ranks.draw_scaling(rows, tmp_path / "scaling.png")
+
+
+def test_maps_of_videos_keep_what_neighbours_keep():
+    blocks = importlib.import_module("block_lists")
+    union = lambda kept: (kept[:, 0::2] | kept[:, 1::2]).float().mean() / kept.float().mean()
+    video, chance = (make(2, 64, 0.125).bool() for make in (blocks.video_map, blocks.random_map))
+    assert (video.sum(2) == 8).all() and (chance.sum(2) == 8).all()
+    assert union(video) < 1.6 < union(chance)
+    sizes = blocks.block_sizes(64, 4)
+    kept = blocks.pairs_kept(video[None], sizes, 256)
+    assert (
+        kept.shape == (256, 256)
+        and not kept[:, 3].any()
+        and kept.sum() == 16 * video[0].sum() - (4 * video[0, :, ::8].sum())
+    )

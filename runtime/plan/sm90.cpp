@@ -308,6 +308,7 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
   kernel.constants.push_back({"kListedRows", listed_rows(spec, c)});
   if (is_forward(spec)) {
     kernel.constants.push_back({"kQTilesPerCta", q_tiles_per_cta(spec, c)});
+    kernel.constants.push_back({"kHoldsQ", holds_q(spec, c)});
     kernel.constants.push_back({"kTmaStoresO", tma_stores_o(spec, c)});
     kernel.constants.push_back({"kStreamK", is_stream_k(spec, c)});
     kernel.constants.push_back({"kQTilesAsHeads", counts_q_tiles_as_heads(spec, c)});

@@ -65,6 +65,10 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
 sm90::BackwardLayout backward_layout(const AnalysedSpec& spec, const TileConfig& c);
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c);
 
+/// Whether Q is multiplied from registers: of 64 keys at a time a product reads as many bytes of Q as of K,
+/// and two or three such tiles at a time are bound by shared memory.
+/// templates/sm90/NOTES.md#blocks-of-64-rows
+bool holds_q(const AnalysedSpec& spec, const TileConfig& c);
 /// Whether O leaves through shared memory and TMA. Packed sequences have each other's rows behind
 /// their last; splits of the keys have O in fp32.
 bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c);

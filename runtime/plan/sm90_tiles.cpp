@@ -249,6 +249,12 @@ bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
          !spec.partial.fp32_out && !spec.epilogue.out_format.quantized();
 }
 
+bool holds_q(const AnalysedSpec& spec, const TileConfig& c) {
+  return is_forward(spec) && spec.has_block_map() && c.warps == kGroupWarps && c.bc == 64 &&
+         c.min_blocks > 1 && !is_narrow(spec) && std::max(spec.head_dim, spec.v_dim()) <= 128 &&
+         !spec.epilogue.skip_softmax && !spec.prologue.q_codes && !converts(spec);
+}
+
 bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c) {
   return is_forward(spec) && (spec.kv.is_cache() || spec.indices) && c.split && !c.cluster &&
          !spec.has_block_map() && !spec.epilogue.row_max && !spec.reproducible.batch_invariant &&

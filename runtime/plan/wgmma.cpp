@@ -154,8 +154,11 @@ std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) 
     const Product output(dtype,
                          columns / sm90::pv_parts(columns, hopper::converts(spec), false, config.min_blocks));
     std::string text =
-        scores("multiply_scores", config.bc, sm90::kWarpgroupRows, config.bc,
-               whole && !shares_rows ? spec.head_dim : 16) +
+        (hopper::holds_q(spec, config)
+             ? function("multiply_scores",
+                        {{dtype, config.bc}, Left::registers, "0", {}, along_columns(config.bc, 16)})
+             : scores("multiply_scores", config.bc, sm90::kWarpgroupRows, config.bc,
+                      whole && !shares_rows ? spec.head_dim : 16)) +
         function("multiply_output", {output, Left::registers, "1", {}, along_rows(whole ? config.bc : 16)});
     if (shares_rows)
       text += function("multiply_output_of_tile", {output, Left::shared, "0, 1",

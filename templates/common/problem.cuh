@@ -84,6 +84,7 @@ struct ExampleProblem {
   //   kSharedBytes    sm75 to sm90: dynamic shared memory of the main loop
   //   kExchanged      sm75, sm80 backward: values of a pair that one warp of two hands to the other
   //   kQTilesPerCta   sm90 forward: Q tiles that a CTA computes at a time
+  //   kHoldsQ         sm90 forward: Q is multiplied from registers
   //   kTmaStoresO     sm90 forward: O leaves through shared memory and TMA
   //   kCountsTiles    sm90 forward: CTAs take Q tiles from a counter
   //   kRaggedTiles    sm90 forward: with kCountsTiles, sequences have Q tiles of their own number

@@ -6,6 +6,7 @@
 
 #include "flashjit/async/warp_roles.cuh"
 #include "flashjit/sm90/forward_codes.cuh"
+#include "flashjit/sm90/forward_held_q.cuh"
 #include "flashjit/sm90/forward_mainloop.cuh"
 #include "flashjit/sm90/forward_roles.cuh"
 #include "flashjit/sm90/forward_skip_softmax.cuh"
@@ -29,8 +30,9 @@ struct ConsumerState {
   POperand<P> p_operand, dropped;
   unsigned bias = 0;                              ///< this lane's address in the bias tile
   unsigned long long q_tile, k_tile = 0, v_tile;  ///< wgmma's descriptors
-  bool k_ready = false, v_ready = false;          ///< polled in the step before
-  int adds = kFirstPvOverwritesO<P> ? 0 : 1;      ///< whether the next P V adds to O
+  typename QSource<P>::Held held;
+  bool k_ready = false, v_ready = false;      ///< polled in the step before
+  int adds = kFirstPvOverwritesO<P> ? 0 : 1;  ///< whether the next P V adds to O
   float rescale[2], scale[2];
   RunningState<P> state;
 };
@@ -72,7 +74,7 @@ struct PlainConsumer {
   static __device__ __forceinline__ void compute_first_tile(const Params& p, const TensorMaps& maps,
                                                             const Storage& smem, int wg, State& c) {
     const bool has_previous = c.n > 0;
-    c.q_tile = tile_descriptor(smem.q(wg, c.round), 0);
+    QSource<P>::find(smem, wg, c);
     [[maybe_unused]] float q_scale[2];  // of the thread's rows
     if constexpr (kConvertsQ<P>) convert_q(smem, wg, c.round, q_scale);
     wait_k(smem, c.n, c.k_ready);
@@ -83,7 +85,7 @@ struct PlainConsumer {
       }
     }
     ping_pong_wait(smem, wg);
-    start_qk<P>(c.s, c.q_tile, c.k_tile);  // S = Q K^T of the work tile's first KV tile
+    QSource<P>::start_qk(c);  // S = Q K^T of the work tile's first KV tile
     // The vote lets ptxas see that all lanes branch alike: else it may serialise products.
     if (__any_sync(kWholeWarp, has_previous)) {
       wait_v_tile(smem, wg, c);
@@ -125,7 +127,7 @@ struct PlainConsumer {
     if constexpr (kEntriesHaveRowBits<P>)
       if (!computes_tile(smem, c.n, wg, c.last, false)) return skip(smem, wg, c);
     ping_pong_wait(smem, wg);
-    start_qk<P>(c.s, c.q_tile, c.k_tile);  // S = Q K^T
+    QSource<P>::start_qk(c);  // S = Q K^T
     wait_v_tile(smem, wg, c);
     start_pv<P>(c.o, c.p_operand, c.v_tile, c.adds);  // O += P V of the KV tile before
     wgmma_commit();

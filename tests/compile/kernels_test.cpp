@@ -814,6 +814,21 @@ TEST(KernelsWhoseGroupsMeetOtherTiles, CompileWithoutSpills) {
   }
 }
 
+// Maps with small blocks, whose tiles hold Q in registers.
+TEST(KernelsThatHoldQ, CompileWithoutSpills) {
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  for (const char* text :
+       {"bf16:d128:map64x64", "fp16:d128:map64x64:mask{n: int32 1d; kv % 64 < n[kv / 64]}",
+        "bf16:d96x64:map64x64:causal:varlen:dropout", "fp16:d96:map16x32:kvlen:sinks:row_max",
+        "bf16:d128x64:map48x80:score{t: fp32 1d; score + t[abs(q - kv)]}",
+        "fp16:d72:map32x64:varlen:dropout:mask{doc: int32 1d; doc[q] == doc[kv]}"}) {
+    const KernelSpec spec = parse_spec(fmt::format("fwd:{}", text)).normalized();
+    const TileConfig config = plan::sm90_traits().heuristic(spec, {1, 8, 8, 32768, 32768}, device);
+    EXPECT_EQ(test::planned_constant(spec, config, "kHoldsQ"), 1) << text;
+    EXPECT_EQ(compile_and_check(spec, config, device), "");
+  }
+}
+
 // Masks that divide positions leave enough registers for products that do not wait for each other.
 TEST(KernelsThatDividePositions, CompileWithoutSpills) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");

@@ -203,6 +203,7 @@ const std::vector<Problems>& problems() {
        Layout::bhsd,
        {sm90},
        "sm90:br64:bc64:w4:s2:split:pack_gqa"},
+      {"held_q", "fp16:d96:causal:map64x64", {{2, 4, 2, 200, 333}}, Layout::bshd, {sm90}},
       {"two_tiles",
        "bf16:d64:map64x128:varlen",
        {{2, 4, 2, 333, 300}},

@@ -323,6 +323,19 @@ TEST(Sm90, KvTilesReachAcrossNoBlockOf64Keys) {
   EXPECT_NE(chosen("fwd:bf16:d128:map64x64", few).find(":bc64:w4:s2:split"), std::string::npos);
 }
 
+TEST(Sm90, SmallTilesOfBlocksHoldQInRegisters) {
+  const auto holds = [](const char* spec, const char* config) {
+    return test::planned_constant(parse_spec(spec), parse_config(config), "kHoldsQ");
+  };
+  EXPECT_EQ(holds("fwd:bf16:d128:map64x64", "sm90:br64:bc64:w4:s2:min_blocks2"), 1);
+  EXPECT_EQ(holds("fwd:fp16:d72:map16x16:dropout", "sm90:br64:bc64:w4:s2:min_blocks2"), 1);
+  EXPECT_EQ(holds("fwd:bf16:d64:map64x64", "sm90:br64:bc64:w4:s2:min_blocks3"), 0);
+  EXPECT_EQ(holds("fwd:bf16:d128:map64x64:skip_softmax", "sm90:br64:bc64:w4:s2:min_blocks2"), 0);
+  EXPECT_EQ(holds("fwd:bf16:d128:map64x64", "sm90:br128:bc64:w8:s4"), 0);
+  EXPECT_EQ(holds("fwd:bf16:d64:map128x128", "sm90:br64:bc128:w4:s2:min_blocks2"), 0);
+  EXPECT_EQ(holds("fwd:bf16:d64", "sm90:br64:bc64:w4:s2:min_blocks3"), 0);
+}
+
 TEST(Sm90, ListsTellWarpGroupsApartWhereBlocksDivideIntoTheirRows) {
   const auto rows = [](const char* spec, const char* config) {
     return test::planned_constant(parse_spec(spec), parse_config(config), "kListedRows");

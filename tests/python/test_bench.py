@@ -781,6 +781,7 @@ def test_maps_of_videos_keep_what_neighbours_keep():
     video, chance = (make(2, 64, 0.125).bool() for make in (blocks.video_map, blocks.random_map))
     assert (video.sum(2) == 8).all() and (chance.sum(2) == 8).all()
     assert union(video) < 1.6 < union(chance)
+    assert (blocks.window_map(2, 64, 0.125).sum(2) == 8).all()
     sizes = blocks.block_sizes(64, 4)
     kept = blocks.pairs_kept(video[None], sizes, 256)
     assert (

@@ -2,8 +2,9 @@
 dense kernel on the same tensors, on one GPU.
 
 32k tokens, bf16, an eighth of the blocks. "random": as they come. "video": blocks are cubes of a grid, and each head keeps those whose
-smooth features go best with the block of queries', and some noise, so that neighbours share most. With sizes some blocks are not full, which
-a mask says (`variable_block_sizes` of FastVideo). O and gradients of a head are checked first, against fp32 with the map written out.
+smooth features go best with the block of queries', and some noise, so that neighbours share most. "window": around the diagonal. With
+sizes some blocks are not full, which a mask says (`variable_block_sizes` of FastVideo). O and gradients of a head are checked first,
+against fp32 with the map written out.
 
     python3 tools/bench/block_lists.py --lib build/libflashjit.so --csv block_lists.csv
 
@@ -37,6 +38,7 @@ def problems():
         for pattern in ("random", "video"):
             yield Problem(dim, 64, pattern)
             yield Problem(dim, 64, pattern, sizes=True)
+        yield Problem(dim, 64, "window")
         yield Problem(dim, 128, "random")
 
 
@@ -55,6 +57,16 @@ def video_map(heads, blocks, density):
     noise = torch.randn(heads, blocks, blocks, generator=generator) * 1.5
     kept = (features @ features.transpose(1, 2) + noise).topk(round(density * blocks), 2).indices
     return torch.zeros(heads, blocks, blocks, dtype=torch.uint8).scatter_(2, kept, 1)
+
+
+def window_map(heads, blocks, density):
+    """The same: the blocks around the diagonal."""
+    width, rows = round(density * blocks), torch.arange(blocks)
+    begin = (rows - width // 2).clamp(0, blocks - width)[:, None]
+    return ((rows >= begin) & (rows < begin + width)).to(torch.uint8).repeat(heads, 1, 1)
+
+
+MAPS = {"random": random_map, "video": video_map, "window": window_map}
 
 
 def block_sizes(blocks, block):
@@ -86,8 +98,7 @@ def pairs_kept(block_map, sizes, length):
 def point(runtime, report, problem, rounds):
     dim, block, heads = problem.dim, problem.block, HIDDEN // problem.dim
     blocks = LENGTH // block
-    make = video_map if problem.pattern == "video" else random_map
-    block_map = make(heads, blocks, DENSITY)[None].cuda()
+    block_map = MAPS[problem.pattern](heads, blocks, DENSITY)[None].cuda()
     sizes = block_sizes(blocks, block).cuda() if problem.sizes else None
     kept = block_map.bool()
     share = kept.float().mean().item()

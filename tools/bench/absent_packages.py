@@ -30,6 +30,9 @@ class _Empty(type):
             raise AttributeError(name)
         return _named(name)
 
+    def __iter__(cls) -> Any:
+        return iter(())
+
     def __or__(cls, other: Any) -> Any:  # in annotations
         return object
 
@@ -102,6 +105,11 @@ def _importer() -> str:
     while frame and ("importlib" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
         frame = frame.f_back
     return frame.f_code.co_filename if frame else ""
+
+
+def stand_for(packages: tuple[str, ...]) -> None:
+    """Only these packages stand empty: whether another is there is for the engine to find out."""
+    sys.meta_path.insert(0, _Finder("", packages))
 
 
 def install(engine: str, always: tuple[str, ...] = ()) -> set[str]:

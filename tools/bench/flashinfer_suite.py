@@ -58,15 +58,21 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=12, help="GB of the process of a case, on the CPU")
     parser.add_argument("--processes", type=int, default=1, help="that run cases at the same time")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of the whole run")
+    parser.add_argument("--given", type=pathlib.Path, help="a file of cases, in their order, no sample")
     parser.add_argument("--files", nargs="*", default=FILES)
     args = parser.parse_args()
     args.work = args.work.resolve()
     tests = prepare(args)
-    ids = collect(tests, args)
-    chosen = sample(ids, args)
-    print(
-        f"{len(ids)} cases in {len(args.files)} files, {len(chosen)} chosen with seed {args.seed}", flush=True
-    )
+    if args.given:
+        chosen = args.given.read_text().splitlines()
+        print(f"{len(chosen)} cases given", flush=True)
+    else:
+        ids = collect(tests, args)
+        chosen = sorted(sample(ids, args))
+        print(
+            f"{len(ids)} cases in {len(args.files)} files, {len(chosen)} chosen with seed {args.seed}",
+            flush=True,
+        )
     report(run(chosen, tests, args), args)
 
 
@@ -165,7 +171,7 @@ def run(chosen: list[str], tests: pathlib.Path, args: argparse.Namespace) -> dic
     ]
     log.write_text("".join(json.dumps(x) + "\n" for x in kept))
     done = read(log)
-    left = sorted(name for name in chosen if name not in done)
+    left = [name for name in chosen if name not in done]
     end = time.time() + args.seconds
     with concurrent.futures.ThreadPoolExecutor(args.processes) as threads:
         parts = [left[i :: args.processes] for i in range(args.processes)]

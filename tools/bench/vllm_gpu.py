@@ -10,12 +10,14 @@ compared, and the gap of the two tokens' log probabilities is printed. Each back
 those of transformers in float32 for the same tokens.
 speeds: a Llama of 8 layers with the sizes of 8B; the engines are made at the same time, and measured in turns.
 
-All engines are forks of one process, which has imported vLLM. Needs vLLM and transformers; vLLM 0.26 calls flashjit's MLA CUSTOM.
+All engines are forks of one process, which has imported vLLM, --processes at a time; what each model gave is printed when its last
+engine has ended. Needs vLLM and transformers; packages of servers and parsers stand empty. vLLM 0.26 calls flashjit's MLA CUSTOM.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import multiprocessing
@@ -26,6 +28,8 @@ import sys
 import time
 import traceback
 from typing import Any
+
+import absent_packages
 
 VOCABULARY = 2048
 SIZES = {
@@ -55,7 +59,12 @@ LATENT = {
     "n_group": 1,
     "topk_group": 1,
 }
+#: vLLM imports them for servers and structured output.
+UNUSED = ("cbor2", "jiter", "llguidance", "lmformatenforcer", "mistral_common", "openai_harmony", "outlines_core", "pybase64")
+UNUSED += ("tvm_ffi", "xgrammar", "zmq")
 OWN = {"deepseek": ["TRITON_MLA"], "gemma2": ["TRITON_ATTN"]}  # others: also FLASH_ATTN
+#: Without graphs, vLLM's kernels and its newer runner.
+PLAIN = {"enforce_eager": True, "compilation_config": {"mode": 0, "custom_ops": ["none"]}}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 #: (sequences, tokens of a prompt, new tokens)
 SHAPES = ((1, 128, 128), (1, 7000, 128), (32, 1024, 128), (64, 2000, 64), (8, 7000, 1))
@@ -117,7 +126,7 @@ def engine_of(folder: pathlib.Path, backend: str, more: dict[str, Any]) -> Any:
         "block_size": 32,
         "kv_cache_memory_bytes": 1 << 30,
         "gpu_memory_utilization": 0.02,
-        "compilation_config": graphs([1, 2, 4, 8, 16, 32, 64, 128, 256]),
+        "compilation_config": graphs([1, 4, 16, 64, 256]),
     }
     return LLM(str(folder), **{**arguments, **more})
 
@@ -195,6 +204,8 @@ def speeds(folder: pathlib.Path, backend: str, answer: pathlib.Path, more: dict[
 
     for shape in SHAPES:
         once(*shape)  # kernels are compiled
+    if os.environ.get("VLLM_GPU_WARM"):
+        return
     with ready.get_lock():
         ready.value += 1
     while ready.value + failed.value < more_engines():
@@ -220,9 +231,11 @@ def prepare() -> None:
         VLLM_USE_FLASHINFER_SAMPLER="0",
         VLLM_LOGGING_LEVEL="WARNING",
         VLLM_NO_USAGE_STATS="1",
+        VLLM_HOST_IP="127.0.0.1",
         HF_HUB_OFFLINE="1",
         OMP_NUM_THREADS="1",
     )
+    absent_packages.stand_for(UNUSED)
     import flashjit.vllm._backend
     import flashjit.vllm._latent  # noqa: F401
     import torch
@@ -239,6 +252,8 @@ def start(work: Any, folder: pathlib.Path, backend: str, answer: pathlib.Path, m
         log = os.open(f"{answer}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        if more is PLAIN:
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         try:
             work(folder, backend, answer, more)
         except BaseException:
@@ -271,26 +286,57 @@ def runs_of(name: str) -> dict[tuple[str, str], dict[str, Any]]:
     if name == "llama":
         runs[mine, "ngram"] = {"speculative_config": DRAFTS}
         runs[mine, "eager"] = {"enforce_eager": True}
-        runs[mine, "compiled"] = {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 16]}}
+        if os.environ.get("TORCHDYNAMO_DISABLE") != "1":
+            runs[mine, "compiled"] = {"compilation_config": {"cudagraph_capture_sizes": [1, 8, 16]}}
         runs[mine, "fp8"] = runs["TRITON_ATTN", "fp8"] = {"kv_cache_dtype": "fp8"}
     return runs
 
 
 def compare_tokens(args: argparse.Namespace) -> None:
+    end = time.time() + args.seconds
     prepare()
-    children, answers = [], {}
+    makers = [start(made, args.results / name, name, args.results / f"{name}-made", {}) for name in args.models]
+    wait(makers, args.seconds)
+    waiting = [(name, *key, more) for name in args.models for key, more in runs_of(name).items()]
+    waiting.sort(key=lambda run: (bool(run[2]), run[1] == "FLASH_ATTN"))  # most telling first
+    left = {name: sum(run[0] == name for run in waiting) for name in args.models}
+    answers: dict[str, dict[tuple[str, str], pathlib.Path]] = {name: {} for name in args.models}
+    running: list[tuple[Any, Any, pathlib.Path]] = []
+    while (waiting or running) and time.time() < end:
+        while waiting and len(running) < args.processes:
+            name, backend, kind, more = run = waiting.pop(0)
+            answer = answers[name][backend, kind] = args.results / f"{name}-{backend}{kind}.json"
+            running.append((run, start(tokens, args.results / name, backend, answer, more), answer))
+        time.sleep(0.1)
+        for run, child, answer in [each for each in running if not each[1].is_alive()]:
+            running.remove((run, child, answer))
+            left[run[0]] -= 1
+            if not answer.exists() and run[2] != "plain":
+                print(run[:3], "failed, and is tried again:", last_of(answer), flush=True)
+                waiting.append((run[0], run[1], "plain", PLAIN))
+                left[run[0]] += 1
+            if not left[run[0]]:
+                start(reported, args.results / run[0], run[0], args.results / run[0], answers[run[0]])
+    for _, child, _ in running:
+        child.kill()
     for name in args.models:
-        folder = args.results / name
-        if not folder.exists():
-            maker = multiprocessing.get_context("fork").Process(target=make, args=(name, folder))
-            maker.start()
-            maker.join()
-        for (backend, kind), more in runs_of(name).items():
-            answers[name, backend, kind] = answer = args.results / f"{name}-{backend}{kind}.json"
-            children.append(start(tokens, folder, backend, answer, more))
-    wait(children, args.seconds)
-    for name in args.models:
-        report(name, {key[1:]: answer for key, answer in answers.items() if key[0] == name}, args.results)
+        if left[name]:
+            start(reported, args.results / name, name, args.results / name, answers[name])
+    wait(multiprocessing.active_children(), 60)
+
+
+def made(folder: pathlib.Path, name: str, *_: Any) -> None:
+    if not folder.exists():
+        make(name, folder)
+
+
+def reported(folder: pathlib.Path, name: str, _: Any, answers: Any) -> None:
+    with open(f"{folder}.txt", "w") as text, contextlib.redirect_stdout(text):
+        report(name, answers, folder.parent)
+
+
+def last_of(answer: pathlib.Path) -> str:
+    return pathlib.Path(f"{answer}.log").read_text()[-700:]
 
 
 def report(name: str, answers: dict[tuple[str, str], pathlib.Path], results: pathlib.Path) -> None:
@@ -299,7 +345,7 @@ def report(name: str, answers: dict[tuple[str, str], pathlib.Path], results: pat
         if answer.exists():
             found[backend, kind] = json.loads(answer.read_text())
         else:
-            print(f"{name} {backend} {kind} failed: {pathlib.Path(f'{answer}.log').read_text()[-700:]}")
+            print(f"{name} {backend} {kind} failed: {last_of(answer)}")
     for (backend, kind), mine in found.items():
         if backend in ("CUSTOM", "FLASHJIT_MLA"):
             for (own, other), theirs in found.items():
@@ -386,6 +432,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["llama", "mistral", "gpt_oss", "deepseek", "gemma2"])
     parser.add_argument("--backends", nargs="*", default=["CUSTOM", "FLASH_ATTN", "TRITON_ATTN"])
     parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("/tmp/vllm-gpu"))
+    parser.add_argument("--processes", type=int, default=16, help="engines at the same time")
     parser.add_argument("--seconds", type=float, default=300, help="for all engines")
     args = parser.parse_args()
     args.results.mkdir(parents=True, exist_ok=True)

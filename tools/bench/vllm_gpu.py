@@ -239,6 +239,7 @@ def prepare() -> None:
     import flashjit.vllm._backend
     import flashjit.vllm._latent  # noqa: F401
     import torch
+    import vllm.entrypoints.llm
     import vllm.v1.engine.llm_engine
     import vllm.v1.worker.gpu_worker  # noqa: F401
     from vllm.model_executor.models import registry

@@ -164,6 +164,13 @@ void require_launchable(const ExecutionPlan& plan) {
   }
 }
 
+/// Whether no work tile is cut into parts, which leaves nothing to combine.
+bool has_whole_tiles(const ExecutionPlan& plan, std::int64_t splits) {
+  if (plan.schedule.fixed_parts) return splits == 1;
+  return plan.schedule.stream_k && plan.needs.cascade_tiles == 0 && !plan.spec.indices &&
+         plan.shape.seqlen_kv <= plan.config.bc;  // segments end between KV tiles
+}
+
 /// A kernel's launches and memory at a shape.
 ExecutionPlan at_shape(KernelPlan kernel, const AttentionShape& shape, const DeviceInfo& device) {
   ExecutionPlan plan{std::move(kernel)};
@@ -178,10 +185,10 @@ ExecutionPlan at_shape(KernelPlan kernel, const AttentionShape& shape, const Dev
     for (Launch& launch : plan.launches)
       launch.blocks = plan.entries[launch.entry].hot ? plan.shape.batch * plan.shape.heads_kv : 0;
   }
-  // Work tiles of one part are whole, which leaves nothing to combine.
-  if (plan.schedule.fixed_parts && splits == 1)
+  if (has_whole_tiles(plan, splits))
     for (Launch& launch : plan.launches)
-      if (plan.steps[launch.entry] == Step::combine) launch.blocks = 0;
+      if (const Step step = plan.steps[launch.entry]; step == Step::combine || step == Step::combine_parts)
+        launch.blocks = 0;
   plan.workspace = workspace_layout(plan.needs, plan.spec, plan.shape);
   require_launchable(plan);
   for (Launch& launch : plan.launches) {

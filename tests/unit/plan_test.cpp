@@ -497,6 +497,19 @@ TEST(Plan, PartsOfInvariantCallsFollowFromTheKeys) {
   EXPECT_EQ(planned(spec, "b4:hq64:hkv8:sq16:skv4096").config.br, 128);
 }
 
+TEST(Plan, OneTileOfKeysLeavesNothingToCombine) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const auto combining = [&](const char* spec, const char* shape) {
+    const ExecutionPlan plan = make_plan(parse_spec(spec), parse_shape(shape), h100, {});
+    EXPECT_TRUE(plan.entries[plan.launches.back().entry].name.starts_with("combine")) << spec;
+    return plan.launches.back().blocks;
+  };
+  EXPECT_EQ(combining("fwd:bf16:d64:causal:pages16", "b2:hq4:hkv4:sq1:skv128"), 0);
+  EXPECT_GT(combining("fwd:bf16:d64:causal:pages16", "b2:hq4:hkv4:sq1:skv129"), 0);
+  EXPECT_GT(combining("fwd:bf16:d64:causal:varlen:pages16:shared_prefix", "b2:hq4:hkv4:sq1:skv128"),
+            0);  // rows of both passes
+}
+
 TEST(Plan, OneQueryOfOneSequenceIsJoinedInClusters) {
   const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
   const auto planned = [&](const char* spec, const char* shape) {

@@ -62,7 +62,16 @@ LATENT = {
     "topk_group": 1,
 }
 #: vLLM imports them for servers and structured output.
-UNUSED = ("cbor2", "jiter", "llguidance", "lmformatenforcer", "mistral_common", "openai_harmony", "outlines_core", "pybase64")
+UNUSED = (
+    "cbor2",
+    "jiter",
+    "llguidance",
+    "lmformatenforcer",
+    "mistral_common",
+    "openai_harmony",
+    "outlines_core",
+    "pybase64",
+)
 UNUSED += ("tvm_ffi", "xgrammar", "zmq")
 OWN = {"deepseek": ["TRITON_MLA"], "gemma2": ["TRITON_ATTN"]}  # others: also FLASH_ATTN
 #: Without graphs, vLLM's kernels and its newer runner.
@@ -300,7 +309,9 @@ def runs_of(name: str) -> dict[tuple[str, str], dict[str, Any]]:
 def compare_tokens(args: argparse.Namespace) -> None:
     end = time.time() + args.seconds
     prepare()
-    makers = [start(made, args.results / name, name, args.results / f"{name}-made", {}) for name in args.models]
+    makers = [
+        start(made, args.results / name, name, args.results / f"{name}-made", {}) for name in args.models
+    ]
     wait(makers, args.seconds)
     waiting = [(name, *key, more) for name in args.models for key, more in runs_of(name).items()]
     waiting.sort(key=lambda run: (bool(run[2]), run[1] == "FLASH_ATTN"))  # most telling first

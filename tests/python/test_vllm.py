@@ -232,6 +232,21 @@ def test_the_builder_keeps_vllms_tensors(backend):
     assert moved.batch.table is other and moved.batch.lengths is metadata.batch.lengths
 
 
+@pytest.mark.parametrize(
+    ("mixed", "most", "rows"),
+    [("FULL", 512, sum(NEW)), ("FULL", 2, max(NEW)), ("PIECEWISE", 512, max(NEW)), ("NONE", 0, max(NEW))],
+)
+def test_a_graph_of_any_batch_has_room_for_one_long_sequence(backend, mixed, most, rows):
+    """vLLM captures it with rows that are shared out evenly."""
+    mode = types.SimpleNamespace(mixed_mode=lambda: types.SimpleNamespace(name=mixed))
+    config = types.SimpleNamespace(
+        **vars(CONFIG),
+        compilation_config=types.SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=most),
+    )
+    builder = backend.FlashjitBuilder(None, [], config, DEVICE)
+    assert builder.build(0, Step().common).batch.most_q == rows
+
+
 def test_vllms_cache_has_the_shape_that_layers_read(backend):
     """vLLM before 0.32 asks the backend for it."""
     assert (

@@ -106,6 +106,14 @@ class FlashjitMetadata:
     slot_mapping: Tensor
 
 
+def _most_captured(compilation_config: Any) -> int:
+    """The rows of the largest graph that is for any batch; 0: there is none."""
+    mode = getattr(compilation_config, "cudagraph_mode", None)
+    if mode is None or mode.mixed_mode().name != "FULL":
+        return 0
+    return int(compilation_config.max_cudagraph_capture_size or 0)
+
+
 class FlashjitBuilder(AttentionMetadataBuilder[FlashjitMetadata]):
     """Keeps what vLLM gives: there is no plan on the host, so that a graph replays any batch."""
 
@@ -116,6 +124,7 @@ class FlashjitBuilder(AttentionMetadataBuilder[FlashjitMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._ranges: Tensor | None = None
+        self._most_captured = _most_captured(getattr(vllm_config, "compilation_config", None))
         if getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
             rows = vllm_config.scheduler_config.max_num_batched_tokens
             self._ranges = torch.full((rows, 2), -1, dtype=torch.int32, device=device)
@@ -128,12 +137,18 @@ class FlashjitBuilder(AttentionMetadataBuilder[FlashjitMetadata]):
             given.query_start_loc,
             given.seq_lens,
             given.block_table_tensor,
-            given.max_query_len,
+            self._most_queries(given),
             given.max_seq_len,
             given.causal,
             self._ranges_of(given),
         )
         return FlashjitMetadata(batch, given.num_actual_tokens, given.slot_mapping)
+
+    def _most_queries(self, given: CommonAttentionMetadata) -> int:
+        """vLLM captures and warms up with rows that are shared out evenly, also where the graph is for any batch: one
+        sequence may have them all."""
+        rows = given.num_actual_tokens
+        return rows if rows <= self._most_captured else given.max_query_len
 
     def update_block_table(
         self, metadata: FlashjitMetadata, blk_table: Tensor, slot_mapping: Tensor

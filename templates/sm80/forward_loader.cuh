@@ -142,29 +142,27 @@ struct LatePvSteps {
 template <class P>
 using StepLoop = Conditional<ForwardPolicy<P>::kLatePv, LatePvSteps<P>, PlainSteps<P>>;
 
+/// Copies rows of 16-bit elements to a tile of shared memory.
+using TileCopy = void (*)(unsigned tile, const unsigned short* from, long long stride, int valid);
+
 /// How `valid` rows of Q get to shared memory, `rows_of` being those of a tensor; QLoader<P> names one of
-/// these types.
-template <class P>
-struct PlainQLoader {
+/// these types. Elements are copied by `kCopy`, which knows the order of columns.
+template <class P, TileCopy kCopy>
+struct ElementsQLoader {
   template <class RowsOf>
   static __device__ __forceinline__ void load(const ForwardSmem<P>& smem, const Params& p,
                                               const RowsOf& rows_of, int valid) {
     const QRows<P> rows = rows_of(p.q);
-    load_tile<typename P::Copies, P::kBr, P::kHeadDim, ForwardPolicy<P>::kThreads>(smem.q, rows.data,
-                                                                                   rows.stride, valid);
+    kCopy(smem.q, rows.data, rows.stride, valid);
   }
 };
+template <class P>
+using PlainQLoader =
+    ElementsQLoader<P, load_tile<typename P::Copies, P::kBr, P::kHeadDim, ForwardPolicy<P>::kThreads>>;
 /// Columns in the order in which K's codes are met.
 template <class P>
-struct PairedQLoader {
-  template <class RowsOf>
-  static __device__ __forceinline__ void load(const ForwardSmem<P>& smem, const Params& p,
-                                              const RowsOf& rows_of, int valid) {
-    const QRows<P> rows = rows_of(p.q);
-    load_paired_tile<typename P::Copies, P::kBr, P::kHeadDim, ForwardPolicy<P>::kThreads>(smem.q, rows.data,
-                                                                                          rows.stride, valid);
-  }
-};
+using PairedQLoader =
+    ElementsQLoader<P, load_paired_tile<typename P::Copies, P::kBr, P::kHeadDim, ForwardPolicy<P>::kThreads>>;
 /// Q of 8 bits, multiplied as it is: two codes in a column.
 template <class P>
 struct QuantizedQLoader {

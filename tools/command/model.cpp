@@ -136,11 +136,10 @@ class Items {
 
  private:
   void keep(plan::ExecutionPlan plan, bool chosen_again) {
-    if (plan.decodes) keep(*plan.decodes, true);
-    chosen_again = chosen_again || plan.decodes;
-    PackItem item{device_, std::move(plan), chosen_again};
-    const std::string name = to_string(item) + (chosen_again ? "" : to_string(item.plan.shape));
-    if (known_.insert(name).second) items_.push_back(std::move(item));
+    for (PackItem& item : items_of(device_, std::move(plan), chosen_again)) {
+      const std::string name = to_string(item) + (item.chosen_again ? "" : to_string(item.plan.shape));
+      if (known_.insert(name).second) items_.push_back(std::move(item));
+    }
   }
 
   const ModelText& model_;

@@ -50,14 +50,6 @@ std::vector<Problem> wanted_problems(const PackOptions& options) {
   return problems;
 }
 
-/// A plan's kernel, and that of the decodes beside it.
-void add_items(std::vector<PackItem>& items, const DeviceInfo& device, plan::ExecutionPlan plan) {
-  const std::shared_ptr<const plan::ExecutionPlan> decodes = plan.decodes;
-  const bool is_divided = decodes != nullptr;  // which a record would not say
-  items.push_back({device, std::move(plan), is_divided});
-  if (is_divided) items.push_back({device, *decodes, is_divided});
-}
-
 /// Plans everything before anything is compiled, so that a wrong spec costs no waiting.
 std::vector<PackItem> plan_items(const PackOptions& options) {
   const std::vector<Problem> problems = wanted_problems(options);
@@ -70,7 +62,9 @@ std::vector<PackItem> plan_items(const PackOptions& options) {
     if (device.arch == "sm_90")
       warn("on compute capability 9.0 the runtime looks for sm_90a; pack that instead of sm_90");
     for (const Problem& problem : problems)
-      add_items(items, device, plan::make_plan(problem.spec, *problem.shape, device, records, config));
+      std::ranges::move(
+          items_of(device, plan::make_plan(problem.spec, *problem.shape, device, records, config)),
+          std::back_inserter(items));
     for (const std::string& model : options.models)
       std::ranges::move(model_items(model, device, records), std::back_inserter(items));
   }

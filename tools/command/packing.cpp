@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "support/stderr.hpp"
 #include "support/text.hpp"
@@ -16,6 +18,14 @@ using State = PackOutcome::State;
 
 std::string to_string(const PackItem& item) {
   return fmt::format("{} {}", item.device.arch, name_of(item.plan));
+}
+
+std::vector<PackItem> items_of(const DeviceInfo& device, plan::ExecutionPlan plan, bool chosen_again) {
+  const std::shared_ptr<const plan::ExecutionPlan> decodes = plan.decodes;
+  std::vector<PackItem> items;
+  items.push_back({device, std::move(plan), chosen_again || decodes});
+  if (decodes) items.push_back({device, *decodes, true});
+  return items;
 }
 
 std::string to_string(PackOutcome::State state) {

@@ -18,6 +18,9 @@ struct PackItem {
 };
 /// "sm_90a fwd:bf16:d128 sm80:br128:...".
 std::string to_string(const PackItem& item);
+/// A plan's kernels: its own and, in a divided batch, the decodes'. No record says that a batch is divided,
+/// so the runtime chooses these again.
+std::vector<PackItem> items_of(const DeviceInfo& device, plan::ExecutionPlan plan, bool chosen_again = false);
 
 struct PackOutcome {
   enum class State : std::uint8_t { skipped, compiled, kept, failed };

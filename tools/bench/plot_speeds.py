@@ -209,7 +209,7 @@ def speeds_of_codes(rows):
 
 
 def of_gpus(dense, serving, variants):
-    """ "an H100 (FP8: an H200)"."""
+    """ "an H100 (decoding, FP8: an H200)"."""
     found = {
         "training": gpus(dense),
         "decoding": gpus(serving),
@@ -217,8 +217,12 @@ def of_gpus(dense, serving, variants):
     }  # as FP8's table names no device
     found["other masks"] = found["first call"] = gpus(variants)
     most = statistics.mode(found.values())
-    others = [f"{name}: an {gpu}" for name, gpu in found.items() if gpu != most]
-    return f"an {most}" + (f" ({', '.join(others)})" if others else "")
+    others = [
+        f"{', '.join(name for name, its in found.items() if its == gpu)}: an {gpu}"
+        for gpu in dict.fromkeys(found.values())
+        if gpu != most
+    ]
+    return f"an {most}" + (f" ({'; '.join(others)})" if others else "")
 
 
 def speed_section(dense, few, serving, latent, codes, variants, races):

@@ -79,7 +79,7 @@ def draw(rows, path):
 def sparse_table(rows):
     problems = sorted(
         {(row["head_dim"], row["pattern"], row["seqlen"], row["density"]) for row in rows},
-        key=lambda problem: (problem[0], problem[1] != "window", *problem[2:]),
+        key=lambda problem: (problem[0], problem[1] != "window", *problem[2:], problem[1]),
     )
     lines = []
     for dim, pattern, length, density in problems:

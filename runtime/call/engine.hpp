@@ -85,7 +85,7 @@ class Engine {
   /// A pass without workspace, lists and captures.
   template <class Args>
   void run_plain(const AttentionSpec& spec, Pass pass, const Args& args, Stream stream);
-  /// Launches the operation's steps, but for those that made or will make given lists.
+  /// Launches the operation's steps, without the ones that make lists if the caller gave these.
   template <class Args>
   void launch(const Operation& operation, const Args& args, Stream stream);
   template <class Args>

@@ -106,8 +106,8 @@ bool reads_bias_tile(const Graph& graph, int place);
 /// Among what `root` is computed from: such a read of 16-bit floats. -1: there is none.
 int bias_tile_read(const Graph& graph, int root);
 
-/// The read of a tensor of 16-bit floats whose last index is the column of O's element, and one of whose
-/// others is q, but for what all elements of a head share, as are the rest: a gate.
+/// The read of a gate: a tensor of 16-bit floats. Its last index is the column of O's element, one more is q
+/// plus what all elements of a head share, and the rest are what these share.
 struct OutTileRead {
   int place = -1;  ///< -1: there is none
   int of_q = 0;    ///< which index is q

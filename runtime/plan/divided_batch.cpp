@@ -15,7 +15,7 @@ bool may_divide(const KernelPlan& whole, const AttentionShape& shape) {
   const bool packed_beside_cache = spec.pass == Pass::forward && spec.varlen && spec.kv.is_cache();
   const bool in_whole_tiles = whole.schedule.dynamic_tiles && !whole.schedule.tile_lists &&
                               !whole.config.split && !whole.config.decode_cache;
-  // What a launch adds up over all sequences, or makes for all before.
+  // A launch adds these up over all sequences, or makes them for all beforehand.
   const bool counts_all = spec.kv.shared_prefix || spec.epilogue.skip_softmax || spec.prologue.has_programs();
   return packed_beside_cache && in_whole_tiles && !counts_all && !spec.reproducible.batch_invariant &&
          !spec.indices && shape.batch >= kFewestSequences && shape.seqlen_q > kMostQueriesOfDecode;

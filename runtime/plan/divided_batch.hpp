@@ -16,9 +16,9 @@ struct DividedBatch {
   AttentionShape decodes_shape;
 };
 
-/// What computes the call's sequences in two launches: prefills in whole Q tiles, decodes by equal shares of
-/// all their keys. Each skips the other's sequences, whose lengths are on the device. Empty where `whole`,
-/// the kernel of all sequences, does as well.
+/// Two kernels for the call's sequences: prefills in whole Q tiles, decodes by equal shares of all their
+/// keys. Each skips the other's sequences, whose lengths are on the device. Empty if `whole`, the kernel of
+/// all sequences, does as well.
 std::optional<DividedBatch> divided_batch(const KernelPlan& whole, const AttentionShape& shape,
                                           const DeviceInfo& device);
 

@@ -59,7 +59,7 @@ inline constexpr const char* kJoinsByLse =
 inline constexpr const char* kModifiesWholeOut =
     "split is not for out_mod: a split has a part of O, which another kernel completes";
 
-/// Where rows of O do not become codes.
+/// Why wide rows of O do not become codes.
 inline constexpr const char* kCodesOfWholeRows =
     "out_format is for up to 256 columns of V: above, warps share a row of O, of which a block may be all";
 

@@ -162,7 +162,7 @@ void require_readable(const std::string& json) {
   }
 }
 
-/// Q in two tensors is loaded otherwise, but computed alike.
+/// Two tensors of Q are loaded in another way than one; all else is the same.
 std::string problem_key(KernelSpec spec, const std::string& arch) {
   spec.prologue.q_rope = false;
   return fmt::format("{}/{}", arch, to_string(spec));

@@ -52,7 +52,7 @@ int q_tiles_per_cta(const AnalysedSpec& spec, const TileConfig& c);
 
 /// Whether few rows of Q are computed over codes as they are, without tiles of elements
 /// (templates/sm90/forward_few_rows.cuh), and whether a spec may be: codes of 4 bits in rows with scales of
-/// their blocks, or of 8 bits with scales of heads, each pair of which attends.
+/// their blocks, or of 8 bits with scales of heads and without a mask.
 inline bool has_few_rows(const AnalysedSpec& spec, const TileConfig& c) {
   return is_forward(spec) && sm90::has_few_rows(c.br);
 }

@@ -19,7 +19,7 @@ constexpr int kReservedSharedBytes = 1024;
 /// How many blocks, or clusters, of an entry the device holds.
 std::int64_t blocks_at_once(const Entry& entry, const DeviceInfo& device);
 
-/// The most queries of which a warpgroup has packed heads: one, if each has a list of keys of its own.
+/// The most queries whose heads a warpgroup packs: one, if each has its own list of keys.
 int most_queries(const KernelSpec& spec, const TileConfig& config);
 
 /// How the heads that share K and V are packed, where they are; nothing without heads.

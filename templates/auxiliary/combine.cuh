@@ -127,7 +127,7 @@ struct CombinedRow {
   __device__ __forceinline__ bool exists(const Params& p) const { return q < sequence.seqlen_q(p); }
 };
 
-/// By the first lane: a row's LSE, and its largest score.
+/// The first lane writes a row's LSE, and its largest score.
 template <class P, int kLanes>
 __device__ __forceinline__ void write_row_stats(const Params& p, const CombinedRow<P>& at,
                                                 const SplitWeights<P, kLanes>& splits, const RowEnd& end) {

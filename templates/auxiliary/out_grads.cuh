@@ -11,7 +11,7 @@ namespace flashjit::auxiliary {
 
 constexpr int kRowsOfWarp = 32;
 
-// Where a kernel adds the gradients of a tile's elements; TileGrad<P> names one of these types.
+// The way a kernel adds the gradients of a tile's elements; TileGrad<P> names one of these types.
 
 template <class P>
 struct NoTileGrad {

@@ -113,8 +113,8 @@ __device__ __forceinline__ BiasTile bias_tile_of(const CaptureParam& tensor, int
   return bias;
 }
 
-/// What a tile of O reads of a captured tensor of 16-bit elements: O's element of query q and of a column has
-/// the element at row q + q_shift and at its column.
+/// A captured tensor of 16-bit elements as a tile of O reads it: the element of query q and a column of O
+/// reads row q + q_shift at the same column.
 struct OutModTile {
   const unsigned short* first;
   long long stride_q, stride_column;
@@ -166,7 +166,7 @@ struct OutModTileGrad {
 
   __device__ __forceinline__ float* row(int q) const { return first + (q + q_shift) * stride_q; }
 };
-/// The gradient of tensor[indices..., :], of four dimensions, two of which are b and h.
+/// The gradient of tensor[indices..., :], a tensor of four dimensions, b and h among them.
 template <int kQ>
 __device__ __forceinline__ OutModTileGrad out_mod_tile_grad_of(const CaptureParam& tensor, int q_shift, int i,
                                                                int j, int k) {

@@ -23,7 +23,7 @@ struct OutAddition {
   static constexpr bool kByColumn = by_column;
 };
 
-/// What an element of O's gradient gives to O before the program, and to the element of its tile.
+/// The share of an element of O's gradient in O before the program, and in the element of its tile.
 struct OutModGrads {
   float out, element;
 };

@@ -12,13 +12,13 @@ __device__ __forceinline__ int joined_list_at(const Params& p, int b, int h_kv, 
   return (b * q_tiles + q_tile) * p.heads_kv + h_kv;
 }
 
-/// What is stored of a list: twice its length, and one more where the queries' own lists are read, one behind
-/// the other; a sign in its place was lost. ../sm90/NOTES.md#joined-lists
+/// A list's stored length: twice the length, and one more if the queries' own lists are read in sequence. A
+/// sign instead of that bit was lost. ../sm90/NOTES.md#joined-lists
 __device__ __forceinline__ int stored_length(int length, bool joined) { return 2 * length + !joined; }
 __device__ __forceinline__ int length_of_stored(int stored) { return stored >> 1; }
 
-/// In the place of IndexList for several queries, of which `q` is the first. Where there is no room to join
-/// their lists, these are one behind the other, each entry one query's.
+/// IndexList for several queries from `q` on. Without room to join their lists, these follow each other, and
+/// each entry is one query's.
 template <class P>
 class JoinedList {
  public:
@@ -36,7 +36,7 @@ class JoinedList {
     count = length_of_stored(stored);
   }
 
-  /// What the list says of entry n.
+  /// The key of entry n, and its queries.
   __device__ __forceinline__ Entry entry(int n) const {
     if (n >= count) return none();
     if (!joined_) return entry_of_query(p_, sequence_, h_kv_, q_, n);

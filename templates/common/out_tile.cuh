@@ -7,8 +7,8 @@
 
 namespace flashjit {
 
-/// What the lanes of a row have in words[i], by the words of lane `part`: word `part` of lane i. By the four
-/// lanes whose numbers differ in the last two bits.
+/// Transposes four words of four lanes: words[i] of lane `part` becomes word `part` of lane i. The lanes'
+/// numbers differ in the last two bits.
 __device__ __forceinline__ void transpose_quad(unsigned (&words)[4]) {
   const int part = static_cast<int>(threadIdx.x) % 4;
   const bool odd = part % 2 != 0, late = part / 2 != 0;

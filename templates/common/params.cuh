@@ -65,8 +65,8 @@ constexpr int combined_rows_of_cta(int head_dim_v) {
   return head_dim_v <= 128 ? 16 : head_dim_v <= 256 ? 8 : 4;
 }
 constexpr int tiles_of_split(int bc) { return bc < kKeysOfSplit ? kKeysOfSplit / bc : 1; }
-/// The same of fixed parts (tma/fixed_parts.cuh) of a sequence of `keys`: half as many where it would have
-/// three or four, so that one sequence alone gives more of a device work.
+/// KV tiles of a fixed part (tma/fixed_parts.cuh) of a sequence of `keys`: half the tiles if it would have
+/// three or four parts, so that one sequence alone gives more of a device work.
 constexpr int tiles_of_part(int bc, int keys) {
   const bool halves = keys > 2 * kKeysOfSplit && keys <= 4 * kKeysOfSplit;
   return halves ? (tiles_of_split(bc) + 1) / 2 : tiles_of_split(bc);

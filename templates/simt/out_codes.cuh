@@ -1,4 +1,4 @@
-// Where O's elements of a tile of queries go; CompleteOut names one of these types.
+// The stores of O's elements of a tile of queries; CompleteOut names one of these types.
 #pragma once
 
 #include "flashjit/common/out_codes.cuh"

@@ -145,7 +145,7 @@ struct KvMatrices<Problem, true> {
   }
 };
 
-/// Where a row's elements from a column on are; rows of two tensors have another (q_parts.cuh).
+/// The address of a row's elements from a column on; rows of two tensors have an overload (q_parts.cuh).
 template <class Rows>
 __device__ __forceinline__ auto elements(const Rows& from, int row, int column) {
   return from.row(row) + column;

@@ -22,7 +22,7 @@
 
 namespace flashjit::sm80 {
 
-/// Where a lane's matrices begin in a tile of Q, K and V.
+/// The offsets of a lane's first matrices in a tile of Q, K and V.
 template <class P>
 struct MatrixOffsets {
   using Policy = ForwardPolicy<P>;

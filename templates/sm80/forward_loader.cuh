@@ -145,8 +145,8 @@ using StepLoop = Conditional<ForwardPolicy<P>::kLatePv, LatePvSteps<P>, PlainSte
 /// Copies rows of 16-bit elements to a tile of shared memory.
 using TileCopy = void (*)(unsigned tile, const unsigned short* from, long long stride, int valid);
 
-/// How `valid` rows of Q get to shared memory, `rows_of` being those of a tensor; QLoader<P> names one of
-/// these types. Elements are copied by `kCopy`, which knows the order of columns.
+/// Copies `valid` rows of Q to shared memory; `rows_of` gives a tensor's rows. QLoader<P> names one of these
+/// types. Elements are copied by `kCopy`, which knows the order of columns.
 template <class P, TileCopy kCopy>
 struct ElementsQLoader {
   template <class RowsOf>
@@ -159,7 +159,7 @@ struct ElementsQLoader {
 template <class P>
 using PlainQLoader =
     ElementsQLoader<P, load_tile<typename P::Copies, P::kBr, P::kHeadDim, ForwardPolicy<P>::kThreads>>;
-/// Columns in the order in which K's codes are met.
+/// Columns in the order in which a lane has K's codes.
 template <class P>
 using PairedQLoader =
     ElementsQLoader<P, load_paired_tile<typename P::Copies, P::kBr, P::kHeadDim, ForwardPolicy<P>::kThreads>>;

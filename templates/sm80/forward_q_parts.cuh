@@ -1,5 +1,5 @@
-// Q's rows in global memory; and how they are loaded where the columns behind V's are in a tensor of their
-// own, as latent attention has them.
+// Q's rows in global memory, and their loads if the columns after V's are in a tensor of their own, as in
+// latent attention.
 #pragma once
 
 #include "flashjit/sm80/forward_policy.cuh"
@@ -7,18 +7,18 @@
 
 namespace flashjit::sm80 {
 
-/// What Q is read as.
+/// The bits of an element of Q.
 template <class P>
 using QBits = Conditional<P::kQCodes, unsigned char, unsigned short>;
 
-/// Rows of a tensor of Q's, from the tile's first on.
+/// Rows of one of Q's tensors, from the tile's first on.
 template <class P>
 struct QRows {
   const QBits<P>* data;
   long long stride;
 };
 
-/// One tile of two tensors. As V's columns are a multiple of 8, no 16 bytes have columns of both.
+/// One tile from two tensors. V's columns are a multiple of 8, so no 16 bytes have columns of both.
 template <class P>
 struct QPartsLoader {
   template <class RowsOf>

@@ -15,7 +15,7 @@
 
 namespace flashjit::sm90 {
 
-/// What a consumer warpgroup keeps from step to step.
+/// The state that a consumer warpgroup keeps from step to step.
 template <class P>
 struct ConsumerState {
   int round = 0, i = 0;  ///< the work tile, and the KV tile among its own, whose last is 0

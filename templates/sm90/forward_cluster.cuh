@@ -46,7 +46,7 @@ struct RowExchange {
   }
 };
 
-/// What StoredOutput does with a part.
+/// StoredOutput's functions for a part.
 template <class P>
 struct ClusterOutput {
   static __device__ __forceinline__ void join_sink(const Params&, const WorkTile<P>&, int, int, float,

@@ -293,7 +293,7 @@ struct FullByKeys {
     for (int word = 0; word < P::kBc / 32; ++word) full = full && rows.present[word] == ~0u;
   }
 };
-/// By its entry, if the warpgroup's rows visit it: a tile that is not visited is masked whole.
+/// The tile's entry tells, if the warpgroup's rows visit it: a tile that is not visited is masked whole.
 template <class P>
 struct FullIfVisited {
   static __device__ __forceinline__ void find(const Params& p, const ForwardStorage<P>& smem,

@@ -124,7 +124,7 @@ __device__ __forceinline__ void init_barriers(char* shared) {
   for (int slot = 0; slot < kQTilesPerCta<P>; ++slot) ForwardStorage<P>(slot, shared).init_barriers();
   barrier_init_fence();
 }
-// What stream-K does before its first work tile; SegmentStage<P> names one of these types.
+// The preparation of stream-K's first work tile; SegmentStage<P> names one of these types.
 template <class P>
 struct NoSegments {
   static __device__ __forceinline__ void prepare(const Params&, const TensorMaps&) {}

@@ -26,7 +26,7 @@ constexpr int kWarpRows = 16;  ///< rows of each of its warps
 /// Whether K or V has rows that are decoded, and whether keys share scales of columns, or V is in K's rows.
 enum class DecodedRows { none, plain, shared_scales, latents };
 
-/// What decides the registers of a forward pass's warpgroups.
+/// The facts that decide the registers of a forward pass's warpgroups.
 struct ForwardGroups {
   int consumers;       ///< warpgroups of a CTA, beside the producer's
   int ctas;            ///< of a multiprocessor
@@ -132,8 +132,8 @@ constexpr int kFewRowsKeys = 128;  ///< of a KV tile, sixteen for each warp
 constexpr int kFewRowsWarps = 8;   ///< that compute them, of two warpgroups
 constexpr int kFewRowsSlots = 16;  ///< the most slots for tiles of codes
 constexpr bool has_few_rows(int br) { return br == kFewRows; }
-/// What each warp leaves for the others at a work tile's end: O, from one row to the next so many floats, m
-/// and l.
+/// Each warp leaves O, m and l for the others at a work tile's end. The pitch is the floats from one row of O
+/// to the next.
 constexpr int few_rows_pitch(int head_dim_v) { return head_dim_v + 4; }
 constexpr int few_rows_part_bytes(int head_dim_v) { return kFewRows * (few_rows_pitch(head_dim_v) + 2) * 4; }
 

@@ -1,4 +1,4 @@
-// Split-KV within clusters (kClusterSplit): the CTAs of a cluster segment the keys of one Q tile.
+// Split-KV within clusters (kClusterSplit): the CTAs of a cluster share the keys of one Q tile.
 #pragma once
 
 #include "flashjit/tma/stream_k.cuh"

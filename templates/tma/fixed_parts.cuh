@@ -18,7 +18,7 @@ struct PartsOfWorkTile {
     const int keys = Sequence<P>(p, row / rows_of_sequence<P>(p)).seqused_kv(p);
     return {tiles_of_part(P::kBc, keys), splits_with_keys<P>(p, keys)};
   }
-  /// What a work tile's part is called.
+  /// The split of a work tile's part.
   __device__ int name(int part) const { return count > 1 ? part : kWhole; }
 };
 

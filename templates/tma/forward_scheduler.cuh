@@ -18,7 +18,7 @@ using ForwardScheduler =
     Conditional<kSharesWork<P>, SegmentScheduler<P>,
                 Conditional<P::kClusterSplit, ClusterScheduler<P>, WorkTileScheduler<P>>>;
 
-/// Where rows without keys are looked for.
+/// The Q tiles among which rows without keys are looked for.
 template <class P>
 using AllTiles = Conditional<P::kRaggedTiles, RaggedTiles<P>, GridTiles<P>>;
 

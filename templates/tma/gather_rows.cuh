@@ -55,7 +55,7 @@ struct KeyEntries {
 // How a warp tells the consumers which of its entries of a list are keys; EntryMarks<P> names one of two
 // types.
 
-/// By a bit for each entry.
+/// One bit for each entry.
 template <class P>
 struct MarksOfQuery {
   __device__ __forceinline__ void keep(int, int) {}

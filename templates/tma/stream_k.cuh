@@ -94,9 +94,9 @@ __device__ __forceinline__ long long work_of_row(const Params& p, int row) {
   return static_cast<long long>(tiles.end - tiles.begin) * (heads_of_row<P>(p, row) / p.head_groups);
 }
 
-/// How many segments a lane's `tiles` KV tiles make. Where all its `work_tiles` are alike (else that is 0),
-/// segments that have whole ones, or of which some make a whole one, leave fewest parts: a part is O in fp32,
-/// written and read. One CTA of 16 may be idle for that. Fixed parts are cut nowhere else.
+/// The number of segments of a head group's `tiles` KV tiles. If all its `work_tiles` are equal (else that is
+/// 0), a count that leaves whole tiles is best: a partial tile costs an fp32 O, written and read. One CTA of
+/// 16 may be idle for that. Fixed parts are cut nowhere else.
 template <class P>
 __device__ __forceinline__ int count_of_segments(const Params& p, long long tiles, int work_tiles) {
   const int ctas = P::kFixedParts ? static_cast<int>(gridDim.x) : p.num_splits;
@@ -135,7 +135,7 @@ struct Segments {
   __device__ int segment_of(long long tile) const { return first_from(tile + 1) - 1; }
 };
 
-/// Where a segment begins: the row, its KV tiles, and those of all rows before it.
+/// The start of a segment: the row, its KV tiles, and the number of KV tiles before it.
 struct SegmentStart {
   Segments segments;
   long long before = 0;
@@ -143,7 +143,7 @@ struct SegmentStart {
   Range tiles{0, 0};
 };
 
-/// What find_segment() needs of shared memory.
+/// Shared memory of find_segment().
 struct SegmentScratch {
   long long of_warp[32];
   bool alike[32];  ///< the work of a warp's rows

@@ -31,7 +31,7 @@ class Problem(typing.NamedTuple):
     queries: int
     keys: int
     top_k: int = 0
-    shared: float = 0.0  # of a list's keys those that the list before has; 0: lists are drawn alone
+    shared: float = 0.0  # share of a list's keys that the list before has; 0: each list is drawn alone
 
     def label(self):
         return (

@@ -145,7 +145,7 @@ def last_words(output: str) -> str:
 
 
 def differences(output: str) -> list[tuple[str, float, float, float, float]]:
-    """Name, largest and average difference, and those of the values that all ranks printed last before it."""
+    """Name, largest and average difference, and the same of the values that all ranks printed last before it."""
     found: list[tuple[str, float, float, float, float]] = []
     name, last, is_new = "", {}, True
     for line in output.splitlines():

@@ -376,7 +376,7 @@ def run_states(report, flashjit, rounds):
     )
 
 
-#: Columns beside those of pages.
+#: All columns but the pages'.
 COLUMNS = (
     "head_dim",
     "heads",

@@ -91,7 +91,7 @@ bool add_value(Key& key, PyObject* value) {
   return PyUnicode_CheckExact(value) && add_text(key, value);
 }
 
-/// What lists are for to the key, which their maker tells as numbers behind the address of their handle.
+/// Adds lists to the key: their maker gives numbers for it after the address of their handle.
 bool add_lists(Key& key, PyObject* lists, uint64_t& data) {
   if (lists == Py_None) return key.add(0);
   const Ref told(PyObject_GetAttrString(lists, "front_key"));

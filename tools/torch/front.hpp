@@ -105,8 +105,8 @@ struct Front {
   Records records;
 };
 
-/// What a call's arguments are: its key, and where its tensors and lists lie, those of parameters and then
-/// those that programs capture.
+/// A call's arguments: its key, and the addresses of its tensors and lists, first the parameters' and then
+/// the ones that programs capture.
 struct Arguments {
   Key key;
   std::array<uint64_t, kMostParameters + kMostCaptured> data;

@@ -145,8 +145,8 @@ class Calls:
     def of_bound(
         maker: Any, defaults: Mapping[str, Any], changing: Sequence[str], captures: Mapping[str, Any]
     ) -> Calls:
-        """Parameters q, k and v, the caller's memory, and others that are members' tensors with defaults, of which calls may give the
-        changing ones alone: a space keeps them from naming the rest. maker: of the front."""
+        """Parameters q, k and v, the caller's memory, and members' tensors with defaults. Calls may give only the changing ones: a
+        space keeps them from naming the rest. maker: of the front."""
         members = ("q", "k", "v", *defaults, "")
         given = ("q", "k", "v", *MEMORY, *changing)
         names = [name if name in given else f" {name}" for name in members]
@@ -169,9 +169,9 @@ class Calls:
         ignored: Sequence[str],
         programs: Sequence[str],
     ) -> Calls:
-        """tensors: parameters of the function, and the members that they are; MEMORY the caller's for results, lists those of tiles. values: parameters
-        whose values count. ignored: parameters without effect. programs: parameters that are programs; the values of their names
-        are in `captures`. Others have their defaults, or the call is not plain."""
+        """tensors: parameters of the function, and the members that they are; MEMORY is the caller's for results, lists are tile
+        lists. values: parameters whose values count. ignored: parameters without effect. programs: parameters that are programs; the
+        values of their names are in `captures`. Others have their defaults, or the call is not plain."""
         parameters = inspect.signature(function).parameters.values()
         named = {x.name: x.default for x in parameters if x.kind is not x.VAR_KEYWORD and x.name[0] != "_"}
         kinds = {**dict.fromkeys(named, "d"), **dict.fromkeys(values, "v"), **dict.fromkeys(ignored, "i")}

@@ -7,15 +7,15 @@
 
 namespace flashjit::auxiliary {
 
-/// Bit i: split i of the queries meets the KV tile, so its dK and dV were written.
+/// Bit i: split i of the queries visits the KV tile, so its dK and dV were written.
 template <class P>
 __device__ __forceinline__ unsigned splits_with_queries(const Params& p, const Sequence<P>& sequence,
                                                         int h_kv, int kv_tile) {
   const int split = threadIdx.x % 32;
   const KvWorkTile<P> work(sequence.b, h_kv, kv_tile, split);
-  const bool meets =
+  const bool visits =
       split < p.num_splits && p.seqlen_q > 0 && QWalk<P>(p, sequence, work).next(p, sequence).head >= 0;
-  return __ballot_sync(kWholeWarp, meets);
+  return __ballot_sync(kWholeWarp, visits);
 }
 
 /// Adds up rows of one of the two gradients, four columns a thread.

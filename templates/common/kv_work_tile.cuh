@@ -16,7 +16,7 @@ __device__ __forceinline__ unsigned kv_work_tiles(const Params& p) {
   return static_cast<unsigned>(kv_work_tiles_of_head<P>(p)) * p.heads_kv * p.batch;
 }
 
-/// Whether a head's first KV tiles are met by the most rows, and the last by the fewest.
+/// Whether the most rows visit a head's first KV tiles, and the fewest the last.
 template <class P>
 constexpr bool kKvTileLptOrder = (P::kMaskBounds == 1 && !kLists<P>);
 

@@ -1,5 +1,5 @@
-// Masks that no bounds describe, walked without lists: tiles are classed by intervals as they are met, and
-// what the class says is empty at either end of a Q tile's keys is left out.
+// Masks that no bounds describe, walked without lists: tiles are classed by intervals as they are visited,
+// and what the class says is empty at either end of a Q tile's keys is left out.
 #pragma once
 
 #include "flashjit/common/tile_lists.cuh"

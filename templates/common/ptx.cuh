@@ -44,7 +44,7 @@ __device__ __forceinline__ void named_barrier_arrive(int name, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
-/// Whether any thread of those that meet there has `yes`.
+/// Whether any thread that arrives there has `yes`.
 __device__ __forceinline__ bool named_barrier_any(int name, int threads, bool yes) {
   unsigned any;
   asm volatile(

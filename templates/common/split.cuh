@@ -8,19 +8,19 @@
 
 namespace flashjit {
 
-/// How many CTAs share the tiles that one meets.
+/// The number of CTAs that share a tile's visits.
 template <class P>
 __device__ __forceinline__ int num_splits(const Params& p) {
   if (P::kClusterSplit) return kJoiningCtas;
   return P::kSplit ? p.num_splits : 1;
 }
-/// Where a split begins among the `count` tiles that a tile meets; the one before ends there.
+/// The start of a split among the `count` tiles that a tile visits; the split before ends there.
 template <class P>
 __device__ __forceinline__ int split_begin(const Params& p, int split, int count) {
   if constexpr (P::kInvariant) return min(split * tiles_of_split(P::kBc), count);
   return static_cast<int>(static_cast<long long>(count) * split / num_splits<P>(p));
 }
-/// How many splits may meet keys of a sequence that has `keys`: none of the others is written or read.
+/// How many splits may have keys of a sequence of `keys`: none of the others is written or read.
 template <class P>
 __device__ __forceinline__ int splits_with_keys(const Params& p, int keys) {
   if constexpr (P::kFixedParts) return min(p.num_splits, parts_of_keys(P::kBc, keys));

@@ -1,4 +1,4 @@
-// Which tiles a tile meets: the KV tiles of a Q tile in the forward pass, the Q tiles of a KV tile in the
+// Which tiles a tile visits: the KV tiles of a Q tile in the forward pass, the Q tiles of a KV tile in the
 // backward pass.
 #pragma once
 
@@ -20,7 +20,7 @@ struct TileRange {
     const int begin = split_begin<P>(p, split, count), end = split_begin<P>(p, split + 1, count);
     first += begin, count = end - begin;
   }
-  /// All Q tiles of the head instead, also where the KV tile does not meet them.
+  /// All Q tiles of the head instead, also where the KV tile does not visit them.
   __device__ void take_every(const typename P::Head& head) {
     first = 0, count = (head.seqlen_q + P::kBr - 1) / P::kBr;
   }
@@ -110,7 +110,7 @@ struct StagedTile {
 };
 static_assert(sizeof(StagedTile) == 16, "the families' layouts count on it");
 
-// The Q tiles of one query head that a KV tile meets, ascending; QTiles<P> names one of these types. at():
+// The Q tiles of one query head that a KV tile visits, ascending; QTiles<P> names one of these types. at():
 // the index-th tile, as the compute loop needs to know it for the keys `kv`.
 
 template <class P>
@@ -155,15 +155,15 @@ struct ListedQTiles : TileList<P> {
 template <class P>
 using QTiles = Conditional<kLists<P>, ListedQTiles<P>, BoundedQTiles<P>>;
 
-/// Which keys of a KV tile are a CTA's, and whether it visits every Q tile, also those that meet none of
+/// Which keys of a KV tile are a CTA's, and whether it visits every Q tile, also the ones that visit none of
 /// them.
 struct CtaKeys {
   int first, count;
   bool every_q_tile = false;
 };
 
-/// The Q tiles that a KV tile meets: of all query heads that share it, one head after the other. With split-Q
-/// a split of each head's.
+/// The Q tiles that a KV tile visits: of all query heads that share it, one head after the other. With
+/// split-Q a split of each head's.
 template <class P>
 struct QWalk {
   int kv_tile, split, seqused_kv, head, end_head, index = 0;

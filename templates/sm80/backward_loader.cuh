@@ -1,4 +1,4 @@
-// Which KV tile is a CTA's work in the backward pass, and the copies of the Q tiles that it meets.
+// Which KV tile is a CTA's work in the backward pass, and the copies of the Q tiles that it visits.
 #pragma once
 
 #include "flashjit/common/kv_source.cuh"

@@ -53,7 +53,7 @@ __device__ __forceinline__ void load_with_tangent(unsigned tile, unsigned tangen
       tangent_tile, given ? tangent : rows, given ? tangent_stride : stride, given ? valid : 0);
 }
 
-/// Q beside codes of K: among 16 columns each, the pairs in which a lane meets four codes that lie together:
+/// Q beside codes of K: among 16 columns each, the pairs in which a lane has four codes that lie together:
 /// pairs 0, 2, 4, 6, then 1, 3, 5, 7.
 template <class Copies, int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ void load_paired_tile(unsigned tile, const unsigned short* from, long long stride,

@@ -1,5 +1,5 @@
 // Backward pass for Hopper: FlashAttention-2's algorithm 2 with FlashAttention-3's warp roles. A CTA takes
-// one KV tile after the other, and for each it visits the Q tiles that meet it:
+// one KV tile after the other, and for each it visits its Q tiles:
 //
 //   S  = Q K^T       P  = exp(S - LSE)
 //   dP = dO V^T      dS = P (dP - D)    with D = rowsum(dO O) from the preprocess entry

@@ -45,7 +45,7 @@ __device__ __forceinline__ unsigned claim_left_tile(const Params& p) {
   return kv_work_tiles<P>(p);
 }
 
-/// The index of the CTA's n-th KV tile. In a cluster the first CTA takes those that meet any Q tile, and
+/// The index of the CTA's n-th KV tile. In a cluster the first CTA takes the ones that visit any Q tile, and
 /// sends them to the others.
 template <class P>
 __device__ __forceinline__ unsigned next_tile_index(const Params& p, const BackwardSmem<P>& smem,
@@ -82,7 +82,7 @@ struct KvTileScheduler {
     if (P::kClaimsTiles && !claims) wait_for_prior_grid<P>();
     return claims;
   }
-  /// After `taken` KV tiles that meet any Q tile; kv_work_tiles() if there are no more.
+  /// After `taken` KV tiles that visit any Q tile; kv_work_tiles() if there are no more.
   static __device__ __forceinline__ unsigned next(const Params& p, const BackwardSmem<P>& smem,
                                                   unsigned taken, bool claims) {
     return claims ? blockIdx.x : next_tile_index(p, smem, taken);

@@ -76,7 +76,7 @@ struct ClusterOutput {
   }
 };
 
-/// Sends the rows of a part that meets no keys. By `threads` threads, of one warp.
+/// Sends the rows of a part without keys. `threads` threads of one warp do it.
 template <class P>
 struct ClusterPartsWithoutKeys {
   static __device__ __forceinline__ void write(const Params& p, const SegmentStart&, int thread,

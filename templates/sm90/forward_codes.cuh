@@ -66,7 +66,7 @@ __device__ __forceinline__ void transpose_tile(unsigned to, unsigned from, int v
   }
 }
 
-/// Transposes the tiles of V that the CTA meets. By each of kTransposers warps.
+/// Transposes the tiles of V that the CTA visits. Each of kTransposers warps has a share.
 template <class P>
 struct VTransposer {
   static __device__ __forceinline__ bool is(int warp) { return warp < 2 + kTransposers<P>; }
@@ -75,13 +75,13 @@ struct VTransposer {
     const int transposer = warp - 2;
     int n = 0;
     for_each_work_tile(smem, [&](const WorkTile<P>& work) {
-      const Range met = keys_of_work_tile(p, work);
+      const Range visited = keys_of_work_tile(p, work);
 #pragma unroll 1
       for (int i = work.count() - 1; i >= 0; --i, ++n) {
         const int begin = work.kv_begin(i), valid = work.sequence.seqused_kv(p) - begin;
         RawVRing<P>::wait_full(smem, n);
         VRing<P>::acquire(smem, n);
-        if ((kOutOfRangeKeys<P> && valid < P::kBc) || (kHidesKeys<P> && !has_tile<P>(met, begin)))
+        if ((kOutOfRangeKeys<P> && valid < P::kBc) || (kHidesKeys<P> && !has_tile<P>(visited, begin)))
           transpose_tile<P, true>(smem.v(n), smem.raw_v(n), valid, transposer);
         else
           transpose_tile<P, false>(smem.v(n), smem.raw_v(n), valid, transposer);
@@ -93,7 +93,7 @@ struct VTransposer {
   }
 };
 
-/// Finds three factors of each key that the CTA meets: what makes scores of S, or what a program takes; and
+/// Finds three factors of each key that the CTA visits: what makes scores of S, or what a program takes; and
 /// the logarithm and the inverse of V's scale. P times V's scale is what becomes codes, so the logarithm is
 /// added to scores, and the row sum l, which is of P alone, is multiplied by the inverse. By a warp.
 template <class P>

@@ -233,7 +233,7 @@ template <class P>
 __device__ __forceinline__ bool visits(const ForwardStorage<P>& smem, int n, int wg) {
   return (smem.entry(n) >> (kListedRowsBit + wg) & 1) != 0;
 }
-/// Whether a warpgroup computes tile n: it skips the KV tiles that only other warpgroups' rows meet. But it
+/// Whether a warpgroup computes tile n: it skips the KV tiles that only other warpgroups' rows visit. But it
 /// computes one of each work tile, so that O and LSE are written, and skips no more than there are stages,
 /// since its last V waits for its next step: else nothing could be loaded. `last` is the tile that it
 /// computed last.

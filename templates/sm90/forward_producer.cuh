@@ -1,5 +1,5 @@
 // The producer warpgroup of the forward pass: one thread loads K and V, another schedules work tiles and
-// loads Q, a warp finds the score's column terms, and a warp writes the rows that meet no keys.
+// loads Q, a warp finds the score's column terms, and a warp writes the rows that have no keys.
 #pragma once
 
 #include "flashjit/common/running_state.cuh"

@@ -54,7 +54,7 @@ __device__ __forceinline__ void copy_key_scales(float* to, const KvScales<P>& fr
   barrier_arrive_after_copies(full);
 }
 
-/// Loads the scales of all keys that the CTA meets, K's and V's by turns. By a warp.
+/// Loads the scales of all keys that the CTA visits, K's and V's alternately. A warp does it.
 template <class P>
 struct KeyScaleLoader {
   static __device__ __forceinline__ bool is(int warp) { return warp / kQTilesPerCta<P> == 2; }
@@ -141,7 +141,7 @@ __device__ __forceinline__ void convert_tile(char* tile, const char* codes, cons
   }
 }
 
-/// Converts all tiles that the CTA meets, K and V by turns. By a warpgroup.
+/// Converts all tiles that the CTA visits, K and V alternately. A warpgroup does it.
 template <class P>
 struct KvConverterGroup {
   static __device__ __forceinline__ void run(const Params& p, const ForwardStorage<P>& smem, int) {

@@ -165,7 +165,7 @@ requires KeysShareScales<Format> __device__ __forceinline__ void decode_tile(cha
   }
 }
 
-/// Decodes all tiles that the CTA meets: K and V by turns, or where there are two warpgroups, each its own.
+/// Decodes all tiles that the CTA visits: K and V alternately, or with two warpgroups each its own.
 template <class P>
 struct KvRowDecoder {
   static __device__ __forceinline__ void run(const Params&, const ForwardStorage<P>& smem, int wg) {

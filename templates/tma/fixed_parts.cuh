@@ -11,7 +11,7 @@ namespace flashjit::tma {
 /// The parts of a row's work tiles.
 struct PartsOfWorkTile {
   int tiles;  ///< of each but the last
-  int count;  ///< of the sequence's keys, whether the row meets them or not: what the combine entry reads
+  int count;  ///< of the sequence's keys, whether the row visits them or not: what the combine entry reads
 
   template <class P>
   __device__ static PartsOfWorkTile of_row(const Params& p, int row) {

@@ -11,7 +11,7 @@
 
 namespace flashjit::tma {
 
-/// A warp's keys of a KV tile: groups of 32, one a lane, by turns of the warps.
+/// A warp's keys of a KV tile: groups of 32, one a lane, dealt to the warps round-robin.
 template <class P>
 struct KeyGroups {
   static constexpr int kGroups = (P::kBc + 31) / 32;

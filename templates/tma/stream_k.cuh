@@ -14,12 +14,11 @@ namespace flashjit::tma {
 /// With fewer KV tiles for each CTA, fewer CTAs work.
 constexpr int kFewestTilesOfSegment = 2;
 
-/// Work tiles come by sequence, Q tile and scheduled head. Those of a Q tile's heads, a row, meet the same KV
-/// tiles, where the mask does not differ by head; else they are taken to meet all. Where Q tiles count as
-/// heads, as those of a sequence all meet the same KV tiles, a sequence is one row. Heads that are side by
-/// side in memory are in groups: CTA c has a segment of the work of each p.head_groups-th head, from c %
-/// p.head_groups on, so that neighbours read neighbouring memory at a time. As all groups have the same work,
-/// what follows is of one.
+/// Work tiles are ordered by sequence, Q tile and scheduled head. A Q tile's heads form a row: they visit the
+/// same KV tiles, or are taken to visit all if the mask differs by head. Where Q tiles count as heads, a
+/// sequence is one row, since all its Q tiles visit the same KV tiles. Adjacent heads are in groups: CTA c
+/// has a segment of the work of each p.head_groups-th head, from c % p.head_groups on, so that neighbouring
+/// CTAs read neighbouring memory. All groups have equal work, so the code below handles one.
 template <class P>
 __device__ __forceinline__ int rows_of_sequence(const Params& p) {
   return P::kQTilesAsHeads ? 1 : static_cast<int>(q_tiles_per_head<P>(p));
@@ -82,11 +81,11 @@ __device__ __forceinline__ Range kv_tiles_of_row(const Params& p, int row) {
   if constexpr (!P::kMaskUsesHead) bounds = P::kv_bounds(p, sequence.head(p, 0), queries);
   const int end = min(bounds.end, keys);
   if (bounds.begin >= end) return {0, 0};
-  int met = bounds.begin / P::kBc, count = (end + P::kBc - 1) / P::kBc - met;
-  EmptyEnds<P, (kClassesTiles<P> && !P::kMaskUsesHead)>::take_off(p, sequence.head(p, 0), queries, met,
+  int visited = bounds.begin / P::kBc, count = (end + P::kBc - 1) / P::kBc - visited;
+  EmptyEnds<P, (kClassesTiles<P> && !P::kMaskUsesHead)>::take_off(p, sequence.head(p, 0), queries, visited,
                                                                   count);
-  first = max(first, met);
-  return {first, max(first, met + count)};
+  first = max(first, visited);
+  return {first, max(first, visited + count)};
 }
 template <class P>
 __device__ __forceinline__ long long work_of_row(const Params& p, int row) {
@@ -288,7 +287,7 @@ struct ZeroCodes {
 template <class P>
 using ZeroRow = Conditional<kOutCodes<P>, ZeroCodes<P>, ZeroElements<P>>;
 
-/// Writes the rows of work tiles, or of parts, that meet no keys, which the other warps skip. By `threads`
+/// Writes the rows of work tiles, or of parts, that have no keys, which the other warps skip. By `threads`
 /// threads of the CTA.
 template <class P>
 __device__ __forceinline__ void write_rows_without_keys(const Params& p, const WorkTile<P>& work, int thread,

@@ -1,5 +1,5 @@
 // The tile scheduler of the forward pass: which Q tile a CTA computes next, and which KV tiles that one
-// meets.
+// visits.
 #pragma once
 
 #include "flashjit/async/cluster.cuh"
@@ -213,7 +213,7 @@ struct WorkTileHeads<true> {
   __device__ int end(int h) const { return h + heads; }
 };
 
-// Which of the KV tiles that a Q tile meets are the work tile's; KeysOfWorkTile<P> names one of these types.
+// Which of the KV tiles that a Q tile visits are the work tile's; KeysOfWorkTile<P> names one of these types.
 template <class P>
 struct AllKeys {
   static __device__ void keep(const Params&, const TileCoord&, KvTiles<P>&) {}
@@ -234,7 +234,7 @@ template <class P>
 using KeysOfWorkTile =
     Conditional<kSharesWork<P>, KeysOfPart<P>, Conditional<P::kSplit, KeysOfSplit<P>, AllKeys<P>>>;
 
-/// A Q tile and the KV tiles that it meets. The producer makes it in shared memory, the consumers read it
+/// A Q tile and the KV tiles that it visits. The producer makes it in shared memory, the consumers read it
 /// there.
 template <class P>
 struct WorkTile : WorkTileHeads<P::kPackGqa> {

@@ -28,12 +28,8 @@ __device__ void count_tiles(const Params& p) {
   int before = 0;
   for (int first = 0; first < p.batch; first += threads) {
     const int b = first + thread;
-    int end = b < p.batch ? q_tiles_per_head<P>(p, b) * static_cast<int>(scheduled_heads<P>(p)) : 0;
-#pragma unroll
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-      const int other = __shfl_up_sync(kWholeWarp, end, lanes);
-      if (lane >= lanes) end += other;
-    }
+    const int own = b < p.batch ? q_tiles_per_head<P>(p, b) * static_cast<int>(scheduled_heads<P>(p)) : 0;
+    int end = sum_up_to_lane(own);
     if (lane == 31) of_warp[warp] = end;
     __syncthreads();
     int all = 0;

@@ -164,12 +164,7 @@ __device__ SegmentStart find_segment(const Params& p, int segment, SegmentScratc
     own += work;
     alike = alike && work == of_first;
   }
-  long long end = own;  // with the work of the threads before
-#pragma unroll
-  for (int lanes = 1; lanes < 32; lanes *= 2) {
-    const long long other = __shfl_up_sync(kWholeWarp, end, lanes);
-    if (lane >= lanes) end += other;
-  }
+  long long end = sum_up_to_lane(own);  // with the work of the threads before
   alike = __all_sync(kWholeWarp, alike);
   if (lane == 31) scratch.of_warp[warp] = end, scratch.alike[warp] = alike;
   if (threadIdx.x == 0) scratch.start = {};

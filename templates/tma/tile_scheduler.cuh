@@ -8,6 +8,18 @@
 
 namespace flashjit::tma {
 
+/// The sum of the values of this lane and the lanes before it.
+template <class Number>
+__device__ __forceinline__ Number sum_up_to_lane(Number value) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const Number other = __shfl_up_sync(kWholeWarp, value, lanes);
+    if (lane >= lanes) value += other;
+  }
+  return value;
+}
+
 /// Q tile slots of the whole grid, and this slot's index among them: first slots first, so that few Q tiles
 /// have a CTA each.
 template <class P>

@@ -1,8 +1,7 @@
-// Rows of packed tensors that belong to no sequence: those behind the last one's end, as trainers pad them.
+// Rows of packed tensors that belong to no sequence: the rows after the last one's end, as trainers pad them.
+// unused_out_rows.cuh has O's.
 #pragma once
 
-#include "flashjit/common/jvp_params.cuh"
-#include "flashjit/common/out_codes.cuh"
 #include "flashjit/common/out_element.cuh"
 #include "flashjit/common/params.cuh"
 #include "flashjit/common/types.cuh"
@@ -20,58 +19,6 @@ __device__ __forceinline__ void zero_rows(const TensorParam& tensor, int heads, 
     for (int i = threadIdx.x; i < heads * kChunks; i += blockDim.x)
       *reinterpret_cast<uint4*>(at + i / kChunks * tensor.stride_h + i % kChunks * kVector) = uint4{};
   }
-}
-
-/// LSE, or another tensor with its strides; `to` may be null.
-__device__ __forceinline__ void fill_lse_rows(const Params& p, float* to, Range rows, float value) {
-  if (to == nullptr) return;
-#pragma unroll 1
-  for (int row = rows.begin + static_cast<int>(blockIdx.x); row < rows.end; row += gridDim.x)
-#pragma unroll 1
-    for (int h = threadIdx.x; h < p.heads_q; h += blockDim.x)
-      to[h * p.lse.stride_h + row * p.lse.stride_s] = value;
-}
-
-/// Codes of zero, whose scales are 1.
-template <class P>
-struct ZeroCodeRows {
-  static __device__ __forceinline__ void write(const Params& p, Range rows) {
-    Sequence<P> all;  // of all packed rows
-    all.b = 0;
-#pragma unroll 1
-    for (int row = rows.begin + static_cast<int>(blockIdx.x); row < rows.end; row += gridDim.x)
-#pragma unroll 1
-      for (int h = threadIdx.x; h < p.heads_q; h += blockDim.x)
-        store_codes_of_thread<P>(coded_row(p, all, h, row, true), [](int) { return 0.0f; });
-  }
-};
-template <class P>
-struct ZeroElementRows {
-  static __device__ __forceinline__ void write(const Params& p, Range rows) {
-    zero_rows<OutElement<P>, P::kHeadDimV>(p.o, p.heads_q, rows);
-  }
-};
-
-/// O and LSE of the forward pass. No CTA need wait for it: nothing else touches these rows.
-template <class P>
-__device__ __forceinline__ void zero_unused_rows_of_output(const Params& p) {
-  if constexpr (P::kVarlen) {
-    if (p.zero_unused_rows == 0) return;
-    const Range rows{max(p.cu_seqlens_q[p.batch], 0), p.rows_q};
-    Conditional<kOutCodes<P>, ZeroCodeRows<P>, ZeroElementRows<P>>::write(p, rows);
-    fill_lse_rows(p, p.lse.data, rows, -infinity());
-    if (P::kRowMax) fill_lse_rows(p, p.row_max, rows, -infinity());
-  }
-}
-
-/// O and its tangent.
-template <class P>
-__device__ __forceinline__ void zero_unused_rows_of_tangents(const JvpParams& p) {
-  zero_unused_rows_of_output<P>(p);
-  if (!P::kVarlen || p.zero_unused_rows == 0) return;
-  const Range rows{max(p.cu_seqlens_q[p.batch], 0), p.rows_q};
-  zero_rows<OutElement<P>, P::kHeadDimV>(p.o_tangent, p.heads_q, rows);
-  fill_lse_rows(p, p.lse_tangent, rows, 0.0f);
 }
 
 /// dQ, dK and dV of the backward pass.

@@ -4,7 +4,7 @@
 
 #include "flashjit/common/running_state.cuh"
 #include "flashjit/common/sink.cuh"
-#include "flashjit/common/unused_rows.cuh"
+#include "flashjit/common/unused_out_rows.cuh"
 #include "flashjit/simt/out_codes.cuh"
 #include "flashjit/simt/out_mod.cuh"
 #include "flashjit/simt/q_parts.cuh"

@@ -6,7 +6,7 @@
 
 #include "flashjit/common/decoded_kv.cuh"
 #include "flashjit/common/tile_walk.cuh"
-#include "flashjit/common/unused_rows.cuh"
+#include "flashjit/common/unused_out_rows.cuh"
 #include "flashjit/sm80/forward_heads.cuh"
 #include "flashjit/sm80/forward_loader.cuh"
 #include "flashjit/sm80/forward_out_mod.cuh"

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "flashjit/common/score_tangent.cuh"
-#include "flashjit/common/unused_rows.cuh"
+#include "flashjit/common/unused_out_rows.cuh"
 #include "flashjit/sm80/forward_lse.cuh"
 #include "flashjit/sm80/forward_pv.cuh"
 #include "flashjit/sm80/forward_softmax.cuh"

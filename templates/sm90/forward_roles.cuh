@@ -3,7 +3,7 @@
 #pragma once
 
 #include "flashjit/async/warp_roles.cuh"
-#include "flashjit/common/unused_rows.cuh"
+#include "flashjit/common/unused_out_rows.cuh"
 #include "flashjit/sm90/forward_codes.cuh"
 #include "flashjit/sm90/forward_few_rows.cuh"
 #include "flashjit/sm90/forward_producer.cuh"

@@ -61,7 +61,7 @@ inline constexpr const char* kModifiesWholeOut =
 
 /// Why wide rows of O do not become codes.
 inline constexpr const char* kCodesOfWholeRows =
-    "out_format is for up to 256 columns of V: above, warps share a row of O, of which a block may be all";
+    "out_format is for up to 256 columns of V: above, warps share a row of O, and a block may be a whole row";
 
 /// What computes a tile together, with which instructions.
 enum class ComputedBy : std::uint8_t {

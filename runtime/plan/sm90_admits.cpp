@@ -83,7 +83,7 @@ Support check_few_rows(const AnalysedSpec& spec, const TileConfig& c) {
   if (Support able = supports_few_rows(spec); !able) return able;
   if (c != few_rows_config())
     return Support::no(
-        fmt::format("with Br {} all is as in {}, not {}", c.br, to_string(few_rows_config()), to_string(c)));
+        fmt::format("Br {} is for {} alone, not for {}", c.br, to_string(few_rows_config()), to_string(c)));
   return Support::yes();
 }
 

@@ -439,7 +439,7 @@ TEST(Sm90, FewRowsOverCodesHaveATileOfTheirOwn) {
   EXPECT_EQ(kernel.entries.front().threads, 3 * 128);
   expect_in("Br 8 is for a cache",
             refusal_of_config("sm90:br8:bc128:w4:s2:min_blocks2:split", "fwd:bf16:d128:cache"));
-  expect_in("with Br 8 all is as in sm90:br8:bc128:w4:s2:min_blocks2:split",
+  expect_in("Br 8 is for sm90:br8:bc128:w4:s2:min_blocks2:split",
             refusal_of_config("sm90:br8:bc64:w4:s2:min_blocks2:split", "fwd:bf16:d128:kv{nvfp4}:cache"));
 }
 

@@ -32,7 +32,7 @@ def _check(q: Tensor, q_rope: Tensor, v_columns: int | None) -> None:
             raise WrongType(f"{name} is a {type(tensor).__name__}: give a torch.Tensor.")
     if v_columns is None:
         raise InvalidArgument(
-            "q_rope is given without v_columns: it has Q's columns behind those of V, which are K's first ones; give v_columns in "
+            "q_rope is given without v_columns: it has Q's columns after V's, which are K's first ones; give v_columns in "
             "place of v, or Q as one tensor."
         )
     if q.dim() != 4 or q_rope.dim() != 4 or q.shape[:3] != q_rope.shape[:3] or q.shape[3] != v_columns:

@@ -196,10 +196,21 @@ bool MaskAnalysis::is_block(int place) const {
          by.integer >= (op == Op::divide ? 1 : 0);
 }
 
+/// Such a position, or an affine one, times or plus what only the call knows, such as kv * ranks + rank: it
+/// never turns, so that intervals are exact, too.
+bool MaskAnalysis::is_stretched(int place) const {
+  if (affine_form(graph_, place) || is_block(place)) return true;
+  const Op op = graph_.node(place).op;
+  if (op != Op::add && op != Op::subtract && op != Op::multiply) return false;
+  const std::vector<int>& args = graph_[place].args;
+  if (graph_.uniform(args[0])) return is_stretched(args[1]);
+  return graph_.uniform(args[1]) && is_stretched(args[0]);
+}
+
 void MaskAnalysis::find_reads(int place, bool negated) {
   const Node& node = graph_.node(place);
   if (graph_.uniform(place) || comparison(place)) return;
-  if (node.type == Type::integer && (affine_form(graph_, place) || is_block(place))) return;
+  if (node.type == Type::integer && is_stretched(place)) return;
   const bool by_q = graph_.uses(place) & kUsesQ, by_kv = graph_.uses(place) & kUsesKv;
   if (node.type != Type::real && node.type != Type::int64 && by_q != by_kv && !plain(place)) {
     (by_q ? q_reads_ : kv_reads_).push_back(place);

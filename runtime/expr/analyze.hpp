@@ -65,6 +65,7 @@ class MaskAnalysis {
   void find_reads(int place, bool negated);
   bool plain(int place) const;
   bool is_block(int place) const;
+  bool is_stretched(int place) const;
   bool inexact(int place, bool negated) const;
 
   const Graph& graph_;

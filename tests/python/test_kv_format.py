@@ -172,6 +172,37 @@ def test_latents_of_deepseek():
     assert listed.shape == (2, 8, 1, 512) and torch.isfinite(listed).all()
 
 
+def decode_deepseek_v4(pages, rows):
+    """[pages, rows, 512] of pages of 584 bytes a row: 448 e4m3 and 64 bf16 of each row, then 8 bytes of each: 7 scales of 64 columns."""
+    of_rows, of_scales = numpy.split(pages, [576 * rows], axis=1)
+    of_rows, of_scales = of_rows.reshape(-1, 576), of_scales.reshape(-1, 8)[:, :7]
+    codes = torch.from_numpy(of_rows[:, :448].copy()).view(torch.float8_e4m3fn).double().numpy()
+    tail = torch.from_numpy(of_rows[:, 448:].copy()).view(torch.bfloat16).double().numpy()
+    scaled = codes * (2.0 ** (of_scales.astype(numpy.float64) - 127)).repeat(64, axis=1)
+    return numpy.concatenate([scaled, tail], axis=1).reshape(len(pages), rows, 512)
+
+
+def test_pages_of_deepseek_v4():
+    torch.manual_seed(5)
+    form, rows, count = flashjit.KvFormat("e4m3:g64:e8m0:apart:tail64"), 64, 3
+    pages = torch.zeros(count, 584 * rows, dtype=torch.uint8)
+    cache = pages.as_strided((count, 1, rows, form.row_bytes(512)), (584 * rows, 584 * rows, 576, 1))
+    scales = pages.as_strided((count, 1, rows, 7), (584 * rows, 584 * rows, 8, 1), 576 * rows)
+    scales = scales.view(form.block_scales((1, 1, 1, 512)).dtype)
+    latents, lengths = torch.randn(1, 1, 150, 512), torch.tensor([150], dtype=torch.int32)
+    table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    given = {"kv_lengths": lengths, "page_table": table, "k_format": form, "k_block_scale": scales}
+    flashjit.append(latents, None, cache, None, **given)
+    stored = decode_deepseek_v4(pages.numpy(), rows)[[2, 0, 1]].reshape(1, 1, -1, 512)
+    values = torch.from_numpy(stored[:, :, :150])
+    # The largest code is 448, which the largest element of a block may exceed by an eighth.
+    assert ((values - latents).abs() <= 0.13 * latents.abs() + 1e-2).all()
+    q = torch.randn(1, 4, 1, 512)
+    out = flashjit.attention(q, cache, causal=True, v_columns=512, **given)
+    wanted = exact(q, values.expand(1, 4, 150, 512), values.expand(1, 4, 150, 512))
+    torch.testing.assert_close(out.double(), wanted, atol=1e-5, rtol=1e-5)
+
+
 APART = {"e2m1:g16:e4m3:apart:scaled": "nvfp4", "int4:g32:fp16:apart:zero": "int4:g32:fp16:zero"}
 
 

@@ -264,6 +264,28 @@ TEST(KvFormat, BlocksOfQ4_1) {
   }
 }
 
+/// llama.cpp's block_iq4_nl: fp16 d, then qs[16] as of q4_0, which are indices into kvalues_iq4nl.
+TEST(KvFormat, BlocksOfIq4Nl) {
+  constexpr int kValues[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+  Bytes row(18);
+  row[1] = 0xb8;  // -0.5
+  for (int i = 0; i < 16; ++i) row[2 + i] = static_cast<std::uint8_t>(i | (15 - i) << 4);
+  const Values values = decoded(parse_kv_format("iq4_nl"), 32, row);
+  for (int i = 0; i < 16; ++i) {
+    EXPECT_EQ(values[i], -0.5 * kValues[i]) << i;
+    EXPECT_EQ(values[16 + i], -0.5 * kValues[15 - i]) << i;
+  }
+}
+
+/// MXFP4: two e2m1 a byte, the first in its lower half, behind all of a row a power of two for 32.
+TEST(KvFormat, RowsOfMxfp4) {
+  Bytes row(34);
+  for (int i = 0; i < 32; ++i) row[i] = static_cast<std::uint8_t>((2 * i % 16) | (2 * i + 1) % 16 << 4);
+  row[32] = 126, row[33] = 130;  // 2^-1 and 2^3
+  const Values values = decoded(parse_kv_format("mxfp4"), 64, row);
+  for (int i = 0; i < 64; ++i) EXPECT_EQ(values[i], small_float(i % 16, 2, 1) * (i < 32 ? 0.5 : 8.0)) << i;
+}
+
 /// DeepSeek's rows of 656 bytes: 512 e4m3, four fp32 scales of 128 each, 64 bf16 of RoPE.
 TEST(KvFormat, RowsOfFp8DsMla) {
   Bytes row(656);

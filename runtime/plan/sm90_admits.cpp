@@ -14,7 +14,13 @@ sm90::DecodedRows decoded_rows(const AnalysedSpec& spec) {
   if (!spec.decodes_kv()) return sm90::DecodedRows::none;
   if (spec.kv.shared_kv) return sm90::DecodedRows::latents;
   const bool shared = spec.kv.k_format.keys > 0 || spec.kv.v_format.keys > 0;
-  return shared ? sm90::DecodedRows::shared_scales : sm90::DecodedRows::plain;
+  if (shared) return sm90::DecodedRows::shared_scales;
+  const auto halves_or_book = [](const KvFormat& format) {
+    return format.packing == KvFormat::Packing::halves || format.code == KvFormat::Code::book;
+  };
+  return halves_or_book(spec.kv.k_format) || halves_or_book(spec.kv.v_format)
+             ? sm90::DecodedRows::halves_or_book
+             : sm90::DecodedRows::plain;
 }
 
 sm90::ForwardGroups forward_groups(const AnalysedSpec& spec, const TileConfig& c) {

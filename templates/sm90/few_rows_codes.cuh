@@ -283,7 +283,8 @@ struct FewRowsOfQ {
   float undo[2] = {Codes::kUnit, Codes::kUnit};  ///< what makes scores of these rows' products
 
   __device__ __forceinline__ void read(const char* tile) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
+    // Else addresses would be kept, and spilled, for all work tiles.
+    const int lane = opaque(static_cast<int>(threadIdx.x) % 32);
 #pragma unroll
     for (int group = 0; group < 4; ++group) {
       const int chunk = kDecodesKv<P> ? group * 4 + lane % 4 : group / 2 * 8 + lane % 4 * 2 + group % 2;

@@ -55,7 +55,7 @@ struct FewRowsPart {
   float max[kFewRows], sum[kFewRows];
 
   __device__ __forceinline__ void put(FewRowsState<P>& rows) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, row = lane % 4 * 2;
+    const int lane = opaque(static_cast<int>(threadIdx.x) % 32), row = lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll

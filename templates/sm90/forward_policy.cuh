@@ -72,11 +72,14 @@ constexpr int kConverterThreads = 128;
 
 template <class P, bool kDecodes = kDecodesKv<P>>
 constexpr DecodedRows kDecodedRows = DecodedRows::none;
+template <class Format>
+constexpr bool kHalvesOrBook = Format::kHalves || Format::kCode == KvCode::book;
 template <class P>
-constexpr DecodedRows kDecodedRows<P, true> = P::kSharedKv ? DecodedRows::latents
-                                              : max(P::KFormat::kKeys, P::VFormat::kKeys) > 0
-                                                  ? DecodedRows::shared_scales
-                                                  : DecodedRows::plain;
+constexpr DecodedRows kDecodedRows<P, true> =
+    P::kSharedKv                                                               ? DecodedRows::latents
+    : max(P::KFormat::kKeys, P::VFormat::kKeys) > 0                            ? DecodedRows::shared_scales
+    : kHalvesOrBook<typename P::KFormat> || kHalvesOrBook<typename P::VFormat> ? DecodedRows::halves_or_book
+                                                                               : DecodedRows::plain;
 
 /// The pitch of rows in slots, where they are decoded: see kv_rows.cuh.
 template <class P, bool kDecodes = kDecodesKv<P>>

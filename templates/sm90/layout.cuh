@@ -23,8 +23,9 @@ constexpr int kReservedOfCta = 1024;  ///< that it takes besides, of its multipr
 
 constexpr int kWarpRows = 16;  ///< rows of each of its warps
 
-/// Whether K or V has rows that are decoded, and whether keys share scales of columns, or V is in K's rows.
-enum class DecodedRows { none, plain, shared_scales, latents };
+/// Whether K or V has rows that are decoded, whose codes are in halves or of a book, or whose keys share
+/// scales of columns, or V is in K's rows.
+enum class DecodedRows { none, plain, halves_or_book, shared_scales, latents };
 
 /// The facts that decide the registers of a forward pass's warpgroups.
 struct ForwardGroups {
@@ -52,6 +53,7 @@ constexpr int producer_registers(const ForwardGroups& g) {
 constexpr int converter_registers(const ForwardGroups& g) {
   if (g.rows == DecodedRows::latents) return 72;
   const int of_scales = g.rows == DecodedRows::shared_scales ? 16 : 0;
+  if (g.rows == DecodedRows::halves_or_book && g.ctas > 1) return 48;
   if (g.rows != DecodedRows::none) return g.ctas > 1 ? 40 + of_scales : g.consumers > 1 ? 56 + of_scales : 96;
   return g.ctas > 1 || g.consumers > 1 ? 40 : 56;
 }

@@ -27,18 +27,7 @@ __device__ __forceinline__ BlockExtremes extremes_of_lanes(const float (&x)[kLan
     found.low = fminf(found.low, x[i]), found.high = fmaxf(found.high, x[i]);
     found.finite = found.finite && fabsf(x[i]) <= 3.402823466e38f;
   }
-#pragma unroll
-  for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
-    const float extreme = __shfl_xor_sync(kWholeWarp, found.extreme, lanes);
-    const int column = __shfl_xor_sync(kWholeWarp, found.column, lanes);
-    if (fabsf(extreme) > fabsf(found.extreme) ||
-        (fabsf(extreme) == fabsf(found.extreme) && column < found.column))
-      found.extreme = extreme, found.column = column;
-    found.low = fminf(found.low, __shfl_xor_sync(kWholeWarp, found.low, lanes));
-    found.high = fmaxf(found.high, __shfl_xor_sync(kWholeWarp, found.high, lanes));
-    found.finite = __shfl_xor_sync(kWholeWarp, found.finite ? 1 : 0, lanes) != 0 && found.finite;
-  }
-  return found;
+  return of_all_lanes<kLanes>(found);
 }
 template <int kLanes>
 __device__ __forceinline__ BlockExtremes magnitude_of_lanes(const float (&x)[kLaneColumns]) {

@@ -16,15 +16,9 @@ __device__ __forceinline__ float quotient(float x, float factor) {
   return kDivides<Format> ? x / factor : x * factor;
 }
 
+/// Of what each of kLanes lanes found.
 template <int kLanes>
-__device__ __forceinline__ BlockExtremes extremes_of_block(const float* block, int columns) {
-  BlockExtremes found{0.0f, 0, block[0], block[0], true};
-  for (int i = static_cast<int>(threadIdx.x) % kLanes; i < columns; i += kLanes) {
-    const float x = block[i];
-    if (fabsf(x) > fabsf(found.extreme)) found.extreme = x, found.column = i;
-    found.low = fminf(found.low, x), found.high = fmaxf(found.high, x);
-    found.finite = found.finite && fabsf(x) <= 3.402823466e38f;
-  }
+__device__ __forceinline__ BlockExtremes of_all_lanes(BlockExtremes found) {
 #pragma unroll
   for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) {
     const float extreme = __shfl_xor_sync(kWholeWarp, found.extreme, lanes);
@@ -37,6 +31,17 @@ __device__ __forceinline__ BlockExtremes extremes_of_block(const float* block, i
     found.finite = __shfl_xor_sync(kWholeWarp, found.finite ? 1 : 0, lanes) != 0 && found.finite;
   }
   return found;
+}
+template <int kLanes>
+__device__ __forceinline__ BlockExtremes extremes_of_block(const float* block, int columns) {
+  BlockExtremes found{0.0f, 0, block[0], block[0], true};
+  for (int i = static_cast<int>(threadIdx.x) % kLanes; i < columns; i += kLanes) {
+    const float x = block[i];
+    if (fabsf(x) > fabsf(found.extreme)) found.extreme = x, found.column = i;
+    found.low = fminf(found.low, x), found.high = fmaxf(found.high, x);
+    found.finite = found.finite && fabsf(x) <= 3.402823466e38f;
+  }
+  return of_all_lanes<kLanes>(found);
 }
 
 /// Formats whose scales need the largest magnitude of a block alone, which is its `extreme`.

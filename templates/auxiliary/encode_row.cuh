@@ -32,6 +32,7 @@ __device__ __forceinline__ BlockExtremes of_all_lanes(BlockExtremes found) {
   }
   return found;
 }
+
 template <int kLanes>
 __device__ __forceinline__ BlockExtremes extremes_of_block(const float* block, int columns) {
   BlockExtremes found{0.0f, 0, block[0], block[0], true};
@@ -66,7 +67,7 @@ __device__ __forceinline__ KvQuantizer quantizer_for(const BlockExtremes& found,
   constexpr int kBytes = size_of(kType);
   if (Format::kZero == KvZero::none) {
     const unsigned bits = symmetric_scale<Format>(found, argument);
-    if (writes) store_bytes<kBytes>(scale_at, bits);
+    if (writes) store_bytes<kBytes, Format::kScaleAlignment>(scale_at, bits);
     return {factor_of_scale<Format>(number_of_bits<kType>(bits) * argument), 0.0f};
   }
   constexpr float kLevels = static_cast<float>(kHighestCode<Format> - kLowestCode<Format>);
@@ -80,7 +81,10 @@ __device__ __forceinline__ KvQuantizer quantizer_for(const BlockExtremes& found,
   const unsigned bits = bits_of_scale<kType>(range == 0.0f ? 1.0f : range / kLevels);
   const float scale = number_of_bits<kType>(bits) * argument;
   if (!added) zero_bits = bits_of_number<kType>(static_cast<float>(kLowestCode<Format>) - rintf(low / scale));
-  if (writes) store_bytes<kBytes>(scale_at, bits), store_bytes<kBytes>(zero_at, zero_bits);
+  if (writes) {
+    store_bytes<kBytes, Format::kScaleAlignment>(scale_at, bits);
+    store_bytes<kBytes, Format::kScaleAlignment>(zero_at, zero_bits);
+  }
   const float zero = number_of_bits<kType>(zero_bits);
   return {factor_of_scale<Format>(scale), added ? zero * argument : zero};
 }

@@ -73,10 +73,16 @@ __device__ __forceinline__ unsigned bits_of_scale(float x) {
   if (x < 0.0f) x = fmaxf(x, -kMost);
   return bits_of_number<kType>(x);
 }
-template <int kBytes>
+template <int kBytes, int kAlignment = 1>
 __device__ __forceinline__ void store_bytes(unsigned char* to, unsigned bits) {
+  if (kBytes == 4 && kAlignment >= 4) {
+    *reinterpret_cast<unsigned*>(to) = bits;
+  } else if (kBytes == 2 && kAlignment >= 2) {
+    *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(bits);
+  } else {
 #pragma unroll
-  for (int i = 0; i < kBytes; ++i) to[i] = static_cast<unsigned char>(bits >> 8 * i);
+    for (int i = 0; i < kBytes; ++i) to[i] = static_cast<unsigned char>(bits >> 8 * i);
+  }
 }
 
 /// The nearest code, ties to even; larger values become the largest code.

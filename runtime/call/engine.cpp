@@ -83,6 +83,15 @@ void launch_steps(const device::Driver& driver, const Steps& steps, const void* 
                      step.threads, step.shared_bytes, stream, parameters, step.early);
 }
 
+/// Of two entries that append, one is for rows as they come: calls without Q, rotation and norms.
+template <class Steps>
+plan::Step skipped_step(const Steps& steps, const AppendParams& p) {
+  const bool as_they_come = p.heads_q == 0 && p.rope.pairs == 0 && p.k_norm.weight == nullptr;
+  const bool has_both =
+      std::ranges::any_of(steps, [](const auto& step) { return step.purpose == plan::Step::append_lanes; });
+  return has_both && as_they_come ? plan::Step::append : plan::Step::append_lanes;
+}
+
 /// Refuses memory that kernels in the current context cannot reach.
 void check_reachable(const device::Driver& driver, CUdevice device, const NamedPointer& named) {
   const auto address = reinterpret_cast<CUdeviceptr>(named.pointer);
@@ -153,7 +162,10 @@ void Engine::run_plain(const AttentionSpec& spec, Pass pass, const Args& args, S
   check_pointers_once(*operation, args, device);
   if (operation->steps.empty()) return;
   const auto params = make_params(spec, args);
-  launch_steps(*driver(), operation->steps, &params, {}, stream, [](const Operation::Step&) { return true; });
+  std::optional<plan::Step> skipped;
+  if constexpr (std::is_same_v<Args, AppendArgs>) skipped = skipped_step(operation->steps, params);
+  launch_steps(*driver(), operation->steps, &params, {}, stream,
+               [&](const Operation::Step& step) { return step.purpose != skipped; });
 }
 
 template <class Args>

@@ -52,6 +52,7 @@ enum class Step : std::uint8_t {
   combine_dkdv,           ///< dK and dV of all splits of the queries (split-Q)
   ordered_capture_grads,  ///< gradients of captured tensors, added up in one order
   append,                 ///< new rows of K, V and Q, rotated, into a cache
+  append_lanes,           ///< new rows of K and V as they come, instead
   merge,                  ///< O and LSE of partial states
   clear_scales,           ///< before they are found
   find_scales,            ///< of a tensor's largest elements

@@ -68,6 +68,10 @@ std::int64_t rows_of_work_tile(const KernelPlan& kernel, const AttentionShape& s
   return shape.seqlen_q > packed.queries ? all : shape.seqlen_q * packed.heads;
 }
 
+std::int64_t new_rows(const AnalysedSpec& spec, const AttentionShape& shape) {
+  return spec.varlen ? shape.seqlen_q : shape.batch * shape.seqlen_q;
+}
+
 std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape& shape) {
   const std::int64_t heads = shape.batch * shape.heads_q, sets = list_sets(kernel, shape);
   const std::int64_t q_tiles = tiles(shape.seqlen_q, kernel.config.br),
@@ -116,7 +120,12 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
     case Step::ordered_capture_grads:
       return std::min(std::min(heads * q_tiles, kMostOrderedBlocks) * kv_tiles, kMostOrderedBlocks);
     case Step::append:
-      return kernel.spec.varlen ? shape.seqlen_q : shape.batch * shape.seqlen_q;
+      return new_rows(kernel.spec, shape);
+    case Step::append_lanes: {
+      constexpr std::int64_t kManyRows = 1 << 11;  // a warp for each fills a device
+      const std::int64_t rows = new_rows(kernel.spec, shape);
+      return rows >= kManyRows ? tiles(rows, kAuxiliaryThreads / 32) : rows;
+    }
     case Step::clear_scales:
       return tiles(std::max<std::int64_t>(heads, 1), kAuxiliaryThreads);  // one scale may be of nothing
     case Step::quantize:

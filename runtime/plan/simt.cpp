@@ -140,6 +140,22 @@ Entry entry_without_tiles(const char* name, const char* params, const char* head
   return made;
 }
 
+/// Whether a lane may have eight columns of a row: see append_lanes.cuh and kEncodesByLanes.
+bool appends_by_lanes(const AnalysedSpec& spec) {
+  const auto is_power_of_two = [](int x) { return x > 0 && (x & (x - 1)) == 0; };
+  const int dim = spec.head_dim;
+  const auto has_lanes = [&](const KvFormat& format) {
+    const int block = format.block == 0 ? dim : format.block;
+    const bool halves = format.packing == KvFormat::Packing::halves;
+    return (format.bits() == 4 || format.bits() == 8) && format.code != KvFormat::Code::book &&
+           (!halves || (format.bits() == 4 && block >= 16)) && format.keys == 0 && format.tail == 0 &&
+           is_power_of_two(block) && block >= 8;
+  };
+  return size_of(spec.dtype) == 2 && is_power_of_two(dim) && dim <= 256 && spec.v_dim() == dim &&
+         !spec.kv.shared_kv && !spec.kv.key_scales &&
+         (!spec.decodes_kv() || (has_lanes(spec.kv.k_format) && has_lanes(spec.kv.v_format)));
+}
+
 /// Groups of keys that share scales, which there is one step for.
 Entry entry_of_keys() {
   Entry entry = entry_without_tiles("quantize", "QuantizeParams", "quantize_keys");
@@ -157,6 +173,8 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
     // Blocks wait for memory. With scales of 8 bits they spill with so few registers.
     if (!spec.kv.quantized() || spec.decodes_kv()) append.min_blocks = 8;
     kernel.add(Step::append, append);
+    if (appends_by_lanes(spec))
+      kernel.add(Step::append_lanes, entry_without_tiles("append_lanes", "AppendParams"));
   }
   if (spec.pass == Pass::merge) kernel.add(Step::merge, entry_without_tiles("merge", "MergeParams"));
   if (spec.pass == Pass::quantize) {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "flashjit/auxiliary/append.cuh"
-#include "flashjit/auxiliary/encode_lanes.cuh"
+#include "flashjit/auxiliary/encode_row.cuh"
 
 namespace flashjit::auxiliary {
 
@@ -62,73 +62,6 @@ __device__ __forceinline__ void store_encoded(RowEncoder<Format>& encoder, const
   encoder.encode(row, argument, to, scale_row);
 }
 
-/// New rows of K and V without rotation, norm or scales of keys go from registers to the cache, a lane eight
-/// columns.
-template <class P>
-constexpr bool kAppendsByLanes =
-    sizeof(typename P::Element) == 2 && P::kHeadDim == P::kHeadDimV && !P::kSharedKv
-    && kEncodesByLanes<typename P::KFormat> && kEncodesByLanes<typename P::VFormat> &&
-    !P::KFormat::kArgumentOfKeys && !P::VFormat::kArgumentOfKeys;
-
-template <class P, class Format>
-__device__ __forceinline__ void append_lane(const AppendParams& p, const uint4& own, bool is_k, int b,
-                                            KeyPlace place, int h, int column, bool exists) {
-  using Bytes = unsigned char*;
-  const TensorParam &cache = is_k ? p.k_cache : p.v_cache,
-                    &block_scales = is_k ? p.k_block_scale : p.v_block_scale;
-  float x[kLaneColumns];
-  unpack_chunk<typename P::Element>(own, x);
-  auto* to = reinterpret_cast<Bytes>(row_of<typename Format::Stored>(cache, place.page, h, place.row));
-  Bytes scale_row = to;
-  if (Format::kApart)
-    scale_row =
-        reinterpret_cast<Bytes>(row_of<typename Format::StoredScale>(block_scales, place.page, h, place.row));
-  const float argument = Format::kArgument ? *scale_at(is_k ? p.k_scale : p.v_scale, b, place, h) : 1.0f;
-  encode_lane<Format>(x, column, exists, argument, to, scale_row);
-}
-/// By the CTA of a new row, whose first heads' rows are read before anything is known of their place.
-template <class P>
-__device__ __forceinline__ void append_by_lanes(const AppendParams& p, int new_row) {
-  using Element = typename P::Element;
-  constexpr int kLanes = P::kHeadDim / kLaneColumns, kAtOnce = 128 / kLanes;
-  const int b = P::kVarlen ? 0 : new_row / p.rows, s = P::kVarlen ? new_row : new_row % p.rows;
-  const int column = static_cast<int>(threadIdx.x) % kLanes * kLaneColumns;
-  const auto load = [&](int first) {
-    const int head = min(first + static_cast<int>(threadIdx.x) / kLanes, 2 * p.heads_kv - 1);
-    const bool is_k = head < p.heads_kv;
-    return *reinterpret_cast<const uint4*>(
-        row_of<Element>(is_k ? p.k : p.v, b, is_k ? head : head - p.heads_kv, s) + column);
-  };
-  uint4 next = load(0);
-  const bool named = p.slots != nullptr;
-  const NewKey at = named ? NewKey{0, 0} : new_key<P>(p, new_row);
-  const KeyPlace place = named ? place_of_slot(p, new_row) : place_of_key<P>(p, at);
-  if (place.page < 0) return;
-  for (int first = 0; first < 2 * p.heads_kv; first += kAtOnce) {
-    const uint4 own = next;
-    if (first + kAtOnce < 2 * p.heads_kv) next = load(first + kAtOnce);
-    const int of_thread = first + static_cast<int>(threadIdx.x) / kLanes;
-    const bool exists = of_thread < 2 * p.heads_kv;
-    const int head = min(of_thread, 2 * p.heads_kv - 1);
-    const bool is_k = head < p.heads_kv;
-    const int h = is_k ? head : head - p.heads_kv;
-    if (__any_sync(kWholeWarp, is_k))
-      append_lane<P, typename P::KFormat>(p, own, true, at.b, place, is_k ? h : 0, column, exists && is_k);
-    if (__any_sync(kWholeWarp, !is_k))
-      append_lane<P, typename P::VFormat>(p, own, false, at.b, place, is_k ? 0 : h, column, exists && !is_k);
-  }
-}
-template <class P, bool kByLanes = kAppendsByLanes<P>>
-struct LaneAppender {
-  static __device__ __forceinline__ void run(const AppendParams& p, int new_row) {
-    append_by_lanes<P>(p, new_row);
-  }
-};
-template <class P>
-struct LaneAppender<P, false> {
-  static __device__ __forceinline__ void run(const AppendParams&, int) {}
-};
-
 /// One CTA of 128 threads for all heads of one new row; grid: batch * rows, packed: rows. Rows are left out
 /// as append() does.
 template <class P>
@@ -140,8 +73,6 @@ __device__ void append_rows(const AppendParams& p) {
   __shared__ RowEncoder<typename P::VFormat> v_encoders[kWarps];
   const RopeParam& rope = p.rope;
   const int new_row = static_cast<int>(blockIdx.x);
-  if (kAppendsByLanes<P> && p.heads_q == 0 && rope.pairs == 0 && p.k_norm.weight == nullptr)
-    return LaneAppender<P>::run(p, new_row);
   const int b = P::kVarlen ? 0 : new_row / p.rows, s = P::kVarlen ? new_row : new_row % p.rows;
   const bool named = p.slots != nullptr;
   const NewKey at = named ? NewKey{0, 0} : new_key<P>(p, new_row);

@@ -21,6 +21,18 @@ INSTANTIATE_TEST_SUITE_P(All, AppendTest,
                          [](const auto& info) { return name_of(info.param); });
 
 INSTANTIATE_TEST_SUITE_P(
+    WithoutQ, AppendTest,
+    testing::ValuesIn(rows_as_they_come({"bf16:d128:causal:varlen:pages16", "fp16:d64:pages3",
+                                         "bf16:d256:cache", "bf16:d32:kve4m3:varlen:pages16",
+                                         "fp16:d64:kve4m3:cache", "bf16:d64:kve5m2:pages16"})),
+    [](const auto& info) { return name_of(info.param); });
+
+INSTANTIATE_TEST_SUITE_P(SlotsWithoutQ, AppendTest,
+                         testing::ValuesIn(with_slots(rows_as_they_come(
+                             {"bf16:d128:causal:varlen:pages16", "fp16:d64:pages3", "bf16:d256:cache"}))),
+                         [](const auto& info) { return name_of(info.param); });
+
+INSTANTIATE_TEST_SUITE_P(
     Slots, AppendTest,
     testing::ValuesIn(with_slots(append_cases({"bf16:d128:causal:varlen:pages16", "fp16:d64x32:pages3",
                                                "fp32:d40:cache", "bf16:d96:varlen:cache", "bf16:d256:pages1",

@@ -21,15 +21,17 @@ struct AppendCase {
   int slot_bytes = 0;                  ///< 4 or 8: rows go to slots of int32 or int64, some to none
   Sections sections = Sections::none;  ///< with positions
   bool norms = false;                  ///< of K and Q, with weights of fp32 and of the spec's type
+  bool without_q = false;
 };
 
 inline std::string name_of(const AppendCase& test) {
   constexpr const char* kRopes[] = {"none", "halves", "interleaved", "typed_tables", "theta"};
   constexpr const char* kSections[] = {"", "_sections", "_interleaved_sections"};
-  return fmt::format("{}_{}{}{}{}{}{}{}", name_of(test.cache), kRopes[static_cast<int>(test.rope)], test.dims,
-                     test.positions ? "_positions" : "", test.q_in_place ? "_in_place" : "",
+  return fmt::format("{}_{}{}{}{}{}{}{}{}", name_of(test.cache), kRopes[static_cast<int>(test.rope)],
+                     test.dims, test.positions ? "_positions" : "", test.q_in_place ? "_in_place" : "",
                      test.slot_bytes ? fmt::format("_slots{}", test.slot_bytes) : "",
-                     kSections[static_cast<int>(test.sections)], test.norms ? "_norms" : "");
+                     kSections[static_cast<int>(test.sections)], test.norms ? "_norms" : "",
+                     test.without_q ? "_without_q" : "");
 }
 
 /// A tensor of rows [batch, heads, rows, dim] in the memory order [batch, rows, heads, dim].
@@ -121,6 +123,7 @@ class AppendRun {
       args.slots = test_.slot_bytes == 8 ? SlotsView{wide.data(), ElementType::int64}
                                          : SlotsView{narrow.data(), ElementType::int32};
     }
+    if (test_.without_q) args.q = {}, args.q_out = {};
     runtime.append(test_.cache.spec, args, nullptr);
     gpu().context->synchronize();
     std::vector<double> got_k = from_device(cached, k_cache), got_v = from_device(cached, v_cache);
@@ -134,7 +137,7 @@ class AppendRun {
     }
     compare("k_cache", expected_k_, cache_.k.values, got_k, cached);
     if (!shared) compare("v_cache", expected_v_, cache_.v.values, got_v, cached);
-    compare("q_out", expected_q_.values, {}, from_device(dtype, rotated_q), dtype);
+    if (!test_.without_q) compare("q_out", expected_q_.values, {}, from_device(dtype, rotated_q), dtype);
   }
 
  private:
@@ -389,6 +392,15 @@ inline std::vector<AppendCase> with_norms(std::vector<AppendCase> cases) {
     test.sections = i % 2 ? Sections::apart : Sections::interleaved;
   }
   return cases;
+}
+
+/// Rows as they come, without Q: a block for each, and a warp for each of many.
+inline std::vector<AppendCase> rows_as_they_come(std::initializer_list<const char*> specs) {
+  std::vector<AppendCase> all;
+  for (const AttentionShape& shape : {AttentionShape{4, 4, 2, 7, 50}, {3, 2, 2, 1, 40}, {3, 2, 1, 700, 720}})
+    for (AppendCase test : append_cases(specs, {shape}))
+      if (test.rope == Rope::none) test.without_q = true, all.push_back(test);
+  return all;
 }
 
 /// The same cases with slots in place of lengths and tables.

@@ -321,20 +321,35 @@ TEST(Append, SpecsKeepWhatThePassReads) {
   EXPECT_THROW(parse_spec("append:bf16:d128"), Error);
 }
 
-/// No family of matrix products takes it, and nothing is to be chosen.
-TEST(Append, IsPlannedAsOneKernel) {
+/// No family of matrix products takes it, and nothing is to be chosen. Rows as they come have an entry where
+/// lanes may have eight columns each.
+TEST(Append, IsPlannedWithoutAChoice) {
   for (const char* arch : {"sm_75", "sm_90a"}) {
     const plan::ExecutionPlan plan =
         plan::make_plan(paged_spec(), {3, 4, 2, 50, 80}, DeviceInfo::parse(arch), {});
-    ASSERT_EQ(plan.launches.size(), 1u);
+    ASSERT_EQ(plan.launches.size(), 2u);
     EXPECT_EQ(plan.entries[0].name, "append");
     EXPECT_EQ(plan.launches[0].blocks, 50);
+    EXPECT_EQ(plan.entries[1].name, "append_lanes");
+    EXPECT_EQ(plan.launches[1].blocks, 50);
     EXPECT_EQ(plan.workspace.bytes, 0u);
     EXPECT_EQ(plan::traits(plan.config.family).search_space(plan.spec, DeviceInfo::parse(arch)).size(), 1u);
   }
   const plan::ExecutionPlan slots =
       plan::make_plan(parse_spec("append:fp32:d64:cache"), {3, 4, 2, 5, 80}, DeviceInfo::parse("sm_80"), {});
   EXPECT_EQ(slots.launches[0].blocks, 15);
+  EXPECT_EQ(slots.launches.size(), 1u);
+  const plan::ExecutionPlan many = plan::make_plan(parse_spec("append:bf16:d64:kv{q4_0}:cache"),
+                                                   {8, 0, 4, 500, 800}, DeviceInfo::parse("sm_80"), {});
+  EXPECT_EQ(many.launches[0].blocks, 4000);
+  EXPECT_EQ(many.launches[1].blocks, 1000);
+  for (const char* text :
+       {"append:bf16:d96:pages16", "append:bf16:d128x64:pages16", "append:bf16:d64:kv{iq4_nl}:cache",
+        "append:bf16:d64:kve4m3:cache:key_scales", "append:bf16:d576x512:kv{fp8_ds_mla}:shared_kv:cache"})
+    EXPECT_EQ(
+        plan::make_plan(parse_spec(text), {1, 0, 1, 5, 80}, DeviceInfo::parse("sm_80"), {}).launches.size(),
+        1u)
+        << text;
   const plan::ExecutionPlan merged =
       plan::make_plan(parse_spec("merge:bf16:d128"), {2, 4, 4, 50, 0}, DeviceInfo::parse("sm_90a"), {});
   EXPECT_EQ(merged.launches[0].blocks, 2 * 4 * 50 * 16 / 128);

@@ -105,7 +105,8 @@ __device__ __forceinline__ void join_row(const Params& p, const WorkTile<P>& wor
 
 // --- The main loop ----------------------------------------------------------------------------------------
 
-/// By each of two warpgroups: a warp has sixteen keys of each KV tile.
+/// By each of two warpgroups: a warp has sixteen keys of each KV tile. A slot is released when its words have
+/// been used, as ptxas lets an arrival pass loads before it that nothing has waited for.
 template <class P>
 __device__ __forceinline__ void consume_few_rows(const Params& p, const ForwardStorage<P>& smem, int wg) {
   static_assert(P::kBc == kFewRowsKeys && kFewRowsKeys == kFewRowsWarps * 16);
@@ -135,18 +136,18 @@ __device__ __forceinline__ void consume_few_rows(const Params& p, const ForwardS
       float s[4];
       RawKRing<P>::wait_full(smem, n);
       k.read(smem, n, first);
-      RawKRing<P>::release(smem, n);
       multiply_keys(k, q, s);  // S^T = K Q^T
       RawVRing<P>::wait_full(smem, n);
       v.read(smem, n, first, left);
-      RawVRing<P>::release(smem, n);
       if (left < P::kBc) {
         const int own = first + static_cast<int>(threadIdx.x) % 32 / 4;
         if (own >= left) s[0] = s[1] = -infinity();
         if (own + 8 >= left) s[2] = s[3] = -infinity();
       }
-      rows.weigh(factor, s);     // P = exp2(S - m)
+      rows.weigh(factor, s);  // P = exp2(S - m)
+      RawKRing<P>::release(smem, n);
       add_values(v, s, rows.o);  // O^T += V^T P^T
+      RawVRing<P>::release(smem, n);
     }
     parts[warp].put(rows);
     sync();

@@ -270,8 +270,8 @@ struct TileConfig {
   bool cluster = false;   ///< with split, forward of sm90: the blocks that share a Q tile's keys are a
                           ///< cluster, whose eight blocks join their parts without another kernel
   bool tma = false;       ///< sm80 forward, on sm_90 and newer: TMA copies K and V, not cp.async
-  /// sm90 and sm80, forward over K and V in formats that are decoded: an entry of its own does so once, into
-  /// the workspace, and the main loop reads elements of 16 bits. Else each Q tile decodes its keys.
+  /// sm90 and sm80, forward over K and V in formats that are decoded, sm90 over small pages: an entry does so
+  /// once, into the workspace, and the main loop reads elements of 16 bits. Else each Q tile does.
   bool decode_cache = false;
   bool join_lists = false;  ///< sm90 forward with indices: an entry of its own joins the lists of some
                             ///< queries, which then share a tile

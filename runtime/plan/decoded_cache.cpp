@@ -20,9 +20,26 @@ constexpr std::int64_t kMostDecodedBytes = std::int64_t{1} << 30;
 /// Rows of Q that an estimate takes together.
 constexpr std::int64_t kRowsOfTile = 128;
 
+/// To copy small pages takes each Q tile as long as products of so many columns more:
+/// ../../templates/sm90/NOTES.md#pages-whose-rows-are-copied-one-by-one.
+constexpr double kColumnsOfCopies = 24;
+
+/// A box of TMA has a multiple of 8 rows, and one of 8 costs as much as rows that are copied one by one.
+constexpr int kFewestRowsOfBox = 16, kRowsOfBoxes = 8;
+bool has_small_pages(const KvLayout& kv) {
+  return kv.is_paged() && (kv.page_size < kFewestRowsOfBox || kv.page_size % kRowsOfBoxes != 0);
+}
+
 double loss_of(const KvFormat& format, const AnalysedSpec& spec) {
   if (!format.quantized()) return 0;
   return spec.decodes_kv() ? kLossOfFormats : kLossOfCodes;
+}
+
+/// Columns of K and V whose products take as long as what a Q tile is spared.
+double spared_columns(const AnalysedSpec& spec) {
+  const KvLayout& kv = spec.kv;
+  if (!kv.quantized()) return (kv.shared_kv ? 1 : 2) * kColumnsOfCopies;
+  return spec.head_dim * loss_of(kv.k_format, spec) + spec.v_dim() * loss_of(kv.v_format, spec);
 }
 
 /// Bytes of a key of one head as it is stored, and as elements.
@@ -70,8 +87,13 @@ KernelSpec spec_of_main(const KernelPlan& kernel) {
 
 Support may_decode_cache(const AnalysedSpec& spec) {
   const KvLayout& kv = spec.kv;
-  if (spec.pass != Pass::forward || !kv.quantized())
-    return Support::no("decode_cache is for the forward pass over quantized K and V");
+  if (spec.pass != Pass::forward || !(kv.quantized() || has_small_pages(kv)))
+    return Support::no(fmt::format(
+        "decode_cache is for the forward pass over quantized K and V, or over pages of fewer than {} "
+        "rows or of no multiple of {}",
+        kFewestRowsOfBox, kRowsOfBoxes));
+  if (spec.head_dim % 16 != 0 || spec.v_dim() % 16 != 0)
+    return Support::no("decode_cache is for head dimensions that are multiples of 16");
   if (spec.prologue.q_codes || spec.has_key_scales())
     return Support::no(
         "decode_cache of 8-bit K and V is without q_codes and key_scales: elements would be rounded");
@@ -98,8 +120,7 @@ double gain_by_decoded_cache(const AnalysedSpec& spec, const AttentionShape& sha
     return 0;
   const auto [pairs, keys] = attended_pairs(spec, shape);
   const double group = static_cast<double>(shape.heads_q) / static_cast<double>(shape.heads_kv);
-  const double operations =
-      2 * (spec.head_dim * loss_of(spec.kv.k_format, spec) + spec.v_dim() * loss_of(spec.kv.v_format, spec));
+  const double operations = 2 * spared_columns(spec);
   const double gain = heads_kv * group * pairs * operations / kOperationsPerSecond;
   // The main loop reads elements no slower than codes.
   const double cost = heads_kv * keys * (stored + decoded) / kBytesPerSecond + kSecondsOfLaunch;

@@ -1,6 +1,6 @@
 // K and V in formats that are decoded, once for a call: an entry of its own writes them to the workspace as
-// elements, and the kernel of a spec with 16-bit K and V reads these. Families that can are made of their
-// plain ones by WithDecodedCache.
+// elements, and the kernel of a spec with 16-bit K and V reads these. The same for elements in pages that are
+// too small for TMA. Families that can are made of their plain ones by WithDecodedCache.
 #pragma once
 
 #include <string>
@@ -47,8 +47,9 @@ inline bool leaves_scales(const KernelPlan& kernel) {
 template <const FamilyTraits& kPlain, bool kScales>
 struct WithDecodedCache {
   static Support may_decode(const AnalysedSpec& spec) {
-    if (kScales || !spec.has_scales()) return may_decode_cache(spec);
-    return Support::no("decode_cache of 8-bit K and V is for family sm90");
+    if (Support may = may_decode_cache(spec); !may) return may;
+    if (kScales || (spec.kv.quantized() && !spec.has_scales())) return Support::yes();
+    return Support::no("decode_cache of 8-bit K and V, and of small pages, is for family sm90");
   }
   static Support admits(const AnalysedSpec& spec, const TileConfig& config, const DeviceInfo& device) {
     if (!config.decode_cache) return kPlain.admits(spec, config, device);

@@ -13,8 +13,10 @@ constexpr std::int64_t kFewestSequences = 8;
 bool may_divide(const KernelPlan& whole, const AttentionShape& shape) {
   const AnalysedSpec& spec = whole.spec;
   const bool packed_beside_cache = spec.pass == Pass::forward && spec.varlen && spec.kv.is_cache();
-  const bool in_whole_tiles = whole.schedule.dynamic_tiles && !whole.schedule.tile_lists &&
-                              !whole.config.split && !whole.config.decode_cache;
+  // What decodes a quantized cache once does so for all; small pages are copied for the prefills alone.
+  const bool decodes_all = whole.config.decode_cache && spec.kv.quantized();
+  const bool in_whole_tiles =
+      whole.schedule.dynamic_tiles && !whole.schedule.tile_lists && !whole.config.split && !decodes_all;
   // A launch adds these up over all sequences, or makes them for all beforehand.
   const bool counts_all = spec.kv.shared_prefix || spec.epilogue.skip_softmax || spec.prologue.has_programs();
   return packed_beside_cache && in_whole_tiles && !counts_all && !spec.reproducible.batch_invariant &&

@@ -55,7 +55,7 @@ std::string stored_problem(const plan::KernelPlan& kernel) {
   if (!kernel.config.decode_cache) return {};
   return fmt::format("\nstruct StoredProblem : Problem {{\n{}{}}};\n",
                      to_string(expr::Constant{"kPageRows", kernel.spec.kv.page_size}),
-                     stored_formats_text(kernel.spec));
+                     kernel.spec.kv.quantized() ? stored_formats_text(kernel.spec) : std::string());
 }
 
 // The templates that a text includes, by their names; other includes are NVRTC's to refuse.

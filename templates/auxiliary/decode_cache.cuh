@@ -1,6 +1,6 @@
-// Before a forward pass whose many Q tiles would each decode their keys again: K and V become elements in the
-// workspace, once. Problem has them there, in slots where the call has a cache; StoredProblem as the call
-// has them.
+// Before a forward pass whose many Q tiles would each decode their keys again, or copy them from small pages:
+// K and V become elements in the workspace, once. Problem has them there, in slots where the call has a
+// cache; StoredProblem as the call has them.
 #pragma once
 
 #include "flashjit/auxiliary/decode_cache_params.cuh"
@@ -27,12 +27,12 @@ __device__ __forceinline__ int first_attended_key(const Params& p, const Sequenc
 }
 
 /// Rows [keys.begin, keys.end) of one head, by all threads; zeros before `first`.
-template <class P, class Format, class Source>
+template <class P, int kColumns, class Source>
 __device__ __forceinline__ void decode_keys(const Source& from, Range keys, int first, const TensorParam& to,
                                             int b, int h_kv) {
   using Element = typename P::Element;
-  constexpr int kPieces = Format::kDim / 16, kAtOnce = Source::kPiecesAtOnce;
-  static_assert(Format::kDim % 16 == 0, "head dimensions of quantized rows are multiples of 16");
+  constexpr int kPieces = kColumns / 16, kAtOnce = Source::kPiecesAtOnce;
+  static_assert(kColumns % 16 == 0, "head dimensions of quantized rows are multiples of 16");
   Element* rows = static_cast<Element*>(to.data) + b * to.stride_b + h_kv * to.stride_h;
 #pragma unroll kAtOnce
   for (int begin = 0; begin < kDecodedKeys * kPieces; begin += kDecodingThreads) {
@@ -51,6 +51,47 @@ __device__ __forceinline__ void decode_keys(const Source& from, Range keys, int 
 template <class P, class Format>
 using ElementFormat = Conditional<kScaledElements<P>, OfHead<Format>, Format>;
 
+/// What the entry reads; StoredRows<P> names one of these types: rows that are decoded,
+template <class P, bool kDecodes = kDecodesKv<P>>
+struct StoredRows {
+  using K = ElementFormat<P, typename P::KFormat>;
+  using V = ElementFormat<P, typename P::VFormat>;
+  static constexpr int kKColumns = K::kDim, kVColumns = V::kDim;
+  using KSource = DecodedKvSource<P, K>;
+  using VSource = DecodedKvSource<P, V>;
+  static __device__ __forceinline__ KSource k(const Params& p, const Sequence<P>& sequence, int h_kv,
+                                              int first_key) {
+    return {p, p.k, p.k_block_scale, p.k_scale, sequence, h_kv, first_key};
+  }
+  static __device__ __forceinline__ VSource v(const Params& p, const Sequence<P>& sequence, int h_kv,
+                                              int first_key) {
+    return {p, p.v, p.v_block_scale, p.v_scale, sequence, h_kv, first_key};
+  }
+};
+/// or elements, as they are.
+template <class P>
+struct ElementSource : KvSource<P> {
+  static constexpr int kPiecesAtOnce = 2;
+  using KvSource<P>::KvSource;
+  template <class Element>
+  __device__ __forceinline__ void decode16(int kv, int column, uint4 (&to)[2]) const {
+    const auto* from = reinterpret_cast<const uint4*>(this->row(kv) + column);
+    to[0] = from[0], to[1] = from[1];
+  }
+};
+template <class P>
+struct StoredRows<P, false> {
+  static constexpr int kKColumns = P::kHeadDim, kVColumns = P::kHeadDimV;
+  static __device__ __forceinline__ ElementSource<P> k(const Params& p, const Sequence<P>& sequence, int h_kv,
+                                                       int first_key) {
+    return {p, p.k, sequence, h_kv, first_key};
+  }
+  static __device__ __forceinline__ ElementSource<P> v(const Params& p, const Sequence<P>& sequence, int h_kv,
+                                                       int first_key) {
+    return {p, p.v, sequence, h_kv, first_key};
+  }
+};
+
 /// Grid: batch * tiles of kDecodedKeys keys * heads_kv. Keys that a sequence does not have are not read, and
 /// what is in their place does not matter. In a tile that a window begins in, zeros are in front of it, as
 /// zero times what the workspace had is not zero.
@@ -67,13 +108,12 @@ __device__ void decode_cache(const DecodeCacheParams& params) {
   const int first_written = kLists<P> ? 0 : max(first - P::kBc, 0);
   const Range keys{max(begin, first_written), min(begin + kDecodedKeys, length)};
   if (keys.begin >= keys.end) return;
-  using K = ElementFormat<P, typename P::KFormat>;
-  using V = ElementFormat<P, typename P::VFormat>;
-  const DecodedKvSource<P, K> k(p, p.k, p.k_block_scale, p.k_scale, sequence, h_kv, first);
-  decode_keys<P, K>(k, keys, first, params.k, sequence.b, h_kv);
+  using Rows = StoredRows<P>;
+  const auto k = Rows::k(p, sequence, h_kv, first);
+  decode_keys<P, Rows::kKColumns>(k, keys, first, params.k, sequence.b, h_kv);
   if (P::kSharedKv) return;
-  const DecodedKvSource<P, V> v(p, p.v, p.v_block_scale, p.v_scale, sequence, h_kv, first);
-  decode_keys<P, V>(v, keys, first, params.v, sequence.b, h_kv);
+  const auto v = Rows::v(p, sequence, h_kv, first);
+  decode_keys<P, Rows::kVColumns>(v, keys, first, params.v, sequence.b, h_kv);
 }
 
 }  // namespace flashjit::auxiliary

@@ -21,9 +21,11 @@ TEST_F(DecodedCaches, AreReadAsTheKeysInOrder) {
   TemporaryRuntime runtime;
   const std::string window = "mask{q + seqlen_kv - seqlen_q - kv < 20 && kv <= q + seqlen_kv - seqlen_q}";
   unsigned seed = 0;
-  for (const std::string& spec : {std::string("bf16:d64:kve4m3:causal:varlen:pages16:sinks"),
-                                  std::string("bf16:d128:kvint8:cache:causal:score{2.0 * tanh(score / 2.0)}"),
-                                  "bf16:d64:kve5m2:pages8:" + window}) {
+  for (const std::string& spec :
+       {std::string("bf16:d64:kve4m3:causal:varlen:pages16:sinks"),
+        std::string("bf16:d128:kvint8:cache:causal:score{2.0 * tanh(score / 2.0)}"),
+        "bf16:d64:kve5m2:pages8:" + window, std::string("bf16:d64:causal:varlen:pages1:sinks"),
+        std::string("bf16:d96x80:causal:pages8"), "fp16:d128:pages3:" + window}) {
     SCOPED_TRACE(spec);
     const bool has_window = spec.ends_with(window);
     CacheRun({.spec = parse_spec(spec),

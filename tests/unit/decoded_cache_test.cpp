@@ -31,7 +31,19 @@ TEST(DecodedCache, IsChosenForManyQueriesOfFewBits) {
     EXPECT_FALSE(is_decoded_once(kInt4, "b64:hq32:hkv8:sq1:skv4096", arch));
     EXPECT_FALSE(is_decoded_once(kInt4, "b64:hq32:hkv8:sq16:skv4096", arch));
   }
-  EXPECT_FALSE(is_decoded_once("bf16:d128:pages16:causal", kPrefill));
+  // Elements in small pages, which no large box of TMA has.
+  for (const int page : {1, 3, 8, 20})
+    for (const int dim : {64, 128}) {
+      const std::string spec = fmt::format("bf16:d{}:pages{}:causal", dim, page);
+      EXPECT_TRUE(is_decoded_once(spec, kPrefill)) << spec;
+      EXPECT_TRUE(is_decoded_once(spec, kChunk)) << spec;
+      EXPECT_FALSE(is_decoded_once(spec, "b64:hq64:hkv8:sq16:skv4096")) << spec;
+      EXPECT_FALSE(is_decoded_once(spec, kPrefill, "sm_80")) << "cp.async copies rows as it does tiles";
+    }
+  for (const int page : {16, 64}) {
+    const std::string spec = fmt::format("bf16:d128:pages{}:causal", page);
+    EXPECT_FALSE(is_decoded_once(spec, kPrefill)) << spec;
+  }
   // Kernels multiply results with scales of heads; rounded elements would have these.
   EXPECT_TRUE(is_decoded_once("bf16:d128:kve4m3:pages16:causal", kPrefill));
   EXPECT_FALSE(is_decoded_once("bf16:d128:kve4m3:pages16:causal", "b4:hq32:hkv8:sq256:skv16384"));
@@ -103,6 +115,9 @@ TEST(DecodedCache, IsRefusedWhereItChangesResultsOrCannotBe) {
           << option;
     EXPECT_NE(refusal("fwd:bf16:d128:kv{nvfp4}:varlen", config).find("packed K and V"), std::string::npos);
   }
+  EXPECT_EQ(refusal("fwd:bf16:d128:pages1", sm90), "");
+  EXPECT_NE(refusal("fwd:bf16:d128:pages1", sm80).find("family sm90"), std::string::npos);
+  EXPECT_NE(refusal("fwd:bf16:d72:pages1", sm90).find("multiples of 16"), std::string::npos);
   EXPECT_EQ(refusal("fwd:fp16:d128:kve4m3:pages16", sm90), "");
   EXPECT_NE(refusal("fwd:bf16:d128:kve4m3:pages16", sm80).find("family sm90"), std::string::npos);
   EXPECT_NE(refusal("fwd:bf16:d128:kve4m3", "simt:br32:bc32:w4:decode_cache").find("does not have"),

@@ -32,6 +32,13 @@ TEST(DividedBatch, EachPartHasItsKernel) {
   }
 }
 
+TEST(DividedBatch, SmallPagesAreCopiedForThePrefills) {
+  const ExecutionPlan plan = plan_of("fwd:bf16:d128:causal:varlen:pages1");
+  ASSERT_TRUE(plan.decodes);
+  EXPECT_TRUE(plan.config.decode_cache);
+  EXPECT_FALSE(plan.decodes->config.decode_cache);
+}
+
 TEST(DividedBatch, ATunedConfigurationIsThePrefills) {
   TuningRecord record;
   record.spec = parse_spec("fwd:bf16:d128:causal:varlen:cache");

@@ -7,7 +7,8 @@
 
 namespace flashjit {
 
-/// What the mask reads by the query alone, over some queries: of few the bounds, of more anything.
+/// What the mask reads by the query alone, over some queries: of few the bounds, of more anything. By whole
+/// warps, each lane of which reads a query's: a work tile's first scores wait for it.
 template <class P>
 struct RowTerms {
   static constexpr int kMostQueries = 16;
@@ -18,15 +19,16 @@ struct RowTerms {
   }
   __device__ __forceinline__ RowTerms(const Params& p, const typename P::Head& head, Range q) : RowTerms() {
     if (q.begin >= q.end || q.end - q.begin > kMostQueries) return;
+    const int row = min(q.begin + static_cast<int>(threadIdx.x) % kMostQueries, q.end - 1);
 #pragma unroll
     for (int i = 0; i < P::kMaskRowTerms; ++i) {
-      const int first = P::mask_row_term(p, head, i, q.begin);
-      Interval term{first, first};
-      for (int row = q.begin + 1; row < q.end; ++row) {
-        const int value = P::mask_row_term(p, head, i, row);
-        term = join(term, Interval{value, value});
+      int low = P::mask_row_term(p, head, i, row), high = low;
+#pragma unroll
+      for (int lanes = kMostQueries / 2; lanes > 0; lanes /= 2) {
+        low = min(low, __shfl_xor_sync(kWholeWarp, low, lanes));
+        high = max(high, __shfl_xor_sync(kWholeWarp, high, lanes));
       }
-      bounds[i] = term;
+      bounds[i] = {low, high};
     }
   }
 };
@@ -75,6 +77,21 @@ __device__ __forceinline__ int longest_run(int count, const IsAlike& is_alike) {
   return known;
 }
 
+/// The same by a warp, whose lanes try a length each. ../sm90/NOTES.md#positions-of-ranks says what it gains.
+template <class IsAlike>
+__device__ __forceinline__ int longest_run_of_warp(int count, const IsAlike& is_alike) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int known = 0;
+  while (known < count) {
+    const int step = (count - known + 31) / 32, length = known + (lane + 1) * step;
+    const unsigned alike = __ballot_sync(kWholeWarp, length <= count && is_alike(length));
+    known += __popc(alike) * step;
+    if (step == 1) break;
+    count = min(count, known + step - 1);
+  }
+  return known;
+}
+
 /// The classes of a Q tile's KV tiles.
 template <class P>
 struct ClassedTiles {
@@ -115,8 +132,8 @@ struct FullKeys<P, true> {
     const ClassedTiles<P> classed{p, head, q, {p, head, q}};
     for (int skipped = 0; skipped < min(2, count); ++skipped) {
       const int begin = first + skipped;
-      const int full = longest_run(count - skipped,
-                                   [&](int several) { return classed.are(TileClass::full, begin, several); });
+      const int full = longest_run_of_warp(
+          count - skipped, [&](int several) { return classed.are(TileClass::full, begin, several); });
       if (full > 0) return {begin * P::kBc, (begin + full) * P::kBc};
     }
     return {0, 0};

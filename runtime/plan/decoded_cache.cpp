@@ -20,14 +20,19 @@ constexpr std::int64_t kMostDecodedBytes = std::int64_t{1} << 30;
 /// Rows of Q that an estimate takes together.
 constexpr std::int64_t kRowsOfTile = 128;
 
+/// A box of TMA has a multiple of 8 rows, and one of 8 costs more than larger ones.
+constexpr int kFewestRowsOfBox = 16, kRowsOfBoxes = 8;
+bool has_boxes(const KvLayout& kv) { return kv.page_size % kRowsOfBoxes == 0; }
+bool has_small_pages(const KvLayout& kv) {
+  return kv.is_paged() && (kv.page_size < kFewestRowsOfBox || !has_boxes(kv));
+}
+
 /// To copy small pages takes each Q tile as long as products of so many columns more:
 /// ../../templates/sm90/NOTES.md#pages-whose-rows-are-copied-one-by-one.
-constexpr double kColumnsOfCopies = 24;
-
-/// A box of TMA has a multiple of 8 rows, and one of 8 costs as much as rows that are copied one by one.
-constexpr int kFewestRowsOfBox = 16, kRowsOfBoxes = 8;
-bool has_small_pages(const KvLayout& kv) {
-  return kv.is_paged() && (kv.page_size < kFewestRowsOfBox || kv.page_size % kRowsOfBoxes != 0);
+double columns_of_copies(const AnalysedSpec& spec) {
+  const bool narrow = std::max(spec.head_dim, spec.v_dim()) <= 64;
+  if (has_boxes(spec.kv)) return narrow ? 2 : 11;
+  return narrow ? 26 : 18;
 }
 
 double loss_of(const KvFormat& format, const AnalysedSpec& spec) {
@@ -38,7 +43,7 @@ double loss_of(const KvFormat& format, const AnalysedSpec& spec) {
 /// Columns of K and V whose products take as long as what a Q tile is spared.
 double spared_columns(const AnalysedSpec& spec) {
   const KvLayout& kv = spec.kv;
-  if (!kv.quantized()) return (kv.shared_kv ? 1 : 2) * kColumnsOfCopies;
+  if (!kv.quantized()) return (kv.shared_kv ? 1 : 2) * columns_of_copies(spec);
   return spec.head_dim * loss_of(kv.k_format, spec) + spec.v_dim() * loss_of(kv.v_format, spec);
 }
 

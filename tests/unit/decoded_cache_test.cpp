@@ -31,19 +31,20 @@ TEST(DecodedCache, IsChosenForManyQueriesOfFewBits) {
     EXPECT_FALSE(is_decoded_once(kInt4, "b64:hq32:hkv8:sq1:skv4096", arch));
     EXPECT_FALSE(is_decoded_once(kInt4, "b64:hq32:hkv8:sq16:skv4096", arch));
   }
-  // Elements in small pages, which no large box of TMA has.
-  for (const int page : {1, 3, 8, 20})
+  // Elements in small pages: rows that are copied one by one, and boxes of 8 with more than 64 columns.
+  for (const int page : {1, 3, 20}) {
     for (const int dim : {64, 128}) {
       const std::string spec = fmt::format("bf16:d{}:pages{}:causal", dim, page);
       EXPECT_TRUE(is_decoded_once(spec, kPrefill)) << spec;
-      EXPECT_TRUE(is_decoded_once(spec, kChunk)) << spec;
+      EXPECT_EQ(is_decoded_once(spec, kChunk), dim == 64) << spec;
       EXPECT_FALSE(is_decoded_once(spec, "b64:hq64:hkv8:sq16:skv4096")) << spec;
       EXPECT_FALSE(is_decoded_once(spec, kPrefill, "sm_80")) << "cp.async copies rows as it does tiles";
     }
-  for (const int page : {16, 64}) {
-    const std::string spec = fmt::format("bf16:d128:pages{}:causal", page);
-    EXPECT_FALSE(is_decoded_once(spec, kPrefill)) << spec;
   }
+  EXPECT_TRUE(is_decoded_once("bf16:d128:pages8:causal", kPrefill));
+  EXPECT_FALSE(is_decoded_once("bf16:d64:pages8:causal", kPrefill));
+  EXPECT_FALSE(is_decoded_once("bf16:d128:pages8:causal", kChunk));
+  EXPECT_FALSE(is_decoded_once("bf16:d128:pages16:causal", kPrefill));
   // Kernels multiply results with scales of heads; rounded elements would have these.
   EXPECT_TRUE(is_decoded_once("bf16:d128:kve4m3:pages16:causal", kPrefill));
   EXPECT_FALSE(is_decoded_once("bf16:d128:kve4m3:pages16:causal", "b4:hq32:hkv8:sq256:skv16384"));

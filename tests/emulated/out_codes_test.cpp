@@ -1,5 +1,9 @@
 // O as codes with scales: each code exactly, and of calls of many keys, by every family that stores them.
+#include <fmt/format.h>
+
+#include "tests/support/built.hpp"
 #include "tests/support/out_codes_run.hpp"
+#include "tests/support/run_command.hpp"
 
 namespace flashjit::test {
 namespace {
@@ -16,6 +20,24 @@ TEST_P(EmulatedOutCodes, AreThoseOfTheReference) {
   TemporaryRuntime runtime;
   check_near_codes(runtime.get(), GetParam());
 }
+
+class EmulatedProblemsOfOutCodes : public testing::TestWithParam<const char*> {};
+
+TEST_P(EmulatedProblemsOfOutCodes, AreVerified) {
+  const TemporaryDirectory folder;
+  const CommandResult result =
+      run_command(folder, std::string("verify --seed 3 --spec ") + GetParam(),
+                  fmt::format("FLASHJIT_LIBCUDA='{}' FLASHJIT_NVRTC='{}' FLASHJIT_EMULATOR_CAPABILITY=90",
+                              built(FLASHJIT_EMULATED_CUDA), built(FLASHJIT_EMULATED_NVRTC)));
+  EXPECT_EQ(result.code, 0) << result.out << result.err;
+  EXPECT_NE(result.out.find("out "), std::string::npos) << result.out << result.err;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, EmulatedProblemsOfOutCodes,
+    testing::Values("'fwd:bf16:d64:causal:out{e4m3}' --shape b2:hq2:hkv1:sq70:skv90",
+                    "'fwd:bf16:d64:causal:out{e4m3:row:fp32:apart}:varlen' --shape b2:hq2:hkv1:sq70:skv90",
+                    "'fwd:bf16:d64:out{e2m1:g16:e4m3:apart:scaled}:kvlen' --shape b2:hq2:hkv1:sq70:skv90"));
 
 const std::string kFp8 = ":out{e4m3}", kRows = ":out{e4m3:row:fp32:apart}",
                   kFp4 = ":out{e2m1:g16:e4m3:apart:scaled}";

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "flashjit/common/kv_encode.cuh"
-#include "flashjit/common/visible.cuh"
+#include "flashjit/common/out_scales.cuh"
 
 namespace flashjit {
 
@@ -26,8 +26,7 @@ __device__ __forceinline__ CodedRow coded_row(const Params& p, const Sequence<P>
   CodedRow row{nullptr, nullptr, Format::kArgument ? __ldg(p.out_scale) : 1.0f};
   if (!exists) return row;
   row.codes = sequence.template q_pointer<unsigned char>(p.o, h, q);
-  row.scales = reinterpret_cast<unsigned char*>(
-      sequence.template q_pointer<typename Format::StoredScale>(p.out_block_scale, h, q));
+  row.scales = reinterpret_cast<unsigned char*>(OutScalePlace<P>::row(p, sequence, h, q));
   return row;
 }
 
@@ -41,14 +40,17 @@ __device__ __forceinline__ void store_number(unsigned char* to, unsigned bits) {
 
 /// What elements of a block are multiplied with, from the bits of its largest magnitude, which all its lanes
 /// have. The lane that `writes` writes the block's scale.
-template <class Format>
+template <class P>
 __device__ __forceinline__ float factor_of_block(const CodedRow& row, int block, unsigned largest,
                                                  bool writes) {
+  using Format = typename P::OutFormat;
   if (!Format::kBlockScales) return factor_of_scale<Format>(row.argument);
   const BlockExtremes found{__uint_as_float(largest), 0, 0.0f, 0.0f, largest < 0x7f800000u};
   const unsigned bits = symmetric_scale<Format>(found, row.argument);
   if (writes && row.scales != nullptr)
-    store_number(reinterpret_cast<typename Format::StoredScale*>(row.scales) + block, bits);
+    store_number(
+        reinterpret_cast<typename Format::StoredScale*>(row.scales) + OutScalePlace<P>::of_block(block),
+        bits);
   return factor_of_scale<Format>(number_of_bits<Format::kScaleType>(bits) * row.argument);
 }
 
@@ -109,7 +111,7 @@ __device__ __forceinline__ void store_codes(const CodedRow& row, const float (&o
       largest = max(largest, magnitude_bits(o[(block * kBlockChunks + n / 2) * 4 + kHalf * 2 + n % 2]));
     largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, 1));
     largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, 2));
-    const float factor = factor_of_block<Format>(row, block, largest, part == block % 4);
+    const float factor = factor_of_block<P>(row, block, largest, part == block % 4);
 #pragma unroll
     for (int n = 0; n < kBlockChunks; ++n) {
       const int chunk = block * kBlockChunks + n, at = chunk * 4 + kHalf * 2;
@@ -148,7 +150,7 @@ __device__ __forceinline__ void store_codes_of_lanes(const CodedRow& row, const 
       if (!kOfRow || i == 0) of_block = max(of_block, __shfl_xor_sync(kWholeWarp, of_block, lanes));
     if (row.codes == nullptr || column >= Format::kColumns) continue;
     const float factor =
-        factor_of_block<Format>(row, column / Format::kBlock, of_block, column % Format::kBlock == 0);
+        factor_of_block<P>(row, column / Format::kBlock, of_block, column % Format::kBlock == 0);
     const unsigned low = code_pair<Format, P::kArch>(x[i].x * factor, x[i].y * factor),
                    high = code_pair<Format, P::kArch>(x[i].z * factor, x[i].w * factor);
     unsigned char* to = row.codes + column * Format::kBits / 8;
@@ -170,7 +172,7 @@ __device__ __forceinline__ void store_codes_of_thread(const CodedRow& row, const
 #pragma unroll 1
     for (int column = 0; Format::kBlockScales && column < Format::kBlock; ++column)
       largest = max(largest, magnitude_bits(value_at(first + column)));
-    const float factor = factor_of_block<Format>(row, first / Format::kBlock, largest, true);
+    const float factor = factor_of_block<P>(row, first / Format::kBlock, largest, true);
 #pragma unroll 1
     for (int column = first; column < first + Format::kBlock; column += kOfByte) {
       unsigned codes = 0;

@@ -63,6 +63,44 @@ def test_nvfp4(device):
     assert ((found - exact).abs() <= 0.19 * largest + 1e-4).all()
 
 
+def in_rows(swizzled, batch, heads, length):
+    """128x4 scales as [batch, heads, length, blocks of a head]."""
+    rows, columns = swizzled.shape
+    tiles = swizzled.view(torch.uint8).view(rows // 128, columns // 4, 32, 4, 4)
+    matrix = tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)[: batch * length]
+    return matrix.view(batch, length, heads, columns // heads).transpose(1, 2)
+
+
+@pytest.mark.skipif(FP4 is None, reason="PyTorch has no float4_e2m1fn_x2")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{"causal": True}, {"cache": True}])
+def test_swizzled_scales(device, options):
+    q, k, v = tensors(device, length=150)
+    scale = torch.tensor(1 / 64, device=device)
+    if "cache" in options:
+        options = {**options, "kv_lengths": torch.tensor([150, 0], dtype=torch.int32, device=device)}
+    given = {"out_dtype": FP4, "out_scale": scale, **options}
+    out, rows = flashjit.attention(q, k, v, **given)
+    memory = torch.ones(384, 16, device=device).to(FP8)
+    again, swizzled = flashjit.attention(q, k, v, swizzled_scales=True, out_block_scale=memory, **given)
+    assert swizzled.data_ptr() == memory.data_ptr()
+    assert torch.equal(out.view(torch.uint8), again.view(torch.uint8))
+    assert torch.equal(in_rows(swizzled, 2, 4, 150), rows.view(torch.uint8))
+    made = flashjit.attention(q, k, v, swizzled_scales=True, **given)[1]
+    assert made.shape == (384, 16) and torch.equal(in_rows(made, 2, 4, 150), rows.view(torch.uint8))
+
+
+@pytest.mark.skipif(FP4 is None, reason="PyTorch has no float4_e2m1fn_x2")
+def test_swizzled_scales_of_packed_sequences():
+    q, k, v = (x[:1].repeat(1, 1, 2, 1) for x in tensors())
+    offsets = torch.tensor([0, 30, 70], dtype=torch.int32)
+    packing = dict(cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=40, max_seqlen_kv=40)
+    given = {"out_dtype": FP4, "out_scale": torch.tensor(1 / 64), **packing}
+    rows = flashjit.attention(q, k, v, **given)[1]
+    swizzled = flashjit.attention(q, k, v, swizzled_scales=True, **given)[1]
+    assert torch.equal(in_rows(swizzled, 1, 4, 80), rows.view(torch.uint8))
+
+
 def test_memory_of_the_caller():
     q, k, v = tensors()
     packed = torch.zeros(
@@ -116,6 +154,8 @@ def test_packed_rows_of_no_sequence():
             flashjit.InvalidArgument,
             r"out_block_scale is float32 \[2, 4, 40\] on cpu: it must be float32 \[2, 4, 40, 1\]",
         ),
+        ({"swizzled_scales": True}, flashjit.InvalidArgument, "swizzled_scales is set and out_dtype is None"),
+        ({"out_dtype": FP8, "swizzled_scales": True}, flashjit.InvalidArgument, "is for torch.float4_e2m1fn_x2"),
         ({"out_dtype": torch.float8_e5m2}, flashjit.InvalidArgument, "out_dtype is torch.float8_e5m2"),
     ],
 )

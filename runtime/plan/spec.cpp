@@ -173,10 +173,9 @@ void check_out_format(const AttentionSpec& spec) {
   if (std::ranges::find(kFormats, to_string(format)) == std::end(kFormats))
     refuse("out_format is {}; O is stored as {}, or left as elements", to_string(format),
            fmt::join(kFormats, ", "));
-  const char* option = spec.indices                 ? "indices"
-                       : spec.partial.running_state ? "running_state"
-                       : spec.partial.fp32_out      ? "fp32_out"
-                                                    : nullptr;
+  const char* option = spec.partial.running_state ? "running_state"
+                       : spec.partial.fp32_out    ? "fp32_out"
+                                                  : nullptr;
   if (option)
     refuse("out_format is {} and {} is set, too; O becomes codes where it is complete, so leave one out",
            to_string(format), option);

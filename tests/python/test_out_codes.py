@@ -125,6 +125,16 @@ def test_after_a_program_of_o():
     assert torch.equal(out.view(torch.uint8), half.view(torch.uint8))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_with_lists_of_keys(device):
+    q, k, v = tensors(device)
+    lists = torch.stack([torch.randperm(40)[:24] for _ in range(2 * 40 * 4)]).view(2, 40, 4, 24)
+    given = {"indices": lists.to(device=device, dtype=torch.int32)}
+    exact = flashjit.attention(q, k, v, out_dtype=torch.float32, **given)
+    out, scale = flashjit.attention(q, k, v, out_dtype=FP8, **given)
+    assert torch.allclose(out.float() * scale, exact, rtol=0.07, atol=1e-3)
+
+
 def test_packed_rows_of_no_sequence():
     q, k, v = (x[:1].repeat(1, 1, 2, 1) for x in tensors())
     offsets = torch.tensor([0, 30, 70], dtype=torch.int32)

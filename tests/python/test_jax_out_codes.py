@@ -67,9 +67,7 @@ def test_vmap_and_rows_of_eight_bits():
     assert (out[1] == alone[0]).all() and (scale[1] == alone[1]).all()
     small = [x.astype(jnp.float8_e4m3fn) for x in (k, v)]
     one = jnp.float32(1)
-    codes, rows = flashjit.jax.attention(
-        q, *small, k_scale=one, v_scale=one, out_dtype=jnp.float8_e4m3fn
-    )
+    codes, rows = flashjit.jax.attention(q, *small, k_scale=one, v_scale=one, out_dtype=jnp.float8_e4m3fn)
     wanted = flashjit.jax.attention(q, *small, k_scale=one, v_scale=one).astype("float32")
     assert np.allclose(codes.astype("float32") * rows, wanted, rtol=0.07, atol=2e-3)
 

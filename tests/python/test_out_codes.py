@@ -165,7 +165,11 @@ def test_packed_rows_of_no_sequence():
             r"out_block_scale is float32 \[2, 4, 40\] on cpu: it must be float32 \[2, 4, 40, 1\]",
         ),
         ({"swizzled_scales": True}, flashjit.InvalidArgument, "swizzled_scales is set and out_dtype is None"),
-        ({"out_dtype": FP8, "swizzled_scales": True}, flashjit.InvalidArgument, "is for torch.float4_e2m1fn_x2"),
+        (
+            {"out_dtype": FP8, "swizzled_scales": True},
+            flashjit.InvalidArgument,
+            "is for torch.float4_e2m1fn_x2",
+        ),
         ({"out_dtype": torch.float8_e5m2}, flashjit.InvalidArgument, "out_dtype is torch.float8_e5m2"),
     ],
 )

@@ -186,7 +186,10 @@ def draw(path, plt):
                 axis.legend(fontsize=9)
         axis.tick_params(labelsize=8)
         axis.set_xlabel(f"{program.stage}: {program.axis}", fontsize=10.5)
-    figure.suptitle("Programs in place of the softmax, of rows of Q and K, and of elements of O, and O as codes", fontsize=15)
+    figure.suptitle(
+        "Programs in place of the softmax, of rows of Q and K, and of elements of O, and O as codes",
+        fontsize=15,
+    )
     figure.savefig(path, dpi=100)
 
 

@@ -240,9 +240,7 @@ def attention(
     scales = (k_scale, v_scale, q_scale, k_block_scale, v_block_scale)
     scaled = stored or k.dtype in KV_TYPES or q.dtype in KV_TYPES or any(x is not None for x in scales)
     accurate = bool(accurate) and wants_grad and out is None and receive is None
-    codes, out, out_dtype = read_out_codes(
-        out_dtype, out_scale, out_block_scale, out, v, swizzled_scales
-    )
+    codes, out, out_dtype = read_out_codes(out_dtype, out_scale, out_block_scale, out, v, swizzled_scales)
     fp32_out, final = _type_of_out(out_dtype, q, accurate and not codes, out_mod, weight_mod)
     mods, packing = (out_mod, q_mod, k_mod), (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     # torch.compile, for which no call is plain, cannot compare functions.

@@ -16,8 +16,8 @@ from ._call import alike
 from ._codes import codes_of, in_four_dims
 from ._derivatives import attend
 from ._formats import check_formats, read_formats, refuse_block_scales
-from ._packed import check_packed, packed
 from ._out_codes import out_codes, scale_of_out
+from ._packed import check_packed, packed
 from ._problem import CODES, FIXED, Problem
 from ._programs import Tracer
 

@@ -30,8 +30,15 @@ __device__ __forceinline__ CodedRow coded_row(const Params& p, const Sequence<P>
   return row;
 }
 
-/// Bits of floats without a sign grow as these do; NaN's are the largest.
-__device__ __forceinline__ unsigned magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+/// The largest magnitude so far, as bits, which grow as floats without a sign do, NaN's being the largest. By
+/// one instruction: with integers the elements of both of a thread's rows were kept twice, and spilled.
+template <int kArch>
+__device__ __forceinline__ unsigned larger_magnitude(unsigned bits, float x) {
+  if constexpr (kArch < 80)
+    return max(bits, __float_as_uint(x) & 0x7fffffffu);
+  else
+    return __float_as_uint(max_or_nan(__uint_as_float(bits), fabsf(x)));
+}
 
 __device__ __forceinline__ void store_number(float* to, unsigned bits) { *to = __uint_as_float(bits); }
 __device__ __forceinline__ void store_number(unsigned char* to, unsigned bits) {
@@ -108,7 +115,8 @@ __device__ __forceinline__ void store_codes(const CodedRow& row, const float (&o
     unsigned largest = 0;
 #pragma unroll
     for (int n = 0; n < (Format::kBlockScales ? 2 * kBlockChunks : 0); ++n)
-      largest = max(largest, magnitude_bits(o[(block * kBlockChunks + n / 2) * 4 + kHalf * 2 + n % 2]));
+      largest =
+          larger_magnitude<P::kArch>(largest, o[(block * kBlockChunks + n / 2) * 4 + kHalf * 2 + n % 2]);
     largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, 1));
     largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, 2));
     const float factor = factor_of_block<P>(row, block, largest, part == block % 4);
@@ -139,7 +147,7 @@ __device__ __forceinline__ void store_codes_of_lanes(const CodedRow& row, const 
     const bool exists = (lane + kLanes * i) * 4 < Format::kColumns;
     unsigned& of_block = largest[kOfRow ? 0 : i];
     for (const float value : {x[i].x, x[i].y, x[i].z, x[i].w})
-      if (exists) of_block = max(of_block, magnitude_bits(value));
+      if (exists) of_block = larger_magnitude<P::kArch>(of_block, value);
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
@@ -171,7 +179,7 @@ __device__ __forceinline__ void store_codes_of_thread(const CodedRow& row, const
     unsigned largest = 0;
 #pragma unroll 1
     for (int column = 0; Format::kBlockScales && column < Format::kBlock; ++column)
-      largest = max(largest, magnitude_bits(value_at(first + column)));
+      largest = larger_magnitude<P::kArch>(largest, value_at(first + column));
     const float factor = factor_of_block<P>(row, first / Format::kBlock, largest, true);
 #pragma unroll 1
     for (int column = first; column < first + Format::kBlock; column += kOfByte) {

@@ -57,8 +57,7 @@ TEST(OutCodes, ArePlannedWithSplitKeysToo) {
     EXPECT_EQ(planned("bf16:d128:pages64:causal" + format, few, "sm_90a"),
               planned("bf16:d128:pages64:causal", few, "sm_90a"));
     EXPECT_EQ(planned("bf16:d128:causal" + format, few, "sm_80"), planned("bf16:d128:causal", few, "sm_80"));
-    EXPECT_EQ(planned("bf16:d256:causal" + format, many, "sm_90a").family,
-              format == kCodesByCall ? Family::sm90 : Family::sm80);
+    EXPECT_EQ(planned("bf16:d256:causal" + format, many, "sm_90a").family, Family::sm90);
     EXPECT_EQ(planned("bf16:d320:causal" + format, many, "sm_90a").family, Family::simt);
   }
 }

@@ -51,7 +51,6 @@ __device__ __forceinline__ BlockExtremes magnitude_of_lanes(const float (&x)[kLa
   return {__uint_as_float(largest), 0, 0.0f, 0.0f, largest < 0x7f800000u};
 }
 
-constexpr float kRoundingShift = 12582912.0f;  ///< 1.5 * 2^23: sums with it end with the nearest integer
 /// Bits that end with the code of a value: integers and e2m1 by sums instead of conversions and comparisons.
 template <class Format>
 constexpr bool kCodesBySums =
@@ -62,14 +61,6 @@ __device__ __forceinline__ unsigned integer_by_sum(float x) {
   constexpr float kBias = Format::kCode == KvCode::int4_offset ? 8.0f : 0.0f;
   const float within = fminf(fmaxf(x, kLowestCode<Format>), kHighestCode<Format>);
   return __float_as_uint(within + kRoundingShift + kBias) & ((1u << Format::kBits) - 1);
-}
-/// Steps between magnitudes are a half up to 2, 1 up to 4, then 2.
-__device__ __forceinline__ unsigned e2m1_by_sums(float x) {
-  const float y = fminf(fabsf(x), 6.5f);
-  const unsigned halves = __float_as_uint(fmaf(y, 2.0f, kRoundingShift)),
-                 ones = __float_as_uint(y + (kRoundingShift + 2.0f)),
-                 twos = __float_as_uint(fmaf(y, 0.5f, kRoundingShift + 4.0f));
-  return (min(min(halves, ones), twos) & 7u) | (__float_as_uint(x) >> 28 & 8u);
 }
 template <class Format>
 __device__ __forceinline__ unsigned code_of_lane(const KvQuantizer& by, float x) {

@@ -17,13 +17,14 @@ constexpr bool kOutCodes = requires {
 /// all codes, 1 where the call has none.
 struct CodedRow {
   unsigned char *codes, *scales;
-  float argument;
+  float argument, reciprocal;
 };
 template <class P>
 __device__ __forceinline__ CodedRow coded_row(const Params& p, const Sequence<P>& sequence, int h, int q,
                                               bool exists) {
   using Format = typename P::OutFormat;
-  CodedRow row{nullptr, nullptr, Format::kArgument ? __ldg(p.out_scale) : 1.0f};
+  const float argument = Format::kArgument ? __ldg(p.out_scale) : 1.0f;
+  CodedRow row{nullptr, nullptr, argument, 1.0f / argument};
   if (!exists) return row;
   row.codes = sequence.template q_pointer<unsigned char>(p.o, h, q);
   row.scales = reinterpret_cast<unsigned char*>(OutScalePlace<P>::row(p, sequence, h, q));
@@ -45,6 +46,47 @@ __device__ __forceinline__ void store_number(unsigned char* to, unsigned bits) {
   *to = static_cast<unsigned char>(bits);
 }
 
+/// The float next to a quotient by a divisor of no extreme size, whose reciprocal is given, without branches.
+__device__ __forceinline__ float nearest_quotient(float x, float divisor, float reciprocal) {
+  const float near = x * reciprocal, exact = fmaf(fmaf(-near, divisor, x), reciprocal, near);
+  return near < 0x1p100f ? exact : near;
+}
+__device__ __forceinline__ float nearest_reciprocal(float x) {
+  float near;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(x));
+  return near < 0x1p120f ? fmaf(fmaf(-x, near, 1.0f), near, near) : fminf(near, 3.402823466e38f);
+}
+
+// How the scale of a block is found from the bits of its largest magnitude; BlockScale<P> names one of these.
+
+/// As encoders of KV formats do.
+template <class P>
+struct AnyBlockScale {
+  using Format = typename P::OutFormat;
+  static __device__ __forceinline__ unsigned bits(const CodedRow& row, unsigned largest) {
+    const BlockExtremes found{__uint_as_float(largest), 0, 0.0f, 0.0f, largest < 0x7f800000u};
+    return symmetric_scale<Format>(found, row.argument);
+  }
+  static __device__ __forceinline__ float factor(float scale) { return factor_of_scale<Format>(scale); }
+};
+/// The same numbers for scales of e4m3, of which a thread finds one for four elements: by a conversion, and
+/// by products in place of quotients.
+template <class P>
+struct ShortBlockScale {
+  using Format = typename P::OutFormat;
+  static __device__ __forceinline__ unsigned bits(const CodedRow& row, unsigned largest) {
+    constexpr float kLargest = Format::kLargest;
+    const float magnitude = nearest_quotient(__uint_as_float(largest), row.argument, row.reciprocal);
+    const float scale = nearest_quotient(magnitude, kLargest, 1.0f / kLargest);
+    const unsigned bits = pair_of_e4m3(fminf(fmaxf(scale, 0.001953125f), 448.0f), 0.0f) & 0xffu;
+    return largest >= 0x7f800000u ? 0x7fu : magnitude == 0.0f ? 0x38u : bits;
+  }
+  static __device__ __forceinline__ float factor(float scale) { return nearest_reciprocal(scale); }
+};
+template <class P>
+using BlockScale = Conditional<P::OutFormat::kScaleType == KvNumber::e4m3 && (P::kArch >= 89),
+                               ShortBlockScale<P>, AnyBlockScale<P>>;
+
 /// What elements of a block are multiplied with, from the bits of its largest magnitude, which all its lanes
 /// have. The lane that `writes` writes the block's scale.
 template <class P>
@@ -52,19 +94,19 @@ __device__ __forceinline__ float factor_of_block(const CodedRow& row, int block,
                                                  bool writes) {
   using Format = typename P::OutFormat;
   if (!Format::kBlockScales) return factor_of_scale<Format>(row.argument);
-  const BlockExtremes found{__uint_as_float(largest), 0, 0.0f, 0.0f, largest < 0x7f800000u};
-  const unsigned bits = symmetric_scale<Format>(found, row.argument);
+  const unsigned bits = BlockScale<P>::bits(row, largest);
   if (writes && row.scales != nullptr)
     store_number(
         reinterpret_cast<typename Format::StoredScale*>(row.scales) + OutScalePlace<P>::of_block(block),
         bits);
-  return factor_of_scale<Format>(number_of_bits<Format::kScaleType>(bits) * row.argument);
+  return BlockScale<P>::factor(number_of_bits<Format::kScaleType>(bits) * row.argument);
 }
 
 /// The codes of two neighbouring columns, the first in the lower bits.
 template <class Format, int kArch>
 __device__ __forceinline__ unsigned code_pair(float x, float y) {
   if (Format::kCode == KvCode::e4m3 && kArch >= 89) return pair_of_e4m3(x, y);
+  if (kHasSmallFloats<Format>) return e2m1_by_sums(x) | e2m1_by_sums(y) << Format::kBits;
   return code_of_value<Format>(x) | code_of_value<Format>(y) << Format::kBits;
 }
 

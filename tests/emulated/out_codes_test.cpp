@@ -70,6 +70,8 @@ std::vector<OutCodesCase> many_keys() {
       {"bf16:d64:causal" + kFp8, {1, 2, 1, 150, 100}, Family::sm90},  // first queries without keys
       {"bf16:d64:causal" + gate + kFp4, {1, 2, 1, 150, 100}, Family::sm90},
       {"bf16:d256:causal" + kFp8, {1, 2, 1, 90, 130}, Family::sm90},
+      {"bf16:d256:causal" + swizzled, {1, 2, 1, 90, 130}, Family::sm90},
+      {"fp16:d192:causal" + kRows, {1, 2, 1, 90, 130}, Family::sm90},
       {"fp16:d96:causal" + gate + kRows, {2, 2, 1, 70, 130}, Family::sm80},
       {"bf16:d128" + kFp4, {1, 4, 2, 90, 130}, Family::sm80},
       {"fp32:d64:causal" + kFp4, {1, 2, 1, 70, 50}, Family::simt},

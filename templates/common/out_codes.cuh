@@ -83,9 +83,14 @@ struct ShortBlockScale {
   }
   static __device__ __forceinline__ float factor(float scale) { return nearest_reciprocal(scale); }
 };
+/// Problems of sm90, which have kTmaStoresO; with mma.sync registers do not suffice for it.
 template <class P>
-using BlockScale = Conditional<P::OutFormat::kScaleType == KvNumber::e4m3 && (P::kArch >= 89),
-                               ShortBlockScale<P>, AnyBlockScale<P>>;
+constexpr bool kShortBlockScales = P::OutFormat::kScaleType == KvNumber::e4m3 &&
+                                   (P::kArch >= 89) && requires {
+  P::kTmaStoresO;
+};
+template <class P>
+using BlockScale = Conditional<kShortBlockScales<P>, ShortBlockScale<P>, AnyBlockScale<P>>;
 
 /// What elements of a block are multiplied with, from the bits of its largest magnitude, which all its lanes
 /// have. The lane that `writes` writes the block's scale.

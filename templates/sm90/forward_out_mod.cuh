@@ -76,7 +76,7 @@ struct OutTileInShared {
     };
     __syncwarp();
     if (tile.holds(work.sequence.seqlen_q(p), P::kHeadDimV)) {
-#pragma unroll
+#pragma unroll 2
       for (int i = lane; i < kAll; i += 32)
         copy_async_16(place(i), tile.row(first + i / kChunks) + i % kChunks * 8, true);
     } else {

@@ -54,7 +54,7 @@ struct OutTileInL2 {
     if (!tile.holds(seqlen_q, P::kHeadDimV)) return;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int first = first_query(work, wg) + static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kWarpRows * kLines; i += 32) {
       const int q = first + (i + lane) / kLines, line = (i + lane) % kLines;
       if ((i + lane) / kLines < kWarpRows && q < seqlen_q)

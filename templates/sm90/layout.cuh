@@ -211,9 +211,10 @@ struct ForwardLayout {
     return !(codes && split) && d_split == 1 && bytes_of(q_stages()) + o_bytes() <= limit();
   }
   constexpr int out_tile() const { return o() + (has_o_tile() ? o_bytes() : 0); }
-  /// Where it fits, it is copied while the keys are visited.
+  /// Where it fits, it is copied while the keys are visited. Above 128 columns the loop over O spills.
   constexpr bool has_out_tile() const {
-    return reads_out_tile && ctas == 1 && has_o_tile() && bytes_of(q_stages()) + 2 * o_bytes() <= limit();
+    return reads_out_tile && head_dim_v <= 128 && ctas == 1 && has_o_tile() &&
+           bytes_of(q_stages()) + 2 * o_bytes() <= limit();
   }
   constexpr int parts() const { return out_tile() + (has_out_tile() ? o_bytes() : 0); }
   constexpr int code_tiles() const { return parts() + parts_bytes(); }

@@ -35,10 +35,8 @@ __device__ __forceinline__ CodedRow coded_row(const Params& p, const Sequence<P>
 /// one instruction: with integers the elements of both of a thread's rows were kept twice, and spilled.
 template <int kArch>
 __device__ __forceinline__ unsigned larger_magnitude(unsigned bits, float x) {
-  if constexpr (kArch < 80)
-    return max(bits, __float_as_uint(x) & 0x7fffffffu);
-  else
-    return __float_as_uint(max_or_nan(__uint_as_float(bits), fabsf(x)));
+  if (kArch < 80) return max(bits, __float_as_uint(x) & 0x7fffffffu);
+  return __float_as_uint(max_or_nan(__uint_as_float(bits), fabsf(x)));
 }
 
 __device__ __forceinline__ void store_number(float* to, unsigned bits) { *to = __uint_as_float(bits); }

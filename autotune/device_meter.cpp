@@ -93,6 +93,7 @@ struct Sizes {
   std::size_t q, k, v, o, lse;
   std::size_t scales = 0;        ///< of K, and of V: floats
   std::size_t block_scales = 0;  ///< of K, or of V, as their formats have them apart
+  std::size_t out_scales = 0;    ///< of blocks of O
   std::size_t state = 0;         ///< a running one's O
 
   explicit Sizes(const Problem& p) {
@@ -105,7 +106,11 @@ struct Sizes {
     const StoredKvRow of_k = p.spec.stored_k(), of_v = p.spec.stored_v();
     k = bytes(shape.heads_kv, keys, of_k.columns, of_k.type);
     v = bytes(shape.heads_kv, keys, of_v.columns, of_v.type);
-    o = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim(), p.spec.out_type());
+    const StoredKvRow of_out = p.spec.stored_out();
+    o = bytes(shape.heads_q, shape.seqlen_q, of_out.columns, of_out.type);
+    if (const KvFormat& format = p.spec.epilogue.out_format; format.has_block_scales())
+      out_scales =
+          bytes(shape.heads_q, shape.seqlen_q, format.row(p.spec.v_dim()).scale_columns, DType::fp32);
     if (p.spec.kv.k_format.has_argument() || p.spec.kv.v_format.has_argument())
       scales = static_cast<std::size_t>(p.spec.kv.key_scales ? shape.batch * shape.heads_kv * keys : 1);
     for (const auto& [format, dim] :
@@ -172,6 +177,8 @@ class Inputs {
                          stream_);
     }
     scales_ = device::upload(driver_, std::vector<float>(sizes_.scales, 1.0f), stream_);
+    out_scale_ = device::upload(driver_, std::vector{1.0f}, stream_);
+    out_block_scales_ = DeviceBuffer(driver_, sizes_.out_scales, stream_);
     if (sizes_.block_scales > 0) {
       block_scales_ = DeviceBuffer(driver_, sizes_.block_scales, stream_);
       block_scales_.fill(0);
@@ -324,7 +331,7 @@ class Inputs {
     const int of_k = spec.stored_k().columns, of_v = spec.stored_v().columns;
     args.k = rows_of_kv(set.k, of_k);
     args.v = spec.kv.shared_kv ? args.k.first_columns(of_v) : rows_of_kv(set.v, of_v);
-    args.out = rows_of_q(set.out, spec.v_dim());
+    args.out = rows_of_q(set.out, spec.stored_out().columns);
     if (!spec.score.is_weight()) args.lse = static_cast<float*>(set.lse.data());
     args.kv_lengths = static_cast<const std::int32_t*>(kv_lengths_.data());
     if (spec.has_block_map()) {
@@ -363,6 +370,11 @@ class Inputs {
     const KvLayout& kv = problem_.spec.kv;
     args.k_block_scale = block_scale_view(kv.k_format, problem_.spec.head_dim, args.k);
     if (!kv.shared_kv) args.v_block_scale = block_scale_view(kv.v_format, problem_.spec.v_dim(), args.v);
+    const KvFormat& out_format = problem_.spec.epilogue.out_format;
+    if (out_format.has_argument()) args.out_scale = static_cast<const float*>(out_scale_.data());
+    if (out_format.has_block_scales())
+      args.out_block_scale =
+          rows_of_q(out_block_scales_, out_format.row(problem_.spec.v_dim()).scale_columns);
     if (problem_.spec.prologue.q_codes)
       args.q_scale = ConstScaleView::of_tensor(static_cast<const float*>(scales_.data()));
     split_q(problem_.spec, args);
@@ -384,7 +396,7 @@ class Inputs {
   CUstream stream_;
   std::vector<TensorSet> sets_;
   DeviceBuffer kv_lengths_, page_table_, map_blocks_, workspace_, cu_seqlens_q_, cu_seqlens_kv_, sinks_,
-      dsinks_, scales_, block_scales_, indices_, prefix_length_;
+      dsinks_, scales_, block_scales_, out_scale_, out_block_scales_, indices_, prefix_length_;
   DeviceCaptures captures_;
   BlockPattern map_;
 };

@@ -104,7 +104,8 @@ typedef struct flashjit_forward_args {
   /** With "out{...}" in the spec, O as codes: one number on the device, which codes are multiplied with, of
    * e4m3 and e2m1:g16:e4m3:apart:scaled (NVFP4). See Epilogue::out_format of flashjit/spec.hpp. */
   const float* out_scale;
-  /** The same, written, where scales are apart: [as out, as out, as out, scales of a row] of their type. */
+  /** The same, written, where scales are apart: [as out, as out, as out, scales of a row] of their type; with
+   * "swizzled_scales" in the spec see ForwardArgs::out_block_scale of flashjit/runtime.hpp. */
   flashjit_tensor out_block_scale;
 } flashjit_forward_args;
 

@@ -148,7 +148,11 @@ struct ForwardArgs {
   /// found as O times its reciprocal, in fp32. Engines whose global scale multiplies give its reciprocal.
   const float* out_scale = nullptr;
   /// Written: the scales of rows or of blocks, [b, hq, sq, scales of a row] of their type, with any strides.
-  /// Rows without keys have scales of 1, as those of zeros are.
+  /// Rows without keys have scales of 1, as those of zeros are. With spec.epilogue.swizzled_scales they are a
+  /// matrix of a row for each token b * sq + q and a column for each block of each head, h * dv / 16 + block:
+  /// [1, 1, b * sq rounded up to a multiple of 128, hq * dv / 16], contiguous, with element (r, c) at byte
+  /// (r / 128 * columns + c / 4 * 4) * 128 + r % 32 * 16 + r % 128 / 32 * 4 + c % 4. Rows behind the last
+  /// token are not written.
   TensorView out_block_scale = {};
 };
 

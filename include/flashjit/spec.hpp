@@ -124,8 +124,11 @@ struct Epilogue {
   ///                               out_scale is multiplied with
   /// A stored value is code * scale of the block * out_scale. Codes are the nearest, ties to even; what is
   /// too large becomes the largest; NaN stays NaN, of NVFP4 in the scale. Head dimensions of V are then
-  /// multiples of 16. Not with indices, running_state and fp32_out.
+  /// multiples of 16. Not with running_state and fp32_out.
   KvFormat out_format = {};
+  /// Of NVFP4: its scales as cuBLAS, tcgen05 and engines read them (128x4), of head dimensions of V that are
+  /// multiples of 64. See ForwardArgs::out_block_scale.
+  bool swizzled_scales = false;
 
   bool operator==(const Epilogue&) const = default;
 };

@@ -356,6 +356,17 @@ void scatter_rows(const reference::Problem& problem, const ForwardArgs& args, st
   scatter(DType::fp32, values, written, written_rows(args, offsets, written));
 }
 
+/// The scales of a token's head in tiles of 128 rows and 4 columns.
+void swizzle_scales(const TensorView& to, std::int64_t token, std::int64_t h,
+                    const std::vector<std::uint8_t>& scales) {
+  auto* bytes = static_cast<std::uint8_t*>(to.data);
+  for (std::size_t i = 0; i < scales.size(); ++i) {
+    const std::int64_t column = h * std::ssize(scales) + static_cast<std::int64_t>(i);
+    bytes[(token / 128 * to.size[3] + column / 4 * 4) * 128 + token % 32 * 16 + token % 128 / 32 * 4 +
+          column % 4] = scales[i];
+  }
+}
+
 /// Stores O as codes, and their scales; rows of no sequence as zeros, where they are written.
 void scatter_codes(const AttentionSpec& spec, const ForwardArgs& args, const reference::Problem& problem,
                    std::vector<double> out) {
@@ -371,8 +382,14 @@ void scatter_codes(const AttentionSpec& spec, const ForwardArgs& args, const ref
     if (!problem.cu_seqlens_q.empty() && s >= problem.cu_seqlens_q.back())
       std::fill_n(row, spec.v_dim(), 0.0);
     const auto& stride = args.out.stride;
-    encode_row(format, spec.v_dim(), row, scale,
-               static_cast<std::uint8_t*>(args.out.data) + b * stride[0] + h * stride[1] + s * stride[2],
+    auto* codes = static_cast<std::uint8_t*>(args.out.data) + b * stride[0] + h * stride[1] + s * stride[2];
+    if (spec.epilogue.swizzled_scales) {
+      std::vector<std::uint8_t> scales(static_cast<std::size_t>(format.row(spec.v_dim()).scale_columns));
+      encode_row(format, spec.v_dim(), row, scale, codes, scales.data());
+      swizzle_scales(args.out_block_scale, b * rows + s, h, scales);
+      continue;
+    }
+    encode_row(format, spec.v_dim(), row, scale, codes,
                block_scale_row(format, args.out_block_scale, b, h, s));
   }
 }

@@ -140,15 +140,10 @@ Support supports_out_mod(const AnalysedSpec& spec) {
       fmt::format("out_mod is for K and V of 16 bits outside of caches, and up to {} columns of V", most));
 }
 
-/// A warp has whole rows; above 128 columns finding scales of them spills 5 KB.
+/// A warp has whole rows.
 Support supports_out_codes(const AnalysedSpec& spec) {
-  constexpr int kMostScaled = 128;
-  const KvFormat& format = spec.epilogue.out_format;
-  if (!format.quantized()) return Support::yes();
-  if (spec.v_dim() > kMostColumns) return Support::no(kCodesOfWholeRows);
-  if (!format.has_block_scales() || spec.v_dim() <= kMostScaled) return Support::yes();
-  return Support::no(fmt::format("out_format {} is for up to {} columns of V, where registers suffice",
-                                 to_string(format), kMostScaled));
+  if (!spec.epilogue.out_format.quantized() || spec.v_dim() <= kMostColumns) return Support::yes();
+  return Support::no(kCodesOfWholeRows);
 }
 
 /// The consumers' loop that may skip a tile has its variants but for products of codes and shared rows, and

@@ -227,7 +227,8 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
           .indices = spec.indices,
           .joined_queries = c.join_lists ? kMostJoinedQueries : 0,
           .joins_parts = c.cluster,
-          .ctas = c.min_blocks};
+          .ctas = c.min_blocks,
+          .reads_out_tile = spec.programs.out_tile && !spec.epilogue.skip_softmax};
 }
 
 sm90::BackwardLayout backward_layout(const AnalysedSpec& spec, const TileConfig& c) {

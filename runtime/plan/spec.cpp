@@ -152,19 +152,30 @@ void check_out_mod(const AttentionSpec& spec) {
            option);
 }
 
+/// Tiles of scales are of four blocks, and a head has whole ones.
+void check_swizzled_scales(const AttentionSpec& spec) {
+  constexpr int kColumns = 64;
+  const KvFormat& format = spec.epilogue.out_format;
+  if (!format.has_block_scales() || format.block != kColumns / 4)
+    refuse("swizzled_scales is set and out_format is {}; it is for NVFP4, e2m1:g16:e4m3:apart:scaled",
+           to_string(format));
+  if (spec.v_dim() % kColumns != 0)
+    refuse("swizzled_scales is set and head_dim_v is {}; give a multiple of {}", spec.v_dim(), kColumns);
+}
+
 /// What codes of O are for, and what is done to O after the kernels that make them.
 void check_out_format(const AttentionSpec& spec) {
   const KvFormat& format = spec.epilogue.out_format;
+  if (spec.epilogue.swizzled_scales) check_swizzled_scales(spec);
   if (!format.quantized()) return;
   format.validate_row(spec.v_dim(), "head_dim_v");
   constexpr std::string_view kFormats[] = {"e4m3", "e4m3:row:fp32:apart", "e2m1:g16:e4m3:apart:scaled"};
   if (std::ranges::find(kFormats, to_string(format)) == std::end(kFormats))
     refuse("out_format is {}; O is stored as {}, or left as elements", to_string(format),
            fmt::join(kFormats, ", "));
-  const char* option = spec.indices                 ? "indices"
-                       : spec.partial.running_state ? "running_state"
-                       : spec.partial.fp32_out      ? "fp32_out"
-                                                    : nullptr;
+  const char* option = spec.partial.running_state ? "running_state"
+                       : spec.partial.fp32_out    ? "fp32_out"
+                                                  : nullptr;
   if (option)
     refuse("out_format is {} and {} is set, too; O becomes codes where it is complete, so leave one out",
            to_string(format), option);

@@ -46,6 +46,8 @@ inline constexpr std::array kSpecOptions{
     spec_option<&AttentionSpec::epilogue, &Epilogue::row_max>("row_max", "kRowMax", "return_row_max"),
     spec_option<&AttentionSpec::epilogue, &Epilogue::skip_softmax>("skip_softmax", "kSkipSoftmax",
                                                                    "skip_softmax_threshold"),
+    spec_option<&AttentionSpec::epilogue, &Epilogue::swizzled_scales>("swizzled_scales", "kSwizzledScales",
+                                                                      "swizzled_scales"),
     spec_option<&AttentionSpec::kv, &KvLayout::key_scales>("key_scales", "kKeyScales", "k_scale"),
     spec_option<&AttentionSpec::partial, &Partial::fp32_out>("fp32_out", "kFp32Out", "out_dtype"),
     spec_option<&AttentionSpec::partial, &Partial::fp32_grads>("fp32_grads", "kFp32Grads"),

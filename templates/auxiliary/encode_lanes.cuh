@@ -69,7 +69,6 @@ __device__ __forceinline__ float quotient_of(const KvQuantizer& by, float x) {
                                         : quotient<Format>(x, by.factor) + by.zero;
 }
 
-constexpr float kRoundingShift = 12582912.0f;  ///< 1.5 * 2^23: sums with it end with the nearest integer
 /// Bits that end with the code of a value: integers by sums instead of conversions and comparisons.
 template <class Format>
 constexpr bool kCodesBySums =
@@ -94,9 +93,9 @@ __device__ __forceinline__ unsigned integers_by_sums(const KvQuantizer& by, cons
   const bool flips = Format::kCode == KvCode::int4 || Format::kCode == KvCode::int8;
   return (word - upper) ^ (flips ? kSigns : 0u);
 }
-/// A word of e2m1. Steps between magnitudes are a half up to 2, 1 up to 4, then 2.
+/// A word of e2m1, each as e2m1_by_sums() finds it; the sums' upper bits are taken off together.
 template <class Format>
-__device__ __forceinline__ unsigned e2m1_by_sums(const KvQuantizer& by, const float* x) {
+__device__ __forceinline__ unsigned word_of_e2m1(const KvQuantizer& by, const float* x) {
   unsigned word = 0, upper = 0, signs = 0;
 #pragma unroll
   for (int i = kLaneColumns - 1; i >= 0; --i) {
@@ -127,7 +126,7 @@ __device__ __forceinline__ void codes_of_lane(const KvQuantizer& by, const float
   if (kCodesBySums<Format> || kHasSmallFloats<Format>) {
 #pragma unroll
     for (int i = 0; i < Format::kBits / 4; ++i)
-      words[i] = kHasSmallFloats<Format> ? e2m1_by_sums<Format>(by, x)
+      words[i] = kHasSmallFloats<Format> ? word_of_e2m1<Format>(by, x)
                                          : integers_by_sums<Format>(by, x + i * 32 / Format::kBits);
     return;
   }

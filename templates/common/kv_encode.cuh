@@ -116,6 +116,16 @@ __device__ __forceinline__ unsigned code_of_value(float x) {
   }
 }
 
+constexpr float kRoundingShift = 12582912.0f;  ///< 1.5 * 2^23: sums with it end with the nearest integer
+/// Steps between magnitudes are a half up to 2, 1 up to 4, then 2.
+__device__ __forceinline__ unsigned e2m1_by_sums(float x) {
+  const float y = fminf(fabsf(x), 6.5f);
+  const unsigned halves = __float_as_uint(fmaf(y, 2.0f, kRoundingShift)),
+                 ones = __float_as_uint(y + (kRoundingShift + 2.0f)),
+                 twos = __float_as_uint(fmaf(y, 0.5f, kRoundingShift + 4.0f));
+  return (min(min(halves, ones), twos) & 7u) | (__float_as_uint(x) >> 28 & 8u);
+}
+
 /// What lanes find together in a block's columns.
 struct BlockExtremes {
   float extreme;  ///< of the largest magnitude, the first of several

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "flashjit/common/kv_encode.cuh"
-#include "flashjit/common/visible.cuh"
+#include "flashjit/common/out_scales.cuh"
 
 namespace flashjit {
 
@@ -17,45 +17,99 @@ constexpr bool kOutCodes = requires {
 /// all codes, 1 where the call has none.
 struct CodedRow {
   unsigned char *codes, *scales;
-  float argument;
+  float argument, reciprocal;
 };
 template <class P>
 __device__ __forceinline__ CodedRow coded_row(const Params& p, const Sequence<P>& sequence, int h, int q,
                                               bool exists) {
   using Format = typename P::OutFormat;
-  CodedRow row{nullptr, nullptr, Format::kArgument ? __ldg(p.out_scale) : 1.0f};
+  const float argument = Format::kArgument ? __ldg(p.out_scale) : 1.0f;
+  CodedRow row{nullptr, nullptr, argument, 1.0f / argument};
   if (!exists) return row;
   row.codes = sequence.template q_pointer<unsigned char>(p.o, h, q);
-  row.scales = reinterpret_cast<unsigned char*>(
-      sequence.template q_pointer<typename Format::StoredScale>(p.out_block_scale, h, q));
+  row.scales = reinterpret_cast<unsigned char*>(OutScalePlace<P>::row(p, sequence, h, q));
   return row;
 }
 
-/// Bits of floats without a sign grow as these do; NaN's are the largest.
-__device__ __forceinline__ unsigned magnitude_bits(float x) { return __float_as_uint(x) & 0x7fffffffu; }
+/// The largest magnitude so far, as bits, which grow as floats without a sign do, NaN's being the largest. By
+/// one instruction: with integers the elements of both of a thread's rows were kept twice, and spilled.
+template <int kArch>
+__device__ __forceinline__ unsigned larger_magnitude(unsigned bits, float x) {
+  if (kArch < 80) return max(bits, __float_as_uint(x) & 0x7fffffffu);
+  return __float_as_uint(max_or_nan(__uint_as_float(bits), fabsf(x)));
+}
 
 __device__ __forceinline__ void store_number(float* to, unsigned bits) { *to = __uint_as_float(bits); }
 __device__ __forceinline__ void store_number(unsigned char* to, unsigned bits) {
   *to = static_cast<unsigned char>(bits);
 }
 
+/// The float next to a quotient by a divisor of no extreme size, whose reciprocal is given, without branches.
+__device__ __forceinline__ float nearest_quotient(float x, float divisor, float reciprocal) {
+  const float near = x * reciprocal, exact = fmaf(fmaf(-near, divisor, x), reciprocal, near);
+  return near < 0x1p100f ? exact : near;
+}
+__device__ __forceinline__ float nearest_reciprocal(float x) {
+  float near;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(x));
+  return near < 0x1p120f ? fmaf(fmaf(-x, near, 1.0f), near, near) : fminf(near, 3.402823466e38f);
+}
+
+// How the scale of a block is found from the bits of its largest magnitude; BlockScale<P> names one of these.
+
+/// As encoders of KV formats do.
+template <class P>
+struct AnyBlockScale {
+  using Format = typename P::OutFormat;
+  static __device__ __forceinline__ unsigned bits(const CodedRow& row, unsigned largest) {
+    const BlockExtremes found{__uint_as_float(largest), 0, 0.0f, 0.0f, largest < 0x7f800000u};
+    return symmetric_scale<Format>(found, row.argument);
+  }
+  static __device__ __forceinline__ float factor(float scale) { return factor_of_scale<Format>(scale); }
+};
+/// The same numbers for scales of e4m3, of which a thread finds one for four elements: by a conversion, and
+/// by products in place of quotients.
+template <class P>
+struct ShortBlockScale {
+  using Format = typename P::OutFormat;
+  static __device__ __forceinline__ unsigned bits(const CodedRow& row, unsigned largest) {
+    constexpr float kLargest = Format::kLargest;
+    const float magnitude = nearest_quotient(__uint_as_float(largest), row.argument, row.reciprocal);
+    const float scale = nearest_quotient(magnitude, kLargest, 1.0f / kLargest);
+    const unsigned bits = pair_of_e4m3(fminf(fmaxf(scale, 0.001953125f), 448.0f), 0.0f) & 0xffu;
+    return largest >= 0x7f800000u ? 0x7fu : magnitude == 0.0f ? 0x38u : bits;
+  }
+  static __device__ __forceinline__ float factor(float scale) { return nearest_reciprocal(scale); }
+};
+/// Problems of sm90, which have kTmaStoresO; with mma.sync registers do not suffice for it.
+template <class P>
+constexpr bool kShortBlockScales = P::OutFormat::kScaleType == KvNumber::e4m3 &&
+                                   (P::kArch >= 89) && requires {
+  P::kTmaStoresO;
+};
+template <class P>
+using BlockScale = Conditional<kShortBlockScales<P>, ShortBlockScale<P>, AnyBlockScale<P>>;
+
 /// What elements of a block are multiplied with, from the bits of its largest magnitude, which all its lanes
 /// have. The lane that `writes` writes the block's scale.
-template <class Format>
+template <class P>
 __device__ __forceinline__ float factor_of_block(const CodedRow& row, int block, unsigned largest,
                                                  bool writes) {
+  using Format = typename P::OutFormat;
   if (!Format::kBlockScales) return factor_of_scale<Format>(row.argument);
-  const BlockExtremes found{__uint_as_float(largest), 0, 0.0f, 0.0f, largest < 0x7f800000u};
-  const unsigned bits = symmetric_scale<Format>(found, row.argument);
+  const unsigned bits = BlockScale<P>::bits(row, largest);
   if (writes && row.scales != nullptr)
-    store_number(reinterpret_cast<typename Format::StoredScale*>(row.scales) + block, bits);
-  return factor_of_scale<Format>(number_of_bits<Format::kScaleType>(bits) * row.argument);
+    store_number(
+        reinterpret_cast<typename Format::StoredScale*>(row.scales) + OutScalePlace<P>::of_block(block),
+        bits);
+  return BlockScale<P>::factor(number_of_bits<Format::kScaleType>(bits) * row.argument);
 }
 
 /// The codes of two neighbouring columns, the first in the lower bits.
 template <class Format, int kArch>
 __device__ __forceinline__ unsigned code_pair(float x, float y) {
   if (Format::kCode == KvCode::e4m3 && kArch >= 89) return pair_of_e4m3(x, y);
+  if (kHasSmallFloats<Format>) return e2m1_by_sums(x) | e2m1_by_sums(y) << Format::kBits;
   return code_of_value<Format>(x) | code_of_value<Format>(y) << Format::kBits;
 }
 
@@ -106,10 +160,11 @@ __device__ __forceinline__ void store_codes(const CodedRow& row, const float (&o
     unsigned largest = 0;
 #pragma unroll
     for (int n = 0; n < (Format::kBlockScales ? 2 * kBlockChunks : 0); ++n)
-      largest = max(largest, magnitude_bits(o[(block * kBlockChunks + n / 2) * 4 + kHalf * 2 + n % 2]));
+      largest =
+          larger_magnitude<P::kArch>(largest, o[(block * kBlockChunks + n / 2) * 4 + kHalf * 2 + n % 2]);
     largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, 1));
     largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, 2));
-    const float factor = factor_of_block<Format>(row, block, largest, part == block % 4);
+    const float factor = factor_of_block<P>(row, block, largest, part == block % 4);
 #pragma unroll
     for (int n = 0; n < kBlockChunks; ++n) {
       const int chunk = block * kBlockChunks + n, at = chunk * 4 + kHalf * 2;
@@ -137,7 +192,7 @@ __device__ __forceinline__ void store_codes_of_lanes(const CodedRow& row, const 
     const bool exists = (lane + kLanes * i) * 4 < Format::kColumns;
     unsigned& of_block = largest[kOfRow ? 0 : i];
     for (const float value : {x[i].x, x[i].y, x[i].z, x[i].w})
-      if (exists) of_block = max(of_block, magnitude_bits(value));
+      if (exists) of_block = larger_magnitude<P::kArch>(of_block, value);
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
@@ -148,7 +203,7 @@ __device__ __forceinline__ void store_codes_of_lanes(const CodedRow& row, const 
       if (!kOfRow || i == 0) of_block = max(of_block, __shfl_xor_sync(kWholeWarp, of_block, lanes));
     if (row.codes == nullptr || column >= Format::kColumns) continue;
     const float factor =
-        factor_of_block<Format>(row, column / Format::kBlock, of_block, column % Format::kBlock == 0);
+        factor_of_block<P>(row, column / Format::kBlock, of_block, column % Format::kBlock == 0);
     const unsigned low = code_pair<Format, P::kArch>(x[i].x * factor, x[i].y * factor),
                    high = code_pair<Format, P::kArch>(x[i].z * factor, x[i].w * factor);
     unsigned char* to = row.codes + column * Format::kBits / 8;
@@ -169,8 +224,8 @@ __device__ __forceinline__ void store_codes_of_thread(const CodedRow& row, const
     unsigned largest = 0;
 #pragma unroll 1
     for (int column = 0; Format::kBlockScales && column < Format::kBlock; ++column)
-      largest = max(largest, magnitude_bits(value_at(first + column)));
-    const float factor = factor_of_block<Format>(row, first / Format::kBlock, largest, true);
+      largest = larger_magnitude<P::kArch>(largest, value_at(first + column));
+    const float factor = factor_of_block<P>(row, first / Format::kBlock, largest, true);
 #pragma unroll 1
     for (int column = first; column < first + Format::kBlock; column += kOfByte) {
       unsigned codes = 0;

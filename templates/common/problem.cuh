@@ -31,12 +31,13 @@ struct ExampleProblem {
   static constexpr bool kIndices = false;       // queries have lists of keys: index_list.cuh
   static constexpr bool kSharedPrefix = false;  // all sequences have the same first keys
   static constexpr bool kSinks = false;
-  static constexpr bool kRowMax = false;       // forward: the largest score of each row is a result
-  static constexpr bool kSkipSoftmax = false;  // forward: tiles far below the maximum: skip_softmax.cuh
-  static constexpr bool kKeyScales = false;    // scales of keys or pages; else a head has one
-  static constexpr bool kQCodes = false;       // Q is of KvElement, too
-  static constexpr bool kQRope = false;        // forward: Q's columns behind V's are a tensor of their own
-  static constexpr bool kFp32Out = false;      // O is fp32, whatever Q is
+  static constexpr bool kRowMax = false;          // forward: the largest score of each row is a result
+  static constexpr bool kSkipSoftmax = false;     // forward: tiles far below the maximum: skip_softmax.cuh
+  static constexpr bool kSwizzledScales = false;  // forward: scales of blocks of O: out_scales.cuh
+  static constexpr bool kKeyScales = false;       // scales of keys or pages; else a head has one
+  static constexpr bool kQCodes = false;          // Q is of KvElement, too
+  static constexpr bool kQRope = false;           // forward: Q's columns behind V's are a tensor of their own
+  static constexpr bool kFp32Out = false;         // O is fp32, whatever Q is
   static constexpr bool kRunningState =
       false;                                 // forward: O and LSE of other keys are joined: running_state.cuh
   static constexpr bool kWeightMod = false;  // score() is P: there is no softmax, LSE or D

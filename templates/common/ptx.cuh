@@ -85,6 +85,13 @@ __device__ __forceinline__ void store_global(void* to, uint4 words) {
                : "memory");
 }
 
+/// The larger of two, or NaN where one is. From sm_80 on.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+
 /// Copies 16 bytes from global to shared memory, or writes 16 zero bytes when `valid` is false.
 __device__ __forceinline__ void copy_async_16(unsigned to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)

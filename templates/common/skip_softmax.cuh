@@ -8,13 +8,7 @@
 
 namespace flashjit {
 
-/// The larger of two, or NaN where one is: a tile with a NaN is never skipped.
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float larger;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
-  return larger;
-}
-/// Over the four lanes that share a row.
+/// Over the four lanes that share a row: a tile with a NaN is never skipped.
 __device__ __forceinline__ float max_or_nan_of_quad(float x) {
   x = max_or_nan(x, __shfl_xor_sync(kWholeWarp, x, 1));
   return max_or_nan(x, __shfl_xor_sync(kWholeWarp, x, 2));

@@ -71,7 +71,7 @@ __device__ void forward_of_indices(const Params& p) {
     if (p.lse.data) p.lse.data[row] = end.lse;
     if (Problem::kRowMax) p.row_max[row] = largest_or_nan(state.max[i], sum);
   }
-  store_result(out, rows.template matrix<OutElement<Problem>>(p.o), 0);
+  HeadsOut<Problem, T>::store(p, rows, out);
 }
 
 }  // namespace flashjit::simt

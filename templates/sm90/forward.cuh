@@ -97,7 +97,6 @@ struct PlainConsumer {
     if (has_previous)  // LSE = m + log(l)
       Weights::finalize(p, smem.work(c.round - 1), c.rows, wg, c.scale, c.state);
     c.rows.begin(p, smem.work(c.round), wg);
-    OutTileFetch<P>::fetch(p, smem.work(c.round), wg);
     if constexpr (kConvertsQ<P>) c.rows.k_scale[0] *= q_scale[0], c.rows.k_scale[1] *= q_scale[1];
     find_tile(p, smem, smem.work(c.round), c.rows, c.n, c.i, wg, c.kv_begin, c.full, c.entry);
     draw_early(p, smem, c);
@@ -114,6 +113,7 @@ struct PlainConsumer {
       VRing<P>::release(smem, tile_before(c));
       store_o(p, maps, smem, smem.work(c.round - 1), wg, c.state, c.scale, c.o);  // O / l
     }
+    OutTileFetch<P>::fetch(p, smem, smem.work(c.round), wg);
     c.last = c.n;
     begin_o<P>(c.o, c.adds);
   }

@@ -35,14 +35,18 @@ struct ModifiedOutput : CompleteOutput<P> {
   }
 };
 
+// What brings the rows that the program reads of a tensor nearer while the keys are visited; OutTileFetch<P>
+// names one of these types.
+
 struct NoOutTile {
   template <class... Arguments>
   static __device__ __forceinline__ void fetch(const Arguments&...) {}
 };
-/// Fetches the rows that the program reads of a tensor into L2, while the keys are visited.
+/// Into L2.
 template <class P>
 struct OutTileInL2 {
-  static __device__ __forceinline__ void fetch(const Params& p, const WorkTile<P>& work, int wg) {
+  static __device__ __forceinline__ void fetch(const Params& p, const ForwardStorage<P>&,
+                                               const WorkTile<P>& work, int wg) {
     constexpr int kLineElements = 64, kLines = (P::kHeadDimV + kLineElements - 1) / kLineElements;
     const auto head = work.sequence.head(p, work.h);
     const OutModTile tile = P::out_tile(p, head);
@@ -50,7 +54,7 @@ struct OutTileInL2 {
     if (!tile.holds(seqlen_q, P::kHeadDimV)) return;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int first = first_query(work, wg) + static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kWarpRows * kLines; i += 32) {
       const int q = first + (i + lane) / kLines, line = (i + lane) % kLines;
       if ((i + lane) / kLines < kWarpRows && q < seqlen_q)
@@ -58,13 +62,74 @@ struct OutTileInL2 {
     }
   }
 };
-/// Up to 64 columns the addresses take longer than L2 saves: ../auxiliary/NOTES.md#gates-of-os-elements.
+/// Into shared memory, each warp its own rows, when it has stored O of the work tile before.
 template <class P>
-using OutTileFetch = Conditional<P::kOutTile && (P::kHeadDimV > 64), OutTileInL2<P>, NoOutTile>;
+struct OutTileInShared {
+  static __device__ __forceinline__ void fetch(const Params& p, const ForwardStorage<P>& smem,
+                                               const WorkTile<P>& work, int wg) {
+    constexpr int kChunks = P::kHeadDimV / 8, kAll = kWarpRows * kChunks;
+    const OutModTile tile = P::out_tile(p, work.sequence.head(p, work.h));
+    const int first_row = static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
+    const int lane = static_cast<int>(threadIdx.x) % 32, first = first_query(work, wg) + first_row;
+    const auto place = [&](int i) {
+      return smem.out_tile(wg) + chunk_offset<kWarpgroupRows>(first_row + i / kChunks, i % kChunks);
+    };
+    __syncwarp();
+    if (tile.holds(work.sequence.seqlen_q(p), P::kHeadDimV)) {
+#pragma unroll 2
+      for (int i = lane; i < kAll; i += 32)
+        copy_async_16(place(i), tile.row(first + i / kChunks) + i % kChunks * 8, true);
+    } else {
+#pragma unroll 1
+      for (int i = lane; i < kAll; i += 32)
+        store_shared_16(place(i), eight_elements(tile, tile.row(first + i / kChunks), i % kChunks * 8));
+    }
+    copy_async_commit();
+  }
+};
+/// Up to 64 columns L2 alone saves less time than its addresses take:
+/// ../auxiliary/NOTES.md#gates-of-os-elements.
+template <class P>
+using OutTileFetch = Conditional<kForwardLayout<P>.has_out_tile(), OutTileInShared<P>,
+                                 Conditional<P::kOutTile && (P::kHeadDimV > 64), OutTileInL2<P>, NoOutTile>>;
 
-/// The same where the program reads a tensor's tile (kOutTile).
+/// Stores the program's values where it reads a tensor's tile (kOutTile), which is in shared memory.
 template <class P>
-struct TileModifiedOutput : ModifiedOutput<P> {
+struct SharedTileModifiedOutput : CompleteOutput<P> {
+  template <int kCount>
+  static __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps,
+                                               const ForwardStorage<P>& smem, const WorkTile<P>& work, int wg,
+                                               float (&o)[kCount]) {
+    const int q = first_query(work, wg) + own_row(), lane = static_cast<int>(threadIdx.x) % 32;
+    if (p.out_mod.data != nullptr)
+      store_rows<typename P::Element>(o, own_chunks<P>(wg), work.sequence.q_pointer(p.out_mod, work.h, q),
+                                      p.out_mod.stride_s, work.sequence.seqlen_q(p) - q);
+    copy_async_wait<0>();
+    __syncwarp();
+    const auto head = work.sequence.head(p, work.h);
+    // As stage_rows() has addresses.
+    const int first_row = static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
+    const unsigned address =
+        smem.out_tile(wg) + chunk_offset<kWarpgroupRows>(first_row + lane % 16, lane / 16);
+#pragma unroll
+    for (int chunk = 0; chunk < kCount / 4; chunk += 2) {
+      unsigned words[4];
+      load_matrix_x4(words, (address ^ (chunk % 8 * 16)) + chunk / 8 * kWarpgroupRows * kRowBytes);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        if (chunk * 4 + n >= kCount) continue;
+        float& value = o[chunk * 4 + n];
+        value =
+            P::out_mod_of_element(p, head, static_cast<unsigned short>(words[n / 2] >> n % 2 * 16), value,
+                                  position(q + n / 2 % 2 * 8), (chunk + n / 4) * 8 + lane % 4 * 2 + n % 2);
+      }
+    }
+    CompleteOutput<P>::store(p, maps, smem, work, wg, o);
+  }
+};
+/// The same from global memory.
+template <class P>
+struct TileModifiedOutput : CompleteOutput<P> {
   template <int kCount>
   static __device__ __forceinline__ void store(const Params& p, const TensorMaps& maps,
                                                const ForwardStorage<P>& smem, const WorkTile<P>& work, int wg,
@@ -109,8 +174,11 @@ struct TileModifiedOutput : ModifiedOutput<P> {
 };
 
 template <class P>
-using Output = Conditional<P::kOutMod, Conditional<P::kOutTile, TileModifiedOutput<P>, ModifiedOutput<P>>,
-                           CompleteOutput<P>>;
+using StoredOutTile =
+    Conditional<kForwardLayout<P>.has_out_tile(), SharedTileModifiedOutput<P>, TileModifiedOutput<P>>;
+template <class P>
+using Output =
+    Conditional<P::kOutMod, Conditional<P::kOutTile, StoredOutTile<P>, ModifiedOutput<P>>, CompleteOutput<P>>;
 
 /// An element of a row without keys.
 template <class P>

@@ -242,7 +242,8 @@ constexpr ForwardLayout kForwardLayout{.br = P::kBr,
                                        .indices = P::kIndices,
                                        .joined_queries = P::kJoinsLists ? kMostJoinedQueries : 0,
                                        .joins_parts = P::kClusterSplit,
-                                       .ctas = P::kMinBlocks};
+                                       .ctas = P::kMinBlocks,
+                                       .reads_out_tile = P::kOutTile && !P::kSkipSoftmax};
 
 /// Where two warpgroups share rows, the second one's P V waits for the first one's S, if K is there already,
 /// so that it runs under the softmax. With one stage it would hold up V.

@@ -63,6 +63,9 @@ struct ForwardStorage {
   __device__ unsigned o(int wg) const {
     return base + kLayout.o() + wg * tile_bytes(kWarpgroupRows, P::kHeadDimV);
   }
+  __device__ unsigned out_tile(int wg) const {
+    return base + kLayout.out_tile() + wg * tile_bytes(kWarpgroupRows, P::kHeadDimV);
+  }
   __device__ char* parts() const { return shared + kLayout.parts(); }
   /// A tile of codes of K or V, and its keys' scales. `c` is code_index_k() or code_index_v().
   __device__ unsigned codes(Count c) const {

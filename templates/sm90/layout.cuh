@@ -155,6 +155,7 @@ constexpr int kHandoffBytes = 2 * kWarpgroupRows * 4 + 16;
 ///   bias tile    `stages`, where the score reads one
 ///   P            where warpgroups share rows
 ///   O            where it fits
+///   out tile     what a program of O reads of a tensor, where it fits, too
 ///   parts        of a tile of few rows what each warp has of O
 ///   codes        slots for tiles of K and V of 8 bits, each with its keys' scales, or for rows that are
 ///                decoded, with their info and rows of scales; of V alone where codes are multiplied, whose
@@ -181,6 +182,7 @@ struct ForwardLayout {
   int joined_queries;  ///< whose lists are joined, at most; 0: none
   bool joins_parts;    ///< of rows, which CTAs of a cluster send each other
   int ctas;            ///< of a multiprocessor; with codes its shared memory is shared out among them
+  bool reads_out_tile = false;  ///< a program of O reads a tile of a tensor
 
   constexpr int warpgroups() const { return row_warpgroups(br); }  ///< with rows of their own
   constexpr bool few_rows() const { return has_few_rows(br); }
@@ -210,7 +212,13 @@ struct ForwardLayout {
   constexpr bool has_o_tile() const {
     return !(codes && split) && d_split == 1 && bytes_of(q_stages()) + o_bytes() <= limit();
   }
-  constexpr int parts() const { return o() + (has_o_tile() ? o_bytes() : 0); }
+  constexpr int out_tile() const { return o() + (has_o_tile() ? o_bytes() : 0); }
+  /// Where it fits, it is copied while the keys are visited. Above 128 columns the loop over O spills.
+  constexpr bool has_out_tile() const {
+    return reads_out_tile && head_dim_v <= 128 && ctas == 1 && has_o_tile() &&
+           bytes_of(q_stages()) + 2 * o_bytes() <= limit();
+  }
+  constexpr int parts() const { return out_tile() + (has_out_tile() ? o_bytes() : 0); }
   constexpr int code_tiles() const { return parts() + parts_bytes(); }
   constexpr int code_scales() const {
     if (code_products) return tile_bytes(bc, tile_columns(head_dim_v, true));
@@ -277,7 +285,9 @@ struct ForwardLayout {
     return row_pitch > 0 && !shared_kv ? fits / 2 * 2 : fits;  // K's and V's take turns
   }
   constexpr int code_slot_cost() const { return code_slot_bytes() + kCodeSlotBarriers * 8; }
-  constexpr int bytes_with_o() const { return bytes_of(q_stages()) + (has_o_tile() ? o_bytes() : 0); }
+  constexpr int bytes_with_o() const {
+    return bytes_of(q_stages()) + (has_o_tile() + has_out_tile()) * o_bytes();
+  }
   /// Of a slot without O, with the fewest slots for codes. Barriers: two for each warpgroup's Q, four for
   /// each stage of K and V and those of the score, one for each work tile, and those of codes.
   constexpr int bytes_of(int q_count) const {

@@ -43,6 +43,9 @@ TEST_P(KernelsOfOutCodes, CompileWithoutSpills) {
       "bf16:d128:out_mod{gate: bf16 4d; out * sigmoid(gate[b, q, h, column])}:out{e4m3}:causal",
       "bf16:d128:out{e2m1:g16:e4m3:apart:scaled}:causal:cache",
       "bf16:d256:out{e4m3}:causal",
+      "bf16:d256:out{e2m1:g16:e4m3:apart:scaled}:swizzled_scales:causal",
+      "fp16:d192:out{e4m3:row:fp32:apart}:causal",
+      "bf16:d128:out{e4m3:row:fp32:apart}:indices:cache",
       "bf16:d256:out{e4m3:row:fp32:apart}:varlen:pages16",
       "fp32:d64:out{e4m3}",
   };

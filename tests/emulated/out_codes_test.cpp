@@ -1,5 +1,9 @@
 // O as codes with scales: each code exactly, and of calls of many keys, by every family that stores them.
+#include <fmt/format.h>
+
+#include "tests/support/built.hpp"
 #include "tests/support/out_codes_run.hpp"
+#include "tests/support/run_command.hpp"
 
 namespace flashjit::test {
 namespace {
@@ -17,6 +21,29 @@ TEST_P(EmulatedOutCodes, AreThoseOfTheReference) {
   check_near_codes(runtime.get(), GetParam());
 }
 
+class EmulatedProblemsOfOutCodes : public testing::TestWithParam<const char*> {};
+
+TEST_P(EmulatedProblemsOfOutCodes, AreVerified) {
+  const TemporaryDirectory folder;
+  const CommandResult result =
+      run_command(folder, std::string("verify --seed 3 --spec ") + GetParam(),
+                  fmt::format("FLASHJIT_LIBCUDA='{}' FLASHJIT_NVRTC='{}' FLASHJIT_EMULATOR_CAPABILITY=90",
+                              built(FLASHJIT_EMULATED_CUDA), built(FLASHJIT_EMULATED_NVRTC)));
+  EXPECT_EQ(result.code, 0) << result.out << result.err;
+  EXPECT_NE(result.out.find("out "), std::string::npos) << result.out << result.err;
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, EmulatedProblemsOfOutCodes,
+    testing::Values(
+        "'fwd:bf16:d64:causal:out{e4m3}' --shape b2:hq2:hkv1:sq70:skv90",
+        "'fwd:bf16:d64:causal:out{e4m3:row:fp32:apart}:varlen' --shape b2:hq2:hkv1:sq70:skv90",
+        "'fwd:bf16:d64:out{e2m1:g16:e4m3:apart:scaled}:kvlen' --shape b2:hq2:hkv1:sq70:skv90",
+        "'fwd:bf16:d128:causal:out{e4m3:row:fp32:apart}:indices' --shape b2:hq8:hkv2:sq5:skv190",
+        "'fwd:bf16:d128:causal:out{e2m1:g16:e4m3:apart:scaled}:indices:cache' "
+        "--shape b2:hq24:hkv1:sq3:skv190 --config sm80:br16:bc32:w1:s2:min_blocks4",
+        "'fwd:bf16:d64:out{e4m3}:indices' --shape b1:hq24:hkv1:sq3:skv90 --config simt:br16:bc32:w4"));
+
 const std::string kFp8 = ":out{e4m3}", kRows = ":out{e4m3:row:fp32:apart}",
                   kFp4 = ":out{e2m1:g16:e4m3:apart:scaled}";
 
@@ -33,10 +60,18 @@ std::vector<OutCodesCase> exact() {
 
 std::vector<OutCodesCase> many_keys() {
   const std::string gate = ":out_mod{out * 2.0 + to_float(column) * 0.01}";
+  const std::string swizzled = kFp4 + ":swizzled_scales";
   return {
+      {"bf16:d64:causal" + swizzled, {2, 2, 1, 150, 100}, Family::sm90},
+      {"fp16:d128" + swizzled, {1, 4, 2, 90, 130}, Family::sm80},
+      {"fp32:d64:causal" + swizzled, {1, 2, 1, 140, 50}, Family::simt},
+      {"bf16:d64:causal:cache" + swizzled, {3, 8, 2, 5, 400}, Family::sm90},
+      {"bf16:d64" + swizzled, {2, 2, 2, 5, 200}, Family::sm80, "sm80:br32:bc32:w2:s1:split"},
       {"bf16:d64:causal" + kFp8, {1, 2, 1, 150, 100}, Family::sm90},  // first queries without keys
       {"bf16:d64:causal" + gate + kFp4, {1, 2, 1, 150, 100}, Family::sm90},
       {"bf16:d256:causal" + kFp8, {1, 2, 1, 90, 130}, Family::sm90},
+      {"bf16:d256:causal" + swizzled, {1, 2, 1, 90, 130}, Family::sm90},
+      {"fp16:d192:causal" + kRows, {1, 2, 1, 90, 130}, Family::sm90},
       {"fp16:d96:causal" + gate + kRows, {2, 2, 1, 70, 130}, Family::sm80},
       {"bf16:d128" + kFp4, {1, 4, 2, 90, 130}, Family::sm80},
       {"fp32:d64:causal" + kFp4, {1, 2, 1, 70, 50}, Family::simt},

@@ -161,6 +161,7 @@ void unary(const Instruction& of, Frame& frame) {
   frame.set_float(of.arguments[0], canonical(flushed(function(x))));
 }
 float reciprocal_root(float x) { return 1 / std::sqrt(x); }
+float reciprocal(float x) { return 1 / x; }
 
 void do_nothing(const Instruction&, Frame&) {}
 
@@ -279,6 +280,7 @@ const Known kArithmetic[] = {
     {"ex2.approx.ftz.f32", unary<std::exp2>},
     {"lg2.approx.ftz.f32", unary<std::log2>},
     {"sqrt.approx.ftz.f32", unary<std::sqrt>},
+    {"rcp.approx.ftz.f32", unary<reciprocal>},
     {"rsqrt.approx.ftz.f32", unary<reciprocal_root>},
     {"tanh.approx.f32", unary<std::tanh>},
     {"div.full.ftz.f32",

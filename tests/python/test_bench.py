@@ -161,6 +161,13 @@ def test_the_pictures_of_other_stages_are_of_the_library(gallery):
         for scale in (0.02, 0.5)
     ]
     close(pictures["Values of int8, a scale per head"].results(), rounded)
+    if not hasattr(torch, "float4_e2m1fn_x2"):
+        return
+    fp8 = torch.tensor(elements * 64, dtype=torch.float32).to(torch.float8_e4m3fn).float() / 64
+    close(pictures["FP8 with one scale"].results(), [fp8.numpy()])
+    in_fp4 = pictures["NVFP4, a scale for 16 columns"].results()[0].reshape(-1, 16)
+    largest = np.abs(elements).reshape(-1, 16).max(-1, keepdims=True)
+    assert (np.abs(in_fp4 - elements.reshape(-1, 16)) <= 0.19 * largest).all()
 
 
 def test_tiles_are_counted(variants):

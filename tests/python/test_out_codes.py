@@ -63,6 +63,44 @@ def test_nvfp4(device):
     assert ((found - exact).abs() <= 0.19 * largest + 1e-4).all()
 
 
+def in_rows(swizzled, batch, heads, length):
+    """128x4 scales as [batch, heads, length, blocks of a head]."""
+    rows, columns = swizzled.shape
+    tiles = swizzled.view(torch.uint8).view(rows // 128, columns // 4, 32, 4, 4)
+    matrix = tiles.permute(0, 3, 2, 1, 4).reshape(rows, columns)[: batch * length]
+    return matrix.view(batch, length, heads, columns // heads).transpose(1, 2)
+
+
+@pytest.mark.skipif(FP4 is None, reason="PyTorch has no float4_e2m1fn_x2")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{"causal": True}, {"cache": True}])
+def test_swizzled_scales(device, options):
+    q, k, v = tensors(device, length=150)
+    scale = torch.tensor(1 / 64, device=device)
+    if "cache" in options:
+        options = {**options, "kv_lengths": torch.tensor([150, 0], dtype=torch.int32, device=device)}
+    given = {"out_dtype": FP4, "out_scale": scale, **options}
+    out, rows = flashjit.attention(q, k, v, **given)
+    memory = torch.ones(384, 16, device=device).to(FP8)
+    again, swizzled = flashjit.attention(q, k, v, swizzled_scales=True, out_block_scale=memory, **given)
+    assert swizzled.data_ptr() == memory.data_ptr()
+    assert torch.equal(out.view(torch.uint8), again.view(torch.uint8))
+    assert torch.equal(in_rows(swizzled, 2, 4, 150), rows.view(torch.uint8))
+    made = flashjit.attention(q, k, v, swizzled_scales=True, **given)[1]
+    assert made.shape == (384, 16) and torch.equal(in_rows(made, 2, 4, 150), rows.view(torch.uint8))
+
+
+@pytest.mark.skipif(FP4 is None, reason="PyTorch has no float4_e2m1fn_x2")
+def test_swizzled_scales_of_packed_sequences():
+    q, k, v = (x[:1].repeat(1, 1, 2, 1) for x in tensors())
+    offsets = torch.tensor([0, 30, 70], dtype=torch.int32)
+    packing = dict(cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=40, max_seqlen_kv=40)
+    given = {"out_dtype": FP4, "out_scale": torch.tensor(1 / 64), **packing}
+    rows = flashjit.attention(q, k, v, **given)[1]
+    swizzled = flashjit.attention(q, k, v, swizzled_scales=True, **given)[1]
+    assert torch.equal(in_rows(swizzled, 1, 4, 80), rows.view(torch.uint8))
+
+
 def test_memory_of_the_caller():
     q, k, v = tensors()
     packed = torch.zeros(
@@ -85,6 +123,16 @@ def test_after_a_program_of_o():
     out = flashjit.attention(q, k, v, out_dtype=FP8, out_scale=scale, **double)
     half = flashjit.attention(q, k, v, out_dtype=FP8, out_scale=scale / 2)
     assert torch.equal(out.view(torch.uint8), half.view(torch.uint8))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_with_lists_of_keys(device):
+    q, k, v = tensors(device)
+    lists = torch.stack([torch.randperm(40)[:24] for _ in range(2 * 40 * 4)]).view(2, 40, 4, 24)
+    given = {"indices": lists.to(device=device, dtype=torch.int32)}
+    exact = flashjit.attention(q, k, v, out_dtype=torch.float32, **given)
+    out, scale = flashjit.attention(q, k, v, out_dtype=FP8, **given)
+    assert torch.allclose(out.float() * scale, exact, rtol=0.07, atol=1e-3)
 
 
 def test_packed_rows_of_no_sequence():
@@ -115,6 +163,12 @@ def test_packed_rows_of_no_sequence():
             {"out_dtype": FP8, "out_block_scale": torch.ones(2, 4, 40)},
             flashjit.InvalidArgument,
             r"out_block_scale is float32 \[2, 4, 40\] on cpu: it must be float32 \[2, 4, 40, 1\]",
+        ),
+        ({"swizzled_scales": True}, flashjit.InvalidArgument, "swizzled_scales is set and out_dtype is None"),
+        (
+            {"out_dtype": FP8, "swizzled_scales": True},
+            flashjit.InvalidArgument,
+            "is for torch.float4_e2m1fn_x2",
         ),
         ({"out_dtype": torch.float8_e5m2}, flashjit.InvalidArgument, "out_dtype is torch.float8_e5m2"),
     ],

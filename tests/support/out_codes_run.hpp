@@ -65,7 +65,7 @@ class OutCodesRun {
     const auto scale = to_device(std::vector{scale_});
     const auto lengths = to_device(lengths_);
     const auto count = static_cast<std::size_t>(rows());
-    const GuardedMemory out(count * code_bytes()), scales(count * scale_bytes());
+    const GuardedMemory out(count * code_bytes()), scales(scale_memory());
     const GuardedMemory work(runtime.workspace_bytes(spec_, test_.shape));
     ForwardArgs args =
         args_of(q.data(), k.data(), v.data(), lengths.data(), scale.data(), out.data(), scales.data());
@@ -73,15 +73,16 @@ class OutCodesRun {
     runtime.forward(spec_, args, nullptr);
     gpu().context->synchronize();
     EXPECT_TRUE(out.guards_intact() && scales.guards_intact() && work.guards_intact());
-    return {out.content(), scales.content()};
+    return {out.content(), in_rows(scales.content())};
   }
   Results reference() {
     const auto q = encode(spec_.dtype, q_), k = encode(spec_.dtype, k_), v = encode(spec_.dtype, v_);
     const auto count = static_cast<std::size_t>(rows());
     Results results{std::vector<std::uint8_t>(count * code_bytes()),
-                    std::vector<std::uint8_t>(count * scale_bytes())};
+                    std::vector<std::uint8_t>(scale_memory())};
     reference_forward(spec_, args_of(q.data(), k.data(), v.data(), lengths_.data(), &scale_,
                                      results.codes.data(), results.scales.data()));
+    results.scales = in_rows(std::move(results.scales));
     return results;
   }
   /// Elements of a row.
@@ -109,10 +110,33 @@ class OutCodesRun {
                      .out = TensorView::bhsd(out, batch, heads_q, seqlen_q, code_bytes())};
     if (spec_.kv.is_cache()) args.kv_lengths = static_cast<const std::int32_t*>(lengths);
     if (format().has_argument()) args.out_scale = static_cast<const float*>(scale);
-    if (format().has_block_scales())
-      args.out_block_scale =
-          TensorView::bhsd(scales, batch, heads_q, seqlen_q, format().row(spec_.v_dim()).scale_columns);
+    const std::int64_t blocks = format().row(spec_.v_dim()).scale_columns;
+    if (spec_.epilogue.swizzled_scales)
+      args.out_block_scale = TensorView::bhsd(scales, 1, 1, token_rows(), heads_q * blocks);
+    else if (format().has_block_scales())
+      args.out_block_scale = TensorView::bhsd(scales, batch, heads_q, seqlen_q, blocks);
     return args;
+  }
+  /// Of swizzled scales.
+  std::int64_t token_rows() const { return (test_.shape.batch * test_.shape.seqlen_q + 127) / 128 * 128; }
+  std::size_t scale_memory() const {
+    const std::int64_t scales_of =
+        spec_.epilogue.swizzled_scales ? token_rows() * test_.shape.heads_q : rows();
+    return static_cast<std::size_t>(scales_of * scale_bytes());
+  }
+  /// Scales as rows [batch, heads, queries], which may be swizzled.
+  std::vector<std::uint8_t> in_rows(std::vector<std::uint8_t> scales) const {
+    if (!spec_.epilogue.swizzled_scales) return scales;
+    const auto [batch, heads, kv, queries, keys] = test_.shape;
+    const int blocks = scale_bytes();
+    std::vector<std::uint8_t> in_order(static_cast<std::size_t>(rows() * blocks));
+    for (std::int64_t i = 0; i < rows() * blocks; ++i) {
+      const std::int64_t row = i / blocks, token = row / queries / heads * queries + row % queries,
+                         column = row / queries % heads * blocks + i % blocks;
+      const std::int64_t tile = token / 128 * (heads * blocks / 4) + column / 4;
+      in_order[i] = scales[tile * 512 + token % 32 * 16 + token % 128 / 32 * 4 + column % 4];
+    }
+    return in_order;
   }
 
   OutCodesCase test_;

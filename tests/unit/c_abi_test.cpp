@@ -78,7 +78,9 @@ TEST_F(CAbi, OptionsOfASpecAreParsed) {
     const bool of_pages = option == std::string_view("shared_prefix");
     const bool of_weights = option == std::string_view("weight_mod");
     const bool of_latents = option == std::string_view("q_rope");
+    const bool of_scales = option == std::string_view("swizzled_scales");
     const std::string text = of_latents   ? "bf16:d96x64:shared_kv"
+                             : of_scales  ? "bf16:d64:out{e2m1:g16:e4m3:apart:scaled}"
                              : of_codes   ? "bf16:d64:kve4m3"
                              : of_dropout ? "bf16:d64:dropout"
                              : of_pages   ? "bf16:d64:varlen:pages16"

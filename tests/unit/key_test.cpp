@@ -113,6 +113,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"weight_mod", [](auto& s) { s.spec.score = weights(s.spec.score); }},
       {"out_mod", [](auto& s) { s.spec.epilogue.out_mod = OutProgram("out * 2.0"); }},
       {"out_format", [](auto& s) { s.spec.epilogue.out_format = parse_kv_format("e4m3"); }},
+      {"swizzled_scales", [](auto& s) { s.spec.epilogue.swizzled_scales = true; }},
       {"q_mod", [](auto& s) { s.spec.prologue.q_mod = RowProgram("element * 2.0"); }},
       {"k_mod", [](auto& s) { s.spec.prologue.k_mod = RowProgram("element * 2.0"); }},
       {"br", [](auto& s) { s.config.br = 32; }},
@@ -136,7 +137,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
                                 prologue] = spec;
   [[maybe_unused]] const auto& [deterministic, batch_invariant] = reproducible;
   [[maybe_unused]] const auto& [q_codes, q_rope, q_mod, k_mod] = prologue;
-  [[maybe_unused]] const auto& [row_max, out_mod, skip_softmax, out_format] = epilogue;
+  [[maybe_unused]] const auto& [row_max, out_mod, skip_softmax, out_format, swizzled_scales] = epilogue;
   [[maybe_unused]] const auto& [fp32_out, fp32_grads, add_grads, dropout_place, running_state] = partial;
   [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix, k_format, v_format, key_scales] =
       kv;

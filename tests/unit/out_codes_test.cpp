@@ -39,7 +39,7 @@ TEST(OutCodes, RefuseWhatHasNoWholeO) {
   EXPECT_EQ(refused_spec("bf16:d64" + kCodesByCall + ":varlen:pages16:kve4m3:q_codes:invariant"), "accepted");
   expect_in("out_format is int8; O is stored as e4m3, ", refused_spec("bf16:d64:out{int8}"));
   expect_in("it must then be a multiple of 16", refused_spec("bf16:d64x72" + kCodesByCall));
-  expect_in("and indices is set, too", refused_spec("bf16:d64:indices" + kCodesByCall));
+  EXPECT_EQ(refused_spec("bf16:d64:indices" + kCodesByCall), "accepted");
   expect_in("and running_state is set, too", refused_spec("bf16:d64:running_state" + kCodesByCall));
   expect_in("and fp32_out is set, too", refused_spec("bf16:d64:fp32_out" + kCodesByCall));
   for (const char* pass : {"bwd", "jvp", "bwd_jvp"})
@@ -57,8 +57,7 @@ TEST(OutCodes, ArePlannedWithSplitKeysToo) {
     EXPECT_EQ(planned("bf16:d128:pages64:causal" + format, few, "sm_90a"),
               planned("bf16:d128:pages64:causal", few, "sm_90a"));
     EXPECT_EQ(planned("bf16:d128:causal" + format, few, "sm_80"), planned("bf16:d128:causal", few, "sm_80"));
-    EXPECT_EQ(planned("bf16:d256:causal" + format, many, "sm_90a").family,
-              format == kCodesByCall ? Family::sm90 : Family::sm80);
+    EXPECT_EQ(planned("bf16:d256:causal" + format, many, "sm_90a").family, Family::sm90);
     EXPECT_EQ(planned("bf16:d320:causal" + format, many, "sm_90a").family, Family::simt);
   }
 }
@@ -98,6 +97,19 @@ TEST(OutCodes, ScalesAreCheckedInTheCallersWords) {
   OutCodesCall none("bf16:d64");
   none.args.out_scale = none.memory.data();
   expect_in("out_scale is given, but O is not stored as codes", none.message());
+}
+
+TEST(OutCodes, SwizzledScalesAreNvfp4sOfHeadsOfWholeTiles) {
+  expect_in("swizzled_scales is set and out_format is e4m3",
+            refused_spec("bf16:d64:swizzled_scales" + kCodesByCall));
+  expect_in("head_dim_v is 96; give a multiple of 64",
+            refused_spec("bf16:d96:swizzled_scales" + kCodesOfFourBits));
+  OutCodesCall call("bf16:d64:swizzled_scales" + kCodesOfFourBits);
+  call.args.out_scale = call.memory.data();
+  call.args.out_block_scale = TensorView::bhsd(call.memory.data() + (1 << 14), 2, 2, 3, 4);
+  expect_in("but the spec has swizzled_scales: give e4m3 [1, 1, 128, 8], contiguous", call.message());
+  call.args.out_block_scale = TensorView::bhsd(call.memory.data() + (1 << 14), 1, 1, 128, 8);
+  EXPECT_EQ(call.message(), "accepted");
 }
 
 TEST(OutCodes, FollowFromTheTypeOfOut) {

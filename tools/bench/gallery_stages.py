@@ -1,4 +1,5 @@
-"""Programs of the stages beside score and mask, for gallery.py: weights in place of the softmax, rows of Q and K, elements of O.
+"""Programs of the stages beside score and mask, for gallery.py: weights in place of the softmax, rows of Q and K, elements of O, and O
+as codes.
 
 flashjit's reference computes each picture from the very text in its title.
 """
@@ -20,12 +21,14 @@ import flashjit  # noqa: E402
 
 DIM = 16  # of rows of Q
 LINES = ("#0072B2", "#D55E00", "#009E73")
+LEVELS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # of codes of 4 bits
 
 
 @dataclasses.dataclass
 class Program:
     """One picture: of `stage`, a field of specs. values: what the program is applied to, weight_mod to scores, q_mod to rows [rows,
-    DIM], out_mod to elements of O. names: what it captures. labels: of its lines, one for each head."""
+    DIM], out_mod and out to elements of O. names: what it captures. labels: of its lines, one for each head. text of out: the format
+    that O is stored in, whose `scale` is a name."""
 
     name: str
     stage: str
@@ -36,8 +39,14 @@ class Program:
     labels: tuple = ("",)
 
     def results(self):
-        """weight_mod and out_mod: [heads, values]; q_mod: [rows, DIM], the changed rows."""
-        return {"weight_mod": self._weights, "q_mod": self._rows, "out_mod": self._elements}[self.stage]()
+        """weight_mod, out_mod and out: [heads, values]; q_mod: [rows, DIM], the changed rows."""
+        stages = {
+            "weight_mod": self._weights,
+            "q_mod": self._rows,
+            "out_mod": self._elements,
+            "out": self._codes,
+        }
+        return stages[self.stage]()
 
     def _in_fp32(self):
         """The program, with captured tensors in fp32."""
@@ -79,6 +88,22 @@ class Program:
         options = f"out_mod{{{self._in_fp32()}}}"
         return flashjit.forward(q, q, value, options=options, captures=self._captures())[0][0, :, 0]
 
+    def _codes(self):
+        """What codes of O stand for."""
+        import torch
+
+        value = torch.tensor(self.values, dtype=torch.float32)[None, None, None]
+        key = torch.zeros(1, 1, 1, DIM)
+        scale = torch.tensor(self.names["scale"])
+        if self.text.startswith("e4m3"):
+            out = flashjit.attention(key, key, value, out_dtype=torch.float8_e4m3fn, out_scale=scale)
+            return (out.float() * scale).numpy()[0, 0]
+        out, blocks = flashjit.attention(key, key, value, out_dtype=torch.float4_e2m1fn_x2, out_scale=scale)
+        byte = out.view(torch.uint8).numpy()[0, 0, 0]
+        code = np.stack((byte & 15, byte >> 4), -1).reshape(-1)
+        of_block = np.repeat((blocks.float() * scale).numpy()[0, 0, 0], 16)
+        return (np.where(code > 7, -1, 1) * LEVELS[code & 7] * of_block)[None]
+
 
 def programs():
     scores = np.linspace(-6, 6, 97)
@@ -104,7 +129,7 @@ def programs():
             "q_mod",
             f"w: fp32 1d grad; element * rsqrt(sum_of_squares / {DIM}.0 + 1e-6) * w[column]",
             ramp,
-            "column, to the right; rows that grow, down",
+            "column, right; growing rows, down",
             {"w": np.linspace(0.5, 1.5, DIM)},
         ),
         Program(
@@ -126,11 +151,15 @@ def programs():
             {"s": np.array([0.02, 0.5])},
             ("scale 0.02", "scale 0.5"),
         ),
+        Program("FP8 with one scale", "out", "e4m3", elements, "element of O", {"scale": 1 / 64}),
+        Program(
+            "NVFP4, a scale for 16 columns", "out", "e2m1:g16:e4m3:apart:scaled", elements, "element of O", {"scale": 1 / 64}
+        ),
     ]  # fmt: skip
 
 
 def draw(path, plt):
-    figure, axes = plt.subplots(2, 4, figsize=(16, 9.5), layout="constrained")
+    figure, axes = plt.subplots(2, 5, figsize=(20, 9.5), layout="constrained")
     figure.get_layout_engine().set(h_pad=0.15)
     for program, axis in zip(programs(), axes.flat, strict=True):
         lines = textwrap.wrap(program.text, 40)
@@ -149,7 +178,7 @@ def draw(path, plt):
         if program.stage == "q_mod":
             axis.imshow(results, cmap="viridis", aspect="auto", interpolation="nearest")
         else:
-            if program.stage == "out_mod":
+            if program.stage in ("out_mod", "out"):
                 axis.plot(program.values, program.values, color="#999999", linestyle="--", linewidth=1)
             for line, label, color in zip(results, program.labels, LINES):
                 axis.plot(program.values, line, color=color, linewidth=2.5, label=label)
@@ -157,7 +186,10 @@ def draw(path, plt):
                 axis.legend(fontsize=9)
         axis.tick_params(labelsize=8)
         axis.set_xlabel(f"{program.stage}: {program.axis}", fontsize=10.5)
-    figure.suptitle("Programs in place of the softmax, of rows of Q and K, and of elements of O", fontsize=15)
+    figure.suptitle(
+        "Programs in place of the softmax, of rows of Q and K, and of elements of O, and O as codes",
+        fontsize=15,
+    )
     figure.savefig(path, dpi=100)
 
 
@@ -166,7 +198,7 @@ def section(png, page):
     rows = [[program.name, program.stage, f"`{program.text}`".replace("|", "\\|")] for program in programs()]
     return "\n\n".join(
         [
-            f"![Programs of weights, of rows of Q and K, and of O]({link(png, page)})",
+            f"![Programs of weights, of rows of Q and K, and of O, and O as codes]({link(png, page)})",
             markdown(["Program", "Stage", "Text"], rows),
         ]
     )

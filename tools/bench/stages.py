@@ -4,8 +4,8 @@
     python3 tools/bench/stages.py --lib build/libflashjit.so --csv tools/bench/results/h200_stages.csv [--only REGEX] [--rounds N]
 
 bf16, causal, 16k tokens of 2048 columns in all. "gate" is a sigmoid of a tensor like O, by out_mod; "rope" turns halves of Q's and K's rows
-by tables, "norm" is their RMS norm with weights, by q_mod and k_mod. The kernels of their own are those of torch.compile. Passes: "forward", and
-"both" with all gradients. Outputs are checked beside each other before they are timed, calls take turns, and medians count.
+by tables, "norm" is their RMS norm with weights, by q_mod and k_mod. "fp8", "rows" and "nvfp4" store O as codes: FP8 with one scale or a scale for
+each row, and NVFP4. The kernels of their own are those of torch.compile. Passes: "forward", and but for codes "both" with all gradients. Outputs are checked beside each other before they are timed, calls take turns, and medians count.
 Exit code: 0 if everything ran and was right, 1 if not, 3 without GPU or PyTorch.
 """
 
@@ -16,6 +16,7 @@ import measuring
 from measuring import torch
 
 TOKENS, COLUMNS, EPSILON = 16384, 2048, 1e-6
+FP8, FP4_LEVELS = torch.float8_e4m3fn, (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 TABLE = ("program", "dim", "length", "pass", "way", "us", "of_plain")
 
 
@@ -39,7 +40,36 @@ def gated(out, gate):
     return out * torch.sigmoid(gate)
 
 
-class Gate:
+def in_fp8(out, scale):
+    return (out * (1 / scale)).clamp(-448, 448).to(FP8)
+
+
+def in_fp8_rows(out):
+    x = out.float()
+    scale = x.abs().amax(-1, keepdim=True) * (1 / 448)
+    return (x * (1 / scale)).to(FP8), scale
+
+
+def in_nvfp4(out, scale):
+    x = out.float().unflatten(-1, (-1, 16))
+    block = (x.abs().amax(-1, keepdim=True) * (1 / 6) / scale).to(FP8)
+    x = x * (1 / (block.float() * scale))
+    size = x.abs()
+    code = sum((size > middle).int() for middle in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
+    code = (code | (x < 0).int() << 3).flatten(-2).unflatten(-1, (-1, 2))
+    return (code[..., 0] | code[..., 1] << 4).to(torch.uint8), block.squeeze(-1)
+
+
+class Program:
+    """One program's options, and the kernels of its own."""
+
+    passes, limit = ("forward", "both"), 0.02
+
+    def numbers(self, result):
+        return result
+
+
+class Gate(Program):
     """out_mod."""
 
     def __init__(self, q, k):
@@ -51,7 +81,7 @@ class Gate:
         return self.apart(attend(q, k, v), *self.parameters)
 
 
-class Rope:
+class Rope(Program):
     """q_mod and k_mod."""
 
     def __init__(self, q, k):
@@ -70,7 +100,7 @@ class Rope:
         return attend(self.apart(q, *self.tables), self.apart(k, *self.tables), v)
 
 
-class Norm:
+class Norm(Program):
     """q_mod and k_mod, with weights that have gradients."""
 
     def __init__(self, q, k):
@@ -89,7 +119,51 @@ class Norm:
         return attend(self.apart(q, self.parameters[0]), self.apart(k, self.parameters[1]), v)
 
 
-PROGRAMS = {"gate": Gate, "rope": Rope, "norm": Norm}
+class Codes(Program):
+    """out_dtype of FP8, with a scale."""
+
+    passes, limit, function, dtype = ("forward",), 0.05, staticmethod(in_fp8), FP8
+
+    def __init__(self, q, k):
+        self.parameters, self.apart = [], torch.compile(self.function)
+        self.scale = torch.tensor([1 / 64], device="cuda")
+        self.options = {"out_dtype": self.dtype, "out_scale": self.scale}
+
+    def separate(self, attend, q, k, v):
+        return self.apart(attend(q, k, v), self.scale)
+
+    def numbers(self, result):
+        return result.float() * self.scale
+
+
+class Rows(Codes):
+    """The same with a scale for each row."""
+
+    function = staticmethod(in_fp8_rows)
+
+    def __init__(self, q, k):
+        super().__init__(q, k)
+        self.options = {"out_dtype": self.dtype}
+
+    def separate(self, attend, q, k, v):
+        return self.apart(attend(q, k, v))
+
+    def numbers(self, result):
+        return result[0].float() * result[1]
+
+
+class Nvfp4(Codes):
+    function, dtype = staticmethod(in_nvfp4), getattr(torch, "float4_e2m1fn_x2", None)
+
+    def numbers(self, result):
+        byte = result[0].view(torch.uint8).int()
+        code = torch.stack((byte & 15, byte >> 4), -1).flatten(-2)
+        size = torch.tensor(FP4_LEVELS, device="cuda", dtype=torch.float32)[code & 7]
+        scale = (result[1].float() * self.scale).repeat_interleave(16, -1)
+        return torch.where(code > 7, -size, size) * scale
+
+
+PROGRAMS = {"gate": Gate, "rope": Rope, "norm": Norm, "fp8": Codes, "rows": Rows, "nvfp4": Nvfp4}
 
 
 def with_gradients(forward, leaves, dout):
@@ -103,8 +177,9 @@ def difference(got, want):
 def measure(report, label, name, dim, length, rounds, flashjit):
     heads = COLUMNS // dim
     q, k, v, dout = measuring.tensors(TOKENS // length, heads, length, dim)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
     program = PROGRAMS[name](q, k)
+    with_both = "both" in program.passes
+    leaves = [x.requires_grad_(with_both) for x in (q, k, v)]
     attend = lambda q, k, v: flashjit.attention(q, k, v, causal=True)
     forwards = {
         "plain": lambda: attend(q, k, v),
@@ -115,9 +190,11 @@ def measure(report, label, name, dim, length, rounds, flashjit):
         way: with_gradients(call, leaves + (program.parameters if way != "plain" else []), dout)
         for way, call in forwards.items()
     }
-    pairs = [(forwards["within"](), forwards["apart"]()), *zip(trained["within"](), trained["apart"]())]
+    pairs = [tuple(program.numbers(forwards[way]()) for way in ("within", "apart"))]
+    if with_both:
+        pairs.extend(zip(trained["within"](), trained["apart"]()))
     worst = max(difference(*pair) for pair in pairs)
-    if not worst < 0.02:
+    if not worst < program.limit:
         report.failure(f"{label}: within the call and apart differ by {worst:.3f}")
     del pairs
 
@@ -125,6 +202,8 @@ def measure(report, label, name, dim, length, rounds, flashjit):
         ("forward", {way: torch.no_grad()(call) for way, call in forwards.items()}),
         ("both", trained),
     ):
+        if kind not in program.passes:
+            continue
         ms = measuring.interleaved_ms(calls, rounds)
         for way, time in ms.items():
             report.row(

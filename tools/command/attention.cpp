@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "expr/declarations.hpp"
+#include "out_codes.hpp"
 #include "support/paths.hpp"
 #include "support/refuse.hpp"
 #include "support/text.hpp"
@@ -23,6 +24,7 @@ using reference::Precision;
 
 Results reference_results(const reference::Problem& problem, Precision precision) {
   reference::Forward forward = reference::forward(problem, precision);
+  if (precision != Precision::exact) forward.out = stored_as(problem.spec, std::move(forward.out));
   Results results{std::move(forward.out), std::move(forward.lse), {}, {}, {}};
   results.row_max = std::move(forward.row_max);
   if (problem.spec.score.is_weight()) results.lse.clear();
@@ -399,6 +401,9 @@ reference::Problem read_problem(const KernelSpec& spec, const InputFiles& files,
   problem.shape = {q.size[0], q.size[1], k.size[1], q.size[2], k.size[2]};
   problem.shape.validate();
 
+  if (spec.epilogue.out_format.quantized())
+    refuse("the spec stores O as {} and a file of O has its elements; leave out{{...}} away",
+           to_string(spec.epilogue.out_format));
   const std::string from_spec = "as the spec says";
   const std::string like_q = fmt::format("as in '{}'", files.q);
   const std::string like_k = fmt::format("as in '{}'", files.k);

@@ -6,6 +6,7 @@
 
 #include "autotune/device_captures.hpp"
 #include "call/q_rope.hpp"
+#include "out_codes.hpp"
 #include "reference/inputs.hpp"
 #include "support/dtypes.hpp"
 #include "support/environment.hpp"
@@ -63,7 +64,8 @@ class DeviceTensor {
     if (of_pages) return {floats(), {1, first, heads, rows}, {0, stride, rows, 1}};
     return {floats(), {first, 1, heads, rows}, {stride, 0, rows, 1}};
   }
-  std::vector<double> values() const { return decode(dtype_, device::download<std::byte>(buffer_)); }
+  std::vector<std::byte> bytes() const { return device::download<std::byte>(buffer_); }
+  std::vector<double> values() const { return decode(dtype_, bytes()); }
 
  private:
   DType dtype_;
@@ -183,6 +185,13 @@ class TensorMaker {
     return DeviceTensor(driver_, DType::fp32, {batch_, problem_.shape.heads_q, wanted ? rows_q_ : 0, 1});
   }
 
+  DeviceTensor out_block_scale() const {
+    const KvFormat& format = problem_.spec.epilogue.out_format;
+    if (!format.has_block_scales()) return like_q(DType::e4m3, 0);
+    return like_q(format.scale_type == KvFormat::Number::fp32 ? DType::fp32 : DType::e4m3,
+                  format.row(problem_.spec.v_dim()).scale_columns);
+  }
+
   DeviceTensor q() const {
     const auto& [batch, heads_q, heads_kv, longest_q, longest_kv] = problem_.shape;
     const std::int64_t dim = problem_.spec.head_dim;
@@ -242,7 +251,9 @@ class ProblemOnGpu {
         q_scale_(make_.scale(problem.q_scale)),
         k_scale_(make_.kv_scale(problem.k_scale)),
         v_scale_(make_.kv_scale(problem.v_scale)),
-        out_(make_.like_q(problem.spec.out_type(), problem.spec.v_dim())),
+        out_(make_.like_q(problem.spec.stored_out().type, problem.spec.stored_out().columns)),
+        out_scale_(device::upload(gpu.driver(), std::vector{kOutScale})),
+        out_block_scale_(make_.out_block_scale()),
         before_mod_(make_.like_q(problem.spec.dtype,
                                  problem.spec.epilogue.out_mod.empty() ? 0 : problem.spec.v_dim())),
         lse_(make_.like_lse(!problem.spec.score.is_weight())),
@@ -273,10 +284,14 @@ class ProblemOnGpu {
       args.partial.state = {args.out, static_cast<const float*>(extras_.state_lse.data())};
       args.partial.state.out.data = extras_.state_out.data();
     }
+    const KvFormat& format = spec.epilogue.out_format;
+    if (format.has_argument()) args.out_scale = static_cast<const float*>(out_scale_.data());
+    if (format.has_block_scales()) args.out_block_scale = out_block_scale_.view();
     gpu_.synchronize();  // the copies and fills are on another stream
     runtime_.forward(spec, args, stream_.get());
     stream_.synchronize();
-    results.out = out_.values();
+    results.out =
+        format.quantized() ? values_of_codes(spec, out_.bytes(), out_block_scale_.bytes()) : out_.values();
     results.lse = lse_.values();
     results.row_max = row_max_.values();
   }
@@ -327,7 +342,9 @@ class ProblemOnGpu {
   const reference::Problem& problem_;
   TensorMaker make_;
   DeviceBuffer page_table_;
-  DeviceTensor q_, k_, v_, q_scale_, k_scale_, v_scale_, out_, before_mod_, lse_, row_max_;
+  DeviceTensor q_, k_, v_, q_scale_, k_scale_, v_scale_, out_;
+  DeviceBuffer out_scale_;
+  DeviceTensor out_block_scale_, before_mod_, lse_, row_max_;
   Extras extras_;
   device::StreamOwner stream_;
 };

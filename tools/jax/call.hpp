@@ -116,6 +116,8 @@ class Call {
     made.v_scale = scales("v_scale");
     made.k_block_scale = tensor("k_block_scale");
     made.v_block_scale = tensor("v_block_scale");
+    made.out_scale = data<float>("out_scale");
+    made.out_block_scale = tensor("out_block_scale");
     return made;
   }
 

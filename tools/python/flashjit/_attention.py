@@ -95,6 +95,7 @@ def attention(
     out_dtype: torch.dtype | None = None,
     out_scale: Tensor | None = None,
     out_block_scale: Tensor | None = None,
+    swizzled_scales: bool = False,
     accurate: bool = False,
     batch_invariant: bool = False,
     skip_softmax_threshold: float | None = None,
@@ -193,13 +194,16 @@ def attention(
     out_dtype: torch.float32, or None for the type of q. With q of 8 bits: torch.bfloat16 (None is the same), torch.float16 or
         torch.float32. The backward pass reads O as it is returned, without rounding. Or codes, with the scales below and without
         gradients: torch.float8_e4m3fn or torch.float4_e2m1fn_x2 (NVFP4), of head_dim_v in multiples of 16; the nearest, ties to even;
-        what is too large becomes the largest, and NaN stays NaN, of NVFP4 in the scale. Not with indices, state and bind(), nor in
+        what is too large becomes the largest, and NaN stays NaN, of NVFP4 in the scale. Not with state and bind(), nor in
         compiled code.
     out_scale: float32, one number on q's device, with codes as out_dtype: O is code * out_scale, with NVFP4 code * block's scale *
         out_scale. Without it, O of float8_e4m3fn has a scale for each row of a head, its largest magnitude / 448.
     out_block_scale: memory for the scales of rows, float32 [batch, heads_q, seqlen_q, 1], or of NVFP4's 16 columns, float8_e4m3fn
         [batch, heads_q, seqlen_q, head_dim_v / 16], with any strides, the last one 1; by default it is made. These scales are returned
         after O.
+    swizzled_scales: NVFP4's scales as cuBLAS and engines read them (128x4): float8_e4m3fn [rows, heads_q * head_dim_v / 16], contiguous, of a
+        row for each token, b * seqlen_q + i, rounded up to a multiple of 128, of head_dim_v in multiples of 64. Rows behind the last
+        token are not written.
     accurate: the backward pass reads O before it is rounded to the type of q. Rows in which one key is strong then have gradients
         of the type's precision, which may else be off by a tenth and more. Autograd keeps O in float32, 4 bytes an element,
         beside the returned O. No effect without gradients, with float32, and with weight_mod. Not with out_mod and forward-mode
@@ -237,7 +241,7 @@ def attention(
     scales = (k_scale, v_scale, q_scale, k_block_scale, v_block_scale)
     scaled = stored or k.dtype in KV_TYPES or q.dtype in KV_TYPES or any(x is not None for x in scales)
     accurate = bool(accurate) and wants_grad and out is None and receive is None
-    codes, out, out_dtype = read_out_codes(out_dtype, out_scale, out_block_scale, out, v)
+    codes, out, out_dtype = read_out_codes(out_dtype, out_scale, out_block_scale, out, v, swizzled_scales)
     fp32_out, final = _type_of_out(out_dtype, q, accurate and not codes, out_mod, weight_mod)
     mods, packing = (out_mod, q_mod, k_mod), (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     # torch.compile, for which no call is plain, cannot compare functions.

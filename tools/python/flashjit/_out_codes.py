@@ -27,28 +27,37 @@ class OutCodes(NamedTuple):
     scale: Tensor | None
     block_scale: Tensor | None  # the caller's memory
     blocks: int  # scales of a row; 0: none
+    swizzled: bool = False  # scales are a matrix of all tokens and heads, 128x4
 
     def options(self, options: str) -> str:
         """The spec's options with the format, before the switches."""
         programs, brace, switches = options.rpartition("}")
-        return f"{programs}{brace}:out{{{self.format}}}{switches}"
+        swizzled = ":swizzled_scales" if self.swizzled else ""
+        return f"{programs}{brace}:out{{{self.format}}}{switches}{swizzled}"
 
     def new_block_scale(self, plan: Any) -> Tensor | None:
         """Memory for the scales of a plan's rows: the caller's, or made here."""
         if not self.blocks:
             return None
-        size, dtype = (*plan.lse_size, self.blocks), torch.float32 if self.blocks == 1 else _FP8
+        size, dtype = self._size_of_scales(plan), torch.float32 if self.blocks == 1 else _FP8
         given = self.block_scale
         if given is None:
-            strides = dense_strides(size, plan.out_stride)
+            strides = (size[1], 1) if self.swizzled else dense_strides(size, plan.out_stride)
             made = torch.empty_strided(size, strides, dtype=dtype, device=plan.device)
             return made if plan.launches else made.fill_(1)
-        if tuple(given.shape) != size or given.dtype != dtype or given.device != plan.device:
-            type_name = str(dtype).removeprefix("torch.")
+        gaps = self.swizzled and not given.is_contiguous()
+        if tuple(given.shape) != size or given.dtype != dtype or given.device != plan.device or gaps:
+            type_name, contiguous = str(dtype).removeprefix("torch."), ", contiguous" if self.swizzled else ""
             raise InvalidArgument(
-                f"out_block_scale is {describe(given)}: it must be {type_name} {list(size)} on {plan.device}."
+                f"out_block_scale is {describe(given)}: it must be {type_name} {list(size)} on {plan.device}{contiguous}."
             )
         return given
+
+    def _size_of_scales(self, plan: Any) -> tuple[int, ...]:
+        if not self.swizzled:
+            return (*plan.lse_size, self.blocks)
+        batch, heads, rows = plan.lse_size
+        return (-(-batch * rows // 128) * 128, heads * self.blocks)
 
     def put(self, words: Any, plan: Any) -> Tensor | None:
         """Places in the words of a call what the scales are in: the tensor of the blocks' scales."""
@@ -58,7 +67,8 @@ class OutCodes(NamedTuple):
             words[_SCALE] = self.scale.data_ptr()
         scales = self.new_block_scale(plan)
         if scales is not None:
-            struct = _library.words_of(tensor_struct(scales.shape, scales.stride()))
+            matrix = scales[None, None] if self.swizzled else scales
+            struct = _library.words_of(tensor_struct(matrix.shape, matrix.stride()))
             words[_BLOCK_SCALE : _BLOCK_SCALE + len(struct)] = struct
             words[_BLOCK_SCALE] = scales.data_ptr()
         return scales
@@ -69,12 +79,14 @@ class OutCodes(NamedTuple):
 
 
 def read_out_codes(
-    out_dtype: Any, scale: Any, block_scale: Any, out: Tensor | None, v: Tensor
+    out_dtype: Any, scale: Any, block_scale: Any, out: Tensor | None, v: Tensor, swizzled: bool
 ) -> tuple[OutCodes | None, Tensor | None, Any]:
     """What out_dtype says, None where O has elements; the caller's memory for O, NVFP4 as bytes; the type of elements."""
-    if out_dtype is scale is block_scale is None:
+    if out_dtype is scale is block_scale is None and not swizzled:
         return None, out, None
     codes = _codes_of(out_dtype, scale, block_scale, v.shape[-1])
+    if swizzled:
+        codes = _with_swizzled_scales(codes, out_dtype, v.shape[-1])
     if codes is None:
         return None, out, out_dtype
     return codes, out.view(torch.uint8) if out is not None and out.dtype == FP4 else out, None
@@ -106,6 +118,18 @@ def _codes_of(out_dtype: Any, scale: Any, block_scale: Any, columns: int) -> Out
     if scale is None:
         raise InvalidArgument("out_scale is not given: O of float4_e2m1fn_x2 takes one, float32, one number.")
     return OutCodes("e2m1:g16:e4m3:apart:scaled", scale, block_scale, columns // _BLOCK)
+
+
+def _with_swizzled_scales(codes: OutCodes | None, out_dtype: Any, columns: int) -> OutCodes:
+    if codes is None or out_dtype != FP4:
+        raise InvalidArgument(
+            f"swizzled_scales is set and out_dtype is {out_dtype}: it is for torch.float4_e2m1fn_x2, so leave it out."
+        )
+    if columns % (4 * _BLOCK):
+        raise InvalidArgument(
+            f"swizzled_scales is set and v has {columns} columns: give a multiple of {4 * _BLOCK}, or leave it out."
+        )
+    return codes._replace(swizzled=True)
 
 
 def columns_of_out(options: str, columns: int) -> int:

@@ -16,6 +16,7 @@ from ._call import alike
 from ._codes import codes_of, in_four_dims
 from ._derivatives import attend
 from ._formats import check_formats, read_formats, refuse_block_scales
+from ._out_codes import out_codes, scale_of_out
 from ._packed import check_packed, packed
 from ._problem import CODES, FIXED, Problem
 from ._programs import Tracer
@@ -61,6 +62,8 @@ def attention(
     accurate: bool = False,
     layout: str = "BTNH",
     return_lse: bool = False,
+    out_dtype: Any = None,
+    out_scale: Any = None,
 ) -> Any:
     """softmax(scale * Q K^T) V, with first and second derivatives (jax.grad, jax.jvp, jax.hessian) for q, k, v, bias, sinks and all
     float arrays that functions but mask_mod capture.
@@ -106,6 +109,10 @@ def attention(
         weight_mod.
     layout: "BTNH", or "BHSD" for [batch, heads, length, head_dim].
     return_lse: whether to return (out, lse), with lse float32 like q without head_dim, differentiable.
+    out_dtype, out_scale: forward alone: O as codes. jnp.float8_e4m3fn: O is code * out_scale, float32, one number; without out_scale
+        (out, scale) is returned, with a scale for each row of a head, float32 [..., 1]. jnp.float4_e2m1fn (NVFP4) with out_scale:
+        (out, scale), uint8 with two codes a byte, the first column in its low bits, and float8_e4m3fn [..., head_dim_v / 16]: O is
+        code * scale of its 16 columns * out_scale. An LSE comes last.
 
     Returns O, like q with V's last dimension. A query without keys gives 0, with an LSE of -inf. Skip-softmax is
     flashjit.attention()'s alone. Raises flashjit.Error.
@@ -157,6 +164,7 @@ def attention(
         "v_scale": in_four_dims("v_scale", v_scale, cached),
         "k_block_scale": None if k_block_scale is None else jnp.asarray(k_block_scale),
         "v_block_scale": None if v_block_scale is None else jnp.asarray(v_block_scale),
+        "out_scale": scale_of_out(out_dtype, out_scale),
     }
     scales = {name: fixed[name] for name in ("q_scale", "k_scale", "v_scale")}
     blocks = [fixed["k_block_scale"], fixed["v_block_scale"]]
@@ -165,6 +173,7 @@ def attention(
     else:
         codes, dim_v = codes_of(q, k, scales), None
         refuse_block_scales(blocks)
+    codes = out_codes(out_dtype, out_scale) + codes
     of_pairs = weights_of(weight_mod, score_mod, softcap, return_lse, None, False)
     kind = "score_mod" if weight_mod is None else "weight_mod"
     score, masks = _score(tracer, softcap, bias, kind, of_pairs)
@@ -192,9 +201,11 @@ def attention(
     )
     _check_spec(problem, q, v)
     arrays = alike([q, k, v, *[fixed[name] for name in problem.fixed], *captures])
-    made = attend(problem, arrays)
-    out = made[0].astype(problem.rounded_type(q))
-    return (out, made[1][..., 0]) if return_lse else out
+    made = dict(zip(problem.results(), attend(problem, arrays)))
+    out = made["out"] if problem.out_format else made["out"].astype(problem.rounded_type(q))
+    rest = [made["out_block_scale"]] if "out_block_scale" in made else []
+    rest += [made["lse"][..., 0]] if return_lse else []
+    return (out, *rest) if rest else out
 
 
 def _check(q: Any, k: Any, v: Any, layout: str, cached: bool, in_formats: bool) -> tuple[int, int, int, int]:

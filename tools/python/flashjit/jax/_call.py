@@ -57,8 +57,10 @@ def _shapes(*avals: Any, problem: Problem, derivative: Derivative = None) -> lis
         return [by_name[name] for name in problem.saved()]
     if derivative is None:
         of_lse = q.update(shape=(*q.shape[:3], 1), dtype=np.dtype("float32"))
-        out = q.update(shape=(*q.shape[:3], problem.columns_v(v)), dtype=problem.out_type(q))
-        return [of_lse if name == "lse" else out for name in problem.outputs()]
+        out = q.update(shape=(*q.shape[:3], problem.columns_of_out(v)), dtype=problem.out_type(q))
+        scales, scale_type = problem.out_block_scale(v)
+        of_rows = q.update(shape=(*q.shape[:3], scales), dtype=scale_type)
+        return [{"lse": of_lse, "out_block_scale": of_rows}.get(name, out) for name in problem.outputs()]
     made = []
     for name in result_names(problem, derivative):
         aval = by_name[name[1:]]

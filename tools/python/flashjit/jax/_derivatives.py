@@ -31,6 +31,10 @@ def _tangents_of_forward(primals: Sequence[Any], tangents: Sequence[Any], *, pro
             "attention from a cache has no derivatives, which need K and V as arrays: call it outside of jax.grad and jax.jvp, or "
             "apply jax.lax.stop_gradient to its arguments."
         )
+    if problem.out_format:
+        raise Unsupported(
+            "out_dtype is of codes, which have no derivatives: apply jax.lax.stop_gradient to the arguments, or leave it out."
+        )
     if problem.codes:
         raise Unsupported(
             "attention to K and V of 8 bits has no derivatives: apply jax.lax.stop_gradient to its arguments, or convert K and V to "

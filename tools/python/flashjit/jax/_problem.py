@@ -15,11 +15,19 @@ from ._programs import Program
 
 #: Arrays besides Q, K, V and captures, in the order of the operands.
 FIXED = tuple(
-    "kv_lengths page_table cu_seqlens_q cu_seqlens_kv sinks rng q_scale k_scale v_scale k_block_scale v_block_scale".split()
+    "kv_lengths page_table cu_seqlens_q cu_seqlens_kv sinks rng q_scale k_scale v_scale k_block_scale v_block_scale out_scale".split()
 )
 #: Of arrays that have scales.
 CODES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
 Q_CODES = ":q_codes"
+#: Of O as codes, in specs.
+FP8, FP8_ROWS, NVFP4 = "e4m3", "e4m3:row:fp32:apart", "e2m1:g16:e4m3:apart:scaled"
+TYPES_OF_OUT_CODES = {
+    FP8: np.dtype(jnp.float8_e4m3fn),
+    FP8_ROWS: np.dtype(jnp.float8_e4m3fn),
+    NVFP4: np.dtype("uint8"),
+}
+_OUT_FORMAT = re.compile(r":out\{([^}]*)\}")
 TANGENT = "_tangent"
 _SPEC_WORDS = {"kv_lengths": ":kvlen", "cu_seqlens_q": ":varlen", "sinks": ":sinks", "rng": ":dropout"}
 _MARK = re.compile(r"@(b|h|h_kv)(?::c\d+:\d+)?@")
@@ -31,7 +39,7 @@ class Problem:
 
     fixed: which of FIXED are given. batch: of the call as written. folds: the sizes of axes that vmap put in front of the batch,
     the first one first: entry b of the batch is entry b % batch of the call as written. pages: the rows of a page where K and V
-    are a cache, 0 where that has slots; None: they are no cache. codes: what the spec says of K and V, and Q, of 8 bits, or of
+    are a cache, 0 where that has slots; None: they are no cache. codes: what the spec says of O as codes, and of K and V, and Q, of 8 bits, or of
     formats; dim_v: V's columns where K or V is in a format, else None. longest: of packed sequences, whose number is `batch`,
     the most queries and keys of one. accurate: O is float32 for the backward pass. weight_mod: the program's score is the weight
     of a pair, without a softmax and so without an LSE. keeps_before_mod: O before out_mod is a result of the forward pass, too, for the
@@ -54,8 +62,25 @@ class Problem:
     weight_mod: bool = False
     keeps_before_mod: bool = False
 
+    @property
+    def out_format(self) -> str:
+        """Of O as codes; "" where it has elements."""
+        found = _OUT_FORMAT.search(self.codes)
+        return found[1] if found else ""
+
     def out_type(self, q: Any) -> Any:
+        if self.out_format:
+            return TYPES_OF_OUT_CODES[self.out_format]
         return np.dtype("float32") if self.accurate else self.rounded_type(q)
+
+    def columns_of_out(self, v: Any) -> int:
+        return self.columns_v(v) // 2 if self.out_format == NVFP4 else self.columns_v(v)
+
+    def out_block_scale(self, v: Any) -> tuple[int, Any]:
+        """How many scales a row of O has, and their type."""
+        if self.out_format == NVFP4:
+            return self.columns_v(v) // 16, np.dtype(jnp.float8_e4m3fn)
+        return 1, np.dtype("float32")
 
     def rounded_type(self, q: Any) -> Any:
         return np.dtype(jnp.bfloat16) if self.codes.endswith(Q_CODES) else q.dtype
@@ -87,7 +112,7 @@ class Problem:
 
     def results(self) -> list[str]:
         """What attention gives, and what has tangents."""
-        return ["out"] if self.weight_mod else ["out", "lse"]
+        return ["out"] + ["out_block_scale"] * (":" in self.out_format) + ["lse"] * (not self.weight_mod)
 
     def outputs(self) -> list[str]:
         """What the forward pass makes."""

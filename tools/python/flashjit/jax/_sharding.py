@@ -108,7 +108,9 @@ class _Rule:
         if plain == "page_table":
             return ("batch", "columns")[: 2 if self.problem.pages else 1]
         if plain in ("q", "out", "lse", "before_mod", "dout", "dlse"):
-            rows, last = ("heads", "queries"), {"q": "dim", "lse": "one", "dlse": "one"}.get(plain, "dim_v")
+            out = "out_row" if self.problem.out_format else "dim_v"
+            lasts = {"q": "dim", "lse": "one", "dlse": "one", "out": out}
+            rows, last = ("heads", "queries"), lasts.get(plain, "dim_v")
         elif plain in ("k", "v"):
             in_format = self.problem.dim_v is not None  # then the last dimension is a row's bytes
             last = f"{plain}_row" if in_format else "dim" if plain == "k" else "dim_v"

@@ -94,6 +94,11 @@ float power_of_two_scale(const KvFormat& format, float largest) {
   return std::ldexp(1.0f, exponent);
 }
 
+/// The scale of a block of zeros: 1 where a code means 0, else 0, with which all codes do.
+float scale_of_zeros(const KvFormat& format) {
+  return format.code != Code::book || std::ranges::find(format.book, 0.0f) != format.book.end() ? 1 : 0;
+}
+
 Quantizer symmetric(const KvFormat& format, std::span<const float> values, float argument,
                     std::uint8_t* scale) {
   float extreme = 0;  // the element of the largest magnitude
@@ -102,7 +107,8 @@ Quantizer symmetric(const KvFormat& format, std::span<const float> values, float
       extreme = std::isnan(extreme) ? extreme : value;
   if (!std::isfinite(extreme)) return {encode_scale(format.scale_type, kNaN, scale) * argument};
   const float largest = largest_value(format), magnitude = std::fabs(extreme) / argument;
-  if (magnitude == 0) return {encode_scale(format.scale_type, 1, scale) * argument};
+  if (magnitude == 0)
+    return {encode_scale(format.scale_type, scale_of_zeros(format), scale) * argument};
   if (format.scale_type == Number::e8m0)
     return {encode_scale(format.scale_type, power_of_two_scale(format, magnitude), scale) * argument};
   const float wanted = largest < 0 ? extreme / argument / largest : magnitude / largest;
@@ -294,7 +300,10 @@ Quantizer found_quantizer(const KvFormat& format, const KvRow& at, std::span<con
 void put_code(const KvFormat& format, const KvRow& at, std::uint8_t* block, int i, float x,
               const Quantizer& by) {
   const auto scale = static_cast<float>(by.scale), zero = static_cast<float>(by.zero);
-  const float value = format.zero == Zero::added ? (x - zero) / scale : x / scale + zero;
+  // By a factor that is finite, as kernels': a block of the least numbers has zeros.
+  const float largest = std::copysign(std::numeric_limits<float>::max(), scale);
+  const auto quotient = [&](float y) { return std::isinf(1 / scale) ? y * largest : y / scale; };
+  const float value = format.zero == Zero::added ? quotient(x - zero) : quotient(x) + zero;
   const auto [byte, shift] = place_of(format, at.block, i);
   block[byte] |= static_cast<std::uint8_t>(code_of(format, value) << shift);
 }

@@ -134,13 +134,23 @@ struct BlockExtremes {
   bool finite;
 };
 
+/// The scale of a block of zeros: 1 where a code means 0, else 0, with which all codes do.
+template <class Format>
+__device__ __forceinline__ float scale_of_zeros() {
+  bool means_zero = Format::kCode != KvCode::book;
+#pragma unroll
+  for (unsigned code = 0; code < (Format::kCode == KvCode::book ? 1u << Format::kBits : 0u); ++code)
+    means_zero = means_zero || Format::book(code) == 0.0f;
+  return means_zero ? 1.0f : 0.0f;
+}
+
 /// The bits of the scale of a block without zero points.
 template <class Format>
 __device__ __forceinline__ unsigned symmetric_scale(const BlockExtremes& found, float argument) {
   constexpr float kLargest = Format::kLargest;
   if (!found.finite) return bits_of_scale<Format::kScaleType>(__uint_as_float(0x7fffffffu));
   const float magnitude = fabsf(found.extreme) / argument;
-  if (magnitude == 0.0f) return bits_of_scale<Format::kScaleType>(1.0f);
+  if (magnitude == 0.0f) return bits_of_scale<Format::kScaleType>(scale_of_zeros<Format>());
   if (Format::kScaleType == KvNumber::e8m0 && kHasFloatCodes<Format>) {  // as OCP's MX formats
     const int exponent = static_cast<int>(__float_as_uint(magnitude) >> 23) -
                          static_cast<int>(__float_as_uint(kLargest) >> 23);

@@ -455,3 +455,21 @@ def test_columns_of_v_in_coded_rows_are_checked():
             flashjit.attention(q, rows, v_columns=wrong, k_format="q8_0")
     with pytest.raises(flashjit.InvalidArgument, match="v_format is given with v_columns"):
         flashjit.attention(q, rows, v_columns=32, k_format="q8_0", v_format="nvfp4")
+
+
+@pytest.mark.parametrize("name", ["iq4_nl", "book(-3,-1,1,3):g32:fp16", "q4_0", "nvfp4"])
+def test_a_block_of_zeros_stays_one(name):
+    """Also where no code means 0, as in iq4_nl's book."""
+    form = flashjit.KvFormat(name)
+    given = {"v_scale": torch.ones(())} if form.has_scale else {}
+    v, _ = flashjit.quantize(torch.zeros(1, 1, 4, 64), format=form)
+    out = flashjit.attention(torch.randn(1, 1, 1, 64), torch.randn(1, 1, 4, 64), v, v_format=form, **given)
+    assert torch.equal(out, torch.zeros(1, 1, 1, 64))
+
+
+def test_the_least_numbers_are_no_nan():
+    x = torch.zeros(1, 1, 4, 64)
+    x[..., 0] = 1e-43
+    v, _ = flashjit.quantize(x, format="e4m3:row:fp32")
+    out = flashjit.attention(torch.randn(1, 1, 1, 64), x, v, v_format="e4m3:row:fp32")
+    assert out.isfinite().all() and out.abs().max() < 1e-40

@@ -193,3 +193,24 @@ def test_lists_are_for_elements():
     lists = flashjit.TileLists(q, k, v, mask_mod=mask)
     with pytest.raises(flashjit.Unsupported, match="TileLists are for O as elements"):
         flashjit.attention(q, k, v, mask_mod=mask, lists=lists, out_dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this PyTorch has no NVFP4")
+def test_nvfp4_of_one_block_has_scales_of_its_type():
+    q, k, v = torch.randn(3, 1, 1, 4, 16)
+    given = {"out_dtype": torch.float4_e2m1fn_x2, "out_scale": torch.tensor(0.002)}
+    out, scales = flashjit.attention(q, k, v, **given)
+    assert scales.dtype == torch.float8_e4m3fn and scales.shape == (1, 1, 4, 1)
+    assert scales.float().max() > 0
+    place = torch.empty_like(scales)
+    flashjit.attention(q, k, v, out_block_scale=place, **given)
+    assert torch.equal(place.view(torch.uint8), scales.view(torch.uint8))
+
+
+def test_out_scale_is_read_as_it_is_seen():
+    q, k, v = torch.randn(3, 1, 1, 4, 64)
+    negated = torch.complex(torch.zeros(1), torch.tensor([0.01])).conj().imag  # -0.01 by a bit
+    with pytest.raises(flashjit.InvalidArgument, match="out_scale is -0.01"):
+        flashjit.attention(q, k, v, out_dtype=torch.float8_e4m3fn, out_scale=negated)
+    with pytest.raises(flashjit.Error, match="out is a list"):
+        flashjit.attention(q, k, v, out_dtype=torch.float8_e4m3fn, out=[1])

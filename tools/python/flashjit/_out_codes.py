@@ -39,7 +39,7 @@ class OutCodes(NamedTuple):
         """Memory for the scales of a plan's rows: the caller's, or made here."""
         if not self.blocks:
             return None
-        size, dtype = self._size_of_scales(plan), torch.float32 if self.blocks == 1 else _FP8
+        size, dtype = self._size_of_scales(plan), torch.float32 if self.scale is None else _FP8
         given = self.block_scale
         if given is None:
             strides = (size[1], 1) if self.swizzled else dense_strides(size, plan.out_stride)
@@ -89,7 +89,7 @@ def read_out_codes(
         codes = _with_swizzled_scales(codes, out_dtype, v.shape[-1])
     if codes is None:
         return None, out, out_dtype
-    return codes, out.view(torch.uint8) if out is not None and out.dtype == FP4 else out, None
+    return codes, out.view(torch.uint8) if isinstance(out, Tensor) and out.dtype == FP4 else out, None
 
 
 def _codes_of(out_dtype: Any, scale: Any, block_scale: Any, columns: int) -> OutCodes | None:
@@ -106,6 +106,7 @@ def _codes_of(out_dtype: Any, scale: Any, block_scale: Any, columns: int) -> Out
             raise WrongType(f"{name} is a {type(given).__name__}: give a torch.Tensor.")
     if scale is not None and (scale.dtype != torch.float32 or scale.numel() != 1):
         raise InvalidArgument(f"out_scale is {describe(scale)}: give float32, one number.")
+    scale = None if scale is None else scale.resolve_neg()
     if out_dtype == _FP8 and scale is not None:
         if block_scale is not None:
             raise InvalidArgument(

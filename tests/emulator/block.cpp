@@ -125,15 +125,19 @@ void wait_for_cluster() {
 }
 
 namespace {
-constexpr unsigned kFirstVariable = kPage, kFirstDynamic = 9 * kPage, kDynamicAlignment = 1024;
+constexpr unsigned kFirstVariable = kPage, kMostVariables = 8 * kPage, kDynamicAlignment = 1024;
+constexpr unsigned kMostShared = 1u << 18;  ///< that a descriptor of wgmma can address
 constexpr unsigned kRankShift = 24, kWord = 4;
 constexpr std::uint16_t kCopied = 0xffff;  // by cp.async, in the place of a thread
 
 constexpr unsigned rounded_up(unsigned bytes, unsigned unit) { return (bytes + unit - 1) / unit * unit; }
+constexpr unsigned shared_bytes(unsigned dynamic_bytes) {
+  return std::min(kFirstVariable + kMostVariables + rounded_up(dynamic_bytes, kPage), kMostShared);
+}
 }  // namespace
 
 SharedMemory::SharedMemory(unsigned dynamic_bytes)
-    : size_(rounded_up(kFirstDynamic + dynamic_bytes, kPage)),
+    : size_(shared_bytes(dynamic_bytes)),
       dynamic_(size_ - rounded_up(dynamic_bytes, kDynamicAlignment)),
       end_of_variables_(kFirstVariable),
       writers_(size_ / kWord) {
@@ -151,7 +155,7 @@ void* SharedMemory::variable(const void* key, unsigned bytes, unsigned alignment
   if (found != variables_.end()) return base_ + found->offset;
   const unsigned offset = rounded_up(end_of_variables_, alignment);
   end_of_variables_ = offset + bytes;
-  if (end_of_variables_ > kFirstDynamic) fail("a block's variables are larger than the emulator expects");
+  if (end_of_variables_ > dynamic_) fail("a block's variables are larger than the emulator expects");
   variables_.push_back({key, offset});
   return base_ + offset;
 }

@@ -118,7 +118,8 @@ TEST_F(DividedBatch, ComputesEachSequenceOnce) {
       const CacheCase test{
           .spec = parse_spec(spec), .shape = shape, .family = Family::sm90, .seed = ++seed, .decodes = true};
       SCOPED_TRACE(name_of(test));
-      EXPECT_TRUE(plan::make_plan(test.spec, shape, gpu().info, {}).decodes);
+      const plan::ExecutionPlan plan = plan::make_plan(test.spec, shape, gpu().info, {});
+      EXPECT_EQ(plan.decodes == nullptr, plan.config.split) << to_string(plan.config);
       CacheRun(test).check(runtime.get());
     }
 }

@@ -107,8 +107,7 @@ Quantizer symmetric(const KvFormat& format, std::span<const float> values, float
       extreme = std::isnan(extreme) ? extreme : value;
   if (!std::isfinite(extreme)) return {encode_scale(format.scale_type, kNaN, scale) * argument};
   const float largest = largest_value(format), magnitude = std::fabs(extreme) / argument;
-  if (magnitude == 0)
-    return {encode_scale(format.scale_type, scale_of_zeros(format), scale) * argument};
+  if (magnitude == 0) return {encode_scale(format.scale_type, scale_of_zeros(format), scale) * argument};
   if (format.scale_type == Number::e8m0)
     return {encode_scale(format.scale_type, power_of_two_scale(format, magnitude), scale) * argument};
   const float wanted = largest < 0 ? extreme / argument / largest : magnitude / largest;

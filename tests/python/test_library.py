@@ -98,6 +98,7 @@ def test_options_of_a_spec_are_the_library_s():
             "q_codes": "bf16:d64:kve4m3",
             "q_rope": "bf16:d96x64:shared_kv",
             "shared_prefix": "bf16:d64:varlen:pages16",
+            "swizzled_scales": "bf16:d64:out{e2m1:g16:e4m3:apart:scaled}",
             "weight_mod": "bf16:d64:score{sigmoid(score)}",
         }
         kind = kinds.get(option, "bf16:d64")

@@ -238,13 +238,18 @@ def test_the_builder_keeps_vllms_tensors(backend):
 )
 def test_a_graph_of_any_batch_has_room_for_one_long_sequence(backend, mixed, most, rows):
     """vLLM captures it with rows that are shared out evenly."""
-    mode = types.SimpleNamespace(mixed_mode=lambda: types.SimpleNamespace(name=mixed))
-    config = types.SimpleNamespace(
-        **vars(CONFIG),
-        compilation_config=types.SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=most),
+    mode = types.SimpleNamespace(
+        mixed_mode=lambda: types.SimpleNamespace(name=mixed),
+        decode_mode=lambda: types.SimpleNamespace(name="NONE" if mixed == "NONE" else "FULL"),
     )
-    builder = backend.FlashjitBuilder(None, [], config, DEVICE)
-    assert builder.build(0, Step().common).batch.most_q == rows
+    graphs = types.SimpleNamespace(cudagraph_mode=mode, max_cudagraph_capture_size=most)
+    model = types.SimpleNamespace(**vars(CONFIG.model_config), max_model_len=4096)
+    config = types.SimpleNamespace(**vars(CONFIG) | {"compilation_config": graphs, "model_config": model})
+    builder, common = backend.FlashjitBuilder(None, [], config, DEVICE), Step().common
+    batch = builder.build(0, common).batch
+    assert batch.most_q == rows
+    captured = mixed != "NONE" and common.num_actual_tokens <= most
+    assert batch.most_kv == (4096 if captured else common.max_seq_len)  # as vLLM captures it
 
 
 def test_vllms_cache_has_the_shape_that_layers_read(backend):

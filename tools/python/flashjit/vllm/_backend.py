@@ -106,10 +106,10 @@ class FlashjitMetadata:
     slot_mapping: Tensor
 
 
-def _most_captured(compilation_config: Any) -> int:
-    """The rows of the largest graph that is for any batch; 0: there is none."""
+def _most_captured(compilation_config: Any, batches: str) -> int:
+    """The rows of the largest graph with attention inside that is for "mixed" or "decode" batches; 0: there is none."""
     mode = getattr(compilation_config, "cudagraph_mode", None)
-    if mode is None or mode.mixed_mode().name != "FULL":
+    if mode is None or getattr(mode, f"{batches}_mode")().name != "FULL":
         return 0
     return int(compilation_config.max_cudagraph_capture_size or 0)
 
@@ -124,7 +124,9 @@ class FlashjitBuilder(AttentionMetadataBuilder[FlashjitMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._ranges: Tensor | None = None
-        self._most_captured = _most_captured(getattr(vllm_config, "compilation_config", None))
+        graphs = getattr(vllm_config, "compilation_config", None)
+        self._most_of_any, self._most_of_decodes = (_most_captured(graphs, name) for name in ("mixed", "decode"))
+        self._longest = getattr(vllm_config.model_config, "max_model_len", 0)
         if getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
             rows = vllm_config.scheduler_config.max_num_batched_tokens
             self._ranges = torch.full((rows, 2), -1, dtype=torch.int32, device=device)
@@ -138,7 +140,7 @@ class FlashjitBuilder(AttentionMetadataBuilder[FlashjitMetadata]):
             given.seq_lens,
             given.block_table_tensor,
             self._most_queries(given),
-            given.max_seq_len,
+            self._most_keys(given),
             given.causal,
             self._ranges_of(given),
         )
@@ -148,7 +150,11 @@ class FlashjitBuilder(AttentionMetadataBuilder[FlashjitMetadata]):
         """vLLM captures and warms up with rows that are shared out evenly, also where the graph is for any batch: one
         sequence may have them all."""
         rows = given.num_actual_tokens
-        return rows if rows <= self._most_captured else given.max_query_len
+        return rows if rows <= self._most_of_any else given.max_query_len
+
+    def _most_keys(self, given: CommonAttentionMetadata) -> int:
+        """vLLM captures with the longest sequence of all and warms up with short ones: the kernel must be the same."""
+        return max(given.max_seq_len, self._longest if given.num_actual_tokens <= self._most_of_decodes else 0)
 
     def update_block_table(
         self, metadata: FlashjitMetadata, blk_table: Tensor, slot_mapping: Tensor

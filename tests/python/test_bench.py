@@ -399,7 +399,7 @@ def test_the_pages_show_the_committed_results(
         for name in ("h100_paper.csv", "h100_distributed.csv", "h100_scaling.csv")
         if (BENCH / "results" / name).exists()
     ]
-    assert len(shown) == 15 + len(of_plot) + len(of_eight_bits) + (jax_figures in later)
+    assert len(shown) == 14 + len(of_plot) + len(of_eight_bits) + (jax_figures in later)
     for path, name, text in shown:
         page = pathlib.Path(path).read_text(encoding="utf-8")
         assert f"<!-- {name} -->\n{text}\n<!-- /{name} -->" in page, f"{path}: run the script again"

@@ -12,7 +12,6 @@ the markers <!-- name --> and <!-- /name --> are replaced:
                                races    the races of races.csv in a line each
     tools/docs/benchmarks-results.md
                                figures  all points, and *_other.csv, *_few.csv, *_sparse.csv
-                               shared   h200_direct.csv, a later run of compare.py beside other jobs
                                races    races.csv of races.py, where that was run
                                scaling  h100_scaling.csv of distributed.py on up to eight GPUs, where that was run
     tools/docs/tuning.md       tuner    h100_tuner.csv of tuner_study.py
@@ -48,7 +47,6 @@ from plot_rows import (
     replace,
 )
 from plot_speeds import draw, figures_section, leads_section, peers_summary, serving_section, speed_section
-from plot_speeds import shared_section as beside_others
 
 
 def tuner_section(rows):
@@ -112,7 +110,6 @@ def main():
     replace(BENCHMARKS, "peers", peers_summary(dense, picture))
     replace(BENCHMARKS, "leads", leads_section(*leads))
     replace(POINTS, "figures", figures_section(dense, other, few, sparse, picture))
-    replace(POINTS, "shared", beside_others(read(result("h200_direct.csv"))))
     replace(SERVING, "figures", serving_section(serving))
     replace(TUNING, "tuner", tuner_section(read(result("h100_tuner.csv"))))
     replace(DISTRIBUTED, "plans", plans_section(read(result("plans.csv")), result("plans.png")))

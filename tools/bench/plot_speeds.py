@@ -361,32 +361,6 @@ def most_ahead(*results):
     return found
 
 
-GROWTH = 0.95
-
-
-def undisturbed(rows):
-    """The points of a GPU that was shared at which each library reaches its own rate at half the length, or nearly."""
-    at = {(row["pass"], row["head_dim"], row["causal"], row["seqlen"]): row for row in rows}
-
-    def grows(row, who):
-        before = at.get((row["pass"], row["head_dim"], row["causal"], row["seqlen"] // 2))
-        if not before or not row[f"{who}_ms"]:
-            return True
-        return teraflops(row, who) >= GROWTH * teraflops(before, who)
-
-    return [row for row in rows if all(grows(row, who) for who in LINES)]
-
-
-def shared_section(rows):
-    """tools/docs/benchmarks-results.md: a run beside which other jobs used the GPU."""
-    kept = undisturbed(rows)
-    about = (
-        f"{origin(rows)}. Other jobs used this GPU during the run. So {len(rows) - len(kept)} of {len(rows)} points are left out, at which "
-        f"some library ran at less than {GROWTH} of its own rate at half the length; what else was disturbed cannot be told."
-    )
-    return "\n\n".join([textwrap.fill(about, 118), summary_table(kept), peers_table(kept)])
-
-
 def figures_section(dense, other, few, sparse, png):
     """tools/docs/benchmarks.md"""
     later = {}  # tables of other commits, by these

@@ -125,7 +125,9 @@ class FlashjitBuilder(AttentionMetadataBuilder[FlashjitMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._ranges: Tensor | None = None
         graphs = getattr(vllm_config, "compilation_config", None)
-        self._most_of_any, self._most_of_decodes = (_most_captured(graphs, name) for name in ("mixed", "decode"))
+        self._most_of_any, self._most_of_decodes = (
+            _most_captured(graphs, name) for name in ("mixed", "decode")
+        )
         self._longest = getattr(vllm_config.model_config, "max_model_len", 0)
         if getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
             rows = vllm_config.scheduler_config.max_num_batched_tokens
@@ -154,7 +156,9 @@ class FlashjitBuilder(AttentionMetadataBuilder[FlashjitMetadata]):
 
     def _most_keys(self, given: CommonAttentionMetadata) -> int:
         """vLLM captures with the longest sequence of all and warms up with short ones: the kernel must be the same."""
-        return max(given.max_seq_len, self._longest if given.num_actual_tokens <= self._most_of_decodes else 0)
+        return max(
+            given.max_seq_len, self._longest if given.num_actual_tokens <= self._most_of_decodes else 0
+        )
 
     def update_block_table(
         self, metadata: FlashjitMetadata, blk_table: Tensor, slot_mapping: Tensor

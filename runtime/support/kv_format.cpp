@@ -100,11 +100,11 @@ std::optional<int> parse_count(std::string_view word, std::string_view prefix, c
 bool parse_block(std::string_view word, KvFormat& format) {
   format.scales = Scales::behind_codes;
   if (word == "row") return true;
-  if (const auto columns = parse_count(word, "g", "the columns of a block")) {
+  if (const auto columns = parse_count(word, "g", "the block of columns")) {
     format.block = *columns;
     return true;
   }
-  const auto keys = parse_count(word, "keys", "the keys that share a scale");
+  const auto keys = parse_count(word, "keys", "the group of keys");
   if (keys) format.scales = Scales::apart, format.keys = *keys;
   return keys.has_value();
 }
@@ -316,19 +316,19 @@ void KvFormat::validate_row(int dim, std::string_view name) const {
   if (!quantized()) return;
   const std::string format = to_string(*this);
   if (dim % kStep != 0)
-    refuse("{} is {}, but the KV format is {}; it must then be a multiple of {}: pad the heads with zeros",
-           name, dim, format, kStep);
+    refuse("{} is {}, but its format is {}; it must then be a multiple of {}: pad the heads with zeros", name,
+           dim, format, kStep);
   if (dim <= tail)
-    refuse("{} is {}, but the KV format {} has a tail of {} columns; give a format whose tail is shorter",
-           name, dim, format, tail);
+    refuse("{} is {}, but its format {} has a tail of {} columns; give a format whose tail is shorter", name,
+           dim, format, tail);
   if (block != 0 && (dim - tail) % block != 0)
     refuse(
-        "{} is {} with {} columns of codes, but the KV format {} has blocks of {}, which do not "
+        "{} is {} with {} columns of codes, but its format {} has blocks of {}, which do not "
         "divide them",
         name, dim, dim - tail, format, block);
   if (packing == Packing::halves && block == 0 && (dim - tail) % (2 * kStep) != 0)
     refuse(
-        "{} is {} with {} columns of codes, but the KV format {} packs them in halves of a multiple "
+        "{} is {} with {} columns of codes, but its format {} packs them in halves of a multiple "
         "of {}",
         name, dim, dim - tail, format, kStep);
 }

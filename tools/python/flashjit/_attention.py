@@ -223,7 +223,8 @@ def attention(
         return_lse. workspace: uint8 [bytes] for this call in place of an allocation, at least Runtime.workspace_bytes(). None of
         the three with gradients or in compiled code.
 
-    Returns O, [batch, heads_q, seqlen_q, head_dim_v]; rows that attend to nothing are 0. Raises flashjit.Error.
+    Returns O, [batch, heads_q, seqlen_q, head_dim_v]; rows that attend to nothing are 0. With more results asked for a tuple: O, scales
+        of codes, LSE, row maxima. Raises flashjit.Error.
     """
     receive, recorder = _hidden(unknown) if unknown else (None, None)
     compiling = torch.compiler.is_compiling()

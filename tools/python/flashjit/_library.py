@@ -81,6 +81,7 @@ _PYTHON_WORDS = {
     "flashjit_build_lists()": "flashjit.build_lists()",
     "flashjit_prepare()": "flashjit.torch.prepare()",
     **{f"{x}_scale is null": f"{x}_scale is missing" for x in "qkv"},
+    **{f"write :{x}_format in the spec": f"give {x}_format" for x in "kv"},
 }
 
 

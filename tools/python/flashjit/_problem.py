@@ -181,7 +181,7 @@ def read_problem(
         read = trace_unlocked if traces else _weights_of if weight_mod else program_of
         program = read(score_mod, mask_mod, captures, mods)
         values = (*program.tensors, *program.scalars)
-    indices, topk_length = indices if isinstance(indices, tuple) and len(indices) == 2 else (indices, None)
+    indices, topk_length = _with_lengths(indices)
     varlen = cu_seqlens_q is not None or cu_seqlens_kv is not None
     if varlen or block is not None or sinks is not None or kv_lengths is not None or indices is not None:
         for name, value in (
@@ -272,6 +272,17 @@ def _weights_of(weight_mod: Any, *others: Any) -> Program:
     except (InvalidArgument, WrongType) as error:
         text = str(error).replace("score_mod", "weight_mod").replace("returns a score", "returns a weight")
         raise type(error)(text) from error.__cause__
+
+
+def _with_lengths(indices: Any) -> tuple[Any, Any]:
+    """attention()'s indices, and topk_length where they come with it."""
+    if not isinstance(indices, tuple):
+        return indices, None
+    if len(indices) != 2:
+        raise WrongType(
+            f"indices is a tuple of {len(indices)}: give a torch.Tensor, or (indices, topk_length)."
+        )
+    return indices
 
 
 def _key(

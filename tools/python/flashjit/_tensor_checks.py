@@ -228,6 +228,8 @@ def spec_of(text: str, q: Tensor, v: Tensor) -> Handle:
             raise InvalidArgument(
                 what + "torch.nn.functional.scaled_dot_product_attention() computes larger ones."
             ) from None
+        if "pad the heads" in reason:  # of codes, which have no call that pads
+            raise InvalidArgument(what.removesuffix("; ") + ".") from None
         raise InvalidArgument(
             what + "pad them with zeros, and give the scale, or call flashjit.torch."
             "scaled_dot_product_attention(), which does so."

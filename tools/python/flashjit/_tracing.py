@@ -250,7 +250,7 @@ class Tracer:
                     "that name."
                 ) from error
             raise WrongType(
-                f"{_name_of(function)} cannot be traced ({error}): a {kind} is called as "
+                f"{_name_of(function)} cannot be traced ({error}): {'an' if kind[0] == 'o' else 'a'} {kind} is called as "
                 f"{SIGNATURES[kind]} with stand-ins for numbers; see help(flashjit.programs)."
             ) from error
         finally:

@@ -473,3 +473,10 @@ def test_the_least_numbers_are_no_nan():
     v, _ = flashjit.quantize(x, format="e4m3:row:fp32")
     out = flashjit.attention(torch.randn(1, 1, 1, 64), x, v, v_format="e4m3:row:fp32")
     assert out.isfinite().all() and out.abs().max() < 1e-40
+
+
+def test_scales_of_a_format_are_its_own():
+    with pytest.raises(
+        flashjit.InvalidArgument, match="scales is 'row' and format q8_0, which has its own scales"
+    ):
+        flashjit.quantize(torch.randn(1, 1, 4, 64), format="q8_0", scales="row")

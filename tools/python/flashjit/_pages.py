@@ -24,7 +24,7 @@ def read_csr(table: Sequence[Any], kv_lengths: Tensor | None, page_size: int) ->
             raise WrongType(f"page_table's {name} is a {type(part).__name__}: give an int32 tensor.")
     indptr, indices = table[:2]
     if len(table) == 2:
-        _check_room(indptr, kv_lengths, page_size)
+        _check_room(indptr, indices, kv_lengths, page_size)
         return indptr, indices, kv_lengths
     last = table[2]
     if kv_lengths is not None:
@@ -40,7 +40,7 @@ def read_csr(table: Sequence[Any], kv_lengths: Tensor | None, page_size: int) ->
     if last.is_cpu and pages.is_cpu and not torch.compiler.is_compiling():
         check_last_page(last, pages, page_size)
     lengths = torch.where(pages > 0, (pages - 1) * page_size + last, 0).to(torch.int32)
-    _check_room(indptr, lengths, page_size)
+    _check_room(indptr, indices, lengths, page_size)
     return indptr, indices, lengths
 
 
@@ -54,7 +54,7 @@ def check_last_page(last: Tensor, pages: Tensor, page_size: int) -> None:
         )
 
 
-def _check_room(indptr: Tensor, lengths: Any, page_size: int) -> None:
+def _check_room(indptr: Tensor, indices: Tensor, lengths: Any, page_size: int) -> None:
     """On the CPU alone, where values can be read."""
     if indptr.device.type != "cpu" or indptr.dim() != 1 or torch.compiler.is_compiling():
         return
@@ -62,6 +62,10 @@ def _check_room(indptr: Tensor, lengths: Any, page_size: int) -> None:
     if bool((pages < 0).any()):
         raise InvalidArgument(
             "page_table's indptr falls: give where each sequence's entries begin, in order, and the end."
+        )
+    if pages.numel() and int(indptr[-1]) > indices.numel():
+        raise InvalidArgument(
+            f"page_table's indptr ends at {int(indptr[-1])}, but indices has {indices.numel()} entries: give as many."
         )
     if not isinstance(lengths, Tensor) or lengths.shape != pages.shape or lengths.device.type != "cpu":
         return

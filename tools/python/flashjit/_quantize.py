@@ -105,6 +105,10 @@ def quantize(
     if rope_dims is not None:
         check_whole("rope_dims", rope_dims)
     wanted = read_format("format", format)
+    if wanted is not None and scales != "head" and not wanted.has_scale:
+        raise InvalidArgument(
+            f"scales is {scales!r} and format {wanted.text}, which has its own scales: leave scales out."
+        )
     check_block_scales("block_scale", block_scale, wanted)
     scale = torch.empty(_SIZES[scales](x.shape[0], heads, x.shape[2]), dtype=torch.float32, device=x.device)
     if wanted is not None:

@@ -27,16 +27,10 @@ INSTANTIATE_TEST_SUITE_P(Slots, EmulatedAppend,
                                           {{4, 4, 2, 7, 50}, {3, 2, 2, 1, 40}}))),
                          [](const auto& info) { return name_of(info.param); });
 
-INSTANTIATE_TEST_SUITE_P(
-    WithoutQ, EmulatedAppend,
-    testing::ValuesIn(rows_as_they_come({"bf16:d128:causal:varlen:pages16", "fp16:d64:pages3",
-                                         "bf16:d256:cache", "bf16:d32:kve4m3:varlen:pages16",
-                                         "fp16:d64:kve4m3:cache", "bf16:d64:kve5m2:pages16"})),
-    [](const auto& info) { return name_of(info.param); });
+INSTANTIATE_TEST_SUITE_P(WithoutQ, EmulatedAppend, testing::ValuesIn(rows_without_q()),
+                         [](const auto& info) { return name_of(info.param); });
 
-INSTANTIATE_TEST_SUITE_P(SlotsWithoutQ, EmulatedAppend,
-                         testing::ValuesIn(with_slots(rows_as_they_come(
-                             {"bf16:d128:causal:varlen:pages16", "fp16:d64:pages3", "bf16:d256:cache"}))),
+INSTANTIATE_TEST_SUITE_P(SlotsWithoutQ, EmulatedAppend, testing::ValuesIn(slots_without_q()),
                          [](const auto& info) { return name_of(info.param); });
 
 INSTANTIATE_TEST_SUITE_P(Norms, EmulatedAppend,

@@ -412,6 +412,15 @@ inline std::vector<AppendCase> with_slots(std::vector<AppendCase> cases) {
   }
   return cases;
 }
+inline std::vector<AppendCase> rows_without_q() {
+  return rows_as_they_come({"bf16:d128:causal:varlen:pages16", "fp16:d64:pages3", "bf16:d256:cache",
+                            "bf16:d32:kve4m3:varlen:pages16", "fp16:d64:kve4m3:cache",
+                            "bf16:d64:kve5m2:pages16"});
+}
+inline std::vector<AppendCase> slots_without_q() {
+  return with_slots(
+      rows_as_they_come({"bf16:d128:causal:varlen:pages16", "fp16:d64:pages3", "bf16:d256:cache"}));
+}
 
 /// States of some of the rows, merged on the device and in fp64.
 inline void check_merge(Runtime& runtime, const char* spec_text, int count, std::optional<DType> states_type,

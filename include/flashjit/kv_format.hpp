@@ -50,6 +50,9 @@ struct KvFormat {
     int4_offset,  ///< -8 to 7, as 0 to 15
     uint4,        ///< 0 to 15
     uint2,        ///< 0 to 3
+    int5_offset,  ///< -16 to 15, as 0 to 31
+    uint5,        ///< 0 to 31
+    uint3,        ///< 0 to 7
     book,         ///< index into `book`
   };
   enum class Scales : std::uint8_t {
@@ -66,8 +69,9 @@ struct KvFormat {
     added,       ///< element = code * scale + zero: the least element of the block
   };
   enum class Packing : std::uint8_t {
-    neighbors,  ///< a byte has columns 2i and 2i + 1, the first in its lower bits
-    halves,     ///< a byte has a column of a block's first half, and in its upper bits one of the second
+    neighbors,  ///< one code after the other, the first in a byte's lowest bits
+    halves,     ///< a byte has a column of a block's first half, and in its upper bits one of the second;
+                ///< before these a block has the fifth bits of its columns, eight to a byte
   };
 
   Code code = Code::element;
@@ -79,7 +83,7 @@ struct KvFormat {
   Number tail_type = Number::bf16;  ///< bf16 or fp16
   int block = 0;                    ///< columns of a row that share a scale: 16, 32, 64, 128; 0: all
   int tail = 0;                     ///< columns behind the scales that are elements, as DeepSeek's 64 of RoPE
-  std::vector<float> book = {};     ///< 4, 16 or 256 values
+  std::vector<float> book = {};     ///< 4, 8, 16, 32 or 256 values
   int keys =
       0;  ///< keys that share a scale of each column, 16, 32, 64 or 128; 0: blocks of a row have scales
 

@@ -51,35 +51,45 @@ Integers integers_of(Code code) {
     case Code::int4:
     case Code::int4_offset:
       return {-8, 7};
+    case Code::int5_offset:
+      return {-16, 15};
+    case Code::uint5:
+      return {0, 31};
     case Code::uint4:
       return {0, 15};
+    case Code::uint3:
+      return {0, 7};
     default:
       return {0, 3};
   }
 }
 
-unsigned integer_code(Code code, float value) {
-  const auto [low, high] = integers_of(code);
+unsigned integer_code(const KvFormat& format, float value) {
+  const auto [low, high] = integers_of(format.code);
   const int rounded = std::isnan(value)
                           ? 0
                           : static_cast<int>(std::clamp(std::nearbyint(value), static_cast<float>(low),
                                                         static_cast<float>(high)));
-  if (code == Code::int4_offset) return static_cast<unsigned>(rounded + 8);
-  return static_cast<unsigned>(rounded) & (code == Code::int8 || code == Code::uint8 ? 0xffu
-                                           : code == Code::uint2                     ? 0x3u
-                                                                                     : 0xfu);
+  const bool is_offset = format.code == Code::int4_offset || format.code == Code::int5_offset;
+  return static_cast<unsigned>(is_offset ? rounded - low : rounded) & ((1u << format.bits()) - 1);
 }
 
 bool is_float(Code code) { return code == Code::e4m3 || code == Code::e5m2 || code == Code::e2m1; }
 
-/// Where a column's code is in its block.
+/// Where a column's code is in its block: its bits, of which the next byte may have some, or in halves the
+/// lowest four.
 struct CodePlace {
   int byte, shift;
+  bool crosses;
 };
 CodePlace place_of(const KvFormat& format, int block, int column) {
   const int bits = format.bits();
-  if (format.packing == KvFormat::Packing::halves) return {column % (block / 2), column < block / 2 ? 0 : 4};
-  return {column * bits / 8, column * bits % 8};
+  if (format.packing == KvFormat::Packing::halves)
+    return {block / 8 * (bits - 4) + column % (block / 2), column < block / 2 ? 0 : 4, false};
+  return {column * bits / 8, column * bits % 8, column * bits % 8 + bits > 8};
+}
+bool has_fifth_bits(const KvFormat& format) {
+  return format.packing == KvFormat::Packing::halves && format.bits() == 5;
 }
 
 /// How the elements of a block become codes: a factor and a summand.
@@ -180,6 +190,8 @@ double code_value(const KvFormat& format, unsigned code) {
       return static_cast<int>(code ^ 8) - 8;
     case Code::int4_offset:
       return static_cast<int>(code) - 8;
+    case Code::int5_offset:
+      return static_cast<int>(code) - 16;
     case Code::book:
       return format.book[code];
     default:
@@ -198,7 +210,7 @@ unsigned code_of(const KvFormat& format, float value) {
     case Code::book:
       return nearest(format.book, value);
     default:
-      return integer_code(format.code, value);
+      return integer_code(format, value);
   }
 }
 
@@ -216,6 +228,8 @@ float largest_value(const KvFormat& format) {
     case Code::int4:
     case Code::int4_offset:
       return is_signed ? -8 : 7;
+    case Code::int5_offset:
+      return is_signed ? -16 : 15;
     case Code::book: {
       const float extreme = *std::ranges::max_element(
           format.book, [](float a, float b) { return std::fabs(a) < std::fabs(b); });
@@ -303,8 +317,22 @@ void put_code(const KvFormat& format, const KvRow& at, std::uint8_t* block, int 
   const float largest = std::copysign(std::numeric_limits<float>::max(), scale);
   const auto quotient = [&](float y) { return std::isinf(1 / scale) ? y * largest : y / scale; };
   const float value = format.zero == Zero::added ? quotient(x - zero) : quotient(x) + zero;
-  const auto [byte, shift] = place_of(format, at.block, i);
-  block[byte] |= static_cast<std::uint8_t>(code_of(format, value) << shift);
+  const unsigned code = code_of(format, value);
+  const auto [byte, shift, crosses] = place_of(format, at.block, i);
+  if (has_fifth_bits(format)) {
+    block[byte] |= static_cast<std::uint8_t>((code & 15u) << shift);
+    block[i / 8] |= static_cast<std::uint8_t>(code >> 4 << i % 8);
+    return;
+  }
+  block[byte] |= static_cast<std::uint8_t>(code << shift);
+  if (crosses) block[byte + 1] |= static_cast<std::uint8_t>(code >> (8 - shift));
+}
+/// A column's code in its block's bytes.
+unsigned get_code(const KvFormat& format, const KvRow& at, const std::uint8_t* block, int i) {
+  const auto [byte, shift, crosses] = place_of(format, at.block, i);
+  if (has_fifth_bits(format)) return (block[byte] >> shift & 15u) | (block[i / 8] >> i % 8 & 1u) << 4;
+  const unsigned two = block[byte] | (crosses ? block[byte + 1] << 8 : 0u);
+  return two >> shift & ((1u << format.bits()) - 1);
 }
 
 void encode_tail(const KvFormat& format, const KvRow& at, const double* from, std::uint8_t* row) {
@@ -317,14 +345,13 @@ void encode_tail(const KvFormat& format, const KvRow& at, const double* from, st
 void decode_row(const KvFormat& format, int dim, const std::uint8_t* row, double argument, double* to,
                 const std::uint8_t* scales) {
   const KvRow at = format.row(dim);
-  const unsigned mask = (1u << format.bits()) - 1;
   if (!format.has_block_scales()) scales = row;
   for (int begin = 0, block = 0; begin < at.columns; begin += at.block, ++block) {
     Quantizer by = decoded_quantizer(format, at, scales, block, argument);
     for (int i = 0; i < at.block; ++i) {
       if (format.keys > 0) by = decoded_quantizer(format, at, scales, i, argument);
-      const auto [byte, shift] = place_of(format, at.block, i);
-      const double value = code_value(format, row[at.codes + block * at.block_step + byte] >> shift & mask);
+      const double value =
+          code_value(format, get_code(format, at, row + at.codes + block * at.block_step, i));
       to[begin + i] = format.zero == Zero::added ? value * by.scale + by.zero : (value - by.zero) * by.scale;
     }
   }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <charconv>
 #include <cmath>
 #include <numeric>
@@ -37,7 +38,8 @@ constexpr std::array kCodes{
     CodeName{Code::uint8, "uint8", 8, false},     CodeName{Code::e2m1, "e2m1", 4, true},
     CodeName{Code::int4, "int4", 4, false},       CodeName{Code::int4_offset, "int4_offset", 4, false},
     CodeName{Code::uint4, "uint4", 4, false},     CodeName{Code::uint2, "uint2", 2, false},
-    CodeName{Code::book, "book", 0, true},
+    CodeName{Code::uint5, "uint5", 5, false},     CodeName{Code::int5_offset, "int5_offset", 5, false},
+    CodeName{Code::uint3, "uint3", 3, false},     CodeName{Code::book, "book", 0, true},
 };
 constexpr std::array<std::pair<Number, std::string_view>, 5> kNumbers{{{Number::fp32, "fp32"},
                                                                        {Number::fp16, "fp16"},
@@ -55,8 +57,9 @@ std::string allowed() {
   std::string names;
   for (const NamedKvFormat& named : named_kv_formats()) names += fmt::format("{}, ", named.name);
   return fmt::format(
-      "write {}or codes (e4m3, e5m2, int8, uint8, e2m1, int4, int4_offset, uint4, uint2, book(<values>)) and "
-      "then, for scales of blocks, g16|g32|g64|g128|row|keys<n>, fp32|fp16|bf16|e4m3|e8m0, before|apart, "
+      "write {}or codes (e4m3, e5m2, int8, uint8, e2m1, int4, int4_offset, uint4, uint2, int5_offset, uint5, "
+      "uint3, book(<values>)) and then, for scales of blocks, g16|g32|g64|g128|row|keys<n>, "
+      "fp32|fp16|bf16|e4m3|e8m0, before|apart, "
       "zero|min, halves, tail<columns>[xfp16], scaled, such as int4:g32:fp16:zero",
       names);
 }
@@ -65,7 +68,7 @@ std::string allowed() {
   refuse("the KV format {} {}; {}", quoted(text), why, allowed());
 }
 
-bool is_unsigned(Code code) { return code == Code::uint8 || code == Code::uint4 || code == Code::uint2; }
+bool is_unsigned(Code code) { return !info_of(code).is_float && name_of(code).starts_with('u'); }
 
 std::vector<float> parse_book(std::string_view text, std::string_view values) {
   std::vector<float> book;
@@ -203,6 +206,10 @@ void validate_argument_scales(const KvFormat& format) {
         with_row, name_of(format.code));
 }
 
+bool is_book_size(std::size_t size) {
+  return size == 4 || size == 8 || size == 16 || size == 32 || size == 256;
+}
+
 bool is_group(int count) { return count == 16 || count == 32 || count == 64 || count == 128; }
 
 /// Keys that share scales have them apart, and each column has its own.
@@ -237,9 +244,10 @@ void validate_block_scales(const KvFormat& format) {
     refuse(
         "the KV format adds the least element of a block to codes {}, which are signed; use uint4, or zero",
         name_of(format.code));
-  if (format.packing == Packing::halves && (format.bits() != 4 || format.block == 16))
+  if (format.packing == Packing::halves && ((format.bits() != 4 && format.bits() != 5) || format.block == 16))
     refuse(
-        "the KV format packs blocks in halves, which is for codes of 4 bits in blocks of 32 columns or more");
+        "the KV format packs blocks in halves, which is for codes of 4 or 5 bits in blocks of 32 columns or "
+        "more");
   if (format.tail < 0 || format.tail % kStep != 0)
     refuse("the KV format has a tail of {} columns; it must be a multiple of {}", format.tail, kStep);
   if (format.tail_type != Number::bf16 && format.tail_type != Number::fp16)
@@ -257,7 +265,7 @@ std::string_view name_of(Number type) {
 
 int KvFormat::bits() const {
   if (code != Code::book) return info_of(code).bits;
-  return book.size() == 4 ? 2 : book.size() == 16 ? 4 : 8;
+  return std::bit_width(book.size()) - 1;
 }
 
 KvRow KvFormat::row(int dim) const {
@@ -289,9 +297,11 @@ KvRow KvFormat::row(int dim) const {
 
 void KvFormat::validate() const {
   info_of(code);
-  if (code == Code::book ? book.size() != 4 && book.size() != 16 && book.size() != 256 : !book.empty())
-    refuse("the KV format has a code book of {} values; a book has 4, 16 or 256, and other codes have none",
-           book.size());
+  if (code == Code::book ? !is_book_size(book.size()) : !book.empty())
+    refuse(
+        "the KV format has a code book of {} values; a book has 4, 8, 16, 32 or 256, and other codes have "
+        "none",
+        book.size());
   if (!std::ranges::all_of(book, [](float value) { return std::isfinite(value); }))
     refuse("the KV format has a code book with a value that is not finite; give finite numbers");
   if (code == Code::book && std::ranges::all_of(book, [](float value) { return value == 0; }))
@@ -358,6 +368,8 @@ const std::vector<NamedKvFormat>& named_kv_formats() {
       {"q8_0", "int8:g32:fp16:before"},
       {"q4_0", "int4_offset:g32:fp16:before:halves"},
       {"q4_1", "uint4:g32:fp16:before:min:halves"},
+      {"q5_0", "int5_offset:g32:fp16:before:halves"},
+      {"q5_1", "uint5:g32:fp16:before:min:halves"},
       {"iq4_nl", "book(-127,-104,-83,-65,-49,-35,-22,-10,1,13,25,38,53,69,89,113):g32:fp16:before:halves"},
   };
   return kNamed;

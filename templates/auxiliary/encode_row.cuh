@@ -140,12 +140,9 @@ struct RowEncoder {
     for (int i = lane; i < kBlocks * kBlockBytes; i += 32) {
       const int block = i / kBlockBytes, byte = i % kBlockBytes;
       const KvQuantizer by = quantizers[block];
-      unsigned bits = 0;
-#pragma unroll
-      for (int n = 0; n < 8 / Format::kBits; ++n) {
-        const int column = Format::kHalves ? byte + n * (Format::kBlock / 2) : byte * (8 / Format::kBits) + n;
-        bits |= code_by<Format>(by, row[block * Format::kBlock + column]) << n * Format::kBits;
-      }
+      const float* columns = row + block * Format::kBlock;
+      const unsigned bits =
+          byte_of_codes<Format>(byte, [&](int column) { return code_by<Format>(by, columns[column]); });
       to[Format::kCodes + block * Format::kBlockStep + byte] = static_cast<unsigned char>(bits);
     }
     store_tail<Format>(row, to);

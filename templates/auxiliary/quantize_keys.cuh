@@ -68,19 +68,13 @@ __device__ void quantize_keys(const QuantizeParams& p) {
                                                  scales + Format::kScales + column * Format::kScaleStep,
                                                  scales + Format::kZeros + column * Format::kScaleStep);
   }
-  constexpr int kCodes = 8 / Format::kBits;  // of a byte
 #pragma unroll 1
   for (int n = 0; n < Format::kKeys; n += kQuantizedRows) {
     load_rows(n);
     auto* to = row_of<unsigned char>(p.codes, b, h, first + n + warp);
-    for (int byte = threadIdx.x % 32; byte < Format::kColumns / kCodes; byte += 32) {
-      unsigned bits = 0;
-#pragma unroll
-      for (int i = 0; i < kCodes; ++i)
-        bits |= code_by<Format>(quantizers[byte * kCodes + i], rows[warp][byte * kCodes + i])
-                << i * Format::kBits;
-      to[byte] = static_cast<unsigned char>(bits);
-    }
+    for (int byte = threadIdx.x % 32; byte < Format::kColumns * Format::kBits / 8; byte += 32)
+      to[byte] = static_cast<unsigned char>(byte_of_codes<Format>(
+          byte, [&](int column) { return code_by<Format>(quantizers[column], rows[warp][column]); }));
     store_tail<Format>(rows[warp], to);
   }
 }

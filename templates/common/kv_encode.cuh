@@ -9,7 +9,7 @@ namespace flashjit {
 /// Quotients of few codes are exact, as a code more or less is much: these have the scale as factor, and
 /// divide.
 template <class Format>
-constexpr bool kDivides = Format::kBits == 2;
+constexpr bool kDivides = Format::kBits < 4;
 /// Finite, so that zeros of a block of the least numbers stay zeros.
 template <class Format>
 __device__ __forceinline__ float factor_of_scale(float scale) {
@@ -23,7 +23,10 @@ constexpr bool kHasFloatCodes =
 template <class Format>
 constexpr int kLowestCode = Format::kCode == KvCode::int8                                           ? -128
                             : Format::kCode == KvCode::int4 || Format::kCode == KvCode::int4_offset ? -8
+                            : Format::kCode == KvCode::int5_offset                                  ? -16
                                                                                                     : 0;
+template <class Format>
+constexpr bool kOffsetCodes = Format::kCode == KvCode::int4_offset || Format::kCode == KvCode::int5_offset;
 template <class Format>
 constexpr int kHighestCode = kLowestCode<Format> + (1 << Format::kBits) - 1;
 
@@ -110,10 +113,35 @@ __device__ __forceinline__ unsigned code_of_value(float x) {
     }
     default: {
       const int rounded = clamped(__float2int_rn(x), kLowestCode<Format>, kHighestCode<Format>);
-      return static_cast<unsigned>(Format::kCode == KvCode::int4_offset ? rounded + 8 : rounded) &
+      return static_cast<unsigned>(kOffsetCodes<Format> ? rounded - kLowestCode<Format> : rounded) &
              ((1u << Format::kBits) - 1);
     }
   }
+}
+
+/// A byte of a block's codes, from code_at(column).
+template <class Format, class CodeAt>
+__device__ __forceinline__ unsigned byte_of_codes(int byte, const CodeAt& code_at) {
+  constexpr int kBits = Format::kBits, kBlock = Format::kBlock;
+  unsigned bits = 0;
+  if (Format::kHalves && kBits == 5) {
+    if (byte < kBlock / 8) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) bits |= code_at(byte * 8 + n) >> 4 << n;
+      return bits;
+    }
+    byte -= kBlock / 8;
+  }
+  if (Format::kHalves) return (code_at(byte) & 15u) | (code_at(byte + kBlock / 2) & 15u) << 4;
+  constexpr bool kWhole = 8 % kBits == 0;
+#pragma unroll
+  for (int n = 0; n < (kWhole ? 8 / kBits : (6 + kBits) / kBits + 1); ++n) {
+    const int column = kWhole ? byte * (8 / kBits) + n : byte * 8 / kBits + n;
+    const int shift = kWhole ? n * kBits : column * kBits - byte * 8;
+    if (shift >= 8) break;
+    bits |= shift < 0 ? code_at(column) >> -shift : code_at(column) << shift;
+  }
+  return bits;
 }
 
 constexpr float kRoundingShift = 12582912.0f;  ///< 1.5 * 2^23: sums with it end with the nearest integer

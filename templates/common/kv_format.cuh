@@ -11,7 +11,22 @@
 namespace flashjit {
 
 // By the names of include/flashjit/kv_format.hpp; a Problem is rendered with the names.
-enum class KvCode : int { element, e4m3, e5m2, int8, uint8, e2m1, int4, int4_offset, uint4, uint2, book };
+enum class KvCode : int {
+  element,
+  e4m3,
+  e5m2,
+  int8,
+  uint8,
+  e2m1,
+  int4,
+  int4_offset,
+  uint4,
+  uint2,
+  int5_offset,
+  uint5,
+  uint3,
+  book
+};
 enum class KvNumber : int { fp32, fp16, bf16, e4m3, e8m0 };
 enum class KvZero : int { none, subtracted, added };
 
@@ -46,13 +61,13 @@ __device__ __forceinline__ void load_bytes(const unsigned char* from, unsigned (
 }
 
 /// The same where bytes around may be read, as in shared memory: words at multiples of four, shifted.
-template <int kBytes>
-__device__ __forceinline__ void load_shifted(const unsigned char* from, unsigned (&words)[kBytes / 4]) {
+template <int kWords>
+__device__ __forceinline__ void load_shifted(const unsigned char* from, unsigned (&words)[kWords]) {
   const int ahead = static_cast<int>(reinterpret_cast<unsigned long long>(from) & 3u);
   const auto* whole = reinterpret_cast<const unsigned*>(from - ahead);
   unsigned low = whole[0];
 #pragma unroll
-  for (int i = 0; i < kBytes / 4; ++i) {
+  for (int i = 0; i < kWords; ++i) {
     const unsigned high = whole[i + 1];
     words[i] = select_bytes(low, high, 0x3210 + ahead * 0x1111);
     low = high;
@@ -110,6 +125,8 @@ __device__ __forceinline__ float value_of_code(unsigned code) {
       return static_cast<float>(static_cast<int>(code ^ 8u) - 8);
     case KvCode::int4_offset:
       return static_cast<float>(static_cast<int>(code) - 8);
+    case KvCode::int5_offset:
+      return static_cast<float>(static_cast<int>(code) - 16);
     case KvCode::book:
       return Format::book(code);
     default:
@@ -140,13 +157,28 @@ __device__ __forceinline__ float scaled(float value, float scale, float zero) {
 template <class Format>
 struct KvCodes16 {
   static constexpr int kBits = Format::kHalves ? 8 : Format::kBits;  ///< from a code to the next
-  unsigned words[(kBits + 1) / 2];
+  static constexpr int kWords = (kBits + 1) / 2;
+  unsigned words[kWords];
   float scale, zero;
 
   __device__ __forceinline__ unsigned code(int i) const {
-    return words[i * kBits / 32] >> i * kBits % 32 & ((1u << Format::kBits) - 1);
+    const int word = i * kBits / 32, shift = i * kBits % 32;
+    unsigned bits = words[word] >> shift;
+    if (32 % kBits != 0 && shift + kBits > 32) bits |= words[min(word + 1, kWords - 1)] << (32 - shift);
+    return bits & ((1u << Format::kBits) - 1);
   }
 };
+
+/// Adds the fifth bits of 16 codes in halves, which are before all codes of the block.
+template <class Format, int kWords>
+__device__ __forceinline__ void add_fifth_bits(const unsigned char* of_block, int in_block,
+                                               unsigned (&words)[kWords]) {
+  unsigned bits[1];
+  load_bytes<2, min(Format::kAlignment, 2)>(of_block + in_block / 8, bits);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i)  // each of four bits becomes bit 4 of a byte
+    words[i] |= (bits[0] >> 4 * i & 15u) * 0x02040810u & 0x10101010u;
+}
 
 /// The codes of columns [column, column + 16), which are of one block. `scales` is the row that has scales:
 /// `row`, or another tensor's; `argument` is the call's scale; kAround: bytes around the row may be read.
@@ -156,17 +188,20 @@ __device__ __forceinline__ void load_codes16(const unsigned char* row, const uns
   constexpr int kBits = Format::kBits, kAlignment = Format::kAlignment;
   const int block = column / Format::kBlock, in_block = column % Format::kBlock;
   const bool upper_half = Format::kHalves && in_block >= Format::kBlock / 2;
+  constexpr int kFifthBits = Format::kHalves && kBits == 5 ? Format::kBlock / 8 : 0;  // bytes
+  const unsigned char* of_codes = row + Format::kCodes + block * Format::kBlockStep;
   const unsigned char* first =
-      row + Format::kCodes + block * Format::kBlockStep +
+      of_codes + kFifthBits +
       (Format::kHalves ? in_block - (upper_half ? Format::kBlock / 2 : 0) : in_block / 8 * kBits);
-  constexpr int kBytes = 2 * KvCodes16<Format>::kBits;
-  if (kAround && kAlignment < 4)
-    load_shifted<kBytes>(first, to.words);
+  constexpr int kBytes = 2 * KvCodes16<Format>::kBits, kCodeAlignment = min(kAlignment, kBytes & -kBytes);
+  if (kAround && kCodeAlignment < 4)
+    load_shifted(first, to.words);
   else
-    load_bytes<kBytes, kAlignment>(first, to.words);
+    load_bytes<kBytes, kCodeAlignment>(first, to.words);
   if (Format::kHalves)
 #pragma unroll
     for (unsigned& word : to.words) word = word >> (upper_half ? 4 : 0) & 0x0f0f0f0fu;
+  if (kFifthBits > 0) add_fifth_bits<Format>(of_codes, in_block, to.words);
   const unsigned char* of_block = scales + block * Format::kScaleStep;
   to.scale = argument, to.zero = 0.0f;
   if (Format::kBlockScales)
@@ -202,11 +237,10 @@ __device__ __forceinline__ uint4 pack_eight(const float* x) {
 template <class Format>
 constexpr bool kHasSmallFloats = Format::kCode == KvCode::e2m1;
 
-// Two codes at a time become 16-bit floats, which have all of them exactly, by the bits of these; a book's
-// values are rounded to these.
+// Two codes at a time become 16-bit floats, which have all of them exactly, by the bits of these; the values
+// of a book of 16 are rounded to these.
 template <class Format>
-constexpr bool kHasPairs = Format::kBits == 4 || Format::kCode == KvCode::uint2 ||
-                           (Format::kBits == 8 && Format::kCode != KvCode::book);
+constexpr bool kHasPairs = Format::kCode == KvCode::book ? Format::kBits == 4 : Format::kBits <= 8;
 
 /// A format whose reader multiplies results with the call's scale of a head, and with kUnit: e2m1 with scales
 /// of e4m3 is then one product away from its bits. A tail has neither.
@@ -248,7 +282,7 @@ template <class Element>
 __device__ __forceinline__ unsigned pair_of_bytes(unsigned word, int byte) {
   return select_bytes(word, CodeBits<Element>::kOffset, byte | (byte + 1) << 8 | 0x5050);
 }
-/// Codes 2i and 2i + 1 of 4 bits as integers, which begin with -kBias.
+/// Codes 2i and 2i + 1 of 4 bits, or of 5 in halves, as integers, which begin with -kBias.
 template <class Element, class Format, unsigned kBias>
 __device__ __forceinline__ unsigned pair_of_integers(const KvCodes16<Format>& codes, int i) {
   using Bits = CodeBits<Element>;
@@ -271,6 +305,13 @@ __device__ __forceinline__ unsigned pair_of_uint2(const KvCodes16<Format>& codes
   const unsigned upper = i < 4 ? word << (14 - 4 * i) : word >> (4 * i - 14);
   const unsigned pair = (word >> 4 * i & 0x3u) | (upper & 0x30000u) | Bits::kOffset;
   return fma_pair<Element>(pair, Bits::kOne, Bits::kOffset ^ 0x80008000u);
+}
+/// Codes 2i and 2i + 1 of 3 or 5 bits, one after the other, as integers, which begin with -kBias.
+template <class Element, class Format, unsigned kBias>
+__device__ __forceinline__ unsigned pair_of_neighbors(const KvCodes16<Format>& codes, int i) {
+  using Bits = CodeBits<Element>;
+  const unsigned pair = codes.code(2 * i) | codes.code(2 * i + 1) << 16 | Bits::kOffset;
+  return fma_pair<Element>(pair, Bits::kOne, (Bits::kOffset | kBias * 0x10001u) ^ 0x80008000u);
 }
 template <class Element, class Format>
 __device__ __forceinline__ unsigned pair_of_e2m1(const KvCodes16<Format>& codes, int i) {
@@ -314,6 +355,26 @@ __device__ __forceinline__ unsigned pair_of_book(const KvCodes16<Format>& codes,
   return select_bytes(bytes_of_table(low, indices, upper), bytes_of_table(high, indices, upper),
                       i % 2 == 0 ? 0x5140 : 0x7362);
 }
+/// Values of codes 2i and 2i + 1 of a book of 4 or 8: their bytes are selected from the bytes of the book's
+/// floats, of which those that are all zero need no instruction.
+template <class Format>
+__device__ __forceinline__ void values_of_small_book(const KvCodes16<Format>& codes, int i, float& low,
+                                                     float& high) {
+  const unsigned indices = codes.code(2 * i) | codes.code(2 * i + 1) << 4;
+  unsigned bytes[4];
+#pragma unroll
+  for (int byte = 0; byte < 4; ++byte) {
+    unsigned table[2] = {};
+#pragma unroll
+    for (int at = 0; at < min(1 << Format::kBits, 8); ++at)
+      table[at / 4] |= (__float_as_uint(Format::book(at)) >> 8 * byte & 0xffu) << at % 4 * 8;
+    bytes[byte] = (table[0] | table[1]) == 0 ? 0u : select_bytes(table[0], table[1], indices);
+  }
+  const unsigned lower = select_bytes(bytes[0], bytes[1], 0x5140),
+                 upper = select_bytes(bytes[2], bytes[3], 0x5140);
+  low = __uint_as_float(select_bytes(lower, upper, 0x5410));
+  high = __uint_as_float(select_bytes(lower, upper, 0x7632));
+}
 /// Codes 2i and 2i + 1 of 8 bits, as fp16.
 template <class Format>
 __device__ __forceinline__ unsigned pair_of_8bit(const KvCodes16<Format>& codes, int i) {
@@ -338,7 +399,9 @@ __device__ __forceinline__ unsigned code_pair(const KvCodes16<Format>& codes, in
   if (Format::kCode == KvCode::book) return pair_of_book<Element>(codes, i);
   if (Format::kCode == KvCode::uint4) return pair_of_integers<Element, Format, 0>(codes, i);
   if (Format::kCode == KvCode::uint2) return pair_of_uint2<Element>(codes, i);
-  return pair_of_integers<Element, Format, 8>(codes, i);
+  constexpr unsigned kBias = Format::kCode == KvCode::int5_offset ? 16 : Format::kBits == 4 ? 8 : 0;
+  if (Format::kBits == 4 || Format::kHalves) return pair_of_integers<Element, Format, kBias>(codes, i);
+  return pair_of_neighbors<Element, Format, kBias>(codes, i);
 }
 
 /// Their values.
@@ -349,6 +412,8 @@ __device__ __forceinline__ void values_of_pair(const KvCodes16<Format>& codes, i
     using Pair = PairElement<Format, Element>;
     const unsigned pair = code_pair<Element>(codes, i);
     low = low_of<Pair>(pair), high = high_of<Pair>(pair);
+  } else if (Format::kBits < 4) {
+    values_of_small_book(codes, i, low, high);
   } else {
     low = value_of_code<Format>(codes.code(2 * i)), high = value_of_code<Format>(codes.code(2 * i + 1));
   }
@@ -362,7 +427,7 @@ constexpr bool kHoldsScales =
                            (!kIsFp16<Element> && Format::kScaleType == KvNumber::e8m0));
 /// Whether pairs of codes are multiplied as elements; else as fp32, which has what fp16 has no exponents for.
 template <class Format, class Element>
-constexpr bool kScalesPairs = Format::kBits == 4 && Format::kZero == KvZero::none &&
+constexpr bool kScalesPairs = kHasPairs<Format>&& Format::kBits != 8 && Format::kZero == KvZero::none &&
                               (!kIsFp16<Element> || kHoldsScales<Format, Element>);
 
 /// Sixteen codes as elements, each rounded once, or of pairs with scales in two parts, nearly so.

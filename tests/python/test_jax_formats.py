@@ -177,6 +177,7 @@ def test_errors_of_types():
 PAIRS = [  # of K and V
     ("nvfp4", "q8_0"),
     ("int4:g32:fp16:zero", None),
+    ("q5_0", "book(-7,-4,-2,-0.7,0.7,2,4,7):g32:fp16"),
     ("e2m1:g16:e4m3:apart:scaled", "uint4:g32:bf16:apart:min"),
     ("int4", "fp8_e4m3"),
 ]

@@ -38,6 +38,22 @@ def decode_q4_1(rows, scale):
     return (halves(blocks[..., 4:]) * d + m).reshape(len(rows), -1)
 
 
+def fifth_bits(words):  # 4 bytes: bit i is the fifth of element i, worth 16
+    return numpy.unpackbits(words, axis=-1, bitorder="little").astype(numpy.float64) * 16
+
+
+def decode_q5_0(rows, scale):
+    blocks = rows.reshape(len(rows), -1, 22)
+    d = blocks[..., :2].copy().view(numpy.float16).astype(numpy.float64)
+    return ((halves(blocks[..., 6:]) + fifth_bits(blocks[..., 2:6]) - 16) * d).reshape(len(rows), -1)
+
+
+def decode_q5_1(rows, scale):
+    blocks = rows.reshape(len(rows), -1, 24)
+    d, m = (blocks[..., i : i + 2].copy().view(numpy.float16).astype(numpy.float64) for i in (0, 2))
+    return ((halves(blocks[..., 8:]) + fifth_bits(blocks[..., 4:8])) * d + m).reshape(len(rows), -1)
+
+
 def decode_nvfp4(rows, scale):
     count = rows.shape[1] * 16 // 9
     codes = numpy.stack([rows[:, : count // 2] & 15, rows[:, : count // 2] >> 4], axis=-1).reshape(
@@ -54,9 +70,28 @@ def decode_fp8_ds_mla(rows, scale):
     return numpy.concatenate([codes * of_blocks.repeat(128, axis=1), tail], axis=1)
 
 
-DECODERS = {"q8_0": decode_q8_0, "q4_0": decode_q4_0, "q4_1": decode_q4_1, "nvfp4": decode_nvfp4}
+#: Eight values that a normal element is near to, as TurboQuant has them for rotated rows.
+BOOK = "book(-2.152,-1.344,-0.756,-0.245,0.245,0.756,1.344,2.152):row:fp16"
+
+
+def decode_book(rows, scale):
+    values = numpy.array(BOOK[5 : BOOK.index(")")].split(","), numpy.float32).astype(numpy.float64)
+    bits = numpy.unpackbits(rows[:, :-2], axis=-1, bitorder="little").reshape(len(rows), -1, 3)
+    d = rows[:, -2:].copy().view(numpy.float16).astype(numpy.float64)
+    return values[bits @ [1, 2, 4]] * d
+
+
+DECODERS = {
+    "q8_0": decode_q8_0,
+    "q4_0": decode_q4_0,
+    "q4_1": decode_q4_1,
+    "q5_0": decode_q5_0,
+    "q5_1": decode_q5_1,
+    "nvfp4": decode_nvfp4,
+    BOOK: decode_book,
+}
 #: The largest error of an element of a normal row.
-ERRORS = {"q8_0": 0.02, "q4_0": 0.4, "q4_1": 0.3, "nvfp4": 0.6}
+ERRORS = {"q8_0": 0.02, "q4_0": 0.4, "q4_1": 0.3, "q5_0": 0.2, "q5_1": 0.15, "nvfp4": 0.6, BOOK: 0.8}
 
 
 def quantized(x, name):
@@ -80,6 +115,9 @@ def test_a_format_knows_its_bytes():
         "q8_0": 136,
         "q4_0": 72,
         "q4_1": 80,
+        "q5_0": 88,
+        "q5_1": 96,
+        "book(-7,-4,-2,-1,1,2,4,7):row:fp16": 50,
         "nvfp4": 72,
         "mxfp4": 68,
         "mxfp8": 132,
@@ -130,7 +168,7 @@ def test_switches_stand_behind_formats():
     torch.testing.assert_close(out.bfloat16(), rounded)
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q4_1", "int4:g32:fp16:zero", "mxfp8"])
+@pytest.mark.parametrize("name", ["q8_0", "q4_1", "q5_0", "q5_1", "int4:g32:fp16:zero", "mxfp8"])
 def test_append_encodes_into_pages(name):
     torch.manual_seed(3)
     form = flashjit.KvFormat(name)
@@ -457,7 +495,7 @@ def test_columns_of_v_in_coded_rows_are_checked():
         flashjit.attention(q, rows, v_columns=32, k_format="q8_0", v_format="nvfp4")
 
 
-@pytest.mark.parametrize("name", ["iq4_nl", "book(-3,-1,1,3):g32:fp16", "q4_0", "nvfp4"])
+@pytest.mark.parametrize("name", ["iq4_nl", "book(-3,-1,1,3):g32:fp16", BOOK, "q4_0", "q5_0", "nvfp4"])
 def test_a_block_of_zeros_stays_one(name):
     """Also where no code means 0, as in iq4_nl's book."""
     form = flashjit.KvFormat(name)

@@ -11,6 +11,10 @@
 
 namespace flashjit::test {
 
+inline const std::string kBookOf32 =
+    "book(-40,-36,-32,-28,-25,-22,-19,-16,-14,-12,-10,-8,-6,-4,-2.5,-1,1,2.5,4,6,8,10,12,14,16,19,22,25,28,"
+    "32,36,41):g64:fp16";
+
 /// Formats with and without names, of which heads of 128 columns have rows.
 inline const std::vector<std::string>& kv_formats_of_128() {
   static const std::vector<std::string> kFormats{"nvfp4",
@@ -20,6 +24,8 @@ inline const std::vector<std::string>& kv_formats_of_128() {
                                                  "q4_0",
                                                  "q4_1",
                                                  "iq4_nl",
+                                                 "q5_0",
+                                                 "q5_1",
                                                  "int4",
                                                  "e2m1",
                                                  "int4:row:fp16",
@@ -35,7 +41,13 @@ inline const std::vector<std::string>& kv_formats_of_128() {
                                                  "book(-3,-1,1,3):g32:bf16",
                                                  "e2m1:g16:e4m3:tail32xfp16:scaled",
                                                  "int4_offset:row:fp32:halves",
-                                                 "int4:g64:e8m0:before"};
+                                                 "int4:g64:e8m0:before",
+                                                 "uint3:g32:fp16:min",
+                                                 "int5_offset:g16:fp32:before",
+                                                 "int5_offset:row:bf16:halves",
+                                                 "book(-7,-4.1,-2,-0.3,0.3,2,4.1,7):g128:fp16",
+                                                 "book(-9,-5,-2,-1,1,2,5,9):row:bf16:scaled",
+                                                 kBookOf32};
   return kFormats;
 }
 
@@ -61,7 +73,8 @@ inline std::string drawn_kv_format(std::mt19937& random) {
   for (;;) {
     std::string text =
         one_of({"e4m3", "e5m2", "e2m1", "int8", "int4", "int4_offset", "uint8", "uint4", "uint2",
-                "book(-3,-1,0.5,3)", "book(-8,-6,-4,-3,-2,-1,-0.5,0,0.25,0.75,1.5,2.5,3.5,5,7,9)"});
+                "int5_offset", "uint5", "uint3", "book(-3,-1,0.5,3)", "book(-7,-4.1,-2,-0.3,0,2,4.1,7)",
+                "book(-8,-6,-4,-3,-2,-1,-0.5,0,0.25,0.75,1.5,2.5,3.5,5,7,9)"});
     if (random() % 6 != 0)  // else the scales are the call's
       text += one_of({":g16", ":g32", ":g64", ":g128", ":row", ":keys16", ":keys32"}) +
               one_of({":fp32", ":fp16", ":bf16", ":e4m3", ":e8m0"}) + one_of({"", "", ":before", ":apart"}) +

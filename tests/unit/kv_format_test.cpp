@@ -101,6 +101,11 @@ TEST(KvFormat, EveryCodeIsItsTablesValue) {
   constexpr double kE2m1[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6};
   for (unsigned code = 0; code < 16; ++code) EXPECT_EQ(code_value({.code = Code::e2m1}, code), kE2m1[code]);
   for (unsigned code = 0; code < 4; ++code) EXPECT_EQ(code_value({.code = Code::uint2}, code), code);
+  for (unsigned code = 0; code < 8; ++code) EXPECT_EQ(code_value({.code = Code::uint3}, code), code);
+  for (unsigned code = 0; code < 32; ++code) {
+    EXPECT_EQ(code_value({.code = Code::int5_offset}, code), code - 16.0);
+    EXPECT_EQ(code_value({.code = Code::uint5}, code), code);
+  }
 }
 
 TEST(KvFormat, EveryScaleIsItsTypesValue) {
@@ -143,6 +148,9 @@ TEST(KvFormat, CodesRoundToNearestWithTiesToEven) {
   EXPECT_EQ(code_of({.code = Code::int8}, 2.5f), 2u);
   EXPECT_EQ(code_of({.code = Code::int4}, -99.0f), 8u);
   EXPECT_EQ(code_of({.code = Code::int4_offset}, -99.0f), 0u);
+  EXPECT_EQ(code_of({.code = Code::int5_offset}, -99.0f), 0u);
+  EXPECT_EQ(code_of({.code = Code::int5_offset}, -2.5f), 14u);
+  EXPECT_EQ(code_of({.code = Code::uint3}, 99.0f), 7u);
 }
 
 TEST(KvFormat, TextsSurvive) {
@@ -184,10 +192,12 @@ TEST(KvFormat, ErrorsSayWhatIsWrong) {
   says(message_of("uint4:g32:fp16"), {"uint4", "add zero or min"});
   says(message_of("uint4:g32:e8m0:min"), {"zero points of type e8m0", "fp32, fp16 or bf16"});
   says(message_of("int4:g32:fp16:min"), {"signed", "uint4"});
-  says(message_of("int8:g32:fp16:halves"), {"halves", "4 bits"});
+  says(message_of("int8:g32:fp16:halves"), {"halves", "4 or 5 bits"});
+  says(message_of("uint3:g32:fp16:min:halves"), {"halves", "4 or 5 bits"});
+  says(message_of("uint5:g32:fp16"), {"uint5", "add zero or min"});
   says(message_of("e4m3:g128:fp32:tail20"), {"tail of 20", "multiple of 16"});
   says(message_of("e4m3:g128:fp32:tail64xe4m3"), {"tail of type e4m3", "bf16 or fp16"});
-  says(message_of("book(1,2,3)"), {"3 values", "4, 16 or 256"});
+  says(message_of("book(1,2,3)"), {"3 values", "4, 8, 16, 32 or 256"});
   says(message_of("book(1,2,3,x)"), {"'x'", "no number"});
   says(message_of("book( 0x1,2,3,4)"), {"' 0x1'", "no number"});
   says(message_of("book(1,,3,4)"), {"''", "no number"});
@@ -208,6 +218,9 @@ TEST(KvFormat, BytesOfRows) {
   EXPECT_EQ(bytes("q4_0", 128), 4 * 18);
   EXPECT_EQ(bytes("q4_1", 128), 4 * 20);
   EXPECT_EQ(bytes("iq4_nl", 128), 4 * 18);
+  EXPECT_EQ(bytes("q5_0", 128), 4 * 22);
+  EXPECT_EQ(bytes("q5_1", 128), 4 * 24);
+  EXPECT_EQ(bytes("book(-7,-4,-2,-1,1,2,4,7):row:fp16", 128), 48 + 2);
   EXPECT_EQ(bytes("fp8_ds_mla", 576), 656);
   EXPECT_EQ(bytes("nvfp4", 128), 64 + 8);
   EXPECT_EQ(bytes("mxfp4", 128), 64 + 4);
@@ -275,6 +288,53 @@ TEST(KvFormat, BlocksOfIq4Nl) {
     EXPECT_EQ(values[i], -0.5 * kValues[i]) << i;
     EXPECT_EQ(values[16 + i], -0.5 * kValues[15 - i]) << i;
   }
+}
+
+/// llama.cpp's block_q5_0: fp16 d, then qh[4], whose bit i is the fifth of element i, then qs[16] as of q4_0.
+TEST(KvFormat, BlocksOfQ5_0) {
+  Bytes row(22);
+  row[1] = 0x3c;  // 1
+  row[2] = 0x55, row[3] = 0xaa, row[4] = 0x0f,
+  row[5] = 0xf0;  // elements 0, 2, 4, 6, 9, 11, 13, 15, 16 to 19, ...
+  for (int i = 0; i < 16; ++i) row[6 + i] = static_cast<std::uint8_t>(i | (15 - i) << 4);
+  const Values values = decoded(parse_kv_format("q5_0"), 32, row);
+  for (int i = 0; i < 16; ++i) {
+    const bool low_has = i < 8 ? i % 2 == 0 : i % 2 == 1, high_has = i < 4 || i >= 12;
+    EXPECT_EQ(values[i], i + (low_has ? 16 : 0) - 16.0) << i;
+    EXPECT_EQ(values[16 + i], 15.0 - i + (high_has ? 16 : 0) - 16) << i;
+  }
+  EXPECT_EQ(encoded(parse_kv_format("q5_0"), decoded(parse_kv_format("q5_0"), 32, row)).size(), row.size());
+}
+
+/// llama.cpp's block_q5_1: fp16 d, fp16 m, qh[4], qs[16]; an element is d * q + m.
+TEST(KvFormat, BlocksOfQ5_1) {
+  Bytes row(24);
+  row[1] = 0x40, row[3] = 0xc2;  // 2 and -3
+  row[4] = 0x01, row[7] = 0x80;  // elements 0 and 31
+  for (int i = 0; i < 16; ++i) row[8 + i] = static_cast<std::uint8_t>(i | (15 - i) << 4);
+  const Values values = decoded(parse_kv_format("q5_1"), 32, row);
+  for (int i = 0; i < 16; ++i) {
+    EXPECT_EQ(values[i], 2.0 * (i + (i == 0 ? 16 : 0)) - 3) << i;
+    EXPECT_EQ(values[16 + i], 2.0 * (15 - i + (i == 15 ? 16 : 0)) - 3) << i;
+  }
+}
+
+/// Codes of 3 bits follow each other: eight in three bytes, the first in the lowest bits.
+TEST(KvFormat, RowsOfThreeBits) {
+  const KvFormat format = parse_kv_format("book(-7,-4,-2,-1,1,2,4,7):row:fp16");
+  Bytes row(6 + 2);
+  for (int half = 0; half < 2; ++half) {
+    unsigned bits = 0;
+    for (int i = 0; i < 8; ++i) bits |= static_cast<unsigned>(half == 0 ? i : 7 - i) << 3 * i;
+    for (int i = 0; i < 3; ++i) row[half * 3 + i] = static_cast<std::uint8_t>(bits >> 8 * i);
+  }
+  row[7] = 0xc0;  // -2
+  const Values values = decoded(format, 16, row);
+  for (int i = 0; i < 8; ++i) {
+    EXPECT_EQ(values[i], -2.0 * format.book[i]) << i;
+    EXPECT_EQ(values[8 + i], -2.0 * format.book[7 - i]) << i;
+  }
+  EXPECT_EQ(encoded(format, values), row);
 }
 
 /// MXFP4: two e2m1 a byte, the first in its lower half, behind all of a row a power of two for 32.
@@ -372,8 +432,8 @@ TEST(KvFormat, EncodeThenDecodeIsIdempotentAndNear) {
       }
       if (format.scales == KvFormat::Scales::argument) continue;  // which may be too small
       const bool coarse = format.scale_type == KvFormat::Number::e8m0 || format.code == Code::e5m2;
-      const double step = format.bits() == 2   ? 2.0
-                          : format.bits() == 4 ? (coarse ? 1.2 : 0.7)
+      const double step = format.bits() <= 3   ? 2.0
+                          : format.bits() <= 5 ? (coarse ? 1.2 : 0.7)
                           : coarse             ? 0.6
                                                : 0.15;
       for (int i = 0; i < dim_of(format); ++i) EXPECT_NEAR(once[i], values[i], step) << text << " " << i;

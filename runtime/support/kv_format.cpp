@@ -53,6 +53,9 @@ const CodeName& info_of(Code code) {
   refuse("the codes of the format are number {}, which has no name", static_cast<int>(code));
 }
 
+/// Names that to_string() does not give: their parts are codes alone, or what heads of any kind may have.
+constexpr std::array<std::string_view, 4> kOtherNames{"fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla_nope"};
+
 std::string allowed() {
   std::string names;
   for (const NamedKvFormat& named : named_kv_formats()) names += fmt::format("{}, ", named.name);
@@ -362,6 +365,8 @@ const std::vector<NamedKvFormat>& named_kv_formats() {
       {"fp8_e4m3", "e4m3"},
       {"fp8_e5m2", "e5m2"},
       {"fp8_ds_mla", "e4m3:g128:fp32:tail64"},
+      {"fp8_ds_mla_nope", "e4m3:g128:fp32"},
+      {"fp8_ds_mla_v4", "e4m3:g64:e8m0:apart:tail64"},
       {"nvfp4", "e2m1:g16:e4m3:scaled"},
       {"mxfp4", "e2m1:g32:e8m0"},
       {"mxfp8", "e4m3:g32:e8m0"},
@@ -378,7 +383,8 @@ const std::vector<NamedKvFormat>& named_kv_formats() {
 std::string to_string(const KvFormat& format) {
   std::string parts = parts_of(format);
   for (const NamedKvFormat& named : named_kv_formats())
-    if (parts == named.parts && format.scales != Scales::argument) return std::string(named.name);
+    if (parts == named.parts && std::ranges::find(kOtherNames, named.name) == kOtherNames.end())
+      return std::string(named.name);
   return parts;
 }
 

@@ -126,6 +126,7 @@ def test_a_format_knows_its_bytes():
     for text, size in sizes.items():
         assert flashjit.KvFormat(text).row_bytes(128) == size, text
     assert flashjit.KvFormat("fp8_ds_mla").row_bytes(576) == 656
+    assert flashjit.KvFormat("fp8_ds_mla_nope").row_bytes(512) == 528
     assert flashjit.KvFormat("q8_0").alignment(128) == 2
     assert flashjit.KvFormat("nvfp4").has_scale and not flashjit.KvFormat("q8_0").has_scale
     assert flashjit.KvFormat.names()["mxfp4"] == "e2m1:g32:e8m0"
@@ -222,7 +223,7 @@ def decode_deepseek_v4(pages, rows):
 
 def test_pages_of_deepseek_v4():
     torch.manual_seed(5)
-    form, rows, count = flashjit.KvFormat("e4m3:g64:e8m0:apart:tail64"), 64, 3
+    form, rows, count = flashjit.KvFormat("fp8_ds_mla_v4"), 64, 3
     pages = torch.zeros(count, 584 * rows, dtype=torch.uint8)
     cache = pages.as_strided((count, 1, rows, form.row_bytes(512)), (584 * rows, 584 * rows, 576, 1))
     scales = pages.as_strided((count, 1, rows, 7), (584 * rows, 584 * rows, 8, 1), 576 * rows)

@@ -515,6 +515,7 @@ inline std::vector<KvFormatCase> block_scale_cases(const std::vector<Family>& fa
           "fp16:d64:k{e2m1:g16:e4m3:apart:scaled}:cache",
           "bf16:d64:k{q8_0}:v{uint2:g32:bf16:apart:min}:pages3", "bf16:d128:kv{e4m3:g64:fp32:apart:tail64}",
           "bf16:d576x512:kv{e4m3:g128:fp32:apart:tail64}:shared_kv:pages64:indices",
+          "bf16:d512:kv{fp8_ds_mla_v4}:shared_kv:pages64:indices",
           "bf16:d128:kv{int4_offset:row:e8m0:apart:halves}:cache:causal",
           "bf16:d128:k{uint2:keys32:fp16:min}:v{uint2:g32:fp16:min}:pages64:causal",
           "fp16:d64:k{int4:keys16:bf16:zero}:v{e4m3}:cache", "bf16:d128:kv{e4m3:keys64:fp32}",

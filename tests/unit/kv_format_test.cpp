@@ -160,6 +160,8 @@ TEST(KvFormat, TextsSurvive) {
   }
   EXPECT_EQ(to_string(parse_kv_format("e2m1:g16:e4m3:scaled")), "nvfp4");
   EXPECT_EQ(to_string(parse_kv_format("fp8")), "e4m3");
+  EXPECT_EQ(to_string(parse_kv_format("fp8_ds_mla_nope")), "e4m3:g128:fp32");
+  EXPECT_EQ(to_string(parse_kv_format("e4m3:g64:e8m0:apart:tail64")), "fp8_ds_mla_v4");
   EXPECT_EQ(to_string(KvFormat{}), "element");
   EXPECT_EQ(to_string(parse_kv_format("int4:g32:fp16:zero")), "int4:g32:fp16:zero");
 }
@@ -222,6 +224,8 @@ TEST(KvFormat, BytesOfRows) {
   EXPECT_EQ(bytes("q5_1", 128), 4 * 24);
   EXPECT_EQ(bytes("book(-7,-4,-2,-1,1,2,4,7):row:fp16", 128), 48 + 2);
   EXPECT_EQ(bytes("fp8_ds_mla", 576), 656);
+  EXPECT_EQ(bytes("fp8_ds_mla_nope", 512), 528);
+  EXPECT_EQ(bytes("fp8_ds_mla_v4", 512), 576);
   EXPECT_EQ(bytes("nvfp4", 128), 64 + 8);
   EXPECT_EQ(bytes("mxfp4", 128), 64 + 4);
   EXPECT_EQ(bytes("mxfp8", 128), 128 + 4);
@@ -358,6 +362,22 @@ TEST(KvFormat, RowsOfFp8DsMla) {
   const Values values = decoded(parse_kv_format("fp8_ds_mla"), 576, row);
   for (int i = 0; i < 512; ++i) EXPECT_EQ(values[i], small_float(i % 0x7f, 4, 3) * 0.25 * (i / 128 + 1)) << i;
   for (int i = 0; i < 64; ++i) EXPECT_EQ(values[512 + i], small_float(0x3f00 | i, 8, 7)) << i;
+}
+
+/// DeepSeek V4's: 448 e4m3 and 64 bf16 of RoPE in a row, and in another tensor seven powers of two, of 64
+/// columns each.
+TEST(KvFormat, RowsOfFp8DsMlaV4) {
+  const KvFormat format = parse_kv_format("fp8_ds_mla_v4");
+  EXPECT_EQ(format.row(512).scale_columns, 7);
+  EXPECT_EQ(format.row(512).alignment, 16);
+  Bytes row(576 + 7);
+  for (int i = 0; i < 448; ++i) row[i] = static_cast<std::uint8_t>(i % 0x7f);
+  for (int i = 0; i < 64; ++i) row[448 + i * 2] = static_cast<std::uint8_t>(i), row[448 + i * 2 + 1] = 0x3f;
+  for (int i = 0; i < 7; ++i) row[576 + i] = static_cast<std::uint8_t>(124 + i);
+  const Values values = decoded(format, 512, row);
+  for (int i = 0; i < 448; ++i)
+    EXPECT_EQ(values[i], std::ldexp(small_float(i % 0x7f, 4, 3), i / 64 - 3)) << i;
+  for (int i = 0; i < 64; ++i) EXPECT_EQ(values[448 + i], small_float(0x3f00 | i, 8, 7)) << i;
 }
 
 /// NVFP4: two e2m1 a byte, the first in its lower half, an e4m3 scale for 16, one fp32 for all.

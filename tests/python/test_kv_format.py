@@ -133,6 +133,24 @@ def test_a_format_knows_its_bytes():
     assert flashjit.KvFormat("q8_0") == flashjit.KvFormat("q8_0") != flashjit.KvFormat("q4_0")
 
 
+def test_a_format_of_a_function_of_codes():
+    cubes = flashjit.KvFormat.of_codes(lambda code: (code / 4 - 0.875) ** 3, 3, "g32:fp16")
+    assert cubes.row_bytes(64) == 24 + 4
+    x = torch.randn(1, 1, 9, 64)
+    rows, _ = flashjit.quantize(x, format=cubes)
+    values = torch.tensor([(code / 4 - 0.875) ** 3 for code in range(8)])
+    bits = numpy.unpackbits(rows_of(rows)[:, :24], axis=-1, bitorder="little").reshape(9, 64, 3)
+    scales = torch.from_numpy(rows_of(rows)[:, 24:].copy().view(numpy.float16).astype(numpy.float32))
+    scales = scales.repeat_interleave(32, 1)
+    stored = values[torch.from_numpy(bits @ [1, 2, 4])] * scales
+    nearest = (x[0, 0][..., None] - values * scales[..., None]).abs().amin(-1)
+    torch.testing.assert_close((stored - x[0, 0]).abs(), nearest)
+    with pytest.raises(flashjit.InvalidArgument, match="bits is 6"):
+        flashjit.KvFormat.of_codes(float, 6, "")
+    with pytest.raises(flashjit.InvalidArgument, match="finite"):
+        flashjit.KvFormat.of_codes(lambda code: numpy.log(code) if code else -numpy.inf, 4, "row:fp16")
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_attention_reads_the_rows(name):
     torch.manual_seed(1)

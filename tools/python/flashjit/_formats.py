@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,21 @@ class KvFormat:
             raise WrongType(f'the format is a {type(text).__name__}: give a text such as "nvfp4".')
         self.text = text
         self.has_scale = row_of(text, 0)[2]  #: whether a call has k_scale or v_scale for it
+
+    @classmethod
+    def of_codes(cls, decode: Callable[[int], float], bits: int, scales: str) -> KvFormat:
+        """A format whose code c, times its scale, means decode(c).
+
+        decode: called for each code from 0 to 2**bits - 1; returns a finite number. Elements become the code whose value is nearest.
+        bits: 2, 3, 4, 5 or 8.
+        scales: the other parts of the format's text, such as "g32:fp16:before:halves"; "" for the call's k_scale or v_scale alone.
+        Raises flashjit.InvalidArgument for other bits, values that are not finite or all zero, and parts that are wrong.
+        Source: https://arxiv.org/abs/2504.19874 (TurboQuant) has such codes of 2 to 4 bits.
+        """
+        if bits not in (2, 3, 4, 5, 8):
+            raise InvalidArgument(f"bits is {bits}: give 2, 3, 4, 5 or 8.")
+        book = ",".join(repr(float(decode(code))) for code in range(1 << bits))
+        return cls(f"book({book})" + (f":{scales}" if scales else ""))
 
     def row_bytes(self, head_dim: int) -> int:
         """Bytes of a row of head_dim columns: the last size of a cache's uint8 tensor."""

@@ -10,11 +10,12 @@ namespace flashjit {
 /// divide.
 template <class Format>
 constexpr bool kDivides = Format::kBits < 4;
-/// Finite, so that zeros of a block of the least numbers stay zeros.
+/// Finite, so that zeros of a block of the least numbers stay zeros. Of a block of zeros a book without 0 has
+/// the scale 0, by which nothing is divided.
 template <class Format>
 __device__ __forceinline__ float factor_of_scale(float scale) {
   const float factor = 1.0f / scale;
-  if (kDivides<Format>) return scale;
+  if (kDivides<Format> && (Format::kCode != KvCode::book || scale != 0.0f)) return scale;
   return fabsf(factor) > 3.402823466e38f ? 3.402823466e38f : factor;
 }
 template <class Format>
@@ -132,7 +133,10 @@ __device__ __forceinline__ unsigned byte_of_codes(int byte, const CodeAt& code_a
     }
     byte -= kBlock / 8;
   }
-  if (Format::kHalves) return (code_at(byte) & 15u) | (code_at(byte + kBlock / 2) & 15u) << 4;
+  if (Format::kHalves) {
+    constexpr unsigned kLowest = kBits == 5 ? 15u : ~0u;
+    return (code_at(byte) & kLowest) | (code_at(byte + kBlock / 2) & kLowest) << 4;
+  }
   constexpr bool kWhole = 8 % kBits == 0;
 #pragma unroll
   for (int n = 0; n < (kWhole ? 8 / kBits : (6 + kBits) / kBits + 1); ++n) {

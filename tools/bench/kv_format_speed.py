@@ -34,6 +34,7 @@ FORMATS = (
     "e2m1:g16:e4m3:apart:scaled",
     "mxfp4",
     "q4_0",
+    "q5_0",
     "kivi",
 )
 PREFILL_FORMATS = ("fp8_e4m3", "int4:g32:fp16", "nvfp4")

@@ -60,9 +60,8 @@ def stored(name, form, x):
     given = {f"{name}_format": form}
     if "apart" in form or ":keys" in form:
         given[f"{name}_block_scale"] = flashjit.KvFormat(form).block_scales(x.shape, x.device)
-    codes, scale = flashjit.quantize(
-        x, format=form, scales="tensor", block_scale=given.get(f"{name}_block_scale")
-    )
+    scales = {"scales": "tensor"} if flashjit.KvFormat(form).has_scale else {}
+    codes, scale = flashjit.quantize(x, format=form, block_scale=given.get(f"{name}_block_scale"), **scales)
     if scale is not None:
         given[f"{name}_scale"] = scale
     return codes, given

@@ -46,7 +46,8 @@ constexpr int launch_registers(const ForwardGroups& g) {
 /// a cascade's scheduler, which else spills.
 constexpr int producer_registers(const ForwardGroups& g) {
   if (g.rows == DecodedRows::latents) return 56;
-  if (g.rows != DecodedRows::none) return g.consumers == 1 && g.ctas == 1 ? 80 : 40;
+  if (g.rows == DecodedRows::shared_scales && g.ctas > 1) return 40;
+  if (g.rows != DecodedRows::none) return g.ctas > 1 ? 48 : g.consumers == 1 ? 80 : 40;
   if (g.cascade && g.converters == 0) return 56;
   return g.ctas > 1 || g.consumers > 2 ? 32 : g.consumers == 2 && g.d_split == 1 ? 40 : 56;
 }

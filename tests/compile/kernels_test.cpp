@@ -569,13 +569,13 @@ TEST(KernelsOfKvFormats, CompileWithoutSpillsOnHopper) {
     }
 }
 
-// Few rows over codes as operands; and a query whose rows are decoded by two blocks of a multiprocessor. With
-// a mask and heads packed beside it the second spill, which ../../templates/sm90/NOTES.md says.
+// Few rows over codes as operands; and a query whose rows are decoded by two blocks of a multiprocessor, also
+// with a mask and heads packed.
 TEST(KernelsOfDecodedRows, CompileWithoutSpillsForAQuery) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
   for (const char* formats : {"kv{int4:g32:fp16}", "kv{int4_offset:g64:fp16}", "kv{nvfp4}", "kv{mxfp4}",
                               "kve4m3", "kv{q4_0}", "kv{q4_1}", "kv{q5_0}", "kv{iq4_nl}", "kv{q8_0}"})
-    for (const char* keys : {"cache", "pages64"}) {
+    for (const char* keys : {"cache", "pages64", "causal:varlen:pages64"}) {
       const KernelSpec spec = parse_spec(fmt::format("fwd:bf16:d128:{}:{}", formats, keys)).normalized();
       const TileConfig config = plan::sm90_traits().heuristic(spec, {64, 32, 8, 1, 4096}, device);
       EXPECT_EQ(compile_and_check(spec, config, device), "");

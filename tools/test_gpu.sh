@@ -25,32 +25,18 @@ step() {  # NAME COMMAND...
   shift
   "$@" || failed+=("$*")
 }
-# Kernels compile on the CPU while others run, so several shards share the GPU. Not by ctest, which a machine with a
-# GPU may lack and whose files have the paths of the machine that built; and each test's line is written at once, so
-# that the logs of a run that is cut off show what passed.
-shards() {  # COUNT NAME COMMAND...
-  local count=$1 name=$2 i running=() status=0
-  for ((i = 0; i < count; ++i)); do
-    GTEST_TOTAL_SHARDS=$count GTEST_SHARD_INDEX=$i LOGS=$build/$name-$i "${@:3}" >"$build/$name-$i.log" 2>&1 &
-    running+=($!)
-  done
-  for ((i = 0; i < count; ++i)); do
-    wait "${running[i]}" || { status=1; grep -E "FAILED|Failure|errors" "$build/$name-$i.log" || echo "see $name-$i.log"; }
-    grep -E "tests? ran|PASSED|errors" "$build/$name-$i.log" || true
-  done
-  return $status
-}
-cores=$(nproc)
-step tests shards $((cores < 14 ? cores : 14)) gpu-shard "$tests" --gtest_filter='-Lifetime*:CheckWaits*'
+# Kernels compile on the CPU while others run, so a process a core shares the GPUs. Not by ctest, which a machine with a
+# GPU may lack and whose files have the paths of the machine that built. A run that was cut off goes on.
+side_by_side() { python3 "$root/tests/gpu/run_tests.py" --gpus "$(nvidia-smi -L | wc -l)" "$@"; }
+step tests side_by_side "$tests" --filter '-Lifetime*:CheckWaits*'
 # Without ranks, which fork after the process has used the GPU.
-step emulated shards $((cores < 14 ? cores : 14)) emulated-shard env FLASHJIT_LIBCUDA=libcuda.so.1 \
-  "$build/tests/flashjit_emulated_tests" --gtest_filter='-*EmulatedRanks*'
+FLASHJIT_LIBCUDA=libcuda.so.1 step emulated side_by_side "$build/tests/flashjit_emulated_tests" --filter '-*EmulatedRanks*'
 # Alone: kernels that hang until they trap, which takes their context with them.
 step hangs "$tests" --gtest_brief=1 --gtest_filter='CheckWaits*'
 # Alone: it counts what memory is in use.
 step soak env FLASHJIT_SOAK_CALLS="${FLASHJIT_SOAK_CALLS:-300}" "$tests" --gtest_filter='Lifetime*'
 step examples ctest --test-dir "$build" -L example --output-on-failure
-step sanitizer shards $((cores < 8 ? cores : 8)) sanitizer bash "$root/tests/gpu/sanitize.sh" "$tests"
+step sanitizer bash "$root/tests/gpu/sanitize.sh" "$tests"
 if python3 -c 'import torch, pytest' 2>/dev/null; then
   step python env PYTHONPATH="$root/tools/python" FLASHJIT_LIBRARY="$build/libflashjit.so" \
     python3 -m pytest -q -p no:cacheprovider "$root/tests/python/test_gpu.py" "$root/tests/python/test_accuracy.py" \

@@ -3,14 +3,15 @@
 #   tests/gpu/sanitize.sh [--names] [BINARY]     build/tests/flashjit_gpu_tests by default
 # --names only checks that the sample's tests exist, without a GPU.
 # Prints a line for each tool; the exit status is 0 only where all of them ran, passed and found nothing. What they
-# said lies in build-sanitizer, or in the folder that LOGS names. Kernels are compiled once before, or come from
-# FLASHJIT_PACKS.
+# said lies in build-sanitizer, or in the folder that LOGS names; a run that was cut off goes on there. LIMIT ends each
+# part after so many seconds. Kernels are compiled once before, or come from FLASHJIT_PACKS.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 names_only=false
 [ "${1:-}" != --names ] || { names_only=true; shift; }
 binary=${1:-$root/build/tests/flashjit_gpu_tests}
 logs=${LOGS:-$root/build-sanitizer}
+limit=${LIMIT:-inf}
 
 # Both passes of small problems: every family and auxiliary kernel (preprocess, convert_dq, term_bounds, tile_lists,
 # list_ranks, sink_grads), gradients of captures, blocks that take several tiles and clear dQ, clusters (backward of d192 and d256,
@@ -133,50 +134,28 @@ if [ -z "${FLASHJIT_TEST_CACHE:-}" ]; then
 fi
 export FLASHJIT_TEST_CACHE
 
-# What is run: a name, the kernels' FLASHJIT_CHECK_WAITS, the tools, the tests.
-runs=(sample pairs pairs_waiting)
-waits_of() { if [ "$1" = pairs_waiting ]; then echo on; else echo off; fi; }
-tools_of() {
-  case $1 in
-    sample) echo memcheck racecheck initcheck synccheck ;;
-    pairs) echo memcheck initcheck synccheck ;;
-    pairs_waiting) echo racecheck ;;
-  esac
+joined() { local IFS=:; echo "$*"; }
+cores=$(nproc)
+run() {  # WAITS TOOL TESTS [WORKERS]
+  local under=()
+  [ "$2" = none ] || under=(--sanitizer "$2")
+  FLASHJIT_CHECK_WAITS=$1 python3 "$root/tests/gpu/run_tests.py" "$binary" --filter "$3" --chunk 2 --folder "$logs/$2-$1" \
+    --workers "${4:-$((cores < 8 ? 1 : cores / 8))}" --gpus "$(nvidia-smi -L | wc -l)" --seconds "$limit" "${under[@]}"
 }
-filter_of() { local IFS=:; if [ "$1" = sample ]; then echo "${sample[*]}"; else echo "${pairs[*]}"; fi; }
-tests_of() {  # RUN LOG COMMAND...
-  FLASHJIT_CHECK_WAITS=$(waits_of "$1") "${@:3}" "$binary" --gtest_brief=1 --gtest_filter="$(filter_of "$1")" >"$2" 2>&1
-}
-passed() { sed -n 's/.*\[  PASSED  \] \([0-9]*\) test.*/\1/p' "$1"; }
 
-# Alone, which compiles and says what the tools' runs are to be held against. A shard (GTEST_TOTAL_SHARDS) may
-# have no test of a run.
-wanted=()
-for run in "${runs[@]}"; do
-  log=$logs/$run.plain.log
-  tests_of "$run" "$log" || { tail -20 "$log"; exit 1; }
-  echo "$run, alone: $(passed "$log") tests"
-  [ "$(passed "$log")" = 0 ] || wanted+=("$run")
-done
-[ ${#wanted[@]} -gt 0 ] || { echo "no test ran" >&2; exit 1; }
+# First without a tool, which compiles.
+run off none "$(joined "${sample[@]}" "${pairs[@]}")" "$cores"
+run on none "$(joined "${pairs[@]}")" "$cores"
 
-# What the driver answers to a question, such as whose a pointer is, is no error of ours.
 checks=()
-for run in "${wanted[@]}"; do
-  for tool in $(tools_of "$run"); do
-    tests_of "$run" "$logs/$run.$tool.log" compute-sanitizer --tool "$tool" --report-api-errors no &
-    checks+=("$run $tool $!")
-  done
-done
-
+start() { run "$@" >"$logs/$2-$1.log" 2>&1 & checks+=("$2-$1 $!"); }
+for tool in memcheck initcheck synccheck; do start off $tool "$(joined "${sample[@]}" "${pairs[@]}")"; done
+start off racecheck "$(joined "${sample[@]}")"
+start on racecheck "$(joined "${pairs[@]}")"
 failed=0
 for check in "${checks[@]}"; do
-  read -r run tool process <<<"$check"
-  log=$logs/$run.$tool.log status=0
-  wait "$process" || status=$?
-  errors=$(sed -n 's/^=* *[A-Z]* SUMMARY: \([0-9]*\) .*/\1/p' "$log" | tail -1)
-  echo "$run, $tool: $(passed "$log") tests, ${errors:-unknown} errors"
-  [ "$status" = 0 ] && [ "$errors" = 0 ] && [ "$(passed "$log")" = "$(passed "$logs/$run.plain.log")" ] ||
-    { failed=1; echo "  see $log"; }
+  read -r name process <<<"$check"
+  wait "$process" || { failed=1; echo "  see $logs/$name.log"; }
+  echo "$name: $(tail -n 1 "$logs/$name.log")"
 done
 exit "$failed"

@@ -1,0 +1,107 @@
+"""tests/gpu/run_tests.py over a program that stands in for a GoogleTest one."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "tests/gpu/run_tests.py"
+
+PROGRAM = """#!{python}
+import os, sys, time
+names = ["Small/A.Case/" + str(i) for i in range(9)] + ["B.Skips", "B.Fails", "B.Dies", "B.Last"]
+chosen = next(a for a in sys.argv if a.startswith("--gtest_filter=")).split("=", 1)[1]
+if "--gtest_list_tests" in sys.argv:
+    print("Small/A.")
+    for i in range(9):
+        print(f"  Case/{{i}}  # GetParam() = {{i}}")
+    print("B.")
+    for name in ("Skips", "Fails", "Dies", "Last"):
+        if name in os.environ["WITH"].split() + ["Skips", "Last"]:
+            print("  " + name)
+    sys.exit()
+for name in chosen.split(":"):
+    assert name in names, name
+    print(f"[ RUN      ] {{name}}", flush=True)
+    with open(os.environ["BEGUN"], "a") as file:
+        file.write(name + "\\n")
+    if "Slow" in os.environ["WITH"]:
+        time.sleep(0.3)
+    if name == "B.Dies":
+        os._exit(9)
+    if name == "B.Fails":
+        print("a failure's words")
+    result = {{"B.Fails": "  FAILED  ", "B.Skips": "  SKIPPED "}}.get(name, "       OK ")
+    where = ", where GetParam() = 3" if name == "B.Fails" else ""
+    print(f"[{{result}}] {{name}}{{where}} (7 ms)", flush=True)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    program = tmp_path / "tests"
+    program.write_text(PROGRAM.format(python=sys.executable))
+    program.chmod(0o755)
+
+    def call(kinds, *options):
+        begun = tmp_path / "begun"
+        begun.write_text("")
+        done = subprocess.run(
+            [sys.executable, SCRIPT, program, "--workers=3", "--chunk=4", *options],
+            env={"WITH": kinds, "BEGUN": str(begun), "PATH": f"{tmp_path}:/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done.returncode, done.stdout + done.stderr, begun.read_text().split()
+
+    return call
+
+
+def test_all_run_once_and_not_again(run):
+    code, said, begun = run("")
+    assert code == 0 and "10 of 11 passed, 1 skipped, 0 failed" in said, said
+    assert len(begun) == 11 == len(set(begun))
+    code, said, begun = run("")
+    assert code == 0 and not begun and "11 before" in said, said
+
+
+def test_one_that_fails_is_told_and_runs_again(run):
+    for _ in range(2):
+        code, said, begun = run("Fails")
+        assert code == 1 and "a failure's words" in said and "1 failed" in said, said
+        assert "B.Fails" in begun
+
+
+def test_a_process_that_dies_fails_one_test_and_the_others_run(run):
+    code, said, begun = run("Dies")
+    assert code == 1 and "10 of 12 passed, 1 skipped, 1 failed" in said, said
+    assert "within this test" in said and len(begun) == len(set(begun)) == 12
+
+
+def test_a_run_that_was_cut_off_goes_on(run):
+    code, said, first = run("Slow", "--seconds=0.8")
+    assert code == 4 and len(first) < 11, said
+    code, said, second = run("")
+    assert (
+        code == 0 and len(second) < 11 and set(first + second) >= {f"Small/A.Case/{i}" for i in range(9)}
+    ), said
+
+
+def test_tests_pass_under_a_sanitizer_only_if_it_says_that_it_found_nothing(run, tmp_path):
+    tool = tmp_path / "compute-sanitizer"
+    for verdict, passed in (("echo '========= ERROR SUMMARY: 0 errors'", 10), ("true", 0)):
+        found = "*Case/4*) echo an invalid read; echo '========= ERROR SUMMARY: 2 errors'; exit 9;;"
+        tool.write_text(f'#!/bin/sh\nshift 6\n"$@" || exit\ncase "$*" in {found} *) {verdict};; esac\n')
+        tool.chmod(0o755)
+        code, said, _ = run("", "--sanitizer=memcheck", "--chunk=1", f"--folder={tmp_path / str(passed)}")
+        assert code == 1 and "an invalid read" in said, said
+        assert f"{max(passed - 1, 0)} of 11 passed" in said, said
+
+
+def test_wrong_calls_are_refused(run, tmp_path):
+    assert run("", "--workers=0")[0] == 2
+    done = subprocess.run([sys.executable, SCRIPT, tmp_path / "none"], capture_output=True, text=True)
+    assert done.returncode == 2 and "there is no program" in done.stderr

@@ -1,5 +1,6 @@
 """tests/gpu/run_tests.py over a program that stands in for a GoogleTest one."""
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -39,11 +40,16 @@ for name in chosen.split(":"):
 """
 
 
+def write_program(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
 @pytest.fixture
 def run(tmp_path):
-    program = tmp_path / "tests"
-    program.write_text(PROGRAM.format(python=sys.executable))
-    program.chmod(0o755)
+    program = write_program(tmp_path / "tests", PROGRAM.format(python=sys.executable))
 
     def call(kinds, *options):
         begun = tmp_path / "begun"
@@ -94,8 +100,7 @@ def test_tests_pass_under_a_sanitizer_only_if_it_says_that_it_found_nothing(run,
     tool = tmp_path / "compute-sanitizer"
     for verdict, passed in (("echo '========= ERROR SUMMARY: 0 errors'", 10), ("true", 0)):
         found = "*Case/4*) echo an invalid read; echo '========= ERROR SUMMARY: 2 errors'; exit 9;;"
-        tool.write_text(f'#!/bin/sh\nshift 6\n"$@" || exit\ncase "$*" in {found} *) {verdict};; esac\n')
-        tool.chmod(0o755)
+        write_program(tool, f'#!/bin/sh\nshift 6\n"$@" || exit\ncase "$*" in {found} *) {verdict};; esac\n')
         code, said, _ = run("", "--sanitizer=memcheck", "--chunk=1", f"--folder={tmp_path / str(passed)}")
         assert code == 1 and "an invalid read" in said, said
         assert f"{max(passed - 1, 0)} of 11 passed" in said, said
@@ -105,3 +110,19 @@ def test_wrong_calls_are_refused(run, tmp_path):
     assert run("", "--workers=0")[0] == 2
     done = subprocess.run([sys.executable, SCRIPT, tmp_path / "none"], capture_output=True, text=True)
     assert done.returncode == 2 and "there is no program" in done.stderr
+
+
+def test_the_script_of_all_gpu_tests_calls_it(tmp_path):
+    for name in ("tools/test_gpu.sh", "tests/gpu/run_tests.py"):
+        write_program(tmp_path / name, (ROOT / name).read_text())
+    for name in ("gpu", "emulated"):
+        write_program(tmp_path / f"build/tests/flashjit_{name}_tests", PROGRAM.format(python=sys.executable))
+    write_program(tmp_path / "bin/nvidia-smi", "#!/bin/sh\necho 'GPU 0: a card'\n")
+    done = subprocess.run(
+        ["bash", tmp_path / "tools/test_gpu.sh", "tests", "emulated"],
+        env={"WITH": "", "BEGUN": str(tmp_path / "begun"), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and done.stdout.count("10 of 11 passed, 1 skipped, 0 failed") == 2, done

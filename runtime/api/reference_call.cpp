@@ -21,6 +21,7 @@
 #include "support/dtypes.hpp"
 #include "support/kv_codec.hpp"
 #include "support/refuse.hpp"
+#include "templates/common/scale_tiles.cuh"
 
 namespace flashjit {
 namespace {
@@ -356,15 +357,12 @@ void scatter_rows(const reference::Problem& problem, const ForwardArgs& args, st
   scatter(DType::fp32, values, written, written_rows(args, offsets, written));
 }
 
-/// The scales of a token's head in tiles of 128 rows and 4 columns.
+/// The scales of a token's head in the tiles of scale_tiles.cuh.
 void swizzle_scales(const TensorView& to, std::int64_t token, std::int64_t h,
                     const std::vector<std::uint8_t>& scales) {
-  auto* bytes = static_cast<std::uint8_t*>(to.data);
-  for (std::size_t i = 0; i < scales.size(); ++i) {
-    const std::int64_t column = h * std::ssize(scales) + static_cast<std::int64_t>(i);
-    bytes[(token / 128 * to.size[3] + column / 4 * 4) * 128 + token % 32 * 16 + token % 128 / 32 * 4 +
-          column % 4] = scales[i];
-  }
+  auto* row = row_of_scales(static_cast<std::uint8_t*>(to.data), token, to.size[3] * kScaleTileRows,
+                            h * std::ssize(scales) * kScaleTileRows);
+  for (std::size_t i = 0; i < scales.size(); ++i) row[byte_of_scale_column(static_cast<int>(i))] = scales[i];
 }
 
 /// Stores O as codes, and their scales; rows of no sequence as zeros, where they are written.

@@ -7,11 +7,10 @@
 #include "call/block_scales.hpp"
 #include "call/tensor_checks.hpp"
 #include "support/refuse.hpp"
+#include "templates/common/scale_tiles.cuh"
 
 namespace flashjit {
 namespace {
-
-constexpr std::int64_t kScaleTileRows = 128;
 
 std::int64_t blocks_of_head(const AttentionSpec& spec) {
   return spec.epilogue.out_format.row(spec.v_dim()).scale_columns;

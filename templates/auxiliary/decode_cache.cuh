@@ -53,20 +53,9 @@ using ElementFormat = Conditional<kScaledElements<P>, OfHead<Format>, Format>;
 
 /// What the entry reads; StoredRows<P> names one of these types: rows that are decoded,
 template <class P, bool kDecodes = kDecodesKv<P>>
-struct StoredRows {
-  using K = ElementFormat<P, typename P::KFormat>;
-  using V = ElementFormat<P, typename P::VFormat>;
-  static constexpr int kKColumns = K::kDim, kVColumns = V::kDim;
-  using KSource = DecodedKvSource<P, K>;
-  using VSource = DecodedKvSource<P, V>;
-  static __device__ __forceinline__ KSource k(const Params& p, const Sequence<P>& sequence, int h_kv,
-                                              int first_key) {
-    return {p, p.k, p.k_block_scale, p.k_scale, sequence, h_kv, first_key};
-  }
-  static __device__ __forceinline__ VSource v(const Params& p, const Sequence<P>& sequence, int h_kv,
-                                              int first_key) {
-    return {p, p.v, p.v_block_scale, p.v_scale, sequence, h_kv, first_key};
-  }
+struct StoredRows
+    : DecodedKvSources<P, ElementFormat<P, typename P::KFormat>, ElementFormat<P, typename P::VFormat>> {
+  static constexpr int kKColumns = P::KFormat::kDim, kVColumns = P::VFormat::kDim;
 };
 /// or elements, as they are.
 template <class P>

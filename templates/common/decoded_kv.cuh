@@ -68,7 +68,22 @@ class DecodedKvSource : public KvSource<P, typename Format::Stored> {
   KvScales<P, Format::kArgumentOfKeys, true> scales_;
 };
 
-/// The sources of K and V.
+/// The sources of K and V, each decoded by its format.
+template <class P, class KFormat, class VFormat>
+struct DecodedKvSources {
+  using K = DecodedKvSource<P, KFormat>;
+  using V = DecodedKvSource<P, VFormat>;
+  static __device__ __forceinline__ K k(const Params& p, const Sequence<P>& sequence, int h_kv,
+                                        int first_key) {
+    return {p, p.k, p.k_block_scale, p.k_scale, sequence, h_kv, first_key};
+  }
+  static __device__ __forceinline__ V v(const Params& p, const Sequence<P>& sequence, int h_kv,
+                                        int first_key) {
+    return {p, p.v, p.v_block_scale, p.v_scale, sequence, h_kv, first_key};
+  }
+};
+
+/// The sources of K and V: elements,
 template <class P, bool kDecodes = kDecodesKv<P>>
 struct KvSources {
   static __device__ __forceinline__ KvSource<P> k(const Params& p, const Sequence<P>& sequence, int h_kv,
@@ -80,18 +95,8 @@ struct KvSources {
     return {p, p.v, sequence, h_kv, first_key};
   }
 };
+/// or rows that are decoded by the formats of the call.
 template <class P>
-struct KvSources<P, true> {
-  using K = DecodedKvSource<P, typename P::KFormat>;
-  using V = DecodedKvSource<P, typename P::VFormat>;
-  static __device__ __forceinline__ K k(const Params& p, const Sequence<P>& sequence, int h_kv,
-                                        int first_key) {
-    return {p, p.k, p.k_block_scale, p.k_scale, sequence, h_kv, first_key};
-  }
-  static __device__ __forceinline__ V v(const Params& p, const Sequence<P>& sequence, int h_kv,
-                                        int first_key) {
-    return {p, p.v, p.v_block_scale, p.v_scale, sequence, h_kv, first_key};
-  }
-};
+struct KvSources<P, true> : DecodedKvSources<P, typename P::KFormat, typename P::VFormat> {};
 
 }  // namespace flashjit

@@ -1,6 +1,7 @@
 // Where the scales of O's blocks are written (kOutCodes); OutScalePlace<P> names one of the types below.
 #pragma once
 
+#include "flashjit/common/scale_tiles.cuh"
 #include "flashjit/common/visible.cuh"
 
 namespace flashjit {
@@ -16,21 +17,21 @@ struct ScalesInRows {
   static __device__ __forceinline__ int of_block(int block) { return block; }
 };
 
-/// As cuBLAS and tcgen05 read them: a matrix of all tokens and of the blocks of all heads, in tiles of 128
-/// rows and 4 columns one after the other. In a tile, row r begins at byte r % 32 * 16 + r / 32 * 4. The
-/// strides are: of a sequence, its tokens; of a head and of 128 tokens, bytes.
+/// In the tiles of scale_tiles.cuh: a matrix of all tokens and of the blocks of all heads. The strides are:
+/// of a sequence, its tokens; of a head and of the tiles of 128 tokens, bytes.
 template <class P>
 struct SwizzledScales {
-  static_assert(P::OutFormat::kColumns / P::OutFormat::kBlock % 4 == 0, "a head has whole tiles");
+  static_assert(P::OutFormat::kColumns / P::OutFormat::kBlock % kScaleTileColumns == 0,
+                "a head has whole tiles");
 
   static __device__ __forceinline__ unsigned char* row(const Params& p, const Sequence<P>& sequence, int h,
                                                        int q) {
     const TensorParam& scales = p.out_block_scale;
     const long long token = sequence.batch() * scales.stride_b + sequence.q_row(q);
-    return static_cast<unsigned char*>(scales.data) + token / 128 * scales.stride_s + h * scales.stride_h +
-           token % 32 * 16 + token % 128 / 32 * 4;
+    return row_of_scales(static_cast<unsigned char*>(scales.data), token, scales.stride_s,
+                         h * scales.stride_h);
   }
-  static __device__ __forceinline__ int of_block(int block) { return block / 4 * 512 + block % 4; }
+  static __device__ __forceinline__ int of_block(int block) { return byte_of_scale_column(block); }
 };
 
 template <class P>

@@ -130,6 +130,27 @@ def test_a_window_beside_rows_of_a_whole_pool():
         assert torch.allclose(lse[at].double().cpu(), wanted_lse, atol=LIMIT)
 
 
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_q_in_two_tensors_over_two_caches(with_grad):
+    """A window's pages and a whole pool, as DeepSeek V4 has them, with the bits of Q in one tensor."""
+    torch.manual_seed(6)
+    dim, columns = 96, 64
+    q = randn(2, 4, 3, dim).requires_grad_(with_grad)
+    pages, place, _ = pool(2, [20, 9], 8, dim)
+    slots, dense = randn(2, 1, 16, dim), randn(2, 1, 25, dim).requires_grad_(with_grad)
+    whole = dict(k=dense, v_columns=columns)
+    recent = dict(k=slots, v_columns=columns, cache=True, kv_lengths=ints(0, 11), window=(3, 0), causal=True)
+    paged = dict(k=pages, v_columns=columns, causal=True, **place)
+    for caches in ([whole, whole],) if with_grad else ([recent, whole, paged], [paged]):
+        wanted = flashjit.attention_over(q, caches, return_lse=True)
+        nope, rope = q[..., :columns], q[..., columns:]
+        got = flashjit.attention_over(nope, caches, q_rope=rope, return_lse=True)
+        assert all(torch.equal(x, y) for x, y in zip(got, wanted))
+        if with_grad:
+            grads, right = (torch.autograd.grad(x[0].sum(), (q, dense)) for x in (got, wanted))
+            assert all(torch.equal(x, y) for x, y in zip(grads, right))
+
+
 def test_three_caches_of_other_kinds():
     """Pages of 8 bits, slots, and keys that are no cache; one of them without a key."""
     torch.manual_seed(4)
@@ -221,6 +242,11 @@ def test_what_is_refused():
         (dict(caches=[one, dict(k=k, v=k, v_columns=8)]), r"caches\[1\]: v and v_columns are both given"),
         (dict(caches=[one, dict(k=k, v_columns=16)]), "the caches' V have 32, 16 columns"),
         (dict(caches=[one, dict(k=k[..., :16], v=k)]), r"caches\[1\]: .*columns|caches\[1\]: "),
+        (dict(caches=[one, one], q_rope=q), r"caches\[0\]: q_rope is given without v_columns"),
+        (
+            dict(caches=[dict(k=k, v_columns=32), one], q_rope=q[..., :16]),
+            r"caches\[0\]: q and q_rope have 48 columns together, and k is \[1, 2, 20, 32\]",
+        ),
         (dict(caches=[one, one], out=torch.empty(1, 2, 3, 16, device=DEVICE)), "out is .*: it must be"),
         (dict(caches=[one, one], lse=torch.empty(1, 2, device=DEVICE)), "lse is .*: it must be float32"),
     ]

@@ -22,7 +22,7 @@ _OF_CACHE = frozenset(
     ).split()
 )
 #: Arguments of attention() that all caches have in common.
-_OF_ALL = frozenset("causal scale cu_seqlens_q max_seqlen_q q_scale batch_invariant".split())
+_OF_ALL = frozenset("causal scale cu_seqlens_q max_seqlen_q q_scale q_rope batch_invariant".split())
 _MOST_CACHES = 8
 
 
@@ -42,8 +42,9 @@ def attention_over(
         `page_table`, `kv_lengths`, `cache`, `max_seqlen_kv`, `indices` (also with its topk_length), `prefix_length`, scales,
         formats, `causal`, `window`, `softcap`, programs with `captures`, `cu_seqlens_q` and `max_seqlen_q`. Page sizes, formats and
         heads_kv may differ; the columns of V may not. A key that is in two caches counts twice.
-    shared: `causal`, `scale`, `cu_seqlens_q`, `max_seqlen_q`, `q_scale` and `batch_invariant` for all caches. An argument in a
-        cache's own mapping replaces them, also where it is None. Besides, attention()'s sink logits, [heads_q], which count once.
+    shared: `causal`, `scale`, `cu_seqlens_q`, `max_seqlen_q`, `q_scale`, `q_rope` and `batch_invariant` for all caches. An argument
+        in a cache's own mapping replaces them, also where it is None. Besides, attention()'s sink logits, [heads_q], which count
+        once. With `q_rope`, [batch, heads_q, seqlen_q, columns], each cache has `v_columns`, as many as q.
     out, lse: tensors that O and LSE are written to, and that are returned, as in attention().
 
     Returns O, [batch, heads_q, seqlen_q, head_dim_v], of the type of q, or (O, LSE) with return_lse or lse: LSE float32, the natural

@@ -20,13 +20,13 @@ def read_q_rope(
     q_rope Q is one."""
     if q_rope is None:
         return q, None
-    _check(q, q_rope, v_columns)
+    _check(q, q_rope, k, v_columns)
     if q_mod is not None or q.dtype in KV_TYPES or not _computes_at_once(q, q_rope, k):
         return torch.cat((q, q_rope), -1), None
     return q, readable(q_rope, "q_rope")
 
 
-def _check(q: Tensor, q_rope: Tensor, v_columns: int | None) -> None:
+def _check(q: Tensor, q_rope: Tensor, k: Any, v_columns: int | None) -> None:
     for name, tensor in (("q", q), ("q_rope", q_rope)):
         if not isinstance(tensor, Tensor):
             raise WrongType(f"{name} is a {type(tensor).__name__}: give a torch.Tensor.")
@@ -39,6 +39,11 @@ def _check(q: Tensor, q_rope: Tensor, v_columns: int | None) -> None:
         raise InvalidArgument(
             f"q is {list(q.shape)} and q_rope {list(q_rope.shape)}: they must be [batch, heads_q, seqlen_q, columns], with the "
             f"{v_columns} columns of v_columns in q and the others in q_rope."
+        )
+    columns = q.shape[3] + q_rope.shape[3]
+    if isinstance(k, Tensor) and k.dtype != torch.uint8 and k.shape[-1] != columns:  # uint8: rows in a format
+        raise InvalidArgument(
+            f"q and q_rope have {columns} columns together, and k is {list(k.shape)}: k must have as many."
         )
     if q.dtype != q_rope.dtype or q.device != q_rope.device:
         raise InvalidArgument(

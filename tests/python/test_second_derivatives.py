@@ -187,13 +187,39 @@ def test_third_derivatives_and_tangents_of_tangents_are_refused():
         torch.func.jvp(tangent, (q,), (t,))
 
 
-def test_what_has_no_second_derivative_is_refused():
-    (q, k, v), _ = inputs((1, 2, 1, 3, 4), dim=8)
+@pytest.mark.parametrize("name", ["out_mod", "q_mod", "k_mod", "weight_mod", "indices"])
+def test_what_has_no_second_derivative_is_refused(name):
+    """In the words of the call: what it is given, the derivative that is not there, and another way."""
+    (q, k, v), (t, _, _) = inputs((1, 2, 1, 3, 4), dim=8)
+    of_elements = {"out_mod": "out * out", "weight_mod": "score * score"}.get(name, "element * 2.0")
+    given = {name: torch.zeros(1, 3, 1, 2, dtype=torch.int32) if name == "indices" else of_elements}
+    attend = lambda q: flashjit.attention(q, k, v, **given)
+    with pytest.raises(flashjit.Unsupported, match=f"with {name} has no forward-mode derivative .*: .+"):
+        torch.func.jvp(attend, (q,), (t,))
+    with pytest.raises(flashjit.Unsupported, match=f"with {name} has no forward-mode derivative"):
+        torch.func.jvp(torch.func.grad(lambda q: attend(q).sum()), (q,), (t,))
     q.requires_grad_()
-    out = flashjit.attention(q, k, v, out_mod=lambda o, b, h, q, d: torch.sigmoid(o))
-    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
-    with pytest.raises(flashjit.InvalidArgument, match="out_mod is set"):
+    (grad,) = torch.autograd.grad(attend(q).sum(), q, create_graph=True)
+    with pytest.raises(flashjit.Unsupported, match=f"with {name} has no second derivative .*: .+"):
         grad.sum().backward()
+
+
+def test_row_maxima_leave_second_derivatives_as_they_are():
+    (q, k, v), (t, _, _) = inputs((1, 2, 1, 3, 4), dim=8)
+    q.requires_grad_()
+    seconds = []
+    for given in ({}, {"return_row_max": True}):
+        made = flashjit.attention(q, k, v, causal=True, **given)
+        out = made[0] if given else made
+        (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+        seconds.append(torch.autograd.grad((grad * t).sum(), q)[0])
+    assert torch.equal(*seconds)
+
+
+def test_programs_that_name_what_is_refused_are_not():
+    (q, k, v), (t, _, _) = inputs((1, 2, 1, 3, 4), dim=8)
+    given = dict(score_mod="indices: fp32 1d; score + indices[h]", captures={"indices": torch.randn(2)})
+    torch.func.jvp(lambda q: flashjit.attention(q, k, v, **given), (q,), (t,))
 
 
 def test_the_struct_has_the_layout_of_the_header(tmp_path, monkeypatch):

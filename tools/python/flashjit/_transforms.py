@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from ._call_types import NOTHING, grads_of_fixed, names_with_grad
 from ._tangents import declared_with_grad
+from ._without_tangent import FORWARD_MODE, SECOND, refuse_without_tangent
 from .errors import InvalidArgument, Unsupported
 
 _OPTIONAL = len(NOTHING) + 1  # of an operator's tensors: the fixed ones and the dropout's seed
@@ -145,6 +146,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, dq: Any, dk: Any, dv: Any, *rest: Any) -> Any:
+        refuse_without_tangent(ctx.call.options, FORWARD_MODE)
         q, k, v, *others = ctx.saved_tensors
         dsinks, dcaptures = rest[4], rest[_OPTIONAL:]
         return _Jvp.apply(ctx.call, q, k, v, dq, dk, dv, *others, dsinks, *dcaptures)[2:]
@@ -175,6 +177,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
+        refuse_without_tangent(ctx.call.options, SECOND)
         dout, dlse, q, k, v, _out, lse, *others = ctx.saved_tensors
         dout_tangent, dlse_tangent, dq, dk, dv, _of_out, _of_lse, *rest = tangents
         return _BackwardJvp.apply(
@@ -309,6 +312,7 @@ def gradient_of_backward(call: _Call, tangents: Sequence[Any], tensors: Sequence
     optional, captures = others[:_OPTIONAL], others[_OPTIONAL:]
     if all(x is None for x in tangents):
         return (None,) * len(tensors)
+    refuse_without_tangent(call.options, SECOND)
     dq, dk, dv, *of_optional = call.by_input(tangents, optional, captures)
     given = (*optional, *captures, of_optional[4], *of_optional[_OPTIONAL:])
     of_dout, of_dlse = _Jvp.apply(call, q, k, v, dq, dk, dv, *given)[2:]
@@ -323,8 +327,10 @@ def gradient_of_backward(call: _Call, tangents: Sequence[Any], tensors: Sequence
 
 
 def gradient_of_operator(ctx: Any, tangents: Any) -> tuple[Any, ...]:
-    """gradient_of_backward() for the operator, whose other arguments are ctx.rest."""
-    return gradient_of_backward(_Call((None, None), ctx.rest), tangents, ctx.saved_tensors)
+    """gradient_of_backward() for the operator, whose other arguments are ctx.rest. Row maxima have no derivatives."""
+    rest = list(ctx.rest)
+    rest[2] = rest[2].replace(":row_max", "")
+    return gradient_of_backward(_Call((None, None), rest), tangents, ctx.saved_tensors)
 
 
 def refuse_third(*_: Any) -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 from jax.interpreters import batching, mlir
 
 from .._library import spec_handle
+from .._without_tangent import OF_JAX, refuse_without_tangent
 from . import _handler
 from ._problem import (
     TANGENT,
@@ -265,6 +266,8 @@ def _lower_shard(
     avals = dict(zip(names, ctx.avals_in))
     spec = problem.spec(avals["q"], avals["v"], differentiated(problem, derivative))
     kind = kind_of(derivative)
+    if kind.endswith("tangent"):
+        refuse_without_tangent(spec, OF_JAX)
     spec_handle(_handler.PASSES.get(kind, "") + spec)
     avals_out, count = list(ctx.avals_out), len(results)
     longest = problem.longest or (0, 0)

@@ -72,12 +72,48 @@ def test_vmap_and_rows_of_eight_bits():
     assert np.allclose(codes.astype("float32") * rows, wanted, rtol=0.07, atol=2e-3)
 
 
+def in_rows(swizzled, batch, length, heads):
+    """Scales as the rows of O have them, [batch, length, heads, blocks], of those in the 128x4 layout."""
+    rows, columns = swizzled.shape
+    tiles = np.asarray(swizzled).view(np.uint8).reshape(rows // 128, columns // 4, 32, 4, 4)
+    matrix = tiles.transpose(0, 3, 2, 1, 4).reshape(rows, columns)
+    return matrix[: batch * length].reshape(batch, length, heads, columns // heads)
+
+
+@pytest.mark.parametrize("layout", ["BTNH", "BHSD"])
+def test_swizzled_scales(layout):
+    q, k, v = arrays()
+    given = dict(causal=True, out_dtype=jnp.float4_e2m1fn, out_scale=jnp.float32(1 / 64))
+    codes, rows = flashjit.jax.attention(q, k, v, **given)
+    turn = (lambda x: x) if layout == "BTNH" else (lambda x: x.swapaxes(1, 2))
+    attend = lambda q, k, v: flashjit.jax.attention(
+        turn(q), turn(k), turn(v), layout=layout, swizzled_scales=True, return_lse=True, **given
+    )
+    again, swizzled, lse = jax.jit(attend)(q, k, v)
+    assert swizzled.shape == (128, 4 * 4) and swizzled.dtype == jnp.float8_e4m3fn
+    assert lse.shape == again.shape[:3] and (turn(again) == codes).all()
+    assert (in_rows(swizzled, 2, 40, 4) == np.asarray(rows).view(np.uint8)).all()
+    one, of_one = flashjit.jax.attention(*(x[0] for x in (q, k, v)), swizzled_scales=True, **given)
+    assert (
+        one.shape == (40, 4, 32)
+        and (in_rows(of_one, 1, 40, 4)[0] == np.asarray(rows[0]).view(np.uint8)).all()
+    )
+    mapped = jax.vmap(lambda q, k, v: flashjit.jax.attention(q, k, v, swizzled_scales=True, **given))
+    _, of_both = mapped(*(jnp.stack([x, x]) for x in (q, k, v)))
+    assert (in_rows(of_both[1], 2, 40, 4) == in_rows(swizzled, 2, 40, 4)).all()  # other rows hold anything
+
+
 @pytest.mark.parametrize(
     "given, words",
     [
         ({"out_scale": 1.0}, "out_scale is given and out_dtype is not"),
         ({"out_dtype": jnp.float8_e5m2}, "out_dtype is float8_e5m2"),
         ({"out_dtype": jnp.float4_e2m1fn}, "out_scale is missing"),
+        ({"swizzled_scales": True}, "swizzled_scales is set and out_dtype is None"),
+        (
+            {"out_dtype": jnp.float8_e4m3fn, "swizzled_scales": True},
+            "swizzled_scales is set and out_dtype is float8_e4m3fn: it is for jnp.float4_e2m1fn",
+        ),
         ({"out_dtype": jnp.float8_e4m3fn, "out_scale": jnp.ones(2)}, r"out_scale is float32 \[2\]"),
     ],
 )

@@ -64,6 +64,7 @@ def attention(
     return_lse: bool = False,
     out_dtype: Any = None,
     out_scale: Any = None,
+    swizzled_scales: bool = False,
 ) -> Any:
     """softmax(scale * Q K^T) V, with first and second derivatives (jax.grad, jax.jvp, jax.hessian) for q, k, v, bias, sinks and all
     float arrays that functions but mask_mod capture.
@@ -113,6 +114,9 @@ def attention(
         (out, scale) is returned, with a scale for each row of a head, float32 [..., 1]. jnp.float4_e2m1fn (NVFP4) with out_scale:
         (out, scale), uint8 with two codes a byte, the first column in its low bits, and float8_e4m3fn [..., head_dim_v / 16]: O is
         code * scale of its 16 columns * out_scale. An LSE comes last.
+    swizzled_scales: NVFP4's scales as cuBLAS and engines read them (128x4): float8_e4m3fn [rows, heads * head_dim_v / 16], with a row for
+        each token, b * seqlen_q + i, rounded up to a multiple of 128, of head_dim_v in multiples of 64. Rows behind the last token may
+        hold anything.
 
     Returns O, like q with V's last dimension. A query without keys gives 0, with an LSE of -inf. Skip-softmax is
     flashjit.attention()'s alone. Raises flashjit.Error.
@@ -126,7 +130,7 @@ def attention(
             {name: jnp.asarray(x)[None] for name, x in named.items() if "block" in name and x is not None}
         )
         result = attention(q[None], k[None], v[None], **named)
-        return jax.tree.map(lambda x: x[0], result)
+        return jax.tree.map(lambda x: x if x.ndim == 2 else x[0], result)  # swizzled scales have no batch
     formats = read_formats(k, v, k_format, v_format)
     batch, heads, seqlen_q, seqlen_kv = _check(q, k, v, layout, cached, bool(formats))
     starts, longest = packed(
@@ -173,12 +177,12 @@ def attention(
     else:
         codes, dim_v = codes_of(q, k, scales), None
         refuse_block_scales(blocks)
-    codes = out_codes(out_dtype, out_scale) + codes
+    columns = (q.shape[3], v.shape[3] if dim_v is None else dim_v)
+    codes = out_codes(out_dtype, out_scale, bool(swizzled_scales), columns[1]) + codes
     of_pairs = weights_of(weight_mod, score_mod, softcap, return_lse, None, False)
     kind = "score_mod" if weight_mod is None else "weight_mod"
     score, masks = _score(tracer, softcap, bias, kind, of_pairs)
     masks += _masks(tracer, causal, window, segment_ids, mask_mod)
-    columns = (q.shape[3], v.shape[3] if dim_v is None else dim_v)
     program, captures = tracer.program(
         score=score,
         mask=" && ".join(f"({mask})" for mask in masks if mask),
@@ -203,9 +207,13 @@ def attention(
     arrays = alike([q, k, v, *[fixed[name] for name in problem.fixed], *captures])
     made = dict(zip(problem.results(), attend(problem, arrays)))
     out = made["out"] if problem.out_format else made["out"].astype(problem.rounded_type(q))
-    rest = [made["out_block_scale"]] if "out_block_scale" in made else []
+    rest = [_scales_of_out(made["out_block_scale"], swizzled_scales)] if "out_block_scale" in made else []
     rest += [made["lse"][..., 0]] if return_lse else []
     return (out, *rest) if rest else out
+
+
+def _scales_of_out(scales: Any, swizzled: bool) -> Any:
+    return scales.reshape(scales.size // scales.shape[3], scales.shape[3]) if swizzled else scales
 
 
 def _check(q: Any, k: Any, v: Any, layout: str, cached: bool, in_formats: bool) -> tuple[int, int, int, int]:

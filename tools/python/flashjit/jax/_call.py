@@ -59,8 +59,8 @@ def _shapes(*avals: Any, problem: Problem, derivative: Derivative = None) -> lis
     if derivative is None:
         of_lse = q.update(shape=(*q.shape[:3], 1), dtype=np.dtype("float32"))
         out = q.update(shape=(*q.shape[:3], problem.columns_of_out(v)), dtype=problem.out_type(q))
-        scales, scale_type = problem.out_block_scale(v)
-        of_rows = q.update(shape=(*q.shape[:3], scales), dtype=scale_type)
+        sizes, scale_type = problem.out_block_scale(q, v)
+        of_rows = q.update(shape=sizes, dtype=scale_type)
         return [{"lse": of_lse, "out_block_scale": of_rows}.get(name, out) for name in problem.outputs()]
     made = []
     for name in result_names(problem, derivative):

@@ -8,13 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import InvalidArgument
-from ._problem import FP8, FP8_ROWS, NVFP4
+from ._problem import FP8, FP8_ROWS, NVFP4, SWIZZLED
 
 _FORMATS = {"float8_e4m3fn": FP8, "float4_e2m1fn": NVFP4}
 
 
-def out_codes(dtype: Any, scale: Any) -> str:
-    """What the spec says of O; "" where it has elements."""
+def out_codes(dtype: Any, scale: Any, swizzled: bool, columns: int) -> str:
+    """What the spec says of O, whose rows have so many columns; "" where it has elements."""
+    if swizzled and (dtype is None or _name_of(dtype) != "float4_e2m1fn"):
+        raise InvalidArgument(
+            f"swizzled_scales is set and out_dtype is {None if dtype is None else _name_of(dtype)}: it is for jnp.float4_e2m1fn, so "
+            "leave it out."
+        )
+    if swizzled and columns % 64:
+        raise InvalidArgument(
+            f"swizzled_scales is set and v has {columns} columns: give a multiple of 64, or leave it out."
+        )
     if dtype is None:
         if scale is not None:
             raise InvalidArgument(
@@ -28,7 +37,7 @@ def out_codes(dtype: Any, scale: Any) -> str:
         )
     if scale is None and _FORMATS[name] == NVFP4:
         raise InvalidArgument("out_scale is missing: O of float4_e2m1fn takes one, float32, one number.")
-    return f":out{{{FP8_ROWS if scale is None else _FORMATS[name]}}}"
+    return f":out{{{FP8_ROWS if scale is None else _FORMATS[name]}}}" + SWIZZLED * swizzled
 
 
 def scale_of_out(dtype: Any, scale: Any) -> Any:

@@ -22,6 +22,7 @@ CODES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
 Q_CODES = ":q_codes"
 #: Of O as codes, in specs.
 FP8, FP8_ROWS, NVFP4 = "e4m3", "e4m3:row:fp32:apart", "e2m1:g16:e4m3:apart:scaled"
+SWIZZLED = ":swizzled_scales"
 TYPES_OF_OUT_CODES = {
     FP8: np.dtype(jnp.float8_e4m3fn),
     FP8_ROWS: np.dtype(jnp.float8_e4m3fn),
@@ -76,11 +77,16 @@ class Problem:
     def columns_of_out(self, v: Any) -> int:
         return self.columns_v(v) // 2 if self.out_format == NVFP4 else self.columns_v(v)
 
-    def out_block_scale(self, v: Any) -> tuple[int, Any]:
-        """How many scales a row of O has, and their type."""
-        if self.out_format == NVFP4:
-            return self.columns_v(v) // 16, np.dtype(jnp.float8_e4m3fn)
-        return 1, np.dtype("float32")
+    def out_block_scale(self, q: Any, v: Any) -> tuple[tuple[int, ...], Any]:
+        """Sizes and type of O's scales: like q with a row's scales, or with swizzled scales one matrix in q's layout."""
+        if self.out_format != NVFP4:
+            return (*q.shape[:3], 1), np.dtype("float32")
+        scales, dtype = self.columns_v(v) // 16, np.dtype(jnp.float8_e4m3fn)
+        if SWIZZLED not in self.codes:
+            return (*q.shape[:3], scales), dtype
+        heads, length = (q.shape[i] for i in ((2, 1) if self.layout == "BTNH" else (1, 2)))
+        rows, columns = -(-q.shape[0] * length // 128) * 128, heads * scales
+        return (1, rows, 1, columns) if self.layout == "BTNH" else (1, 1, rows, columns), dtype
 
     def rounded_type(self, q: Any) -> Any:
         return np.dtype(jnp.bfloat16) if self.codes.endswith(Q_CODES) else q.dtype

@@ -360,14 +360,119 @@ def test_trtllm_decode_takes_a_table_and_both_scales():
         torch.testing.assert_close(out[i : i + 1].double().cpu(), wanted, rtol=1e-5, atol=1e-5)
 
 
+def rotated(x, start, scale, theta):
+    """Rows [rows, heads, d], the first one at position `start`, rotated by halves, in fp64."""
+    dim = x.shape[2]
+    freq = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim) / scale
+    angle = torch.cat([(torch.arange(len(x)) + start)[:, None, None] * freq] * 2, -1)
+    a, b = x.double().cpu().chunk(2, -1)
+    return (x.double().cpu() * angle.cos() + torch.cat([-b, a], -1) * angle.sin()).to(x.device)
+
+
+@pytest.mark.parametrize(
+    "named, scale, theta", [({}, 1.0, 1e4), ({"rope_scale": 2.0, "rope_theta": 500.0}, 2.0, 500.0)]
+)
+def test_q_and_k_are_rotated_where_k_is_a_tensor(named, scale, theta):
+    options = {"pos_encoding_mode": "ROPE_LLAMA", **named}
+    k, v = ([normal(n, HKV, DIM) for n in KEYS] for _ in range(2))
+    q = [normal(n, HQ, DIM) for n in QUERIES]
+    wanted = [
+        exact(
+            rotated(a, len(b) - len(a), scale, theta),
+            rotated(b, 0, scale, theta),
+            c,
+            scale=DIM**-0.5,
+            causal=True,
+        )
+        for a, b, c in zip(q, k, v)
+    ]
+    for a, b, c, right in zip(q, k, v, wanted):
+        check(fi.single_prefill_with_kv_cache(a, b, c, causal=True, return_lse=True, **options), right)
+    one = fi.single_decode_with_kv_cache(q[1][0], k[1], v[1], return_lse=True, **options)
+    check(one, [x[0] for x in wanted[1]])
+    capped = fi.single_prefill_with_kv_cache(
+        q[0], k[0], v[0], causal=True, logits_soft_cap=5.0, window_left=4, **options
+    )
+    plain = fi.single_prefill_with_kv_cache(
+        *(rotated(x, at, scale, theta).to(x.dtype) for x, at in ((q[0], len(k[0]) - len(q[0])), (k[0], 0))),
+        *(v[0],),
+        causal=True,
+        logits_soft_cap=5.0,
+        window_left=4,
+    )
+    torch.testing.assert_close(capped, plain, rtol=1e-4, atol=1e-4)
+    wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+    planned(wrapper, (indptr(QUERIES), indptr(KEYS)), HQ, HKV, DIM, causal=True, **options)
+    found = wrapper.run(torch.cat(q), torch.cat(k), torch.cat(v), return_lse=True)
+    check(found, [torch.cat(x) for x in zip(*wanted)])
+
+
+def seen_of_items(queries, keys, prefix, places):
+    """Which keys a query sees: the prefix, and before it its own item's."""
+    seen = torch.zeros(queries, keys, dtype=torch.bool)
+    for i in range(queries):
+        at = i + keys - queries
+        for key in range(at + 1):
+            seen[i, key] = at < prefix or key < prefix or key > at - places[at - prefix]
+    return seen
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_items_do_not_see_each_other(ragged):
+    """Multi-item scoring: a delimiter, which has place 0, and the items behind the prefix."""
+    keys, queries, prefix = (13, 9), (10, 9), (4, 3)
+    places = [[0, 1, 2, 0, 1, 2, 3, 0, 1], [0, 1, 0, 1, 2, 0]]
+    padded = torch.zeros(2, 12, dtype=torch.int32)
+    for row, own in zip(padded, places):
+        row[: len(own)] = torch.tensor(own, dtype=torch.int32)
+    given = {
+        "prefix_len_ptr": torch.tensor(prefix, device=DEVICE).to(torch.uint32),
+        "token_pos_in_items_ptr": padded.reshape(-1).to(torch.uint16).to(DEVICE),
+        "token_pos_in_items_len": 12,
+        "max_item_len_ptr": torch.tensor([3, 2], device=DEVICE).to(torch.uint16),
+    }
+    pool = Pool(keys=keys)
+    q = [normal(n, HQ, DIM) for n in queries]
+    if ragged:
+        wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(workspace())
+        planned(wrapper, (indptr(queries), indptr(keys)), HQ, HKV, DIM, causal=True, **given)
+        found = wrapper.run(torch.cat(q), torch.cat(pool.k), torch.cat(pool.v), return_lse=True)
+    else:
+        wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(workspace())
+        planned(wrapper, (indptr(queries), *pool.plan()), HQ, HKV, DIM, PAGE, causal=True, **given)
+        found = wrapper.run(torch.cat(q), pool.cache, return_lse=True)
+    wanted = [
+        exact(
+            q[i],
+            pool.k[i],
+            pool.v[i],
+            scale=DIM**-0.5,
+            seen=seen_of_items(queries[i], keys[i], prefix[i], places[i]),
+        )
+        for i in range(2)
+    ]
+    # A delimiter sees the prefix, as in FlashInfer.
+    check(found, [torch.cat(x) for x in zip(*wanted)])
+    with pytest.raises(flashjit.InvalidArgument, match="give a number for each of the 2 sequences"):
+        short = {**given, "prefix_len_ptr": given["prefix_len_ptr"][:1]}
+        planned(
+            wrapper,
+            (indptr(queries), *(pool.plan() if not ragged else [indptr(keys)])),
+            HQ,
+            HKV,
+            DIM,
+            *([PAGE] * (not ragged)),
+            **short,
+        )
+
+
 @pytest.mark.parametrize(
     "given, why",
     [
-        ({"pos_encoding_mode": "ROPE_LLAMA"}, "rotate K once, when it is stored"),
+        ({"pos_encoding_mode": "ROPE_LLAMA"}, "rotates such keys once, when they are stored"),
         ({"kv_data_type": torch.uint8}, "NVFP4"),
         ({"kv_data_type": torch.bfloat16}, "give one type"),
         ({"o_data_type": torch.float8_e4m3fn}, "o_data_type is"),
-        ({"prefix_len_ptr": torch.zeros(1)}, "prefix_len_ptr is given"),
     ],
 )
 def test_what_cannot_be_served_is_refused_when_it_is_planned(given, why):

@@ -26,11 +26,13 @@ from ._rows import (
     unpacked,
 )
 from ._scores import (
+    Items,
     Scales,
     Scores,
     check_dtypes,
     dtype_of,
     is_invariant,
+    read_items,
     read_mask,
     read_scores,
     refuse,
@@ -98,10 +100,22 @@ class _Wrapper:
         causal: bool,
         window_left: int,
         sm_scale: float | None,
+        rope: tuple[Any, Any] | None = None,
     ) -> None:
         """Others than plan()'s, with its mask."""
-        mask = (self._scores.mask, self._scores.mask_start)
-        self._scores = read_scores(pos_encoding_mode, cap, causal, window_left, sm_scale, *mask)
+        kept = self._scores
+        mask = (kept.mask, kept.mask_start, kept.batch_invariant)
+        made = read_scores(
+            pos_encoding_mode, cap, causal, window_left, sm_scale, *mask, rope, kept.rope_start
+        )
+        self._scores = made._replace(items=kept.items)
+
+    def _kept_items(self, items: Items | None) -> Items | None:
+        if items is None:
+            return None
+        return Items(
+            self._keep("prefix_len_ptr", items.prefix), self._keep("token_pos_in_items_ptr", items.places)
+        )
 
     def _planned(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
         """k, v: [.., hkv, rows, d]."""
@@ -368,7 +382,6 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
         disable_split_kv: bool = False,
     ) -> None:
         """Keeps the arguments, which are FlashInfer's. The last query is at the last key."""
-        refuse(prefix_len_ptr=prefix_len_ptr)
         self._sizes = sizes(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size)
         self._keep_types(q_data_type, kv_data_type, o_data_type)
         lengths = get_seq_lens(paged_kv_indptr, paged_kv_last_page_len, page_size)
@@ -380,6 +393,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
             read_scores(pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale),
             is_invariant(fixed_split_size, disable_split_kv),
         )
+        items = read_items(
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, lengths.cpu(), self.device
+        )
+        self._scores = self._scores._replace(items=self._kept_items(items))
         self._keep_pages(paged_kv_indptr, paged_kv_indices, lengths, self._indices_buffer)
 
     begin_forward = plan

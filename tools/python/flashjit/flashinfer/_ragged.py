@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import InvalidArgument
 from ._batch import _Wrapper, of_arguments
 from ._rows import check_ints, check_tensor, heads_first, results, run, sizes
-from ._scores import Scales, is_invariant, read_mask, read_scores, refuse
+from ._scores import Scales, is_invariant, read_items, read_mask, read_scores, refuse
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
@@ -68,7 +68,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         o_indptr: Tensor | None = None,
     ) -> None:
         """Keeps the arguments, which are FlashInfer's. The last query is at the last key."""
-        refuse(prefix_len_ptr=prefix_len_ptr, v_indptr=v_indptr, o_indptr=o_indptr)
+        refuse(v_indptr=v_indptr, o_indptr=o_indptr)
         self._sizes = sizes(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
         self._keep_types(q_data_type, kv_data_type, o_data_type)
         queries, keys = self._keep_queries(qo_indptr), check_ints("kv_indptr", kv_indptr, 1).cpu().diff()
@@ -78,8 +78,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
             )
         mask, start = read_mask(custom_mask, packed_custom_mask, queries.long() * keys.long(), self.device)
         invariant = is_invariant(fixed_split_size, disable_split_kv)
-        self._scores = read_scores(
-            pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale, mask, start, invariant
+        first = self._keep("rope_start", (keys - queries).to(device=self.device, dtype=torch.int32))
+        options = (pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale, mask, start, invariant)
+        items = read_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, keys, self.device)
+        self._scores = read_scores(*options, (rope_scale, rope_theta), first)._replace(
+            items=self._kept_items(items)
         )
         self._keys = {
             "cu_seqlens_kv": self._keep("kv_indptr", kv_indptr.to(device=self.device, dtype=torch.int32)),
@@ -144,5 +147,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         rope_theta: float | None = None,
     ) -> Any:
         """run() with options of scores in the place of plan()'s."""
-        self._replace_scores(pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale)
+        rope = (rope_scale, rope_theta)
+        self._replace_scores(pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale, rope)
         return self.run(q, k, v)

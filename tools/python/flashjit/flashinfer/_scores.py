@@ -17,10 +17,17 @@ from ..programs import repeated
 
 LOG2E = math.log2(math.e)
 NO_ROPE = (
-    "pos_encoding_mode is ROPE_LLAMA: flashjit does not rotate Q and K inside attention; rotate K once, when it is stored "
-    "(flashjit.append() does it in the same launch), and give NONE."
+    "pos_encoding_mode is ROPE_LLAMA, and K is in pages or of 8 bits: flashjit rotates such keys once, when they are stored "
+    "(flashjit.append() does it in the same launch), so give NONE."
 )
 _PAIR = "q * seqlen_kv + kv"  # where FlashInfer's masks have a pair, from a sequence's first on
+
+
+class Items(NamedTuple):
+    """Multi-item scoring: after a prefix, which all see, a query sees the keys of its own item alone."""
+
+    prefix: Tensor  # int32 [sequences]: keys of the prefix
+    places: Tensor  # int32 [sequences, keys behind the prefix]: how many keys of its item are before each
 
 
 class Scores(NamedTuple):
@@ -34,6 +41,9 @@ class Scores(NamedTuple):
     mask: Tensor | None = None  # bool, or bits in uint8, of all sequences one after another
     mask_start: Tensor | None = None  # int32 [sequences]: the first element of each
     batch_invariant: bool = False
+    rope: tuple[float, float] | None = None  # scale and theta of ROPE_LLAMA
+    rope_start: Any = 0  # the first query's position: a number, or int32 [sequences]
+    items: Items | None = None
 
 
 class Scales(NamedTuple):
@@ -53,12 +63,16 @@ def read_scores(
     mask: Tensor | None = None,
     mask_start: Tensor | None = None,
     batch_invariant: bool = False,
+    rope: tuple[Any, Any] | None = None,
+    rope_start: Any = 0,
 ) -> Scores:
-    """Refuses what cannot be served. A mask is in the place of a causal one, as in FlashInfer."""
-    if pos_encoding_mode == "ROPE_LLAMA":
+    """Refuses what cannot be served. A mask is in the place of a causal one, as in FlashInfer. rope: scale and theta where K is a
+    tensor that can be rotated as it is loaded; None of either: FlashInfer's."""
+    rotates = pos_encoding_mode == "ROPE_LLAMA"
+    if rotates and rope is None:
         raise Unsupported(NO_ROPE)
-    if pos_encoding_mode not in ("NONE", "ALIBI"):
-        raise InvalidArgument(f"pos_encoding_mode is {pos_encoding_mode!r}: give NONE or ALIBI.")
+    if pos_encoding_mode not in ("NONE", "ALIBI", "ROPE_LLAMA"):
+        raise InvalidArgument(f"pos_encoding_mode is {pos_encoding_mode!r}: give NONE, ALIBI or ROPE_LLAMA.")
     return Scores(
         sm_scale,
         causal and mask is None,
@@ -68,7 +82,28 @@ def read_scores(
         mask,
         mask_start,
         batch_invariant,
+        (float(rope[0] or 1), float(rope[1] or 1e4)) if rotates and rope is not None else None,
+        rope_start,
     )
+
+
+def read_items(
+    prefix: Tensor | None, places: Tensor | None, longest: int, keys: Tensor, device: torch.device
+) -> Items | None:
+    """FlashInfer's prefix_len_ptr, token_pos_in_items_ptr, of `longest` numbers a sequence, and keys of each sequence, on the host."""
+    if prefix is None:
+        return None
+    if places is None or prefix.numel() != keys.numel():
+        raise InvalidArgument(
+            f"prefix_len_ptr is {describe(prefix)} and token_pos_in_items_ptr {describe(places)}: give a number for each of the "
+            f"{keys.numel()} sequences, and the place of each key behind the prefix in its item."
+        )
+    given = places.cpu().to(torch.int32).reshape(-1)
+    table = torch.zeros(keys.numel(), max(1, int(keys.max())) if keys.numel() else 1, dtype=torch.int32)
+    longest = longest or given.numel() // max(1, keys.numel())
+    for row, own in zip(table, given.split(longest) if longest else ()):
+        row[: len(own)] = own[: len(row)]
+    return Items(prefix.to(device=device, dtype=torch.int32), table.to(device))
 
 
 def refuse(**given: Any) -> None:
@@ -124,6 +159,7 @@ def call(
         bool(scores.logits_soft_cap),
         None if scores.mask is None else scores.mask.dtype == torch.uint8,
         scores.window_left >= 0,
+        scores.items is not None,
     )
     if scores.alibi:
         captures["slopes"] = alibi_slopes(q.shape[1], q.device)
@@ -133,6 +169,8 @@ def call(
         captures.update(mask=scores.mask, mask_start=scores.mask_start)
     if scores.window_left >= 0:
         captures["window_left"] = int(scores.window_left)
+    if scores.items is not None:
+        captures.update(items_prefix=scores.items.prefix, items_places=scores.items.places)
     if scores.sm_scale is not None or factor != 1:
         base = q.shape[3] ** -0.5 if scores.sm_scale is None else scores.sm_scale
         more["scale"] = float(base * factor)
@@ -140,14 +178,46 @@ def call(
         more["out_dtype"] = out_dtype
     elif out_dtype == torch.float32 != q.dtype:
         more["out_dtype"] = torch.float32
-    if score is not None or mask is not None:
+    if scores.rope is not None:
+        if q.dtype in KV_TYPES or k.dtype in KV_TYPES:
+            raise Unsupported(NO_ROPE)
+        captures.update(
+            rope_start=scores.rope_start, rope_freq=frequencies(k.shape[3], *scores.rope, k.device)
+        )
+        q_mod, k_mod = _rotations(k.shape[3], isinstance(scores.rope_start, Tensor))
+        more.update(score_mod=score, mask_mod=mask, q_mod=q_mod, k_mod=k_mod, captures=captures)
+    elif score is not None or mask is not None:
         more["mask_mod"] = repeated(score, mask, captures)
-    return {"causal": scores.causal, "batch_invariant": scores.batch_invariant, **more}
+    return {
+        "causal": scores.causal or scores.items is not None,
+        "batch_invariant": scores.batch_invariant,
+        **more,
+    }
+
+
+@functools.cache
+def _rotations(dim: int, packed: bool) -> tuple[str, str]:
+    """Texts of q_mod and k_mod: rotation of halves by the position's angles. packed: each sequence has a first query of its own."""
+    half = dim // 2
+
+    def rotated(position: str) -> str:
+        angle = f"to_float({position}) * rope_freq[column % {half}]"
+        other = f"select(column < {half}, -element_at(column + {half}), element_at(column - {half}))"
+        return f"element * cos({angle}) + {other} * sin({angle})"
+
+    return rotated(f"q + rope_start{'[b]' if packed else ''}"), rotated("kv")
+
+
+@functools.lru_cache(maxsize=64)
+def frequencies(dim: int, scale: float, theta: float, device: torch.device) -> Tensor:
+    """What a position is multiplied with, for each pair of columns."""
+    exponents = torch.arange(dim // 2, dtype=torch.float64) * (-2 / dim)
+    return (theta**exponents / scale).float().to(device)
 
 
 @functools.cache
 def _programs(
-    scales: Sequence[str], alibi: bool, capped: bool, bits: bool | None, window: bool
+    scales: Sequence[str], alibi: bool, capped: bool, bits: bool | None, window: bool, items: bool
 ) -> tuple[str | None, str | None]:
     """Texts of the score and of the mask. bits: whether a custom mask has eight pairs in a byte; None: there is none."""
     score = "score"
@@ -166,6 +236,10 @@ def _programs(
         )
     if window:
         conditions += window_text(AT_LAST, "window_left", None)
+    if items:
+        behind = f"{AT_LAST} - items_prefix[b]"
+        place = f"items_places[b, max({behind}, 0)]"
+        conditions.append(f"({behind} < 0 || kv < items_prefix[b] || {AT_LAST} < kv + {place})")
     return None if score == "score" else score, " && ".join(conditions) or None
 
 

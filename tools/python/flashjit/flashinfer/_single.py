@@ -31,9 +31,10 @@ def single_decode_with_kv_cache(
     return_lse: bool = False,
 ) -> Any:
     """O [hq, d] of q [hq, d] and k, v [keys, hkv, d], or by HND [hkv, keys, d]; with return_lse also LSE [hq], of base 2."""
-    scores = read_scores(pos_encoding_mode, logits_soft_cap, False, window_left, sm_scale)
     check_tensor("q", q, "hq, d")
     k, v = _one_sequence(k, v, kv_layout)
+    rope = {"rope": (rope_scale, rope_theta), "rope_start": k.shape[2] - 1}
+    scores = read_scores(pos_encoding_mode, logits_soft_cap, False, window_left, sm_scale, **rope)
     out_dtype = type_of_out(q.dtype)
     check_dtypes(q.dtype, k.dtype, out_dtype)
     scales = Scales(q_scale, k_scale, v_scale)
@@ -75,7 +76,10 @@ def single_prefill_with_kv_cache(
     check_dtypes(q.dtype, k.dtype, out_dtype)
     pairs = torch.tensor([q.shape[0] * k.shape[2]])
     mask, start = read_mask(custom_mask, packed_custom_mask, pairs, q.device)
-    scores = read_scores(pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale, mask, start)
+    rope = {"rope": (rope_scale, rope_theta), "rope_start": k.shape[2] - q.shape[0]}
+    scores = read_scores(
+        pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale, mask, start, **rope
+    )
     scales = Scales(scale_q, _product(scale_k, k_scale), _product(scale_v, v_scale))
     rows = Rows(None, q.shape[0])
     return results(run(q, k, v, rows, scores, scales, out_dtype, None, return_lse), None)

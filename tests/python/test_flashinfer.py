@@ -322,6 +322,27 @@ def test_latent_attention_without_a_rotated_part():
         check((out[rows], lse[rows]), exact(q[rows], keys, keys, scale=0.2, causal=True))
 
 
+@pytest.mark.parametrize("kpe_scale", [0.5, 0.125])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_latents_of_eight_bits(dtype, kpe_scale):
+    heads, rank, rope = 3, 64, 16
+    codes = normal(4, PAGE, rank + rope).to(dtype)
+    pages = codes.float() * 0.5
+    pages[..., rank:] *= kpe_scale / 0.5
+    wrapper = fi.BatchMLAPagedAttentionWrapper(workspace())
+    places = ints(0, 2, 3), ints(0, 2, 3), ints(3, 1, 0), ints(7, 2)
+    wrapper.plan(*places, heads, rank, rope, PAGE, True, 0.2, torch.float32, dtype)
+    q = normal(3, heads, rank + rope)
+    given = (q[..., :rank].contiguous(), q[..., rank:].contiguous(), codes[..., :rank], codes[..., rank:])
+    out, lse = wrapper.run(*given, return_lse=True, ckv_scale=0.5, kpe_scale=kpe_scale)
+    for rows, keys in ((slice(0, 2), torch.cat((pages[3], pages[1]))[:7]), (slice(2, 3), pages[0, :2])):
+        keys = keys[:, None]
+        check((out[rows], lse[rows]), exact(q[rows], keys, keys[..., :rank], scale=0.2, causal=True))
+    for wrong in ({}, {"ckv_scale": 0.5}, {"ckv_scale": 0.5, "kpe_scale": 0.0}):
+        with pytest.raises(ValueError, match="with caches of 8 bits give a finite number above 0"):
+            wrapper.run(*given, **wrong)
+
+
 def test_a_plan_s_tensors_may_be_on_the_host_and_on_the_device():
     pool = Pool()
     q, found = normal(len(KEYS), HQ, DIM), []

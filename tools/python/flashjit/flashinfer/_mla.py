@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from ..errors import InvalidArgument, Unsupported
 from ..flash_attn._attend import with_batch
 from ._batch import _Paged
 from ._rows import check_ints, check_tensor, sizes
-from ._scores import LOG2E, read_scores, refuse
+from ._scores import LOG2E, constant, read_scores, refuse
+
+_FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}  # of latents of 8 bits
 
 
 class BatchMLAPagedAttentionWrapper(_Paged):
@@ -53,8 +56,11 @@ class BatchMLAPagedAttentionWrapper(_Paged):
         whole = sizes(num_heads, 1, head_dim_ckv, head_dim_kpe or None, page_size)
         self._sizes = whole._replace(head_dim_v=head_dim_kpe)  # 0: a model without a rotated part
         self._keep_types(q_data_type, kv_data_type, None)
-        if self._kv_dtype not in SPEC_TYPES or self._q_dtype not in SPEC_TYPES:
-            raise Unsupported(f"kv_data_type is {self._kv_dtype}: latents have 16 bits here.")
+        if self._q_dtype not in SPEC_TYPES or self._kv_dtype not in (*SPEC_TYPES, *_FORMATS):
+            raise Unsupported(
+                f"q_data_type is {self._q_dtype} and kv_data_type {self._kv_dtype}: give q_data_type of 16 or 32 bits, and "
+                "kv_data_type alike or float8_e4m3fn or float8_e5m2."
+            )
         self._scores = read_scores("NONE", None, causal, -1, sm_scale)
         self._keep_pages(kv_indptr, kv_indices, check_ints("kv_len_arr", kv_len_arr), self._indices_buffer)
         self._keep_queries(qo_indptr)
@@ -81,8 +87,9 @@ class BatchMLAPagedAttentionWrapper(_Paged):
         """O [all rows, h, 512] of q_nope [all rows, h, 512] and q_pe [all rows, h, 64] over ckv_cache [pages, rows of a
         page, 512] and kpe_cache [pages, rows of a page, 64]; with return_lse also LSE [all rows, h], of base 2 or e.
 
-        The two caches are best views of one tensor [pages, rows of a page, 576]; else they are copied in each call."""
-        refuse(ckv_scale=ckv_scale, ckv_scale_arr=ckv_scale_arr, kpe_scale=kpe_scale, o_scale=o_scale)
+        The two caches are best views of one tensor [pages, rows of a page, 576]; else they are copied in each call.
+        ckv_scale, kpe_scale: numbers, of caches of 8 bits alone; where they differ, q_pe is multiplied in a launch of its own."""
+        refuse(ckv_scale_arr=ckv_scale_arr, o_scale=o_scale)
         check_tensor("q_pe", q_pe, "all rows, h, 64")
         check_tensor("ckv_cache", ckv_cache, "pages, rows of a page, 512")
         check_tensor("kpe_cache", kpe_cache, "pages, rows of a page, 64")
@@ -93,10 +100,15 @@ class BatchMLAPagedAttentionWrapper(_Paged):
                 "rows and heads of q_nope and the columns of kpe_cache."
             )
         with torch.no_grad():
+            latents, of_codes, ratio = _read_latents(
+                joined_columns(ckv_cache, kpe_cache)[:, None], ckv_scale, kpe_scale
+            )
+            q_pe = q_pe if ratio == 1 else q_pe * ratio
             found = attention(
                 with_batch(q_nope),
-                joined_columns(ckv_cache, kpe_cache)[:, None],
+                latents,
                 v_columns=ckv_cache.shape[-1],
+                **of_codes,
                 q_rope=with_batch(q_pe) if q_pe.shape[-1] else None,
                 causal=self._scores.causal,
                 scale=self._scores.sm_scale,
@@ -114,6 +126,22 @@ class BatchMLAPagedAttentionWrapper(_Paged):
                 packed = packed * LOG2E
             packed = packed.contiguous() if lse is None else lse.copy_(packed)
             return (o, packed) if return_lse else o
+
+
+def _read_latents(latents: Tensor, ckv_scale: Any, kpe_scale: Any) -> tuple[Tensor, dict[str, Any], float]:
+    """K as attention() takes it, its arguments for 8 bits, and what the rotated columns of Q are multiplied with: one scale is K's."""
+    given = (ckv_scale, kpe_scale)
+    if latents.dtype not in _FORMATS:
+        if given != (None, None):
+            raise InvalidArgument(
+                f"ckv_scale and kpe_scale are for caches of 8 bits, and ckv_cache is {latents.dtype}: leave them out."
+            )
+        return latents, {}, 1.0
+    for name, scale in zip(("ckv_scale", "kpe_scale"), given):
+        if isinstance(scale, Tensor) or scale is None or not (0 < float(scale) < math.inf):
+            raise InvalidArgument(f"{name} is {scale!r}: with caches of 8 bits give a finite number above 0.")
+    of_codes = {"k_format": _FORMATS[latents.dtype], "k_scale": constant(float(ckv_scale), latents.device)}
+    return latents.view(torch.uint8), of_codes, float(kpe_scale) / float(ckv_scale)
 
 
 def joined_columns(left: Tensor, right: Tensor) -> Tensor:

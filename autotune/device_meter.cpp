@@ -14,6 +14,7 @@
 #include <random>
 
 #include "autotune/device_captures.hpp"
+#include "call/out_codes.hpp"
 #include "call/q_rope.hpp"
 #include "compile/compiler.hpp"
 #include "device/device_info.hpp"
@@ -21,6 +22,7 @@
 #include "reference/inputs.hpp"
 #include "support/dtypes.hpp"
 #include "support/environment.hpp"
+#include "support/swizzled_scales.hpp"
 #include "support/text.hpp"
 
 namespace flashjit::autotune {
@@ -109,8 +111,8 @@ struct Sizes {
     const StoredKvRow of_out = p.spec.stored_out();
     o = bytes(shape.heads_q, shape.seqlen_q, of_out.columns, of_out.type);
     if (const KvFormat& format = p.spec.epilogue.out_format; format.has_block_scales())
-      out_scales =
-          bytes(shape.heads_q, shape.seqlen_q, format.row(p.spec.v_dim()).scale_columns, DType::fp32);
+      out_scales = sizeof(float) * static_cast<std::size_t>(rows_of_scales(shape.batch * shape.seqlen_q)) *
+                   shape.heads_q * format.row(p.spec.v_dim()).scale_columns;
     if (p.spec.kv.k_format.has_argument() || p.spec.kv.v_format.has_argument())
       scales = static_cast<std::size_t>(p.spec.kv.key_scales ? shape.batch * shape.heads_kv * keys : 1);
     for (const auto& [format, dim] :
@@ -372,7 +374,9 @@ class Inputs {
     if (!kv.shared_kv) args.v_block_scale = block_scale_view(kv.v_format, problem_.spec.v_dim(), args.v);
     const KvFormat& out_format = problem_.spec.epilogue.out_format;
     if (out_format.has_argument()) args.out_scale = static_cast<const float*>(out_scale_.data());
-    if (out_format.has_block_scales())
+    if (problem_.spec.epilogue.swizzled_scales)
+      args.out_block_scale = swizzled_scales_of(problem_.spec, args.out, out_block_scales_.data());
+    else if (out_format.has_block_scales())
       args.out_block_scale =
           rows_of_q(out_block_scales_, out_format.row(problem_.spec.v_dim()).scale_columns);
     if (problem_.spec.prologue.q_codes)

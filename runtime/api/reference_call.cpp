@@ -21,7 +21,7 @@
 #include "support/dtypes.hpp"
 #include "support/kv_codec.hpp"
 #include "support/refuse.hpp"
-#include "templates/common/scale_tiles.cuh"
+#include "support/swizzled_scales.hpp"
 
 namespace flashjit {
 namespace {
@@ -357,12 +357,13 @@ void scatter_rows(const reference::Problem& problem, const ForwardArgs& args, st
   scatter(DType::fp32, values, written, written_rows(args, offsets, written));
 }
 
-/// The scales of a token's head in the tiles of scale_tiles.cuh.
+/// The scales of a token's head.
 void swizzle_scales(const TensorView& to, std::int64_t token, std::int64_t h,
                     const std::vector<std::uint8_t>& scales) {
-  auto* row = row_of_scales(static_cast<std::uint8_t*>(to.data), token, to.size[3] * kScaleTileRows,
-                            h * std::ssize(scales) * kScaleTileRows);
-  for (std::size_t i = 0; i < scales.size(); ++i) row[byte_of_scale_column(static_cast<int>(i))] = scales[i];
+  auto* bytes = static_cast<std::uint8_t*>(to.data);
+  const std::int64_t of_head = std::ssize(scales);
+  for (std::int64_t i = 0; i < of_head; ++i)
+    *swizzled_scale(bytes, token, h * of_head + i, to.size[3]) = scales[static_cast<std::size_t>(i)];
 }
 
 /// Stores O as codes, and their scales; rows of no sequence as zeros, where they are written.

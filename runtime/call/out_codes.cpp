@@ -7,7 +7,7 @@
 #include "call/block_scales.hpp"
 #include "call/tensor_checks.hpp"
 #include "support/refuse.hpp"
-#include "templates/common/scale_tiles.cuh"
+#include "support/swizzled_scales.hpp"
 
 namespace flashjit {
 namespace {
@@ -19,9 +19,7 @@ std::int64_t blocks_of_head(const AttentionSpec& spec) {
 /// Swizzled scales are one matrix of bytes, without gaps.
 void check_swizzled(const AttentionSpec& spec, const ForwardArgs& args) {
   const TensorView& scales = args.out_block_scale;
-  const std::int64_t tokens = args.out.size[0] * args.out.size[2],
-                     rows = (tokens + kScaleTileRows - 1) / kScaleTileRows * kScaleTileRows;
-  const std::array<std::int64_t, 4> wanted = {1, 1, rows, args.out.size[1] * blocks_of_head(spec)};
+  const std::array<std::int64_t, 4> wanted = swizzled_scales_of(spec, args.out, nullptr).size;
   if (!memory_of(args.out)) return;
   if (!scales.data || scales.size != wanted || scales.stride[2] != wanted[3] || scales.stride[3] != 1)
     refuse(
@@ -33,6 +31,11 @@ void check_swizzled(const AttentionSpec& spec, const ForwardArgs& args) {
 }
 
 }  // namespace
+
+TensorView swizzled_scales_of(const AttentionSpec& spec, const TensorView& out, void* data) {
+  return TensorView::bhsd(data, 1, 1, rows_of_scales(out.size[0] * out.size[2]),
+                          out.size[1] * blocks_of_head(spec));
+}
 
 void check_out_scales(const AttentionSpec& spec, const ForwardArgs& args) {
   const KvFormat& format = spec.epilogue.out_format;

@@ -7,6 +7,8 @@
 namespace flashjit {
 
 void check_out_scales(const AttentionSpec& spec, const ForwardArgs& args);
+/// Swizzled scales of these codes.
+TensorView swizzled_scales_of(const AttentionSpec& spec, const TensorView& out, void* data);
 void set_out_scales(Params& params, const AttentionSpec& spec, const ForwardArgs& args);
 
 }  // namespace flashjit

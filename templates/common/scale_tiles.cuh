@@ -8,8 +8,8 @@ constexpr int kScaleTileRows = 128, kScaleTileColumns = 4;
 
 /// The first byte of a row: tiles of 128 rows have `of_tiles` bytes, and a head begins `of_head` bytes behind
 /// the first one. One sum, as parts of it in other functions change the order of code.
-constexpr unsigned char* row_of_scales(unsigned char* first, long long row, long long of_tiles,
-                                       long long of_head) {
+template <class Byte>
+constexpr Byte* row_of_scales(Byte* first, long long row, long long of_tiles, long long of_head) {
   return first + row / kScaleTileRows * of_tiles + of_head + row % 32 * 16 +
          row % kScaleTileRows / 32 * kScaleTileColumns;
 }

@@ -39,6 +39,10 @@ INSTANTIATE_TEST_SUITE_P(
         "'fwd:bf16:d64:causal:out{e4m3}' --shape b2:hq2:hkv1:sq70:skv90",
         "'fwd:bf16:d64:causal:out{e4m3:row:fp32:apart}:varlen' --shape b2:hq2:hkv1:sq70:skv90",
         "'fwd:bf16:d64:out{e2m1:g16:e4m3:apart:scaled}:kvlen' --shape b2:hq2:hkv1:sq70:skv90",
+        "'fwd:bf16:d64:causal:out{e2m1:g16:e4m3:apart:scaled}:swizzled_scales' --shape "
+        "b2:hq2:hkv1:sq70:skv90",
+        "'fwd:bf16:d64:out{e2m1:g16:e4m3:apart:scaled}:swizzled_scales:varlen' --shape "
+        "b2:hq2:hkv2:sq70:skv90",
         "'fwd:bf16:d128:causal:out{e4m3:row:fp32:apart}:indices' --shape b2:hq8:hkv2:sq5:skv190",
         "'fwd:bf16:d128:causal:out{e2m1:g16:e4m3:apart:scaled}:indices:cache' "
         "--shape b2:hq24:hkv1:sq3:skv190 --config sm80:br16:bc32:w1:s2:min_blocks4",

@@ -136,6 +136,22 @@ TEST_F(DeviceMeterTest, EveryQueryHasAListOfKeysWhereTheSpecSaysSo) {
   }
 }
 
+TEST_F(DeviceMeterTest, SwizzledScalesOfOAreOneMatrix) {
+  for (const char* spec : {"fwd:bf16:d64:out{e2m1:g16:e4m3:apart:scaled}:swizzled_scales",
+                           "fwd:bf16:d64:varlen:out{e2m1:g16:e4m3:apart:scaled}:swizzled_scales"}) {
+    Problem problem{parse_spec(spec).normalized(), parse_shape("b2:hq8:hkv2:sq3:skv100")};
+    DeviceMeter meter(gpu_, options());
+    const TileConfig config = parse_config("simt:br16:bc32:w4");
+    meter.prepare(problem, config);
+    meter.compare(problem, config, {}, 3);
+    const DeviceInfo device = device::query_device(*gpu_.driver(), gpu_.device());
+    const auto plan = plan::make_plan(problem.spec, problem.shape, device, {}, config);
+    const TensorParam scales = launched_params(fake().launches.back(), plan).out_block_scale;
+    EXPECT_NE(scales.data, nullptr) << spec;
+    EXPECT_EQ(scales.stride_s, 8 * 4 * 128) << spec;  // of 128 tokens
+  }
+}
+
 TEST_F(DeviceMeterTest, OneShapesKernelsServeTheOther) {
   const std::string log = testing::TempDir() + "meter-" + unique_suffix();
   const test::Variable log_variable("FAKE_NVRTC_LOG", log);

@@ -10,6 +10,7 @@
 #include "reference/inputs.hpp"
 #include "support/dtypes.hpp"
 #include "support/environment.hpp"
+#include "support/swizzled_scales.hpp"
 
 namespace flashjit::command {
 
@@ -188,6 +189,10 @@ class TensorMaker {
   DeviceTensor out_block_scale() const {
     const KvFormat& format = problem_.spec.epilogue.out_format;
     if (!format.has_block_scales()) return like_q(DType::e4m3, 0);
+    if (problem_.spec.epilogue.swizzled_scales)
+      return DeviceTensor(driver_, DType::e4m3,
+                          {1, 1, rows_of_scales(batch_ * rows_q_),
+                           problem_.shape.heads_q * format.row(problem_.spec.v_dim()).scale_columns});
     return like_q(format.scale_type == KvFormat::Number::fp32 ? DType::fp32 : DType::e4m3,
                   format.row(problem_.spec.v_dim()).scale_columns);
   }
@@ -290,8 +295,9 @@ class ProblemOnGpu {
     gpu_.synchronize();  // the copies and fills are on another stream
     runtime_.forward(spec, args, stream_.get());
     stream_.synchronize();
-    results.out =
-        format.quantized() ? values_of_codes(spec, out_.bytes(), out_block_scale_.bytes()) : out_.values();
+    results.out = format.quantized() ? values_of_codes(spec, args.out.size[1], args.out.size[2], out_.bytes(),
+                                                       out_block_scale_.bytes())
+                                     : out_.values();
     results.lse = lse_.values();
     results.row_max = row_max_.values();
   }

@@ -1,6 +1,7 @@
 #include "out_codes.hpp"
 
 #include "support/kv_codec.hpp"
+#include "support/swizzled_scales.hpp"
 
 namespace flashjit::command {
 namespace {
@@ -25,14 +26,35 @@ const std::uint8_t* row_of(const std::vector<std::byte>& bytes, std::size_t row,
   return size == 0 ? nullptr : reinterpret_cast<const std::uint8_t*>(bytes.data()) + row * size;
 }
 
+/// Swizzled scales as rows [batch, heads, rows].
+std::vector<std::byte> in_rows(const std::vector<std::byte>& swizzled, std::int64_t batch, std::int64_t heads,
+                               std::int64_t rows, std::int64_t of_head) {
+  std::vector<std::byte> scales;
+  scales.reserve(static_cast<std::size_t>(batch * heads * rows * of_head));
+  for (std::int64_t i = 0; i < batch * heads * rows; ++i) {
+    const std::int64_t token = i / rows / heads * rows + i % rows, h = i / rows % heads;
+    for (std::int64_t block = 0; block < of_head; ++block)
+      scales.push_back(*swizzled_scale(swizzled.data(), token, h * of_head + block, heads * of_head));
+  }
+  return scales;
+}
+
 }  // namespace
 
-std::vector<double> values_of_codes(const AttentionSpec& spec, const std::vector<std::byte>& codes,
+std::vector<double> values_of_codes(const AttentionSpec& spec, std::int64_t heads, std::int64_t rows,
+                                    const std::vector<std::byte>& codes,
                                     const std::vector<std::byte>& scales) {
   const RowSizes size(spec);
-  const std::size_t rows = codes.size() / size.codes;
-  std::vector<double> values(rows * size.columns);
-  for (std::size_t row = 0; row < rows; ++row)
+  const std::size_t count = codes.size() / size.codes;
+  if (spec.epilogue.swizzled_scales && count > 0) {
+    AttentionSpec plain = spec;
+    plain.epilogue.swizzled_scales = false;
+    const std::int64_t batch = static_cast<std::int64_t>(count) / heads / rows;
+    return values_of_codes(plain, heads, rows, codes,
+                           in_rows(scales, batch, heads, rows, static_cast<std::int64_t>(size.scales)));
+  }
+  std::vector<double> values(count * size.columns);
+  for (std::size_t row = 0; row < count; ++row)
     decode_row(spec.epilogue.out_format, spec.v_dim(), row_of(codes, row, size.codes), size.argument,
                values.data() + row * size.columns, row_of(scales, row, size.scales));
   return values;

@@ -11,8 +11,10 @@ namespace flashjit::command {
 /// ForwardArgs::out_scale of the command's calls: O of normal V stays below the largest code.
 inline constexpr float kOutScale = 1.0f / 64;
 
-/// O of contiguous rows of codes and, where the format has them apart, of scales.
-std::vector<double> values_of_codes(const AttentionSpec& spec, const std::vector<std::byte>& codes,
+/// O of contiguous rows of codes, [batch, heads, rows], and, where the format has them apart, of scales,
+/// which may be swizzled.
+std::vector<double> values_of_codes(const AttentionSpec& spec, std::int64_t heads, std::int64_t rows,
+                                    const std::vector<std::byte>& codes,
                                     const std::vector<std::byte>& scales);
 /// O as it is after being stored as the spec says: O itself where that is no codes.
 std::vector<double> stored_as(const AttentionSpec& spec, std::vector<double> out);

@@ -61,12 +61,13 @@ void set_workspace(Params& params, const plan::ExecutionPlan& plan, void* memory
   params.num_splits = static_cast<int>(plan.needs.num_splits);
   params.head_groups = static_cast<int>(plan.head_groups);
   const bool forward = plan.spec.pass != Pass::backward, split = plan.needs.num_splits > 0;
-  set_part(params.o_splits, split && forward, memory, at.o_splits);
-  set_part(params.lse_splits, split && forward, memory, at.lse_splits);
+  const bool parts = split && forward && !plan.needs.whole_tiles;
+  set_part(params.o_splits, parts, memory, at.o_splits);
+  set_part(params.lse_splits, parts, memory, at.lse_splits);
   set_part(params.dk_splits, split && !forward, memory, at.dk_splits);
   set_part(params.dv_splits, split && !forward, memory, at.dv_splits);
   const bool cascade = plan.needs.cascade_tiles > 0;
-  set_part(params.partial_tiles, split && plan.needs.part_rows > 0 && !cascade, memory, at.partial_tiles);
+  set_part(params.partial_tiles, parts && plan.needs.part_rows > 0 && !cascade, memory, at.partial_tiles);
   set_part(params.segments_of_tile, cascade, memory, at.segments_of_tile);
   set_part(params.semaphores, plan.needs.semaphores, memory, at.semaphores);
   const auto [lists, keys_of_list] = plan.needs.joined_lists;

@@ -31,6 +31,7 @@ struct WorkspaceNeeds {
   std::int64_t num_splits = 0;       ///< of what a tile meets, each with results of its own; the planner's
   std::int64_t part_rows = 0;        ///< stream-K: rows of Q in a part; a CTA makes at most two
   std::int64_t cascade_tiles = 0;    ///< or one for each work tile that it meets, of so many in all
+  bool whole_tiles = false;          ///< all keys are in one part, which writes O and LSE itself
   bool decoded_cache = false;        ///< K and V as elements
   JoinedLists joined_lists = {};
 

@@ -185,7 +185,8 @@ ExecutionPlan at_shape(KernelPlan kernel, const AttentionShape& shape, const Dev
     for (Launch& launch : plan.launches)
       launch.blocks = plan.entries[launch.entry].hot ? plan.shape.batch * plan.shape.heads_kv : 0;
   }
-  if (has_whole_tiles(plan, splits))
+  plan.needs.whole_tiles = has_whole_tiles(plan, splits);
+  if (plan.needs.whole_tiles)
     for (Launch& launch : plan.launches)
       if (const Step step = plan.steps[launch.entry]; step == Step::combine || step == Step::combine_parts)
         launch.blocks = 0;

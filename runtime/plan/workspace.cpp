@@ -71,8 +71,9 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const KernelSpec& 
   out.lse_padded = allocator.place(needs.row_stats, {heads, rows + words_of_log2});
   out.row_terms = allocator.place(needs.row_terms, {heads, rows});
   out.dq_accum = allocator.place(needs.dq_accum, {heads, rows, round_up(spec.head_dim, kDimMultiple)});
-  const bool parts = needs.num_splits > 0 && needs.part_rows > 0, cascade = needs.cascade_tiles > 0;
-  const bool kv_splits = needs.num_splits > 0 && spec.pass == Pass::forward && !parts;
+  const bool is_cut = needs.num_splits > 0 && !needs.whole_tiles, cascade = needs.cascade_tiles > 0;
+  const bool parts = is_cut && needs.part_rows > 0;
+  const bool kv_splits = is_cut && spec.pass == Pass::forward && !parts;
   out.o_splits = allocator.place(kv_splits, {needs.num_splits, heads, shape.seqlen_q, spec.v_dim()});
   out.lse_splits =
       allocator.place(kv_splits, {spec.epilogue.row_max ? 2 : 1, needs.num_splits, heads, shape.seqlen_q});

@@ -235,7 +235,7 @@ struct Params {
   /// num_splits, Br], of the parts of work tiles, of a cascade rows of parts; so of lse_splits.
   FLASHJIT_IF_SPLIT float* o_splits;
   FLASHJIT_IF_SPLIT float* lse_splits;  ///< [num_splits, batch, heads_q, seqlen_q]: its LSE, without sinks
-  FLASHJIT_IF_SPLIT PartialTile* partial_tiles;        ///< stream-K: [num_splits], the number of segments
+  FLASHJIT_IF_SPLIT PartialTile* partial_tiles;        ///< stream-K: [num_splits], or null: no tile is cut
   FLASHJIT_IF_SPLIT SegmentsOfTile* segments_of_tile;  ///< cascade: of each work tile
   FLASHJIT_IF_SPLIT int num_splits;                    ///< split-KV (backward: split-Q), see common/split.cuh
   alignas(8) FLASHJIT_IF_SPLIT

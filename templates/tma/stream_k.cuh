@@ -307,7 +307,7 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p, const W
 template <class P>
 struct PartialTiles {
   static __device__ __forceinline__ void begin(const Params& p) {
-    p.partial_tiles[blockIdx.x] = {0, 0, 0, -1};
+    if (p.partial_tiles != nullptr) p.partial_tiles[blockIdx.x] = {0, 0, 0, -1};
   }
   /// The part's number, or kWhole.
   static __device__ __forceinline__ int number(const Params& p, int, int, int segment, int group, int before,

@@ -510,6 +510,16 @@ TEST(Plan, OneTileOfKeysLeavesNothingToCombine) {
             0);  // rows of both passes
 }
 
+TEST(Plan, OneTileOfKeysNeedsNoMemoryForParts) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const auto bytes = [&](const char* spec, const char* shape) {
+    return make_plan(parse_spec(spec), parse_shape(shape), h100, {}).workspace.bytes;
+  };
+  EXPECT_EQ(bytes("fwd:bf16:d64:causal:pages16", "b2:hq4:hkv4:sq1:skv128"), 0u);
+  EXPECT_GT(bytes("fwd:bf16:d64:causal:pages16", "b2:hq4:hkv4:sq1:skv129"), 0u);
+  EXPECT_EQ(bytes("fwd:bf16:d128:causal:cache:invariant", "b8:hq8:hkv1:sq1:skv64"), 0u);
+}
+
 TEST(Plan, OneQueryOfOneSequenceIsJoinedInClusters) {
   const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
   const auto planned = [&](const char* spec, const char* shape) {

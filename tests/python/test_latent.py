@@ -141,6 +141,28 @@ def test_q_in_two_tensors_with_sparse_lists_and_pages():
     )
 
 
+@pytest.mark.parametrize("k_format", [None, "e4m3"])
+def test_a_bound_call_of_q_in_two_tensors_over_pages(k_format):
+    torch.manual_seed(7)
+    pages = torch.randn(6, 1, 16, 96, device=DEVICE, dtype=DTYPE)
+    given = {
+        "v_columns": 64,
+        "page_table": torch.tensor([[3, 1, 5], [0, 2, 4]], dtype=torch.int32, device=DEVICE),
+        "kv_lengths": torch.tensor([37, 48], dtype=torch.int32, device=DEVICE),
+        "causal": True,
+    }
+    if k_format:
+        pages = pages.to(torch.float8_e4m3fn).view(torch.uint8)
+        given.update(k_format=k_format, k_scale=torch.ones((), device=DEVICE))
+    q = torch.randn(2, 8, 3, 96, device=DEVICE, dtype=DTYPE)
+    nope, rope = in_parts(q, 64)
+    wanted = flashjit.attention(q, pages, **given)
+    with torch.no_grad():
+        call = flashjit.bind(nope, pages, q_rope=rope, **given)
+        for _ in range(3):
+            assert torch.equal(call(nope, pages, q_rope=in_parts(q, 64)[1]), wanted)
+
+
 def test_gradients_of_q_in_two_tensors():
     q, latent = tensors(4, 9, 31, 96)
     nope, rope = (x.detach().requires_grad_() for x in in_parts(q, 64))

@@ -1811,6 +1811,8 @@ def test_sdpa():
     same_as_pytorch(q[0], k[0], v[0])
     same_as_pytorch(q[0, 0], k[0, 0], v[0, 0])
     same_as_pytorch(q[None], k[None], v[None])
+    for few in ((q[:1], k[:1], v), (q[:, :1], k[:, :1], v), (q[0, 0], k[0, 0], v)):  # V alone has all
+        same_as_pytorch(*few)
     same_as_pytorch(*tensors(heads_kv=2), enable_gqa=True)
     same_as_pytorch(*tensors(heads_kv=4, dim=12, dim_v=20))  # head dimensions that are no multiples of 8
     same_as_pytorch(q.transpose(2, 3).contiguous().transpose(2, 3), k, v)  # strides that are copied
@@ -1877,6 +1879,11 @@ def test_sdpa_refuses_what_pytorch_refuses():
         scaled_dot_product_attention(q, k[:1].expand(3, -1, -1, -1), v)
     with pytest.raises(flashjit.InvalidArgument, match="broadcast"):
         scaled_dot_product_attention(q, k, v, torch.ones(8, 13, dtype=torch.bool), enable_gqa=True)
+    for shape in ((2, 2, 4, 9, 13), (2, 4, 9, 13), (1, 4, 9, 13), (9, 13), (1, 1, 1, 1, 1)):  # larger than the scores
+        with pytest.raises(flashjit.InvalidArgument, match="attn_mask is .* must broadcast"):
+            scaled_dot_product_attention(q[:1, :1, :1], k[:1, :1], v[:1, :1], torch.ones(shape))
+    with pytest.raises(flashjit.InvalidArgument, match="attn_mask is .* must broadcast"):
+        scaled_dot_product_attention(q, k[:, :, :1], v[:, :, :1], torch.ones(9, 13), enable_gqa=True)
     with pytest.raises(flashjit.WrongType, match="attn_mask"):
         scaled_dot_product_attention(q, k, v, torch.ones(9, 13, dtype=torch.int32), enable_gqa=True)
 

@@ -56,14 +56,14 @@ def scaled_dot_product_attention(
         return _of_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale)
     sizes = query.shape, key.shape, value.shape
     if not _is_plain(sizes, enable_gqa):
-        leading = _broadcast(sizes[0][:-3], _broadcast(sizes[1][:-3], sizes[2][:-3]))
+        leading = _broadcast(*(size[:-3] for size in sizes))
         q, k, v = (_four_dimensions(tensor, leading) for tensor in (query, key, value))
         if not enable_gqa:
             q, k, v = _with_all_heads(q, k, v)
         elif k.shape[1] != v.shape[1]:
             k, v = (_repeated(name, x, q.shape[1]) for name, x in (("key", k), ("value", v)))
         out = _attention(q, k, v, leading, attn_mask, dropout_p, is_causal, scale, _recorder)
-        heads = leading + sizes[0][-3:-2] if enable_gqa else _broadcast(sizes[0][:-2], sizes[1][:-2])
+        heads = leading + sizes[0][-3:-2] if enable_gqa else _broadcast(*(size[:-2] for size in sizes))
         return out.reshape(*heads, sizes[0][-2], sizes[2][-1])
     return _attention(query, key, value, sizes[0][:1], attn_mask, dropout_p, is_causal, scale, _recorder)
 
@@ -175,15 +175,15 @@ def _with_all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.expand(-1, heads, -1, -1) for t in (q, k, v))
 
 
-def _broadcast(a: torch.Size, b: torch.Size) -> torch.Size:
+def _broadcast(q: torch.Size, k: torch.Size, v: torch.Size) -> torch.Size:
     """torch.broadcast_shapes(), which takes 8 us, where there is something to do."""
-    if a == b:
-        return a
+    if q == k == v:
+        return q
     try:
-        return torch.broadcast_shapes(a, b)
+        return torch.broadcast_shapes(q, k, v)
     except RuntimeError:
         raise InvalidArgument(
-            f"query, key and value have the leading dimensions {list(a)} and {list(b)}, which do not "
+            f"query, key and value have the leading dimensions {list(q)}, {list(k)} and {list(v)}, which do not "
             "broadcast: make them equal, or 1."
         ) from None
 
@@ -226,12 +226,10 @@ def mask_programs(mask: Tensor | None, leading: torch.Size, q: Tensor, k: Tensor
             f"attn_mask is {describe(mask)}: give booleans, or floating point numbers to add to the scores."
         )
     full = (*leading, q.shape[1], q.shape[2], k.shape[2])
-    try:
-        torch.broadcast_shapes(mask.shape, full)
-    except RuntimeError:
-        raise InvalidArgument(
-            f"attn_mask is {list(mask.shape)}: it must broadcast to {list(full)}."
-        ) from None
+    if len(mask.shape) > len(full) or any(
+        size not in (1, needed) for size, needed in zip(reversed(mask.shape), reversed(full))
+    ):
+        raise InvalidArgument(f"attn_mask is {list(mask.shape)}: it must broadcast to {list(full)}.")
     if len(leading) > 1:
         if mask.dim() > 3:
             mask = mask.expand(*leading, *mask.shape[-3:]).reshape(math.prod(leading), *mask.shape[-3:])

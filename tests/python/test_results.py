@@ -156,6 +156,11 @@ def test_a_workspace_of_the_caller():
         (lambda q: dict(out=q.new_empty(2, 4, 64, 37).transpose(2, 3)), "out"),
         (lambda q: dict(out=q.new_empty(q.numel() + 1)[1:].view(q.shape)), "out"),
         (lambda q: dict(out=q), "out"),
+        (lambda q: dict(out=torch._neg_view(q.clone())), "out is a view .* negated numbers"),
+        (
+            lambda q: dict(lse=torch._neg_view(q.new_empty(2, 4, 37, dtype=torch.float32))),
+            "lse is a view .* negated numbers",
+        ),
         (
             lambda q: dict(lse=q.new_empty(2, 37, 4, dtype=torch.float32)),
             r"lse is .*: it must be float32 \[2, 4, 37\]",

@@ -114,5 +114,9 @@ class Results(NamedTuple):
                     f"{name} is {describe(given)}: it must be {type_name} {'[bytes]' if size is None else wanted} on "
                     f"{plan.device}."
                 )
+            if given.is_neg():
+                raise InvalidArgument(
+                    f"{name} is a view whose memory holds the negated numbers: give a tensor that holds the numbers."
+                )
             if name in ("workspace", "skip_softmax_counts") and not given.is_contiguous():
                 raise InvalidArgument(f"{name} has the strides {given.stride()}: it must be contiguous.")

@@ -274,6 +274,9 @@ def test_merge_writes_into_the_callers_memory():
         flashjit.merge(states, out=out[:1])
     with pytest.raises(flashjit.WrongType, match="lse is a list"):
         flashjit.merge(states, lse=[1])
+    for written in (dict(lse=torch._neg_view(lse)), dict(out=torch._neg_view(out))):
+        with pytest.raises(flashjit.InvalidArgument, match="is a view .* negated numbers"):
+            flashjit.merge(states, **written)
     grads = [(x.requires_grad_(), y) for x, y in states]
     with pytest.raises(flashjit.Unsupported, match="lse is given with gradients"):
         flashjit.merge(grads, lse=lse)

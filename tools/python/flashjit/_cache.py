@@ -32,6 +32,7 @@ from ._tensors import (
     describe,
     has_rows,
     readable,
+    refuse_negated,
     say_once,
     signature,
 )
@@ -282,10 +283,8 @@ def _append(
         ("k_block_scale", given.k_block_scale),
         ("v_block_scale", given.v_block_scale),
     ):
-        if x is not None and x.is_neg():
-            raise InvalidArgument(
-                f"{name} is a view whose memory holds the negated numbers: give its resolve_neg()."
-            )
+        if x is not None:
+            refuse_negated(name, x)
     given = _readable_tables(given)
     k, v = readable(k.resolve_neg(), "k"), v if v is None else readable(v.resolve_neg(), "v")
     if q is not None and q is not q_out:

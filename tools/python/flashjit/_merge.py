@@ -16,7 +16,15 @@ from ._launch import is_watched, launch
 from ._library import MergeArgs, PartialState, spec_handle
 from ._structs import tensor_struct
 from ._tensor_checks import check_memory
-from ._tensors import ELEMENTS, SPEC_TYPES, dense_strides, describe, readable, strides_are_read
+from ._tensors import (
+    ELEMENTS,
+    SPEC_TYPES,
+    dense_strides,
+    describe,
+    readable,
+    refuse_negated,
+    strides_are_read,
+)
 from ._transforms import refuse_batched
 from .errors import InvalidArgument, Unsupported, WrongType
 
@@ -182,7 +190,8 @@ def _check_memory_of(
                 f"{name} is {describe(given)}: it must be {names} {list(size)} on {first.device}."
             )
         check_memory(name, given)
-    if out is not None and (not strides_are_read(out) or out.data_ptr() % 16 or out.is_neg()):
+        refuse_negated(name, given)
+    if out is not None and (not strides_are_read(out) or out.data_ptr() % 16):
         raise InvalidArgument(
             f"out has strides {out.stride()}: its last must be 1, the others multiples of 16 bytes, and its memory must begin "
             "at one."

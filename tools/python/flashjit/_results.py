@@ -10,7 +10,7 @@ from torch import Tensor
 from ._checks import check_number
 from ._out_codes import OutCodes
 from ._plans import Plan
-from ._tensors import describe
+from ._tensors import describe, refuse_negated
 from .errors import InvalidArgument, Unsupported, WrongType
 
 
@@ -114,9 +114,6 @@ class Results(NamedTuple):
                     f"{name} is {describe(given)}: it must be {type_name} {'[bytes]' if size is None else wanted} on "
                     f"{plan.device}."
                 )
-            if given.is_neg():
-                raise InvalidArgument(
-                    f"{name} is a view whose memory holds the negated numbers: give a tensor that holds the numbers."
-                )
+            refuse_negated(name, given)
             if name in ("workspace", "skip_softmax_counts") and not given.is_contiguous():
                 raise InvalidArgument(f"{name} has the strides {given.stride()}: it must be contiguous.")

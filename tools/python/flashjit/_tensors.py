@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _values
-from .errors import WrongType
+from .errors import InvalidArgument, WrongType
 
 SPEC_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 #: Of K and V that have scales.
@@ -120,6 +120,14 @@ def refuse_nested(*tensors: Tensor) -> None:
                 f"{name} is a nested tensor: give its rows one behind the other, with cu_seqlens_q and "
                 "cu_seqlens_kv, or pad it."
             )
+
+
+def refuse_negated(name: str, written: Tensor) -> None:
+    """Kernels write numbers, which such a view would show with the other sign."""
+    if written.is_neg():
+        raise InvalidArgument(
+            f"{name} is a view whose memory holds the negated numbers: give a tensor that holds the numbers."
+        )
 
 
 def signature(value: Any) -> Any:

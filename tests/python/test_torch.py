@@ -1879,7 +1879,13 @@ def test_sdpa_refuses_what_pytorch_refuses():
         scaled_dot_product_attention(q, k[:1].expand(3, -1, -1, -1), v)
     with pytest.raises(flashjit.InvalidArgument, match="broadcast"):
         scaled_dot_product_attention(q, k, v, torch.ones(8, 13, dtype=torch.bool), enable_gqa=True)
-    for shape in ((2, 2, 4, 9, 13), (2, 4, 9, 13), (1, 4, 9, 13), (9, 13), (1, 1, 1, 1, 1)):  # larger than the scores
+    for shape in (
+        (2, 2, 4, 9, 13),
+        (2, 4, 9, 13),
+        (1, 4, 9, 13),
+        (9, 13),
+        (1, 1, 1, 1, 1),
+    ):  # larger than the scores
         with pytest.raises(flashjit.InvalidArgument, match="attn_mask is .* must broadcast"):
             scaled_dot_product_attention(q[:1, :1, :1], k[:1, :1], v[:1, :1], torch.ones(shape))
     with pytest.raises(flashjit.InvalidArgument, match="attn_mask is .* must broadcast"):

@@ -178,6 +178,17 @@ void check_q(const AttentionSpec& spec, const AppendArgs& args) {
   check_apart("q_out", args.q_out, element_size, "q", args.q, element_size);
 }
 
+/// Written scales, of one sequence or one page: each has a place of its own.
+void check_written_scales(const char* name, const ScaleView& scales) {
+  const auto &size = scales.size, &stride = scales.stride;
+  const int first = size[0] == 1 ? 1 : 0;
+  const ConstTensorView places{
+      scales.data, {size[first], size[2], size[3], 1}, {stride[first], stride[2], stride[3], 1}};
+  const auto same = [&](int i) { return Size{places.size[i], nullptr}; };
+  check_tensor(name, places, {same(0), same(1), same(2), same(3)}, sizeof(float), Access::write,
+               alignof(float));
+}
+
 /// With spec.kv.key_scales each new key's are written, which so must be its own.
 void check_new_scales(const char* name, const AttentionSpec& spec, const KvFormat& format,
                       const AttentionShape& shape, const ConstTensorView& cache, const ScaleView& scales) {
@@ -189,6 +200,7 @@ void check_new_scales(const char* name, const AttentionSpec& spec, const KvForma
         "{} is [{}, {}, {}, {}], but each new key gets a scale of its own: give [1, {}, {}, {}], or leave "
         "spec.kv.key_scales out and give scales of heads.",
         name, sequences, pages, heads, rows, cache.size[0], cache.size[1], cache.size[2]);
+  check_written_scales(name, scales);
 }
 
 NormParam norm_param(const NormView& norm) { return {norm.weight, norm.type == DType::fp32, norm.eps}; }
@@ -365,7 +377,6 @@ void check_arguments(const AttentionSpec& spec, const QuantizeArgs& args) {
   }
   if (!args.scale.data && (batch == 0 || heads == 0 || rows == 0)) return;
   if (!args.scale.data) refuse("scale is null: give fp32 in device memory, one float or more.");
-  check_pointer("scale", args.scale.data, alignof(float));
   const auto& size = args.scale.size;
   const auto fits = [](std::int64_t n, std::int64_t all) { return n == 1 || n == all; };
   const bool divides = size[2] >= 1 && heads % size[2] == 0;
@@ -377,9 +388,7 @@ void check_arguments(const AttentionSpec& spec, const QuantizeArgs& args) {
         "scale is [{}, {}, {}, {}], but x is [{}, {}, {}, {}]: in the place of sequences or of pages give 1 "
         "or {}, heads that divide {}, and 1 for the rows, or with all others {}.",
         size[0], size[1], size[2], size[3], batch, heads, rows, dim, batch, heads, rows);
-  for (std::size_t i = 0; i < size.size(); ++i)
-    if (size[i] != 1 && args.scale.stride[i] <= 0)
-      refuse("scale has stride {}: it is written, so strides must be above 0.", args.scale.stride[i]);
+  check_written_scales("scale", args.scale);
 }
 
 AppendParams make_params(const AttentionSpec& spec, const AppendArgs& args) {

@@ -179,13 +179,18 @@ TEST(Append, SlotsStandAlone) {
               {"rope.positions is null", "slots"});
 }
 
-std::string merge_refusal(const MergeArgs& args) {
+template <class Check>
+std::string message_of(const Check& check) {
   try {
-    check_arguments(parse_spec("bf16:d64"), args);
+    check();
   } catch (const Error& error) {
     return error.message();
   }
   return "accepted";
+}
+
+std::string merge_refusal(const MergeArgs& args) {
+  return message_of([&] { check_arguments(parse_spec("bf16:d64"), args); });
 }
 
 TEST(Append, ScalesOfCodesAreChecked) {
@@ -208,6 +213,10 @@ TEST(Append, ScalesOfCodesAreChecked) {
   expect_says(with_scales(kOfKeys, one, keys), {"k_scale is [1, 1, 1, 1]"});
   expect_says(with_scales("append:bf16:d64:varlen:pages16", one, one),
               {"k_scale is given", "spec.kv.k_format"});
+  ScaleView shared = keys;
+  shared.stride[1] = 0;
+  expect_says(with_scales(kOfKeys, shared, keys),
+              {"k_scale is written, but its elements overlap", "stride 0"});
 }
 
 /// The reference called as users call it: a key's largest value becomes the largest code.
@@ -282,6 +291,24 @@ TEST(Quantize, ScalesOfNoRowsAreOne) {
                             .codes = TensorView::bhsd(&codes, 2, 3, 0, 16),
                             .scale = {scales.data(), {2, 1, 3, 1}, {3, 3, 1, 1}}});
   EXPECT_EQ(scales, std::vector<float>(6, 1.0f));
+}
+
+TEST(Quantize, ScalesHavePlacesOfTheirOwn) {
+  std::vector<float> memory(1 << 15);
+  const AttentionSpec spec = parse_spec("bf16:d64:kve4m3");
+  const auto with_strides = [&](std::int64_t pages, std::int64_t heads, std::int64_t rows) {
+    return message_of([&] {
+      check_arguments(spec, {.x = ConstTensorView::bhsd(memory.data(), 2, 3, 24, 64),
+                             .codes = TensorView::bhsd(memory.data() + 8192, 2, 3, 24, 64),
+                             .scale = {memory.data() + 16384, {1, 2, 3, 24}, {0, pages, heads, rows}}});
+    });
+  };
+  for (const auto& [pages, heads, rows] : {std::array{72, 24, 1}, {24, 48, 1}, {1, 2, 6}})
+    EXPECT_EQ(with_strides(pages, heads, rows), "accepted");
+  for (const auto& [pages, heads, rows] : {std::array{72, 1, 1}, {72, 24, 0}, {1, 24, 1}})
+    expect_says(with_strides(pages, heads, rows), {"scale is written, but its elements overlap"});
+  expect_says(with_strides(72, -24, 1), {"scale has stride -24"});
+  expect_says(with_strides(INT64_MAX, 24, 1), {"scale reaches beyond 2^62 elements"});
 }
 
 TEST(Merge, ArgumentsAreChecked) {

@@ -50,6 +50,14 @@ TEST_F(CommandTune, CtrlCKeepsWhatIsKnownAndSaysSoInTheExitCode) {
   EXPECT_EQ(records(), 1u) << result.out;
 }
 
+TEST_F(CommandTune, AFolderThatCannotBeWrittenIsReportedBeforeAnythingIsMeasured) {
+  const auto result = test::run_command(folder_, arguments("--dir /proc/self/no/such"), environment());
+  EXPECT_EQ(result.code, 2) << result.err;
+  EXPECT_NE(result.err.find("no tuning records can be kept in '/proc/self/no/such'"), std::string::npos)
+      << result.err;
+  EXPECT_EQ(result.err.find(" ms, best "), std::string::npos) << result.err;
+}
+
 TEST_F(CommandTune, AGpuThatSlowsDownIsWarnedOf) {
   const auto warned = [&](const std::string& more) {
     const auto result =

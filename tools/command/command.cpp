@@ -64,6 +64,20 @@ bool interrupted() {
   return watching && interrupt_seen;
 }
 
+bool can_keep_files(const std::filesystem::path& folder) {
+  std::error_code problem;
+  const bool made = std::filesystem::create_directories(folder, problem);
+  const std::filesystem::path probe = folder / fmt::format(".probe-{}", unique_suffix());
+  try {
+    write_file_atomically(probe, "");
+  } catch (const Error&) {
+    return false;
+  }
+  std::filesystem::remove(probe, problem);
+  if (made) std::filesystem::remove(folder, problem);
+  return true;
+}
+
 void print_json(const Json& document) {
   fmt::print("{}\n", document.dump(2, ' ', true, Json::error_handler_t::replace));
 }

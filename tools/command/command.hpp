@@ -57,6 +57,10 @@ void add_doctor(CLI::App& app, Context& context);
 /// process: long work that can keep what it has asks between steps and returns kInterrupted.
 bool interrupted();
 
+/// Whether files can be made in the folder, by making one, which does not stay, nor a folder that was not
+/// there.
+bool can_keep_files(const std::filesystem::path& folder);
+
 /// One JSON document on stdout, in ASCII: what it quotes may hold anything.
 void print_json(const Json& document);
 /// A line on stderr: "flashjit: <message>".

@@ -135,21 +135,6 @@ std::string count_kernels(Examination& found, const std::filesystem::path& folde
   return text;
 }
 
-/// Whether files can be made there, by making one.
-bool writable(const std::filesystem::path& folder) {
-  std::error_code problem;
-  const bool made = std::filesystem::create_directories(folder, problem);
-  const std::filesystem::path probe = folder / fmt::format(".doctor-{}", unique_suffix());
-  try {
-    write_file_atomically(probe, "");
-  } catch (const Error&) {
-    return false;
-  }
-  std::filesystem::remove(probe, problem);
-  if (made) std::filesystem::remove(folder, problem);  // a doctor leaves nothing behind
-  return true;
-}
-
 void examine_folders(Examination& found) {
   const Environment environment = read_environment();
   if (environment.cache_dir.empty())
@@ -163,7 +148,7 @@ void examine_folders(Examination& found) {
         cause +
             "; it is not used, and kernels are kept in memory only: set FLASHJIT_CACHE_DIR to a folder of "
             "your own that only you can write");
-  else if (!writable(path_of(environment.cache_dir)))
+  else if (!can_keep_files(path_of(environment.cache_dir)))
     found.add("cache", Verdict::note,
               count_kernels(found, path_of(environment.cache_dir)) +
                   "; it cannot be written, so new kernels are kept in memory only: set "

@@ -94,6 +94,11 @@ std::string cache_folder(const TuneCommand& command) {
                 fmt::format("no tuning records are kept in '{}', as no call would read them: {}; "
                             "give --dir a folder of your own that only you can write",
                             folder, cause));
+  if (!can_keep_files(path_of(folder)))
+    throw Error(ErrorCode::io,
+                fmt::format("no tuning records can be kept in '{}', where no file can be made; "
+                            "give --dir a folder that can be written",
+                            folder));
   return folder;
 }
 

@@ -33,6 +33,10 @@ void write_file_atomically(const std::filesystem::path& path, std::string_view b
 void write_new_file(const std::filesystem::path& path, std::string_view bytes,
                     Audience audience = Audience::everyone);
 
+/// Writes a file that the user named, as write_file_atomically(). A link stays, and a device or a pipe, such
+/// as /dev/stdout, gets the bytes.
+void write_output(const std::filesystem::path& path, std::string_view bytes);
+
 /// How the names of those temporary files begin: a process that dies leaves one.
 inline constexpr std::string_view kUnfinishedPrefix = ".tmp-";
 

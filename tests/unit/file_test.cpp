@@ -7,6 +7,8 @@
 
 #include <filesystem>
 #include <fstream>
+#include <future>
+#include <iterator>
 #include <random>
 #include <set>
 #include <string>
@@ -74,6 +76,32 @@ TEST_F(File, AFailedReplacementLeavesEverythingAsItWas) {
   expect_in("cannot write '" + target.string() + "'",
             failure(ErrorCode::io, [&] { write_file_atomically(target, "x"); }));
   EXPECT_EQ(names(folder_), std::vector<std::string>{"folder"}) << "no temporary file stays";
+}
+
+TEST_F(File, OutputGoesIntoPipesAndDevicesAndThroughLinks) {
+  const fs::path pipe = folder_ / "pipe", link = folder_ / "link", full = folder_ / "full";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  auto reader = std::async(std::launch::async, [&] {
+    std::ifstream from(pipe);
+    return std::string(std::istreambuf_iterator<char>(from), {});
+  });
+  write_output(pipe, "into the pipe");
+  EXPECT_EQ(reader.get(), "into the pipe");
+  EXPECT_TRUE(fs::is_fifo(pipe));
+
+  fs::create_symlink("target", link);
+  write_output(link, "longer before");
+  write_output(link, "x");
+  EXPECT_EQ(read_file(folder_ / "target"), "x");
+  fs::create_symlink("/dev/full", full);
+  expect_in("cannot write '" + full.string() + "': No space left on device",
+            failure(ErrorCode::io, [&] { write_output(full, "x"); }));
+  EXPECT_TRUE(fs::is_symlink(link) && fs::is_symlink(full)) << "not replaced";
+
+  write_output(folder_ / "new", "y");
+  write_output(folder_ / "new", "z");
+  EXPECT_EQ(read_file(folder_ / "new"), "z");
+  expect_in("cannot write", failure(ErrorCode::io, [&] { write_output(folder_ / "no" / "folder", "x"); }));
 }
 
 TEST_F(File, ReadersNeverSeeAPart) {

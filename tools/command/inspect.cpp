@@ -198,7 +198,7 @@ int write_page(const InspectOptions& options, bool json) {
                 "--html explains a plan; give --spec bf16:d128 instead of --key");
   std::vector<Explained> kernels;
   for (Subject& subject : subjects_of(options)) kernels.push_back(explained(subject));
-  write_file_atomically(options.html, explain_html(kernels));
+  write_output(options.html, explain_html(kernels));
   if (json)
     print_json({{"html", options.html}, {"kernels", kernels.size()}});
   else

@@ -120,7 +120,7 @@ void check_out_dir(const RunOptions& options, const KernelSpec& spec) {
                               (folder / name).string()));
 }
 
-void write_output(const RunOptions& options, const OutputFile& file, Layout layout) {
+void write_result(const RunOptions& options, const OutputFile& file, Layout layout) {
   std::vector<std::int64_t> shape = file.shape;
   std::vector<double> values = *file.values;
   if (layout == Layout::bshd && file.is_tensor) {
@@ -155,7 +155,7 @@ int run(const RunOptions& options, bool json) {
   Json written = Json::array();
   Table table({"file", "shape", "computed by"});
   for (const OutputFile& file : output_files(problem, results)) {
-    write_output(options, file, layout);
+    write_result(options, file, layout);
     const std::string path = (path_of(options.out_dir) / file.name).string();
     written.push_back(path);
     table.add({path, fmt::format("[{}]", fmt::join(file.shape, ", ")), where});

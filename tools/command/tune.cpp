@@ -448,10 +448,9 @@ int tune(const TuneCommand& command, bool json) {
   const std::vector<Tuned> all = run.results();
   print_results(all, run.setting(), folder, command, json);
   if (!command.report.empty())
-    write_file_atomically(path_of(command.report),
-                          autotune::report_html(reported(all), run.setting().device, command.map_density));
-  if (!command.ship.empty())
-    write_file_atomically(path_of(command.ship), plan::shipped_text(records_of(all)));
+    write_output(path_of(command.report),
+                 autotune::report_html(reported(all), run.setting().device, command.map_density));
+  if (!command.ship.empty()) write_output(path_of(command.ship), plan::shipped_text(records_of(all)));
   if (interrupted()) return kInterrupted;
   const auto failed = std::ranges::find_if(all, [](const Tuned& tuned) { return !tuned.ok(); });
   return failed == all.end() ? kOk : failed->exit;

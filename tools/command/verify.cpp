@@ -285,7 +285,7 @@ int verify_everything(const VerifyOptions& options, std::uint64_t seed, bool jso
   const Json report = {
       {"flashjit", library_version()},     {"seed", seed},        {"ok", ok}, {"machine", findings_json()},
       {"kernels", json_of(verifications)}, {"left_out", left_out}};
-  if (!options.report.empty()) write_file_atomically(path_of(options.report), report.dump(1) + "\n");
+  if (!options.report.empty()) write_output(path_of(options.report), report.dump(1) + "\n");
   if (json) {
     print_json(report);
     return code_of(ok);

@@ -361,6 +361,9 @@ FLASHJIT_C_API flashjit_status flashjit_kv_row(const char* format, int32_t head_
 FLASHJIT_C_API flashjit_status flashjit_kv_block_scales(const char* format, int32_t head_dim,
                                                         int64_t* columns, int32_t* keys,
                                                         const char** type) FLASHJIT_NOEXCEPT;
+/** The head dimensions of specs: multiples of `step` from `step` on, up to `most`, and of V up to `most_v`.
+ * Columns of codes must also be what their format wants, see flashjit_kv_row(). Results may be null. */
+FLASHJIT_C_API void flashjit_head_dims(int32_t* step, int32_t* most, int32_t* most_v) FLASHJIT_NOEXCEPT;
 /** The names of KV formats and what they stand for, from index 0 on; 0: there are no more. */
 FLASHJIT_C_API int32_t flashjit_kv_format_name(size_t index, const char** name,
                                                const char** parts) FLASHJIT_NOEXCEPT;

@@ -172,6 +172,12 @@ flashjit_status flashjit_kv_block_scales(const char* format, int32_t head_dim, i
   });
 }
 
+void flashjit_head_dims(int32_t* step, int32_t* most, int32_t* most_v) noexcept {
+  if (step) *step = flashjit::plan::kHeadDimStep;
+  if (most) *most = flashjit::plan::kMaxHeadDim;
+  if (most_v) *most_v = flashjit::plan::kMaxHeadDimV;
+}
+
 int32_t flashjit_kv_format_name(size_t index, const char** name, const char** parts) noexcept {
   const auto& named = flashjit::named_kv_formats();
   if (index >= named.size()) return 0;

@@ -18,7 +18,6 @@
 namespace flashjit {
 namespace {
 
-constexpr int kMinHeadDim = 8, kMaxHeadDimV = 512, kHeadDimStep = 8;
 constexpr int kMinBlock = 16, kMaxBlock = 256, kBlockStep = 16;
 
 void require_multiple(std::string_view field, int value, int step, int min, int max) {
@@ -325,8 +324,8 @@ void AttentionSpec::validate() const {
         "dtype is {}; O has it, so give fp16, bf16 or fp32: K and V of 8 bits are kv.k_format and "
         "kv.v_format (\"kve4m3\"), and with q_codes Q is of their type",
         to_string(dtype));
-  require_multiple("head_dim", head_dim, kHeadDimStep, kMinHeadDim, plan::kMaxHeadDim);
-  require_multiple("head_dim_v", v_dim(), kHeadDimStep, kMinHeadDim, kMaxHeadDimV);
+  require_multiple("head_dim", head_dim, plan::kHeadDimStep, plan::kHeadDimStep, plan::kMaxHeadDim);
+  require_multiple("head_dim_v", v_dim(), plan::kHeadDimStep, plan::kHeadDimStep, plan::kMaxHeadDimV);
   expr::declarations(score, mask, epilogue.out_mod, prologue);  // refuses what they disagree on
   if (varlen && kv.is_padded())
     refuse(

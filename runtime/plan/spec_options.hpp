@@ -11,6 +11,7 @@
 namespace flashjit::plan {
 
 constexpr int kMaxHeadDim = 576;  ///< of Q and K
+constexpr int kMaxHeadDimV = 512, kHeadDimStep = 8;
 constexpr int kMostPageSize = 1 << 30;
 constexpr std::int64_t kMostOfACount = std::numeric_limits<std::int32_t>::max();
 // Kernels count queries and keys in 32 bits, and their last tile reaches past the end.

@@ -405,6 +405,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_quantize": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p]),
     "flashjit_kv_row": (c_int32, [c_char_p, c_int32, c_void_p, c_void_p, c_void_p]),
     "flashjit_kv_block_scales": (c_int32, [c_char_p, c_int32, c_void_p, c_void_p, c_void_p]),
+    "flashjit_head_dims": (None, [c_void_p, c_void_p, c_void_p]),
     "flashjit_kv_format_name": (c_int32, [c_size_t, c_void_p, c_void_p]),
     "flashjit_prepare": (c_int32, [c_void_p, c_int32, c_void_p, c_void_p, c_char_p, c_void_p, c_void_p]),
     "flashjit_prepare_both": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),

@@ -15,6 +15,7 @@ from . import _library
 from ._checks import check_number, check_whole
 from ._fakes import register_fake
 from ._formats import BLOCK_SCALES, Formats, KvFormat, check_block_scales, of_tensor, read_format
+from ._head_dims import head_dims
 from ._launch import is_watched, launch
 from ._library import AppendArgs, Rope, spec_handle
 from ._pages import read_csr
@@ -26,7 +27,6 @@ from ._tensor_checks import check_alike, check_device, check_four_dims, check_pa
 from ._tensors import (
     ELEMENTS,
     KV_TYPES,
-    MAX_DIM_V,
     SPEC_TYPES,
     dense_strides,
     describe,
@@ -320,7 +320,7 @@ class _AppendCall:
         _check(named, given, formats, 3 if any(rotation.sections) else 1)
         k, v = named["k"], named["v"]
         table = given.page_table
-        dim_v = min(k.shape[3], MAX_DIM_V) if v is None else v.shape[3]
+        dim_v = min(k.shape[3], head_dims().most_v) if v is None else v.shape[3]
         dims = f"{k.shape[3]}" if k.shape[3] == dim_v else f"{k.shape[3]}x{dim_v}"
         options = f"{':varlen' if given.cu_seqlens_q is not None else ''}" + (
             f":pages{named['k_cache'].shape[2]}"

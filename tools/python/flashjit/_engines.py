@@ -12,8 +12,9 @@ from torch import Tensor
 from ._attention import attention
 from ._cache import append
 from ._can import can
+from ._head_dims import head_dims
 from ._named import AT_LAST, SOFTCAP, window_text
-from ._tensors import KV_TYPES, MAX_DIM_V, SPEC_TYPES
+from ._tensors import KV_TYPES, SPEC_TYPES
 from .errors import InvalidArgument
 from .flash_attn._attend import with_batch
 from .programs import repeated
@@ -202,7 +203,7 @@ def why_not_latent(
         return f"flashjit computes in float16, bfloat16 and float32, not in {dtype}"
     if CACHE_TYPES.get(cache_type or "auto", "unknown") not in (None, dtype):
         return f"flashjit's latent caches have the type of the model, {dtype}, not {cache_type}"
-    dims = f"{columns}x{min(columns, MAX_DIM_V) if rank is None else rank}"
+    dims = f"{columns}x{min(columns, head_dims().most_v) if rank is None else rank}"
     return _reason(f"{SPEC_TYPES[dtype]}:d{dims}:causal:pages{page_size or 16}:shared_kv", capability)
 
 

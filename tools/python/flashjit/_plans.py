@@ -137,7 +137,8 @@ class Plan:
         dim = columns_of_q(q, fixed)
         dims = f"{dim}" if dim == dim_v else f"{dim}x{dim_v}"
         self.spec_text = f"{problem.out_type or SPEC_TYPES[q.dtype]}:d{dims}{problem.options}"
-        self.spec = spec_of(self.spec_text, q, v)
+        has_codes = k.element_size() == 1 or type_of_codes(problem.options) is not None
+        self.spec = spec_of(self.spec_text, q, v, None if has_codes else (dim, dim_v))
         self._make_captures(values)
         self._make_templates(q, k, v, fixed, batch if varlen else 0)
         self.fronts: Any = None  # autograd's

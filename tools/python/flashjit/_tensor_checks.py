@@ -10,8 +10,9 @@ from torch import Tensor
 
 from . import _library
 from ._call_types import Fixed, Problem, columns_of_q, types_of_fixed
+from ._head_dims import head_dims, wrong_head_dim
 from ._library import Handle, spec_handle
-from ._tensors import ELEMENTS, KV_TYPES, MAX_DIM, MAX_DIM_V, SPEC_TYPES, describe, how_to_give_bytes
+from ._tensors import ELEMENTS, KV_TYPES, SPEC_TYPES, describe, how_to_give_bytes
 from ._tracing import is_scalar
 from .errors import InvalidArgument, WrongType
 
@@ -213,24 +214,22 @@ def check_memory(name: str, tensor: Tensor) -> None:
         )
 
 
-def spec_of(text: str, q: Tensor, v: Tensor) -> Handle:
-    """The spec of a text; head dimensions out of range are told in the words of the tensors that have them."""
+def spec_of(text: str, q: Tensor, v: Tensor, dims: tuple[int, int] | None) -> Handle:
+    """The spec of a text. dims: those of Q and V, whose tensors can be padded with zeros; None: they have codes."""
+    if dims and (wrong := wrong_head_dim(*dims)):
+        _, most, most_v = head_dims()
+        raise InvalidArgument(
+            f"q is {describe(q)} and v is {describe(v)}: their {wrong}; "
+            + (
+                "torch.nn.functional.scaled_dot_product_attention() computes larger ones."
+                if dims[0] > most or dims[1] > most_v
+                else "pad them with zeros, and give the scale, or call flashjit.torch."
+                "scaled_dot_product_attention(), which does so."
+            )
+        )
     try:
         return spec_handle(text)
     except InvalidArgument as error:
-        _, found, reason = str(error).partition("out of range: head_dim")
-        if not found and ":weight_mod" in text:
+        if ":weight_mod" in text:
             raise InvalidArgument(str(error).replace("a score program", "a weight_mod program")) from None
-        if not found:
-            raise
-        what = f"q is {describe(q)} and v is {describe(v)}: their head_dim{reason}; "
-        if q.shape[3] > MAX_DIM or v.shape[3] > MAX_DIM_V:
-            raise InvalidArgument(
-                what + "torch.nn.functional.scaled_dot_product_attention() computes larger ones."
-            ) from None
-        if "pad the heads" in reason:  # of codes, which have no call that pads
-            raise InvalidArgument(what.removesuffix("; ") + ".") from None
-        raise InvalidArgument(
-            what + "pad them with zeros, and give the scale, or call flashjit.torch."
-            "scaled_dot_product_attention(), which does so."
-        ) from None
+        raise

@@ -17,7 +17,6 @@ SPEC_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp3
 #: Of K and V that have scales.
 KV_TYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 ELEMENTS = {getattr(torch, name): text for name, text in _values.ELEMENTS.items()}
-MAX_DIM, MAX_DIM_V = 576, 512
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 
 

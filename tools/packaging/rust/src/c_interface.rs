@@ -519,6 +519,7 @@ extern "C" {
         keys: *mut i32,
         element: *mut *const c_char,
     ) -> flashjit_status;
+    pub fn flashjit_head_dims(step: *mut i32, most: *mut i32, most_v: *mut i32);
     pub fn flashjit_kv_format_name(index: usize, name: *mut *const c_char, parts: *mut *const c_char) -> i32;
     pub fn flashjit_prepare(
         runtime: *mut flashjit_runtime,

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._head_dims import wrong_head_dim
 from .._library import spec_handle
 from .._named import AT_LAST, CAUSAL, weights_of, window_text
 from ..errors import InvalidArgument, WrongType
@@ -271,16 +272,12 @@ def check_table(table: Any, cache: bool, batch: int, rows: int, name: str) -> tu
 
 
 def _check_spec(problem: Problem, q: Any, v: Any) -> None:
-    try:
-        spec_handle(problem.spec(q, v))
-    except InvalidArgument as error:
-        _, found, reason = str(error).partition("out of range: head_dim")
-        if not found:
-            raise
+    if not problem.codes and (wrong := wrong_head_dim(q.shape[3], problem.columns_v(v))):
         raise InvalidArgument(
-            f"q is {_described(q)} and v is {_described(v)}: their head_dim{reason}; pad them with zeros and give the "
+            f"q is {_described(q)} and v is {_described(v)}: their {wrong}; pad them with zeros and give the "
             "scale, or call flashjit.jax.dot_product_attention(), which does so."
-        ) from None
+        )
+    spec_handle(problem.spec(q, v))
 
 
 def _described(x: Any) -> str:

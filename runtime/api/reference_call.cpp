@@ -80,14 +80,6 @@ struct NamedScales {
   }
 };
 
-/// Number of keys of each sequence, which a launch cannot see, and cuts.
-void check_lengths(const AttentionShape& shape, const std::int32_t* lengths) {
-  for (std::int64_t b = 0; b < shape.batch; ++b)
-    if (lengths[b] < 0 || lengths[b] > shape.seqlen_kv)
-      refuse("kv_lengths has {} for sequence {}: give 0 to {}, the most keys that a sequence may have.",
-             lengths[b], b, shape.seqlen_kv);
-}
-
 using Missing = std::vector<reference::KeyPlace>;
 
 /// The page that has a key, or its slot; -1: the table names no page of the cache.
@@ -275,7 +267,8 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
                              .seed = args.rng_state ? args.rng_state[0] : args.seed,
                              .offset = args.rng_state ? args.rng_state[1] : args.offset,
                              .dropout_place = args.partial.dropout_place};
-  if (spec.kv.has_lengths()) check_lengths(problem.shape, args.kv_lengths);
+  if (spec.kv.has_lengths())
+    reference::check_lengths(shape, {args.kv_lengths, static_cast<std::size_t>(shape.batch)});
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
     problem.shape = used_shape(spec, args);
     problem.q = gather_q(spec, args);
@@ -332,7 +325,7 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
     problem.captures.push_back(captured(capture, declaration->type));
   }
   if constexpr (std::is_same_v<Args, ForwardArgs>) refuse_missing_pages(problem, args, missing);
-  reference::check_offsets(problem);
+  reference::check_problem(problem);
   reference::check_prefix(problem);
   return problem;
 }

@@ -152,9 +152,17 @@ void check_offsets(const char* name, const std::vector<std::int32_t>& offsets, s
   }
 }
 
-void check_offsets(const Problem& problem) {
-  if (!problem.spec.varlen) return;
+void check_lengths(const AttentionShape& shape, std::span<const std::int32_t> lengths) {
+  for (std::size_t b = 0; b < lengths.size(); ++b)
+    if (lengths[b] < 0 || lengths[b] > shape.seqlen_kv)
+      refuse("kv_lengths has {} for sequence {}: give 0 to {}, the most keys that a sequence may have.",
+             lengths[b], b, shape.seqlen_kv);
+}
+
+void check_problem(const Problem& problem) {
   const Context context(problem);
+  if (context.spec.kv.has_lengths()) check_lengths(problem.shape, problem.kv_lengths);
+  if (!problem.spec.varlen) return;
   check_offsets("cu_seqlens_q", problem.cu_seqlens_q, context.packed_q, context.shape.seqlen_q);
   if (context.packs_kv())
     check_offsets("cu_seqlens_kv", problem.cu_seqlens_kv, context.packed_kv, context.shape.seqlen_kv);

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "flashjit/spec.hpp"
@@ -28,7 +29,7 @@ struct Problem {
   DropoutPlace dropout_place = {};  ///< with spec.partial.dropout_place
   std::vector<std::int32_t> cu_seqlens_q = {},
                             cu_seqlens_kv = {};  ///< [batch + 1] with spec.varlen, 0 to rows; wrong ones
-                                                 ///< are read as kernels do, see check_offsets()
+                                                 ///< are read as kernels do, see check_problem()
   std::vector<double> sinks = {};                ///< [heads_q] with spec.sinks
   /// With spec.indices, [index_batch, queries, heads_kv, top-k]: see IndicesView.
   std::vector<std::int32_t> indices = {};
@@ -88,11 +89,12 @@ Jvp jvp(const Problem& problem, Precision precision = Precision::exact);
 /// Tangents of what backward() gives, of the problem's own O and LSE. Without squares and counts of captures.
 Backward backward_jvp(const Problem& problem, Precision precision = Precision::exact);
 
-/// With spec.varlen, throws Error(invalid_argument) unless both cu_seqlens go from 0 up to the number of
-/// rows, or less, and no sequence is longer than the shape says: for those who have them on the host and can
-/// tell.
-void check_offsets(const Problem& problem);
-/// The same of one cu_seqlens, whose sequences have at most `longest` of `rows` rows.
+/// Throws Error(invalid_argument) for whatever the spec and the shape do not allow: sizes, scales, dropout,
+/// lengths and cu_seqlens, for callers that have these on the host.
+void check_problem(const Problem& problem);
+/// kv_lengths are from 0 to the shape's seqlen_kv.
+void check_lengths(const AttentionShape& shape, std::span<const std::int32_t> lengths);
+/// A cu_seqlens goes from 0 up to the number of rows, or less, in sequences of at most `longest` rows.
 void check_offsets(const char* name, const std::vector<std::int32_t>& offsets, std::int64_t rows,
                    std::int64_t longest);
 

@@ -249,7 +249,8 @@ TEST_F(Command, RunTakesPackedSequencesAndSinks) {
   const std::string spec = "run --cpu --json --spec bf16:d16:causal:varlen:sinks " + inputs() + " --dout " +
                            file("dout.npy") + " --out-dir " + file("results");
   const std::string packing = " --cu-seqlens-q " + file("cuq.npy") + " --cu-seqlens-kv " + file("cukv.npy");
-  const CommandResult done = run(spec + packing + " --sinks " + file("sinks.npy"));
+  const std::string all = spec + packing + " --sinks " + file("sinks.npy");
+  const CommandResult done = run(all);
   ASSERT_EQ(done.code, 0) << done.err;
   EXPECT_EQ(done.json()["files"].size(), 6u);
   EXPECT_EQ(done.json()["shape"], "b2:hq2:hkv2:sq3:skv6");
@@ -259,11 +260,11 @@ TEST_F(Command, RunTakesPackedSequencesAndSinks) {
   EXPECT_EQ(npy::read(file("results/dsinks.npy")).shape, (std::vector<std::int64_t>{2}));
 
   for (const auto& [arguments, message] : std::vector<std::pair<std::string, std::string>>{
-           {spec + packing, "it needs one for each of the 2 heads"},
-           {spec, "--cu-seqlens-q and --cu-seqlens-kv"},
-           {spec + packing + " --scalar window=4", "declare no scalar 'window'; they declare none"},
-           {spec + packing + " --scalar window", "'window' is no \"name=value\""},
-           {spec + packing + " --capture bias=" + file("q.npy"), "declare no captured tensor 'bias'"}}) {
+           {spec + packing, "the spec has \"sinks\": give --sinks, float32 [heads]"},
+           {spec, "the spec has \"varlen\": give --cu-seqlens-q"},
+           {all + " --scalar window=4", "declare no scalar 'window'; they declare none"},
+           {all + " --scalar window", "'window' is no \"name=value\""},
+           {all + " --capture bias=" + file("q.npy"), "declare no captured tensor 'bias'"}}) {
     const CommandResult refused = run(arguments);
     EXPECT_EQ(refused.code, 2) << arguments;
     EXPECT_TRUE(contains(refused.err, message)) << refused.err;
@@ -380,15 +381,15 @@ TEST_F(Command, RunRefusesWhatDoesNotFit) {
       {"--spec bf16:d24 " + inputs(), "head dimension 16"},
       {"--spec bwd:bf16:d16 " + inputs(), "--dout"},
       {"--spec fwd:bf16:d16 --dout " + file("dout.npy") + " " + inputs(), "--dout"},
-      {"--spec bf16:d16:kvlen " + inputs(), "kvlen"},
-      {"--spec bf16:d16 --kv-lengths " + file("lengths.npy") + " " + inputs(), "kvlen"},
+      {"--spec bf16:d16:kvlen " + inputs(), "give --kv-lengths, int32 [batch]"},
+      {"--spec bf16:d16 --kv-lengths " + file("lengths.npy") + " " + inputs(), "the spec has no \"kvlen\""},
       {"--spec bf16:d16:kvlen --kv-lengths " + file("long_lengths.npy") + " " + inputs(), "8"},
-      {"--spec bf16:d16:map16x16 " + inputs(), "block map"},
+      {"--spec bf16:d16:map16x16 " + inputs(), "give --block-map"},
       {"--spec bf16:d16:map16x16 --block-map " + file("map.npy") + " " + inputs(), "block columns 2"},
       {"--spec bf16:d16 --dropout-p 0.5 " + inputs(), "dropout"},
-      {"--spec bf16:d16:dropout --dropout-p 1 " + inputs(), "dropout probability 1"},
-      {"--spec bf16:d16 --scale 0 " + inputs(), "scale 0"},
-      {"--spec bf16:d16 --scale nan " + inputs(), "scale nan"},
+      {"--spec bf16:d16:dropout --dropout-p 1 " + inputs(), "dropout_p is 1"},
+      {"--spec bf16:d16 --scale 0 " + inputs(), "softmax_scale is 0"},
+      {"--spec bf16:d16 --scale nan " + inputs(), "softmax_scale is nan"},
       {"--spec bf16:d16 --layout sbhd " + inputs(), "sbhd"},
   };
   for (const auto& [arguments, named] : cases) {

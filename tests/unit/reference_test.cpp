@@ -414,7 +414,7 @@ TEST(Reference, OffsetsOfPackedSequencesCanBeChecked) {
     Problem problem = packed_problem();
     change(problem);
     try {
-      check_offsets(problem);
+      check_problem(problem);
     } catch (const Error& error) {
       return error.message();
     }

@@ -13,6 +13,7 @@
 
 #include "expr/declarations.hpp"
 #include "out_codes.hpp"
+#include "plan/spec_options.hpp"
 #include "support/paths.hpp"
 #include "support/refuse.hpp"
 #include "support/text.hpp"
@@ -199,6 +200,25 @@ reference::Problem random_problem(const KernelSpec& spec, const AttentionShape& 
 
 namespace {
 
+constexpr std::string_view kLengths = "--kv-lengths", kMap = "--block-map", kOffsetsQ = "--cu-seqlens-q",
+                           kOffsetsKv = "--cu-seqlens-kv", kSinks = "--sinks";
+constexpr auto is_on(std::string_view text) {
+  return std::ranges::find(plan::kSpecOptions, text, &plan::SpecOption::text)->is_on;
+}
+constexpr std::array<OptionFile, 5> kOptionFiles{{
+    {kLengths, "kvlen", is_on("kvlen"), "int32 [batch]"},
+    {kMap, "map64x64", [](const AttentionSpec& spec) { return spec.has_block_map(); },
+     "uint8 [batch or 1, heads or 1, block rows, block columns]"},
+    {kOffsetsQ, "varlen", is_on("varlen"), "int32 [batch + 1]: the row at which each sequence of Q begins"},
+    {kOffsetsKv, "varlen", is_on("varlen"), "int32 [batch + 1]: the same of K and V"},
+    {kSinks, "sinks", is_on("sinks"), "float32 [heads]"},
+}};
+
+bool has_file(const InputFiles& files, std::string_view flag) {
+  const auto found = files.of_options.find(flag);
+  return found != files.of_options.end() && !found->second.empty();
+}
+
 /// Splits "name=rest".
 std::pair<std::string, std::string> named(const std::string& text, const char* form) {
   const std::size_t equals = text.find('=');
@@ -365,22 +385,30 @@ std::int64_t longest_of(const std::vector<std::int32_t>& offsets) {
 
 /// Says how the rows of a packed problem are split into sequences.
 void read_packing(reference::Problem& problem, const InputFiles& files) {
-  if (files.cu_seqlens_q.empty() || files.cu_seqlens_kv.empty())
-    throw Error(ErrorCode::invalid_argument,
-                "the spec says \"varlen\"; give --cu-seqlens-q and --cu-seqlens-kv, int32 [batch + 1]");
   if (problem.shape.batch != 1)
     throw Error(ErrorCode::invalid_argument,
                 fmt::format("'{}' has batch {}; the spec says \"varlen\", whose sequences are packed into "
                             "[1, heads, rows, dim]",
                             files.q, problem.shape.batch));
-  problem.cu_seqlens_q = read_lengths(files.cu_seqlens_q, "batch + 1");
-  problem.cu_seqlens_kv = read_lengths(files.cu_seqlens_kv, "batch + 1");
+  problem.cu_seqlens_q = read_lengths(files.of_options.at(kOffsetsQ), "batch + 1");
+  problem.cu_seqlens_kv = read_lengths(files.of_options.at(kOffsetsKv), "batch + 1");
   problem.shape.batch = std::max<std::int64_t>(0, std::ssize(problem.cu_seqlens_q) - 1);
   problem.shape.seqlen_q = longest_of(problem.cu_seqlens_q);
   problem.shape.seqlen_kv = longest_of(problem.cu_seqlens_kv);
 }
 
 }  // namespace
+
+std::span<const OptionFile> option_files() { return kOptionFiles; }
+
+void check_files(const KernelSpec& spec, const InputFiles& files) {
+  for (const OptionFile& file : kOptionFiles) {
+    const bool given = has_file(files, file.flag), on = file.is_on(spec);
+    if (given && !on)
+      refuse("{} is given, but the spec has no \"{}\"; add it or leave the file out", file.flag, file.option);
+    if (on && !given) refuse("the spec has \"{}\": give {}, {}", file.option, file.flag, file.holds);
+  }
+}
 
 reference::Problem read_problem(const KernelSpec& spec, const InputFiles& files, Layout layout) {
   if (spec.kv.is_cache())
@@ -427,14 +455,9 @@ reference::Problem read_problem(const KernelSpec& spec, const InputFiles& files,
     check_size(files.dout, "head dimension", dout.size[3], spec.v_dim(), from_spec);
     problem.dout = std::move(dout.values);
   }
-  if (spec.varlen) {
-    read_packing(problem, files);
-  } else if (!files.cu_seqlens_q.empty() || !files.cu_seqlens_kv.empty()) {
-    throw Error(ErrorCode::invalid_argument,
-                "--cu-seqlens-q or --cu-seqlens-kv is given, but the spec has no \"varlen\"; add it");
-  }
-  if (!files.kv_lengths.empty()) problem.kv_lengths = read_lengths(files.kv_lengths, "batch");
-  if (!files.sinks.empty()) problem.sinks = read_sinks(files.sinks);
+  if (has_file(files, kOffsetsQ)) read_packing(problem, files);
+  if (has_file(files, kLengths)) problem.kv_lengths = read_lengths(files.of_options.at(kLengths), "batch");
+  if (has_file(files, kSinks)) problem.sinks = read_sinks(files.of_options.at(kSinks));
   for (const std::string& text : files.captures) {
     reference::Captured capture = read_capture(spec, text);
     if (std::ranges::find(problem.captures, capture.name, &reference::Captured::name) !=
@@ -444,70 +467,8 @@ reference::Problem read_problem(const KernelSpec& spec, const InputFiles& files,
     problem.captures.push_back(std::move(capture));
   }
   set_scalars(problem, files.scalars);
-  if (!files.block_map.empty()) read_map(files.block_map, problem);
+  if (has_file(files, kMap)) read_map(files.of_options.at(kMap), problem);
   return problem;
-}
-
-namespace {
-
-void check_lengths(const reference::Problem& problem) {
-  const auto& lengths = problem.kv_lengths;
-  if (!problem.spec.kv.is_padded()) {
-    if (!lengths.empty())
-      refuse("lengths are given, but the spec has no \"kvlen\"; add it or leave the lengths out");
-    return;
-  }
-  if (static_cast<std::int64_t>(lengths.size()) != problem.shape.batch)
-    refuse(
-        "the spec says \"kvlen\" and {} lengths are given; it needs one for each of the {} batch "
-        "entries (--kv-lengths)",
-        lengths.size(), problem.shape.batch);
-  for (std::int32_t length : lengths)
-    if (length < 0 || length > problem.shape.seqlen_kv)
-      refuse("{} is no length of keys; allowed are 0 to {}", length, problem.shape.seqlen_kv);
-}
-
-void check_map(const reference::Problem& problem) {
-  if (!problem.spec.has_block_map()) {
-    if (!problem.block_map.empty())
-      refuse("a block map is given, but the spec has none; add \"map64x64\" or the like");
-    return;
-  }
-  const std::int64_t cells = problem.map_batch * problem.map_heads *
-                             blocks_of(problem.shape.seqlen_q, problem.spec.block_map.q) *
-                             blocks_of(problem.shape.seqlen_kv, problem.spec.block_map.kv);
-  if (static_cast<std::int64_t>(problem.block_map.size()) != cells)
-    refuse("the spec has a block map of {} cells and {} are given (--block-map)", cells,
-           problem.block_map.size());
-  if (problem.map_batch != 1 && problem.map_batch != problem.shape.batch)
-    refuse("the block map has batch {}; allowed are 1 and {}", problem.map_batch, problem.shape.batch);
-  if (problem.map_heads != 1 && problem.map_heads != problem.shape.heads_q)
-    refuse("the block map has {} heads; allowed are 1 and {}", problem.map_heads, problem.shape.heads_q);
-}
-
-}  // namespace
-
-void check_problem(const reference::Problem& problem) {
-  const auto& scale = problem.softmax_scale;
-  if (scale && !(std::isfinite(*scale) && *scale > 0))
-    refuse("the softmax scale {} is not allowed; give a finite number above 0", *scale);
-  if (!(problem.dropout_p >= 0 && problem.dropout_p < 1))
-    refuse("the dropout probability {} is not allowed; give 0 or more and less than 1", problem.dropout_p);
-  if (problem.dropout_p > 0 && !problem.spec.dropout)
-    refuse(
-        "a dropout probability is given, but the spec has no \"dropout\"; add it or leave the probability "
-        "out");
-  check_lengths(problem);
-  check_map(problem);
-  const std::size_t sinks = problem.sinks.size(), heads = problem.shape.heads_q;
-  if (problem.spec.sinks && sinks != heads)
-    refuse(
-        "the spec says \"sinks\" and {} are given; it needs one for each of the {} heads "
-        "(--sinks)",
-        sinks, heads);
-  if (!problem.spec.sinks && sinks > 0)
-    refuse("sinks are given, but the spec has no \"sinks\"; add it or leave them out");
-  reference::check_offsets(problem);
 }
 
 std::vector<double> swap_heads_and_length(const std::vector<double>& values,

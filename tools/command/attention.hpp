@@ -3,7 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "command.hpp"
@@ -17,7 +20,7 @@ namespace flashjit::command {
 /// their tensors. Gradients are empty where the backward pass was not asked for.
 struct Results {
   std::vector<double> out, lse, dq, dk, dv;
-  std::vector<double> dsinks = {};   ///< [hq] with sinks
+  std::vector<double> dsinks = {};   ///< [hq] where the spec has them
   std::vector<double> row_max = {};  ///< with row_max, like lse
   reference::CaptureGrads capture_grads =
       {};                               ///< of each of the problem's captures; empty where none is wanted
@@ -44,8 +47,8 @@ std::vector<Comparison> compare(const Results& got, const Results& exact, const 
 bool all_ok(const std::vector<Comparison>& comparisons);
 Json to_json(const Comparison& comparison);
 
-/// Normal Q, K, V and dO rounded to the spec's type; kv_lengths, block map, dropout, packed sequences, sinks
-/// and captures as the spec declares them.
+/// Normal Q, K, V and dO rounded to the spec's type; what its options ask for, and captures as it declares
+/// them.
 reference::Problem random_problem(const KernelSpec& spec, const AttentionShape& shape, std::uint64_t seed);
 
 /// Gives captured scalars the values of "name=value" texts. Throws Error(invalid_argument) for a text that is
@@ -55,22 +58,30 @@ void set_scalars(reference::Problem& problem, const std::vector<std::string>& te
 /// Memory order of the tensors in .npy files: [batch, heads, length, dim] or [batch, length, heads, dim].
 enum class Layout : std::uint8_t { bhsd, bshd };
 
+/// A file with what an option of a spec asks for.
+struct OptionFile {
+  std::string_view flag;    ///< of the command: "--kv-lengths"
+  std::string_view option;  ///< as in a spec: "kvlen"
+  bool (*is_on)(const AttentionSpec&);
+  std::string_view holds;  ///< "int32 [batch]"
+};
+std::span<const OptionFile> option_files();
+
 /// The files of a problem's inputs; empty paths where the spec has none.
 struct InputFiles {
-  std::string q, k, v, dout = {}, kv_lengths = {}, block_map = {};
-  std::string cu_seqlens_q = {}, cu_seqlens_kv = {}, sinks = {};
-  std::vector<std::string> captures = {};  ///< "name=file", one for each captured tensor
-  std::vector<std::string> scalars = {};   ///< "name=value"
+  std::string q, k, v, dout = {};
+  std::map<std::string_view, std::string> of_options = {};  ///< by OptionFile::flag
+  std::vector<std::string> captures = {};                   ///< "name=file", one for each captured tensor
+  std::vector<std::string> scalars = {};                    ///< "name=value"
 };
+
+/// Refuses a file whose option the spec has not, and an option without its file.
+void check_files(const KernelSpec& spec, const InputFiles& files);
 
 /// Reads Q, K, V and, where given, dO, lengths, map and captures; rounds to the spec's type; checks every
 /// size against the spec. With varlen, Q, K, V and dO have batch 1 and all sequences' rows. Throws Error(io)
 /// for a bad file, Error(invalid_argument) for files that do not fit together.
 reference::Problem read_problem(const KernelSpec& spec, const InputFiles& files, Layout layout);
-
-/// Throws Error(invalid_argument) for a scale, dropout, lengths, map or sinks that the spec does not have or
-/// that are out of range: what Runtime checks on the GPU, for the CPU.
-void check_problem(const reference::Problem& problem);
 
 /// Swaps heads and length of [b, x, y, d]: the values of `shape` (b, x, y, d) come back as (b, y, x, d).
 std::vector<double> swap_heads_and_length(const std::vector<double>& values,

@@ -7,6 +7,7 @@
 #include "attention.hpp"
 #include "expr/declarations.hpp"
 #include "gpu.hpp"
+#include "plan/analysed_spec.hpp"
 #include "plan/spec_options.hpp"
 #include "support/paths.hpp"
 #include "tools/parts/npy.hpp"
@@ -42,12 +43,14 @@ KernelSpec spec_of(const RunOptions& options) {
 }
 
 reference::Problem problem_of(const RunOptions& options, Layout layout) {
-  reference::Problem problem = read_problem(spec_of(options), options.files, layout);
+  const KernelSpec given = spec_of(options);
+  check_files(given, options.files);
+  reference::Problem problem = read_problem(given, options.files, layout);
   problem.softmax_scale = options.scale;
   problem.dropout_p = options.dropout_p;
   problem.seed = options.seed;
   problem.offset = options.offset;
-  check_problem(problem);
+  reference::check_problem(problem);
   const KernelSpec& spec = problem.spec;
   if (spec.kv.shared_kv && problem.v != reference::first_columns(problem.k, spec.head_dim, spec.v_dim()))
     throw Error(
@@ -83,7 +86,7 @@ std::vector<OutputFile> output_files(const reference::Problem& problem, const Re
   files.push_back({"dq.npy", {b, hq, q_rows, d}, &results.dq, true});
   files.push_back({"dk.npy", {b, hkv, kv_rows, d}, &results.dk, true});
   files.push_back({"dv.npy", {b, hkv, kv_rows, dv}, &results.dv, true});
-  if (problem.spec.sinks) files.push_back({"dsinks.npy", {hq}, &results.dsinks});
+  if (plan::finds_sink_grads(problem.spec)) files.push_back({"dsinks.npy", {hq}, &results.dsinks});
   for (std::size_t i = 0; i < results.capture_grads.size(); ++i)
     if (!results.capture_grads[i].empty())
       files.push_back(
@@ -105,7 +108,7 @@ void check_out_dir(const RunOptions& options, const KernelSpec& spec) {
   if (!spec.score.is_weight()) names.emplace_back("lse.npy");
   if (spec.pass == Pass::backward) {
     names.insert(names.end(), {"dq.npy", "dk.npy", "dv.npy"});
-    if (spec.sinks) names.emplace_back("dsinks.npy");
+    if (plan::finds_sink_grads(spec)) names.emplace_back("dsinks.npy");
     for (const expr::Declaration& d :
          expr::declarations(spec.score, spec.mask, spec.epilogue.out_mod, spec.prologue))
       if (d.wants_grad) names.push_back(grad_file(d.name));
@@ -186,14 +189,9 @@ void add_run(CLI::App& app, Context& context) {
   command->add_option("--k", options->files.k, "K")->required();
   command->add_option("--v", options->files.v, "V")->required();
   command->add_option("--dout", options->files.dout, "dO; with it the gradients are computed too");
-  command->add_option("--kv-lengths", options->files.kv_lengths, "int32 [batch]; for specs with kvlen");
-  command->add_option(
-      "--block-map", options->files.block_map,
-      "uint8 [batch or 1, heads or 1, block rows, block columns]; for specs with map128x64 or the like");
-  command->add_option("--cu-seqlens-q", options->files.cu_seqlens_q,
-                      "int32 [batch + 1]: the row at which each sequence of Q begins; for specs with varlen");
-  command->add_option("--cu-seqlens-kv", options->files.cu_seqlens_kv, "The same of K and V");
-  command->add_option("--sinks", options->files.sinks, "float32 [heads]; for specs with sinks");
+  for (const OptionFile& file : option_files())
+    command->add_option(std::string(file.flag), options->files.of_options[file.flag],
+                        fmt::format("{}; for specs with {}", file.holds, file.option));
   command->add_option("--capture", options->files.captures,
                       "name=file.npy of a tensor that a program declares; repeatable");
   command->add_option("--scalar", options->files.scalars,

@@ -7,6 +7,7 @@
 
 #include "call/append_arguments.hpp"
 #include "call/arguments.hpp"
+#include "plan/analysed_spec.hpp"
 #include "support/overflow.hpp"
 #include "support/refuse.hpp"
 
@@ -49,8 +50,8 @@ void check_of_one(const CacheArgs& cache, bool first) {
   is_of_whole("out_mod", !cache.spec.epilogue.out_mod.empty());
   is_of_whole("row_max", cache.spec.epilogue.row_max);
   is_of_whole("running_state", cache.spec.partial.running_state);
-  if (cache.spec.sinks && !first)
-    refuse("{} has sinks, which count once: give them with caches[0] alone.", to_string(cache.spec));
+  if (const char* once = plan::counted_once(cache.spec); once && !first)
+    refuse("{} has {}, which count once: give them with caches[0] alone.", to_string(cache.spec), once);
 }
 
 /// What can be said of the caches without a device.

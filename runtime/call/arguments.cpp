@@ -9,6 +9,7 @@
 #include "call/out_codes.hpp"
 #include "call/q_rope.hpp"
 #include "call/row_mods.hpp"
+#include "call/sink_arguments.hpp"
 #include "call/skip_softmax.hpp"
 #include "call/tensor_checks.hpp"
 #include "plan/workspace.hpp"
@@ -117,13 +118,6 @@ void check_row_max(const AttentionSpec& spec, const AttentionShape& shape, const
   check_rows("row_max", args.row_max, args.lse_strides, rows_of(args.q), Access::write);
 }
 
-void check_sinks(const AttentionSpec& spec, const AttentionShape& shape, const float* sinks) {
-  if (!spec.sinks && sinks) refuse("sinks is given, but the spec has none: set spec.sinks.");
-  if (spec.sinks && !sinks && shape.heads_q > 0)
-    refuse("sinks is null, but the spec has them: give one float per head of q in device memory.");
-  check_pointer("sinks", sinks, alignof(float));
-}
-
 void check_prefix(const AttentionSpec& spec, const AttentionShape& shape, const std::int32_t* length) {
   if (!spec.kv.shared_prefix && length)
     refuse("prefix_length is given, but the spec has no shared_prefix: set spec.kv.shared_prefix.");
@@ -211,7 +205,7 @@ void check_common(const AttentionSpec& spec, const AttentionShape& shape, const 
            args.partial.reserved_sms);
   check_kv_lengths(spec, shape, args.kv_lengths);
   check_block_map(spec, shape, args.block_map);
-  check_sinks(spec, shape, args.sinks);
+  check_sinks(spec, shape, args);
 }
 
 /// The sizes of q and k, packed or not.
@@ -330,7 +324,7 @@ std::vector<NamedPointer> pointers_with(const Args& args, std::initializer_list<
                                      {"block_map", args.block_map.data},
                                      {"cu_seqlens_q", args.cu_seqlens_q},
                                      {"cu_seqlens_kv", args.cu_seqlens_kv},
-                                     {"sinks", args.sinks},
+                                     pointer_of_sinks(args),
                                      {"indices", args.indices.data},
                                      {"topk_length", args.indices.topk_length},
                                      {"rng_state", args.rng_state},
@@ -418,7 +412,7 @@ void take_common(AttentionSpec& spec, const Args& args, DType dtype) {
     spec.kv.kind = told.kind, spec.kv.page_size = told.page_size;
   spec.dropout |= args.dropout_p > 0 || args.rng_state;
   spec.varlen |= args.cu_seqlens_q != nullptr;
-  spec.sinks |= args.sinks != nullptr;
+  take_sinks(spec, args);
   spec.indices |= args.indices.data != nullptr;
   spec.partial.dropout_place |= args.partial.dropout_place != DropoutPlace{};
 }
@@ -503,8 +497,7 @@ AttentionShape check_arguments(const AttentionSpec& spec, const BackwardArgs& ar
   refuse_lse_of_weights(spec, "dlse", args.dlse);
   if (!spec.score.is_weight() && !args.lse && args.q.size[0] > 0 && args.q.size[1] > 0 && args.q.size[2] > 0)
     refuse("lse is null: the backward pass needs the LSE that the forward pass wrote.");
-  if (args.dsinks && !spec.sinks) refuse("dsinks is given, but the spec has no sinks: set spec.sinks.");
-  check_pointer("dsinks", args.dsinks, alignof(float));
+  check_of_sinks(spec, "dsinks", args.dsinks);
   check_rows("dlse", args.dlse, args.lse_strides, rows_of(args.q), Access::read);
   check_shared(spec, shape, args);
   check_apart(spec, args);
@@ -525,11 +518,6 @@ void check_arguments(const AttentionSpec& spec, const AttentionShape& shape, con
   check_offsets("cu_seqlens_kv", spec, shape, args.cu_seqlens_kv);
   check_kv_lengths(spec, shape, args.kv_lengths);
   check_block_map(spec, shape, args.block_map);
-}
-
-void check_sinks_tangent(const AttentionSpec& spec, const float* tangent) {
-  if (tangent && !spec.sinks) refuse("sinks_tangent is given, but the spec has no sinks: set spec.sinks.");
-  check_pointer("sinks_tangent", tangent, alignof(float));
 }
 
 void check_workspace(const Workspace& workspace, std::size_t needed) {

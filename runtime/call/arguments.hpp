@@ -22,9 +22,6 @@ AttentionShape check_arguments(const AttentionSpec& spec, const BackwardArgs& ar
 
 void check_arguments(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args);
 
-/// Refuses a sinks_tangent that the spec has no room for, or that cannot be read.
-void check_sinks_tangent(const AttentionSpec& spec, const float* tangent);
-
 /// Throws Error(invalid_argument) when the workspace is too small or misaligned.
 void check_workspace(const Workspace& workspace, std::size_t needed);
 /// The same of the memory that lists are built in.

@@ -3,6 +3,7 @@
 #include <array>
 
 #include "call/parameters.hpp"
+#include "call/sink_arguments.hpp"
 #include "call/tensor_checks.hpp"
 
 namespace flashjit {
@@ -43,7 +44,7 @@ void check_tangents(const AttentionSpec& spec, const TangentInputs& inputs) {
   check_tangent("q_tangent", inputs.q_tangent, inputs.q, "q", spec.dtype);
   check_tangent("k_tangent", inputs.k_tangent, inputs.k, "k", spec.dtype);
   check_tangent("v_tangent", inputs.v_tangent, inputs.v, "v", spec.dtype);
-  check_sinks_tangent(spec, inputs.sinks_tangent);
+  check_of_sinks(spec, "sinks_tangent", inputs.sinks_tangent);
 }
 
 std::vector<Placed> placed_tangents(const AttentionSpec& spec, const TangentInputs& inputs) {

@@ -8,6 +8,7 @@
 #include "call/captures.hpp"
 #include "call/out_codes.hpp"
 #include "call/row_mods.hpp"
+#include "call/sink_arguments.hpp"
 #include "call/skip_softmax.hpp"
 #include "call/tensor_checks.hpp"
 #include "plan/tiles.hpp"
@@ -133,7 +134,7 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pas
   set_lists(params, plan,
             args.lists ? args.lists->data
                        : static_cast<char*>(args.workspace.data) + plan.workspace.bytes_without_lists());
-  params.sinks = args.sinks;
+  set_sinks(params, args);
   if (spec.indices) params.indices = indices_param(args.indices);
   if (plan.config.pack_gqa)
     params.packed = plan::packed_heads(plan.shape, plan::most_queries(plan.spec, plan.config));

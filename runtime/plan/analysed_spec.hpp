@@ -54,6 +54,9 @@ bool is_causal(const MaskProgram& mask);
 
 /// Whether queries, keys and at most a causal mask alone say what P and O of a sequence are.
 bool is_plain(const AttentionSpec& spec);
+/// An option of the whole softmax of a row, which one of several calls over parts of its keys has; null: the
+/// spec has none.
+const char* counted_once(const AttentionSpec& spec);
 /// Whether its pass gives a gradient of each head's sink.
 bool finds_sink_grads(const KernelSpec& spec);
 

@@ -101,10 +101,11 @@ void check_running_state(const AttentionSpec& spec) {
   if (beside)
     refuse("running_state is set beside {}; merge() joins the states of such calls, so leave one out",
            beside);
-  if (spec.sinks)
+  if (const char* once = plan::counted_once(spec))
     refuse(
-        "running_state is set beside sinks; a sink counts once, so give the sinks to the call that makes the "
-        "first state");
+        "running_state is set beside {}; they count once, so give the {} to the call that makes the first "
+        "state",
+        once, once);
 }
 
 /// What a softmax alone has, or what joins parts of its rows.
@@ -435,6 +436,8 @@ bool is_plain(const AttentionSpec& spec) {
          !spec.dropout && !spec.varlen && !spec.sinks && !spec.has_block_map() &&
          (spec.mask.empty() || is_causal(spec.mask));
 }
+
+const char* counted_once(const AttentionSpec& spec) { return spec.sinks ? "sinks" : nullptr; }
 
 bool finds_sink_grads(const KernelSpec& spec) {
   return spec.sinks && (spec.pass == Pass::backward || spec.pass == Pass::backward_jvp);

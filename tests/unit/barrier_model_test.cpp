@@ -1,40 +1,80 @@
 // The waits of the sm90 kernels, in every interleaving of small problems: no wait is for ever, no stage is
 // overwritten while it is read. The graphs follow templates/sm90: forward.cuh and forward_producer.cuh,
-// backward.cuh, backward_producer.cuh and backward_dq.cuh. Their pipelines are those of forward_rings.cuh and
-// backward_rings.cuh. A change of a kernel's waits is made here first.
+// backward.cuh, backward_producer.cuh and backward_dq.cuh. Stages and arrivals of the kernels of one CTA are
+// their Rings' own (forward_rings.cuh, backward_rings.cuh). A change of a kernel's waits is made here first.
 #include <gtest/gtest.h>
 
 #include <functional>
 
 #include "tests/support/barrier_model.hpp"
+#include "tests/support/kernel_rings.hpp"
 
 namespace flashjit {
 namespace {
 
 using test::BarrierModel;
+using test::facts_of;
+using test::RingFacts;
 using Ring = BarrierModel::Ring;
+
+constexpr int kWarpsOfGroup = 4, kThreadsOfGroup = 128;
+
+/// A ring with a kernel's stages. An agent of the model stands for so many of the kernel's arrivals.
+Ring ring_of(BarrierModel& model, const std::string& name, const RingFacts& facts, int commits_of_agent,
+             int releases_of_agent, bool has_buffers = true) {
+  EXPECT_TRUE(facts.has_phases) << name;
+  EXPECT_EQ(facts.commits % commits_of_agent + facts.releases % releases_of_agent, 0) << name;
+  const int commits = facts.commits / commits_of_agent, releases = facts.releases / releases_of_agent;
+  return has_buffers ? model.ring(name, facts.stages, commits, releases)
+                     : model.barriers_of_ring(name, facts.stages, commits, releases);
+}
 
 // --- Forward
 // ---------------------------------------------------------------------------------------------------------
 
-struct ForwardProblem {
-  std::vector<int> kv_tiles;  ///< of each work tile
-  int stages = 2, q_stages = 1, warp_groups = 2, kept_work_tiles = 8;
-  bool bias_tile = false;
-  bool early_release = false;  ///< the fault: K is released when its product has begun
+template <int dim, int br, int bc, int stages, bool bias_tile>
+struct ForwardTiles : ExampleProblem {
+  static constexpr int kHeadDim = dim, kHeadDimV = dim, kBr = br, kBc = bc, kWarps = br / 16,
+                       kStages = stages;
+  static constexpr int kQTilesPerCta = 1, kDSplit = 1;
+  static constexpr bool kBiasTile = bias_tile;
+};
+/// A kernel's Problem, as far as its pipelines depend on it.
+template <int dim, int br, int bc, int stages, bool bias_tile = false>
+struct ForwardKernel : ForwardTiles<dim, br, bc, stages, bias_tile> {
+  static constexpr int kSharedBytes =
+      sm90::kForwardLayout<ForwardTiles<dim, br, bc, stages, bias_tile>>.bytes();
 };
 
-BarrierModel forward_model(const ForwardProblem& problem) {
+// The faults: K is released when its product has begun, and few work tiles are kept; 0: as many as are.
+struct ForwardFaults {
+  bool early_release = false;
+  int kept_work_tiles = 0;
+};
+
+/// `kv_tiles`: of each work tile.
+template <class P>
+BarrierModel forward_model(const std::vector<int>& kv_tiles, const ForwardFaults& faults = {}) {
   BarrierModel model;
-  const int stages = problem.stages, q_stages = problem.q_stages, groups = problem.warp_groups,
-            rounds = static_cast<int>(problem.kv_tiles.size());
-  const Ring k = model.ring("K", stages, 1, groups), v = model.ring("V", stages, 1, groups),
-             bias = model.ring("bias tile", stages, 1, groups),
-             work = model.ring("work tile", problem.kept_work_tiles, 1);
+  const sm90::ForwardStorage<P> storage(0, nullptr);
+  test::made_barriers().clear();
+  storage.init_barriers();
+  const int groups = storage.kRowGroups, q_stages = storage.kQStages,
+            rounds = static_cast<int>(kv_tiles.size());
+  const auto of_tiles = [&](const char* name, const RingFacts& facts) {
+    return ring_of(model, name, facts, 1, kWarpsOfGroup);
+  };
+  const Ring k = of_tiles("K", facts_of<sm90::KRing<P>>(storage)),
+             v = of_tiles("V", facts_of<sm90::VRing<P>>(storage));
+  Ring bias;
+  if constexpr (P::kBiasTile) bias = of_tiles("bias tile", facts_of<sm90::TermsRing<P>>(storage));
+  RingFacts kept = facts_of<sm90::WorkRing<P>>(storage);
+  if (faults.kept_work_tiles > 0) kept.stages = faults.kept_work_tiles;
+  const Ring work = ring_of(model, "work tile", kept, 1, 1);
   std::vector<Ring> q;  // of each warpgroup
   std::vector<int> ping_pong;
   for (int wg = 0; wg < groups; ++wg) {
-    q.push_back(model.ring(fmt::format("Q of warpgroup {}", wg), q_stages, 1, 1));
+    q.push_back(of_tiles("Q of a warpgroup", facts_of<sm90::QRing<P>>(storage, wg)));
     ping_pong.push_back(model.named_barrier(fmt::format("ping_pong[{}]", wg)));
   }
 
@@ -56,9 +96,9 @@ BarrierModel forward_model(const ForwardProblem& problem) {
   int loaded = 0;
   for (int round = 0; round <= rounds; ++round) {
     kv_producer.wait_full(work, round).begin_read(work, round);
-    for (int tile = 0; round < rounds && tile < problem.kv_tiles[round]; ++tile, ++loaded) {
+    for (int tile = 0; round < rounds && tile < kv_tiles[round]; ++tile, ++loaded) {
       load(loaded, k);
-      if (problem.bias_tile) load(loaded, bias);
+      if (P::kBiasTile) load(loaded, bias);
       if (loaded > 0) load(loaded - 1, v);
     }
     kv_producer.end_read(work, round);
@@ -73,19 +113,19 @@ BarrierModel forward_model(const ForwardProblem& problem) {
     int n = 0;
     for (int round = 0; round < rounds; ++round) {
       consumer.wait_full(own_q, round).begin_read(work, round);
-      for (int tile = 0; tile < problem.kv_tiles[round]; ++tile, ++n) {
+      for (int tile = 0; tile < kv_tiles[round]; ++tile, ++n) {
         consumer.wait_full(k, n).named_sync(ping_pong[wg]);
         if (tile == 0) consumer.begin_read(own_q, round);
         consumer.begin_read(k, n);  // S = Q K^T
-        if (problem.early_release) consumer.release(k, n);
+        if (faults.early_release) consumer.release(k, n);
         if (n > 0) consumer.wait_full(v, n - 1).begin_read(v, n - 1);  // O += P V
         hand_on();
         consumer.end_read(k, n);
-        if (!problem.early_release) consumer.release(k, n);
-        const bool last = tile + 1 == problem.kv_tiles[round];
+        if (!faults.early_release) consumer.release(k, n);
+        const bool last = tile + 1 == kv_tiles[round];
         if (last) consumer.end_read(own_q, round);
         if (last && q_stages == 1) consumer.release(own_q, round);
-        if (problem.bias_tile) consumer.wait_full(bias, n).read(bias, n).release(bias, n);
+        if (P::kBiasTile) consumer.wait_full(bias, n).read(bias, n).release(bias, n);
         if (n > 0) consumer.end_read(v, n - 1).release(v, n - 1);
         if (tile == 0 && round > 0) consumer.end_read(work, round - 1);  // O of the last work tile is stored
       }
@@ -99,28 +139,36 @@ BarrierModel forward_model(const ForwardProblem& problem) {
   return model;
 }
 
+void expect_right(BarrierModel&& model) {
+  EXPECT_EQ(model.explore(), "");
+  EXPECT_GT(model.states(), 100u);
+}
+
 TEST(ForwardBarriers, NoInterleavingGoesWrong) {
-  for (const ForwardProblem& problem :
-       {ForwardProblem{.kv_tiles = {3, 1, 2}}, ForwardProblem{.kv_tiles = {1, 1, 1, 2}, .q_stages = 2},
-        ForwardProblem{.kv_tiles = {2, 3}, .stages = 3, .q_stages = 2},
-        ForwardProblem{.kv_tiles = {2, 1}, .bias_tile = true}, ForwardProblem{.kv_tiles = {4}, .stages = 1},
-        ForwardProblem{.kv_tiles = {1, 2, 1, 1, 1, 1}, .warp_groups = 1, .kept_work_tiles = 4}}) {
-    BarrierModel model = forward_model(problem);
-    EXPECT_EQ(model.explore(), "");
-    EXPECT_GT(model.states(), 100u);
-  }
+  using OneQStage = ForwardKernel<256, 128, 64, 2>;
+  static_assert(sm90::ForwardStorage<OneQStage>::kQStages == 1);
+  expect_right(forward_model<OneQStage>({3, 1, 2}));
+  using TwoQStages = ForwardKernel<128, 128, 128, 2>;
+  static_assert(sm90::ForwardStorage<TwoQStages>::kQStages == 2);
+  expect_right(forward_model<TwoQStages>({1, 1, 1, 2}));
+  expect_right(forward_model<ForwardKernel<64, 128, 128, 3>>({2, 3}));
+  expect_right(forward_model<ForwardKernel<128, 128, 128, 2, true>>({2, 1}));
+  expect_right(forward_model<ForwardKernel<128, 128, 128, 1>>({4}));
+  static_assert(sm90::kKeptWorkTiles < 10);
+  expect_right(forward_model<ForwardKernel<64, 64, 128, 2>>({1, 2, 1, 1, 1, 1, 1, 1, 1, 1}));
 }
 
 TEST(ForwardBarriers, ThreeWarpGroups) {
-  EXPECT_EQ(forward_model({.kv_tiles = {2, 1}, .warp_groups = 3}).explore(), "");
+  expect_right(forward_model<ForwardKernel<64, 192, 128, 2>>({2, 1}));
 }
 
 // The model sees what it is there for.
 TEST(ForwardBarriers, AStageThatIsReleasedTooEarlyIsFound) {
-  EXPECT_NE(forward_model({.kv_tiles = {4}, .early_release = true}).explore(), "");
+  EXPECT_NE((forward_model<ForwardKernel<128, 128, 128, 2>>({4}, {.early_release = true}).explore()), "");
 }
 TEST(ForwardBarriers, TooFewKeptWorkTilesAreFound) {
-  EXPECT_NE(forward_model({.kv_tiles = {1, 1, 1, 1}, .kept_work_tiles = 1}).explore(), "");
+  EXPECT_NE((forward_model<ForwardKernel<128, 128, 128, 2>>({1, 1, 1, 1}, {.kept_work_tiles = 1}).explore()),
+            "");
 }
 
 // --- Forward, two warpgroups that share rows
@@ -277,34 +325,50 @@ TEST(WideForwardBarriers, HoldingPvWithoutAStageForTheNextTileIsFound) {
 // --- Backward
 // --------------------------------------------------------------------------------------------------------
 
-struct BackwardProblem {
-  std::vector<int> q_tiles;  ///< of each KV tile
-  int stages = 2, dout_stages = 2, kept_q_tiles = 8;
-  bool wide = false;
-  bool skips_ds_wait = false;  ///< the fault: dS is written before the tile before's is there
+/// A kernel's Problem, as far as its pipelines depend on it.
+template <int dim, int bc, int stages>
+struct BackwardKernel : ExampleProblem {
+  static constexpr bool kBackward = true;
+  static constexpr int kHeadDim = dim, kHeadDimV = dim, kBr = 64, kBc = bc, kWarps = 8, kStages = stages;
+  static constexpr int kSharedBytes =
+      sm90::BackwardLayout{.br = 64, .bc = bc, .head_dim = dim, .head_dim_v = dim, .stages = stages}.bytes();
 };
 
-BarrierModel backward_model(const BackwardProblem& problem) {
-  constexpr int kGroups = 2;
+/// `q_tiles`: of each KV tile. The fault: dS is written before the tile before's is there.
+template <class P>
+BarrierModel backward_model(const std::vector<int>& q_tiles_of, bool skips_ds_wait = false) {
+  using Policy = sm90::BackwardPolicy<P>;
+  constexpr int kGroups = Policy::kWgs;
+  constexpr bool kWide = Policy::kAdderReleases;
+  static_assert(Policy::kClusterSize == 1);
   BarrierModel model;
-  const int stages = problem.stages, dout_stages = problem.dout_stages;
-  const Ring q_tiles = model.barriers_of_ring("Q", stages, 1, kGroups),
-             douts = model.barriers_of_ring("dO", dout_stages, 1, kGroups),
-             ds_tiles = model.barriers_of_ring("dS", 2, kGroups),
-             kv_tiles = model.barriers_of_ring("KV tile", 1, 0, kGroups);
+  const sm90::BackwardSmem<P> smem(nullptr, 0);
+  test::made_barriers().clear();
+  smem.init();
+  // Where dQ lies over a stage, a thread of each warpgroup releases it when dQ has been added.
+  const auto of_tiles = [&](const char* name, const RingFacts& facts) {
+    return ring_of(model, name, facts, 1, kWide ? 1 : kThreadsOfGroup, false);
+  };
+  const Ring q_tiles = of_tiles("Q", facts_of<sm90::QTileRing<P>>(smem)),
+             douts = of_tiles("dO", facts_of<sm90::DoutRing<P>>(smem)),
+             ds_tiles = ring_of(model, "dS", facts_of<sm90::DsRing<P>>(smem), kThreadsOfGroup, 1, false),
+             kv_tiles =
+                 ring_of(model, "KV tile", facts_of<sm90::KvTileRing<P>>(smem), 1, kThreadsOfGroup, false);
+  const int stages = static_cast<int>(q_tiles.full.size()), dout_stages = static_cast<int>(douts.full.size()),
+            kept = sm90::kKeptQTiles;
   // Wide, each warpgroup's columns of a stage are a buffer, as its dQ comes to lie over them.
   const auto q = model.buffers("Q", stages * kGroups), dout = model.buffers("dO", dout_stages * kGroups),
-             ds = model.buffers("dS", 2 * kGroups), said = model.buffers("QTileInfo", problem.kept_q_tiles);
-  const int kept = problem.kept_q_tiles, k = model.buffer("K"), v = model.buffer("V");
+             ds = model.buffers("dS", 2 * kGroups), said = model.buffers("QTileInfo", kept);
+  const int k = model.buffer("K"), v = model.buffer("V");
 
   struct QTile {
     int kv_tile;
     bool first, last;
   };
   std::vector<QTile> all;
-  for (std::size_t n = 0; n < problem.q_tiles.size(); ++n)
-    for (int tile = 0; tile < problem.q_tiles[n]; ++tile)
-      all.push_back({static_cast<int>(n), tile == 0, tile + 1 == problem.q_tiles[n]});
+  for (std::size_t n = 0; n < q_tiles_of.size(); ++n)
+    for (int tile = 0; tile < q_tiles_of[n]; ++tile)
+      all.push_back({static_cast<int>(n), tile == 0, tile + 1 == q_tiles_of[n]});
   const int count = static_cast<int>(all.size());
 
   auto& producer = model.agent("producer");
@@ -325,7 +389,8 @@ BarrierModel backward_model(const BackwardProblem& problem) {
   producer.acquire(q_tiles, count).write(said[count % kept], count).commit(q_tiles, count);
 
   for (int wg = 0; wg < kGroups; ++wg) {
-    const Ring dq = model.ring(fmt::format("dQ of warpgroup {}", wg), 1, 1, 1);
+    const Ring dq =
+        ring_of(model, "dQ of a warpgroup", facts_of<sm90::DqRing<P>>(smem, wg), kThreadsOfGroup, 1);
     auto& consumer = model.agent(fmt::format("warpgroup {}", wg));
     const auto both = [&](const std::vector<int>& buffers, int place, int content, bool begin) {
       for (int half = 0; half < kGroups; ++half) {
@@ -352,9 +417,9 @@ BarrierModel backward_model(const BackwardProblem& problem) {
       consumer.read(v, all[i].kv_tile).end_read(k);  // dP = dO V^T
       both(q, stage, i, false);
       both(dout, dout_stage, i, false);
-      if (!problem.wide && i > 0 && !problem.skips_ds_wait) consumer.wait_full(ds_tiles, i - 1);
+      if (!kWide && i > 0 && !skips_ds_wait) consumer.wait_full(ds_tiles, i - 1);
       consumer.write(ds[i % 2 * kGroups + wg], i);
-      if (problem.wide) {
+      if (kWide) {
         consumer.commit(ds_tiles, i).wait_full(ds_tiles, i);
         multiply_ds_k(i, [&] { consumer.begin_read(own_dout, i).begin_read(own_q, i); });
         consumer.end_read(own_dout).acquire(dq, i).write(own_dout, -2 - i);  // dQ over dO
@@ -386,11 +451,11 @@ BarrierModel backward_model(const BackwardProblem& problem) {
     auto& adder = model.agent(fmt::format("adder of warpgroup {}", wg));
     for (int i = 0; i < count; ++i) {
       adder.wait_full(dq, i).begin_read(said[i % kept], i).read(dq, i);
-      if (problem.wide) {
+      if (kWide) {
         adder.read(dout[i % dout_stages * kGroups + wg], -2 - i).read(q[i % stages * kGroups + wg], -2 - i);
       }
       adder.end_read(said[i % kept]).release(dq, i);
-      if (problem.wide) adder.release(douts, i).release(q_tiles, i);
+      if (kWide) adder.release(douts, i).release(q_tiles, i);
     }
     adder.wait_full(dq, count).read(said[count % kept], count);
   }
@@ -489,19 +554,12 @@ BarrierModel shared_tile_model(const SharedTileProblem& problem) {
 }
 
 TEST(BackwardBarriers, NoInterleavingGoesWrong) {
-  for (const BackwardProblem& problem :
-       {BackwardProblem{.q_tiles = {2, 1}}, BackwardProblem{.q_tiles = {3}, .dout_stages = 1},
-        BackwardProblem{.q_tiles = {1, 2}, .stages = 1, .dout_stages = 1}}) {
-    BarrierModel model = backward_model(problem);
-    EXPECT_EQ(model.explore(), "");
-    EXPECT_GT(model.states(), 100u);
-  }
+  expect_right(backward_model<BackwardKernel<128, 128, 2>>({2, 1}));
+  expect_right(backward_model<BackwardKernel<128, 128, 1>>({1, 2}));
 }
 
 TEST(BackwardBarriers, NoInterleavingOfWideHeadsGoesWrong) {
-  for (const BackwardProblem& problem : {BackwardProblem{.q_tiles = {2, 1}, .wide = true},
-                                         BackwardProblem{.q_tiles = {2, 1}, .dout_stages = 1, .wide = true}})
-    EXPECT_EQ(backward_model(problem).explore(), "");
+  expect_right(backward_model<BackwardKernel<192, 64, 2>>({2, 1}));
 }
 
 TEST(BackwardBarriers, NoInterleavingOfCtasThatSplitColumnsGoesWrong) {
@@ -522,7 +580,7 @@ TEST(BackwardBarriers, TilesOverwrittenWhileTheOtherCtaNeedsThemAreFound) {
 }
 
 TEST(BackwardBarriers, DsThatIsOverwrittenWhileItIsReadIsFound) {
-  EXPECT_NE(backward_model({.q_tiles = {4}, .skips_ds_wait = true}).explore(), "");
+  EXPECT_NE((backward_model<BackwardKernel<128, 128, 2>>({4}, true).explore()), "");
 }
 
 }  // namespace

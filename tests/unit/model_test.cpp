@@ -13,6 +13,7 @@
 #include "autotune/space.hpp"
 #include "flashjit/flashjit.hpp"
 #include "plan/family.hpp"
+#include "plan/sm90.hpp"
 #include "support/built.hpp"
 
 namespace flashjit::autotune {
@@ -143,6 +144,23 @@ TEST(Model, EmptyShapesAreNoTrouble) {
   }
 }
 
+struct FastestOfStudy {
+  std::string spec, shape, best;
+};
+/// The lines of tuner_study.py: "spec",shape,... with the fastest configuration as the eighth cell.
+std::vector<FastestOfStudy> fastest_of_study(std::istream& file) {
+  std::vector<FastestOfStudy> all;
+  std::string line;
+  for (std::getline(file, line); std::getline(file, line);) {
+    const std::size_t end = line.find('"', 1);  // a spec may have commas
+    std::vector<std::string> cells;
+    std::istringstream rest(line.substr(end + 2));
+    for (std::string cell; std::getline(rest, cell, ',');) cells.push_back(cell);
+    all.push_back({line.substr(1, end - 1), cells.at(0), cells.at(6)});
+  }
+  return all;
+}
+
 /// The columns that the benchmark's table has under its header.
 struct Figures {
   std::vector<std::map<std::string, std::string>> rows;
@@ -164,6 +182,34 @@ struct Figures {
     }
   }
 };
+
+/// The first of the candidates by a cost.
+template <class Cost>
+TileConfig cheapest(const std::vector<TileConfig>& all, const Cost& cost) {
+  return *std::ranges::min_element(all, {}, cost);
+}
+
+// ../../autotune/README.md#two-cost-models
+TEST(Model, TheHeuristicsEstimateIsForFewTilesAndTheModelForAll) {
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  int by_heuristic = 0, by_model = 0, by_estimate = 0;
+  std::ifstream file(test::sources() + "/tools/bench/results/h100_tuner.csv");
+  for (const auto& [spec, shape, best] : fastest_of_study(file)) {
+    const Problem p = problem_of(spec, shape);
+    if (p.spec.pass != Pass::forward) continue;
+    const Model model(p, device);
+    const std::vector<TileConfig> all = candidates(model, {Family::sm90});
+    const auto is_best = [&](const TileConfig& config) { return to_string(config) == best; };
+    by_heuristic += is_best(all.front());
+    by_model += is_best(cheapest(all, [&](const TileConfig& c) { return model.predict(c).ms; }));
+    by_estimate += is_best(cheapest(all, [&](const TileConfig& c) {
+      return plan::hopper::estimated_time(model.spec(), p.shape, c, device);
+    }));
+  }
+  EXPECT_GE(by_heuristic, 14);
+  EXPECT_GE(by_model, 12);
+  EXPECT_LT(by_estimate, by_model);
+}
 
 TEST(Model, TheH100sFiguresAreMostlyWithinAQuarter) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");

@@ -338,9 +338,15 @@ def test_latents_of_eight_bits(dtype, kpe_scale):
     for rows, keys in ((slice(0, 2), torch.cat((pages[3], pages[1]))[:7]), (slice(2, 3), pages[0, :2])):
         keys = keys[:, None]
         check((out[rows], lse[rows]), exact(q[rows], keys, keys[..., :rank], scale=0.2, causal=True))
-    for wrong in ({}, {"ckv_scale": 0.5}, {"ckv_scale": 0.5, "kpe_scale": 0.0}):
-        with pytest.raises(ValueError, match="with caches of 8 bits give a finite number above 0"):
+    for wrong in ({"ckv_scale": 0.5}, {"ckv_scale": 0.5, "kpe_scale": 0.0}):
+        with pytest.raises(
+            ValueError, match="kpe_scale is .*: with caches of 8 bits give a finite number above 0"
+        ):
             wrapper.run(*given, **wrong)
+    with pytest.raises(ValueError, match="give ckv_scale, which flashjit takes"):
+        wrapper.run(*given)
+    with pytest.raises(ValueError, match="q_pe.dtype is torch.float16, but plan.. was given torch.float32"):
+        wrapper.run(given[0], given[1].half(), *given[2:], ckv_scale=0.5, kpe_scale=0.5)
 
 
 def test_a_plan_s_tensors_may_be_on_the_host_and_on_the_device():
@@ -454,6 +460,18 @@ def test_items_do_not_see_each_other(ragged):
     }
     pool = Pool(keys=keys)
     q = [normal(n, HQ, DIM) for n in queries]
+    alone = fi.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    of_one = Pool(keys=keys[:1])
+    number = {
+        "prefix_len_ptr": given["prefix_len_ptr"][0],
+        "token_pos_in_items_ptr": given["token_pos_in_items_ptr"][:9],
+    }
+    planned(alone, (indptr(queries[:1]), *of_one.plan()), HQ, HKV, DIM, PAGE, causal=True, **number)
+    seen = seen_of_items(queries[0], keys[0], prefix[0], places[0])
+    check(
+        alone.run(q[0], of_one.cache, return_lse=True),
+        exact(q[0], of_one.k[0], of_one.v[0], scale=DIM**-0.5, seen=seen),
+    )
     if ragged:
         wrapper = fi.BatchPrefillWithRaggedKVCacheWrapper(workspace())
         planned(wrapper, (indptr(queries), indptr(keys)), HQ, HKV, DIM, causal=True, **given)

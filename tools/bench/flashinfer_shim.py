@@ -168,6 +168,8 @@ def _exact(
         group = qi.shape[1] // ki.shape[1]
         ki = (ki.double().cpu() * _number(scales.k, ki.shape[1])[:, None]).repeat_interleave(group, 1)
         vi = (vi.double().cpu() * _number(scales.v, vi.shape[1])[:, None]).repeat_interleave(group, 1)
+        if s.rope is not None:
+            qi, ki = _rotated(qi, len(ki) - len(qi), s.rope), _rotated(ki, 0, s.rope)
         score = torch.einsum("qhd,khd->hqk", qi * _number(scales.q, qi.shape[1])[:, None], ki) * scale
         nq, nk = score.shape[1:]
         at, key = torch.arange(nq)[:, None], torch.arange(nk)
@@ -176,8 +178,12 @@ def _exact(
         if s.logits_soft_cap:
             score = s.logits_soft_cap * torch.tanh(score / s.logits_soft_cap)
         seen = torch.ones(nq, nk, dtype=torch.bool)
-        if s.causal:
+        if s.causal or s.items is not None:
             seen &= key <= at + nk - nq
+        if s.items is not None:
+            prefix, last = int(s.items.prefix[i]), at + nk - nq
+            place = s.items.places[i].cpu()[(last - prefix).clamp(min=0)]
+            seen &= (last < prefix) | (key < prefix) | (key > last - place)
         if s.window_left >= 0:
             seen &= key >= at + nk - nq - s.window_left
         if s.mask is not None:
@@ -198,6 +204,14 @@ def _exact(
         out[chosen] = torch.einsum("hqk,khd->qhd", p, vi)
         lse[chosen] = total.T
     return out, lse
+
+
+def _rotated(x: torch.Tensor, start: int, rope: tuple[float, float]) -> torch.Tensor:
+    scale, theta = rope
+    pairs = torch.arange(0, x.shape[2], 2, dtype=torch.float64) / x.shape[2]
+    angle = (torch.arange(len(x)) + start)[:, None, None] * (theta**-pairs / scale)
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1)
 
 
 def _rows_slopes(heads: int) -> torch.Tensor:

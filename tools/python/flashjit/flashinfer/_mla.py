@@ -90,6 +90,7 @@ class BatchMLAPagedAttentionWrapper(_Paged):
         The two caches are best views of one tensor [pages, rows of a page, 576]; else they are copied in each call.
         ckv_scale, kpe_scale: numbers, of caches of 8 bits alone; where they differ, q_pe is multiplied in a launch of its own."""
         refuse(ckv_scale_arr=ckv_scale_arr, o_scale=o_scale)
+        self._check_types(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         check_tensor("q_pe", q_pe, "all rows, h, 64")
         check_tensor("ckv_cache", ckv_cache, "pages, rows of a page, 512")
         check_tensor("kpe_cache", kpe_cache, "pages, rows of a page, 64")
@@ -127,6 +128,14 @@ class BatchMLAPagedAttentionWrapper(_Paged):
             packed = packed.contiguous() if lse is None else lse.copy_(packed)
             return (o, packed) if return_lse else o
 
+    def _check_types(self, **given: Any) -> None:
+        for name, x in given.items() if self._rows is not None else ():
+            planned = self._q_dtype if name[0] == "q" else self._kv_dtype
+            if isinstance(x, Tensor) and x.dtype != planned:
+                raise InvalidArgument(
+                    f"{name}.dtype is {x.dtype}, but plan() was given {planned}: give a tensor of this type, or plan again."
+                )
+
 
 def _read_latents(latents: Tensor, ckv_scale: Any, kpe_scale: Any) -> tuple[Tensor, dict[str, Any], float]:
     """K as attention() takes it, its arguments for 8 bits, and what the rotated columns of Q are multiplied with: one scale is K's."""
@@ -137,6 +146,10 @@ def _read_latents(latents: Tensor, ckv_scale: Any, kpe_scale: Any) -> tuple[Tens
                 f"ckv_scale and kpe_scale are for caches of 8 bits, and ckv_cache is {latents.dtype}: leave them out."
             )
         return latents, {}, 1.0
+    if ckv_scale is None:
+        raise InvalidArgument(
+            "Exactly one of ckv_scale or ckv_scale_arr is wanted with caches of 8 bits: give ckv_scale, which flashjit takes."
+        )
     for name, scale in zip(("ckv_scale", "kpe_scale"), given):
         if isinstance(scale, Tensor) or scale is None or not (0 < float(scale) < math.inf):
             raise InvalidArgument(f"{name} is {scale!r}: with caches of 8 bits give a finite number above 0.")

@@ -103,7 +103,7 @@ def read_items(
     longest = longest or given.numel() // max(1, keys.numel())
     for row, own in zip(table, given.split(longest) if longest else ()):
         row[: len(own)] = own[: len(row)]
-    return Items(prefix.to(device=device, dtype=torch.int32), table.to(device))
+    return Items(prefix.reshape(-1).to(device=device, dtype=torch.int32), table.to(device))
 
 
 def refuse(**given: Any) -> None:

@@ -216,20 +216,22 @@ def reason(error):
 
 
 class Report:
-    """Rows as CSV and as lines of a table, and the failures to end with."""
+    """Rows as CSV and as lines of a table, and the failures to end with. A file is there from its first row on: of a run that
+    ends before, the last one's stays."""
 
     def __init__(self, path, columns, constants):
-        self.columns, self.constants = columns, constants
-        self.file = open(path, "w", newline="") if path else None
-        self.writer = csv.writer(self.file) if self.file else None
-        if self.writer:
-            self.writer.writerow(columns)
+        self.columns, self.constants, self.path = columns, constants, path
+        self.file = self.writer = None
         self.failures, self.rows = [], []
 
     def row(self, **values):
         values = {**self.constants, **values}
         self.rows.append(values)
         text = {name: f"{x:.4f}" if isinstance(x, float) else str(x) for name, x in values.items()}
+        if self.path and not self.file:
+            self.file = open(self.path, "w", newline="")
+            self.writer = csv.writer(self.file)
+            self.writer.writerow(self.columns)
         if self.writer:
             self.writer.writerow([text.get(name, "") for name in self.columns])
             self.file.flush()

@@ -196,7 +196,7 @@ def run_part(
         child = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"@{batch}"],
             cwd=tests,
-            env={**environment(args), "FLASHINFER_SUITE_LOG": str(log)},
+            env={**environment(args), "FLASHINFER_SUITE_LOG": str(log), "FLASHINFER_SUITE_CASES": str(batch)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             preexec_fn=lambda: limit_memory(args),

@@ -11,7 +11,7 @@ import sys
 import types
 from typing import Any
 
-#: Their absence is what an engine asks about: other platforms' packages.
+#: Their absence is what an engine or transformers asks about: packages of other platforms, and optional ones.
 PLATFORMS = (
     "torch_npu",
     "aiter",
@@ -21,6 +21,8 @@ PLATFORMS = (
     "mlx",
     "torchada",
     "torch_mlu",
+    "torchcodec",
+    "flash_attn",
 )
 
 
@@ -48,12 +50,20 @@ def _named(name: str) -> Any:
         name,
         (),
         {
-            "__init__": lambda self, *_, **__: None,
+            "__init__": _no_tensors,
             "__call__": lambda self, given=None, *_, **__: given,
             "__module__": "absent",
             "__get_pydantic_core_schema__": classmethod(lambda *_: _anything()),
         },
     )
+
+
+def _no_tensors(self: Any, *given: Any, **named: Any) -> None:
+    """A function that computes is needed, not stood for."""
+    if any("Tensor" in type(x).__name__ for x in (*given, *named.values())):
+        raise RuntimeError(
+            f"{type(self).__name__} is of a package that is absent, and was called with a tensor"
+        )
 
 
 def _anything() -> Any:

@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
 """SGLang on flashjit beside SGLang on its own attention: tokens and log probabilities of tiny models of random weights.
 
-    tools/bench/sglang_tokens.py --models llama qwen3 mistral [--page 16] [--device cuda --own triton]
+    tools/bench/sglang_tokens.py --models llama qwen3 mistral [--page 16] [--device cuda --own triton --dtype bfloat16]
 
 SGLang's model runner, pools, batches and layers run in this process, as in its benchmark of one batch: prompts are extended in
 two parts, then decoded greedily. Each model runs twice, in processes of its own. It prints how many tokens agree and the
 largest difference of a log probability. Needs SGLang and transformers; the packages that SGLang imports and does not call here
-need not be installed.
+need not be installed. On a GPU (--device cuda) flashjit decodes in CUDA graphs, and SGLang's other layers are PyTorch's, as its
+own kernels are one such package.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -45,10 +47,21 @@ def prompts() -> list[list[int]]:
     return [[x + 3 if x < 3 else x for x in prompt] for prompt in made]
 
 
+def without_own_kernels() -> None:
+    """SGLang's layers by PyTorch, and rows stored in its pool by PyTorch, too."""
+    os.environ.setdefault("SGLANG_FORCE_FUSED_OP_BACKEND", "torch")
+    os.environ.setdefault("SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK", "1")
+    import sglang.kernels.ops.kvcache.kvcache as kernels
+
+    kernels.can_use_store_cache = lambda *_, **__: False
+
+
 def generate(folder: str, which: str, answer: pathlib.Path, args: argparse.Namespace) -> None:
     import absent_packages
 
-    absent_packages.install("sglang", ALWAYS_ABSENT)
+    absent_packages.install("sglang", ALWAYS_ABSENT + (("sgl_kernel",) if args.device == "cuda" else ()))
+    if args.device == "cuda":
+        without_own_kernels()
     import flashjit.sglang
     import sglang.benchmark.one_batch as engine
     from vllm_tokens import count_calls
@@ -84,11 +97,13 @@ def loaded(folder: str, backend: str, engine: Any, args: argparse.Namespace) -> 
         page_size=args.page,
         max_total_tokens=4096,
         mem_fraction_static=0.3,
-        disable_cuda_graph=args.device == "cpu",
+        disable_cuda_graph=args.device == "cpu" or backend == "torch_native",
         sampling_backend="pytorch",
         disable_overlap_schedule=True,
         context_length=512,
         max_running_requests=8,
+        disable_prefill_cuda_graph=True,
+        **({"cuda_graph_bs_decode": [1, 2, 4, 8]} if args.device == "cuda" else {}),
     )
     arguments.resolve_once()
     engine._set_envs_and_config(arguments)

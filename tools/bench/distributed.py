@@ -9,6 +9,7 @@ what simulator.py predicts of them. The time of a call is the slowest rank's, fr
     python3 tools/bench/distributed.py --lib build/libflashjit.so --gpus 2,4,8 --tokens 65536,262144,1048576 \
         --csv tools/bench/results/h100_scaling.csv     # the scaling run
     python3 tools/bench/distributed.py --lib build/libflashjit.so --cpu --gpus 2,4,8 --tokens 256   # the same without GPUs
+    python3 tools/bench/distributed.py --lib build/libflashjit.so --schemes ulysses,pytorch_ring,pytorch_all_gather   # beside PyTorch's
 
 Columns: ms is the slowest rank's time, alone_ms one GPU's, scaling alone_ms / ms, imbalance the slowest over the fastest
 rank's time at its kernels from 64k tokens on, predicted_ms the simulator's, memory_gb the peak of a rank's allocations,
@@ -29,6 +30,8 @@ try:
     import torch
     import torch.distributed as dist
     import torch.multiprocessing as mp
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 except ImportError as error:
     print(f"distributed: PyTorch is needed: {error}", file=sys.stderr)
     sys.exit(3)
@@ -42,6 +45,10 @@ HEADS, HEADS_KV, DIM, LAYOUT, INNER = 32, 8, 128, "zigzag", 2
 IN_A_ROW = 4  # calls, as a model has them: the host prepares one while the GPU computes another
 LONG = 5.0  # seconds of a call of which one is measured: check() has compiled it
 PROFILED = 65536  # tokens from which ranks' kernels are compared
+PYTORCHS = {
+    "pytorch_ring": "alltoall",
+    "pytorch_all_gather": "allgather",
+}  # how PyTorch's context parallelism sends K and V
 FIELDS = (
     "device",
     "ranks",
@@ -88,6 +95,7 @@ class Team:
 
     def __init__(self, rank, ranks, device, causal=True):
         self.rank, self.ranks, self.device, self.causal = rank, ranks, device, causal
+        self.pytorchs = None
         self.pairs = (
             dist.device_mesh.init_device_mesh(device.type, (ranks // INNER, INNER))
             if ranks % INNER == 0 and ranks > INNER
@@ -95,10 +103,31 @@ class Team:
         )
 
     def attend(self, scheme, **given):
+        if scheme in PYTORCHS:
+            return self.attend_by_pytorch(PYTORCHS[scheme])
         group = self.pairs if scheme == "two_level" else None
         return lambda q, k, v: fd.distributed_attention(
             q, k, v, scheme=scheme, layout=LAYOUT, causal=self.causal, group=group, **given
         )
+
+    def attend_by_pytorch(self, how):
+        """torch.distributed.tensor.experimental.context_parallel over cuDNN, which lays a sequence out as zigzag does. A ring's steps
+        have as many heads of K and V as of Q."""
+        from torch.distributed.tensor.experimental import _attention, context_parallel
+
+        if self.pytorchs is None:  # is never left, as a backward pass needs it, too
+            mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.ranks,))
+            rows = torch.zeros(2 * self.ranks, device=self.device)
+            self.pytorchs = context_parallel(mesh, buffers=[rows], buffer_seq_dims=[0])
+            self.pytorchs.__enter__()
+
+        def attend(q, k, v):
+            _attention.set_rotate_method(how)
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+
+        return attend
 
     def one(self, q, k, v):
         """On this rank's GPU alone."""
@@ -186,13 +215,15 @@ def row_of(team, tokens, scheme, reserved, name, seconds, alone_seconds, imbalan
     problem = simulator.Problem(tokens, HEADS, HEADS_KV, DIM, causal=team.causal)
     both = name == "both"
     inner = INNER if scheme == "two_level" else 1
-    predicted = sum(
-        simulator.simulate(problem, team.ranks, scheme, LAYOUT, backward=backward, inner=inner).seconds
-        for backward in ([False, True] if both else [False])
-    )
-    formula = simulator.memory_bytes(problem, team.ranks, scheme, both, inner)
-    if not both:  # in which dO is here, too
-        formula += problem.q_bytes(tokens // team.ranks)
+    predicted = formula = 0
+    if scheme in simulator.SCHEMES:
+        predicted = sum(
+            simulator.simulate(problem, team.ranks, scheme, LAYOUT, backward=backward, inner=inner).seconds
+            for backward in ([False, True] if both else [False])
+        )
+        formula = simulator.memory_bytes(problem, team.ranks, scheme, both, inner)
+        if not both:  # in which dO is here, too
+            formula += problem.q_bytes(tokens // team.ranks)
     device = torch.cuda.get_device_name() if team.device.type == "cuda" else "CPU"
     milliseconds = lambda x: f"{x * 1e3:.3f}" if x else ""
     return dict(
@@ -212,7 +243,7 @@ def row_of(team, tokens, scheme, reserved, name, seconds, alone_seconds, imbalan
                 f"{imbalance:.3f}" if imbalance else "",
                 milliseconds(predicted),
                 f"{memory / 1e9:.3f}" if memory else "",
-                f"{formula / 1e9:.3f}",
+                f"{formula / 1e9:.3f}" if formula else "",
             ),
         )
     )

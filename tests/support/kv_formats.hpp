@@ -13,7 +13,7 @@ namespace flashjit::test {
 
 inline const std::string kBookOf32 =
     "book(-40,-36,-32,-28,-25,-22,-19,-16,-14,-12,-10,-8,-6,-4,-2.5,-1,1,2.5,4,6,8,10,12,14,16,19,22,25,28,"
-    "32,36,41):g64:fp16";
+    "32,36,40):g64:fp16";
 
 /// Formats with and without names, of which heads of 128 columns have rows.
 inline const std::vector<std::string>& kv_formats_of_128() {

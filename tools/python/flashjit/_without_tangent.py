@@ -19,7 +19,7 @@ _LACKING: Sequence[tuple[str, str, str]] = (
     (
         r":weight_mod\b",
         "weight_mod",
-        "compute such weights without flashjit where a derivative of the derivative is needed",
+        "take gradients by reverse mode and once, or compute such weights without flashjit",
     ),
     (r":indices\b", "indices", "give k and v of the listed keys alone, or a mask_mod in place of the lists"),
     (r":(cache|pages\d+|slots)\b", "a cache", _AS_TENSORS),

@@ -116,6 +116,11 @@ struct Epilogue {
   /// whose largest score lies below each row's maximum so far by more than -log(threshold), a number at the
   /// call: see ForwardArgs::skip_softmax_threshold. Not with dropout and weights().
   bool skip_softmax = false;
+  /// With q_codes: of how many KV tiles the tensor cores may sum up P V, one, four or all, before the sum
+  /// goes to fp32. Hopper's sum codes with about 14 bits, so the error of O grows with the tiles where V's
+  /// mean is not zero; more tiles are faster (tools/docs/eight-bits.md). Where they are not, fewer are
+  /// summed.
+  PvSums pv_sums = PvSums::of_tile;
   /// Forward only: O is stored as codes with scales, which are found or applied in fp32, after out_mod:
   ///   e4m3                        FP8: O / ForwardArgs::out_scale, a number of the call on the device
   ///   e4m3:row:fp32:apart         FP8, with a scale for each row of a head, its largest magnitude / 448, in

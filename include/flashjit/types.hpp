@@ -46,6 +46,10 @@ enum class DType : std::uint8_t {
 /// and floats as float.
 enum class ElementType : std::uint8_t { fp32, fp16, bf16, int32, int64, int16, int8, uint8, boolean };
 
+/// Of how many KV tiles the tensor cores may sum up P V, where Q, K and V are of 8 bits: see
+/// Epilogue::pv_sums.
+enum class PvSums : std::uint8_t { of_tile, of_four, of_all };
+
 /// Kernel families, in order of preference. Each is named after the instructions it needs.
 enum class Family : std::uint8_t {
   sm90,  ///< wgmma, TMA: sm_90a, fp16 and bf16

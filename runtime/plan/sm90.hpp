@@ -34,6 +34,13 @@ inline int converters(const AnalysedSpec& spec, const TileConfig& c) {
   return sm90::converters(spec.has_scales() || spec.decodes_kv(), spec.prologue.q_codes);
 }
 
+/// Whether the tensor cores sum up P V of codes over KV tiles (templates/sm90/forward_code_sums.cuh).
+inline bool sums_tiles(const AnalysedSpec& spec) {
+  const PvSums sums = spec.epilogue.pv_sums;
+  return spec.prologue.q_codes && !spec.has_key_scales() && !spec.programs.has_score && !spec.dropout &&
+         sm90::sums_tiles(sums == PvSums::of_four, sums == PvSums::of_all, spec.v_dim());
+}
+
 inline bool is_narrow(const AnalysedSpec& spec) {
   return std::max(spec.head_dim, spec.v_dim()) <= sm90::kSliceColumns;
 }

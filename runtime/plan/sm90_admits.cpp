@@ -35,6 +35,11 @@ sm90::ForwardGroups forward_groups(const AnalysedSpec& spec, const TileConfig& c
 /// A consumer thread's values of S, P, O, what finds the bias tile, and the gradients: what cannot be traded
 /// away by the compiler.
 int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
+  if (sums_tiles(spec)) {
+    const bool all = spec.epilogue.pv_sums == PvSums::of_all;
+    const int o = all ? spec.v_dim() / 2 : spec.v_dim() + (spec.has_block_map() ? 8 : 0);
+    return o + c.bc / 2 + (sm90::overlaps_sums(spec.v_dim()) ? c.bc / 4 : 0);
+  }
   if (spec.prologue.q_codes) {  // P V begins when S is P
     const int parts = sm90::pv_parts(spec.v_dim(), true, true);
     const int at_a_time = sm90::pv_parts_at_a_time(parts, c.warps / kGroupWarps);

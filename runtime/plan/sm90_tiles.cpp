@@ -59,6 +59,20 @@ std::vector<TileConfig> code_preferences(const AnalysedSpec& spec) {
   return choices;
 }
 
+/// The same where the tensor cores sum up P V over KV tiles: above 64 columns two groups with larger tiles.
+std::vector<TileConfig> code_sum_preferences(const AnalysedSpec& spec) {
+  std::vector<TileConfig> choices;
+  for (const int warps : {12, 8, 4})
+    for (const int bc : {192, 160, 128, 96, 64, 32}) {
+      const TileConfig c = forward_config(warps, bc, 2);
+      if (warps == 12 && (bc < 96 || bc > 128 || !is_narrow(spec))) continue;
+      if (!is_admitted(spec, c)) continue;
+      choices.push_back(c);
+      break;
+    }
+  return choices;
+}
+
 /// With Q of 8 bits, too: the largest that are admitted. Three warpgroups hide each other's waits, where
 /// registers hold no more than the plain softmax: d128 4k 628 us instead of 691, causal 367 instead of 391.
 /// Not with fewer than 96 keys: 844 with 64.
@@ -358,6 +372,7 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
   if (!is_forward(spec)) return backward_preferences(spec);
   const int d = std::max(spec.head_dim, spec.v_dim());
   if (d > kMostColumns) return wide_preferences(spec);
+  if (sums_tiles(spec)) return code_sum_preferences(spec);
   if (spec.prologue.q_codes) return code_product_preferences(spec);
   if (converts(spec)) return code_preferences(spec);
   std::vector<TileConfig> choices = d <= 128   ? preferences_to_128(spec)

@@ -66,6 +66,11 @@ void check_formats(const AttentionSpec& spec) {
         "or int8, or leave it out",
         format_text(spec));
   if (std::max(k.keys, v.keys) > 0) check_groups_of_keys(spec);
+  if (!spec.prologue.q_codes && spec.epilogue.pv_sums != PvSums::of_tile)
+    refuse(
+        "pv_sums is set, but Q is {}: only products of codes are summed with few bits; set q_codes, or leave "
+        "it out",
+        to_string(spec.dtype));
   if (!spec.prologue.q_codes) return;
   if (!spec.has_scales())
     refuse(

@@ -221,8 +221,9 @@ bool read_format(FieldReader& reader, std::string_view field, AttentionSpec& spe
 void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spec) {
   for (const plan::SpecOption& option : plan::kSpecOptions) {
     if (field != option.text) continue;
-    const bool is_layout = field == "kvlen" || field == "cache";  // which one text may name once
-    reader.once(field, is_layout ? "the layout of K and V" : field);
+    // What one text may name once.
+    const bool is_layout = field == "kvlen" || field == "cache", is_sums = field.starts_with("sums");
+    reader.once(field, is_layout ? "the layout of K and V" : is_sums ? "pv_sums" : field);
     return option.turn_on(spec);
   }
   if (const auto blocks = reader.pair(field, "map")) {

@@ -121,18 +121,18 @@ std::string function(const std::string& name, const Multiplication& of) {
 /// The forward pass's products of codes. P is e4m3, and the tile of V is V^T.
 std::string functions_of_codes(const AnalysedSpec& spec, const TileConfig& config) {
   const DType type = spec.kv_type();
-  const int columns = sm90::tile_columns(spec.head_dim, true);
+  const int columns = sm90::tile_columns(spec.head_dim, true),
+            parts = hopper::sums_tiles(spec) ? 1 : sm90::pv_parts(spec.v_dim(), true, true);
   return function("multiply_scores", {{type, config.bc},
                                       Left::shared,
                                       "",
                                       along_columns(sm90::kWarpgroupRows, columns),
                                       along_columns(config.bc, columns)}) +
-         function("multiply_output",
-                  {{DType::e4m3, type, spec.v_dim() / sm90::pv_parts(spec.v_dim(), true, true)},
-                   Left::registers,
-                   "",
-                   {},
-                   along_columns(spec.v_dim(), sm90::tile_columns(config.bc, true))});
+         function("multiply_output", {{DType::e4m3, type, spec.v_dim() / parts},
+                                      Left::registers,
+                                      "",
+                                      {},
+                                      along_columns(spec.v_dim(), sm90::tile_columns(config.bc, true))});
 }
 
 }  // namespace

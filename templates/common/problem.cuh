@@ -36,6 +36,8 @@ struct ExampleProblem {
   static constexpr bool kSwizzledScales = false;  // forward: scales of blocks of O: out_scales.cuh
   static constexpr bool kKeyScales = false;       // scales of keys or pages; else a head has one
   static constexpr bool kQCodes = false;          // Q is of KvElement, too
+  static constexpr bool kSumsOfFour = false;      // forward: the tensor cores may sum P V of four KV tiles
+  static constexpr bool kSumsAll = false;         // forward: or of all: sm90/forward_code_sums.cuh
   static constexpr bool kQRope = false;           // forward: Q's columns behind V's are a tensor of their own
   static constexpr bool kFp32Out = false;         // O is fp32, whatever Q is
   static constexpr bool kRunningState =

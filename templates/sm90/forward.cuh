@@ -5,6 +5,7 @@
 #pragma once
 
 #include "flashjit/async/warp_roles.cuh"
+#include "flashjit/sm90/forward_code_sums.cuh"
 #include "flashjit/sm90/forward_codes.cuh"
 #include "flashjit/sm90/forward_held_q.cuh"
 #include "flashjit/sm90/forward_mainloop.cuh"
@@ -222,7 +223,7 @@ template <class P>
 using Consumer = Conditional<
     kHasFewRows<P>, FewRowsConsumer<P>,
     Conditional<kSharesRows<P>, WideConsumer<P>,
-                Conditional<kCodeProducts<P>, QuantizedConsumer<P>,
+                Conditional<kCodeProducts<P>, CodeConsumer<P>,
                             Conditional<P::kSkipSoftmax, SkippingConsumer<P>, PlainConsumer<P>>>>>;
 
 template <class P>

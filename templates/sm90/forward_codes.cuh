@@ -197,6 +197,33 @@ __device__ __forceinline__ void add_pv(OAccumulator<P>& o, const POperand<P>& co
   for (int part = kParts + 1 - kBuffers; part < kParts; ++part) add(part);
 }
 
+// How O = rescale O + P V of a KV tile is found; PvSum<P> names one of these types.
+
+/// The tensor cores sum up one KV tile, and registers all.
+template <class P>
+struct SumOfTile {
+  static __device__ __forceinline__ void add(OAccumulator<P>& o, const POperand<P>& codes, unsigned v,
+                                             const float (&rescale)[2]) {
+    add_pv<P>(o, codes, v, rescale);
+  }
+};
+/// The tensor cores sum up all of a work tile's.
+template <class P>
+struct SumOfAll {
+  static __device__ __forceinline__ void add(OAccumulator<P>& o, const POperand<P>& codes, unsigned v,
+                                             const float (&rescale)[2]) {
+    rescale_o<P>(o, rescale);
+    pin(o);
+    wgmma_fence();
+    P::multiply_output(o, codes, tile_descriptor(v, 0), 1);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(o);
+  }
+};
+template <class P>
+using PvSum = Conditional<kSumsTiles<P>, SumOfAll<P>, SumOfTile<P>>;
+
 /// Whether a warpgroup's turn ends when it has P, and not when S has started: then one's softmax runs beside
 /// the other's products. Three warpgroups have too little time for such turns above 64 columns.
 /// NOTES.md#products-of-8-bits
@@ -258,7 +285,7 @@ __device__ __forceinline__ void consume_codes(const Params& p, const TensorMaps&
       if (kTurnEndsWithP<P>) ping_pong_arrive(smem, wg);
       if constexpr (P::kDropout) drop_codes(p, work, rows, kv_begin, codes);
       VRing<P>::wait_full(smem, n);
-      add_pv<P>(o, codes, smem.v(n), rescale);  // O = exp2(m before - m) O + P V
+      PvSum<P>::add(o, codes, smem.v(n), rescale);  // O = exp2(m before - m) O + P V
       VRing<P>::release(smem, n);
     }
     if (Storage::kQStages == 2) QRing<P>::release(smem, wg, round);

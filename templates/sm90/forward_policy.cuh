@@ -118,6 +118,12 @@ constexpr bool kSoftmaxOfScores = P::kHasScore || kKeyFactors<P>;
 template <class P>
 constexpr bool kAddsScoreLine = P::kScoreLine && !kKeyFactors<P> && !P::kWeightMod && !P::kSkipSoftmax;
 
+/// The tensor cores sum up P V of several KV tiles, or of all: see forward_code_sums.cuh. A score program and
+/// dropout leave too few registers.
+template <class P>
+constexpr bool kSumsTiles = kCodeProducts<P>&& sums_tiles(P::kSumsOfFour, P::kSumsAll, P::kHeadDimV) &&
+                            !P::kKeyScales && !P::kHasScore && !P::kDropout;
+
 /// Columns of tiles of Q and K.
 template <class P>
 constexpr int kQkColumns = tile_columns(P::kHeadDim, kCodeProducts<P>);

@@ -73,6 +73,12 @@ constexpr int few_rows_registers(int ctas) {
   return each < 240 ? each : 240;
 }
 
+/// Whether the tensor cores sum up P V of codes over KV tiles, if they may: two accumulators of O fit beside
+/// S for up to 128 columns.
+constexpr bool sums_tiles(bool four, bool all, int columns) { return all || (four && columns <= 128); }
+/// Whether P V then runs beside the softmax of the next KV tile, whose S is in registers, too.
+constexpr bool overlaps_sums(int columns) { return columns <= 128; }
+
 /// Whether a product of the forward pass is one asm statement for all its steps of 16 columns, or a statement
 /// for each step. One statement compiles faster by 8% and more, but with fewer columns ptxas then orders the
 /// code differently, which is up to 3% slower.

@@ -720,6 +720,8 @@ TEST(KernelsOfProductsOfCodes, CompileWithoutSpillsOnHopper) {
   for (const char* text :
        {"fwd:bf16:d256:kve4m3:q_codes", "fwd:bf16:d256:kve4m3:q_codes:causal:varlen:pages16",
         "fwd:bf16:d240:kve5m2:q_codes:causal:fp32_out", "fwd:bf16:d208:kve4m3:q_codes:kvlen:sinks",
+        "fwd:bf16:d256:kve4m3:q_codes:sums_all:causal", "fwd:bf16:d128:kve4m3:q_codes:sums4:varlen:pages16",
+        "fwd:bf16:d128:kve4m3:q_codes:sums_all", "fwd:fp16:d64:kve4m3:q_codes:sums_all:causal",
         "fwd:bf16:d128:kve4m3:q_codes:score{bias: bf16 4d; score + bias[b, h, q, kv]}",
         "fwd:bf16:d64:kve4m3:q_codes:score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}:causal",
         "fwd:bf16:d128:kve4m3:q_codes:score{by_key: fp32 2d; score + by_key[b, kv]}:causal"})

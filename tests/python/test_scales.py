@@ -71,6 +71,24 @@ def test_queries_are_codes_times_scales(dtype, size, out_dtype):
     assert (got.float() - want).norm() <= (4e-2 if DEVICE == "cuda" else 4e-3) * want.norm()
 
 
+@pytest.mark.parametrize("sums", [4, "all"])
+def test_sums_in_the_tensor_cores(sums):
+    q, codes, (k_scale, v_scale), _ = tensors(torch.float8_e4m3fn, BATCH, HEADS_KV)
+    q = codes_of(q, 0.01, torch.float8_e4m3fn)
+    given = {
+        "causal": True,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "q_scale": torch.tensor(0.01, device=DEVICE),
+    }
+    got = attention(q, *codes, **given, pv_sums=sums)
+    torch.testing.assert_close(got, attention(q, *codes, **given, pv_sums=1), atol=1e-2, rtol=2e-2)
+    with pytest.raises(flashjit.InvalidArgument, match="pv_sums is 3"):
+        attention(q, *codes, **given, pv_sums=3)
+    with pytest.raises(flashjit.InvalidArgument, match="only products of 8 bits"):
+        attention(*(x.to(DTYPE) for x in (q, *codes)), pv_sums=sums)
+
+
 def test_slots_and_pages():
     dtype, rows = torch.float8_e4m3fn, 8
     q, (k, v), (k_scale, v_scale), (k_meant, v_meant) = tensors(dtype, BATCH, HEADS_KV, KEYS)

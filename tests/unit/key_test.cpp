@@ -98,6 +98,16 @@ TEST(Key, ChangesWithEverythingThatMatters) {
        [](auto& s) {
          s.spec.kv = s.spec.kv.with(kv_format_of(DType::e4m3)), s.spec.prologue.q_codes = true;
        }},
+      {"sums4",
+       [](auto& s) {
+         s.spec.kv = s.spec.kv.with(kv_format_of(DType::e4m3)), s.spec.prologue.q_codes = true;
+         s.spec.epilogue.pv_sums = PvSums::of_four;
+       }},
+      {"sums_all",
+       [](auto& s) {
+         s.spec.kv = s.spec.kv.with(kv_format_of(DType::e4m3)), s.spec.prologue.q_codes = true;
+         s.spec.epilogue.pv_sums = PvSums::of_all;
+       }},
       {"key_scales",
        [](auto& s) { s.spec.kv = s.spec.kv.with(kv_format_of(DType::int8)), s.spec.kv.key_scales = true; }},
       {"fp32_out", [](auto& s) { s.spec.partial.fp32_out = true; }},
@@ -137,7 +147,8 @@ TEST(Key, ChangesWithEverythingThatMatters) {
                                 prologue] = spec;
   [[maybe_unused]] const auto& [deterministic, batch_invariant] = reproducible;
   [[maybe_unused]] const auto& [q_codes, q_rope, q_mod, k_mod] = prologue;
-  [[maybe_unused]] const auto& [row_max, out_mod, skip_softmax, out_format, swizzled_scales] = epilogue;
+  [[maybe_unused]] const auto& [row_max, out_mod, skip_softmax, pv_sums, out_format, swizzled_scales] =
+      epilogue;
   [[maybe_unused]] const auto& [fp32_out, fp32_grads, add_grads, dropout_place, running_state] = partial;
   [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix, k_format, v_format, key_scales] =
       kv;

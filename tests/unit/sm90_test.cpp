@@ -387,6 +387,10 @@ TEST(Sm90, MultipliesCodes) {
   for (const char* spec : {"fwd:bf16:d64:kve4m3:q_codes", "fwd:bf16:d144:kve4m3:q_codes",
                            "fwd:bf16:d192:kve4m3:q_codes:causal", "fwd:bf16:d256:kve4m3:q_codes"})
     EXPECT_GE(family().heuristic(parse_spec(spec), {4, 8, 8, 4096, 4096}, kH100).bc, 96) << spec;
+  for (const char* spec :
+       {"fwd:bf16:d128:kve4m3:q_codes:sums4:causal", "fwd:bf16:d256:kve4m3:q_codes:sums_all",
+        "fwd:bf16:d64:kve4m3:q_codes:sums_all:key_scales"})
+    EXPECT_TRUE(supports(spec)) << spec;
   EXPECT_FALSE(supports("fwd:bf16:d128:kve4m3:q_codes:key_scales:row_max"));
   EXPECT_FALSE(supports("fwd:bf16:d128:kve4m3:q_codes:pages3"));
   EXPECT_FALSE(supports("fwd:bf16:d272:kve4m3:q_codes"));

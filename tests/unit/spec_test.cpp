@@ -65,6 +65,7 @@ class Random {
       spec.kv = spec.kv.with(kv_format_of(static_cast<DType>(from_to(3, 5))));
       spec.kv.key_scales = coin();
       spec.prologue.q_codes = spec.kv_type() != DType::int8 && coin();
+      if (spec.prologue.q_codes) spec.epilogue.pv_sums = static_cast<PvSums>(from_to(0, 2));
     }
     spec.partial.fp32_out = coin();
     spec.partial.fp32_grads = coin();
@@ -313,6 +314,9 @@ TEST(Spec, ValidateNamesTheField) {
   refused({{.head_dim = 64}, Pass::quantize}, {"quantize", "bf16", "set kv.k_format"});
   refused({{.head_dim = 64, .prologue = {.q_codes = true}}},
           {"q_codes is set", "K and V are bf16", "set kv.k_format"});
+  refused({{.head_dim = 64, .epilogue = {.pv_sums = PvSums::of_all}}},
+          {"pv_sums is set", "Q is bf16", "set q_codes"});
+  expect_refused([] { parse_spec("bf16:d64:kve4m3:q_codes:sums4:sums_all"); }, {"sums_all", "pv_sums"});
   refused({{.head_dim = 64, .kv = KvLayout{}.with(kv_format_of(DType::int8)), .prologue = {.q_codes = true}}},
           {"q_codes", "int8", "e4m3 and e5m2"});
   refused({{.head_dim = 64, .kv = KvLayout{}.with(kv_format_of(DType::e4m3)), .prologue = {.q_codes = true}},

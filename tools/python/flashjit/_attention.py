@@ -26,8 +26,8 @@ from ._plans import Plan
 from ._problem import autocast, check_types, read_problem, usual_call, with_elements
 from ._q_rope import read_q_rope
 from ._results import Results, read_threshold
-from ._scales import is_fp32_out, with_scales
-from ._tensors import KV_TYPES, PLAIN, describe, readable
+from ._scales import has_codes, is_fp32_out, with_scales
+from ._tensors import PLAIN, describe, readable
 from ._tracing import ELEMENT_MODS, torch_mode
 from ._transforms import have_tangents
 from .errors import InvalidArgument, Unsupported, WrongType
@@ -98,6 +98,7 @@ def attention(
     swizzled_scales: bool = False,
     accurate: bool = False,
     batch_invariant: bool = False,
+    pv_sums: int | str = 1,
     skip_softmax_threshold: float | None = None,
     skip_softmax_counts: Tensor | None = None,
     lists: TileLists | None = None,
@@ -210,6 +211,9 @@ def attention(
         derivatives.
     batch_invariant: O and LSE of a sequence are the same, bit by bit, whatever else is in the batch. Slower where there are few
         sequences: keys are split only with up to 64 queries, and then into parts of 2048.
+    pv_sums: with q of 8 bits, of how many tiles of keys the tensor cores may sum up P V: 1, 4 or "all". Hopper's sum codes with
+        about 14 bits, so that with more O has a larger error where V's mean is not zero, and is found faster. Up to 128
+        columns of V for 4; elsewhere, and with programs of scores, dropout_p and scales of keys, it is 1.
     skip_softmax_threshold: from 0, which skips nothing, to 1: skip-softmax (BLASST), an approximation for inference. Rows that are
         computed together leave out the keys of a tile where exp(largest score in the tile - maximum so far) is below it for each of
         them: O changes by at most 2 n threshold max|v| with n keys left out. FlashInfer's threshold; TensorRT-LLM's scale factor
@@ -240,7 +244,7 @@ def attention(
     cached = cache or page_table is not None
     page_starts, page_table, kv_lengths, pages = read_table(page_table, kv_lengths, k)
     scales = (k_scale, v_scale, q_scale, k_block_scale, v_block_scale)
-    scaled = stored or k.dtype in KV_TYPES or q.dtype in KV_TYPES or any(x is not None for x in scales)
+    scaled = stored or has_codes(q, k, scales, pv_sums)
     accurate = bool(accurate) and wants_grad and out is None and receive is None
     codes, out, out_dtype = read_out_codes(out_dtype, out_scale, out_block_scale, out, v, swizzled_scales)
     fp32_out, final = _type_of_out(out_dtype, q, accurate and not codes, out_mod, weight_mod)
@@ -301,10 +305,10 @@ def attention(
         )
         values = tuple(map(with_elements, values)) if values and not q.numel() else values
         _refuse_two_meanings(causal, q, k, None if cached else kv_lengths)
-        if stored:
+        if stored and pv_sums == 1:
             fixed, problem = with_formats(fixed, problem, q, k, v, v_columns, (k_format, v_format), scales)
         elif scaled:
-            fixed, problem = with_scales(fixed, problem, q, k, scales, out_dtype)
+            fixed, problem = with_scales(fixed, problem, q, k, scales, out_dtype, pv_sums)
     if (cached or scaled) and wants_grad:
         _refuse_gradients(q, k, v, sinks, values)
     check_lists(lists, codes)

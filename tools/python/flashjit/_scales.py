@@ -12,6 +12,11 @@ from ._tensors import KV_TYPES, SPEC_TYPES, describe, how_to_give_bytes
 from .errors import InvalidArgument, Unsupported, WrongType
 
 
+def has_codes(q: Tensor, k: Tensor, scales: tuple[Any, ...], pv_sums: int | str) -> bool:
+    """Whether attention() is given 8 bits, or what goes with them."""
+    return k.dtype in KV_TYPES or q.dtype in KV_TYPES or pv_sums != 1 or any([x is not None for x in scales])
+
+
 def with_scales(
     fixed: Fixed,
     problem: Problem,
@@ -19,6 +24,7 @@ def with_scales(
     k: Tensor,
     scales: tuple[Any, ...],
     out_dtype: torch.dtype | None,
+    pv_sums: int | str,
 ) -> tuple[Fixed, Problem]:
     """The call's tensors and options, with scales of K, V and Q added. Scales of blocks are refused: they need a format."""
     if any(scale is not None for scale in scales[3:]):
@@ -29,7 +35,7 @@ def with_scales(
         in_four_dims(name, scale, problem.cached and name != "q_scale")
         for name, scale in zip(("k_scale", "v_scale", "q_scale"), scales)
     ]
-    options, out_type = kv_options(k, k_scale, v_scale), ""
+    options, out_type = kv_options(k, k_scale, v_scale) + sum_options(q, pv_sums), ""
     if q.dtype in KV_TYPES:
         if q.dtype == torch.int8:
             raise WrongType(
@@ -53,6 +59,18 @@ def with_scales(
         fixed._replace(k_scale=k_scale, v_scale=v_scale, q_scale=q_scale),
         problem._replace(options=problem.options + options, out_type=out_type),
     )
+
+
+def sum_options(q: Tensor, pv_sums: int | str) -> str:
+    """Options of a spec with attention()'s pv_sums."""
+    options = {1: "", 4: ":sums4", "all": ":sums_all"}
+    if type(pv_sums) not in (int, str) or pv_sums not in options:
+        raise InvalidArgument(f'pv_sums is {pv_sums!r}: give 1, 4 or "all".')
+    if pv_sums != 1 and q.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        raise InvalidArgument(
+            f"pv_sums is {pv_sums!r}, but q is {describe(q)}: only products of 8 bits are summed with few bits; leave it out."
+        )
+    return options[pv_sums]
 
 
 def kv_options(k: Tensor, *scales: Tensor | None) -> str:

@@ -23,23 +23,22 @@ __device__ __forceinline__ unsigned codes_of_first_keys(int count) {
   return bytes;
 }
 
-/// Writes V^T of a slice of V; `kSomeKeys`: zeros for keys from `valid` on, and for codes that are NaN. By a
+/// Writes V^T of a tile of V; `kSomeKeys`: zeros for keys from `valid` on, and for codes that are NaN. By a
 /// warp, of kTransposers; 32 keys of 16 columns at a time. ldmatrix gives a thread two columns of two keys in
 /// a word, bytes are selected, and stmatrix writes eight columns of V, each a row of V^T, with 16 keys. Of
 /// the sixteen, rows 0, 2, 4, 6, 9, 11, 13 and 15 are one matrix, as the swizzle then gives each its own
 /// banks.
 template <class P, bool kSomeKeys>
-__device__ __forceinline__ void transpose_slice(unsigned to, unsigned from, int slice, int valid, int warp) {
-  const int groups = min(P::kHeadDimV / 16 - slice * 8, 8);
+__device__ __forceinline__ void transpose_tile(unsigned to, unsigned from, int valid, int warp) {
   constexpr int kBlocks = P::kBc / 32, kLoads = min(kBlocks, kSomeKeys ? 2 : 4);
   const int lane = static_cast<int>(threadIdx.x) % 32, row = lane % 8, odd = (row >= 4) ^ (lane / 8 % 2);
   const int column = 2 * row + odd;
   const unsigned read = from + lane * kRowBytes + row * 16;
-  const unsigned write = to + (slice * 128 + column) * kRowBytes + ((lane / 16) ^ (column % 8)) * 16;
+  const unsigned write = to + column * kRowBytes + ((lane / 16) ^ (column % 8)) * 16;
   const unsigned first_bytes = lane < 16 ? 0x6420 : 0x7531, second_bytes = lane < 16 ? 0x7531 : 0x6420;
 #pragma unroll 1
-  for (int group = warp; group < groups; group += kTransposers<P>) {
-    const unsigned read_group = read ^ (group % 8 * 16);
+  for (int group = warp; group < P::kHeadDimV / 16; group += kTransposers<P>) {
+    const unsigned read_group = (read ^ (group % 8 * 16)) + group / 8 * P::kBc * kRowBytes;
     const unsigned write_group = write + group * 16 * kRowBytes;
 #pragma unroll
     for (int begin = 0; begin < kBlocks; begin += kLoads) {
@@ -67,7 +66,7 @@ __device__ __forceinline__ void transpose_slice(unsigned to, unsigned from, int 
   }
 }
 
-/// Transposes the tiles of V that the CTA visits, slice by slice. Each of kTransposers warps has a share.
+/// Transposes the tiles of V that the CTA visits. Each of kTransposers warps has a share.
 template <class P>
 struct VTransposer {
   static __device__ __forceinline__ bool is(int warp) { return warp < 2 + kTransposers<P>; }
@@ -80,21 +79,15 @@ struct VTransposer {
 #pragma unroll 1
       for (int i = work.count() - 1; i >= 0; --i, ++n) {
         const int begin = work.kv_begin(i), valid = work.sequence.seqused_kv(p) - begin;
-#pragma unroll 1
-        for (int slice = 0; slice < kCodeSlices<P>; ++slice) {
-          const int c = n * kCodeSlices<P> + slice;
-          RawVRing<P>::wait_full(smem, c);
-          if (slice == 0) VRing<P>::acquire(smem, n);
-          if ((kOutOfRangeKeys<P> && valid < P::kBc) || (kHidesKeys<P> && !has_tile<P>(visited, begin)))
-            transpose_slice<P, true>(smem.v(n), smem.raw_v(c), slice, valid, transposer);
-          else
-            transpose_slice<P, false>(smem.v(n), smem.raw_v(c), slice, valid, transposer);
-          if (slice + 1 == kCodeSlices<P>) {
-            publish_to_async_proxy();
-            VRing<P>::commit_thread(smem, n);
-          }
-          RawVRing<P>::release(smem, c);
-        }
+        RawVRing<P>::wait_full(smem, n);
+        VRing<P>::acquire(smem, n);
+        if ((kOutOfRangeKeys<P> && valid < P::kBc) || (kHidesKeys<P> && !has_tile<P>(visited, begin)))
+          transpose_tile<P, true>(smem.v(n), smem.raw_v(n), valid, transposer);
+        else
+          transpose_tile<P, false>(smem.v(n), smem.raw_v(n), valid, transposer);
+        publish_to_async_proxy();
+        VRing<P>::commit_thread(smem, n);
+        RawVRing<P>::release(smem, n);
       }
     });
   }

@@ -108,9 +108,6 @@ constexpr bool kCodeProducts = P::kQCodes;
 template <class P>
 constexpr int kTransposers = P::kScoreColumnTerm || P::kKeyScales ? 1 : 2;
 
-template <class P>
-constexpr int kCodeSlices = code_slices(P::kHeadDimV);  // of V, which are loaded and transposed one by one
-
 /// Scales of keys are then factors that consumers read: see KeyFactorFinder. S becomes scores before its
 /// softmax, also without a score program.
 template <class P>

@@ -22,44 +22,6 @@ __device__ __forceinline__ void post_entry(const Params& p, const ForwardStorage
   smem.entry(n) = end <= work.sequence.seqused_kv(p) ? entry : entry & ~1;
 }
 
-// How V of tile n is loaded, whose place in memory is `from`; VLoad<P> names one of these types.
-
-template <class P>
-struct VTileLoad {
-  static __device__ __forceinline__ void start(const ForwardStorage<P>& smem, const TensorMaps& maps,
-                                               const KvTileCoord<P>& from, const int& n) {
-    RawVRing<P>::acquire(smem, n);
-    KvTileCopy<P>::template start<P::kHeadDimV, TileHalf::whole>(smem.raw_v(n), maps.v, smem.raw_v_full(n),
-                                                                 from);
-  }
-};
-/// Latents: it is the right half of K's tile.
-template <class P>
-struct RightHalfLoad {
-  static __device__ __forceinline__ void start(const ForwardStorage<P>& smem, const TensorMaps& maps,
-                                               const KvTileCoord<P>& from, const int& n) {
-    RawVRing<P>::acquire(smem, n);
-    KvTileCopy<P>::template start<P::kHeadDim, TileHalf::right>(smem.raw_k(n), maps.k, smem.raw_v_full(n),
-                                                                from);
-  }
-};
-/// Of codes that are multiplied, slice by slice: each goes to its slot when the one before is transposed.
-template <class P>
-struct VSlicesLoad {
-  static __device__ __forceinline__ void start(const ForwardStorage<P>& smem, const TensorMaps& maps,
-                                               const KvTileCoord<P>& from, const int& n) {
-#pragma unroll
-    for (int slice = 0; slice < kCodeSlices<P>; ++slice) {
-      const int c = n * kCodeSlices<P> + slice;
-      RawVRing<P>::acquire(smem, c);
-      KvTileCopy<P>::start_slice(smem.raw_v(c), maps.v, smem.raw_v_full(c), from, slice);
-    }
-  }
-};
-template <class P>
-using VLoad = Conditional<kCodeProducts<P>, VSlicesLoad<P>,
-                          Conditional<kTileInHalves<P>, RightHalfLoad<P>, VTileLoad<P>>>;
-
 /// What a warp loads.
 enum class KvTensors { both, k, v };
 
@@ -72,7 +34,13 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
   KvTileCoord<P> loaded;  // of the tile whose K was loaded last
   const auto load_v = [&](int n) {
     if constexpr (!ForwardStorage<P>::kHasVBarriers || kTensors == KvTensors::k) return;
-    VLoad<P>::start(smem, maps, loaded, n);
+    RawVRing<P>::acquire(smem, n);
+    if constexpr (kTileInHalves<P>)
+      KvTileCopy<P>::template start<P::kHeadDim, TileHalf::right>(smem.raw_k(n), maps.k, smem.raw_v_full(n),
+                                                                  loaded);
+    else
+      KvTileCopy<P>::template start<tile_columns(P::kHeadDimV, kCodeProducts<P>), TileHalf::whole>(
+          smem.raw_v(n), maps.v, smem.raw_v_full(n), loaded);
   };
   int n = 0;
   for_each_work_tile(smem, [&](const WorkTile<P>& work) {

@@ -18,10 +18,6 @@ constexpr int tile_columns(int elements, bool code_products) {
   return code_products ? elements / 2 : elements;
 }
 
-/// A tile of V is then loaded in slices, each of which is free for the next tile's as soon as it is
-/// transposed.
-constexpr int code_slices(int head_dim_v) { return slices(tile_columns(head_dim_v, true)); }
-
 constexpr int kSharedLimit = 232448;  ///< bytes of shared memory that a CTA of sm_90 can have
 constexpr int kReservedOfCta = 1024;  ///< that it takes besides, of its multiprocessor's
 
@@ -169,8 +165,8 @@ constexpr int kHandoffBytes = 2 * kWarpgroupRows * 4 + 16;
 ///   out tile     what a program of O reads of a tensor, where it fits, too
 ///   parts        of a tile of few rows what each warp has of O
 ///   codes        slots for tiles of K and V of 8 bits, each with its keys' scales, or for rows that are
-///                decoded, with their info and rows of scales; where codes are multiplied for slices of V
-///                alone, whose V^T is in V's stages
+///                decoded, with their info and rows of scales; of V alone where codes are multiplied, whose
+///                V^T is in V's stages
 ///   column terms `stages`, where the score has them
 ///   key scales   `stages`, of K's codes; where codes are multiplied three factors of each key
 ///   handoff      what goes with P
@@ -232,7 +228,7 @@ struct ForwardLayout {
   constexpr int parts() const { return out_tile() + (has_out_tile() ? o_bytes() : 0); }
   constexpr int code_tiles() const { return parts() + parts_bytes(); }
   constexpr int code_scales() const {
-    if (code_products) return tile_bytes(bc, kSliceColumns);
+    if (code_products) return tile_bytes(bc, tile_columns(head_dim_v, true));
     return bc * (row_pitch > 0 ? row_pitch : head_dim > head_dim_v ? head_dim : head_dim_v);
   }
   constexpr int scale_rows() const { return code_scales() + bc * kRowInfoBytes; }
@@ -287,9 +283,7 @@ struct ForwardLayout {
   constexpr int o_bytes() const { return warpgroups() * tile_bytes(kWarpgroupRows, head_dim_v); }
   /// Full and empty, for what the score reads.
   constexpr int score_barriers() const { return reads_bias_tile || reads_column_terms ? 2 : 0; }
-  constexpr int fewest_code_slots() const {
-    return code_products ? code_slices(head_dim_v) : codes ? kFewestCodeSlots : 0;
-  }
+  constexpr int fewest_code_slots() const { return code_products ? 1 : codes ? kFewestCodeSlots : 0; }
   /// As many as fit: they are what is on its way from memory.
   constexpr int more_code_slots() const {
     const int more = codes && limit() > bytes_with_o() ? (limit() - bytes_with_o()) / code_slot_cost() : 0;

@@ -103,11 +103,6 @@ struct SliceCopy {
         load_box(to + slice * P::kBc * kRowBytes, map, full, slice * kSliceColumns, at.row, at.head,
                  at.batch);
   }
-  static __device__ __forceinline__ void start_slice(unsigned to, const TensorMap& map, unsigned full,
-                                                     const KvTileCoord<P>& at, int slice) {
-    barrier_expect(full, P::kBc * kRowBytes);
-    load_box(to, map, full, slice * kSliceColumns, at.row, at.head, at.batch);
-  }
 };
 /// By a warp: a box for each page's rows of a slice.
 template <class P>
@@ -123,15 +118,6 @@ struct PagedSliceCopy {
         if (is_in_half<P>(kHalf, slice))
           load_box(to + (slice * P::kBc + lane * kKvBoxRows<P>)*kRowBytes, map, full, slice * kSliceColumns,
                    at.row, at.head, at.batch);
-  }
-  static __device__ __forceinline__ void start_slice(unsigned to, const TensorMap& map, unsigned full,
-                                                     const KvTileCoord<P>& at, int slice) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    if (lane == 0) barrier_expect(full, P::kBc * kRowBytes);
-    __syncwarp();
-    if (lane < P::kBc / kKvBoxRows<P>)
-      load_box(to + lane * kKvBoxRows<P> * kRowBytes, map, full, slice * kSliceColumns, at.row, at.head,
-               at.batch);
   }
 };
 /// Codes that are converted come in rows one after the other, not in slices. By one thread; with pages by a

@@ -187,6 +187,7 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
     for (const int br : {64, 128})
       for (const int bc : {64, 128, 256, 512})
         for (const int stages : {1, 2, 3}) consider(config(br, bc, 8, stages));
+    consider(config(64, 64, kGroupWarps, 2));
     for (const TileConfig& c : preferences(spec)) consider(with_split(c, false));
     return found;
   }
@@ -295,7 +296,8 @@ Schedule schedule(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
-  Entry main = main_entry(Family::sm90, spec, c.warps * 32 + kProducerThreads * (1 + converters(spec, c)),
+  Entry main = main_entry(Family::sm90, spec,
+                          consumer_warps(spec, c) * 32 + kProducerThreads * (1 + converters(spec, c)),
                           shared_bytes(spec, c));
   main.tensor_maps = true;
   main.min_blocks = c.min_blocks;

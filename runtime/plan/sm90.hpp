@@ -72,6 +72,11 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
 sm90::BackwardLayout backward_layout(const AnalysedSpec& spec, const TileConfig& c);
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c);
 
+/// Whether each consumer warpgroup of the backward pass has a KV tile of its own
+/// (templates/sm90/backward_own_tiles.cuh); and the warps of a CTA that compute.
+bool has_own_tiles(const AnalysedSpec& spec, const TileConfig& c);
+int consumer_warps(const AnalysedSpec& spec, const TileConfig& c);
+
 /// Whether Q is multiplied from registers: of 64 keys at a time a product reads as many bytes of Q as of K,
 /// and two or three such tiles at a time are bound by shared memory.
 /// templates/sm90/NOTES.md#blocks-of-64-rows

@@ -248,6 +248,22 @@ Support check_forward_tile(const AnalysedSpec& spec, const TileConfig& c) {
   return Support::yes();
 }
 
+/// KV tiles of the backward pass that are each one warpgroup's, which visits two listed Q tiles at a time:
+/// they are no neighbours, as packed rows, dropout and what is read by the query would have it.
+Support check_own_tiles(const AnalysedSpec& spec, const TileConfig& c) {
+  const bool plain = spec.has_tile_lists && !spec.varlen && !spec.dropout &&
+                     !spec.reproducible.deterministic && !spec.has_capture_grads && !has_bias_tile(spec) &&
+                     !spec.programs.row_term && spec.programs.mask.q_reads == 0 && is_narrow(spec);
+  const bool aligned = !spec.has_block_map() || (spec.block_map.q % 64 == 0 && spec.block_map.kv % 64 == 0);
+  if (plain && aligned && c.br == 64 && c.bc == 64 && c.stages <= 2 && !c.split) return Support::yes();
+  return Support::no(fmt::format(
+      "with 4 warps the backward pass has Br 64, Bc 64 and up to 2 stages, for up to 64 columns and lists of "
+      "tiles, without split, varlen, dropout, ordered additions, gradients of captured tensors, a dense bias "
+      "and "
+      "what programs read by the query, not {}",
+      to_string(c)));
+}
+
 Support check_backward_tile(const AnalysedSpec& spec, const TileConfig& c) {
   const bool long_tile = c.bc == 128 && fits_long_tile(spec) && !c.split;
   if (exceeds_cta(spec) && (c.br != 64 || (c.bc != 64 && !long_tile) || c.warps != 8))
@@ -256,6 +272,7 @@ Support check_backward_tile(const AnalysedSpec& spec, const TileConfig& c) {
         "and V up to {}, without split and gradients in fp32, not {}",
         sm90::kMostCtaColumns, sm90::kMostCtaColumns + sm90::kSliceColumns, sm90::kMostCtaColumns,
         to_string(c)));
+  if (has_own_tiles(spec, c)) return check_own_tiles(spec, c);
   if (c.bc > sm90::kMostKeys) return check_long_tile(spec, c);
   if (c.warps != 8 || (c.bc != 64 && c.bc != 128) ||
       (c.br != 64 && (c.br != 128 || backward_layout(spec, c).wide())))

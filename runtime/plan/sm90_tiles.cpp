@@ -116,6 +116,11 @@ std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec) {
   // by pair, or for gradients besides what is read by position.
   const bool reads = spec.programs.mask_reads_pairs || spec.programs.score_reads_pairs ||
                      (spec.has_capture_grads && (spec.programs.mask_reads_tensors || spec.programs.row_term));
+  // Of two blocks of 64 keys with lists of their own half of each product would be in vain; the last is for
+  // splits, of which there are none with tiles of their own.
+  const TileConfig own = config(64, 64, kGroupWarps, 2);
+  if (spec.has_block_map() && spec.block_map.kv % 64 == 0 && wastes_long_tiles && is_admitted(spec, own))
+    return {own, config(64, 128, 8, 2)};
   // Weights keep more of a pair than a softmax, which finds dS from P.
   const bool weighs = spec.score.is_weight();
   if (weighs && (d > 64 ? spec.programs.joins_scores : spec.programs.bias_tile_grad))
@@ -252,7 +257,16 @@ sm90::BackwardLayout backward_layout(const AnalysedSpec& spec, const TileConfig&
           .head_dim_v = spec.v_dim(),
           .stages = c.stages,
           .reads_bias_tile = has_bias_tile(spec),
-          .reads_row_terms = spec.programs.row_term};
+          .reads_row_terms = spec.programs.row_term,
+          .own_tiles = has_own_tiles(spec, c)};
+}
+
+bool has_own_tiles(const AnalysedSpec& spec, const TileConfig& c) {
+  return !is_forward(spec) && c.warps == kGroupWarps;
+}
+
+int consumer_warps(const AnalysedSpec& spec, const TileConfig& c) {
+  return is_forward(spec) ? c.warps : backward_layout(spec, c).slots() * c.warps;
 }
 
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
@@ -322,6 +336,7 @@ bool takes_tiles_in_turn(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 int listed_rows(const AnalysedSpec& spec, const TileConfig& c) {
+  if (has_own_tiles(spec, c)) return backward_layout(spec, c).rows();
   const bool whole = !is_forward(spec) || !spec.has_block_map() || spec.block_map.q % c.br == 0 ||
                      spec.block_map.q % sm90::kWarpgroupRows != 0 || spec.block_map.kv % c.bc != 0;
   // What lies behind the last key is cleared by all groups, what masks and scores read is waited for by all.

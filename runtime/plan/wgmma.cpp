@@ -168,10 +168,10 @@ std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) 
   const sm90::BackwardLayout layout = hopper::backward_layout(spec, config);
   const int own = layout.wide() ? 2 : 1;  // shares of the queries of S
   const auto transposed_scores = [&](const char* name, int dim) {
-    return scores(name, config.br / own, layout.keys(), config.br, dim);
+    return scores(name, layout.rows() / own, layout.keys(), layout.rows(), dim);
   };
   const auto gradient = [&](const char* name, int columns) {
-    Multiplication product{{dtype, columns}, Left::registers, "1", {}, along_rows(config.br)};
+    Multiplication product{{dtype, columns}, Left::registers, "1", {}, along_rows(layout.rows())};
     if (layout.wide()) {
       product.left = Left::shared;
       product.transposed = "0, 1";

@@ -55,7 +55,7 @@ struct ExampleProblem {
   static constexpr bool kListsByBatch = false;  // batch entries, or heads, have lists of their own also where
   static constexpr bool kListsByHead = false;   // the block map does not tell them apart
   // The rows of a Q tile whose meeting with a KV tile its list records as one bit: kBr, or fewer, and then
-  // all their pairs attend or none.
+  // all their pairs attend or none. Backward: more than kBr where two entries are visited at a time.
   static constexpr int kListedRows = 128;
   static constexpr int kBr = 128;  // the TileConfig
   static constexpr int kBc = 64;

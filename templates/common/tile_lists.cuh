@@ -37,6 +37,10 @@ constexpr bool kListedDqOrder = (P::kBackward && P::kDeterministic && kLists<P>)
 constexpr int kListedRowsBit = 28;
 template <class P>
 constexpr bool kEntriesHaveRowBits = (P::kListedRows < P::kBr);
+/// Whether each consumer warpgroup of the backward pass has a KV tile of its own, and visits two Q tiles of
+/// its list at a time: sm90/backward_own_tiles.cuh.
+template <class P>
+constexpr bool kOwnTiles = (P::kListedRows > P::kBr);
 template <class P>
 __device__ __forceinline__ int tile_of_entry(int entry) {
   return (kEntriesHaveRowBits<P> ? entry & ((1 << kListedRowsBit) - 1) : entry) >> 1;

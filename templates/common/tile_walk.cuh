@@ -152,8 +152,26 @@ struct ListedQTiles : TileList<P> {
     return staged;
   }
 };
+/// Two at a time, the second as `dq_order`; -1 where there is none.
 template <class P>
-using QTiles = Conditional<kLists<P>, ListedQTiles<P>, BoundedQTiles<P>>;
+struct DoubledQTiles : ListedQTiles<P> {
+  using ListedQTiles<P>::list;
+  int tiles;
+
+  __device__ DoubledQTiles(const Params& p, const typename P::Head& head, int kv_tile, Range kv)
+      : ListedQTiles<P>(p, head, kv_tile, kv), tiles(this->count) {
+    this->count = (tiles + 1) / 2;
+  }
+  __device__ StagedTile at(const Params&, const typename P::Head& head, int index, int, Range, int) const {
+    const int entry = list[index * 2];
+    if (index * 2 + 1 == tiles) return {head.h, tile_of_entry<P>(entry), is_full(entry), -1};
+    const int next = list[index * 2 + 1];
+    return {head.h, tile_of_entry<P>(entry), is_full(entry) && is_full(next), tile_of_entry<P>(next)};
+  }
+};
+template <class P>
+using QTiles =
+    Conditional<kOwnTiles<P>, DoubledQTiles<P>, Conditional<kLists<P>, ListedQTiles<P>, BoundedQTiles<P>>>;
 
 /// Which keys of a KV tile are a CTA's, and whether it visits every Q tile, also the ones that visit none of
 /// them.

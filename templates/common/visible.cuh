@@ -190,7 +190,9 @@ __device__ __forceinline__ bool in_block_map(const Params& p, int b, int h, int 
 
 /// Whether listed tiles reach across the map's blocks: else each is within one that attends.
 template <class P>
-constexpr bool kTestsMap = P::kBlockMap && (P::kBlockQ % P::kListedRows != 0 || P::kBlockKv % P::kBc != 0);
+constexpr bool kTestsMap = P::kBlockMap &&
+                           (P::kBlockQ % (P::kListedRows < P::kBr ? P::kListedRows : P::kBr) != 0 ||
+                            P::kBlockKv % P::kBc != 0);
 
 /// Whether pairs of a tile may be unlike to the mask program.
 template <class P>

@@ -18,7 +18,8 @@
 //   3     writes zeros for keys without queries (backward_epilogue.cuh), then clears and converts dQ
 //         (convert_dq.cuh), which the consumers do, too, when they are done
 //
-// CTAs and consumers share a KV tile in one of five ways (backward_policy.cuh):
+// CTAs and consumers share a KV tile in one of five ways (backward_policy.cuh), or each consumer has a KV
+// tile of its own, and a producer, warp 0 or 1 (backward_own_tiles.cuh):
 //
 // - Narrow: up to 128 columns a CTA has 128 keys, each consumer 64 of them. P^T and dS^T feed dV and dK
 //   from registers. Only dQ needs the other consumer's dS.
@@ -47,22 +48,11 @@
 #include "flashjit/sm90/backward_dq.cuh"
 #include "flashjit/sm90/backward_ds_exchange.cuh"
 #include "flashjit/sm90/backward_epilogue.cuh"
+#include "flashjit/sm90/backward_own_tiles.cuh"
 #include "flashjit/sm90/backward_producer.cuh"
 #include "flashjit/sm90/backward_softmax.cuh"
 
 namespace flashjit::sm90 {
-
-/// Waits for Q tile i, and starts S if that is to be early. False: there is no such tile; S is then not used.
-template <class P>
-__device__ __forceinline__ bool begin_q_tile(const Params& p, const BackwardSmem<P>& smem, unsigned i, int wg,
-                                             unsigned long long q, typename BackwardFragments<P>::S& s) {
-  QTileRing<P>::wait_full(smem, i);
-  SStart<P>::early(smem, wg, q, s);
-  const QTileInfo& now = smem.q_tile(i);
-  if (now.head < 0) return false;
-  if (kOutOfRangeKeys<P> && now.first) clear_out_of_range_keys(p, smem, i, wg);
-  return true;
-}
 
 /// A consumer warpgroup with 64 keys of its own. It computes dQ of a Q tile only when it has dS of the next,
 /// since it needs the other warpgroup's dS, too: so neither waits for the other, and the products of one run
@@ -243,11 +233,19 @@ struct ClusterConsumer {
     consume_wide_cluster(p, maps, smem, wg);
   }
 };
+template <class P>
+struct OwnTilesConsumer {
+  static __device__ __forceinline__ void run(const Params& p, const TensorMaps& maps,
+                                             const BackwardSmem<P>& smem, int wg) {
+    consume_own_tiles(p, maps, smem, wg);
+  }
+};
 /// The main loop of a consumer warpgroup.
 template <class P>
 using BackwardConsumer =
     Conditional<BackwardPolicy<P>::kExchangesDs, ClusterConsumer<P>,
-                Conditional<BackwardPolicy<P>::kWide, SameKeysConsumer<P>, NarrowConsumer<P>>>;
+                Conditional<BackwardPolicy<P>::kWide, SameKeysConsumer<P>,
+                            Conditional<kOwnTiles<P>, OwnTilesConsumer<P>, NarrowConsumer<P>>>>;
 
 /// The CTAs that wait for each other: begin() when barriers are made. A CTA leaves together with those that
 /// may still write to its shared memory, or read from it.
@@ -271,7 +269,8 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
   // Through a shuffle, as ptxas else asks for it again in each step, before the first product.
   const BackwardSmem<P> smem(shared, __shfl_sync(kWholeWarp, shared_address(shared), 0));
 
-  if (threadIdx.x == 0) smem.init();
+  if (threadIdx.x == 0)
+    for (int slot = 0; slot < Policy::kSlots; ++slot) smem.at_slot(slot).init();
   // While the grid before ends. Tensors without rows have no map. In a cluster registers do not suffice.
   if (Policy::kClusterSize == 1 && threadIdx.x == 32 && p.seqlen_q > 0 && p.seqlen_kv > 0) {
     prefetch_map(maps.q);
@@ -292,8 +291,8 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     const int warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp < 3) {
       if (!(DqWarp<P>::kWhole && warp > 0) && !elected()) return;
-      if (warp == 0)
-        produce(p, maps, smem);
+      if (Policy::kSlots > 1 ? warp < Policy::kSlots : warp == 0)
+        produce(p, maps, smem.at_slot(warp));
       else
         DqWarp<P>::run(p, smem, warp - 1);
       leave();
@@ -302,7 +301,8 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     write_keys_without_queries<P>(p);
   } else {
     set_register_limit<Policy::kConsumers>();
-    BackwardConsumer<P>::run(p, maps, smem, wg - Policy::kConsumers.first);
+    const int consumer = wg - Policy::kConsumers.first;
+    BackwardConsumer<P>::run(p, maps, smem.at_slot(consumer), consumer);
     set_register_limit<Policy::kProducer>();
   }
   // The consumers come for the last heads', or for rows of their own. (As a value of its own

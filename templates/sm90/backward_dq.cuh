@@ -249,6 +249,12 @@ struct DqSummer {
   }
 };
 template <class P>
-using DqWarp = Conditional<BackwardPolicy<P>::kSumsDq, DqSummer<P>, DqAdder<P>>;
+struct NoDqWarp {
+  static constexpr bool kWhole = false;
+  static __device__ __forceinline__ void run(const Params&, const BackwardSmem<P>&, int) {}
+};
+template <class P>
+using DqWarp =
+    Conditional<kOwnTiles<P>, NoDqWarp<P>, Conditional<BackwardPolicy<P>::kSumsDq, DqSummer<P>, DqAdder<P>>>;
 
 }  // namespace flashjit::sm90

@@ -16,7 +16,8 @@ struct BackwardPolicy {
                                           .head_dim_v = P::kHeadDimV,
                                           .stages = P::kStages,
                                           .reads_bias_tile = P::kBiasTile,
-                                          .reads_row_terms = P::kScoreRowTerm};
+                                          .reads_row_terms = P::kScoreRowTerm,
+                                          .own_tiles = kOwnTiles<P>};
   static_assert(kLayout.bytes() == P::kSharedBytes, "what the planner counts on");
 
   // --- How a tile is shared -------------------------------------------------------------------------------
@@ -42,22 +43,23 @@ struct BackwardPolicy {
   }
 
   // Two consumer warpgroups share a CTA's keys: each has 64 of 128 keys, or, "wide", both have the same
-  // 64 and each half of the queries of S and dP and half of the columns of dK and dV.
-  // NOTES.md#kv-tiles-of-64-keys
-  static constexpr int kWgs = kDqWgs;
+  // 64 and each half of the queries of S and dP and half of the columns of dK and dV. Or each has a KV tile
+  // of its own, in a slot of shared memory. NOTES.md#kv-tiles-of-64-keys, NOTES.md#blocks-of-64-rows
+  static constexpr int kSlots = kLayout.slots(), kWgs = kDqWgs / kSlots;
   static constexpr bool kWide = kLayout.wide();
   static constexpr int kCtaDim = kLayout.cta_dim(), kCtaDimV = kLayout.cta_dim_v();
   static constexpr int kDim = kLayout.columns(), kDimV = kLayout.columns_v();  // in shared memory
-  static constexpr int kWgQueries = kWide ? P::kBr / 2 : P::kBr;
+  static constexpr int kStageRows = kLayout.rows();
+  static constexpr int kWgQueries = kWide ? P::kBr / 2 : kStageRows;
   static constexpr int kFirstDim = first_wg_columns(kLayout.shared_dim()),
                        kFirstDimV = first_wg_columns(kLayout.shared_dim_v());
   static constexpr int kWgDim = kLayout.wg_dim(), kWgDimV = kLayout.wg_dim_v();
   /// Of a warpgroup's columns of dK those of whole slices; the others are of the fifth.
   static constexpr int kWgSlices = kWgDim - kFifthSlice / 2;
-  static_assert(kKeys == (kWide ? 64 : 128) && (P::kBr == 64 || (P::kBr == 128 && !kWide)));
+  static_assert(kKeys == (kWide || kOwnTiles<P> ? 64 : 128) && (P::kBr == 64 || (P::kBr == 128 && !kWide)));
 
   /// A warpgroup's first row and column of a CTA's S^T and dP^T.
-  static __device__ int first_row(int wg) { return kWide ? 0 : wg * 64; }
+  static __device__ int first_row(int wg) { return kWide || kOwnTiles<P> ? 0 : wg * 64; }
   static __device__ int first_query(int wg) { return kWide ? wg * kWgQueries : 0; }
   /// Of these queries, those whose P and dS a warpgroup computes: all, or half where CTAs split columns.
   static constexpr int kPairQueries = kSplitsColumns ? kWgQueries / 2 : kWgQueries;
@@ -103,7 +105,7 @@ struct BackwardPolicy {
   static constexpr WarpgroupRole kProducer{.first = 0, .registers = 56, .gives = true};
   static constexpr WarpgroupRole kConsumers{.first = 1, .registers = 224, .gives = false};
   /// The first KV tile and Q tile are loaded before their stats are read.
-  static constexpr bool kLoadsAhead = !kExchangesDs && !kSplitsColumns;
+  static constexpr bool kLoadsAhead = !kExchangesDs && !kSplitsColumns && !kOwnTiles<P>;
   /// Where CTAs exchange dS there is no room for a second dO.
   static constexpr int kDoutStages = kLayout.dout_stages();
 

@@ -4,6 +4,7 @@
 
 #include "flashjit/common/lse_log2.cuh"
 #include "flashjit/sm90/backward_schedule.cuh"
+#include "flashjit/sm90/convert_dq.cuh"
 #include "flashjit/tma/bias_tile.cuh"
 
 namespace flashjit::sm90 {
@@ -56,6 +57,64 @@ __device__ __forceinline__ void load_dout(const Params& p, const TensorMaps& map
                                      Policy::first_column(P::kHeadDimV));
   load_line(smem.d(stage), p.d + stats_row, P::kBr * 4, full);
 }
+
+/// The second Q tile of a stage, with dO, LSE and D, where each warpgroup has a KV tile of its own;
+/// SecondQTile<P> names one of two types. `behind()`: by how many rows it is behind the first; without a
+/// second the first comes again, with an LSE by which its P is 0.
+template <class P>
+struct NoSecondQTile {
+  static __device__ __forceinline__ unsigned large_lse(const Params&, const Sequence<P>&, const StagedTile&) {
+    return 0;
+  }
+  static __device__ __forceinline__ void wait_cleared(const Params&, const KvWorkTile<P>&) {}
+  static __device__ __forceinline__ void fill(const BackwardSmem<P>&, const StagedTile&, int) {}
+  template <class... Rest>
+  static __device__ __forceinline__ void load_q(Rest&&...) {}
+  template <class... Rest>
+  static __device__ __forceinline__ void load_dout(Rest&&...) {}
+};
+template <class P>
+struct SecondQTileOfStage {
+  using Policy = BackwardPolicy<P>;
+
+  static __device__ __forceinline__ bool lacks(const StagedTile& now) { return now.dq_order < 0; }
+  static __device__ __forceinline__ int behind(const StagedTile& now) {
+    return lacks(now) ? 0 : (now.dq_order - now.tile) * P::kBr;
+  }
+  static __device__ __forceinline__ unsigned large_lse(const Params& p, const Sequence<P>& sequence,
+                                                       const StagedTile& now) {
+    return large_lse_of_tile<P>(p, sequence.stats_row(p, now.head) + now.tile * P::kBr + behind(now));
+  }
+  /// The consumers add to dQ themselves.
+  static __device__ __forceinline__ void wait_cleared(const Params& p, const KvWorkTile<P>& work) {
+    sm90::wait_cleared<P>(p, work.b, work.h_kv);
+  }
+  /// Without a second, its LSE. The bytes of a stage are expected after that.
+  static __device__ __forceinline__ void fill(const BackwardSmem<P>& smem, const StagedTile& now, int stage) {
+    if (!lacks(now)) return;
+    constexpr float kLarge = 1e30f;
+    auto* to = reinterpret_cast<float4*>(smem.pointer(smem.lse(stage) + P::kBr * 4));
+#pragma unroll 1
+    for (int at = 0; at < P::kBr / 4; ++at) to[at] = {kLarge, kLarge, kLarge, kLarge};
+  }
+  static __device__ __forceinline__ void load_q(const TensorMaps& maps, const BackwardSmem<P>& smem,
+                                                const StagedTile& now, int stage, unsigned full, int row,
+                                                int batch, const float* lse) {
+    load_tile<P::kBr, Policy::kDim>(smem.q(stage) + tile_bytes(P::kBr, Policy::kDim), maps.q, full,
+                                    row + behind(now), now.head, batch);
+    const unsigned to = smem.lse(stage) + P::kBr * 4;
+    if (!lacks(now)) load_line(to, lse + behind(now), P::kBr * 4, full);
+  }
+  static __device__ __forceinline__ void load_dout(const TensorMaps& maps, const BackwardSmem<P>& smem,
+                                                   const StagedTile& now, int stage, unsigned full, int row,
+                                                   int batch, const float* d) {
+    load_tile<P::kBr, Policy::kDimV>(smem.dout(stage) + tile_bytes(P::kBr, Policy::kDimV), maps.o, full,
+                                     row + behind(now), now.head, batch);
+    load_line(smem.d(stage) + P::kBr * 4, d + behind(now), P::kBr * 4, full);
+  }
+};
+template <class P>
+using SecondQTile = Conditional<kOwnTiles<P>, SecondQTileOfStage<P>, NoSecondQTile<P>>;
 
 /// The other CTA's rows of K, where CTAs exchange dS; OtherK<P> names one of two types.
 template <class P>
@@ -148,6 +207,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
       continue;
     }
     send_tile_index(p, smem, n, index);
+    SecondQTile<P>::wait_cleared(p, work);
     const int kv_slot = n % Policy::kLayout.kept_kv_tiles(), batch = sequence.batch();
     const int own = Policy::first_key_of_cta(Policy::rank()), kv_begin = work.kv_tile * P::kBc + own;
     smem.kv_tiles()[kv_slot] = {sequence, work.h_kv, kv_begin, sequence.seqused_kv(p)};
@@ -157,7 +217,8 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     // Whether rows of a Q tile have a large LSE: read a tile ahead.
     const auto large_of = [&](const StagedTile& tile) {
       if (!P::kLseLog2 || tile.head < 0) return 0u;
-      return large_lse_of_tile<P>(p, sequence.stats_row(p, tile.head) + tile.tile * P::kBr);
+      return large_lse_of_tile<P>(p, sequence.stats_row(p, tile.head) + tile.tile * P::kBr) |
+             (kOwnTiles<P> ? SecondQTile<P>::large_lse(p, sequence, tile) : 0u);
     };
     // The first tiles are loaded before anything is read for their stats, or, where this cluster finds these,
     // meanwhile.
@@ -187,8 +248,10 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
       const int stage = i % P::kStages, dout_stage = i % Policy::kDoutStages;
       const unsigned q_full = smem.q_full(stage), dout_full = smem.dout_full(dout_stage);
       QTileRing<P>::acquire(smem, i);
-      barrier_expect(q_full,
-                     Smem::kQStageBytes + (first && has_keys ? Smem::kKBytes + Smem::kOtherKBytes : 0));
+      SecondQTile<P>::fill(smem, now, stage);
+      barrier_expect(q_full, Smem::kQStageBytes - (kOwnTiles<P> && now.dq_order < 0 ? P::kBr * 4 : 0) +
+                                 (first && has_keys ? Smem::kKBytes + Smem::kOtherKBytes : 0));
+      SecondQTile<P>::load_q(maps, smem, now, stage, q_full, q_row, batch, lse + stats_row);
       load_q(p, maps, smem, ahead, stage, q_full, q_row, now.head, batch, stats_row, lse);
       DoutRing<P>::acquire(smem, i);
       // Consumers that clear K and V begin when dO is here.
@@ -197,6 +260,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
       BiasLoad<P>::expect(p, maps, smem, dout_stage, dout_full, dout_bytes, sequence, now.head, q_begin,
                           kv_begin);
       load_dout(p, maps, smem, ahead, stage, dout_stage, dout_full, q_row, now.head, batch, stats_row);
+      SecondQTile<P>::load_dout(maps, smem, now, stage, dout_full, q_row, batch, p.d + stats_row);
       if (first && has_keys && !ahead) {
         const int kv_row = sequence.kv_row(kv_begin);
         acquire_kv();

@@ -175,4 +175,16 @@ __device__ __forceinline__ void start_dq(const BackwardSmem<P>& smem, unsigned i
   pin(dq);
 }
 
+/// Waits for Q tile i, and starts S if that is to be early. False: there is no such tile; S is then not used.
+template <class P>
+__device__ __forceinline__ bool begin_q_tile(const Params& p, const BackwardSmem<P>& smem, unsigned i, int wg,
+                                             unsigned long long q, typename BackwardFragments<P>::S& s) {
+  QTileRing<P>::wait_full(smem, i);
+  SStart<P>::early(smem, wg, q, s);
+  const QTileInfo& now = smem.q_tile(i);
+  if (now.head < 0) return false;
+  if (kOutOfRangeKeys<P> && now.first) clear_out_of_range_keys(p, smem, i, wg);
+  return true;
+}
+
 }  // namespace flashjit::sm90

@@ -24,6 +24,7 @@ struct ScoreTile {
   int h;                            ///< the Q tile's head
   int q_begin;                      ///< the warpgroup's first query
   Position q, kv;                   ///< of the thread's first pair
+  int between;                      ///< queries between two Q tiles of a stage
   const char *lse, *d, *row_terms;  ///< of the thread's first query
 
   __device__ __forceinline__ ScoreTile(const BackwardSmem<P>& smem, unsigned i, int wg)
@@ -34,13 +35,16 @@ struct ScoreTile {
     const QTileInfo& now = smem.q_tile(i);
     h = now.head, q_begin = now.tile * P::kBr + first_query;
     // Opaque, so that the other queries' are offsets in the instructions.
-    const int first = opaque((stage * P::kBr + first_query + lane % 4 * 2) * 4);
+    const int first = opaque((stage * Policy::kStageRows + first_query + lane % 4 * 2) * 4);
     lse = smem.lse_at(first), d = smem.d_at(first), row_terms = smem.row_terms_at(first);
     q = position(q_begin + lane % 4 * 2);
+    between = kOwnTiles<P> ? (now.dq_order - now.tile - 1) * P::kBr : 0;
     row = warp_row + lane / 4;
     kv = position(smem.kv_begin(i) + row);
   }
-  __device__ Position at_q(int n) const { return q + (n / 4 * 8 + n % 2); }
+  __device__ Position at_q(int n) const {
+    return q + (n / 4 * 8 + n % 2 + (kOwnTiles<P> && n >= kCount / 2 ? between : 0));
+  }
   __device__ Position at_kv(int n) const { return kv + n / 2 % 2 * 8; }
   /// LSE, D or the row term of two queries.
   static __device__ float2 of_queries(const char* row, int n) {

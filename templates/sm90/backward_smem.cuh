@@ -31,15 +31,15 @@ template <class P>
 struct BackwardSmem {
   using Policy = BackwardPolicy<P>;
   static constexpr BackwardLayout kLayout = Policy::kLayout;
-  static constexpr int kQBytes = tile_bytes(P::kBr, Policy::kDim);
-  static constexpr int kDoutBytes = tile_bytes(P::kBr, Policy::kDimV);
+  static constexpr int kQBytes = tile_bytes(Policy::kStageRows, Policy::kDim);
+  static constexpr int kDoutBytes = tile_bytes(Policy::kStageRows, Policy::kDimV);
   /// What arrives in a stage, beside K, V and the bias tile.
-  static constexpr int kQStageBytes = kQBytes + (P::kScoreRowTerm ? 2 : 1) * P::kBr * 4;
-  static constexpr int kDoutStageBytes = kDoutBytes + P::kBr * 4;
+  static constexpr int kQStageBytes = kQBytes + (P::kScoreRowTerm ? 2 : 1) * Policy::kStageRows * 4;
+  static constexpr int kDoutStageBytes = kDoutBytes + Policy::kStageRows * 4;
   static constexpr int kKBytes = tile_bytes(Policy::kKeys, Policy::kDim);
   static constexpr int kVBytes = tile_bytes(Policy::kKeys, Policy::kDimV);
   static constexpr int kOtherKBytes = tile_bytes(Policy::kKeys, kLayout.other_columns());
-  static constexpr int kDsBytes = tile_bytes(Policy::kKeys, P::kBr);
+  static constexpr int kDsBytes = tile_bytes(Policy::kKeys, Policy::kStageRows);
   /// From one 64 columns of a tile to the next.
   static constexpr int kKvSlice = Policy::kKeys * kRowBytes, kQSlice = P::kBr * kRowBytes;
   static_assert(sizeof(KvTileInfo<P>) == kKvTileInfoBytes && sizeof(QTileInfo) == kQTileInfoBytes);
@@ -48,6 +48,12 @@ struct BackwardSmem {
   unsigned base;  ///< its address
 
   __device__ BackwardSmem(char* memory, unsigned address) : shared(memory), base(address) {}
+
+  /// A slot, of the first one's.
+  __device__ __forceinline__ BackwardSmem at_slot(int slot) const {
+    const int offset = Policy::kSlots > 1 ? slot * kLayout.bytes_of_slot() : 0;
+    return BackwardSmem(shared + offset, base + offset);
+  }
 
   __device__ __forceinline__ char* pointer(unsigned address) const { return shared + (address - base); }
   /// A column of a tile at `tile`.
@@ -65,10 +71,10 @@ struct BackwardSmem {
 
   // The stages: Q with LSE and the score's row term, dO with D and the bias tile.
   __device__ unsigned q(int stage) const { return base + kLayout.q() + stage * kQBytes; }
-  __device__ unsigned lse(int stage) const { return base + kLayout.lse() + stage * P::kBr * 4; }
+  __device__ unsigned lse(int stage) const { return base + kLayout.lse() + stage * Policy::kStageRows * 4; }
   __device__ unsigned row_terms(int stage) const { return base + kLayout.row_terms() + stage * P::kBr * 4; }
   __device__ unsigned dout(int stage) const { return base + kLayout.dout() + stage * kDoutBytes; }
-  __device__ unsigned d(int stage) const { return base + kLayout.d() + stage * P::kBr * 4; }
+  __device__ unsigned d(int stage) const { return base + kLayout.d() + stage * Policy::kStageRows * 4; }
   __device__ unsigned bias_tile(int stage) const {
     return base + kLayout.bias_tile() + stage * kLayout.bias_tile_bytes();
   }
@@ -153,7 +159,7 @@ struct BackwardSmem {
   __device__ unsigned dq_empty(int wg) const { return dq_full(wg) + 8; }
   // Where CTAs sum up dQ of Q tile i, instead of these: this CTA has sent its partial dQ (or there is no such
   // tile); all CTAs have read what they were sent; and all CTAs' partial dQ is here.
-  static_assert(kDqSlots <= Policy::kWgs, "these are the warpgroups' barriers");
+  static_assert(kDqSlots <= kDqWgs, "these are the warpgroups' barriers");
   __device__ unsigned dq_sent(unsigned i) const { return dq_full(i % kDqSlots); }
   __device__ unsigned dq_read(unsigned i) const { return dq_empty(i % kDqSlots); }
   __device__ unsigned partial_dq_full(int wg, unsigned i) const {

@@ -116,7 +116,7 @@ __device__ __forceinline__ void wait_operands_empty(const BackwardSmem<P>& smem,
   // Both consumers have written dS of the Q tile before, so they have read the dS that this one overwrites.
   // Before the first Q tile this does not wait. (Not wait_full(): i - 1 as one value changes the order of
   // code, NOTES.md#ptxas-orders-equal-sources-differently.)
-  if constexpr (!Policy::kWide) barrier_wait<P>(smem.ds_full(i - 1), (i - 1) / 2 & 1);
+  if constexpr (!Policy::kWide && !kOwnTiles<P>) barrier_wait<P>(smem.ds_full(i - 1), (i - 1) / 2 & 1);
   DsGrads<P>::acquire(smem, i);
   // Of this CTA's threads all have read the tiles that P and dS overwrite.
   DsExchange<P>::wait_read(smem, i);

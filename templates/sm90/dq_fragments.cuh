@@ -10,7 +10,7 @@ constexpr int kDqRows = 64;
 constexpr int kDqWgs = 2;  ///< warpgroups of a CTA that compute dQ
 /// Parts of a KV tile's dQ, one a consumer warpgroup of the cluster. Each is counted when it has been added.
 template <class P>
-constexpr int kDqParts = kDqWgs* cluster_ctas(P::kBc, P::kHeadDim, P::kHeadDimV);
+constexpr int kDqParts = kOwnTiles<P> ? 1 : kDqWgs* cluster_ctas(P::kBc, P::kHeadDim, P::kHeadDimV);
 
 /// Columns of the accumulator.
 constexpr int dq_columns(int head_dim) { return (head_dim + 15) / 16 * 16; }

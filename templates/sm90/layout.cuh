@@ -392,12 +392,19 @@ constexpr int kDqSlots = 2;
 /// The one overlap: wide, a warpgroup's dQ of Q tile i lies over the columns of dO and Q of the same stage
 /// that this warpgroup alone reads, on its way to global memory, and only then is the stage released. Where
 /// CTAs split columns, only if memory is short.
+///
+/// With `own_tiles` each warpgroup has all of that, in a slot: two Q tiles in a stage, one dS of both, and no
+/// room for dQ.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
   bool reads_bias_tile, reads_row_terms;
+  bool own_tiles;  ///< each consumer warpgroup has a KV tile of its own
 
   /// Also for KV tiles of 64 keys: for short sequences, so that there is one for each multiprocessor.
-  constexpr bool wide() const { return is_wide(head_dim, head_dim_v) || bc == 64; }
+  constexpr bool wide() const { return is_wide(head_dim, head_dim_v) || (bc == 64 && !own_tiles); }
+  constexpr int slots() const { return own_tiles ? 2 : 1; }
+  /// Rows of Q in a stage.
+  constexpr int rows() const { return own_tiles ? 2 * br : br; }
   constexpr int cluster() const { return cluster_ctas(bc, head_dim, head_dim_v); }
   // What the CTAs of a cluster do for dQ: each computes some of its columns, from the dS of both; or each
   // computes all columns from its own keys, and sums up some columns of all CTAs' partial dQ.
@@ -433,11 +440,11 @@ struct BackwardLayout {
     return exchanges_ds() ? (columns() - fifth_slice()) / 2 + fifth_slice() : 0;
   }
   constexpr int q() const { return other_k() + tile_bytes(keys(), other_columns()); }
-  constexpr int dout() const { return q() + stages * tile_bytes(br, columns()); }
-  constexpr int ds() const { return dout() + dout_stages() * tile_bytes(br, columns_v()); }
-  constexpr int ds_buffers() const { return splits_columns() || other_ds_over_p() ? 1 : 2; }
+  constexpr int dout() const { return q() + stages * tile_bytes(rows(), columns()); }
+  constexpr int ds() const { return dout() + dout_stages() * tile_bytes(rows(), columns_v()); }
+  constexpr int ds_buffers() const { return splits_columns() || other_ds_over_p() || own_tiles ? 1 : 2; }
   constexpr bool other_ds_over_p() const { return fifth_slice() > 0; }
-  constexpr int other_ds() const { return ds() + ds_buffers() * tile_bytes(keys(), br); }
+  constexpr int other_ds() const { return ds() + ds_buffers() * tile_bytes(keys(), rows()); }
   constexpr int p() const {
     return other_ds() + (exchanges_ds() && !other_ds_over_p() ? ds_buffers() * tile_bytes(keys(), br) : 0);
   }
@@ -453,6 +460,7 @@ struct BackwardLayout {
   /// rows.
   constexpr int dq_columns() const {
     if (splits_columns()) return wg_columns(cta_dim());
+    if (own_tiles) return columns();
     return br == 128 ? columns() : columns() / (exchanges_ds() ? 4 : 2);
   }
   /// Those that it hands on: of columns that both compute, the second's.
@@ -469,21 +477,26 @@ struct BackwardLayout {
   /// Whether some of dQ lies over a stage, which then is released when dQ has been added.
   constexpr bool is_dq_over_stage() const { return dq_within_q() + dq_within_dout() > 0; }
   constexpr int dq_bytes(int wg = 0) const {
+    if (own_tiles) return 0;
     const int rest = own_dq_columns(wg) * kWarpgroupRows * 4 - dq_within_q() - dq_within_dout();
     return rest > 0 ? rest : 0;
   }
   constexpr int lse() const {
     return dq() + (sums_dq() ? 2 * kDqSlots * dq_bytes() : dq_bytes(0) + dq_bytes(1));
   }
-  constexpr int d() const { return lse() + stages * br * 4; }
-  constexpr int row_terms() const { return d() + stages * br * 4; }
+  constexpr int d() const { return lse() + stages * rows() * 4; }
+  constexpr int row_terms() const { return d() + stages * rows() * 4; }
   constexpr int q_tiles() const { return row_terms() + (reads_row_terms ? stages * br * 4 : 0); }
   constexpr int kv_tiles() const { return q_tiles() + kKeptQTiles * kQTileInfoBytes; }
   constexpr int kept_kv_tiles() const { return sums_dq() ? kKeptKvTilesOfSums : kKeptKvTiles; }
   constexpr int zeros() const { return kv_tiles() + kept_kv_tiles() * kKvTileInfoBytes; }
   constexpr int tile_indices() const { return zeros() + kZerosBytes; }
   constexpr int barriers() const { return tile_indices() + (cluster() > 1 ? kKeptTileIndices * 4 : 0); }
-  constexpr int bytes() const { return barriers() + barrier_count() * 8; }
+  constexpr int bytes_of_slot() const {
+    const int bytes = barriers() + barrier_count() * 8;
+    return own_tiles ? (bytes + kAlignment - 1) / kAlignment * kAlignment : bytes;
+  }
+  constexpr int bytes() const { return slots() * bytes_of_slot(); }
 
   // The number of the first barrier of each kind.
   constexpr int stage_barriers(int stage) const { return 4 * stage; }  ///< Q full, Q empty, dO full, dO empty

@@ -175,6 +175,10 @@ TEST(Sm90, TheHeuristicFillsTheDevice) {
   EXPECT_EQ(chosen("bwd:bf16:d64:dropout", kLarge), "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64:map128x128", kLarge), "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64:map64x128", kLarge), "sm90:br64:bc128:w8:s2");
+  // Blocks of 64 keys have lists of their own, and so has each warpgroup.
+  EXPECT_EQ(chosen("bwd:bf16:d64:map64x64", kLarge), "sm90:br64:bc64:w4:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d64:map64x64:dropout", kLarge), "sm90:br64:bc128:w8:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d128:map64x64", kLarge), "sm90:br64:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64:score{slopes: fp32 1d; score + slopes[h]}", kLarge),
             "sm90:br128:bc128:w8:s2");
   // Row terms are in shared memory, but their gradients take registers.

@@ -329,7 +329,8 @@ TEST(WideForwardBarriers, HoldingPvWithoutAStageForTheNextTileIsFound) {
 template <int dim, int bc, int stages>
 struct BackwardKernel : ExampleProblem {
   static constexpr bool kBackward = true;
-  static constexpr int kHeadDim = dim, kHeadDimV = dim, kBr = 64, kBc = bc, kWarps = 8, kStages = stages;
+  static constexpr int kHeadDim = dim, kHeadDimV = dim, kBr = 64, kBc = bc, kWarps = 8, kStages = stages,
+                       kListedRows = 64;
   static constexpr int kSharedBytes =
       sm90::BackwardLayout{.br = 64, .bc = bc, .head_dim = dim, .head_dim_v = dim, .stages = stages}.bytes();
 };

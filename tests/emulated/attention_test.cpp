@@ -227,7 +227,7 @@ const std::vector<Problems>& problems() {
        "",
        "sm90:br64:bc64:w4:s2"},
       {"own_tiles_of_masks",
-       "fp16:d40:causal:map128x64:kvlen:score{score * 2 - to_float(q - kv)}",
+       "fp16:d40:mask{kv - q < 50}:map128x64:kvlen:score{score * 2 - to_float(q - kv)}",
        {{2, 2, 1, 300, 333}},
        Layout::padded,
        {sm90},

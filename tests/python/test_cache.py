@@ -110,7 +110,11 @@ def test_a_table_in_one_row(rows, lengths):
         (lambda indptr, indices: (indptr,), "page_table has 1 parts"),
         (lambda indptr, indices: (indptr.tolist(), indices), "page_table's indptr is a list"),
         (lambda indptr, indices: [indptr], "page_table has 1 parts: give .indptr, indices."),
-        (lambda indptr, indices: (indptr + 100, indices), "indptr ends at .*, but indices has .* entries"),
+        pytest.param(
+            lambda indptr, indices: (indptr + 100, indices),
+            "indptr ends at .*, but indices has .* entries",
+            marks=pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's values are not read"),
+        ),
         (lambda indptr, indices: (indptr, indices, indptr[1:]), "are both given"),
     ],
 )

@@ -71,12 +71,22 @@ device::TensorMaps tensor_maps(const device::Driver& driver, const plan::Executi
     return maps_with(args.out, "out");
 }
 
+/// Those of a kernel of O's tangent.
+device::JvpTensorMaps tensor_maps(const device::Driver& driver, const plan::ExecutionPlan& plan,
+                                  const JvpArgs& args, const Params& params) {
+  if (!plan.tensor_boxes) return {};
+  return device::make_jvp_tensor_maps(
+      driver, *plan.tensor_boxes, plan.spec.dtype,
+      tensor_maps(driver, plan, static_cast<const ForwardArgs&>(args), params), args.q_tangent,
+      args.k_tangent, args.v_tangent);
+}
+
 /// Launches those of an operation's steps that `wanted` says yes to, in order. `reserved_sms`:
 /// multiprocessors that persistent kernels leave to others.
-template <class Steps, class Wanted>
-void launch_steps(const device::Driver& driver, const Steps& steps, const void* params,
-                  const device::TensorMaps& maps, Stream stream, Wanted wanted, int reserved_sms = 0) {
-  std::array<void*, 2> parameters{const_cast<void*>(params), const_cast<device::TensorMaps*>(&maps)};
+template <class Maps = device::TensorMaps, class Steps, class Wanted>
+void launch_steps(const device::Driver& driver, const Steps& steps, const void* params, const Maps& maps,
+                  Stream stream, Wanted wanted, int reserved_sms = 0) {
+  std::array<void*, 2> parameters{const_cast<void*>(params), const_cast<Maps*>(&maps)};
   for (const auto& step : steps)
     if (wanted(step))
       device::launch(driver, step.kernel, step.blocks_without(static_cast<unsigned>(reserved_sms)),

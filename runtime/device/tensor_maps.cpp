@@ -192,4 +192,17 @@ TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes
   return maps;
 }
 
+JvpTensorMaps make_jvp_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype,
+                                   const TensorMaps& maps, const ConstTensorView& q_tangent,
+                                   const ConstTensorView& k_tangent, const ConstTensorView& v_tangent) {
+  JvpTensorMaps all{.q = maps.q, .k = maps.k, .v = maps.v, .q_tangent = {}, .k_tangent = {}, .v_tangent = {}};
+  const auto add = [&](CUtensorMap& map, const char* name, const ConstTensorView& tensor, int rows) {
+    if (tensor.data) encode(driver, map, name, tensor, dtype, dimensions_of(tensor, rows));
+  };
+  add(all.q_tangent, "q_tangent", q_tangent, boxes.q_rows);
+  add(all.k_tangent, "k_tangent", k_tangent, boxes.kv_rows);
+  add(all.v_tangent, "v_tangent", v_tangent, boxes.kv_rows);
+  return all;
+}
+
 }  // namespace flashjit::device

@@ -14,6 +14,8 @@ namespace flashjit::device {
 /// A kernel's second parameter.
 using TensorMaps = TensorMapsOf<CUtensorMap>;
 static_assert(sizeof(TensorMaps) == std::size_t{6} * 128 && alignof(TensorMaps) >= 64);
+/// That of a kernel of O's tangent.
+using JvpTensorMaps = JvpTensorMapsOf<CUtensorMap>;
 
 /// The maps of one call's tensors, without memory where it has none, `o` being O of a forward pass and dO of
 /// a backward pass, by the name that its caller knows; the map of a tensor without elements, or whose rows
@@ -24,5 +26,9 @@ TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes
                             const ConstTensorView& q, const ConstTensorView& q_rope, const ConstTensorView& k,
                             const ConstTensorView& v, const ConstTensorView& o, const char* o_name,
                             std::span<const CaptureParam> captures);
+/// The same with tangents, which may be null, from the maps of Q, K and V.
+JvpTensorMaps make_jvp_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype,
+                                   const TensorMaps& maps, const ConstTensorView& q_tangent,
+                                   const ConstTensorView& k_tangent, const ConstTensorView& v_tangent);
 
 }  // namespace flashjit::device

@@ -5,6 +5,7 @@
 #include "plan/decoded_cache.hpp"
 #include "plan/joined_lists.hpp"
 #include "plan/sm90.hpp"
+#include "plan/sm90_jvp.hpp"
 #include "plan/tensor_core.hpp"
 #include "plan/tiles.hpp"
 #include "plan/wgmma.hpp"
@@ -134,6 +135,7 @@ std::vector<TileConfig> packed_where_admitted(const AnalysedSpec& spec, const st
 }
 
 TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+  if (spec.pass == Pass::jvp) return sm90_jvp::heuristic(spec);
   if (spec.indices) return tile_of_indices(spec, shape, device);
   if (const std::optional<TileConfig> few = few_rows_tile(spec, shape, device)) return *few;
   if (const std::optional<TileConfig> cascade = cascade_tile(spec, shape, device)) return *cascade;
@@ -179,6 +181,7 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
 }
 
 std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo& device) {
+  if (spec.pass == Pass::jvp) return sm90_jvp::search_space(spec, device);
   std::vector<TileConfig> found;
   const auto consider = [&](const TileConfig& c) {
     if (admits(spec, c, device)) found.push_back(c);
@@ -296,6 +299,7 @@ Schedule schedule(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
+  if (spec.pass == Pass::jvp) return sm90_jvp::kernel(spec, c);
   Entry main = main_entry(Family::sm90, spec,
                           consumer_warps(spec, c) * 32 + kProducerThreads * (1 + converters(spec, c)),
                           shared_bytes(spec, c));

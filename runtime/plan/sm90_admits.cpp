@@ -5,6 +5,7 @@
 
 #include "plan/joined_lists.hpp"
 #include "plan/sm90.hpp"
+#include "plan/sm90_jvp.hpp"
 #include "plan/tiles.hpp"
 
 namespace flashjit::plan::hopper {
@@ -361,7 +362,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (device.arch != "sm_90a")
     return Support::no(fmt::format("needs wgmma and TMA of sm_90a, the device is {}", device.arch));
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
-  if (spec.pass == Pass::jvp) return Support::no("it has no kernel of O's tangent");
+  if (spec.pass == Pass::jvp) return sm90_jvp::supports(spec);
   if (spec.pass == Pass::backward_jvp) return Support::no(kNoSecondDerivative);
   if (Support able = supports_weights(spec); !able) return able;
   if (Support able = supports_out_mod(spec); !able) return able;
@@ -404,6 +405,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
 Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& device) {
   if (c.family != Family::sm90) return Support::no("the configuration is of another family");
   if (Support able = supports(spec, device); !able) return able;
+  if (spec.pass == Pass::jvp) return sm90_jvp::admits(spec, c, device);
   if (Support tile = check_tile(spec, c); !tile) return tile;
   if (excludes_lists(spec) && walks_lists(spec, c)) return no_lists(spec);
   const int most_bytes =

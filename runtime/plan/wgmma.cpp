@@ -148,6 +148,9 @@ std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) 
                            along_columns(left_rows, dim),
                            along_columns(right_rows, dim)});
   };
+  if (spec.pass == Pass::jvp)
+    return scores("multiply_scores", config.bc, sm90::kWarpgroupRows, config.bc, 16) +
+           function("multiply_output", {{dtype, spec.v_dim()}, Left::registers, "1", {}, along_rows(16)});
   if (spec.pass == Pass::forward) {
     const bool whole = sm90::has_whole_products(spec.v_dim(), false), shares_rows = config.d_split > 1;
     const int columns = sm90::own_columns(spec.v_dim(), config.d_split);

@@ -35,7 +35,10 @@ std::string params_text(const plan::KernelPlan& kernel) {
 
 /// The text of one of `entries`.
 std::string entry_text(const plan::Entry& entry, const std::vector<plan::Entry>& entries) {
-  const char* maps = entry.tensor_maps ? ", const __grid_constant__ flashjit::TensorMaps maps" : "";
+  const std::string maps = entry.tensor_maps
+                               ? fmt::format(", const __grid_constant__ flashjit::{} maps",
+                                             entry.params == "JvpParams" ? "JvpTensorMaps" : "TensorMaps")
+                               : std::string();
   const std::string cluster =
       entry.cluster > 1 ? fmt::format(" __cluster_dims__({}, 1, 1)", entry.cluster) : "";
   const std::string text = fmt::format(

@@ -11,6 +11,7 @@ struct alignas(64) TensorMap {
 };
 
 using TensorMaps = TensorMapsOf<TensorMap>;
+using JvpTensorMaps = JvpTensorMapsOf<TensorMap>;
 
 /// Fetches a map before the first copy needs it.
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {

@@ -15,5 +15,11 @@ struct TensorMapsOf {
   Map q, k, v, o, bias;
   FLASHJIT_IF_Q_ROPE Map q_rope;
 };
+/// What a kernel of O's tangent gets, which has none of O, the bias tile and Q's last columns. A tangent that
+/// is zero has no map.
+template <class Map>
+struct JvpTensorMapsOf {
+  Map q, k, v, q_tangent, k_tangent, v_tangent;
+};
 
 }  // namespace flashjit

@@ -126,10 +126,11 @@ struct PackedQLoad {
 template <class P>
 using QTileLoad = Conditional<P::kPackGqa, PackedQLoad<P>, PlainQLoad<P>>;
 
-/// Runs the tile scheduler, and loads each warpgroup's Q as soon as its stage is free. By one thread.
-template <class P>
-__device__ __forceinline__ void schedule_and_load_q(const Params& p, const ForwardStorage<P>& smem,
-                                                    const TensorMaps& maps, const SegmentStart& start) {
+/// Runs the tile scheduler, and loads each warpgroup's Q as soon as its stage is free, by a load as above. By
+/// one thread.
+template <template <class> class Load = QTileLoad, class P, class CallParams, class Maps>
+__device__ __forceinline__ void schedule_and_load_q(const CallParams& p, const ForwardStorage<P>& smem,
+                                                    const Maps& maps, const SegmentStart& start) {
   using Storage = ForwardStorage<P>;
   auto scheduler = ForwardScheduler<P>::first(p, start, smem.slot);
   const auto finish_tile = [&](const TileCoord& coord) { scheduler.finish_tile(p, start, coord); };
@@ -148,7 +149,7 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
 #pragma unroll 1
     for (int wg = 0; wg < Storage::kRowGroups; ++wg) {
       QRing<P>::acquire(smem, wg, round);
-      QTileLoad<P>::load(p, smem, maps, wg, round, more);
+      Load<P>::load(p, smem, maps, wg, round, more);
     }
     if (!more) break;
     finish_tile(coord);

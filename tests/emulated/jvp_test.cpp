@@ -20,6 +20,13 @@ TEST_F(EmulatedJvp, IsTheDerivative) {
       {"bf16:d320x280:causal", {1, 2, 1, 40, 50}},
       {"bf16:d64", {1, 2, 1, 50, 60}, "", "q"},
       {"bf16:d64", {1, 2, 1, 50, 60}, "", "kv"},
+      {"bf16:d128:causal", {2, 4, 2, 300, 210}, "sm90:br128:bc48:w8:s2"},
+      {"fp16:d128:dropout:sinks:kvlen", {2, 2, 1, 140, 150}, "sm90:br128:bc32:w8:s3"},
+      {"bf16:d128:causal:varlen", {3, 4, 2, 150, 170}, "sm90:br128:bc48:w8:s2", "", 5},
+      {"bf16:d64:map64x64", {1, 2, 2, 200, 330}, "sm90:br128:bc64:w8:s2"},
+      {"bf16:d64:score{5.0 * tanh(score / 5.0)}:causal", {1, 4, 1, 270, 290}, "sm90:br128:bc80:w8:s2"},
+      {"bf16:d128", {1, 2, 1, 150, 160}, "sm90:br128:bc48:w8:s2", "qv"},
+      {"bf16:d64", {1, 2, 1, 150, 160}, "sm90:br128:bc80:w8:s2", "k"},
   };
   unsigned seed = 0;
   for (const JvpCase& test : cases) expect_tangents(runtime.get(), test, seed++);

@@ -1,0 +1,109 @@
+#include "plan/sm90_jvp.hpp"
+
+#include <fmt/format.h>
+
+#include "plan/sm90.hpp"
+#include "plan/tensor_core.hpp"
+
+namespace flashjit::plan::sm90_jvp {
+namespace {
+
+/// Two groups, beside the producer's. One alone spilled.
+constexpr int kWarps = 8;
+
+/// Keys of a KV tile, at most: accumulators of S and O, and of their tangents, are in registers.
+int most_keys(const AnalysedSpec& spec) { return spec.v_dim() > 64 ? 48 : 80; }
+
+/// Those that do not spill. Blocks of a map are divided.
+int preferred_keys(const AnalysedSpec& spec) {
+  const bool reads =
+      spec.programs.score_reads_pairs || spec.programs.column_term || spec.programs.mask_reads_tensors;
+  if (spec.v_dim() > 64) return spec.dropout || reads || spec.has_block_map() ? 32 : 48;
+  return reads || spec.has_block_map() ? 64 : 80;
+}
+
+/// Shared memory: a tensor and its tangent are one of twice as many columns.
+int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
+  return sm90::ForwardLayout{.br = c.br,
+                             .bc = c.bc,
+                             .head_dim = 2 * spec.head_dim,
+                             .head_dim_v = 2 * spec.v_dim(),
+                             .stages = c.stages,
+                             .reads_bias_tile = false,
+                             .reads_column_terms = false,
+                             .lists = spec.has_tile_lists,
+                             .q_tiles_per_cta = 1,
+                             .d_split = 1,
+                             .shared_kv = false,
+                             .codes = false,
+                             .row_pitch = 0,
+                             .scale_bytes = 0,
+                             .code_products = false,
+                             .key_scales = false,
+                             .split = false,
+                             .indices = false,
+                             .joined_queries = 0,
+                             .joins_parts = false,
+                             .ctas = 1}
+      .bytes();
+}
+
+}  // namespace
+
+Support supports(const AnalysedSpec& spec) {
+  if (spec.dtype != DType::fp16 && spec.dtype != DType::bf16)
+    return Support::no(fmt::format("its kernels take fp16 and bf16, the spec has {}", to_string(spec.dtype)));
+  if (spec.head_dim != spec.v_dim() || (spec.head_dim != 64 && spec.head_dim != 128))
+    return Support::no(fmt::format("O's tangent is for head dimensions of 64 and 128, not {} and {}",
+                                   spec.head_dim, spec.v_dim()));
+  if (spec.head_dim > 64 && spec.programs.score_reads_pairs)
+    return Support::no(
+        "O's tangent with a score that reads tensors pair by pair is for a head dimension of 64: above, "
+        "registers do not suffice");
+  if (spec.partial.fp32_out) return Support::no("O's tangent is of Q's type, not fp32");
+  return Support::yes();
+}
+
+Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& device) {
+  const bool plain = c == hopper::forward_config(kWarps, c.bc, c.stages);
+  if (!plain || c.bc < 32 || c.bc % 16 != 0 || c.stages < 2 || c.stages > 4)
+    return Support::no(
+        fmt::format("O's tangent has tiles such as {}: 8 warps, Bc a multiple of 16, 2 to 4 stages, not {}",
+                    to_string(hopper::forward_config(kWarps, 48, 2)), to_string(c)));
+  if (c.bc > most_keys(spec))
+    return Support::no(
+        fmt::format("{} has {} keys a tile, registers are for {}", to_string(c), c.bc, most_keys(spec)));
+  if (const int bytes = shared_bytes(spec, c); bytes > device.shared_per_block)
+    return Support::no(fmt::format("{} needs {} bytes of shared memory, {} has {}", to_string(c), bytes,
+                                   device.arch, device.shared_per_block));
+  return Support::yes();
+}
+
+TileConfig heuristic(const AnalysedSpec& spec) {
+  return hopper::forward_config(kWarps, preferred_keys(spec), 2);
+}
+
+std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo& device) {
+  std::vector<TileConfig> found;
+  for (const int bc : {32, 48, 64, 80})
+    for (const int stages : {2, 3, 4})
+      if (const TileConfig c = hopper::forward_config(kWarps, bc, stages); admits(spec, c, device))
+        found.push_back(c);
+  return found;
+}
+
+KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
+  constexpr int kProducerThreads = 128;
+  Entry main = family_entry(Family::sm90, "jvp", "jvp", c.warps * 32 + kProducerThreads);
+  main.shared_bytes = shared_bytes(spec, c);
+  main.hot = true;
+  main.params = "JvpParams";
+  main.tensor_maps = true;
+  main.persistent = hopper::shares_tiles_out(spec);
+  KernelPlan kernel = tensor_core_kernel(spec, c, main, {.tile_lists = spec.has_tile_lists});
+  kernel.tensor_boxes = {.q_rows = sm90::kWarpgroupRows, .kv_rows = c.bc};
+  kernel.constants.push_back({"kListedRows", c.br});
+  return kernel;
+}
+
+}  // namespace flashjit::plan::sm90_jvp

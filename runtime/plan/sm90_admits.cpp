@@ -362,7 +362,6 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (device.arch != "sm_90a")
     return Support::no(fmt::format("needs wgmma and TMA of sm_90a, the device is {}", device.arch));
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
-  if (spec.pass == Pass::jvp) return sm90_jvp::supports(spec);
   if (spec.pass == Pass::backward_jvp) return Support::no(kNoSecondDerivative);
   if (Support able = supports_weights(spec); !able) return able;
   if (Support able = supports_out_mod(spec); !able) return able;
@@ -370,6 +369,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (Support able = supports_out_codes(spec); !able) return able;
   if (spec.dtype != DType::fp16 && spec.dtype != DType::bf16)
     return Support::no(fmt::format("its kernels take fp16 and bf16, the spec has {}", to_string(spec.dtype)));
+  if (spec.pass == Pass::jvp) return sm90_jvp::supports(spec);
   if (Support able = supports_rows(spec); !able) return able;
   if (Support able = supports_q_codes(spec); !able) return able;
   if (spec.has_scales() && std::max(spec.head_dim, spec.v_dim()) > kMostColumns)

@@ -14,7 +14,7 @@ constexpr int kWarps = 8;
 /// Keys of a KV tile, at most: accumulators of S and O, and of their tangents, are in registers.
 int most_keys(const AnalysedSpec& spec) { return spec.v_dim() > 64 ? 48 : 80; }
 
-/// Those that do not spill. Blocks of a map are divided.
+/// Those that do not spill (templates/sm90/NOTES.md#os-tangent). Blocks of a map are divided.
 int preferred_keys(const AnalysedSpec& spec) {
   const bool reads =
       spec.programs.score_reads_pairs || spec.programs.column_term || spec.programs.mask_reads_tensors;
@@ -51,8 +51,6 @@ int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
 }  // namespace
 
 Support supports(const AnalysedSpec& spec) {
-  if (spec.dtype != DType::fp16 && spec.dtype != DType::bf16)
-    return Support::no(fmt::format("its kernels take fp16 and bf16, the spec has {}", to_string(spec.dtype)));
   if (spec.head_dim != spec.v_dim() || (spec.head_dim != 64 && spec.head_dim != 128))
     return Support::no(fmt::format("O's tangent is for head dimensions of 64 and 128, not {} and {}",
                                    spec.head_dim, spec.v_dim()));

@@ -5,7 +5,7 @@
 
 namespace flashjit::plan::sm90_jvp {
 
-/// What the family's own functions say of a spec whose pass is jvp; the device is checked.
+/// What the family's own functions say of a spec whose pass is jvp; element types and device are checked.
 Support supports(const AnalysedSpec& spec);
 Support admits(const AnalysedSpec& spec, const TileConfig& config, const DeviceInfo& device);
 TileConfig heuristic(const AnalysedSpec& spec);

@@ -58,6 +58,10 @@ Support supports(const AnalysedSpec& spec) {
     return Support::no(
         "O's tangent with a score that reads tensors pair by pair is for a head dimension of 64: above, "
         "registers do not suffice");
+  if (spec.programs.column_term && spec.programs.mask_reads_tensors)
+    return Support::no(
+        "O's tangent with a score that reads tensors by keys is for masks that read none: registers do not "
+        "suffice");
   if (spec.partial.fp32_out) return Support::no("O's tangent is of Q's type, not fp32");
   return Support::yes();
 }

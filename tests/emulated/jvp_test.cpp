@@ -26,6 +26,8 @@ TEST_F(EmulatedJvp, IsTheDerivative) {
       {"bf16:d64:map64x64", {1, 2, 2, 200, 330}, "sm90:br128:bc64:w8:s2"},
       {"bf16:d64:score{5.0 * tanh(score / 5.0)}:causal", {1, 4, 1, 270, 290}, "sm90:br128:bc80:w8:s2"},
       {"bf16:d128", {1, 2, 1, 150, 160}, "sm90:br128:bc48:w8:s2", "qv"},
+      {"bf16:d128:mask{q >= kv && q - kv < 100}:kvlen", {2, 2, 1, 300, 310}, "sm90:br128:bc48:w8:s2"},
+      {"fp16:d128:map32x32:sinks", {1, 2, 2, 200, 230}, "sm90:br128:bc32:w8:s2"},
       {"bf16:d64", {1, 2, 1, 150, 160}, "sm90:br128:bc80:w8:s2", "k"},
   };
   unsigned seed = 0;
@@ -37,6 +39,8 @@ TEST_F(EmulatedJvp, HasTangentsOfCaptures) {
   for (const char* spec :
        {"bf16:d64:score{slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)}:causal",
         "fp16:d64:score{bias: fp16 4d grad; score + bias[b, h, q, kv]}",
+        "bf16:d128:score{slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)}:causal",
+        "bf16:d128:score{gate: fp32 2d grad; score * gate[h, kv]}:mask{doc: int32 1d; doc[q] == doc[kv]}",
         "fp32:d32:score{gate: fp32 2d grad; score * exp(gate[h, kv]) - score * score}:sinks",
         "bf16:d64:score{table: fp32 2d grad; score + table[h, max(min(kv - q, 31), -32) + 32]}"
         ":mask{doc: int32 1d; doc[q] == doc[kv]}",

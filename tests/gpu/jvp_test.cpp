@@ -13,10 +13,12 @@ std::vector<JvpCase> jvp_cases() {
        {1, 4, 2, 700, 900}},
       {"fp16:d64:score{bias: fp16 4d grad; score + bias[b, h, q, kv]}", {1, 4, 2, 300, 333}},
       {"bf16:d64:causal:varlen:dropout", {4, 4, 2, 300, 400}, "", "", 7},
-      {"bf16:d128:causal:varlen", {4, 4, 2, 300, 400}, "", "", 7},
-      {"fp16:d128:dropout:sinks", {2, 4, 1, 300, 400}},
-      {"bf16:d128", {1, 4, 2, 700, 900}, "", "qv"},
-      {"bf16:d64:causal", {1, 4, 2, 700, 900}, "", "k"},
+      {"bf16:d128:causal", {2, 8, 2, 1100, 1300}, "sm90:br128:bc48:w8:s2"},
+      {"bf16:d128:causal:varlen", {4, 4, 2, 300, 400}, "sm90:br128:bc48:w8:s2", "", 7},
+      {"fp16:d128:dropout:sinks", {2, 4, 1, 300, 400}, "sm90:br128:bc32:w8:s2"},
+      {"bf16:d128", {1, 4, 2, 700, 900}, "sm90:br128:bc48:w8:s2", "qv"},
+      {"bf16:d64:causal", {1, 4, 2, 700, 900}, "sm90:br128:bc80:w8:s2", "k"},
+      {"bf16:d64:map64x64", {2, 4, 2, 500, 700}, "sm90:br128:bc64:w8:s2"},
   };
   for (const char* spec :
        {"bf16:d64", "bf16:d128:causal", "fp16:d192x128:dropout:sinks", "bf16:d96:map64x64",

@@ -23,9 +23,11 @@ template <class P>
 constexpr bool kProducerPostsEntries = kLists<P> && !kConsumersReadList<P>;
 
 /// K is released by each thread, which has read what threads wrote beside it: racecheck does not take a
-/// lane's arrival for its warp's reads.
+/// lane's arrival for its warp's reads. Beside lists of keys only where racecheck looks: see
+/// tests/gpu/sanitize.sh.
 template <class P>
-constexpr bool kThreadsReleaseK = kProducerPostsEntries<P> || P::kKeyScales;
+constexpr bool kThreadsReleaseK = kProducerPostsEntries<P> || P::kKeyScales ||
+                                  (P::kCheckWaits && P::kIndices && !P::kSharedKv);
 
 /// The type of pipeline counters. Unsigned, a stage and its phase are fewer instructions: causal d128 +1.4 to
 /// +2.0% from 4k on; but lists tested pair by pair -1 to -3.5%.
@@ -69,6 +71,9 @@ constexpr int kConverters =
 template <class P>
 constexpr bool kConvertsKv = kConverters<P> > 0;
 constexpr int kConverterThreads = 128;
+/// Converters' arrivals when they have read a slot: one a warp, or one a thread where racecheck looks.
+template <class P>
+constexpr int kConverterReleases = P::kCheckWaits ? kConverterThreads : kConverterThreads / 32;
 
 template <class P, bool kDecodes = kDecodesKv<P>>
 constexpr DecodedRows kDecodedRows = DecodedRows::none;

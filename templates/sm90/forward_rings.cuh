@@ -54,6 +54,15 @@ using TermsRing = Ring<P, StagesOf<P, &ForwardStorage<P>::terms_full, &ForwardSt
 template <class P>
 using WorkRing = Ring<P, WorkStages<P>>;
 
+/// Releases a slot of codes when the warp has read it. By each of a warpgroup that converts them.
+template <class P>
+__device__ __forceinline__ void release_codes(unsigned empty) {
+  if (P::kCheckWaits)
+    barrier_arrive(empty);
+  else
+    release(empty);
+}
+
 /// Visits the work tiles in the order in which the scheduler hands them out.
 template <class P, class Visit>
 __device__ __forceinline__ void for_each_work_tile(const ForwardStorage<P>& smem, const Visit& visit) {

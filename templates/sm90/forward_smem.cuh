@@ -210,7 +210,7 @@ struct ForwardStorage {
       barrier_init(codes_full(c), kLoads + (P::kKeyScales && !kKeyFactors<P> ? 32 : 0));
       barrier_init(codes_empty(c), kHasFewRows<P>     ? kFewRowsWarps
                                    : kCodeProducts<P> ? kTransposers<P>
-                                                      : kConverterThreads / 32);
+                                                      : kConverterReleases<P>);
     }
   }
 };

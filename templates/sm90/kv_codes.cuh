@@ -150,7 +150,7 @@ struct KvConverterGroup {
     const auto finish = [&](unsigned full, unsigned codes_empty) {
       publish_to_async_proxy();
       barrier_arrive(full);
-      release(codes_empty);
+      release_codes<P>(codes_empty);
     };
     constexpr bool kClearsNan = kHidesKeys<P> && kFirstSpecialCode<typename P::KvElement> < 0x80;
     struct Keys {

@@ -167,7 +167,7 @@ struct LatentDecoder {
         VRing<P>::acquire(smem, n);
         decode_latents<P, TileHalf::right>(tile, from.rows);
         finish(smem.v_full(n));
-        RawKRing<P>::release(smem, n);
+        release_codes<P>(smem.raw_k_empty(n));
       }
     });
   }

@@ -173,7 +173,7 @@ struct KvRowDecoder {
     const auto finish = [&](unsigned full, unsigned rows_empty) {
       publish_to_async_proxy();
       barrier_arrive(full);
-      release(rows_empty);
+      release_codes<P>(rows_empty);
     };
     const auto at = [&](unsigned address) { return smem.shared + (address - smem.base); };
     const int warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32 % 4, 0);

@@ -87,14 +87,12 @@ sample=(
   'All/AppendTest.*/fwd_bf16_d128_causal_varlen_pages16_*_interleaved*'
   'MergeTest.IsTheSoftmaxOverAllKeys'
   # codes decoded in registers, before the kernel, beside lists, and as Q
-  'All/BlockScales.*bf16_d128_kv_int4_g32_fp16_apart_zero__pages16_causal_b2_hq4_hkv1_sq3_skv90_sm90_*'
   'All/BlockScales.*bf16_d128_kv_e2m1_g16_e4m3_apart_scaled__pages16_causal_b2_hq4_hkv1_sq1_skv150_sm90_*'
   'All/BlockScales.*bf16_d256_k_uint4_keys64_fp32_zero__v_int4_g32_fp16_apart__pages64_b2_hq4_hkv1_sq1_skv200_sm90_*'
   'All/DecodedCache.*bf16_d128_kv_nvfp4__pages16_causal_b2_hq4_hkv2_sq70_skv150_sm90_*'
   'All/NanInCache.*bf16_d64_kve4m3_causal_varlen_pages16_q_codes_b4_hq4_hkv2_sq70_skv300_sm90_*'
   # lists of keys, joined for neighbouring queries or not
   'All/IndicesTest.*/bf16_d256_indices_b2_hq16_hkv2_sq33_skv400_sm90_*'
-  'All/IndicesTest.*/fp16_d64_causal_indices_b2_hq12_hkv4_sq70_skv300_sm90_*'
   # fixed parts of the keys, and clusters that join theirs
   'All/NanInCache.*/fwd_bf16_d64_causal_varlen_pages16_invariant_b4_hq4_hkv2_sq1_skv2200_sm90_*'
   # tangents, and their gradients
@@ -106,6 +104,10 @@ sample=(
 # V, in which one warpgroup does: it arrives at a named barrier and goes on. racecheck does not follow arrivals, and
 # then finds races even between what __syncthreads() parts: it is shown the kernels of FLASHJIT_CHECK_WAITS=on, in which
 # both wait.
+# Rings of sm90 that are read again and again, by threads, of what threads wrote: one lane arrives on an mbarrier for its
+# warp (release() in templates/async/ring.cuh). __syncwarp() orders the other lanes' reads before that, but racecheck takes
+# the arrival as the one lane's, and calls the reads of the other 31 races with the writes that come next to the slot. In
+# kernels of FLASHJIT_CHECK_WAITS=on each thread arrives: ../../templates/sm90/NOTES.md#what-racecheck-does-not-follow
 pairs=(
   'Wide/Attention.*/bf16_d512_kvlen_det_b2_hq4_hkv2_sq130_skv200_sm90_*'
   'Wide/Attention.*/bf16_d512_varlen_sinks_b2_hq4_hkv2_sq130_skv200_sm90_*'
@@ -116,6 +118,9 @@ pairs=(
   'Variants/Programs.*/fp16_d64_*_sm80_bhsd_documents_*'
   'Packed/Programs.*/fp16_d96x64_det_varlen_b2_hq2_hkv2_sq200_skv333_sm80_*'
   'Families/WrongOffsets.*/sm80_causal_det'
+  # lanes that arrive for their warps
+  'All/BlockScales.*bf16_d128_kv_int4_g32_fp16_apart_zero__pages16_causal_b2_hq4_hkv1_sq3_skv90_sm90_*'
+  'All/IndicesTest.*/fp16_d64_causal_indices_b2_hq12_hkv4_sq70_skv300_sm90_*'
 )
 
 [ -x "$binary" ] || { echo "'$binary' is no program; build flashjit_gpu_tests or name it" >&2; exit 2; }

@@ -99,7 +99,8 @@ struct WithDecodedCache {
                                         .search_space = search_space,
                                         .kernel = kernel,
                                         .workspace = workspace,
-                                        .functions = functions};
+                                        .functions = functions,
+                                        .unasked = kPlain.unasked};
 };
 
 }  // namespace flashjit::plan

@@ -52,11 +52,8 @@ struct Chosen {
 Chosen chosen_by(const FamilyTraits& family, const AnalysedSpec& spec, const AttentionShape& shape,
                  const DeviceInfo& device) {
   if (const Support able = family.supports(spec, device); !able) return {{}, able};
-  // No GPU has run it yet: templates/sm90/NOTES.md#os-tangent
-  if (family.family == Family::sm90 && spec.pass == Pass::jvp)
-    return {
-        {},
-        Support::no("its kernel of O's tangent is taken where a configuration names it or the tuner did")};
+  if (family.unasked)
+    if (const Support taken = family.unasked(spec); !taken) return {{}, taken};
   const TileConfig config = spec.reproducible.batch_invariant ? invariant_config(family, spec, shape, device)
                                                               : family.heuristic(spec, shape, device);
   return {config, family.admits(spec, config, device)};

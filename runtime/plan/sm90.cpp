@@ -341,7 +341,8 @@ constexpr FamilyTraits kPlainTraits{.family = Family::sm90,
                                     .search_space = search_space,
                                     .kernel = kernel,
                                     .workspace = tensor_core_workspace,
-                                    .functions = wgmma_functions};
+                                    .functions = wgmma_functions,
+                                    .unasked = sm90_jvp::unasked};
 }  // namespace hopper
 
 const FamilyTraits& sm90_traits() { return WithDecodedCache<hopper::kPlainTraits, true>::kTraits; }

@@ -81,6 +81,11 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
   return Support::yes();
 }
 
+Support unasked(const AnalysedSpec& spec) {
+  if (spec.pass != Pass::jvp) return Support::yes();
+  return Support::no("its kernel of O's tangent is taken where a configuration names it or the tuner did");
+}
+
 TileConfig heuristic(const AnalysedSpec& spec) {
   return hopper::forward_config(kWarps, preferred_keys(spec), 2);
 }

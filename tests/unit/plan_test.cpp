@@ -200,7 +200,7 @@ TEST(Plan, HoppersKernelOfOsTangentIsTakenByName) {
   const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
   const KernelSpec spec = parse_spec("jvp:bf16:d128:causal");
   const AttentionShape shape{2, 4, 4, 512, 512};
-  EXPECT_EQ(make_plan(spec, shape, h100).config.family, Family::sm80);
+  EXPECT_EQ(make_plan(spec, shape, h100, {}).config.family, Family::sm80);
   const TileConfig named = parse_config("sm90:br128:bc48:w8:s2");
   EXPECT_EQ(make_plan(spec, shape, h100, {}, named).config, named);
 }

@@ -7,13 +7,8 @@
 
 namespace flashjit::auxiliary {
 
-/// As new_key(), by a warp.
-template <class P>
-__device__ __forceinline__ NewKey new_key_of_warp(const AppendParams& p, int row) {
-  if (!P::kVarlen) {
-    const int b = row / p.rows;
-    return {b, max(p.kv_lengths[b], 0) - p.rows + row % p.rows};
-  }
+/// Of packed rows, by a warp.
+__device__ __forceinline__ NewKey new_key_of_packed_row(const AppendParams& p, int row) {
   for (int first = 0; first < p.batch; first += 32) {
     const int b = first + static_cast<int>(threadIdx.x) % 32;
     const int end = b < p.batch ? p.cu_seqlens[b + 1] : 0;
@@ -25,6 +20,14 @@ __device__ __forceinline__ NewKey new_key_of_warp(const AppendParams& p, int row
     return {first + lane, __shfl_sync(kWholeWarp, key, lane)};
   }
   return {-1, -1};
+}
+
+/// As new_key(), by a warp.
+template <class P>
+__device__ __forceinline__ NewKey new_key_of_warp(const AppendParams& p, int row) {
+  if (P::kVarlen) return new_key_of_packed_row(p, row);
+  const int b = row / p.rows;
+  return {b, max(p.kv_lengths[b], 0) - p.rows + row % p.rows};
 }
 
 /// A lane's columns of a new row of a head.

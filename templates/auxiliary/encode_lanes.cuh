@@ -110,6 +110,18 @@ __device__ __forceinline__ unsigned word_of_e2m1(const KvQuantizer& by, const fl
   return (word - upper) | (signs & 0x88888888u);
 }
 
+/// Those of no faster way.
+template <class Format>
+__device__ __forceinline__ void codes_one_by_one(const KvQuantizer& by, const float (&x)[kLaneColumns],
+                                                 unsigned (&words)[Format::kBits / 4]) {
+#pragma unroll
+  for (unsigned& word : words) word = 0;
+#pragma unroll
+  for (int i = 0; i < kLaneColumns; ++i)
+    words[i * Format::kBits / 32] |= code_of_value<Format>(quotient_of<Format>(by, x[i]))
+                                     << i * Format::kBits % 32;
+}
+
 /// A lane's eight codes, in whole words.
 template <class Format>
 __device__ __forceinline__ void codes_of_lane(const KvQuantizer& by, const float (&x)[kLaneColumns],
@@ -130,12 +142,7 @@ __device__ __forceinline__ void codes_of_lane(const KvQuantizer& by, const float
                                          : integers_by_sums<Format>(by, x + i * 32 / Format::kBits);
     return;
   }
-#pragma unroll
-  for (unsigned& word : words) word = 0;
-#pragma unroll
-  for (int i = 0; i < kLaneColumns; ++i)
-    words[i * Format::kBits / 32] |= code_of_value<Format>(quotient_of<Format>(by, x[i]))
-                                     << i * Format::kBits % 32;
+  codes_one_by_one<Format>(by, x, words);
 }
 
 /// Of a block whose second half is in the upper bits of bytes: the lane's four bytes, of its own codes in one

@@ -171,8 +171,8 @@ template <class Format>
 __device__ __forceinline__ float scale_of_zeros() {
   bool means_zero = Format::kCode != KvCode::book;
 #pragma unroll
-  for (unsigned code = 0; code < (Format::kCode == KvCode::book ? 1u << Format::kBits : 0u); ++code)
-    means_zero = means_zero || Format::book(code) == 0.0f;
+  for (int code = 0; code < (Format::kCode == KvCode::book ? 1 << Format::kBits : 0); ++code)
+    means_zero = means_zero || Format::book(static_cast<unsigned>(code)) == 0.0f;
   return means_zero ? 1.0f : 0.0f;
 }
 

@@ -316,7 +316,8 @@ TEST(Spec, ValidateNamesTheField) {
           {"q_codes is set", "K and V are bf16", "set kv.k_format"});
   refused({{.head_dim = 64, .epilogue = {.pv_sums = PvSums::of_all}}},
           {"pv_sums is set", "Q is bf16", "set q_codes"});
-  expect_refused([] { parse_spec("bf16:d64:kve4m3:q_codes:sums4:sums_all"); }, {"sums4", "sums_all", "exclude each other"});
+  expect_refused([] { parse_spec("bf16:d64:kve4m3:q_codes:sums4:sums_all"); },
+                 {"sums4", "sums_all", "exclude each other"});
   refused({{.head_dim = 64, .kv = KvLayout{}.with(kv_format_of(DType::int8)), .prologue = {.q_codes = true}}},
           {"q_codes", "int8", "e4m3 and e5m2"});
   refused({{.head_dim = 64, .kv = KvLayout{}.with(kv_format_of(DType::e4m3)), .prologue = {.q_codes = true}},

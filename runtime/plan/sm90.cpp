@@ -223,8 +223,9 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
         for (const bool packed : {false, true})
           consider(with_split(forward_config(warps, bc, stages), packed));
   const auto consider_with = [&](bool TileConfig::*on) {
-    const std::vector<TileConfig> alone = found;
-    for (TileConfig c : alone) {
+    const std::size_t alone = found.size();
+    for (std::size_t i = 0; i < alone; ++i) {
+      TileConfig c = found[i];
       c.*on = true;
       consider(c);
     }

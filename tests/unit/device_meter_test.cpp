@@ -35,6 +35,15 @@ class DeviceMeterTest : public ::testing::Test {
     return options;
   }
 
+  /// Times a problem's configuration by itself, and returns what its last launch was given.
+  Params last_params(DeviceMeter& meter, const Problem& problem, const TileConfig& config) const {
+    meter.prepare(problem, config);
+    meter.compare(problem, config, {}, 3);
+    const DeviceInfo device = device::query_device(*gpu_.driver(), gpu_.device());
+    const auto plan = plan::make_plan(problem.spec, problem.shape, device, {}, config);
+    return launched_params(fake().launches.back(), plan);
+  }
+
   const test::Variable libcuda_{"FLASHJIT_LIBCUDA", test::built(FLASHJIT_FAKE_CUDA)};
   const device::PrimaryContext gpu_{device::Driver::open(test::built(FLASHJIT_FAKE_CUDA))};
   const Problem problem_{parse_spec("fwd:bf16:d64:map128x128").normalized(),
@@ -107,12 +116,7 @@ TEST_F(DeviceMeterTest, CandidatesTakeTurnsOnInputsThatRotateUnderTheRealMap) {
 TEST_F(DeviceMeterTest, ABackwardPassIsTimedAloneOnGradientsOfItsOwn) {
   Problem problem{parse_spec("bwd:bf16:d64").normalized(), parse_shape("b1:hq8:hkv8:sq2048:skv2048")};
   DeviceMeter meter(gpu_, options());
-  const TileConfig config = parse_config("sm80:br64:bc64:w4");
-  meter.prepare(problem, config);
-  meter.compare(problem, config, {}, 3);
-  const DeviceInfo device = device::query_device(*gpu_.driver(), gpu_.device());
-  const auto plan = plan::make_plan(problem.spec, problem.shape, device, {}, config);
-  const Params last = launched_params(fake().launches.back(), plan);
+  const Params last = last_params(meter, problem, parse_config("sm80:br64:bc64:w4"));
   std::set<const void*> tensors;
   for (const TensorParam& tensor : {last.q, last.k, last.v, last.o, last.dout, last.dq, last.dk, last.dv})
     tensors.insert(tensor.data);
@@ -123,14 +127,9 @@ TEST_F(DeviceMeterTest, ABackwardPassIsTimedAloneOnGradientsOfItsOwn) {
 TEST_F(DeviceMeterTest, EveryQueryHasAListOfKeysWhereTheSpecSaysSo) {
   for (const char* spec :
        {"fwd:bf16:d64:indices", "fwd:bf16:d64:varlen:pages16:indices", "bwd:bf16:d64:indices"}) {
-    Problem problem{parse_spec(spec).normalized(), parse_shape("b2:hq8:hkv2:sq3:skv100")};
+    const Problem problem{parse_spec(spec).normalized(), parse_shape("b2:hq8:hkv2:sq3:skv100")};
     DeviceMeter meter(gpu_, options());
-    const TileConfig config = parse_config("simt:br16:bc32:w4");
-    meter.prepare(problem, config);
-    meter.compare(problem, config, {}, 3);
-    const DeviceInfo device = device::query_device(*gpu_.driver(), gpu_.device());
-    const auto plan = plan::make_plan(problem.spec, problem.shape, device, {}, config);
-    const IndicesParam indices = launched_params(fake().launches.back(), plan).indices;
+    const IndicesParam indices = last_params(meter, problem, parse_config("simt:br16:bc32:w4")).indices;
     EXPECT_EQ(indices.count, 50) << spec;
     EXPECT_EQ(fake().uploads[reinterpret_cast<CUdeviceptr>(indices.keys)].size(), 2 * 3 * 2 * 50 * 4) << spec;
   }
@@ -139,14 +138,9 @@ TEST_F(DeviceMeterTest, EveryQueryHasAListOfKeysWhereTheSpecSaysSo) {
 TEST_F(DeviceMeterTest, SwizzledScalesOfOAreOneMatrix) {
   for (const char* spec : {"fwd:bf16:d64:out{e2m1:g16:e4m3:apart:scaled}:swizzled_scales",
                            "fwd:bf16:d64:varlen:out{e2m1:g16:e4m3:apart:scaled}:swizzled_scales"}) {
-    Problem problem{parse_spec(spec).normalized(), parse_shape("b2:hq8:hkv2:sq3:skv100")};
+    const Problem problem{parse_spec(spec).normalized(), parse_shape("b2:hq8:hkv2:sq3:skv100")};
     DeviceMeter meter(gpu_, options());
-    const TileConfig config = parse_config("simt:br16:bc32:w4");
-    meter.prepare(problem, config);
-    meter.compare(problem, config, {}, 3);
-    const DeviceInfo device = device::query_device(*gpu_.driver(), gpu_.device());
-    const auto plan = plan::make_plan(problem.spec, problem.shape, device, {}, config);
-    const TensorParam scales = launched_params(fake().launches.back(), plan).out_block_scale;
+    const TensorParam scales = last_params(meter, problem, parse_config("simt:br16:bc32:w4")).out_block_scale;
     EXPECT_NE(scales.data, nullptr) << spec;
     EXPECT_EQ(scales.stride_s, 8 * 4 * 128) << spec;  // of 128 tokens
   }

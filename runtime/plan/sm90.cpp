@@ -14,8 +14,6 @@
 namespace flashjit::plan::hopper {
 namespace {
 
-constexpr int kProducerThreads = 128;
-
 /// Where there are multiprocessors for all KV tiles of 64, tiles of 128 would leave half of them idle.
 bool takes_half_tiles(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   return !is_forward(spec) && !is_wide(spec) &&

@@ -11,6 +11,7 @@
 namespace flashjit::plan::hopper {
 
 inline constexpr int kGroupWarps = 4;             ///< of a warpgroup, which computes together
+inline constexpr int kProducerThreads = 128;      ///< a warpgroup that loads
 inline constexpr int kMostBlocks = 3;             ///< on a multiprocessor
 inline constexpr int kMostColumns = 256;          ///< of a warpgroup's rows of O
 inline constexpr int kMostBackwardColumns = 512;  ///< of two blocks that split them

@@ -24,28 +24,13 @@ int preferred_keys(const AnalysedSpec& spec) {
 
 /// Shared memory: a tensor and its tangent are one of twice as many columns.
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
-  return sm90::ForwardLayout{.br = c.br,
-                             .bc = c.bc,
-                             .head_dim = 2 * spec.head_dim,
-                             .head_dim_v = 2 * spec.v_dim(),
-                             .stages = c.stages,
-                             .reads_bias_tile = false,
-                             .reads_column_terms = false,
-                             .lists = spec.has_tile_lists,
-                             .q_tiles_per_cta = 1,
-                             .d_split = 1,
-                             .shared_kv = false,
-                             .codes = false,
-                             .row_pitch = 0,
-                             .scale_bytes = 0,
-                             .code_products = false,
-                             .key_scales = false,
-                             .split = false,
-                             .indices = false,
-                             .joined_queries = 0,
-                             .joins_parts = false,
-                             .ctas = 1}
-      .bytes();
+  sm90::ForwardLayout layout = hopper::forward_layout(spec, c);
+  layout.head_dim *= 2;
+  layout.head_dim_v *= 2;
+  layout.q_tiles_per_cta = 1;
+  layout.reads_bias_tile = layout.reads_column_terms = false;  // scores are found pair by pair
+  layout.lists = spec.has_tile_lists;
+  return layout.bytes();
 }
 
 }  // namespace
@@ -100,8 +85,7 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
 }
 
 KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
-  constexpr int kProducerThreads = 128;
-  Entry main = family_entry(Family::sm90, "jvp", "jvp", c.warps * 32 + kProducerThreads);
+  Entry main = family_entry(Family::sm90, "jvp", "jvp", c.warps * 32 + hopper::kProducerThreads);
   main.shared_bytes = shared_bytes(spec, c);
   main.hot = true;
   main.params = "JvpParams";

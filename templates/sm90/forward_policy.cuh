@@ -218,10 +218,12 @@ constexpr bool kMasksByBits = (P::kMaskBounds > 1);
 
 /// Warps without queries, most of a decoding tile's, have no softmax where K and V are decoded: instructions
 /// are then what there is least of. NOTES.md#rows-of-formats-that-are-decoded
-/// Beside a shared prefix a sequence's own tile has few queries, too. NOTES.md#a-shared-prefix
+/// Beside a shared prefix a sequence's own tile has few queries, too; at d64 the branch would have ptxas
+/// serialise the products (C7511). NOTES.md#a-shared-prefix
 template <class P>
 constexpr bool kSkipsIdleWarps =
-    (kDecodesKv<P> && P::kStreamK && !P::kPackGqa && P::kBr == kWarpgroupRows) || P::kCascade;
+    (kDecodesKv<P> && P::kStreamK && !P::kPackGqa && P::kBr == kWarpgroupRows) ||
+    (P::kCascade && P::kHeadDim > 64);
 
 /// Dropout's bits are drawn while S is computed, and wait in registers; else where P is packed. Early, late:
 /// d64 1.14, 1.24 times as fast as before, d128 1.20, 1.14, d256 1.08, 1.13. Beside codes registers do not

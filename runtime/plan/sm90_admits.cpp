@@ -30,7 +30,8 @@ sm90::ForwardGroups forward_groups(const AnalysedSpec& spec, const TileConfig& c
           .converters = converters(spec, c),
           .d_split = c.d_split,
           .rows = decoded_rows(spec),
-          .cascade = is_cascade(spec, c)};
+          .cascade = is_cascade(spec, c),
+          .key_factors = spec.prologue.q_codes && spec.has_key_scales()};
 }
 
 /// A consumer thread's values of S, P, O, what finds the bias tile, and the gradients: what cannot be traded

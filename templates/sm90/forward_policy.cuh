@@ -156,10 +156,11 @@ constexpr bool kIntraWarpgroupOverlap = P::kHeadDimV > 64;
 
 /// The first P V of a Q tile overwrites O, so that O need not be cleared. Short rows +1 to +2%, block maps at
 /// d64 +1.7 to +2.6%; d64 full -0.7 to -1.6% by another order of the same instructions, and 8 to 20 bytes of
-/// spills with two bounds and two Q tiles at a time.
+/// spills with two bounds and two Q tiles at a time; but lists of whole tiles spill otherwise.
 /// NOTES.md#the-first-and-the-last-product-of-a-q-tile
 template <class P>
-constexpr bool kFirstPvOverwritesO = P::kHeadDimV > 64 || P::kBlockMap || P::kMaskBounds == 1;
+constexpr bool kFirstPvOverwritesO = P::kHeadDimV > 64 || P::kBlockMap || P::kMaskBounds == 1 ||
+                                     (kProducerPostsEntries<P> && !kTestsMask<P> && kQTilesPerCta<P> > 1);
 
 /// A product is one asm statement instead of one for each step of 16 columns, which compiles sooner. d256
 /// 1.40 -> 1.27 s; d128 causal runs at 0.983, since ptxas orders fewer columns otherwise then.
@@ -221,9 +222,8 @@ constexpr bool kMasksByBits = (P::kMaskBounds > 1);
 /// Beside a shared prefix a sequence's own tile has few queries, too; at d64 the branch would have ptxas
 /// serialise the products (C7511). NOTES.md#a-shared-prefix
 template <class P>
-constexpr bool kSkipsIdleWarps =
-    (kDecodesKv<P> && P::kStreamK && !P::kPackGqa && P::kBr == kWarpgroupRows) ||
-    (P::kCascade && P::kHeadDim > 64);
+constexpr bool kSkipsIdleWarps = (kDecodesKv<P> && P::kStreamK && !P::kPackGqa && P::kBr == kWarpgroupRows) ||
+                                 (P::kCascade && P::kHeadDim > 64);
 
 /// Dropout's bits are drawn while S is computed, and wait in registers; else where P is packed. Early, late:
 /// d64 1.14, 1.24 times as fast as before, d128 1.20, 1.14, d256 1.08, 1.13. Beside codes registers do not

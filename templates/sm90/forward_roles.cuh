@@ -100,7 +100,8 @@ struct ForwardRoles {
                                          .converters = sm90::kConverters<P>,
                                          .d_split = P::kDSplit,
                                          .rows = kDecodedRows<P>,
-                                         .cascade = P::kCascade};
+                                         .cascade = P::kCascade,
+                                         .key_factors = kKeyFactors<P>};
   static constexpr int kConsumerGroups = kGroups.consumers;
   static constexpr WarpgroupRole kProducer{
       .first = 0,

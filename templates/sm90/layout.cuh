@@ -34,7 +34,8 @@ struct ForwardGroups {
   int converters = 0;  ///< warpgroups that convert or decode K and V
   int d_split = 1;
   DecodedRows rows = DecodedRows::none;
-  bool cascade = false;  ///< its scheduler tells the combine entry of each part
+  bool cascade = false;      ///< its scheduler tells the combine entry of each part
+  bool key_factors = false;  ///< a warp of the producer finds factors of keys
 };
 
 /// Registers of a thread: at the start all have the same number, then the others give most of theirs to the
@@ -42,13 +43,14 @@ struct ForwardGroups {
 constexpr int launch_registers(const ForwardGroups& g) {
   return 65536 / ((g.consumers + 1 + g.converters) * 128 * g.ctas) / 8 * 8;
 }
-/// Consumers that share rows need fewer. Warps that copy rows, which are then decoded, need more, and so does
-/// a cascade's scheduler, which else spills.
+/// Consumers that share rows need fewer. Warps that copy rows, which are then decoded, need more, and so do
+/// a cascade's scheduler and what finds factors of keys, which else spill.
 constexpr int producer_registers(const ForwardGroups& g) {
   if (g.rows == DecodedRows::latents) return 56;
   if (g.rows == DecodedRows::shared_scales && g.ctas > 1) return 40;
   if (g.rows != DecodedRows::none) return g.ctas > 1 ? 48 : g.consumers == 1 ? 80 : 40;
   if (g.cascade && g.converters == 0) return 56;
+  if (g.key_factors && g.ctas > 1) return 40;
   return g.ctas > 1 || g.consumers > 2 ? 32 : g.consumers == 2 && g.d_split == 1 ? 40 : 56;
 }
 constexpr int converter_registers(const ForwardGroups& g) {

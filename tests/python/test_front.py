@@ -426,6 +426,59 @@ def test_a_bound_call_reads_other_tensors_anew(unchecked, monkeypatch, make):
         call(given[0][..., :8], *given[1:])
 
 
+@torch.no_grad()
+def test_a_bound_call_is_what_it_was_when_it_was_bound(monkeypatch):
+    q, k, v = qkv()
+    call = flashjit.bind(q, k, v, causal=True)
+    wanted = call(q, k, v)
+    call(q, k, v)
+    by_python = _bound.BoundCall._by_python
+    monkeypatch.setattr(_bound.BoundCall, "_by_python", None)
+    for mode in (Modes(), Functions(), torch.device("cpu"), torch.autocast("cpu", dtype=torch.bfloat16)):
+        with mode:
+            assert_same(call(q, k, v), wanted)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert_same(call(q, k, v), wanted)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    left = []
+    monkeypatch.setattr(
+        _bound.BoundCall, "_by_python", lambda self, *args: left.append(args) or by_python(self, *args)
+    )
+    with torch.enable_grad(), torch.autograd.forward_ad.dual_level():
+        assert_same(call(q, k, v), wanted)
+        with pytest.raises(flashjit.Unsupported, match="no derivatives"):
+            call(torch.autograd.forward_ad.make_dual(q, q), k, v)
+    assert len(left) == 2
+
+
+@torch.no_grad()
+def test_a_bound_call_has_no_transforms():
+    q, k, v = qkv(torch.float32)
+    call = flashjit.bind(q, k, v)
+    for _ in range(3):
+        call(q, k, v)
+    for transform in (torch.func.vmap, torch.func.grad, torch.func.functionalize):
+        with pytest.raises(Exception):  # noqa: B017  (PyTorch's, or a refusal: no result)
+            transform(lambda x: call(x, k, v).sum())(
+                torch.stack([q, q]) if transform is torch.func.vmap else q
+            )
+
+
+def test_dense_memory_is_no_negative_view(calls):
+    """It is not asked for, but what lies between other numbers is."""
+    imaginary = [torch.complex(x.float(), -x.float()).conj().imag for x in qkv()]
+    rows = [x[..., :1] for x in imaginary]
+    for given in (imaginary, rows, [x.transpose(1, 2) for x in imaginary], [x[0, 0, 0] for x in imaginary]):
+        for x in given:
+            assert x.is_neg() and all(step % 2 == 0 for size, step in zip(x.shape, x.stride()) if size > 1)
+    q, k, v = imaginary
+    wanted = flashjit.attention(q.resolve_neg(), k.resolve_neg(), v.resolve_neg())
+    for _ in range(4):
+        assert torch.equal(flashjit.attention(q, k, v), wanted)
+
+
 def test_a_bound_call_without_others(monkeypatch):
     q, k, v = qkv()
     call = flashjit.bind(q, k, v, causal=True, return_lse=True)

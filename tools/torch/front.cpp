@@ -16,7 +16,7 @@ namespace flashjit::torch {
 
 namespace {
 
-constexpr long kInterface = 4;  // of both files: this one and flashjit/_front.py
+constexpr long kInterface = 5;  // of both files: this one and flashjit/_front.py
 
 struct FrontObject {
   PyObject_HEAD Front* front;
@@ -298,8 +298,9 @@ PyObject* front_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   const char* kinds = nullptr;
   PyObject *names = nullptr, *defaults = nullptr, *missing = nullptr, *program_of = Py_None;
   Py_ssize_t most = 0;
-  if (!PyArg_ParseTuple(arguments, "sO!O!On|O:Front", &kinds, &PyTuple_Type, &names, &PyTuple_Type, &defaults,
-                        &missing, &most, &program_of)) {
+  int asks_all = 1;
+  if (!PyArg_ParseTuple(arguments, "sO!O!On|Op:Front", &kinds, &PyTuple_Type, &names, &PyTuple_Type,
+                        &defaults, &missing, &most, &program_of, &asks_all)) {
     return nullptr;
   }
   const std::string_view letters(kinds);
@@ -319,6 +320,7 @@ PyObject* front_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   front->host = host_of(type);
   front->kinds = kinds;
   front->program_of = Ref::borrowed(program_of);
+  front->asks_all = asks_all != 0;
   front->most_records = static_cast<std::size_t>(most);
   front->seen.resize(front->most_records / 4 + 1);
   for (Py_ssize_t i = 0; i < parameters; i++) {
@@ -386,8 +388,10 @@ PyMethodDef front_methods[] = {
 };
 
 PyType_Slot front_slots[] = {
-    {Py_tp_doc, const_cast<char*>("Front(kinds, names, defaults, missing, most, program_of=None): a "
-                                  "function's calls, by their arguments.")},
+    {Py_tp_doc,
+     const_cast<char*>("Front(kinds, names, defaults, missing, most, program_of=None, asks_all=True): "
+                       "a function's calls, by their arguments. asks_all: whether modes, "
+                       "transforms and autocast change what a call gives.")},
     {Py_tp_new, reinterpret_cast<void*>(front_new)},
     {Py_tp_traverse, reinterpret_cast<void*>(front_traverse)},
     {Py_tp_clear, reinterpret_cast<void*>(front_clear)},

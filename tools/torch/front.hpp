@@ -100,6 +100,7 @@ struct Front {
   std::string kinds;
   std::vector<Ref> names, defaults;  // of parameters; no default: null
   Ref program_of;                    // given the programs: (form, names, tensors, scalars), or None
+  bool asks_all = true;              // of PyTorch: see Host::mood()
   std::size_t most_records = 0;
   std::vector<uint64_t> seen;  // hashes of keys that were met once, each at its remainder
   Records records;

@@ -56,12 +56,16 @@ bool Host::open() {
   is_neg_name_ = Ref(PyUnicode_InternFromString("is_neg"));
   level_name_ = Ref(PyUnicode_InternFromString("_current_level"));
   generation_name_ = Ref(PyUnicode_InternFromString("generation"));
+  forward_ad_names_ = forward_ad_ ? PyModule_GetDict(forward_ad_.get()) : nullptr;
   const Ref capsule = attribute_of(tensor_, "__dlpack_c_exchange_api__");
   if (!capsule || PyErr_Occurred()) {
     return false;
   }
   current_device_ = attribute_of(c, "_cuda_getDevice");
-  if (!current_device_) {  // a PyTorch without CUDA
+  if (current_device_) {
+    count_devices_ = attribute_of(c, "_cuda_getDeviceCount");
+  }
+  if (!count_devices_) {  // a PyTorch without CUDA
     PyErr_Clear();
   }
   api_ = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.get(), kExchangeCapsule));
@@ -75,29 +79,34 @@ bool Host::open() {
   return true;
 }
 
-bool Host::mood(Mood& mood) const {
+bool Host::is_in_mode(bool& found) const {
   for (const Ref* modes : {&dispatch_modes_, &function_modes_}) {
-    const int found = truth_of(*modes);
-    if (found != 0) {
-      return found > 0;
+    const int count = truth_of(*modes);
+    if (count != 0) {
+      found = true;
+      return count > 0;
     }
   }
   const Ref transform(PyObject_CallNoArgs(transform_.get()));
-  if (!transform) {
+  found = transform && transform.get() != Py_None;
+  return static_cast<bool>(transform);
+}
+
+bool Host::mood(bool asks_all, Mood& mood) const {
+  bool is_in_mode = false;
+  if (asks_all && !this->is_in_mode(is_in_mode)) {
     return false;
   }
-  if (transform.get() != Py_None) {
-    return true;
-  }
-  const Ref level(PyObject_GetAttr(forward_ad_.get(), level_name_.get()));
-  if (!level) {
+  PyObject* level = PyDict_GetItemWithError(forward_ad_names_, level_name_.get());
+  if (level == nullptr) {
     return false;
   }
-  if (PyLong_AsLong(level.get()) >= 0) {
+  if (is_in_mode || PyLong_AsLong(level) >= 0) {
     return true;
   }
-  const int autocast = truth_of(autocast_), records = truth_of(grad_enabled_),
-            deterministic = truth_of(deterministic_);
+  const int records = truth_of(grad_enabled_);
+  const int autocast = asks_all ? truth_of(autocast_) : 0;
+  const int deterministic = asks_all ? truth_of(deterministic_) : 0;
   if (PyErr_Occurred() != nullptr) {
     return false;
   }
@@ -127,15 +136,19 @@ bool Host::requires_grad(PyObject* tensor) const {
 }
 
 bool Host::is_current(int device_index) const {
-  if (!current_device_) {
+  if (!count_devices_) {
     return false;
   }
-  const Ref current(PyObject_CallNoArgs(current_device_.get()));
-  if (!current) {
+  const auto number_of = [](const Ref& function) {
+    const Ref number(PyObject_CallNoArgs(function.get()));
+    const long found = number ? PyLong_AsLong(number.get()) : -1;
     PyErr_Clear();
-    return false;
+    return found;
+  };
+  if (device_count_ == 0) {
+    device_count_ = number_of(count_devices_);
   }
-  return PyLong_AsLong(current.get()) == device_index;
+  return device_count_ == 1 || number_of(current_device_) == device_index;
 }
 
 bool Host::stream(int device_index, void*& out) const {

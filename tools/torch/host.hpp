@@ -47,8 +47,9 @@ class Host {
   /// Whether this process's PyTorch answers everything; else a Python exception is set.
   bool open();
 
-  /// false: a Python exception is set.
-  bool mood(Mood& mood) const;
+  /// false: a Python exception is set. asks_all: whether modes, transforms, autocast and determinism count,
+  /// else these are as in a plain call.
+  bool mood(bool asks_all, Mood& mood) const;
 
   /// Whether it is a torch.Tensor or a Parameter, and no subclass.
   bool is_tensor(PyObject* object) const;
@@ -56,6 +57,7 @@ class Host {
   bool read(PyObject* tensor, Tensor& out) const;
   bool is_negated(PyObject* tensor) const;
   bool requires_grad(PyObject* tensor) const;
+  /// Of a device that tensors are on.
   bool is_current(int device_index) const;
   /// false: a Python exception is set.
   bool stream(int device_index, void*& out) const;
@@ -65,10 +67,15 @@ class Host {
   long generation(PyObject* runtime) const;
 
  private:
+  /// false: a Python exception is set.
+  bool is_in_mode(bool& found) const;
+
   const ExchangeApi* api_ = nullptr;
+  PyObject* forward_ad_names_ = nullptr;  // borrowed from the module
+  mutable long device_count_ = 0;         // 0: not asked yet
   Ref tensor_, parameter_;
   Ref dispatch_modes_, function_modes_, transform_, grad_enabled_, autocast_, deterministic_, forward_ad_;
-  Ref current_device_, allocate_cpu_, allocate_cuda_;
+  Ref current_device_, count_devices_, allocate_cpu_, allocate_cuda_;
   Ref requires_grad_name_, is_neg_name_, level_name_, generation_name_;
 };
 

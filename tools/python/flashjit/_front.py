@@ -29,7 +29,7 @@ from ._tracing import ELEMENT_MODS
 from .errors import InternalError
 from .programs import known_program
 
-_INTERFACE = 4  # of both files: flashjit/_front.py and tools/torch/front.cpp
+_INTERFACE = 5  # of both files: flashjit/_front.py and tools/torch/front.cpp
 _MOST_CALLS, _MOST_OF_PLAN = 4096, 64
 _MISSING = inspect.Parameter.empty
 _CAPTURE_WORDS, _CAPTURE_DATA = ctypes.sizeof(Capture) // 8, word(Capture, "data")
@@ -128,7 +128,13 @@ class Calls:
         self.find: Callable[..., Any] = _not_implemented
         if _module is not None:
             self._front = (maker or _module.Front)(
-                kinds, names, defaults, _MISSING, most, functools.partial(_parts_of_program, (*programs,))
+                kinds,
+                names,
+                defaults,
+                _MISSING,
+                most,
+                functools.partial(_parts_of_program, (*programs,)),
+                maker is None,  # a bound call is what it was when it was bound
             )
             self.find = self._front.call
 

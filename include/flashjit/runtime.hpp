@@ -535,6 +535,7 @@ class FLASHJIT_API Runtime {
   DeviceInfo device();
 
  private:
+  friend class Engine& engine_of(Runtime& runtime);  // for the C interface
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

@@ -213,24 +213,6 @@ flashjit_status flashjit_spec_create(const char* text, flashjit_spec** spec) noe
 
 void flashjit_spec_destroy(flashjit_spec* spec) noexcept { delete spec; }
 
-flashjit_status flashjit_forward(flashjit_runtime* runtime, const flashjit_spec* spec,
-                                 const flashjit_forward_args* args, CUstream_st* stream) noexcept {
-  return guarded([&] {
-    Captures room;
-    get(runtime).forward(get(spec), forward_args(flashjit::read_struct("flashjit_forward_args", args), room),
-                         stream);
-  });
-}
-
-flashjit_status flashjit_backward(flashjit_runtime* runtime, const flashjit_spec* spec,
-                                  const flashjit_backward_args* args, CUstream_st* stream) noexcept {
-  return guarded([&] {
-    Captures room;
-    get(runtime).backward(get(spec),
-                          backward_args(flashjit::read_struct("flashjit_backward_args", args), room), stream);
-  });
-}
-
 flashjit_status flashjit_jvp(flashjit_runtime* runtime, const flashjit_spec* spec,
                              const flashjit_jvp_args* args, CUstream_st* stream) noexcept {
   return guarded([&] {

@@ -4,8 +4,13 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <optional>
+#include <string_view>
+#include <type_traits>
 
 #include "api/read_struct.hpp"
 #include "support/dtypes.hpp"
@@ -111,7 +116,161 @@ ElementType slots_type(flashjit_element_type type) {
   }
 }
 
+constexpr std::size_t word(std::size_t offset) { return offset / sizeof(std::uint64_t); }
+template <class T>
+constexpr std::size_t kWordsOf = word(sizeof(T));
+
+/// Letters of the longest name of a capture that is remembered.
+constexpr std::size_t kMostLetters = 64;
+
+/// A number on the host, or none.
+std::uint64_t bits(const float* value) {
+  return value ? std::uint64_t{1} << 32 | std::bit_cast<std::uint32_t>(*value) : 0;
+}
+
+/// The first word of the struct.
+template <class T>
+std::size_t add_struct(CallWords& call, const T& c) {
+  static_assert(sizeof c % sizeof(std::uint64_t) == 0);
+  std::memcpy(&call.words[call.count], &c, sizeof c);
+  call.count += kWordsOf<T>;
+  return call.count - kWordsOf<T>;
+}
+
+/// A captured value, with its name's letters. False where there is no room.
+bool add_capture(CallWords& call, const flashjit_capture& c) {
+  const std::size_t letters = c.name ? std::strlen(c.name) : 0, words = word(letters + 7);
+  if (letters > kMostLetters || call.count + kWordsOf<flashjit_capture> + words > CallWords::kMostWords)
+    return false;
+  const std::size_t first = add_struct(call, c);
+  call.words[first + word(offsetof(flashjit_capture, name))] = letters;
+  call.take_address(first + word(offsetof(flashjit_capture, data)));
+  call.take_address(first + word(offsetof(flashjit_capture, grad)));
+  if (words == 0) return true;
+  call.words[call.count + words - 1] = 0;
+  std::memcpy(&call.words[call.count], c.name, letters);
+  call.count += words;
+  return true;
+}
+
+/// What a pass's checks and launches depend on beside words of its struct. False: it is not remembered.
+bool add_others(CallWords& call, const flashjit_forward_args& c) {
+  call.add(bits(c.skip_softmax_threshold));
+  call.add(c.state.out.data == c.out.data);
+  return !c.out_block_scale.data;
+}
+bool add_others(CallWords&, const flashjit_backward_args&) { return true; }
+
+/// Words that are addresses on the host, behind which the call's words have what is there.
+constexpr std::array kHostWordsOfForward = {word(offsetof(flashjit_forward_args, softmax_scale)),
+                                            word(offsetof(flashjit_forward_args, captures)),
+                                            word(offsetof(flashjit_forward_args, skip_softmax_threshold))};
+constexpr std::array kHostWordsOfBackward = {word(offsetof(flashjit_backward_args, softmax_scale)),
+                                             word(offsetof(flashjit_backward_args, captures))};
+
+std::span<const std::size_t> host_words(const flashjit_forward_args&) { return kHostWordsOfForward; }
+std::span<const std::size_t> host_words(const flashjit_backward_args&) { return kHostWordsOfBackward; }
+
+/// Words that are addresses of device memory. One that is missing makes calls that differ in it others.
+std::span<const std::size_t> memory_words(const flashjit_forward_args&) {
+  using Args = flashjit_forward_args;
+  static constexpr std::array kWords = {word(offsetof(Args, q.data)),
+                                        word(offsetof(Args, k.data)),
+                                        word(offsetof(Args, v.data)),
+                                        word(offsetof(Args, out.data)),
+                                        word(offsetof(Args, lse)),
+                                        word(offsetof(Args, kv_lengths)),
+                                        word(offsetof(Args, block_map.data)),
+                                        word(offsetof(Args, workspace)),
+                                        word(offsetof(Args, cu_seqlens_q)),
+                                        word(offsetof(Args, cu_seqlens_kv)),
+                                        word(offsetof(Args, sinks)),
+                                        word(offsetof(Args, rng_state)),
+                                        word(offsetof(Args, page_table.data)),
+                                        word(offsetof(Args, page_table.starts)),
+                                        word(offsetof(Args, row_max)),
+                                        word(offsetof(Args, k_scale.data)),
+                                        word(offsetof(Args, v_scale.data)),
+                                        word(offsetof(Args, q_scale.data)),
+                                        word(offsetof(Args, indices.data)),
+                                        word(offsetof(Args, indices.topk_length)),
+                                        word(offsetof(Args, prefix_length)),
+                                        word(offsetof(Args, state.out.data)),
+                                        word(offsetof(Args, state.lse)),
+                                        word(offsetof(Args, out_before_mod.data)),
+                                        word(offsetof(Args, k_block_scale.data)),
+                                        word(offsetof(Args, v_block_scale.data)),
+                                        word(offsetof(Args, skip_softmax_counts)),
+                                        word(offsetof(Args, q_rope.data)),
+                                        word(offsetof(Args, out_scale))};
+  return kWords;
+}
+
+std::span<const std::size_t> memory_words(const flashjit_backward_args&) {
+  using Args = flashjit_backward_args;
+  static constexpr std::array kWords = {word(offsetof(Args, q.data)),
+                                        word(offsetof(Args, k.data)),
+                                        word(offsetof(Args, v.data)),
+                                        word(offsetof(Args, out.data)),
+                                        word(offsetof(Args, lse)),
+                                        word(offsetof(Args, dout.data)),
+                                        word(offsetof(Args, dq.data)),
+                                        word(offsetof(Args, dk.data)),
+                                        word(offsetof(Args, dv.data)),
+                                        word(offsetof(Args, kv_lengths)),
+                                        word(offsetof(Args, block_map.data)),
+                                        word(offsetof(Args, workspace)),
+                                        word(offsetof(Args, cu_seqlens_q)),
+                                        word(offsetof(Args, cu_seqlens_kv)),
+                                        word(offsetof(Args, sinks)),
+                                        word(offsetof(Args, dsinks)),
+                                        word(offsetof(Args, rng_state)),
+                                        word(offsetof(Args, dlse)),
+                                        word(offsetof(Args, indices.data)),
+                                        word(offsetof(Args, indices.topk_length))};
+  return kWords;
+}
+
 }  // namespace
+
+template <class CArgs>
+bool add_words(CallWords& call, const flashjit_spec& spec, const CArgs& c) {
+  static_assert(kWordsOf<CArgs> + 5 <= CallWords::kMostWords);
+  if (c.lists || c.capture_count > FLASHJIT_MAX_CAPTURES || (c.capture_count > 0 && !c.captures))
+    return false;
+  call.add(spec.id);
+  call.add(bits(c.softmax_scale));
+  call.add(c.k.data == c.v.data);
+  if (!add_others(call, c)) return false;
+  const std::size_t first = add_struct(call, c);
+  for (const std::size_t at : memory_words(c)) call.take_address(first + at);
+  for (const std::size_t at : host_words(c)) call.words[first + at] = 0;
+  for (std::size_t i = 0; i < c.capture_count; ++i)
+    if (!add_capture(call, c.captures[i])) return false;
+  return true;
+}
+template bool add_words(CallWords&, const flashjit_spec&, const flashjit_forward_args&);
+template bool add_words(CallWords&, const flashjit_spec&, const flashjit_backward_args&);
+
+template <class CArgs>
+CArgs with_moved_addresses(CArgs c, MovedCaptures& room) {
+  std::size_t addresses = 0;
+  const auto move = [&](void* place) {
+    std::uint64_t address = 0;
+    std::memcpy(&address, place, sizeof address);
+    if (address != 0) address += distance_of_address(addresses);
+    std::memcpy(place, &address, sizeof address);
+    ++addresses;
+  };
+  for (const std::size_t at : memory_words(c)) move(reinterpret_cast<std::uint64_t*>(&c) + at);
+  std::copy_n(c.captures, c.capture_count, room.begin());
+  for (flashjit_capture& capture : std::span(room).first(c.capture_count))
+    move(&capture.data), move(&capture.grad);
+  c.captures = room.data();
+  return c;
+}
+template flashjit_forward_args with_moved_addresses(flashjit_forward_args, MovedCaptures&);
+template flashjit_backward_args with_moved_addresses(flashjit_backward_args, MovedCaptures&);
 
 static_assert(FLASHJIT_MAX_CAPTURES == kMaxCaptures + kMaxScalars);
 static_assert(FLASHJIT_ELEMENT_BOOL == 1 + static_cast<int>(ElementType::boolean));

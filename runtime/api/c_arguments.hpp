@@ -7,6 +7,7 @@
 #include <span>
 
 #include "api/c_call.hpp"
+#include "call/known_calls.hpp"
 #include "flashjit/caches.hpp"
 #include "flashjit/error.hpp"
 #include "flashjit/flashjit.h"
@@ -59,6 +60,15 @@ struct Caches {
   std::array<CacheArgs, kMaxCaches> of_call;
   std::array<Captures, kMaxCaches> captures;
 };
+
+/// A call of this spec in words. False where it is not to be remembered: with tile lists, or scales of O that
+/// it writes.
+template <class CArgs>
+bool add_words(CallWords& call, const flashjit_spec& spec, const CArgs& c);
+using MovedCaptures = std::array<flashjit_capture, FLASHJIT_MAX_CAPTURES>;
+/// The call with each of its addresses moved by its distance_of_address(). `room` holds the captures.
+template <class CArgs>
+CArgs with_moved_addresses(CArgs c, MovedCaptures& room);
 
 // `room` holds what spans of the result point to.
 ListArgs list_args(const flashjit_list_args& c, Captures& room);

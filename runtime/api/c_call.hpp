@@ -4,6 +4,8 @@
 
 #include <fmt/format.h>
 
+#include <atomic>
+#include <cstdint>
 #include <exception>
 
 #include "flashjit/error.hpp"
@@ -16,11 +18,25 @@ struct flashjit_runtime {
 
 struct flashjit_spec {
   flashjit::AttentionSpec spec;
+  std::uint64_t id = next_id();  ///< of no other in the process
+
+  static std::uint64_t next_id() noexcept {
+    static std::atomic<std::uint64_t> next = 0;
+    return ++next;
+  }
 };
 
 struct flashjit_tile_lists {
   flashjit::TileLists lists;
 };
+
+namespace flashjit {
+
+class Engine;
+/// What is behind a Runtime.
+Engine& engine_of(Runtime& runtime);
+
+}  // namespace flashjit
 
 namespace flashjit::c_api {
 

@@ -9,10 +9,10 @@
 
 namespace flashjit {
 
-/// A copy of `*given`, whose first member `struct_size` must be sizeof(T). Throws Error(invalid_argument) for
-/// null and every other size.
+/// `*given`, whose first member `struct_size` must be sizeof(T). Throws Error(invalid_argument) for null and
+/// every other size.
 template <class T>
-T read_struct(const char* name, const T* given) {
+const T& checked_struct(const char* name, const T* given) {
   static_assert(std::is_trivially_copyable_v<T> && offsetof(T, struct_size) == 0);
   if (!given) refuse("{} is null: give a {}.", name, name);
   if (given->struct_size != sizeof(T))
@@ -21,6 +21,12 @@ T read_struct(const char* name, const T* given) {
         "program with the flashjit.h of this library.",
         name, given->struct_size, sizeof(T));
   return *given;
+}
+
+/// A copy of it.
+template <class T>
+T read_struct(const char* name, const T* given) {
+  return checked_struct(name, given);
 }
 
 }  // namespace flashjit

@@ -9,6 +9,8 @@ struct Runtime::Impl : Engine {
   using Engine::Engine;
 };
 
+Engine& engine_of(Runtime& runtime) { return *runtime.impl_; }
+
 // NOLINTNEXTLINE(performance-unnecessary-value-param): as the public interface has it
 Runtime::Runtime(RuntimeOptions options)
     : impl_(std::make_unique<Impl>(resolve_settings(options, read_environment()))) {}

@@ -1,10 +1,12 @@
 // The checks of a call's arguments. No driver, no allocation.
 #pragma once
 
+#include <array>
 #include <string_view>
 #include <vector>
 
 #include "call/captures.hpp"
+#include "call/tensor_checks.hpp"
 #include "flashjit/runtime.hpp"
 
 namespace flashjit {
@@ -21,6 +23,15 @@ AttentionShape check_arguments(const AttentionSpec& spec, const ForwardArgs& arg
 AttentionShape check_arguments(const AttentionSpec& spec, const BackwardArgs& args);
 
 void check_arguments(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args);
+
+/// The tensors that a pass writes, and those that it reads, which must be apart.
+template <std::size_t Written, std::size_t Read>
+struct CallPlaces {
+  std::array<Placed, Written> written;
+  std::array<Placed, Read> read;
+};
+CallPlaces<4, 4> places_of(const AttentionSpec& spec, const ForwardArgs& args);
+CallPlaces<3, 5> places_of(const AttentionSpec& spec, const BackwardArgs& args);
 
 /// Throws Error(invalid_argument) when the workspace is too small or misaligned.
 void check_workspace(const Workspace& workspace, std::size_t needed);

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <future>
 #include <iterator>
+#include <span>
 #include <type_traits>
 
 #include "call/append_arguments.hpp"
@@ -81,16 +83,41 @@ device::JvpTensorMaps tensor_maps(const device::Driver& driver, const plan::Exec
       args.k_tangent, args.v_tangent);
 }
 
+using Bytes = std::span<const std::byte>;
+
+/// Where launches go, and whose tensor maps they have: to a stream.
+struct ToStream {
+  const device::Driver& driver;
+  Stream stream;
+
+  template <class Maps>
+  void add(const auto& step, unsigned blocks, Bytes params, const Maps& maps) const {
+    std::array<void*, 2> parameters{const_cast<std::byte*>(params.data()), const_cast<Maps*>(&maps)};
+    device::launch(driver, step.kernel, blocks, step.threads, step.shared_bytes, stream, parameters,
+                   step.early);
+  }
+};
+
+/// Or to what is remembered of a call.
+struct ToRecord {
+  const device::Driver& driver;
+  std::vector<RecordedLaunch>& launches;
+
+  void add(const auto& step, unsigned blocks, Bytes params, const device::TensorMaps& maps) const {
+    std::vector<std::uint64_t> words(params.size() / sizeof(std::uint64_t));
+    std::memcpy(words.data(), params.data(), params.size());
+    launches.push_back(
+        {step.kernel, blocks, step.threads, step.shared_bytes, step.early, std::move(words), maps});
+  }
+};
+
 /// Launches those of an operation's steps that `wanted` says yes to, in order. `reserved_sms`:
 /// multiprocessors that persistent kernels leave to others.
-template <class Maps = device::TensorMaps, class Steps, class Wanted>
-void launch_steps(const device::Driver& driver, const Steps& steps, const void* params, const Maps& maps,
-                  Stream stream, Wanted wanted, int reserved_sms = 0) {
-  std::array<void*, 2> parameters{const_cast<void*>(params), const_cast<Maps*>(&maps)};
+template <class Maps = device::TensorMaps, class To, class Steps, class Wanted>
+void launch_steps(const To& to, const Steps& steps, Bytes params, const Maps& maps, Wanted wanted,
+                  int reserved_sms = 0) {
   for (const auto& step : steps)
-    if (wanted(step))
-      device::launch(driver, step.kernel, step.blocks_without(static_cast<unsigned>(reserved_sms)),
-                     step.threads, step.shared_bytes, stream, parameters, step.early);
+    if (wanted(step)) to.add(step, step.blocks_without(static_cast<unsigned>(reserved_sms)), params, maps);
 }
 
 /// Of two entries that append, one is for rows as they come: calls without Q, rotation and norms.
@@ -174,7 +201,7 @@ void Engine::run_plain(const AttentionSpec& spec, Pass pass, const Args& args, S
   const auto params = make_params(spec, args);
   std::optional<plan::Step> skipped;
   if constexpr (std::is_same_v<Args, AppendArgs>) skipped = skipped_step(operation->steps, params);
-  launch_steps(*driver(), operation->steps, &params, {}, stream,
+  launch_steps(ToStream{*driver(), stream}, operation->steps, std::as_bytes(std::span(&params, 1)), {},
                [&](const Operation::Step& step) { return step.purpose != skipped; });
 }
 
@@ -189,20 +216,54 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
   check_workspace(args.workspace, args.lists ? workspace.bytes_without_lists() : workspace.bytes);
   check_pointers_once(*operation, args, device);
   if (operation->steps.empty()) return;
-  launch(*operation, args, stream);
-  if (operation->decodes) launch(*operation->decodes, args, stream);
+  launch(*operation, args, ToStream{driver, stream});
 }
 
 template <class Args>
-void Engine::launch(const Operation& operation, const Args& args, Stream stream) {
+RecordedCall Engine::record(const Operation& operation, const AttentionSpec& spec, const Args& args,
+                            const device::Driver& driver) {
+  RecordedCall recorded;
+  const auto [written, read] = places_of(spec, args);
+  recorded.written.assign(written.begin(), written.end());
+  recorded.read.assign(read.begin(), read.end());
+  if (!operation.steps.empty()) launch(operation, args, ToRecord{driver, recorded.launches});
+  return recorded;
+}
+
+template <class Args>
+void Engine::know(const AttentionSpec& spec, Pass pass, const CallWords& call, const Args& args,
+                  const Args& moved) {
+  const std::uint64_t generation = generation_;
+  const CUdevice device = device::current_device(*driver());
+  const OperationPtr operation = find(CallKeyView(spec, pass, shape_of(spec, args), device));
+  if (!operation) return;
+  const device::Driver& as_addresses = driver_of_addresses();
+  known_.keep(
+      call, KnownCall::make({operation, device, generation}, call, record(*operation, spec, args, *driver()),
+                            record(*operation, spec, args, as_addresses),
+                            record(*operation, spec, moved, as_addresses)));
+}
+template void Engine::know(const AttentionSpec&, Pass, const CallWords&, const ForwardArgs&,
+                           const ForwardArgs&);
+template void Engine::know(const AttentionSpec&, Pass, const CallWords&, const BackwardArgs&,
+                           const BackwardArgs&);
+
+bool Engine::launch_known(const CallWords& call, Stream stream) {
+  const std::shared_ptr<const KnownCall> known = known_.find(call);
+  if (!known) return false;
   const device::Driver& driver = *this->driver();
+  return known->is_valid(device::current_device(driver), generation_) && known->launch(driver, call, stream);
+}
+
+template <class Args, class To>
+void Engine::launch(const Operation& operation, const Args& args, const To& to) {
   const auto skipped = args.lists ? plan::LaunchedWhen::lists_are_made : plan::LaunchedWhen::lists_are_given;
   const plan::ExecutionPlan& plan = operation.plan;
   const auto launch_with = [&](const Args& computed) {
     const auto params = make_params(plan, computed);
     launch_steps(
-        driver, operation.steps, plan::PackedParams(operation.params, params).data(),
-        tensor_maps(driver, plan, computed, params), stream,
+        to, operation.steps, plan::PackedParams(operation.params, params).bytes(),
+        tensor_maps(to.driver, plan, computed, params),
         [&](const Operation::Step& step) {
           return step.when != skipped && step.purpose != plan::Step::decode_cache;
         },
@@ -212,13 +273,18 @@ void Engine::launch(const Operation& operation, const Args& args, Stream stream)
     if (plan.config.decode_cache) {
       const ForwardArgs stored = plan.fold_gqa ? fold_gqa(args) : args;
       const plan::PackedParams params(operation.params, decode_cache_params(plan, stored));
-      launch_steps(driver, operation.steps, params.data(), {}, stream,
+      launch_steps(to, operation.steps, params.bytes(), {},
                    [](const Operation::Step& step) { return step.purpose == plan::Step::decode_cache; });
-      return launch_with(with_decoded_cache(plan, stored));
+      launch_with(with_decoded_cache(plan, stored));
+    } else if (plan.fold_gqa) {
+      launch_with(fold_gqa(args));
+    } else {
+      launch_with(args);
     }
-    if (plan.fold_gqa) return launch_with(fold_gqa(args));
+  } else {
+    launch_with(args);
   }
-  launch_with(args);
+  if (operation.decodes) launch(*operation.decodes, args, to);
 }
 
 TileLists Engine::build_lists(const KernelSpec& spec, const AttentionShape& shape, const ListArgs& args,
@@ -232,7 +298,7 @@ TileLists Engine::build_lists(const KernelSpec& spec, const AttentionShape& shap
   check_list_memory(args.memory, operation->plan.workspace.list_bytes());
   check_pointers(args, device);
   const plan::PackedParams params(operation->params, make_params(operation->plan, args));
-  launch_steps(driver, operation->steps, params.data(), {}, stream,
+  launch_steps(ToStream{driver, stream}, operation->steps, params.bytes(), {},
                [](const Operation::Step& step) { return step.when == plan::LaunchedWhen::lists_are_made; });
   return {.data = args.memory.data,
           .built_for = operation->name,

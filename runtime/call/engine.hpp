@@ -15,6 +15,7 @@
 #include "call/background.hpp"
 #include "call/call_key.hpp"
 #include "call/kernel_library.hpp"
+#include "call/known_calls.hpp"
 #include "call/settings.hpp"
 #include "device/device_info.hpp"
 #include "device/driver.hpp"
@@ -37,6 +38,12 @@ class Engine {
   void backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream);
   void jvp(const AttentionSpec& spec, const JvpArgs& args, Stream stream);
   void backward_jvp(const AttentionSpec& spec, const BackwardJvpArgs& args, Stream stream);
+  /// Whether a call that differs from this one in its memory alone was known, which is then launched.
+  bool launch_known(const CallWords& call, Stream stream);
+  /// Remembers a call's launches, after it. `moved`: it with addresses moved by distance_of_address().
+  template <class Args>
+  void know(const AttentionSpec& spec, Pass pass, const CallWords& call, const Args& args, const Args& moved);
+  KnownCalls& known() { return known_; }
   void append(const AttentionSpec& spec, const AppendArgs& args, Stream stream);
   void merge(const AttentionSpec& spec, const MergeArgs& args, Stream stream);
   void quantize(const AttentionSpec& spec, const QuantizeArgs& args, Stream stream);
@@ -86,8 +93,12 @@ class Engine {
   template <class Args>
   void run_plain(const AttentionSpec& spec, Pass pass, const Args& args, Stream stream);
   /// Launches the operation's steps, without the ones that make lists if the caller gave these.
+  template <class Args, class To>
+  void launch(const Operation& operation, const Args& args, const To& to);
+  /// What launch() would launch, with the tensor maps of `driver`.
   template <class Args>
-  void launch(const Operation& operation, const Args& args, Stream stream);
+  RecordedCall record(const Operation& operation, const AttentionSpec& spec, const Args& args,
+                      const device::Driver& driver);
   template <class Args>
   void check_pointers_once(const Operation& operation, const Args& args, CUdevice device);
   template <class Args>
@@ -147,14 +158,16 @@ class Engine {
   std::shared_ptr<const device::Driver> driver_;
   device::DeviceTable devices_;
   KernelLibrary library_;
+  KnownCalls known_;
 
   mutable std::shared_mutex mutex_;  // guards what follows
   OperationTable operations_;
   std::map<std::string, TileConfig> given_;  // "<spec> <shape>"
   std::map<std::string, TileConfig> tuned_;  // "<spec> <shape> <device>"
   std::set<std::string> wanted_;             // of tuned_: what was asked to be tuned
-  std::uint64_t generation_ =
-      0;  // of given_ and tuned_: what was planned before a change is not kept after it
+  /// Of given_ and tuned_: what was planned before a change is not kept after it. Known calls read it without
+  /// the lock.
+  std::atomic<std::uint64_t> generation_ = 0;
   /// A configuration whose kernel is in memory, and a shape that it was loaded for.
   struct Loaded {
     TileConfig config;

@@ -153,8 +153,6 @@ Placed::Placed(const char* name, const ConstTensorView& tensor, int element_size
                                             element_size)) == extent.end - extent.begin;
 }
 
-namespace {
-
 /// A dense tensor shares some bytes of one that begins or ends in it. Of two tensors with gaps only those
 /// that begin at one place certainly do.
 bool certainly_share(const Placed& a, const Placed& b) {
@@ -166,8 +164,6 @@ bool certainly_share(const Placed& a, const Placed& b) {
   };
   return x.begin == y.begin || (a.dense && holds_an_end(x, y)) || (b.dense && holds_an_end(y, x));
 }
-
-}  // namespace
 
 void check_apart(std::span<const Placed> written, std::span<const Placed> read) {
   const auto check = [](const Placed& a, const Placed& b) {

@@ -83,6 +83,8 @@ Placed placed_rows(const char* name, const float* data, const RowStrides& stride
 /// Refuses written memory that certainly is another tensor's, too, written or read. Rows of one may lie
 /// between those of another.
 void check_apart(std::span<const Placed> written, std::span<const Placed> read);
+/// Whether check_apart() refuses these two.
+bool certainly_share(const Placed& a, const Placed& b);
 
 /// How many keys of a sequence there is room for: in the pages of its table's row, or in its slot.
 std::int64_t cache_capacity(const AttentionSpec& spec, const ConstTensorView& k, const PageTableView& table);

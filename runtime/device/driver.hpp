@@ -66,7 +66,8 @@ namespace flashjit::device {
   X(func_get_attribute, cuFuncGetAttribute)                                 \
   X(launch_kernel_ex, cuLaunchKernelEx)                                     \
   X(launch_host_func, cuLaunchHostFunc)                                     \
-  X(tensor_map_encode_tiled, cuTensorMapEncodeTiled)
+  X(tensor_map_encode_tiled, cuTensorMapEncodeTiled)                        \
+  X(tensor_map_replace_address, cuTensorMapReplaceAddress)
 
 /// One opened and initialised libcuda. Plain function pointers, so that a test can put its own in their
 /// place.

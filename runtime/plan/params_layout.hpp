@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstring>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -38,11 +39,14 @@ class PackedParams {
       to += part.bytes;
     }
     std::memcpy(to, from + sizeof(Params), sizeof(Struct) - sizeof(Params));
+    size_ = static_cast<std::size_t>(to - bytes_) + sizeof(Struct) - sizeof(Params);
   }
+  std::span<const std::byte> bytes() const { return {bytes_, size_}; }
   const void* data() const { return bytes_; }
 
  private:
   alignas(Struct) std::byte bytes_[sizeof(Struct)];
+  std::size_t size_;
 };
 
 }  // namespace flashjit::plan

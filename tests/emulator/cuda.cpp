@@ -191,6 +191,15 @@ CUresult encode(CUtensorMap* to, CUtensorMapDataType type, cuuint32_t rank, void
   return CUDA_SUCCESS;
 }
 
+CUresult replace_address(CUtensorMap* map, void* data) {
+  if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
+  emulator::TensorMap changed;
+  std::memcpy(&changed, map, sizeof changed);
+  changed.data = static_cast<char*>(data);
+  std::memcpy(map, &changed, sizeof changed);
+  return CUDA_SUCCESS;
+}
+
 CUresult get_attribute(int* value, CUdevice_attribute attribute, CUdevice device) {
   if (attribute == CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT) {
     *value = emulator::kMultiprocessors;
@@ -230,6 +239,7 @@ std::shared_ptr<const Driver> emulated_driver() {
   driver->kernel_get_function = get_function;
   driver->launch_kernel_ex = launch;
   driver->tensor_map_encode_tiled = encode;
+  driver->tensor_map_replace_address = replace_address;
 #define FLASHJIT_FILL(member, name) \
   if (!driver->member) driver->member = succeed;
   FLASHJIT_DRIVER_FUNCTIONS(FLASHJIT_FILL)

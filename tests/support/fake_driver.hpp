@@ -390,6 +390,15 @@ struct FakeDriver {
       map->opaque[0] = fake.encoded.size();
       return CUDA_SUCCESS;
     };
+    d.tensor_map_replace_address = [](CUtensorMap* map, void* data) {
+      FakeDriver& fake = state();
+      const std::lock_guard lock(fake.mutex);
+      EncodedMap replaced = fake.encoded.at(map->opaque[0] - 1);
+      replaced.data = data;
+      fake.encoded.push_back(std::move(replaced));
+      map->opaque[0] = fake.encoded.size();
+      return CUDA_SUCCESS;
+    };
     d.launch_kernel_ex = [](const CUlaunchConfig* config, CUfunction, void** parameters, void**) {
       FakeDriver& fake = state();
       const std::lock_guard lock(fake.mutex);

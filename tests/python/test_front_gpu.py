@@ -75,6 +75,25 @@ def test_bound_calls(make, monkeypatch):
     assert len(launched) == 2
 
 
+def test_each_call_has_its_own_memory():
+    """Also in the library, which knows calls again that differ in memory alone."""
+    for _ in range(6):
+        leaves = [
+            torch.randn(2, 4, 96, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv"
+        ]
+        out, want = (
+            attention(*leaves, **causal)
+            for attention, causal in (
+                (flashjit.attention, dict(causal=True)),
+                (torch.nn.functional.scaled_dot_product_attention, dict(is_causal=True)),
+            )
+        )
+        torch.testing.assert_close(out, want, atol=0.02, rtol=0.02)
+        dout = torch.randn_like(out)
+        for got, expected in zip(*(torch.autograd.grad(x, leaves, dout) for x in (out, want))):
+            torch.testing.assert_close(got, expected, atol=0.05, rtol=0.05)
+
+
 def test_the_current_stream_is_launched_on(calls):  # noqa: F811
     given, named = moved(plain())
     wanted = [flashjit.attention(*given, **named) for _ in range(2)][0]

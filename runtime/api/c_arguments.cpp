@@ -265,7 +265,7 @@ CArgs with_moved_addresses(CArgs c, MovedCaptures& room) {
   for (const std::size_t at : memory_words(c)) move(reinterpret_cast<std::uint64_t*>(&c) + at);
   std::copy_n(c.captures, c.capture_count, room.begin());
   for (flashjit_capture& capture : std::span(room).first(c.capture_count))
-    move(&capture.data), move(&capture.grad);
+    move(static_cast<void*>(&capture.data)), move(static_cast<void*>(&capture.grad));
   c.captures = room.data();
   return c;
 }

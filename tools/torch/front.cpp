@@ -5,12 +5,15 @@
 /// is no part of it but for its alignment. A call that is not plain (modes, transforms, subclasses, negative
 /// views, another device) is left to Python, which has the same results and all messages.
 
+#include "front.hpp"
+
+#include <structmember.h>
+
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <new>
 #include <utility>
-
-#include "front.hpp"
 
 namespace flashjit::torch {
 
@@ -18,8 +21,14 @@ namespace {
 
 constexpr long kInterface = 5;  // of both files: this one and flashjit/_front.py
 
+/// Of Python's vectorcall protocol, which is the same in all versions, and in the limited API from 3.12 on.
+using Vectorcall = PyObject* (*)(PyObject* self, PyObject* const* args, size_t count, PyObject* names);
+constexpr unsigned long kHasVectorcall = 1ul << 11;
+constexpr size_t kCountOfVectorcall = ~(size_t{1} << (8 * sizeof(size_t) - 1));
+
 struct FrontObject {
   PyObject_HEAD Front* front;
+  Vectorcall vectorcall;
 };
 
 bool is_handed_on(char kind) { return kind == kTensor || kind == kLists; }
@@ -91,18 +100,42 @@ PyObject* front_call(PyObject* self, PyObject* const* given, Py_ssize_t count, P
   return call_of(front, placed.data());
 }
 
-/// A call of the object itself: what the front does not do, the method _call() does, which is told whether it
-/// is to be remembered.
-PyObject* front_call_itself(PyObject* self, PyObject* args, PyObject* named) {
-  Front& front = *reinterpret_cast<FrontObject*>(self)->front;
-  Given placed;
-  Ref found(place_arguments(front, args, named, placed) ? call_of(front, placed.data()) : not_implemented());
-  if (!found || (found.get() != Py_None && found.get() != Py_NotImplemented)) return found.release();
+bool is_done(const Ref& found) {
+  return !found || (found.get() != Py_None && found.get() != Py_NotImplemented);
+}
+
+/// What the front does not do in a call of the object itself: the method _call() does, which is told whether
+/// it is to be remembered.
+PyObject* call_otherwise(PyObject* self, const Ref& found, PyObject* args, PyObject* named) {
   const Ref otherwise(PyObject_GetAttrString(self, "_call"));
   const Ref is_new(PyTuple_Pack(1, found.get() == Py_None ? Py_True : Py_False));
   if (!otherwise || !is_new) return nullptr;
   const Ref all(PySequence_Concat(is_new.get(), args));
   return all ? PyObject_Call(otherwise.get(), all.get(), named) : nullptr;
+}
+
+PyObject* front_call_itself(PyObject* self, PyObject* args, PyObject* named) {
+  Front& front = *reinterpret_cast<FrontObject*>(self)->front;
+  Given placed;
+  Ref found(place_arguments(front, args, named, placed) ? call_of(front, placed.data()) : not_implemented());
+  return is_done(found) ? found.release() : call_otherwise(self, found, args, named);
+}
+
+/// The same without a tuple and a dict. Python takes it for classes that derive from the type from 3.12 on.
+PyObject* front_vectorcall(PyObject* self, PyObject* const* given, size_t counted, PyObject* names) {
+  Front& front = *reinterpret_cast<FrontObject*>(self)->front;
+  const auto count = static_cast<Py_ssize_t>(counted & kCountOfVectorcall);
+  Given placed;
+  Ref found(place_arguments(front, given, count, names, placed) ? call_of(front, placed.data())
+                                                                : not_implemented());
+  if (is_done(found)) return found.release();
+  const Ref args(PyTuple_New(count)), named(PyDict_New());
+  if (!args || !named) return nullptr;
+  for (Py_ssize_t i = 0; i < count; i++) PyTuple_SetItem(args.get(), i, Ref::borrowed(given[i]).release());
+  for (Py_ssize_t i = 0; names != nullptr && i < PyTuple_Size(names); i++) {
+    if (PyDict_SetItem(named.get(), PyTuple_GetItem(names, i), given[count + i]) != 0) return nullptr;
+  }
+  return call_otherwise(self, found, args.get(), named.get());
 }
 
 // --- What Python remembers ---
@@ -329,6 +362,7 @@ PyObject* front_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
     front->defaults.push_back(Ref::borrowed(value == missing ? nullptr : value));
   }
   reinterpret_cast<FrontObject*>(self)->front = front;
+  reinterpret_cast<FrontObject*>(self)->vectorcall = front_vectorcall;
   return self;
 }
 
@@ -387,6 +421,11 @@ PyMethodDef front_methods[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
+PyMemberDef front_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(FrontObject, vectorcall), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
 PyType_Slot front_slots[] = {
     {Py_tp_doc,
      const_cast<char*>("Front(kinds, names, defaults, missing, most, program_of=None, asks_all=True): "
@@ -397,12 +436,14 @@ PyType_Slot front_slots[] = {
     {Py_tp_clear, reinterpret_cast<void*>(front_clear)},
     {Py_tp_dealloc, reinterpret_cast<void*>(front_dealloc)},
     {Py_tp_methods, front_methods},
+    {Py_tp_members, front_members},
     {Py_tp_call, reinterpret_cast<void*>(front_call_itself)},
     {0, nullptr},
 };
 
 PyType_Spec front_spec = {"flashjit._front_module.Front", sizeof(FrontObject), 0,
-                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, front_slots};
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE | kHasVectorcall,
+                          front_slots};
 
 int execute(PyObject* module) {
   Host* host = new (PyModule_GetState(module)) Host;

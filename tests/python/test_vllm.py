@@ -2,6 +2,7 @@
 
 vLLM itself: tools/bench/vllm_tokens.py."""
 
+import dataclasses
 import importlib
 import types
 
@@ -183,6 +184,93 @@ def test_fp8_caches_with_scales(backend, name, stored_as):
     step.check(out, causal=True)
 
 
+@pytest.mark.parametrize("name", ["int8_per_token_head", "fp8_per_token_head"])
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_caches_with_a_scale_for_each_token_and_head(backend, name, rows_first):
+    dtype = torch.int8 if name.startswith("int8") else torch.float8_e4m3fn
+    step = Step()
+    shape = backend.FlashjitBackend.get_kv_cache_shape(len(step.cache), BLOCK, HKV, DIM, name)
+    assert shape == (*step.cache.shape[:3], 2 * (DIM + 4))
+    order = (0, 2, 1, 3) if rows_first else (0, 1, 2, 3)
+    step.cache = torch.full([shape[i] for i in order], 255, dtype=torch.uint8, device=DEVICE).permute(order)
+    out = step.run(backend, kv_cache_dtype=name, sliding_window=9)
+
+    def rounded(x):
+        scale = x.abs().amax(-1, keepdim=True) / (127 if dtype == torch.int8 else 448)
+        codes = (x / scale).round() if dtype == torch.int8 else (x / scale).to(dtype).float()
+        return codes * scale
+
+    step.k, step.v = ([rounded(x) for x in xs] for xs in (step.k, step.v))
+    step.check(out, causal=True, window=8)
+    with pytest.raises(flashjit.InvalidArgument, match="must lie one after another"):
+        step.cache = torch.zeros(*shape[:3], shape[3] + 8, dtype=torch.uint8)[..., : shape[3]]
+        step.run(backend, kv_cache_dtype=name)
+
+
+def test_vllm_makes_room_for_the_scales(backend):
+    @dataclasses.dataclass
+    class Spec:
+        kv_quant_mode: object
+        head_size: int = DIM
+        state_content_bytes: int | None = None
+
+    each, plain = (types.SimpleNamespace(is_per_token_head=x) for x in (True, False))
+    adjust = backend.FlashjitBackend.customize_spec
+    assert adjust(Spec(each)) == Spec(each, state_content_bytes=2 * (DIM + 4))
+    assert adjust(Spec(plain)) == Spec(plain) and adjust(Spec(each, DIM, 80)) == Spec(each, DIM, 80)
+    ask = backend.FlashjitBackend.validate
+    assert ask(128, torch.bfloat16, "int8_per_token_head", 16, (8, 0)) == []
+    assert ask(128, torch.bfloat16, "fp8_per_token_head", 16, (9, 0)) == []
+    assert "multiples of 16, not of 72" in ask(72, torch.bfloat16, "int8_per_token_head", 16, (9, 0))[0]
+    assert "no cache of the type int4" in ask(128, torch.bfloat16, "int4_per_token_head", 16, (9, 0))[0]
+
+
+@pytest.mark.parametrize("options, wanted", [({}, {}), ({"sliding_window": 30}, {"window": 29})])
+def test_keys_that_all_requests_share(backend, options, wanted):
+    """Cascade attention of vLLM 0.26: build() is given how many first keys are in the same blocks."""
+    step, shared = Step(), 2 * BLOCK
+    table = torch.stack([ints(1, 2, 3 + i, 6 + i) for i in range(3)])
+    lengths = [shared + 5 + n for n in NEW]
+    step.cache = torch.full((9, HKV, BLOCK, 2 * DIM), float("nan"), device=DEVICE)
+    step.common.seq_lens, step.common.block_table_tensor = ints(*lengths), table
+    step.common.max_seq_len = max(lengths)
+    common = [normal(shared, HKV, DIM) for _ in range(2)]
+    step.k, step.v = ([torch.cat((x, normal(n - shared, HKV, DIM))) for n in lengths] for x in common)
+    impl = backend.FlashjitImpl(HQ, DIM, 0.2, HKV, **options)
+    for k, v, row in zip(step.k, step.v, table):
+        at = torch.arange(len(k), device=DEVICE)
+        impl.do_kv_cache_update(None, k, v, step.cache, row[at // BLOCK].long() * BLOCK + at % BLOCK)
+    builder = backend.FlashjitBuilder(None, ["layer"], CONFIG, DEVICE)
+    metadata, out = builder.build(shared, step.common), torch.empty_like(step.q)
+    assert metadata.batch.prefix.tolist() == [shared] and builder.build(0, step.common).batch.prefix is None
+    impl.forward(None, step.q, step.q, step.q, step.cache, metadata, out)
+    step.check(out, causal=True, **wanted)
+    if DEVICE == "cpu":
+        with pytest.raises(flashjit.InvalidArgument, match="prefix"):
+            wrong = builder.build(shared + BLOCK, step.common)
+            impl.forward(None, step.q, step.q, step.q, step.cache, wrong, out)
+
+
+def test_vllm_is_told_when_to_look_for_shared_keys(backend):
+    builder = backend.FlashjitBuilder(None, ["layer"], CONFIG, DEVICE)
+    asked = {
+        "common_prefix_len": 256,
+        "query_lens": [1] * 8,
+        "num_query_heads": 8,
+        "num_kv_heads": 2,
+        "use_alibi": False,
+        "use_sliding_window": False,
+        "use_local_attention": False,
+        "num_sms": 132,
+        "dcp_world_size": 1,
+    }
+    assert builder.use_cascade_attention(**asked)
+    others = {"common_prefix_len": 240, "query_lens": [1] * 7, "dcp_world_size": 2}
+    others |= {f"use_{name}": True for name in ("alibi", "sliding_window", "local_attention")}
+    for name, value in others.items():
+        assert not builder.use_cascade_attention(**{**asked, name: value})
+
+
 def test_an_encoder_has_no_cache(backend):
     step = Step()
     step.k, step.v = ([x[i][OLD[i] :] for i in range(len(NEW))] for x in (step.k, step.v))
@@ -265,7 +353,7 @@ def test_what_no_kernel_serves_is_refused_when_the_model_is_loaded(backend):
     assert ask(128, torch.bfloat16, "auto", 16, (9, 0)) == []
     assert ask(256, torch.bfloat16, "fp8", 64, (8, 0)) == []
     assert ask(512, torch.bfloat16, "fp8", 64, (9, 0)) == [
-        "flashjit has tensor cores for FP8 caches of head sizes up to 256, not for 512"
+        "flashjit has tensor cores for caches of 8 bits of head sizes up to 256, not for 512"
     ]
     asked = flashjit.can("bf16:d100:causal:varlen:pages16", device="sm_90a")
     assert (

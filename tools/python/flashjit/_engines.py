@@ -29,7 +29,14 @@ CACHE_TYPES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
     "fp8_e5m2": torch.float8_e5m2,
+    "int8_per_token_head": torch.int8,
+    "fp8_per_token_head": torch.float8_e4m3fn,
 }
+
+
+def has_key_scales(cache_type: str | None) -> bool:
+    """Whether each key and head has a scale of its own, which is made as the key is stored."""
+    return (cache_type or "").endswith("_per_token_head")
 
 
 class Batch(NamedTuple):
@@ -42,6 +49,7 @@ class Batch(NamedTuple):
     most_kv: int
     causal: bool | Tensor = True  # or bool [sequences]
     ranges: Tensor | None = None  # int32 [rows of Q, 2]: first and last key that a query sees besides
+    prefix: Tensor | None = None  # int32 [1]: keys that all sequences share
 
 
 class Layer:
@@ -93,6 +101,7 @@ class Layer:
                 page_table=batch.table,
                 kv_lengths=batch.lengths,
                 max_seqlen_kv=min(bound(batch.most_kv), room),
+                prefix_length=batch.prefix,
             )
         found = attention(
             with_batch(q),
@@ -184,9 +193,12 @@ def why_not(
     if cache not in KV_TYPES and cache not in (None, dtype):
         return f"flashjit's caches have the type of the model, {dtype}, or 8 bits, not {cache_type}"
     if cache in KV_TYPES and head_dim > 256:  # simt's alone, which is slow
-        return f"flashjit has tensor cores for FP8 caches of head sizes up to 256, not for {head_dim}"
+        return f"flashjit has tensor cores for caches of 8 bits of head sizes up to 256, not for {head_dim}"
+    if has_key_scales(cache_type) and head_dim % 16:
+        return f"flashjit has {cache_type} caches of head sizes that are multiples of 16, not of {head_dim}"
     codes = f":kv{KV_TYPES[cache]}" if cache in KV_TYPES else ""
     options = f"{codes}:causal:varlen:pages{page_size or 16}{':sinks' if sinks else ''}"
+    options += ":key_scales" if has_key_scales(cache_type) else ""
     return _reason(f"{SPEC_TYPES[dtype]}:d{head_dim}{options}", capability)
 
 

@@ -18,9 +18,10 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from .._engines import CACHE_TYPES, Batch, Layer, store, why_not
+from .._engines import CACHE_TYPES, Batch, Layer, has_key_scales, store, why_not
 from .._tensors import KV_TYPES, SPEC_TYPES
 from ..errors import Unsupported
+from . import _key_scales
 
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
@@ -53,7 +54,13 @@ class FlashjitBackend(AttentionBackend):
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """vLLM before 0.32 asks the backend; later ones have this shape for all of them."""
-        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+        content = _key_scales.row_bytes(head_size) if has_key_scales(cache_dtype_str) else 2 * head_size
+        return (num_blocks, num_kv_heads, block_size, content)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """What vLLM 0.33 asks in place of get_kv_cache_shape()."""
+        return _key_scales.customized(spec)
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
@@ -145,8 +152,29 @@ class FlashjitBuilder(AttentionMetadataBuilder[FlashjitMetadata]):
             self._most_keys(given),
             given.causal,
             self._ranges_of(given),
+            None if not common_prefix_len else self._prefix_of(common_prefix_len),
         )
         return FlashjitMetadata(batch, given.num_actual_tokens, given.slot_mapping)
+
+    def use_cascade_attention(
+        self,
+        common_prefix_len: int,
+        query_lens: Any,
+        num_query_heads: int,
+        num_kv_heads: int,
+        use_alibi: bool,
+        use_sliding_window: bool,
+        use_local_attention: bool,
+        num_sms: int,
+        dcp_world_size: int,
+    ) -> bool:
+        """Whether vLLM, as 0.26 with disable_cascade_attn=False, tells build() of keys that all requests share: for layers
+        whose kernels read them once, where that saves more than the graph, which the step then is without."""
+        plain = not (use_alibi or use_sliding_window or use_local_attention) and dcp_world_size == 1
+        return plain and common_prefix_len >= 256 and len(query_lens) >= 8
+
+    def _prefix_of(self, keys: int) -> Tensor:
+        return torch.full((1,), keys, dtype=torch.int32, device=self.device)
 
     def _most_queries(self, given: CommonAttentionMetadata) -> int:
         """vLLM captures and warms up with rows that are shared out evenly, also where the graph is for any batch: one
@@ -240,16 +268,16 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
             )
         return found
 
-    def _pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V, [blocks, heads, rows of a block, d], of [blocks, heads, rows of a block, 2 d]."""
-        if self._cache_type in KV_TYPES and kv_cache.dtype != self._cache_type:
-            kv_cache = kv_cache.view(self._cache_type)
-        return kv_cache[..., : self.head_size], kv_cache[..., self.head_size :]
-
-    def _scales(self, layer: Any) -> dict[str, Any]:
-        if self._cache_type not in KV_TYPES:
-            return {}
-        return {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+    def _pages(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """K and V, [blocks, heads, rows of a block, d], of [blocks, heads, rows of a block, 2 d], and their scales."""
+        if self._cache_type is not None and has_key_scales(self.kv_cache_dtype):
+            return _key_scales.split(kv_cache, self.head_size, self._cache_type)
+        scales: dict[str, Any] = {}
+        if self._cache_type in KV_TYPES:
+            scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+            if kv_cache.dtype != self._cache_type:
+                kv_cache = kv_cache.view(self._cache_type)
+        return kv_cache[..., : self.head_size], kv_cache[..., self.head_size :], scales
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
         """Whether O is stored as vLLM's compiler would else quantize it: in FP8 with one scale, known before."""
@@ -284,12 +312,12 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
         codes = {} if output_scale is None else {"out_dtype": torch.float8_e4m3fn, "out_scale": output_scale}
         rows, batch = attn_metadata.num_actual_tokens, attn_metadata.batch
         described = self._layer_on(layer, query.device)
+        scales: dict[str, Any] = {}
         if self.attn_type in _ENCODERS:
             k, v = key[:rows], value[:rows]
-            batch, scales = batch._replace(table=None, causal=False), {}
+            batch = batch._replace(table=None, causal=False)
         else:
-            k, v = self._pages(kv_cache)
-            scales = self._scales(layer)
+            k, v, scales = self._pages(layer, kv_cache)
         described.attend(query[:rows], k, v, batch, output[:rows], sinks=self._sinks, **scales, **codes)
         return output
 
@@ -299,4 +327,5 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
         """Stores new keys and values where slot_mapping says."""
         if self.attn_type in _ENCODERS or kv_cache.numel() == 0:
             return
-        store(key, value, *self._pages(kv_cache), slot_mapping, **self._scales(layer))
+        k, v, scales = self._pages(layer, kv_cache)
+        store(key, value, k, v, slot_mapping, **scales)

@@ -84,6 +84,7 @@ class Server:
             extend_seq_lens_cpu=list(new),
             extend_prefix_lens_cpu=list(old),
             positions=torch.zeros(sum(new)),
+            spec_info=None,
             out_cache_loc=torch.cat([self.tokens(i, a, a + b) for i, (a, b) in enumerate(zip(old, new))]),
         )
 
@@ -119,7 +120,7 @@ class Sequences:
         cut = lambda xs: torch.cat([x[a : a + b] for x, a, b in zip(xs, old, new)]).flatten(1)
         return cut(self.k), cut(self.v)
 
-    def check(self, out, q, old, new, tolerance=1e-5, **options):
+    def check(self, out, q, old, new, tolerance=1e-5, seen=lambda i: None, **options):
         first = 0
         for i, (a, b) in enumerate(zip(old, new)):
             wanted, _ = exact_attention.exact(
@@ -127,6 +128,7 @@ class Sequences:
                 self.k[i][: a + b],
                 self.v[i][: a + b],
                 scale=0.2,
+                seen=seen(i),
                 **options,
             )
             found = out.view(-1, HQ, DIM)[first : first + b]
@@ -213,6 +215,84 @@ def test_a_chain_of_drafts_is_verified():
     q = normal(9, HQ * DIM)
     out = backend.forward_extend(q, *sequences.rows(OLD, new), given, step)
     sequences.check(out, q, OLD, new, causal=True)
+
+
+PARENTS = ([-1, 0, 0, 1, 2], [-1, 0, 1, 1, 0], [-1, 0, 1, 2, 3])  # of each request's drafts
+
+
+class Trees:
+    """Drafts that may have siblings, as SGLang's EAGLE and n-gram workers describe them."""
+
+    tree_topk, drafts = 2, len(PARENTS[0])
+
+    def __init__(self, server, whole, count=len(OLD)):
+        self.own = [torch.eye(self.drafts, dtype=torch.bool) for _ in PARENTS]
+        for own, parents in zip(self.own, PARENTS):
+            for draft, parent in enumerate(parents[1:], 1):
+                own[draft] |= own[parent]
+        rows = [torch.cat((torch.ones(self.drafts, n).bool(), own), 1) for n, own in zip(OLD, self.own)]
+        rows = rows if whole else self.own
+        self.custom_mask = torch.cat([x.flatten() for x in rows[:count]]).to(DEVICE)
+        self.num_tokens_per_req = self.drafts
+        self.step = server.step(ForwardMode.TARGET_VERIFY, OLD, (self.drafts,) * len(OLD))
+        self.step.spec_info = self
+
+    def seen(self, window):
+        """A draft is as far from a key as it is deep."""
+
+        def of_request(i):
+            depth = self.own[i].sum(1) - 1
+            seen = torch.cat((torch.ones(self.drafts, OLD[i]).bool(), self.own[i]), 1)
+            at = torch.cat((torch.arange(OLD[i]), OLD[i] + depth))
+            return seen & (at >= OLD[i] + depth[:, None] - window) if window > -1 else seen
+
+        return of_request
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("window", [-1, 6])
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_tree_of_drafts_is_verified(whole, window, graph):
+    options = {"speculative_num_draft_tokens": Trees.drafts, "speculative_eagle_topk": 2}
+    server, sequences, given = Server(1, **options), Sequences(), layer(sliding_window_size=window)
+    backend = server.backend()
+    store_old(server, backend, sequences, given)
+    trees, new = Trees(server, whole), (Trees.drafts,) * len(OLD)
+    if graph:
+        backend.init_cuda_graph_state(4, 4 * Trees.drafts)
+        backend.init_forward_metadata_out_graph(trees.step, in_capture=True)
+        captured = backend.batch.tree
+        drafted, trees.custom_mask = trees.custom_mask, torch.ones_like(trees.custom_mask)
+        backend.init_forward_metadata_out_graph(trees.step)
+        trees.custom_mask = drafted
+        backend.update_verify_buffers_to_fill_after_draft(trees, 3)
+        backend.init_forward_metadata_in_graph(trees.step)
+        assert [x.data_ptr() for x in backend.batch.tree] == [x.data_ptr() for x in captured]
+    else:
+        backend.init_forward_metadata(trees.step)
+        backend.update_verify_buffers_to_fill_after_draft(trees, None)
+    q = normal(sum(new), HQ * DIM)
+    out = backend.forward_extend(q, *sequences.rows(OLD, new), given, trees.step)
+    sequences.check(out, q, OLD, new, seen=trees.seen(window))
+
+
+def test_a_graph_of_trees_may_have_more_sequences_than_the_step():
+    options = {"speculative_num_draft_tokens": Trees.drafts, "speculative_eagle_topk": 2}
+    server, sequences, given = Server(1, **options), Sequences(), layer()
+    backend = server.backend()
+    store_old(server, backend, sequences, given)
+    trees, new = Trees(server, True, count=2), (Trees.drafts,) * len(OLD)
+    backend.init_cuda_graph_state(4, 4 * Trees.drafts)
+    backend.init_forward_metadata_out_graph(trees.step)
+    backend.init_forward_metadata_in_graph(trees.step)
+    q = normal(sum(new), HQ * DIM)
+    out = backend.forward_extend(q, *sequences.rows(OLD, new), given, trees.step)
+    sequences.check(out, q, OLD[:2], new[:2], seen=trees.seen(-1))
+    trees.custom_mask = trees.custom_mask[:3]
+    with pytest.raises(flashjit.InvalidArgument, match="custom_mask has 3 elements"):
+        backend.init_forward_metadata(trees.step)
+    with pytest.raises(flashjit.Unsupported, match="window is 2, and speculative_num_draft_tokens 5"):
+        backend.forward_extend(q, None, None, layer(layer_id=1, sliding_window_size=2), trees.step)
 
 
 def test_fp8_pools_with_scales():
@@ -317,7 +397,12 @@ def test_a_latent_prefill_that_is_not_absorbed():
 @pytest.mark.parametrize(
     "change, why",
     [
-        (lambda s: setattr(s.runner.server_args, "speculative_eagle_topk", 4), "chains of drafts, not trees"),
+        (
+            lambda s: vars(s.runner.server_args).update(
+                speculative_eagle_topk=4, speculative_num_draft_tokens=65
+            ),
+            "trees have at most 64 drafts",
+        ),
         (lambda s: setattr(s.runner.model_config, "is_encoder_decoder", True), "cross attention"),
         (lambda s: setattr(s.runner, "attention_chunk_size", 8), "chunked local attention"),
         (

@@ -19,6 +19,9 @@ from .errors import InvalidArgument
 from .flash_attn._attend import with_batch
 from .programs import repeated
 
+#: The first of a step's own keys.
+FIRST_NEW = "seqlen_kv - seqlen_q"
+
 #: The names that engines have for the types of caches.
 CACHE_TYPES = {
     "auto": None,
@@ -39,6 +42,13 @@ def has_key_scales(cache_type: str | None) -> bool:
     return (cache_type or "").endswith("_per_token_head")
 
 
+class Tree(NamedTuple):
+    """Drafts that may have siblings, at most 64 of each sequence."""
+
+    ancestors: Tensor  # int64 [sequences, drafts]: bit n says whether a draft sees the n-th, itself included
+    depth: Tensor  # int32 [sequences, drafts]: how many of them are before it
+
+
 class Batch(NamedTuple):
     """What all layers of a step share."""
 
@@ -50,6 +60,7 @@ class Batch(NamedTuple):
     causal: bool | Tensor = True  # or bool [sequences]
     ranges: Tensor | None = None  # int32 [rows of Q, 2]: first and last key that a query sees besides
     prefix: Tensor | None = None  # int32 [1]: keys that all sequences share
+    tree: Tree | None = None  # which of a step's own keys its queries see, in place of causal
 
 
 class Layer:
@@ -123,7 +134,11 @@ class Layer:
     def masks(self, batch: Batch) -> dict[str, Any]:
         """attention()'s causal and mask_mod, a program with the score in it."""
         kind, more = "causal" if batch.causal is not False else "full", {}
-        if batch.ranges is not None:
+        if batch.tree is not None:
+            kind, more = "tree", {"ancestors": batch.tree.ancestors}
+            if "window_left" in self._captures:
+                more["depth"] = batch.tree.depth
+        elif batch.ranges is not None:
             kind = "clamped" if self.clamped else "ranges"
             more = {"ranges": batch.ranges, "first": batch.cu_seqlens}
         elif isinstance(batch.causal, Tensor):
@@ -146,12 +161,16 @@ def _programs(kind: str, given: tuple[str, ...]) -> tuple[str | None, str | None
     right = window_text(AT_LAST, None, "window_right" if "window_right" in given else None)
     before = f"kv <= {AT_LAST}"
     own = "kv >= ranges[first[b] + q, 0] && kv <= ranges[first[b] + q, 1]"
+    draft = f"kv - ({FIRST_NEW})"
+    seen = f"({draft} < 0 || (ancestors[b, q] >> ({draft}) & 1) == 1)"
+    near = [f"kv >= {FIRST_NEW} - window_left", f"kv >= {FIRST_NEW} + depth[b, q] - window_left"] * len(left)
     conditions = {
         "causal": left,
         "full": left + right,
         "each": [f"(kv <= {AT_LAST} || !is_causal[b])", *left, *right],
         "ranges": [f"({' && '.join([before, *left])} || {own})"],
         "clamped": [f"({before} || {own})", *left],
+        "tree": [seen, *near],
     }[kind]
     return None if score == "score" else score, " && ".join(conditions) or None
 

@@ -11,11 +11,13 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from .._engines import Batch, Layer, bound, why_not, why_not_latent
+from .._engines import Batch, Layer, Tree, bound, why_not, why_not_latent
 from .._tensors import KV_TYPES
 from ..errors import InvalidArgument, Unsupported
 from ..flash_attn._attend import with_batch
+from . import _trees
 
+_MOST_DRAFTS = 64  # of a tree, whose ancestors are bits
 _BOTH_WAYS = ("ENCODER_ONLY", "DECODER_BIDIRECTIONAL")
 
 
@@ -34,6 +36,7 @@ class FlashjitBackend(AttentionBackend):
         self.device = model_runner.device
         self.latent = config.attention_arch == AttentionArch.MLA
         self.drafts: int = arguments.speculative_num_draft_tokens or 0
+        self.trees = (arguments.speculative_eagle_topk or 0) > 1
         self.invariant = bool(getattr(arguments, "enable_deterministic_inference", False))
         self._translate = getattr(self.token_to_kv_pool, "translate_loc_from_full_to_swa", None)
         self._refuse(model_runner, config, arguments)
@@ -41,6 +44,7 @@ class FlashjitBackend(AttentionBackend):
         self._graphs: dict[str, Tensor] = {}
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
         self.batch: Batch | None = None
+        self._before: Tensor | None = None  # keys before the drafts whose tree is kept
         self.window_table: Tensor | None = None
 
     def _refuse(self, runner: Any, config: Any, arguments: Any) -> None:
@@ -60,8 +64,11 @@ class FlashjitBackend(AttentionBackend):
             if self.latent
             else why_not(config.head_dim, runner.dtype, name, self.page_size)
         )
-        if (arguments.speculative_eagle_topk or 0) > 1:
-            reason = "speculative_eagle_topk is above 1: flashjit.sglang verifies chains of drafts, not trees"
+        if self.trees and self.drafts > _MOST_DRAFTS:
+            reason = (
+                f"speculative_num_draft_tokens is {self.drafts}, and speculative_eagle_topk above 1: trees have at most "
+                f"{_MOST_DRAFTS} drafts"
+            )
         elif config.is_encoder_decoder:
             reason = (
                 "the model is an encoder and a decoder, whose cross attention flashjit.sglang does not have"
@@ -82,7 +89,7 @@ class FlashjitBackend(AttentionBackend):
         lengths, most_q, offsets = self._shape(forward_batch)
         if offsets is None:
             offsets = torch.arange(0, count * most_q + 1, most_q, dtype=torch.int32, device=lengths.device)
-        self._bind(Batch(offsets, lengths.int(), table, most_q, longest))
+        self._bind(Batch(offsets, lengths.int(), table, most_q, longest, tree=self._tree(forward_batch)))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Memory that captured graphs read: a table, lengths and offsets."""
@@ -95,9 +102,14 @@ class FlashjitBackend(AttentionBackend):
         }
         if self._translate is not None:
             self._graphs["window_table"] = torch.zeros(max_bs, pages, **new)
+        if self.drafts:
+            self._graphs["ancestors"] = torch.zeros(
+                max_bs, self.drafts, dtype=torch.int64, device=self.device
+            )
+            self._graphs["depth"] = torch.zeros(max_bs, self.drafts, **new)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Before a graph is captured or replayed: bounds alone, no data."""
+        """Before a graph is captured or replayed: bounds, and a tree's drafts, which lie elsewhere in each step."""
         count = forward_batch.batch_size
         lengths, most_q, _ = self._shape(forward_batch)
         graphs = self._graphs
@@ -107,6 +119,7 @@ class FlashjitBackend(AttentionBackend):
             graphs["table"][:count],
             most_q,
             self.max_context_len,
+            tree=self._kept_tree(forward_batch, most_q, in_capture),
         )
         self.window_table = graphs["window_table"][:count] if self._translate is not None else None
 
@@ -145,7 +158,7 @@ class FlashjitBackend(AttentionBackend):
         given = forward_batch.seq_lens_cpu
         if given is None or not given.numel():
             return self.max_context_len
-        more = self.drafts if forward_batch.forward_mode.is_target_verify() else 0
+        more = self._drafts(forward_batch) if forward_batch.forward_mode.is_target_verify() else 0
         return min(bound(int(given.max()) + more), self.max_context_len)
 
     def _shape(self, forward_batch: Any) -> tuple[Tensor, int, Tensor | None]:
@@ -154,12 +167,44 @@ class FlashjitBackend(AttentionBackend):
         if mode.is_decode_or_idle():
             return lengths, 1, None
         if mode.is_target_verify():
-            return lengths + self.drafts, self.drafts, None
+            drafts = self._drafts(forward_batch)
+            return lengths + drafts, drafts, None
         given = forward_batch.extend_seq_lens
         offsets = torch.nn.functional.pad(given.cumsum(0, dtype=torch.int32), (1, 0))
         on_host = getattr(forward_batch, "extend_seq_lens_cpu", None)
         most = max(on_host) if on_host else forward_batch.positions.numel()
         return lengths, int(most), offsets
+
+    def _drafts(self, forward_batch: Any) -> int:
+        """How many a step has of each sequence, which may change from step to step."""
+        given = getattr(forward_batch.spec_info, "num_tokens_per_req", 0)
+        return given if given > 0 else self.drafts
+
+    def _tree(self, forward_batch: Any) -> Tree | None:
+        spec = forward_batch.spec_info
+        if not forward_batch.forward_mode.is_target_verify() or not _trees.is_tree(spec):
+            return None
+        return _trees.read(spec.custom_mask, forward_batch.seq_lens, self._drafts(forward_batch))
+
+    def _kept_tree(self, forward_batch: Any, drafts: int, in_capture: bool) -> Tree | None:
+        """The tree where graphs read it."""
+        if not forward_batch.forward_mode.is_target_verify() or not _trees.is_tree(forward_batch.spec_info):
+            return None
+        kept = Tree(*(self._graphs[name][: forward_batch.batch_size, :drafts] for name in Tree._fields))
+        self._before = forward_batch.seq_lens
+        if not in_capture:
+            self._fill(kept, forward_batch.spec_info)
+        return kept
+
+    def _fill(self, kept: Tree, spec_info: Any) -> None:
+        assert self._before is not None
+        for old, new in zip(kept, _trees.read(spec_info.custom_mask, self._before, kept.depth.shape[1])):
+            old.copy_(new)
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info: Any, cuda_graph_bs: int | None) -> None:
+        """The tree once more, where SGLang prepared a graph before its drafts were there. Other steps are prepared again."""
+        if cuda_graph_bs is not None and self.batch is not None and self.batch.tree is not None:
+            self._fill(self.batch.tree, spec_info)
 
     # --- A layer --------------------------------------------------------------------------------------------
 
@@ -234,6 +279,11 @@ class FlashjitBackend(AttentionBackend):
             kinds = [getattr(AttentionType, name, None) for name in _BOTH_WAYS]
             window = layer.sliding_window_size  # without the query's own key
             side = window if window is not None and window > -1 else None
+            if self.trees and side is not None and side < self.drafts - 1:
+                raise Unsupported(
+                    f"the layer's window is {side}, and speculative_num_draft_tokens {self.drafts}: flashjit.sglang has trees "
+                    "that windows hold whole; choose another backend."
+                )
             made = Layer(layer.scaling, side, side, layer.logit_cap, batch_invariant=self.invariant)
             found = self._layers[layer.layer_id] = (made, layer.attn_type not in kinds)
         return found

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .._engines import bound
-from .._tensors import describe
-from ..errors import InvalidArgument, WrongType
+from .._tensors import KV_TYPES, describe
+from ..errors import InvalidArgument, Unsupported, WrongType
+from ._packed import Packed, packed_of
 from ._page import get_seq_lens
 from ._rows import (
     Pages,
@@ -26,6 +27,7 @@ from ._rows import (
     unpacked,
 )
 from ._scores import (
+    NO_ROPE,
     Items,
     Scales,
     Scores,
@@ -38,13 +40,14 @@ from ._scores import (
     refuse,
     type_of_out,
 )
+from ._variants import has_sinks, of_arguments, sinks_of
 
 
 class _Wrapper:
     """What all wrappers have. A plan's tensors keep their memory with use_cuda_graph, where graphs read them."""
 
     def __init__(self, workspace: Tensor, kv_layout: str, use_cuda_graph: bool, jit_args: Any) -> None:
-        refuse(jit_args=jit_args)
+        self._takes_sinks = has_sinks(jit_args)
         self._kv_layout = check_layout(kv_layout)
         if not isinstance(workspace, Tensor):
             raise WrongType(f"float_workspace_buffer is {describe(workspace)}: give a tensor on the device.")
@@ -117,6 +120,16 @@ class _Wrapper:
             self._keep("prefix_len_ptr", items.prefix), self._keep("token_pos_in_items_ptr", items.places)
         )
 
+    def _read(
+        self, args: tuple[Any, ...], scales: Scales, q: Tensor, sinks: Tensor | None = None
+    ) -> tuple[Scales, Tensor | None, Scores]:
+        """run()'s scales, sinks and scores. args: those without names, as FlashInfer's kernels of plan()'s kind take them."""
+        if not args or not self._takes_sinks:
+            return of_arguments(args, scales, q), sinks, self._scores
+        sinks, sm_scale = sinks_of(args)
+        scores = self._scores if sm_scale is None else self._scores._replace(sm_scale=sm_scale)
+        return scales, sinks, scores
+
     def _planned(self, q: Tensor, k: Tensor, v: Tensor) -> Rows:
         """k, v: [.., hkv, rows, d]."""
         if self._rows is None or self._sizes is None:
@@ -140,6 +153,7 @@ class _Paged(_Wrapper):
     """Over pages: FlashInfer's list of pages, indptr, indices and last_page_len, becomes a table."""
 
     _pages: Pages
+    _packed: Packed | None = None
 
     def _keep_pages(
         self, indptr: Tensor, indices: Tensor, lengths: Tensor, indices_buffer: Tensor | None
@@ -152,6 +166,26 @@ class _Paged(_Wrapper):
             width = indices_buffer.numel()  # the most that any sequence may have
         pages = pages_of(indptr, indices, lengths, width, self.device)
         self._pages = Pages(self._keep("page_table", pages.table), self._keep("kv_lengths", pages.lengths))
+        self._packed = None if self._scores.rope is None else self._keep_packed()
+
+    def _keep_packed(self) -> Packed:
+        """What rotates K: packed keys and queries, and the position of each sequence's first query."""
+        if self._kv_dtype in KV_TYPES or self._q_dtype in KV_TYPES:
+            raise Unsupported(NO_ROPE)
+        assert self._rows is not None and self._sizes is not None and self._sizes.page_size is not None
+        table, lengths = self._pages
+        offsets = self._rows.cu_seqlens
+        if offsets is None:
+            each = self._rows.longest
+            offsets = torch.arange(len(lengths) + 1, dtype=torch.int32, device=self.device) * each
+            self._rows = self._rows._replace(cu_seqlens=self._keep("qo_indptr", offsets))
+        first = self._keep("rope_start", (lengths - offsets.diff()).int())
+        self._scores = self._scores._replace(rope_start=first)
+        page_size = self._sizes.page_size
+        room = table.numel() * page_size if self._use_cuda_graph else None
+        page, row, ends, longest = packed_of(self._pages, page_size, room)
+        page, row = self._keep("packed_pages", page), self._keep("packed_rows", row)
+        return Packed(page, row, self._keep("packed_ends", ends), longest)
 
     def natural(
         self,
@@ -165,25 +199,17 @@ class _Paged(_Wrapper):
     ) -> tuple[Tensor, Any]:
         """O [all rows, hq, d], and the natural LSE [hq, all rows] or None."""
         k, v = unpacked(paged_kv_cache, self._kv_layout)
-        rows = self._planned(q, k, v)
-        return run(
-            q,
-            k,
-            v,
-            rows,
-            scores or self._scores,
-            scales,
-            self._out_dtype,
-            out,
-            wants_lse,
-            sinks=sinks,
-            **self._pages.named(),
-        )
+        rows, named = self._planned(q, k, v), self._pages.named()
+        scores = scores or self._scores
+        if scores.rope is not None and self._packed is not None:
+            k, v, named = self._packed.of(k, v)
+        return run(q, k, v, rows, scores, scales, self._out_dtype, out, wants_lse, sinks=sinks, **named)
 
-    def _with_window(self, window_left: int | None) -> Scores:
-        if window_left is None or window_left == self._scores.window_left:
-            return self._scores
-        return self._scores._replace(window_left=window_left)
+
+def _with_window(scores: Scores, window_left: int | None) -> Scores:
+    if window_left is None or window_left == scores.window_left:
+        return scores
+    return scores._replace(window_left=window_left)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Paged):
@@ -245,11 +271,11 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
             window_left,
             sm_scale,
             batch_invariant=is_invariant(fixed_split_size, disable_split_kv),
+            rope=(rope_scale, rope_theta),
         )
-        self._keep_pages(
-            indptr, indices, get_seq_lens(indptr, last_page_len, page_size), self._indices_buffer
-        )
-        self._rows = Rows(None, q_len_per_req, (indptr.numel() - 1) * q_len_per_req)
+        lengths = get_seq_lens(indptr, last_page_len, page_size)
+        self._rows = Rows(None, q_len_per_req, lengths.numel() * q_len_per_req)
+        self._keep_pages(indptr, indices, lengths, self._indices_buffer)
 
     begin_forward = plan
 
@@ -273,22 +299,18 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
     ) -> Any:
         """O [all rows, hq, d] of q [all rows, hq, d]; with return_lse also LSE [all rows, hq], of base 2."""
         refuse(
-            args=args or None,
+            args=None if self._takes_sinks else args or None,
             skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
             kv_cache_sf=kv_cache_sf,
         )
+        scales, sinks, scores = self._read(args, Scales(q_scale, k_scale, v_scale), q, sinks)
         if q_len_per_req is not None and self._rows is not None and q_len_per_req != self._rows.longest:
             raise InvalidArgument(
                 f"q_len_per_req is {q_len_per_req}, but plan() was given {self._rows.longest}: plan again."
             )
+        wants_lse = return_lse or lse is not None
         found = self.natural(
-            q,
-            paged_kv_cache,
-            Scales(q_scale, k_scale, v_scale),
-            out,
-            return_lse or lse is not None,
-            sinks,
-            self._with_window(window_left),
+            q, paged_kv_cache, scales, out, wants_lse, sinks, _with_window(scores, window_left)
         )
         return results(found, lse, return_lse)
 
@@ -390,7 +412,14 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
             lengths,
             custom_mask,
             packed_custom_mask,
-            read_scores(pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale),
+            read_scores(
+                pos_encoding_mode,
+                logits_soft_cap,
+                causal,
+                window_left,
+                sm_scale,
+                rope=(rope_scale, rope_theta),
+            ),
             is_invariant(fixed_split_size, disable_split_kv),
         )
         items = read_items(
@@ -446,15 +475,10 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
             use_fp16_softmax=use_fp16_softmax,
             uses_spcompress=uses_spcompress,
         )
-        scales = Scales(q_scale, k_scale, v_scale)
+        scales, sinks, scores = self._read(args, Scales(q_scale, k_scale, v_scale), q, sinks)
+        wants_lse = return_lse or lse is not None
         found = self.natural(
-            q,
-            paged_kv_cache,
-            of_arguments(args, scales, q),
-            out,
-            return_lse or lse is not None,
-            sinks,
-            self._with_window(window_left),
+            q, paged_kv_cache, scales, out, wants_lse, sinks, _with_window(scores, window_left)
         )
         return results(found, lse, return_lse)
 
@@ -477,20 +501,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
         rope_theta: float | None = None,
     ) -> Any:
         """run() with options of scores in the place of plan()'s."""
-        self._replace_scores(pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale)
+        rope = None if self._packed is None else (rope_scale, rope_theta)
+        self._replace_scores(pos_encoding_mode, logits_soft_cap, causal, window_left, sm_scale, rope)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale)
-
-
-def of_arguments(args: tuple[Any, ...], named: Scales, q: Tensor) -> Scales:
-    """Scales, which FlashInfer's FP8 kernels take without names."""
-    if not args:
-        return named
-    if q.dtype.itemsize > 1 or len(args) > 3:
-        raise InvalidArgument(
-            f"run() is given {len(args)} more arguments, as custom kernels of FlashInfer have them: flashjit takes q_scale, "
-            "k_scale and v_scale, by name or for q of 8 bits in this order."
-        )
-    return Scales(*[given if other is None else other for given, other in zip((*args, None, None), named)])
 
 
 class BatchAttention(_Paged):
@@ -570,12 +583,4 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, paged_kv_indices_buf=paged_kv_indices_buf
         )
-
-    def run(self, q: Tensor, paged_kv_cache: Any, *args: Any, **named: Any) -> Any:
-        """args: the sinks, float32 [hq], and the scale of scores, as FlashInfer takes them; or sinks by name."""
-        if args:
-            sinks, *scale = args
-            if scale:
-                self._scores = self._scores._replace(sm_scale=float(scale[0]))
-            named["sinks"] = sinks
-        return super().run(q, paged_kv_cache, **named)
+        self._takes_sinks = True  # run()'s arguments without names, or sinks by name

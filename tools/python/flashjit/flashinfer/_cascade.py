@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._merge import merge
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, Unsupported
 from ..flash_attn._attend import with_batch
 from ._batch import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
 from ._rows import Rows, check_layout, check_tensor, heads_first, run
@@ -128,6 +128,11 @@ class MultiLevelCascadeAttentionWrapper:
         kv_data_type: Any = None,
     ) -> None:
         """Keeps the arguments. causal and window_left hold in the last level, whose keys are the sequences' own."""
+        if pos_encoding_mode == "ROPE_LLAMA":
+            raise Unsupported(
+                "pos_encoding_mode is ROPE_LLAMA, but a level's keys do not say where they are in their sequences: rotate them "
+                "once, when they are stored (flashjit.append() does it in the same launch), and give NONE."
+            )
         given = (qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len)
         if any(len(of_levels) != len(self._levels) for of_levels in given):
             raise InvalidArgument(

@@ -89,7 +89,12 @@ class BatchMLAPagedAttentionWrapper(_Paged):
 
         The two caches are best views of one tensor [pages, rows of a page, 576]; else they are copied in each call.
         ckv_scale, kpe_scale: numbers, of caches of 8 bits alone; where they differ, q_pe is multiplied in a launch of its own."""
-        refuse(ckv_scale_arr=ckv_scale_arr, o_scale=o_scale)
+        refuse(o_scale=o_scale)
+        if ckv_scale_arr is not None:
+            raise Unsupported(
+                "ckv_scale_arr is given: kernels want the scales of a row of 8 bits together, and these are of its first columns "
+                "alone. Give ckv_scale, or store rows as KvFormat('fp8_ds_mla') and call flashjit.attention()."
+            )
         self._check_types(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         check_tensor("q_pe", q_pe, "all rows, h, 64")
         check_tensor("ckv_cache", ckv_cache, "pages, rows of a page, 512")

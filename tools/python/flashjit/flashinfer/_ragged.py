@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidArgument
-from ._batch import _Wrapper, of_arguments
+from ._batch import _Wrapper
 from ._rows import check_ints, check_tensor, heads_first, results, run, sizes
 from ._scores import Scales, is_invariant, read_items, read_mask, read_scores, refuse
 
@@ -109,24 +109,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
     ) -> Any:
         """O [all rows, hq, d_v] of q, k and v [all rows, heads, d]; with return_lse also LSE [all rows, hq], of base 2.
 
-        args: the scales of q, k and v of 8 bits, float32 [heads of each], as FlashInfer's FP8 kernels take them."""
+        args: the scales of q, k and v of 8 bits, float32 [heads of each], as FlashInfer's FP8 kernels take them; or with jit_args
+        sinks and the scale of scores."""
         refuse(kv_cache_sf=kv_cache_sf, o_scale=None if o_scale == 1 else o_scale)
         dims = "all rows, hkv, d"
         k, v = (heads_first(check_tensor(name, x, dims), "NHD")[None] for name, x in (("k", k), ("v", v)))
         rows = self._planned(q, k, v)
-        scales = of_arguments(args, Scales(q_scale, k_scale, v_scale), q)
-        found = run(
-            q,
-            k,
-            v,
-            rows,
-            self._scores,
-            scales,
-            self._out_dtype,
-            out,
-            return_lse or lse is not None,
-            **self._keys,
-        )
+        scales, sinks, scores = self._read(args, Scales(q_scale, k_scale, v_scale), q)
+        wants_lse = return_lse or lse is not None
+        found = run(q, k, v, rows, scores, scales, self._out_dtype, out, wants_lse, sinks=sinks, **self._keys)
         return results(found, lse, return_lse)
 
     run_return_lse = functools.partialmethod(run, return_lse=True)

@@ -17,8 +17,8 @@ from ..programs import repeated
 
 LOG2E = math.log2(math.e)
 NO_ROPE = (
-    "pos_encoding_mode is ROPE_LLAMA, and K is in pages or of 8 bits: flashjit rotates such keys once, when they are stored "
-    "(flashjit.append() does it in the same launch), so give NONE."
+    "pos_encoding_mode is ROPE_LLAMA: flashjit has it for K of 16 or 32 bits, in wrappers of batches and in the single_ "
+    "functions. Rotate other keys once, when they are stored (flashjit.append() does it in the same launch), and give NONE."
 )
 _PAIR = "q * seqlen_kv + kv"  # where FlashInfer's masks have a pair, from a sequence's first on
 

@@ -19,6 +19,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 from vllm_tokens import VOCABULARY, make
@@ -54,22 +55,40 @@ def without_own_kernels() -> None:
     import sglang.kernels.ops.kvcache.kvcache as kernels
 
     kernels.can_use_store_cache = lambda *_, **__: False
+    import sglang.srt.layers.attention.triton_backend as triton
+
+    triton.is_arch_support_pdl = lambda: False
 
 
-def generate(folder: str, which: str, answer: pathlib.Path, args: argparse.Namespace) -> None:
+def imported(device: str) -> Any:
+    """SGLang's benchmark of one batch, where flashjit is one of the backends."""
     import absent_packages
 
-    absent_packages.install("sglang", ALWAYS_ABSENT + (("sgl_kernel",) if args.device == "cuda" else ()))
-    if args.device == "cuda":
+    absent_packages.install("sglang", ALWAYS_ABSENT + (("sgl_kernel",) if device == "cuda" else ()))
+    if device == "cuda":
         without_own_kernels()
     import flashjit.sglang
     import sglang.benchmark.one_batch as engine
-    from vllm_tokens import count_calls
 
     flashjit.sglang.register()
+    return engine
+
+
+def generate(folder: str, which: str, answer: pathlib.Path, args: argparse.Namespace) -> None:
+    engine = imported(args.device)
+    from vllm_tokens import count_calls
+
     calls = count_calls()
     runner = loaded(folder, "flashjit" if which == "flashjit" else args.own, engine, args)
-    ids, found = prompts(), []
+    found = list(steps(runner, engine))
+    if which == "flashjit" and not calls:
+        sys.exit("SGLang did not call flashjit")
+    answer.write_text(json.dumps(found))
+
+
+def steps(runner: Any, engine: Any) -> Iterator[dict[str, list[Any]]]:
+    """The tokens that follow each prompt and their log probabilities, step by step."""
+    ids = prompts()
     requests = engine.prepare_synthetic_inputs_for_latency_test(
         len(ids), 0, custom_inputs=[x[:FIRST] for x in ids]
     )
@@ -79,11 +98,8 @@ def generate(folder: str, which: str, answer: pathlib.Path, args: argparse.Names
     tokens, logits, batch = runner.extend(requests)
     for _ in range(DECODED):
         chances = logits.float().log_softmax(-1).max(-1).values
-        found.append({"tokens": tokens.tolist(), "logprobs": chances.tolist()})
+        yield {"tokens": tokens.tolist(), "logprobs": chances.tolist()}
         tokens, logits = runner.decode(tokens, batch)
-    if which == "flashjit" and not calls:
-        sys.exit("SGLang did not call flashjit")
-    answer.write_text(json.dumps(found))
 
 
 def loaded(folder: str, backend: str, engine: Any, args: argparse.Namespace) -> Any:
@@ -97,13 +113,13 @@ def loaded(folder: str, backend: str, engine: Any, args: argparse.Namespace) -> 
         page_size=args.page,
         max_total_tokens=4096,
         mem_fraction_static=0.3,
-        disable_cuda_graph=args.device == "cpu" or backend == "torch_native",
+        disable_cuda_graph=not args.graphs or args.device == "cpu" or backend == "torch_native",
         sampling_backend="pytorch",
         disable_overlap_schedule=True,
         context_length=512,
         max_running_requests=8,
         disable_prefill_cuda_graph=True,
-        **({"cuda_graph_bs_decode": [1, 2, 4, 8]} if args.device == "cuda" else {}),
+        **({"cuda_graph_bs_decode": [len(prompts())]} if args.device == "cuda" else {}),
     )
     arguments.resolve_once()
     engine._set_envs_and_config(arguments)
@@ -117,7 +133,7 @@ def loaded(folder: str, backend: str, engine: Any, args: argparse.Namespace) -> 
 
 def compare(folder: pathlib.Path, given: list[str]) -> str:
     answers = {}
-    for which in ("own", "flashjit"):
+    for which in ("flashjit", "own"):
         answer = folder / f"{which}.json"
         command = [sys.executable, __file__, *given, "--one", str(folder / "model"), which, str(answer)]
         run = subprocess.run(command, capture_output=True, text=True)
@@ -143,6 +159,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--page", type=int, default=1)
+    parser.set_defaults(graphs=True)
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:

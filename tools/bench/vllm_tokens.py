@@ -31,7 +31,9 @@ def config_of(name: str) -> object:
     made = {
         "llama": lambda: t.LlamaConfig(**common),
         "qwen3": lambda: t.Qwen3Config(**common),
-        "gemma2": lambda: t.Gemma2Config(**common, sliding_window=32, query_pre_attn_scalar=32),
+        "gemma2": lambda: t.Gemma2Config(
+            **common, sliding_window=32, query_pre_attn_scalar=32, hidden_act="gelu_pytorch_tanh"
+        ),
         "mistral": lambda: t.MistralConfig(**common, sliding_window=32),
         "gpt_oss": lambda: t.GptOssConfig(
             **common, sliding_window=32, num_local_experts=4, num_experts_per_tok=2

@@ -107,6 +107,19 @@ def test_sinks_by_a_variant(window):
         decode.run(torch.cat([a[-1:] for a in q]), pool.cache, sinks, 0.3, 1)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("together", [True, False])
+def test_pages_of_one_row_may_be_without_that_dimension(layout, together):
+    keys, q = 7, normal(2, HQ, DIM)
+    k, v = normal(keys, HKV, DIM), normal(keys, HKV, DIM)
+    wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(workspace(), layout)
+    order = torch.randperm(keys, device=q.device).int()
+    planned(wrapper, (indptr((4, 3)), order, indptr((1, 1)).diff()), HQ, HKV, DIM, 1)
+    found = wrapper.run(q, torch.stack((k, v), 1) if together else (k, v))
+    wanted = [exact(a, k[at], v[at])[0] for a, at in zip(q.split(1), order.long().split((4, 3)))]
+    check((found,), [torch.cat(wanted)])
+
+
 @pytest.mark.parametrize(
     "given", [variant("FlashSigmoid", (), ("logits_scale",)), variant(tensors=("a",)), variant()[:5], []]
 )

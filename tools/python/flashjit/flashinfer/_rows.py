@@ -114,20 +114,24 @@ def check_layout(kv_layout: str) -> str:
 
 
 def unpacked(paged_kv_cache: Any, kv_layout: str) -> tuple[Tensor, Tensor]:
-    """K's and V's pages, [pages, hkv, rows of a page, d], of a pair, or of one tensor with both."""
+    """K's and V's pages, [pages, hkv, rows of a page, d], of a pair, or of one tensor with both; pages of one row may be without
+    that dimension."""
     if isinstance(paged_kv_cache, Tensor):
-        if paged_kv_cache.dim() != 5 or paged_kv_cache.shape[1] != 2:
+        if paged_kv_cache.dim() not in (4, 5) or paged_kv_cache.shape[1] != 2:
             raise InvalidArgument(
                 f"paged_kv_cache is {describe(paged_kv_cache)}: give (k_cache, v_cache), or one tensor [pages, 2, ..]."
             )
-        k, v = paged_kv_cache.unbind(1)
+        pair = paged_kv_cache.unbind(1)
     elif isinstance(paged_kv_cache, (tuple, list)) and len(paged_kv_cache) == 2:
-        dims = "pages, rows of a page, hkv, d" if kv_layout == "NHD" else "pages, hkv, rows of a page, d"
-        k, v = (check_tensor(f"{name}_cache", x, dims) for name, x in zip("kv", paged_kv_cache))
+        pair = tuple(paged_kv_cache)
     else:
         raise WrongType(
             f"paged_kv_cache is {describe(paged_kv_cache)}: give (k_cache, v_cache), or one tensor [pages, 2, ..]."
         )
+    rows = 1 if kv_layout == "NHD" else 2
+    dims = "pages, rows of a page, hkv, d" if kv_layout == "NHD" else "pages, hkv, rows of a page, d"
+    k, v = (x.unsqueeze(rows) if isinstance(x, Tensor) and x.dim() == 3 else x for x in pair)
+    k, v = (check_tensor(f"{name}_cache", x, dims) for name, x in zip("kv", (k, v)))
     return heads_first(k, kv_layout), heads_first(v, kv_layout)
 
 

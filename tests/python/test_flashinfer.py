@@ -508,10 +508,6 @@ def test_items_do_not_see_each_other(ragged):
 @pytest.mark.parametrize(
     "given, why",
     [
-        (
-            {"pos_encoding_mode": "ROPE_LLAMA", "kv_data_type": "int8"},
-            "Rotate other keys once, when they are stored",
-        ),
         ({"kv_data_type": torch.uint8}, "NVFP4"),
         ({"kv_data_type": torch.bfloat16}, "give one type"),
         ({"o_data_type": torch.float8_e4m3fn}, "o_data_type is"),

@@ -49,8 +49,24 @@ def test_q_and_k_are_rotated_over_pages(layout, graph):
     check(found, [torch.cat(x) for x in zip(*wanted_of(pool, q, causal=True, window=6))])
     found = wrapper.forward(torch.cat(q), pool.cache, causal=True, **ROPE)
     check((found,), [torch.cat([o for o, _ in wanted_of(pool, q, causal=True)])])
-    with pytest.raises(flashjit.Unsupported, match="has it for K of 16 or 32 bits"):
-        planned(wrapper, (indptr(QUERIES), *pool.plan()), HQ, HKV, DIM, PAGE, kv_data_type=torch.int8, **ROPE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_keys_of_8_bits_are_rotated_over_pages(dtype):
+    pool, q = Pool(), [normal(n, HQ, DIM) for n in QUERIES]
+    codes = (pool.cache.nan_to_num(100.0) * (20 if dtype == torch.int8 else 1)).to(dtype)
+    wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    planned(
+        wrapper, (indptr(QUERIES), *pool.plan()), HQ, HKV, DIM, PAGE, causal=True, kv_data_type=dtype, **ROPE
+    )
+    found = wrapper.run(torch.cat(q), codes, k_scale=0.05, v_scale=0.5)
+    scale = 20 if dtype == torch.int8 else 1
+    pool.k = [(x * scale).to(dtype).float() * 0.05 for x in pool.k]
+    pool.v = [(x * scale).to(dtype).float() * 0.5 for x in pool.v]
+    check((found,), [torch.cat([o for o, _ in wanted_of(pool, q, causal=True)])])
+    with pytest.raises(flashjit.Unsupported, match="has it for q of 16 or 32 bits"):
+        named = {"q_data_type": torch.float8_e4m3fn, "kv_data_type": torch.float8_e4m3fn, **ROPE}
+        wrapper.plan(indptr(QUERIES), *pool.plan(), HQ, HKV, DIM, PAGE, **named)
 
 
 @pytest.mark.parametrize("each", [1, 2])

@@ -170,7 +170,7 @@ class _Paged(_Wrapper):
 
     def _keep_packed(self) -> Packed:
         """What rotates K: packed keys and queries, and the position of each sequence's first query."""
-        if self._kv_dtype in KV_TYPES or self._q_dtype in KV_TYPES:
+        if self._q_dtype in KV_TYPES:
             raise Unsupported(NO_ROPE)
         assert self._rows is not None and self._sizes is not None and self._sizes.page_size is not None
         table, lengths = self._pages
@@ -202,7 +202,7 @@ class _Paged(_Wrapper):
         rows, named = self._planned(q, k, v), self._pages.named()
         scores = scores or self._scores
         if scores.rope is not None and self._packed is not None:
-            k, v, named = self._packed.of(k, v)
+            k, v, named = self._packed.of(k, v, q.dtype)
         return run(q, k, v, rows, scores, scales, self._out_dtype, out, wants_lse, sinks=sinks, **named)
 
 

@@ -63,7 +63,11 @@ def test_keys_of_8_bits_are_rotated_over_pages(dtype):
     scale = 20 if dtype == torch.int8 else 1
     pool.k = [(x * scale).to(dtype).float() * 0.05 for x in pool.k]
     pool.v = [(x * scale).to(dtype).float() * 0.5 for x in pool.v]
-    check((found,), [torch.cat([o for o, _ in wanted_of(pool, q, causal=True)])])
+    wanted = [o for o, _ in wanted_of(pool, q, causal=True)]
+    check((found,), [torch.cat(wanted)])
+    k, v = ((x[0] / y * scale).to(dtype) for x, y in ((pool.k, 0.05 * scale), (pool.v, 0.5 * scale)))
+    one = fi.single_prefill_with_kv_cache(q[0], k, v, causal=True, k_scale=0.05, v_scale=0.5, **ROPE)
+    check((one,), wanted[:1])
     with pytest.raises(flashjit.Unsupported, match="has it for q of 16 or 32 bits"):
         named = {"q_data_type": torch.float8_e4m3fn, "kv_data_type": torch.float8_e4m3fn, **ROPE}
         wrapper.plan(indptr(QUERIES), *pool.plan(), HQ, HKV, DIM, PAGE, **named)

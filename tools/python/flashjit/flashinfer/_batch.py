@@ -202,7 +202,7 @@ class _Paged(_Wrapper):
         rows, named = self._planned(q, k, v), self._pages.named()
         scores = scores or self._scores
         if scores.rope is not None and self._packed is not None:
-            k, v, named = self._packed.of(k, v, q.dtype)
+            k, v, named = self._packed.of(k, v)
         return run(q, k, v, rows, scores, scales, self._out_dtype, out, wants_lse, sinks=sinks, **named)
 
 

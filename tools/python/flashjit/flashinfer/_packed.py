@@ -20,14 +20,13 @@ class Packed(NamedTuple):
     cu_seqlens: Tensor  # int32 [sequences + 1]
     longest: int
 
-    def of(self, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """[1, hkv, keys, d] each, of the type, of pages [pages, hkv, rows, d], and attention()'s arguments for them. Codes of 8 bits
-        are all numbers of both types of 16 bits."""
+    def of(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """[1, hkv, keys, d] each, of pages [pages, hkv, rows, d], and attention()'s arguments for them."""
         say_once(
             "pos_encoding_mode is ROPE_LLAMA, and K is in pages: run() copies K and V of its sequences. To save the time rotate "
             "keys once, when they are stored (flashjit.append() does it in the same launch), and give NONE."
         )
-        k, v = (with_batch(x.transpose(1, 2)[self.page, self.row].to(dtype)) for x in (k, v))
+        k, v = (with_batch(x.transpose(1, 2)[self.page, self.row]) for x in (k, v))
         return k, v, {"cu_seqlens_kv": self.cu_seqlens, "max_seqlen_kv": self.longest}
 
 

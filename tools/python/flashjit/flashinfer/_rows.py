@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._attention import attention
-from .._tensors import KV_TYPES, describe
+from .._tensors import KV_TYPES, describe, say_once
 from ..errors import InvalidArgument, WrongType
 from ..flash_attn._attend import with_batch
 from ._scores import LOG2E, Scales, Scores, call
@@ -149,6 +149,11 @@ def run(
 ) -> tuple[Tensor, Any]:
     """O [all rows, hq, d], and LSE [hq, all rows], natural, or None. k, v: [.., hkv, rows, d]. more: attention()'s."""
     with torch.no_grad():
+        if scores.rope is not None and k.dtype in KV_TYPES and q.dtype not in KV_TYPES:
+            say_once(
+                "pos_encoding_mode is ROPE_LLAMA: K and V of 8 bits are converted to the type of q in each call."
+            )
+            k, v = k.to(q.dtype), v.to(q.dtype)  # which has all codes; a program of rows takes no codes
         given = call(q4 := rows.of(q), k, v, scores, scales, out_dtype)
         direct = out is not None and out.dtype == _natural(q.dtype, given)
         found = attention(

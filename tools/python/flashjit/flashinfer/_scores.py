@@ -17,9 +17,8 @@ from ..programs import repeated
 
 LOG2E = math.log2(math.e)
 NO_ROPE = (
-    "pos_encoding_mode is ROPE_LLAMA: flashjit has it for q of 16 or 32 bits in wrappers of batches and in the single_ "
-    "functions, over pages for K of 8 bits, too. Rotate other keys once, when they are stored (flashjit.append() does it in the "
-    "same launch), and give NONE."
+    "pos_encoding_mode is ROPE_LLAMA: flashjit has it for q of 16 or 32 bits, in wrappers of batches and in the single_ "
+    "functions. Rotate other keys once, when they are stored (flashjit.append() does it in the same launch), and give NONE."
 )
 _PAIR = "q * seqlen_kv + kv"  # where FlashInfer's masks have a pair, from a sequence's first on
 

@@ -27,7 +27,7 @@ step() {  # NAME COMMAND...
 }
 # Kernels compile on the CPU while others run, so a process a core shares the GPUs. Not by ctest, which a machine with a
 # GPU may lack and whose files have the paths of the machine that built. A run that was cut off goes on.
-side_by_side() { python3 "$root/tests/gpu/run_tests.py" --gpus "$(nvidia-smi -L | wc -l)" "$@"; }
+side_by_side() { python3 "$root/tests/gpu/run_tests.py" "$@"; }
 step tests side_by_side "$tests" --filter='-Lifetime*:CheckWaits*'
 # Without ranks, which fork after the process has used the GPU.
 FLASHJIT_LIBCUDA=libcuda.so.1 step emulated side_by_side "$build/tests/flashjit_emulated_tests" --filter='-*EmulatedRanks*'

@@ -2,10 +2,11 @@
 
     python3 tests/gpu/run_tests.py build/tests/flashjit_gpu_tests --filter='-Lifetime*:CheckWaits*' --seconds 600
 
-Processes take a few tests at a time, so that no shard is left with the slow ones. Which tests ended well is written at
+Processes take a few tests at a time, so that no worker is left with the slow ones. Which tests ended well is written at
 once to a file beside the program, with the digest of the program in its name: a second run of the same program runs
-the others. What a failed test printed is in the same folder. The exit code is 0 only if every test passed or skipped
-itself, 1 if one failed, 2 for a wrong call and 4 if time ended before the tests did.
+the others, or with --again all. What a failed test printed is in the same folder. CUDA_VISIBLE_DEVICES chooses among
+the GPUs. The exit code is 0 only if every test passed or skipped itself, 1 if one failed, 2 for a wrong call, 4 if time
+ended before the tests did, and 77 without a GPU, unless FLASHJIT_LIBCUDA names another driver.
 
 With --sanitizer the tests run under that tool of compute-sanitizer, which says at a process's end what it found:
 tests count as passed only when it has said that it found nothing.
@@ -48,10 +49,24 @@ def tests_of(program: Path, chosen: str) -> list[str]:
     return names
 
 
+def gpus() -> list[str]:
+    """The GPUs that the tests may use, as CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name for name in given.split(",") if name]
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    except OSError:
+        return []
+    return [str(i) for i in range(len(re.findall("^GPU ", listing, re.MULTILINE)))]
+
+
 class Run:
     """One run: what is to be done, what ended how, and the processes that are at it."""
 
-    def __init__(self, program: Path, sanitizer: str, folder: Path, names: list[str], chunk: int):
+    def __init__(
+        self, program: Path, sanitizer: str, folder: Path, names: list[str], chunk: int, again: bool
+    ):
         self.command = [str(program)]
         self.sanitizer = sanitizer
         if sanitizer:
@@ -61,6 +76,8 @@ class Run:
         self.folder = folder
         digest = hashlib.sha256(program.read_bytes()).hexdigest()[:16]
         self.ended = folder / f"ended-{sanitizer}{digest}.txt"
+        if again:
+            self.ended.unlink(missing_ok=True)
         known = (
             dict(line.split()[:2][::-1] for line in self.ended.read_text().splitlines())
             if self.ended.exists()
@@ -90,9 +107,9 @@ class Run:
             with self.ended.open("a") as file:
                 file.write(f"{result} {name} {milliseconds}\n")
 
-    def work(self, device: int) -> None:
-        environment = dict(os.environ, CUDA_VISIBLE_DEVICES=str(device))
-        # A shard's tests know that they have the device not for themselves.
+    def work(self, device: str) -> None:
+        environment = dict(os.environ, CUDA_VISIBLE_DEVICES=device)
+        # Tests of a shard know that they have the device not for themselves.
         environment.update(GTEST_TOTAL_SHARDS="1", GTEST_SHARD_INDEX="0")
         while not self.stopped:
             with self.lock:
@@ -174,15 +191,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--sanitizer", default="", choices=["memcheck", "racecheck", "initcheck", "synccheck"]
     )
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
-    parser.add_argument("--gpus", type=int, default=1, help="the first N devices share the tests")
-    parser.add_argument("--first-gpu", type=int, default=0)
     parser.add_argument("--chunk", type=int, default=12, help="tests a process runs")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--folder", type=Path, help="of the results; the program's by default")
+    parser.add_argument("--again", action="store_true", help="run tests that ended well before, too")
     options = parser.parse_args(arguments)
     if not options.program.is_file():
         parser.error(f"there is no program '{options.program}'")
-    for name in ("workers", "gpus", "chunk"):
+    for name in ("workers", "chunk"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} is {getattr(options, name)}; at least 1")
     return options
@@ -190,15 +206,20 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     options = parse(arguments)
+    devices = gpus() or ([""] if os.environ.get("FLASHJIT_LIBCUDA", "libcuda.so.1") != "libcuda.so.1" else [])
+    if not devices:
+        print("there is no GPU here")
+        return 77
     program = options.program.resolve()
     folder = options.folder or program.parent
     folder.mkdir(parents=True, exist_ok=True)
     names = tests_of(program, options.filter)
-    run = Run(program, options.sanitizer, folder, names, options.chunk)
+    run = Run(program, options.sanitizer, folder, names, options.chunk, options.again)
     began = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: run.stop())
-    devices = (options.first_gpu + i % options.gpus for i in range(options.workers))
-    threads = [threading.Thread(target=run.work, args=(device,)) for device in devices]
+    threads = [
+        threading.Thread(target=run.work, args=(devices[i % len(devices)],)) for i in range(options.workers)
+    ]
     for thread in threads:
         thread.start()
     told = began

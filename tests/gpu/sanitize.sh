@@ -145,7 +145,7 @@ run() {  # WAITS TOOL TESTS [WORKERS]
   local under=()
   [ "$2" = none ] || under=(--sanitizer "$2")
   FLASHJIT_CHECK_WAITS=$1 python3 "$root/tests/gpu/run_tests.py" "$binary" --filter="$3" --chunk 2 --folder "$logs/$2-$1" \
-    --workers "${4:-$((cores < 8 ? 1 : cores / 8))}" --gpus "$(nvidia-smi -L | wc -l)" --seconds "$limit" "${under[@]}"
+    --workers "${4:-$((cores < 8 ? 1 : cores / 8))}" --seconds "$limit" "${under[@]}"
 }
 
 # First without a tool, which compiles.

@@ -28,6 +28,8 @@ for name in chosen.split(":"):
     print(f"[ RUN      ] {{name}}", flush=True)
     with open(os.environ["BEGUN"], "a") as file:
         file.write(name + "\\n")
+    with open(os.path.join(os.path.dirname(os.environ["BEGUN"]), "devices"), "a") as file:
+        file.write(os.environ["CUDA_VISIBLE_DEVICES"] + "\\n")
     if "Slow" in os.environ["WITH"]:
         time.sleep(0.3)
     if name == "B.Dies":
@@ -51,12 +53,17 @@ def write_program(path, text):
 def run(tmp_path):
     program = write_program(tmp_path / "tests", PROGRAM.format(python=sys.executable))
 
-    def call(kinds, *options):
+    def call(kinds, *options, gpus="0,3"):
         begun = tmp_path / "begun"
         begun.write_text("")
         done = subprocess.run(
             [sys.executable, SCRIPT, program, "--workers=3", "--chunk=4", *options],
-            env={"WITH": kinds, "BEGUN": str(begun), "PATH": f"{tmp_path}:/usr/bin:/bin"},
+            env={
+                "WITH": kinds,
+                "BEGUN": str(begun),
+                "PATH": f"{tmp_path}:/usr/bin:/bin",
+                "CUDA_VISIBLE_DEVICES": gpus,
+            },
             capture_output=True,
             text=True,
             timeout=60,
@@ -72,6 +79,18 @@ def test_all_run_once_and_not_again(run):
     assert len(begun) == 11 == len(set(begun))
     code, said, begun = run("")
     assert code == 0 and not begun and "11 before" in said, said
+    code, said, begun = run("", "--again")
+    assert code == 0 and len(begun) == 11 and "0 before" in said, said
+
+
+def test_without_a_gpu_they_are_skipped(run):
+    code, said, begun = run("", gpus="")
+    assert code == 77 and "no GPU" in said and not begun, said
+
+
+def test_workers_take_the_gpus_in_turn(run, tmp_path):
+    code, said, begun = run("", "--chunk=1", "--workers=4")
+    assert code == 0 and set((tmp_path / "devices").read_text().split()) == {"0", "3"}, said
 
 
 def test_one_that_fails_is_told_and_runs_again(run):

@@ -4,7 +4,7 @@
 # --names only checks that the sample's tests exist, without a GPU.
 # Prints a line for each tool; the exit status is 0 only where all of them ran, passed and found nothing. What they
 # said lies in build-sanitizer, or in the folder that LOGS names; a run that was cut off goes on there. LIMIT ends each
-# part after so many seconds. Kernels are compiled once before, or come from FLASHJIT_PACKS.
+# part after so many seconds, and TOOLS names some of the four. Kernels are compiled once before, or come from FLASHJIT_PACKS.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 names_only=false
@@ -154,9 +154,14 @@ run on none "$(joined "${pairs[@]}")" "$cores"
 
 checks=()
 start() { run "$@" >"$logs/$2-$1.log" 2>&1 & checks+=("$2-$1 $!"); }
-for tool in memcheck initcheck synccheck; do start off $tool "$(joined "${sample[@]}" "${pairs[@]}")"; done
-start off racecheck "$(joined "${sample[@]}")"
-start on racecheck "$(joined "${pairs[@]}")"
+for tool in ${TOOLS:-memcheck initcheck synccheck racecheck}; do
+  if [ "$tool" = racecheck ]; then
+    start off racecheck "$(joined "${sample[@]}")"
+    start on racecheck "$(joined "${pairs[@]}")"
+  else
+    start off "$tool" "$(joined "${sample[@]}" "${pairs[@]}")"
+  fi
+done
 failed=0
 for check in "${checks[@]}"; do
   read -r name process <<<"$check"

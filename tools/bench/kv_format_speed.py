@@ -14,6 +14,7 @@ Exit code: 0, 3 where there is no GPU.
 import argparse
 import csv
 import functools
+import os
 import re
 import sys
 
@@ -177,15 +178,13 @@ def run(doc, columns, measure, warm, tables, shown):
         options.only = f"^{re.escape(options.warm)}$"
         warm(options, device)
         return 0
-    rows = []
-    for row in measure(options, device):
-        rows.append(dict(zip(columns, row, strict=True)))
-        print(shown(row), flush=True)
-    if options.csv:
-        with open(options.csv, "w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(rows)
+    with open(options.csv or os.devnull, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        for row in measure(options, device):
+            writer.writerow(dict(zip(columns, row, strict=True)))
+            file.flush()
+            print(shown(row), flush=True)
     return 0
 
 

@@ -1,0 +1,177 @@
+"""The jobs that carry.py runs on a machine with a GPU, by name: what each runs, for how long at most, and on what.
+
+A command is bash's, in the root of the repository. $RESULTS is a folder of its own, $COMMIT what was built. A name such as
+`races` stands for all jobs whose names begin with `races:`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = "build/tests/flashjit_gpu_tests"
+ALONE = "Lifetime*:CheckWaits*"  # tests that need the device for themselves
+
+
+@dataclass(frozen=True)
+class Job:
+    """seconds: its limit. gpus: how many it needs. alone: nothing else may run on them, as it measures time or memory.
+    cores: how many it keeps busy. rest: a queue, which takes all cores and GPUs that others leave, and is started anew where
+    these change. peers: what peers.py made, to be on Python's path. warm: a command that runs beside other jobs and ends
+    before this one begins, to compile what it calls."""
+
+    name: str
+    command: str
+    seconds: int
+    gpus: int = 1
+    alone: bool = False
+    cores: int = 2
+    rest: bool = False
+    peers: tuple[str, ...] = ()
+    warm: str = ""
+
+
+def queue(name: str, chosen: str, program: str = TESTS, variables: str = "") -> Job:
+    """$WORKERS: the cores that are left. Results of all queues are in one folder: a test that ended well in one of them is not
+    run by another."""
+    options = f"--filter='{chosen}' --workers $WORKERS --folder $ALL_RESULTS/tests"
+    return Job(
+        name, f"exec env {variables} python3 tests/gpu/run_tests.py {program} {options}", 3600, rest=True
+    )
+
+
+def bench(name: str, script: str, seconds: int, options: str = "", peers: tuple[str, ...] = ()) -> Job:
+    """A measurement with a table. It may lack peers: their columns are empty then."""
+    table = f"--csv $RESULTS/{name.replace(':', '_')}.csv --commit $COMMIT"
+    command = f"python3 tools/bench/{script} --lib build/libflashjit.so {table} {options}"
+    return Job(name, command.strip(), seconds, alone=True, peers=peers)
+
+
+def race(name: str, seconds: int, peers: tuple[str, ...], parts: tuple[str, ...] = ("",)) -> Job:
+    """One of races.py. Before it, the problems of each part are checked once, all parts at the same time: that compiles."""
+    found = bench(f"races:{name}", "races.py", seconds, f"--race {name}", peers)
+    plain = f"python3 tools/bench/races.py --lib build/libflashjit.so --race {name} --rounds 0"
+    warm = [f"{plain} --only '{part}' &" if part else f"{plain} &" for part in parts]
+    return Job(**{**vars(found), "warm": " ".join([*warm, "wait"])})
+
+
+def python_job(group: str, path: Path, before: str = "") -> Job:
+    command = f"{before}python3 -m pytest -q -p no:cacheprovider -rs --durations=3 tests/python/{path.name}"
+    return Job(f"{group}:{path.stem.removeprefix('test_').removeprefix('jax_')}", command, 300)
+
+
+def python_jobs() -> list[Job]:
+    """The files of tests/python that call a GPU where there is one, a process for each."""
+    found = []
+    for path in sorted((ROOT / "tests/python").glob("test_*.py")):
+        if path.name.startswith("test_jax"):
+            found.append(python_job("jax", path, "XLA_PYTHON_CLIENT_PREALLOCATE=false "))
+        elif path.name != "test_distributed.py" and re.search(
+            r"cuda\.(is_available|device_count)|import DEVICE", path.read_text()
+        ):
+            found.append(python_job("python", path))
+    return found
+
+
+def ring(suite: str, port: int) -> Job:
+    command = f"PET_MASTER_PORT={port} python3 tools/bench/ring_suite.py --work $PEERS/rings --suites {suite} --limit 60"
+    return Job(f"rings:{suite}", command, 150, gpus=2, peers=("rings",))
+
+
+def distributed(name: str, seconds: int, options: str) -> Job:
+    command = f"python3 tools/bench/distributed.py --lib build/libflashjit.so --gpus 2 {options} --csv $RESULTS/{name}.csv"
+    return Job(f"rings:{name}", command, seconds, gpus=2, alone=True)
+
+
+EXAMPLES = """
+for example in build/tools/examples/example_*; do
+  echo "== $example"
+  "$example" || [ $? = 77 ] || failed="${failed:-} $(basename $example)"
+done
+echo "failed:${failed:- none}"; [ -z "${failed:-}" ]
+"""
+FORMATS = "import sys; sys.path[:0] = ['tools/bench', 'tools/python']; import kv_format_speed as k; print(*k.FORMATS, sep='\\n')"
+SCHEMES = "--schemes ring,all_gather,ulysses"
+
+
+def all_jobs(first: str) -> list[Job]:
+    """first: a filter of GoogleTest for the job `first`."""
+    return [
+        queue("first", first),
+        queue("tests", f"-{ALONE}"),
+        queue(
+            "emulated",
+            "-*EmulatedRanks*",
+            "build/tests/flashjit_emulated_tests",
+            "FLASHJIT_LIBCUDA=libcuda.so.1",
+        ),
+        Job(
+            "tangents",
+            f"python3 tests/gpu/run_tests.py {TESTS} --filter='*Tangents*' --workers 6 --folder $RESULTS",
+            240,
+            cores=6,
+        ),
+        Job("sanitize", "LOGS=$RESULTS LIMIT=240 bash tests/gpu/sanitize.sh", 420, cores=16),
+        Job("racecheck", "TOOLS=racecheck LOGS=$RESULTS LIMIT=240 bash tests/gpu/sanitize.sh", 420, cores=8),
+        Job("checkwaits", f"{TESTS} --gtest_filter='CheckWaits*'", 180, alone=True),
+        Job("soak", f"FLASHJIT_SOAK_CALLS=150 {TESTS} --gtest_filter='Lifetime*'", 240, alone=True, cores=4),
+        Job("examples", EXAMPLES, 120),
+        *python_jobs(),
+        Job(
+            "rings:tests",
+            "python3 -m pytest -q -rs -p no:cacheprovider --durations=8 tests/python/test_distributed.py "
+            "-k 'gpus or (long_rings and cuda)'",
+            180,
+            gpus=2,
+            cores=8,
+        ),
+        Job("rings:devices", f"{TESTS} --gtest_filter='*Devices*'", 120, gpus=2),
+        ring("ring", 29611),
+        ring("yunchang", 29622),
+        distributed("causal", 120, f"--tokens 65536,131072,262144 {SCHEMES}"),
+        distributed("full", 90, f"--full --tokens 65536,131072 {SCHEMES}"),
+        distributed(
+            "pytorch",
+            90,
+            "--tokens 65536,131072 --schemes all_gather,ulysses,pytorch_ring,pytorch_all_gather",
+        ),
+        Job(
+            "formats",
+            "python3 tools/bench/kv_format_speed.py --lib build/libflashjit.so --csv $RESULTS/kv_formats_speed.csv",
+            150,
+            alone=True,
+            warm=f'python3 -c "{FORMATS}" | xargs -P 12 -I@ python3 tools/bench/kv_format_speed.py --lib build/libflashjit.so --warm @',
+        ),
+        race("tangents", 90, ("tangents",)),
+        race("codes", 90, ("fa3", "vllm")),
+        race("latents", 120, ("vllm", "flashinfer")),
+        race("wide", 120, ("wide", "vllm", "cute")),
+        race(
+            "flashinfer", 120, ("flashinfer",), ("^decode, 64 x 4k$", "e4m3", "d64", "^4 queries", "^2 x 2k")
+        ),
+        race("programs", 150, ("fa4", "cute"), ("fwd, .*d64", "fwd, .*d128", "bwd, .*d64", "bwd, .*d128")),
+        bench("races:serving", "serving.py", 150, peers=("fa3",)),
+        bench("races:masks", "serving_masks.py", 90),
+        bench("races:invariance", "serving.py", 60, "--pages= --only heads,"),
+        bench("races:skip_softmax", "skip_softmax.py", 60),
+        bench("races:block_lists", "block_lists.py", 90),
+        bench("races:sparse", "compare.py", 150, "--only sparse"),
+        bench("races:latent", "latent.py", 120, peers=("fa3", "vllm")),
+    ]
+
+
+def chosen(names: list[str], first: str = "*") -> list[Job]:
+    """The jobs of these names, in their order, each once. ValueError: there is none."""
+    jobs = {job.name: job for job in all_jobs(first)}
+    found: dict[str, Job] = {}
+    for name in names:
+        group = [job for job in jobs.values() if name == job.name or job.name.startswith(f"{name}:")]
+        if not group:
+            groups = dict.fromkeys(job.partition(":")[0] for job in jobs)
+            raise ValueError(
+                f"there is no job '{name}': {', '.join(groups)}, or one of a group, as races:serving"
+            )
+        found.update((job.name, job) for job in group)
+    return list(found.values())

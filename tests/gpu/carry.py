@@ -98,11 +98,12 @@ def pack(options: argparse.Namespace) -> int:
     if not options.peers_only:
         pack_build(options.build.resolve(), CARRIED)
     for name in options.peers:
-        found = sorted(options.peers_from.glob(f"peers-{name}.tar.xz")) or sorted(
-            options.peers_from.glob(f"peers-{name}.tar.xz.*")
-        )
+        base, _, part = name.partition(".")  # such as cute, or cute.1of2 alone
+        found = sorted(options.peers_from.glob(f"peers-{base}.tar.xz{f'.{part}' if part else '*'}"))
         if not found:
-            sys.exit(f"there is no {options.peers_from}/peers-{name}.tar.xz: run tests/gpu/peers.py first")
+            sys.exit(
+                f"there is no {options.peers_from}/peers-{base}.tar.xz: run tests/gpu/peers.py {base} first"
+            )
         for path in found:
             shutil.copy(path, CARRIED)
     if options.results:
@@ -292,7 +293,13 @@ def main(arguments: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     packing = commands.add_parser("pack", help="writes .carry/")
     packing.add_argument("--build", type=Path, default=ROOT / "build")
-    packing.add_argument("--peers", nargs="*", default=[], metavar="NAME", help="what peers.py made")
+    packing.add_argument(
+        "--peers",
+        nargs="*",
+        default=[],
+        metavar="NAME",
+        help="what peers.py made; a part of one as cute.1of2",
+    )
     packing.add_argument("--peers-from", type=Path, default=ROOT / "build" / "peers", metavar="FOLDER")
     packing.add_argument("--peers-only", action="store_true", help="leave the build out: it was sent before")
     packing.add_argument("--results", type=Path, help="an earlier results.tar.xz, or its folder")

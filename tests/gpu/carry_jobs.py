@@ -86,6 +86,7 @@ def distributed(name: str, seconds: int, options: str) -> Job:
 
 
 EXAMPLES = """
+ls build/tools/examples/example_* || exit 77 # not built
 for example in build/tools/examples/example_*; do
   echo "== $example"
   "$example" || [ $? = 77 ] || failed="${failed:-} $(basename $example)"
@@ -147,11 +148,20 @@ def all_jobs(first: str) -> list[Job]:
         race("tangents", 90, ("tangents",)),
         race("codes", 90, ("fa3", "vllm")),
         race("latents", 120, ("vllm", "flashinfer")),
-        race("wide", 120, ("wide", "vllm", "cute")),
+        race("wide", 120, ("wide", "cute", "vllm")),
         race(
             "flashinfer", 120, ("flashinfer",), ("^decode, 64 x 4k$", "e4m3", "d64", "^4 queries", "^2 x 2k")
         ),
         race("programs", 150, ("fa4", "cute"), ("fwd, .*d64", "fwd, .*d128", "bwd, .*d64", "bwd, .*d128")),
+        Job(
+            "suites:flashinfer",
+            "python3 tools/bench/flashinfer_suite.py --device cuda --work $PEERS/flashinfer_suite --cases 1500 "
+            "--seed ${SEED:-60} --processes 14 --seconds 230 --limit 30; "
+            "cp $PEERS/flashinfer_suite/results-*.jsonl $RESULTS",
+            280,
+            cores=14,
+            peers=("flashinfer_suite",),
+        ),
         bench("races:serving", "serving.py", 150, peers=("fa3",)),
         bench("races:masks", "serving_masks.py", 90),
         bench("races:invariance", "serving.py", 60, "--pages= --only heads,"),

@@ -214,6 +214,9 @@ def main(arguments: list[str]) -> int:
     folder = options.folder or program.parent
     folder.mkdir(parents=True, exist_ok=True)
     names = tests_of(program, options.filter)
+    if not names:
+        print(f"no test is called '{options.filter}'")
+        return 2
     run = Run(program, options.sanitizer, folder, names, options.chunk, options.again)
     began = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: run.stop())

@@ -26,6 +26,7 @@ import pathlib
 import random
 import re
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -60,9 +61,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="of the whole run")
     parser.add_argument("--given", type=pathlib.Path, help="a file of cases, in their order, no sample")
     parser.add_argument("--files", nargs="*", default=FILES)
+    parser.add_argument(
+        "--prepare",
+        action="store_true",
+        help="fetch the tests and list their cases alone: --work may then travel",
+    )
     args = parser.parse_args()
     args.work = args.work.resolve()
     tests = prepare(args)
+    if args.prepare:
+        print(f"{len(collect(tests, args) or sys.exit('pytest found no cases'))} cases")
+        shutil.rmtree(args.work / "source", ignore_errors=True)
+        return
     if args.given:
         chosen = args.given.read_text().splitlines()
         print(f"{len(chosen)} cases given", flush=True)

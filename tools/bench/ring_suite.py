@@ -16,6 +16,7 @@ import os
 import pathlib
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import time
@@ -64,11 +65,17 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120, help="seconds of a program")
     parser.add_argument("--suites", nargs="*", default=list(PROGRAMS))
     parser.add_argument("--only", default="", help="programs whose command has this")
+    parser.add_argument(
+        "--prepare", action="store_true", help="fetch the sources alone: --work may then travel"
+    )
     args = parser.parse_args()
     args.work = args.work.resolve()
     wrong = 0
     for suite in args.suites:
         folder = prepare(suite, args)
+        if args.prepare:
+            shutil.rmtree(args.work / f"{suite}-source", ignore_errors=True)
+            continue
         for program in PROGRAMS[suite]:
             if args.only in program:
                 wrong += not judge(suite, program, *run(folder, program, args))

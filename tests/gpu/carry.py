@@ -44,6 +44,7 @@ ALSO = (
     "tools/examples/example_*",
     "tools/examples/small_llama",
 )
+PEER_PATHS = ("nvidia_cutlass_dsl/dsl_packages",)  # which a .pth file adds where a wheel is installed
 PEER_SETTINGS = {
     "FLASHINFER_WORKSPACE_BASE": str(HERE / "flashinfer"),
     "FLASHINFER_CUDA_ARCH_LIST": "9.0a",
@@ -157,16 +158,7 @@ def extract(path: Path, into: Path) -> None:
 
 def environment_of(job: carry_jobs.Job, commit: str, results: Path) -> dict[str, str]:
     peers = [HERE / "peers" / name for name in job.peers]
-    # Wheels name further folders of theirs in .pth files, which Python reads in its own folders alone.
-    paths = [
-        *peers,
-        *(
-            peer / line
-            for peer in peers
-            for pth in sorted(peer.glob("*.pth"))
-            for line in pth.read_text().split()
-        ),
-    ]
+    paths = [*peers, *(path for peer in peers for name in PEER_PATHS for path in peer.glob(name))]
     defaults = {
         "FLASHJIT_LOG": "quiet",
         "FLASHJIT_EVERY_KERNEL": "1",

@@ -152,7 +152,7 @@ def all_jobs(first: str) -> list[Job]:
         race(
             "flashinfer", 120, ("flashinfer",), ("^decode, 64 x 4k$", "e4m3", "d64", "^4 queries", "^2 x 2k")
         ),
-        race("programs", 150, ("fa4", "cute"), ("fwd, .*d64", "fwd, .*d128", "bwd, .*d64", "bwd, .*d128")),
+        race("programs", 150, ("cute",), ("fwd, .*d64", "fwd, .*d128", "bwd, .*d64", "bwd, .*d128")),
         Job(
             "suites:flashinfer",
             "python3 tools/bench/flashinfer_suite.py --device cuda --work $PEERS/flashinfer_suite --cases 1500 "

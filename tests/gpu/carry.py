@@ -1,7 +1,7 @@
 """Tests and measures on a machine with a GPU what was built on one without: where each is used, see README.md beside this.
 
     python3 tests/gpu/carry.py pack --build build --peers fa3 tangents       # here: writes .carry/
-    python3 tests/gpu/carry.py run first tangents races:serving tests --first 'Tangents*' --seconds 560 --out /tmp/results
+    python3 tests/gpu/carry.py run first tangents races:serving tests --first "*Tangents*" --seconds 560 --out /tmp/results
     python3 tests/gpu/carry.py list                                          # the jobs that run takes
 
 pack: stripped programs and libraries of the build, what peers.py made of other projects, and with --results what an earlier

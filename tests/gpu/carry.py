@@ -16,6 +16,7 @@ Exit code: 0 if all jobs passed, 1 if one did not, 2 for a wrong call, 3 without
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shutil
 import signal
@@ -56,11 +57,11 @@ PEER_SETTINGS = {
 
 
 def commit_of(root: Path) -> str:
-    """The commit, with a "+" where the tree differs from it."""
-    git = lambda *words: subprocess.run(
-        ["git", "-C", str(root), *words], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    return git("rev-parse", "--short=8", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    """The commit, with "+" and a digest where the tree differs from it."""
+    git = lambda *words: subprocess.run(["git", "-C", root, *words], capture_output=True, check=True).stdout
+    changed = git("diff", "HEAD")
+    digest = f"+{hashlib.sha256(changed).hexdigest()[:6]}" if changed else ""
+    return git("rev-parse", "--short=8", "HEAD").decode().strip() + digest
 
 
 def pack_build(build: Path, into: Path) -> None:

@@ -163,6 +163,17 @@ def all_jobs(first: str) -> list[Job]:
             cores=14,
             peers=("flashinfer_suite",),
         ),
+        *(
+            Job(
+                f"sglang:{model}",
+                f"HF_HUB_OFFLINE=1 python3 tools/bench/sglang_tokens.py --device cuda --models {model} --page {page} "
+                "--own torch_native --dtype float32",
+                300,
+                cores=3,
+                peers=("sglang",),
+            )
+            for model, page in (("llama", 16), ("qwen3", 1), ("mistral", 1))
+        ),
         bench("races:serving", "serving.py", 150, peers=("fa3",)),
         bench("races:masks", "serving_masks.py", 90),
         bench("races:invariance", "serving.py", 60, "--pages= --only heads,"),

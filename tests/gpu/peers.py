@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import shutil
 import struct
 import subprocess
@@ -46,6 +47,13 @@ class Peer:
 
 TVM_FFI = "apache-tvm-ffi==0.1.15.post2"
 FLASH_MLA = '"""FlashMLA of vLLM\'s wheel, by its own name."""\nfrom vllm.third_party.flashmla.flash_mla_interface import *  # noqa: F403\n'
+SGLANG_NEEDS = (
+    "annotated-types==0.8.0 anthropic==2.14.0 cachetools==8.0.2 dill==0.4.1 distro==1.9.0 "
+    "docstring-parser==0.18.0 fastapi==0.136.3 interegular==0.3.3 loguru==0.7.3 msgspec==0.23.0 openai==2.8.0 "
+    "orjson==3.13.0 partial-json-parser==0.2.1.1.post7 pybase64==1.5.1 pydantic==2.14.4 "
+    "pydantic-core==2.50.5 python-multipart==0.0.34 pyzmq==27.3.0 setproctitle==1.3.8 sniffio==1.3.1 "
+    "starlette==1.10.0 typing-inspection==0.4.5 uvicorn==0.54.0 "
+).split()
 PEERS = {
     "tangents": Peer(("jvp_flash_attention==0.14.0",), files={"jvp_flash_attention/__init__.py": ""}),
     "fa3": Peer(("fa3-fwd==0.0.3",), kernels={"fa3_fwd/_C.abi3.so": r"bfloat16_t|float_e4m3_t"}),
@@ -82,9 +90,20 @@ PEERS = {
             TVM_FFI,
         )
     ),
+    "sglang": Peer(
+        ("sglang==0.5.23", *SGLANG_NEEDS),
+        keep=r"(?!sglang/multimodal_gen/|sglang/srt/rust_extensions/_|share/)",
+    ),
     "rings": Peer(made_by=("ring_suite.py", "--prepare", "--work")),
     "flashinfer_suite": Peer(made_by=("flashinfer_suite.py", "--device", "cuda", "--prepare", "--work")),
 }
+
+
+def pip_download(folder: Path, requirement: str) -> list[str]:
+    command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", PYTHON]
+    command += [word for platform in PLATFORMS for word in ("--platform", platform)]
+    return [*command, "-d", str(folder), requirement]
 
 
 def fetch(requirement: str, wheels: Path) -> Path:
@@ -92,12 +111,7 @@ def fetch(requirement: str, wheels: Path) -> Path:
     name, _, version = requirement.partition("==")
     pattern = f"{re.sub('[-_.]+', '_', name)}-{version}-*.whl"
     if not list(wheels.glob(pattern)):
-        command = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps"]
-        command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", PYTHON]
-        command += [word for platform in PLATFORMS for word in ("--platform", platform)]
-        command += ["-d", str(wheels), requirement]
-        print(" ".join(command), flush=True)
-        subprocess.run(command, check=True)
+        subprocess.run(pip_download(wheels, requirement), check=True)
     return next(iter(wheels.glob(pattern)))
 
 
@@ -198,11 +212,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PEERS))
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "peers")
     parser.add_argument("--part", type=float, default=38, help="MiB of an archive (default %(default)s)")
-    parser.add_argument("--list", action="store_true", help="print what there is")
+    parser.add_argument("--list", action="store_true", help="print what there is, and pip's command")
     options = parser.parse_args(arguments)
     for name in options.names:
         if name not in PEERS:
             parser.error(f"there is no {name}: {', '.join(PEERS)}")
+    if options.list:
+        print(f"{shlex.join(pip_download(options.folder / 'wheels', 'NAME==VERSION'))}\n")
     for name, peer in PEERS.items():
         if options.list:
             print(f"{name:18} {' '.join(peer.wheels or peer.made_by)}")

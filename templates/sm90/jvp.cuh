@@ -64,14 +64,12 @@ struct JvpConsumer {
     wait_k(smem, c.n, false);
     ping_pong_wait(smem, wg);
     multiply_scores(p, smem, wg, c.n, c);
-    release_k(smem, c.n, wg, c.round, c.i == 0);
+    leave_k(p, smem, wg, c.n, c.i, c);
   }
 
   /// From S of a KV tile to O, and S of the next.
   static __device__ __forceinline__ void step(const JvpParams& p, const Storage& smem, int wg, State& c) {
-    const WorkTile<P>& work = smem.work(c.round);
-    find_tile(p, smem, work, c.rows, c.n, c.i, wg, c.kv_begin, c.full, c.entry);
-    weigh(p, work, c);
+    weigh(p, smem.work(c.round), c);
     wait_v(smem, c.n, false, wg, c.rows, c.kv_begin);
     const bool more = __any_sync(kWholeWarp, c.i > 0) != 0;
     if (more) wait_k(smem, c.n + 1, false);
@@ -80,7 +78,14 @@ struct JvpConsumer {
     VRing<P>::release(smem, c.n);
     if (!more) return ping_pong_arrive(smem, wg);
     multiply_scores(p, smem, wg, c.n + 1, c);
-    release_k(smem, c.n + 1, wg, c.round, c.i == 1);
+    leave_k(p, smem, wg, c.n + 1, c.i - 1, c);
+  }
+
+  /// When S of tile n is there: finds its keys, whose list entry goes with K's stage, and releases that.
+  static __device__ __forceinline__ void leave_k(const JvpParams& p, const Storage& smem, int wg, int n,
+                                                 int i, State& c) {
+    find_tile(p, smem, smem.work(c.round), c.rows, n, i, wg, c.kv_begin, c.full, c.entry);
+    release_k(smem, n, wg, c.round, i == 0);
   }
 
   // Products. Where all tangents are given they are one stage without a branch, over which ptxas serialises

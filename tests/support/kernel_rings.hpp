@@ -6,6 +6,9 @@
 #include <map>
 #include <vector>
 
+#include <gtest/gtest.h>
+
+#include "tests/support/barrier_model.hpp"
 #include "tests/support/kernel_headers.hpp"
 
 namespace flashjit::test {
@@ -70,6 +73,16 @@ RingFacts facts_of(const Smem& smem, Before... before) {
   if constexpr (requires { Ring::full(smem, before..., 0); })
     take(barriers_of([&](int n) { return Ring::full(smem, before..., n); }), facts.commits);
   return facts;
+}
+
+/// A ring with a kernel's stages. An agent of the model stands for so many of the kernel's arrivals.
+inline BarrierModel::Ring ring_of(BarrierModel& model, const std::string& name, const RingFacts& facts,
+                                  int commits_of_agent, int releases_of_agent, bool has_buffers = true) {
+  EXPECT_TRUE(facts.has_phases) << name;
+  EXPECT_EQ(facts.commits % commits_of_agent + facts.releases % releases_of_agent, 0) << name;
+  const int commits = facts.commits / commits_of_agent, releases = facts.releases / releases_of_agent;
+  return has_buffers ? model.ring(name, facts.stages, commits, releases)
+                     : model.barriers_of_ring(name, facts.stages, commits, releases);
 }
 
 }  // namespace flashjit::test

@@ -14,20 +14,11 @@ namespace {
 
 using test::BarrierModel;
 using test::facts_of;
+using test::ring_of;
 using test::RingFacts;
 using Ring = BarrierModel::Ring;
 
 constexpr int kWarpsOfGroup = 4, kThreadsOfGroup = 128;
-
-/// A ring with a kernel's stages. An agent of the model stands for so many of the kernel's arrivals.
-Ring ring_of(BarrierModel& model, const std::string& name, const RingFacts& facts, int commits_of_agent,
-             int releases_of_agent, bool has_buffers = true) {
-  EXPECT_TRUE(facts.has_phases) << name;
-  EXPECT_EQ(facts.commits % commits_of_agent + facts.releases % releases_of_agent, 0) << name;
-  const int commits = facts.commits / commits_of_agent, releases = facts.releases / releases_of_agent;
-  return has_buffers ? model.ring(name, facts.stages, commits, releases)
-                     : model.barriers_of_ring(name, facts.stages, commits, releases);
-}
 
 // --- Forward
 // ---------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 // becomes P (S' - shift); O' sums up P S' V + P V'. common/score_tangent.cuh has the tangent of a score.
 //
 // A producer warpgroup loads by TMA, consumer warpgroups have 64 rows of Q each. Four accumulators leave no
-// registers to begin S beside P V: a warpgroup starts P V, waits, and starts the next S; then it lets the
-// other one start, whose products run under its softmax.
+// registers for a softmax under a warpgroup's own products: it starts P V and the next S behind it; then it
+// lets the other one start, whose products run under its softmax.
 #pragma once
 
 #include "flashjit/common/unused_out_rows.cuh"
@@ -35,7 +35,7 @@ struct JvpConsumer {
   using Storage = ForwardStorage<P>;
   using State = JvpState<P>;
   using Element = typename P::Element;
-  static constexpr int kQkSteps = P::Plain::kHeadDim / 16, kPvSteps = P::kBc / 16;
+  static constexpr int kQkSteps = (P::Plain::kHeadDim + 15) / 16, kPvSteps = P::kBc / 16;
   // From a tile's columns to its tangent's, in the 16 bytes that descriptors count in.
   static constexpr int kToQTangent = tile_bytes(kWarpgroupRows, P::Plain::kHeadDim) >> 4,
                        kToKTangent = tile_bytes(P::kBc, P::Plain::kHeadDim) >> 4,
@@ -63,22 +63,51 @@ struct JvpConsumer {
     for (int value = 0; value < State::kValues; ++value) c.o[value] = c.o_tangent[value] = 0.0f;
     wait_k(smem, c.n, false);
     ping_pong_wait(smem, wg);
-    multiply_scores(p, smem, wg, c.n, c);
+    if (has_all_tangents(p)) {
+      start_scores(smem, wg, c.n, c);
+      ping_pong_arrive(smem, wg);
+      end_products<0>(c.s, c.ds);
+    } else {
+      multiply_scores_apart(p, smem, wg, c.n, c);
+    }
     leave_k(p, smem, wg, c.n, c.i, c);
   }
 
-  /// From S of a KV tile to O, and S of the next.
+  /// From S of a KV tile to O, and S of the next: without a wait between them, so that the tensor cores have
+  /// work until the other warpgroup's products come.
   static __device__ __forceinline__ void step(const JvpParams& p, const Storage& smem, int wg, State& c) {
     weigh(p, smem.work(c.round), c);
     wait_v(smem, c.n, false, wg, c.rows, c.kv_begin);
-    const bool more = __any_sync(kWholeWarp, c.i > 0) != 0;
-    if (more) wait_k(smem, c.n + 1, false);
+    if (__any_sync(kWholeWarp, c.i == 0)) return end_work_tile(p, smem, wg, c);
+    wait_k(smem, c.n + 1, false);
     ping_pong_wait(smem, wg);
-    multiply_outputs(p, smem, c);
-    VRing<P>::release(smem, c.n);
-    if (!more) return ping_pong_arrive(smem, wg);
-    multiply_scores(p, smem, wg, c.n + 1, c);
+    if (has_all_tangents(p)) {
+      start_outputs(smem, c);
+      start_scores(smem, wg, c.n + 1, c);
+      ping_pong_arrive(smem, wg);
+      end_products<1>(c.o, c.o_tangent);
+      VRing<P>::release(smem, c.n);
+      end_products<0>(c.s, c.ds);
+    } else {
+      multiply_outputs_apart(p, smem, c);
+      VRing<P>::release(smem, c.n);
+      multiply_scores_apart(p, smem, wg, c.n + 1, c);
+    }
     leave_k(p, smem, wg, c.n + 1, c.i - 1, c);
+  }
+  /// A work tile's last O.
+  static __device__ __forceinline__ void end_work_tile(const JvpParams& p, const Storage& smem, int wg,
+                                                       State& c) {
+    ping_pong_wait(smem, wg);
+    if (has_all_tangents(p)) {
+      start_outputs(smem, c);
+      ping_pong_arrive(smem, wg);
+      end_products<0>(c.o, c.o_tangent);
+    } else {
+      multiply_outputs_apart(p, smem, c);
+      ping_pong_arrive(smem, wg);
+    }
+    VRing<P>::release(smem, c.n);
   }
 
   /// When S of tile n is there: finds its keys, whose list entry goes with K's stage, and releases that.
@@ -88,27 +117,40 @@ struct JvpConsumer {
     release_k(smem, n, wg, c.round, i == 0);
   }
 
-  // Products. Where all tangents are given they are one stage without a branch, over which ptxas serialises
-  // products that are under way; else each product of a tangent is a stage of its own.
+  // Products. Where all tangents are given they are stages without a branch, over which ptxas serialises
+  // products that are under way; else each product of a tangent is a stage that is waited for.
   static __device__ __forceinline__ bool has_all_tangents(const JvpParams& p) {
     return __all_sync(kWholeWarp, p.q_tangent.data && p.k_tangent.data && p.v_tangent.data) != 0;
   }
-  /// Calls what starts products, and waits for them.
+  /// Calls what starts products.
   template <class Accumulator, class Start>
-  static __device__ __forceinline__ void run_products(Accumulator& first, Accumulator& second,
-                                                      const Start& start) {
+  static __device__ __forceinline__ void start_products(Accumulator& first, Accumulator& second,
+                                                        const Start& start) {
     pin(first), pin(second);
     wgmma_fence();
     start();
     wgmma_commit();
     pin(first), pin(second);
   }
-  template <class Accumulator>
+  template <int kPending, class Accumulator>
   static __device__ __forceinline__ void end_products(Accumulator& first, Accumulator& second) {
-    wgmma_wait<0>();
+    wgmma_wait<kPending>();
     pin(first), pin(second);
   }
+  template <class Accumulator, class Start>
+  static __device__ __forceinline__ void run_products(Accumulator& first, Accumulator& second,
+                                                      const Start& start) {
+    start_products(first, second, start);
+    end_products<0>(first, second);
+  }
 
+  static __device__ __forceinline__ unsigned long long q_descriptor(const Storage& smem, int wg,
+                                                                    const State& c) {
+    return tile_descriptor(smem.q(wg, c.round), 0);
+  }
+  static __device__ __forceinline__ unsigned long long v_descriptor(const Storage& smem, const State& c) {
+    return tile_descriptor(smem.v(c.n), Storage::kSliceBytes);
+  }
   static __device__ __forceinline__ void add_scores(SAccumulator<P>& to, unsigned long long q,
                                                     unsigned long long k, bool adds) {
 #pragma unroll
@@ -118,62 +160,55 @@ struct JvpConsumer {
       P::multiply_scores(to, q + (q_offset >> 4), k + (k_offset >> 4), step > 0 || adds);
     }
   }
-  /// S = Q K^T, S' = Q' K^T + Q K'^T. The other warpgroup may start its products when these are.
-  static __device__ __forceinline__ void multiply_scores(const JvpParams& p, const Storage& smem, int wg,
-                                                         int n, State& c) {
-    const unsigned long long q = tile_descriptor(smem.q(wg, c.round), 0), k = tile_descriptor(smem.k(n), 0);
-    if (has_all_tangents(p)) {
-      run_products(c.s, c.ds, [&] {
-        add_scores(c.s, q, k, false);
-        add_scores(c.ds, q + kToQTangent, k, false);
-        add_scores(c.ds, q, k + kToKTangent, true);
-      });
-      ping_pong_arrive(smem, wg);
-      end_products(c.s, c.ds);
-      return;
-    }
-#pragma unroll
-    for (float& value : c.ds) value = 0.0f;
-    if (__any_sync(kWholeWarp, p.q_tangent.data != nullptr)) {
-      run_products(c.s, c.ds, [&] { add_scores(c.ds, q + kToQTangent, k, true); });
-      end_products(c.s, c.ds);
-    }
-    if (__any_sync(kWholeWarp, p.k_tangent.data != nullptr)) {
-      run_products(c.s, c.ds, [&] { add_scores(c.ds, q, k + kToKTangent, true); });
-      end_products(c.s, c.ds);
-    }
-    run_products(c.s, c.ds, [&] { add_scores(c.s, q, k, false); });
-    ping_pong_arrive(smem, wg);
-    end_products(c.s, c.ds);
-  }
-
   static __device__ __forceinline__ void add_outputs(float (&to)[State::kValues], const POperand<P>& weights,
                                                      unsigned long long v) {
 #pragma unroll
     for (int step = 0; step < kPvSteps; ++step)
       P::multiply_output(to, &weights[step], v + (step * 16 * kRowBytes >> 4), 1);
   }
+
+  /// S = Q K^T, S' = Q' K^T + Q K'^T
+  static __device__ __forceinline__ void start_scores(const Storage& smem, int wg, int n, State& c) {
+    const unsigned long long q = q_descriptor(smem, wg, c), k = tile_descriptor(smem.k(n), 0);
+    start_products(c.s, c.ds, [&] {
+      add_scores(c.s, q, k, false);
+      add_scores(c.ds, q + kToQTangent, k, false);
+      add_scores(c.ds, q, k + kToKTangent, true);
+    });
+  }
+  /// The same of what is given. The other warpgroup may start its products when the last of these are.
+  static __device__ __forceinline__ void multiply_scores_apart(const JvpParams& p, const Storage& smem,
+                                                               int wg, int n, State& c) {
+    const unsigned long long q = q_descriptor(smem, wg, c), k = tile_descriptor(smem.k(n), 0);
+#pragma unroll
+    for (float& value : c.ds) value = 0.0f;
+    if (__any_sync(kWholeWarp, p.q_tangent.data != nullptr))
+      run_products(c.s, c.ds, [&] { add_scores(c.ds, q + kToQTangent, k, true); });
+    if (__any_sync(kWholeWarp, p.k_tangent.data != nullptr))
+      run_products(c.s, c.ds, [&] { add_scores(c.ds, q, k + kToKTangent, true); });
+    start_products(c.s, c.ds, [&] { add_scores(c.s, q, k, false); });
+    ping_pong_arrive(smem, wg);
+    end_products<0>(c.s, c.ds);
+  }
+
   /// O += P V, O' += P S' V + P V'
-  static __device__ __forceinline__ void multiply_outputs(const JvpParams& p, const Storage& smem, State& c) {
-    const unsigned long long v = tile_descriptor(smem.v(c.n), Storage::kSliceBytes);
-    if (has_all_tangents(p)) {
-      run_products(c.o, c.o_tangent, [&] {
-        add_outputs(c.o_tangent, c.tangents, v);
-        add_outputs(c.o_tangent, c.weights, v + kToVTangent);
-        add_outputs(c.o, c.weights, v);
-      });
-      end_products(c.o, c.o_tangent);
-      return;
-    }
-    if (__any_sync(kWholeWarp, p.v_tangent.data != nullptr)) {
+  static __device__ __forceinline__ void start_outputs(const Storage& smem, State& c) {
+    const unsigned long long v = v_descriptor(smem, c);
+    start_products(c.o, c.o_tangent, [&] {
+      add_outputs(c.o_tangent, c.tangents, v);
+      add_outputs(c.o_tangent, c.weights, v + kToVTangent);
+      add_outputs(c.o, c.weights, v);
+    });
+  }
+  static __device__ __forceinline__ void multiply_outputs_apart(const JvpParams& p, const Storage& smem,
+                                                                State& c) {
+    const unsigned long long v = v_descriptor(smem, c);
+    if (__any_sync(kWholeWarp, p.v_tangent.data != nullptr))
       run_products(c.o, c.o_tangent, [&] { add_outputs(c.o_tangent, c.weights, v + kToVTangent); });
-      end_products(c.o, c.o_tangent);
-    }
     run_products(c.o, c.o_tangent, [&] {
       add_outputs(c.o_tangent, c.tangents, v);
       add_outputs(c.o, c.weights, v);
     });
-    end_products(c.o, c.o_tangent);
   }
 
   /// P and P S' of S and S'.

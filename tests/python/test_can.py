@@ -20,7 +20,14 @@ def test_it_is_true_or_has_a_reason():
 
 
 @pytest.mark.parametrize(
-    "spec, why", [("bf16:d63", "63"), ("bf16:d64:q_codes", "q_codes"), ("bf16:d64:sliding", "sliding")]
+    "spec, why",
+    [
+        ("bf16:d63", "63"),
+        ("bf16:d64:q_codes", "q_codes"),
+        ("bf16:d64:sliding", "sliding"),
+        ("bf16:d64\0:sliding", "text without NUL"),
+        ("bf16:d64\udc80", "halves of surrogate pairs"),
+    ],
 )
 def test_a_spec_that_no_call_could_have_is_refused_with_what_is_wrong(spec, why):
     refused = flashjit.can(spec, device="sm_90a")
@@ -48,6 +55,7 @@ def test_the_gpu_that_is_there_is_asked_about_by_default(fake_gpu):
             "device is a int: give an architecture such as 'sm_90a'",
         ),
         ((64, None, "sm_80"), flashjit.WrongType, "spec is a int: give a text"),
+        (("bf16:d64", None, "sm_80\0"), flashjit.InvalidArgument, "device is .*: give text without NUL"),
     ],
 )
 def test_other_arguments_are_refused(arguments, error, match):

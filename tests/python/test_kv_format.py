@@ -147,6 +147,12 @@ def test_a_format_of_a_function_of_codes():
     torch.testing.assert_close((stored - x[0, 0]).abs(), nearest)
     with pytest.raises(flashjit.InvalidArgument, match="bits is 6"):
         flashjit.KvFormat.of_codes(float, 6, "")
+    for wrong, match in (
+        (3, "decode is a int: give a function"),
+        (lambda code: "x", "decode gives no number"),
+    ):
+        with pytest.raises(flashjit.WrongType, match=match):
+            flashjit.KvFormat.of_codes(wrong, 3, "g32:fp16")
     with pytest.raises(flashjit.InvalidArgument, match="finite"):
         flashjit.KvFormat.of_codes(lambda code: numpy.log(code) if code else -numpy.inf, 4, "row:fp16")
 
@@ -413,8 +419,12 @@ def test_bad_formats_are_refused():
         flashjit.InvalidArgument, match="size is .*: give .*pages or batch, heads, rows, head_dim"
     ):
         flashjit.KvFormat("int4:g32:fp16:apart").block_scales((2, 3, 64))
+    with pytest.raises(flashjit.InvalidArgument, match="size is .*: its numbers are 0 or more"):
+        flashjit.KvFormat("int4:g32:fp16:apart").block_scales((2, 3, -1, 64))
     with pytest.raises(flashjit.WrongType, match="give a text"):
         flashjit.KvFormat(4)
+    with pytest.raises(flashjit.InvalidArgument, match="text without NUL"):
+        flashjit.KvFormat("nvfp4\0x")
     q = torch.randn(1, 2, 30, 64)
     rows, _ = flashjit.quantize(q, format="q8_0")
     with pytest.raises(flashjit.WrongType, match="torch.uint8"):

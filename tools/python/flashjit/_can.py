@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from ._c_interface import Device
-from ._library import check, library, pass_of, runtime, shape_struct, spec_handle
+from ._library import c_text, check, library, pass_of, runtime, shape_struct, spec_handle
 from .errors import InvalidArgument, WrongType
 
 _UNSUPPORTED = 2  # FLASHJIT_UNSUPPORTED
@@ -59,7 +59,7 @@ def _device(arch: str | None) -> Device:
     if arch is None:
         check(library().flashjit_current_device(runtime().address, ctypes.byref(device)))
     elif isinstance(arch, str):
-        check(library().flashjit_device_of(arch.encode(), ctypes.byref(device)))
+        check(library().flashjit_device_of(c_text("device", arch), ctypes.byref(device)))
     else:
         raise WrongType(
             f"device is a {type(arch).__name__}: give an architecture such as 'sm_90a', or None for the current GPU."

@@ -55,7 +55,15 @@ class KvFormat:
         """
         if bits not in (2, 3, 4, 5, 8):
             raise InvalidArgument(f"bits is {bits}: give 2, 3, 4, 5 or 8.")
-        book = ",".join(repr(float(decode(code))) for code in range(1 << bits))
+        if not callable(decode):
+            raise WrongType(
+                f"decode is a {type(decode).__name__}: give a function of a code, decode(code) -> number."
+            )
+        values = [decode(code) for code in range(1 << bits)]
+        try:
+            book = ",".join(repr(float(value)) for value in values)
+        except (TypeError, ValueError) as error:
+            raise WrongType(f"decode gives no number ({error}): return a finite one for each code.") from None
         return cls(f"book({book})" + (f":{scales}" if scales else ""))
 
     def row_bytes(self, head_dim: int) -> int:
@@ -72,6 +80,8 @@ class KvFormat:
         if len(size) != 4:
             raise InvalidArgument(f"size is {tuple(size)}: give [pages or batch, heads, rows, head_dim].")
         batch, heads, rows, head_dim = map(int, size)
+        if min(batch, heads, rows) < 0:
+            raise InvalidArgument(f"size is {tuple(size)}: its numbers are 0 or more.")
         known = block_scales_of(self.text, head_dim)
         if not known.keys:
             raise InvalidArgument(

@@ -6,7 +6,7 @@ import ctypes
 import functools
 from typing import NamedTuple
 
-from ._library import check, library
+from ._library import c_text, check, library
 from .errors import InvalidArgument
 
 
@@ -23,7 +23,7 @@ row_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _known_row(text: str, head_dim: int) -> tuple[int, int, bool]:
     size, alignment, has_scale = ctypes.c_int64(), ctypes.c_int32(), ctypes.c_int32()
     results = map(ctypes.byref, (size, alignment, has_scale))
-    check(library().flashjit_kv_row(text.encode(), head_dim, *results))
+    check(library().flashjit_kv_row(c_text("the KV format", text), head_dim, *results))
     return size.value, alignment.value, bool(has_scale.value)
 
 
@@ -38,7 +38,9 @@ class BlockScales(NamedTuple):
 def block_scales_of(text: str, head_dim: int) -> BlockScales:
     columns, keys, name = ctypes.c_int64(), ctypes.c_int32(), ctypes.c_char_p()
     check(
-        library().flashjit_kv_block_scales(text.encode(), head_dim, *map(ctypes.byref, (columns, keys, name)))
+        library().flashjit_kv_block_scales(
+            c_text("the KV format", text), head_dim, *map(ctypes.byref, (columns, keys, name))
+        )
     )
     return BlockScales(columns.value, keys.value, (name.value or b"").decode())
 

@@ -25,7 +25,7 @@ from ._c_interface import (
     Options,
     Shape,
 )
-from ._checks import check_whole
+from ._checks import check_text, check_whole
 from ._installed import LIBRARY_NAME, installed_packs, library_path, nvrtc_folder
 from .errors import BY_STATUS, InternalError, InvalidArgument, NoDriver, WrongType
 
@@ -135,10 +135,18 @@ def options_of(given: Mapping[str, bool], options: Iterable[tuple[str, str]]) ->
 _SHARED: dict[str, Any] = {}
 
 
+def c_text(name: str, text: str) -> bytes:
+    """A text as C reads it, which ends at a NUL."""
+    check_text(name, text)
+    return text.encode()
+
+
 @functools.cache
 def spec_handle(text: str) -> Handle:
     """A spec that was read and checked; the same object for the same text."""
-    return _SHARED.setdefault(text, Handle("flashjit_spec_create", "flashjit_spec_destroy", text.encode()))
+    return _SHARED.setdefault(
+        text, Handle("flashjit_spec_create", "flashjit_spec_destroy", c_text("the spec", text))
+    )
 
 
 #: flashjit_jit and flashjit_switch, by what the arguments say.
@@ -229,7 +237,7 @@ class Runtime:
                 pass_of(spec, backward),
                 spec_handle(spec).address,
                 ctypes.byref(shape_struct(shape)),
-                config.encode() if config else None,
+                c_text("config", config) if config else None,
                 received.receiver,
                 None,
             )

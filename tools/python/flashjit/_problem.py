@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Hashable, Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class BlockMap:
             )
         blocks = blocks if blocks.dim() == 4 else blocks[None, None]
         self.blocks = (blocks != 0).to(torch.uint8).contiguous()
-        pair = (block, block) if isinstance(block, int) else block
+        pair = (block, block) if isinstance(block, Integral) else block
         if (
             not isinstance(pair, (tuple, list))
             or len(pair) != 2

@@ -5,6 +5,7 @@ import math
 import pytest
 
 torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
 import flashjit  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,6 +82,21 @@ def test_packed_sequences_have_windows_of_their_own():
         torch.testing.assert_close(got[:, :, of], want, rtol=1e-4, atol=1e-4)
 
 
+def test_with_padding_a_window_has_one_meaning():
+    """That of a sequence's own last key and that of the tensor's are different windows."""
+    q, k, v = tensors()
+    lengths = torch.full((q.shape[0],), 5, dtype=torch.int32, device=DEVICE)
+    for queries, window in ((1, (2, 0)), (2, (2, 0)), (2, (None, 1))):
+        with pytest.raises(
+            flashjit.InvalidArgument, match=r"window with kv_lengths.*two meanings.*cache=True"
+        ):
+            flashjit.attention(q[:, :, :queries], k, v, kv_lengths=lengths, window=window)
+    for few, window, causal in ((q[:, :, :1], (None, 0), False), (q[:, :, :9], (2, 1), "top_left")):
+        got = flashjit.attention(few, k, v, kv_lengths=lengths, window=window, causal=causal)
+        want = exact(few, k[:, :, :5], v[:, :, :5], window, causal=causal)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
 def test_lists_take_them_too():
     q, k, v = tensors()
     lists = flashjit.TileLists(q, k, v, window=(5, 3), softcap=2.0)
@@ -104,6 +120,13 @@ def test_compiled():
         (dict(window=(-2, 0)), r"window is \(-2, 0\): its sides are ints from 0"),
         (dict(window=(1.5, 0)), "its sides are ints"),
         (dict(window=(True, 0)), "its sides are ints"),
+        (dict(window=np.array([3, 0])), r"window is array\(\[3, 0\]\): give \(left, right\)"),
+        (dict(window=(np.array([3, 1]), 0)), "its sides are ints"),
+        (dict(softcap=np.array([3.0, 1.0])), "softcap is a ndarray"),
+        (dict(score_mod=np.zeros(2)), "score_mod is a ndarray: give a function"),
+        (dict(mask_mod=np.zeros(2)), "mask_mod is a ndarray: give a function"),
+        (dict(mask_mod=" "), "mask_mod is ' ': give an expression, or None"),
+        (dict(score_mod=""), "score_mod is '': give an expression, or None"),
         (dict(softcap=-1.0), "softcap is -1.0: give a positive number"),
         (dict(softcap=math.nan), "softcap is nan"),
         (dict(softcap="2"), "softcap is a str"),

@@ -1602,6 +1602,12 @@ def test_docstrings_tell_shapes():
         (dict(scale=torch.tensor(0.5)), "scale is a Tensor: give a Python number", TypeError),
         (dict(dropout_p="0.1"), "dropout_p is a str: give a Python number", TypeError),
         (dict(dropout_p=None), "dropout_p is a NoneType", TypeError),
+        (dict(dropout_p=torch.zeros(2)), "dropout_p is a Tensor: give a Python number", TypeError),
+        (dict(return_lse=torch.zeros(2)), "return_lse is a Tensor: give True or False", TypeError),
+        (dict(batch_invariant="no"), "batch_invariant is a str: give True or False", TypeError),
+        (dict(deterministic=[True]), "deterministic is a list: give True or False", TypeError),
+        (dict(out_dtype=torch.zeros(2)), r"out_dtype is tensor\(.*give torch.float32", ValueError),
+        (dict(pv_sums=torch.zeros(2)), "pv_sums is tensor.*give 1, 4", ValueError),
         (
             dict(
                 cu_seqlens_q=torch.zeros(2, dtype=torch.int32),

@@ -12,12 +12,13 @@ from torch.autograd import forward_ad
 from ._autograd import Call, record, recording
 from ._blocks import read_blocks
 from ._call_types import NO_RNG, NOTHING, Fixed, Problem, Rng, contiguous, switches_of
+from ._checks import check_switches
 from ._formats import KvFormat, with_formats
 from ._front import MEMORY, Recorder, kept
 from ._kept_plans import plan_of
 from ._launch import is_watched
 from ._lists import TileLists, check_lists
-from ._named import weights_of, with_named
+from ._named import sides_of, weights_of, with_named
 from ._operators import draw, through_operator
 from ._out_codes import read_out_codes
 from ._pages import most_keys, read_table
@@ -36,7 +37,6 @@ from .programs import check_queries, named_as_written
 torch_mode()  # makes its class now: torch.compile, which may be the first to trace a program, cannot
 
 NO_VALUES: tuple[Any, ...] = ()  # of captures
-NO_PROGRAMS = (None,) * 8
 
 
 _TENSORS = (
@@ -47,6 +47,7 @@ _VALUES = (
     "causal scale v_columns dropout_p window softcap max_seqlen_q max_seqlen_kv cache k_format v_format deterministic "
     "return_lse batch_invariant"
 ).split()
+_SWITCHES = "cache return_lse return_row_max accurate batch_invariant swizzled_scales deterministic".split()
 _PROGRAMS = ("score_mod", "mask_mod", "weight_mod", *ELEMENT_MODS)
 
 
@@ -141,7 +142,8 @@ def attention(
         and caches, whose rows append() normalizes and rotates.
     captures: the values of the names in texts: tensors of 1 to 6 dimensions, and numbers.
     window: (left, right): how many keys a query sees before and after its own position; None or -1: all. The last query is
-        at the last key; with causal="top_left" the first at the first. Not with mask_mod.
+        at the last key; with causal="top_left" the first at the first. With kv_lengths as padding it needs q and k of equal
+        length, or top_left. Not with mask_mod.
     softcap: scores become softcap * tanh(score / softcap). Not with score_mod.
     block_mask: BlockMap, or FlexAttention's BlockMask, whose own mask_mod is applied in its partial blocks alone, as there; the
         argument mask_mod is applied everywhere. Its tables are read on the device at each call; with lists they keep their values.
@@ -232,6 +234,8 @@ def attention(
     """
     receive, recorder = _hidden(unknown) if unknown else (None, None)
     compiling = torch.compiler.is_compiling()
+    switches = (cache, return_lse, return_row_max, accurate, batch_invariant, swizzled_scales, deterministic)
+    _check_switches(switches, compiling)
     q, q_rope = read_q_rope(q, q_rope, k, v_columns, q_mod)
     if compiling or torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q, k, v)
@@ -244,20 +248,18 @@ def attention(
     cached = cache or page_table is not None
     page_starts, page_table, kv_lengths, pages = read_table(page_table, kv_lengths, k)
     scales = (k_scale, v_scale, q_scale, k_block_scale, v_block_scale)
-    scaled = stored or has_codes(q, k, scales, pv_sums)
+    scaled = has_codes(q, k, scales, pv_sums) or stored
     accurate = bool(accurate) and wants_grad and out is None and receive is None
     codes, out, out_dtype = read_out_codes(out_dtype, out_scale, out_block_scale, out, v, swizzled_scales)
     fp32_out, final = _type_of_out(out_dtype, q, accurate and not codes, out_mod, weight_mod)
     mods, packing = (out_mod, q_mod, k_mod), (cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-    # torch.compile, for which no call is plain, cannot compare functions.
-    plain_scores = plain and (score_mod, mask_mod, *mods, block_mask, window, softcap) == NO_PROGRAMS
     if (
-        plain_scores
+        plain
+        and score_mod is mask_mod is out_mod is q_mod is k_mod is block_mask is window is softcap is None
         and not (scaled or return_row_max or fp32_out or batch_invariant or weight_mod or codes)
         and skip_softmax_threshold is skip_softmax_counts is None
-        and type(causal) is bool
-        and (scale is None or type(scale) is float)
-        and dropout_p == 0
+        and (type(causal) is bool and (scale is None or type(scale) is float))
+        and (type(dropout_p) is float and dropout_p == 0)
         and captures is sinks is indices is prefix_length is state is q_rope is None
     ):
         cache_of = (kv_lengths, page_table, page_starts, pages if cached else None)
@@ -304,7 +306,7 @@ def attention(
             q_rope=q_rope,
         )
         values = tuple(map(with_elements, values)) if values and not q.numel() else values
-        _refuse_two_meanings(causal, q, k, None if cached else kv_lengths)
+        _refuse_two_meanings(causal, window, q, k, None if cached else kv_lengths)
         if stored and pv_sums == 1:
             fixed, problem = with_formats(fixed, problem, q, k, v, v_columns, (k_format, v_format), scales)
         elif scaled:
@@ -330,6 +332,11 @@ def attention(
         if compiling:
             raise
         raise named_as_written(error, problem.names, values, captures, score_mod, mask_mod, *mods) from None
+
+
+def _check_switches(given: Sequence[Any], compiling: bool) -> None:
+    if not compiling and any([type(x) is not bool and x is not None for x in given]):
+        check_switches(**dict(zip(_SWITCHES, given)))
 
 
 def _hidden(unknown: dict[str, Any]) -> tuple[Any, Any]:
@@ -487,11 +494,18 @@ def _value_of(k: Tensor, v: Tensor | None, v_columns: int | None) -> Tensor:
     return k[..., :v_columns]
 
 
-def _refuse_two_meanings(causal: Any, q: Tensor, k: Tensor, padded: Tensor | None) -> None:
+def _refuse_two_meanings(causal: Any, window: Any, q: Tensor, k: Tensor, padded: Tensor | None) -> None:
     """With padding, a diagonal that ends at the last key, of the tensor or of the sequence. padded: kv_lengths of such a call."""
-    if padded is not None and causal in (True, "bottom_right") and q.shape[2] not in (1, k.shape[2]):
+    if padded is None or causal == "top_left" or not causal and window is None:
+        return
+    queries, keys = q.shape[2], k.shape[2]
+    if queries == keys:
+        return
+    left, right = sides_of(window)
+    by_window = left is not None or right is not None and queries != 1
+    if by_window or causal and queries != 1:
         raise InvalidArgument(
-            f"causal=True with kv_lengths, {q.shape[2]} queries and {k.shape[2]} keys has two meanings: give "
+            f"{'window' if by_window else 'causal=True'} with kv_lengths, {queries} queries and {keys} keys has two meanings: give "
             "cache=True too where the last query is to see a sequence's own last key, or "
             'causal="top_left", or a mask_mod, where k is padded.'
         )

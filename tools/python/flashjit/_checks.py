@@ -31,6 +31,14 @@ def python_number(value: Any) -> Any:
     return value
 
 
+def check_switches(**given: Any) -> None:
+    """True or False, also NumPy's, and whole numbers, as C has them; None counts as False."""
+    for name, value in given.items():
+        is_one = isinstance(value, Integral) or type(value).__name__ in ("bool", "bool_") or value is None
+        if not is_one or getattr(value, "ndim", 0):
+            raise WrongType(f"{name} is a {type(value).__name__}: give True or False.")
+
+
 def check_whole(name: str, value: Any) -> None:
     if type(value) is not int and not isinstance(value, Integral):
         raise WrongType(f"{name} is a {type(value).__name__}: give a Python int.")

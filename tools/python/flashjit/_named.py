@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 from ._checks import check_mapping, check_number
@@ -34,7 +35,7 @@ def with_named(
         if softcap > 0:
             _refuse_second("softcap", "score_mod", score_mod)
             score_mod, named["softcap"] = SOFTCAP, float(softcap)
-    left, right = _sides(window)
+    left, right = sides_of(window)
     if causal:
         right = None  # which `causal` says
     if left is not None or right is not None:
@@ -56,7 +57,7 @@ def with_named(
     return score_mod, mask_mod, {**(captures or {}), **named}
 
 
-def _sides(window: Any) -> tuple[Any, Any]:
+def sides_of(window: Any) -> tuple[Any, Any]:
     """Left and right; None: no limit."""
     if window is None:
         return None, None
@@ -66,13 +67,16 @@ def _sides(window: Any) -> tuple[Any, Any]:
             "such as (1023, 0); None or -1 for no limit."
         )
     sides = []
-    for side in window:
-        if side is None or (hasattr(side, "__index__") and not isinstance(side, bool) and -1 <= side < 2**31):
-            sides.append(None if side is None or side == -1 else int(side))
-        else:
+    for given in window:
+        try:
+            side = -1 if given is None else operator.index(given)
+        except TypeError:  # also of an array with several elements
+            side = None
+        if side is None or isinstance(given, bool) or not -1 <= side < 2**31:
             raise InvalidArgument(
                 f"window is {tuple(window)}: its sides are ints from 0 to 2^31 - 1, None or -1."
             )
+        sides.append(None if side == -1 else side)
     return sides[0], sides[1]
 
 

@@ -93,7 +93,7 @@ def read_out_codes(
 
 
 def _codes_of(out_dtype: Any, scale: Any, block_scale: Any, columns: int) -> OutCodes | None:
-    if out_dtype not in CODE_TYPES:
+    if not isinstance(out_dtype, torch.dtype) or out_dtype not in CODE_TYPES:
         for name, given in (("out_scale", scale), ("out_block_scale", block_scale)):
             if given is not None:
                 raise InvalidArgument(

@@ -14,7 +14,9 @@ from .errors import InvalidArgument, Unsupported, WrongType
 
 def has_codes(q: Tensor, k: Tensor, scales: tuple[Any, ...], pv_sums: int | str) -> bool:
     """Whether attention() is given 8 bits, or what goes with them."""
-    return k.dtype in KV_TYPES or q.dtype in KV_TYPES or pv_sums != 1 or any([x is not None for x in scales])
+    if type(pv_sums) is not int or pv_sums != 1:
+        return bool(sum_options(q, pv_sums))
+    return k.dtype in KV_TYPES or q.dtype in KV_TYPES or any([x is not None for x in scales])
 
 
 def with_scales(
@@ -124,7 +126,7 @@ def is_fp32_out(out_dtype: Any, q: Tensor) -> bool:
                 f"out_dtype is {out_dtype}: with q of 8 bits give torch.bfloat16, torch.float16 or torch.float32."
             )
         return out_dtype == torch.float32
-    if out_dtype not in (torch.float32, q.dtype):
+    if not isinstance(out_dtype, torch.dtype) or out_dtype not in (torch.float32, q.dtype):
         raise InvalidArgument(
             f"out_dtype is {out_dtype}: give torch.float32, torch.float8_e4m3fn or torch.float4_e2m1fn_x2, or None for the type of "
             f"q, {q.dtype}."

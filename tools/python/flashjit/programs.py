@@ -273,6 +273,8 @@ def _program(
             raise WrongType(
                 f"{what} is a {type(given).__name__}: give a function {SIGNATURES[what]} or text."
             )
+        if isinstance(given, str) and not given.strip():
+            raise InvalidArgument(f"{what} is {given!r}: give an expression, or None for no program.")
     check_mapping("captures", captures or {})
     values = {
         name: symbol_tensor(value) if is_symbol(value) else python_number(value)

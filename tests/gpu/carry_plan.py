@@ -128,8 +128,8 @@ class Plan:
             if job.rest or self.is_warming(job):
                 continue
             gpus = self.gpus_for(job)
-            busy = sum(each.job.cores for each in self.running if not each.job.rest)
-            enough = job.alone or busy == 0 or busy + job.cores <= self.cores
+            busy = sum(each.job.cores for each in self.running if not (each.job.rest or each.job.alone))
+            enough = job.alone or busy + min(job.cores, self.cores) <= self.cores
             if enough and self.are_free(gpus, job):
                 self.waiting.remove(job)
                 self.begin(job, gpus)

@@ -94,6 +94,14 @@ def test_a_queue_takes_what_others_leave(played):
     assert [gpus for _, _, gpus in ran["tests"]] == [["1", "5"], ["0,1", "8"]]
 
 
+def test_jobs_begin_in_their_order_and_few_cores_suffice(played):
+    pair = {"gpus": 2, "cores": 9}
+    ran, _ = played(
+        [("race", 0.3, {"alone": True}), ("pair", 0.3, pair), ("last", 0.1, {"alone": True})], 2, cores=2
+    )
+    assert ran["race"][0][1] <= ran["pair"][0][0] and ran["pair"][0][1] <= ran["last"][0][0]
+
+
 def test_one_gpu_is_had_in_turn(played):
     ran, ended = played(
         [("race", 0.3, {"alone": True}), ("test", 0.3, {}), ("tests", 0.3, {"rest": True})], 1

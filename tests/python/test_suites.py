@@ -13,13 +13,14 @@ BENCH = pathlib.Path(__file__).resolve().parents[2] / "tools" / "bench"
 def test_an_absent_package_stands_for_imports_and_computes_nothing(monkeypatch, tmp_path):
     """A function of a package that is not there would else return in silence what it should have changed."""
     torch = pytest.importorskip("torch")
-    engine = tmp_path / "engine_of_this_test"
-    engine.mkdir()
+    engine = tmp_path / "engine_of_this_test" / "engine_of_this_test"
+    engine.mkdir(parents=True)
     (engine / "__init__.py").write_text(
         "from absent_of_this_test.kernels import compute, register\n"
         "@register('name')\ndef own():\n    return 3\n"
     )
-    monkeypatch.syspath_prepend(str(tmp_path))
+    (engine.parent / "beside_it.py").write_text("import absent_beside_it\n")
+    monkeypatch.syspath_prepend(str(engine.parent))
     monkeypatch.syspath_prepend(str(BENCH))
     import absent_packages
 
@@ -31,6 +32,8 @@ def test_an_absent_package_stands_for_imports_and_computes_nothing(monkeypatch, 
         assert "absent_of_this_test" in found and made.own() == 3
         with pytest.raises(RuntimeError, match="compute is of a package that is absent"):
             made.compute(torch.zeros(2), 1)
+        with pytest.raises(ImportError):
+            import beside_it  # noqa: F401
     finally:
         sys.meta_path[:] = before
 

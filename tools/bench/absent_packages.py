@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 import types
 from typing import Any
@@ -85,8 +86,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Looks last, or, for the packages that are always empty, first."""
 
     def __init__(self, engine: str, always: tuple[str, ...] = ()) -> None:
-        self.engine, self.always = f"/{engine}/", always
+        self.engine, self.always = engine, always
         self.found: set[str] = set()
+        found = importlib.util.find_spec(engine) if engine else None
+        # Not by the name alone: a folder that has it and other packages may be called the same.
+        self.folders = tuple(f"{path}/" for path in (found and found.submodule_search_locations) or ())
 
     def find_spec(self, name: str, *_: Any) -> Any:
         top, _, rest = name.partition(".")
@@ -96,7 +100,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             wanted = isinstance(sys.modules.get(top), _Module)
         else:
             known = top in sys.stdlib_module_names or top.startswith("_") or top in PLATFORMS
-            wanted = not known and top != self.engine.strip("/") and self.engine in _importer()
+            wanted = not known and top != self.engine and _importer().startswith(self.folders)
         if not wanted:
             return None
         self.found.add(top)

@@ -171,65 +171,8 @@ constexpr std::array kHostWordsOfBackward = {word(offsetof(flashjit_backward_arg
 std::span<const std::size_t> host_words(const flashjit_forward_args&) { return kHostWordsOfForward; }
 std::span<const std::size_t> host_words(const flashjit_backward_args&) { return kHostWordsOfBackward; }
 
-/// Words that are addresses of device memory. One that is missing makes calls that differ in it others.
-std::span<const std::size_t> memory_words(const flashjit_forward_args&) {
-  using Args = flashjit_forward_args;
-  static constexpr std::array kWords = {word(offsetof(Args, q.data)),
-                                        word(offsetof(Args, k.data)),
-                                        word(offsetof(Args, v.data)),
-                                        word(offsetof(Args, out.data)),
-                                        word(offsetof(Args, lse)),
-                                        word(offsetof(Args, kv_lengths)),
-                                        word(offsetof(Args, block_map.data)),
-                                        word(offsetof(Args, workspace)),
-                                        word(offsetof(Args, cu_seqlens_q)),
-                                        word(offsetof(Args, cu_seqlens_kv)),
-                                        word(offsetof(Args, sinks)),
-                                        word(offsetof(Args, rng_state)),
-                                        word(offsetof(Args, page_table.data)),
-                                        word(offsetof(Args, page_table.starts)),
-                                        word(offsetof(Args, row_max)),
-                                        word(offsetof(Args, k_scale.data)),
-                                        word(offsetof(Args, v_scale.data)),
-                                        word(offsetof(Args, q_scale.data)),
-                                        word(offsetof(Args, indices.data)),
-                                        word(offsetof(Args, indices.topk_length)),
-                                        word(offsetof(Args, prefix_length)),
-                                        word(offsetof(Args, state.out.data)),
-                                        word(offsetof(Args, state.lse)),
-                                        word(offsetof(Args, out_before_mod.data)),
-                                        word(offsetof(Args, k_block_scale.data)),
-                                        word(offsetof(Args, v_block_scale.data)),
-                                        word(offsetof(Args, skip_softmax_counts)),
-                                        word(offsetof(Args, q_rope.data)),
-                                        word(offsetof(Args, out_scale))};
-  return kWords;
-}
-
-std::span<const std::size_t> memory_words(const flashjit_backward_args&) {
-  using Args = flashjit_backward_args;
-  static constexpr std::array kWords = {word(offsetof(Args, q.data)),
-                                        word(offsetof(Args, k.data)),
-                                        word(offsetof(Args, v.data)),
-                                        word(offsetof(Args, out.data)),
-                                        word(offsetof(Args, lse)),
-                                        word(offsetof(Args, dout.data)),
-                                        word(offsetof(Args, dq.data)),
-                                        word(offsetof(Args, dk.data)),
-                                        word(offsetof(Args, dv.data)),
-                                        word(offsetof(Args, kv_lengths)),
-                                        word(offsetof(Args, block_map.data)),
-                                        word(offsetof(Args, workspace)),
-                                        word(offsetof(Args, cu_seqlens_q)),
-                                        word(offsetof(Args, cu_seqlens_kv)),
-                                        word(offsetof(Args, sinks)),
-                                        word(offsetof(Args, dsinks)),
-                                        word(offsetof(Args, rng_state)),
-                                        word(offsetof(Args, dlse)),
-                                        word(offsetof(Args, indices.data)),
-                                        word(offsetof(Args, indices.topk_length))};
-  return kWords;
-}
+std::span<const std::size_t> places_of_memory(const flashjit_forward_args&) { return kMemoryOfForward; }
+std::span<const std::size_t> places_of_memory(const flashjit_backward_args&) { return kMemoryOfBackward; }
 
 }  // namespace
 
@@ -243,7 +186,7 @@ bool add_words(CallWords& call, const flashjit_spec& spec, const CArgs& c) {
   call.add(c.k.data == c.v.data);
   if (!add_others(call, c)) return false;
   const std::size_t first = add_struct(call, c);
-  for (const std::size_t at : memory_words(c)) call.take_address(first + at);
+  for (const std::size_t offset : places_of_memory(c)) call.take_address(first + word(offset));
   for (const std::size_t at : host_words(c)) call.words[first + at] = 0;
   for (std::size_t i = 0; i < c.capture_count; ++i)
     if (!add_capture(call, c.captures[i])) return false;
@@ -262,7 +205,7 @@ CArgs with_moved_addresses(CArgs c, MovedCaptures& room) {
     std::memcpy(place, &address, sizeof address);
     ++addresses;
   };
-  for (const std::size_t at : memory_words(c)) move(reinterpret_cast<std::uint64_t*>(&c) + at);
+  for (const std::size_t offset : places_of_memory(c)) move(reinterpret_cast<char*>(&c) + offset);
   std::copy_n(c.captures, c.capture_count, room.begin());
   for (flashjit_capture& capture : std::span(room).first(c.capture_count))
     move(static_cast<void*>(&capture.data)), move(static_cast<void*>(&capture.grad));

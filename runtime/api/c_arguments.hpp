@@ -61,6 +61,58 @@ struct Caches {
   std::array<Captures, kMaxCaches> captures;
 };
 
+/// Where the structs have addresses of device memory. Calls that differ in one that is missing here are
+/// others.
+inline constexpr std::array kMemoryOfForward = {offsetof(flashjit_forward_args, q.data),
+                                                offsetof(flashjit_forward_args, k.data),
+                                                offsetof(flashjit_forward_args, v.data),
+                                                offsetof(flashjit_forward_args, out.data),
+                                                offsetof(flashjit_forward_args, lse),
+                                                offsetof(flashjit_forward_args, kv_lengths),
+                                                offsetof(flashjit_forward_args, block_map.data),
+                                                offsetof(flashjit_forward_args, workspace),
+                                                offsetof(flashjit_forward_args, cu_seqlens_q),
+                                                offsetof(flashjit_forward_args, cu_seqlens_kv),
+                                                offsetof(flashjit_forward_args, sinks),
+                                                offsetof(flashjit_forward_args, rng_state),
+                                                offsetof(flashjit_forward_args, page_table.data),
+                                                offsetof(flashjit_forward_args, page_table.starts),
+                                                offsetof(flashjit_forward_args, row_max),
+                                                offsetof(flashjit_forward_args, k_scale.data),
+                                                offsetof(flashjit_forward_args, v_scale.data),
+                                                offsetof(flashjit_forward_args, q_scale.data),
+                                                offsetof(flashjit_forward_args, indices.data),
+                                                offsetof(flashjit_forward_args, indices.topk_length),
+                                                offsetof(flashjit_forward_args, prefix_length),
+                                                offsetof(flashjit_forward_args, state.out.data),
+                                                offsetof(flashjit_forward_args, state.lse),
+                                                offsetof(flashjit_forward_args, out_before_mod.data),
+                                                offsetof(flashjit_forward_args, k_block_scale.data),
+                                                offsetof(flashjit_forward_args, v_block_scale.data),
+                                                offsetof(flashjit_forward_args, skip_softmax_counts),
+                                                offsetof(flashjit_forward_args, q_rope.data),
+                                                offsetof(flashjit_forward_args, out_scale)};
+inline constexpr std::array kMemoryOfBackward = {offsetof(flashjit_backward_args, q.data),
+                                                 offsetof(flashjit_backward_args, k.data),
+                                                 offsetof(flashjit_backward_args, v.data),
+                                                 offsetof(flashjit_backward_args, out.data),
+                                                 offsetof(flashjit_backward_args, lse),
+                                                 offsetof(flashjit_backward_args, dout.data),
+                                                 offsetof(flashjit_backward_args, dq.data),
+                                                 offsetof(flashjit_backward_args, dk.data),
+                                                 offsetof(flashjit_backward_args, dv.data),
+                                                 offsetof(flashjit_backward_args, kv_lengths),
+                                                 offsetof(flashjit_backward_args, block_map.data),
+                                                 offsetof(flashjit_backward_args, workspace),
+                                                 offsetof(flashjit_backward_args, cu_seqlens_q),
+                                                 offsetof(flashjit_backward_args, cu_seqlens_kv),
+                                                 offsetof(flashjit_backward_args, sinks),
+                                                 offsetof(flashjit_backward_args, dsinks),
+                                                 offsetof(flashjit_backward_args, rng_state),
+                                                 offsetof(flashjit_backward_args, dlse),
+                                                 offsetof(flashjit_backward_args, indices.data),
+                                                 offsetof(flashjit_backward_args, indices.topk_length)};
+
 /// A call of this spec in words. False where it is not to be remembered: with tile lists, or scales of O that
 /// it writes.
 template <class CArgs>

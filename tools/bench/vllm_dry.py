@@ -2,11 +2,13 @@
 """vLLM 0.26 as on an H200, but with its tensors on the CPU: tokens of small models on flashjit beside transformers'.
 
     mkdir stub && ln -s /usr/local/cuda/lib64/stubs/libcuda.so stub/libcuda.so.1
-    LD_LIBRARY_PATH=stub tools/bench/vllm_dry.py --models llama mistral gemma2 [--runner 1] [--prompts 17]
+    LD_LIBRARY_PATH=stub tools/bench/vllm_dry.py --models llama mistral gemma2 [--runner 1 [--shared]] [--prompts 17]
+        [--engine '{"kv_cache_dtype": "int8_per_token_head"}']
 
 For machines without a GPU: shows what an engine imports, chooses and asks of the backend before anything is tried on one. vLLM's CUDA
 wheel, its engine, scheduler, prefix cache and model runner (1 or 2) run in fp32, without graphs and without vLLM's own kernels; the
-kernels of runner 2 are interpreted by Triton, which takes NumPy before 2.3. Needs what vllm_gpu.py needs.
+kernels of runner 2 are interpreted by Triton, which takes NumPy before 2.3. --shared is for cascade attention, which runner 1 has:
+all prompts share 300 tokens. Needs what vllm_gpu.py needs.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ def choose_platform() -> None:
     platforms._current_platform = platforms.current_platform = Platform()
 
 
-def put_on_cpu(runner: int) -> None:
+def put_on_cpu(runner: int, cascade: bool) -> None:
     """The worker's tensors."""
     import vllm.utils.cpu_triton_utils as kernels
     import vllm.v1.worker.gpu.buffer_utils as buffers
@@ -108,6 +110,8 @@ def put_on_cpu(runner: int) -> None:
     buffers.get_accelerator_view_from_cpu_tensor = lambda tensor: tensor
     kernels.compute_slot_mapping_kernel = Slots()
     kind = cpu_model_runner.CPUModelRunner if runner == 1 else model_runner.CPUModelRunner
+    if cascade:
+        kind.num_sms, kind.cascade_attn_enabled = 132, property(lambda _: True, lambda *_: None)
     kind._dummy_sampler_run = lambda *_, **__: __import__("torch").zeros(1)
 
     def init_device(self: Any) -> None:
@@ -177,6 +181,10 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=["llama", "mistral", "gemma2"])
     parser.add_argument("--runner", type=int, choices=(1, 2), default=2)
     parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument(
+        "--shared", action="store_true", help="prompts with a common prefix, and cascade attention"
+    )
+    parser.add_argument("--engine", default="{}", help="more arguments of vLLM's LLM, as JSON")
     parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("/tmp/vllm-dry"))
     args = parser.parse_args()
     args.results.mkdir(parents=True, exist_ok=True)
@@ -184,13 +192,18 @@ def main() -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(args.runner - 1)
     if args.runner == 2:
         os.environ["TRITON_INTERPRET"] = "1"
+    PLAIN.update(json.loads(args.engine))
     given = vllm_gpu.prompts()[: args.prompts]
+    if args.shared:
+        PLAIN["disable_cascade_attn"] = False
+        shared = vllm_gpu.prompts()[0]["prompt_token_ids"][:300]
+        given = [{"prompt_token_ids": shared + list(range(20, 23 + i))} for i in range(max(args.prompts, 8))]
     vllm_gpu.prompts = lambda: given
     vllm_gpu.absent_packages.stand_for(vllm_gpu.UNUSED)
     pretend_h200()
     choose_platform()
     vllm_gpu.prepare()
-    put_on_cpu(args.runner)
+    put_on_cpu(args.runner, args.shared)
     for name in args.models:  # in processes of their own, as torch's threads do not outlive a fork
         folder, answer = args.results / name, args.results / f"{name}.json"
         vllm_gpu.start(vllm_gpu.made, folder, name, args.results / f"{name}-made", {}).join()

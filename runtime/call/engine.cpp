@@ -75,12 +75,15 @@ device::TensorMaps tensor_maps(const device::Driver& driver, const plan::Executi
 
 /// Those of a kernel of O's tangent.
 device::JvpTensorMaps tensor_maps(const device::Driver& driver, const plan::ExecutionPlan& plan,
-                                  const JvpArgs& args, const Params& params) {
+                                  const JvpArgs& args, const Params&) {
   if (!plan.tensor_boxes) return {};
-  return device::make_jvp_tensor_maps(
-      driver, *plan.tensor_boxes, plan.spec.dtype,
-      tensor_maps(driver, plan, static_cast<const ForwardArgs&>(args), params), args.q_tangent,
-      args.k_tangent, args.v_tangent);
+  return device::make_jvp_tensor_maps(driver, *plan.tensor_boxes, plan.spec.dtype,
+                                      {.q = args.q,
+                                       .k = args.k,
+                                       .v = args.v,
+                                       .q_tangent = args.q_tangent,
+                                       .k_tangent = args.k_tangent,
+                                       .v_tangent = args.v_tangent});
 }
 
 using Bytes = std::span<const std::byte>;

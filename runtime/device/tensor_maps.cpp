@@ -193,16 +193,21 @@ TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes
 }
 
 JvpTensorMaps make_jvp_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype,
-                                   const TensorMaps& maps, const ConstTensorView& q_tangent,
-                                   const ConstTensorView& k_tangent, const ConstTensorView& v_tangent) {
-  JvpTensorMaps all{.q = maps.q, .k = maps.k, .v = maps.v, .q_tangent = {}, .k_tangent = {}, .v_tangent = {}};
-  const auto add = [&](CUtensorMap& map, const char* name, const ConstTensorView& tensor, int rows) {
-    if (tensor.data) encode(driver, map, name, tensor, dtype, dimensions_of(tensor, rows));
+                                   const JvpTensors& tensors) {
+  JvpTensorMaps maps{};
+  const auto add = [&](CUtensorMap& map, const char* name, ConstTensorView tensor, int rows) {
+    if (!tensor.data) return;
+    for (int i = 0; i < 2; ++i)
+      if (tensor.stride[i] == 0) tensor.size[i] = std::min<std::int64_t>(tensor.size[i], 1);
+    encode(driver, map, name, tensor, dtype, dimensions_of(tensor, rows));
   };
-  add(all.q_tangent, "q_tangent", q_tangent, boxes.q_rows);
-  add(all.k_tangent, "k_tangent", k_tangent, boxes.kv_rows);
-  add(all.v_tangent, "v_tangent", v_tangent, boxes.kv_rows);
-  return all;
+  add(maps.q, "q", tensors.q, boxes.q_rows);
+  add(maps.k, "k", tensors.k, boxes.kv_rows);
+  add(maps.v, "v", tensors.v, boxes.kv_rows);
+  add(maps.q_tangent, "q_tangent", tensors.q_tangent, boxes.q_rows);
+  add(maps.k_tangent, "k_tangent", tensors.k_tangent, boxes.kv_rows);
+  add(maps.v_tangent, "v_tangent", tensors.v_tangent, boxes.kv_rows);
+  return maps;
 }
 
 }  // namespace flashjit::device

@@ -26,9 +26,12 @@ TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes
                             const ConstTensorView& q, const ConstTensorView& q_rope, const ConstTensorView& k,
                             const ConstTensorView& v, const ConstTensorView& o, const char* o_name,
                             std::span<const CaptureParam> captures);
-/// The same with tangents, which may be null, from the maps of Q, K and V.
+/// The tensors of O's tangent, of which tangents may be null.
+struct JvpTensors {
+  ConstTensorView q, k, v, q_tangent, k_tangent, v_tangent;
+};
+/// Batch entries and heads may have a stride of 0, as an expanded tensor's: the map then has one of them.
 JvpTensorMaps make_jvp_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype,
-                                   const TensorMaps& maps, const ConstTensorView& q_tangent,
-                                   const ConstTensorView& k_tangent, const ConstTensorView& v_tangent);
+                                   const JvpTensors& tensors);
 
 }  // namespace flashjit::device

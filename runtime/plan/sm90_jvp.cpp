@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "plan/sm90.hpp"
 #include "plan/tensor_core.hpp"
 
@@ -11,22 +13,30 @@ namespace {
 /// Two groups, beside the producer's. One alone spilled.
 constexpr int kWarps = 8;
 
-/// Keys of a KV tile, at most: accumulators of S and O, and of their tangents, are in registers.
-int most_keys(const AnalysedSpec& spec) { return spec.v_dim() > 64 ? 48 : 80; }
+/// What shared memory and registers hold.
+constexpr int kMostColumns = 192, kMostColumnsOfV = 128;
 
-/// Those that do not spill (templates/sm90/NOTES.md#os-tangent). Blocks of a map are divided.
+/// Keys of a KV tile, at most: a thread's registers have accumulators of S and O and of their tangents, and S
+/// and its tangent as operands beside the next ones (templates/sm90/NOTES.md#os-tangent).
+int most_keys(const AnalysedSpec& spec) {
+  if (spec.head_dim > 128) return 32;
+  return std::min((200 - spec.v_dim()) * 2 / 3 / 16 * 16, 80);
+}
+
+/// Those that do not spill. Blocks of a map are divided.
 int preferred_keys(const AnalysedSpec& spec) {
   const bool reads =
       spec.programs.score_reads_pairs || spec.programs.column_term || spec.programs.mask_reads_tensors;
-  if (spec.v_dim() > 64) return spec.dropout || reads || spec.has_block_map() ? 32 : 48;
-  return reads || spec.has_block_map() ? 64 : 80;
+  const int most = most_keys(spec);
+  if (spec.has_block_map()) return most < 80 ? 32 : 64;
+  return std::max(most - (reads || (spec.dropout && spec.v_dim() > 64) ? 16 : 0), 32);
 }
 
 /// Shared memory: a tensor and its tangent are one of twice as many columns.
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
   sm90::ForwardLayout layout = hopper::forward_layout(spec, c);
-  layout.head_dim *= 2;
-  layout.head_dim_v *= 2;
+  layout.head_dim = sm90::jvp_columns(spec.head_dim);
+  layout.head_dim_v = sm90::jvp_columns(spec.v_dim());
   layout.q_tiles_per_cta = 1;
   layout.reads_bias_tile = layout.reads_column_terms = false;  // scores are found pair by pair
   layout.lists = spec.has_tile_lists;
@@ -36,12 +46,12 @@ int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
 }  // namespace
 
 Support supports(const AnalysedSpec& spec) {
-  if (spec.head_dim != spec.v_dim() || (spec.head_dim != 64 && spec.head_dim != 128))
-    return Support::no(fmt::format("O's tangent is for head dimensions of 64 and 128, not {} and {}",
-                                   spec.head_dim, spec.v_dim()));
+  if (spec.head_dim > kMostColumns || spec.v_dim() > kMostColumnsOfV)
+    return Support::no(fmt::format("O's tangent is for up to {} columns of Q and {} of V, not {} and {}",
+                                   kMostColumns, kMostColumnsOfV, spec.head_dim, spec.v_dim()));
   if (spec.head_dim > 64 && spec.programs.score_reads_pairs)
     return Support::no(
-        "O's tangent with a score that reads tensors pair by pair is for a head dimension of 64: above, "
+        "O's tangent with a score that reads tensors pair by pair is for head dimensions up to 64: above, "
         "registers do not suffice");
   if (spec.programs.column_term && spec.programs.mask_reads_tensors)
     return Support::no(

@@ -8,11 +8,12 @@
 namespace flashjit::sm90 {
 
 /// The problem as the forward pass's parts take it, to which a tensor and its tangent are one tensor of twice
-/// as many columns.
+/// as many columns, with those that fill a slice.
 template <class P>
 struct JvpPart : P {
   using Plain = P;
-  static constexpr int kHeadDim = 2 * P::kHeadDim, kHeadDimV = 2 * P::kHeadDimV, kQTilesPerCta = 1;
+  static constexpr int kHeadDim = jvp_columns(P::kHeadDim), kHeadDimV = jvp_columns(P::kHeadDimV),
+                       kQTilesPerCta = 1;
   // Scores are found pair by pair, beside their tangents.
   static constexpr bool kBiasTile = false, kScoreRowTerm = false, kScoreColumnTerm = false,
                         kScoreLine = false;
@@ -21,15 +22,24 @@ struct JvpPart : P {
                         kSplitTailWave = false;
 };
 
-/// Copies the slices of a tile, and behind them its tangent's, where there is one.
+/// Copies the slices of a tile. An expanded tensor, with a stride of 0, has one head or batch entry in its
+/// map.
 template <int kRows, int kColumns>
-__device__ __forceinline__ void load_with_tangent(unsigned to, const TensorMap& map, const TensorMap& tangent,
-                                                  bool has_tangent, unsigned full, int row, int head,
-                                                  int batch) {
+__device__ __forceinline__ void load_slices(unsigned to, const TensorParam& tensor, const TensorMap& map,
+                                            unsigned full, int row, int head, int batch) {
+  load_tile<kRows, kColumns>(to, map, full, row, tensor.stride_h == 0 ? 0 : head,
+                             tensor.stride_b == 0 ? 0 : batch);
+}
+/// A tile's, and behind them its tangent's, where there is one.
+template <int kRows, int kColumns>
+__device__ __forceinline__ void load_with_tangent(unsigned to, const TensorParam& tensor,
+                                                  const TensorMap& map, const TensorParam& tangent,
+                                                  const TensorMap& tangent_map, unsigned full, int row,
+                                                  int head, int batch) {
   constexpr int kBytes = tile_bytes(kRows, kColumns);
-  barrier_expect(full, has_tangent ? 2 * kBytes : kBytes);
-  load_tile<kRows, kColumns>(to, map, full, row, head, batch);
-  if (has_tangent) load_tile<kRows, kColumns>(to + kBytes, tangent, full, row, head, batch);
+  barrier_expect(full, tangent.data ? 2 * kBytes : kBytes);
+  load_slices<kRows, kColumns>(to, tensor, map, full, row, head, batch);
+  if (tangent.data) load_slices<kRows, kColumns>(to + kBytes, tangent, tangent_map, full, row, head, batch);
 }
 
 template <class P>
@@ -40,7 +50,7 @@ struct JvpQLoad {
     const unsigned full = smem.q_full(wg, round);
     if (!more) return barrier_expect(full, 0);
     load_with_tangent<kWarpgroupRows, P::Plain::kHeadDim>(
-        smem.q(wg, round), maps.q, maps.q_tangent, p.q_tangent.data != nullptr, full,
+        smem.q(wg, round), p.q, maps.q, p.q_tangent, maps.q_tangent, full,
         work.sequence.q_row(work.q_begin) + wg * kWarpgroupRows, work.h, work.sequence.batch());
   }
 };
@@ -52,9 +62,8 @@ __device__ __forceinline__ void load_kv_with_tangents(const JvpParams& p, const 
   DenseKvTile<P> loaded;  // of the tile whose K was loaded last
   const auto load_v = [&](int n) {
     VRing<P>::acquire(smem, n);
-    load_with_tangent<P::kBc, P::Plain::kHeadDimV>(smem.v(n), maps.v, maps.v_tangent,
-                                                   p.v_tangent.data != nullptr, smem.v_full(n), loaded.row,
-                                                   loaded.head, loaded.batch);
+    load_with_tangent<P::kBc, P::Plain::kHeadDimV>(smem.v(n), p.v, maps.v, p.v_tangent, maps.v_tangent,
+                                                   smem.v_full(n), loaded.row, loaded.head, loaded.batch);
   };
   int n = 0;
   for_each_work_tile(smem, [&](const WorkTile<P>& work) {
@@ -66,9 +75,8 @@ __device__ __forceinline__ void load_kv_with_tangents(const JvpParams& p, const 
       const DenseKvTile<P> tile(p, work.sequence, batch, h_kv, tile_of_entry<P>(entry) * P::kBc, 0);
       KRing<P>::acquire(smem, n);
       if (kProducerPostsEntries<P>) post_entry(p, smem, work, n, entry);
-      load_with_tangent<P::kBc, P::Plain::kHeadDim>(smem.k(n), maps.k, maps.k_tangent,
-                                                    p.k_tangent.data != nullptr, smem.k_full(n), tile.row,
-                                                    tile.head, tile.batch);
+      load_with_tangent<P::kBc, P::Plain::kHeadDim>(smem.k(n), p.k, maps.k, p.k_tangent, maps.k_tangent,
+                                                    smem.k_full(n), tile.row, tile.head, tile.batch);
       if (n > 0) load_v(n - 1);
       loaded = tile;
     }

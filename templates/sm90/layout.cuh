@@ -310,6 +310,9 @@ struct ForwardLayout {
   }
 };
 
+/// Columns of a tile of a tensor and its tangent, which begins at a slice.
+constexpr int jvp_columns(int columns) { return 2 * slices(columns) * kSliceColumns; }
+
 /// Bytes of the backward pass's KvTileInfo and QTileInfo.
 constexpr int kKvTileInfoBytes = 32, kQTileInfoBytes = 32;
 /// KV tiles whose info is kept. When the producer takes the next KV tile it has loaded K and V of the last

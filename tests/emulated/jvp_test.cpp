@@ -29,6 +29,12 @@ TEST_F(EmulatedJvp, IsTheDerivative) {
       {"bf16:d128:mask{q >= kv && q - kv < 100}:kvlen", {2, 2, 1, 300, 310}, "sm90:br128:bc48:w8:s2"},
       {"fp16:d128:map32x32:sinks", {1, 2, 2, 200, 230}, "sm90:br128:bc32:w8:s2"},
       {"bf16:d64", {1, 2, 1, 150, 160}, "sm90:br128:bc80:w8:s2", "k"},
+      {"bf16:d72:causal", {1, 2, 1, 150, 270}, "sm90:br128:bc80:w8:s2"},
+      {"fp16:d96x80:kvlen", {2, 2, 1, 140, 250}, "sm90:br128:bc64:w8:s2"},
+      {"bf16:d192x128:causal", {1, 2, 1, 150, 170}, "sm90:br128:bc32:w8:s2"},
+      {"bf16:d128:map128x128", {1, 2, 2, 200, 530}, "sm90:br128:bc32:w8:s2"},
+      {"bf16:d64:causal", {2, 4, 2, 150, 160}, "sm90:br128:bc80:w8:s2", "", 0, true},
+      {"bf16:d64", {2, 4, 2, 50, 60}, "", "", 0, true},
   };
   unsigned seed = 0;
   for (const JvpCase& test : cases) expect_tangents(runtime.get(), test, seed++);

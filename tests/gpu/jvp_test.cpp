@@ -19,6 +19,12 @@ std::vector<JvpCase> jvp_cases() {
       {"bf16:d128", {1, 4, 2, 700, 900}, "sm90:br128:bc48:w8:s2", "qv"},
       {"bf16:d64:causal", {1, 4, 2, 700, 900}, "sm90:br128:bc80:w8:s2", "k"},
       {"bf16:d64:map64x64", {2, 4, 2, 500, 700}, "sm90:br128:bc64:w8:s2"},
+      {"bf16:d128:map128x128", {2, 4, 2, 500, 900}, "sm90:br128:bc32:w8:s2"},
+      {"bf16:d128:causal", {1, 4, 2, 700, 900}, "sm90:br128:bc48:w8:s3"},
+      {"bf16:d72", {2, 4, 4, 256, 256}, "sm90:br128:bc80:w8:s2"},
+      {"bf16:d96:causal", {2, 4, 2, 300, 400}, "sm90:br128:bc64:w8:s2"},
+      {"bf16:d192x128:causal", {2, 4, 2, 300, 400}, "sm90:br128:bc32:w8:s2"},
+      {"bf16:d64:causal", {2, 4, 2, 300, 400}, "sm90:br128:bc80:w8:s2", "", 0, true},
   };
   for (const char* spec :
        {"bf16:d64", "bf16:d128:causal", "fp16:d192x128:dropout:sinks", "bf16:d96:map64x64",

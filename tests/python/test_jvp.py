@@ -6,7 +6,7 @@ import test_library
 
 torch = pytest.importorskip("torch")
 import flashjit.torch  # noqa: E402
-from flashjit._tangents import JvpArgs, declared_with_grad  # noqa: E402
+from flashjit._tangents import JvpArgs, _read_tangent, declared_with_grad  # noqa: E402
 from flashjit.flex_attention import flex_attention  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
@@ -224,6 +224,14 @@ def test_what_has_no_tangent_is_refused():
 def test_the_struct_has_the_layout_of_the_header(tmp_path, monkeypatch):
     monkeypatch.setattr(test_library, "STRUCTS", {"flashjit_jvp_args": JvpArgs})
     test_library.test_structs_have_the_layout_of_the_header(tmp_path)
+
+
+def test_a_tangent_that_repeats_a_row_is_copied():
+    q = torch.randn(2, 3, 5, 16)
+    of_rows, of_heads = (torch.randn(size).expand_as(q) for size in ((2, 3, 1, 16), (1, 1, 5, 16)))
+    read = _read_tangent("the tangent of q", of_rows, q)
+    assert read.stride(2) > 0 and torch.equal(read, of_rows)
+    assert _read_tangent("the tangent of q", of_heads, q) is of_heads
 
 
 def test_captured_tensors_with_tangents_are_declared_so():

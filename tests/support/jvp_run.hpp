@@ -24,6 +24,7 @@ struct JvpCase {
   const char* config = "";  ///< empty: what the families choose that can
   const char* zero = "";    ///< letters of Q, K and V whose tangent is null
   std::int64_t unused_rows = 0;
+  bool expands = false;  ///< tangents are of one head of one batch entry, repeated by strides of 0
 };
 inline void PrintTo(const JvpCase& test, std::ostream* out) {
   *out << test.spec << " " << to_string(test.shape) << " " << test.config;
@@ -35,6 +36,9 @@ inline reference::Problem with_tangents(reference::Problem problem, const JvpCas
   const DType dtype = problem.spec.dtype;
   const auto tangent = [&](char name, const std::vector<double>& tensor) {
     std::vector<double> values = normal_values(std::ssize(tensor), dtype, 1, generator);
+    const std::int64_t heads = name == 'q' ? test.shape.heads_q : test.shape.heads_kv;
+    const std::size_t of_head = values.size() / static_cast<std::size_t>(test.shape.batch * heads);
+    for (std::size_t i = of_head; test.expands && i < values.size(); ++i) values[i] = values[i % of_head];
     return std::string(test.zero).find(name) == std::string::npos ? values : std::vector<double>();
   };
   problem.q_tangent = tangent('q', problem.q);
@@ -115,6 +119,7 @@ class JvpRun {
     for (int i = 0; i < 3; ++i) {
       inputs_[i].put(*given[i]);
       if (!dual[i]->empty()) tangents_[i].put(*dual[i]);
+      if (tangents.expands) tangents_[i].view.stride[0] = tangents_[i].view.stride[1] = 0;
     }
   }
 

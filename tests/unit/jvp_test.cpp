@@ -1,4 +1,5 @@
 // The reference's tangents against finite differences of its forward pass, and what is refused.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -6,6 +7,7 @@
 #include <vector>
 
 #include "call/jvp_arguments.hpp"
+#include "plan/family.hpp"
 #include "reference/reference.hpp"
 #include "tests/support/expectations.hpp"
 #include "tests/support/tangent_problem.hpp"
@@ -110,6 +112,26 @@ TEST(JvpSpec, IsWithoutWhatHasNoTangent) {
     }
   }
   EXPECT_EQ(to_string(parse_spec("jvp:bf16:d64:causal:det:invariant").normalized()), "jvp:bf16:d64:causal");
+}
+
+TEST(JvpPlan, HopperHasTilesThatRegistersHold) {
+  const plan::FamilyTraits& sm90 = plan::traits(Family::sm90);
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  const auto most_keys = [&](const char* text) {
+    const KernelSpec spec{parse_spec(text), Pass::jvp};
+    EXPECT_TRUE(sm90.admits(spec, sm90.heuristic(spec, {1, 2, 2, 300, 300}, device), device).ok) << text;
+    int most = 0;
+    for (const int bc : {32, 48, 64, 80, 96})
+      if (sm90.admits(spec, parse_config(fmt::format("sm90:br128:bc{}:w8:s2", bc)), device).ok) most = bc;
+    return most;
+  };
+  EXPECT_EQ(most_keys("bf16:d64"), 80);
+  EXPECT_EQ(most_keys("bf16:d72"), 80);
+  EXPECT_EQ(most_keys("bf16:d96"), 64);
+  EXPECT_EQ(most_keys("bf16:d128:dropout"), 48);
+  EXPECT_EQ(most_keys("bf16:d192x128"), 32);
+  const Support wide = sm90.supports(KernelSpec{parse_spec("bf16:d256"), Pass::jvp}, device);
+  expect_in("up to 192 columns of Q and 128 of V, not 256 and 256", wide.reason);
 }
 
 }  // namespace

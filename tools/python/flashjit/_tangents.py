@@ -154,4 +154,6 @@ def _read_tangent(name: str, tangent: Tensor, tensor: Tensor) -> Tensor:
         )
     if tangent.is_neg():
         tangent = tangent.resolve_neg()
+    if tangent.stride(2) == 0 and tangent.shape[2] > 1:
+        tangent = tangent.contiguous()  # expanded over rows, of which TMA copies boxes
     return readable(tangent, name) if min(tangent.shape) else tangent

@@ -3,6 +3,7 @@
 // element, so every run has the same bits.
 #pragma once
 
+#include "flashjit/common/out_element.cuh"
 #include "flashjit/simt/pair_weights.cuh"
 
 namespace flashjit::simt {

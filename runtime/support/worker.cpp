@@ -24,6 +24,7 @@ class Worker::Thread {
 
  private:
   void run(const std::stop_token& stop) {
+    run_after_others();
     for (;;) {
       std::unique_lock lock(mutex_);
       changed_.wait(lock, stop, [&] { return !jobs_.empty(); });

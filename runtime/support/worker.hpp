@@ -1,4 +1,4 @@
-// A thread that does one job after the other, for what a service does beside its calls.
+// A thread that does one job after the other, for what a service does beside its calls, which go first.
 #pragma once
 
 #include <cstdint>

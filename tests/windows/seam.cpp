@@ -83,6 +83,10 @@ void files(const fs::path& folder) {
   expect(left == 0, "no temporary file stays");
   expect(unique_suffix() != unique_suffix() && unique_suffix().size() == 24, "suffixes differ");
   expect(process_id() != 0, "there is a process");
+  std::thread([] {
+    run_after_others();
+    expect(::GetThreadPriority(::GetCurrentThread()) == THREAD_PRIORITY_BELOW_NORMAL, "others go first");
+  }).join();
 }
 
 void replaced_under_readers(const fs::path& folder) {

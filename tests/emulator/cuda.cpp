@@ -194,7 +194,7 @@ CUresult encode(CUtensorMap* to, CUtensorMapDataType type, cuuint32_t rank, void
 CUresult replace_address(CUtensorMap* map, void* data) {
   if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
   emulator::TensorMap changed;
-  std::memcpy(&changed, map, sizeof changed);
+  std::memcpy(static_cast<void*>(&changed), map, sizeof changed);
   changed.data = static_cast<char*>(data);
   std::memcpy(map, &changed, sizeof changed);
   return CUDA_SUCCESS;

@@ -488,6 +488,9 @@ TEST(Sm90, PlansOneKernelWithTensorMaps) {
                                    .key_scales = false,
                                    .split = false,
                                    .indices = false,
+                                   .joined_queries = 0,
+                                   .joins_parts = false,
+                                   .cta_pair = false,
                                    .ctas = 1};
   const int bytes = layout.bytes();
   const Entry expected{.name = "forward",

@@ -234,3 +234,28 @@ def test_a_build_of_the_machine_itself_is_kept(machine):
     (root / ".carry/build.tar.xz").write_text("")
     code, said = carry("run", "checkwaits")
     assert code == 1 and "is a build of this machine" in said, said
+
+
+def test_parts_of_a_peer_wait_for_each_other(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(GPU))
+    import carry
+    import peers
+
+    if not shutil.which("xz"):
+        pytest.skip("there is no xz")
+    (tmp_path / "made/big").mkdir(parents=True)
+    (tmp_path / "made/big/data").write_bytes(os.urandom(999))
+    archive = tmp_path / "made/peers-big.tar.xz"
+    carry.write_tar(archive, tmp_path / "made", "big")
+    peers.cut(archive, 500)
+    monkeypatch.setattr(carry, "CARRIED", tmp_path / "carried")
+    monkeypatch.setattr(carry, "HERE", tmp_path / "here")
+    parts = sorted((tmp_path / "made").glob("peers-big*"))
+    assert len(parts) == 3
+    for part in parts:
+        assert not (tmp_path / "here/peers/big").exists()
+        shutil.rmtree(tmp_path / "carried", ignore_errors=True)
+        (tmp_path / "carried").mkdir()
+        shutil.copy(part, tmp_path / "carried")
+        carry.unpack()
+    assert (tmp_path / "here/peers/big/data").read_bytes() == (tmp_path / "made/big/data").read_bytes()

@@ -57,6 +57,10 @@ Support supports(const AnalysedSpec& spec) {
     return Support::no(
         "O's tangent with a score that reads tensors by keys is for masks that read none: registers do not "
         "suffice");
+  if (spec.head_dim != spec.v_dim() && spec.programs.mask_reads_tensors)
+    return Support::no(
+        "O's tangent with a mask that reads tensors is for V as wide as Q: the producer's registers do not "
+        "suffice");
   if (spec.partial.fp32_out) return Support::no("O's tangent is of Q's type, not fp32");
   return Support::yes();
 }

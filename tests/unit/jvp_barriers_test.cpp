@@ -132,8 +132,8 @@ TEST(JvpBarriers, NoInterleavingGoesWrong) {
   using OneQStage = JvpKernel<128, 48, 3>;
   static_assert(sm90::ForwardStorage<OneQStage>::kQStages == 1);
   expect_right(jvp_model<OneQStage>({2, 1}));
-  expect_right(jvp_model<JvpKernel<64, 64, 2, true>>({3, 1}));
-  expect_right(jvp_model<JvpKernel<64, 80, 3>>({4}));
+  expect_right(jvp_model<JvpKernel<64, 64, 2, true>>({3}));
+  expect_right(jvp_model<JvpKernel<64, 80, 3>>({3}));
 }
 
 // The model sees what it is there for.

@@ -147,10 +147,14 @@ Support supports_out_mod(const AnalysedSpec& spec) {
       fmt::format("out_mod is for K and V of 16 bits outside of caches, and up to {} columns of V", most));
 }
 
-/// A warp has whole rows.
+/// Above 256 columns two warpgroups share rows: each has whole blocks, but neither all columns.
 Support supports_out_codes(const AnalysedSpec& spec) {
-  if (!spec.epilogue.out_format.quantized() || spec.v_dim() <= kMostColumns) return Support::yes();
-  return Support::no(kCodesOfWholeRows);
+  const KvFormat& format = spec.epilogue.out_format;
+  if (spec.v_dim() <= kMostColumns || !format.has_block_scales() || format.block > 0) return Support::yes();
+  return Support::no(
+      fmt::format("out_format with a scale for each row is for up to {} columns of V: above, two warpgroups "
+                  "share a row of O",
+                  kMostColumns));
 }
 
 /// The consumers' loop that may skip a tile has its variants but for products of codes and shared rows, and

@@ -146,13 +146,14 @@ struct ChunkCodes<4> {
   }
 };
 
-/// Stores a thread's values of one of its two rows of an accumulator, o[chunk * 4 + half * 2] and the next,
-/// of all columns. By whole warps.
+/// Stores a thread's values of one of its two rows of an accumulator, o[chunk * 4 + half * 2] and the next:
+/// of all columns, or of so many `chunks` of eight, whole blocks, from `first` on. By whole warps.
 template <class P, int kHalf, int kCount>
-__device__ __forceinline__ void store_codes(const CodedRow& row, const float (&o)[kCount]) {
+__device__ __forceinline__ void store_codes(const CodedRow& row, const float (&o)[kCount], int first = 0,
+                                            int chunks = kCount / 4) {
   using Format = typename P::OutFormat;
   constexpr int kChunks = kCount / 4, kBlockChunks = Format::kBlockScales ? Format::kBlock / 8 : kChunks;
-  static_assert(kChunks * 8 == Format::kColumns && kChunks % kBlockChunks == 0);
+  static_assert(kChunks * 8 <= Format::kColumns && kChunks % kBlockChunks == 0);
   const int part = static_cast<int>(threadIdx.x) % 4;
   unsigned pairs[4] = {};
 #pragma unroll
@@ -164,15 +165,16 @@ __device__ __forceinline__ void store_codes(const CodedRow& row, const float (&o
           larger_magnitude<P::kArch>(largest, o[(block * kBlockChunks + n / 2) * 4 + kHalf * 2 + n % 2]);
     largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, 1));
     largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, 2));
-    const float factor = factor_of_block<P>(row, block, largest, part == block % 4);
+    const float factor = factor_of_block<P>(row, first / kBlockChunks + block, largest,
+                                            part == block % 4 && block * kBlockChunks < chunks);
 #pragma unroll
     for (int n = 0; n < kBlockChunks; ++n) {
       const int chunk = block * kBlockChunks + n, at = chunk * 4 + kHalf * 2;
       pairs[chunk % 4] = code_pair<Format, P::kArch>(o[at] * factor, o[at + 1] * factor);
       if (chunk % 4 == 3 || chunk == kChunks - 1)
         ChunkCodes<Format::kBits>::store(
-            row.codes == nullptr ? nullptr : row.codes + chunk / 4 * 4 * Format::kBits, pairs,
-            kChunks - chunk / 4 * 4);
+            row.codes == nullptr ? nullptr : row.codes + (first + chunk / 4 * 4) * Format::kBits, pairs,
+            chunks - chunk / 4 * 4);
     }
   }
 }

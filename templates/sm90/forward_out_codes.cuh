@@ -7,16 +7,22 @@
 
 namespace flashjit::sm90 {
 
+/// A warpgroup's columns of one of a thread's two rows. Of rows that two share each has whole blocks.
+template <class P, int kHalf, int kCount>
+__device__ __forceinline__ void store_own_codes(const CodedRow& row, int wg, const float (&o)[kCount]) {
+  store_codes<P, kHalf>(row, o, first_column<P>(wg) / 8, own_chunks<P>(wg));
+}
+
 /// Rows of a work tile are rows of O one after the other.
 template <class P>
 struct CodedOutput : PlainOutput<P> {
   template <int kCount>
   static __device__ __forceinline__ void store(const Params& p, const TensorMaps&, const ForwardStorage<P>&,
                                                const WorkTile<P>& work, int wg, const float (&o)[kCount]) {
-    static_assert(!P::kSplit && P::kDSplit == 1, "a warpgroup has whole rows");
+    static_assert(!P::kSplit, "O is complete");
     const int q = first_query(work, wg) + own_row(), seqlen_q = work.sequence.seqlen_q(p);
-    store_codes<P, 0>(coded_row(p, work.sequence, work.h, q, q < seqlen_q), o);
-    store_codes<P, 1>(coded_row(p, work.sequence, work.h, q + 8, q + 8 < seqlen_q), o);
+    store_own_codes<P, 0>(coded_row(p, work.sequence, work.h, q, q < seqlen_q), wg, o);
+    store_own_codes<P, 1>(coded_row(p, work.sequence, work.h, q + 8, q + 8 < seqlen_q), wg, o);
   }
 };
 
@@ -29,9 +35,9 @@ struct CodedStreamKOutput : StreamKOutput<P> {
                                                const float (&o)[kCount]) {
     if (!work.is_whole()) return StreamKOutput<P>::store(p, maps, smem, work, wg, o);
     const RowCoord first = row_coord(p, work, wg, own_row());
-    store_codes<P, 0>(coded_row(p, work.sequence, first.h, first.q, first.q >= 0), o);
+    store_own_codes<P, 0>(coded_row(p, work.sequence, first.h, first.q, first.q >= 0), wg, o);
     const RowCoord second = row_coord(p, work, wg, own_row() + 8);
-    store_codes<P, 1>(coded_row(p, work.sequence, second.h, second.q, second.q >= 0), o);
+    store_own_codes<P, 1>(coded_row(p, work.sequence, second.h, second.q, second.q >= 0), wg, o);
   }
 };
 

@@ -80,6 +80,12 @@ std::vector<OutCodesCase> many_keys() {
       {"bf16:d128" + kFp4, {1, 4, 2, 90, 130}, Family::sm80},
       {"fp32:d64:causal" + kFp4, {1, 2, 1, 70, 50}, Family::simt},
       {"bf16:d320:causal" + gate + kFp8, {1, 2, 1, 40, 50}, Family::simt},
+      // Two warpgroups share a row.
+      {"bf16:d320:causal" + kFp8, {1, 2, 1, 70, 130}, Family::sm90},
+      {"fp16:d272" + kFp4, {2, 2, 1, 70, 90}, Family::sm90},
+      {"bf16:d512:causal" + swizzled, {1, 2, 1, 70, 130}, Family::sm90},
+      {"bf16:d512:cache" + kFp8, {3, 8, 1, 1, 300}, Family::sm90},
+      {"bf16:d576x512:cache" + kFp4, {2, 16, 1, 2, 100}, Family::sm90},
       // Split keys, whose O another kernel completes: combine, and of a cache combine_parts.
       {"bf16:d96" + kFp4, {2, 2, 1, 5, 200}, Family::sm80, "sm80:br32:bc32:w2:s1:split"},
       {"fp16:d256:causal" + kRows, {1, 2, 1, 3, 200}, Family::sm80, "sm80:br32:bc32:w2:s1:split"},

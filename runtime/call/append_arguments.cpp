@@ -5,6 +5,7 @@
 #include <numbers>
 #include <string>
 
+#include "call/apart.hpp"
 #include "call/block_scales.hpp"
 #include "call/tensor_checks.hpp"
 #include "support/refuse.hpp"
@@ -101,14 +102,17 @@ void check_apart(const char* written_name, const ConstTensorView& written, int w
   refuse("{} overlaps {}: give the very same tensor, or memory of its own.", written_name, read_name);
 }
 
-/// One memory may be both caches where both get the same rows, as latents have them. Else one's rows are
-/// lost.
+/// Whether both caches get the same rows, as latents have them.
+bool same_rows(const AppendArgs& args) {
+  return same_memory(args.k, args.v) && same_memory(args.k_cache, args.v_cache) &&
+         args.k_scale.data == args.v_scale.data && !rotates(args.rope) && !args.k_norm.weight;
+}
+
+/// One memory may be both caches where both get the same rows. Else one's rows are lost.
 void check_caches(const AttentionSpec& spec, const AppendArgs& args) {
-  const bool same_rows = same_memory(args.k, args.v) && same_memory(args.k_cache, args.v_cache) &&
-                         args.k_scale.data == args.v_scale.data && !rotates(args.rope) && !args.k_norm.weight;
   // Behind a page table or slots views may overlap, as where K's and V's pages take turns in one pool.
   const bool behind_a_table = args.page_table.data || args.slots.data;
-  if (same_rows || (behind_a_table && args.k_cache.data != args.v_cache.data)) return;
+  if (same_rows(args) || (behind_a_table && args.k_cache.data != args.v_cache.data)) return;
   const Placed k("k_cache", args.k_cache, size_of(spec.stored_k().type)),
       v("v_cache", args.v_cache, size_of(spec.stored_v().type));
   flashjit::check_apart({&k, 1}, {&v, 1});
@@ -319,6 +323,7 @@ void check_arguments(const AttentionSpec& spec, const AppendArgs& args) {
   if (has_v(spec))
     check_block_scales("v_block_scale", "v_cache", spec.kv.v_format, spec.v_dim(), args.v_cache,
                        args.v_block_scale, true);
+  flashjit::check_apart(spec, shape, args, same_rows(args));
   check_rope(spec, args.rope);
   check_norm("k_norm", spec, args.k_norm, true);
   check_norm("q_norm", spec, args.q_norm, args.q.size != std::array<std::int64_t, 4>{});

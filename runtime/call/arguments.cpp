@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "call/apart.hpp"
 #include "call/block_scales.hpp"
 #include "call/out_codes.hpp"
 #include "call/q_rope.hpp"
@@ -277,12 +278,6 @@ void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expect
   check_type("out", args.out, spec.saved_out_type());
 }
 
-template <class Args>
-std::array<Placed, 3> placed_qkv(const AttentionSpec& spec, const Args& args) {
-  return {Placed{"q", args.q, size_of(spec.q_type())}, Placed{"k", args.k, size_of(spec.stored_k().type)},
-          Placed{"v", args.v, size_of(spec.stored_v().type)}};
-}
-
 /// Memory from the caller; `subject` begins a sentence, `name` is used within one.
 void check_lent(const char* subject, const char* name, const char* ask, const Workspace& memory,
                 std::size_t needed) {
@@ -438,23 +433,6 @@ AttentionShape shape_of(const AttentionSpec& spec, const BackwardArgs& args) {
   return shape_of_any(spec, args);
 }
 
-CallPlaces<4, 4> places_of(const AttentionSpec& spec, const ForwardArgs& args) {
-  const auto [q, k, v] = placed_qkv(spec, args);
-  return {.written = {Placed{"out", args.out, size_of(spec.stored_out().type)},
-                      Placed{"out_before_mod", args.out_before_mod, size_of(spec.dtype)},
-                      placed_rows("lse", args.lse, args.lse_strides, rows_of(args.q)),
-                      placed_rows("row_max", args.row_max, args.lse_strides, rows_of(args.q))},
-          .read = {q, k, v, Placed{"q_rope", args.q_rope, size_of(spec.dtype)}}};
-}
-
-CallPlaces<3, 5> places_of(const AttentionSpec& spec, const BackwardArgs& args) {
-  const int of_grads = size_of(spec.grad_type()), of_out = size_of(spec.saved_out_type());
-  const auto [q, k, v] = placed_qkv(spec, args);
-  return {.written = {Placed{"dq", args.dq, of_grads}, Placed{"dk", args.dk, of_grads},
-                      Placed{"dv", args.dv, of_grads}},
-          .read = {q, k, v, Placed{"out", args.out, of_out}, Placed{"dout", args.dout, size_of(spec.dtype)}}};
-}
-
 AttentionShape check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
   const Expected sizes = check_inputs_and_out(spec, args);
   const AttentionShape shape = shape_of(spec, args);
@@ -476,8 +454,7 @@ AttentionShape check_arguments(const AttentionSpec& spec, const ForwardArgs& arg
   if (!spec.kv.shared_kv)
     check_block_scales("v_block_scale", "v", spec.kv.v_format, spec.v_dim(), args.v, args.v_block_scale);
   check_q_scale(spec, shape, args.q_scale);
-  const auto [written, read] = places_of(spec, args);
-  check_apart(written, read);
+  check_apart(spec, shape, args);
   return shape;
 }
 
@@ -499,8 +476,7 @@ AttentionShape check_arguments(const AttentionSpec& spec, const BackwardArgs& ar
   check_of_sinks(spec, "dsinks", args.dsinks);
   check_rows("dlse", args.dlse, args.lse_strides, rows_of(args.q), Access::read);
   check_shared(spec, shape, args);
-  const auto [written, read] = places_of(spec, args);
-  check_apart(written, read);
+  check_apart(spec, shape, args);
   if (const std::int64_t most = shape.batch * shape.seqlen_q;
       spec.varlen && !spec.epilogue.out_mod.empty() && args.q.size[2] > most)
     refuse(

@@ -24,15 +24,6 @@ AttentionShape check_arguments(const AttentionSpec& spec, const BackwardArgs& ar
 
 void check_arguments(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args);
 
-/// The tensors that a pass writes, and those that it reads, which must be apart.
-template <std::size_t Written, std::size_t Read>
-struct CallPlaces {
-  std::array<Placed, Written> written;
-  std::array<Placed, Read> read;
-};
-CallPlaces<4, 4> places_of(const AttentionSpec& spec, const ForwardArgs& args);
-CallPlaces<3, 5> places_of(const AttentionSpec& spec, const BackwardArgs& args);
-
 /// Throws Error(invalid_argument) when the workspace is too small or misaligned.
 void check_workspace(const Workspace& workspace, std::size_t needed);
 /// The same of the memory that lists are built in.

@@ -5,6 +5,7 @@
 #include <array>
 #include <string>
 
+#include "call/apart.hpp"
 #include "call/tensor_checks.hpp"
 #include "support/kv_codec.hpp"
 #include "support/refuse.hpp"

@@ -225,10 +225,7 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
 template <class Args>
 RecordedCall Engine::record(const Operation& operation, const AttentionSpec& spec, const Args& args,
                             const device::Driver& driver) {
-  RecordedCall recorded;
-  const auto [written, read] = places_of(spec, args);
-  recorded.written.assign(written.begin(), written.end());
-  recorded.read.assign(read.begin(), read.end());
+  RecordedCall recorded{.places = places_of(spec, shape_of(spec, args), args)};
   if (!operation.steps.empty()) launch(operation, args, ToRecord{driver, recorded.launches});
   return recorded;
 }

@@ -4,6 +4,7 @@
 #include <initializer_list>
 #include <vector>
 
+#include "call/apart.hpp"
 #include "call/arguments.hpp"
 #include "call/tensor_checks.hpp"
 #include "flashjit/runtime.hpp"

@@ -76,7 +76,6 @@ bool KnownCall::find_addresses(const CallWords& call, Step& step, const Recorded
 bool KnownCall::find_places(const CallWords& call, const std::vector<Placed>& made,
                             const std::vector<Placed>& moved, std::vector<Place>& places) {
   for (std::size_t i = 0; i < made.size(); ++i) {
-    if (made[i].extent.begin == made[i].extent.end) continue;
     const auto found = find_address(call, made[i].extent.begin, moved[i].extent.begin);
     if (!found) return false;
     places.push_back({made[i], {0, found->address, found->offset}});
@@ -93,23 +92,30 @@ std::shared_ptr<const KnownCall> KnownCall::make(Validity validity, const CallWo
     Step& step = known->steps_.emplace_back(std::move(made.launches[i]));
     if (!find_addresses(call, step, as_addresses.launches[i], moved.launches[i])) return nullptr;
   }
-  if (!find_places(call, made.written, moved.written, known->written_) ||
-      !find_places(call, made.read, moved.read, known->read_))
+  if (!find_places(call, made.places.written, moved.places.written, known->written_) ||
+      !find_places(call, made.places.read, moved.places.read, known->read_))
     return nullptr;
   return known;
 }
 
+Extent KnownCall::Place::extent_of(const CallWords& call) const {
+  const std::uint64_t begin = address.of(call);
+  return {begin, begin + (placed.extent.end - placed.extent.begin)};
+}
 Placed KnownCall::Place::of(const CallWords& call) const {
   Placed here = placed;
-  here.extent.begin = address.of(call);
-  here.extent.end = here.extent.begin + (placed.extent.end - placed.extent.begin);
+  here.extent = extent_of(call);
   return here;
 }
 
 bool KnownCall::is_apart(const CallWords& call) const {
   for (std::size_t i = 0; i < written_.size(); ++i) {
     const Placed written = written_[i].of(call);
-    const auto shares = [&](const Place& other) { return certainly_share(written, other.of(call)); };
+    const auto shares = [&](const Place& other) {
+      const Extent extent = other.extent_of(call);
+      const bool meet = extent.begin < written.extent.end && written.extent.begin < extent.end;
+      return meet && certainly_share(written, other.of(call));
+    };
     if (std::ranges::any_of(read_, shares) || std::ranges::any_of(std::span(written_).subspan(i + 1), shares))
       return false;
   }

@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
+#include "call/apart.hpp"
 #include "call/decoded_cache.hpp"
-#include "call/tensor_checks.hpp"
 #include "device/driver.hpp"
 #include "device/tensor_maps.hpp"
 #include "flashjit/runtime.hpp"
@@ -61,7 +61,7 @@ constexpr std::size_t kMostParamWords = sizeof(DecodeCacheParams) / sizeof(std::
 /// What a call would launch, and the memory that it writes and reads, which has to be apart.
 struct RecordedCall {
   std::vector<RecordedLaunch> launches;
-  std::vector<Placed> written, read;
+  CallPlaces places;
 };
 
 /// A driver whose tensor maps are the addresses that they are made of.
@@ -103,6 +103,7 @@ class KnownCall {
     Placed placed;
     Address address;
 
+    Extent extent_of(const CallWords& call) const;
     Placed of(const CallWords& call) const;
   };
 

@@ -4,6 +4,7 @@
 
 #include <array>
 
+#include "call/apart.hpp"
 #include "call/block_scales.hpp"
 #include "call/tensor_checks.hpp"
 #include "support/refuse.hpp"

@@ -1,6 +1,7 @@
 // The sinks of a call, their gradients and tangents.
 #pragma once
 
+#include "call/apart.hpp"
 #include "call/captures.hpp"
 #include "call/tensor_checks.hpp"
 #include "flashjit/runtime.hpp"
@@ -25,6 +26,13 @@ inline void check_of_sinks(const AttentionSpec& spec, const char* name, const fl
 template <class Args>
 NamedPointer pointer_of_sinks(const Args& args) {
   return {"sinks", args.sinks};
+}
+template <class Args>
+Placed placed_sink(const Args& args, const AttentionShape& shape) {
+  return {"sinks", args.sinks, shape.heads_q, sizeof(float)};
+}
+inline Placed placed_sink_gradient(const BackwardArgs& args, const AttentionShape& shape) {
+  return {"dsinks", args.dsinks, shape.heads_q, sizeof(float)};
 }
 /// Given sinks turn the option on.
 template <class Args>

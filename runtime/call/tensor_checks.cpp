@@ -135,50 +135,6 @@ void check_kv_tensor(const char* name, const ConstTensorView& tensor, Sizes size
            name, tensor.stride[2], to_string(format), row.columns);
 }
 
-Extent extent_of(const ConstTensorView& tensor, int element_size) {
-  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data);
-  std::int64_t last = tensor.size[3];
-  for (int i = 0; i < 3; ++i) {
-    if (tensor.size[i] == 0) return {begin, begin};
-    if (tensor.size[i] > 1) last = plus(last, times(tensor.size[i] - 1, tensor.stride[i]));
-  }
-  const auto bytes = static_cast<std::uintptr_t>(times(last, element_size));
-  return {begin, begin + std::min(bytes, std::numeric_limits<std::uintptr_t>::max() - begin)};
-}
-
-Placed::Placed(const char* name, const ConstTensorView& tensor, int element_size)
-    : name(name), extent(extent_of(tensor, element_size)) {
-  const auto& size = tensor.size;
-  dense = static_cast<std::uintptr_t>(times(times(times(size[0], size[1]), times(size[2], size[3])),
-                                            element_size)) == extent.end - extent.begin;
-}
-
-/// A dense tensor shares some bytes of one that begins or ends in it. Of two tensors with gaps only those
-/// that begin at one place certainly do.
-bool certainly_share(const Placed& a, const Placed& b) {
-  const Extent x = a.extent, y = b.extent;
-  const bool empty = x.begin == x.end || y.begin == y.end;
-  if (empty || x.begin >= y.end || y.begin >= x.end) return false;
-  const auto holds_an_end = [](const Extent& whole, const Extent& other) {
-    return whole.begin <= other.begin || other.end <= whole.end;  // they meet, so one end is inside
-  };
-  return x.begin == y.begin || (a.dense && holds_an_end(x, y)) || (b.dense && holds_an_end(y, x));
-}
-
-void check_apart(std::span<const Placed> written, std::span<const Placed> read) {
-  const auto check = [](const Placed& a, const Placed& b) {
-    if (certainly_share(a, b))
-      refuse(
-          "{} is written, but has memory of {}: kernels write and read in any order, so give memory of its "
-          "own.",
-          a.name, b.name);
-  };
-  for (std::size_t i = 0; i < written.size(); ++i) {
-    for (const Placed& tensor : read) check(written[i], tensor);
-    for (const Placed& tensor : written.subspan(i + 1)) check(written[i], tensor);
-  }
-}
-
 void refuse_type(const char* name, DType given, DType wanted) {
   refuse("{} is {}, but the spec needs {}: give such a tensor, or another spec.", name, to_string(given),
          to_string(wanted));
@@ -371,10 +327,6 @@ void check_rows(const char* name, const float* data, const RowStrides& given, co
 ConstTensorView rows_view(const float* data, const RowStrides& given, const RowSizes& sizes) {
   const RowStrides strides = row_strides(given, sizes);
   return {data, {sizes.batch, sizes.heads, sizes.rows, 1}, {strides.batch, strides.head, strides.row, 1}};
-}
-
-Placed placed_rows(const char* name, const float* data, const RowStrides& strides, const RowSizes& sizes) {
-  return {name, rows_view(data, strides, data ? sizes : RowSizes{}), sizeof(float)};
 }
 
 RowsParam rows_param(const float* data, const RowStrides& given, const RowSizes& sizes) {

@@ -64,28 +64,6 @@ inline std::int64_t plus(std::int64_t a, std::int64_t b) {
   return add_overflows(a, b, sum) ? std::numeric_limits<std::int64_t>::max() : sum;
 }
 
-/// What a view's elements lie between: its first byte and the one behind the last.
-struct Extent {
-  std::uintptr_t begin, end;
-};
-Extent extent_of(const ConstTensorView& tensor, int element_size);
-
-/// Where a tensor of a call lies, which has passed check_tensor().
-struct Placed {
-  Placed(const char* name, const ConstTensorView& tensor, int element_size);
-
-  const char* name;
-  Extent extent;
-  bool dense;  ///< whether all bytes of the extent are elements
-};
-/// A float for each row; without data no memory.
-Placed placed_rows(const char* name, const float* data, const RowStrides& strides, const RowSizes& sizes);
-/// Refuses written memory that certainly is another tensor's, too, written or read. Rows of one may lie
-/// between those of another.
-void check_apart(std::span<const Placed> written, std::span<const Placed> read);
-/// Whether check_apart() refuses these two.
-bool certainly_share(const Placed& a, const Placed& b);
-
 /// How many keys of a sequence there is room for: in the pages of its table's row, or in its slot.
 std::int64_t cache_capacity(const AttentionSpec& spec, const ConstTensorView& k, const PageTableView& table);
 /// `k_name` is what the caller knows the cache's K by.

@@ -363,6 +363,7 @@ def test_appends_that_make_no_sense_are_refused():
     refused(bad, "third size is the rows of a page", k_cache=k_cache[:, :, :0], v_cache=v_cache[:, :, :0])
     refused(bad, "q_out is given without q", q_out=q)
     refused(bad, "q_out overlaps q", q=q[:, :, :2], q_out=q[:, :, 1:], k=k[:, :, :2], v=v[:, :, :2])
+    refused(bad, "q_out is written, but has memory of k:", q=torch.zeros_like(k), q_out=k)
     refused(bad, "sin is given alone", sin=sin)
     refused(bad, "sin is float32 [100, 16]", "both alike", cos=cos, sin=sin[:, :16])
     refused(bad, "theta is 5", "tables or theta", cos=cos, sin=sin, theta=5.0)
@@ -430,6 +431,15 @@ def test_states_are_joined(count, types):
     assert torch.allclose(out.double(), want, atol=1e-5, rtol=2**-7 if out.dtype == torch.bfloat16 else 1e-6)
 
 
+def test_a_state_s_lse_may_be_one_number():
+    (out, lse), *_ = parts_of(1)
+    out = out.nan_to_num(0)
+    expanded = torch.full((1,), 0.5, device=DEVICE).expand_as(lse)
+    got = flashjit.merge([(out, expanded), (out, lse)])
+    for x, y in zip(got, flashjit.merge([(out, expanded.contiguous()), (out, lse)])):
+        assert torch.equal(x, y)
+
+
 def test_gradients_of_merge_are_those_of_attention_over_all_keys():
     torch.manual_seed(3)
     q, k, v = (torch.randn(1, 2, n, 16, device=DEVICE, requires_grad=True) for n in (4, 9, 9))
@@ -480,6 +490,7 @@ def test_merges_that_make_no_sense_are_refused():
     refused(bad, "states[1][0] is", "[2, 3, 4, 32]", given=[states[0], (out[:, :, :4], lse[:, :, :4])])
     refused(bad, "states[0][1] is float64", "float32 [2, 3, 5]", given=[(out, lse.double())])
     refused(flashjit.WrongType, "states is a NoneType", given=None)
+    refused(bad, "lse is an expanded tensor", lse=lse.new_empty(1).expand_as(lse))
     for dtype in (torch.float64, "float16", []):
         refused(flashjit.WrongType, "dtype is", "torch.float16, torch.bfloat16 or torch.float32", dtype=dtype)
     refused(bad, "out_type is fp16", dtype=torch.float16, given=parts_of(1, torch.bfloat16))

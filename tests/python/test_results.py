@@ -169,6 +169,10 @@ def test_a_workspace_of_the_caller():
             lambda q: dict(lse=q.new_empty(2, 1, 37, dtype=torch.float32).expand(2, 4, 37)),
             "lse is written, but its elements overlap",
         ),
+        (
+            lambda q: dict(lse=q.new_empty(1, dtype=torch.float32).expand(2, 4, 37)),
+            "lse is an expanded tensor",
+        ),
         (lambda q: dict(workspace=q.new_empty(8)), r"workspace is .*: it must be uint8 \[bytes\]"),
     ],
 )
@@ -176,6 +180,42 @@ def test_wrong_ones_are_refused(given, match):
     q, k, v = tensors()
     with pytest.raises(flashjit.Error, match=match):
         flashjit.attention(q, k, v, **given(q))
+
+
+def test_memory_that_the_call_reads_is_refused():
+    q, k, v = tensors()
+    bias, rows = torch.randn_like(q), torch.randn(2, 4, 37, device=DEVICE)
+    whole = torch.randn(2, 4, 38, 64, device=DEVICE).to(DTYPE)
+    sequences = torch.tensor([0, 37], dtype=torch.int32, device=DEVICE)
+    room = torch.empty(4 * 37 * 64 * 4, dtype=torch.uint8, device=DEVICE)
+    inside = room[:8].view(torch.int32).copy_(sequences)
+    sinks = torch.randn(4, device=DEVICE)
+    packed = dict(cu_seqlens_q=inside, cu_seqlens_kv=inside, max_seqlen_q=37, max_seqlen_kv=37)
+    one = [x[:1, :, :37].clone() for x in (q, k, v)]
+    wrong = {
+        "out is written, but has memory of bias": lambda: flashjit.attention(
+            q, k, v, out_mod=lambda out, b, h, q_idx, column: out * bias[b, h, q_idx, column], out=bias
+        ),
+        "out is written, but has memory of q": lambda: flashjit.attention(
+            whole[:, :, 1:], k, v, out=whole[:, :, :-1]
+        ),
+        "lse is written, but has memory of rows": lambda: flashjit.attention(
+            q, k, v, score_mod=lambda score, b, h, q_idx, kv: score + rows[b, h, q_idx], lse=rows
+        ),
+        "lse is written, but has memory of sinks": lambda: flashjit.attention(
+            one[0][:, :, :1], *one[1:], sinks=sinks, lse=sinks.view(1, 4, 1)
+        ),
+        "out is written, but has memory of cu_seqlens_q": lambda: flashjit.attention(
+            *one, **packed, out=room.view(DTYPE)[: one[0].numel()].view(one[0].shape)
+        ),
+    }
+    for match, call in wrong.items():
+        with pytest.raises(flashjit.InvalidArgument, match=match):
+            call()
+    # Rows of one buffer, those of O between those of Q.
+    wide = torch.randn(2, 4, 37, 2, 64, device=DEVICE).to(DTYPE)
+    want = flashjit.attention(wide[..., 0, :], k, v)
+    assert torch.equal(flashjit.attention(wide[..., 0, :], k, v, out=wide[..., 1, :]), want)
 
 
 def test_gradients_and_compiled_code_have_none():

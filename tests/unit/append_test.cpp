@@ -109,6 +109,8 @@ TEST(Append, WrongArgumentsAreNamed) {
   expect_says(refusal([](auto&, auto& args) { args.q_out = {}; }), {"q_out is not given"});
   expect_says(refusal([](auto&, auto& args) { args.q_out.data = address(0x300010); }),
               {"q_out overlaps q", "the very same"});
+  expect_says(refusal([](auto&, auto& args) { args.q_out.data = const_cast<void*>(args.k.data); }),
+              {"q_out is written, but has memory of k"});
   expect_says(refusal([](auto&, auto& args) { args.rope.dims = 24; }), {"rope.dims is 24", "16"});
   expect_says(refusal([](auto&, auto& args) { args.rope.dims = 80; }), {"rope.dims is 80", "64"});
   expect_says(refusal([](auto&, auto& args) { args.rope.theta = -1; }), {"rope.theta is -1"});
@@ -202,11 +204,13 @@ TEST(Append, ScalesOfCodesAreChecked) {
   };
   auto* data = address<float>(0x500000);
   const auto one = ScaleView::of_tensor(data), heads = ScaleView::of_heads(data, 3, 2),
-             pages = ScaleView::of_pages(data, 40, 2), keys = ScaleView::of_keys(data, 40, 2, 16);
+             pages = ScaleView::of_pages(data, 40, 2), keys = ScaleView::of_keys(data, 40, 2, 16),
+             keys_of_v = ScaleView::of_keys(address<float>(0x600000), 40, 2, 16);
   constexpr const char *kOfHeads = "append:bf16:d64:kve4m3:varlen:pages16",
                        *kOfKeys = "append:bf16:d64:kve4m3:varlen:pages16:key_scales";
   EXPECT_EQ(with_scales(kOfHeads, one, heads), "accepted");
-  EXPECT_EQ(with_scales(kOfKeys, keys, keys), "accepted");
+  EXPECT_EQ(with_scales(kOfKeys, keys, keys_of_v), "accepted");
+  expect_says(with_scales(kOfKeys, keys, keys), {"k_scale is written, but has memory of v_scale"});
   expect_says(with_scales(kOfHeads, one, {}), {"v_scale is null", "e4m3"});
   expect_says(with_scales(kOfKeys, keys, pages),
               {"v_scale is [1, 40, 2, 1]", "a scale of its own", "[1, 40, 2, 16]"});

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "call/apart.hpp"
+
 namespace flashjit {
 namespace {
 

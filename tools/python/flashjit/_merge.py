@@ -22,6 +22,7 @@ from ._tensors import (
     dense_strides,
     describe,
     readable,
+    refuse_expanded,
     refuse_negated,
     strides_are_read,
 )
@@ -118,7 +119,10 @@ def _merge_into(
     for i, pair in enumerate(zip(outs, lses)):
         for x in pair:
             check_memory(f"states[{i}]", x)
-    outs, lses = [readable(out, "a state's O") for out in outs], [lse.resolve_neg() for lse in lses]
+    outs, lses = (
+        [readable(out, "a state's O") for out in outs],
+        [_with_strides(lse.resolve_neg()) for lse in lses],
+    )
     if given_out is None or given_lse is None:
         out, lse = _new_state(outs[0], dtype if given_out is None else given_out.dtype)
     out, lse = out if given_out is None else given_out, lse if given_lse is None else given_lse
@@ -139,6 +143,11 @@ def _merge_into(
     spec = spec_handle(f"{SPEC_TYPES[of_out if of_states == torch.float32 else of_states]}:d{out.shape[3]}")
     launch("merge", spec, _library.words_of(args), out.get_device())
     return out, lse
+
+
+def _with_strides(lse: Tensor) -> Tensor:
+    """The library takes strides that are all 0 as those of contiguous memory."""
+    return lse if any(lse.stride()) else lse.contiguous()
 
 
 torch.library.impl("flashjit::merge", ("cuda", "cpu"))(_merge)
@@ -191,6 +200,7 @@ def _check_memory_of(
             )
         check_memory(name, given)
         refuse_negated(name, given)
+        refuse_expanded(name, given)
     if out is not None and (not strides_are_read(out) or out.data_ptr() % 16):
         raise InvalidArgument(
             f"out has strides {out.stride()}: its last must be 1, the others multiples of 16 bytes, and its memory must begin "

@@ -10,7 +10,7 @@ from torch import Tensor
 from ._checks import check_number
 from ._out_codes import OutCodes
 from ._plans import Plan
-from ._tensors import describe, refuse_negated
+from ._tensors import describe, refuse_expanded, refuse_negated
 from .errors import InvalidArgument, Unsupported, WrongType
 
 
@@ -115,5 +115,7 @@ class Results(NamedTuple):
                     f"{plan.device}."
                 )
             refuse_negated(name, given)
+            if name == "lse":
+                refuse_expanded(name, given)
             if name in ("workspace", "skip_softmax_counts") and not given.is_contiguous():
                 raise InvalidArgument(f"{name} has the strides {given.stride()}: it must be contiguous.")

@@ -129,6 +129,14 @@ def refuse_negated(name: str, written: Tensor) -> None:
         )
 
 
+def refuse_expanded(name: str, written: Tensor) -> None:
+    """One number in place of all, whose strides the library takes as those of contiguous memory."""
+    if written.numel() > 1 and not any(written.stride()):
+        raise InvalidArgument(
+            f"{name} is an expanded tensor, whose elements share memory: give its contiguous()."
+        )
+
+
 def signature(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.get_device()

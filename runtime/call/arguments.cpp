@@ -111,10 +111,10 @@ void check_varlen(const AttentionSpec& spec, const Args& args) {
                args.batch_size);
 }
 
-void check_row_max(const AttentionSpec& spec, const AttentionShape& shape, const ForwardArgs& args) {
+void check_row_max(const AttentionSpec& spec, const ForwardArgs& args) {
   if (!spec.epilogue.row_max && args.row_max)
     refuse("row_max is given, but the spec has none: set spec.epilogue.row_max.");
-  if (spec.epilogue.row_max && !args.row_max && shape.batch > 0 && shape.heads_q > 0 && shape.seqlen_q > 0)
+  if (spec.epilogue.row_max && !args.row_max && memory_of(args.out))
     refuse("row_max is null, but the spec has it: give fp32 [batch, heads_q, seqlen_q] in device memory.");
   check_rows("row_max", args.row_max, args.lse_strides, rows_of(args.q), Access::write);
 }
@@ -439,7 +439,7 @@ AttentionShape check_arguments(const AttentionSpec& spec, const ForwardArgs& arg
   check_shared(spec, shape, args);
   check_state(spec, args, sizes.out);
   check_page_table(spec, shape, "k", args.k, args.page_table);
-  check_row_max(spec, shape, args);
+  check_row_max(spec, args);
   check_out_before_mod(spec, args, sizes.out);
   check_out_scales(spec, args);
   check_skip_softmax(spec, args);

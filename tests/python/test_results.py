@@ -238,3 +238,11 @@ def test_packed_sequences_without_a_query_have_gradients():
     assert out.shape == (1, 3, 0, 32) and lse.shape == (1, 3, 0)
     (out.sum() + lse.sum()).backward()
     assert q.grad.shape == q.shape and (k.grad == 0).all()
+
+
+def test_packed_sequences_without_a_query_have_row_maxima():
+    q, k = torch.randn(1, 3, 0, 32, device=DEVICE), torch.randn(1, 3, 22, 32, device=DEVICE)
+    none, all_keys = (torch.tensor([0, n], dtype=torch.int32, device=DEVICE) for n in (0, 22))
+    named = dict(cu_seqlens_q=none, cu_seqlens_kv=all_keys, max_seqlen_q=4, max_seqlen_kv=22)
+    out, row_max = flashjit.attention(q, k, k, return_row_max=True, **named)
+    assert out.shape == (1, 3, 0, 32) and row_max.shape == (1, 3, 0)

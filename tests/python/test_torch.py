@@ -784,6 +784,8 @@ def test_lists_of_a_block_map_and_of_packed_sequences():
 def test_lists_that_do_not_belong_are_refused():
     q, k, v = tensors()
     mask = documents()[1]
+    with pytest.raises(flashjit.WrongType, match="backward is a Tensor: give True or False"):
+        TileLists(q, k, v, mask_mod=mask, backward=torch.ones(2))
     lists = TileLists(q, k, v, mask_mod=mask)
     call = lambda q=q, k=k, v=v, lists=lists, **other: flashjit.attention(
         q, k, v, lists=lists, **{"mask_mod": mask, **other}

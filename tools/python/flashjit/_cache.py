@@ -110,7 +110,7 @@ def append(
     slots: in place of kv_lengths, page_table, cu_seqlens_q and max_seqlen_kv: where each new row goes, as engines' slot_mapping
         has it, int64 or int32, one for each row of k's batch and rows: page * rows of a page + row in the page. Negative
         ones, and those beyond the cache, are left out. RoPE then needs positions.
-    q: like k, with heads_q heads. q_out: where the rotated rows go, which may be q; None: a new tensor.
+    q: like k, with heads_q heads. q_out: where the rotated rows go: q, or memory of its own; None: a new tensor.
     cos, sin: float32 or of k's type, [positions, rope_dims / 2]; or theta, by which pair i of position n rotates by
         n * theta ** (-2 i / rope_dims). None of them: rows are copied.
     rope_dims: how many dimensions of a head rotate, a multiple of 16; None: all.

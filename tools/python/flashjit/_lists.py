@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._blocks import read_blocks
+from ._checks import check_switches
 from ._kept_plans import plan_of
 from ._named import with_named
 from ._plans import BuiltLists
@@ -66,6 +67,7 @@ class TileLists:
                 "function."
             )
         check_types(q, k, v)
+        check_switches(deterministic=deterministic, backward=backward)
         if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
             q, k, v = autocast(q, k, v)
         both = torch.is_grad_enabled() if backward is None else backward

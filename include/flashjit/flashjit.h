@@ -406,6 +406,12 @@ FLASHJIT_C_API flashjit_status flashjit_prepare_both(flashjit_runtime* runtime, 
                                                      flashjit_kernel_receiver receiver,
                                                      void* user) FLASHJIT_NOEXCEPT;
 
+/** Before the first calls of both passes: makes in parallel what they would wait for. With
+ * compile_in_background that may be plain kernels; else it is flashjit_prepare_both(). */
+FLASHJIT_C_API flashjit_status flashjit_prepare_first_calls(flashjit_runtime* runtime,
+                                                            const flashjit_spec* spec,
+                                                            const flashjit_shape* shape) FLASHJIT_NOEXCEPT;
+
 /** How many of the kernels are made, at first none; 0 stops it. Called in the thread that called. */
 typedef int32_t (*flashjit_range_progress)(void* user, size_t made, size_t configurations);
 

@@ -283,6 +283,11 @@ flashjit_status flashjit_prepare_both(flashjit_runtime* runtime, const flashjit_
   });
 }
 
+flashjit_status flashjit_prepare_first_calls(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                             const flashjit_shape* shape) noexcept {
+  return guarded([&] { get(runtime).prepare_first_calls(get(spec), attention_shape(shape)); });
+}
+
 flashjit_status flashjit_prepare_range(flashjit_runtime* runtime, flashjit_pass pass,
                                        const flashjit_spec* spec, const flashjit_shape* first,
                                        const flashjit_shape* last, const flashjit_shape* step,

@@ -55,6 +55,10 @@ std::array<KernelReport, 2> Runtime::prepare_both(const AttentionSpec& spec, con
   return impl_->prepare_both(spec, shape);
 }
 
+void Runtime::prepare_first_calls(const AttentionSpec& spec, const AttentionShape& shape) {
+  impl_->prepare_first_calls(spec, shape);
+}
+
 RangeReport Runtime::prepare_range(const KernelSpec& spec, const ShapeRange& range,
                                    const RangeProgress& progress) {
   return impl_->prepare_range(spec, range, progress);

@@ -351,15 +351,25 @@ KernelReport Engine::prepare(const KernelSpec& spec, const AttentionShape& shape
   return report;
 }
 
-std::array<KernelReport, 2> Engine::prepare_both(const AttentionSpec& spec, const AttentionShape& shape) {
+template <class Made>
+std::array<Made, 2> Engine::in_both_passes(const std::function<Made(Pass)>& make) {
   const device::Context context = device::current_context(driver());
   // Nearly all of the time is the compiler's, which works in as many threads as ask.
-  std::future<KernelReport> backward = std::async(std::launch::async, [&] {
+  std::future<Made> backward = std::async(std::launch::async, [&] {
     context.make_current();
-    return prepare({spec, Pass::backward}, shape, {});
+    return make(Pass::backward);
   });
-  KernelReport forward = prepare({spec, Pass::forward}, shape, {});
+  Made forward = make(Pass::forward);
   return {std::move(forward), backward.get()};
+}
+
+std::array<KernelReport, 2> Engine::prepare_both(const AttentionSpec& spec, const AttentionShape& shape) {
+  return in_both_passes<KernelReport>([&](Pass pass) { return prepare({spec, pass}, shape, {}); });
+}
+
+void Engine::prepare_first_calls(const AttentionSpec& spec, const AttentionShape& shape) {
+  const CUdevice device = device::current_device(*driver());
+  in_both_passes<OperationPtr>([&](Pass pass) { return add({spec, pass}, shape, device, {}, Asker::call); });
 }
 
 plan::WorkspaceLayout Engine::workspace(const KernelSpec& spec, const AttentionShape& shape) {

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -50,6 +51,7 @@ class Engine {
   KernelReport prepare(const KernelSpec& spec, const AttentionShape& shape,
                        const std::optional<TileConfig>& config);
   std::array<KernelReport, 2> prepare_both(const AttentionSpec& spec, const AttentionShape& shape);
+  void prepare_first_calls(const AttentionSpec& spec, const AttentionShape& shape);
   RangeReport prepare_range(const KernelSpec& spec, const ShapeRange& range, const RangeProgress& progress);
   std::size_t workspace_bytes(const KernelSpec& spec, const AttentionShape& shape);
   std::size_t list_bytes(const KernelSpec& spec, const AttentionShape& shape);
@@ -110,6 +112,9 @@ class Engine {
                             Stream stream);
   plan::WorkspaceLayout workspace(const KernelSpec& spec, const AttentionShape& shape);
   OperationPtr find(const CallKeyView& key) const;
+  /// What `make` makes of the forward and of the backward pass, at once.
+  template <class Made>
+  std::array<Made, 2> in_both_passes(const std::function<Made(Pass)>& make);
   /// Who asks for an operation: a call may get a fallback.
   enum class Asker : std::uint8_t { prepare, call, capturing_call };
   /// Makes the operation and keeps it. `config` is remembered for the spec and shape once it is known to

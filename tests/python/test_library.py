@@ -137,6 +137,7 @@ def test_a_runtime_without_a_driver_says_so(monkeypatch):
     for call in (
         lambda: runtime.prepare("bf16:d64", (1, 1, 1, 8, 8)),
         lambda: runtime.prepare_both("bf16:d64", (1, 1, 1, 8, 8)),
+        lambda: runtime.prepare_first_calls("bf16:d64", (1, 1, 1, 8, 8)),
         lambda: runtime.workspace_bytes("bf16:d64", (1, 1, 1, 8, 8), backward=True),
     ):
         with pytest.raises(flashjit.NoDriver, match="FLASHJIT_LIBCUDA"):

@@ -118,6 +118,7 @@ TEST_F(CAbi, WithoutADriverEveryCallThatNeedsItSaysSo) {
         flashjit_backward(r.get(), s.get(), &backward, nullptr),
         flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, nullptr, nullptr, nullptr),
         flashjit_prepare_both(r.get(), s.get(), &kShape, nullptr, nullptr),
+        flashjit_prepare_first_calls(r.get(), s.get(), &kShape),
         flashjit_workspace_bytes(r.get(), FLASHJIT_BACKWARD, s.get(), &kShape, &bytes),
         flashjit_current_device(r.get(), &device)}) {
     EXPECT_EQ(status, FLASHJIT_NO_DRIVER) << last_message();
@@ -151,6 +152,9 @@ TEST_F(CAbi, NullHandlesAreRefusedNotFollowed) {
   EXPECT_EQ(flashjit_prepare_both(nullptr, s.get(), &kShape, nullptr, nullptr), FLASHJIT_INVALID_ARGUMENT);
   EXPECT_EQ(flashjit_prepare_both(r.get(), nullptr, &kShape, nullptr, nullptr), FLASHJIT_INVALID_ARGUMENT);
   EXPECT_EQ(flashjit_prepare_both(r.get(), s.get(), nullptr, nullptr, nullptr), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_EQ(flashjit_prepare_first_calls(nullptr, s.get(), &kShape), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_EQ(flashjit_prepare_first_calls(r.get(), nullptr, &kShape), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_EQ(flashjit_prepare_first_calls(r.get(), s.get(), nullptr), FLASHJIT_INVALID_ARGUMENT);
   EXPECT_EQ(flashjit_workspace_bytes(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, nullptr),
             FLASHJIT_INVALID_ARGUMENT);
   EXPECT_MESSAGE("bytes is null");

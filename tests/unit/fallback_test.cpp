@@ -1,18 +1,23 @@
 // Calls whose kernel is compiled in the background, with a slow NVRTC: another configuration computes them
 // meanwhile.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <filesystem>
+#include <future>
 #include <thread>
 
 #include "call/engine.hpp"
 #include "plan/plain_config.hpp"
 #include "plan/plan.hpp"
 #include "support/file.hpp"
+#include "support/worker.hpp"
 #include "tests/support/built.hpp"
 #include "tests/support/fakes.hpp"
 #include "tests/support/kept_log.hpp"
@@ -108,6 +113,26 @@ TEST_F(Fallback, TheFirstCallOfASpecHasAPlainKernel) {
   EXPECT_EQ(plain.origin, KernelOrigin::memory) << "what the call used";
 }
 
+TEST_F(Fallback, TheFirstCallsOfBothPassesHavePlainKernels) {
+  const auto runtime = engine();
+  runtime->prepare_first_calls(spec(), kLong);
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    const auto plain = runtime->prepare({spec(), pass}, kShort, TileConfig{Family::sm80, 64, 64, 4});
+    EXPECT_EQ(plain.origin, KernelOrigin::memory);
+    ASSERT_TRUE(log_.hears(fmt::format("compiled {}:bf16:d64 in the background", to_string(pass))));
+    EXPECT_EQ(runtime->prepare({spec(), pass}, kLong, {}).origin, KernelOrigin::memory);
+  }
+}
+
+TEST_F(Fallback, TheFirstCallsHaveTheBestKernelsUnlessTheSwitchIsOn) {
+  Settings waits = settings();
+  waits.compile_in_background = false;
+  const auto runtime = engine(waits);
+  runtime->prepare_first_calls(spec(), kLong);
+  for (const KernelReport& report : runtime->prepare_both(spec(), kLong))
+    EXPECT_EQ(report.origin, KernelOrigin::memory);
+}
+
 TEST_F(Fallback, AFirstCallWaitsWhereNoKernelIsCompiledSooner) {
   fake().compute_capability = 80;
   const auto runtime = engine();
@@ -156,6 +181,20 @@ TEST_F(Fallback, WhatMayNotChangeItsBitsWaits) {
     EXPECT_FALSE(log_.has("in the background")) << log_.text();
     EXPECT_EQ(runtime->prepare({same, Pass::forward}, kLong, {}).origin, KernelOrigin::memory);
   }
+}
+
+TEST(Worker, LetsOtherThreadsGoFirst) {
+  const auto niceness = [] { return ::getpriority(PRIO_PROCESS, 0); };  // Linux: of the thread
+  const int before = niceness();
+  std::promise<int> inside, of_its_own;
+  Worker worker;
+  worker.want([&](const std::stop_token&) {
+    inside.set_value(niceness());
+    std::jthread([&] { of_its_own.set_value(niceness()); });
+  });
+  EXPECT_EQ(inside.get_future().get(), std::min(before + 10, 19));
+  EXPECT_EQ(of_its_own.get_future().get(), std::min(before + 10, 19)) << "the compiler's second program";
+  EXPECT_EQ(niceness(), before);
 }
 
 TEST_F(Fallback, IsOffByDefault) {

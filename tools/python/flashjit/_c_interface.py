@@ -409,6 +409,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_kv_format_name": (c_int32, [c_size_t, c_void_p, c_void_p]),
     "flashjit_prepare": (c_int32, [c_void_p, c_int32, c_void_p, c_void_p, c_char_p, c_void_p, c_void_p]),
     "flashjit_prepare_both": (c_int32, [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p]),
+    "flashjit_prepare_first_calls": (c_int32, [c_void_p, c_void_p, c_void_p]),
     "flashjit_prepare_range": (
         c_int32,
         [

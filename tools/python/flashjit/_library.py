@@ -259,6 +259,15 @@ class Runtime:
         )
         return tuple(received.kernels)
 
+    def prepare_first_calls(self, spec: str, shape: Sequence[int]) -> None:
+        """Makes in parallel what the first calls of both passes would wait for: with compile_in_background that may be plain
+        kernels, else it is prepare_both()."""
+        check(
+            library().flashjit_prepare_first_calls(
+                self.address, spec_handle(spec).address, ctypes.byref(shape_struct(shape))
+            )
+        )
+
     def workspace_bytes(self, spec: str, shape: Sequence[int], *, backward: bool = False) -> int:
         """Bytes of the workspace that a call needs on the current device; list_bytes() fewer if it receives its lists."""
         return self._bytes("flashjit_workspace_bytes", spec, shape, backward)

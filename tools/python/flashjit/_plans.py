@@ -267,7 +267,7 @@ class Plan:
             return
         with torch.cuda.device(self.index), contextlib.suppress(Error):  # which the call itself raises
             bind_context(self.device)
-            runtime().prepare_both(self.spec_text, self.shape)
+            runtime().prepare_first_calls(self.spec_text, self.shape)
 
     def _refresh(self, shared: _library.Runtime) -> None:
         """Asks how much workspace the calls need: again after something was prepared, which may have changed it."""

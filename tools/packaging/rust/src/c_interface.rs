@@ -537,6 +537,11 @@ extern "C" {
         receiver: flashjit_kernel_receiver,
         user: *mut c_void,
     ) -> flashjit_status;
+    pub fn flashjit_prepare_first_calls(
+        runtime: *mut flashjit_runtime,
+        spec: *const flashjit_spec,
+        shape: *const flashjit_shape,
+    ) -> flashjit_status;
     pub fn flashjit_prepare_range(
         runtime: *mut flashjit_runtime,
         pass: flashjit_pass,

@@ -14,6 +14,9 @@ constexpr double kBytesPerSecond = 4e12, kOperationsPerSecond = 600e12;
 /// By how much decoding for each Q tile lengthens the two products: of codes that the kernel reads as they
 /// are, and of the format that costs least.
 constexpr double kLossOfCodes = 0.15, kLossOfFormats = 0.65;
+/// The same of codes that are multiplied, from pages of 16 rows: d256 400 us, from slots 283. Products of 16
+/// bits take twice as long.
+constexpr double kLossOfPages = 0.4 / 2;
 constexpr double kSecondsOfLaunch = 5e-6;
 constexpr std::int64_t kMostDecodedBytes = std::int64_t{1} << 30;
 
@@ -36,6 +39,7 @@ double columns_of_copies(const AnalysedSpec& spec) {
 }
 
 double loss_of(const KvFormat& format, const AnalysedSpec& spec) {
+  if (spec.prologue.q_codes) return kLossOfPages;
   if (!format.quantized()) return 0;
   return spec.decodes_kv() ? kLossOfFormats : kLossOfCodes;
 }
@@ -53,6 +57,7 @@ struct KeyBytes {
 };
 KeyBytes bytes_of_key(const AnalysedSpec& spec) {
   const double k = spec.kv.k_format.row_bytes(spec.head_dim);
+  if (spec.prologue.q_codes) return {k + spec.v_dim(), k + spec.v_dim()};
   if (spec.kv.shared_kv) return {k, 2.0 * spec.head_dim};
   return {k + spec.kv.v_format.row_bytes(spec.v_dim()), 2.0 * (spec.head_dim + spec.v_dim())};
 }
@@ -79,8 +84,10 @@ AttendedPairs attended_pairs(const AnalysedSpec& spec, const AttentionShape& sha
 }  // namespace
 
 AnalysedSpec with_elements(AnalysedSpec spec) {
-  spec.kv.k_format = spec.kv.v_format = {};
-  spec.kv.key_scales = false;
+  if (!spec.prologue.q_codes) {
+    spec.kv.k_format = spec.kv.v_format = {};
+    spec.kv.key_scales = false;
+  }
   if (spec.kv.is_paged()) spec.kv.kind = KvLayout::Kind::slots;
   spec.kv.page_size = 0;
   return spec;
@@ -99,9 +106,10 @@ Support may_decode_cache(const AnalysedSpec& spec) {
         kFewestRowsOfBox, kRowsOfBoxes));
   if (spec.head_dim % 16 != 0 || spec.v_dim() % 16 != 0)
     return Support::no("decode_cache is for head dimensions that are multiples of 16");
-  if (spec.prologue.q_codes || spec.has_key_scales())
-    return Support::no(
-        "decode_cache of 8-bit K and V is without q_codes and key_scales: elements would be rounded");
+  if (spec.has_key_scales())
+    return Support::no("decode_cache of 8-bit K and V is without key_scales: elements would be rounded");
+  if (spec.prologue.q_codes && !kv.is_paged())
+    return Support::no("decode_cache beside q_codes copies pages, and K and V are in none");
   if (size_of(spec.dtype) != 2)
     return Support::no(fmt::format("decode_cache is for Q of 16 bits, not {}", to_string(spec.dtype)));
   if (spec.decodes_kv() && spec.dtype == DType::fp16 &&
@@ -129,7 +137,8 @@ double gain_by_decoded_cache(const AnalysedSpec& spec, const AttentionShape& sha
   const double gain = heads_kv * group * pairs * operations / kOperationsPerSecond;
   // The main loop reads elements no slower than codes.
   const double cost = heads_kv * keys * (stored + decoded) / kBytesPerSecond + kSecondsOfLaunch;
-  return gain / cost;
+  // Copies of codes are not measured yet: the tuner decides.
+  return spec.prologue.q_codes ? std::min(gain / cost, kGainThatDecides) : gain / cost;
 }
 
 KernelPlan add_decode_cache(KernelPlan of_elements, const AnalysedSpec& spec) {

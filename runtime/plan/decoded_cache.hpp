@@ -1,6 +1,7 @@
 // K and V in formats that are decoded, once for a call: an entry of its own writes them to the workspace as
 // elements, and the kernel of a spec with 16-bit K and V reads these. The same for elements in pages that are
-// too small for TMA. Families that can are made of their plain ones by WithDecodedCache.
+// too small for TMA, and for codes in pages that are multiplied as they are.
+// Families that can are made of their plain ones by WithDecodedCache.
 #pragma once
 
 #include <string>
@@ -11,13 +12,15 @@
 
 namespace flashjit::plan {
 
-/// The spec of the kernel that reads the elements: without formats, and a cache is in slots.
+/// The spec of the kernel that reads the elements: without formats, but where codes are multiplied, and a
+/// cache is in slots.
 AnalysedSpec with_elements(AnalysedSpec spec);
 /// The same of what a family has planned, if its configuration decodes the cache; else its own spec.
 KernelSpec spec_of_main(const KernelPlan& kernel);
 /// The type of K and V there.
 inline DType kv_type_of_main(const KernelPlan& kernel) {
-  return kernel.config.decode_cache ? kernel.spec.dtype : kernel.spec.kv_type();
+  return kernel.config.decode_cache && !kernel.spec.prologue.q_codes ? kernel.spec.dtype
+                                                                     : kernel.spec.kv_type();
 }
 
 /// Whether a spec's K and V may be decoded once, whatever its shape.
@@ -39,7 +42,7 @@ inline TileConfig without_decode_cache(TileConfig config) {
 
 /// Whether the scales of heads are left to what kernels make of the elements, as they are of 8-bit codes.
 inline bool leaves_scales(const KernelPlan& kernel) {
-  return kernel.config.decode_cache && kernel.spec.has_scales();
+  return kernel.config.decode_cache && kernel.spec.has_scales() && !kernel.spec.prologue.q_codes;
 }
 
 /// A family's functions for configurations with decode_cache, too; others stay as they are. `kScales`: its

@@ -95,10 +95,11 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const KernelSpec& 
   out.semaphores =
       allocator.place(needs.semaphores, {heads, needs.ordered_q_tiles, kDqSemaphores},
                       kTileCounters + heads_kv * kHeadSemaphores + (needs.claims_tiles ? kTileClaims : 0));
-  // Head dimensions of quantized rows are multiples of 16: two elements are a word.
+  // Head dimensions of quantized rows are multiples of 16: two elements are a word, or four codes.
   const bool apart = needs.decoded_cache && !spec.kv.shared_kv;
-  out.decoded_k = allocator.place(needs.decoded_cache, {heads_kv, shape.seqlen_kv, spec.head_dim / 2});
-  out.decoded_v = allocator.place(apart, {heads_kv, shape.seqlen_kv, spec.v_dim() / 2});
+  const int in_word = spec.prologue.q_codes ? 4 : 2;
+  out.decoded_k = allocator.place(needs.decoded_cache, {heads_kv, shape.seqlen_kv, spec.head_dim / in_word});
+  out.decoded_v = allocator.place(apart, {heads_kv, shape.seqlen_kv, spec.v_dim() / in_word});
   const auto [lists, keys_of_list] = needs.joined_lists;
   out.joined_lengths = allocator.place(lists > 0, {lists});
   out.joined_keys = allocator.place(lists > 0, {lists, keys_of_list});

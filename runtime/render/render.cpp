@@ -69,7 +69,9 @@ std::string stored_problem(const plan::KernelPlan& kernel) {
   if (!kernel.config.decode_cache) return {};
   return fmt::format("\nstruct StoredProblem : Problem {{\n{}{}}};\n",
                      to_string(expr::Constant{"kPageRows", kernel.spec.kv.page_size}),
-                     kernel.spec.kv.quantized() ? stored_formats_text(kernel.spec) : std::string());
+                     kernel.spec.kv.quantized() && !kernel.spec.prologue.q_codes
+                         ? stored_formats_text(kernel.spec)
+                         : std::string());
 }
 
 // The templates that a text includes, by their names; other includes are NVRTC's to refuse.

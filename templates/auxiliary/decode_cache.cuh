@@ -1,6 +1,6 @@
 // Before a forward pass whose many Q tiles would each decode their keys again, or copy them from small pages:
-// K and V become elements in the workspace, once. Problem has them there, in slots where the call has a
-// cache; StoredProblem as the call has them.
+// K and V become elements in the workspace, or codes that are multiplied as they are, once. Problem has them
+// there, in slots where the call has a cache; StoredProblem as the call has them.
 #pragma once
 
 #include "flashjit/auxiliary/decode_cache_params.cuh"
@@ -30,20 +30,20 @@ __device__ __forceinline__ int first_attended_key(const Params& p, const Sequenc
 template <class P, int kColumns, class Source>
 __device__ __forceinline__ void decode_keys(const Source& from, Range keys, int first, const TensorParam& to,
                                             int b, int h_kv) {
-  using Element = typename P::Element;
+  using Stored = typename KvBits<P>::Type;  // elements, or codes
   constexpr int kPieces = kColumns / 16, kAtOnce = Source::kPiecesAtOnce;
   static_assert(kColumns % 16 == 0, "head dimensions of quantized rows are multiples of 16");
-  Element* rows = static_cast<Element*>(to.data) + b * to.stride_b + h_kv * to.stride_h;
+  Stored* rows = static_cast<Stored*>(to.data) + b * to.stride_b + h_kv * to.stride_h;
 #pragma unroll kAtOnce
   for (int begin = 0; begin < kDecodedKeys * kPieces; begin += kDecodingThreads) {
     const int index = begin + static_cast<int>(threadIdx.x), key = keys.begin + index / kPieces,
               column = index % kPieces * 16;
     if (key >= keys.end) break;
     uint4 elements[2] = {};
-    if (key >= first) from.template decode16<Element>(key, column, elements);
+    if (key >= first) from.template decode16<typename P::Element>(key, column, elements);
     auto* at = reinterpret_cast<uint4*>(rows + key * to.stride_s + column);
     at[0] = elements[0];
-    at[1] = elements[1];
+    if (sizeof(Stored) == 2) at[1] = elements[1];
   }
 }
 
@@ -57,7 +57,7 @@ struct StoredRows
     : DecodedKvSources<P, ElementFormat<P, typename P::KFormat>, ElementFormat<P, typename P::VFormat>> {
   static constexpr int kKColumns = P::KFormat::kDim, kVColumns = P::VFormat::kDim;
 };
-/// or elements, as they are.
+/// or elements or codes, as they are.
 template <class P>
 struct ElementSource : KvSource<P> {
   static constexpr int kPiecesAtOnce = 2;
@@ -65,7 +65,8 @@ struct ElementSource : KvSource<P> {
   template <class Element>
   __device__ __forceinline__ void decode16(int kv, int column, uint4 (&to)[2]) const {
     const auto* from = reinterpret_cast<const uint4*>(this->row(kv) + column);
-    to[0] = from[0], to[1] = from[1];
+    to[0] = from[0];
+    if (!kScaledKv<P>) to[1] = from[1];
   }
 };
 template <class P>

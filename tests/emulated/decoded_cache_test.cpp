@@ -38,6 +38,26 @@ TEST_F(DecodedCaches, AreReadAsTheKeysInOrder) {
   }
 }
 
+/// Codes that are multiplied are copied from their pages, with the same tiles and so the same sums.
+TEST_F(DecodedCaches, AreCopiesOfCodesThatAreMultiplied) {
+  TemporaryRuntime runtime;
+  const std::string window = "mask{q + seqlen_kv - seqlen_q - kv < 20 && kv <= q + seqlen_kv - seqlen_q}";
+  unsigned seed = 0;
+  for (const std::string& spec :
+       {std::string("bf16:d64:kve4m3:q_codes:causal:varlen:pages16"),
+        std::string("bf16:d256:kve4m3:q_codes:causal:pages16"), "fp16:d128:kve5m2:q_codes:pages8:" + window,
+        std::string("bf16:d128x96:kve4m3:q_codes:pages1")}) {
+    SCOPED_TRACE(spec);
+    const bool has_window = spec.ends_with(window);
+    CacheRun({.spec = parse_spec(spec),
+              .shape = {3, 4, 2, has_window ? 5 : 30, 120},
+              .family = Family::sm90,
+              .seed = ++seed,
+              .window = has_window ? 20 : 0})
+        .check(runtime.get(), parse_config("sm90:br128:bc64:w8:s2:decode_cache"));
+  }
+}
+
 /// Without a cache: padding, dropout, listed tiles, the largest scores.
 TEST_F(DecodedCaches, AreThoseOfCallsWithoutACache) {
   const TemporaryDirectory folder;

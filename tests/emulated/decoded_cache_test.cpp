@@ -46,7 +46,7 @@ TEST_F(DecodedCaches, AreCopiesOfCodesThatAreMultiplied) {
   for (const std::string& spec :
        {std::string("bf16:d64:kve4m3:q_codes:causal:varlen:pages16"),
         std::string("bf16:d256:kve4m3:q_codes:causal:pages16"), "fp16:d128:kve5m2:q_codes:pages8:" + window,
-        std::string("bf16:d128x96:kve4m3:q_codes:pages1")}) {
+        std::string("bf16:d128x96:kve4m3:q_codes:pages64")}) {
     SCOPED_TRACE(spec);
     const bool has_window = spec.ends_with(window);
     CacheRun({.spec = parse_spec(spec),

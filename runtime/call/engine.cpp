@@ -225,7 +225,7 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
 template <class Args>
 RecordedCall Engine::record(const Operation& operation, const AttentionSpec& spec, const Args& args,
                             const device::Driver& driver) {
-  RecordedCall recorded{.places = places_of(spec, shape_of(spec, args), args)};
+  RecordedCall recorded{.launches = {}, .places = places_of(spec, shape_of(spec, args), args)};
   if (!operation.steps.empty()) launch(operation, args, ToRecord{driver, recorded.launches});
   return recorded;
 }

@@ -99,7 +99,11 @@ std::vector<TileConfig> wide_forward_preferences(const AnalysedSpec& spec) {
                             {config(32, 16, 4, 1, false, 2), !spec.kv.shared_kv}});
 }
 std::vector<TileConfig> wide_backward_preferences(const AnalysedSpec& spec) {
-  const bool spare = spec.score.empty() && !spec.dropout && !spec.varlen && !spec.has_block_map();
+  // Above 304 columns masks, lengths and fewer columns of V than of K spill 8 to 124 bytes.
+  const bool few = std::max(spec.head_dim, spec.v_dim()) <= 304,
+             plain = spec.mask.empty() && !spec.kv.has_lengths() && spec.v_dim() == spec.head_dim;
+  const bool spare =
+      (few || plain) && spec.score.empty() && !spec.dropout && !spec.varlen && !spec.has_block_map();
   return mma_sync::good_of({{config(32, 64, 8, 1, false, 2), spare},
                             {config(64, 32, 8, 1, false, 4)},
                             {config(32, 32, 8, 1, false, 4)},

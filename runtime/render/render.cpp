@@ -15,26 +15,13 @@
 namespace flashjit::render {
 namespace {
 
-/// A text that belongs to one of the programs of `entries`, or to all if there is one alone.
-std::string in_program(int number, const std::vector<plan::Entry>& entries, const std::string& text) {
-  if (program_count(entries) == 1) return text;
-  return fmt::format("#if {} != {}\n{}#endif\n", kProgramMacro, number == 1 ? 2 : 1, text);
-}
-
-/// The headers of the entries. A program parses its own alone.
 std::string includes(const std::vector<plan::Entry>& entries) {
   std::vector<std::string> names;
-  std::string text;
   for (const plan::Entry& entry : entries) {
-    if (std::ranges::find(names, entry.header) != names.end()) continue;
-    names.push_back(entry.header);
-    const int number = program_of(entry, entries);
-    const bool shared = std::ranges::any_of(entries, [&](const plan::Entry& other) {
-      return other.header == entry.header && program_of(other, entries) != number;
-    });
-    const std::string line = fmt::format("#include \"{}\"\n", entry.header);
-    text += shared ? line : in_program(number, entries, line);
+    if (std::find(names.begin(), names.end(), entry.header) == names.end()) names.push_back(entry.header);
   }
+  std::string text;
+  for (const std::string& name : names) text += fmt::format("#include \"{}\"\n", name);
   return text;
 }
 
@@ -61,7 +48,9 @@ std::string entry_text(const plan::Entry& entry, const std::vector<plan::Entry>&
       "}}\n",
       cluster, entry.threads, entry.min_blocks, entry.name, entry.params, maps, entry.function, entry.problem,
       entry.tensor_maps ? ", maps" : "");
-  return "\n" + in_program(program_of(entry, entries), entries, text);
+  if (program_count(entries) == 1) return "\n" + text;
+  const int other = program_of(entry, entries) == 1 ? 2 : 1;
+  return fmt::format("\n#if {} != {}\n{}#endif\n", kProgramMacro, other, text);
 }
 
 /// What an entry that decodes the cache is a template over: K and V as the call has them.
@@ -113,7 +102,7 @@ KernelSource render(const plan::KernelPlan& kernel, const DeviceInfo& device, co
   const std::string functions = plan::traits(kernel.config.family).functions(spec, kernel.config);
   source.text = fmt::format(
       "// {} {}\n{}{}\nnamespace flashjit {{\n\nstruct Problem {{\n  using Element = {};\n"
-      "  using KvElement = {};\n{}\n{}{}}};\n{}\n"
+      "  using KvElement = {};\n{}\n{}{}{}}};\n{}\n"
       "}}  // namespace flashjit\n",
       to_string(source.spec), to_string(source.config), params_text(kernel), includes(source.entries),
       dtype_info(spec.dtype).cuda_name, dtype_info(of_main.kv_type()).cuda_name,
@@ -122,7 +111,7 @@ KernelSource render(const plan::KernelPlan& kernel, const DeviceInfo& device, co
       expr::emit_functions(
           expr::trees_of(spec.score, spec.mask, spec.epilogue.out_mod, spec.prologue),
           {.check_indices = spec.checks.check_indices, .gradient_tangents = spec.pass == Pass::backward_jvp}),
-      functions.empty() ? "" : "\n" + in_program(1, source.entries, functions), stored_problem(kernel));
+      functions.empty() ? "" : "\n", functions, stored_problem(kernel));
   for (const plan::Entry& entry : source.entries) source.text += entry_text(entry, source.entries);
 
   std::map<std::string, std::string> headers;

@@ -128,15 +128,6 @@ TEST(Render, WritesEveryEntryWithItsBounds) {
   }
 }
 
-TEST(Render, AProgramParsesItsOwnHeaders) {
-  const std::string both = render_text("bwd:bf16:d64").text, one = render_text("fwd:bf16:d64").text;
-  EXPECT_TRUE(contains(both,
-                       "#if FLASHJIT_PROGRAM != 1\n#include \"flashjit/auxiliary/preprocess.cuh\"\n#endif\n"
-                       "#if FLASHJIT_PROGRAM != 2\n#include \"flashjit/sm80/backward.cuh\"\n#endif\n"))
-      << both;
-  EXPECT_FALSE(contains(one, "FLASHJIT_PROGRAM")) << one;
-}
-
 TEST(Render, TakesTheHeadersThatAreIncludedAndNoOthers) {
   const KernelSource forward = render_text("fwd:fp32:d64");
   const std::vector<std::string> headers = names(forward);

@@ -30,7 +30,7 @@ class Addresses {
  public:
   explicit Addresses(std::uint64_t first) : next_(first) {}
 
-  void* next() { return reinterpret_cast<void*>(next_ += std::uint64_t{1} << 30); }
+  void* next() { return reinterpret_cast<void*>(next_ += std::uint64_t{1} << 36); }
   template <class T>
   void set(T*& pointer) {
     pointer = static_cast<T*>(next());
@@ -60,7 +60,7 @@ Call dense(Addresses& at) {
   call.args.v = tensor(at, kBatch, kHeadsKv, kKeys, kDim);
   call.args.out = tensor(at, kBatch, kHeads, kQueries, kDim);
   at.set(call.args.workspace);
-  call.args.workspace_bytes = std::size_t{1} << 32;
+  call.args.workspace_bytes = std::size_t{1} << 30;
   return call;
 }
 
@@ -110,7 +110,7 @@ Call divided(Addresses& at) {
   at.set(call.args.cu_seqlens_q), at.set(call.args.kv_lengths), at.set(call.args.page_table.data);
   call.args.page_table.sequences = 64, call.args.page_table.columns = 4096;
   call.args.batch_size = 64, call.args.max_seqlen_q = 1024, call.args.max_seqlen_kv = 4096;
-  call.args.workspace_bytes = std::size_t{1} << 40;
+  call.args.workspace_bytes = std::size_t{1} << 35;
   return call;
 }
 

@@ -32,15 +32,6 @@ bool has_elements(const Tensor& tensor) {
   return std::all_of(tensor.size, tensor.size + tensor.rank, [](int64_t size) { return size > 0; });
 }
 
-/// PyTorch makes negative views of the imaginary parts of conjugated numbers, between which the real ones
-/// lie.
-bool may_be_negative_view(const Tensor& tensor) {
-  for (int i = 0; i < tensor.rank; i++) {
-    if (tensor.size[i] > 1 && tensor.stride[i] % 2 != 0) return false;
-  }
-  return true;
-}
-
 /// A tensor's layout to the key. wants_grad: set where autograd has to record the call.
 bool add_tensor(const Host& host, PyObject* object, const Mood& mood, Key& key, uint64_t& data,
                 bool& wants_grad) {
@@ -52,7 +43,7 @@ bool add_tensor(const Host& host, PyObject* object, const Mood& mood, Key& key, 
   if (tensor.data == nullptr && has_elements(tensor)) return false;  // its storage was freed
   const bool is_whole =
       tensor.type.code == kSigned || tensor.type.code == kUnsigned || tensor.type.code == kBool;
-  if (!is_whole && may_be_negative_view(tensor) && host.is_negated(object)) return false;
+  if (!is_whole && host.is_negated(object)) return false;
   if (!is_whole && mood.records && host.requires_grad(object)) wants_grad = true;
   return add_layout(key, tensor, alignment_of(data));
 }

@@ -77,8 +77,7 @@ def update(attention, heads, weights, mean, square, window, step, rate):
 
 
 def run(name, update, text, options):
-    """The losses, step by step. update(window, step, rate) makes a step and gives its loss. What is printed is the mean of 20 steps, as a
-    batch's own loss depends on its text."""
+    """The losses, step by step. update(window, step, rate) makes a step and gives its loss. The mean of 20 steps is printed."""
     random = np.random.default_rng(options.seed)
     losses, start = [], time.perf_counter()
     for step in range(1, options.steps + 1):
@@ -87,8 +86,7 @@ def run(name, update, text, options):
         losses.append(update(window, float(step), options.rate * min(1, step / 50)))
         if step % 100 == 0 or step == options.steps:
             seconds = time.perf_counter() - start
-            recent = float(np.mean(losses[-20:]))
-            print(f"{name:9} step {step:5}  loss {recent:.4f}  {seconds:.1f} s with compiling")
+            print(f"{name:9} step {step:5}  loss {np.mean(losses[-20:]):.4f}  {seconds:.1f} s with compiling")
     return np.array(losses)
 
 

@@ -9,8 +9,6 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
-#include <string_view>
-#include <type_traits>
 
 #include "api/read_struct.hpp"
 #include "support/dtypes.hpp"

@@ -85,4 +85,17 @@ inline BarrierModel::Ring ring_of(BarrierModel& model, const std::string& name, 
                      : model.barriers_of_ring(name, facts.stages, commits, releases);
 }
 
+/// The agent that finds the work tiles, `rounds` of them, and loads each warpgroup's Q.
+inline void add_q_producer(BarrierModel& model, const BarrierModel::Ring& work,
+                           const std::vector<BarrierModel::Ring>& q, int rounds) {
+  auto& producer = model.agent("Q producer");
+  for (int round = 0; round <= rounds; ++round) {
+    producer.write(work, round).commit(work, round);
+    for (const BarrierModel::Ring& ring : q) {
+      producer.acquire(ring, round).expect(ring, round, round < rounds ? 1 : 0);
+      if (round < rounds) producer.copy(ring, round);
+    }
+  }
+}
+
 }  // namespace flashjit::test

@@ -69,15 +69,7 @@ BarrierModel forward_model(const std::vector<int>& kv_tiles, const ForwardFaults
     ping_pong.push_back(model.named_barrier(fmt::format("ping_pong[{}]", wg)));
   }
 
-  // Finds the work tiles, and loads each warpgroup's Q.
-  auto& q_producer = model.agent("Q producer");
-  for (int round = 0; round <= rounds; ++round) {
-    q_producer.write(work, round).commit(work, round);
-    for (const Ring& ring : q) {
-      q_producer.acquire(ring, round).expect(ring, round, round < rounds ? 1 : 0);
-      if (round < rounds) q_producer.copy(ring, round);
-    }
-  }
+  test::add_q_producer(model, work, q, rounds);
 
   // Loads K of a tile, then V of the one before.
   auto& kv_producer = model.agent("KV producer");

@@ -50,14 +50,7 @@ BarrierModel jvp_model(const std::vector<int>& kv_tiles, const Faults& faults = 
     ping_pong.push_back(model.named_barrier(fmt::format("ping_pong[{}]", wg)));
   }
 
-  auto& q_producer = model.agent("Q producer");
-  for (int round = 0; round <= rounds; ++round) {
-    q_producer.write(work, round).commit(work, round);
-    for (const Ring& ring : q) {
-      q_producer.acquire(ring, round).expect(ring, round, round < rounds ? 1 : 0);
-      if (round < rounds) q_producer.copy(ring, round);
-    }
-  }
+  add_q_producer(model, work, q, rounds);
 
   auto& kv_producer = model.agent("KV producer");
   const auto load_v = [&](int n) { kv_producer.acquire(v, n).expect(v, n, 1).copy(v, n); };

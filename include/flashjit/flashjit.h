@@ -406,8 +406,8 @@ FLASHJIT_C_API flashjit_status flashjit_prepare_both(flashjit_runtime* runtime, 
                                                      flashjit_kernel_receiver receiver,
                                                      void* user) FLASHJIT_NOEXCEPT;
 
-/** Before the first calls of both passes: makes in parallel what they would wait for. With
- * compile_in_background that may be plain kernels; else it is flashjit_prepare_both(). */
+/** Compiles in parallel the kernels that the first calls of both passes would wait for. With
+ * compile_in_background these may be plain kernels; else it is flashjit_prepare_both(). */
 FLASHJIT_C_API flashjit_status flashjit_prepare_first_calls(flashjit_runtime* runtime,
                                                             const flashjit_spec* spec,
                                                             const flashjit_shape* shape) FLASHJIT_NOEXCEPT;

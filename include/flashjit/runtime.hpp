@@ -484,8 +484,8 @@ class FLASHJIT_API Runtime {
   /// The same for both passes in parallel, in little more time than for one. For training. Returns the
   /// forward pass's report, then the backward's.
   std::array<KernelReport, 2> prepare_both(const AttentionSpec& spec, const AttentionShape& shape);
-  /// Before the first calls of both passes: makes in parallel what they would wait for. With
-  /// compile_in_background that may be plain kernels; else it is prepare_both().
+  /// Compiles in parallel the kernels that the first calls of both passes would wait for. With
+  /// compile_in_background these may be plain kernels; else it is prepare_both().
   void prepare_first_calls(const AttentionSpec& spec, const AttentionShape& shape);
 
   /// prepare() for all shapes of a range, with as many compilations at once as there are cores: afterwards no

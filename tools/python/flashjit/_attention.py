@@ -143,7 +143,7 @@ def attention(
     captures: the values of the names in texts: tensors of 1 to 6 dimensions, and numbers.
     window: (left, right): how many keys a query sees before and after its own position; None or -1: all. The last query is
         at the last key; with causal="top_left" the first at the first. With kv_lengths as padding it needs q and k of equal
-        length, or top_left. Not with mask_mod.
+        length, or top_left; with one query, (None, right) is allowed, too. Not with mask_mod.
     softcap: scores become softcap * tanh(score / softcap). Not with score_mod.
     block_mask: BlockMap, or FlexAttention's BlockMask, whose own mask_mod is applied in its partial blocks alone, as there; the
         argument mask_mod is applied everywhere. Its tables are read on the device at each call; with lists they keep their values.

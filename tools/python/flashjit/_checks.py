@@ -35,7 +35,7 @@ def check_switches(**given: Any) -> None:
     """True or False, also NumPy's, and whole numbers, as C has them; None counts as False."""
     for name, value in given.items():
         is_one = isinstance(value, Integral) or type(value).__name__ in ("bool", "bool_") or value is None
-        dimensions: int = getattr(value, "ndim", 0)  # of an array
+        dimensions: int = getattr(value, "ndim", 0)  # an array has some
         if not is_one or dimensions > 0:
             raise WrongType(f"{name} is a {type(value).__name__}: give True or False.")
 

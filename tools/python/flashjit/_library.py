@@ -260,8 +260,8 @@ class Runtime:
         return tuple(received.kernels)
 
     def prepare_first_calls(self, spec: str, shape: Sequence[int]) -> None:
-        """Makes in parallel what the first calls of both passes would wait for: with compile_in_background that may be plain
-        kernels, else it is prepare_both()."""
+        """Compiles in parallel the kernels that the first calls of both passes would wait for. With compile_in_background these
+        may be plain kernels; else it is prepare_both()."""
         check(
             library().flashjit_prepare_first_calls(
                 self.address, spec_handle(spec).address, ctypes.byref(shape_struct(shape))

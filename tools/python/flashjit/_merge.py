@@ -146,7 +146,7 @@ def _merge_into(
 
 
 def _with_strides(lse: Tensor) -> Tensor:
-    """The library takes strides that are all 0 as those of contiguous memory."""
+    """The library reads strides that are all 0 as contiguous."""
     return lse if any(lse.stride()) else lse.contiguous()
 
 

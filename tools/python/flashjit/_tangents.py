@@ -155,5 +155,5 @@ def _read_tangent(name: str, tangent: Tensor, tensor: Tensor) -> Tensor:
     if tangent.is_neg():
         tangent = tangent.resolve_neg()
     if tangent.stride(2) == 0 and tangent.shape[2] > 1:
-        tangent = tangent.contiguous()  # expanded over rows, of which TMA copies boxes
+        tangent = tangent.contiguous()  # TMA copies boxes of rows, so rows must not be expanded
     return readable(tangent, name) if min(tangent.shape) else tangent

@@ -130,7 +130,7 @@ def refuse_negated(name: str, written: Tensor) -> None:
 
 
 def refuse_expanded(name: str, written: Tensor) -> None:
-    """One number in place of all, whose strides the library takes as those of contiguous memory."""
+    """Refuses a tensor whose strides are all 0: the library would take it as contiguous."""
     if written.numel() > 1 and not any(written.stride()):
         raise InvalidArgument(
             f"{name} is an expanded tensor, whose elements share memory: give its contiguous()."

@@ -123,7 +123,7 @@ class _Wrapper:
     def _read(
         self, args: tuple[Any, ...], scales: Scales, q: Tensor, sinks: Tensor | None = None
     ) -> tuple[Scales, Tensor | None, Scores]:
-        """run()'s scales, sinks and scores. args: those without names, as FlashInfer's kernels of plan()'s kind take them."""
+        """run()'s scales, sinks and scores. args: positional, in the order of FlashInfer's kernels for this plan()."""
         if not args or not self._takes_sinks:
             return of_arguments(args, scales, q), sinks, self._scores
         sinks, sm_scale = sinks_of(args)
@@ -583,4 +583,4 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, paged_kv_indices_buf=paged_kv_indices_buf
         )
-        self._takes_sinks = True  # run()'s arguments without names, or sinks by name
+        self._takes_sinks = True  # as positional arguments of run(), or by name

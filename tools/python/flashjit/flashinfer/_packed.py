@@ -23,7 +23,7 @@ class Packed(NamedTuple):
     def of(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """[1, hkv, keys, d] each, of pages [pages, hkv, rows, d], and attention()'s arguments for them."""
         say_once(
-            "pos_encoding_mode is ROPE_LLAMA, and K is in pages: run() copies K and V of its sequences. To save the time rotate "
+            "pos_encoding_mode is ROPE_LLAMA, and K is in pages: run() copies K and V of its sequences. To avoid the copy, rotate "
             "keys once, when they are stored (flashjit.append() does it in the same launch), and give NONE."
         )
         k, v = (with_batch(x.transpose(1, 2)[self.page, self.row]) for x in (k, v))
@@ -31,7 +31,7 @@ class Packed(NamedTuple):
 
 
 def packed_of(pages: Pages, page_size: int, room: int | None) -> Packed:
-    """room: of keys, where a captured graph is to read others later; None: as many as there are."""
+    """room: how many keys to allocate for, if a captured graph reads other keys later; None: the number of keys now."""
     longest = pages.table.shape[1] * page_size
     ends = torch.nn.functional.pad(pages.lengths.cumsum(0, dtype=torch.int32), (1, 0))
     keys = int(ends[-1]) if room is None else room
@@ -39,6 +39,6 @@ def packed_of(pages: Pages, page_size: int, room: int | None) -> Packed:
         nowhere = torch.zeros(keys, dtype=torch.int64, device=ends.device)
         return Packed(nowhere, nowhere, ends, longest)
     sequence, place = places(ends, keys)
-    place = place.clamp(max=longest - 1)  # of what there is room for, and no key
+    place = place.clamp(max=longest - 1)  # padding up to the room, not keys
     page = pages.table[sequence.long(), place // page_size].long()
     return Packed(page, place % page_size, ends, longest)

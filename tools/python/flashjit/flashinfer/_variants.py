@@ -1,4 +1,4 @@
-"""run()'s arguments without names, and FlashInfer's jit_args: a variant of attention by name, with CUDA code, which flashjit does not read."""
+"""run()'s positional arguments, and FlashInfer's jit_args: a variant of attention by name, with CUDA code, which flashjit does not read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def has_sinks(jit_args: Any) -> bool:
 
 
 def sinks_of(args: tuple[Any, ...]) -> tuple[Tensor, float | None]:
-    """The sinks and the scale of run()'s arguments without names."""
+    """The sinks and the scale of run()'s positional arguments."""
     if len(args) > 2:
         raise InvalidArgument(
             f"run() is given {len(args)} more arguments: with {_SINKS!r} give sink, float32 [hq], and sm_scale."
@@ -38,7 +38,7 @@ def sinks_of(args: tuple[Any, ...]) -> tuple[Tensor, float | None]:
 
 
 def of_arguments(args: tuple[Any, ...], named: Scales, q: Tensor) -> Scales:
-    """Scales, which FlashInfer's FP8 kernels take without names."""
+    """Scales, which FlashInfer's FP8 kernels take by position."""
     if not args:
         return named
     if q.dtype.itemsize > 1 or len(args) > 3:

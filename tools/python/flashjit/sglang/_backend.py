@@ -17,7 +17,7 @@ from ..errors import InvalidArgument, Unsupported
 from ..flash_attn._attend import with_batch
 from . import _trees
 
-_MOST_DRAFTS = 64  # of a tree, whose ancestors are bits
+_MOST_DRAFTS = 64  # a tree's limit: ancestors are bits of an int64
 _BOTH_WAYS = ("ENCODER_ONLY", "DECODER_BIDIRECTIONAL")
 
 
@@ -281,8 +281,8 @@ class FlashjitBackend(AttentionBackend):
             side = window if window is not None and window > -1 else None
             if self.trees and side is not None and side < self.drafts - 1:
                 raise Unsupported(
-                    f"the layer's window is {side}, and speculative_num_draft_tokens {self.drafts}: flashjit.sglang has trees "
-                    "that windows hold whole; choose another backend."
+                    f"the layer's window is {side}, and speculative_num_draft_tokens {self.drafts}: flashjit.sglang needs "
+                    f"a window of {self.drafts - 1} earlier keys or more, which covers the whole tree; choose another backend."
                 )
             made = Layer(layer.scaling, side, side, layer.logit_cap, batch_invariant=self.invariant)
             found = self._layers[layer.layer_id] = (made, layer.attn_type not in kinds)

@@ -20,13 +20,13 @@ def read(mask: Tensor, before: Tensor, drafts: int) -> Tree:
     """The tree of each sequence.
 
     mask: bool, of one sequence after another: [drafts, keys before + drafts], or [drafts, drafts].
-    before: [sequences]: how many keys each has before its drafts. Those of a graph's padding may have no part in mask."""
+    before: [sequences]: how many keys each has before its drafts. A graph's padding sequences may be missing from mask."""
     steps = torch.arange(drafts, device=before.device)
     if mask.numel() == before.numel() * drafts**2:
         own = mask.view(-1, drafts, drafts)
     elif mask.numel() < drafts**2:
         raise InvalidArgument(
-            f"custom_mask has {mask.numel()} elements: it must have {drafts} for each draft."
+            f"custom_mask has {mask.numel()} elements: it must have at least {drafts} for each of the {drafts} drafts."
         )
     else:
         width = before.long() + drafts

@@ -168,8 +168,8 @@ class FlashjitBuilder(AttentionMetadataBuilder[FlashjitMetadata]):
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """Whether vLLM, as 0.26 with disable_cascade_attn=False, tells build() of keys that all requests share: for layers
-        whose kernels read them once, where that saves more than the graph, which the step then is without."""
+        """Whether vLLM (0.26 with disable_cascade_attn=False) passes build() the common prefix. True where reading it once
+        saves more than the CUDA graph, which such a step does not use."""
         plain = not (use_alibi or use_sliding_window or use_local_attention) and dcp_world_size == 1
         return plain and common_prefix_len >= 256 and len(query_lens) >= 8
 

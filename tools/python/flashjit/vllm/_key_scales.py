@@ -1,7 +1,7 @@
 """vLLM's caches of 8 bits with a scale for each token and head.
 
 vLLM counts, for a token and a head, the bytes of K's and V's codes and of two float32 scales. Kernels read rows by 16 bytes, which
-a scale behind each row would leave unaligned, so a head's part of a block has all codes of K, those of V, K's scales and V's."""
+a scale behind each row would leave unaligned, so each head's part of a block has K's codes, V's codes, K's scales and V's scales."""
 
 from __future__ import annotations
 

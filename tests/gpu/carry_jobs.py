@@ -85,6 +85,32 @@ def distributed(name: str, seconds: int, options: str) -> Job:
     return Job(f"rings:{name}", command, seconds, gpus=2, alone=True)
 
 
+def configs(name: str, seconds: int, spec: str, shape: str, *chosen: str) -> Job:
+    """Times tile configurations in turn that the heuristics do not take."""
+    each = f"build/tools/flashjit bench --spec '{spec}' --shape {shape} --csv $RESULTS/{name}.csv --config"
+    command = f"for config in {' '.join(chosen)} {chosen[0]}; do {each} $config || failed=1; done; [ -z ${{failed:-}} ]"
+    return Job(f"configs:{name}", command, seconds, alone=True)
+
+
+def cache_formats(name: str, script: str, seconds: int) -> Job:
+    """Caches in all formats that a script of tools/bench times; warm compiles each format's kernels in a process of its own."""
+    plain = f"python3 tools/bench/{script}.py --lib build/libflashjit.so"
+    formats = f"import sys; sys.path[:0] = ['tools/bench', 'tools/python']; import {script} as k; print(*k.FORMATS, sep='\\n')"
+    warm = f'python3 -c "{formats}" | xargs -P 12 -I@ {plain} --warm @'
+    return Job(name, f"{plain} --csv $RESULTS/{script}.csv", seconds, alone=True, warm=warm)
+
+
+LATENT_PAIRS = tuple(
+    f"sm90:br64:bc32:w8:{rest}"
+    for rest in (
+        "s2:d_split2:split:pack_gqa",
+        "s2:d_split2:split:pack_gqa:cta_pair",
+        "s3:d_split2:split:pack_gqa:cta_pair",
+    )
+)
+CODES_FROM_PAGES = tuple(
+    f"sm90:br128:{rest}" for rest in ("bc128:w8:s2", "bc128:w8:s2:decode_cache", "bc96:w8:s3:decode_cache")
+)
 EXAMPLES = """
 ls build/tools/examples/example_* || exit 77 # not built
 for example in build/tools/examples/example_*; do
@@ -93,7 +119,6 @@ for example in build/tools/examples/example_*; do
 done
 echo "failed:${failed:- none}"; [ -z "${failed:-}" ]
 """
-FORMATS = "import sys; sys.path[:0] = ['tools/bench', 'tools/python']; import kv_format_speed as k; print(*k.FORMATS, sep='\\n')"
 SCHEMES = "--schemes ring,all_gather,ulysses"
 
 
@@ -139,13 +164,8 @@ def all_jobs(first: str) -> list[Job]:
             90,
             "--tokens 65536,131072 --schemes all_gather,ulysses,pytorch_ring,pytorch_all_gather",
         ),
-        Job(
-            "formats",
-            "python3 tools/bench/kv_format_speed.py --lib build/libflashjit.so --csv $RESULTS/kv_formats_speed.csv",
-            150,
-            alone=True,
-            warm=f'python3 -c "{FORMATS}" | xargs -P 12 -I@ python3 tools/bench/kv_format_speed.py --lib build/libflashjit.so --warm @',
-        ),
+        cache_formats("formats:speed", "kv_format_speed", 150),
+        cache_formats("formats:once", "decoded_cache", 120),
         race("tangents", 90, ("tangents",)),
         race("codes", 90, ("fa3", "vllm")),
         race("latents", 120, ("vllm", "flashinfer")),
@@ -173,6 +193,27 @@ def all_jobs(first: str) -> list[Job]:
                 peers=("sglang",),
             )
             for model, page in (("llama", 16), ("qwen3", 1), ("mistral", 1))
+        ),
+        configs(
+            "latents",
+            60,
+            "fwd:bf16:d576x512:kv{fp8_ds_mla}:shared_kv:indices",
+            "b128:hq128:hkv1:sq1:skv32768",
+            *LATENT_PAIRS,
+        ),
+        configs(
+            "codes",
+            60,
+            "fwd:bf16:d256:kve4m3:q_codes:causal:pages16",
+            "b4:hq16:hkv16:sq4096:skv4096",
+            *CODES_FROM_PAGES,
+        ),
+        Job(
+            "host",
+            "python3 tools/bench/python_host.py --rounds 300 --csv $RESULTS/host.csv --commit $COMMIT && "
+            "python3 tools/bench/python_host.py --drop-ins --rounds 200",
+            90,
+            alone=True,
         ),
         bench("races:serving", "serving.py", 150, peers=("fa3",)),
         bench("races:masks", "serving_masks.py", 90),

@@ -102,8 +102,7 @@ struct WithDecodedCache {
                                         .search_space = search_space,
                                         .kernel = kernel,
                                         .workspace = workspace,
-                                        .functions = functions,
-                                        .unasked = kPlain.unasked};
+                                        .functions = functions};
 };
 
 }  // namespace flashjit::plan

@@ -89,8 +89,6 @@ struct FamilyTraits {
   /// The Problem's functions that are the family's own; apart, as a search plans hundreds of kernels and
   /// renders few.
   std::string (*functions)(const AnalysedSpec&, const TileConfig&);
-  /// Whether it is chosen where neither a configuration nor the tuner's records name it. Null: always.
-  Support (*unasked)(const AnalysedSpec&) = nullptr;
 };
 
 /// All families, in order of preference.

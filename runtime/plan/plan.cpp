@@ -52,8 +52,6 @@ struct Chosen {
 Chosen chosen_by(const FamilyTraits& family, const AnalysedSpec& spec, const AttentionShape& shape,
                  const DeviceInfo& device) {
   if (const Support able = family.supports(spec, device); !able) return {{}, able};
-  if (family.unasked)
-    if (const Support taken = family.unasked(spec); !taken) return {{}, taken};
   const TileConfig config = spec.reproducible.batch_invariant ? invariant_config(family, spec, shape, device)
                                                               : family.heuristic(spec, shape, device);
   return {config, family.admits(spec, config, device)};

@@ -133,7 +133,7 @@ std::vector<TileConfig> packed_where_admitted(const AnalysedSpec& spec, const st
 }
 
 TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
-  if (spec.pass == Pass::jvp) return sm90_jvp::heuristic(spec);
+  if (spec.pass == Pass::jvp) return sm90_jvp::heuristic(spec, device);
   if (spec.indices) return tile_of_indices(spec, shape, device);
   if (const std::optional<TileConfig> few = few_rows_tile(spec, shape, device)) return *few;
   if (const std::optional<TileConfig> cascade = cascade_tile(spec, shape, device)) return *cascade;
@@ -341,8 +341,7 @@ constexpr FamilyTraits kPlainTraits{.family = Family::sm90,
                                     .search_space = search_space,
                                     .kernel = kernel,
                                     .workspace = tensor_core_workspace,
-                                    .functions = wgmma_functions,
-                                    .unasked = sm90_jvp::unasked};
+                                    .functions = wgmma_functions};
 }  // namespace hopper
 
 const FamilyTraits& sm90_traits() { return WithDecodedCache<hopper::kPlainTraits, true>::kTraits; }

@@ -80,13 +80,10 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
   return Support::yes();
 }
 
-Support unasked(const AnalysedSpec& spec) {
-  if (spec.pass != Pass::jvp) return Support::yes();
-  return Support::no("its kernel of O's tangent is taken where a configuration names it or the tuner did");
-}
-
-TileConfig heuristic(const AnalysedSpec& spec) {
-  return hopper::forward_config(kWarps, preferred_keys(spec), 2);
+TileConfig heuristic(const AnalysedSpec& spec, const DeviceInfo& device) {
+  // A third stage is worth more than a second buffer of Q, by 1%.
+  const TileConfig three = hopper::forward_config(kWarps, preferred_keys(spec), 3);
+  return admits(spec, three, device) ? three : hopper::forward_config(kWarps, preferred_keys(spec), 2);
 }
 
 std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo& device) {

@@ -8,9 +8,7 @@ namespace flashjit::plan::sm90_jvp {
 /// What the family's own functions say of a spec whose pass is jvp; element types and device are checked.
 Support supports(const AnalysedSpec& spec);
 Support admits(const AnalysedSpec& spec, const TileConfig& config, const DeviceInfo& device);
-/// Not yet: no GPU has run it. templates/sm90/NOTES.md#os-tangent
-Support unasked(const AnalysedSpec& spec);
-TileConfig heuristic(const AnalysedSpec& spec);
+TileConfig heuristic(const AnalysedSpec& spec, const DeviceInfo& device);
 std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo& device);
 KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config);
 

@@ -139,7 +139,6 @@ def all_jobs(first: str) -> list[Job]:
             240,
             cores=6,
         ),
-        bench("tangents:tiles", "tangent_tiles.py", 120),
         Job("sanitize", "LOGS=$RESULTS LIMIT=240 bash tests/gpu/sanitize.sh", 420, cores=16),
         Job("racecheck", "TOOLS=racecheck LOGS=$RESULTS LIMIT=240 bash tests/gpu/sanitize.sh", 420, cores=8),
         Job("checkwaits", f"{TESTS} --gtest_filter='CheckWaits*'", 180, alone=True),

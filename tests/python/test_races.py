@@ -205,23 +205,6 @@ def test_both_sides_have_the_tangent(bench, racing, monkeypatch):
         assert not refused and not report.failures and len(errors) == 5
 
 
-def test_each_tile_of_the_tangents_kernel_is_named_before_its_call(bench):
-    race = bench("race_tangents")
-    named = []
-
-    class Runtime:
-        def prepare(self, spec, shape, config=None):
-            named.append((spec, shape, config))
-            return types.SimpleNamespace(config="sm80:br128:bc32:w8")
-
-    tiles = race.tiles_of(race.Problem(128, 4, 16, 4096, True), Runtime())
-    assert list(tiles) == ["flashjit", *(f"flashjit, {config}" for config in race.TILES[128])]
-    calls = [race.with_tiles(prepare, lambda: "O") for prepare in tiles.values()]
-    assert [call() for call in calls] == ["O"] * 5
-    of_call = "jvp:bf16:d128:causal", (4, 16, 16, 4096, 4096)
-    assert named == [(*of_call, config) for config in (None, "sm80:br128:bc32:w8", *race.TILES[128])]
-
-
 @pytest.mark.parametrize("pass_name", ["forward", "backward"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_sides_train_alike(bench, racing, monkeypatch, pass_name, causal):

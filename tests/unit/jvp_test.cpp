@@ -130,6 +130,14 @@ TEST(JvpPlan, HopperHasTilesThatRegistersHold) {
   EXPECT_EQ(most_keys("bf16:d96"), 64);
   EXPECT_EQ(most_keys("bf16:d128:dropout"), 48);
   EXPECT_EQ(most_keys("bf16:d192x128"), 32);
+  const auto chosen = [&](const char* text) {
+    return to_string(
+        plan::make_plan({parse_spec(text), Pass::jvp}, {4, 16, 16, 4096, 4096}, device, {}).config);
+  };
+  EXPECT_EQ(chosen("bf16:d64:causal"), "sm90:br128:bc80:w8:s3");
+  EXPECT_EQ(chosen("bf16:d128"), "sm90:br128:bc48:w8:s3");
+  EXPECT_EQ(chosen("bf16:d192x128"), "sm90:br128:bc32:w8:s3");
+  EXPECT_EQ(chosen("bf16:d256x128"), "sm80:br128:bc32:w8");
   const Support wide = sm90.supports(KernelSpec{parse_spec("bf16:d256"), Pass::jvp}, device);
   expect_in("up to 192 columns of Q and 128 of V, not 256 and 256", wide.reason);
 }

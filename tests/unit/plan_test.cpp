@@ -196,15 +196,6 @@ TEST(Plan, TensorCoresOfTuringAreForcedOnNewerGpus) {
   expect_in("has one stage", sm75_traits().admits(spec, parse_config("sm75:br64:bc64:w4:s2"), t4).reason);
 }
 
-TEST(Plan, HoppersKernelOfOsTangentIsTakenByName) {
-  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
-  const KernelSpec spec = parse_spec("jvp:bf16:d128:causal");
-  const AttentionShape shape{2, 4, 4, 512, 512};
-  EXPECT_EQ(make_plan(spec, shape, h100, {}).config.family, Family::sm80);
-  const TileConfig named = parse_config("sm90:br128:bc48:w8:s2");
-  EXPECT_EQ(make_plan(spec, shape, h100, {}, named).config, named);
-}
-
 TEST(Plan, DeterministicGradientsOfCapturesAreLeftToSimt) {
   const DeviceInfo hopper = DeviceInfo::parse("sm_90a");
   const auto plan = [&](const std::string& text) { return make_plan(parse_spec(text), kShape, hopper, {}); };

@@ -1,7 +1,5 @@
-"""jvp_flash_attention, a Triton kernel: O and its tangent by torch.func.jvp. On Hopper also our wgmma kernel with the tiles of TILES, which
-is taken by name alone so far."""
+"""jvp_flash_attention, a Triton kernel: O and its tangent by torch.func.jvp."""
 
-import functools
 import typing
 
 import racing
@@ -48,36 +46,8 @@ def expected(primals, tangents, causal):
     return out, tangent
 
 
-#: What Hopper's own kernel is timed with, by the head dimension: templates/sm90/NOTES.md#os-tangent.
-TILES = {
-    64: [f"sm90:br128:bc{bc}:w8:s{stages}" for bc, stages in ((80, 2), (80, 3), (64, 2), (64, 3))],
-    128: [f"sm90:br128:bc{bc}:w8:s{stages}" for bc, stages in ((48, 2), (48, 3), (32, 3), (32, 4))],
-}
-
-
-def tiles_of(problem, runtime):
-    """The family's choice, then the ones to time beside it. Each call names its own, as the one named last stays."""
-    spec = f"jvp:bf16:d{problem.dim}" + ":causal" * problem.causal
-    shape = problem.batch, problem.heads, problem.heads, problem.tokens, problem.tokens
-    chosen = runtime.prepare(spec, shape).config
-    found = {"flashjit": functools.partial(runtime.prepare, spec, shape, config=chosen)}
-    for config in TILES[problem.dim]:
-        if config != chosen:
-            found[f"flashjit, {config}"] = functools.partial(runtime.prepare, spec, shape, config=config)
-    return found
-
-
-def with_tiles(prepare, call):
-    def prepared():
-        prepare()
-        return call()
-
-    return prepared
-
-
 def heat(problem, device="cuda"):
     import flashjit
-    from flashjit._library import runtime
     from jvp_flash_attention.jvp_attention import JVPAttn
 
     torch.manual_seed(problem.tokens)
@@ -91,9 +61,6 @@ def heat(problem, device="cuda"):
 
     ours = dual(lambda q, k, v: flashjit.attention(q, k, v, causal=problem.causal))
     calls = {"flashjit": [ours]}
-    if device == "cuda" and torch.cuda.get_device_capability() == (9, 0):
-        tiles = tiles_of(problem, runtime())
-        calls = {who: [with_tiles(prepare, ours)] for who, prepare in tiles.items()}
     for tma in (True, False):
         for specialized in (True, False):
             name = "jvp_flash_attention" + ", TMA" * tma + ", warp specialised" * specialized

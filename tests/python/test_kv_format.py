@@ -547,3 +547,12 @@ def test_scales_of_a_format_are_its_own():
         flashjit.InvalidArgument, match="scales is 'row' and format q8_0, which has its own scales"
     ):
         flashjit.quantize(torch.randn(1, 1, 4, 64), format="q8_0", scales="row")
+
+
+def test_a_type_and_a_format_are_refused_together():
+    x = torch.randn(1, 1, 4, 64)
+    with pytest.raises(
+        flashjit.InvalidArgument, match="dtype is torch.int8 and format 'q8_0'.*give one of them"
+    ):
+        flashjit.quantize(x, torch.int8, format="q8_0")
+    assert flashjit.quantize(x)[0].dtype == torch.float8_e4m3fn

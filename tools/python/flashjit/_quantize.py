@@ -39,7 +39,7 @@ class _Angles(NamedTuple):
 
 def quantize(
     x: Tensor,
-    dtype: torch.dtype = torch.float8_e4m3fn,
+    dtype: torch.dtype | None = None,
     *,
     format: KvFormat | str | None = None,
     block_scale: Tensor | None = None,
@@ -56,7 +56,7 @@ def quantize(
     """Codes and their scales, as attention() takes them: x is codes times scales, as nearly as the type allows.
 
     x: Q, K or V, [batch, heads, rows, head_dim], or a pool of pages; float16, bfloat16 or float32; head_dim a multiple of 16.
-    dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8.
+    dtype: torch.float8_e4m3fn, the default, torch.float8_e5m2 or torch.int8.
     format: KvFormat, or its text such as "nvfp4", in place of dtype: codes are then uint8 [..., bytes of a row].
     block_scale: with a format whose scales are in a tensor of their own: that tensor, of KvFormat.block_scales(x.shape)'s sizes and type,
         which is written. Where keys share scales x has whole groups of them.
@@ -75,6 +75,11 @@ def quantize(
     """
     if not isinstance(x, Tensor):
         raise WrongType(f"x is a {type(x).__name__}: give a torch.Tensor.")
+    if dtype is not None and format is not None:
+        raise InvalidArgument(
+            f"dtype is {dtype} and format {format!r}: a format says how its codes are stored, so give one of them."
+        )
+    dtype = torch.float8_e4m3fn if dtype is None else dtype
     if not isinstance(dtype, torch.dtype) or dtype not in KV_TYPES:
         raise WrongType(f"dtype is {dtype}: give torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8.")
     check_text("scales", scales)

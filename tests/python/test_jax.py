@@ -15,6 +15,7 @@ import child  # noqa: E402
 import flashjit  # noqa: E402
 import flashjit.jax as fj  # noqa: E402
 import jax.export  # noqa: E402
+from flashjit.jax import _handler  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 from jax_reference import attention as in_jax  # noqa: E402
@@ -29,6 +30,23 @@ def causal(b, h, q_idx, kv_idx):
 
 def alibi(slopes):
     return lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
+
+
+@pytest.mark.parametrize("version, fits", [("0 99", True), ("0 0", False), ("1 99", False)])
+def test_a_handler_that_jaxlib_does_not_take_is_refused(version, fits, tmp_path, monkeypatch):
+    """Before XLA is told: it would refuse the handler where JAX begins to use a platform, which then has none."""
+    names = ("#define XLA_FFI_API_MAJOR", "#define XLA_FFI_API_MINOR")
+    header = tmp_path / "xla/ffi/api/c_api.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("\n".join(" ".join(line) for line in zip(names, version.split())))
+    monkeypatch.setattr(jax.ffi, "include_dir", lambda: str(tmp_path))
+    if fits:
+        return _handler._refuse_newer_ffi((0, 3))
+    takes = version.replace(" ", "[.]")
+    with pytest.raises(
+        flashjit.NoDriver, match=f"built for XLA's FFI 0[.].*jaxlib .* has {takes}, .*install a newer JAX"
+    ):
+        _handler.register.__wrapped__()
 
 
 # --- one call ----------------------------------------------------------------------------------------------------------

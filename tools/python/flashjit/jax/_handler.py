@@ -7,6 +7,7 @@ import ctypes
 import functools
 import os
 import pathlib
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ def register() -> None:
             "built where JAX is installed before flashjit: install JAX, then flashjit again (pip install "
             "--force-reinstall ./tools/python), or build the CMake target flashjit_jax."
         ) from None
+    _refuse_newer_ffi(divmod(opened.flashjit_jax_ffi_version(), 1000))
     opened.flashjit_jax_open.restype = ctypes.c_char_p
     opened.flashjit_jax_open.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
     wrong = opened.flashjit_jax_open(os.fsencode(_installed.library_path()), _library.runtime().address)
@@ -55,6 +57,24 @@ def register() -> None:
         jax.ffi.register_ffi_target(target, capsule(f"reference_{call}"), platform="cpu")
         stages = {"initialize": capsule(f"prepare_{call}"), "execute": capsule(call)}
         jax.ffi.register_ffi_target(target, stages, platform="CUDA")
+
+
+def _refuse_newer_ffi(built: tuple[int, int]) -> None:
+    """XLA takes handlers of its own interface and of older ones. It refuses others when JAX begins to use a platform, which then
+    has none."""
+    header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h")
+    found = re.findall(
+        r"#define XLA_FFI_API_M(?:AJOR|INOR) (\d+)", header.read_text() if header.exists() else ""
+    )
+    if len(found) != 2:
+        return
+    major, minor = map(int, found)
+    if built[0] != major or built[1] > minor:
+        raise NoDriver(
+            f"{handler_path().name} is built for XLA's FFI {built[0]}.{built[1]}, and jaxlib {jax.lib.__version__} has "
+            f"{major}.{minor}, which takes {major}.{minor} and older ones: install a newer JAX (pip install -U jax), or build "
+            "flashjit with this one (pip install --force-reinstall ./tools/python)."
+        )
 
 
 def workspace_bytes(spec: str, shape: Sequence[int], kind: str) -> int:

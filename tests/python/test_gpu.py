@@ -78,6 +78,21 @@ def judge(out, grads, want, inputs, dout):
         assert error <= limit, f"{name}: error {error:.3g}, limit {limit:.3g}"
 
 
+@pytest.mark.parametrize("over", ["heads", "batch entries", "rows"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_expanded_tensors(over, dim):
+    """Whose elements repeat, with a stride of 0: K and V of one head, a shared prompt, and O's gradient of a mean."""
+    axis = {"batch entries": 0, "heads": 1, "rows": 2}[over]
+    q, k, v = tensors(heads=4, heads_kv=4, dim=dim)
+    size = lambda x: [1 if i == axis else n for i, n in enumerate(x.shape)]
+    k, v = (torch.randn(size(x), dtype=x.dtype, device=DEVICE).requires_grad_() for x in (k, v))
+    attend = lambda: flashjit.attention(q, k.expand(2, 4, 333, dim), v.expand(2, 4, 333, dim))
+    want = lambda dtype: reference(q, k.expand(2, 4, 333, dim), v.expand(2, 4, 333, dim), dtype=dtype)
+    out = attend()
+    dout = torch.randn(size(out), dtype=out.dtype, device=DEVICE).expand(out.shape)
+    judge(out, torch.autograd.grad(out, (q, k, v), dout), want, (q, k, v), dout)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dim, dim_v", [(32, 32), (64, 64), (128, 128), (64, 32), (40, 40)])
 @pytest.mark.parametrize("masked", [False, True, "top_left"])

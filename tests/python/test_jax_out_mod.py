@@ -117,5 +117,5 @@ def test_refusals(mod, says):
 def test_forward_mode_is_refused():
     attend = functools.partial(fj.attention, out_mod=lambda out, b, h, i, d: out * 2)
     arrays = tuple(problem())
-    with pytest.raises(flashjit.Error, match="with out_mod has no forward-mode and second derivatives"):
+    with pytest.raises(flashjit.Error, match="no forward-mode and second derivatives .*out_mod is set"):
         jax.jit(lambda *x: jax.jvp(attend, x, x))(*arrays)

@@ -172,5 +172,5 @@ def test_other_derivatives_are_refused():
     q, k, v = problem()
     attend = lambda q: fj.attention(q, k, v, q_mod=lambda row, b, h, i, d: row[d] * 2).sum()
     for wrong in (lambda q: jax.jvp(attend, (q,), (q,)), jax.grad(lambda q: jax.grad(attend)(q).sum())):
-        with pytest.raises(flashjit.Error, match="with q_mod has no forward-mode and second derivatives"):
+        with pytest.raises(flashjit.Error, match="no forward-mode and second derivatives .*q_mod is set"):
             jax.jit(wrong)(q)

@@ -161,7 +161,7 @@ def test_what_is_refused():
             with pytest.raises(flashjit.Unsupported, match=says):
                 wrap(wrong)(q)
     weights = lambda q: fj.attention(q, k, v, weight_mod=lambda s, b, h, i, j: jax.nn.sigmoid(s)).sum()
-    with pytest.raises(flashjit.Error, match="with weight_mod has no forward-mode and second derivatives"):
+    with pytest.raises(flashjit.Error, match="no forward-mode and second derivatives .*weight_mod is set"):
         jax.jit(jax.grad(lambda q: jax.grad(weights)(q).sum()))(q)
 
 

@@ -122,5 +122,5 @@ def test_refusals(more, says):
 def test_forward_mode_is_refused():
     attend = functools.partial(fj.attention, weight_mod=sigmoid)
     arrays = tuple(problem())
-    with pytest.raises(flashjit.Error, match="with weight_mod has no forward-mode and second derivatives"):
+    with pytest.raises(flashjit.Error, match="no forward-mode and second derivatives .*weight_mod is set"):
         jax.jit(lambda *x: jax.jvp(attend, x, x))(*arrays)

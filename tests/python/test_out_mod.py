@@ -217,7 +217,7 @@ def test_refusals(more, says):
 
 def test_forward_mode_is_refused():
     q, k, v, _ = tensors()
-    with pytest.raises(flashjit.Error, match="with out_mod has no forward-mode derivative"):
+    with pytest.raises(flashjit.Error, match="no forward-mode derivative .*out_mod is set"):
         torch.func.jvp(
             lambda x: flashjit.attention(x, k, v, out_mod="out * 2.0"), (q,), (torch.ones_like(q),)
         )

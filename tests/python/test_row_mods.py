@@ -250,9 +250,9 @@ def test_refusals(mod, says):
 def test_other_derivatives_are_refused():
     q, k, v, _ = tensors()
     attend = lambda x: flashjit.attention(x, k, v, q_mod="element * 2.0").sum()
-    with pytest.raises(flashjit.Error, match="with q_mod has no forward-mode derivative"):
+    with pytest.raises(flashjit.Error, match="no forward-mode derivative .*q_mod is set"):
         torch.func.jvp(attend, (q,), (torch.ones_like(q),))
     q.requires_grad_()
     (grad,) = torch.autograd.grad(attend(q), q, create_graph=True)
-    with pytest.raises(flashjit.Error, match="with q_mod has no second derivative"):
+    with pytest.raises(flashjit.Error, match="no second derivative .*q_mod is set"):
         torch.autograd.grad(grad.sum(), q)

@@ -99,7 +99,7 @@ def test_programs_that_tell_entries_apart(mapped, stage, kind):
 def test_what_has_no_tangent_is_refused_with_the_reason(stage):
     attend = lambda q, k, v: flashjit.attention(q, k, v, **{stage: MODS[stage](torch.ones(2, device=DEVICE))})
     for kind in ("jvp", "jacfwd", "jvp of grad", "grad of grad"):
-        with pytest.raises(flashjit.Error, match=f"with {stage} has no "):
+        with pytest.raises(flashjit.Error, match=f"has no .* derivative.*{stage} is set"):
             torch.func.vmap(derivatives(attend)[kind])(*inputs())
 
 

@@ -206,7 +206,7 @@ def test_errors_name_weight_mod(weight_mod, says):
 
 def test_forward_mode_is_refused():
     q, k, v, _ = tensors()
-    with pytest.raises(flashjit.Error, match="with weight_mod has no forward-mode derivative"):
+    with pytest.raises(flashjit.Error, match="no forward-mode derivative .*weight_mod is set"):
         torch.func.jvp(
             lambda x: flashjit.attention(x, k, v, weight_mod=WEIGHTS["sigmoid"][0]),
             (q,),

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from ._call_types import NOTHING, grads_of_fixed, names_with_grad
 from ._tangents import declared_with_grad
+from ._tensors import SPEC_TYPES
 from ._without_tangent import FORWARD_MODE, SECOND, refuse_without_tangent
 from .errors import InvalidArgument, Unsupported
 
@@ -32,6 +33,11 @@ class _Call:
         rest = list(self.rest)
         rest[2] = declared_with_grad(self.options, names)
         return _Call((None, None), rest)
+
+    def refuse_without_tangent(self, of_pass: str, q: Tensor, v: Tensor, derivative: str) -> None:
+        """of_pass: "jvp:" or "bwd_jvp:"."""
+        dtype = self.rest[-2] or SPEC_TYPES[q.dtype]
+        refuse_without_tangent(of_pass, f"{dtype}:d{q.shape[3]}x{v.shape[3]}{self.options}", derivative)
 
     def by_input(
         self, grads: Sequence[Any], optional: Sequence[Any], captures: Sequence[Any]
@@ -146,8 +152,8 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, dq: Any, dk: Any, dv: Any, *rest: Any) -> Any:
-        refuse_without_tangent(ctx.call.options, FORWARD_MODE)
         q, k, v, *others = ctx.saved_tensors
+        ctx.call.refuse_without_tangent("jvp:", q, v, FORWARD_MODE)
         dsinks, dcaptures = rest[4], rest[_OPTIONAL:]
         return _Jvp.apply(ctx.call, q, k, v, dq, dk, dv, *others, dsinks, *dcaptures)[2:]
 
@@ -177,8 +183,8 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> Any:
-        refuse_without_tangent(ctx.call.options, SECOND)
         dout, dlse, q, k, v, _out, lse, *others = ctx.saved_tensors
+        ctx.call.refuse_without_tangent("bwd_jvp:", q, v, SECOND)
         dout_tangent, dlse_tangent, dq, dk, dv, _of_out, _of_lse, *rest = tangents
         return _BackwardJvp.apply(
             ctx.call,
@@ -312,7 +318,7 @@ def gradient_of_backward(call: _Call, tangents: Sequence[Any], tensors: Sequence
     optional, captures = others[:_OPTIONAL], others[_OPTIONAL:]
     if all(x is None for x in tangents):
         return (None,) * len(tensors)
-    refuse_without_tangent(call.options, SECOND)
+    call.refuse_without_tangent("bwd_jvp:", q, v, SECOND)
     dq, dk, dv, *of_optional = call.by_input(tangents, optional, captures)
     given = (*optional, *captures, of_optional[4], *of_optional[_OPTIONAL:])
     of_dout, of_dlse = _Jvp.apply(call, q, k, v, dq, dk, dv, *given)[2:]

@@ -267,8 +267,9 @@ def _lower_shard(
     spec = problem.spec(avals["q"], avals["v"], differentiated(problem, derivative))
     kind = kind_of(derivative)
     if kind.endswith("tangent"):
-        refuse_without_tangent(spec, OF_JAX)
-    spec_handle(_handler.PASSES.get(kind, "") + spec)
+        refuse_without_tangent(_handler.PASSES[kind], spec, OF_JAX)
+    else:
+        spec_handle(spec)
     avals_out, count = list(ctx.avals_out), len(results)
     longest = problem.longest or (0, 0)
     if kind == "tangent":  # which makes O and LSE again

@@ -207,6 +207,56 @@ def test_caches_with_a_scale_for_each_token_and_head(backend, name, rows_first):
         step.run(backend, kv_cache_dtype=name)
 
 
+def four_bits(x, rotation):
+    """Rows of K or V as they are read of a cache of 4 bits: rotated, with a scale and a zero point each, and rotated back."""
+    rotated = rotation(x)
+    low, high = (part(rotated, -1, keepdim=True) for part in (torch.amin, torch.amax))
+    scale = ((high - low) / 15).bfloat16().float()
+    zero = (-low / scale).round().clamp(0, 15)
+    back = torch.empty_like(x)
+    rotation.back(((rotated / scale + zero).round().clamp(0, 15) - zero) * scale, back)
+    return back
+
+
+@pytest.mark.parametrize("rows_first", [False, True])
+@pytest.mark.parametrize("dim", [32, 48])
+def test_caches_of_four_bits(backend, rows_first, dim, monkeypatch):
+    """With outliers in a column of K, which the rotation spreads."""
+    name = "int4_per_token_head"
+    monkeypatch.setitem(globals(), "DIM", dim)
+    step = Step()
+    for x in step.k:
+        x[..., 5] *= 20
+    shape = backend.FlashjitBackend.get_kv_cache_shape(len(step.cache), BLOCK, HKV, dim, name)
+    assert shape == (*step.cache.shape[:3], 2 * (dim // 2 + 4))
+    order = (0, 2, 1, 3) if rows_first else (0, 1, 2, 3)
+    step.cache = torch.full([shape[i] for i in order], 255, dtype=torch.uint8, device=DEVICE).permute(order)
+    out = step.run(backend, kv_cache_dtype=name, sliding_window=9, logits_soft_cap=3.0)
+    rotation = backend._key_scales.Rotation(dim, torch.float32, step.q.device)
+    exact, _ = exact_attention.exact(
+        step.q[step.rows[1]], step.k[1], step.v[1], scale=0.2, causal=True, window=8, cap=3.0
+    )
+    step.k, step.v = ([four_bits(x, rotation) for x in xs] for xs in (step.k, step.v))
+    step.check(out, tolerance=2e-3, causal=True, window=8, cap=3.0)
+    error = (out[step.rows[1]].double().cpu() - exact).norm() / exact.norm()
+    assert error < 0.25  # of the codes alone
+    impl = backend.FlashjitImpl(HQ, dim, 0.2, HKV, kv_cache_dtype=name)
+    key = types.SimpleNamespace(dtype=torch.float8_e4m3fn, symmetric=True, scale=None)
+    key.scale = types.SimpleNamespace(
+        static=True, group_shape=types.SimpleNamespace(is_per_tensor=lambda: True)
+    )
+    assert not impl.fused_output_quant_supported(key)  # O is rotated back first
+
+
+@pytest.mark.parametrize("dim", [16, 32, 48, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rotations_are_exact_in_every_type(backend, dim, dtype):
+    rotation = backend._key_scales.Rotation(dim, dtype, torch.device("cpu"))
+    matrix, back = rotation._matrix.double(), rotation._back.double()
+    assert torch.equal(matrix @ back, torch.eye(dim, dtype=torch.float64))
+    assert torch.equal(matrix @ matrix.T, torch.eye(dim, dtype=torch.float64) * rotation.square)
+
+
 def test_vllm_makes_room_for_the_scales(backend):
     @dataclasses.dataclass
     class Spec:
@@ -214,15 +264,24 @@ def test_vllm_makes_room_for_the_scales(backend):
         head_size: int = DIM
         state_content_bytes: int | None = None
 
-    each, plain = (types.SimpleNamespace(is_per_token_head=x) for x in (True, False))
+    each, four, plain = (
+        types.SimpleNamespace(name=name, is_per_token_head=name.endswith("HEAD"))
+        for name in ("INT8_PER_TOKEN_HEAD", "INT4_PER_TOKEN_HEAD", "NONE")
+    )
     adjust = backend.FlashjitBackend.customize_spec
     assert adjust(Spec(each)) == Spec(each, state_content_bytes=2 * (DIM + 4))
+    assert adjust(Spec(four)) == Spec(four, state_content_bytes=2 * (DIM // 2 + 4))
     assert adjust(Spec(plain)) == Spec(plain) and adjust(Spec(each, DIM, 80)) == Spec(each, DIM, 80)
     ask = backend.FlashjitBackend.validate
     assert ask(128, torch.bfloat16, "int8_per_token_head", 16, (8, 0)) == []
     assert ask(128, torch.bfloat16, "fp8_per_token_head", 16, (9, 0)) == []
     assert "multiples of 16, not of 72" in ask(72, torch.bfloat16, "int8_per_token_head", 16, (9, 0))[0]
-    assert "no cache of the type int4" in ask(128, torch.bfloat16, "int4_per_token_head", 16, (9, 0))[0]
+    assert ask(128, torch.bfloat16, "int4_per_token_head", 16, (9, 0)) == []
+    assert ask(96, torch.float16, "int4_per_token_head", 32, (8, 0)) == []
+    assert "multiples of 16, not of 72" in ask(72, torch.bfloat16, "int4_per_token_head", 16, (9, 0))[0]
+    assert (
+        "head sizes up to 256, not for 512" in ask(512, torch.bfloat16, "int4_per_token_head", 16, (9, 0))[0]
+    )
 
 
 @pytest.mark.parametrize("options, wanted", [({}, {}), ({"sliding_window": 30}, {"window": 29})])
@@ -353,7 +412,7 @@ def test_what_no_kernel_serves_is_refused_when_the_model_is_loaded(backend):
     assert ask(128, torch.bfloat16, "auto", 16, (9, 0)) == []
     assert ask(256, torch.bfloat16, "fp8", 64, (8, 0)) == []
     assert ask(512, torch.bfloat16, "fp8", 64, (9, 0)) == [
-        "flashjit has tensor cores for caches of 8 bits of head sizes up to 256, not for 512"
+        "flashjit has tensor cores for fp8 caches of head sizes up to 256, not for 512"
     ]
     asked = flashjit.can("bf16:d100:causal:varlen:pages16", device="sm_90a")
     assert (

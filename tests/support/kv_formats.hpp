@@ -53,9 +53,9 @@ inline const std::vector<std::string>& kv_formats_of_128() {
 
 /// Formats of 128 columns whose scales are in a tensor of their own.
 inline const std::vector<std::string>& kv_formats_apart() {
-  static const std::vector<std::string> kFormats{"int4:g32:fp16:apart:zero", "e2m1:g16:e4m3:apart:scaled",
-                                                 "e4m3:g64:fp32:apart:tail64", "uint2:g32:bf16:apart:min",
-                                                 "int4_offset:row:e8m0:apart:halves"};
+  static const std::vector<std::string> kFormats{
+      "int4:g32:fp16:apart:zero", "e2m1:g16:e4m3:apart:scaled",        "e4m3:g64:fp32:apart:tail64",
+      "uint2:g32:bf16:apart:min", "int4_offset:row:e8m0:apart:halves", "uint4:row:bf16:apart:zero"};
   return kFormats;
 }
 /// Formats whose keys share scales.

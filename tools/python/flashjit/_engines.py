@@ -36,6 +36,9 @@ CACHE_TYPES = {
     "fp8_per_token_head": torch.float8_e4m3fn,
 }
 
+#: The format of caches that no type names.
+CACHE_FORMATS = {"int4_per_token_head": "uint4:row:bf16:apart:zero"}
+
 
 def has_key_scales(cache_type: str | None) -> bool:
     """Whether each key and head has a scale of its own, which is made as the key is stored."""
@@ -180,19 +183,11 @@ def bound(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def store(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slots: Tensor,
-    k_scale: Any = None,
-    v_scale: Any = None,
-) -> None:
-    """New rows k, v [rows, hkv, d] into pages [pages, hkv, rows of a page, d], where slots [rows] says; -1: nowhere."""
+def store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, **stored: Any) -> None:
+    """New rows k, v [rows, hkv, d] into pages [pages, hkv, rows of a page, d], where slots [rows] says; -1: nowhere.
+    stored: append()'s scales and formats."""
     rows = slots.numel()
-    scales = {"k_scale": k_scale, "v_scale": v_scale} if k_cache.dtype in KV_TYPES else {}
-    append(with_batch(k[:rows]), with_batch(v[:rows]), k_cache, v_cache, slots=slots, **scales)
+    append(with_batch(k[:rows]), with_batch(v[:rows]), k_cache, v_cache, slots=slots, **stored)
 
 
 def why_not(
@@ -205,19 +200,22 @@ def why_not(
 ) -> str | None:
     """Why no kernel serves a layer of this kind, or None. page_size: rows; None: 16. capability: as _reason() has it."""
     cache = CACHE_TYPES.get(cache_type or "auto", "unknown")
+    form = KV_TYPES.get(cache) or CACHE_FORMATS.get(cache_type or "")
     if dtype not in SPEC_TYPES:
         return f"flashjit computes in float16, bfloat16 and float32, not in {dtype}"
-    if cache == "unknown":
+    if cache == "unknown" and form is None:
         return f"flashjit has no cache of the type {cache_type}"
-    if cache not in KV_TYPES and cache not in (None, dtype):
+    if form is None and cache not in (None, dtype):
         return f"flashjit's caches have the type of the model, {dtype}, or 8 bits, not {cache_type}"
-    if cache in KV_TYPES and head_dim > 256:  # simt's alone, which is slow
-        return f"flashjit has tensor cores for caches of 8 bits of head sizes up to 256, not for {head_dim}"
+    if form is not None and head_dim > 256:  # simt's alone, which is slow
+        return (
+            f"flashjit has tensor cores for {cache_type} caches of head sizes up to 256, not for {head_dim}"
+        )
     if has_key_scales(cache_type) and head_dim % 16:
         return f"flashjit has {cache_type} caches of head sizes that are multiples of 16, not of {head_dim}"
-    codes = f":kv{KV_TYPES[cache]}" if cache in KV_TYPES else ""
+    codes = f":kv{{{form}}}" if form is not None else ""
     options = f"{codes}:causal:varlen:pages{page_size or 16}{':sinks' if sinks else ''}"
-    options += ":key_scales" if has_key_scales(cache_type) else ""
+    options += ":key_scales" if has_key_scales(cache_type) and cache in KV_TYPES else ""
     return _reason(f"{SPEC_TYPES[dtype]}:d{head_dim}{options}", capability)
 
 

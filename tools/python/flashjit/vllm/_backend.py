@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from .._engines import CACHE_TYPES, Batch, Layer, has_key_scales, store, why_not
+from .._engines import CACHE_FORMATS, CACHE_TYPES, Batch, Layer, has_key_scales, store, why_not
 from .._tensors import KV_TYPES, SPEC_TYPES
 from ..errors import Unsupported
 from . import _key_scales
@@ -31,7 +31,7 @@ class FlashjitBackend(AttentionBackend):
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = list(CACHE_TYPES)
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*CACHE_TYPES, *CACHE_FORMATS]
 
     @staticmethod
     def get_name() -> str:
@@ -54,7 +54,8 @@ class FlashjitBackend(AttentionBackend):
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         """vLLM before 0.32 asks the backend; later ones have this shape for all of them."""
-        content = _key_scales.row_bytes(head_size) if has_key_scales(cache_dtype_str) else 2 * head_size
+        scaled = has_key_scales(cache_dtype_str)
+        content = _key_scales.row_bytes(head_size, cache_dtype_str) if scaled else 2 * head_size
         return (num_blocks, num_kv_heads, block_size, content)
 
     @classmethod
@@ -246,7 +247,9 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.alibi_slopes, self.sliding_window = alibi_slopes, sliding_window
         self.logits_soft_cap = logits_soft_cap
-        self._cache_type = CACHE_TYPES[kv_cache_dtype]
+        self._cache_type = stored
+        self._rotates = kv_cache_dtype in CACHE_FORMATS and attn_type not in _ENCODERS
+        self._rotation: _key_scales.Rotation | None = None
         self._layer: Layer | None = None
         self._sinks: Tensor | None = None
 
@@ -257,8 +260,9 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
             side = None if self.sliding_window is None else self.sliding_window - 1
             slopes = self.alibi_slopes
             self._sinks = None if self.sinks is None else self.sinks.float()
+            scale = self.scale if self._rotation is None else self.scale / self._rotation.square
             found = self._layer = Layer(
-                self.scale,
+                scale,
                 side,
                 side,
                 self.logits_soft_cap,
@@ -270,8 +274,8 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
 
     def _pages(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """K and V, [blocks, heads, rows of a block, d], of [blocks, heads, rows of a block, 2 d], and their scales."""
-        if self._cache_type is not None and has_key_scales(self.kv_cache_dtype):
-            return _key_scales.split(kv_cache, self.head_size, self._cache_type)
+        if has_key_scales(self.kv_cache_dtype):
+            return _key_scales.split(kv_cache, self.head_size, self.kv_cache_dtype)
         scales: dict[str, Any] = {}
         if self._cache_type in KV_TYPES:
             scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
@@ -288,6 +292,7 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
             and scale.static
             and scale.group_shape.is_per_tensor()
             and self.head_size % 16 == 0
+            and not self._rotates
         )
 
     def forward(
@@ -311,6 +316,7 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
             )
         codes = {} if output_scale is None else {"out_dtype": torch.float8_e4m3fn, "out_scale": output_scale}
         rows, batch = attn_metadata.num_actual_tokens, attn_metadata.batch
+        rotation = self._rotation_of(query)
         described = self._layer_on(layer, query.device)
         scales: dict[str, Any] = {}
         if self.attn_type in _ENCODERS:
@@ -318,8 +324,18 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
             batch = batch._replace(table=None, causal=False)
         else:
             k, v, scales = self._pages(layer, kv_cache)
-        described.attend(query[:rows], k, v, batch, output[:rows], sinks=self._sinks, **scales, **codes)
+        if rotation is None:
+            described.attend(query[:rows], k, v, batch, output[:rows], sinks=self._sinks, **scales, **codes)
+        else:
+            rotated, _ = described.attend(rotation(query[:rows]), k, v, batch, sinks=self._sinks, **scales)
+            rotation.back(rotated, output[:rows])
         return output
+
+    def _rotation_of(self, rows: Tensor) -> _key_scales.Rotation | None:
+        """Made in the first call, where the model's type and device are known."""
+        if self._rotates and self._rotation is None:
+            self._rotation = _key_scales.Rotation(self.head_size, rows.dtype, rows.device)
+        return self._rotation
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -327,5 +343,8 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
         """Stores new keys and values where slot_mapping says."""
         if self.attn_type in _ENCODERS or kv_cache.numel() == 0:
             return
+        rotation = self._rotation_of(key)
+        if rotation is not None:
+            key, value = rotation(key), rotation(value)
         k, v, scales = self._pages(layer, kv_cache)
         store(key, value, k, v, slot_mapping, **scales)

@@ -16,6 +16,7 @@ from ._batch import _Paged
 from ._rows import check_ints, check_tensor, sizes
 from ._scores import LOG2E, constant, read_scores, refuse
 
+_SCALED = 128  # columns that share a scale of ckv_scale_arr
 _FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}  # of latents of 8 bits
 
 
@@ -88,13 +89,10 @@ class BatchMLAPagedAttentionWrapper(_Paged):
         page, 512] and kpe_cache [pages, rows of a page, 64]; with return_lse also LSE [all rows, h], of base 2 or e.
 
         The two caches are best views of one tensor [pages, rows of a page, 576]; else they are copied in each call.
-        ckv_scale, kpe_scale: numbers, of caches of 8 bits alone; where they differ, q_pe is multiplied in a launch of its own."""
+        ckv_scale, kpe_scale: numbers, of caches of 8 bits alone; where they differ, q_pe is multiplied in a launch of its own.
+        ckv_scale_arr, in place of ckv_scale: float32 [pages, rows of a page, 4], of 128 columns each. Where there is a rotated part
+        each call makes a tensor of its scale and these."""
         refuse(o_scale=o_scale)
-        if ckv_scale_arr is not None:
-            raise Unsupported(
-                "ckv_scale_arr is given: kernels want the scales of a row of 8 bits together, and these are of its first columns "
-                "alone. Give ckv_scale, or store rows as KvFormat('fp8_ds_mla') and call flashjit.attention()."
-            )
         self._check_types(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         check_tensor("q_pe", q_pe, "all rows, h, 64")
         check_tensor("ckv_cache", ckv_cache, "pages, rows of a page, 512")
@@ -107,7 +105,7 @@ class BatchMLAPagedAttentionWrapper(_Paged):
             )
         with torch.no_grad():
             latents, of_codes, ratio = _read_latents(
-                joined_columns(ckv_cache, kpe_cache)[:, None], ckv_scale, kpe_scale
+                joined_columns(ckv_cache, kpe_cache)[:, None], ckv_cache, ckv_scale, ckv_scale_arr, kpe_scale
             )
             q_pe = q_pe if ratio == 1 else q_pe * ratio
             found = attention(
@@ -142,24 +140,61 @@ class BatchMLAPagedAttentionWrapper(_Paged):
                 )
 
 
-def _read_latents(latents: Tensor, ckv_scale: Any, kpe_scale: Any) -> tuple[Tensor, dict[str, Any], float]:
+def _read_latents(
+    latents: Tensor, ckv_cache: Tensor, ckv_scale: Any, ckv_scale_arr: Tensor | None, kpe_scale: Any
+) -> tuple[Tensor, dict[str, Any], float]:
     """K as attention() takes it, its arguments for 8 bits, and what the rotated columns of Q are multiplied with: one scale is K's."""
-    given = (ckv_scale, kpe_scale)
     if latents.dtype not in _FORMATS:
-        if given != (None, None):
+        if not all(x is None for x in (ckv_scale, ckv_scale_arr, kpe_scale)):
             raise InvalidArgument(
-                f"ckv_scale and kpe_scale are for caches of 8 bits, and ckv_cache is {latents.dtype}: leave them out."
+                f"ckv_scale, ckv_scale_arr and kpe_scale are for caches of 8 bits, and ckv_cache is {latents.dtype}: leave them "
+                "out."
             )
         return latents, {}, 1.0
-    if ckv_scale is None:
+    if (ckv_scale is None) == (ckv_scale_arr is None):
         raise InvalidArgument(
-            "Exactly one of ckv_scale or ckv_scale_arr is wanted with caches of 8 bits: give ckv_scale, which flashjit takes."
+            f"{'Neither' if ckv_scale is None else 'Both'} of ckv_scale and ckv_scale_arr are given: with caches of 8 bits give one."
         )
-    for name, scale in zip(("ckv_scale", "kpe_scale"), given):
+    numbers = {"ckv_scale": ckv_scale} if ckv_scale_arr is None else {}
+    if latents.shape[-1] > ckv_cache.shape[-1] or numbers:
+        numbers["kpe_scale"] = kpe_scale
+    for name, scale in numbers.items():
         if isinstance(scale, Tensor) or scale is None or not (0 < float(scale) < math.inf):
             raise InvalidArgument(f"{name} is {scale!r}: with caches of 8 bits give a finite number above 0.")
-    of_codes = {"k_format": _FORMATS[latents.dtype], "k_scale": constant(float(ckv_scale), latents.device)}
-    return latents.view(torch.uint8), of_codes, float(kpe_scale) / float(ckv_scale)
+    codes, form = latents.view(torch.uint8), _FORMATS[latents.dtype]
+    if ckv_scale_arr is not None:
+        return codes, _block_scales(ckv_cache, ckv_scale_arr, latents.shape[-1], kpe_scale, form), 1.0
+    of_codes = {"k_format": form, "k_scale": constant(float(ckv_scale), latents.device)}
+    return codes, of_codes, float(kpe_scale) / float(ckv_scale)
+
+
+def _block_scales(
+    ckv_cache: Tensor, scales: Tensor, columns: int, kpe_scale: Any, form: str
+) -> dict[str, Any]:
+    """attention()'s arguments for scales of 128 columns each, and one for the columns that come after: of 64 columns then."""
+    rank = ckv_cache.shape[-1]
+    shape = (*ckv_cache.shape[:-1], rank // _SCALED)
+    if rank % _SCALED or (columns - rank) % (_SCALED // 2):
+        raise Unsupported(
+            f"ckv_scale_arr is given, ckv_cache has {rank} columns and kpe_cache {columns - rank}: scales are of {_SCALED} columns "
+            f"each, and of {_SCALED // 2} beside them, so give multiples of these, or ckv_scale."
+        )
+    if not isinstance(scales, Tensor) or scales.dtype != torch.float32 or scales.shape != shape:
+        given = describe(scales) if isinstance(scales, Tensor) else f"a {type(scales).__name__}"
+        raise InvalidArgument(
+            f"ckv_scale_arr is {given}: give torch.float32 {list(shape)}, ckv_cache's pages and rows, and a scale for {_SCALED} "
+            "columns."
+        )
+    if columns == rank:
+        return {"k_format": f"{form}:g{_SCALED}:fp32:apart", "k_block_scale": scales[:, None]}
+    say_once(
+        "ckv_scale_arr is copied in each call, since the rotated columns have a scale of their own: store rows as "
+        'KvFormat("fp8_ds_mla") and call flashjit.attention() to save the time.'
+    )
+    half = _SCALED // 2
+    joined = scales.new_full((*shape[:-1], columns // half), float(kpe_scale))
+    joined[..., : rank // half] = scales.repeat_interleave(2, -1)
+    return {"k_format": f"{form}:g{half}:fp32:apart", "k_block_scale": joined[:, None]}
 
 
 def joined_columns(left: Tensor, right: Tensor) -> Tensor:

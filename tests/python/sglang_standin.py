@@ -23,6 +23,7 @@ class ForwardMode(enum.Enum):
     EXTEND = 1
     DECODE = 2
     TARGET_VERIFY = 3
+    DRAFT_EXTEND_V2 = 4
 
     def is_decode_or_idle(self):
         return self is ForwardMode.DECODE
@@ -68,8 +69,31 @@ class Pool:
         return self.v
 
 
+class DraftBackendFactory:
+    """Has a fixed table of names, as SGLang's."""
+
+    def __init__(self, draft_model_runner, topk, speculative_num_steps):
+        self.draft_model_runner, self.topk = draft_model_runner, topk
+        self.speculative_num_steps = speculative_num_steps
+
+    def _create_backend(self, backend_name, backend_map, error_template, stamps_children=False):
+        wanted = self.draft_model_runner.draft_attention_backend
+        if wanted not in backend_map:
+            raise ValueError(error_template.format(backend_type=wanted))
+        stamp, backend = backend_map[wanted]()
+        for each in (backend, *(backend.attn_backends if stamps_children else ())):
+            each.decode_attention_backend_str = stamp
+        return backend
+
+    def create_decode_backend(self):
+        return self._create_backend("decode_attention_backend", {}, "no {backend_type}", stamps_children=True)
+
+    def create_draft_extend_backend(self):
+        return self._create_backend("prefill_attention_backend", {}, "no {backend_type}")
+
+
 registered: dict[str, Any] = {}
-choices: list[str] = []
+chosen: dict[str, list[str]] = {"attention": [], "draft_attention": [], "deterministic_attention": []}
 
 
 def register_attention_backend(name):
@@ -81,7 +105,15 @@ def register_attention_backend(name):
 
 
 def add_attention_backend_choices(names):
-    choices.extend(names)
+    chosen["attention"].extend(names)
+
+
+def add_draft_attention_backend_choices(names):
+    chosen["draft_attention"].extend(names)
+
+
+def add_deterministic_attention_backend_choices(names):
+    chosen["deterministic_attention"].extend(names)
 
 
 def install(monkeypatch):
@@ -99,6 +131,8 @@ def install(monkeypatch):
         "sglang.srt.layers.attention.attention_registry",
         "sglang.srt.layers.attention.base_attn_backend",
         "sglang.srt.layers.radix_attention",
+        "sglang.srt.speculative",
+        "sglang.srt.speculative.draft_utils",
         "sglang.srt.mem_cache",
         "sglang.srt.mem_cache.memory_pool",
     ):
@@ -106,4 +140,7 @@ def install(monkeypatch):
         module.__path__ = []
         module.__dict__.update(here)
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "flashjit.sglang._backend", raising=False)
+    sys.modules["sglang.srt.arg_groups"].choices = sys.modules["sglang.srt.arg_groups.choices"]
+    monkeypatch.setattr(DraftBackendFactory, "_create_backend", DraftBackendFactory._create_backend)
+    for name in ("_backend", "_drafts"):
+        monkeypatch.delitem(sys.modules, f"flashjit.sglang.{name}", raising=False)

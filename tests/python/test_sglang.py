@@ -295,6 +295,112 @@ def test_a_graph_of_trees_may_have_more_sequences_than_the_step():
         backend.forward_extend(q, None, None, layer(layer_id=1, sliding_window_size=2), trees.step)
 
 
+class Drafts:
+    """A draft model's server: requests with OLD keys, each with `topk` branches of `steps` tokens."""
+
+    def __init__(self, page, topk, steps):
+        self.topk, self.steps = topk, steps
+        options = {"speculative_num_draft_tokens": steps + 1, "speculative_eagle_topk": topk}
+        self.server = Server(page, **options)
+        self.server.runner.is_draft_worker = True
+        self.server.runner.draft_attention_backend = "flashjit"
+        self.target = self.server.backend()  # which registers the name
+        self.factory = sglang_standin.DraftBackendFactory(self.server.runner, topk, steps)
+        self.keys = [Sequences() for _ in range(topk)]  # of each branch
+        for branch in self.keys[1:]:
+            for own, common in ((branch.k, self.keys[0].k), (branch.v, self.keys[0].v)):
+                for x, y, n in zip(own, common, OLD):
+                    x[:n] = y[:n]
+        store_old(self.server, self.target, self.keys[0], layer())
+        self.step = self.server.step(ForwardMode.DECODE, OLD, (1,) * len(OLD))
+        self.step.seq_lens, self.step.seq_lens_cpu = (
+            torch.tensor(OLD, device=device) for device in (DEVICE, "cpu")
+        )
+        self.step.spec_info = types.SimpleNamespace(tree_topk=topk)
+        self.places = torch.stack([self._places(i) for i in range(len(OLD))])
+        self.step.out_cache_loc = self.places.flatten()
+
+    def _places(self, i):
+        """[topk, steps]: a chain's behind the request's; of several branches in pages of their own, with the last keys again."""
+        old, page, pool = OLD[i], self.server.page, self.server.runner.token_to_kv_pool
+        if self.topk == 1:
+            return self.server.tokens(i, old, old + self.steps)[None]
+        first, width = old // page * page, -(-(old % page + self.steps) // page) * page
+        rows = []
+        for branch in range(self.topk):
+            own = self.server.tokens(i, first + branch * width, first + (branch + 1) * width)
+            for x in (pool.k, pool.v):
+                x[own[: old % page]] = x[self.server.tokens(i, first, old)]
+            rows.append(own[old % page :][: self.steps])
+        return torch.stack(rows)
+
+    def decode(self, backend, step):
+        """A step of all branches, against fp64."""
+        q = normal(len(OLD) * self.topk, HQ * DIM)
+        at = [n + step for n in OLD]
+        rows = [[getattr(x, name) for x in self.keys] for name in "kv"]
+        k, v = (
+            torch.stack([branch[i][n] for i, n in enumerate(at) for branch in of_branches]).flatten(1)
+            for of_branches in rows
+        )
+        now = types.SimpleNamespace(**vars(self.step))
+        now.out_cache_loc = self.places[..., step].flatten()
+        out = backend.forward_decode(q, k, v, layer(), now)
+        for branch, keys in enumerate(self.keys):
+            own = slice(branch, None, self.topk)
+            keys.check(out[own], q[own], at, (1, 1, 1), causal=True)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("page, topk", [(1, 1), (16, 1), (1, 3), (4, 2)])
+def test_a_draft_decodes_step_by_step(page, topk, graph):
+    drafts = Drafts(page, topk, steps=4)
+    steps = drafts.factory.create_decode_backend()
+    assert steps.decode_attention_backend_str == "flashjit" and len(steps.attn_backends) == 3
+    assert not steps.needs_cpu_seq_lens
+    if graph:
+        steps.init_cuda_graph_state(4, 4 * topk)
+        steps.init_forward_metadata_out_graph(drafts.step, in_capture=True)
+        captured = [x.batch for x in steps.attn_backends]
+        steps.init_forward_metadata_out_graph(drafts.step)
+        steps.init_forward_metadata_in_graph(drafts.step)
+        for before, now in zip(captured, steps.attn_backends):
+            assert [x.data_ptr() for x in now.batch[:3]] == [x.data_ptr() for x in before[:3]]
+            assert now.batch[3:] == before[3:] and now.batch.most_q == 1
+    else:
+        steps.init_forward_metadata(drafts.step)
+    for number, backend in enumerate(steps.attn_backends):
+        drafts.decode(backend, number)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_draft_is_extended_by_what_was_verified(graph):
+    """Of a fixed number of tokens each, some of which SGLang drops afterwards."""
+    drafts, new = Drafts(1, 1, steps=4), (5, 5, 5)
+    backend = drafts.factory.create_draft_extend_backend()
+    step = drafts.server.step(ForwardMode.DRAFT_EXTEND_V2, OLD, new)
+    step.spec_info = types.SimpleNamespace(num_tokens_per_req=5)
+    if graph:
+        backend.init_cuda_graph_state(4, 20)
+        view = types.SimpleNamespace(**vars(step))
+        del view.extend_seq_lens, view.extend_seq_lens_cpu, view.positions  # as SGLang has it before a replay
+        backend.init_forward_metadata_out_graph(view)
+        backend.init_forward_metadata_in_graph(step)
+    else:
+        backend.init_forward_metadata(step)
+    q, keys = normal(15, HQ * DIM), drafts.keys[0]
+    out = backend.forward_extend(q, *keys.rows(OLD, new), layer(), step)
+    keys.check(out, q, OLD, new, causal=True)
+
+
+def test_other_backends_of_drafts_are_left_to_sglang():
+    drafts = Drafts(1, 2, steps=3)
+    drafts.server.runner.draft_attention_backend = "other"
+    with pytest.raises(ValueError, match="no other"):
+        drafts.factory.create_decode_backend()
+    assert not drafts.target.trees  # a draft model verifies none, and so has windows of any size
+
+
 def test_fp8_pools_with_scales():
     server, sequences = Server(16, dtype=torch.float8_e4m3fn), Sequences()
     given = layer(k_scale=torch.tensor(0.5, device=DEVICE), v_scale=torch.tensor(2.0, device=DEVICE))
@@ -421,7 +527,8 @@ def test_what_cannot_be_served_is_refused_when_the_model_is_loaded(change, why):
 
 def test_registering_adds_the_name():
     Server(1).backend()
-    assert "flashjit" in sglang_standin.choices and "flashjit" in sglang_standin.registered
+    assert "flashjit" in sglang_standin.registered
+    assert all("flashjit" in names for names in sglang_standin.chosen.values())
     server = Server(1)
     with pytest.raises(flashjit.Unsupported, match="score_mod: flashjit.sglang does not have it"):
         server.backend().forward_decode(None, None, None, layer(), None, score_mod=print)

@@ -17,13 +17,39 @@ NAME = "flashjit"
 
 def register() -> None:
     """Makes `flashjit` one of SGLang's attention backends. SGLang calls it in each of its processes."""
-    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.arg_groups import choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    add_attention_backend_choices([NAME])
+    for kind in ("attention", "draft_attention", "deterministic_attention"):
+        getattr(choices, f"add_{kind}_backend_choices")([NAME])
+    _serve_drafts()
 
     @register_attention_backend(NAME)
     def create(model_runner: Any) -> Any:
         from ._backend import FlashjitBackend
 
         return FlashjitBackend(model_runner)
+
+
+def _serve_drafts() -> None:
+    """Adds NAME to the backends of draft models, of which SGLang has a fixed table."""
+    from sglang.srt.speculative.draft_utils import DraftBackendFactory as Factory
+
+    create = Factory._create_backend
+    if getattr(create, "serves", None) == NAME:
+        return
+
+    def create_backend(self: Any, kind: str, backends: dict[str, Any], *rest: Any, **named: Any) -> Any:
+        def own() -> tuple[str, Any]:
+            from ._backend import FlashjitBackend
+            from ._drafts import FlashjitDraftBackend
+
+            runner = self.draft_model_runner
+            if not named.get("stamps_children"):  # those of a decoding's steps
+                return NAME, FlashjitBackend(runner)
+            return NAME, FlashjitDraftBackend(runner, self.topk, self.speculative_num_steps)
+
+        return create(self, kind, {**backends, NAME: own}, *rest, **named)
+
+    create_backend.serves = NAME  # type: ignore[attr-defined]
+    Factory._create_backend = create_backend

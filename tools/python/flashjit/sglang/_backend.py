@@ -25,18 +25,21 @@ class FlashjitBackend(AttentionBackend):
     """Reads SGLang's table of tokens on the device: nothing of a step is planned on the host."""
 
     needs_cpu_seq_lens = False
+    branches = 1  # sequences of a request
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
         config, arguments = model_runner.model_config, model_runner.server_args
         self.page_size: int = model_runner.page_size
-        self.max_context_len: int = config.context_len
         self.req_to_token: Tensor = model_runner.req_to_token_pool.req_to_token
+        self.max_context_len: int = self.req_to_token.shape[1]  # with drafts beyond the model's context
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.device = model_runner.device
         self.latent = config.attention_arch == AttentionArch.MLA
         self.drafts: int = arguments.speculative_num_draft_tokens or 0
-        self.trees = (arguments.speculative_eagle_topk or 0) > 1
+        self.trees = (arguments.speculative_eagle_topk or 0) > 1 and not getattr(
+            model_runner, "is_draft_worker", False
+        )
         self.invariant = bool(getattr(arguments, "enable_deterministic_inference", False))
         self._translate = getattr(self.token_to_kv_pool, "translate_loc_from_full_to_swa", None)
         self._refuse(model_runner, config, arguments)
@@ -84,11 +87,12 @@ class FlashjitBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """A step outside of a graph."""
-        count, longest = forward_batch.batch_size, self._longest(forward_batch)
-        table = self.req_to_token[forward_batch.req_pool_indices, : longest : self.page_size]
+        longest = self._longest(forward_batch)
+        table = self._tokens(forward_batch, longest)
         lengths, most_q, offsets = self._shape(forward_batch)
         if offsets is None:
-            offsets = torch.arange(0, count * most_q + 1, most_q, dtype=torch.int32, device=lengths.device)
+            rows = lengths.shape[0] * most_q
+            offsets = torch.arange(0, rows + 1, most_q, dtype=torch.int32, device=lengths.device)
         self._bind(Batch(offsets, lengths.int(), table, most_q, longest, tree=self._tree(forward_batch)))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -110,7 +114,7 @@ class FlashjitBackend(AttentionBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
         """Before a graph is captured or replayed: bounds, and a tree's drafts, which lie elsewhere in each step."""
-        count = forward_batch.batch_size
+        count = forward_batch.batch_size * self.branches
         lengths, most_q, _ = self._shape(forward_batch)
         graphs = self._graphs
         self.batch = Batch(
@@ -128,7 +132,7 @@ class FlashjitBackend(AttentionBackend):
         batch = self.batch
         assert batch is not None and batch.table is not None
         lengths, most_q, offsets = self._shape(forward_batch)
-        tokens = self.req_to_token[:, : self.max_context_len : self.page_size][forward_batch.req_pool_indices]
+        tokens = self._tokens(forward_batch, self.max_context_len)
         batch.lengths.copy_(lengths)
         if offsets is None:
             count = batch.lengths.shape[0]
@@ -153,13 +157,20 @@ class FlashjitBackend(AttentionBackend):
         assert self._translate is not None
         return (self._translate(tokens) // self.page_size).int()
 
+    def _tokens(self, forward_batch: Any, longest: int) -> Tensor:
+        """The first token of each page of each sequence, up to `longest` keys."""
+        return self.req_to_token[:, : longest : self.page_size][forward_batch.req_pool_indices]
+
     def _longest(self, forward_batch: Any) -> int:
         """A bound of the keys of a sequence, without waiting for the device, that few steps change."""
         given = forward_batch.seq_lens_cpu
         if given is None or not given.numel():
             return self.max_context_len
-        more = self._drafts(forward_batch) if forward_batch.forward_mode.is_target_verify() else 0
-        return min(bound(int(given.max()) + more), self.max_context_len)
+        return min(bound(int(given.max()) + self._new_keys(forward_batch)), self.max_context_len)
+
+    def _new_keys(self, forward_batch: Any) -> int:
+        """How many a sequence has beside those that SGLang counts."""
+        return self._drafts(forward_batch) if forward_batch.forward_mode.is_target_verify() else 0
 
     def _shape(self, forward_batch: Any) -> tuple[Tensor, int, Tensor | None]:
         """Keys of each sequence, most queries of one, and offsets of queries, or None where all have as many."""
@@ -169,7 +180,9 @@ class FlashjitBackend(AttentionBackend):
         if mode.is_target_verify():
             drafts = self._drafts(forward_batch)
             return lengths + drafts, drafts, None
-        given = forward_batch.extend_seq_lens
+        given = getattr(forward_batch, "extend_seq_lens", None)
+        if given is None:  # a graph's draft extension, before it is replayed
+            return lengths, self._drafts(forward_batch), None
         offsets = torch.nn.functional.pad(given.cumsum(0, dtype=torch.int32), (1, 0))
         on_host = getattr(forward_batch, "extend_seq_lens_cpu", None)
         most = max(on_host) if on_host else forward_batch.positions.numel()

@@ -15,8 +15,7 @@ namespace {
 
 auto canonical_key(const TileConfig& c) {
   return std::tuple(static_cast<int>(c.family), c.br, c.bc, c.warps, c.stages, c.q_in_registers, c.d_split,
-                    c.min_blocks, c.split, c.pack_gqa, c.cluster, c.cta_pair, c.tma, c.decode_cache,
-                    c.join_lists);
+                    c.min_blocks, c.split, c.pack_gqa, c.cluster, c.tma, c.decode_cache, c.join_lists);
 }
 
 std::vector<const plan::FamilyTraits*> able_families(const plan::AnalysedSpec& spec, const DeviceInfo& device,
@@ -48,16 +47,14 @@ bool clusters_wait(const plan::KernelPlan& kernel, const AttentionShape& shape, 
 }
 
 /// Whether a switch of the configuration does nothing for the problem: heads packed that share no K and V,
-/// one part of the keys, pairs of blocks without heads in pairs, a cache decoded once or lists joined for few
-/// queries, two Q tiles at a time where there is a block for each, KV tiles of a cluster that are not of
-/// whole rows, or of more blocks than rows have keys for, or clusters that share keys and wait for each
-/// other.
+/// one part of the keys, a cache decoded once or lists joined for few queries, two Q tiles at a time where
+/// there is a block for each, KV tiles of a cluster that are not of whole rows, or of more blocks than
+/// rows have keys for, or clusters that share keys and wait for each other.
 bool is_in_vain(const plan::KernelPlan& kernel, const AttentionShape& shape, const DeviceInfo& device) {
   const TileConfig& config = kernel.config;
   if (config.decode_cache && plan::gain_by_decoded_cache(kernel.spec, shape) < plan::kGainThatMayBe)
     return true;
   if (config.join_lists && !plan::gains_by_joined_lists(kernel.spec, shape)) return true;
-  if (config.cta_pair && !plan::has_head_pairs(kernel, shape)) return true;
   if (kernel.schedule.sums_dq)
     return shape.seqlen_kv > config.bc || (config.bc > 256 && shape.seqlen_kv <= config.bc / 2);
   if (config.pack_gqa && shape.heads_q == shape.heads_kv) return true;

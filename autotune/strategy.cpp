@@ -27,8 +27,8 @@ double squared_distance(const TileConfig& a, const TileConfig& b) {
          square(0.8 * (a.q_in_registers - b.q_in_registers)) + square(1.0 * (a.d_split - b.d_split)) +
          square(0.6 * (a.min_blocks - b.min_blocks)) + square(1.2 * (a.split - b.split)) +
          square(1.2 * (a.pack_gqa - b.pack_gqa)) + square(1.2 * (a.cluster - b.cluster)) +
-         square(1.2 * (a.cta_pair - b.cta_pair)) + square(0.6 * (a.tma - b.tma)) +
-         square(1.2 * (a.decode_cache - b.decode_cache)) + square(1.2 * (a.join_lists - b.join_lists));
+         square(0.6 * (a.tma - b.tma)) + square(1.2 * (a.decode_cache - b.decode_cache)) +
+         square(1.2 * (a.join_lists - b.join_lists));
 }
 
 double covariance(const TileConfig& a, const TileConfig& b) {

@@ -277,9 +277,6 @@ struct TileConfig {
                           ///< share K and V, and fewer queries; for specs that treat all heads alike
   bool cluster = false;   ///< with split, forward of sm90: the blocks that share a Q tile's keys are a
                           ///< cluster, whose eight blocks join their parts without another kernel
-  bool cta_pair = false;  ///< with split, forward of sm90 over latents that are decoded: the heads of a
-                          ///< cluster's two blocks share K and V, and each block decodes half of a tile's
-                          ///< rows for both. No effect where the heads do not form pairs
   bool tma = false;       ///< sm80 forward, on sm_90 and newer: TMA copies K and V, not cp.async
   /// sm90 and sm80, forward over K and V in formats that are decoded, sm90 over small pages: an entry does so
   /// once, into the workspace, and the main loop reads elements of 16 bits. Else each Q tile does.

@@ -29,7 +29,6 @@ inline constexpr std::array kConfigSwitches{
     ConfigSwitch{.text = "split", .constant = "kSplit", .on = &TileConfig::split},
     ConfigSwitch{.text = "pack_gqa", .constant = "kPackGqa", .on = &TileConfig::pack_gqa},
     ConfigSwitch{.text = "cluster", .constant = "kClusterSplit", .on = &TileConfig::cluster},
-    ConfigSwitch{.text = "cta_pair", .constant = "kCtaPair", .on = &TileConfig::cta_pair},
     ConfigSwitch{.text = "tma", .constant = "kTma", .on = &TileConfig::tma},
     ConfigSwitch{.text = "decode_cache", .constant = {}, .on = &TileConfig::decode_cache},
     ConfigSwitch{.text = "join_lists", .constant = "kJoinsLists", .on = &TileConfig::join_lists},

@@ -242,13 +242,8 @@ ExecutionPlan make_plan(const KernelSpec& given_spec, const AttentionShape& give
   const Problem problem = fold_gqa(given_spec, given_shape);
   const AnalysedSpec spec(problem.spec, checks);
   Choice choice = choose(spec, problem.shape, device, records, given);
-  const FamilyTraits& family = traits(choice.config.family);
-  KernelPlan kernel = family.kernel(spec, choice.config);
-  if (choice.config.cta_pair && !has_head_pairs(kernel, problem.shape)) {
-    choice.config.cta_pair = false;
-    kernel = family.kernel(spec, choice.config);
-  }
-  ExecutionPlan plan = at_shape(std::move(kernel), problem.shape, device);
+  ExecutionPlan plan =
+      at_shape(traits(choice.config.family).kernel(spec, choice.config), problem.shape, device);
   if (choice.source != ConfigSource::given) divide_batch(plan, device);
   plan.fold_gqa = problem.shape != given_shape;
   plan.config_source = choice.source;

@@ -229,7 +229,6 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
     }
   };
   consider_with(&TileConfig::cluster);
-  consider_with(&TileConfig::cta_pair);
   if (may_join_lists(spec)) consider_with(&TileConfig::join_lists);
   return found;
 }

@@ -305,17 +305,6 @@ Support check_cluster(const AnalysedSpec& spec, const TileConfig& c) {
       sm90::kWarpgroupRows, to_string(c)));
 }
 
-/// Whether two blocks of a cluster may decode rows for each other.
-Support check_cta_pair(const AnalysedSpec& spec, const TileConfig& c) {
-  if (!c.cta_pair) return Support::yes();
-  const bool in_halves = spec.v_dim() > kMostColumns && c.d_split == 2;
-  if (spec.kv.shared_kv && spec.decodes_kv() && in_halves && is_stream_k(spec, c)) return Support::yes();
-  return Support::no(fmt::format(
-      "cta_pair is for split keys of latents in a format that is decoded, with d_split 2 and V of "
-      "more than {} columns, without row_max and batch_invariant, not {}",
-      kMostColumns, to_string(c)));
-}
-
 Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
   if (has_few_rows(spec, c)) return check_few_rows(spec, c);
   const Support shape = is_forward(spec) ? check_forward_tile(spec, c) : check_backward_tile(spec, c);
@@ -332,7 +321,6 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
   if (c.join_lists)
     if (Support may = may_join_lists(spec); !may) return may;
   if (Support cluster = check_cluster(spec, c); !cluster) return cluster;
-  if (Support pair = check_cta_pair(spec, c); !pair) return pair;
   if (spec.score.is_weight() && is_forward(spec) && c.split) return Support::no(kJoinsByLse);
   if (!spec.epilogue.out_mod.empty() && is_forward(spec) && c.split) return Support::no(kModifiesWholeOut);
   if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)

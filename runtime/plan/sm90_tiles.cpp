@@ -246,7 +246,6 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
           .indices = spec.indices,
           .joined_queries = c.join_lists ? kMostJoinedQueries : 0,
           .joins_parts = c.cluster,
-          .cta_pair = c.cta_pair,
           .ctas = c.min_blocks,
           .reads_out_tile = spec.programs.out_tile && !spec.epilogue.skip_softmax};
 }
@@ -348,7 +347,6 @@ int listed_rows(const AnalysedSpec& spec, const TileConfig& c) {
 
 int forward_cluster(const AnalysedSpec& spec, const TileConfig& c) {
   if (c.cluster) return kJoiningCtas;
-  if (c.cta_pair) return 2;
   return !spec.mask.empty() && shares_tiles_out(spec) && c.min_blocks == 1 && q_tiles_per_cta(spec, c) == 1 &&
                  !c.split
              ? 2

@@ -174,12 +174,6 @@ std::int64_t q_splits(const AnalysedSpec& spec, const AttentionShape& shape, con
   return best;
 }
 
-/// Heads of a row of work tiles (templates/tma/stream_k.cuh).
-std::int64_t heads_of_row(const KernelPlan& kernel, const AttentionShape& shape) {
-  const auto [queries, heads] = forward_tiles(kernel.spec, shape, kernel.config);
-  return heads * (kernel.schedule.q_tiles_as_heads ? tiles(shape.seqlen_q, queries) : 1);
-}
-
 }  // namespace
 
 std::int64_t joining_clusters_at_once(const DeviceInfo& device) {
@@ -191,7 +185,7 @@ std::int64_t num_splits(const KernelPlan& kernel, const AttentionShape& shape, c
   const TileConfig& config = kernel.config;
   if (!config.split || config.cluster) return 1;
   const std::int64_t slots = blocks_at_once(kernel.main(), device);
-  if (kernel.schedule.stream_k) return slots * kernel.main().cluster;
+  if (kernel.schedule.stream_k) return slots;
   if (kernel.schedule.fixed_parts) return most_parts(shape.seqlen_kv, config.bc);
   if (spec.reproducible.batch_invariant)
     return std::max<std::int64_t>(1, tiles(tiles(shape.seqlen_kv, config.bc), tiles_of_split(config.bc)));
@@ -206,23 +200,20 @@ std::int64_t num_splits(const AnalysedSpec& spec, const AttentionShape& shape, c
   return num_splits(traits(config.family).kernel(spec, config), shape, device);
 }
 
-bool has_head_pairs(const KernelPlan& kernel, const AttentionShape& shape) {
-  return shape.heads_kv > 0 && heads_of_row(kernel, shape) % (2 * shape.heads_kv) == 0;
-}
-
 std::int64_t head_groups(const KernelPlan& kernel, const AttentionShape& shape, std::int64_t segments) {
   constexpr std::int64_t kBytesOfRow = 1024;
-  const std::int64_t heads = heads_of_row(kernel, shape), of_cluster = kernel.config.cta_pair ? 2 : 1;
+  const auto [queries, heads_of_q_tile] = forward_tiles(kernel.spec, shape, kernel.config);
+  const std::int64_t heads =
+      heads_of_q_tile * (kernel.schedule.q_tiles_as_heads ? tiles(shape.seqlen_q, queries) : 1);
   // With more rows for each head of K and V products take longer than memory, and no share may be lost.
   constexpr std::int64_t kRowsOfMemory = 256;
   const bool waits_for_memory =
       kernel.schedule.q_tiles_as_heads || shape.seqlen_q * shape.heads_q <= kRowsOfMemory * shape.heads_kv;
   const std::int64_t most_lost = waits_for_memory ? segments / 32 : 0;
   const std::int64_t bytes = std::int64_t{2} * std::min(kernel.spec.head_dim, kernel.spec.v_dim());
-  std::int64_t found = of_cluster;
-  for (std::int64_t groups = 2 * of_cluster;
-       groups <= std::min(heads, segments) && found * bytes * shape.heads_kv < kBytesOfRow * heads;
-       groups += of_cluster)
+  std::int64_t found = 1;
+  for (std::int64_t groups = 2;
+       groups <= std::min(heads, segments) && found * bytes * shape.heads_kv < kBytesOfRow * heads; ++groups)
     if (heads % groups == 0 && segments % groups <= most_lost) found = groups;
   return found;
 }

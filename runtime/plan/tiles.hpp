@@ -52,9 +52,6 @@ std::int64_t num_splits(const KernelPlan& kernel, const AttentionShape& shape, c
 /// How many clusters of kJoiningCtas run at once: parts of a device have multiprocessors left over.
 std::int64_t joining_clusters_at_once(const DeviceInfo& device);
 
-/// Whether the blocks of a pair (TileConfig::cta_pair) have heads that share K and V.
-bool has_head_pairs(const KernelPlan& kernel, const AttentionShape& shape);
-
 /// Stream-K by so many segments: how many heads are computed at a time, which lie side by side where a
 /// token's heads do. A row of memory in DRAM (1 KB) is then opened once for all of them.
 std::int64_t head_groups(const KernelPlan& kernel, const AttentionShape& shape, std::int64_t segments);

@@ -73,8 +73,6 @@ struct ExampleProblem {
       false;  // sm90 forward: kInvariant, and CTAs share the parts out: tma/fixed_parts.cuh
   static constexpr bool kClusterSplit =
       false;  // sm90 forward: with kSplit, within clusters: sm90/forward_cluster.cuh
-  static constexpr bool kCtaPair =
-      false;  // sm90 forward: decodes latents once for two: sm90/kv_latents_share.cuh
   static constexpr bool kPackGqa = false;
   static constexpr bool kJoinsLists = false;  // lists of a tile's queries are joined: joined_list.cuh
   static constexpr bool kTma = false;         // sm80: TMA copies K and V: sm80/kv_loader_tma.cuh

@@ -255,7 +255,6 @@ constexpr ForwardLayout kForwardLayout{.br = P::kBr,
                                        .indices = P::kIndices,
                                        .joined_queries = P::kJoinsLists ? kMostJoinedQueries : 0,
                                        .joins_parts = P::kClusterSplit,
-                                       .cta_pair = P::kCtaPair,
                                        .ctas = P::kMinBlocks,
                                        .reads_out_tile = P::kOutTile && !P::kSkipSoftmax};
 

@@ -1,7 +1,6 @@
 // The pipelines of the forward pass, each a Ring of ForwardStorage's stages, and how work tiles are visited.
 #pragma once
 
-#include "flashjit/async/cluster.cuh"
 #include "flashjit/async/ring.cuh"
 #include "flashjit/sm90/forward_smem.cuh"
 
@@ -54,25 +53,6 @@ template <class P>
 using TermsRing = Ring<P, StagesOf<P, &ForwardStorage<P>::terms_full, &ForwardStorage<P>::terms_empty>>;
 template <class P>
 using WorkRing = Ring<P, WorkStages<P>>;
-
-// How a stage of a tile in halves is released; HalfRelease<P> names one of two types.
-template <class P>
-struct OwnRelease {
-  static __device__ __forceinline__ void release(unsigned empty) { flashjit::release(empty); }
-};
-/// To both CTAs of a pair, which have filled it.
-template <class P>
-struct PairRelease {
-  static __device__ __forceinline__ void release(unsigned empty) {
-    const unsigned other = in_cta(empty, 1 - cluster_rank());
-    __syncwarp();
-    if (threadIdx.x % 32 != 0) return;
-    barrier_arrive(empty);
-    barrier_arrive_remote(other);
-  }
-};
-template <class P>
-using HalfRelease = Conditional<P::kCtaPair, PairRelease<P>, OwnRelease<P>>;
 
 /// Releases a slot of codes when the warp has read it. By each of a warpgroup that converts them.
 template <class P>

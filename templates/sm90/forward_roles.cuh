@@ -144,7 +144,6 @@ struct SegmentsOfCtas {
   static __device__ __forceinline__ void prepare(const Params& p, const TensorMaps& maps) {
     let_next_grid_start<P>();  // the combine entry, which waits for this one's end by itself
     prefetch_maps<P>(p, maps);
-    if (P::kCtaPair) cluster_sync();  // before the other CTA sends rows
   }
   static __device__ __forceinline__ void find(const Params& p, char* shared, SegmentStart& start) {
     start = find_segment<P>(p, static_cast<int>(blockIdx.x) / p.head_groups,

@@ -177,8 +177,6 @@ struct ForwardStorage {
   __device__ int p_full() const { return ping_pong(0); }
   __device__ int p_empty() const { return ping_pong(1); }
   __device__ int may_start_pv() const { return warpgroup_barrier(1) + 1; }
-  /// Of the warpgroup that decodes latents.
-  __device__ int decoders() const { return may_start_pv() + 1; }
 
   /// By one thread. A consumer warp arrives once on what TMA wrote; on what threads wrote each thread
   /// arrives, since racecheck does not take a lane's arrival for its warp's reads.
@@ -196,9 +194,8 @@ struct ForwardStorage {
       barrier_init(k_full(stage), kLoads + kListArrivals + (kKeyFactors<P> ? 32 : 0));
       if (kHasVBarriers) barrier_init(v_full(stage), kCodeProducts<P> ? kTransposers<P> * 32 : kLoads);
       // Of warpgroups that share rows only the first reads K, and only the second the right half.
-      constexpr int kCtas = P::kCtaPair ? 2 : 1;
-      barrier_init(k_empty(stage), kCtas * kRowGroups * (kThreadsReleaseK<P> ? 128 : 4));
-      if (kHasVBarriers) barrier_init(v_empty(stage), kCtas * (kTileInHalves<P> ? 1 : kWarpgroups) * 4);
+      barrier_init(k_empty(stage), kRowGroups * (kThreadsReleaseK<P> ? 128 : 4));
+      if (kHasVBarriers) barrier_init(v_empty(stage), (kTileInHalves<P> ? 1 : kWarpgroups) * 4);
       if (P::kBiasTile) {
         barrier_init(terms_full(stage), 1);
         barrier_init(terms_empty(stage), kRowGroups * 4);

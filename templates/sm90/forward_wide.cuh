@@ -187,7 +187,7 @@ __device__ __forceinline__ void consume_left(const Params& p, const TensorMaps& 
     wgmma_commit();
     wgmma_wait<1>();  // O is there
     pin(o);
-    HalfRelease<P>::release(kTileInHalves<P> ? smem.k_empty(n - 1) : smem.v_empty(n - 1));
+    release(kTileInHalves<P> ? smem.k_empty(n - 1) : smem.v_empty(n - 1));
     if (last) {
       store_o(p, maps, smem, smem.work(round - 1), wg, state, scale, o);  // O / l
     }
@@ -222,7 +222,7 @@ __device__ __forceinline__ void consume_right(const Params& p, const TensorMaps&
       wgmma_commit();
       wgmma_wait<0>();
       pin(o);
-      HalfRelease<P>::release(smem.v_empty(n));
+      VRing<P>::release(smem, n);
       arrive_for_p<P>(smem.p_empty());
     }
     store_o(p, maps, smem, work, wg, RunningState<P>(), scale, o);  // O / l

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "flashjit/common/kv_format.cuh"
-#include "flashjit/sm90/kv_latents_share.cuh"
+#include "flashjit/sm90/forward_rings.cuh"
 #include "flashjit/tma/gather_rows.cuh"
 
 namespace flashjit::sm90 {
@@ -58,8 +58,7 @@ __device__ __forceinline__ void copy_latents(const LatentSlot<P>& to,
       if (lane == 0) to.present[first / 32] = present;
     }
     if ((P::kBc % 32 != 0 && row >= P::kBc) || (kHalvesGroup<P> && lane / 16 != kWarp)) continue;
-    if (!LatentShare<P>::has(row)) continue;
-    char* line = to.rows + LatentShare<P>::row_in_slot(row) * kBytes;
+    char* line = to.rows + row * kBytes;
     if (slot >= 0) {
       load_line(shared_address(line), from.row_in_slot(slot), kBytes, full);
       bytes += kBytes;
@@ -101,9 +100,7 @@ template <class P, TileHalf kHalf>
 __device__ __forceinline__ void decode_latents(char* tile, const char* rows) {
   using Element = typename P::Element;
   using Format = typename P::KFormat;
-  using Share = LatentShare<P>;
-  constexpr int kAtOnce = 2;  // slices, as registers allow
-  constexpr int kUnits = Share::kGroups * Share::kParts;
+  constexpr int kGroups = P::kBc / 8, kAtOnce = 2;  // slices, as registers allow
   const auto has_codes = [](int slice, int column) {
     return (slice + 1) * kSliceColumns <= Format::kColumns ||
            (slice * kSliceColumns < Format::kColumns && column < Format::kColumns);
@@ -115,9 +112,8 @@ __device__ __forceinline__ void decode_latents(char* tile, const char* rows) {
   char *even = tile + chunk_offset<P::kBc>(own_row, own_column / 8),
        *odd = tile + chunk_offset<P::kBc>(own_row, own_column / 8 + 1);
 #pragma unroll 1
-  for (int unit = kUnits * warp / 4; unit < kUnits * (warp + 1) / 4; ++unit) {
-    const int of_slot = unit / Share::kParts, group = Share::group_in_tile(of_slot);
-    const auto* row = reinterpret_cast<const unsigned char*>(rows) + (of_slot * 8 + own_row) * Format::kBytes;
+  for (int group = kGroups * warp / 4; group < kGroups * (warp + 1) / 4; ++group) {
+    const auto* row = reinterpret_cast<const unsigned char*>(rows) + (group * 8 + own_row) * Format::kBytes;
     const auto put = [&](int slice, const uint4(&elements)[2]) {
       // The swizzle is of eight rows, so it is the first row's.
       const int to = (slice * P::kBc + group * 8) * kRowBytes;
@@ -126,7 +122,6 @@ __device__ __forceinline__ void decode_latents(char* tile, const char* rows) {
     };
 #pragma unroll
     for (int begin = 0; begin < slices(P::kHeadDim); begin += kAtOnce) {
-      if (Share::kParts > 1 && begin / kAtOnce % Share::kParts != unit % Share::kParts) continue;
       KvCodes16<Format> codes[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i)
@@ -154,6 +149,10 @@ template <class P>
 struct LatentDecoder {
   static __device__ __forceinline__ void run(const Params&, const ForwardStorage<P>& smem, int) {
     const int thread = static_cast<int>(threadIdx.x) % kConverterThreads;
+    const auto finish = [](unsigned full) {
+      publish_to_async_proxy();
+      barrier_arrive(full);
+    };
     int n = 0;
     for_each_work_tile(smem, [&](const WorkTile<P>& work) {
 #pragma unroll 1
@@ -164,14 +163,13 @@ struct LatentDecoder {
         KRing<P>::acquire(smem, n);
         if (P::kIndices && thread < kPresentWords<P>) smem.present_keys(n)[thread] = from.present[thread];
         decode_latents<P, TileHalf::left>(tile, from.rows);
-        LatentShare<P>::template finish<TileHalf::left>(smem, smem.k(n), smem.k_full(n));
+        finish(smem.k_full(n));
         VRing<P>::acquire(smem, n);
         decode_latents<P, TileHalf::right>(tile, from.rows);
-        LatentShare<P>::template finish<TileHalf::right>(smem, smem.k(n), smem.v_full(n));
+        finish(smem.v_full(n));
         release_codes<P>(smem.raw_k_empty(n));
       }
     });
-    LatentShare<P>::end(smem, n);
   }
 };
 

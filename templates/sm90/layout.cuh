@@ -190,7 +190,6 @@ struct ForwardLayout {
   bool indices;
   int joined_queries;  ///< whose lists are joined, at most; 0: none
   bool joins_parts;    ///< of rows, which CTAs of a cluster send each other
-  bool cta_pair;       ///< each CTA decodes half of the rows
   int ctas;            ///< of a multiprocessor; with codes its shared memory is shared out among them
   bool reads_out_tile = false;  ///< a program of O reads a tile of a tensor
 
@@ -232,9 +231,9 @@ struct ForwardLayout {
   constexpr int code_tiles() const { return parts() + parts_bytes(); }
   constexpr int code_scales() const {
     if (code_products) return tile_bytes(bc, tile_columns(head_dim_v, true));
-    return code_rows() * (row_pitch > 0 ? row_pitch : head_dim > head_dim_v ? head_dim : head_dim_v);
+    return bc * (row_pitch > 0 ? row_pitch : head_dim > head_dim_v ? head_dim : head_dim_v);
   }
-  constexpr int scale_rows() const { return code_scales() + code_rows() * kRowInfoBytes; }
+  constexpr int scale_rows() const { return code_scales() + bc * kRowInfoBytes; }
   constexpr int code_slot_bytes() const {
     const int of_keys = code_products ? 0 : key_scales_bytes();
     const int bytes = !codes ? 0 : row_pitch > 0 ? scale_rows() + scale_bytes : code_scales() + of_keys;
@@ -263,7 +262,6 @@ struct ForwardLayout {
   constexpr int bytes() const { return q_tiles_per_cta * slot_bytes(); }
 
  private:
-  constexpr int code_rows() const { return cta_pair ? bc / 2 : bc; }  ///< of a slot
   constexpr int limit() const {
     if (codes) return (kSharedLimit + kReservedOfCta) / ctas - kReservedOfCta;
     return kSharedLimit / q_tiles_per_cta / kAlignment * kAlignment;

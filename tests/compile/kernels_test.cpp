@@ -619,17 +619,6 @@ TEST(KernelsOfDecodedLatents, CompileWithoutSpillsOnHopper) {
     const TileConfig of_many = plan::sm90_traits().heuristic(spec, {1, 16, 1, 512, 4096}, device);
     if (of_many.join_lists) EXPECT_EQ(compile_and_check(spec, of_many, device), "");
   }
-  // By pairs of CTAs, which leave room for a third stage or more keys.
-  for (const char* text : {"bf16:d576x512:kv{fp8_ds_mla}:shared_kv:indices",
-                           "bf16:d576x512:kv{fp8_ds_mla}:shared_kv:causal:pages64",
-                           "fp16:d576x512:kv{int8:g64:fp32:tail64}:shared_kv:causal:varlen:pages16:indices"})
-    for (const char* tile : {"bc32:w8:s2", "bc32:w8:s3"}) {
-      const KernelSpec spec = parse_spec(fmt::format("fwd:{}", text)).normalized();
-      EXPECT_EQ(
-          compile_and_check(
-              spec, parse_config(fmt::format("sm90:br64:{}:d_split2:split:pack_gqa:cta_pair", tile)), device),
-          "");
-    }
 }
 
 // Scales of blocks and of keys that are in a tensor of their own, by the families that read them.

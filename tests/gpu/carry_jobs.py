@@ -100,14 +100,7 @@ def cache_formats(name: str, script: str, seconds: int) -> Job:
     return Job(name, f"{plain} --csv $RESULTS/{script}.csv", seconds, alone=True, warm=warm)
 
 
-LATENT_PAIRS = tuple(
-    f"sm90:br64:bc32:w8:{rest}"
-    for rest in (
-        "s2:d_split2:split:pack_gqa",
-        "s2:d_split2:split:pack_gqa:cta_pair",
-        "s3:d_split2:split:pack_gqa:cta_pair",
-    )
-)
+LATENT_TILES = tuple(f"sm90:br64:{keys}:w8:s2:d_split2:split:pack_gqa" for keys in ("bc32", "bc64"))
 CODES_FROM_PAGES = tuple(
     f"sm90:br128:{rest}" for rest in ("bc128:w8:s2", "bc128:w8:s2:decode_cache", "bc96:w8:s3:decode_cache")
 )
@@ -198,7 +191,7 @@ def all_jobs(first: str) -> list[Job]:
             60,
             "fwd:bf16:d576x512:kv{fp8_ds_mla}:shared_kv:indices",
             "b128:hq128:hkv1:sq1:skv32768",
-            *LATENT_PAIRS,
+            *LATENT_TILES,
         ),
         configs(
             "codes",

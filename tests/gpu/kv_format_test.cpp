@@ -14,19 +14,6 @@ TEST_P(GpuDecodedLatents, AreAttentionOverTheDecodedRows) {
   check_kv_format(runtime.get(), GetParam());
 }
 
-/// By pairs of CTAs, with two and three stages.
-TEST(GpuLatentPairs, AreAttentionOverTheDecodedRows) {
-  if (gpu().info.arch != "sm_90a") GTEST_SKIP() << "the kernels are of sm_90a";
-  TemporaryRuntime runtime;
-  for (const char* stages : {"s2", "s3"}) {
-    const TileConfig config =
-        parse_config(fmt::format("sm90:br64:bc32:w8:{}:d_split2:split:pack_gqa:cta_pair", stages));
-    const std::string spec = "bf16:d576x512:kv{fp8_ds_mla}:shared_kv";
-    check_kv_format(runtime.get(), {spec + ":indices", {16, 128, 1, 2, 8000}, Family::sm90, 0, 2048}, config);
-    check_kv_format(runtime.get(), {spec + ":pages64:causal", {9, 256, 1, 3, 3001}, Family::sm90}, config);
-  }
-}
-
 std::vector<KvFormatCase> latents() {
   std::vector<KvFormatCase> all;
   const auto add = [&](const char* options, const AttentionShape& shape, int top_k = 20) {

@@ -136,7 +136,6 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"split", [](auto& s) { s.config.split = true; }},
       {"pack_gqa", [](auto& s) { s.config.pack_gqa = true; }},
       {"cluster", [](auto& s) { s.config.cluster = true; }},
-      {"cta_pair", [](auto& s) { s.config.cta_pair = true; }},
       {"tma", [](auto& s) { s.config.tma = true; }},
       {"decode_cache", [](auto& s) { s.config.decode_cache = true; }},
       {"join_lists", [](auto& s) { s.config.join_lists = true; }},
@@ -154,8 +153,8 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix, k_format, v_format, key_scales] =
       kv;
   const TileConfig config = {};
-  [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w, in_cluster, in_pair, tma, decode_cache,
-                                join_lists] = config;
+  [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w, in_cluster, tma, decode_cache, join_lists] =
+      config;
   // Not in the key by themselves: header, function, params and problem, which are in the text, as is what hot
   // means for a compiler.
   const plan::Entry entry = {};

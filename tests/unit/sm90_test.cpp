@@ -490,7 +490,6 @@ TEST(Sm90, PlansOneKernelWithTensorMaps) {
                                    .indices = false,
                                    .joined_queries = 0,
                                    .joins_parts = false,
-                                   .cta_pair = false,
                                    .ctas = 1};
   const int bytes = layout.bytes();
   const Entry expected{.name = "forward",

@@ -426,13 +426,13 @@ TEST(Config, RoundTrip) {
 
 TEST(Config, TextForms) {
   EXPECT_EQ(to_string(TileConfig{Family::simt, 64, 32, 4}), "simt:br64:bc32:w4");
-  const TileConfig all{Family::sm80, 128, 64, 4, 2, true, 2, 3, true, true, true, true, true, true, true};
+  const TileConfig all{Family::sm80, 128, 64, 4, 2, true, 2, 3, true, true, true, true, true, true};
   EXPECT_EQ(to_string(all),
-            "sm80:br128:bc64:w4:s2:q_in_registers:d_split2:min_blocks3:split:pack_gqa:cluster:"
-            "cta_pair:tma:decode_cache:join_lists");
+            "sm80:br128:bc64:w4:s2:q_in_registers:d_split2:min_blocks3:split:pack_gqa:cluster:tma:"
+            "decode_cache:join_lists");
   EXPECT_EQ(parse_config(
-                "sm80:br128:bc64:w4:join_lists:tma:decode_cache:cta_pair:cluster:pack_gqa:split:min_blocks3:"
-                "d_split2:q_in_registers:s2"),
+                "sm80:br128:bc64:w4:join_lists:tma:decode_cache:cluster:pack_gqa:split:min_blocks3:d_split2:"
+                "q_in_registers:s2"),
             all);
   EXPECT_EQ(parse_config("simt:br64:bc32:w4:s1:d_split1:min_blocks1"), (TileConfig{Family::simt, 64, 32, 4}));
 }

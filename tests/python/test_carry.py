@@ -127,17 +127,24 @@ def test_time_ends_jobs_and_two_gpus_are_not_one(played):
     assert ended["pair"] == "left out: it needs 2 GPUs, and here is 1"
 
 
+def with_imports(script):
+    """Its text, and what it imports of the files beside it."""
+    text = script.read_text()
+    names = re.findall(r"^(?:from|import) (\w+)", text, re.M)
+    beside = [script.parent / f"{name}.py" for name in names]
+    return text + "".join(path.read_text() for path in beside if path.exists())
+
+
 def test_all_jobs_name_what_is_there(modules):
     """Scripts, their options, and bash's grammar."""
     jobs = modules[0]
-    shared = (ROOT / "tools/bench/measuring.py").read_text()
     for job in jobs.all_jobs("*"):
         for command in filter(None, (job.command, job.warm)):
             assert subprocess.run(["bash", "-n", "-c", command]).returncode == 0, command
             for path, options in re.findall(r"(?:python3|bash) ((?:tools|tests)/\S+)([^|&;]*)", command):
-                text = (ROOT / path).read_text()
+                text = with_imports(ROOT / path)
                 for option in re.findall(r" (--[a-z-]+)", options):
-                    assert f'"{option}"' in text + shared, f"{job.name}: {path} has no {option}"
+                    assert f'"{option}"' in text, f"{job.name}: {path} has no {option}"
     names = [job.name for job in jobs.all_jobs("*")]
     assert len(names) == len(set(names)) and {"python:gpu", "jax:gpu", "rings:tests"} <= set(names)
     assert [job.name for job in jobs.chosen(["races:serving", "first", "first"])] == [

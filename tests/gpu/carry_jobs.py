@@ -19,8 +19,9 @@ ALONE = "Lifetime*:CheckWaits*"  # tests that need the device for themselves
 class Job:
     """seconds: its limit. gpus: how many it needs. alone: nothing else may run on them, as it measures time or memory.
     cores: how many it keeps busy. rest: a queue, which takes all cores and GPUs that others leave, and is started anew where
-    these change. peers: what peers.py made, to be on Python's path. warm: a command that runs beside other jobs and ends
-    before this one begins, to compile what it calls."""
+    these change; once it has made $RESULTS/handed_out, as its last work has begun, the next queue starts beside it. peers: what
+    peers.py made, to be on Python's path. warm: a command that runs beside other jobs and ends before this one begins, to
+    compile what it calls."""
 
     name: str
     command: str
@@ -36,7 +37,9 @@ class Job:
 def queue(name: str, chosen: str, program: str = TESTS, variables: str = "") -> Job:
     """$WORKERS: the cores that are left. Results of all queues are in one folder: a test that ended well in one of them is not
     run by another."""
-    options = f"--filter='{chosen}' --workers $WORKERS --folder $ALL_RESULTS/tests"
+    options = (
+        f"--filter='{chosen}' --workers $WORKERS --folder $ALL_RESULTS/tests --handed-out $RESULTS/handed_out"
+    )
     return Job(
         name, f"exec env {variables} python3 tests/gpu/run_tests.py {program} {options}", 3600, rest=True
     )

@@ -24,6 +24,7 @@ class Running:
     process: subprocess.Popen[bytes]
     log: IO[bytes]
     began: float
+    handed_out: Path  # there when a queue has begun the last of its work
     workers: int = 0
     why: str = ""  # why it was ended, if it was
 
@@ -171,7 +172,8 @@ class Plan:
         return not taken.intersection(gpus)
 
     def start_queue(self) -> None:
-        """The first queue that waits, on what others leave; one that runs, anew where that has changed much."""
+        """The first queue that waits, on what others leave; one that runs, anew where that has changed much. Beside one that has
+        handed out all its work the next begins: a few slow tests keep no cores."""
         taken = set(self.own)
         for each in self.running:
             if each.job.alone:
@@ -180,12 +182,15 @@ class Plan:
         gpus = [gpu for gpu in self.gpus if gpu not in taken and gpu not in kept]
         busy = sum(each.job.cores for each in self.running if not each.job.rest)
         workers = max(2, self.cores - busy)
-        queue = next((each for each in self.running if each.job.rest), None)
-        if queue:
-            if queue.gpus != gpus or workers >= queue.workers + MORE_CORES:
+        queues = [each for each in self.running if each.job.rest]
+        for queue in reversed(queues):
+            done = queue.handed_out.exists()
+            moved = not set(queue.gpus) <= set(gpus) if done else queue.gpus != gpus
+            if moved or (not done and workers >= queue.workers + MORE_CORES):
                 if not queue.why:
                     self.waiting.insert(0, queue.job)
                 queue.end("anew")
+        if any(queue.why or not queue.handed_out.exists() for queue in queues):
             return
         job = next((job for job in self.waiting if job.rest), None)
         if job and gpus:
@@ -195,6 +200,8 @@ class Plan:
     def begin(self, job: Job, gpus: list[str], workers: int = 0) -> None:
         folder = self.results / job.name.replace(":", "_")
         folder.mkdir(parents=True, exist_ok=True)
+        handed_out = folder / "handed_out"
+        handed_out.unlink(missing_ok=True)
         log = (folder / "log").open("ab")
         environment = {**self.environment(job, workers), "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         process = subprocess.Popen(
@@ -205,4 +212,4 @@ class Plan:
             env={**environment, "RESULTS": str(folder), "WORKERS": str(workers)},
             start_new_session=True,
         )
-        self.running.append(Running(job, gpus, process, log, time.monotonic(), workers))
+        self.running.append(Running(job, gpus, process, log, time.monotonic(), handed_out, workers))

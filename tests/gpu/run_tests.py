@@ -3,9 +3,9 @@
     python3 tests/gpu/run_tests.py build/tests/flashjit_gpu_tests --filter='-Lifetime*:CheckWaits*' --seconds 600
 
 Processes take a few tests at a time, so that no worker is left with the slow ones. Which tests ended well is written at
-once to a file beside the program, with the digest of the program in its name: a second run of the same program runs
-the others, or with --again all. What a failed test printed is in the same folder. CUDA_VISIBLE_DEVICES chooses among
-the GPUs. The exit code is 0 only if every test passed or skipped itself, 1 if one failed, 2 for a wrong call, 4 if time
+once to a file beside the program, with the digest of the program in its name: a second run of the same program, later or
+at the same time, runs the others, or with --again all. What a failed test printed is in the same folder.
+CUDA_VISIBLE_DEVICES chooses among the GPUs. The exit code is 0 only if every test passed or skipped itself, 1 if one failed, 2 for a wrong call, 4 if time
 ended before the tests did, and 77 without a GPU, unless FLASHJIT_LIBCUDA names another driver.
 
 With --sanitizer the tests run under that tool of compute-sanitizer, which says at a process's end what it found:
@@ -64,34 +64,37 @@ def gpus() -> list[str]:
 class Run:
     """One run: what is to be done, what ended how, and the processes that are at it."""
 
-    def __init__(
-        self, program: Path, sanitizer: str, folder: Path, names: list[str], chunk: int, again: bool
-    ):
+    def __init__(self, options: argparse.Namespace, program: Path, folder: Path, names: list[str]):
         self.command = [str(program)]
-        self.sanitizer = sanitizer
+        sanitizer = self.sanitizer = options.sanitizer
         if sanitizer:
             # What the driver answers to a question, such as whose a pointer is, is no error of ours.
-            options = ["--report-api-errors", "no", "--error-exitcode", "9"]
-            self.command = ["compute-sanitizer", "--tool", sanitizer, *options, str(program)]
+            quiet = ["--report-api-errors", "no", "--error-exitcode", "9"]
+            self.command = ["compute-sanitizer", "--tool", sanitizer, *quiet, str(program)]
         self.folder = folder
         digest = hashlib.sha256(program.read_bytes()).hexdigest()[:16]
         self.ended = folder / f"ended-{sanitizer}{digest}.txt"
-        if again:
+        if options.again:
             self.ended.unlink(missing_ok=True)
-        known = (
-            dict(line.split()[:2][::-1] for line in self.ended.read_text().splitlines())
-            if self.ended.exists()
-            else {}
-        )
-        self.results = {name: known[name] for name in names if name in known}
+        self.results: dict[str, str] = {}
+        left = self.not_ended(names)
         self.before = len(self.results)
-        left = [name for name in names if name not in self.results]
         random.Random(0).shuffle(left)  # neighbours take equally long
+        chunk = max(1, min(options.chunk, -(-len(left) // options.workers)))  # all workers get some
         self.chunks = deque(left[i : i + chunk] for i in range(0, len(left), chunk))
         self.failed: list[str] = []
         self.lock = threading.Lock()
         self.processes: set[subprocess.Popen[str]] = set()
         self.stopped = False
+        self.handed_out: Path | None = options.handed_out
+
+    def not_ended(self, names: list[str]) -> list[str]:
+        """What neither this run nor one beside it has ended well."""
+        if self.ended.exists():
+            whole = self.ended.read_text().rpartition("\n")[0]  # another run may be writing a line
+            known = dict(line.split()[:2][::-1] for line in whole.splitlines())
+            self.results.update((name, known[name]) for name in names if name in known)
+        return [name for name in names if name not in self.results]
 
     def end(self, name: str, result: str, milliseconds: str, printed: list[str]) -> None:
         with self.lock:
@@ -115,7 +118,9 @@ class Run:
             with self.lock:
                 if not self.chunks:
                     return
-                names = self.chunks.popleft()
+                names = self.not_ended(self.chunks.popleft())
+                if not self.chunks and self.handed_out:
+                    self.handed_out.touch()
             while names and not self.stopped:
                 names = self.run_chunk(names, environment)
 
@@ -194,6 +199,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=12, help="tests a process runs")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--folder", type=Path, help="of the results; the program's by default")
+    parser.add_argument("--handed-out", type=Path, help="a file to make when the last tests have begun")
     parser.add_argument("--again", action="store_true", help="run tests that ended well before, too")
     options = parser.parse_args(arguments)
     if not options.program.is_file():
@@ -217,7 +223,7 @@ def main(arguments: list[str]) -> int:
     if not names:
         print(f"no test is called '{options.filter}'")
         return 2
-    run = Run(program, options.sanitizer, folder, names, options.chunk, options.again)
+    run = Run(options, program, folder, names)
     began = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: run.stop())
     threads = [

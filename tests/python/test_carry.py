@@ -34,6 +34,9 @@ def played(modules, tmp_path):
         note = f'date +%s.%N >> "{notes}/$NAME.begin"; echo "$CUDA_VISIBLE_DEVICES $WORKERS" >> "{notes}/$NAME.gpus"; '
         made = []
         for name, last, options in given:
+            options = dict(options)
+            if (handing_out := options.pop("handing_out", None)) is not None:
+                note += f'sleep {handing_out}; touch "$RESULTS/handed_out"; '
             # A queue ends when it is told to, and all that is left in its last run.
             wait = f"sleep {last}" if not options.get("rest") else f"sleep {last} & wait"
             tail = f'; date +%s.%N >> "{notes}/$NAME.end"'
@@ -92,6 +95,38 @@ def test_a_queue_takes_what_others_leave(played):
     ran, ended = played([("tests", 1.0, {"rest": True}), ("race", 0.6, {"alone": True, "cores": 3})], 2)
     assert ended == {"tests": "passed", "race": "passed"}
     assert [gpus for _, _, gpus in ran["tests"]] == [["1", "5"], ["0,1", "8"]]
+
+
+def test_a_queue_that_waits_for_its_last_tests_has_the_next_beside_it(played):
+    ran, ended = played(
+        [
+            ("first", 1.5, {"rest": True, "handing_out": 0.3}),
+            ("tests", 0.3, {"rest": True, "handing_out": 0.3}),
+            ("emulated", 0.3, {"rest": True}),
+        ],
+        1,
+    )
+    assert set(ended.values()) == {"passed"} and all(len(times) == 1 for times in ran.values())
+    first, tests, emulated = (ran[name][0] for name in ("first", "tests", "emulated"))
+    assert first[0] + 0.3 <= tests[0] and tests[0] + 0.3 <= emulated[0] and emulated[0] < first[1]
+    assert [one[2] for one in (first, tests, emulated)] == [["0", "8"]] * 3
+
+
+def test_queues_give_their_gpu_to_a_job_that_wants_it_alone(played, tmp_path):
+    """And go on after it, in their order."""
+    race = {"alone": True, "gpus": 2, "warm": "sleep 0.9"}
+    ran, ended = played(
+        [
+            ("first", 2.0, {"rest": True, "handing_out": 0.2}),
+            ("tests", 1.0, {"rest": True}),
+            ("race", 0.4, race),
+        ],
+        2,
+    )
+    assert set(ended.values()) == {"passed"}, ended
+    for name in ("first", "tests"):
+        assert not any(overlap(each, ran["race"][0]) for each in ran[name]), ran
+    assert len(ran["first"]) == 2 and ran["first"][1][0] < ran["tests"][-1][0]
 
 
 def test_jobs_begin_in_their_order_and_few_cores_suffice(played):

@@ -1,9 +1,12 @@
 """tests/gpu/run_tests.py over a program that stands in for a GoogleTest one."""
 
+import concurrent.futures
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -91,6 +94,30 @@ def test_without_a_gpu_they_are_skipped(run):
 def test_workers_take_the_gpus_in_turn(run, tmp_path):
     code, said, begun = run("", "--chunk=1", "--workers=4")
     assert code == 0 and set((tmp_path / "devices").read_text().split()) == {"0", "3"}, said
+
+
+def test_each_worker_gets_some_of_few_tests(run, tmp_path):
+    code, said, begun = run("", "--workers=6", "--chunk=12", gpus="0,1,2,3,4,5")
+    assert code == 0 and len(set((tmp_path / "devices").read_text().split())) == 6, said
+
+
+def test_it_tells_when_the_last_tests_have_begun(run, tmp_path):
+    mark = tmp_path / "handed_out"
+    code, said, begun = run("Slow", "--workers=1", "--chunk=4", "--seconds=0.5", f"--handed-out={mark}")
+    assert code == 4 and not mark.exists(), said
+    code, said, begun = run("", f"--handed-out={mark}")
+    assert code == 0 and mark.exists(), said
+
+
+def test_what_a_run_beside_it_has_ended_is_left_out(run, tmp_path):
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        this = pool.submit(run, "Slow", "--workers=1", "--chunk=1")
+        while not (ended := list(tmp_path.glob("ended-*.txt"))):
+            time.sleep(0.01)
+        with ended[0].open("a") as file:
+            file.writelines(f"OK {name} 7\n" for name in [f"Small/A.Case/{i}" for i in range(9)] + ["B.Last"])
+        code, said, begun = this.result()
+    assert code == 0 and len(begun) <= 3 and re.search("1[01] of 11 passed", said), said
 
 
 def test_one_that_fails_is_told_and_runs_again(run):

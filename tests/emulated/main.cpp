@@ -1,6 +1,6 @@
 // The runtime of these tests opens the emulator's libcuda and NVRTC. FLASHJIT_LIBCUDA=libcuda.so.1 runs them
-// on a GPU, with the NVRTC that is found. Without a filter a run has a twelfth of the cases of each test,
-// drawn by the templates; with FLASHJIT_EVERY_KERNEL=1 all.
+// on a GPU, with the NVRTC that is found. Without a filter, or with one that only leaves out tests, a run has
+// a twelfth of the cases of each test, drawn by the templates; with FLASHJIT_EVERY_KERNEL=1 all.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -36,6 +36,8 @@ int main(int argc, char** argv) {
     ::setenv("FLASHJIT_NVRTC", flashjit::test::built(FLASHJIT_EMULATED_NVRTC).c_str(), 1);
   }
   testing::InitGoogleTest(&argc, argv);
-  if (GTEST_FLAG_GET(filter) == "*") GTEST_FLAG_SET(filter, drawn_tests());
+  const std::string filter = GTEST_FLAG_GET(filter);
+  if (filter == "*" || filter.starts_with('-'))
+    GTEST_FLAG_SET(filter, drawn_tests() + (filter == "*" ? "" : filter));
   return RUN_ALL_TESTS();
 }

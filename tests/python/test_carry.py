@@ -278,6 +278,22 @@ def test_a_build_of_the_machine_itself_is_kept(machine):
     assert code == 1 and "is a build of this machine" in said, said
 
 
+def test_drawn_cases_are_fewer_than_all(machine):
+    """And a job that passed with them has not passed with all."""
+    root, carry = machine("quick")
+    program = root / "build/tests/flashjit_gpu_tests"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\necho every=$FLASHJIT_EVERY_KERNEL\n")
+    program.chmod(0o755)
+
+    def run(*options):
+        said = carry("run", "checkwaits", *options, FLASHJIT_EVERY_KERNEL="yes")[1]
+        return re.search("^checkwaits +(passed before|passed .*)$", said, re.M).group(1).split()[-1]
+
+    assert run("--drawn") == "every=" and run("--drawn") == "before"
+    assert run() == "every=1" and run("--drawn") == "before" and run() == "before"
+
+
 def test_parts_of_a_peer_wait_for_each_other(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(GPU))
     import carry

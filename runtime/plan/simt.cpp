@@ -147,9 +147,9 @@ bool appends_by_lanes(const AnalysedSpec& spec) {
   const auto has_lanes = [&](const KvFormat& format) {
     const int block = format.block == 0 ? dim : format.block;
     const bool halves = format.packing == KvFormat::Packing::halves;
-    return (format.bits() == 4 || format.bits() == 8) && format.code != KvFormat::Code::book &&
-           (!halves || (format.bits() == 4 && block >= 16)) && format.keys == 0 && format.tail == 0 &&
-           is_power_of_two(block) && block >= 8;
+    return (format.bits() == 4 || format.bits() == 8 || (format.bits() == 5 && halves)) &&
+           format.code != KvFormat::Code::book && format.keys == 0 && format.tail == 0 &&
+           is_power_of_two(block) && block >= 16;
   };
   return size_of(spec.dtype) == 2 && is_power_of_two(dim) && dim <= 256 && spec.v_dim() == dim &&
          !spec.kv.shared_kv && !spec.kv.key_scales &&
@@ -173,8 +173,11 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
     // Blocks wait for memory. With scales of 8 bits they spill with so few registers.
     if (!spec.kv.quantized() || spec.decodes_kv()) append.min_blocks = 8;
     kernel.add(Step::append, append);
-    if (appends_by_lanes(spec))
-      kernel.add(Step::append_lanes, entry_without_tiles("append_lanes", "AppendParams"));
+    if (appends_by_lanes(spec)) {
+      Entry lanes = entry_without_tiles("append_lanes", "AppendParams");
+      lanes.min_blocks = 8;
+      kernel.add(Step::append_lanes, lanes);
+    }
   }
   if (spec.pass == Pass::merge) kernel.add(Step::merge, entry_without_tiles("merge", "MergeParams"));
   if (spec.pass == Pass::quantize) {

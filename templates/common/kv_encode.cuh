@@ -10,11 +10,23 @@ namespace flashjit {
 /// divide.
 template <class Format>
 constexpr bool kDivides = Format::kBits < 4;
+/// The float next to a quotient by a divisor of no extreme size, whose reciprocal is given, without branches.
+__device__ __forceinline__ float nearest_quotient(float x, float divisor, float reciprocal) {
+  const float near = x * reciprocal, exact = fmaf(fmaf(-near, divisor, x), reciprocal, near);
+  return near < 0x1p100f ? exact : near;
+}
+__device__ __forceinline__ float nearest_reciprocal(float x) {
+  float near;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(x));
+  return near < 0x1p120f ? fmaf(fmaf(-x, near, 1.0f), near, near) : fminf(near, 3.402823466e38f);
+}
+
 /// Finite, so that zeros of a block of the least numbers stay zeros. Of a block of zeros a book without 0 has
 /// the scale 0, by which nothing is divided.
 template <class Format>
 __device__ __forceinline__ float factor_of_scale(float scale) {
-  const float factor = 1.0f / scale;
+  float factor;  // next to the nearest float
+  asm("rcp.approx.f32 %0, %1;" : "=f"(factor) : "f"(scale));
   if (kDivides<Format> && (Format::kCode != KvCode::book || scale != 0.0f)) return scale;
   return fabsf(factor) > 3.402823466e38f ? 3.402823466e38f : factor;
 }
@@ -53,7 +65,11 @@ __device__ __forceinline__ unsigned bits_of_number(float x) {
     case KvNumber::bf16:
       return from_float<bf16>(x).bits;
     case KvNumber::e4m3:
+#if __CUDA_ARCH__ >= 890
+      return pair_of_e4m3(x, 0.0f) & 0xffu;
+#else
       return from_float<e4m3>(x).bits;
+#endif
     default: {
       const unsigned up = (bits >> 23 & 0xffu) + ((bits & 0x7fffffu) != 0 && bits != 0x400000u ? 1u : 0u);
       return x != x ? 0xffu : up < 254u ? up : 254u;
@@ -176,20 +192,29 @@ __device__ __forceinline__ float scale_of_zeros() {
   return means_zero ? 1.0f : 0.0f;
 }
 
+constexpr bool is_power_of_two(float x) {
+  while (x > 1.0f) x *= 0.5f;
+  return x == 1.0f;
+}
+
 /// The bits of the scale of a block without zero points.
 template <class Format>
 __device__ __forceinline__ unsigned symmetric_scale(const BlockExtremes& found, float argument) {
-  constexpr float kLargest = Format::kLargest;
-  if (!found.finite) return bits_of_scale<Format::kScaleType>(__uint_as_float(0x7fffffffu));
-  const float magnitude = fabsf(found.extreme) / argument;
-  if (magnitude == 0.0f) return bits_of_scale<Format::kScaleType>(scale_of_zeros<Format>());
+  constexpr float kLargest = Format::kLargest, kSize = kLargest < 0.0f ? -kLargest : kLargest;
+  float magnitude = fabsf(found.extreme);
+  if (Format::kArgument) magnitude = nearest_quotient(magnitude, argument, nearest_reciprocal(argument));
   if (Format::kScaleType == KvNumber::e8m0 && kHasFloatCodes<Format>) {  // as OCP's MX formats
-    const int exponent = static_cast<int>(__float_as_uint(magnitude) >> 23) -
-                         static_cast<int>(__float_as_uint(kLargest) >> 23);
-    return static_cast<unsigned>(clamped(exponent + 127, 0, 254));
+    const int exponent =
+        static_cast<int>(__float_as_uint(magnitude) >> 23) - static_cast<int>(__float_as_uint(kSize) >> 23);
+    const int bits = magnitude == 0.0f ? 127 : clamped(exponent + 127, 0, 254);
+    return found.finite ? static_cast<unsigned>(bits) : 255u;
   }
-  return bits_of_scale<Format::kScaleType>(kLargest < 0.0f ? found.extreme / argument / kLargest
-                                                           : magnitude / kLargest);
+  constexpr float kInverse = 1.0f / kSize;
+  float scale = is_power_of_two(kSize) ? magnitude * kInverse : nearest_quotient(magnitude, kSize, kInverse);
+  if (kLargest < 0.0f && found.extreme > 0.0f) scale = -scale;
+  if (magnitude == 0.0f) scale = scale_of_zeros<Format>();
+  if (!found.finite) scale = __uint_as_float(0x7fffffffu);
+  return bits_of_scale<Format::kScaleType>(scale);
 }
 
 }  // namespace flashjit

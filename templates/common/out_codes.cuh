@@ -44,17 +44,6 @@ __device__ __forceinline__ void store_number(unsigned char* to, unsigned bits) {
   *to = static_cast<unsigned char>(bits);
 }
 
-/// The float next to a quotient by a divisor of no extreme size, whose reciprocal is given, without branches.
-__device__ __forceinline__ float nearest_quotient(float x, float divisor, float reciprocal) {
-  const float near = x * reciprocal, exact = fmaf(fmaf(-near, divisor, x), reciprocal, near);
-  return near < 0x1p100f ? exact : near;
-}
-__device__ __forceinline__ float nearest_reciprocal(float x) {
-  float near;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(x));
-  return near < 0x1p120f ? fmaf(fmaf(-x, near, 1.0f), near, near) : fminf(near, 3.402823466e38f);
-}
-
 // How the scale of a block is found from the bits of its largest magnitude; BlockScale<P> names one of these.
 
 /// As encoders of KV formats do.

@@ -171,6 +171,21 @@ inline unsigned __ballot_sync(unsigned lanes, int holds) {
   return flashjit_emulator::exchange(flashjit_emulator::Exchange::ballot, lanes, holds != 0, 0);
 }
 inline int __vimax3_s32(int a, int b, int c) { return a > b ? (a > c ? a : c) : (b > c ? b : c); }
+/// Of both halves of words.
+template <class Half, class Chosen>
+inline unsigned flashjit_halves(unsigned a, unsigned b, Chosen chosen) {
+  const unsigned low = static_cast<unsigned short>(chosen(Half(a), Half(b)));
+  return low | unsigned{static_cast<unsigned short>(chosen(Half(a >> 16), Half(b >> 16)))} << 16;
+}
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  return flashjit_halves<unsigned short>(a, b, [](auto x, auto y) { return x > y ? x : y; });
+}
+inline unsigned __vminu2(unsigned a, unsigned b) {
+  return flashjit_halves<unsigned short>(a, b, [](auto x, auto y) { return x < y ? x : y; });
+}
+inline unsigned __vmaxs2(unsigned a, unsigned b) {
+  return flashjit_halves<short>(a, b, [](auto x, auto y) { return x > y ? x : y; });
+}
 inline int __any_sync(unsigned lanes, int holds) { return __ballot_sync(lanes, holds) != 0; }
 inline int __all_sync(unsigned lanes, int holds) { return __ballot_sync(lanes, !holds) == 0; }
 inline int __reduce_min_sync(unsigned lanes, int value) {

@@ -281,6 +281,7 @@ const Known kArithmetic[] = {
     {"lg2.approx.ftz.f32", unary<std::log2>},
     {"sqrt.approx.ftz.f32", unary<std::sqrt>},
     {"rcp.approx.ftz.f32", unary<reciprocal>},
+    {"rcp.approx.f32", unary<reciprocal>},
     {"rsqrt.approx.ftz.f32", unary<reciprocal_root>},
     {"tanh.approx.f32", unary<std::tanh>},
     {"div.full.ftz.f32",

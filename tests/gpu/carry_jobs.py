@@ -95,9 +95,9 @@ def configs(name: str, seconds: int, spec: str, shape: str, *chosen: str) -> Job
     return Job(f"configs:{name}", command, seconds, alone=True)
 
 
-def cache_formats(name: str, script: str, seconds: int) -> Job:
+def cache_formats(name: str, script: str, seconds: int, problems: str = "") -> Job:
     """Caches in all formats that a script of tools/bench times; warm compiles each format's kernels in a process of its own."""
-    plain = f"python3 tools/bench/{script}.py --lib build/libflashjit.so"
+    plain = f"python3 tools/bench/{script}.py --lib build/libflashjit.so --problems '{problems}'"
     formats = f"import sys; sys.path[:0] = ['tools/bench', 'tools/python']; import {script} as k; print(*k.FORMATS, sep='\\n')"
     warm = f'python3 -c "{formats}" | xargs -P 12 -I@ {plain} --warm @'
     return Job(name, f"{plain} --csv $RESULTS/{script}.csv", seconds, alone=True, warm=warm)
@@ -160,6 +160,7 @@ def all_jobs(first: str) -> list[Job]:
             "--tokens 65536,131072 --schemes all_gather,ulysses,pytorch_ring,pytorch_all_gather",
         ),
         cache_formats("formats:speed", "kv_format_speed", 150),
+        cache_formats("formats:append", "kv_format_speed", 60, "append"),
         cache_formats("formats:once", "decoded_cache", 120),
         race("tangents", 90, ("tangents",)),
         race("codes", 90, ("fa3", "vllm")),

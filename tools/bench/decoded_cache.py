@@ -77,7 +77,7 @@ def calls_of(problem, only, device):
 
 
 def measure(options, device):
-    for problem in PROBLEMS:
+    for problem in filter(options.problems.search, PROBLEMS):
         calls = calls_of(problem, options.only, device)
         found = interleaved_ms(calls, options.rounds)
         for (name, way), ms in found.items():
@@ -96,7 +96,7 @@ def tables(path):
 
 
 def warm(options, device):
-    for problem in PROBLEMS:
+    for problem in filter(options.problems.search, PROBLEMS):
         run_once(calls_of(problem, options.only, device))
 
 

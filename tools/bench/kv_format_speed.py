@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Speed of attention over a cache in each KV format beside one in bf16, and of append() beside a copy of as many bytes, on one GPU.
 
-    python3 tools/bench/kv_format_speed.py --lib build/libflashjit.so --csv FILE [--only REGEX] [--rounds N]
+    python3 tools/bench/kv_format_speed.py --lib build/libflashjit.so --csv FILE [--only REGEX] [--problems REGEX] [--rounds N]
     python3 tools/bench/kv_format_speed.py --lib build/libflashjit.so --warm FORMAT    # compiles one format's kernels, for a cache
     python3 tools/bench/kv_format_speed.py --tables FILE                               # the tables of FILE, without a GPU
 
@@ -125,11 +125,13 @@ def append_calls(only, device):
 
 def measure(options, device):
     times = (lambda calls: interleaved_ms(calls, options.rounds)) if device == "cuda" else run_once
-    for problem in PROBLEMS:
+    for problem in filter(options.problems.search, PROBLEMS):
         calls = attention_calls(problem, options.only, device)
         found = times({name: call for name, (call, _) in calls.items()})
         for name, (_, size) in calls.items():
             yield problem, name, 1e3 * found[name], found["bf16"] / found[name], size
+    if not options.problems.search(APPEND):
+        return
     for name, (call, copy, size) in append_calls(options.only, device).items():
         found = times({"append": call, "copy": copy})
         yield APPEND, name, 1e3 * found["append"], found["append"] / found["copy"], size
@@ -160,6 +162,9 @@ def run(doc, columns, measure, warm, tables, shown):
     parser.add_argument("--lib", help="libflashjit.so, as FLASHJIT_LIBRARY")
     parser.add_argument("--csv", help="also write the rows here")
     parser.add_argument("--only", default="", help="formats that match; bf16 is always there")
+    parser.add_argument(
+        "--problems", type=re.compile, default="", help="problems that match, such as append; by default all"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warm", help="call each problem once in this format, to compile its kernels")
     parser.add_argument("--tables", help="print the tables of a file")
@@ -189,10 +194,11 @@ def run(doc, columns, measure, warm, tables, shown):
 
 
 def warm(options, device):
-    for problem in PROBLEMS:
+    for problem in filter(options.problems.search, PROBLEMS):
         calls = attention_calls(problem, options.only, device)
         run_once({name: call for name, (call, _) in calls.items()})
-    run_once({name: made[0] for name, made in append_calls(options.only, device).items()})
+    if options.problems.search(APPEND):
+        run_once({name: made[0] for name, made in append_calls(options.only, device).items()})
 
 
 def shown(row):

@@ -253,7 +253,7 @@ def test_gradients_are_pythons(unchecked, name, monkeypatch):
     for seed in range(4):
         leaves = [x.requires_grad_(x.is_floating_point()) for x in make(seed=seed)]
         with monkeypatch.context() as patch:
-            patch.setattr(_autograd, "_fronts_of", lambda plan: None)
+            patch.setattr(_autograd, "_backward_calls", lambda plan: None)
             wanted = without_front(lambda: gradients(call, leaves))
         for a, b in zip(gradients(call, leaves), wanted, strict=True):
             assert torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype
@@ -279,6 +279,33 @@ def test_passes_of_training_are_launched_without_python(monkeypatch):
         gradients(lambda q, k, v: flashjit.attention(q, k, v, causal=True, scale=0.3), leaves)
 
 
+@pytest.mark.parametrize("reads", ["a capture", "sequences"])
+def test_recorded_forward_passes_are_launched_without_python(unchecked, reads, monkeypatch):
+    passes, forward = [], _plans.Plan.forward
+    monkeypatch.setattr(
+        _plans.Plan, "forward", lambda *args, **named: passes.append(1) or forward(*args, **named)
+    )
+    slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    program = dict(score_mod="score + slopes[h] * to_float(kv - q)", captures={"slopes": slopes})
+
+    def both_passes(tensors, options):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        passes.clear()
+        made = flashjit.attention(*leaves, return_lse=True, **options)
+        count = len(passes)
+        others = [slopes] if reads == "a capture" else []
+        return count, made + torch.autograd.grad(made[0].sum() + made[1].sum(), leaves + others)
+
+    for seed in range(4):
+        given = (qkv(seed=seed), program) if reads == "a capture" else packed(seed)
+        with monkeypatch.context() as patch:
+            patch.setattr(_autograd, "_backward_calls", lambda plan: None)
+            _, wanted = without_front(lambda: both_passes(*given))
+        count, found = both_passes(*given)
+        assert count == (seed < 2)
+        assert_same(found, wanted)
+
+
 def test_second_derivatives_do_not_change(monkeypatch):
     leaves = [x.float().requires_grad_() for x in qkv()]
 
@@ -287,7 +314,7 @@ def test_second_derivatives_do_not_change(monkeypatch):
         return torch.autograd.grad(grad.square().sum(), leaves)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_autograd, "_fronts_of", lambda plan: None)
+        patch.setattr(_autograd, "_backward_calls", lambda plan: None)
         wanted = without_front(second)
     for _ in range(3):
         assert all(map(torch.equal, second(), wanted))
@@ -531,7 +558,7 @@ def test_no_more_calls_are_kept_than_there_is_room_for():
     assert front.call(q, 4, q) is NotImplemented and front.call([], 4, None) is NotImplemented
     front.forget()
     assert front.call(q, 4, None) is NotImplemented and front.call(q, 4, None) is None
-    front.delegate((q, 1, None), lambda *given: given)
+    front.delegate((q, 1, None), lambda _, *given: given, (0,))
     assert front.call(q, 1, None) == (q,) or front.call(q, 1, None)[0] is q
     with pytest.raises(TypeError, match="of 3 parameters"):
         front.refuse((q, 1))
@@ -551,7 +578,7 @@ def test_arguments_are_placed_as_python_does():
         assert (
             front.arguments(*args, **named) is NotImplemented and front.call(*args, **named) is NotImplemented
         )
-    front.delegate((1, 5, None, 7), lambda: "kept")
+    front.delegate((1, 5, None, 7), lambda _: "kept", ())
     assert front.call(1) == front.call(1, b=5, d=8) == "kept"
     assert front.call(1, c=0) is NotImplemented and front.call(1, c=0) is NotImplemented
     assert front.call(2) is NotImplemented and front.call(2) is None
@@ -678,7 +705,7 @@ def test_values_that_look_alike_are_told_apart():
     ]
     for value in values:
         assert front.call(value) is NotImplemented and front.call(value) is None
-        front.delegate((value,), lambda value=value: repr(value))
+        front.delegate((value,), lambda _, value=value: repr(value), ())
     assert [front.call(value) for value in values] == [*map(repr, values)]
     for value in (1 << 70, [[]], {}, torch.float16, ((1,),), (0,) * 9, b"a"):
         assert front.call(value) is NotImplemented

@@ -34,7 +34,7 @@ bool has_elements(const Tensor& tensor) {
 
 /// A tensor's layout to the key. wants_grad: set where autograd has to record the call.
 bool add_tensor(const Host& host, PyObject* object, const Mood& mood, Key& key, uint64_t& data,
-                bool& wants_grad) {
+                bool& wants_grad, bool may_be_negated = true) {
   if (object == Py_None) return key.add(0);
   Tensor tensor;
   if (!host.is_tensor(object) || !host.read(object, tensor)) return false;
@@ -43,7 +43,7 @@ bool add_tensor(const Host& host, PyObject* object, const Mood& mood, Key& key, 
   if (tensor.data == nullptr && has_elements(tensor)) return false;  // its storage was freed
   const bool is_whole =
       tensor.type.code == kSigned || tensor.type.code == kUnsigned || tensor.type.code == kBool;
-  if (!is_whole && host.is_negated(object)) return false;
+  if (!is_whole && may_be_negated && host.is_negated(object)) return false;
   if (!is_whole && mood.records && host.requires_grad(object)) wants_grad = true;
   return add_layout(key, tensor, alignment_of(data));
 }
@@ -218,8 +218,8 @@ Reading read_arguments(const Front& front, PyObject* const* args, Arguments& fou
   for (std::size_t i = 0; i < front.kinds.size(); i++) {
     bool added = true;
     const char kind = front.kinds[i];
-    if (kind == kTensor || kind == kMemory) {
-      added = add_tensor(*front.host, args[i], mood, key, found.data[i], wants_grad);
+    if (kind == kTensor || kind == kMemory || kind == kSaved) {
+      added = add_tensor(*front.host, args[i], mood, key, found.data[i], wants_grad, kind != kSaved);
     } else if (kind == kProgram && args[i] != Py_None && !PyUnicode_CheckExact(args[i])) {
       has_programs = true;
       added = key.add(uint64_t{9} << 32);

@@ -19,7 +19,7 @@ namespace flashjit::torch {
 
 namespace {
 
-constexpr long kInterface = 5;  // of both files: this one and flashjit/_front.py
+constexpr long kInterface = 6;  // of both files: this one and flashjit/_front.py
 
 /// Of Python's vectorcall protocol, which is the same in all versions, and in the limited API from 3.12 on.
 using Vectorcall = PyObject* (*)(PyObject* self, PyObject* const* args, size_t count, PyObject* names);
@@ -33,20 +33,25 @@ struct FrontObject {
 
 bool is_handed_on(char kind) { return kind == kTensor || kind == kLists; }
 
-/// Calls a remembered Python function with the tensors and lists of the call, and what its programs capture.
-PyObject* call_function(const Front& front, PyObject* function, PyObject* const* args,
+/// Calls a remembered Python function with what was launched or None, tensors and lists of the call, and what
+/// its programs capture.
+PyObject* call_function(const Front& front, const Record& record, PyObject* made, PyObject* const* args,
                         const Arguments& found) {
-  const auto tensors = std::count_if(front.kinds.begin(), front.kinds.end(), is_handed_on);
-  const Ref tuple(PyTuple_New(tensors + static_cast<Py_ssize_t>(found.captured_count)));
-  if (!tuple) return nullptr;
-  Py_ssize_t at = 0;
+  std::array<PyObject*, kMostParameters + kMostCaptured> tensors;
+  std::size_t count = 0;
   for (std::size_t i = 0; i < front.kinds.size(); i++) {
-    if (is_handed_on(front.kinds[i])) PyTuple_SetItem(tuple.get(), at++, Ref::borrowed(args[i]).release());
+    if (is_handed_on(front.kinds[i])) tensors[count++] = args[i];
   }
-  for (std::size_t i = 0; i < found.captured_count; i++) {
-    PyTuple_SetItem(tuple.get(), at++, Ref::borrowed(found.captured[i]).release());
+  for (std::size_t i = 0; i < found.captured_count; i++) tensors[count++] = found.captured[i];
+  const auto given = static_cast<Py_ssize_t>(record.places.size());
+  const Ref tuple(PyTuple_New(1 + given));
+  if (tuple) PyTuple_SetItem(tuple.get(), 0, Ref::borrowed(made).release());
+  for (Py_ssize_t i = 0; tuple && i < given; i++) {
+    // Negative: a large number.
+    const auto place = static_cast<std::size_t>(record.places[static_cast<std::size_t>(i)]);
+    PyTuple_SetItem(tuple.get(), 1 + i, Ref::borrowed(place < count ? tensors[place] : Py_None).release());
   }
-  return PyObject_CallObject(function, tuple.get());
+  return tuple ? PyObject_CallObject(record.function.get(), tuple.get()) : nullptr;
 }
 
 bool has_count(const Front& front, Py_ssize_t count) {
@@ -73,7 +78,8 @@ bool is_met_again(Front& front, const Key& key) {
   return std::exchange(place, hash) == hash;
 }
 
-/// The call's result; None where it is to be remembered, NotImplemented where Python does it.
+}  // namespace
+
 PyObject* call_of(Front& front, PyObject* const* args) {
   Arguments found;
   switch (read_arguments(front, args, found)) {
@@ -89,19 +95,27 @@ PyObject* call_of(Front& front, PyObject* const* args) {
     return is_met_again(front, found.key) ? Ref::borrowed(Py_None).release() : not_implemented();
   const std::shared_ptr<const Record> record = at->second;
   if (record->is_refused) return not_implemented();
-  if (record->function) return call_function(front, record->function.get(), args, found);
-  return run(*front.host, record->launch, args, found);
+  Ref made = record->launches() ? Ref(run(*front.host, record->launch, args, found)) : Ref::borrowed(Py_None);
+  if (!record->function || (record->launches() && !is_done(made)) || !made) return made.release();
+  return call_function(front, *record, made.get(), args, found);
 }
+
+bool is_done(const Ref& found) {
+  return !found || (found.get() != Py_None && found.get() != Py_NotImplemented);
+}
+
+Front* front_of(const ModuleState& module, PyObject* object) {
+  return PyObject_TypeCheck(object, module.front_type) == 0 ? nullptr
+                                                            : reinterpret_cast<FrontObject*>(object)->front;
+}
+
+namespace {
 
 PyObject* front_call(PyObject* self, PyObject* const* given, Py_ssize_t count, PyObject* names) {
   Front& front = *reinterpret_cast<FrontObject*>(self)->front;
   Given placed;
   if (!place_arguments(front, given, count, names, placed)) return not_implemented();
   return call_of(front, placed.data());
-}
-
-bool is_done(const Ref& found) {
-  return !found || (found.get() != Py_None && found.get() != Py_NotImplemented);
 }
 
 /// What the front does not do in a call of the object itself: the method _call() does, which is told whether
@@ -249,19 +263,26 @@ PyObject* front_captured(PyObject* self, PyObject* args) {
   return pairs.release();
 }
 
+bool read_places(PyObject* list, std::vector<Py_ssize_t>& places) {
+  for (Py_ssize_t i = 0; i < PyTuple_Size(list); i++)
+    places.push_back(PyLong_AsSsize_t(PyTuple_GetItem(list, i)));
+  return PyErr_Occurred() == nullptr;
+}
+
 PyObject* front_remember(PyObject* self, PyObject* arguments) {
   Front& front = *reinterpret_cast<FrontObject*>(self)->front;
   PyObject *args = nullptr, *owner = nullptr, *runtime = nullptr, *words = nullptr;
   PyObject *inputs = nullptr, *results = nullptr, *workspace = nullptr;
+  PyObject *function_of_results = nullptr, *places = nullptr;
   unsigned long long function = 0, runtime_address = 0, spec = 0;
   Py_ssize_t captures_pointer = 0, captures_words = 0;
   int as_tuple = 0;
   const auto record = std::make_shared<Record>();
   Launch& launch = record->launch;
-  if (!PyArg_ParseTuple(arguments, "O!OOlKKKiSnnO!O!pO:remember", &PyTuple_Type, &args, &owner, &runtime,
+  if (!PyArg_ParseTuple(arguments, "O!OOlKKKiSnnO!O!pO|OO!:remember", &PyTuple_Type, &args, &owner, &runtime,
                         &launch.generation, &function, &runtime_address, &spec, &launch.device_index, &words,
                         &captures_pointer, &captures_words, &PyTuple_Type, &inputs, &PyTuple_Type, &results,
-                        &as_tuple, &workspace)) {
+                        &as_tuple, &workspace, &function_of_results, &PyTuple_Type, &places)) {
     return nullptr;
   }
   const std::size_t parameters = front.kinds.size();
@@ -279,6 +300,8 @@ PyObject* front_remember(PyObject* self, PyObject* arguments) {
   }
   launch.captures_pointer = static_cast<std::size_t>(captures_pointer);
   launch.captures_words = static_cast<std::size_t>(captures_words);
+  if (places != nullptr && !read_places(places, record->places)) return nullptr;
+  record->function = Ref::borrowed(function_of_results);
   launch.owner = Ref::borrowed(owner);
   launch.runtime = Ref::borrowed(runtime);
   launch.function = function, launch.runtime_address = runtime_address, launch.spec = spec;
@@ -287,10 +310,12 @@ PyObject* front_remember(PyObject* self, PyObject* arguments) {
 }
 
 PyObject* front_delegate(PyObject* self, PyObject* arguments) {
-  PyObject *args = nullptr, *function = nullptr;
-  if (!PyArg_ParseTuple(arguments, "O!O:delegate", &PyTuple_Type, &args, &function)) return nullptr;
+  PyObject *args = nullptr, *function = nullptr, *places = nullptr;
+  if (!PyArg_ParseTuple(arguments, "O!OO!:delegate", &PyTuple_Type, &args, &function, &PyTuple_Type, &places))
+    return nullptr;
   const auto record = std::make_shared<Record>();
   record->function = Ref::borrowed(function);
+  if (!read_places(places, record->places)) return nullptr;
   return keep(*reinterpret_cast<FrontObject*>(self)->front, args, record);
 }
 
@@ -324,7 +349,7 @@ const Host* host_of(PyTypeObject* type) {
     if (!base || base.get() == Py_None) return nullptr;
     state = PyType_GetModuleState(type);
   }
-  return static_cast<const Host*>(state);
+  return state == nullptr ? nullptr : &static_cast<const ModuleState*>(state)->host;
 }
 
 PyObject* front_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
@@ -339,11 +364,11 @@ PyObject* front_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
   const std::string_view letters(kinds);
   const auto parameters = static_cast<Py_ssize_t>(letters.size());
   if (letters.size() > kMostParameters || parameters != PyTuple_Size(defaults) ||
-      parameters != PyTuple_Size(names) || letters.find_first_not_of("tmvplcdi") != std::string_view::npos ||
+      parameters != PyTuple_Size(names) || letters.find_first_not_of("tsmvplcdi") != std::string_view::npos ||
       most < 1) {
     PyErr_SetString(
         PyExc_ValueError,
-        "a front's kinds are letters of t, m, v, p, l, c, d and i, each with a name and a default");
+        "a front's kinds are letters of t, s, m, v, p, l, c, d and i, each with a name and a default");
     return nullptr;
   }
   const auto alloc = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
@@ -410,10 +435,11 @@ PyMethodDef front_methods[] = {
      "arguments(...): a tuple of one for each parameter, or NotImplemented where they do not fit."},
     {"remember", front_remember, METH_VARARGS,
      "remember(args, owner, runtime, generation, function, runtime_address, spec, device_index, words, "
-     "captures_pointer, captures_words, inputs, results, as_tuple, workspace): how calls like this one are "
-     "launched."},
+     "captures_pointer, captures_words, inputs, results, as_tuple, workspace[, function, places]): how calls "
+     "like this one are launched, and what function is then given the results and tensors at these places."},
     {"delegate", front_delegate, METH_VARARGS,
-     "delegate(args, function): gives function the tensors of such calls."},
+     "delegate(args, function, places): gives function None, and of such calls' tensors, lists and captured "
+     "tensors the ones at these places, None where one is negative."},
     {"captured", front_captured, METH_O,
      "captured(args): (name, tensor) of what the programs of such a call capture."},
     {"refuse", front_refuse, METH_O, "refuse(args): leaves such calls to Python."},
@@ -446,21 +472,39 @@ PyType_Spec front_spec = {"flashjit._front_module.Front", sizeof(FrontObject), 0
                           front_slots};
 
 int execute(PyObject* module) {
-  Host* host = new (PyModule_GetState(module)) Host;
-  if (!host->open()) return -1;
+  auto* state = new (PyModule_GetState(module)) ModuleState;
+  if (!state->host.open()) return -1;
   const Ref type(PyType_FromModuleAndSpec(module, &front_spec, nullptr));
+  state->front_type = reinterpret_cast<PyTypeObject*>(type.get());
   if (!type || PyModule_AddObjectRef(module, "Front", type.get()) != 0) return -1;
   return PyModule_AddIntConstant(module, "INTERFACE", kInterface);
 }
 
 void destroy(void* module) {
-  if (void* state = PyModule_GetState(static_cast<PyObject*>(module))) static_cast<Host*>(state)->~Host();
+  if (void* state = PyModule_GetState(static_cast<PyObject*>(module)))
+    static_cast<ModuleState*>(state)->~ModuleState();
 }
+
+PyMethodDef module_methods[] = {
+    {"recorded_forward", method(recorded_forward), METH_FASTCALL,
+     "recorded_forward(ctx, call, made, q, k, v, *others): what autograd records. made: (O, LSE), else the "
+     "call's forward() is given it."},
+    {"recorded_backward", method(recorded_backward), METH_FASTCALL,
+     "recorded_backward(ctx, dout, dlse=None): gradients of what recorded_forward() was given behind ctx."},
+    {nullptr, nullptr, 0, nullptr},
+};
 
 PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void*>(execute)}, {0, nullptr}};
 
-PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_front_module", nullptr, sizeof(Host), nullptr,
-                          module_slots,          nullptr,         nullptr, destroy};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT,
+                          "_front_module",
+                          nullptr,
+                          sizeof(ModuleState),
+                          module_methods,
+                          module_slots,
+                          nullptr,
+                          nullptr,
+                          destroy};
 
 }  // namespace
 

@@ -24,6 +24,7 @@ constexpr std::size_t kMostParameters = 64, kMostCaptured = 16, kMostKeyWords = 
 /// How an argument counts.
 enum Kind : char {
   kTensor = 't',    // its layout is part of the key; None is, too
+  kSaved = 's',     // likewise, and known not to be a negative view
   kMemory = 'm',    // likewise, for a result, which the call then returns
   kValue = 'v',     // None, bool, int, float, str and tuples of these are part of the key
   kProgram = 'p',   // a text is part of the key; of other programs their form is, and what they capture
@@ -82,13 +83,16 @@ struct Launch {
   Ref workspace_size, workspace_stride, workspace_type;  // no size: none is allocated
 };
 
-/// Under a key: how to launch, or a Python function that is given the tensors, or that Python does
-/// it.
+/// Under a key: how to launch, or a Python function that is given the tensors, and before them what was
+/// launched or None, or that Python does it.
 struct Record {
   Launch launch;
   Ref function;
-  Ref form;  // of the programs, whose address is part of the key
+  std::vector<Py_ssize_t> places;  // of the function's arguments among the tensors; negative: None
+  Ref form;                        // of the programs, whose address is part of the key
   bool is_refused = false;
+
+  bool launches() const { return launch.owner.get() != nullptr; }
 };
 
 /// Shared, because a call's allocations may collect garbage, and so may change the records while one is in
@@ -135,5 +139,23 @@ Reading read_arguments(const Front& front, PyObject* const* args, Arguments& fou
 PyObject* run(const Host& host, const Launch& launch, PyObject* const* args, const Arguments& found);
 
 PyObject* not_implemented();
+
+/// The result of a call; None where it is to be remembered, NotImplemented where Python does it; null with an
+/// exception.
+PyObject* call_of(Front& front, PyObject* const* args);
+/// Whether a call is neither to be remembered nor Python's.
+bool is_done(const Ref& found);
+
+struct ModuleState {
+  Host host;
+  PyTypeObject* front_type = nullptr;  // borrowed from the module
+};
+/// Null where the object is no front.
+Front* front_of(const ModuleState& module, PyObject* object);
+
+/// The two passes of flashjit._autograd's function: (ctx, call, made, q, k, v, others ...) and (ctx, dout,
+/// dlse).
+PyObject* recorded_forward(PyObject* module, PyObject* const* args, Py_ssize_t count);
+PyObject* recorded_backward(PyObject* module, PyObject* const* args, Py_ssize_t count);
 
 }  // namespace flashjit::torch

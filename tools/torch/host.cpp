@@ -104,7 +104,7 @@ bool Host::mood(bool asks_all, Mood& mood) const {
   if (is_in_mode || PyLong_AsLong(level) >= 0) {
     return true;
   }
-  const int records = truth_of(grad_enabled_);
+  const int records = this->records();
   const int autocast = asks_all ? truth_of(autocast_) : 0;
   const int deterministic = asks_all ? truth_of(deterministic_) : 0;
   if (PyErr_Occurred() != nullptr) {
@@ -113,6 +113,8 @@ bool Host::mood(bool asks_all, Mood& mood) const {
   mood = {autocast == 0, records > 0, deterministic > 0};
   return true;
 }
+
+int Host::records() const { return truth_of(grad_enabled_); }
 
 bool Host::is_tensor(PyObject* object) const {
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(object));

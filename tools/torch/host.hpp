@@ -50,6 +50,8 @@ class Host {
   /// false: a Python exception is set. asks_all: whether modes, transforms, autocast and determinism count,
   /// else these are as in a plain call.
   bool mood(bool asks_all, Mood& mood) const;
+  /// 1, 0, or -1 with a Python exception.
+  int records() const;
 
   /// Whether it is a torch.Tensor or a Parameter, and no subclass.
   bool is_tensor(PyObject* object) const;

@@ -396,13 +396,15 @@ def _launch(
         if not plan.prepared_both:
             _refuse_any_order(plan)
             plan.prepare_both()
-        call = Call(plan, fixed, values, rng, lists, results.wants_lse, row_max, results.rounded)
-        if recorder is not None and call.is_plain:
-            recorder.records(recording(plan, results.wants_lse), plan, q, k, v, fixed, values)
+        call = Call(plan, values, rng, lists, results.wants_lse, row_max, results.rounded)
+        if not call.is_plain:
+            recorder = None
+        elif recorder is not None:
+            recorder.records(recording(call), plan, q, k, v, fixed, values)
         if fixed is NOTHING and not values:
-            result = record(call, q, k, v)
+            result = record(call, recorder, q, k, v)
         else:
-            result = record(call, q, k, v, *fixed, *[x for x in values if isinstance(x, Tensor)])
+            result = record(call, recorder, q, k, v, *fixed, *[x for x in values if isinstance(x, Tensor)])
     else:
         if any(x is not None for x in (*results[2:5], results.skip_softmax_counts)):
             results.check(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,24 +10,26 @@ import torch
 from torch import Tensor
 
 from ._call_types import NO_RNG, NOTHING, Fixed, Rng, grads_of_fixed
-from ._front import FIXED, Calls, Recorder
+from ._front import FIXED, RECORDED, Calls, Recorder
 from ._lists import TileLists
 from ._plans import Plan
 from ._tensors import Layout
 
 
 class Call:
-    """What a call's backward pass needs besides the tensors that autograd keeps."""
+    """What a call's passes need besides the tensors that autograd keeps.
+
+    tools/torch/recorded.cpp calls forward() where the call's front has not launched it, and backward() where `front` has not,
+    given what that found: None where it is to be kept."""
 
     __slots__ = (
-        *("plan", "fixed", "values", "rng", "lists", "returns_lse", "row_max", "rounded"),
-        *("is_plain", "fronts"),
+        *("plan", "values", "rng", "lists", "built", "returns_lse", "row_max", "rounded"),
+        *("is_plain", "calls", "front"),
     )
 
     def __init__(
         self,
         plan: Plan,
-        fixed: Fixed,
         values: tuple[Any, ...],
         rng: Rng,
         lists: TileLists | None,
@@ -35,75 +38,84 @@ class Call:
         rounded: torch.dtype | None = None,
     ) -> None:
         self.row_max, self.rounded = row_max, rounded
-        self.plan, self.fixed, self.rng, self.lists, self.returns_lse = plan, fixed, rng, lists, returns_lse
-        self.values = values  # once recorded, without its tensors
+        self.plan, self.rng, self.lists, self.returns_lse = plan, rng, lists, returns_lse
+        self.values = tuple([None if isinstance(x, Tensor) else x for x in values])
+        self.built = (None, None) if lists is None else lists.built
         self.is_plain = not (plan.has_out_mod or plan.shares_kv) and rng is NO_RNG and row_max is None
-        self.fronts = _fronts_of(plan) if self.is_plain and not values else None
+        self.calls = _backward_calls(plan) if self.is_plain and not values else None
+        self.front = None if self.calls is None else self.calls.front
 
+    def of_rest(self, rest: Sequence[Any]) -> tuple[Fixed, list[Any]]:
+        """The fixed tensors and the captures' values."""
+        given, captures = rest[: len(NOTHING)], iter(rest[len(NOTHING) :])
+        fixed = Fixed(*given) if any([x is not None for x in given]) else NOTHING
+        return fixed, [next(captures) if x is None else x for x in self.values]
 
-def _fronts_of(plan: Plan) -> tuple[Calls, Calls]:
-    """What the front keeps of the plan's two passes, whose calls differ in their tensors alone."""
-    if plan.fronts is None:
-        backward = ("dout", "q", "k", "v", "out", "lse")
-        plan.fronts = (
-            Calls.of_tensors(("q", "k", "v"), (), Fixed._fields),
-            Calls.of_tensors(backward, (), FIXED, "backward"),
+    def forward(
+        self, ctx: Any, recorder: Recorder | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    ) -> Any:
+        """rest: where the call has more than Q, K, V, the fixed tensors or None, and the captured tensors. recorder: of a call that is new
+        to attention()'s front."""
+        plan = self.plan
+        fixed, values = self.of_rest(rest)
+        before_mod = plan.new_before_mod() if plan.has_out_mod else None
+        out, lse = plan.forward(
+            *(q, k, v, fixed, values, self.rng, True, self.built[0], self.row_max),
+            before_mod=before_mod,
+            recorder=recorder,
         )
-    return plan.fronts
+        if recorder is not None:
+            recorder.made = out, lse
+        self.row_max = None  # which nothing needs any more
+        ctx.save_for_backward(q, k, v, out if before_mod is None else before_mod, lse, *rest)
+        ctx.set_materialize_grads(False)
+        ctx.call = self
+        if self.rounded is not None:
+            out = out.to(self.rounded)
+        return (out, lse) if self.returns_lse else out
+
+    def backward(self, found: Any, dout: Tensor | None, dlse: Tensor | None, *saved: Any) -> Any:
+        """Those of what _Attention.forward() is given behind ctx."""
+        if dout is not None and dout.is_neg():
+            dout = dout.resolve_neg()
+        if dlse is not None and dlse.is_neg():
+            dlse = dlse.resolve_neg()
+        if torch.is_grad_enabled():  # under create_graph the operator records what its gradients depend on
+            return _gradients_by_operator(self, dout, dlse, *saved)
+        return _gradients(self, found, dout, dlse, *saved)
+
+
+def _backward_calls(plan: Plan) -> Calls:
+    """What a front keeps of the plan's backward passes, which differ in their tensors alone."""
+    if plan.backward_calls is None:
+        plan.backward_calls = Calls.of_gradients("dout", ("q", "k", "v", "out", "lse", *FIXED))
+    return plan.backward_calls
 
 
 class _Attention(torch.autograd.Function):
     """The eager path: no dispatcher between the call and the launch."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-        """rest: where the call has more than Q, K, V, the fixed tensors or None, and the captured tensors."""
-        plan, fronts, recorder, found, before_mod = call.plan, call.fronts, None, None, None
-        lists = None if call.lists is None else call.lists.built[0]
-        if fronts is not None:
-            given = (q, k, v, *call.fixed, lists)
-            found = fronts[0].find(*given)
-            recorder = Recorder(fronts[0], given) if found is None else None
-        if found is None or found is NotImplemented:
-            before_mod = plan.new_before_mod() if plan.has_out_mod else None
-            found = plan.forward(
-                *(q, k, v, call.fixed, call.values, call.rng, True, lists, call.row_max),
-                before_mod=before_mod,
-                recorder=recorder,
-            )
-            if recorder is not None:
-                recorder.keep(found)
-        out, lse = found
-        call.row_max = None  # which nothing needs any more
-        ctx.save_for_backward(q, k, v, out if before_mod is None else before_mod, lse, *rest)
-        ctx.set_materialize_grads(False)
-        ctx.call = call
-        if rest:
-            call.fixed, call.values = (
-                NOTHING,
-                tuple(None if isinstance(x, Tensor) else x for x in call.values),
-            )
-        if call.rounded is not None:
-            out = out.to(call.rounded)
-        return (out, lse) if call.returns_lse else out
+    def forward(ctx: Any, call: Call, made: Any, *tensors: Any) -> Any:
+        """made: (O, LSE) that attention()'s front launched, or forward()'s recorder."""
+        return call.forward(ctx, made, *tensors)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None = None) -> Any:
-        if dout is not None and dout.is_neg():
-            dout = dout.resolve_neg()
-        if dlse is not None and dlse.is_neg():
-            dlse = dlse.resolve_neg()
-        if not torch.is_grad_enabled():
-            return _gradients(ctx.call, dout, dlse, *ctx.saved_tensors)
-        # Under create_graph the operator records what its gradients depend on.
-        return _gradients_by_operator(ctx.call, dout, dlse, *ctx.saved_tensors)
+        return ctx.call.backward(NotImplemented, dout, dlse, *ctx.saved_tensors)
 
+
+if RECORDED is not None:
+    _Attention.forward, _Attention.backward = map(staticmethod, RECORDED)  # type: ignore[method-assign]
+    # Without BackwardCFunction.apply(), which looks for vjp().
+    _Attention._backward_cls.apply = lambda ctx, *grads: RECORDED[1](ctx, *grads)  # type: ignore[attr-defined]
 
 _GIVEN = frozenset({Tensor, type(None)})  # of a gradient: no subclass
 
 
 def _gradients(
     call: Call,
+    found: Any,
     dout: Tensor | None,
     dlse: Tensor | None,
     q: Tensor,
@@ -114,31 +126,24 @@ def _gradients(
     *rest: Any,
 ) -> Any:
     """Those of what _Attention.forward() is given, in its order."""
-    recorder, lists = None, None if call.lists is None else call.lists.built[1]
-    if dlse is None and call.fronts is not None:
-        front, saved = call.fronts[1], (dout, q, k, v, out, lse, *(rest or NOTHING)[: len(FIXED)], lists)
-        found = front.find(*saved)
-        if found is None:
-            recorder = Recorder(front, saved)
-        elif found is not NotImplemented:
-            return (None, *found, *[None] * len(rest))
+    recorder, lists = None, call.built[1]
+    if found is None and call.calls is not None:
+        recorder = Recorder(call.calls, (dout, q, k, v, out, lse, *(rest or NOTHING)[: len(FIXED)], lists))
     if (
         type(dout) not in _GIVEN
         or type(dlse) not in _GIVEN
         or not call.plan.reads_saved(q, k, v, out, lse, rest)
     ):
         return _gradients_by_operator(call, dout, dlse, q, k, v, out, lse, *rest)
-    given, captures = rest[: len(NOTHING)], iter(rest[len(NOTHING) :])
-    fixed = Fixed(*given) if any(x is not None for x in given) else NOTHING
-    values = [next(captures) if x is None else x for x in call.values]
+    fixed, values = call.of_rest(rest)
     grads, dsinks, dvalues = call.plan.backward(
         dout, dlse, q, k, v, out, lse, fixed, values, call.rng, lists, recorder
     )
     if recorder is not None:
         recorder.keep(tuple(grads))
     if not rest:
-        return (None, *grads)
-    return (None, *grads, *grads_of_fixed(dsinks), *_of_captures(call, dvalues))
+        return (None, None, *grads)
+    return (None, None, *grads, *grads_of_fixed(dsinks), *_of_captures(call, dvalues))
 
 
 def _of_captures(call: Call, dvalues: Sequence[Tensor]) -> list[Tensor | None]:
@@ -189,9 +194,9 @@ def _gradients_by_operator(
     )
     dqkv, others = grads[:3], grads[3:]
     if not rest:
-        return (None, *dqkv)
+        return (None, None, *dqkv)
     dsinks = None if fixed[4] is None else others.pop(0)
-    return (None, *dqkv, *grads_of_fixed(dsinks), *_of_captures(call, others))
+    return (None, None, *dqkv, *grads_of_fixed(dsinks), *_of_captures(call, others))
 
 
 def _moved(tensor: Tensor, layout: Layout, plan: Plan) -> Tensor:
@@ -199,23 +204,16 @@ def _moved(tensor: Tensor, layout: Layout, plan: Plan) -> Tensor:
     return tensor.to(plan.device if layout.device_index == plan.index else "cpu", layout.dtype)
 
 
-def recording(
-    plan: Plan, returns_lse: bool
-) -> Callable[[Tensor, Tensor, Tensor, Fixed, tuple[Any, ...], TileLists | None], Any]:
-    """record() of calls that differ in their tensors and lists alone, given Q, K, V, the others, the captures' values and lists."""
-    shared = Call(plan, NOTHING, (), NO_RNG, None, returns_lse, None)
-
-    def of_tensors(
-        q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], lists: TileLists | None
-    ) -> Any:
-        if fixed is NOTHING and not values and lists is None:
-            return record(shared, q, k, v)
-        captured = [x for x in values if isinstance(x, Tensor)]
-        others = () if fixed is NOTHING and not values else (*fixed, *captured)
-        return record(Call(plan, fixed, values, NO_RNG, lists, returns_lse, None), q, k, v, *others)
-
-    return of_tensors
-
-
 # Function.apply without its search for functorch's wrappers, which is_watched() has ruled out.
 record = super(torch.autograd.Function, _Attention).apply
+
+
+def recording(call: Call) -> Callable[..., Any]:
+    """record() of calls that differ from this one in their tensors and lists alone, given what was made, lists where it has some, and
+    the tensors."""
+    if call.lists is None:
+        return functools.partial(record, call)
+    plan, values, returns_lse = call.plan, call.values, call.returns_lse
+    return lambda made, lists, *tensors: record(
+        Call(plan, values, NO_RNG, lists, returns_lse, None), made, *tensors
+    )

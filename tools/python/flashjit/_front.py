@@ -29,7 +29,7 @@ from ._tracing import ELEMENT_MODS
 from .errors import InternalError
 from .programs import known_program
 
-_INTERFACE = 5  # of both files: flashjit/_front.py and tools/torch/front.cpp
+_INTERFACE = 6  # of both files: flashjit/_front.py and tools/torch/front.cpp
 _MOST_CALLS, _MOST_OF_PLAN = 4096, 64
 _MISSING = inspect.Parameter.empty
 _CAPTURE_WORDS, _CAPTURE_DATA = ctypes.sizeof(Capture) // 8, word(Capture, "data")
@@ -86,6 +86,8 @@ def _open() -> Any:
 
 
 _module = _open()
+#: What autograd calls for the two passes of a recorded call, or None: see _autograd.Call.
+RECORDED = None if _module is None else (_module.recorded_forward, _module.recorded_backward)
 
 
 class _ByPython:
@@ -120,8 +122,9 @@ class Calls:
         launched: str = "forward",
         programs: Sequence[str] = (),
         maker: Any = None,
+        asks_all: bool = True,
     ) -> None:
-        """maker: of the front; None: the module's. kinds: of parameters, letters as tools/torch/front.cpp has them. members: of the struct, that tensors are; or "".
+        """maker: of the front; None: the module's. asks_all: whether modes, transforms and autocast change what a call gives. kinds: of parameters, letters as tools/torch/front.cpp has them. members: of the struct, that tensors are; or "".
         defaults: _MISSING where there is none. launched: the pass. programs: the parameters that are programs."""
         self._members, self._pass = members, launched
         self._front: Any = None
@@ -134,18 +137,17 @@ class Calls:
                 _MISSING,
                 most,
                 functools.partial(_parts_of_program, (*programs,)),
-                maker is None,  # a bound call is what it was when it was bound
+                asks_all,
             )
             self.find = self._front.call
 
     @staticmethod
-    def of_tensors(
-        tensors: Sequence[str], memory: Sequence[str], others: Sequence[str], launched: str = "forward"
-    ) -> Calls:
-        """Parameters that are all members' tensors, but for the last one: lists of tiles."""
-        members = (*tensors, *memory, *others, "lists")
-        kinds = "t" * len(tensors) + "m" * len(memory) + "t" * len(others) + "l"
-        return Calls(kinds, members, members, (_MISSING,) * len(kinds), _MOST_OF_PLAN, launched)
+    def of_gradients(given: str, saved: Sequence[str]) -> Calls:
+        """Of a plan's backward pass. Parameters are members' tensors, which were saved but for the first one, and lists of tiles."""
+        members = (given, *saved, "lists")
+        kinds = "t" + "s" * len(saved) + "l"
+        values = (_MISSING,) * len(kinds)
+        return Calls(kinds, members, members, values, _MOST_OF_PLAN, "backward", asks_all=False)
 
     @staticmethod
     def of_bound(
@@ -158,7 +160,7 @@ class Calls:
         names = [name if name in given else f" {name}" for name in members]
         kinds = "ttt" + "".join(["m" if name in MEMORY else _KINDS.get(name, "t") for name in defaults])
         values = (_MISSING, _MISSING, None, *defaults.values(), captures)
-        return Calls(kinds + "c", members, tuple(names), values, _MOST_OF_PLAN, maker=maker)
+        return Calls(kinds + "c", members, tuple(names), values, _MOST_OF_PLAN, maker=maker, asks_all=False)
 
     @staticmethod
     def of_front(front: Any, members: Sequence[str]) -> Calls:
@@ -222,18 +224,20 @@ class Calls:
 
     @property
     def tensor_count(self) -> int:
-        """How many of the parameters delegate()'s functions are given."""
+        """How many of the parameters delegate()'s functions may be given."""
         return sum(bool(member) and member not in MEMORY for member in self._members)
 
     def refuse(self, given: tuple[Any, ...]) -> None:
         self._front.refuse(given)
 
-    def delegate(self, given: tuple[Any, ...], function: Callable[..., Any]) -> None:
-        """Calls that look like this one give the function their tensors, in the order of the parameters."""
-        self._front.delegate(given, function)
+    def delegate(self, given: tuple[Any, ...], function: Callable[..., Any], places: tuple[int, ...]) -> None:
+        """Calls that look like this one give the function None, and their tensors at these places: first the parameters', and lists, then
+        what programs capture; None where a place is negative."""
+        self._front.delegate(given, function, places)
 
-    def keep(self, given: tuple[Any, ...], filled: _Filled, result: Any) -> bool:
-        """Whether calls like this one can be launched by their pointers alone."""
+    def keep(self, given: tuple[Any, ...], filled: _Filled, result: Any, *function: Any) -> bool:
+        """Whether calls like this one can be launched by their pointers alone. function: what is then given the result, and tensors at
+        which places, as in delegate()."""
         words, plan, at = filled.words, filled.plan, _WORDS[self._pass]
         captures = self.places_of_captures(given, plan, filled.values)
         if captures is None:
@@ -280,6 +284,7 @@ class Calls:
             tuple(layouts),
             type(result) is tuple,
             workspace,
+            *function,
         )
 
 
@@ -329,12 +334,14 @@ class _Filled(NamedTuple):
 class Recorder:
     """Keeps how a call that is new to the front was launched."""
 
-    __slots__ = ("_calls", "_given", "_filled", "_function")
+    __slots__ = ("_calls", "_given", "_filled", "_function", "_is_recorded", "made")
 
     def __init__(self, calls: Calls, given: tuple[Any, ...]) -> None:
         self._calls, self._given = calls, given
         self._filled: _Filled | None = None
-        self._function: Callable[..., Any] | None = None
+        self._function: tuple[Callable[..., Any], tuple[int, ...]] | None = None
+        self._is_recorded = False
+        self.made: Any = None  # (O, LSE) of a recorded call
 
     def launches(
         self,
@@ -361,43 +368,34 @@ class Recorder:
         fixed: Fixed,
         values: tuple[Any, ...],
     ) -> None:
-        """What autograd records: the function is given Q, K and V, the fixed tensors if there are any, the captures' values and lists.
-        Kept where they are the call's own, and no values are checked."""
+        """That autograd records the call: the function is given (O, LSE) where they were launched, lists where the call has some, Q, K and V, and where there are more the
+        fixed tensors and what is captured. Kept where they are the call's own, and no values are checked."""
+        self._is_recorded = True
         given = self._calls.tensors(self._given)
         own = [given.get(name, (-1, None)) for name in ("q", "k", "v", *Fixed._fields)]
         captures = self._calls.places_of_captures(self._given, plan, values)
         is_other = any(x is not y for (_, x), y in zip(own, (q, k, v, *fixed)))
         if captures is None or are_checked(plan, fixed) or is_other:
             return
-        of_lists, _ = given.get("lists", (-1, None))
-        if fixed is NOTHING and not captures and of_lists < 0:
-            self._function = lambda q, k, v, *_: function(q, k, v, NOTHING, values, None)
-            return
-        places = [place for place, _ in own[3:]]
-        numbers = [None if isinstance(x, Tensor) else x for x in values]
-        count = self._calls.tensor_count
-
-        def of_tensors(*tensors: Any) -> Any:
-            others = [None if i < 0 else tensors[i] for i in places]
-            read = [*numbers]
-            for place, i in captures:
-                read[i] = tensors[count + place]
-            lists = None if of_lists < 0 else tensors[of_lists]
-            return function(
-                *tensors[:3], NOTHING if fixed is NOTHING else Fixed._make(others), tuple(read), lists
-            )
-
-        self._function = of_tensors
+        lists = [given["lists"][0]] if "lists" in given else []
+        places = [place for place, _ in own]
+        if fixed is NOTHING and not values:
+            del places[3:]
+        behind = self._calls.tensor_count
+        self._function = function, (*lists, *places, *[behind + place for place, _ in captures])
 
     def keep(self, result: Any) -> Any:
         """The result, when the call is over."""
         calls, given, filled = self._calls, self._given, self._filled
         if torch.are_deterministic_algorithms_enabled() and calls.tensors(given).get("indices"):
             calls.refuse(given)  # each call warns, or is refused
-        elif self._function is not None:
-            calls.delegate(given, self._function)
-        elif filled is None or not calls.keep(given, filled, result):
+        elif not self._is_recorded:
+            if filled is None or not calls.keep(given, filled, result):
+                calls.refuse(given)
+        elif self._function is None:
             calls.refuse(given)
+        elif filled is None or not calls.keep(given, filled, self.made, *self._function):
+            calls.delegate(given, *self._function)
         return result
 
 

@@ -141,7 +141,7 @@ class Plan:
         self.spec = spec_of(self.spec_text, q, v, None if has_codes else (dim, dim_v))
         self._make_captures(values)
         self._make_templates(q, k, v, fixed, batch if varlen else 0)
-        self.fronts: Any = None  # autograd's
+        self.backward_calls: Any = None  # autograd's
         self.generation = -1
         self.prepared_both = False
         self.workspace_forward = 0

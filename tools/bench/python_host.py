@@ -5,7 +5,9 @@
 
 Small problems, so that the GPU never delays the host, and a short queue. Rows are interleaved, ten calls each, because a loop
 repeats a call; medians count. Two rows are parts of flashjit.attention(): its one
-allocation, and the launch with its arguments filled in. --without-gpu leaves the launch out, on CPU tensors: what remains is
+allocation, and the library's launch with its arguments filled in, which ctypes calls. Rows with the backward pass have beside them a
+torch.autograd.Function in Python that allocates and saves the same and launches nothing, four calls one behind the other, where
+PyTorch's threads change once too, and the same in one thread. --without-gpu leaves the launch out, on CPU tensors: what remains is
 Python's share, for profiling. GOALS_US has the goals of rows on an H100's host; the import takes 60 ms at most beyond PyTorch's.
 Goals that are missed are named; with --goals the exit code is then 1.
 --drop-ins compares the functions that replace other libraries' with flashjit.attention() of the same tensors. Exit code: 1 if one
@@ -28,8 +30,9 @@ import flashjit
 import flashjit.torch
 import torch
 import torch.nn.functional as F
-from flashjit import _front, _kept_plans, _plans, flash_attn
+from flashjit import _front, _kept_plans, _launch, _plans, flash_attn
 from measuring import commit_name
+from torch._C._dynamo.guards import _empty_strided_cpu, _empty_strided_cuda
 
 GOALS_US = {
     "flashjit.attention": 12,
@@ -41,6 +44,69 @@ GOALS_US = {
 GOAL_IMPORT_S, GOAL_DROP_IN_US = 0.06, 5
 BURST = 10  # calls of a row, one after the other
 IMPORT = "import time, torch; start = time.perf_counter(); import flashjit, flashjit.torch; print(time.perf_counter() - start)"
+
+
+def launch_alone(q, k, v):
+    """The library's function, called by ctypes; on the CPU nothing."""
+    launches = []
+    with unittest.mock.patch.object(_plans, "launch", lambda *launch: launches.append(launch)):
+        out = flashjit.attention(q, k, v, causal=True)
+    function, spec, words, index = launches[0]
+    if index < 0:
+        return lambda: None
+    shared, (address, _) = _launch.runtime().address, words.buffer_info()
+    launch, stream = _launch._launchers[function], torch._C._cuda_getCurrentRawStream(index)
+    return lambda: (launch(shared, spec.address, address, stream), words, out)
+
+
+class OfSameMemory(torch.autograd.Function):
+    """Allocates and saves what attention() does, and launches nothing."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        new = _empty_strided_cuda if q.is_cuda else _empty_strided_cpu
+        out = new(tuple(q.shape), q.stride(), q.dtype)
+        lse = new(tuple(q.shape[:3]), (q.shape[1] * q.shape[2], q.shape[2], 1), torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        new = _empty_strided_cuda if dout.is_cuda else _empty_strided_cpu
+        q, k, v, _, lse = ctx.saved_tensors
+        new((q.numel() + lse.numel(),), (1,), torch.float32)  # the workspace
+        return tuple([new(tuple(x.shape), x.stride(), x.dtype) for x in (q, k, v)])
+
+
+def with_backward(leaves, dout):
+    """Both passes of each attention, by name; see the top."""
+    of_same_memory = lambda q, k, v, **options: OfSameMemory.apply(q, k, v)
+    attentions = {
+        "flashjit.attention": (flashjit.attention, dict(causal=True)),
+        "torch sdpa": (F.scaled_dot_product_attention, dict(is_causal=True)),
+        "of the same memory": (of_same_memory, {}),
+    }
+
+    def step(attention, options, layers=1, threads=True):
+        inputs = leaves if layers == 1 else leaves[:1]  # whose gradients are not summed up
+        others = leaves[1:] if layers == 1 else [x.detach() for x in leaves[1:]]
+
+        def call():
+            torch._C._set_multithreading_enabled(threads)
+            out = leaves[0]
+            for _ in range(layers):
+                out = attention(out, *others, **options)
+            torch.autograd.grad(out, inputs, dout)
+            torch._C._set_multithreading_enabled(True)
+
+        return call
+
+    rows = {f"{name}, with backward": step(*given) for name, given in attentions.items()}
+    rows |= {f"{name}, with backward, four": step(*given, 4) for name, given in attentions.items()}
+    return rows | {
+        f"{name}, with backward, one thread": step(*given, 1, False) for name, given in attentions.items()
+    }
 
 
 def calls(device):
@@ -69,19 +135,10 @@ def calls(device):
     decode = [x.transpose(1, 2) for x in (decoded, *pages)]
     bound_decode = flashjit.bind(*decode, causal=True, **table)
 
-    def launch_alone():
-        launches = []
-        with unittest.mock.patch.object(_plans, "launch", lambda *launch: launches.append(launch)):
-            out = flashjit.attention(q, k, v, causal=True)
-        return lambda: (_plans.launch(*launches[0]), out)
-
-    def step(attention, **options):
-        return lambda: torch.autograd.grad(attention(*leaves, **options), leaves, dout)
-
     return {
         "flashjit.attention": lambda: flashjit.attention(q, k, v, causal=True),
         "its allocation alone": lambda: torch.empty(q.shape, dtype=dtype, device=device),
-        "its launch alone": launch_alone(),
+        "its launch alone": launch_alone(q, k, v),
         "torch sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         "flashjit.bind, its call": lambda: bound(q, k, v),
         "flashjit.bind, its call, out": lambda: bound(q, k, v, out=out),
@@ -104,8 +161,7 @@ def calls(device):
         ),
         "flashjit.attention, recorded": lambda: flashjit.attention(*leaves, causal=True),
         "torch sdpa, recorded": lambda: F.scaled_dot_product_attention(*leaves, is_causal=True),
-        "flashjit.attention, with backward": step(flashjit.attention, causal=True),
-        "torch sdpa, with backward": step(F.scaled_dot_product_attention, is_causal=True),
+        **with_backward(leaves, dout),
     }
 
 

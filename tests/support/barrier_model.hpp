@@ -148,8 +148,9 @@ class BarrierModel {
         ++moves;
       }
       for (std::size_t who = 0; who < agents_.size(); ++who) {
+        if (!may_step(state, who)) continue;
         State next = state;
-        if (!take_step(next, who, fault)) continue;
+        take_step(next, who, fault);
         if (fault.empty()) fault = add_with_its_starts(std::move(next), open);
         if (!fault.empty()) return fault;
         ++moves;
@@ -251,14 +252,20 @@ class BarrierModel {
   }
 
   /// False: the agent has to wait, or is done.
-  bool take_step(State& state, std::size_t who, std::string& fault) const {
+  bool may_step(const State& state, std::size_t who) const {
     if (state.at[who] == agents_[who].steps_.size()) return false;
+    const Agent::Step& step = agents_[who].steps_[state.at[who]];
+    const auto object = static_cast<std::size_t>(step.object);
+    if (step.kind == Kind::wait) return state.mbarriers[object].complete % 2 == step.value % 2;
+    return step.kind != Kind::named_wait || state.named[object] >= 2 * step.value;
+  }
+
+  void take_step(State& state, std::size_t who, std::string& fault) const {
     const Agent::Step& step = agents_[who].steps_[state.at[who]];
     const auto object = static_cast<std::size_t>(step.object);
     switch (step.kind) {
       case Kind::wait: {
         const int complete = state.mbarriers[object].complete;
-        if (complete % 2 != step.value % 2) return false;
         if (complete != step.value)
           fault = describe(state, who, fmt::format("takes phase {} for {} of", complete, step.value));
         break;
@@ -300,11 +307,9 @@ class BarrierModel {
         ++state.named[object];
         break;
       case Kind::named_wait:
-        if (state.named[object] < 2 * step.value) return false;
         break;
     }
     ++state.at[who];
-    return true;
   }
 
   std::vector<Mbarrier> mbarriers_;

@@ -254,7 +254,8 @@ def test_rotations_are_exact_in_every_type(backend, dim, dtype):
     rotation = backend._key_scales.Rotation(dim, dtype, torch.device("cpu"))
     matrix, back = rotation._matrix.double(), rotation._back.double()
     assert torch.equal(matrix @ back, torch.eye(dim, dtype=torch.float64))
-    assert torch.equal(matrix @ matrix.T, torch.eye(dim, dtype=torch.float64) * rotation.square)
+    rows = torch.randn(2, 3, dim).to(dtype)
+    assert torch.equal(rotation.of_q(rows), rows @ rotation._back.T)
 
 
 def test_vllm_makes_room_for_the_scales(backend):

@@ -2,9 +2,12 @@
 
 import enum
 import sys
+import threading
 import types
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+
+import torch
 
 T = TypeVar("T")
 
@@ -57,6 +60,11 @@ class AttentionMetadataBuilder(Generic[T]):
 class AttentionImpl(Generic[T]):
     need_to_return_lse_for_decode = False
 
+    def __new__(cls, *args, **named):
+        self = super().__new__(cls)
+        self.dcp_world_size, self.dcp_rank = get_dcp_world_size_and_rank(True)
+        return self
+
 
 class MLACommonMetadataBuilder(AttentionMetadataBuilder[T]):
     pass
@@ -83,6 +91,55 @@ class CommonAttentionMetadata:
     seq_lens_cpu_upper_bound: Any = None
 
 
+class Group:
+    """Ranks as threads of a process: what each one gives is there for all when the last one has come."""
+
+    def __init__(self, world):
+        self.world_size, self.barrier = world, threading.Barrier(world)
+        self.given = [None] * world
+
+    @property
+    def rank_in_group(self):
+        return RANK.number
+
+    def exchange(self, x):
+        self.given[self.rank_in_group] = x
+        self.barrier.wait()
+        found = list(self.given)
+        self.barrier.wait()
+        return found
+
+    def all_gather(self, x, dim):
+        return torch.cat(self.exchange(x), dim)
+
+
+RANK = threading.local()
+groups: list[Group] = []
+
+
+def get_dcp_group():
+    assert groups
+    return groups[-1]
+
+
+def get_dcp_world_size_and_rank(dcp_sharded):
+    return (groups[-1].world_size, RANK.number) if groups and dcp_sharded else (1, 0)
+
+
+def get_current_vllm_config_or_none():
+    return None
+
+
+def cp_lse_ag_out_rs(out, lse, group, return_lse=False):
+    """out: [rows, heads of all ranks, d]. lse: [rows, heads of all ranks], of base e."""
+    outs, lses = zip(*group.exchange((out, lse)))
+    joined = torch.stack(lses).logsumexp(0)
+    whole = sum(x * (y - joined).exp().nan_to_num(0.0)[..., None] for x, y in zip(outs, lses))
+    own = slice(*(group.rank_in_group + i for i in range(2)))
+    heads = slice(*(x * out.shape[1] // group.world_size for x in (own.start, own.stop)))
+    return whole[:, heads], joined[:, heads]
+
+
 registered: dict[Any, str] = {}
 
 
@@ -100,6 +157,11 @@ def install(monkeypatch):
         "vllm.v1.attention.backend",
         "vllm.v1.attention.backends",
         "vllm.v1.attention.backends.registry",
+        "vllm.v1.attention.ops",
+        "vllm.v1.attention.ops.dcp",
+        "vllm.config",
+        "vllm.distributed",
+        "vllm.distributed.parallel_state",
         "vllm.model_executor",
         "vllm.model_executor.layers",
         "vllm.model_executor.layers.attention",
@@ -111,5 +173,8 @@ def install(monkeypatch):
         module.__dict__.update(here, MLACommonBackend=AttentionBackend, MLACommonMetadata=object)
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules["vllm"].envs = types.SimpleNamespace(VLLM_BATCH_INVARIANT=False)
-    for name in ("flashjit.vllm._backend", "flashjit.vllm._latent"):
+    sys.modules["vllm.distributed"].parallel_state = sys.modules["vllm.distributed.parallel_state"]
+    sys.modules["vllm.v1.attention.ops"].dcp = sys.modules["vllm.v1.attention.ops.dcp"]
+    groups.clear()
+    for name in ("flashjit.vllm._backend", "flashjit.vllm._latent", "flashjit.vllm._shards"):
         monkeypatch.delitem(sys.modules, name, raising=False)

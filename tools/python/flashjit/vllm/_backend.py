@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import (
 from .._engines import CACHE_FORMATS, CACHE_TYPES, Batch, Layer, has_key_scales, store, why_not
 from .._tensors import KV_TYPES, SPEC_TYPES
 from ..errors import Unsupported
-from . import _key_scales
+from . import _key_scales, _shards
 
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
@@ -112,6 +112,7 @@ class FlashjitMetadata:
     batch: Batch
     num_actual_tokens: int
     slot_mapping: Tensor
+    shard: Batch | None = None  # the earlier keys that this rank has, where ranks share them
 
 
 def _most_captured(compilation_config: Any, batches: str) -> int:
@@ -137,6 +138,13 @@ class FlashjitBuilder(AttentionMetadataBuilder[FlashjitMetadata]):
             _most_captured(graphs, name) for name in ("mixed", "decode")
         )
         self._longest = getattr(vllm_config.model_config, "max_model_len", 0)
+        world, rank = _shards.ranks(kv_cache_spec)
+        self._shard: _shards.Shard | None = None
+        if world > 1:
+            interleave = vllm_config.parallel_config.cp_kv_cache_interleave_size
+            most = vllm_config.scheduler_config.max_num_seqs
+            self._shard = _shards.Shard(world, rank, interleave, most, device)
+            self.supports_draft_decode_metadata_update = False  # lengths of a shard are made in build()
         if getattr(vllm_config.model_config, "is_mm_prefix_lm", False):
             rows = vllm_config.scheduler_config.max_num_batched_tokens
             self._ranges = torch.full((rows, 2), -1, dtype=torch.int32, device=device)
@@ -155,7 +163,8 @@ class FlashjitBuilder(AttentionMetadataBuilder[FlashjitMetadata]):
             self._ranges_of(given),
             None if not common_prefix_len else self._prefix_of(common_prefix_len),
         )
-        return FlashjitMetadata(batch, given.num_actual_tokens, given.slot_mapping)
+        shard = None if self._shard is None else self._shard.of(batch)
+        return FlashjitMetadata(batch, given.num_actual_tokens, given.slot_mapping, shard)
 
     def use_cascade_attention(
         self,
@@ -192,7 +201,9 @@ class FlashjitBuilder(AttentionMetadataBuilder[FlashjitMetadata]):
     def update_block_table(
         self, metadata: FlashjitMetadata, blk_table: Tensor, slot_mapping: Tensor
     ) -> FlashjitMetadata:
-        return replace(metadata, batch=metadata.batch._replace(table=blk_table), slot_mapping=slot_mapping)
+        shard = metadata.shard and metadata.shard._replace(table=blk_table)
+        batch = metadata.batch._replace(table=blk_table)
+        return replace(metadata, batch=batch, slot_mapping=slot_mapping, shard=shard)
 
     def update_draft_decode_metadata(self, metadata: FlashjitMetadata) -> None:
         """Nothing: the metadata are vLLM's own tensors."""
@@ -217,6 +228,11 @@ class FlashjitBuilder(AttentionMetadataBuilder[FlashjitMetadata]):
 
 class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
     """A layer."""
+
+    can_return_lse_for_decode = True
+    lse_base_on_e = True
+    supports_dcp = True
+    supports_mtp_with_cp_non_trivial_interleave_size = True
 
     def __init__(
         self,
@@ -252,6 +268,10 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
         self._rotation: _key_scales.Rotation | None = None
         self._layer: Layer | None = None
         self._sinks: Tensor | None = None
+        self._across: _shards.Across | None = None
+        if getattr(self, "dcp_world_size", 1) > 1 and attn_type not in _ENCODERS:
+            _shards.refuse(sliding_window, alibi_slopes, self.num_kv_heads)
+            self._across = _shards.Across()
 
     def _layer_on(self, layer: Any, device: torch.device) -> Layer:
         """Made in the first call, where the device and the loaded weights are known."""
@@ -260,9 +280,8 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
             side = None if self.sliding_window is None else self.sliding_window - 1
             slopes = self.alibi_slopes
             self._sinks = None if self.sinks is None else self.sinks.float()
-            scale = self.scale if self._rotation is None else self.scale / self._rotation.square
             found = self._layer = Layer(
-                scale,
+                self.scale,
                 side,
                 side,
                 self.logits_soft_cap,
@@ -293,6 +312,7 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
             and scale.group_shape.is_per_tensor()
             and self.head_size % 16 == 0
             and not self._rotates
+            and self._across is None
         )
 
     def forward(
@@ -316,20 +336,36 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
             )
         codes = {} if output_scale is None else {"out_dtype": torch.float8_e4m3fn, "out_scale": output_scale}
         rows, batch = attn_metadata.num_actual_tokens, attn_metadata.batch
-        rotation = self._rotation_of(query)
+        self._rotation_of(query)
         described = self._layer_on(layer, query.device)
-        scales: dict[str, Any] = {}
-        if self.attn_type in _ENCODERS:
-            k, v = key[:rows], value[:rows]
+        if self._across is not None:
+            if codes or batch.ranges is not None:
+                what = "output_scale" if codes else "mm_prefix"
+                raise Unsupported(f"flashjit.vllm does not have {what} with decode context parallelism.")
+            over = lambda q: self._over_pages(layer, q, kv_cache, attn_metadata.shard, wants_lse=True)
+            own = (query[:rows], key[:rows], value[:rows])
+            self._across.attend(over, described, own, batch, output[:rows], self._sinks)
+        elif self.attn_type in _ENCODERS:
             batch = batch._replace(table=None, causal=False)
+            described.attend(query[:rows], key[:rows], value[:rows], batch, output[:rows], sinks=self._sinks)
         else:
-            k, v, scales = self._pages(layer, kv_cache)
-        if rotation is None:
-            described.attend(query[:rows], k, v, batch, output[:rows], sinks=self._sinks, **scales, **codes)
-        else:
-            rotated, _ = described.attend(rotation(query[:rows]), k, v, batch, sinks=self._sinks, **scales)
-            rotation.back(rotated, output[:rows])
+            more = {"sinks": self._sinks, **codes}
+            self._over_pages(layer, query[:rows], kv_cache, batch, output[:rows], **more)
         return output
+
+    def _over_pages(
+        self, layer: Any, q: Tensor, kv_cache: Tensor, batch: Any, out: Tensor | None = None, **more: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """O and LSE of q [rows, heads, d] over the cache."""
+        described, rotation = self._layer, self._rotation
+        assert described is not None
+        k, v, scales = self._pages(layer, kv_cache)
+        if rotation is None:
+            return described.attend(q, k, v, batch, out, **scales, **more)
+        rotated, lse = described.attend(rotation.of_q(q), k, v, batch, **scales, **more)
+        result = torch.empty_like(rotated) if out is None else out
+        rotation.back(rotated, result)
+        return result, lse
 
     def _rotation_of(self, rows: Tensor) -> _key_scales.Rotation | None:
         """Made in the first call, where the model's type and device are known."""

@@ -81,13 +81,16 @@ class Rotation:
             (block.bit_length() - 1) // 2
         )  # in every type, where the square root of `block` may be none
         whole = torch.block_diag(*[matrix * signs * exact] * (head_size // block))
-        #: What the matrix times its transpose is.
-        self.square = block * exact**2
+        square = block * exact**2  # what the matrix times its transpose is
         self._matrix = whole.to(device, dtype)
-        self._back = (whole.T / self.square).to(device, dtype)
+        self._back = (whole.T / square).to(device, dtype)
 
     def __call__(self, rows: Tensor) -> Tensor:
+        """Of K and V."""
         return rows @ self._matrix
+
+    def of_q(self, rows: Tensor) -> Tensor:
+        return rows @ self._back.T
 
     def back(self, rows: Tensor, out: Tensor) -> None:
         torch.matmul(rows, self._back, out=out)

@@ -123,6 +123,37 @@ def test_captured_tensors_and_sinks_have_tangents(dtype):
     check(of_bias[1], wanted[1], tolerance)
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (2,)])
+@pytest.mark.parametrize("kind", ["grad", "jvp", "jvp of grad", "grad of jvp"])
+def test_a_learned_scale_is_differentiated(kind, shape):
+    """A number that is a tensor: without dimensions, or an element that the score reads at a constant index."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 8) for n in (5, 7, 7))
+    scale, ones = torch.full(shape, 0.3), torch.ones(shape)
+    number = lambda scale: scale[0] if shape else scale
+
+    def ours(scale):
+        return flashjit.attention(
+            q, k, v, scale=1.0, score_mod=lambda score, b, h, i, j: score * number(scale)
+        )
+
+    plain = lambda scale: (q.double() @ k.double().mT * number(scale)).softmax(-1) @ v.double()
+
+    def derivative(attend, scale, ones):
+        loss = lambda scale: attend(scale).square().sum()
+        tangent = lambda scale: torch.func.jvp(attend, (scale,), (ones,))[1]
+        if kind == "grad":
+            return torch.func.grad(loss)(scale)
+        if kind == "jvp":
+            return tangent(scale)
+        if kind == "jvp of grad":
+            return torch.func.jvp(torch.func.grad(loss), (scale,), (ones,))[1]
+        return torch.func.grad(lambda scale: tangent(scale).square().sum())(scale)
+
+    got, wanted = (derivative(*of) for of in ((ours, scale, ones), (plain, scale.double(), ones.double())))
+    torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_packed_sequences():
     (q, k, v), (dq, dk, dv) = inputs((1, 4, 2, 12, 14))
     cu_q, cu_kv = (

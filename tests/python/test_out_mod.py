@@ -99,6 +99,23 @@ def test_gradcheck():
     )
 
 
+@pytest.mark.parametrize("batch, length", [(0, 5), (1, 0)])
+def test_without_queries_a_gate_has_no_elements_and_so_has_its_gradient(batch, length):
+    """As the last rank's share of a batch: tensors of the score and of O are empty."""
+    q, k, v = (torch.randn(batch, 2, n, 16, requires_grad=True) for n in (length, 3, 3))
+    gate, slopes = (torch.randn(batch, length, 2, n, requires_grad=True) for n in (16, 1))
+    out = flashjit.attention(
+        q,
+        k,
+        v,
+        score_mod=lambda score, b, h, i, j: score * slopes[b, i, h, 0],
+        out_mod=lambda out, b, h, i, column: out * torch.sigmoid(gate[b, i, h, column]),
+    )
+    assert out.shape == q.shape
+    for x, grad in zip((gate, slopes), torch.autograd.grad(out.sum(), (gate, slopes))):
+        assert grad.shape == x.shape
+
+
 def test_without_a_softmax_and_without_keys():
     *qkv, dout = tensors()
     q, k, v = (x.requires_grad_() for x in qkv)

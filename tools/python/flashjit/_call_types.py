@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple, Union
 
 import torch
@@ -156,6 +157,11 @@ def names_with_grad(options: str) -> set[str]:
     programs = [options.partition(f":{name}{{")[2].partition("}")[0] for name in ("score", *ELEMENT_MODS)]
     lines = ";".join(programs).split(";")
     return {line.partition(":")[0].strip() for line in lines if line.rstrip().endswith(" grad")}
+
+
+def declares_tensor(options: str, name: str) -> bool:
+    """Whether a program reads the name as a tensor. One without dimensions that is differentiated reaches a call as a number."""
+    return re.search(rf"\b{name}\s*:\s*\w+\s+\dd\b", options) is not None
 
 
 def has_out_mod(options: str) -> bool:

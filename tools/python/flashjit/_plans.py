@@ -27,6 +27,7 @@ from ._call_types import (
     cache_capacity,
     columns_of_q,
     contiguous,
+    declares_tensor,
     differentiable,
     has_out_mod,
     names_with_grad,
@@ -205,7 +206,7 @@ class Plan:
         for i, (name, value) in enumerate(zip(self.problem.names, values)):
             capture = self.captures[i]
             capture.name = name.encode()
-            if is_scalar(value):
+            if is_scalar(value) and not declares_tensor(self.problem.options, name):
                 self.scalar_places.append(i)
                 continue
             self.tensor_places.append(i)

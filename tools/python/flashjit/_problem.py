@@ -495,6 +495,7 @@ def _cached_options(key: tuple[Any, ...]) -> str:
 
 def with_elements(value: Any) -> Any:
     """A captured tensor of a call without queries, which reads none, such as a mask's of an empty batch: not empty."""
-    if not isinstance(value, Tensor) or value.numel() or value.requires_grad:
+    if not isinstance(value, Tensor) or value.numel():
         return value
-    return value.new_zeros([max(size, 1) for size in value.shape])
+    zeros = value.new_zeros([max(size, 1) for size in value.shape])
+    return zeros + value.sum() if value.requires_grad else zeros  # the sum has a gradient without elements

@@ -48,10 +48,6 @@ class Tracer:
                 f"{self.named(tensor)} has {tensor.dim()} dimensions: programs read tensors of at most "
                 f"{_MAX_DIMENSIONS}; flatten some of them."
             )
-        if not is_compiling() and tensor.numel() == 0:
-            raise InvalidArgument(
-                f"{self.named(tensor)} of shape {tuple(tensor.shape)} has no element to read."
-            )
         return PartialRead(self, tensor, (None,) * tensor.dim())
 
     def read_at(self, tensor: Any, indices: tuple[Value | None, ...]) -> Any:
@@ -141,7 +137,7 @@ class Tracer:
                 f"{self.named(value)} of shape {tuple(value.shape)} is used as a number: index it with b, h, "
                 "q_idx and kv_idx, such as bias[h, q_idx - kv_idx]."
             )
-        if value.device.type != "cpu" or value.requires_grad:
+        if not is_scalar(value):
             return self._element(value, "0")
         dtype = _dtype_name(value)
         self._check_type(value)
@@ -462,9 +458,13 @@ def element_type(array: Any, name: str = "a captured tensor") -> str:
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether a capture is a number: a Python one, or a tensor without dimensions on the CPU."""
+    """Whether a capture is a number: a Python one, or a tensor without dimensions on the CPU that is not differentiated."""
     return isinstance(value, (int, float)) or (
-        is_tensor(value) and value.dim() == 0 and value.device.type == "cpu" and not value.requires_grad
+        is_tensor(value)
+        and value.dim() == 0
+        and value.device.type == "cpu"
+        and not value.requires_grad
+        and (is_compiling() or loaded_torch().autograd.forward_ad.unpack_dual(value).tangent is None)
     )
 
 

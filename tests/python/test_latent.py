@@ -119,9 +119,11 @@ def test_q_in_two_tensors(heads, queries, keys, dim, columns):
         found = flashjit.attention(nope, latent, v_columns=columns, q_rope=rope, causal=True, return_lse=True)
         wanted = flashjit.attention(q, latent, v_columns=columns, causal=True, return_lse=True)
         call = flashjit.bind(nope, latent, v_columns=columns, q_rope=rope, causal=True)
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted))
+        # Hopper's family takes Q in two tensors where V has a multiple of 64 columns, else another has other sums.
+        same = torch.equal if columns % 64 == 0 else lambda a, b: (a - b).abs().max() < LIMIT
+        assert all(same(a, b) for a, b in zip(found, wanted))
         for _ in range(3):  # the front launches the third
-            assert torch.equal(call(nope, latent, q_rope=in_parts(q, columns)[1]), wanted[0])
+            assert torch.equal(call(nope, latent, q_rope=in_parts(q, columns)[1]), found[0])
         assert (found[0] - exact(q, latent, columns, causal=True)).abs().max() < LIMIT
 
 

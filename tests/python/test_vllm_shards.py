@@ -73,6 +73,7 @@ class Ranks:
 
     def run(self, rank, options):
         vllm_standin.RANK.number = rank
+        torch.zeros(1, device=DEVICE)  # a thread has no CUDA context before
         impl = self.backend.FlashjitImpl(HEADS, DIM, 0.2, 1, **options)
         name = options.get("kv_cache_dtype", "auto")
         size = self.backend.FlashjitBackend.get_kv_cache_shape(13, BLOCK, 1, DIM, name)

@@ -38,6 +38,7 @@ from ._single import (
     trtllm_batch_decode_with_kv_cache,
 )
 from ._sparse import BlockSparseAttentionWrapper
+from ._variable import VariableBlockSparseAttentionWrapper
 
 __all__ = [
     "BatchAttention",
@@ -51,6 +52,7 @@ __all__ = [
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
+    "VariableBlockSparseAttentionWrapper",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
     "fast_decode_plan",

@@ -60,7 +60,7 @@ class Pool:
             cache[where.loc] = (x if scale is None else x / scale).to(cache.dtype)
 
     def set_mla_kv_buffer(self, layer, where, k, k_rope):
-        self.k[where.loc] = torch.cat((k, k_rope), -1)
+        self.k[where.loc] = torch.cat((k, k_rope), -1).to(self.k.dtype)
 
     def get_key_buffer(self, layer_id):
         return self.k

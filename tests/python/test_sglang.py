@@ -438,9 +438,10 @@ def test_windows_may_have_a_pool_of_their_own(graph):
     sequences.check(out, q, OLD, new, causal=True, window=4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("page", [1, 16])
-def test_latent_attention(page):
-    server = Server(page, latent=True)
+def test_latent_attention(page, dtype):
+    server = Server(page, latent=True, dtype=dtype)
     backend, rank, columns, heads = server.backend(), 64, 80, 3
     given = layer(
         tp_q_head_num=heads,
@@ -450,7 +451,7 @@ def test_latent_attention(page):
         v_head_dim=rank,
         scaling=0.1,
     )
-    keys = [normal(30, 1, columns) for _ in OLD]
+    keys = [normal(30, 1, columns).to(dtype).float() for _ in OLD]
     for mode, old, new in (
         (ForwardMode.EXTEND, (0, 0, 0), (9, 4, 6)),
         (ForwardMode.DECODE, (9, 4, 6), (1, 1, 1)),

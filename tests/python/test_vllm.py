@@ -456,10 +456,35 @@ def test_latent_attention_decodes_with_several_queries(monkeypatch):
             impl.forward_mqa(q[:3], cache, types.SimpleNamespace(decode=given), None)
     ask = latent.FlashjitLatentBackend.supports_combination
     assert ask(576, torch.bfloat16, "auto", 64, True, False, False, (9, 0)) is None
-    assert ask(576, torch.bfloat16, "fp8") is not None
+    assert ask(576, torch.bfloat16, "fp8", 64, device_capability=(8, 0)) is None
+    assert "or FP8, not fp8_ds_mla" in ask(576, torch.bfloat16, "fp8_ds_mla")
+    assert "or FP8, not fp8_per_token_head" in ask(576, torch.bfloat16, "fp8_per_token_head")
+    assert latent.FlashjitLatentImpl.supports_dcp and impl.supports_quant_query_input is False
     assert "head_dim is 584" in ask(584, torch.bfloat16, "auto", 64, device_capability=(9, 0))
     with pytest.raises(flashjit.Unsupported, match="sliding_window is given"):
         latent.FlashjitLatentImpl(kv_lora_rank=rank, scale=0.1, sliding_window=3)
+
+
+@pytest.mark.parametrize("stored_as", ["codes", "bytes"])
+@pytest.mark.parametrize("rope", [0, 16])
+def test_latents_of_fp8(monkeypatch, stored_as, rope):
+    vllm_standin.install(monkeypatch)
+    latent = importlib.import_module("flashjit.vllm._latent")
+    heads, rank = 3, 64
+    impl = latent.FlashjitLatentImpl(kv_lora_rank=rank, scale=0.1)
+    codes, q = normal(5, BLOCK, rank + rope).to(torch.float8_e4m3fn), normal(2, heads, rank + rope)
+    step = types.SimpleNamespace(block_table=ints(3, 1, 0, 4).view(2, 2), seq_lens=ints(20, 7))
+    layer = types.SimpleNamespace(_k_scale=torch.tensor(0.5, device=DEVICE))
+    given = codes.view(torch.uint8) if stored_as == "bytes" else codes
+    parts = (q[..., :rank], q[..., rank:])
+    out, _ = impl.forward_mqa(parts, given, types.SimpleNamespace(decode=step), layer)
+    cache = codes.float() * 0.5
+    for i, keys in enumerate((torch.cat((cache[3], cache[1]))[:20], cache[0][:7])):
+        rows = slice(i, i + 1)
+        wanted, _ = exact_attention.exact(
+            q[rows], keys[:, None], keys[:, None, :rank], scale=0.1, causal=True
+        )
+        torch.testing.assert_close(out[rows].double().cpu(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_registering_names_classes_that_exist(monkeypatch):

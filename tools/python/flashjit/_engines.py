@@ -178,6 +178,14 @@ def _programs(kind: str, given: tuple[str, ...]) -> tuple[str | None, str | None
     return None if score == "score" else score, " && ".join(conditions) or None
 
 
+def of_latents(cache: Tensor, scale: Tensor | None) -> tuple[Tensor, dict[str, Any]]:
+    """A cache of latents as attention() takes it, and its arguments for FP8, where the cache is of that. vLLM's are bytes then."""
+    if cache.element_size() != 1:
+        return cache, {}
+    form = KV_TYPES[torch.float8_e4m3fn if cache.dtype == torch.uint8 else cache.dtype]
+    return cache.view(torch.uint8), {"k_format": form, "k_scale": scale}
+
+
 def bound(size: int) -> int:
     """A power of two that is no less: lengths that grow from step to step share a launch."""
     return 1 << max(size - 1, 0).bit_length()
@@ -230,10 +238,12 @@ def why_not_latent(
     """Likewise of latent attention. rank: columns that V has; None: not known, as many as there may be."""
     if dtype not in SPEC_TYPES:
         return f"flashjit computes in float16, bfloat16 and float32, not in {dtype}"
-    if CACHE_TYPES.get(cache_type or "auto", "unknown") not in (None, dtype):
-        return f"flashjit's latent caches have the type of the model, {dtype}, not {cache_type}"
+    cache = CACHE_TYPES.get(cache_type or "auto", "unknown")
+    if has_key_scales(cache_type) or cache not in (None, dtype, torch.float8_e4m3fn, torch.float8_e5m2):
+        return f"flashjit's latent caches have the type of the model, {dtype}, or FP8, not {cache_type}"
+    codes = f":k{{{KV_TYPES[cache]}}}" if cache in KV_TYPES else ""
     dims = f"{columns}x{min(columns, head_dims().most_v) if rank is None else rank}"
-    return _reason(f"{SPEC_TYPES[dtype]}:d{dims}:causal:pages{page_size or 16}:shared_kv", capability)
+    return _reason(f"{SPEC_TYPES[dtype]}:d{dims}{codes}:causal:pages{page_size or 16}:shared_kv", capability)
 
 
 def _reason(spec: str, capability: Sequence[int] | None) -> str | None:

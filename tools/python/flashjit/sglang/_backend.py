@@ -11,7 +11,7 @@ from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from .._engines import Batch, Layer, Tree, bound, why_not, why_not_latent
+from .._engines import Batch, Layer, Tree, bound, of_latents, why_not, why_not_latent
 from .._tensors import KV_TYPES
 from ..errors import InvalidArgument, Unsupported
 from ..flash_attn._attend import with_batch
@@ -267,6 +267,8 @@ class FlashjitBackend(AttentionBackend):
             if q_rope is not None:
                 more["q_rope"] = with_batch(q_rope.reshape(*q.shape[:2], -1))
             pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+            pool, of_codes = of_latents(pool, self._one)  # SGLang's pool converts to FP8 without a scale
+            more.update(of_codes)
             keys, values = pool.view(-1, self.page_size, *pool.shape[1:]).transpose(1, 2), None
             more["v_columns"] = layer.v_head_dim
         out, lse = described.attend(q, keys, values, batch, wants_lse=return_lse, **more)

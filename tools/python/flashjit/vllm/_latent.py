@@ -15,13 +15,13 @@ from vllm.model_executor.layers.attention.mla_attention import (
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 
 from .._attention import attention
-from .._engines import bound, why_not_latent
+from .._engines import bound, of_latents, why_not_latent
 from ..errors import InvalidArgument, Unsupported
 
 
 class FlashjitLatentBackend(MLACommonBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
 
     @staticmethod
     def get_name() -> str:
@@ -69,9 +69,11 @@ class FlashjitLatentBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 class FlashjitLatentImpl(MLACommonImpl[MLACommonMetadata]):
     can_return_lse_for_decode = True
     lse_base_on_e = True
+    supports_dcp = True
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
+        self.supports_quant_query_input = False  # Q stays as it is over latents of FP8
         for name in ("alibi_slopes", "sliding_window", "logits_soft_cap"):
             if named.get(name):
                 raise Unsupported(f"{name} is given: latent attention of flashjit.vllm does not have it.")
@@ -87,26 +89,36 @@ class FlashjitLatentImpl(MLACommonImpl[MLACommonMetadata]):
             self.kv_lora_rank,
             self.scale,
             self.need_to_return_lse_for_decode,
+            getattr(layer, "_k_scale", None),
         )
 
 
 def decode(
-    q: Tensor | tuple[Tensor, Tensor], cache: Tensor, step: Any, rank: int, scale: float, wants_lse: bool
+    q: Tensor | tuple[Tensor, Tensor],
+    cache: Tensor,
+    step: Any,
+    rank: int,
+    scale: float,
+    wants_lse: bool,
+    k_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """q: [rows, heads, columns], the same number of rows of each sequence, or a tensor of the first `rank` columns and one of the
-    others. cache: [blocks, rows of a block, columns]."""
+    others. cache: [blocks, rows of a block, columns], of FP8 with k_scale."""
     if step is None:
         raise InvalidArgument("attn_metadata has no decode part: forward_mqa() is for steps that decode.")
     q, q_rope = q if isinstance(q, tuple) else (q, None)
+    if q_rope is not None and not q_rope.shape[-1]:  # a model without a rotated part
+        q_rope = None
     sequences = step.seq_lens.shape[0]
     if not sequences or q.shape[0] % sequences:
         raise InvalidArgument(
             f"q has {q.shape[0]} rows for {sequences} sequences: each sequence must have the same number of them."
         )
     room = step.block_table.shape[1] * cache.shape[1]
+    latents, of_codes = of_latents(cache, k_scale)
     found = attention(
         _by_sequence(q, sequences),
-        cache[:, None],
+        latents[:, None],
         v_columns=rank,
         q_rope=None if q_rope is None else _by_sequence(q_rope, sequences),
         causal=True,
@@ -115,6 +127,7 @@ def decode(
         kv_lengths=step.seq_lens,
         max_seqlen_kv=min(bound(getattr(step, "max_seq_len", None) or room), room),
         return_lse=wants_lse,
+        **of_codes,
     )
     o, lse = found if wants_lse else (found, None)
     rows = o.transpose(1, 2).flatten(0, 1)

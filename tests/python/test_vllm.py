@@ -495,4 +495,5 @@ def test_registering_names_classes_that_exist(monkeypatch):
     for path in vllm_standin.registered.values():
         module, _, name = path.rpartition(".")
         assert hasattr(importlib.import_module(module), name)
-    assert set(vllm_standin.registered) == {vllm_standin.AttentionBackendEnum.CUSTOM, "FLASHJIT_MLA"}
+    names = {vllm_standin.AttentionBackendEnum.CUSTOM, "FLASHJIT_MLA", "FLASHJIT_MLA_SPARSE"}
+    assert set(vllm_standin.registered) == names

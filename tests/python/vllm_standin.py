@@ -66,6 +66,10 @@ class AttentionImpl(Generic[T]):
         return self
 
 
+class MLAAttentionImpl(AttentionImpl[T]):
+    pass
+
+
 class MLACommonMetadataBuilder(AttentionMetadataBuilder[T]):
     pass
 
@@ -176,5 +180,10 @@ def install(monkeypatch):
     sys.modules["vllm.distributed"].parallel_state = sys.modules["vllm.distributed.parallel_state"]
     sys.modules["vllm.v1.attention.ops"].dcp = sys.modules["vllm.v1.attention.ops.dcp"]
     groups.clear()
-    for name in ("flashjit.vllm._backend", "flashjit.vllm._latent", "flashjit.vllm._shards"):
+    for name in (
+        "flashjit.vllm._backend",
+        "flashjit.vllm._latent",
+        "flashjit.vllm._sparse_latent",
+        "flashjit.vllm._shards",
+    ):
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -39,6 +39,9 @@ CACHE_TYPES = {
 #: The format of caches that no type names.
 CACHE_FORMATS = {"int4_per_token_head": "uint4:row:bf16:apart:zero"}
 
+#: The format of latents that vLLM has for sparse attention.
+SPARSE_FORMAT = "fp8_ds_mla"
+
 
 def has_key_scales(cache_type: str | None) -> bool:
     """Whether each key and head has a scale of its own, which is made as the key is stored."""
@@ -234,16 +237,21 @@ def why_not_latent(
     rank: int | None = None,
     page_size: int | None = None,
     capability: Sequence[int] | None = None,
+    sparse: bool = False,
 ) -> str | None:
-    """Likewise of latent attention. rank: columns that V has; None: not known, as many as there may be."""
+    """Likewise of latent attention. rank: columns that V has; None: not known, as many as there may be. sparse: queries have lists
+    of keys."""
     if dtype not in SPEC_TYPES:
         return f"flashjit computes in float16, bfloat16 and float32, not in {dtype}"
     cache = CACHE_TYPES.get(cache_type or "auto", "unknown")
-    if has_key_scales(cache_type) or cache not in (None, dtype, torch.float8_e4m3fn, torch.float8_e5m2):
+    form = SPARSE_FORMAT if sparse and cache_type == SPARSE_FORMAT else KV_TYPES.get(cache)
+    if form is None and cache not in (None, dtype) or has_key_scales(cache_type) or cache == torch.int8:
         return f"flashjit's latent caches have the type of the model, {dtype}, or FP8, not {cache_type}"
-    codes = f":k{{{KV_TYPES[cache]}}}" if cache in KV_TYPES else ""
+    options = (
+        f"{f':k{{{form}}}' if form else ''}{'' if sparse else ':causal'}{':varlen:indices' if sparse else ''}"
+    )
     dims = f"{columns}x{min(columns, head_dims().most_v) if rank is None else rank}"
-    return _reason(f"{SPEC_TYPES[dtype]}:d{dims}{codes}:causal:pages{page_size or 16}:shared_kv", capability)
+    return _reason(f"{SPEC_TYPES[dtype]}:d{dims}{options}:pages{page_size or 16}:shared_kv", capability)
 
 
 def _reason(spec: str, capability: Sequence[int] | None) -> str | None:

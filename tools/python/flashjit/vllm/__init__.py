@@ -12,6 +12,7 @@ from __future__ import annotations
 
 BACKEND = f"{__name__}._backend.FlashjitBackend"
 LATENT_BACKEND = f"{__name__}._latent.FlashjitLatentBackend"
+SPARSE_LATENT_BACKEND = f"{__name__}._sparse_latent.FlashjitSparseLatentBackend"
 
 
 def register() -> None:
@@ -20,3 +21,4 @@ def register() -> None:
 
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
     register_backend("FLASHJIT_MLA", LATENT_BACKEND)
+    register_backend("FLASHJIT_MLA_SPARSE", SPARSE_LATENT_BACKEND)

@@ -75,6 +75,10 @@ struct Partial {
   /// rowsum(dO * O) from it as it was before rounding: accurate gradients of rows with one strong key. With
   /// out_mod the backward pass is given O before that, of Q's type.
   bool fp32_out = false;
+  /// P and dS enter their products as the sum of two elements each, in place of one: O, dQ, dK and dV then
+  /// have the errors of attention in fp32, rounded once, if the backward pass is also given O in fp32
+  /// (fp32_out). Three products become two of the forward pass's two, eight of the backward pass's five.
+  bool two_terms = false;
   bool fp32_grads = false;  ///< backward only: dQ, dK and dV are fp32
   /// Backward only: accumulate into fp32 dQ, dK and dV, for gradients that several calls compute.
   bool add_grads = false;

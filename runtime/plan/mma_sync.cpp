@@ -30,8 +30,10 @@ int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
                                c.d_split,
                                spec.kv.shared_kv}
         .bytes();
-  return sm80::BackwardLayout{
-      c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, exchanged_values(spec, c), spec.indices}
+  return sm80::BackwardLayout{c.br,          c.bc,
+                              spec.head_dim, spec.v_dim(),
+                              c.stages,      exchanged_values(spec, c),
+                              spec.indices,  spec.partial.two_terms ? 2 : 1}
       .bytes();
 }
 
@@ -183,6 +185,11 @@ Support supports(const AnalysedSpec& spec) {
   if (spec.epilogue.skip_softmax && (spec.indices || spec.prologue.q_codes || is_wide(spec)))
     return Support::no(
         fmt::format("skip_softmax is without indices and Q of 8 bits, and for up to {} columns of V",
+                    sm80::kMostNarrowColumns));
+  const bool wide = sm80::is_wide(spec.head_dim, spec.v_dim());
+  if (spec.partial.two_terms && (wide || spec.indices || spec.kv.quantized()))
+    return Support::no(
+        fmt::format("two_terms is without indices and quantized K and V, and for up to {} columns",
                     sm80::kMostNarrowColumns));
   if (spec.epilogue.out_format.quantized() && is_wide(spec)) return Support::no(kCodesOfWholeRows);
   if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);

@@ -111,7 +111,18 @@ std::vector<TileConfig> wide_backward_preferences(const AnalysedSpec& spec) {
                             {config(16, 16, 4, 1, false, 4)}});
 }
 
+/// With P as two elements, whose second ones take registers.
+std::vector<TileConfig> forward_preferences_of_two_terms(const AnalysedSpec& spec, const DeviceInfo& device) {
+  const int d = std::max(spec.head_dim, spec.v_dim());
+  const bool plain = is_plain_on_hopper(spec, device) && spec.epilogue.out_mod.empty();
+  return mma_sync::good_of({{config(128, 64, 4, 2), d <= 64 && plain},
+                            {config(128, 48, 4, 1), d > 64 && d <= 128 && plain},
+                            {config(64, 64, 4, 1), d <= 128},
+                            {config(64, 32, 4, 1)}});
+}
+
 std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const DeviceInfo& device) {
+  if (spec.partial.two_terms) return forward_preferences_of_two_terms(spec, device);
   if (multiplies_codes(spec, device)) return forward_preferences_of_products_of_codes(spec);
   if (spec.has_scales()) return forward_preferences_of_codes(spec, device);
   const int d = std::max(spec.head_dim, spec.v_dim());
@@ -167,7 +178,7 @@ std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec, const Dev
   if (d <= 64) {
     const bool large = device.compute_capability < 100 && !capture_grads;
     return mma_sync::good_of({{config(64, 128, 8, 1), has_small_memory(device) && !capture_grads},
-                              {config(32, 128, 4, 2), large},
+                              {config(32, 128, 4, 2), large && (plain || !spec.partial.two_terms)},
                               {pairs(64, 64, 2), large},  // of few keys, for all multiprocessors
                               {config(64, 64, 4, 2), !and_slopes},
                               {config(32, 64, 4, 2)}});
@@ -186,7 +197,7 @@ std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec, const Dev
         {{config(32, 128, 8, 1), d > 96 && has_small_memory(device)},
          {pairs(64, 128, 2), d <= 96 ? is_lean_on_hopper(spec, device) : d == 128 && plain},
          {pairs(32, 128, 2), d > 112},
-         {config(64, 128, 8, 1)},
+         {config(64, 128, 8, 1), spec.score.empty() || !spec.partial.two_terms},
          {pairs(64, 64, 2)},
          {pairs(32, 64, 2)},
          {config(32, 64, 4, 1)}});

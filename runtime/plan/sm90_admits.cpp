@@ -368,6 +368,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
     return Support::no(fmt::format("needs wgmma and TMA of sm_90a, the device is {}", device.arch));
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
   if (spec.pass == Pass::backward_jvp) return Support::no(kNoSecondDerivative);
+  if (spec.partial.two_terms) return Support::no("two_terms is for families sm80 and simt");
   if (Support able = supports_weights(spec); !able) return able;
   if (Support able = supports_out_mod(spec); !able) return able;
   if (Support able = supports_skip_softmax(spec); !able) return able;

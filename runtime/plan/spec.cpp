@@ -284,7 +284,7 @@ AttentionSpec AttentionSpec::normalized() const {
   AttentionSpec out = *this;
   out.head_dim_v = v_dim();
   if (dtype == DType::fp32)
-    out.partial.fp32_out = out.partial.fp32_grads = false;
+    out.partial.fp32_out = out.partial.fp32_grads = out.partial.two_terms = false;
   else if (partial.add_grads)
     out.partial.fp32_grads = true;
   expr::declare_float_scalars(out.score, out.mask, out.epilogue.out_mod, out.prologue);
@@ -314,6 +314,7 @@ KernelSpec KernelSpec::normalized() const {
   // Passes without gradients are deterministic without being asked.
   if (!gives_gradients(pass))
     out.reproducible.deterministic = out.partial.fp32_grads = out.partial.add_grads = false;
+  if (pass == Pass::jvp || pass == Pass::backward_jvp) out.partial.two_terms = false;
   if (pass == Pass::jvp) out.reproducible.batch_invariant = out.kv.shared_kv = false;
   if (gives_gradients(pass)) {
     out.epilogue.row_max = out.reproducible.batch_invariant = out.kv.shared_kv = out.partial.running_state =

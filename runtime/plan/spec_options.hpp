@@ -51,6 +51,7 @@ inline constexpr std::array kSpecOptions{
                                                                       "swizzled_scales"),
     spec_option<&AttentionSpec::kv, &KvLayout::key_scales>("key_scales", "kKeyScales", "k_scale"),
     spec_option<&AttentionSpec::partial, &Partial::fp32_out>("fp32_out", "kFp32Out", "out_dtype"),
+    spec_option<&AttentionSpec::partial, &Partial::two_terms>("two_terms", "kTwoTerms", "accurate"),
     spec_option<&AttentionSpec::partial, &Partial::fp32_grads>("fp32_grads", "kFp32Grads"),
     spec_option<&AttentionSpec::partial, &Partial::add_grads>("add_grads", "kAddGrads"),
     spec_option<&AttentionSpec::partial, &Partial::dropout_place>("dropout_place", "kDropoutPlace"),

@@ -40,6 +40,7 @@ struct ExampleProblem {
   static constexpr bool kSumsAll = false;         // forward: or of all: sm90/forward_code_sums.cuh
   static constexpr bool kQRope = false;           // forward: Q's columns behind V's are a tensor of their own
   static constexpr bool kFp32Out = false;         // O is fp32, whatever Q is
+  static constexpr bool kTwoTerms = false;        // P and dS are two elements each: sm80/two_terms.cuh
   static constexpr bool kRunningState =
       false;                                 // forward: O and LSE of other keys are joined: running_state.cuh
   static constexpr bool kWeightMod = false;  // score() is P: there is no softmax, LSE or D

@@ -25,14 +25,17 @@ __device__ __forceinline__ void add_dq(const Params& p, const Sequence<P>& seque
     const int dq_unit = (pass * Policy::kDqColumnWarps + warp % Policy::kDqColumnWarps) * kDqUnits;
     float dq[kDqMt][2 * kDqUnits][4] = {};
 #pragma unroll
-    for (int k = 0; k < P::kBc / 16; ++k) {
-      unsigned a[kDqMt][4];
+    for (int k = 0; k < P::kBc / 16; ++k)
 #pragma unroll
-      for (int mt = 0; mt < kDqMt; ++mt)
-        load_matrix_x4_transposed(a[mt], ds_offset + (k * 16 * Policy::kDsPitch + mt * 16) * 2);
-      multiply_step<typename P::Mma, Element, kDUnits, Policy::kGuardDq>(
-          dq, a, k_columns + k * 16 * Policy::kQPitch * 2, dq_unit);
-    }
+      for (int term = 0; term < Policy::kTerms; ++term) {
+        unsigned a[kDqMt][4];
+#pragma unroll
+        for (int mt = 0; mt < kDqMt; ++mt)
+          load_matrix_x4_transposed(
+              a[mt], ds_offset + term * Policy::kDsTermBytes + (k * 16 * Policy::kDsPitch + mt * 16) * 2);
+        multiply_step<typename P::Mma, Element, kDUnits, Policy::kGuardDq>(
+            dq, a, k_columns + k * 16 * Policy::kQPitch * 2, dq_unit);
+      }
     if (P::kDeterministic && pass == 0) {
       semaphore = dq_semaphore<P>(p, sequence.b, of.head, of.tile);
       if (threadIdx.x == 0) wait_semaphore<P, 64>(semaphore, of.dq_order);

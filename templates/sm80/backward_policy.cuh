@@ -50,13 +50,14 @@ struct BackwardPolicy {
   static constexpr bool kGuardDk = kOwnDUnits * kColumnWarps != kDUnits,
                         kGuardDv = kOwnDvUnits * kColumnWarps != kDvUnits;
   static constexpr int kQPitch = pitch(P::kHeadDim), kVPitch = pitch(P::kHeadDimV), kDsPitch = pitch(P::kBr);
-  static constexpr int kDsBytes = tile_bytes(P::kBc, P::kBr);
+  static constexpr int kTerms = P::kTwoTerms ? 2 : 1, kDsTermBytes = tile_bytes(P::kBc, P::kBr);
+  static constexpr int kDsBytes = kTerms * kDsTermBytes;
   static constexpr int kQBytes = tile_bytes(P::kBr, P::kHeadDim);
   static constexpr int kDoutBytes = tile_bytes(P::kBr, P::kHeadDimV);
   /// Values of a pair that one warp of two hands to the other: P, the slope, Q K^T.
   static constexpr int kExchanged = P::kExchanged;
   static constexpr BackwardLayout kLayout{P::kBr,     P::kBc,     P::kHeadDim, P::kHeadDimV,
-                                          P::kStages, kExchanged, P::kIndices};
+                                          P::kStages, kExchanged, P::kIndices, kTerms};
   static_assert(kLayout.bytes() == P::kSharedBytes, "what the planner counts on");
   /// With more stages than one dQ of a tile comes a step late: then a step has one barrier, and a warp that
   /// would wait for another's P has work.

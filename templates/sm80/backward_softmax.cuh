@@ -6,6 +6,7 @@
 #include "flashjit/sm80/backward_weights.cuh"
 #include "flashjit/sm80/mask.cuh"
 #include "flashjit/sm80/products.cuh"
+#include "flashjit/sm80/two_terms.cuh"
 
 namespace flashjit::sm80 {
 
@@ -117,6 +118,9 @@ __device__ __forceinline__ void softmax_backward(BackwardScores<P>& dp, const Ba
         dp[mt][nt][e] = ScoreSlope<P>::chain(grad, slope, mt, nt, e);
       }
       store_fragment<typename P::Element, Policy::kDsPitch>(ds, warp_row(mt), nt * 8, dp[mt][nt], 1.0f, 1.0f);
+      if (P::kTwoTerms)
+        store_rest<typename P::Element, Policy::kDsPitch>(ds + Policy::kDsTermBytes, warp_row(mt), nt * 8,
+                                                          dp[mt][nt]);
     }
   }
   sums.end();
@@ -141,6 +145,10 @@ __device__ __forceinline__ void multiply_by_columns(float (&c)[BackwardPolicy<P>
         for (unsigned& pair : a[mt]) pair = without_negatives(pair);
       }
     }
+    multiply_step<typename P::Mma, Element, kTotal, kGuard>(c, a, b_columns + k * 16 * kPitch * 2, 0);
+    if (!P::kTwoTerms) continue;
+#pragma unroll
+    for (int mt = 0; mt < Policy::kMt; ++mt) rest_as_left_operand<Element, kDrops>(a[mt], s[mt], k);
     multiply_step<typename P::Mma, Element, kTotal, kGuard>(c, a, b_columns + k * 16 * kPitch * 2, 0);
   }
 }

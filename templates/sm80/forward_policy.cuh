@@ -40,7 +40,7 @@ struct ForwardPolicy {
   static constexpr int kLateRegisters =
       forward_registers(kMt, P::kBc, P::kHeadDim, P::kHeadDimV, P::kQInRegisters, true);
   static constexpr bool kLatePv = !kCodeProducts && !kSharesRows && !P::kSharedKv && kLateRegisters <= 192 &&
-                                  !P::kDropout && !P::kBlockMap && !P::kSkipSoftmax &&
+                                  !P::kDropout && !P::kBlockMap && !P::kSkipSoftmax && !P::kTwoTerms &&
                                   (kMt > 1 || P::kWarps > 4);
   /// Where codes are multiplied P is as large as this power of two, so that small P are not lost: e4m3 has
   /// 2^-9 to 448, and a row's largest P exactly.

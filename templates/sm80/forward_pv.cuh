@@ -6,6 +6,7 @@
 #include "flashjit/common/dropout.cuh"
 #include "flashjit/sm80/forward_softmax.cuh"
 #include "flashjit/sm80/shared_rows.cuh"
+#include "flashjit/sm80/two_terms.cuh"
 
 namespace flashjit::sm80 {
 
@@ -38,6 +39,31 @@ struct PlainPv {
       DropStage<P>::drop(fragments[k], p, batch_head, at_q, at_kv, k);
       add_pv(i, k, 0.0f);  // O += P V
     }
+  }
+};
+
+/// P as two elements each.
+template <class P>
+struct TwoTermsPv : PlainPv<P> {
+  template <class BatchHead, class WarpRow, class AtQ, class AtKv, class AddPv>
+  static __device__ __forceinline__ void multiply(int i, OutTiles<P>&, PFragments<P>& fragments,
+                                                  ForwardScores<P>& s, const RowValues<P>&,
+                                                  const ForwardSmem<P>&, unsigned, const Params& p,
+                                                  const BatchHead& batch_head, int, const WarpRow&,
+                                                  const AtQ& at_q, const AtKv& at_kv, const AddPv& add_pv) {
+#pragma unroll
+    for (int k = 0; k < ForwardPolicy<P>::kNt / 2; ++k)
+#pragma unroll
+      for (int term = 0; term < 2; ++term) {
+        if (term == 0)
+          pack_p<P>(fragments[k], s, k);
+        else
+#pragma unroll
+          for (int mt = 0; mt < ForwardPolicy<P>::kMt; ++mt)
+            rest_as_left_operand<typename P::Element, false>(fragments[k][mt], s[mt], k);
+        DropStage<P>::drop(fragments[k], p, batch_head, at_q, at_kv, k);
+        add_pv(i, k, 0.0f);  // O += P V
+      }
   }
 };
 
@@ -87,8 +113,9 @@ struct QuantizedPv : PlainPv<P> {
 };
 
 template <class P, class Policy = ForwardPolicy<P>>
-using PvStage = Conditional<
-    Policy::kCodeProducts, QuantizedPv<P>,
-    Conditional<Policy::kSharesRows, SharedRowsPv<P>, Conditional<Policy::kLatePv, LatePv<P>, PlainPv<P>>>>;
+using PvStage = Conditional<Policy::kCodeProducts, QuantizedPv<P>,
+                            Conditional<Policy::kSharesRows, SharedRowsPv<P>,
+                                        Conditional<P::kTwoTerms, TwoTermsPv<P>,
+                                                    Conditional<Policy::kLatePv, LatePv<P>, PlainPv<P>>>>>;
 
 }  // namespace flashjit::sm80

@@ -89,7 +89,8 @@ constexpr bool is_wide(int head_dim, int head_dim_v) {
 /// and with lists of keys, two tiles instead, of dS and of P.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages, exchanged;
-  bool indices;  ///< a tile of Q is heads of one query, and tiles of K and V are streamed
+  bool indices;   ///< a tile of Q is heads of one query, and tiles of K and V are streamed
+  int terms = 1;  ///< of dS: two_terms.cuh
 
   constexpr int k() const { return 0; }
   constexpr int v() const { return tile_bytes(bc, head_dim); }
@@ -98,7 +99,7 @@ struct BackwardLayout {
   constexpr int ds() const { return dout() + stages * tile_bytes(br, head_dim_v); }
   constexpr bool wide() const { return is_wide(head_dim, head_dim_v) || indices; }
   constexpr int p() const { return ds() + tile_bytes(bc, br); }  // wide
-  constexpr int lse() const { return ds() + (stages > 1 || wide() ? 2 : 1) * tile_bytes(bc, br); }
+  constexpr int lse() const { return ds() + (stages > 1 || wide() ? 2 : 1) * terms * tile_bytes(bc, br); }
   constexpr int d() const { return lse() + stages * br * 4; }
   constexpr int staged() const { return d() + stages * br * 4; }
   constexpr int exchange() const { return staged() + stages * kStagedTileBytes; }

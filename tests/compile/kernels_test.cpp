@@ -677,7 +677,7 @@ TEST(KernelsThatEncode, StoreNoByteOfARegisterOfAHalf) {
   }
 }
 
-void compile_codes(const std::vector<KernelSpec>& specs, const std::vector<const char*>& architectures) {
+void compile_spread(const std::vector<KernelSpec>& specs, const std::vector<const char*>& architectures) {
   const std::array families{&plan::sm80_traits(), &plan::simt_traits()};
   std::vector<DeviceInfo> devices;
   for (const char* arch : architectures) devices.push_back(DeviceInfo::parse(arch));
@@ -692,7 +692,12 @@ void compile_codes(const std::vector<KernelSpec>& specs, const std::vector<const
 
 // Codes are converted on their way to the tensor cores, which takes registers.
 TEST(KernelsOfCodes, CompileWithoutSpills) {
-  compile_codes(test::covering_specs_of_codes(), {"sm_75", "sm_80", "sm_90a", "sm_120"});
+  compile_spread(test::covering_specs_of_codes(), {"sm_75", "sm_80", "sm_90a", "sm_120"});
+}
+
+// The second elements of P and dS take registers.
+TEST(KernelsOfTwoTerms, CompileWithoutSpills) {
+  compile_spread(test::covering_specs_of_two_terms(), {"sm_75", "sm_80", "sm_90a", "sm_120"});
 }
 
 TEST(KernelsOfCodes, CompileWithoutSpillsOnHopper) {
@@ -709,7 +714,7 @@ TEST(KernelsOfCodes, CompileWithoutSpillsOnHopper) {
 
 // Ada multiplies codes, the others convert them.
 TEST(KernelsOfProductsOfCodes, CompileWithoutSpills) {
-  compile_codes(test::covering_specs_of_products_of_codes(), {"sm_75", "sm_80", "sm_89", "sm_90a"});
+  compile_spread(test::covering_specs_of_products_of_codes(), {"sm_75", "sm_80", "sm_89", "sm_90a"});
 }
 
 TEST(KernelsOfProductsOfCodes, CompileWithoutSpillsOnHopper) {

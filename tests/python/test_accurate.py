@@ -56,6 +56,24 @@ def test_rows_with_one_strong_key(dtype, square):
         assert error(plain[0], want[0]) > 3 * BOUNDS[dtype]
 
 
+@pytest.mark.parametrize("square", [False, True], ids=["plain", "squared"])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_errors_of_fp32(dtype, square):
+    """What remains is that the results are rounded."""
+    q, k, v, dout = with_strong_key(dtype)
+    score = {"score_mod": lambda score, b, h, i, j: score * score / 10} if square else {}
+    want = gradients(lambda *x: exact(*x, square), *(x.double() for x in (q, k, v, dout)))
+    got = gradients(lambda *x: flashjit.attention(*x, accurate="fp32", **score), q, k, v, dout)
+    for x, y in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
+        assert x.dtype is dtype
+        assert error(x, y) < 1.05 * error(y.to(dtype), y)
+
+
+def test_another_text_is_refused():
+    with pytest.raises(flashjit.InvalidArgument, match='give True, False or "fp32"'):
+        flashjit.attention(*with_strong_key(torch.bfloat16)[:3], accurate="tf32")
+
+
 def kept(call):
     """What autograd keeps of a call."""
     tensors = []

@@ -118,6 +118,19 @@ inline std::vector<KernelSpec> covering_wide_specs() {
                          {"", ":det"}});
 }
 
+/// P and dS as two elements each, up to 256 columns.
+inline std::vector<KernelSpec> covering_specs_of_two_terms() {
+  return specs_covering({{"fwd", "bwd"},
+                         {":bf16", ":fp16"},
+                         {":d128", ":d64", ":d16", ":d96", ":d192", ":d256", ":d192x128"},
+                         kMasks,
+                         {"", ":dropout", ":score{50.0 * tanh(score / 50.0)}"},
+                         {"", ":kvlen", ":varlen"},
+                         {"", ":map64x64"},
+                         {"", ":det"},
+                         {":fp32_out:two_terms", ":fp32_out:fp32_grads:two_terms", ":sinks:two_terms"}});
+}
+
 /// K and V of 8 bits.
 inline std::vector<KernelSpec> covering_specs_of_codes() {
   return specs_covering({{"fwd"},

@@ -111,6 +111,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"key_scales",
        [](auto& s) { s.spec.kv = s.spec.kv.with(kv_format_of(DType::int8)), s.spec.kv.key_scales = true; }},
       {"fp32_out", [](auto& s) { s.spec.partial.fp32_out = true; }},
+      {"two_terms", [](auto& s) { s.spec.partial.two_terms = true; }},
       {"fp32_grads", [](auto& s) { s.spec.pass = Pass::backward, s.spec.partial.fp32_grads = true; }},
       {"dropout_place", [](auto& s) { s.spec.dropout = s.spec.partial.dropout_place = true; }},
       {"add_grads", [](auto& s) { s.spec.pass = Pass::backward, s.spec.partial.add_grads = true; }},
@@ -149,7 +150,8 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   [[maybe_unused]] const auto& [q_codes, q_rope, q_mod, k_mod] = prologue;
   [[maybe_unused]] const auto& [row_max, out_mod, skip_softmax, pv_sums, out_format, swizzled_scales] =
       epilogue;
-  [[maybe_unused]] const auto& [fp32_out, fp32_grads, add_grads, dropout_place, running_state] = partial;
+  [[maybe_unused]] const auto& [fp32_out, two_terms, fp32_grads, add_grads, dropout_place, running_state] =
+      partial;
   [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix, k_format, v_format, key_scales] =
       kv;
   const TileConfig config = {};

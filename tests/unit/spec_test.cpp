@@ -68,6 +68,7 @@ class Random {
       if (spec.prologue.q_codes) spec.epilogue.pv_sums = static_cast<PvSums>(from_to(0, 2));
     }
     spec.partial.fp32_out = coin();
+    spec.partial.two_terms = coin();
     spec.partial.fp32_grads = coin();
     spec.partial.add_grads = coin();
     spec.partial.dropout_place = spec.dropout && coin();

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from ._autograd import Call, record, recording
 from ._blocks import read_blocks
 from ._call_types import NO_RNG, NOTHING, Fixed, Problem, Rng, contiguous, switches_of
-from ._checks import check_switches
+from ._checks import check_switches, read_accurate
 from ._formats import KvFormat, with_formats
 from ._front import MEMORY, Recorder, kept
 from ._kept_plans import plan_of
@@ -97,7 +97,7 @@ def attention(
     out_scale: Tensor | None = None,
     out_block_scale: Tensor | None = None,
     swizzled_scales: bool = False,
-    accurate: bool = False,
+    accurate: bool | str = False,
     batch_invariant: bool = False,
     pv_sums: int | str = 1,
     skip_softmax_threshold: float | None = None,
@@ -209,8 +209,9 @@ def attention(
         token are not written.
     accurate: the backward pass reads O before it is rounded to the type of q. Rows in which one key is strong then have gradients
         of the type's precision, which may else be off by a tenth and more. Autograd keeps O in float32, 4 bytes an element,
-        beside the returned O. No effect without gradients, with float32, and with weight_mod. Not with out_mod and forward-mode
-        derivatives.
+        beside the returned O. "fp32": P and dS also enter their products as two elements each, so that O, dQ, dK and dV have the
+        errors of attention in float32, for kernels of families sm80 and simt. No effect without gradients, with float32, and with
+        weight_mod. Not with out_mod and forward-mode derivatives.
     batch_invariant: O and LSE of a sequence are the same, bit by bit, whatever else is in the batch. Slower where there are few
         sequences: keys are split only with up to 64 queries, and then into parts of 2048.
     pv_sums: with q of 8 bits, of how many tiles of keys the tensor cores may sum up P V: 1, 4 or "all". Hopper's sum codes with
@@ -233,13 +234,12 @@ def attention(
         of codes, LSE, row maxima. Raises flashjit.Error.
     """
     receive, recorder = _hidden(unknown) if unknown else (None, None)
-    compiling = torch.compiler.is_compiling()
+    compiling, stored = torch.compiler.is_compiling(), k_format is not None or v_format is not None
     switches = (cache, return_lse, return_row_max, accurate, batch_invariant, swizzled_scales, deterministic)
-    _check_switches(switches, compiling)
+    two_terms = _check_switches(switches, compiling)
     q, q_rope = read_q_rope(q, q_rope, k, v_columns, q_mod)
     if compiling or torch._C._is_any_autocast_enabled():
         q, k, v = autocast(q, k, v)
-    stored = k_format is not None or v_format is not None
     v = k if stored and v is None and v_columns is not None else _value_of(k, v, v_columns)
     plain = not compiling and type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN
     if not plain and not compiling:
@@ -304,6 +304,7 @@ def attention(
             mods=mods,
             skip_softmax_threshold=read_threshold(skip_softmax_threshold, skip_softmax_counts),
             q_rope=q_rope,
+            two_terms=two_terms and accurate and fp32_out,
         )
         values = tuple(map(with_elements, values)) if values and not q.numel() else values
         _refuse_two_meanings(causal, window, q, k, None if cached else kv_lengths)
@@ -334,9 +335,15 @@ def attention(
         raise named_as_written(error, problem.names, values, captures, score_mod, mask_mod, *mods) from None
 
 
-def _check_switches(given: Sequence[Any], compiling: bool) -> None:
-    if not compiling and any([type(x) is not bool and x is not None for x in given]):
-        check_switches(**dict(zip(_SWITCHES, given)))
+def _check_switches(given: Sequence[Any], compiling: bool) -> bool:
+    """Whether P and dS are two elements each, which accurate="fp32" asks for."""
+    if any([type(x) is not bool and x is not None for x in given]):
+        named = dict(zip(_SWITCHES, given))
+        two_terms, named["accurate"] = read_accurate(named["accurate"])
+        if not compiling:
+            check_switches(**named)
+        return two_terms
+    return False
 
 
 def _hidden(unknown: dict[str, Any]) -> tuple[Any, Any]:

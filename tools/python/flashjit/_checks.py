@@ -40,6 +40,15 @@ def check_switches(**given: Any) -> None:
             raise WrongType(f"{name} is a {type(value).__name__}: give True or False.")
 
 
+def read_accurate(accurate: Any) -> tuple[bool, Any]:
+    """Whether P and dS are two elements each, and `accurate` as a switch."""
+    if not isinstance(accurate, str):
+        return False, accurate
+    if accurate != "fp32":
+        raise InvalidArgument(f'accurate is {accurate!r}: give True, False or "fp32".')
+    return True, True
+
+
 def check_whole(name: str, value: Any) -> None:
     if type(value) is not int and not isinstance(value, Integral):
         raise WrongType(f"{name} is a {type(value).__name__}: give a Python int.")

@@ -157,6 +157,7 @@ def read_problem(
     mods: Any = (None, None, None),
     skip_softmax_threshold: float | None = None,
     q_rope: Any = None,
+    two_terms: bool = False,
 ) -> tuple[Fixed, tuple[Any, ...], Problem]:
     """attention()'s arguments besides Q, K and V, and the values of the names in its programs.
 
@@ -166,9 +167,8 @@ def read_problem(
     """
     if not compiling:
         _check_kinds(causal, scale, dropout_p, captures)
-    program, fixed = EMPTY, NOTHING
+    program, fixed, block = EMPTY, NOTHING, None
     values: tuple[Any, ...] = ()
-    block = None
     if block_mask is not None:
         if not isinstance(block_mask, BlockMap):
             raise WrongType(
@@ -247,6 +247,7 @@ def read_problem(
         weight_mod,
         skip_softmax_threshold is not None,
         q_rope is not None,
+        two_terms,
     )
     options = _options(key) if compiling else _cached_options(key)
     if not -1 < dropout_p < 1:
@@ -300,7 +301,7 @@ def _key(
     *others: bool,
 ) -> tuple[Any, ...]:
     """What decides a spec's options. others: as _options() names them; by default all are False."""
-    given = (dropout, padded, varlen, sinks, pages == 0, deterministic, *(others or (False,) * 10))
+    given = (dropout, padded, varlen, sinks, pages == 0, deterministic, *(others or (False,) * 11))
     return program.form, causal, kinds, block, pages, given
 
 
@@ -468,6 +469,7 @@ def _options(key: tuple[Any, ...]) -> str:
         "weight_mod",
         "skip_softmax_threshold",
         "q_rope",
+        "accurate",
     )
     asked = dict(zip(names, given))
     return text + options_of(asked, _spec_options()) + (":fp32_grads" if asked["fp32_grads"] else "")

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._checks import read_accurate
 from .._head_dims import wrong_head_dim
 from .._library import spec_handle
 from .._named import AT_LAST, CAUSAL, weights_of, window_text
@@ -60,7 +61,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_key: Any = None,
     deterministic: bool = False,
-    accurate: bool = False,
+    accurate: bool | str = False,
     layout: str = "BTNH",
     return_lse: bool = False,
     out_dtype: Any = None,
@@ -107,7 +108,8 @@ def attention(
     dropout_p, dropout_key: the share of probabilities that become 0, and a key of jax.random.
     deterministic: whether the backward pass gives the same bits each time.
     accurate: whether the backward pass reads O in float32, before it is rounded to the type of q. Gradients of queries with one strong
-        key then have the precision of that type. For reverse mode; a call without gradients takes longer, too. No effect with
+        key then have the precision of that type. "fp32": P and dS also enter their products as two elements each, so that O and all
+        gradients have the errors of attention in float32. For reverse mode; a call without gradients takes longer, too. No effect with
         weight_mod.
     layout: "BTNH", or "BHSD" for [batch, heads, length, head_dim].
     return_lse: whether to return (out, lse), with lse float32 like q without head_dim, differentiable.
@@ -180,6 +182,7 @@ def attention(
         refuse_block_scales(blocks)
     columns = (q.shape[3], v.shape[3] if dim_v is None else dim_v)
     codes = out_codes(out_dtype, out_scale, bool(swizzled_scales), columns[1]) + codes
+    two_terms, accurate = read_accurate(accurate)
     of_pairs = weights_of(weight_mod, score_mod, softcap, return_lse, None, False)
     kind = "score_mod" if weight_mod is None else "weight_mod"
     score, masks = _score(tracer, softcap, bias, kind, of_pairs)
@@ -202,6 +205,7 @@ def attention(
         codes=codes,
         dim_v=dim_v,
         accurate=bool(accurate) and q.dtype in (jnp.float16, jnp.bfloat16) and weight_mod is None,
+        two_terms=two_terms,
         weight_mod=weight_mod is not None,
     )
     _check_spec(problem, q, v)

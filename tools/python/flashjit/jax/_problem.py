@@ -42,7 +42,7 @@ class Problem:
     the first one first: entry b of the batch is entry b % batch of the call as written. pages: the rows of a page where K and V
     are a cache, 0 where that has slots; None: they are no cache. codes: what the spec says of O as codes, and of K and V, and Q, of 8 bits, or of
     formats; dim_v: V's columns where K or V is in a format, else None. longest: of packed sequences, whose number is `batch`,
-    the most queries and keys of one. accurate: O is float32 for the backward pass. weight_mod: the program's score is the weight
+    the most queries and keys of one. accurate: O is float32 for the backward pass. two_terms: P and dS are two elements each. weight_mod: the program's score is the weight
     of a pair, without a softmax and so without an LSE. keeps_before_mod: O before out_mod is a result of the forward pass, too, for the
     backward pass.
     """
@@ -60,6 +60,7 @@ class Problem:
     dim_v: int | None = None
     longest: tuple[int, int] | None = None
     accurate: bool = False
+    two_terms: bool = False
     weight_mod: bool = False
     keeps_before_mod: bool = False
 
@@ -104,7 +105,12 @@ class Problem:
             text += f":{kind}{{{'; '.join([*own, self._placed(program)])}}}"
         words = _SPEC_WORDS if self.pages is None else {**_SPEC_WORDS, "kv_lengths": cache_option(self.pages)}
         text += "".join(words.get(name, "") for name in self.fixed)
-        options = ":det" * self.deterministic + ":fp32_out" * self.accurate + ":weight_mod" * self.weight_mod
+        options = (
+            ":det" * self.deterministic
+            + ":fp32_out" * self.accurate
+            + ":two_terms" * (self.accurate and self.two_terms)
+        )
+        options += ":weight_mod" * self.weight_mod
         return text + self.codes + options
 
     def _declarations(self, kind: str, grads: tuple[bool, ...]) -> list[str]:

@@ -9,7 +9,7 @@ namespace flashjit {
 
 DeviceCaptures::DeviceCaptures(const std::shared_ptr<const device::Driver>& driver, const KernelSpec& spec,
                                const std::vector<reference::Captured>& captures, CUstream stream)
-    : values_(captures.size()), grads_(captures.size()) {
+    : values_(captures.size()), grads_(captures.size()), tangents_(captures.size()) {
   for (const reference::Captured& captured : captures) names_.push_back(captured.name);
   const std::vector<expr::Declaration> declared =
       expr::declarations(spec.score, spec.mask, spec.epilogue.out_mod, spec.prologue);
@@ -21,8 +21,10 @@ DeviceCaptures::DeviceCaptures(const std::shared_ptr<const device::Driver>& driv
       continue;
     }
     values_[i] = device::upload(driver, reference::encode(d->type, captured.values), stream);
-    if (d->wants_grad && spec.pass == Pass::backward)
+    if (d->wants_grad && spec.pass != Pass::forward)  // its tangent in the jvp pass
       grads_[i] = device::DeviceBuffer(driver, captured.values.size() * sizeof(float), stream);
+    if (d->wants_grad && spec.pass == Pass::backward_jvp)
+      tangents_[i] = device::upload(driver, std::vector<float>(captured.values.size()), stream);
     Capture view{.name = names_[i],
                  .data = values_[i].data(),
                  .grad = static_cast<float*>(grads_[i].data()),
@@ -36,6 +38,9 @@ DeviceCaptures::DeviceCaptures(const std::shared_ptr<const device::Driver>& driv
     view_.push_back(view);
   }
   zero_grads();
+  if (spec.pass != Pass::backward_jvp) return;
+  for (const device::DeviceBuffer& tangent : tangents_)
+    tangent_pointers_.push_back(static_cast<const float*>(tangent.data()));
 }
 
 void DeviceCaptures::zero_grads() {

@@ -3,17 +3,16 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <deque>
-#include <future>
 #include <map>
 #include <mutex>
 #include <numeric>
 #include <random>
 
 #include "autotune/device_captures.hpp"
+#include "autotune/gate.hpp"
 #include "call/out_codes.hpp"
 #include "call/q_rope.hpp"
 #include "compile/compiler.hpp"
@@ -42,33 +41,6 @@ constexpr double kEventMs = 0.001;  // no smaller differences are seen
 constexpr std::size_t kLaunchesInBurst = 256, kFewestBursts = 4, kMostBursts = 20;
 constexpr int kLongestWarmUp = 5;             // times these bursts
 constexpr std::size_t kLaunchesInQueue = 32;  // far below where the driver's queue would block the host
-constexpr auto kLongestHold = std::chrono::milliseconds(20);  // a queue takes well under 1 ms to fill
-
-/// Keeps a stream from starting until everything to be timed is queued, so that events next to a short kernel
-/// do not time the host. Opens by itself after kLongestHold: loading a kernel on another thread may wait for
-/// the device while it holds a lock that queueing needs.
-class Gate {
- public:
-  Gate(const device::Driver& driver, CUstream stream) : driver_(driver), stream_(stream) {
-    driver_.check(driver_.launch_host_func(stream_, wait, &opened_), "cuLaunchHostFunc");
-  }
-  ~Gate() {
-    open_.set_value();
-    driver_.stream_synchronize(stream_);  // the driver reads opened_ until then
-  }
-  Gate(const Gate&) = delete;
-  Gate& operator=(const Gate&) = delete;
-
- private:
-  static void CUDA_CB wait(void* opened) {
-    static_cast<std::shared_future<void>*>(opened)->wait_for(kLongestHold);
-  }
-
-  const device::Driver& driver_;
-  CUstream stream_;
-  std::promise<void> open_;
-  std::shared_future<void> opened_ = open_.get_future().share();
-};
 
 /// Normally distributed elements of the type, a little more than kPatternElements of them.
 std::vector<char> random_pattern(DType dtype) {
@@ -124,12 +96,18 @@ struct Sizes {
       state = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim(), DType::fp32);
     lse = static_cast<std::size_t>(shape.batch * shape.heads_q * shape.seqlen_q) * sizeof(float);
   }
-  std::size_t set(bool backward) const { return (q + k + v + o) * (backward ? 2 : 1) + state + lse; }
+  /// Of tensors, gradients and tangents.
+  std::size_t set(Pass pass) const {
+    const int times = pass == Pass::forward ? 1 : pass == Pass::backward_jvp ? 3 : 2;
+    return (q + k + v + o) * times + state + lse;
+  }
 };
 
 /// One call's tensors.
 struct TensorSet {
   DeviceBuffer q, k, v, out, lse, dout, dq, dk, dv, state;  ///< state: O, in fp32, of other keys
+  DeviceBuffer q_tangent, k_tangent, v_tangent;
+  DeviceBuffer out_tangent;  ///< of O, or in the backward_jvp pass of dO
 };
 
 /// The tensors of a problem, in enough sets that a launch does not find its input in the L2 cache.
@@ -138,10 +116,11 @@ class Inputs {
   Inputs(const device::Context& context, const DeviceInfo& device, const Problem& problem,
          const MeterOptions& options, CUstream stream)
       : driver_(context.driver()), problem_(problem), sizes_(problem), stream_(stream) {
-    const bool backward = problem_.spec.pass == Pass::backward;
+    const bool backward = gives_gradients(problem_.spec.pass);
     const std::vector<char> pattern = random_pattern(problem_.spec.dtype);
     const std::vector<char> kv_pattern = random_pattern(problem_.spec.kv_type());
-    const std::size_t count = set_count(sizes_.set(backward), static_cast<std::size_t>(device.l2_bytes));
+    const std::size_t count =
+        set_count(sizes_.set(problem_.spec.pass), static_cast<std::size_t>(device.l2_bytes));
     for (std::size_t i = 0; i < count; ++i) sets_.push_back(make_set(pattern, kv_pattern, backward));
     if (problem_.spec.kv.is_paged())
       page_table_ = device::upload(
@@ -199,10 +178,16 @@ class Inputs {
   }
 
   void launch(Runtime& runtime, std::size_t set) {
-    if (problem_.spec.pass == Pass::forward) {
-      runtime.forward(problem_.spec, forward_args(sets_[set]), stream_);
-    } else {
-      runtime.backward(problem_.spec, backward_args(sets_[set]), stream_);
+    const TensorSet& tensors = sets_[set];
+    switch (problem_.spec.pass) {
+      case Pass::backward:
+        return runtime.backward(problem_.spec, backward_args(tensors), stream_);
+      case Pass::jvp:
+        return runtime.jvp(problem_.spec, jvp_args(tensors), stream_);
+      case Pass::backward_jvp:
+        return runtime.backward_jvp(problem_.spec, backward_jvp_args(tensors), stream_);
+      default:
+        return runtime.forward(problem_.spec, forward_args(tensors), stream_);
     }
   }
 
@@ -243,7 +228,17 @@ class Inputs {
                   {},
                   {},
                   {},
+                  {},
+                  {},
+                  {},
+                  {},
                   {}};
+    if (const Pass pass = problem_.spec.pass; pass == Pass::jvp || pass == Pass::backward_jvp) {
+      set.q_tangent = random(sizes_.q);
+      set.k_tangent = random(sizes_.k);
+      set.v_tangent = random(sizes_.v);
+      set.out_tangent = random(sizes_.o);
+    }
     if (problem_.spec.partial.running_state && !backward) {
       set.state = DeviceBuffer(driver_, sizes_.state);
       set.state.fill(0), set.lse.fill(0);
@@ -391,6 +386,27 @@ class Inputs {
     args.dk = rows_of_kv(set.dk, problem_.spec.head_dim);
     args.dv = rows_of_kv(set.dv, problem_.spec.v_dim());
     args.dsinks = static_cast<float*>(dsinks_.data());
+    return args;
+  }
+  template <class Args>
+  void add_tangents(Args& args, const TensorSet& set) const {
+    args.q_tangent = rows_of_q(set.q_tangent, problem_.spec.head_dim);
+    args.k_tangent = rows_of_kv(set.k_tangent, problem_.spec.head_dim);
+    args.v_tangent = rows_of_kv(set.v_tangent, problem_.spec.v_dim());
+  }
+  JvpArgs jvp_args(const TensorSet& set) const {
+    JvpArgs args;
+    static_cast<ForwardArgs&>(args) = forward_args(set);
+    add_tangents(args, set);
+    args.out_tangent = rows_of_q(set.out_tangent, problem_.spec.v_dim());
+    return args;
+  }
+  BackwardJvpArgs backward_jvp_args(const TensorSet& set) const {
+    BackwardJvpArgs args;
+    static_cast<BackwardArgs&>(args) = backward_args(set);
+    add_tangents(args, set);
+    args.capture_tangents = captures_.tangents();
+    args.dout_tangent = rows_of_q(set.out_tangent, problem_.spec.v_dim());
     return args;
   }
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "flashjit/error.hpp"
 #include "plan/tiles.hpp"
@@ -92,14 +93,24 @@ Work work_of(const KernelSpec& spec, const AttentionShape& shape, const BlockPat
   const double pairs = spec.indices ? named
                        : prefix     ? prefix_pairs(spec, shape, map)
                                     : sampled_pairs(spec, shape, map);
-  const bool backward = spec.pass == Pass::backward;
   const double d = spec.head_dim, dv = spec.v_dim();
-  const double multiply_adds = backward ? 3 * d + 2 * dv : d + dv;  // S, dQ, dK and dP, dV; S and O
+  const auto [multiply_adds, copies] = [&]() -> std::pair<double, double> {
+    switch (spec.pass) {
+      case Pass::backward:
+        return {3 * d + 2 * dv, 2};  // S, dQ, dK; dP, dV
+      case Pass::jvp:
+        return {3 * d + 3 * dv, 2};  // S and two of its tangent; O and two of its
+      case Pass::backward_jvp:
+        return {7 * d + 5 * dv, 3};  // S, three of each tangent of S and dP, two of dQ's, dK's and dV's
+      default:
+        return {d + dv, 1};  // S, O
+    }
+  }();
   const auto q_rows = static_cast<double>(shape.batch * shape.heads_q * shape.seqlen_q);
   const auto kv_rows = static_cast<double>(shape.batch * shape.heads_kv * shape.seqlen_kv);
   const double tensors = q_rows * (size_of(spec.q_type()) * d + size_of(spec.dtype) * dv) +
                          kv_rows * size_of(spec.kv_type()) * (d + dv);
-  return {pairs, 2 * pairs * multiply_adds, tensors * (backward ? 2 : 1) + q_rows * 4};
+  return {pairs, 2 * pairs * multiply_adds, tensors * copies + q_rows * 4};
 }
 
 double median(std::vector<double> values) {

@@ -23,9 +23,10 @@ BlockPattern plausible_map(const KernelSpec& spec, const AttentionShape& shape, 
 
 /// What a call computes and must move at least.
 struct Work {
-  double pairs = 0;       ///< (q, kv) that attend, over all batches and query heads
-  double operations = 0;  ///< of the matrix products, two a multiply-add: forward 2, backward 5 products
-  double bytes = 0;       ///< every input and output tensor once
+  double pairs = 0;  ///< (q, kv) that attend, over all batches and query heads
+  double operations =
+      0;  ///< of the matrix products, two a multiply-add: forward 2, backward 5, jvp 6, backward_jvp 12
+  double bytes = 0;  ///< every input and output tensor once
 };
 
 /// `map` as given by plausible_map(); key padding and dropout are not counted.

@@ -89,6 +89,7 @@ int readers(const Candidate& of) {
 
 double multiply_adds(const KernelSpec& spec, const TileConfig& c) {
   const double d = round_up(spec.head_dim, 16), dv = round_up(spec.v_dim(), 16);
+  if (spec.pass == Pass::jvp) return 3 * (d + dv);
   // Warps that share columns of dK and dV each compute S and dP.
   return is_backward(spec) ? c.d_split * (d + dv) + 2 * d + dv : d + dv;
 }

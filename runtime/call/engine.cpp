@@ -410,7 +410,7 @@ Engine::OperationPtr Engine::add(const KernelSpec& spec, const AttentionShape& s
   OperationPtr operation = waits ? nullptr : fallback(best, info, device, asker == Asker::call);
   if (!operation) operation = build(std::move(best), info, device, asker == Asker::capturing_call);
   keep(CallKeyView(spec, spec.pass, shape, device), operation, generation, config);
-  if (settings_.tune_in_background && operation->kernel && plan::is_tuned(spec.pass))
+  if (settings_.tune_in_background && operation->kernel && is_attention(spec.pass))
     tune_in_background(operation->plan, device);
   return operation;
 }

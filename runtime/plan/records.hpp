@@ -23,9 +23,6 @@ struct Timing {
   bool operator==(const Timing&) const = default;
 };
 
-/// Whether the tuner measures the pass, so that there are records of it.
-constexpr bool is_tuned(Pass pass) { return pass == Pass::forward || pass == Pass::backward; }
-
 /// One JSON file. A pack writes records without timings: they only choose.
 struct TuningRecord {
   KernelSpec spec;  ///< normalized

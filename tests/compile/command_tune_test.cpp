@@ -63,6 +63,19 @@ TEST_F(CommandTune, WritesARecordThatTheRuntimeAndTheNextRunTake) {
   EXPECT_EQ(again.json()["problems"][0]["measured"], 0);
 }
 
+TEST_F(CommandTune, MeasuresTangentsAndTangentsOfGradients) {
+  const auto result = tune(
+      "--spec 'jvp:fp32:d32:score{w: fp32 1d grad; score * w[h]}' bwd_jvp:fp32:d32 "
+      "--shape b1:hq4:hkv2:sq256:skv256 --max-candidates 3 --json");
+  ASSERT_EQ(result.code, 0) << result.err;
+  for (const auto& problem : result.json()["problems"]) {
+    EXPECT_EQ(problem["ending"], "complete") << problem.dump(2);
+    EXPECT_GT(problem["measured"], 0);
+    EXPECT_GT(problem["best_ms"], 0);
+  }
+  EXPECT_EQ(records(), 2u);
+}
+
 TEST_F(CommandTune, TellsHowTheGpuFared) {
   const auto without = tune(std::string(kProblem) + " --json");
   EXPECT_TRUE(without.json()["problems"][0]["clock_mhz"].is_null()) << without.out;

@@ -45,7 +45,7 @@ TEST(TuningInputs, AttendingPairsAreExact) {
   }
 }
 
-TEST(TuningInputs, CausalCountsHalfAndBackwardTwoAndAHalf) {
+TEST(TuningInputs, CausalCountsHalfAndOtherPassesTheirProducts) {
   const AttentionShape shape = parse_shape("b2:hq16:hkv16:sq4096:skv4096");
   const auto operations = [&](const char* text) {
     return work_of(parse_spec(text).normalized(), shape, {}).operations;
@@ -54,6 +54,8 @@ TEST(TuningInputs, CausalCountsHalfAndBackwardTwoAndAHalf) {
   EXPECT_DOUBLE_EQ(operations("fwd:bf16:d128"), full);
   EXPECT_NEAR(operations("fwd:bf16:d128:causal") / full, 0.5, 1e-3);
   EXPECT_DOUBLE_EQ(operations("bwd:bf16:d128"), 2.5 * full);
+  EXPECT_DOUBLE_EQ(operations("jvp:bf16:d128"), 3 * full);
+  EXPECT_DOUBLE_EQ(operations("bwd_jvp:bf16:d128"), 6 * full);
 }
 
 TEST(TuningInputs, BytesCountEveryTensorOnce) {

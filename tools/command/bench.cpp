@@ -155,7 +155,7 @@ int bench(const BenchCommand& command, bool json) {
     check_written(std::ofstream(path_of(command.csv), std::ios::app), command.csv);  // before the work
   std::vector<autotune::Problem> problems;
   for (const KernelSpec& spec : parse_passes(command.spec)) {
-    require_attention(spec);
+    require_tuned(spec);
     for (const std::string& text : command.shapes) {
       const AttentionShape shape = parse_shape(text);
       shape.validate();

@@ -12,7 +12,6 @@
 #include <string>
 #include <string_view>
 
-#include "plan/records.hpp"
 #include "support/file.hpp"
 #include "support/stderr.hpp"
 #include "support/text.hpp"
@@ -156,12 +155,19 @@ void Progress::at(std::size_t done, std::size_t total, std::string_view item) {
                               std::string(kBar - filled, '.'), done_, total_, left, item.substr(0, 60)));
 }
 
+void require_tuned(const KernelSpec& spec) {
+  if (is_attention(spec.pass)) return;
+  throw Error(ErrorCode::invalid_argument,
+              fmt::format("{} is not of attention: pack and inspect take it; give a spec of attention here",
+                          to_string(spec)));
+}
+
 void require_attention(const KernelSpec& spec) {
-  if (plan::is_tuned(spec.pass)) return;
-  throw Error(
-      ErrorCode::invalid_argument,
-      fmt::format("{} is neither forward nor backward: pack and inspect take it; give such a spec here",
-                  to_string(spec)));
+  if (spec.pass == Pass::forward || spec.pass == Pass::backward) return;
+  throw Error(ErrorCode::invalid_argument,
+              fmt::format("{} is neither forward nor backward: pack, inspect, and of tangents bench and tune "
+                          "take it; give such a spec here",
+                          to_string(spec)));
 }
 
 std::vector<Problem> read_suite(const std::filesystem::path& path) {

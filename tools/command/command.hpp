@@ -105,6 +105,8 @@ inline constexpr std::string_view kPassesOfSpec =
 /// Throws Error(invalid_argument) where the spec is of another pass than attention's two: what this command
 /// cannot run.
 void require_attention(const KernelSpec& spec);
+/// The same for commands that measure: passes of tangents are possible, too.
+void require_tuned(const KernelSpec& spec);
 
 /// parse_suite() of a file. Throws Error(io) too.
 std::vector<Problem> read_suite(const std::filesystem::path& path);

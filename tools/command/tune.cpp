@@ -60,7 +60,7 @@ std::vector<autotune::Problem> problems_of(const TuneCommand& command) {
   std::vector<autotune::Problem> problems;
   if (!listed) {
     for (const Problem& line : read_suite(path_of(command.suite))) {
-      require_attention(line.spec);
+      require_tuned(line.spec);
       problems.push_back({line.spec, line.shape.value_or(default_shape())});
     }
     return problems;
@@ -72,7 +72,7 @@ std::vector<autotune::Problem> problems_of(const TuneCommand& command) {
   }
   for (const std::string& spec_text : command.specs) {
     for (const KernelSpec& spec : parse_passes(spec_text)) {
-      require_attention(spec);
+      require_tuned(spec);
       for (const std::string& shape_text : command.shapes) {
         const AttentionShape shape = parse_shape(shape_text);
         shape.validate();

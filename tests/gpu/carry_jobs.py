@@ -136,6 +136,18 @@ def all_jobs(first: str) -> list[Job]:
             240,
             cores=6,
         ),
+        Job(
+            "accurate:tests",
+            f"{TESTS} --gtest_filter='StrongKey*' && python3 -m pytest -q -p no:cacheprovider tests/python/test_accurate.py",
+            150,
+        ),
+        Job(
+            "accurate:figures",
+            "python3 tools/bench/accurate.py --lib build/libflashjit.so --csv --commit $COMMIT; "
+            "cp tools/bench/results/h200_accurate*.csv $RESULTS",
+            240,
+            alone=True,
+        ),
         Job("sanitize", "LOGS=$RESULTS LIMIT=240 bash tests/gpu/sanitize.sh", 420, cores=16),
         Job("racecheck", "TOOLS=racecheck LOGS=$RESULTS LIMIT=240 bash tests/gpu/sanitize.sh", 420, cores=8),
         Job("checkwaits", f"{TESTS} --gtest_filter='CheckWaits*'", 180, alone=True),

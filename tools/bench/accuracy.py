@@ -16,6 +16,7 @@ import math
 import os
 import sys
 
+import measuring
 from plot_rows import RESULTS, ROOT, listed, markdown, package_over, page_parser, read, replace, values
 
 try:
@@ -282,10 +283,11 @@ def write_page():
     replace(PAGE, "peers", page_table(read(FILE)))
 
 
-def write_file(rows, path=FILE):
+def write_file(rows, path=FILE, commit=None):
     about = {
         "date": datetime.date.today().isoformat(),
         "device": torch.cuda.get_device_name(),
+        "commit": commit or measuring.commit_name(),
         "torch": ".".join(torch.__version__.split(".")[:2]),
     }
     with open(path, "w", newline="", encoding="utf-8") as file:
@@ -331,7 +333,7 @@ def main():
         )
         rows += rows_of(case, errors)
     if arguments.csv and not arguments.only:
-        write_file(rows)
+        write_file(rows, commit=arguments.commit)
         write_page()
     print(f"{count} ratios are beyond their limits")
     return int(count != 0)

@@ -1,4 +1,4 @@
-"""What attention(accurate=True) gives and costs, on one GPU: errors of the gradients next to PyTorch's, and time.
+"""What attention(accurate=True) and accurate="fp32" give and cost, on one GPU: errors of the gradients next to PyTorch's, and time.
 
     python3 tools/bench/accurate.py --lib build/libflashjit.so --csv   # measures, and writes the files and the page
     python3 tools/bench/accurate.py --tables                           # writes the page again, without a GPU
@@ -15,9 +15,21 @@ import sys
 
 import accuracy
 from accuracy import F, torch
-from plot_rows import RESULTS, listed, markdown, package_over, page_parser, read, replace, short, values
+from plot_rows import (
+    RESULTS,
+    commits,
+    listed,
+    markdown,
+    package_over,
+    page_parser,
+    read,
+    replace,
+    short,
+    values,
+)
 
-LIBRARIES = ("flashjit", "accurate", "FlashAttention-2", "cuDNN", "eager", "eager fp32")
+LIBRARIES = ("flashjit", "accurate", "accurate fp32", "FlashAttention-2", "cuDNN", "eager", "eager fp32")
+OPTIONS = {"plain": False, "accurate": True, "fp32": "fp32"}
 INPUTS = ("normal", "strong key", "squared scores", "outliers", "common offset")
 DRAWS, ROUNDS, CALLS = 6, 15, 10
 FILE, TIMES = (os.path.join(RESULTS, f"h200_accurate{part}.csv") for part in ("", "_time"))
@@ -65,6 +77,7 @@ def measure(case, ours):
     functions = {
         "flashjit": lambda q, k, v: ours(q, k, v, **score),
         "accurate": lambda q, k, v: ours(q, k, v, accurate=True, **score),
+        "accurate fp32": lambda q, k, v: ours(q, k, v, accurate="fp32", **score),
         "eager": eager(case),
         "eager fp32": eager(case, torch.float32),
     }
@@ -102,8 +115,8 @@ def times(ours, dim, causal, seqlen, batch):
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     found = {}
-    for option in ("plain", "accurate", "plain", "accurate"):
-        call = lambda: ours(q, k, v, causal=bool(causal), accurate=option == "accurate")  # noqa: B023
+    for option in [*OPTIONS] * 2:
+        call = lambda: ours(q, k, v, causal=bool(causal), accurate=OPTIONS[option])  # noqa: B023
         out = call()
         backward = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)  # noqa: B023
         for name, function in (("forward", call), ("backward", backward)):
@@ -131,8 +144,7 @@ def error_table(rows):
             for name in LIBRARIES
         ]
         lines.append([f"{inputs}, {dtype}", *shown])
-    origin = ", ".join(listed(values(rows, name)) for name in ("device", "date"))
-    return f"{markdown(header, lines)}\n\n{origin}, PyTorch {listed(values(rows, 'torch'))}."
+    return f"{markdown(header, lines)}\n\n{origin(rows)}, PyTorch {listed(values(rows, 'torch'))}."
 
 
 def time_table(rows):
@@ -140,13 +152,20 @@ def time_table(rows):
     for row in rows:
         cells = [f"d{row['head_dim']}, {short(row['seqlen'])}, {'causal' if row['causal'] else 'full'}"]
         for name in ("forward", "backward"):
-            plain, slower = float(row[f"{name}_plain_ms"]), float(row[f"{name}_accurate_ms"])
-            cells += [f"{plain:.3f}", f"{slower:.3f}", f"{slower / plain:.3f}"]
+            plain = float(row[f"{name}_plain_ms"])
+            times = [row.get(f"{name}_{option}_ms") for option in ("accurate", "fp32")]
+            cells += [f"{plain:.3f}", *(f"{float(ms) / plain:.2f}" if ms else "-" for ms in times)]
         lines.append(cells)
     names = [
-        f"{name}{part}" for name in ("forward", "backward") for part in (", ms", ", accurate", ", ratio")
+        f"{name}, {part}" for name in ("forward", "backward") for part in ("ms", "accurate", "accurate fp32")
     ]
-    return f"{markdown(['16k rows of 16 heads', *names], lines)}\n\n{listed(values(rows, 'device'))}, {listed(values(rows, 'date'))}."
+    return f"{markdown(['16k rows of 16 heads', *names], lines)}\n\n{origin(rows)}."
+
+
+def origin(rows):
+    """The device, the date and, where the file has it, the commit."""
+    about = ", ".join(listed(values(rows, name)) for name in ("device", "date"))
+    return f"{about}, {commits(rows)}" if "commit" in rows[0] else about
 
 
 def write_page():
@@ -178,8 +197,8 @@ def main():
         timed.append(row | {f"{name}_{option}_ms": f"{ms:.4f}" for (name, option), ms in found.items()})
         print(timed[-1], flush=True)
     if arguments.csv:
-        accuracy.write_file(rows, FILE)
-        accuracy.write_file(timed, TIMES)
+        accuracy.write_file(rows, FILE, arguments.commit)
+        accuracy.write_file(timed, TIMES, arguments.commit)
         write_page()
     return 0
 

@@ -36,6 +36,7 @@ def page_parser(doc):
     """The options of scripts that measure, and write their files and pages."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lib", help="libflashjit.so; default: the installed package's")
+    parser.add_argument("--commit", default=None, help="what the files call this version (default: git's)")
     parser.add_argument("--csv", action="store_true", help="write the files, their pictures and pages")
     parser.add_argument(
         "--tables", action="store_true", help="write pictures and pages of the files, and measure nothing"

@@ -36,6 +36,7 @@ PROBLEMS = {
 #: What the heuristics choose on an H100 or H200, and with how many queries of a sequence they do not split keys.
 TILES = "sm90:br128:bc128:w8:s2"
 WAYS = {"tiles": ("", 1024), "once": (":decode_cache", 512)}
+IN_TURNS = "once, a sequence a call, on two streams"  # so that one is decoded while another is computed
 
 
 def prepare(way, formats, shape):
@@ -44,6 +45,22 @@ def prepare(way, formats, shape):
     config = TILES + ("" if shape[3] >= whole else ":split") + switch
     spec = f"bf16:d{DIM}:causal:pages{PAGE}:k{{{formats[0]}}}:v{{{formats[1]}}}"
     runtime().prepare(spec, shape, config=config)
+
+
+def in_turns(calls, streams):
+    """Calls on streams in turn, as one call."""
+
+    def run():
+        begin = torch.cuda.current_stream().record_event()
+        for stream in streams:
+            stream.wait_event(begin)
+        for i, call in enumerate(calls):
+            with torch.cuda.stream(streams[i % len(streams)]):
+                call()
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+    return run
 
 
 def calls_of(problem, only, device):
@@ -73,6 +90,23 @@ def calls_of(problem, only, device):
             calls[name, way] = functools.partial(
                 flashjit.attention, q, k_codes, v_codes, page_table=wider, **given, **of_k, **of_v
             )
+        if device == "cuda" and queries == 512:
+            prepare("once", formats, (1, HEADS, HEADS_KV, queries, keys))
+            parts = [
+                functools.partial(
+                    flashjit.attention,
+                    q[b : b + 1],
+                    k_codes,
+                    v_codes,
+                    page_table=table[b : b + 1],
+                    causal=True,
+                    kv_lengths=lengths[b : b + 1],
+                    **of_k,
+                    **of_v,
+                )
+                for b in range(batch)
+            ]
+            calls[name, IN_TURNS] = in_turns(parts, [torch.cuda.Stream() for _ in range(2)])
     return calls
 
 

@@ -170,13 +170,12 @@ __device__ __forceinline__ unsigned pair_of_sums(unsigned low, unsigned high) {
   const unsigned pair = select_bytes(low, high, 0x5410);
   return kLargestOfSums<Format> ? __vminu2(pair, kLargestOfSums<Format> * 0x10001u) : pair;
 }
-/// The signs of eight columns, at the highest bits of 4 each.
-__device__ __forceinline__ unsigned signs_of_columns(const uint4& own) {
-  const unsigned words[4] = {own.x, own.y, own.z, own.w};
+/// The signs of eight quotients, at the highest bits of 4 each.
+__device__ __forceinline__ unsigned signs_of(const float (&x)[kLaneColumns]) {
   unsigned signs = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {  // of columns i and i + 4
-    const unsigned pair = select_bytes(words[i / 2], words[i / 2 + 2], i % 2 ? 0x7632 : 0x5410);
+    const unsigned pair = select_bytes(__float_as_uint(x[i]), __float_as_uint(x[i + 4]), 0x7632);
     signs |= pair >> (12 - 4 * i) & 0x00080008u << 4 * i;
   }
   return signs;
@@ -213,13 +212,13 @@ __device__ __forceinline__ void codes_of_lane(const uint4& own, const KvQuantize
   if (Format::kHalves) {
     words[0] = pair(0, 2) + (pair(1, 3) << 8), words[1] = pair(4, 6) + (pair(5, 7) << 8);
     if (!kHasSmallFloats<Format>) return;
-    const unsigned signs = signs_of_columns(own);
+    const unsigned signs = signs_of(x);
     const unsigned even = signs & 0x08080808u, odd = signs >> 4 & 0x08080808u;
     words[0] |= select_bytes(even, odd, 0x5140), words[1] |= select_bytes(even, odd, 0x7362);
     return;
   }
   words[0] = (pair(0, 4) + (pair(1, 5) << 4)) + ((pair(2, 6) << 8) + (pair(3, 7) << 12));
-  if (kHasSmallFloats<Format>) words[0] |= signs_of_columns(own);
+  if (kHasSmallFloats<Format>) words[0] |= signs_of(x);
 }
 
 /// Of a block whose second half is in the upper bits of bytes: the lane's four bytes, of its own codes in one

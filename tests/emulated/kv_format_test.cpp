@@ -60,6 +60,7 @@ TEST_P(EmulatedKvEncoding, IsTheReferences) {
   TemporaryRuntime runtime;
   check_quantized_rows(runtime.get(), GetParam());
   for (const bool rotates : {true, false}) check_appended_rows(runtime.get(), GetParam(), 128, rotates);
+  check_appended_rows(runtime.get(), GetParam(), 128, false, rows_at_edges);
 }
 
 /// Latents have one cache, in which V is the first columns of K.

@@ -4,30 +4,43 @@
 namespace flashjit::test {
 namespace {
 
-class Invariance : public GpuTest {};
-
-TEST_F(Invariance, ASequenceIsTheSameAlone) {
-  TemporaryRuntime runtime;
+std::vector<InvariantCase> sequences() {
   const std::vector<std::int32_t> lengths = {16000, 5, 2048, 0, 2049, 9000, 700};
+  std::vector<InvariantCase> all;
   for (const char* spec : {"bf16:d128:causal:cache:invariant", "fp16:d64:cache:invariant",
                            "bf16:d256:causal:cache:invariant", "fp32:d64:cache:invariant"})
     for (const std::int64_t queries : {1, 5, 64, 300})
-      expect_same_alone(runtime.get(), {spec, {7, 16, 4, queries, 16384}, lengths});
+      all.push_back({spec, {7, 16, 4, queries, 16384}, lengths});
   for (const char* spec : {"bf16:d128:causal:invariant", "fp16:d64:invariant"})
-    for (const std::int64_t queries : {1, 40, 1000})
-      expect_same_alone(runtime.get(), {spec, {9, 8, 2, queries, 3000}});
+    for (const std::int64_t queries : {1, 40, 1000}) all.push_back({spec, {9, 8, 2, queries, 3000}});
+  return all;
 }
 
-TEST_F(Invariance, ARowIsTheSameForFewerQueries) {
+class Sequences : public GpuTestWith<InvariantCase> {};
+
+TEST_P(Sequences, AreTheSameAlone) {
+  TemporaryRuntime runtime;
+  expect_same_alone(runtime.get(), GetParam());
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Sequences, testing::ValuesIn(sequences()));
+
+class Rows : public GpuTestWith<const char*> {};
+
+TEST_P(Rows, AreTheSameForFewerQueries) {
   TemporaryRuntime runtime;
   const std::vector<std::int32_t> lengths = {16000, 80, 2048, 0, 2049, 8192, 6143, 700};
-  for (const char* spec : {"bf16:d64:causal:cache:invariant", "bf16:d128:causal:cache:invariant",
-                           "fp16:d192:causal:cache:invariant", "bf16:d256:causal:cache:invariant"}) {
-    expect_same_of_fewer_queries(runtime.get(), {spec, {8, 16, 4, 64, 16384}, lengths}, {1, 2, 4, 16, 33});
-    // Chunks of a prefill.
-    expect_same_of_fewer_queries(runtime.get(), {spec, {8, 16, 4, 700, 16384}, lengths}, {65, 512});
-  }
+  expect_same_of_fewer_queries(runtime.get(), {GetParam(), {8, 16, 4, 64, 16384}, lengths},
+                               {1, 2, 4, 16, 33});
+  // Chunks of a prefill.
+  expect_same_of_fewer_queries(runtime.get(), {GetParam(), {8, 16, 4, 700, 16384}, lengths}, {65, 512});
 }
+
+INSTANTIATE_TEST_SUITE_P(All, Rows,
+                         testing::Values("bf16:d64:causal:cache:invariant",
+                                         "bf16:d128:causal:cache:invariant",
+                                         "fp16:d192:causal:cache:invariant",
+                                         "bf16:d256:causal:cache:invariant"));
 
 std::vector<InvariantCase> fp32_outs() {
   std::vector<InvariantCase> all;

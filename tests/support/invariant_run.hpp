@@ -90,7 +90,19 @@ class InvariantRun {
  private:
   device::DeviceBuffer random(std::int64_t rows, int dim, unsigned seed) const {
     std::mt19937 generator(seed);
-    return to_device(spec_.dtype, normal_values(shape_.batch * rows * dim, spec_.dtype, 1, generator));
+    const std::int64_t count = shape_.batch * rows * dim;
+    return to_device(
+        repeated(encode(spec_.dtype, normal_values(std::min(count, kPeriod), spec_.dtype, 1, generator)),
+                 count * size_of(spec_.dtype)));
+  }
+  /// Drawn once, as caches have 10^8 numbers: a prime, so that no row is another's of the same sequence.
+  static constexpr std::int64_t kPeriod = 1'000'003;
+  static std::vector<std::uint8_t> repeated(std::vector<std::uint8_t> block, std::size_t bytes) {
+    const std::size_t period = block.size();
+    block.resize(bytes);
+    for (std::size_t done = period; done < bytes; done += period)
+      std::memcpy(&block[done], block.data(), std::min(period, bytes - done));
+    return block;
   }
 
   Runtime& runtime_;

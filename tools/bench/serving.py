@@ -50,16 +50,21 @@ def problems():
         ("256 x 1k", [1024] * 256, (1, 4, 16)),
         ("128k and 31 x 1k", LONG, (1,)),
         ("64 of 128 to 32k", mixed, (1, 16)),
+        ("255 x 1k and 8k", [1024] * 255 + [8192], (16,)),
+        ("8 x 8k", [8192] * 8, (16,)),
         ("1 x 8k", [8192], (1,)),
         ("4k prefill", [4096] * 4, (4096,)),
         ("chunk of 16k", [16384] * 4, (512,)),
     ):
         for queries in many:
             yield Problem(name, 128, 32, 8, queries, lengths)
+    yield Problem("4k prefill", 64, 32, 8, 4096, [4096] * 4)
+    yield Problem("chunk of 16k", 64, 32, 8, 512, [16384] * 4)
     for name, lengths, many in (
         ("64 x 4k", [4096] * 64, (1, 4, 16)),
         ("256 x 1k", [1024] * 256, (16,)),
         ("128k and 31 x 1k", LONG, (1,)),
+        ("1 x 8k", [8192], (1,)),
     ):
         for queries in many:
             yield Problem(name, 64, 64, 8, queries, lengths)
@@ -281,6 +286,7 @@ def run_prefix(report, flashjit, rounds):
 MIXES = {
     "8 x 1k prefill and 56 x 4k decode": (([1024] * 8, [1024] * 8), ([1] * 56, [4096] * 56)),
     "2 x 2k prefill and 128 x 2k decode": (([2048] * 2, [2048] * 2), ([1] * 128, [2048] * 128)),
+    "1 x 8k prefill and 64 x 4k decode": (([8192], [8192]), ([1] * 64, [4096] * 64)),
 }
 
 

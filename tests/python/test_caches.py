@@ -255,6 +255,26 @@ def test_what_is_refused():
             flashjit.attention_over(q, **arguments)
 
 
+def test_prefixes_of_several_levels_are_merged():
+    """A tree: all four sequences share keys, pairs share more, and each has its own."""
+    torch.manual_seed(7)
+    q = randn(4, 4, 1, 32)
+    levels = [
+        (randn(count, 2, keys, 32), randn(count, 2, keys, 32)) for count, keys in ((1, 20), (2, 9), (4, 5))
+    ]
+    states = []
+    for k, v in levels:
+        of_one = q.view(len(k), -1, 4, 32).transpose(1, 2)  # the queries of all that share the keys
+        out, lse = flashjit.attention(of_one, k, v, return_lse=True, out_dtype=torch.float32)
+        states.append((out.transpose(1, 2).reshape(4, 4, 1, 32), lse.transpose(1, 2).reshape(4, 4, 1)))
+    out, lse = flashjit.merge(states, dtype=DTYPE)
+    k, v = (torch.cat([x.repeat_interleave(4 // len(x), 0) for x in tensors], 2) for tensors in zip(*levels))
+    wanted, wanted_lse = flashjit.attention(q, k, v, return_lse=True)
+    tolerance = dict(atol=1e-2, rtol=1e-2) if DTYPE != torch.float32 else dict(atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(out, wanted, **tolerance)
+    torch.testing.assert_close(lse, wanted_lse, atol=1e-3, rtol=1e-3)
+
+
 def test_merge_writes_into_the_callers_memory():
     torch.manual_seed(6)
     q, k = randn(2, 4, 3, 32), randn(2, 4, 20, 32)

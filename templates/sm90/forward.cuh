@@ -242,6 +242,14 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
   } else if (wg < Roles::kConsumers.first) {
     set_register_limit<Roles::kProducer>();
     run_producer<P>(p, maps, shared, start);
+  } else if (kStraightLatents<P>) {
+    if (consumer == 0) {
+      set_register_limit<Roles::kScorer>();
+      consume_left(p, maps, Storage(0, shared));
+    } else {
+      set_register_limit<Roles::kFollower>();
+      consume_right(p, maps, Storage(0, shared));
+    }
   } else {
     set_register_limit<Roles::kConsumers>();
     const int slot = kQTilesPerCta<P> > 1 ? consumer / Storage::kWarpgroups : 0;

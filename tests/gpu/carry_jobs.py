@@ -60,6 +60,20 @@ def race(name: str, seconds: int, peers: tuple[str, ...], parts: tuple[str, ...]
     return Job(**{**vars(found), "warm": " ".join([*warm, "wait"])})
 
 
+def serving(seconds: int) -> Job:
+    """serving.py. Before it, its parts run shortly, all at the same time: that compiles."""
+    found = bench("races:serving", "serving.py", seconds, peers=("fa3",))
+    plain = "python3 tools/bench/serving.py --lib build/libflashjit.so --rounds 1"
+    parts = (
+        "^d128.*, [14] queries",
+        "^d128.* (16|512|4096) queries",
+        "^d64",
+        "^(append|a shared|prefill and)",
+    )
+    warm = [f"{plain} --only '{part}' &" for part in parts]
+    return Job(**{**vars(found), "warm": " ".join([*warm, "wait"])})
+
+
 def python_job(group: str, path: Path, before: str = "") -> Job:
     command = f"{before}python3 -m pytest -q -p no:cacheprovider -rs --durations=3 tests/python/{path.name}"
     command += "; code=$?; [ $code = 5 ] && exit 77; exit $code"  # 5: no test was drawn
@@ -224,7 +238,7 @@ def all_jobs(first: str) -> list[Job]:
             90,
             alone=True,
         ),
-        bench("races:serving", "serving.py", 150, peers=("fa3",)),
+        serving(180),
         bench("races:masks", "serving_masks.py", 90),
         bench("races:invariance", "serving.py", 60, "--pages= --only heads,"),
         bench("races:skip_softmax", "skip_softmax.py", 60),

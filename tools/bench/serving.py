@@ -417,7 +417,15 @@ def measure(report, flashjit, arguments):
     for problem in problems():
         if re.search(arguments.only, problem.label()):
             measuring.guarded(
-                report, problem.label(), run_problem, report, problem, flashjit, fa3, 15, arguments.pages
+                report,
+                problem.label(),
+                run_problem,
+                report,
+                problem,
+                flashjit,
+                fa3,
+                arguments.rounds,
+                arguments.pages,
             )
     for name, run in (
         ("append and merge", run_states),
@@ -425,12 +433,13 @@ def measure(report, flashjit, arguments):
         ("prefill and decode", run_mix),
     ):
         if re.search(arguments.only, name):
-            measuring.guarded(report, name, run, report, flashjit, 15)
+            measuring.guarded(report, name, run, report, flashjit, arguments.rounds)
 
 
 def main():
     parser = measuring.parser_of(__doc__)
     parser.add_argument("--only", metavar="REGEX", default="", help="the problems whose label matches")
+    parser.add_argument("--rounds", type=int, default=15, help="of timing (default %(default)s)")
     parser.add_argument(
         "--pages",
         default=PAGES,

@@ -60,7 +60,7 @@ std::set<std::string> anchors(const Lines& lines) {
   std::set<std::string> found;
   std::smatch match;
   for (const std::string& line : prose(lines)) {
-    if (!std::regex_match(line, match, kHeading)) continue;
+    if (!line.starts_with('#') || !std::regex_match(line, match, kHeading)) continue;
     const std::string anchor = slug(match[1].str());
     const int before = seen[anchor]++;
     found.insert(before ? fmt::format("{}-{}", anchor, before) : anchor);
@@ -162,9 +162,11 @@ TEST(Links, FolderPagesNameEverySource) {
 std::vector<std::string> citations(const fs::path& source) {
   static const std::regex kCited("([a-z0-9_./]*NOTES\\.md)(#[a-z0-9_-]+)?");
   std::vector<std::string> found;
-  for (const std::string& line : read_lines(source))
+  for (const std::string& line : read_lines(source)) {
+    if (line.find("NOTES.md") == line.npos) continue;  // which takes far less time
     for (std::sregex_iterator at(line.begin(), line.end(), kCited), end; at != end; ++at)
       found.push_back((*at)[0]);
+  }
   return found;
 }
 

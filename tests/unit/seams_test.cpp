@@ -1,6 +1,7 @@
 // How many files a new option of a spec, a new element type or a new family touches: what runtime/README.md
 // says of those that are there.
 #include <gtest/gtest.h>
+#include <regex.h>
 
 #include <filesystem>
 #include <fstream>
@@ -23,16 +24,32 @@ std::string text_of(const fs::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
+/// An expression of the C library, which reads the tree in a tenth of the time of std::regex.
+class Pattern {
+ public:
+  explicit Pattern(const std::string& text) {
+    EXPECT_EQ(::regcomp(&compiled_, text.c_str(), REG_EXTENDED | REG_NOSUB), 0) << text;
+  }
+  ~Pattern() { ::regfree(&compiled_); }
+  Pattern(const Pattern&) = delete;
+  Pattern& operator=(const Pattern&) = delete;
+  bool is_in(const std::string& text) const {
+    return ::regexec(&compiled_, text.c_str(), 0, nullptr, 0) == 0;
+  }
+
+ private:
+  regex_t compiled_;
+};
+
 /// Files in some folders of the tree in which `pattern` is found.
 Names files_naming(const std::string& pattern, const std::vector<const char*>& folders,
                    const Names& extensions) {
   const fs::path root = test::sources();
-  const std::regex wanted(pattern);
+  const Pattern wanted(pattern);
   Names found;
   for (const char* folder : folders)
     for (const auto& entry : fs::recursive_directory_iterator(root / folder))
-      if (extensions.contains(entry.path().extension().string()) &&
-          std::regex_search(text_of(entry.path()), wanted))
+      if (extensions.contains(entry.path().extension().string()) && wanted.is_in(text_of(entry.path())))
         found.insert(entry.path().lexically_relative(root).generic_string());
   return found;
 }

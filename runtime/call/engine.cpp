@@ -223,11 +223,10 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
 }
 
 template <class Args>
-RecordedCall Engine::record(const Operation& operation, const AttentionSpec& spec, const Args& args,
-                            const device::Driver& driver) {
-  RecordedCall recorded{.launches = {}, .places = places_of(spec, shape_of(spec, args), args)};
-  if (!operation.steps.empty()) launch(operation, args, ToRecord{driver, recorded.launches});
-  return recorded;
+RecordedLaunches Engine::record(const Operation& operation, const Args& args, const device::Driver& driver) {
+  RecordedLaunches launches;
+  if (!operation.steps.empty()) launch(operation, args, ToRecord{driver, launches});
+  return launches;
 }
 
 template <class Args>
@@ -235,13 +234,15 @@ void Engine::know(const AttentionSpec& spec, Pass pass, const CallWords& call, c
                   const Args& moved) {
   const std::uint64_t generation = generation_;
   const CUdevice device = device::current_device(*driver());
-  const OperationPtr operation = find(CallKeyView(spec, pass, shape_of(spec, args), device));
+  const AttentionShape shape = shape_of(spec, args);
+  const OperationPtr operation = find(CallKeyView(spec, pass, shape, device));
   if (!operation) return;
   const device::Driver& as_addresses = driver_of_addresses();
-  known_.keep(
-      call, KnownCall::make({operation, device, generation}, call, record(*operation, spec, args, *driver()),
-                            record(*operation, spec, args, as_addresses),
-                            record(*operation, spec, moved, as_addresses)));
+  const RecordedPlaces places{places_of(spec, shape, args), places_of(spec, shape, moved)};
+  known_.keep(call,
+              KnownCall::make({operation, device, generation}, call, record(*operation, args, *driver()),
+                              record(*operation, args, as_addresses), record(*operation, moved, as_addresses),
+                              places));
 }
 template void Engine::know(const AttentionSpec&, Pass, const CallWords&, const ForwardArgs&,
                            const ForwardArgs&);

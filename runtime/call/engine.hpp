@@ -99,8 +99,7 @@ class Engine {
   void launch(const Operation& operation, const Args& args, const To& to);
   /// What launch() would launch, with the tensor maps of `driver`.
   template <class Args>
-  RecordedCall record(const Operation& operation, const AttentionSpec& spec, const Args& args,
-                      const device::Driver& driver);
+  RecordedLaunches record(const Operation& operation, const Args& args, const device::Driver& driver);
   template <class Args>
   void check_pointers_once(const Operation& operation, const Args& args, CUdevice device);
   template <class Args>

@@ -83,17 +83,18 @@ bool KnownCall::find_places(const CallWords& call, const std::vector<Placed>& ma
   return true;
 }
 
-std::shared_ptr<const KnownCall> KnownCall::make(Validity validity, const CallWords& call, RecordedCall made,
-                                                 const RecordedCall& as_addresses,
-                                                 const RecordedCall& moved) {
+std::shared_ptr<const KnownCall> KnownCall::make(Validity validity, const CallWords& call,
+                                                 RecordedLaunches made, const RecordedLaunches& as_addresses,
+                                                 const RecordedLaunches& moved,
+                                                 const RecordedPlaces& places) {
   auto known = std::make_shared<KnownCall>();
   known->validity_ = std::move(validity);
-  for (std::size_t i = 0; i < made.launches.size(); ++i) {
-    Step& step = known->steps_.emplace_back(std::move(made.launches[i]));
-    if (!find_addresses(call, step, as_addresses.launches[i], moved.launches[i])) return nullptr;
+  for (std::size_t i = 0; i < made.size(); ++i) {
+    Step& step = known->steps_.emplace_back(std::move(made[i]));
+    if (!find_addresses(call, step, as_addresses[i], moved[i])) return nullptr;
   }
-  if (!find_places(call, made.places.written, moved.places.written, known->written_) ||
-      !find_places(call, made.places.read, moved.places.read, known->read_))
+  if (!find_places(call, places.made.written, places.moved.written, known->written_) ||
+      !find_places(call, places.made.read, places.moved.read, known->read_))
     return nullptr;
   return known;
 }

@@ -58,10 +58,12 @@ struct RecordedLaunch {
 /// Words of the largest struct that a kernel has: DecodeCacheParams begins with Params.
 constexpr std::size_t kMostParamWords = sizeof(DecodeCacheParams) / sizeof(std::uint64_t);
 
-/// What a call would launch, and the memory that it writes and reads, which has to be apart.
-struct RecordedCall {
-  std::vector<RecordedLaunch> launches;
-  CallPlaces places;
+/// What a call would launch.
+using RecordedLaunches = std::vector<RecordedLaunch>;
+
+/// The memory that a call writes and reads, which has to be apart, at its own addresses and at moved ones.
+struct RecordedPlaces {
+  CallPlaces made, moved;
 };
 
 /// A driver whose tensor maps are the addresses that they are made of.
@@ -78,8 +80,9 @@ class KnownCall {
   };
   /// Null where it is not seen where addresses go. `moved` is the call with moved addresses; it and
   /// `as_addresses` have the maps of driver_of_addresses().
-  static std::shared_ptr<const KnownCall> make(Validity validity, const CallWords& call, RecordedCall made,
-                                               const RecordedCall& as_addresses, const RecordedCall& moved);
+  static std::shared_ptr<const KnownCall> make(Validity validity, const CallWords& call,
+                                               RecordedLaunches made, const RecordedLaunches& as_addresses,
+                                               const RecordedLaunches& moved, const RecordedPlaces& places);
 
   bool is_valid(CUdevice device, std::uint64_t generation) const {
     return validity_.device == device && validity_.generation == generation;

@@ -125,7 +125,7 @@ def _kinds(block_mask: Any) -> Tensor:
     ):
         if counts is not None:
             index = torch.where(place < counts[..., None], listed, columns).to(torch.int64)
-            kinds = kinds.scatter(3, index[(None,) * (4 - index.dim())], kind)
+            kinds.scatter_(3, index[(None,) * (4 - index.dim())], kind)
     return kinds[..., :columns]
 
 

@@ -159,7 +159,9 @@ def attention_forward(
         sinks=s_aux,
         **programs,
     )
-    return out[..., :dim_v].transpose(1, 2).contiguous(), None
+    if out.shape[3] != dim_v:
+        out = out[..., :dim_v]
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _dense_programs(

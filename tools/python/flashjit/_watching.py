@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
+from collections.abc import Sequence
 from typing import Any
 
 from ._torch_names import FUNCTIONS
@@ -53,6 +54,15 @@ class Watch:
     def place_of(self, tensor: Any) -> int | None:
         return next((i for i, known in enumerate(self.tensors) if known is tensor), None)
 
+    def see_all(self, mods: Sequence[Any]) -> bool:
+        """Of programs, most of which are None."""
+        for mod in mods:
+            if mod is None:
+                self.key.append(None)
+            elif not self.see(mod):
+                return False
+        return True
+
     def see(self, value: Any, depth: int = 0) -> bool:
         """False where something cannot be compared, such as the attributes of an object."""
         kind = type(value)
@@ -65,7 +75,7 @@ class Watch:
             self.key += (
                 value.dtype,
                 value.dim(),
-                self.place_of(value),
+                self.place_of(value) if self.tensors else None,
                 value.dim() == 0 and is_scalar(value),
             )
             self.tensors.append(value)

@@ -406,7 +406,7 @@ def program_of(
     if not given and not captures:
         return EMPTY
     watch = Watch()
-    if captures or not all([watch.see(mod) for mod in (score_mod, mask_mod, *mods)]):
+    if captures or not watch.see_all((score_mod, mask_mod, *mods)):
         return trace(score_mod, mask_mod, captures, *mods)
     program = _found(watch)
     if program is not None:
@@ -439,4 +439,4 @@ def known_program(score_mod: Any, mask_mod: Any, mods: tuple[Any, ...]) -> Progr
     if isinstance(given[0], Program):
         return given[0] if len(given) == 1 else None
     watch = Watch()
-    return _found(watch) if all([watch.see(mod) for mod in (score_mod, mask_mod, *mods)]) else None
+    return _found(watch) if watch.see_all((score_mod, mask_mod, *mods)) else None

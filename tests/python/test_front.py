@@ -306,6 +306,19 @@ def test_recorded_forward_passes_are_launched_without_python(unchecked, reads, m
         assert_same(found, wanted)
 
 
+@pytest.mark.slow
+def test_compiled_autograd_traces_the_backward_pass():
+    from torch._dynamo import compiled_autograd
+
+    leaves = [x.requires_grad_() for x in qkv(torch.float32)]
+    for _ in range(3):
+        wanted = gradients(lambda q, k, v: flashjit.attention(q, k, v, causal=True), leaves)
+    out = flashjit.attention(*leaves, causal=True).sum()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        out.backward()
+    assert all(torch.equal(x.grad, grad) for x, grad in zip(leaves, wanted[1:]))
+
+
 def test_second_derivatives_do_not_change(monkeypatch):
     leaves = [x.float().requires_grad_() for x in qkv()]
 

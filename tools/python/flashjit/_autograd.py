@@ -106,8 +106,8 @@ class _Attention(torch.autograd.Function):
 
 
 if RECORDED is not None:
-    _Attention.forward, _Attention.backward = map(staticmethod, RECORDED)  # type: ignore[method-assign]
-    # Without BackwardCFunction.apply(), which looks for vjp().
+    _Attention.forward = staticmethod(RECORDED[0])  # type: ignore[method-assign]
+    # In place of a call of backward(), which compiled autograd takes, and which has to be Python's for that.
     _Attention._backward_cls.apply = lambda ctx, *grads: RECORDED[1](ctx, *grads)  # type: ignore[attr-defined]
 
 _GIVEN = frozenset({Tensor, type(None)})  # of a gradient: no subclass

@@ -19,13 +19,12 @@ constexpr cuuint64_t kAnyStride = 16;  // where no index uses it: callers may ha
 
 [[noreturn, gnu::cold, gnu::noinline]] void refuse(const Driver& driver, CUresult result, const char* name,
                                                    const ConstTensorView& tensor) {
-  throw Error(
-      ErrorCode::unsupported,
-      fmt::format("TMA cannot copy {} of sizes [{}] with strides [{}]: {}. Give strides that are "
-                  "multiples of 16 bytes, not zero and less than 2^40 bytes, or prepare() the spec with a "
-                  "configuration of family sm80 without tma.",
-                  name, fmt::join(tensor.size, ", "), fmt::join(tensor.stride, ", "),
-                  driver.describe(result)));
+  throw Error(ErrorCode::unsupported,
+              fmt::format("TMA cannot copy {} of sizes [{}] with strides [{}]: {}. Give strides that are "
+                          "multiples of 16 bytes and less than 2^40 bytes, or prepare() the spec with a "
+                          "configuration of family sm80 without tma.",
+                          name, fmt::join(tensor.size, ", "), fmt::join(tensor.stride, ", "),
+                          driver.describe(result)));
 }
 
 CUtensorMapDataType element_type(DType dtype) {

@@ -436,6 +436,19 @@ def test_what_no_kernel_serves_is_refused_when_the_model_is_loaded(backend):
         impl.forward(None, out, out, out, out, object(), out, output_block_scale=torch.ones(1))
 
 
+def test_a_thread_that_loads_a_model_may_have_no_context(monkeypatch):
+    from flashjit import _engines
+
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(_engines, "bind_context", asked.append)
+    monkeypatch.setattr(
+        _engines, "can", lambda spec: asked.append(spec) or flashjit.can(spec, device="sm_90a")
+    )
+    assert _engines.why_not(128, torch.bfloat16, "auto") is None
+    assert asked == [torch.device("cuda"), "bf16:d128:causal:varlen:pages16"]
+
+
 def test_latent_attention_decodes_with_several_queries(monkeypatch):
     vllm_standin.install(monkeypatch)
     latent = importlib.import_module("flashjit.vllm._latent")

@@ -13,6 +13,7 @@ from ._attention import attention
 from ._cache import append
 from ._can import can
 from ._head_dims import head_dims
+from ._launch import bind_context
 from ._named import AT_LAST, SOFTCAP, window_text
 from ._tensors import KV_TYPES, SPEC_TYPES
 from .errors import InvalidArgument
@@ -258,6 +259,7 @@ def _reason(spec: str, capability: Sequence[int] | None) -> str | None:
     """can()'s, of the current GPU, or before the engine has begun to use it, of one with the compute capability (major, minor). On
     a machine without a GPU, where the reference computes, of a GPU that has all families."""
     if torch.cuda.is_initialized():
+        bind_context(torch.device("cuda"))  # which a thread that loads a model may lack
         return can(spec).reason
     if capability is None or tuple(capability) == (9, 0):
         return can(spec, device="sm_90a").reason

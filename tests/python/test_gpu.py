@@ -1320,7 +1320,9 @@ def test_lists_of_a_block_map_and_of_packed_sequences():
             [flashjit.attention(*tensors_, **given, lists=lists)], [flashjit.attention(*tensors_, **given)]
         )
     other = BlockMap(blocks.blocks[:1], 128)
-    with pytest.raises(flashjit.InvalidArgument, match="block_mask of batch 2 and heads 4, but this call's has 1"):
+    with pytest.raises(
+        flashjit.InvalidArgument, match="block_mask of batch 2 and heads 4, but this call's has 1"
+    ):
         flashjit.attention(q, k, v, block_mask=other, lists=TileLists(q, k, v, block_mask=blocks))
 
 

@@ -202,7 +202,7 @@ template <class Format>
 __device__ __forceinline__ unsigned symmetric_scale(const BlockExtremes& found, float argument) {
   constexpr float kLargest = Format::kLargest, kSize = kLargest < 0.0f ? -kLargest : kLargest;
   float magnitude = fabsf(found.extreme);
-  if (Format::kArgument) magnitude = nearest_quotient(magnitude, argument, nearest_reciprocal(argument));
+  if (Format::kArgument) magnitude = magnitude / argument;
   if (Format::kScaleType == KvNumber::e8m0 && kHasFloatCodes<Format>) {  // as OCP's MX formats
     const int exponent =
         static_cast<int>(__float_as_uint(magnitude) >> 23) - static_cast<int>(__float_as_uint(kSize) >> 23);

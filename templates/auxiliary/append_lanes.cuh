@@ -141,17 +141,58 @@ struct LaneStore<P, Format, true, false> {
     }
   }
 };
+/// Rows that lanes would store in more than two parts each are made in shared memory, from which a row's
+/// lanes copy words side by side.
+template <class Format>
+constexpr bool kStagesRows =
+    Format::kBlockScales && !Format::kApart && 2 * Format::kAlignment < (Format::kHalves ? 4 : Format::kBits);
+template <class Unit, class Format, int kLanes>
+__device__ __forceinline__ void copy_units(unsigned char* to, const unsigned char* from) {
+  constexpr int kCount = Format::kBytes / static_cast<int>(sizeof(Unit));
+  const int lane = lane_of_warp() % kLanes;
+#pragma unroll
+  for (int i = 0; i < kCount; i += kLanes)
+    if (i + lane < kCount)
+      reinterpret_cast<Unit*>(to)[i + lane] = reinterpret_cast<const Unit*>(from)[i + lane];
+}
+template <class Format, int kLanes>
+__device__ __forceinline__ void copy_row(unsigned char* to, const unsigned char* from) {
+  using Narrow = Conditional<Format::kAlignment == 1, unsigned char, unsigned short>;
+  if (Format::kBytes % 4 == 0 && (reinterpret_cast<unsigned long long>(to) & 3u) == 0)
+    copy_units<unsigned, Format, kLanes>(to, from);
+  else
+    copy_units<Narrow, Format, kLanes>(to, from);
+}
+
 template <class P, class Format, bool kCodes>
 struct LaneStore<P, Format, kCodes, true> {
+  static constexpr int kLanes = P::kHeadDim / kLaneColumns, kPitch = (Format::kBytes + 15) / 16 * 16 + 4;
   template <class Source, class Refill>
   static __device__ __forceinline__ void store(const LaneCache& cache, const LanePart& part, KeyPlace place,
                                                const float (&scales)[2], const uint4 (&own)[kLaneRows],
                                                const Source&, const Refill& refill) {
     using Bytes = unsigned char*;
-    auto* to =
-        reinterpret_cast<Bytes>(row_of<typename Format::Stored>(cache.rows, place.page, part.h, place.row));
-    LaneRows rows{to, to, cache.rows.stride_h * kLaneHeads<P>, 0, part.count};
-    rows.scale_step = rows.step;
+    const auto first = [&] {
+      return reinterpret_cast<Bytes>(
+          row_of<typename Format::Stored>(cache.rows, place.page, part.h, place.row));
+    };
+    const long long step = cache.rows.stride_h * kLaneHeads<P>;
+    if (kStagesRows<Format>) {
+      __shared__ __align__(16) unsigned char staged[4][kLaneRows * kLaneHeads<P>][kPitch];
+      const Bytes mine = staged[threadIdx.x / 32][lane_of_warp() / kLanes];
+      constexpr int kStep = kLaneHeads<P> * kPitch;
+      encode_rows<typename P::Element, Format>(own, part.column, scales,
+                                               {mine, mine, kStep, kStep, part.count}, refill);
+      __syncwarp();
+      Bytes to = first();
+#pragma unroll
+      for (int r = 0; r < kLaneRows; ++r, to += step)
+        if (r < part.count) copy_row<Format, kLanes>(to, mine + r * kStep);
+      __syncwarp();
+      return;
+    }
+    const Bytes to = first();
+    LaneRows rows{to, to, step, step, part.count};
     if (Format::kApart) {
       using Scale = typename Format::StoredScale;
       rows.scales = reinterpret_cast<Bytes>(row_of<Scale>(cache.block_scales, place.page, part.h, place.row));

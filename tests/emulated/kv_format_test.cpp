@@ -69,6 +69,14 @@ TEST_F(EmulatedLatents, AreAppended) {
   check_appended_rows(runtime.get(), "fp8_ds_mla", 576);
 }
 
+class EmulatedShortRows : public GpuTest {};
+
+/// Rows of 34 bytes, which are stored by two bytes, and of 68.
+TEST_F(EmulatedShortRows, AreAppended) {
+  TemporaryRuntime runtime;
+  for (const int dim : {32, 64}) check_appended_rows(runtime.get(), "q8_0", dim, false, rows_at_edges);
+}
+
 constexpr Family kFamilies[] = {Family::simt, Family::sm80, Family::sm90, Family::sm75};
 
 std::vector<KvFormatCase> codes() {

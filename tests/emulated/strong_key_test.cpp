@@ -81,7 +81,8 @@ TEST_F(StrongKey, HasAccurateGradientsFromOInFp32) {
     }
 }
 
-// P and dS in one element of 16 bits make errors of 0.0015 in bf16, 0.0002 in fp16, and more in dQ.
+// P and dS in one element of 16 bits make errors of 0.0015 in bf16, 0.0002 in fp16, and more in dQ. Of fp16
+// the second element of a small dS has few bits: it ends at 2^-24.
 TEST_F(StrongKey, HasErrorsOfFp32WithTwoTerms) {
   TemporaryRuntime runtime;
   struct Case {
@@ -99,8 +100,9 @@ TEST_F(StrongKey, HasErrorsOfFp32WithTwoTerms) {
     for (const Family family : {Family::simt, Family::sm80}) {
       const std::string exact = std::string(spec) + ":fp32_out:fp32_grads:two_terms";
       if (!supports(family, spec_for(family, exact))) continue;
+      if (family == Family::simt && !is_drawn(spec, 3)) continue;
       const bool has_config = family == Family::sm80;
-      const double limit = parse_spec(spec).dtype == DType::bf16 ? 2e-4 : 3e-5;
+      const double limit = parse_spec(spec).dtype == DType::bf16 ? 2e-4 : 1e-4;
       for (const double error : errors_of(runtime.get(), exact, shape, family, has_config ? config : ""))
         EXPECT_LT(error, limit) << spec << " " << to_string(family);
     }

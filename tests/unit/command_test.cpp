@@ -99,7 +99,7 @@ TEST_F(Command, BadUsageExitsWith2AndSaysWhy) {
       {"verify --spec bf16:d32 --data /no/such/folder", "/no/such/folder"},
       {"verify --spec bf16:d32", "--data"},
       {"verify --spec jvp:bf16:d32 --shape b1:hq1:hkv1:sq8:skv8", "neither forward nor backward"},
-      {"bench --spec append:bf16:d32 --shape b1:hq1:hkv1:sq8:skv8", "is not of attention"},
+      {"bench --spec merge:bf16:d32 --shape b1:hq1:hkv1:sq8:skv8", "is not of attention"},
       {"verify --spec bf16:d32:varlen --data " + test::sources() + "/tests/data", "varlen"},
       {"verify --spec bf16:d64 --data " + test::sources() + "/tests/data", "head dimension"},
   };

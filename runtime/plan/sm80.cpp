@@ -204,7 +204,7 @@ std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec, const Dev
   }
   if (d > sm80::kMostNarrowColumns) return wide_backward_preferences(spec);
   return mma_sync::good_of({{pairs(64, 64, 2), d <= 192 || (d <= 240 && plain)},
-                            {pairs(32, 64, 2)},
+                            {pairs(32, 64, 2), !(spec.partial.two_terms && spec.has_block_map())},
                             {pairs(32, 64, 1), !and_slopes},
                             {pairs(16, 64, 1)}});
 }

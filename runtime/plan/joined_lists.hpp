@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "flashjit/error.hpp"
 #include "plan/kernel_plan.hpp"
 
 namespace flashjit::plan {

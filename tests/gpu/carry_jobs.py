@@ -119,6 +119,14 @@ def cache_formats(name: str, script: str, seconds: int, problems: str = "") -> J
 
 
 LATENT_TILES = tuple(f"sm90:br64:{keys}:w8:s2:d_split2:split:pack_gqa" for keys in ("bc32", "bc64"))
+DECODES = tuple(
+    f"sm90:br64:{rest}:split"
+    for rest in ("bc128:w4:s2", "bc128:w4:s3", "bc96:w4:s3", "bc64:w4:s4", "bc64:w4:s2:min_blocks2")
+)
+FEW_CODES = tuple(
+    f"sm90:{rest}:split:pack_gqa"
+    for rest in ("br64:bc64:w4:s2:min_blocks2", "br128:bc128:w8:s2", "br128:bc64:w8:s3", "br64:bc128:w4:s2")
+)
 CODES_FROM_PAGES = tuple(
     f"sm90:br128:{rest}" for rest in ("bc128:w8:s2", "bc128:w8:s2:decode_cache", "bc96:w8:s3:decode_cache")
 )
@@ -231,6 +239,8 @@ def all_jobs(first: str) -> list[Job]:
             "b4:hq16:hkv16:sq4096:skv4096",
             *CODES_FROM_PAGES,
         ),
+        configs("decode", 60, "fwd:bf16:d128:cache", "b64:hq32:hkv8:sq1:skv4096", *DECODES),
+        configs("few_codes", 60, "fwd:bf16:d64:kve4m3:causal:cache", "b64:hq64:hkv8:sq16:skv4096", *FEW_CODES),
         Job(
             "host",
             "python3 tools/bench/python_host.py --rounds 300 --csv $RESULTS/host.csv --commit $COMMIT && "

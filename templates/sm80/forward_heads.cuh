@@ -29,7 +29,7 @@ __device__ __forceinline__ float end_of_head(const Params& p, const Sequence<P>&
                                              float max, float sum, float scale_log2) {
   const RowEnd end = end_of_row<P>(p, h, row_lse<P>(p, max, sum, scale_log2, 1.0f));
   if (p.lse.data != nullptr && threadIdx.x % 4 == 0) p.lse.data[sequence.lse_row(p, h, q)] = end.lse;
-  const float of_products = sum_of_products<typename P::Element>(sum, shift_rest<P>(max, scale_log2));
+  const float of_products = sum_of_row<P>(sum, max, scale_log2);
   return has_keys(sum) ? end.factor / of_products : 0.0f;
 }
 

@@ -4,6 +4,7 @@
 #include "flashjit/common/sink.cuh"
 #include "flashjit/common/split.cuh"
 #include "flashjit/sm80/forward_softmax.cuh"
+#include "flashjit/sm80/two_terms.cuh"
 
 namespace flashjit::sm80 {
 
@@ -42,13 +43,19 @@ __device__ __forceinline__ float row_lse(const Params& p, float max, float sum, 
   return has_keys(sum) ? highest + (log2f(sum) - shift_rest<P>(max, scale_log2)) * kLn2 : -infinity();
 }
 
+/// The row sum that O is divided by: of P as P V has it.
+template <class P>
+__device__ __forceinline__ float sum_of_row(float sum, float max, float scale_log2) {
+  using Element = typename P::Element;
+  const float rest = shift_rest<P>(max, scale_log2);
+  return P::kTwoTerms ? sum_of_two_terms<Element>(sum, rest) : sum_of_products<Element>(sum, rest);
+}
+
 /// The factor for a row of O, which divides it by rowsum(P).
 template <class P>
 __device__ __forceinline__ float scale_of_row(const Params& p, const RowEnd& end, float max, float sum,
                                               float scale_log2, float v_scale) {
-  const float of_products = ForwardPolicy<P>::kCodeProducts
-                                ? sum
-                                : sum_of_products<typename P::Element>(sum, shift_rest<P>(max, scale_log2));
+  const float of_products = ForwardPolicy<P>::kCodeProducts ? sum : sum_of_row<P>(sum, max, scale_log2);
   return has_keys(sum) ? (P::kDropout ? p.keep_scale : 1.0f) / of_products * end.factor * v_scale : 0.0f;
 }
 

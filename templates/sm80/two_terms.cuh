@@ -2,6 +2,7 @@
 // with them is two, and its error is that of fp32.
 #pragma once
 
+#include "flashjit/common/sink.cuh"
 #include "flashjit/sm80/tile.cuh"
 
 namespace flashjit::sm80 {
@@ -11,6 +12,13 @@ template <class Element>
 __device__ __forceinline__ unsigned rest_of_pair(float low, float high) {
   const unsigned rounded = pack<Element>(low, high);
   return pack<Element>(low - low_of<Element>(rounded), high - high_of<Element>(rounded));
+}
+
+/// sum_of_products() where P V adds up both terms of P.
+template <class Element>
+__device__ __forceinline__ float sum_of_two_terms(float sum, float rest) {
+  const float largest = exp2_approx(rest);
+  return sum_of_products<Element>(sum, rest) + low_of<Element>(rest_of_pair<Element>(largest, 0.0f));
 }
 
 /// The second term of as_left_operand(). Where `kDrops`, values below zero are marked, and zero.

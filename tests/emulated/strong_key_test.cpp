@@ -13,8 +13,9 @@ namespace {
 
 class StrongKey : public GpuTest {};
 
-/// Most queries attend to key 7, whose score is 8 above the logarithm of the others' sum.
-reference::Problem with_strong_key(const AttentionCase& test) {
+/// Most queries attend to key 7, whose score is 8 above the logarithm of the others' sum; then all scores are
+/// multiplied.
+reference::Problem with_strong_key(const AttentionCase& test, double factor = 1) {
   reference::Problem problem = make_problem(test);
   const std::int64_t dim = test.spec.head_dim, keys = test.shape.seqlen_kv;
   const double size = (std::log(static_cast<double>(keys)) + 8) / 3;
@@ -25,7 +26,7 @@ reference::Problem with_strong_key(const AttentionCase& test) {
     element = reference::round_to(test.spec.dtype, value);
   };
   for (std::size_t i = 0; i < problem.q.size(); ++i)
-    set(problem.q[i], problem.q[i] + size * direction(static_cast<std::int64_t>(i) % dim));
+    set(problem.q[i], factor * (problem.q[i] + size * direction(static_cast<std::int64_t>(i) % dim)));
   for (std::int64_t head = 0; head < test.shape.batch * test.shape.heads_kv; ++head)
     for (std::int64_t column = 0; column < dim; ++column)
       set(problem.k[(head * keys + 7) * dim + column],
@@ -106,6 +107,22 @@ TEST_F(StrongKey, HasErrorsOfFp32WithTwoTerms) {
       for (const double error : errors_of(runtime.get(), exact, shape, family, has_config ? config : ""))
         EXPECT_LT(error, limit) << spec << " " << to_string(family);
     }
+}
+
+// The exponent of a row's largest key is not zero then, but what rounding took of the shift: O is that key's
+// V only where the row sum has P as P V does.
+TEST_F(StrongKey, IsExactForLargeScoresWithTwoTerms) {
+  TemporaryRuntime runtime;
+  for (const char* spec : {"bf16:d64", "fp16:d128:causal"}) {
+    const AttentionShape shape{1, 2, 1, 70, 70};
+    const AttentionCase test{.spec = spec_for(Family::sm80, std::string(spec) + ":fp32_out:two_terms"),
+                             .shape = shape,
+                             .family = Family::sm80};
+    const reference::Problem problem = with_strong_key(test, 512);
+    AttentionRun run(test, problem);
+    run.check_forward(runtime.get(), heuristic(Family::sm80, test.spec, shape, Pass::forward));
+    EXPECT_LT(error_of(run.out(), reference::forward(problem).out), 1e-4) << spec;
+  }
 }
 
 }  // namespace

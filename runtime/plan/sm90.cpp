@@ -65,7 +65,7 @@ TileConfig tile_of_indices(const AnalysedSpec& spec, const AttentionShape& shape
     c = with_split(forward_config(spec.v_dim() > kMostColumns ? 8 : 4, bc, 2), true);
     if (spec.v_dim() > kMostColumns) c.br = sm90::kWarpgroupRows, c.d_split = 2;
     c.join_lists = joins;
-    if (!forward_layout(spec, c).straight() && admits(spec, c, device)) break;  // as wide_preferences()
+    if (admits(spec, c, device)) break;
   }
   return c;
 }

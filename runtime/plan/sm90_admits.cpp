@@ -25,14 +25,13 @@ sm90::DecodedRows decoded_rows(const AnalysedSpec& spec) {
 }
 
 sm90::ForwardGroups forward_groups(const AnalysedSpec& spec, const TileConfig& c) {
-  return {
-      .consumers = c.warps / kGroupWarps,
-      .ctas = c.min_blocks,
-      .converters = converters(spec, c),
-      .d_split = c.d_split,
-      .rows = forward_layout(spec, c).straight() ? sm90::DecodedRows::straight_latents : decoded_rows(spec),
-      .cascade = is_cascade(spec, c),
-      .key_factors = spec.prologue.q_codes && spec.has_key_scales()};
+  return {.consumers = c.warps / kGroupWarps,
+          .ctas = c.min_blocks,
+          .converters = converters(spec, c),
+          .d_split = c.d_split,
+          .rows = decoded_rows(spec),
+          .cascade = is_cascade(spec, c),
+          .key_factors = spec.prologue.q_codes && spec.has_key_scales()};
 }
 
 /// A consumer thread's values of S, P, O, what finds the bias tile, and the gradients: what cannot be traded
@@ -62,9 +61,9 @@ int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
 /// How many of them fit, besides addresses and the rows' state. The loop of products of codes keeps little
 /// of that while P V runs.
 int kept_limit(const AnalysedSpec& spec, const TileConfig& c) {
-  return sm90::scorer_registers(forward_groups(spec, c)) - (!spec.prologue.q_codes       ? 32
-                                                            : c.warps / kGroupWarps == 3 ? 24
-                                                                                         : 8);
+  return sm90::consumer_registers(forward_groups(spec, c)) - (!spec.prologue.q_codes       ? 32
+                                                              : c.warps / kGroupWarps == 3 ? 24
+                                                                                           : 8);
 }
 
 /// With a converting warpgroup: the most columns of a product of the forward pass, and of one whose
@@ -306,19 +305,6 @@ Support check_cluster(const AnalysedSpec& spec, const TileConfig& c) {
       sm90::kWarpgroupRows, to_string(c)));
 }
 
-/// Whether lanes can have whole slices of codes or of a tail in registers.
-Support check_straight_latents(const AnalysedSpec& spec, const TileConfig& c) {
-  if (!is_forward(spec) || !forward_layout(spec, c).straight()) return Support::yes();
-  const KvFormat& format = spec.kv.k_format;
-  const bool same =
-      format.tail == 0 || (format.tail_type == KvFormat::Number::fp16) == (spec.dtype == DType::fp16);
-  if ((spec.head_dim - format.tail) % sm90::kSliceColumns == 0 && same) return Support::yes();
-  return Support::no(
-      fmt::format("tiles of {} keys of latents that are decoded are for tails of Q's type behind a multiple "
-                  "of {} columns, not {}",
-                  c.bc, sm90::kSliceColumns, to_string(format)));
-}
-
 Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
   if (has_few_rows(spec, c)) return check_few_rows(spec, c);
   const Support shape = is_forward(spec) ? check_forward_tile(spec, c) : check_backward_tile(spec, c);
@@ -335,7 +321,6 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
   if (c.join_lists)
     if (Support may = may_join_lists(spec); !may) return may;
   if (Support cluster = check_cluster(spec, c); !cluster) return cluster;
-  if (Support straight = check_straight_latents(spec, c); !straight) return straight;
   if (spec.score.is_weight() && is_forward(spec) && c.split) return Support::no(kJoinsByLse);
   if (!spec.epilogue.out_mod.empty() && is_forward(spec) && c.split) return Support::no(kModifiesWholeOut);
   if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)
@@ -374,9 +359,8 @@ Support supports_few_rows(const AnalysedSpec& spec) {
 
 bool may_gather(const AnalysedSpec& spec, const TileConfig& c) {
   constexpr int kFewestRegisters = 40;
-  const sm90::ForwardGroups groups = forward_groups(spec, c);
-  return groups.rows == sm90::DecodedRows::straight_latents ||  // whose producer copies none
-         (q_tiles_per_cta(spec, c) == 1 && sm90::producer_registers(groups) >= kFewestRegisters);
+  return q_tiles_per_cta(spec, c) == 1 &&
+         sm90::producer_registers(forward_groups(spec, c)) >= kFewestRegisters;
 }
 
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {

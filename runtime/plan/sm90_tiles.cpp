@@ -18,9 +18,7 @@ bool is_admitted(const AnalysedSpec& spec, const TileConfig& c) {
 std::vector<TileConfig> wide_preferences(const AnalysedSpec& spec) {
   std::vector<TileConfig> choices;
   const auto consider = [&](TileConfig c) {
-    // Latents straight from memory are the tuner's, or a configuration's, until they have been timed.
-    const bool timed = !forward_layout(spec, c).straight();
-    if (choices.empty() && timed && is_admitted(spec, c)) choices.push_back(c);
+    if (choices.empty() && is_admitted(spec, c)) choices.push_back(c);
   };
   if (spec.v_dim() > kMostColumns) {
     for (const auto& [bc, stages] : {std::pair{64, 2}, {48, 2}, {64, 1}, {32, 2}, {32, 1}}) {

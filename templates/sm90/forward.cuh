@@ -226,39 +226,6 @@ using Consumer = Conditional<
                 Conditional<kCodeProducts<P>, CodeConsumer<P>,
                             Conditional<P::kSkipSoftmax, SkippingConsumer<P>, PlainConsumer<P>>>>>;
 
-// How consumers get their registers; ConsumerGroups<P> names one of two types.
-
-/// All have as many.
-template <class P>
-struct AlikeConsumers {
-  static __device__ __forceinline__ void run(const Params& p, const TensorMaps& maps, char* shared,
-                                             int consumer) {
-    using Storage = ForwardStorage<P>;
-    set_register_limit<ForwardRoles<P>::kConsumers>();
-    const int slot = kQTilesPerCta<P> > 1 ? consumer / Storage::kWarpgroups : 0;
-    Consumer<P>::run(p, maps, Storage(slot, shared), consumer - slot * Storage::kWarpgroups);
-    Conditional<P::kClusterSplit, ClusterJoin<P>, NoJoin<P>>::run(p);
-  }
-};
-/// The first of two that share rows has more, in a branch of its own: behind one that both leave, ptxas
-/// takes the smaller number.
-template <class P>
-struct ScorerAndFollower {
-  static __device__ __forceinline__ void run(const Params& p, const TensorMaps& maps, char* shared,
-                                             int consumer) {
-    const ForwardStorage<P> smem(0, shared);
-    if (consumer == 0) {
-      set_register_limit<ForwardRoles<P>::kScorer>();
-      consume_left(p, maps, smem);
-    } else {
-      set_register_limit<ForwardRoles<P>::kFollower>();
-      consume_right(p, maps, smem);
-    }
-  }
-};
-template <class P>
-using ConsumerGroups = Conditional<kStraightLatents<P>, ScorerAndFollower<P>, AlikeConsumers<P>>;
-
 template <class P>
 __device__ void forward(const Params& p, const TensorMaps& maps) {
   using Storage = ForwardStorage<P>;
@@ -276,7 +243,10 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
     set_register_limit<Roles::kProducer>();
     run_producer<P>(p, maps, shared, start);
   } else {
-    ConsumerGroups<P>::run(p, maps, shared, consumer);
+    set_register_limit<Roles::kConsumers>();
+    const int slot = kQTilesPerCta<P> > 1 ? consumer / Storage::kWarpgroups : 0;
+    Consumer<P>::run(p, maps, Storage(slot, shared), consumer - slot * Storage::kWarpgroups);
+    Conditional<P::kClusterSplit, ClusterJoin<P>, NoJoin<P>>::run(p);
   }
 }
 

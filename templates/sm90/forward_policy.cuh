@@ -258,10 +258,6 @@ constexpr ForwardLayout kForwardLayout{.br = P::kBr,
                                        .ctas = P::kMinBlocks,
                                        .reads_out_tile = P::kOutTile && !P::kSkipSoftmax};
 
-/// Rows of latents are decoded from registers, which have them straight from memory.
-template <class P>
-constexpr bool kStraightLatents = kForwardLayout<P>.straight();
-
 /// Where two warpgroups share rows, the second one's P V waits for the first one's S, if K is there already,
 /// so that it runs under the softmax. With one stage it would hold up V.
 template <class P>

@@ -11,7 +11,6 @@
 #include "flashjit/sm90/kv_gather.cuh"
 #include "flashjit/sm90/kv_latents.cuh"
 #include "flashjit/sm90/kv_rows.cuh"
-#include "flashjit/sm90/kv_straight_latents.cuh"
 
 namespace flashjit::sm90 {
 
@@ -46,10 +45,8 @@ struct Idle {
 
 /// Copies K and V row by row.
 template <class P, int kWarp>
-using RowLoader =
-    Conditional<kStraightLatents<P>, Idle<P>,
-                Conditional<kDecodesLatents<P>, LatentCopier<P, kWarp>,
-                            Conditional<kDecodesKv<P>, KvRowCopier<P, kWarp>, KvRowLoader<P, kWarp>>>>;
+using RowLoader = Conditional<kDecodesLatents<P>, LatentCopier<P, kWarp>,
+                              Conditional<kDecodesKv<P>, KvRowCopier<P, kWarp>, KvRowLoader<P, kWarp>>>;
 template <class P>
 struct ProducerRoles {
   using KvWarp = Conditional<kGathers<P>, RowLoader<P, 0>,
@@ -91,22 +88,20 @@ __device__ __forceinline__ void run_producer(const Params& p, const TensorMaps& 
 template <class P>
 using KvConverter =
     Conditional<kHasFewRows<P>, NoKvConverter,
-                Conditional<kDecodesLatents<P>,
-                            Conditional<kStraightLatents<P>, StraightLatentDecoder<P>, LatentDecoder<P>>,
+                Conditional<kDecodesLatents<P>, LatentDecoder<P>,
                             Conditional<kDecodesKv<P>, KvRowDecoder<P>,
                                         Conditional<kConvertsKv<P>, KvConverterGroup<P>, NoKvConverter>>>>;
 
 /// The roles of warpgroups, with their registers.
 template <class P>
 struct ForwardRoles {
-  static constexpr ForwardGroups kGroups{
-      .consumers = kQTilesPerCta<P> * ForwardStorage<P>::kWarpgroups,
-      .ctas = P::kMinBlocks,
-      .converters = sm90::kConverters<P>,
-      .d_split = P::kDSplit,
-      .rows = kStraightLatents<P> ? DecodedRows::straight_latents : kDecodedRows<P>,
-      .cascade = P::kCascade,
-      .key_factors = kKeyFactors<P>};
+  static constexpr ForwardGroups kGroups{.consumers = kQTilesPerCta<P> * ForwardStorage<P>::kWarpgroups,
+                                         .ctas = P::kMinBlocks,
+                                         .converters = sm90::kConverters<P>,
+                                         .d_split = P::kDSplit,
+                                         .rows = kDecodedRows<P>,
+                                         .cascade = P::kCascade,
+                                         .key_factors = kKeyFactors<P>};
   static constexpr int kConsumerGroups = kGroups.consumers;
   static constexpr WarpgroupRole kProducer{
       .first = 0,
@@ -116,10 +111,6 @@ struct ForwardRoles {
       .first = 1,
       .registers = kHasFewRows<P> ? few_rows_registers(P::kMinBlocks) : consumer_registers(kGroups),
       .gives = false};
-  /// The first of two that share rows, which computes S for both, and the second.
-  static constexpr WarpgroupRole kScorer{.first = 1, .registers = scorer_registers(kGroups), .gives = false};
-  static constexpr WarpgroupRole kFollower{
-      .first = 2, .registers = follower_registers(kGroups), .gives = false};
   static constexpr WarpgroupRole kConverters{
       .first = 1 + kConsumerGroups + (kHasFewRows<P> ? 1 : 0),  // who would convert is a consumer
       .registers = converter_registers(kGroups),

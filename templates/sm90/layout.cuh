@@ -24,8 +24,8 @@ constexpr int kReservedOfCta = 1024;  ///< that it takes besides, of its multipr
 constexpr int kWarpRows = 16;  ///< rows of each of its warps
 
 /// Whether K or V has rows that are decoded, whose codes are in halves or of a book, or whose keys share
-/// scales of columns, or V is in K's rows, which come by slots or straight from memory.
-enum class DecodedRows { none, plain, halves_or_book, shared_scales, latents, straight_latents };
+/// scales of columns, or V is in K's rows.
+enum class DecodedRows { none, plain, halves_or_book, shared_scales, latents };
 
 /// The facts that decide the registers of a forward pass's warpgroups.
 struct ForwardGroups {
@@ -47,7 +47,6 @@ constexpr int launch_registers(const ForwardGroups& g) {
 /// a cascade's scheduler and what finds factors of keys, which else spill.
 constexpr int producer_registers(const ForwardGroups& g) {
   if (g.rows == DecodedRows::latents) return 56;
-  if (g.rows == DecodedRows::straight_latents) return 24;
   if (g.rows == DecodedRows::shared_scales && g.ctas > 1) return 40;
   if (g.rows != DecodedRows::none) return g.ctas > 1 ? 48 : g.consumers == 1 ? 80 : 40;
   if (g.cascade && g.converters == 0) return 56;
@@ -56,7 +55,6 @@ constexpr int producer_registers(const ForwardGroups& g) {
 }
 constexpr int converter_registers(const ForwardGroups& g) {
   if (g.rows == DecodedRows::latents) return 72;
-  if (g.rows == DecodedRows::straight_latents) return 120;
   const int of_scales = g.rows == DecodedRows::shared_scales ? 16 : 0;
   if (g.rows == DecodedRows::halves_or_book && g.ctas > 1) return 48;
   if (g.rows != DecodedRows::none) return g.ctas > 1 ? 40 + of_scales : g.consumers > 1 ? 56 + of_scales : 96;
@@ -66,16 +64,6 @@ constexpr int consumer_registers(const ForwardGroups& g) {
   const int all = launch_registers(g) * (g.consumers + 1 + g.converters) - producer_registers(g) -
                   g.converters * converter_registers(g);
   return all / g.consumers < 240 ? all / g.consumers / 8 * 8 : 240;
-}
-
-/// Of a consumer that computes S for another one, too: more, and the other one has fewer, where S is of 64
-/// keys and registers are short.
-constexpr int scorer_registers(const ForwardGroups& g) {
-  return g.rows == DecodedRows::straight_latents ? 208 : consumer_registers(g);
-}
-constexpr int follower_registers(const ForwardGroups& g) {
-  if (g.rows != DecodedRows::straight_latents) return consumer_registers(g);
-  return 4 * launch_registers(g) - producer_registers(g) - converter_registers(g) - scorer_registers(g);
 }
 
 /// Over few rows two warpgroups compute, beside a producer that copies rows.
@@ -252,11 +240,6 @@ struct ForwardLayout {
     return (bytes + kCodeAlignment - 1) / kCodeAlignment * kCodeAlignment;
   }
   constexpr int code_slots() const { return fewest_code_slots() + more_code_slots(); }
-  /// Latents that are decoded come straight from memory where slots do not fit: see straight_latents.cuh.
-  constexpr bool straight() const {
-    return row_pitch > 0 && shared_kv && d_split == 2 && bc == 64 && joined_queries == 0 &&
-           bytes_without_slots(1) + kFewestCodeSlots * code_slot_cost() > limit();
-  }
   constexpr int column_terms() const { return code_tiles() + code_slots() * code_slot_bytes(); }
   constexpr int column_terms_bytes() const { return reads_column_terms ? bc * 4 : 0; }
   constexpr int key_scales_begin() const { return column_terms() + stages * column_terms_bytes(); }
@@ -302,13 +285,10 @@ struct ForwardLayout {
   constexpr int o_bytes() const { return warpgroups() * tile_bytes(kWarpgroupRows, head_dim_v); }
   /// Full and empty, for what the score reads.
   constexpr int score_barriers() const { return reads_bias_tile || reads_column_terms ? 2 : 0; }
-  constexpr int fewest_code_slots() const {
-    return code_products ? 1 : codes && !straight() ? kFewestCodeSlots : 0;
-  }
+  constexpr int fewest_code_slots() const { return code_products ? 1 : codes ? kFewestCodeSlots : 0; }
   /// As many as fit: they are what is on its way from memory.
   constexpr int more_code_slots() const {
-    const int more =
-        codes && !straight() && limit() > bytes_with_o() ? (limit() - bytes_with_o()) / code_slot_cost() : 0;
+    const int more = codes && limit() > bytes_with_o() ? (limit() - bytes_with_o()) / code_slot_cost() : 0;
     const int most = few_rows() ? kFewRowsSlots - kFewestCodeSlots : kMoreCodeSlots,
               fits = more < most ? more : most;
     return row_pitch > 0 && !shared_kv ? fits / 2 * 2 : fits;  // K's and V's take turns
@@ -320,12 +300,10 @@ struct ForwardLayout {
   /// Of a slot without O, with the fewest slots for codes. Barriers: two for each warpgroup's Q, four for
   /// each stage of K and V and those of the score, one for each work tile, and those of codes.
   constexpr int bytes_of(int q_count) const {
-    return bytes_without_slots(q_count) + fewest_code_slots() * code_slot_cost();
-  }
-  constexpr int bytes_without_slots(int q_count) const {
     return q_count * q_bytes() + p_bytes() + parts_bytes() + handoff_bytes() + joined_parts_bytes() +
            stages * (k_bytes() + v_bytes() + bias_tile_bytes() + column_terms_bytes() + key_scales_bytes()) +
            kKeptWorkTiles * kWorkTileBytes + list_entries_bytes() + present_keys_bytes() +
+           fewest_code_slots() * code_slot_cost() +
            (2 * warpgroups() * q_count + (4 + score_barriers()) * stages + kKeptWorkTiles) * 8;
   }
 };

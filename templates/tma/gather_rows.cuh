@@ -26,8 +26,9 @@ struct KeyGroups {
 
 /// What the page table, or a query's list, says of a warp's keys. Nothing waits for it here, so that it is
 /// read a tile ahead.
-template <class P, class Groups = KeyGroups<P>>
+template <class P>
 struct KeyEntries {
+  using Groups = KeyGroups<P>;
   using List = KeyList<P>;
   typename List::Entry entry[Groups::kOwn];
 
@@ -88,14 +89,15 @@ template <class P>
 using EntryMarks = Conditional<P::kJoinsLists, MarksOfQueries<P>, MarksOfQuery<P>>;
 
 /// The slots of a warp's keys of a KV tile; -1: no key.
-template <class P, class Groups = KeyGroups<P>>
+template <class P>
 struct GatheredKeys : EntryMarks<P> {
+  using Groups = KeyGroups<P>;
   int slot[Groups::kOwn];
 
   __device__ __forceinline__ GatheredKeys() {}
   __device__ __forceinline__ GatheredKeys(const Params& p, const WorkTile<P>& work, int begin,
                                           const FirstKey<kLeavesPages<P>>& first_key,
-                                          const KeyEntries<P, Groups>& entries, int warp) {
+                                          const KeyEntries<P>& entries, int warp) {
 #pragma unroll
     for (int own = 0; own < Groups::kOwn; ++own) {
       const int n = begin + Groups::at(own, warp);

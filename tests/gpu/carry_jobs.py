@@ -103,13 +103,6 @@ def distributed(name: str, seconds: int, options: str) -> Job:
     return Job(f"rings:{name}", command, seconds, gpus=2, alone=True)
 
 
-def configs(name: str, seconds: int, spec: str, shape: str, *chosen: str) -> Job:
-    """Times tile configurations in turn that the heuristics do not take."""
-    each = f"build/tools/flashjit bench --spec '{spec}' --shape {shape} --csv $RESULTS/{name}.csv --config"
-    command = f"for config in {' '.join(chosen)} {chosen[0]}; do {each} $config || failed=1; done; [ -z ${{failed:-}} ]"
-    return Job(f"configs:{name}", command, seconds, alone=True)
-
-
 def cache_formats(name: str, script: str, seconds: int, problems: str = "") -> Job:
     """Caches in all formats that a script of tools/bench times; warm compiles each format's kernels in a process of its own."""
     plain = f"python3 tools/bench/{script}.py --lib build/libflashjit.so --problems '{problems}'"
@@ -118,18 +111,6 @@ def cache_formats(name: str, script: str, seconds: int, problems: str = "") -> J
     return Job(name, f"{plain} --csv $RESULTS/{script}.csv", seconds, alone=True, warm=warm)
 
 
-LATENT_TILES = tuple(f"sm90:br64:{keys}:w8:s2:d_split2:split:pack_gqa" for keys in ("bc32", "bc64"))
-DECODES = tuple(
-    f"sm90:br64:{rest}:split"
-    for rest in ("bc128:w4:s2", "bc128:w4:s3", "bc96:w4:s3", "bc64:w4:s4", "bc64:w4:s2:min_blocks2")
-)
-FEW_CODES = tuple(
-    f"sm90:{rest}:split:pack_gqa"
-    for rest in ("br64:bc64:w4:s2:min_blocks2", "br128:bc128:w8:s2", "br128:bc64:w8:s3", "br64:bc128:w4:s2")
-)
-CODES_FROM_PAGES = tuple(
-    f"sm90:br128:{rest}" for rest in ("bc128:w8:s2", "bc128:w8:s2:decode_cache", "bc96:w8:s3:decode_cache")
-)
 EXAMPLES = """
 ls build/tools/examples/example_* || exit 77 # not built
 for example in build/tools/examples/example_*; do
@@ -225,22 +206,6 @@ def all_jobs(first: str) -> list[Job]:
             )
             for model, page in (("llama", 16), ("qwen3", 1), ("mistral", 1))
         ),
-        configs(
-            "latents",
-            60,
-            "fwd:bf16:d576x512:kv{fp8_ds_mla}:shared_kv:indices",
-            "b128:hq128:hkv1:sq1:skv32768",
-            *LATENT_TILES,
-        ),
-        configs(
-            "codes",
-            60,
-            "fwd:bf16:d256:kve4m3:q_codes:causal:pages16",
-            "b4:hq16:hkv16:sq4096:skv4096",
-            *CODES_FROM_PAGES,
-        ),
-        configs("decode", 60, "fwd:bf16:d128:cache", "b64:hq32:hkv8:sq1:skv4096", *DECODES),
-        configs("few_codes", 60, "fwd:bf16:d64:kve4m3:causal:cache", "b64:hq64:hkv8:sq16:skv4096", *FEW_CODES),
         Job(
             "host",
             "python3 tools/bench/python_host.py --rounds 300 --csv $RESULTS/host.csv --commit $COMMIT && "

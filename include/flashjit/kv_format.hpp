@@ -20,11 +20,12 @@ struct KvRow {
   int block_step = 0;  ///< from a block's codes to the next block's
   int scales = 0;      ///< of the first block; of scales in a tensor of their own in that one's row
   int zeros = 0;       ///< of the first block, likewise
-  int scale_step = 0;  ///< from a block's scale, or zero point, to the next block's
+  int scale_step = 0;  ///< from a block's scale to the next block's
+  int zero_step = 0;   ///< the same of zero points, in bits
   int tail = 0;
   int bytes = 0;
-  int alignment = 16;     ///< of rows: pointers and strides are multiples
-  int scale_columns = 0;  ///< numbers in a row of the scales' tensor: scales, then zero points; 0: no tensor
+  int alignment = 16;       ///< of rows: pointers and strides are multiples
+  int scale_columns = 0;    ///< numbers in a row of the scales' tensor: scales, then zero points; 0: none
   int scale_alignment = 0;  ///< of these rows
 
   bool operator==(const KvRow&) const = default;
@@ -34,7 +35,7 @@ struct KvRow {
 ///
 /// As text a name, or its parts: codes, then in this order "g32" (a scale for 32 columns) or "row" (one for
 /// the row), the scale's type, "before" (a block's scale is before its codes) or "apart" (scales are in a
-/// tensor of their own), "zero" or "min", "halves", "tail64" or "tail64xfp16", and "scaled":
+/// tensor of their own), "zero", "zero=uint4" or "min", "halves", "tail64" or "tail64xfp16", and "scaled":
 /// "int4:g32:fp16:zero", "nvfp4", "q8_0", "fp8_ds_mla", "int4:g32:fp16:apart". With "keys32" in the place of
 /// "g32" 32 keys share a scale for each column, apart: "uint2:keys32:fp16:min". Codes alone, "e4m3" or
 /// "int4", have the scales of the call's k_scale or v_scale.
@@ -76,8 +77,10 @@ struct KvFormat {
 
   Code code = Code::element;
   Scales scales = Scales::argument;
-  Number scale_type = Number::fp32;  ///< of scales in the row, and of zero points
+  Number scale_type = Number::fp32;  ///< of scales in the row, and of most zero points
   Zero zero = Zero::none;            ///< behind the row's scales, or behind the block's scale
+  int zero_bits = 0;  ///< of zero points that are integers, counted from the least code: 2, 4 or 8; 0: of the
+                      ///< scales' type
   Packing packing = Packing::neighbors;
   bool second_scale = false;        ///< scales of the row are multiplied with the call's k_scale or v_scale
   Number tail_type = Number::bf16;  ///< bf16 or fp16

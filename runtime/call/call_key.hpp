@@ -64,7 +64,7 @@ struct CallKeyView {
         static_cast<std::uint8_t>(f.packing),    static_cast<std::uint8_t>(f.second_scale),
         static_cast<std::uint8_t>(f.tail_type),  static_cast<std::uint8_t>(f.block),
         static_cast<std::uint8_t>(f.tail),       static_cast<std::uint8_t>(f.tail >> 8),
-        static_cast<std::uint8_t>(f.keys)};
+        static_cast<std::uint8_t>(f.keys),       static_cast<std::uint8_t>(f.zero_bits)};
     return XXH3_64bits_withSeed(parts, sizeof parts,
                                 f.book.empty() ? 0 : XXH3_64bits(f.book.data(), f.book.size() * 4));
   }

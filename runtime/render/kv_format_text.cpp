@@ -63,6 +63,8 @@ std::string struct_text(const char* name, const KvFormat& format, int dim, const
   add("int", "kScales", row.scales);
   add("int", "kZeros", row.zeros);
   add("int", "kScaleStep", row.scale_step);
+  add("int", "kZeroBits", format.zero_bits);
+  add("int", "kZeroStep", row.zero_step);
   add("int", "kTail", row.tail);
   add("int", "kBytes", row.bytes);
   add("int", "kAlignment", row.alignment);

@@ -124,8 +124,14 @@ Quantizer symmetric(const KvFormat& format, std::span<const float> values, float
   return {encode_scale(format.scale_type, wanted, scale) * argument};
 }
 
+/// A zero point among others of fewer bits than a byte, which are written in their order.
+void put_zero_bits(unsigned bits, int shift, std::uint8_t* to) {
+  *to = static_cast<std::uint8_t>(shift == 0 ? bits : *to | bits << shift);
+}
+
+/// `zero_shift`: where in its byte a zero point of few bits is.
 Quantizer with_zero(const KvFormat& format, std::span<const float> values, float argument,
-                    std::uint8_t* scale, std::uint8_t* zero) {
+                    std::uint8_t* scale, std::uint8_t* zero, int zero_shift) {
   float low = values[0], high = values[0];
   bool finite = true;
   for (const float value : values) {
@@ -145,8 +151,13 @@ Quantizer with_zero(const KvFormat& format, std::span<const float> values, float
   if (!finite) low = high = kNaN;
   const float range = (high - low) / argument;
   const float step = encode_scale(format.scale_type, range == 0 ? 1 : range / levels, scale) * argument;
-  const float at = static_cast<float>(lowest) - std::nearbyint(low / step);
-  return {step, encode_number(format.scale_type, at, zero)};
+  const float from_lowest = -std::nearbyint(low / step);
+  if (format.zero_bits == 0)
+    return {step, encode_number(format.scale_type, static_cast<float>(lowest) + from_lowest, zero)};
+  const auto most = static_cast<float>((1 << format.zero_bits) - 1);
+  const auto bits = static_cast<unsigned>(std::isnan(from_lowest) ? 0 : std::clamp(from_lowest, 0.0f, most));
+  put_zero_bits(bits, zero_shift, zero);
+  return {step, static_cast<double>(lowest) + bits};
 }
 
 std::uint64_t small_bits(Number type, float value) {
@@ -294,19 +305,26 @@ namespace {
 Quantizer decoded_quantizer(const KvFormat& format, const KvRow& at, const std::uint8_t* scales, int index,
                             double argument) {
   const std::ptrdiff_t step = std::ptrdiff_t{index} * at.scale_step;
-  const auto number = [&](int first) { return decode_number(format.scale_type, scales + first + step); };
   if (format.scales == KvFormat::Scales::argument) return {argument, 0};
-  const double zero = format.zero == Zero::none ? 0 : number(at.zeros);
-  return {number(at.scales) * argument, format.zero == Zero::added ? zero * argument : zero};
+  const double scale = decode_number(format.scale_type, scales + at.scales + step) * argument;
+  if (format.zero == Zero::none) return {scale, 0};
+  const std::ptrdiff_t bit = std::ptrdiff_t{index} * at.zero_step;
+  const std::uint8_t* const of_zero = scales + at.zeros + bit / 8;
+  if (format.zero_bits > 0)
+    return {scale, static_cast<double>(integers_of(format.code).low +
+                                       (*of_zero >> bit % 8 & ((1 << format.zero_bits) - 1)))};
+  const double zero = decode_number(format.scale_type, of_zero);
+  return {scale, format.zero == Zero::added ? zero * argument : zero};
 }
 
 Quantizer found_quantizer(const KvFormat& format, const KvRow& at, std::span<const float> values,
                           float argument, std::uint8_t* scales, int index) {
   if (format.scales == KvFormat::Scales::argument) return {argument, 0};
   const std::ptrdiff_t step = std::ptrdiff_t{index} * at.scale_step;
-  std::uint8_t *scale = scales + at.scales + step, *zero = scales + at.zeros + step;
-  return format.zero == Zero::none ? symmetric(format, values, argument, scale)
-                                   : with_zero(format, values, argument, scale, zero);
+  const std::ptrdiff_t bit = std::ptrdiff_t{index} * at.zero_step;
+  std::uint8_t* const scale = scales + at.scales + step;
+  if (format.zero == Zero::none) return symmetric(format, values, argument, scale);
+  return with_zero(format, values, argument, scale, scales + at.zeros + bit / 8, static_cast<int>(bit % 8));
 }
 
 /// Puts the code of a column's value into its block's bytes, which were cleared.

@@ -1,6 +1,7 @@
 // Rows of K or V between elements and a KvFormat's bytes, on the host: what the kernels are checked against.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <span>
 #include <string_view>
@@ -12,6 +13,9 @@ namespace flashjit {
 /// As in the text of a format; the kernels' enumerators have the same names. Both refuse what has no name.
 std::string_view name_of(KvFormat::Code code);
 std::string_view name_of(KvFormat::Number type);
+
+/// Bits that zero points may have as integers.
+inline constexpr std::array kZeroBits{2, 4, 8};
 
 /// The value of a code; `code` has format.bits() bits.
 double code_value(const KvFormat& format, unsigned code);

@@ -63,7 +63,8 @@ std::string allowed() {
       "write {}or codes (e4m3, e5m2, int8, uint8, e2m1, int4, int4_offset, uint4, uint2, int5_offset, uint5, "
       "uint3, book(<values>)) and then, for scales of blocks, g16|g32|g64|g128|row|keys<n>, "
       "fp32|fp16|bf16|e4m3|e8m0, before|apart, "
-      "zero|min, halves, tail<columns>[xfp16], scaled, such as int4:g32:fp16:zero",
+      "zero|zero=uint2|zero=uint4|zero=uint8|min, halves, tail<columns>[xfp16], scaled, such as "
+      "int4:g32:fp16:zero",
       names);
 }
 
@@ -124,6 +125,20 @@ bool parse_number(std::string_view word, Number& number) {
   return false;
 }
 
+/// "zero", of the scales' type, "zero=uint4" or "min".
+bool parse_zero(std::string_view text, std::string_view word, KvFormat& format) {
+  if (!word.starts_with("zero") && word != "min") return false;
+  format.zero = word == "min" ? Zero::added : Zero::subtracted;
+  if (word == "min" || word == "zero") return true;
+  for (const int bits : kZeroBits)
+    if (word == fmt::format("zero=uint{}", bits)) {
+      format.zero_bits = bits;
+      return true;
+    }
+  refuse_text(text, fmt::format("has {} where zero, zero=uint2, zero=uint4 or zero=uint8 should stand",
+                                quoted(word)));
+}
+
 /// "tail64" or "tail64xfp16".
 bool parse_tail(std::string_view text, std::string_view word, KvFormat& format) {
   if (!word.starts_with("tail")) return false;
@@ -156,10 +171,7 @@ KvFormat parse_parts(std::string_view text) {
       format.scales = Scales::before_block;
     else if (format.keys == 0 && take("apart"))
       format.scales = Scales::apart;
-    if (take("zero"))
-      format.zero = Zero::subtracted;
-    else if (take("min"))
-      format.zero = Zero::added;
+    if (next < words.size() && parse_zero(text, words[next], format)) ++next;
     if (take("halves")) format.packing = Packing::halves;
     if (next < words.size() && parse_tail(text, words[next], format)) ++next;
     format.second_scale = take("scaled");
@@ -185,6 +197,7 @@ std::string parts_of(const KvFormat& format) {
   if (format.scales == Scales::before_block) out += ":before";
   if (format.scales == Scales::apart && format.keys == 0) out += ":apart";
   if (format.zero == Zero::subtracted) out += ":zero";
+  if (format.zero_bits > 0) out += fmt::format("=uint{}", format.zero_bits);
   if (format.zero == Zero::added) out += ":min";
   if (format.packing == Packing::halves) out += ":halves";
   if (format.tail > 0)
@@ -195,13 +208,13 @@ std::string parts_of(const KvFormat& format) {
 
 /// Without scales in the row there is nothing that these could belong to.
 void validate_argument_scales(const KvFormat& format) {
-  const char* with_row = format.block != 0                      ? "a block"
-                         : format.keys != 0                     ? "keys that share a scale"
-                         : format.zero != Zero::none            ? "zero points"
-                         : format.packing != Packing::neighbors ? "packing in halves"
-                         : format.second_scale                  ? "a second scale"
-                         : format.tail != 0                     ? "a tail"
-                                                                : nullptr;
+  const char* with_row = format.block != 0                                    ? "a block"
+                         : format.keys != 0                                   ? "keys that share a scale"
+                         : format.zero != Zero::none || format.zero_bits != 0 ? "zero points"
+                         : format.packing != Packing::neighbors               ? "packing in halves"
+                         : format.second_scale                                ? "a second scale"
+                         : format.tail != 0                                   ? "a tail"
+                                                                              : nullptr;
   if (with_row)
     refuse(
         "the KV format has {}, but its scales are an argument of the call; give scales in the row, such as "
@@ -228,6 +241,25 @@ void validate_keys(const KvFormat& format) {
         format.keys);
 }
 
+/// Zero points that are integers are where in the codes' range zero is.
+void validate_zero_bits(const KvFormat& format) {
+  if (format.zero_bits == 0) return;
+  if (std::ranges::find(kZeroBits, format.zero_bits) == kZeroBits.end())
+    refuse("the KV format has zero points of {} bits; they have 2, 4 or 8, or the type of the scales",
+           format.zero_bits);
+  if (format.zero != Zero::subtracted)
+    refuse(
+        "the KV format has zero points of {} bits, but none is subtracted; give zero=uint{}, or leave them "
+        "out",
+        format.zero_bits, format.zero_bits);
+  if (format.zero_bits < format.bits())
+    refuse(
+        "the KV format has zero points of {} bits and codes of {}; each code may be zero, so give zero "
+        "points of "
+        "as many bits or more",
+        format.zero_bits, format.bits());
+}
+
 void validate_block_scales(const KvFormat& format) {
   name_of(format.scale_type);
   if (format.block != 0 && !is_group(format.block))
@@ -240,9 +272,13 @@ void validate_block_scales(const KvFormat& format) {
         "the KV format has zero points, but its codes are {}, which are signed floats; leave zero and min "
         "out",
         name_of(format.code));
-  if (format.zero != Zero::none && (format.scale_type == Number::e8m0 || format.scale_type == Number::e4m3))
-    refuse("the KV format has zero points of type {}; they are fp32, fp16 or bf16, as its scales then are",
-           name_of(format.scale_type));
+  validate_zero_bits(format);
+  if (format.zero != Zero::none && format.zero_bits == 0 &&
+      (format.scale_type == Number::e8m0 || format.scale_type == Number::e4m3))
+    refuse(
+        "the KV format has zero points of type {}; they are fp32, fp16 or bf16, as its scales then are, or "
+        "integers, zero=uint4",
+        name_of(format.scale_type));
   if (format.zero == Zero::added && !is_unsigned(format.code))
     refuse(
         "the KV format adds the least element of a block to codes {}, which are signed; use uint4, or zero",
@@ -277,14 +313,18 @@ KvRow KvFormat::row(int dim) const {
   const int blocks = scales == Scales::argument || row.block == 0 ? 1 : row.columns / row.block;
   const bool in_row = scales == Scales::behind_codes || scales == Scales::before_block;
   const int code_bytes = row.block * bits() / 8, scale = in_row ? size_of(scale_type) : 0;
-  const int zero_bytes = zero == Zero::none ? 0 : scale;
   const bool before = scales == Scales::before_block;
+  const auto zero_bytes_of = [&](int numbers, int size) {
+    return zero == Zero::none ? 0 : zero_bits == 0 ? numbers * size : (numbers * zero_bits + 7) / 8;
+  };
+  const int zero_bytes = !in_row ? 0 : zero_bytes_of(before ? 1 : blocks, scale);
   row.codes = before ? scale + zero_bytes : 0;
   row.block_step = row.codes + code_bytes;
   row.scales = before ? 0 : blocks * code_bytes;
   row.scale_step = before ? row.block_step : scale;
   row.zeros = before ? scale : row.scales + blocks * scale;
-  row.tail = blocks * (code_bytes + scale + zero_bytes);
+  row.zero_step = zero_bits == 0 || before ? row.scale_step * 8 : zero_bits;
+  row.tail = before ? blocks * row.block_step : row.zeros + zero_bytes;
   row.bytes = row.tail + tail * 2;
   for (const int place : {row.codes, row.block_step, row.scales, row.tail, row.bytes})
     row.alignment = std::gcd(row.alignment, place);
@@ -293,8 +333,11 @@ KvRow KvFormat::row(int dim) const {
   row.scales = 0;
   row.scale_step = size_of(scale_type);
   row.zeros = numbers * row.scale_step;
-  row.scale_columns = numbers * (zero == Zero::none ? 1 : 2);
+  row.zero_step = zero_bits == 0 ? row.scale_step * 8 : zero_bits;
   row.scale_alignment = keys == 0 ? row.scale_step : 16;  // columns' are read 16 at a time
+  const int unit = zero_bits == 0 ? row.scale_step : row.scale_alignment;
+  const int all = row.zeros + zero_bytes_of(numbers, row.scale_step);
+  row.scale_columns = (all + unit - 1) / unit * unit / row.scale_step;
   return row;
 }
 

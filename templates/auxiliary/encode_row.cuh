@@ -75,11 +75,18 @@ __device__ __forceinline__ KvQuantizer quantizer_for(const BlockExtremes& found,
   const bool added = Format::kZero == KvZero::added;
   const float low = !found.finite ? nan : added ? found.low : fminf(found.low, 0.0f);
   const float high = !found.finite ? nan : added ? found.high : fmaxf(found.high, 0.0f);
+  constexpr bool kOfIntegers = Format::kZeroBits > 0;  // which store_zeros() writes
   unsigned zero_bits = added ? bits_of_number<kType>(low / argument) : 0u;
   const float least = number_of_bits<kType>(zero_bits);
   const float range = added ? high / argument - least : (high - low) / argument;
   const unsigned bits = bits_of_scale<kType>(range == 0.0f ? 1.0f : range / kLevels);
   const float scale = number_of_bits<kType>(bits) * argument;
+  if (kOfIntegers) {
+    constexpr int kMost = (1 << Format::kZeroBits) - 1;
+    if (writes) store_bytes<kBytes, Format::kScaleAlignment>(scale_at, bits);
+    const int zero = clamped(__float2int_rn(-(low / scale)), 0, kMost);
+    return {factor_of_scale<Format>(scale), static_cast<float>(kLowestCode<Format> + zero)};
+  }
   if (!added) zero_bits = bits_of_number<kType>(static_cast<float>(kLowestCode<Format>) - rintf(low / scale));
   if (writes) {
     store_bytes<kBytes, Format::kScaleAlignment>(scale_at, bits);
@@ -87,6 +94,22 @@ __device__ __forceinline__ KvQuantizer quantizer_for(const BlockExtremes& found,
   }
   const float zero = number_of_bits<kType>(zero_bits);
   return {factor_of_scale<Format>(scale), added ? zero * argument : zero};
+}
+
+/// Writes zero points that are integers, of `count` blocks or columns in their order, by `threads` threads.
+template <class Format>
+__device__ __forceinline__ void store_zeros(const KvQuantizer* quantizers, int count, int thread, int threads,
+                                            unsigned char* scales) {
+  constexpr int kPerByte = Format::kZeroStep < 8 ? 8 / max(Format::kZeroBits, 1) : 1;
+  for (int first = thread * kPerByte; first < count; first += threads * kPerByte) {
+    unsigned bits = 0;
+#pragma unroll
+    for (int i = 0; i < kPerByte; ++i)
+      if (first + i < count)
+        bits |= static_cast<unsigned>(static_cast<int>(quantizers[first + i].zero) - kLowestCode<Format>)
+                << i * Format::kZeroBits;
+    scales[Format::kZeros + first * Format::kZeroStep / 8] = static_cast<unsigned char>(bits);
+  }
 }
 
 /// The code of an element, in its lowest bits.
@@ -136,6 +159,7 @@ struct RowEncoder {
       if (lane % kLanes == 0) quantizers[block] = by;
     }
     __syncwarp();
+    if (Format::kZeroBits > 0) store_zeros<Format>(quantizers, kBlocks, lane, 32, scales);
     constexpr int kBlockBytes = Format::kBlock * Format::kBits / 8;
     for (int i = lane; i < kBlocks * kBlockBytes; i += 32) {
       const int block = i / kBlockBytes, byte = i % kBlockBytes;

@@ -68,6 +68,11 @@ __device__ void quantize_keys(const QuantizeParams& p) {
                                                  scales + Format::kScales + column * Format::kScaleStep,
                                                  scales + Format::kZeros + column * Format::kScaleStep);
   }
+  if (Format::kZeroBits > 0) {
+    __syncthreads();
+    store_zeros<Format>(quantizers, Format::kColumns, static_cast<int>(threadIdx.x), Extremes::kThreads,
+                        scales);
+  }
 #pragma unroll 1
   for (int n = 0; n < Format::kKeys; n += kQuantizedRows) {
     load_rows(n);

@@ -15,17 +15,22 @@ template <class Format>
 struct ColumnScales8 {
   static constexpr KvNumber kType = Format::kScaleType;
   static constexpr int kSize = size_of(kType);
-  unsigned factors[2 * kSize], zeros[2 * kSize];
+  static constexpr int kZeroBits = Format::kZeroBits;
+  static constexpr int kZeroBytes = kZeroBits > 0 ? kZeroBits : 8 * kSize;
+  unsigned factors[2 * kSize], zeros[(kZeroBytes + 3) / 4];
 
   /// Of columns [column, column + 8); `scales` is the row of the keys' group.
   __device__ __forceinline__ void load(const unsigned char* scales, int column) {
     constexpr int kAlignment = min(8 * kSize, Format::kScaleAlignment);
     load_bytes<8 * kSize, kAlignment>(scales + Format::kScales + column * kSize, factors);
     if (Format::kZero != KvZero::none)
-      load_bytes<8 * kSize, kAlignment>(scales + Format::kZeros + column * kSize, zeros);
+      load_bytes<kZeroBytes, min(kZeroBytes, Format::kScaleAlignment)>(
+          scales + Format::kZeros + (kZeroBits > 0 ? column / 8 * kZeroBits : column * kSize), zeros);
   }
   __device__ __forceinline__ float apply(float value, int i) const {
-    const float zero = Format::kZero != KvZero::none ? number_of_words<kType>(zeros, i) : 0.0f;
+    const float zero = kZeroBits > 0 ? integer_zero<Format>(zeros[i * kZeroBits / 32], i * kZeroBits % 32)
+                       : Format::kZero != KvZero::none ? number_of_words<kType>(zeros, i)
+                                                       : 0.0f;
     return scaled<Format>(value, number_of_words<kType>(factors, i), zero);
   }
   /// Of codes `first` to `first` + 7.

@@ -34,11 +34,6 @@ template <class Format>
 constexpr bool kHasFloatCodes =
     Format::kCode == KvCode::e4m3 || Format::kCode == KvCode::e5m2 || Format::kCode == KvCode::e2m1;
 template <class Format>
-constexpr int kLowestCode = Format::kCode == KvCode::int8                                           ? -128
-                            : Format::kCode == KvCode::int4 || Format::kCode == KvCode::int4_offset ? -8
-                            : Format::kCode == KvCode::int5_offset                                  ? -16
-                                                                                                    : 0;
-template <class Format>
 constexpr bool kOffsetCodes = Format::kCode == KvCode::int4_offset || Format::kCode == KvCode::int5_offset;
 template <class Format>
 constexpr int kHighestCode = kLowestCode<Format> + (1 << Format::kBits) - 1;

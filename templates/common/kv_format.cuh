@@ -145,6 +145,17 @@ __device__ __forceinline__ void load_tail16(const unsigned char* row, int column
   for (int i = 0; i < 16; ++i) to[i] = number_of_words<Format::kTailType>(words, i);
 }
 
+template <class Format>
+constexpr int kLowestCode = Format::kCode == KvCode::int8                                           ? -128
+                            : Format::kCode == KvCode::int4 || Format::kCode == KvCode::int4_offset ? -8
+                            : Format::kCode == KvCode::int5_offset                                  ? -16
+                                                                                                    : 0;
+/// A zero point that is an integer, from a word of these.
+template <class Format>
+__device__ __forceinline__ float integer_zero(unsigned word, int shift) {
+  return static_cast<float>(kLowestCode<Format> +
+                            static_cast<int>(word >> shift & ((1u << Format::kZeroBits) - 1)));
+}
 /// A value times its scale, with the zero point.
 template <class Format>
 __device__ __forceinline__ float scaled(float value, float scale, float zero) {
@@ -206,8 +217,12 @@ __device__ __forceinline__ void load_codes16(const unsigned char* row, const uns
   to.scale = argument, to.zero = 0.0f;
   if (Format::kBlockScales)
     to.scale *= load_number<Format::kScaleType, Format::kScaleAlignment>(of_block + Format::kScales);
-  if (Format::kBlockScales && Format::kZero != KvZero::none)
+  if (Format::kBlockScales && Format::kZero != KvZero::none && Format::kZeroBits == 0)
     to.zero = load_number<Format::kScaleType, Format::kScaleAlignment>(of_block + Format::kZeros);
+  if (Format::kBlockScales && Format::kZeroBits > 0) {
+    const int bit = block * Format::kZeroStep;
+    to.zero = integer_zero<Format>(scales[Format::kZeros + bit / 8], bit % 8);
+  }
   if (Format::kZero == KvZero::added) to.zero *= argument;
 }
 

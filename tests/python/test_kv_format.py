@@ -81,7 +81,19 @@ def decode_book(rows, scale):
     return values[bits @ [1, 2, 4]] * d
 
 
+def decode_uint4_with_uint4(rows, scale):  # as AWQ: zero points of four bits, two to a byte
+    count = rows.shape[1] * 64 // 37 // 32 * 32  # 37 bytes for 64 columns
+    codes, zeros = (
+        numpy.stack([part & 15, part >> 4], axis=-1).reshape(len(rows), -1).astype(numpy.float64)
+        for part in (rows[:, : count // 2], rows[:, count // 2 + count // 16 :])
+    )
+    scales = rows[:, count // 2 : count // 2 + count // 16].copy().view(numpy.float16).astype(numpy.float64)
+    zeros = zeros[:, : count // 32]
+    return (codes - zeros.repeat(32, axis=1)) * scales.repeat(32, axis=1)
+
+
 DECODERS = {
+    "uint4:g32:fp16:zero=uint4": decode_uint4_with_uint4,
     "q8_0": decode_q8_0,
     "q4_0": decode_q4_0,
     "q4_1": decode_q4_1,
@@ -91,7 +103,16 @@ DECODERS = {
     BOOK: decode_book,
 }
 #: The largest error of an element of a normal row.
-ERRORS = {"q8_0": 0.02, "q4_0": 0.4, "q4_1": 0.3, "q5_0": 0.2, "q5_1": 0.15, "nvfp4": 0.6, BOOK: 0.8}
+ERRORS = {
+    "uint4:g32:fp16:zero=uint4": 0.4,
+    "q8_0": 0.02,
+    "q4_0": 0.4,
+    "q4_1": 0.3,
+    "q5_0": 0.2,
+    "q5_1": 0.15,
+    "nvfp4": 0.6,
+    BOOK: 0.8,
+}
 
 
 def quantized(x, name):
@@ -122,6 +143,7 @@ def test_a_format_knows_its_bytes():
         "mxfp4": 68,
         "mxfp8": 132,
         "int4:g32:fp16:zero": 80,
+        "uint4:g32:fp16:zero=uint4": 74,
     }
     for text, size in sizes.items():
         assert flashjit.KvFormat(text).row_bytes(128) == size, text
@@ -193,7 +215,9 @@ def test_switches_stand_behind_formats():
     torch.testing.assert_close(out.bfloat16(), rounded)
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q4_1", "q5_0", "q5_1", "int4:g32:fp16:zero", "mxfp8"])
+@pytest.mark.parametrize(
+    "name", ["q8_0", "q4_1", "q5_0", "q5_1", "int4:g32:fp16:zero", "uint4:g32:fp16:zero=uint4", "mxfp8"]
+)
 def test_append_encodes_into_pages(name):
     torch.manual_seed(3)
     form = flashjit.KvFormat(name)

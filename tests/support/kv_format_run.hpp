@@ -533,6 +533,7 @@ inline std::vector<KvFormatCase> block_scale_cases(const std::vector<Family>& fa
   for (const Family family : families) {
     for (const char* spec :
          {"bf16:d128:kv{int4:g32:fp16:apart:zero}:pages16:causal",
+          "bf16:d128:k{int4:keys32:fp16:zero=uint4}:v{uint4:g32:fp16:apart:zero=uint4}:pages64:causal",
           "fp16:d64:k{e2m1:g16:e4m3:apart:scaled}:cache",
           "bf16:d64:k{q8_0}:v{uint2:g32:bf16:apart:min}:pages3", "bf16:d128:kv{e4m3:g64:fp32:apart:tail64}",
           "bf16:d576x512:kv{e4m3:g128:fp32:apart:tail64}:shared_kv:pages64:indices",

@@ -30,6 +30,9 @@ inline const std::vector<std::string>& kv_formats_of_128() {
                                                  "e2m1",
                                                  "int4:row:fp16",
                                                  "int4:g32:fp16:zero",
+                                                 "uint4:g32:fp16:zero=uint4",
+                                                 "int4:g64:bf16:before:zero=uint8",
+                                                 "uint2:g16:e4m3:zero=uint2:scaled",
                                                  "uint4:g64:bf16:min",
                                                  "uint2:g32:fp16:min",
                                                  "uint2:g16:fp32:zero",
@@ -54,14 +57,16 @@ inline const std::vector<std::string>& kv_formats_of_128() {
 /// Formats of 128 columns whose scales are in a tensor of their own.
 inline const std::vector<std::string>& kv_formats_apart() {
   static const std::vector<std::string> kFormats{
-      "int4:g32:fp16:apart:zero", "e2m1:g16:e4m3:apart:scaled",        "e4m3:g64:fp32:apart:tail64",
-      "uint2:g32:bf16:apart:min", "int4_offset:row:e8m0:apart:halves", "uint4:row:bf16:apart:zero"};
+      "int4:g32:fp16:apart:zero",        "e2m1:g16:e4m3:apart:scaled",        "e4m3:g64:fp32:apart:tail64",
+      "uint2:g32:bf16:apart:min",        "int4_offset:row:e8m0:apart:halves", "uint4:row:bf16:apart:zero",
+      "uint4:g32:fp16:apart:zero=uint4", "uint5:g64:e8m0:apart:zero=uint8"};
   return kFormats;
 }
 /// Formats whose keys share scales.
 inline const std::vector<std::string>& kv_formats_of_keys() {
-  static const std::vector<std::string> kFormats{"uint2:keys32:fp16:min", "int4:keys16:bf16:zero",
-                                                 "e4m3:keys64:fp32", "uint2:keys16:fp16:zero:tail64"};
+  static const std::vector<std::string> kFormats{
+      "uint2:keys32:fp16:min",         "int4:keys16:bf16:zero",       "e4m3:keys64:fp32",
+      "uint2:keys16:fp16:zero:tail64", "int4:keys32:fp16:zero=uint4", "uint2:keys16:fp32:zero=uint2:tail16"};
   return kFormats;
 }
 
@@ -78,8 +83,9 @@ inline std::string drawn_kv_format(std::mt19937& random) {
     if (random() % 6 != 0)  // else the scales are the call's
       text += one_of({":g16", ":g32", ":g64", ":g128", ":row", ":keys16", ":keys32"}) +
               one_of({":fp32", ":fp16", ":bf16", ":e4m3", ":e8m0"}) + one_of({"", "", ":before", ":apart"}) +
-              one_of({"", ":zero", ":min"}) + one_of({"", "", ":halves"}) +
-              one_of({"", "", ":tail64", ":tail16xfp16"}) + one_of({"", "", ":scaled"});
+              one_of({"", ":zero", ":min", ":zero=uint2", ":zero=uint4", ":zero=uint8"}) +
+              one_of({"", "", ":halves"}) + one_of({"", "", ":tail64", ":tail16xfp16"}) +
+              one_of({"", "", ":scaled"});
     try {
       parse_kv_format(text).validate_row(128);
       return text;

@@ -194,6 +194,10 @@ TEST(KvFormat, ErrorsSayWhatIsWrong) {
   says(message_of("uint4:g32:fp16"), {"uint4", "add zero or min"});
   says(message_of("uint4:g32:e8m0:min"), {"zero points of type e8m0", "fp32, fp16 or bf16"});
   says(message_of("int4:g32:fp16:min"), {"signed", "uint4"});
+  says(message_of("uint4:g32:fp16:zero=uint5"), {"'zero=uint5'", "zero=uint2, zero=uint4 or zero=uint8"});
+  says(message_of("uint4:g32:fp16:zero=uint4:min"), {"'min'", "out of order"});
+  says(message_of("uint8:g32:fp16:zero=uint4"), {"zero points of 4 bits and codes of 8", "as many bits"});
+  says(message_of("e2m1:g32:fp16:zero=uint4"), {"zero points", "e2m1", "leave zero and min out"});
   says(message_of("int8:g32:fp16:halves"), {"halves", "4 or 5 bits"});
   says(message_of("uint3:g32:fp16:min:halves"), {"halves", "4 or 5 bits"});
   says(message_of("uint5:g32:fp16"), {"uint5", "add zero or min"});
@@ -232,6 +236,10 @@ TEST(KvFormat, BytesOfRows) {
   EXPECT_EQ(bytes("e4m3", 128), 128);
   EXPECT_EQ(bytes("int4:row:fp16", 128), 64 + 2);
   EXPECT_EQ(bytes("uint2:g32:fp16:min", 128), 32 + 4 * 4);
+  EXPECT_EQ(bytes("uint4:g32:fp16:zero=uint4", 128), 64 + 4 * 2 + 2);
+  EXPECT_EQ(bytes("uint4:row:fp16:zero=uint4", 128), 64 + 2 + 1);
+  EXPECT_EQ(bytes("uint4:g32:fp16:before:zero=uint4", 128), 4 * (2 + 1 + 16));
+  EXPECT_EQ(bytes("uint8:g64:fp32:zero=uint8:tail64", 192), 128 + 2 * 4 + 2 + 128);
   EXPECT_EQ(bytes("element", 128), 256);
 }
 
@@ -244,6 +252,48 @@ TEST(KvFormat, AlignmentsOfRows) {
   EXPECT_EQ(alignment("mxfp8", 128), 4);
   EXPECT_EQ(alignment("e4m3", 128), 16);
   EXPECT_EQ(alignment("int4:g32:e8m0:before", 128), 1);
+}
+
+/// As AWQ and GPTQ pack them: two zero points of four bits in a byte, the first in its lower half.
+TEST(KvFormat, RowsWithZeroPointsOfFourBits) {
+  Bytes row(16 + 2 * 2 + 1);
+  for (int i = 0; i < 16; ++i) row[i] = static_cast<std::uint8_t>((2 * i % 16) | (2 * i + 1) % 16 << 4);
+  row[17] = 0x38, row[19] = 0x40;  // 0.5 and 2
+  row[20] = 3 | 12 << 4;
+  for (const char* codes : {"uint4", "int4_offset"}) {
+    const KvFormat format = parse_kv_format(std::string(codes) + ":g16:fp16:zero=uint4");
+    const Values values = decoded(format, 32, row);
+    for (int i = 0; i < 32; ++i) EXPECT_EQ(values[i], (i % 16 - (i < 16 ? 3 : 12)) * (i < 16 ? 0.5 : 2)) << i;
+    EXPECT_EQ(encoded(format, values), row) << codes;
+  }
+}
+
+/// Every code with every zero point, wherever scales are: blocks that have all codes keep their bytes.
+TEST(KvFormat, EveryCodeWithEveryZeroPoint) {
+  for (const char* text :
+       {"uint4:g16:fp16:zero=uint4", "int4:g16:bf16:before:zero=uint8", "uint2:row:e4m3:zero=uint2",
+        "int8:row:fp32:apart:zero=uint8", "int4_offset:g32:e8m0:zero=uint4:halves",
+        "uint3:g16:fp16:apart:zero=uint4", "int4:g32:fp16:apart:zero=uint4:tail16"}) {
+    const KvFormat format = parse_kv_format(text);
+    const int codes = 1 << format.bits(), dim = 256 + format.tail,
+              block = format.block == 0 ? 256 : format.block;
+    for (int zero = 0; zero < codes; ++zero) {
+      Values values(static_cast<std::size_t>(dim));
+      for (int i = 0; i < 256; ++i) {
+        const int of_block = (zero + i / block) % codes, code = (i % block) % codes;
+        values[i] = std::ldexp(code - of_block, i / block % 3 - 1);
+      }
+      const Bytes row = encoded(format, values);
+      EXPECT_EQ(decoded(format, dim, row), values) << text << " " << zero;
+      EXPECT_EQ(encoded(format, decoded(format, dim, row)), row) << text << " " << zero;
+      const KvRow at = format.row(dim);
+      const std::uint8_t* const scales = row.data() + (format.has_block_scales() ? at.bytes : 0);
+      for (int i = 0; i < 256 / block; ++i) {
+        const int bit = at.zeros * 8 + i * at.zero_step;
+        EXPECT_EQ(scales[bit / 8] >> bit % 8 & ((1 << format.zero_bits) - 1), (zero + i) % codes) << text;
+      }
+    }
+  }
 }
 
 /// llama.cpp's block_q8_0: fp16 d, then int8 qs[32].
@@ -400,6 +450,17 @@ TEST(KvFormat, RowsOfNvfp4ApartAreThoseOfNvfp4) {
   Values values(64);
   for (int i = 0; i < 64; ++i) values[i] = std::sin(i) * (i / 16 + 1);
   EXPECT_EQ(encoded(apart, values, 0.25f), encoded(parse_kv_format("nvfp4"), values, 0.25f));
+}
+
+/// Zero points of fewer bits than a byte fill their rows up to whole numbers, and of keys to 16 bytes.
+TEST(KvFormat, ZeroPointsApartFillWholeNumbers) {
+  const auto columns = [](const char* text, int dim) { return parse_kv_format(text).row(dim).scale_columns; };
+  EXPECT_EQ(columns("uint4:g32:fp16:apart:zero=uint4", 128), 4 + 1);
+  EXPECT_EQ(columns("uint4:g32:fp16:apart:zero=uint4", 160), 5 + 2);
+  EXPECT_EQ(columns("uint8:row:fp32:apart:zero=uint8", 128), 1 + 1);
+  EXPECT_EQ(columns("uint4:keys32:fp16:zero=uint4", 128), 128 + 32);
+  EXPECT_EQ(columns("uint4:keys32:fp16:zero=uint4", 48), 48 + 16);
+  EXPECT_EQ(columns("uint2:keys32:fp32:zero=uint2", 16), 16 + 4);
 }
 
 /// KIVI's K: two bits, each column has a scale and the least element of 32 keys, in fp16.

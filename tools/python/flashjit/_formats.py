@@ -30,8 +30,8 @@ class KvFormat:
     """How a row of K or V is stored: a plain value, made from a name or from its parts.
 
     text: a name of KvFormat.names(), such as "nvfp4", "q8_0" or "fp8_ds_mla"; or codes ("e4m3", "int4", "uint2", ...) and then,
-        for scales in the row, "g32" (of 32 columns) or "row", their type, and "before", "zero" or "min", "halves", "tail64",
-        "scaled": "int4:g32:fp16:zero". "apart", as in "int4:g32:fp16:apart:zero", says that scales and zero points are in a tensor of
+        for scales in the row, "g32" (of 32 columns) or "row", their type, and "before", "zero", "zero=uint4" or "min", "halves",
+        "tail64", "scaled": "int4:g32:fp16:zero". "apart", as in "int4:g32:fp16:apart:zero", says that scales and zero points are in a tensor of
         their own, k_block_scale or v_block_scale; "keys32" in the place of "g32" that 32 keys share the scale of each column, apart:
         "uint2:keys32:fp16:min". Codes alone have the scales of k_scale or v_scale. A text that is wrong raises
         flashjit.InvalidArgument, which names the part and the allowed values.

@@ -38,7 +38,8 @@ struct KvRow {
 /// tensor of their own), "zero", "zero=uint4" or "min", "halves", "tail64" or "tail64xfp16", and "scaled":
 /// "int4:g32:fp16:zero", "nvfp4", "q8_0", "fp8_ds_mla", "int4:g32:fp16:apart". With "keys32" in the place of
 /// "g32" 32 keys share a scale for each column, apart: "uint2:keys32:fp16:min". Codes alone, "e4m3" or
-/// "int4", have the scales of the call's k_scale or v_scale.
+/// "int4", have the scales of the call's k_scale or v_scale. Codes of another meaning are an expression of
+/// code, scale and zero in the language of programs: "decode4((code - 8) * scale):g32:fp16".
 struct KvFormat {
   enum class Code : std::uint8_t {
     element,      ///< not quantized

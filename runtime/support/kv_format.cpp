@@ -5,15 +5,12 @@
 #include <algorithm>
 #include <array>
 #include <bit>
-#include <charconv>
 #include <cmath>
 #include <numeric>
-#include <optional>
 #include <utility>
 
 #include "support/kv_codec.hpp"
 #include "support/refuse.hpp"
-#include "support/text.hpp"
 
 namespace flashjit {
 namespace {
@@ -56,131 +53,7 @@ const CodeName& info_of(Code code) {
 /// Names that to_string() does not give: their parts are codes alone, or what heads of any kind may have.
 constexpr std::array<std::string_view, 4> kOtherNames{"fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla_nope"};
 
-std::string allowed() {
-  std::string names;
-  for (const NamedKvFormat& named : named_kv_formats()) names += fmt::format("{}, ", named.name);
-  return fmt::format(
-      "write {}or codes (e4m3, e5m2, int8, uint8, e2m1, int4, int4_offset, uint4, uint2, int5_offset, uint5, "
-      "uint3, book(<values>)) and then, for scales of blocks, g16|g32|g64|g128|row|keys<n>, "
-      "fp32|fp16|bf16|e4m3|e8m0, before|apart, "
-      "zero|zero=uint2|zero=uint4|zero=uint8|min, halves, tail<columns>[xfp16], scaled, such as "
-      "int4:g32:fp16:zero",
-      names);
-}
-
-[[noreturn]] void refuse_text(std::string_view text, std::string_view why) {
-  refuse("the KV format {} {}; {}", quoted(text), why, allowed());
-}
-
 bool is_unsigned(Code code) { return !info_of(code).is_float && name_of(code).starts_with('u'); }
-
-std::vector<float> parse_book(std::string_view text, std::string_view values) {
-  std::vector<float> book;
-  for (const std::string_view value : split(values, ',')) {
-    const char* const end = value.data() + value.size();
-    const auto [stop, error] = std::from_chars(value.data(), end, book.emplace_back());
-    if (error != std::errc() || stop != end)
-      refuse_text(text, fmt::format("has {}, which is no number", quoted(value)));
-  }
-  return book;
-}
-
-Code parse_code(std::string_view text, std::string_view word, KvFormat& format) {
-  if (word.starts_with("book(") && word.ends_with(')')) {
-    format.book = parse_book(text, word.substr(5, word.size() - 6));
-    return Code::book;
-  }
-  for (const CodeName& info : kCodes)
-    if (word == info.name && info.code != Code::book) return info.code;
-  refuse_text(text, fmt::format("begins with {}, which is neither a name nor codes", quoted(word)));
-}
-
-/// A number behind a prefix, as in "g32".
-std::optional<int> parse_count(std::string_view word, std::string_view prefix, const char* name) {
-  if (word.size() <= prefix.size() || !word.starts_with(prefix)) return {};
-  word.remove_prefix(prefix.size());
-  if (!std::ranges::all_of(word, [](char c) { return c >= '0' && c <= '9'; })) return {};
-  return static_cast<int>(parse_int(word, name, 1, 1 << 20));
-}
-
-/// What shares a scale: columns, "g32" or "row", or keys, "keys32".
-bool parse_block(std::string_view word, KvFormat& format) {
-  format.scales = Scales::behind_codes;
-  if (word == "row") return true;
-  if (const auto columns = parse_count(word, "g", "the block of columns")) {
-    format.block = *columns;
-    return true;
-  }
-  const auto keys = parse_count(word, "keys", "the group of keys");
-  if (keys) format.scales = Scales::apart, format.keys = *keys;
-  return keys.has_value();
-}
-
-bool parse_number(std::string_view word, Number& number) {
-  for (const auto& [type, name] : kNumbers)
-    if (word == name) {
-      number = type;
-      return true;
-    }
-  return false;
-}
-
-/// "zero", of the scales' type, "zero=uint4" or "min".
-bool parse_zero(std::string_view text, std::string_view word, KvFormat& format) {
-  if (!word.starts_with("zero") && word != "min") return false;
-  format.zero = word == "min" ? Zero::added : Zero::subtracted;
-  if (word == "min" || word == "zero") return true;
-  for (const int bits : kZeroBits)
-    if (word == fmt::format("zero=uint{}", bits)) {
-      format.zero_bits = bits;
-      return true;
-    }
-  refuse_text(text, fmt::format("has {} where zero, zero=uint2, zero=uint4 or zero=uint8 should stand",
-                                quoted(word)));
-}
-
-/// "tail64" or "tail64xfp16".
-bool parse_tail(std::string_view text, std::string_view word, KvFormat& format) {
-  if (!word.starts_with("tail")) return false;
-  const auto parts = split(word.substr(4), 'x');
-  format.tail = static_cast<int>(parse_int(parts[0], "the columns of the tail", 1, 1 << 20));
-  if (parts.size() > 2 || (parts.size() == 2 && !parse_number(parts[1], format.tail_type)))
-    refuse_text(text, fmt::format("has {} where tail<columns>x<type> should stand", quoted(word)));
-  return true;
-}
-
-KvFormat parse_parts(std::string_view text) {
-  KvFormat format;
-  const auto words = split(text, ':');
-  format.code = parse_code(text, words[0], format);
-  std::size_t next = 1;
-  const auto take = [&](std::string_view word) {
-    const bool found = next < words.size() && words[next] == word;
-    next += found;
-    return found;
-  };
-  if (next < words.size()) {
-    if (!parse_block(words[next], format))
-      refuse_text(text,
-                  fmt::format("has {} where g<columns>, row or keys<n> should stand", quoted(words[next])));
-    ++next;
-    if (next == words.size() || !parse_number(words[next], format.scale_type))
-      refuse_text(text, "does not say the type of its scales");
-    ++next;
-    if (format.keys == 0 && take("before"))
-      format.scales = Scales::before_block;
-    else if (format.keys == 0 && take("apart"))
-      format.scales = Scales::apart;
-    if (next < words.size() && parse_zero(text, words[next], format)) ++next;
-    if (take("halves")) format.packing = Packing::halves;
-    if (next < words.size() && parse_tail(text, words[next], format)) ++next;
-    format.second_scale = take("scaled");
-  }
-  if (next < words.size())
-    refuse_text(text,
-                fmt::format("has {}, which is unknown, there twice or out of order", quoted(words[next])));
-  return format;
-}
 
 std::string parts_of(const KvFormat& format) {
   std::string out(name_of(format.code));
@@ -429,19 +302,6 @@ std::string to_string(const KvFormat& format) {
     if (parts == named.parts && std::ranges::find(kOtherNames, named.name) == kOtherNames.end())
       return std::string(named.name);
   return parts;
-}
-
-KvFormat parse_kv_format(std::string_view text) {
-  std::string_view parts = text;
-  for (const NamedKvFormat& named : named_kv_formats())
-    if (text == named.name) parts = named.parts;
-  const KvFormat format = parse_parts(parts);
-  try {
-    format.validate();
-  } catch (const Error& error) {
-    refuse("the KV format {} is wrong: {}", quoted(text), error.message());
-  }
-  return format;
 }
 
 }  // namespace flashjit

@@ -179,6 +179,23 @@ def test_a_format_of_a_function_of_codes():
         flashjit.KvFormat.of_codes(lambda code: numpy.log(code) if code else -numpy.inf, 4, "row:fp16")
 
 
+def test_a_format_of_an_expression_of_codes():
+    text = "pow(code / 4.0 - 0.875, 3.0) * scale"
+    form = flashjit.KvFormat(f"decode3({text}):g32:fp16")
+    assert form == flashjit.KvFormat.of_codes(text, 3, "g32:fp16")
+    cubes = flashjit.KvFormat.of_codes(lambda code: (code / 4 - 0.875) ** 3, 3, "g32:fp16")
+    x = torch.randn(1, 1, 9, 64)
+    assert torch.equal(flashjit.quantize(x, format=form)[0], flashjit.quantize(x, format=cubes)[0])
+    affine = flashjit.KvFormat("decode4((code - zero) * scale):g32:fp16:zero=uint4")
+    codes = flashjit.quantize(x, format="uint4:g32:fp16:zero=uint4")[0]
+    assert torch.equal(flashjit.quantize(x, format=affine)[0], codes)
+    for wrong, part in {"tanh(code * scale)": "the code times the scale", "code * slope": "slope"}.items():
+        with pytest.raises(flashjit.InvalidArgument, match=part):
+            flashjit.KvFormat(f"decode4({wrong}):g32:fp16")
+    with pytest.raises(flashjit.InvalidArgument, match="bits is 7"):
+        flashjit.KvFormat.of_codes(text, 7, "g32:fp16")
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_attention_reads_the_rows(name):
     torch.manual_seed(1)

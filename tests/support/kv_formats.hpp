@@ -15,6 +15,10 @@ inline const std::string kBookOf32 =
     "book(-40,-36,-32,-28,-25,-22,-19,-16,-14,-12,-10,-8,-6,-4,-2.5,-1,1,2.5,4,6,8,10,12,14,16,19,22,25,28,"
     "32,36,40):g64:fp16";
 
+/// Values that do not grow with the code.
+inline const std::string kSignedPowers =
+    "decode4(select(code < 8, 1.0, -1.0) * exp2(code % 8 / 2.0) * scale):g64:bf16";
+
 /// Formats with and without names, of which heads of 128 columns have rows.
 inline const std::vector<std::string>& kv_formats_of_128() {
   static const std::vector<std::string> kFormats{"nvfp4",
@@ -50,6 +54,7 @@ inline const std::vector<std::string>& kv_formats_of_128() {
                                                  "int5_offset:row:bf16:halves",
                                                  "book(-7,-4.1,-2,-0.3,0.3,2,4.1,7):g128:fp16",
                                                  "book(-9,-5,-2,-1,1,2,5,9):row:bf16:scaled",
+                                                 kSignedPowers,
                                                  kBookOf32};
   return kFormats;
 }

@@ -29,7 +29,8 @@ _SCALE_TYPES = {
 class KvFormat:
     """How a row of K or V is stored: a plain value, made from a name or from its parts.
 
-    text: a name of KvFormat.names(), such as "nvfp4", "q8_0" or "fp8_ds_mla"; or codes ("e4m3", "int4", "uint2", ...) and then,
+    text: a name of KvFormat.names(), such as "nvfp4", "q8_0" or "fp8_ds_mla"; or codes ("e4m3", "int4", "uint2", ..., or what these
+        mean, "decode4((code - 8) * scale)", an expression of code, scale and zero in the language of programs) and then,
         for scales in the row, "g32" (of 32 columns) or "row", their type, and "before", "zero", "zero=uint4" or "min", "halves",
         "tail64", "scaled": "int4:g32:fp16:zero". "apart", as in "int4:g32:fp16:apart:zero", says that scales and zero points are in a tensor of
         their own, k_block_scale or v_block_scale; "keys32" in the place of "g32" that 32 keys share the scale of each column, apart:
@@ -44,10 +45,11 @@ class KvFormat:
         self.has_scale = row_of(text, 0)[2]  #: whether a call has k_scale or v_scale for it
 
     @classmethod
-    def of_codes(cls, decode: Callable[[int], float], bits: int, scales: str) -> KvFormat:
+    def of_codes(cls, decode: Callable[[int], float] | str, bits: int, scales: str) -> KvFormat:
         """A format whose code c, times its scale, means decode(c).
 
         decode: called for each code from 0 to 2**bits - 1; returns a finite number. Elements become the code whose value is nearest.
+            Or an expression of code, scale and zero in the language of programs: "(code - 8) * scale".
         bits: 2, 3, 4, 5 or 8.
         scales: the other parts of the format's text, such as "g32:fp16:before:halves"; "" for the call's k_scale or v_scale alone.
         Raises flashjit.InvalidArgument for other bits, values that are not finite or all zero, and parts that are wrong.
@@ -55,9 +57,11 @@ class KvFormat:
         """
         if bits not in (2, 3, 4, 5, 8):
             raise InvalidArgument(f"bits is {bits}: give 2, 3, 4, 5 or 8.")
+        if isinstance(decode, str):
+            return cls(f"decode{bits}({decode})" + (f":{scales}" if scales else ""))
         if not callable(decode):
             raise WrongType(
-                f"decode is a {type(decode).__name__}: give a function of a code, decode(code) -> number."
+                f"decode is a {type(decode).__name__}: give a function of a code, decode(code) -> number, or an expression."
             )
         values = [decode(code) for code in range(1 << bits)]
         try:

@@ -369,7 +369,7 @@ void decode_row(const KvFormat& format, int dim, const std::uint8_t* row, double
     for (int i = 0; i < at.block; ++i) {
       if (format.keys > 0) by = decoded_quantizer(format, at, scales, i, argument);
       const double value =
-          code_value(format, get_code(format, at, row + at.codes + block * at.block_step, i));
+          code_value(format, get_code(format, at, row + at.codes + std::ptrdiff_t{block} * at.block_step, i));
       to[begin + i] = format.zero == Zero::added ? value * by.scale + by.zero : (value - by.zero) * by.scale;
     }
   }

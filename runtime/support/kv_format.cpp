@@ -177,7 +177,7 @@ std::string_view name_of(Number type) {
 
 int KvFormat::bits() const {
   if (code != Code::book) return info_of(code).bits;
-  return std::bit_width(book.size()) - 1;
+  return static_cast<int>(std::bit_width(book.size())) - 1;
 }
 
 KvRow KvFormat::row(int dim) const {

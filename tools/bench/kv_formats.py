@@ -33,6 +33,7 @@ FORMATS = [
     "int4:row:fp16",
     "int4:g32:fp16",
     "int4:g32:fp16:zero",
+    "uint4:g32:fp16:zero=uint4",
     "uint3:g32:fp16:min",
     "book(-2.152,-1.344,-0.756,-0.245,0.245,0.756,1.344,2.152):g32:fp16",
     "uint2:g32:fp16:min",

@@ -796,3 +796,19 @@ def test_maps_of_videos_keep_what_neighbours_keep():
         and not kept[:, 3].any()
         and kept.sum() == 16 * video[0].sum() - (4 * video[0, :, ::8].sum())
     )
+
+
+def test_a_model_s_logits_over_cache_formats(tmp_path):
+    """The GPT's logits are near those over a bf16 cache, nearer with more bits."""
+    script, table = BENCH / "kv_perplexity.py", tmp_path / "table.csv"
+    sizes = "--layers 1 --width 32 --heads 1 --length 32 --batch 2 --windows 2 --steps 3"
+    formats = ["--formats", "q8_0", "q4_0", "uint2:keys32:fp16:min"]
+    subprocess.run(
+        [sys.executable, script, *sizes.split(), *formats, "--csv", table],
+        check=True,
+        env=child.environment(),
+    )
+    rows = list(csv.DictReader(table.open()))
+    errors = [float(row["logit_error"]) for row in rows]
+    assert errors[0] == 0 < errors[1] < errors[2] < errors[3] < 0.5
+    assert all(abs(float(row["perplexity"]) / float(rows[0]["perplexity"]) - 1) < 0.05 for row in rows)

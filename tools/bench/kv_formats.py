@@ -77,13 +77,13 @@ def error(form: str, kind: str, rows: int, device: str) -> float:
     return ((out - exact).pow(2).mean() / exact.pow(2).mean()).sqrt().item()
 
 
-def bytes_of_row(form: str) -> int:
+def bytes_of_row(form: str, dim: int = DIM) -> int:
     """With the row's part of scales that keys share."""
     known = flashjit.KvFormat(form)
     if ":keys" not in form:
-        return known.row_bytes(DIM)
+        return known.row_bytes(dim)
     keys = int(form.partition(":keys")[2].partition(":")[0])
-    return known.row_bytes(DIM) + known.block_scales((1, 1, keys, DIM)).nbytes // keys
+    return known.row_bytes(dim) + known.block_scales((1, 1, keys, dim)).nbytes // keys
 
 
 KINDS = ("normal", "outlier channels", "strong keys")

@@ -5,6 +5,7 @@
 
 #include "flashjit/auxiliary/append_params.cuh"
 #include "flashjit/auxiliary/encode_row.cuh"
+#include "flashjit/auxiliary/hadamard.cuh"
 #include "flashjit/auxiliary/rope.cuh"
 #include "flashjit/common/chunk.cuh"
 #include "flashjit/common/ptx.cuh"
@@ -35,23 +36,6 @@ __device__ __forceinline__ void rotate_by_position(const QuantizeParams& p, cons
   const RopeParam& rope = p.rope;
   const RowPositions positions(rope, at.b * p.rows + at.s, at.s);
   if (positions.have_angles(rope)) rotate_row<typename P::Element>(rope, positions, row, lane);
-}
-
-/// Multiplies a row by blocks of a Hadamard matrix, of the largest power of two that divides it.
-template <int kDim>
-__device__ __forceinline__ void rotate_by_hadamard(float* row, int lane) {
-  constexpr int kBlock = kDim & -kDim;
-#pragma unroll
-  for (int step = 1; step < kBlock; step *= 2) {
-    for (int pair = lane; pair < kDim / 2; pair += 32) {
-      const int first = pair / step * 2 * step + pair % step;
-      const float x = row[first], y = row[first + step];
-      row[first] = x + y, row[first + step] = x - y;
-    }
-    __syncwarp();
-  }
-  for (int i = lane; i < kDim; i += 32) row[i] /= sqrtf(static_cast<float>(kBlock));
-  __syncwarp();
 }
 
 /// Fills a warp's row with what is quantized.

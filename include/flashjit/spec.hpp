@@ -46,6 +46,10 @@ struct KvLayout {
   KvFormat k_format = {}, v_format = {};
   /// Scales at the call, k_scale and v_scale, are per key or per page; otherwise per sequence and head.
   bool key_scales = false;
+  /// append() multiplies new rows of K, and of Q, by blocks of a Hadamard matrix behind norm and rotation, as
+  /// QuantizeArgs::hadamard: outliers of few columns spread over a block before rows are encoded. Attention
+  /// is given Q as append() leaves it, and does not differ. Not with shared_kv, whose V is in K's rows.
+  bool hadamard = false;
 
   bool quantized() const { return k_format.quantized() || v_format.quantized(); }
   /// The same format of K and V.

@@ -257,6 +257,7 @@ void reference_append(const AttentionSpec& spec, const AppendArgs& args) {
     const auto read = [&](const ConstTensorView& from, std::int64_t h, const NormView* norm) {
       std::vector<double> values = read_row(spec.dtype, from, offset_of(from, row.b, h, row.s));
       if (norm) norm_row(*norm, values), rotation.turn(values, positions);
+      if (norm && spec.kv.hadamard) rotate_by_hadamard(values);
       return values;
     };
     const auto store = [&](const ConstTensorView& from, const TensorView& cache,

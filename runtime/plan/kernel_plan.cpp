@@ -52,8 +52,9 @@ std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const Ti
       all.push_back({one.constant, config.*one.number});
   }
   for (const SpecOption& option : kSpecOptions)
-    all.push_back(
-        {option.constant, option.is_on(spec) && (option.text != "key_scales" || spec.has_scales())});
+    if (!option.constant.empty())
+      all.push_back(
+          {option.constant, option.is_on(spec) && (option.text != "key_scales" || spec.has_scales())});
   constexpr int kAnyFewer = std::numeric_limits<int>::min(), kAnyMore = std::numeric_limits<int>::max();
   all.push_back({"kFewestQueries", spec.part == BatchPart::prefills ? kMostQueriesOfDecode + 1 : kAnyFewer});
   all.push_back({"kMostQueries", spec.part == BatchPart::decodes ? kMostQueriesOfDecode : kAnyMore});

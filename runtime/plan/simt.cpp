@@ -151,8 +151,8 @@ bool appends_by_lanes(const AnalysedSpec& spec) {
            format.code != KvFormat::Code::book && format.keys == 0 && format.zero_bits == 0 &&
            format.tail == 0 && is_power_of_two(block) && block >= 16;
   };
-  return size_of(spec.dtype) == 2 && is_power_of_two(dim) && dim <= 256 && spec.v_dim() == dim &&
-         !spec.kv.shared_kv && !spec.kv.key_scales &&
+  return !spec.kv.hadamard && size_of(spec.dtype) == 2 && is_power_of_two(dim) && dim <= 256 &&
+         spec.v_dim() == dim && !spec.kv.shared_kv && !spec.kv.key_scales &&
          (!spec.decodes_kv() || (has_lanes(spec.kv.k_format) && has_lanes(spec.kv.v_format)));
 }
 
@@ -170,6 +170,10 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
     Entry append =
         entry_without_tiles("append", "AppendParams", spec.decodes_kv() ? "append_rows" : "append");
     if (spec.decodes_kv()) append.function = "flashjit::auxiliary::append_rows";
+    if (spec.kv.hadamard) {
+      append.header = "flashjit/auxiliary/append_hadamard.cuh";
+      append.function = "flashjit::auxiliary::append_hadamard";
+    }
     // Blocks wait for memory. With scales of 8 bits they spill with so few registers.
     if (!spec.kv.quantized() || spec.decodes_kv()) append.min_blocks = 8;
     kernel.add(Step::append, append);

@@ -65,6 +65,10 @@ void check_formats(const AttentionSpec& spec) {
         "e5m2 "
         "or int8, or leave it out",
         format_text(spec));
+  if (spec.kv.hadamard && (!k.quantized() || spec.kv.shared_kv))
+    refuse("hadamard is set, and {}; it is for K in codes beside V in rows of its own, so leave it out",
+           spec.kv.shared_kv ? "shared_kv, too: V, in K's rows, would be rotated and O with it"
+                             : "K is " + std::string(to_string(spec.dtype)) + ", where it changes nothing");
   if (std::max(k.keys, v.keys) > 0) check_groups_of_keys(spec);
   if (!spec.prologue.q_codes && spec.epilogue.pv_sums != PvSums::of_tile)
     refuse(
@@ -302,7 +306,8 @@ KernelSpec KernelSpec::normalized() const {
                     .shared_kv = kv.shared_kv && kv.k_format.quantized(),  // V is not written
                     .k_format = kv.k_format,
                     .v_format = kv.shared_kv ? kv.k_format : kv.v_format,
-                    .key_scales = kv.key_scales},
+                    .key_scales = kv.key_scales,
+                    .hadamard = kv.hadamard},
              .varlen = varlen},
             pass};
   if (pass == Pass::merge) return {{.dtype = dtype, .head_dim = v_dim(), .head_dim_v = v_dim()}, pass};
@@ -311,6 +316,7 @@ KernelSpec KernelSpec::normalized() const {
         {.dtype = dtype, .head_dim = head_dim, .head_dim_v = head_dim, .kv = KvLayout{}.with(kv.k_format)},
         pass};
   KernelSpec out{AttentionSpec::normalized(), pass};
+  out.kv.hadamard = false;  // Q and K come rotated
   // Passes without gradients are deterministic without being asked.
   if (!gives_gradients(pass))
     out.reproducible.deterministic = out.partial.fp32_grads = out.partial.add_grads = false;

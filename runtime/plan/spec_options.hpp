@@ -19,7 +19,7 @@ constexpr std::int64_t kMaxLength = kMostOfACount - 1023;
 
 struct SpecOption {
   std::string_view text;      ///< in a spec: "kvlen"
-  std::string_view constant;  ///< of the Problem: "kKvLengths"
+  std::string_view constant;  ///< of the Problem: "kKvLengths"; empty: none
   bool (*is_on)(const AttentionSpec&);
   void (*turn_on)(AttentionSpec&);
   std::string_view argument = "";  ///< of a call in Python, which turns it on: "kv_lengths"
@@ -50,6 +50,7 @@ inline constexpr std::array kSpecOptions{
     spec_option<&AttentionSpec::epilogue, &Epilogue::swizzled_scales>("swizzled_scales", "kSwizzledScales",
                                                                       "swizzled_scales"),
     spec_option<&AttentionSpec::kv, &KvLayout::key_scales>("key_scales", "kKeyScales", "k_scale"),
+    spec_option<&AttentionSpec::kv, &KvLayout::hadamard>("hadamard", ""),  // another entry of append()
     spec_option<&AttentionSpec::partial, &Partial::fp32_out>("fp32_out", "kFp32Out", "out_dtype"),
     spec_option<&AttentionSpec::partial, &Partial::two_terms>("two_terms", "kTwoTerms", "accurate"),
     spec_option<&AttentionSpec::partial, &Partial::fp32_grads>("fp32_grads", "kFp32Grads"),

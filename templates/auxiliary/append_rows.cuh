@@ -62,15 +62,28 @@ __device__ __forceinline__ void store_encoded(RowEncoder<Format>& encoder, const
   encoder.encode(row, argument, to, scale_row);
 }
 
+/// What encodes a row of K and of V.
+template <class P, bool kDecodes = kDecodesKv<P>>
+struct Encoders {
+  using K = RowEncoder<typename P::KFormat>;
+  using V = RowEncoder<typename P::VFormat>;
+};
+
+/// Leaves rows of K and Q as norm and rotation make them.
+struct RowsAsTheyAre {
+  template <int kDim>
+  static __device__ __forceinline__ void change(float*, int) {}
+};
+
 /// One CTA of 128 threads for all heads of one new row; grid: batch * rows, packed: rows. Rows are left out
 /// as append() does.
-template <class P>
+template <class P, class LastStage = RowsAsTheyAre>
 __device__ void append_rows(const AppendParams& p) {
   using Element = typename P::Element;
   constexpr int kWarps = 4;
   __shared__ __align__(16) float rows[kWarps][max(P::kHeadDim, P::kHeadDimV)];
-  __shared__ RowEncoder<typename P::KFormat> k_encoders[kWarps];
-  __shared__ RowEncoder<typename P::VFormat> v_encoders[kWarps];
+  __shared__ typename Encoders<P>::K k_encoders[kWarps];
+  __shared__ typename Encoders<P>::V v_encoders[kWarps];
   const RopeParam& rope = p.rope;
   const int new_row = static_cast<int>(blockIdx.x);
   const int b = P::kVarlen ? 0 : new_row / p.rows, s = P::kVarlen ? new_row : new_row % p.rows;
@@ -105,6 +118,7 @@ __device__ void append_rows(const AppendParams& p) {
     }
     normalize_row<Element, P::kHeadDim>(is_k ? p.k_norm : p.q_norm, row, lane);
     if (rope.pairs > 0) rotate_row<Element>(rope, positions, row, lane);
+    LastStage::template change<P::kHeadDim>(row, lane);
     if (is_k) {
       store_encoded<P>(k_encoders[warp], row, p.k_cache, p.k_block_scale, p.k_scale, at.b, place, h);
       continue;

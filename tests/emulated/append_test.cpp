@@ -41,6 +41,15 @@ INSTANTIATE_TEST_SUITE_P(Norms, EmulatedAppend,
                              {{4, 4, 2, 7, 50}, {3, 2, 2, 1, 40}}))),
                          [](const auto& info) { return name_of(info.param); });
 
+/// Caches of codes, whose K and Q are rotated last.
+INSTANTIATE_TEST_SUITE_P(
+    Hadamard, EmulatedAppend,
+    testing::ValuesIn(with_norms(append_cases({"bf16:d128:kve4m3:varlen:pages16:key_scales:hadamard",
+                                               "fp16:d64x32:kve4m3:pages3:hadamard",
+                                               "fp16:d80:kvint8:cache:key_scales:hadamard"},
+                                              {{4, 4, 2, 7, 50}, {3, 2, 2, 1, 40}}))),
+    [](const auto& info) { return name_of(info.param); });
+
 class EmulatedMerge : public GpuTest {};
 
 TEST_F(EmulatedMerge, IsTheSoftmaxOverAllKeys) {

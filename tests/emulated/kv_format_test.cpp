@@ -61,6 +61,7 @@ TEST_P(EmulatedKvEncoding, IsTheReferences) {
   check_quantized_rows(runtime.get(), GetParam());
   for (const bool rotates : {true, false}) check_appended_rows(runtime.get(), GetParam(), 128, rotates);
   check_appended_rows(runtime.get(), GetParam(), 128, false, rows_at_edges);
+  check_appended_rows(runtime.get(), GetParam(), 128, true, rows_with_zeros, ":hadamard");
 }
 
 /// Latents have one cache, in which V is the first columns of K.

@@ -534,6 +534,56 @@ def test_quantize_compiles(name):
     assert scale is want_scale is None or torch.equal(scale, want_scale)
 
 
+def appended_attention(name, q, k, v, **given):
+    """Attention over pages to which all rows were appended, K and Q changed as append() is told."""
+    heads_kv, keys, dim = k.shape[1:]
+    form, pages = flashjit.KvFormat(name), -(-keys // 16)
+    k_pages, v_pages = torch.zeros(2, pages, heads_kv, 16, form.row_bytes(dim), dtype=torch.uint8)
+    cache = {
+        "page_table": torch.randperm(pages, dtype=torch.int32)[None],
+        "kv_lengths": torch.tensor([keys], dtype=torch.int32),
+        "k_format": name,
+        "v_format": name,
+    }
+    if form.has_scale:
+        cache |= {"k_scale": torch.ones(pages, heads_kv, 16), "v_scale": torch.ones(pages, heads_kv, 16)}
+    turned = flashjit.append(k, v, k_pages, v_pages, q=q, **given, **cache)
+    return flashjit.attention(turned, k_pages, v_pages, causal=True, **cache)
+
+
+@pytest.mark.parametrize("name", ["q4_0", "int4:row:fp16", "q8_0"])
+@pytest.mark.parametrize("rope", [{}, {"theta": 1e4}])
+def test_append_rotates_by_hadamard(name, rope):
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(1, heads, 100, 128, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    k[..., :4] *= 20  # channels of outliers
+    turned_q, turned_k = torch.empty_like(q), torch.zeros(1, 2, 100, 128, dtype=torch.bfloat16)
+    lengths = torch.tensor([100], dtype=torch.int32)
+    flashjit.append(k, v, turned_k, v.clone(), q=q, q_out=turned_q, kv_lengths=lengths, **rope)
+    exact = flashjit.attention(turned_q.float(), turned_k.float(), v.float(), causal=True)
+    errors = [
+        (appended_attention(name, q, k, v, hadamard=hadamard, **rope).float() - exact).norm() / exact.norm()
+        for hadamard in (False, True)
+    ]
+    assert errors[1] < 0.8 * errors[0] and errors[1] < 0.4
+
+
+def test_append_with_hadamard_compiles_and_refuses_what_it_cannot():
+    q, k, v = (torch.randn(1, heads, 20, 64) for heads in (4, 2, 2))
+    lengths = torch.tensor([20], dtype=torch.int32)
+    rows = lambda: torch.zeros(1, 2, 20, 36, dtype=torch.uint8)
+    given = {"q": q, "kv_lengths": lengths, "k_format": "q4_0", "v_format": "q4_0", "hadamard": True}
+    append = lambda k_cache, v_cache: flashjit.append(k, v, k_cache, v_cache, **given)
+    caches, others = (rows(), rows()), (rows(), rows())
+    assert torch.equal(append(*caches), compiled(append)(*others))
+    assert torch.equal(caches[0], others[0]) and torch.equal(caches[1], others[1])
+    with pytest.raises(flashjit.Error, match="hadamard is set, and K is fp32"):
+        flashjit.append(k, v, k.clone(), v.clone(), kv_lengths=lengths, hadamard=True)
+    latents, rows = torch.randn(1, 1, 20, 576), torch.zeros(1, 1, 20, 656, dtype=torch.uint8)
+    with pytest.raises(flashjit.Error, match="hadamard is set, and shared_kv"):
+        flashjit.append(latents, None, rows, None, kv_lengths=lengths, k_format="fp8_ds_mla", hadamard=True)
+
+
 def test_operators_know_formats():
     from torch._subclasses import FakeTensorMode
 

@@ -1,6 +1,7 @@
 // append() and merge() on a device against fp64, with everything that they must not write poisoned.
 #pragma once
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 
@@ -240,11 +241,26 @@ class AppendRun {
     return pair < time ? 0 : pair < time + height ? 1 : 2;
   }
 
+  /// A row times blocks of a Hadamard matrix.
+  static std::vector<double> by_hadamard(const std::vector<double>& row) {
+    const std::size_t block = row.size() & -row.size();
+    std::vector<double> out(row.size());
+    for (std::size_t i = 0; i < row.size(); ++i)
+      for (std::size_t j = 0; j < block; ++j)
+        out[i] += row[i / block * block + j] * (std::popcount(i % block & j) % 2 ? -1 : 1) /
+                  std::sqrt(static_cast<double>(block));
+    return out;
+  }
+
   std::vector<double> rotated(const double* first, const std::vector<double>& weight,
                               const std::array<std::int64_t, 3>& positions) const {
     std::vector<double> row(first, first + spec_.head_dim);
     if (test_.norms) row = normed(row, weight);
-    if (test_.rope == Rope::none) return row;
+    if (test_.rope != Rope::none) row = turned(row, positions);
+    return test_.cache.spec.kv.hadamard ? by_hadamard(row) : row;
+  }
+  std::vector<double> turned(const std::vector<double>& row,
+                             const std::array<std::int64_t, 3>& positions) const {
     std::vector<double> out = row;
     const int pairs = dims() / 2;
     for (int pair = 0; pair < pairs; ++pair) {

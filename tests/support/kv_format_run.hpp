@@ -467,13 +467,15 @@ inline void check_quantized_rows(Runtime& runtime, const std::string& format_tex
 /// their own.
 inline void check_appended_rows(Runtime& runtime, const std::string& format_text, int dim = 128,
                                 bool rotates = true,
-                                std::vector<double> (&made)(std::int64_t, int) = rows_with_zeros) {
+                                std::vector<double> (&made)(std::int64_t, int) = rows_with_zeros,
+                                const char* option = "") {
   const bool latent = dim > 512, keyed = parse_kv_format(format_text).scales == KvFormat::Scales::argument;
-  const KernelSpec spec = parse_spec(fmt::format("append:bf16:d{}:kv{{{}}}:pages4{}",
+  const KernelSpec spec = parse_spec(fmt::format("append:bf16:d{}:kv{{{}}}:pages4{}{}",
                                                  latent ? "576x512" : std::to_string(dim), format_text,
                                                  latent  ? ":shared_kv"
                                                  : keyed ? ":key_scales"
-                                                         : ""))
+                                                         : "",
+                                                 option))
                               .normalized();
   const KvFormat& format = spec.kv.k_format;
   const std::int64_t batch = 2, heads = latent ? 1 : 2, rows = 5, pages = 6, bytes = spec.stored_k().columns;

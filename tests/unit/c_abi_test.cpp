@@ -73,7 +73,9 @@ TEST_F(CAbi, OptionsOfASpecAreParsed) {
   const char *option = nullptr, *argument = nullptr;
   std::size_t count = 0;
   for (; flashjit_spec_option(count, &option, &argument) != 0; ++count) {
-    const bool of_codes = option == std::string_view("key_scales") || option == std::string_view("q_codes");
+    const bool of_append = option == std::string_view("hadamard");
+    const bool of_codes =
+        of_append || option == std::string_view("key_scales") || option == std::string_view("q_codes");
     const bool of_dropout = option == std::string_view("dropout_place");
     const bool of_pages = option == std::string_view("shared_prefix");
     const bool of_weights = option == std::string_view("weight_mod");
@@ -91,7 +93,7 @@ TEST_F(CAbi, OptionsOfASpecAreParsed) {
     const auto parsed = flashjit::parse_spec(text + ":" + option);
     EXPECT_NE(parsed, flashjit::parse_spec(text)) << option;
     const bool of_parts = std::string_view(option).ends_with("_grads");  // which attention() does not have
-    EXPECT_EQ(*argument == 0, of_parts || of_dropout || of_sums) << option;
+    EXPECT_EQ(*argument == 0, of_parts || of_dropout || of_sums || of_append) << option;
   }
   EXPECT_GE(count, 5u);
 }

@@ -120,6 +120,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"q_rope", [](auto& s) { s.spec.prologue.q_rope = true; }},
       {"indices", [](auto& s) { s.spec.indices = true; }},
       {"shared_prefix", [](auto& s) { s.spec.kv.shared_prefix = true; }},
+      {"hadamard", [](auto& s) { s.spec.kv.hadamard = true; }},
       {"running_state", [](auto& s) { s.spec.partial.running_state = true; }},
       {"weight_mod", [](auto& s) { s.spec.score = weights(s.spec.score); }},
       {"out_mod", [](auto& s) { s.spec.epilogue.out_mod = OutProgram("out * 2.0"); }},
@@ -152,8 +153,8 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       epilogue;
   [[maybe_unused]] const auto& [fp32_out, two_terms, fp32_grads, add_grads, dropout_place, running_state] =
       partial;
-  [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix, k_format, v_format, key_scales] =
-      kv;
+  [[maybe_unused]] const auto& [kind, page_size, shared_kv, shared_prefix, k_format, v_format, key_scales,
+                                hadamard] = kv;
   const TileConfig config = {};
   [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w, in_cluster, tma, decode_cache, join_lists] =
       config;

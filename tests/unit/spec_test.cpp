@@ -306,6 +306,9 @@ TEST(Spec, ValidateNamesTheField) {
   refused({{.head_dim = 64, .kv = KvLayout{}.with({.code = static_cast<KvFormat::Code>(99)})}},
           {"number 99", "no name"});
   refused({{.head_dim = 64, .kv = {.key_scales = true}}}, {"key_scales is set", "bf16", "set kv.k_format"});
+  refused({{.head_dim = 64, .kv = {.hadamard = true}}}, {"hadamard is set", "K is bf16", "leave it out"});
+  expect_refused([] { parse_spec("bf16:d576x512:kv{fp8_ds_mla}:shared_kv:pages16:hadamard"); },
+                 {"hadamard is set", "shared_kv", "O with it"});
   refused({{.head_dim = 72, .kv = KvLayout{}.with(kv_format_of(DType::e4m3))}},
           {"head_dim is 72", "e4m3", "a multiple of 16", "pad"});
   refused({{.head_dim = 64, .head_dim_v = 40, .kv = KvLayout{}.with(kv_format_of(DType::int8))}},
@@ -342,12 +345,19 @@ TEST(Spec, TheTypeOfKAndVHasItsText) {
                  {"K and V are fp16 and Q is bf16", "e4m3, e5m2 or int8"});
 }
 
+TEST(Spec, AttentionIsTheSameOverRotatedRows) {
+  EXPECT_EQ(to_string(parse_spec("bf16:d128:kv{q4_0}:pages16:hadamard").normalized()),
+            "fwd:bf16:d128:kv{q4_0}:pages16");
+  EXPECT_TRUE(parse_spec("append:bf16:d128:kv{q4_0}:pages16:hadamard").normalized().kv.hadamard);
+}
+
 TEST(Spec, FormatsOfKAndVHaveTheirTexts) {
   for (const char* text :
        {"fwd:bf16:d128:kv{nvfp4}:causal", "fwd:bf16:d128:kv{int4:g32:fp16:zero}:cache",
         "fwd:bf16:d128:k{q8_0}:v{q4_0}:pages16", "fwd:fp16:d64:k{int8}", "fwd:bf16:d64:v{mxfp4}",
         "fwd:bf16:d128:kv{int4}:cache:key_scales", "fwd:bf16:d576x512:kv{fp8_ds_mla}:cache:shared_kv",
-        "append:bf16:d128:kv{nvfp4}:pages16", "quantize:bf16:d128:kv{nvfp4}"})
+        "append:bf16:d128:kv{nvfp4}:pages16", "append:bf16:d128:k{q4_0}:pages16:hadamard",
+        "quantize:bf16:d128:kv{nvfp4}"})
     EXPECT_EQ(to_string(parse_spec(text)), text);
   EXPECT_EQ(to_string(parse_spec("bf16:d64:kv{fp8}")), "fwd:bf16:d64:kve4m3");
   EXPECT_EQ(to_string(parse_spec("bf16:d64:v{e4m3}:k{e4m3}")), "fwd:bf16:d64:kve4m3");

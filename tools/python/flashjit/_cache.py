@@ -97,6 +97,7 @@ def append(
     norm_eps: float = 1e-6,
     mrope_section: Sequence[int] | None = None,
     mrope_interleaved: bool = False,
+    hadamard: bool = False,
 ) -> Tensor | None:
     """Stores new rows of K and V into a cache, K's rotated (RoPE), and rotates Q, in one launch. Returns the rotated Q.
 
@@ -120,6 +121,9 @@ def append(
         x * rsqrt(mean(x^2) + norm_eps) * weight in fp32. None: no norm. head_dim is then a multiple of 8.
     mrope_section: M-RoPE: how many pairs rotate by the time, the height and the width of a row, rope_dims / 2 together; positions
         are then int32 [3, ...]. mrope_interleaved: pairs of the three take turns, until height and width have theirs.
+    hadamard: multiply rows of K and Q, after norm and RoPE, by blocks of a Hadamard matrix, as quantize() does: scores do not
+        change, and outliers in few columns of K spread over all of a block, which codes keep better. Give attention() the Q
+        returned. For K in codes or in a format, but not for latents, whose V is in K's rows.
     max_seqlen_kv: the most keys that a sequence may have; None: all that there is room for.
     k_scale, v_scale: with caches of float8_e4m3fn, float8_e5m2 or int8, as in attention(): scales per head are
         read, and larger values saturate; scales per key, [pages, heads_kv, rows], are written, so that each key's largest element
@@ -187,6 +191,7 @@ def append(
         and q_norm is None
         and (k.shape[-1] % 8 or v is not None and v.shape[-1] % 8)
         and k_cache.dtype in SPEC_TYPES
+        and not hadamard
     ):
         run = functools.partial(_append_padded, run)
     run(
@@ -204,6 +209,7 @@ def append(
         float(norm_eps),
         read_sections(mrope_section),
         bool(mrope_interleaved),
+        bool(hadamard),
         *formats.texts(),
     )
     return q_out
@@ -262,7 +268,7 @@ torch.library.define(
     "Tensor(d!)? k_scale, Tensor(e!)? v_scale, Tensor? slots, Tensor? page_starts, Tensor? k_norm, Tensor? q_norm, "
     "Tensor(f!)? k_block_scale, Tensor(g!)? v_block_scale, "
     "float theta, int rope_dims, bool interleaved, SymInt max_seqlen_kv, float norm_eps, int[] sections, "
-    "bool interleaved_sections, str? k_format, str? v_format) -> ()",
+    "bool interleaved_sections, bool hadamard, str? k_format, str? v_format) -> ()",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 register_fake("flashjit::append")(lambda *_: None)
@@ -272,7 +278,9 @@ def _append(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, q: Tensor | None, q_out: Tensor | None, *rest: Any
 ) -> None:
     given, rest = _Given(*rest[: len(_Given._fields)]), rest[len(_Given._fields) :]
-    theta, dims, interleaved, max_seqlen_kv, norm_eps, sections, interleaved_sections, *formats = rest
+    theta, dims, interleaved, max_seqlen_kv, norm_eps, sections, interleaved_sections, hadamard, *formats = (
+        rest
+    )
     rotation = _Rotation(theta, dims, interleaved, tuple(sections), interleaved_sections)
     for name, x in (
         ("k_cache", k_cache),
@@ -290,10 +298,12 @@ def _append(
     if q is not None and q is not q_out:
         q = readable(q.resolve_neg(), "q")
     tensors = (k, v, k_cache, v_cache, q, q_out)
-    key = (*[signature(x) for x in (*tensors, *given)], rotation, max_seqlen_kv, norm_eps, *formats)
+    key = (*[signature(x) for x in (*tensors, *given)], rotation, max_seqlen_kv, norm_eps, hadamard, *formats)
     call = _calls.get(key)
     if call is None:
-        call = _AppendCall(tensors, given, rotation, max_seqlen_kv, norm_eps, Formats.of_texts(*formats))
+        call = _AppendCall(
+            tensors, given, rotation, max_seqlen_kv, norm_eps, hadamard, Formats.of_texts(*formats)
+        )
         if len(_calls) >= KEEP_PLANS:
             _calls.clear()
         _calls[key] = call
@@ -314,6 +324,7 @@ class _AppendCall:
         rotation: _Rotation,
         max_seqlen_kv: int,
         norm_eps: float,
+        hadamard: bool,
         formats: Formats,
     ) -> None:
         named = dict(zip(("k", "v", "k_cache", "v_cache", "q", "q_out"), tensors))
@@ -332,6 +343,7 @@ class _AppendCall:
             options += kv_options(named["k_cache"], *scales)
         else:
             options = formats.options(options, scales) + (":shared_kv" if v is None else "")
+        options += ":hadamard" if hadamard else ""
         self.spec = spec_handle(f"{SPEC_TYPES[k.dtype]}:d{dims}{options}")
         self.index = k.get_device()
         args = AppendArgs(

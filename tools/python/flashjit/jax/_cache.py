@@ -59,6 +59,7 @@ def append(
     v_format: Any = None,
     k_block_scale: Any = None,
     v_block_scale: Any = None,
+    hadamard: bool = False,
     layout: str = "BTNH",
 ) -> tuple[Any, ...]:
     """(k_cache, v_cache) with new rows of K and V, K's rotated (RoPE); with q (k_cache, v_cache, q), with its rows rotated.
@@ -79,6 +80,8 @@ def append(
         keys, in four dimensions or [pages, heads_kv, rows], each new key gets one of its own, and results are of four dimensions.
     k_format, v_format: attention()'s: a cache of uint8 whose rows are in this KV format, in which the new ones are encoded.
     k_block_scale, v_block_scale: attention()'s, written like the caches.
+    hadamard: multiply rows of K and Q, after RoPE, by blocks of a Hadamard matrix: scores do not change, and outliers in few columns
+        of K spread. Give attention() the q returned. For K in codes or in a format.
     layout: "BTNH", or "BHSD" for [sequences, heads, n, head_dim] and caches alike.
 
     Rows without a place in the cache or in the tables are left out. No gradients.
@@ -122,7 +125,7 @@ def append(
     else:
         codes = codes_of(k, k_cache, scales)
         refuse_block_scales(blocks)
-    spec = f"{ELEMENTS[str(k.dtype)]}:d{dims}{cache_option(pages)}{codes}"
+    spec = f"{ELEMENTS[str(k.dtype)]}:d{dims}{cache_option(pages)}{codes}{':hadamard' if hadamard else ''}"
     spec_handle(spec)
     call = _Append(spec, layout, tuple(given), float(theta or 0), rope_dims or 0, bool(interleaved))
     return tuple(append_p.bind(*alike(list(given.values())), call=call))

@@ -23,7 +23,7 @@ __device__ __forceinline__ void store_encoded(RowOfCodes<Code, kDim>&, const flo
   const int lane = static_cast<int>(threadIdx.x) % 32;
   float* scale = scale_at(scales, b, place, h);
   float divisor;
-  if constexpr (P::kKeyScales) {
+  if (P::kKeyScales) {
     const float largest = magnitude_of_block<32>(row, kDim).extreme;
     divisor = largest == 0.0f ? 1.0f : largest / kLargestCode<Code>;
     if (lane == 0) *scale = divisor;

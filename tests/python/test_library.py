@@ -89,8 +89,9 @@ def test_options_of_a_spec_are_the_library_s():
     pytest.importorskip("torch")
     arguments = inspect.signature(flashjit.attention).parameters
     for option, argument in _library.spec_options():
-        if not argument:  # of parts of a sequence, which attention() does not have, or values of pv_sums
-            assert option in ("fp32_grads", "add_grads", "dropout_place", "sums4", "sums_all")
+        # Of parts of a sequence, which attention() does not have, or of append(), or values of pv_sums.
+        if not argument:
+            assert option in ("fp32_grads", "add_grads", "dropout_place", "hadamard", "sums4", "sums_all")
             continue
         assert argument in arguments, option
         kinds = {

@@ -542,6 +542,7 @@ TEST(KernelsAroundAttention, CompileWithoutSpills) {
          {"append:bf16:d128:varlen:pages16", "append:fp16:d64x32:pages3", "append:fp32:d256:cache",
           "append:bf16:d8:varlen:cache", "append:bf16:d128:kve4m3:varlen:pages16:key_scales",
           "append:fp16:d64x32:kvint8:cache", "append:fp32:d80:kve5m2:pages1:key_scales", "merge:bf16:d128",
+          "append:fp16:d64x32:kve4m3:pages16:key_scales:hadamard", "append:bf16:d128:kv{q4_0}:cache:hadamard",
           "quantize:bf16:d128:kve4m3", "quantize:fp32:d80:kvint8", "merge:fp16:d40", "merge:fp32:d256"}) {
       const KernelSpec spec = parse_spec(text).normalized();
       for (const plan::FamilyTraits& family : plan::families())

@@ -146,10 +146,11 @@ __device__ __forceinline__ void multiply_by_columns(float (&c)[BackwardPolicy<P>
       }
     }
     multiply_step<typename P::Mma, Element, kTotal, kGuard>(c, a, b_columns + k * 16 * kPitch * 2, 0);
-    if (!P::kTwoTerms) continue;
+    if (P::kTwoTerms) {
 #pragma unroll
-    for (int mt = 0; mt < Policy::kMt; ++mt) rest_as_left_operand<Element, kDrops>(a[mt], s[mt], k);
-    multiply_step<typename P::Mma, Element, kTotal, kGuard>(c, a, b_columns + k * 16 * kPitch * 2, 0);
+      for (int mt = 0; mt < Policy::kMt; ++mt) rest_as_left_operand<Element, kDrops>(a[mt], s[mt], k);
+      multiply_step<typename P::Mma, Element, kTotal, kGuard>(c, a, b_columns + k * 16 * kPitch * 2, 0);
+    }
   }
 }
 

@@ -1,5 +1,5 @@
 // New rows of K and V without rotation, norm or scales of keys, from registers to the cache, a lane eight
-// columns of four heads. An entry of its own, as those take registers.
+// columns of four heads. An entry of its own, as rotation, norm and scales of keys take registers.
 #pragma once
 
 #include "flashjit/auxiliary/append.cuh"
@@ -43,7 +43,7 @@ struct LaneCache {
   const TensorParam& block_scales;
 };
 
-/// What a cache without a format has, of which lane % 4 is the row whose scale a lane loads.
+/// A cache without a format. A lane loads the scale of row lane % 4.
 template <class P>
 struct NoFormat {
   static constexpr bool kArgument = kScaledKv<P>;
@@ -88,8 +88,8 @@ struct LaneStore {
 template <class P, class Format>
 struct LaneStore<P, Format, true, false> {
   using Code = typename P::KvElement;
-  /// By the reciprocal in two parts, whose quotients are as near as floats are. Where a number is not finite,
-  /// or a quotient too large for that, some code is NaN: says whether none is.
+  /// Multiplies by the reciprocal in two parts, as precise as a division. Where a number is not finite, or a
+  /// quotient too large, some code is NaN: returns whether none is.
   static __device__ __forceinline__ bool codes_of(const float (&x)[kLaneColumns], float reciprocal,
                                                   float rest, unsigned (&words)[2]) {
     unsigned nan = 0;
@@ -141,8 +141,8 @@ struct LaneStore<P, Format, true, false> {
     }
   }
 };
-/// Rows that lanes would store in more than two parts each are made in shared memory, from which a row's
-/// lanes copy words side by side.
+/// Rows that lanes would store in more than two parts each are made in shared memory first, so that a row's
+/// lanes can copy neighbouring words.
 template <class Format>
 constexpr bool kStagesRows =
     Format::kBlockScales && !Format::kApart && 2 * Format::kAlignment < (Format::kHalves ? 4 : Format::kBits);

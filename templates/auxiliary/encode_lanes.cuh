@@ -36,8 +36,8 @@ __device__ __forceinline__ unsigned ordered_halves(unsigned pair) {
   return pair ^ (select_bytes(pair, 0u, 0xbb99) & 0x7fff7fffu);
 }
 
-/// Where the largest magnitude's sign counts, what is found has its bits first, then how early the lane is,
-/// then how early the column, a bit for two signs in one lane, whose order is not known, and the sign.
+/// Where the largest magnitude's sign counts, a result has, from its highest bit down: the magnitude, how
+/// early the lane is, how early the column, a bit if a lane has both signs in an unknown order, the sign.
 constexpr unsigned kTwoSigns = 2;
 template <class Format>
 constexpr bool kOfSigned = Format::kZero == KvZero::none && !kOfMagnitudes<Format>;
@@ -45,7 +45,7 @@ template <class Format>
 __device__ __forceinline__ unsigned earliness_of_lane() {
   return static_cast<unsigned>(~lane_of_warp() & (kBlockLanes<Format> - 1)) << 8;
 }
-/// Column by column.
+/// As found_by_lane(), column by column.
 template <class Format>
 __device__ __forceinline__ unsigned found_by_columns(const uint4& own) {
   const unsigned words[4] = {own.x, own.y, own.z, own.w};
@@ -58,8 +58,8 @@ __device__ __forceinline__ unsigned found_by_columns(const uint4& own) {
   return largest | earliness_of_lane<Format>();
 }
 
-/// Of a lane's columns: of two such numbers the larger one is of both lanes' columns. The largest magnitude,
-/// or with its sign; or keys of the largest and of the least number, inverted.
+/// What a lane finds in its columns; the larger of two lanes' results is for both. It is the largest
+/// magnitude, alone or with its sign, or keys of the largest number and of the least, inverted.
 template <class Format>
 __device__ __forceinline__ unsigned found_by_lane(const uint4& own) {
   const unsigned words[4] = {own.x, own.y, own.z, own.w};
@@ -90,8 +90,8 @@ template <class Format>
 __device__ __forceinline__ unsigned larger_found(unsigned a, unsigned b) {
   return Format::kZero == KvZero::none ? larger_of(a, b) : __vmaxs2(a, b);
 }
-/// Of what a lane found in four rows, what the lanes of a block found in its own: of four lanes or more row
-/// lane % 4, of two rows lane % 2 and lane % 2 + 2.
+/// Joins what a block's lanes found in four rows; a lane keeps its own rows' results: row lane % 4 in blocks
+/// of four lanes or more, rows lane % 2 and lane % 2 + 2 in blocks of two.
 template <class Format>
 __device__ __forceinline__ void join_lanes(unsigned (&found)[kLaneRows]) {
   const auto exchange = [](unsigned& to, unsigned lower, unsigned upper, int lanes) {
@@ -130,8 +130,8 @@ __device__ __forceinline__ float quotient_of(const KvQuantizer& by, float x) {
 /// Floats of 8 bits, whose conversions saturate.
 template <class Format>
 constexpr bool kConverts = Format::kCode == KvCode::e4m3 || Format::kCode == KvCode::e5m2;
-/// Quotients of codes that are found by sums are within these, but for scales that are the least or the
-/// largest number or not normal; sums of e2m1 end with no more than 7 up to 7, or cut at 7 far beyond.
+/// Bounds of quotients whose codes are found by sums, unless a scale is the least or the largest number or
+/// not normal. Sums of e2m1 give at most 7 for quotients up to 7, or, if cut at 7, far beyond.
 template <class Format>
 constexpr float kLargestQuotient = kHasSmallFloats<Format>
                                        ? (Format::kScaleType == KvNumber::e8m0 ? 8.4f : 6.9f)
@@ -258,7 +258,7 @@ __device__ __forceinline__ void store_lane(unsigned char* at, const unsigned (&w
 
 // --- Rows -------------------------------------------------------------------------------------------------
 
-/// Which of its rows a lane makes scale `i` of, and who has made those of a row.
+/// The row for which a lane makes scale `i`, and the lane that made a row's scale.
 template <class Format>
 __device__ __forceinline__ int row_of_own(int i) {
   return kOwnScales<Format> == 1 ? lane_of_warp() % 4 : lane_of_warp() % 2 + 2 * i;

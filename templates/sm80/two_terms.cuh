@@ -1,5 +1,5 @@
-// P and dS as sums of two elements (two_terms): a value rounded, and what that leaves of it. Each product
-// with them is two, and its error is that of fp32.
+// P and dS as sums of two elements (two_terms): a value rounded, and what rounding leaves of it. Each product
+// with them becomes two products, with the error of fp32.
 #pragma once
 
 #include "flashjit/common/sink.cuh"

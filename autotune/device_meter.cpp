@@ -96,7 +96,7 @@ struct Sizes {
       state = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim(), DType::fp32);
     lse = static_cast<std::size_t>(shape.batch * shape.heads_q * shape.seqlen_q) * sizeof(float);
   }
-  /// Of tensors, gradients and tangents.
+  /// Bytes of tensors, gradients and tangents.
   std::size_t set(Pass pass) const {
     const int times = pass == Pass::forward ? 1 : pass == Pass::backward_jvp ? 3 : 2;
     return (q + k + v + o) * times + state + lse;

@@ -80,8 +80,8 @@ struct KvFormat {
   Scales scales = Scales::argument;
   Number scale_type = Number::fp32;  ///< of scales in the row, and of most zero points
   Zero zero = Zero::none;            ///< behind the row's scales, or behind the block's scale
-  int zero_bits = 0;  ///< of zero points that are integers, counted from the least code: 2, 4 or 8; 0: of the
-                      ///< scales' type
+  int zero_bits = 0;  ///< of integer zero points, counted from the least code: 2, 4 or 8; 0: zero points have
+                      ///< the scales' type
   Packing packing = Packing::neighbors;
   bool second_scale = false;        ///< scales of the row are multiplied with the call's k_scale or v_scale
   Number tail_type = Number::bf16;  ///< bf16 or fp16

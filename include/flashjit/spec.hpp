@@ -46,9 +46,9 @@ struct KvLayout {
   KvFormat k_format = {}, v_format = {};
   /// Scales at the call, k_scale and v_scale, are per key or per page; otherwise per sequence and head.
   bool key_scales = false;
-  /// append() multiplies new rows of K, and of Q, by blocks of a Hadamard matrix behind norm and rotation, as
-  /// QuantizeArgs::hadamard: outliers of few columns spread over a block before rows are encoded. Attention
-  /// is given Q as append() leaves it, and does not differ. Not with shared_kv, whose V is in K's rows.
+  /// append() multiplies new rows of K and Q by blocks of a Hadamard matrix after norm and RoPE, as
+  /// QuantizeArgs::hadamard does: outliers in few columns spread over a block before rows are encoded.
+  /// Attention takes the Q that append() writes and is unchanged. Not with shared_kv, whose V is in K's rows.
   bool hadamard = false;
 
   bool quantized() const { return k_format.quantized() || v_format.quantized(); }
@@ -81,7 +81,7 @@ struct Partial {
   bool fp32_out = false;
   /// P and dS enter their products as the sum of two elements each, in place of one: O, dQ, dK and dV then
   /// have the errors of attention in fp32, rounded once, if the backward pass is also given O in fp32
-  /// (fp32_out). Three products become two of the forward pass's two, eight of the backward pass's five.
+  /// (fp32_out). The forward pass has three products instead of two, the backward pass eight instead of five.
   bool two_terms = false;
   bool fp32_grads = false;  ///< backward only: dQ, dK and dV are fp32
   /// Backward only: accumulate into fp32 dQ, dK and dV, for gradients that several calls compute.

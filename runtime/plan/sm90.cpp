@@ -72,8 +72,8 @@ TileConfig tile_of_indices(const AnalysedSpec& spec, const AttentionShape& shape
 
 /// The tile with which a preferred one's keys are split. K and V of 8 bits and up to 64 columns, or
 /// of formats that are decoded, come from memory faster than one warpgroup computes with few rows: then a
-/// multiprocessor has two blocks. More rows would decode each key twice: e4m3, d64, 16 queries of 8 heads, 64
-/// x 4k, H200: 250 us, and 184 in one tile of 128 rows.
+/// multiprocessor has two blocks. With more rows each key would be decoded twice: e4m3, d64, 16 queries of 8
+/// heads, 64 x 4k, H200: 250 us, and 184 in one tile of 128 rows.
 TileConfig split_tile(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& preferred) {
   const bool few_rows = shape.seqlen_q * shape.heads_q <= shape.heads_kv * sm90::kWarpgroupRows;
   const bool waits = spec.has_scales() ? !is_narrow(spec) : !spec.decodes_kv();

@@ -44,7 +44,7 @@ double error_of(const std::vector<double>& got, const std::vector<double>& want)
   return std::sqrt(errors / size);
 }
 
-/// Of dQ, dK and dV. A configuration is of the backward pass.
+/// Errors of dQ, dK and dV. `config` is for the backward pass.
 std::array<double, 3> errors_of(Runtime& runtime, const std::string& spec, const AttentionShape& shape,
                                 Family family, const std::string& config = "") {
   const AttentionCase test{.spec = spec_for(family, spec), .shape = shape, .family = family};

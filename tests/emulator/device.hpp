@@ -171,7 +171,7 @@ inline unsigned __ballot_sync(unsigned lanes, int holds) {
   return flashjit_emulator::exchange(flashjit_emulator::Exchange::ballot, lanes, holds != 0, 0);
 }
 inline int __vimax3_s32(int a, int b, int c) { return a > b ? (a > c ? a : c) : (b > c ? b : c); }
-/// Of both halves of words.
+/// `chosen` of each half of two words.
 template <class Half, class Chosen>
 inline unsigned flashjit_halves(unsigned a, unsigned b, Chosen chosen) {
   const unsigned low = static_cast<unsigned short>(chosen(Half(a), Half(b)));

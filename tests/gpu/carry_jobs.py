@@ -61,7 +61,7 @@ def race(name: str, seconds: int, peers: tuple[str, ...], parts: tuple[str, ...]
 
 
 def serving(seconds: int) -> Job:
-    """serving.py. Before it, its parts run shortly, all at the same time: that compiles."""
+    """serving.py. Before it, its parts run briefly and all at once, which compiles their kernels."""
     found = bench("races:serving", "serving.py", seconds, peers=("fa3",))
     plain = "python3 tools/bench/serving.py --lib build/libflashjit.so --rounds 1"
     parts = (

@@ -172,8 +172,8 @@ class Plan:
         return not taken.intersection(gpus)
 
     def start_queue(self) -> None:
-        """The first queue that waits, on what others leave; one that runs, anew where that has changed much. Beside one that has
-        handed out all its work the next begins: a few slow tests keep no cores."""
+        """Starts the first waiting queue on what others leave, and restarts a running one where that has changed much. Once a queue
+        has handed out all its work, the next begins beside it: so a few slow tests keep no cores idle."""
         taken = set(self.own)
         for each in self.running:
             if each.job.alone:

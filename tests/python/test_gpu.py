@@ -81,7 +81,7 @@ def judge(out, grads, want, inputs, dout):
 @pytest.mark.parametrize("over", ["heads", "batch entries", "rows"])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_expanded_tensors(over, dim):
-    """Whose elements repeat, with a stride of 0: K and V of one head, a shared prompt, and O's gradient of a mean."""
+    """Tensors that repeat with a stride of 0: K and V of one head, a shared prompt, and the gradient of O's mean."""
     axis = {"batch entries": 0, "heads": 1, "rows": 2}[over]
     q, k, v = tensors(heads=4, heads_kv=4, dim=dim)
     size = lambda x: [1 if i == axis else n for i, n in enumerate(x.shape)]

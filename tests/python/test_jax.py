@@ -34,7 +34,7 @@ def alibi(slopes):
 
 @pytest.mark.parametrize("version, fits", [("0 99", True), ("0 0", False), ("1 99", False)])
 def test_a_handler_that_jaxlib_does_not_take_is_refused(version, fits, tmp_path, monkeypatch):
-    """Before XLA is told: it would refuse the handler where JAX begins to use a platform, which then has none."""
+    """Refused before XLA sees it: XLA would refuse the handler only when JAX first uses a platform, and leave that unusable."""
     names = ("#define XLA_FFI_API_MAJOR", "#define XLA_FFI_API_MINOR")
     header = tmp_path / "xla/ffi/api/c_api.h"
     header.parent.mkdir(parents=True)

@@ -234,7 +234,7 @@ def test_a_cache_in_a_format(formats, layout):
 
 
 def test_rows_of_a_cache_may_be_rotated():
-    """By a Hadamard matrix, with Q, so that outliers in few columns of K take less from the others."""
+    """A Hadamard matrix rotates K and Q, so that outliers in few columns of K cost the others less."""
     k, v, q = draw(3, (1, 20, 2, 64), (1, 20, 2, 64), (1, 20, 4, 64), dtype="bfloat16")
     k = k * jnp.where(jnp.arange(64) < 2, 20, 1).astype(k.dtype)
     lengths, given = jnp.int32([20]), {"k_format": "q4_0", "v_format": "q4_0", "cache": True}

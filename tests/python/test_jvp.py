@@ -126,7 +126,7 @@ def test_captured_tensors_and_sinks_have_tangents(dtype):
 @pytest.mark.parametrize("shape", [(), (1,), (2,)])
 @pytest.mark.parametrize("kind", ["grad", "jvp", "jvp of grad", "grad of jvp"])
 def test_a_learned_scale_is_differentiated(kind, shape):
-    """A number that is a tensor: without dimensions, or an element that the score reads at a constant index."""
+    """A number as a tensor: one without dimensions, or an element that the score reads at a constant index."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 2, n, 8) for n in (5, 7, 7))
     scale, ones = torch.full(shape, 0.3), torch.ones(shape)

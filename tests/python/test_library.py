@@ -89,7 +89,7 @@ def test_options_of_a_spec_are_the_library_s():
     pytest.importorskip("torch")
     arguments = inspect.signature(flashjit.attention).parameters
     for option, argument in _library.spec_options():
-        # Of parts of a sequence, which attention() does not have, or of append(), or values of pv_sums.
+        # Options for parts of a sequence, which attention() does not have, for append(), or values of pv_sums.
         if not argument:
             assert option in ("fp32_grads", "add_grads", "dropout_place", "hadamard", "sums4", "sums_all")
             continue

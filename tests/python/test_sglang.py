@@ -375,7 +375,7 @@ def test_a_draft_decodes_step_by_step(page, topk, graph):
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_draft_is_extended_by_what_was_verified(graph):
-    """Of a fixed number of tokens each, some of which SGLang drops afterwards."""
+    """Each request extends by a fixed number of tokens; SGLang drops some of them afterwards."""
     drafts, new = Drafts(1, 1, steps=4), (5, 5, 5)
     backend = drafts.factory.create_draft_extend_backend()
     step = drafts.server.step(ForwardMode.DRAFT_EXTEND_V2, OLD, new)

@@ -208,7 +208,7 @@ def test_caches_with_a_scale_for_each_token_and_head(backend, name, rows_first):
 
 
 def four_bits(x, rotation):
-    """Rows of K or V as they are read of a cache of 4 bits: rotated, with a scale and a zero point each, and rotated back."""
+    """Rows of K or V as a cache of 4 bits gives them back: rotated, with a scale and a zero point each, and rotated back."""
     rotated = rotation(x)
     low, high = (part(rotated, -1, keepdim=True) for part in (torch.amin, torch.amax))
     scale = ((high - low) / 15).bfloat16().float()

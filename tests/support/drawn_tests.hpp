@@ -1,4 +1,4 @@
-// Which tests of a program a run has: a twelfth of the cases of each test, drawn by the templates.
+// Which tests a program runs: a twelfth of each test's cases, drawn by the templates' text.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -9,8 +9,8 @@
 
 namespace flashjit::test {
 
-/// Unless the filter names tests: one that leaves some out still does. The first case of each suite, too, so
-/// that no test is without any. With FLASHJIT_EVERY_KERNEL=1 all.
+/// Draws cases unless the filter names tests; a filter that only leaves some out still draws. The first case
+/// of each suite always runs, so no test is left without any. FLASHJIT_EVERY_KERNEL=1 runs all.
 inline void draw_tests() {
   constexpr int kAlways = 1;
   const std::string given = GTEST_FLAG_GET(filter);

@@ -95,7 +95,7 @@ class InvariantRun {
         repeated(encode(spec_.dtype, normal_values(std::min(count, kPeriod), spec_.dtype, 1, generator)),
                  count * size_of(spec_.dtype)));
   }
-  /// Drawn once, as caches have 10^8 numbers: a prime, so that no row is another's of the same sequence.
+  /// Numbers are drawn once and repeat, as caches have 10^8. A prime, so that a sequence's rows differ.
   static constexpr std::int64_t kPeriod = 1'000'003;
   static std::vector<std::uint8_t> repeated(std::vector<std::uint8_t> block, std::size_t bytes) {
     const std::size_t period = block.size();

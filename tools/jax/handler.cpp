@@ -175,7 +175,7 @@ extern "C" const char* flashjit_jax_open(const char* path, flashjit_runtime* run
   return library().open(path, runtime);
 }
 
-/// Of XLA's interface that the handlers were built for: major, and minor in thousandths.
+/// The version of XLA's interface that the handlers were built for: major * 1000 + minor.
 extern "C" std::int32_t flashjit_jax_ffi_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(flashjit_jax_forward, on_gpu<FLASHJIT_FORWARD>, with_all(on_stream()),

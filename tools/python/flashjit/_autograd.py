@@ -75,7 +75,7 @@ class Call:
         return (out, lse) if self.returns_lse else out
 
     def backward(self, found: Any, dout: Tensor | None, dlse: Tensor | None, *saved: Any) -> Any:
-        """Those of what _Attention.forward() is given behind ctx."""
+        """The gradients of what _Attention.forward() is given after ctx."""
         if dout is not None and dout.is_neg():
             dout = dout.resolve_neg()
         if dlse is not None and dlse.is_neg():

@@ -160,7 +160,7 @@ def names_with_grad(options: str) -> set[str]:
 
 
 def declares_tensor(options: str, name: str) -> bool:
-    """Whether a program reads the name as a tensor. One without dimensions that is differentiated reaches a call as a number."""
+    """Whether a program reads the name as a tensor. A differentiated tensor without dimensions reaches a call as a number."""
     return re.search(rf"\b{name}\s*:\s*\w+\s+\dd\b", options) is not None
 
 

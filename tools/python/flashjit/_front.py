@@ -143,7 +143,7 @@ class Calls:
 
     @staticmethod
     def of_gradients(given: str, saved: Sequence[str]) -> Calls:
-        """Of a plan's backward pass. Parameters are members' tensors, which were saved but for the first one, and lists of tiles."""
+        """Calls of a plan's backward pass. Parameters are the members' tensors, all saved but the first, and lists of tiles."""
         members = (given, *saved, "lists")
         kinds = "t" + "s" * len(saved) + "l"
         values = (_MISSING,) * len(kinds)
@@ -368,8 +368,8 @@ class Recorder:
         fixed: Fixed,
         values: tuple[Any, ...],
     ) -> None:
-        """That autograd records the call: the function is given (O, LSE) where they were launched, lists where the call has some, Q, K and V, and where there are more the
-        fixed tensors and what is captured. Kept where they are the call's own, and no values are checked."""
+        """Notes that autograd records the call. The function is given (O, LSE) if they were launched, lists if the call has some, Q, K and V,
+        and the fixed and captured tensors if there are any. Kept only if these are the call's own tensors and no values are checked."""
         self._is_recorded = True
         given = self._calls.tensors(self._given)
         own = [given.get(name, (-1, None)) for name in ("q", "k", "v", *Fixed._fields)]

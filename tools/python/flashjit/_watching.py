@@ -55,7 +55,7 @@ class Watch:
         return next((i for i, known in enumerate(self.tensors) if known is tensor), None)
 
     def see_all(self, mods: Sequence[Any]) -> bool:
-        """Of programs, most of which are None."""
+        """see() for each program; most are None."""
         for mod in mods:
             if mod is None:
                 self.key.append(None)

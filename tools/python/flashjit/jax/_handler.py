@@ -60,7 +60,7 @@ def register() -> None:
 
 
 def _refuse_newer_ffi(built: tuple[int, int]) -> None:
-    """XLA takes handlers of its own interface and of older ones. It refuses others when JAX begins to use a platform, which then
+    """XLA takes handlers of its own interface and of older ones. It refuses others, but only when JAX first uses a platform, which then
     has none."""
     header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h")
     found = re.findall(

@@ -32,7 +32,7 @@ def register() -> None:
 
 
 def _serve_drafts() -> None:
-    """Adds NAME to the backends of draft models, of which SGLang has a fixed table."""
+    """Adds NAME to SGLang's fixed table of backends for draft models."""
     from sglang.srt.speculative.draft_utils import DraftBackendFactory as Factory
 
     create = Factory._create_backend
@@ -45,7 +45,7 @@ def _serve_drafts() -> None:
             from ._drafts import FlashjitDraftBackend
 
             runner = self.draft_model_runner
-            if not named.get("stamps_children"):  # those of a decoding's steps
+            if not named.get("stamps_children"):  # backends of decoding steps
                 return NAME, FlashjitBackend(runner)
             return NAME, FlashjitDraftBackend(runner, self.topk, self.speculative_num_steps)
 

@@ -86,7 +86,7 @@ class Rotation:
         self._back = (whole.T / square).to(device, dtype)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Of K and V."""
+        """Rotates rows of K and V."""
         return rows @ self._matrix
 
     def of_q(self, rows: Tensor) -> Tensor:

@@ -248,9 +248,7 @@ def why_not_latent(
     form = SPARSE_FORMAT if sparse and cache_type == SPARSE_FORMAT else KV_TYPES.get(cache)
     if form is None and cache not in (None, dtype) or has_key_scales(cache_type) or cache == torch.int8:
         return f"flashjit's latent caches have the type of the model, {dtype}, or FP8, not {cache_type}"
-    options = (
-        f"{f':k{{{form}}}' if form else ''}{'' if sparse else ':causal'}{':varlen:indices' if sparse else ''}"
-    )
+    options = (f":k{{{form}}}" if form else "") + (":varlen:indices" if sparse else ":causal")
     dims = f"{columns}x{min(columns, head_dims().most_v) if rank is None else rank}"
     return _reason(f"{SPEC_TYPES[dtype]}:d{dims}{options}:pages{page_size or 16}:shared_kv", capability)
 

@@ -19,33 +19,23 @@ from .._engines import bound, of_latents, why_not_latent
 from ..errors import InvalidArgument, Unsupported
 
 
-class FlashjitLatentBackend(MLACommonBackend):
+class LatentRules:
+    """What vLLM asks of both backends of latents."""
+
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
-
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHJIT_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type[FlashjitLatentImpl]:
-        return FlashjitLatentImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashjitLatentBuilder]:
-        return FlashjitLatentBuilder
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return [MultipleOf(8)]
 
     @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return tuple(capability) >= (8, 0)
+    def is_sparse(cls) -> bool:
+        return False
 
     @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return False
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return tuple(capability) >= (8, 0)
 
     @classmethod
     def supports_combination(
@@ -59,7 +49,32 @@ class FlashjitLatentBackend(MLACommonBackend):
     ) -> str | None:
         """more: as of FlashjitBackend."""
         capability = more[-1] if more else device_capability
-        return why_not_latent(head_size, dtype, kv_cache_dtype, page_size=block_size, capability=capability)
+        return why_not_latent(
+            head_size,
+            dtype,
+            kv_cache_dtype,
+            page_size=block_size,
+            capability=capability,
+            sparse=cls.is_sparse(),
+        )
+
+
+class FlashjitLatentBackend(LatentRules, MLACommonBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "FLASHJIT_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type[FlashjitLatentImpl]:
+        return FlashjitLatentImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashjitLatentBuilder]:
+        return FlashjitLatentBuilder
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False
 
 
 class FlashjitLatentBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
@@ -74,9 +89,7 @@ class FlashjitLatentImpl(MLACommonImpl[MLACommonMetadata]):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self.supports_quant_query_input = False  # Q stays as it is over latents of FP8
-        for name in ("alibi_slopes", "sliding_window", "logits_soft_cap"):
-            if named.get(name):
-                raise Unsupported(f"{name} is given: latent attention of flashjit.vllm does not have it.")
+        refuse_given("latent attention", {name: named.get(name) for name in LACKING})
 
     def forward_mqa(
         self, q: Any, kv_c_and_k_pe_cache: Tensor, attn_metadata: MLACommonMetadata, layer: Any
@@ -93,6 +106,21 @@ class FlashjitLatentImpl(MLACommonImpl[MLACommonMetadata]):
         )
 
 
+LACKING = ("alibi_slopes", "sliding_window", "logits_soft_cap")
+
+
+def refuse_given(what: str, given: dict[str, Any]) -> None:
+    for name, value in given.items():
+        if value:
+            raise Unsupported(f"{name} is given: {what} of flashjit.vllm does not have it.")
+
+
+def parts_of_q(q: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Q, and its rotated columns where they are a tensor of their own: none of a model without a rotated part."""
+    q, q_rope = q if isinstance(q, tuple) else (q, None)
+    return q, q_rope if q_rope is not None and q_rope.shape[-1] else None
+
+
 def decode(
     q: Tensor | tuple[Tensor, Tensor],
     cache: Tensor,
@@ -106,9 +134,7 @@ def decode(
     others. cache: [blocks, rows of a block, columns], of FP8 with k_scale."""
     if step is None:
         raise InvalidArgument("attn_metadata has no decode part: forward_mqa() is for steps that decode.")
-    q, q_rope = q if isinstance(q, tuple) else (q, None)
-    if q_rope is not None and not q_rope.shape[-1]:  # a model without a rotated part
-        q_rope = None
+    q, q_rope = parts_of_q(q)
     sequences = step.seq_lens.shape[0]
     if not sequences or q.shape[0] % sequences:
         raise InvalidArgument(

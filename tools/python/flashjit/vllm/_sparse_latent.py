@@ -12,26 +12,18 @@ from vllm.v1.attention.backend import (
     AttentionCGSupport,
     CommonAttentionMetadata,
     MLAAttentionImpl,
-    MultipleOf,
 )
 
 from .._attention import attention
-from .._engines import SPARSE_FORMAT, bound, of_latents, why_not_latent
-from ..errors import InvalidArgument, Unsupported
+from .._engines import SPARSE_FORMAT, bound, of_latents
+from ..errors import InvalidArgument
 from ..flash_attn._attend import with_batch
 from ._backend import FlashjitBuilder, FlashjitMetadata
+from ._latent import LatentRules, parts_of_q, refuse_given
 
 
-class FlashjitSparseLatentBackend(AttentionBackend):
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
-        "auto",
-        "float16",
-        "bfloat16",
-        "fp8",
-        "fp8_e4m3",
-        SPARSE_FORMAT,
-    ]
+class FlashjitSparseLatentBackend(LatentRules, AttentionBackend):
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [*LatentRules.supported_kv_cache_dtypes, SPARSE_FORMAT]
 
     @staticmethod
     def get_name() -> str:
@@ -45,10 +37,6 @@ class FlashjitSparseLatentBackend(AttentionBackend):
     def get_builder_cls() -> type[FlashjitSparseLatentBuilder]:
         return FlashjitSparseLatentBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [MultipleOf(8)]
-
     @classmethod
     def is_mla(cls) -> bool:
         return True
@@ -56,26 +44,6 @@ class FlashjitSparseLatentBackend(AttentionBackend):
     @classmethod
     def is_sparse(cls) -> bool:
         return True
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return tuple(capability) >= (8, 0)
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: str | None,
-        block_size: int | None = None,
-        *more: Any,
-        device_capability: Any = None,
-    ) -> str | None:
-        """more: as of FlashjitBackend."""
-        capability = more[-1] if more else device_capability
-        return why_not_latent(
-            head_size, dtype, kv_cache_dtype, page_size=block_size, capability=capability, sparse=True
-        )
 
 
 @dataclass
@@ -125,11 +93,15 @@ class FlashjitSparseLatentImpl(MLAAttentionImpl[FlashjitSparseLatentMetadata]):
         indexer: Any = None,
         **of_latents: Any,
     ) -> None:
-        for name in ("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name"):
-            if locals()[name]:
-                raise Unsupported(
-                    f"{name} is given: sparse latent attention of flashjit.vllm does not have it."
-                )
+        refuse_given(
+            "sparse latent attention",
+            {
+                "alibi_slopes": alibi_slopes,
+                "sliding_window": sliding_window,
+                "logits_soft_cap": logits_soft_cap,
+                "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
+            },
+        )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self.kv_lora_rank: int = of_latents["kv_lora_rank"]
@@ -158,9 +130,7 @@ class FlashjitSparseLatentImpl(MLAAttentionImpl[FlashjitSparseLatentMetadata]):
             raise InvalidArgument(
                 "the layer has neither an indexer nor topk_indices_buffer: give one of them."
             )
-        q, q_rope = q if isinstance(q, tuple) else (q, None)
-        if q_rope is not None and not q_rope.shape[-1]:
-            q_rope = None
+        q, q_rope = parts_of_q(q)
         of_codes: dict[str, Any]
         if self.kv_cache_dtype == SPARSE_FORMAT:
             latents, of_codes = kv_c_and_k_pe_cache.view(torch.uint8), {"k_format": SPARSE_FORMAT}

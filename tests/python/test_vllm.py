@@ -13,8 +13,8 @@ torch = pytest.importorskip("torch")
 import exact_attention  # noqa: E402
 import flashjit  # noqa: E402
 import vllm_standin  # noqa: E402
+from vllm_standin import DEVICE, ints, normal  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HQ, HKV, DIM, BLOCK = 4, 2, 32, 16
 OLD, NEW = (20, 0, 3), (1, 18, 4)  # keys that are there, and new ones: decoding, a prefill, a chunk of one
 CONFIG = types.SimpleNamespace(
@@ -32,14 +32,6 @@ def seed():
 def backend(monkeypatch):
     vllm_standin.install(monkeypatch)
     return importlib.import_module("flashjit.vllm._backend")
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def normal(*size):
-    return torch.randn(*size, device=DEVICE)
 
 
 class Step:
@@ -60,15 +52,10 @@ class Step:
             for i, (n, m) in enumerate(zip(OLD, NEW))
             for at in range(n, n + m)
         ]
-        self.common = vllm_standin.CommonAttentionMetadata(
-            query_start_loc=starts.to(DEVICE),
-            query_start_loc_cpu=starts,
-            seq_lens=ints(*[n + m for n, m in zip(OLD, NEW)]),
-            num_reqs=len(NEW),
-            num_actual_tokens=sum(NEW),
-            max_query_len=max(NEW),
-            max_seq_len=max(n + m for n, m in zip(OLD, NEW)),
-            block_table_tensor=self.table,
+        self.common, _ = vllm_standin.described(
+            OLD,
+            NEW,
+            self.table,
             slot_mapping=torch.tensor(slots, device=DEVICE),
             seq_lens_cpu_upper_bound=torch.tensor([n + m for n, m in zip(OLD, NEW)]),
             **more,

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 import exact_attention  # noqa: E402
 import flashjit  # noqa: E402
 import vllm_standin  # noqa: E402
+from vllm_standin import DEVICE, normal  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, DIM, BLOCK = 2, 32, 16  # of a rank
 OLD, NEW = (20, 0, 3), (1, 18, 4)
 
@@ -24,14 +24,6 @@ def backend(monkeypatch):
     return importlib.import_module("flashjit.vllm._backend")
 
 
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
-
-
-def normal(*size):
-    return torch.randn(*size, device=DEVICE)
-
-
 class Ranks:
     """Requests with OLD keys, of which each rank has `interleave` in turn, and NEW tokens. Each rank has HEADS of Q, and the head of
     K and V."""
@@ -41,20 +33,9 @@ class Ranks:
         vllm_standin.groups[:] = [vllm_standin.Group(world)]
         self.k, self.v = ([normal(n + m, 1, DIM) for n, m in zip(OLD, NEW)] for _ in range(2))
         self.q = normal(sum(NEW), world * HEADS, DIM)
-        starts = torch.tensor([0, *NEW]).cumsum(0).int()
-        self.rows = [slice(int(a), int(b)) for a, b in zip(starts, starts[1:])]
         self.table = (torch.randperm(12, device=DEVICE) + 1).int().view(len(NEW), 4)
-        self.common = vllm_standin.CommonAttentionMetadata(
-            query_start_loc=starts.to(DEVICE),
-            query_start_loc_cpu=starts,
-            seq_lens=ints(*[n + m for n, m in zip(OLD, NEW)]),
-            num_reqs=len(NEW),
-            num_actual_tokens=sum(NEW),
-            max_query_len=max(NEW),
-            max_seq_len=max(n + m for n, m in zip(OLD, NEW)),
-            block_table_tensor=self.table,
-            slot_mapping=None,
-        )
+        self.common, starts = vllm_standin.described(OLD, NEW, self.table)
+        self.rows = [slice(int(a), int(b)) for a, b in zip(starts, starts[1:])]
 
     def config(self):
         return types.SimpleNamespace(

@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 import exact_attention  # noqa: E402
 import flashjit  # noqa: E402
 import vllm_standin  # noqa: E402
+from vllm_standin import DEVICE  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, BLOCK, TOPK = 3, 16, 6
 OLD, NEW = (20, 0, 3), (1, 18, 4)
 
@@ -21,10 +21,6 @@ def sparse(monkeypatch):
     torch.manual_seed(0)
     vllm_standin.install(monkeypatch)
     return importlib.import_module("flashjit.vllm._sparse_latent")
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def stored(rows, name):
@@ -50,7 +46,6 @@ def stored(rows, name):
 )
 @pytest.mark.parametrize("has_indexer", [False, True])
 def test_queries_attend_to_the_keys_of_their_lists(sparse, name, rank, rope, has_indexer):
-    starts = torch.tensor([0, *NEW]).cumsum(0).int()
     table = (torch.randperm(8, device=DEVICE)[:6] + 1).int().view(3, 2)
     cache, layer, latents = stored(torch.randn(9, BLOCK, rank + rope, device=DEVICE), name)
     lists = torch.full((sum(NEW) + 2, TOPK), -1, dtype=torch.int32, device=DEVICE)
@@ -61,17 +56,7 @@ def test_queries_attend_to_the_keys_of_their_lists(sparse, name, rank, rope, has
             keys = torch.randperm(known)[: min(TOPK, known)]
             lists[len(seen), : len(keys)] = keys.int()
             seen.append(torch.zeros(old + new, dtype=torch.bool).index_fill(0, keys, True))
-    common = vllm_standin.CommonAttentionMetadata(
-        query_start_loc=starts.to(DEVICE),
-        query_start_loc_cpu=starts,
-        seq_lens=ints(*[n + m for n, m in zip(OLD, NEW)]),
-        num_reqs=len(NEW),
-        num_actual_tokens=sum(NEW),
-        max_query_len=max(NEW),
-        max_seq_len=23,
-        block_table_tensor=table,
-        slot_mapping=None,
-    )
+    common, starts = vllm_standin.described(OLD, NEW, table, max_seq_len=23)
     config = types.SimpleNamespace(model_config=types.SimpleNamespace(is_mm_prefix_lm=False))
     metadata = sparse.FlashjitSparseLatentBuilder(None, ["layer"], config, DEVICE).build(0, common)
     assert (metadata.num_decode_tokens, metadata.num_prefills, metadata.num_decodes) == (sum(NEW), 0, 3)

@@ -10,6 +10,33 @@ from typing import Any, Generic, TypeVar
 import torch
 
 T = TypeVar("T")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def normal(*size):
+    return torch.randn(*size, device=DEVICE)
+
+
+def described(old, new, table, **changed):
+    """How vLLM describes requests with `old` keys and `new` tokens each, and where the tokens of the first begin, of the next, ..."""
+    starts = torch.tensor([0, *new]).cumsum(0).int()
+    lengths = [n + m for n, m in zip(old, new)]
+    given = {
+        "query_start_loc": starts.to(DEVICE),
+        "query_start_loc_cpu": starts,
+        "seq_lens": ints(*lengths),
+        "num_reqs": len(new),
+        "num_actual_tokens": sum(new),
+        "max_query_len": max(new),
+        "max_seq_len": max(lengths),
+        "block_table_tensor": table,
+        "slot_mapping": None,
+    }
+    return CommonAttentionMetadata(**{**given, **changed}), starts
 
 
 class AttentionType(str, enum.Enum):

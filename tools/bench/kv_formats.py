@@ -11,6 +11,7 @@ keys, one of 64 keys ten times as large.
 
 import argparse
 import csv
+from typing import Any
 
 import flashjit
 import torch
@@ -57,13 +58,12 @@ def inputs(kind: str, rows: int, device: str) -> list[torch.Tensor]:
     return [x.to(device) for x in (q, k, v)]
 
 
-def error(form: str, kind: str, rows: int, device: str) -> float:
-    q, k, v = inputs(kind, rows, device)
-    exact = flashjit.attention(q, k, v, out_dtype=torch.float32)
-    block_scale = flashjit.KvFormat(form).block_scales(k.shape, device) if ":keys" in form else None
+def over_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: str, **how: Any) -> torch.Tensor:
+    """O, fp32, over rows of K and V that are quantized to a format."""
+    block_scale = flashjit.KvFormat(form).block_scales(k.shape, k.device) if ":keys" in form else None
     k_rows, k_scale = flashjit.quantize(k, format=form, block_scale=block_scale)
     v_rows, v_scale = flashjit.quantize(v, format=format_of_v(form))
-    out = flashjit.attention(
+    return flashjit.attention(
         q,
         k_rows,
         v_rows,
@@ -73,7 +73,14 @@ def error(form: str, kind: str, rows: int, device: str) -> float:
         k_scale=k_scale,
         v_scale=v_scale,
         out_dtype=torch.float32,
+        **how,
     )
+
+
+def error(form: str, kind: str, rows: int, device: str) -> float:
+    q, k, v = inputs(kind, rows, device)
+    exact = flashjit.attention(q, k, v, out_dtype=torch.float32)
+    out = over_rows(q, k, v, form)
     return ((out - exact).pow(2).mean() / exact.pow(2).mean()).sqrt().item()
 
 

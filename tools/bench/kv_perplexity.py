@@ -18,7 +18,7 @@ import sys
 import flashjit
 import torch
 import torch.nn.functional as F
-from kv_formats import FORMATS, bytes_of_row, format_of_v
+from kv_formats import FORMATS, bytes_of_row, over_rows
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples/python"))
 import small_gpt  # noqa: E402
@@ -33,21 +33,7 @@ def over_cache(form):
         q, k, v = (x.bfloat16() for x in (q, k, v))
         if form == "bf16":
             return flashjit.attention(q, k, v, causal=True, out_dtype=torch.float32)
-        block_scale = flashjit.KvFormat(form).block_scales(k.shape, k.device) if ":keys" in form else None
-        k_rows, k_scale = flashjit.quantize(k, format=form, block_scale=block_scale)
-        v_rows, v_scale = flashjit.quantize(v, format=format_of_v(form))
-        return flashjit.attention(
-            q,
-            k_rows,
-            v_rows,
-            causal=True,
-            k_format=form,
-            v_format=format_of_v(form),
-            k_block_scale=block_scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            out_dtype=torch.float32,
-        )
+        return over_rows(q, k, v, form, causal=True)
 
     return attention
 

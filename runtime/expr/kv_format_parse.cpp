@@ -198,8 +198,7 @@ Code parse_code(std::string_view text, std::string_view word, KvFormat& format, 
     zero = decoded->zero;
     return decoded->code;
   }
-  for (int i = 0; i < static_cast<int>(Code::book); ++i)
-    if (const auto code = static_cast<Code>(i); word == name_of(code)) return code;
+  if (const auto code = code_named(word); code && code != Code::book) return *code;
   refuse_text(text, fmt::format("begins with {}, which is neither a name nor codes", quoted(word)));
 }
 
@@ -225,12 +224,9 @@ bool parse_block(std::string_view word, KvFormat& format) {
 }
 
 bool parse_number(std::string_view word, Number& number) {
-  for (const Number type : {Number::fp32, Number::fp16, Number::bf16, Number::e4m3, Number::e8m0})
-    if (word == name_of(type)) {
-      number = type;
-      return true;
-    }
-  return false;
+  const auto named = number_named(word);
+  number = named.value_or(number);
+  return named.has_value();
 }
 
 /// "zero", of the scales' type, "zero=uint4" or "min".

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string_view>
 
@@ -13,6 +14,9 @@ namespace flashjit {
 /// As in the text of a format; the kernels' enumerators have the same names. Both refuse what has no name.
 std::string_view name_of(KvFormat::Code code);
 std::string_view name_of(KvFormat::Number type);
+/// What has the name; none: nothing has.
+std::optional<KvFormat::Code> code_named(std::string_view name);
+std::optional<KvFormat::Number> number_named(std::string_view name);
 
 /// Bits that zero points may have as integers.
 inline constexpr std::array kZeroBits{2, 4, 8};

@@ -175,6 +175,17 @@ std::string_view name_of(Number type) {
   refuse("the scales of the format have type number {}, which has no name", static_cast<int>(type));
 }
 
+std::optional<Code> code_named(std::string_view name) {
+  for (const CodeName& info : kCodes)
+    if (info.name == name) return info.code;
+  return {};
+}
+std::optional<Number> number_named(std::string_view name) {
+  for (const auto& [type, of_type] : kNumbers)
+    if (of_type == name) return type;
+  return {};
+}
+
 int KvFormat::bits() const {
   if (code != Code::book) return info_of(code).bits;
   return static_cast<int>(std::bit_width(book.size())) - 1;

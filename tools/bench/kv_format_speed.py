@@ -31,6 +31,7 @@ FORMATS = (
     "mxfp8",
     "q8_0",
     "int4:g32:fp16",
+    "uint4:g32:fp16:zero=uint4",
     "nvfp4",
     "e2m1:g16:e4m3:apart:scaled",
     "mxfp4",

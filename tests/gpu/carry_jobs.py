@@ -183,7 +183,7 @@ def all_jobs(first: str) -> list[Job]:
         race("latents", 120, ("vllm", "flashinfer")),
         race("wide", 120, ("wide", "cute", "vllm")),
         race(
-            "flashinfer", 120, ("flashinfer",), ("^decode, 64 x 4k$", "e4m3", "d64", "^4 queries", "^2 x 2k")
+            "flashinfer", 330, ("flashinfer",), ("^decode, 64 x 4k$", "e4m3", "d64", "^4 queries", "^2 x 2k")
         ),
         race("programs", 150, ("cute",), ("fwd, .*d64", "fwd, .*d128", "bwd, .*d64", "bwd, .*d128")),
         Job(

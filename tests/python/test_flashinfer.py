@@ -343,7 +343,9 @@ def test_latents_of_eight_bits(dtype, kpe_scale):
             ValueError, match="kpe_scale is .*: with caches of 8 bits give a finite number above 0"
         ):
             wrapper.run(*given, **wrong)
-    with pytest.raises(ValueError, match="Neither of ckv_scale and ckv_scale_arr are given"):
+    with pytest.raises(
+        ValueError, match="Exactly one of ckv_scale or ckv_scale_arr is needed.*: neither is given"
+    ):
         wrapper.run(*given)
     with pytest.raises(ValueError, match="q_pe.dtype is torch.float16, but plan.. was given torch.float32"):
         wrapper.run(given[0], given[1].half(), *given[2:], ckv_scale=0.5, kpe_scale=0.5)

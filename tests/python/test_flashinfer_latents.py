@@ -56,15 +56,15 @@ def test_scales_that_do_not_fit_are_refused():
     given = (q[..., :RANK].contiguous(), q[..., RANK:].contiguous(), codes[..., :RANK], codes[..., RANK:])
     run = planned(RANK, 64, codes.dtype).run
     for more, says in (
-        ({"ckv_scale_arr": scales, "ckv_scale": 1.0}, "Both of ckv_scale and ckv_scale_arr"),
-        ({"kpe_scale": 1.0}, "Neither of ckv_scale and ckv_scale_arr"),
+        ({"ckv_scale_arr": scales, "ckv_scale": 1.0}, "Exactly one of .* both are given"),
+        ({"kpe_scale": 1.0}, "Exactly one of .* neither is given"),
         ({"ckv_scale_arr": scales}, "kpe_scale is None"),
         (
             {"ckv_scale_arr": scales[..., :1], "kpe_scale": 1.0},
-            r"ckv_scale_arr is .*give torch.float32 \[4, 4, 2\]",
+            r"Invalid shape of ckv_scale_arr, .*give torch.float32 \[4, 4, 2\]",
         ),
-        ({"ckv_scale_arr": scales.half(), "kpe_scale": 1.0}, "ckv_scale_arr is .*float16"),
-        ({"ckv_scale_arr": [1.0], "kpe_scale": 1.0}, "ckv_scale_arr is a list"),
+        ({"ckv_scale_arr": scales.half(), "kpe_scale": 1.0}, "Invalid type of ckv_scale_arr, .*float16"),
+        ({"ckv_scale_arr": [1.0], "kpe_scale": 1.0}, "ckv_scale_arr, which is a list"),
     ):
         with pytest.raises(flashjit.InvalidArgument, match=says):
             run(*given, **more)

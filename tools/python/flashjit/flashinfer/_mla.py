@@ -153,7 +153,8 @@ def _read_latents(
         return latents, {}, 1.0
     if (ckv_scale is None) == (ckv_scale_arr is None):
         raise InvalidArgument(
-            f"{'Neither' if ckv_scale is None else 'Both'} of ckv_scale and ckv_scale_arr are given: with caches of 8 bits give one."
+            "Exactly one of ckv_scale or ckv_scale_arr is needed with caches of 8 bits: "
+            f"{'neither is given: give one.' if ckv_scale is None else 'both are given: leave one out.'}"
         )
     numbers = {"ckv_scale": ckv_scale} if ckv_scale_arr is None else {}
     if latents.shape[-1] > ckv_cache.shape[-1] or numbers:
@@ -179,10 +180,11 @@ def _block_scales(
             f"ckv_scale_arr is given, ckv_cache has {rank} columns and kpe_cache {columns - rank}: scales are of {_SCALED} columns "
             f"each, and of {_SCALED // 2} beside them, so give multiples of these, or ckv_scale."
         )
-    if not isinstance(scales, Tensor) or scales.dtype != torch.float32 or scales.shape != shape:
+    of_floats = isinstance(scales, Tensor) and scales.dtype == torch.float32
+    if not of_floats or scales.shape != shape:
         given = describe(scales) if isinstance(scales, Tensor) else f"a {type(scales).__name__}"
         raise InvalidArgument(
-            f"ckv_scale_arr is {given}: give torch.float32 {list(shape)}, ckv_cache's pages and rows, and a scale for {_SCALED} "
+            f"Invalid {'shape' if of_floats else 'type'} of ckv_scale_arr, which is {given}: give torch.float32 {list(shape)}, ckv_cache's pages and rows, and a scale for {_SCALED} "
             "columns."
         )
     if columns == rank:

@@ -69,6 +69,12 @@ class Batch(NamedTuple):
     prefix: Tensor | None = None  # int32 [1]: keys that all sequences share
     tree: Tree | None = None  # which of a step's own keys its queries see, in place of causal
 
+    def only_decodes(self, q: Tensor) -> bool:
+        """Whether row n of q is sequence n's one query: then no kernel has to look for a sequence's rows, and more kernels serve
+        the call. Padded sequences are the last ones, and have no keys."""
+        own = self.table is not None and self.prefix is None and self.ranges is None and self.tree is None
+        return own and self.most_q == 1 and q.shape[0] == self.lengths.shape[0]
+
 
 class Layer:
     """The masks and scores of a layer, which its calls share: nothing is traced in a call."""
@@ -105,11 +111,12 @@ class Layer:
         batch: Batch,
         out: Tensor | None = None,
         wants_lse: bool = False,
+        q_rope: Tensor | None = None,
         **more: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """O and LSE [hq, rows] of q [rows, hq, d], over pages k, v [pages, hkv, rows of a page, d], or over k, v [rows, hkv, d].
 
-        out: where O goes, [rows, hq, d_v]. more: attention()'s scales, sinks and v_columns."""
+        out: where O goes, [rows, hq, d_v]. q_rope: the columns of latents' Q after V's, [rows, hq, d - d_v]. more: attention()'s scales, sinks and v_columns."""
         if batch.table is None:
             k, v = with_batch(k), None if v is None else with_batch(v)
             more.update(cu_seqlens_kv=batch.cu_seqlens, max_seqlen_kv=bound(batch.most_kv))
@@ -121,20 +128,25 @@ class Layer:
                 max_seqlen_kv=min(bound(batch.most_kv), room),
                 prefix_length=batch.prefix,
             )
+        decodes = batch.only_decodes(q) and not self.batch_invariant
+        as_given = _one_query_each if decodes else with_batch
+        if not decodes:
+            more.update(cu_seqlens_q=batch.cu_seqlens, max_seqlen_q=bound(batch.most_q))
         found = attention(
-            with_batch(q),
+            as_given(q),
             k,
             v,
             scale=self.scale,
-            out=None if out is None else with_batch(out),
-            cu_seqlens_q=batch.cu_seqlens,
-            max_seqlen_q=bound(batch.most_q),
+            out=None if out is None else as_given(out),
+            q_rope=None if q_rope is None else as_given(q_rope),
             return_lse=wants_lse,
             batch_invariant=self.batch_invariant,
             **self.masks(batch),
             **more,
         )
         o, lse = found if wants_lse else (found, None)
+        if decodes:
+            return o[:, :, 0] if out is None else out, None if lse is None else lse[..., 0].transpose(0, 1)
         result = o[0].transpose(0, 1) if out is None else out
         return result, None if lse is None else lse.squeeze(0)
 
@@ -156,6 +168,11 @@ class Layer:
         if score is None and mask is None:
             return {"causal": kind == "causal"}
         return {"causal": kind == "causal", "mask_mod": repeated(score, mask, captures)}
+
+
+def _one_query_each(rows: Tensor) -> Tensor:
+    """[sequences, heads, 1, d] of rows [sequences, heads, d]: a view."""
+    return rows[:, :, None]
 
 
 @functools.cache

@@ -14,7 +14,6 @@ from torch import Tensor
 from .._engines import Batch, Layer, Tree, bound, of_latents, why_not, why_not_latent
 from .._tensors import KV_TYPES
 from ..errors import InvalidArgument, Unsupported
-from ..flash_attn._attend import with_batch
 from . import _trees
 
 _MOST_DRAFTS = 64  # a tree's limit: ancestors are bits of an int64
@@ -265,7 +264,7 @@ class FlashjitBackend(AttentionBackend):
             keys, values, batch = self._packed(k, v, layer, forward_batch, batch)
         else:
             if q_rope is not None:
-                more["q_rope"] = with_batch(q_rope.reshape(*q.shape[:2], -1))
+                more["q_rope"] = q_rope.reshape(*q.shape[:2], -1)
             pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
             pool, of_codes = of_latents(pool, self._one)  # SGLang's pool converts to FP8 without a scale
             more.update(of_codes)

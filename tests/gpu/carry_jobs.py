@@ -103,6 +103,12 @@ def distributed(name: str, seconds: int, options: str) -> Job:
     return Job(f"rings:{name}", command, seconds, gpus=2, alone=True)
 
 
+def errors(script: str, options: str = "") -> Job:
+    """A script of tools/bench that compares errors and writes its own file: no times, so other jobs may run beside it."""
+    command = f"python3 tools/bench/{script}.py --lib build/libflashjit.so --csv {options}".strip()
+    return Job(f"errors:{script}", f"{command}; cp tools/bench/results/*_{script}.csv $RESULTS", 300, cores=3)
+
+
 def cache_formats(name: str, script: str, seconds: int, problems: str = "") -> Job:
     """Caches in all formats that a script of tools/bench times; warm compiles each format's kernels in a process of its own."""
     plain = f"python3 tools/bench/{script}.py --lib build/libflashjit.so --problems '{problems}'"
@@ -220,6 +226,18 @@ def all_jobs(first: str) -> list[Job]:
         bench("races:block_lists", "block_lists.py", 90),
         bench("races:sparse", "compare.py", 150, "--only sparse"),
         bench("races:latent", "latent.py", 120, peers=("fa3", "vllm")),
+        bench("races:other", "compare.py", 200, "--only other", peers=("fa3",)),
+        bench("races:variants", "variants.py", 240),
+        errors("accuracy", "--commit $COMMIT"),
+        errors("eight_bits"),
+        Job(
+            "races:eight_bits",
+            "python3 tools/bench/eight_bits.py --lib build/libflashjit.so --speed --csv; "
+            "cp tools/bench/results/*_eight_bits_speed.csv $RESULTS",
+            150,
+            alone=True,
+            peers=("fa3",),
+        ),
     ]
 
 

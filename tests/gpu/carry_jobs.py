@@ -198,6 +198,7 @@ def all_jobs(first: str) -> list[Job]:
             "--seed ${SEED:-60} --processes 14 --seconds 230 --limit 30; "
             "cp $PEERS/flashinfer_suite/results-*.jsonl $RESULTS",
             280,
+            alone=True,  # it fills the GPU's memory
             cores=14,
             peers=("flashinfer_suite",),
         ),

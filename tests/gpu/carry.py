@@ -108,6 +108,8 @@ def pack(options: argparse.Namespace) -> int:
             )
         for path in found:
             shutil.copy(path, CARRIED)
+    for path in options.extra:
+        shutil.copy(path, CARRIED)
     if options.results:
         given = options.results
         shutil.copy(given / "results.tar.xz" if given.is_dir() else given, CARRIED / "results.tar.xz")
@@ -300,6 +302,9 @@ def main(arguments: list[str]) -> int:
     )
     packing.add_argument("--peers-from", type=Path, default=ROOT / "build" / "peers", metavar="FOLDER")
     packing.add_argument("--peers-only", action="store_true", help="leave the build out: it was sent before")
+    packing.add_argument(
+        "--extra", type=Path, nargs="*", default=[], help="scripts of your own: NAME.sh becomes the job extra:NAME"
+    )
     packing.add_argument("--results", type=Path, help="an earlier results.tar.xz, or its folder")
     packing.add_argument(
         "--limit", type=float, default=LIMIT, help="MiB that may travel (default %(default)s)"

@@ -128,6 +128,14 @@ echo "failed:${failed:- none}"; [ -z "${failed:-}" ]
 SCHEMES = "--schemes ring,all_gather,ulysses"
 
 
+def extra_jobs() -> list[Job]:
+    """What `pack --extra` took along. bash runs them with peers FlashInfer and FlashAttention-3 on the path."""
+    return [
+        Job(f"extra:{path.stem}", f"bash {path}", 300, alone=True, peers=("fa3", "flashinfer"))
+        for path in sorted((ROOT / ".carry").glob("*.sh"))
+    ]
+
+
 def all_jobs(first: str) -> list[Job]:
     """first: a filter of GoogleTest for the job `first`."""
     return [
@@ -229,6 +237,7 @@ def all_jobs(first: str) -> list[Job]:
         bench("races:latent", "latent.py", 120, peers=("fa3", "vllm")),
         bench("races:other", "compare.py", 200, "--only other", peers=("fa3",)),
         bench("races:variants", "variants.py", 240),
+        *extra_jobs(),
         errors("accuracy", "--commit $COMMIT"),
         errors("eight_bits"),
         Job(

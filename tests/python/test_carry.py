@@ -247,11 +247,14 @@ def test_a_build_is_carried_and_tested(machine, tmp_path):
     assert carry("pack", "--limit", "0")[0] == 1
 
     there, run = machine("there")
-    carry("pack", "--peers", "tangents")
+    (tmp_path / "sweep.sh").write_text("echo found > $RESULTS/found.txt")
+    carry("pack", "--peers", "tangents", "--extra", tmp_path / "sweep.sh")
     shutil.copytree(here / ".carry", there / ".carry")
     out = tmp_path / "out"
-    code, said = run("run", "checkwaits", "examples", "rings:devices", "--seconds", "30", "--out", out)
+    jobs = ("checkwaits", "examples", "rings:devices", "extra:sweep")
+    code, said = run("run", *jobs, "--seconds", "30", "--out", out)
     assert code == 1, said
+    assert (there / "build/carry/results/extra_sweep/found.txt").read_text() == "found\n"
     assert re.search(r"^checkwaits +passed", said, re.M) and re.search(
         r"^examples +failed \(1\)", said, re.M
     ), said

@@ -59,6 +59,11 @@ class Pool:
     def plan(self):
         return self.indptr, self.indices, self.last
 
+    def table(self):
+        """Pages of each sequence in a row; unused entries are -1."""
+        own = [self.indices[a:b] for a, b in zip(self.indptr[:-1], self.indptr[1:])]
+        return torch.nn.utils.rnn.pad_sequence(own, batch_first=True, padding_value=-1).int()
+
 
 def planned(wrapper, first, *rest, **named):
     wrapper.plan(*first, *rest, q_data_type="float32", **named)
@@ -372,21 +377,6 @@ def test_a_captured_graph_finds_a_new_plan_in_the_same_memory():
     assert [x.data_ptr() for x in wrapper._pages] == before
     with pytest.raises(flashjit.InvalidArgument, match="a wrapper for each batch size"):
         planned(wrapper, (ints(0, 1), pool.indices, ints(2)), HQ, HKV, DIM, PAGE)
-
-
-def test_trtllm_decode_takes_a_table_and_both_scales():
-    pool = Pool("HND", keys=(9, 7, 5))
-    table = torch.full((3, 3), -1, dtype=torch.int32, device=DEVICE)
-    for i in range(3):
-        own = pool.indices[pool.indptr[i] : pool.indptr[i + 1]]
-        table[i, : len(own)] = own
-    q = normal(3, HQ, DIM)
-    out = fi.trtllm_batch_decode_with_kv_cache(
-        q, pool.cache, workspace(), table, ints(9, 7, 5), 9, 0.25, 2.0, window_left=4
-    )
-    for i in range(3):
-        wanted, _ = exact(q[i : i + 1], pool.k[i], 2 * pool.v[i], scale=0.25, window=4)
-        torch.testing.assert_close(out[i : i + 1].double().cpu(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def rotated(x, start, scale, theta):

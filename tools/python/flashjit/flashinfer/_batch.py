@@ -555,32 +555,3 @@ class BatchAttention(_Paged):
         return results(
             self.natural(q, kv_cache, Scales(None, k_scale, v_scale), out, True, scores=scores), lse
         )
-
-
-class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
-    """Sinks in the softmax: one more logit for each head of q, without a value."""
-
-    def __init__(
-        self,
-        float_workspace_buffer: Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf: Tensor | None = None,
-        paged_kv_indptr_buf: Tensor | None = None,
-        paged_kv_indices_buf: Tensor | None = None,
-        paged_kv_last_page_len_buf: Tensor | None = None,
-        custom_mask_buf: Tensor | None = None,
-        mask_indptr_buf: Tensor | None = None,
-        backend: str = "auto",
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        q_data_type: Any = torch.bfloat16,
-        kv_data_type: Any = torch.bfloat16,
-        head_dim_qk: int = 128,
-        head_dim_vo: int = 128,
-        window_left: int = -1,
-    ) -> None:
-        super().__init__(
-            float_workspace_buffer, kv_layout, use_cuda_graph, paged_kv_indices_buf=paged_kv_indices_buf
-        )
-        self._takes_sinks = True  # as positional arguments of run(), or by name

@@ -30,6 +30,13 @@ class Items(NamedTuple):
     places: Tensor  # int32 [sequences, keys behind the prefix]: how many keys of its item are before each
 
 
+class Seen(NamedTuple):
+    """One more condition on pairs: the text of a program, and its captures."""
+
+    text: str
+    captures: dict[str, Any]
+
+
 class Scores(NamedTuple):
     """How scores are made and masked: FlashInfer's names, each as plan() and the single_ functions take it."""
 
@@ -44,6 +51,7 @@ class Scores(NamedTuple):
     rope: tuple[float, float] | None = None  # scale and theta of ROPE_LLAMA
     rope_start: Any = 0  # the first query's position: a number, or int32 [sequences]
     items: Items | None = None
+    seen: Seen | None = None
 
 
 class Scales(NamedTuple):
@@ -160,6 +168,7 @@ def call(
         None if scores.mask is None else scores.mask.dtype == torch.uint8,
         scores.window_left >= 0,
         scores.items is not None,
+        None if scores.seen is None else scores.seen.text,
     )
     if scores.alibi:
         captures["slopes"] = alibi_slopes(q.shape[1], q.device)
@@ -171,6 +180,8 @@ def call(
         captures["window_left"] = int(scores.window_left)
     if scores.items is not None:
         captures.update(items_prefix=scores.items.prefix, items_places=scores.items.places)
+    if scores.seen is not None:
+        captures.update(scores.seen.captures)
     if scores.sm_scale is not None or factor != 1:
         base = q.shape[3] ** -0.5 if scores.sm_scale is None else scores.sm_scale
         more["scale"] = float(base * factor)
@@ -217,9 +228,15 @@ def frequencies(dim: int, scale: float, theta: float, device: torch.device) -> T
 
 @functools.cache
 def _programs(
-    scales: Sequence[str], alibi: bool, capped: bool, bits: bool | None, window: bool, items: bool
+    scales: Sequence[str],
+    alibi: bool,
+    capped: bool,
+    bits: bool | None,
+    window: bool,
+    items: bool,
+    seen: str | None,
 ) -> tuple[str | None, str | None]:
-    """Texts of the score and of the mask. bits: whether a custom mask has eight pairs in a byte; None: there is none."""
+    """Texts of the score and of the mask. bits: whether a custom mask has eight pairs in a byte; None: there is none. seen: Seen's."""
     score = "score"
     for name in scales:
         score += f" * {name}[{'h' if name == 'q_scales' else 'h_kv'}]"
@@ -240,6 +257,8 @@ def _programs(
         behind = f"{AT_LAST} - items_prefix[b]"
         place = f"items_places[b, max({behind}, 0)]"
         conditions.append(f"({behind} < 0 || kv < items_prefix[b] || {AT_LAST} < kv + {place})")
+    if seen is not None:
+        conditions.append(f"({seen})")
     return None if score == "score" else score, " && ".join(conditions) or None
 
 

@@ -1,4 +1,4 @@
-"""FlashInfer's functions for one sequence, and trtllm_batch_decode_with_kv_cache()."""
+"""FlashInfer's functions for one sequence."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InvalidArgument, Unsupported
-from ._rows import Rows, check_ints, check_layout, check_tensor, heads_first, results, run, unpacked
-from ._scores import Scales, Scores, check_dtypes, dtype_of, read_mask, read_scores, refuse, type_of_out
+from ._rows import Rows, check_layout, check_tensor, heads_first, results, run
+from ._scores import Scales, check_dtypes, dtype_of, read_mask, read_scores, refuse, type_of_out
 
 
 def single_decode_with_kv_cache(
@@ -98,93 +97,3 @@ def _product(a: Any, b: Any) -> Any:
 
 single_decode_with_kv_cache_return_lse = functools.partial(single_decode_with_kv_cache, return_lse=True)
 single_prefill_with_kv_cache_return_lse = functools.partial(single_prefill_with_kv_cache, return_lse=True)
-
-
-def trtllm_batch_decode_with_kv_cache(
-    query: Tensor,
-    kv_cache: Any,
-    workspace_buffer: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    max_seq_len: int,
-    bmm1_scale: Any = 1.0,
-    bmm2_scale: Any = 1.0,
-    window_left: int = -1,
-    out: Tensor | None = None,
-    out_dtype: Any = None,
-    o_sf_scale: float | None = None,
-    o_sf_vec_size: int | None = None,
-    sinks: Any = None,
-    kv_layout: str = "HND",
-    enable_pdl: bool | None = None,
-    backend: str = "auto",
-    q_len_per_req: int | None = 1,
-    o_scale: float | None = 1.0,
-    mask: Tensor | None = None,
-    max_q_len: int | None = None,
-    cum_seq_lens_q: Tensor | None = None,
-    skip_softmax_threshold_scale_factor: float | None = None,
-    kv_cache_sf: Any = None,
-    uses_shared_paged_kv_idx: bool = True,
-    lse: Tensor | None = None,
-    return_lse: bool = False,
-    bmm1_scale_log2: Tensor | None = None,
-    multi_ctas_kv_counter_buffer: Tensor | None = None,
-    enable_block_sparse_attention: bool = False,
-    bf16q_fp8kv_transform_mode: str | None = None,
-) -> Any:
-    """O [all rows, hq, d] of query [all rows, hq, d] over pages by block_tables, int32 [sequences, pages of the longest].
-
-    bmm1_scale: what scores are multiplied with, all scales in it, a number or float32 [1]; bmm2_scale: likewise of O.
-    Several queries of a sequence are causal, the last one at the last key. cum_seq_lens_q, with max_q_len: they are packed.
-    With return_lse also LSE [all rows, hq], of base 2."""
-    refuse(
-        o_sf_scale=o_sf_scale,
-        o_sf_vec_size=o_sf_vec_size,
-        mask=mask,
-        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        kv_cache_sf=kv_cache_sf,
-        o_scale=None if o_scale in (None, 1) else o_scale,
-        bmm1_scale_log2=bmm1_scale_log2,
-        enable_block_sparse_attention=enable_block_sparse_attention,
-    )
-    if not uses_shared_paged_kv_idx:
-        raise Unsupported("uses_shared_paged_kv_idx is False: K and V are in the same pages here.")
-    check_tensor("query", query, "all rows, hq, d")
-    check_tensor("block_tables", block_tables, "sequences, pages of the longest")
-    check_ints("seq_lens", seq_lens)
-    k, v = unpacked(kv_cache, check_layout(kv_layout))
-    chosen = dtype_of(out_dtype, type_of_out(query.dtype) if out is None else out.dtype)
-    check_dtypes(query.dtype, k.dtype, chosen)
-    if cum_seq_lens_q is None:
-        rows = Rows(None, q_len_per_req or 1)
-        if query.shape[0] != rows.longest * seq_lens.numel():
-            raise InvalidArgument(
-                f"query has {query.shape[0]} rows, but seq_lens is of {seq_lens.numel()} sequences, q_len_per_req is "
-                f"{rows.longest}: give cum_seq_lens_q and max_q_len for other numbers of queries."
-            )
-    else:
-        rows = Rows(cum_seq_lens_q, query.shape[0] if max_q_len is None else max_q_len)
-    if isinstance(bmm1_scale, Tensor):  # on the device: one factor of scores, whose own is 1
-        scores, scales = Scores(1.0, rows.longest > 1, window_left), Scales(None, bmm1_scale, bmm2_scale)
-    else:
-        scores = Scores(float(bmm1_scale), rows.longest > 1, window_left)
-        scales = Scales(None, None, bmm2_scale)
-    if isinstance(sinks, (list, tuple)):
-        sinks = sinks[0]
-    found = run(
-        query,
-        k,
-        v,
-        rows,
-        scores,
-        scales,
-        chosen,
-        out,
-        return_lse or lse is not None,
-        sinks=sinks,
-        page_table=block_tables,
-        kv_lengths=seq_lens.int(),
-        max_seqlen_kv=max_seq_len,
-    )
-    return results(found, lse, return_lse)

@@ -37,14 +37,16 @@ from ._mla_tables import (
     xqa_mla,
 )
 from ._page import append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens
+from ._pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 from ._ragged import BatchPrefillWithRaggedKVCacheWrapper
+from ._ranges import BatchPrefillWithCausalBidirectionalRangesWrapper
 from ._single import (
     single_decode_with_kv_cache,
     single_decode_with_kv_cache_return_lse,
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
-from ._sinks import BatchAttentionWithAttentionSinkWrapper
+from ._sinks import BatchAttentionWithAttentionSinkWrapper, BatchDecodeWithAttentionSinkWrapper
 from ._sparse import BlockSparseAttentionWrapper
 from ._tables import (
     cudnn_batch_decode_with_kv_cache,
@@ -65,15 +67,19 @@ from ._varlen import (
 __all__ = [
     "BatchAttention",
     "BatchAttentionWithAttentionSinkWrapper",
+    "BatchDecodeWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchMLAPagedAttentionWrapper",
+    "BatchPODWithPagedKVCacheWrapper",
+    "BatchPrefillWithCausalBidirectionalRangesWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "BlockSparseAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
+    "PODWithPagedKVCacheWrapper",
     "VariableBlockSparseAttentionWrapper",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",

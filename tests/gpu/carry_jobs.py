@@ -125,6 +125,7 @@ for example in build/tools/examples/example_*; do
 done
 echo "failed:${failed:- none}"; [ -z "${failed:-}" ]
 """
+DRAFTS = "python3 tools/bench/sglang_drafts.py --device cuda"
 SCHEMES = "--schemes ring,all_gather,ulysses"
 
 
@@ -220,6 +221,14 @@ def all_jobs(first: str) -> list[Job]:
                 peers=("sglang",),
             )
             for model, page in (("llama", 16), ("qwen3", 1), ("mistral", 1))
+        ),
+        Job(
+            "sglang:drafts",  # two models side by side, as loading takes most of the time
+            f"HF_HUB_OFFLINE=1 {DRAFTS} --models llama --topk 2 & first=$!; "
+            f"HF_HUB_OFFLINE=1 {DRAFTS} --models qwen3 --topk 1 --page 16 && wait $first",
+            200,
+            cores=4,
+            peers=("sglang",),
         ),
         Job(
             "host",

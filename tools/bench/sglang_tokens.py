@@ -138,7 +138,7 @@ def compare(folder: pathlib.Path, given: list[str]) -> str:
         command = [sys.executable, __file__, *given, "--one", str(folder / "model"), which, str(answer)]
         run = subprocess.run(command, capture_output=True, text=True)
         if not answer.exists():
-            return f"{which} failed: {(run.stdout + run.stderr)[-1500:]}"
+            sys.exit(f"{which} failed: {(run.stdout + run.stderr)[-1500:]}")
         answers[which] = json.loads(answer.read_text())
     pairs = [
         pair

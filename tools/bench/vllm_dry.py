@@ -22,6 +22,7 @@ import pathlib
 import types
 from typing import Any
 
+import cache_rounding
 import vllm_gpu
 
 PLAIN = {
@@ -153,12 +154,15 @@ class Slots:
         out[count:] = -1
 
 
-def print_beside_transformers(folder: pathlib.Path, answer: pathlib.Path) -> None:
+def print_beside_transformers(folder: pathlib.Path, answer: pathlib.Path, cache_type: str) -> None:
     import torch
     import transformers
 
+    rounds = cache_type.endswith("_per_token_head")
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder,
+        dtype=torch.float32,
+        attn_implementation=cache_rounding.attention_over(cache_type) if rounds else "eager",
     )
     same = total = 0
     farthest = 0.0
@@ -212,7 +216,9 @@ def main() -> None:
             print(f"{name} failed: {vllm_gpu.last_of(answer)}")
             continue
         whole = multiprocessing.get_context("spawn")  # where torch is itself
-        process = whole.Process(target=print_beside_transformers, args=(folder, answer))
+        process = whole.Process(
+            target=print_beside_transformers, args=(folder, answer, PLAIN.get("kv_cache_dtype", "auto"))
+        )
         process.start()
         process.join()
 

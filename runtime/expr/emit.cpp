@@ -74,7 +74,7 @@ class Hooks {
   std::string text() {
     const std::string functions =
         comment("score", analysis_.programs().score) + score() + bias_tile_functions() + value_functions() +
-        line_functions() + score_grad() + add_capture_grads() + comment("mask", analysis_.programs().mask) +
+        line_functions() + pair_sigmoid_functions() + score_grad() + add_capture_grads() + comment("mask", analysis_.programs().mask) +
         mask() + tiles() + comment("out_mod", analysis_.programs().out_mod) + out_mod() +
         row_hooks(analysis_.programs(), head_) +
         (options_.gradient_tangents ? gradient_tangent_hooks(analysis_, head_) : std::string());
@@ -161,6 +161,21 @@ class Hooks {
     return function("float", "score_offset", kPair, result_of(offset, sign + at_pair)) +
            function("float", "score_slope", "",
                     fmt::format("    return {}{}{};\n", sign, literal_text(line.keys), factor));
+  }
+  /// The weight and its derivative where a kernel has found their sigmoid from its exponent.
+  std::string pair_sigmoid_functions() {
+    const PairSigmoid& sigmoid = analysis_.pair_sigmoid();
+    if (sigmoid.place < 0) return {};
+    Code exponent(head_, Style::fast, {});
+    const std::string at_pair = exponent.value(sigmoid.exponent);
+    const auto of_sigmoid = [&](std::string_view name, int place) {
+      Code code(head_, Style::fast, {});
+      code.know(sigmoid.place, "sigmoid");
+      const std::string result = code.value(place);
+      return function("float", name, fmt::format("float dot, float sigmoid, {}", kPair), result_of(code, result));
+    };
+    return function("float", "sigmoid_exponent", fmt::format("float dot, {}", kPair), result_of(exponent, at_pair)) +
+           of_sigmoid("score_of_sigmoid", sigmoid.score) + of_sigmoid("score_grad_of_sigmoid", sigmoid.slope);
   }
   // The reads of the gradients are among the score's, which checks them.
   std::string score_grad() {

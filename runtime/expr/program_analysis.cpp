@@ -20,7 +20,8 @@ Trees folded(const Trees& programs) {
           .out_mod = programs.out_mod ? fold(programs.out_mod) : nullptr,
           .declarations = programs.declarations,
           .q_mod = programs.q_mod ? fold(programs.q_mod) : nullptr,
-          .k_mod = programs.k_mod ? fold(programs.k_mod) : nullptr};
+          .k_mod = programs.k_mod ? fold(programs.k_mod) : nullptr,
+          .weighs = programs.weighs};
 }
 
 }  // namespace
@@ -29,7 +30,8 @@ Trees trees_of(const ScoreProgram& score, const MaskProgram& mask, const OutProg
                const Prologue& prologue) {
   return {score.tree(),          mask.tree(),
           out_mod.tree(),        declarations(score, mask, out_mod, prologue),
-          prologue.q_mod.tree(), prologue.k_mod.tree()};
+          prologue.q_mod.tree(), prologue.k_mod.tree(),
+          score.is_weight()};
 }
 
 ProgramAnalysis::ProgramAnalysis(const Trees& programs, const EmitOptions& options)
@@ -44,6 +46,10 @@ ProgramAnalysis::ProgramAnalysis(const Trees& programs, const EmitOptions& optio
       out_tile_(options.check_indices ? OutTileRead{} : out_tile_read(graph_, out_)),
       terms_(options.check_indices || bias_read_ >= 0 ? PositionTerms{} : position_terms(graph_, score_)),
       line_(line_of_score(graph_, score_)),
+      pair_sigmoid_(!programs.weighs || options.check_indices || bias_read_ >= 0 || terms_.row >= 0 ||
+                            terms_.column >= 0
+                        ? PairSigmoid{}
+                        : pair_sigmoid_of(graph_, score_)),
       mask_terms_(!options.check_indices && mask_reads_one_position()) {
   find_read_grads();
 }
@@ -108,6 +114,7 @@ ProgramFacts ProgramAnalysis::facts() const {
           .has_score = !is_name(graph_.node(score_), Name::score),
           .has_slope = !is_real(graph_.node(score_grad_), 1),
           .score_is_line = line_.has_value(),
+          .pair_sigmoid = pair_sigmoid_.place >= 0,
           .joins_scores = joins_scores(graph_, score_),
           .near_min_scores = may_be_near_min(graph_, score_),
           .bias_tile = bias_read_ < 0 ? std::nullopt : std::optional(bias_tile()),
@@ -154,6 +161,7 @@ std::vector<Constant> constants_of(const ProgramFacts& facts) {
           {"kScoreRowTerm", facts.row_term},
           {"kScoreColumnTerm", facts.column_term},
           {"kScoreLine", facts.score_is_line},
+          {"kPairSigmoid", facts.pair_sigmoid},
           {"kNearMinScores", facts.near_min_scores},
           {"kMaskBounds", facts.mask_bounds},
           {"kMaskBoundsFirstKey", facts.mask_bounds_first_key},

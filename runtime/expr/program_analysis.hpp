@@ -7,6 +7,7 @@
 #include "expr/analyze.hpp"
 #include "expr/facts.hpp"
 #include "expr/graph.hpp"
+#include "expr/pair_sigmoid.hpp"
 
 namespace flashjit::expr {
 
@@ -15,6 +16,7 @@ struct Trees {
   NodePtr score = {}, mask = {}, out_mod = {};
   std::vector<Declaration> declarations = {};  ///< in the order of Params
   NodePtr q_mod = {}, k_mod = {};
+  bool weighs = false;  ///< the score is a weight, and no softmax follows
 };
 Trees trees_of(const ScoreProgram& score, const MaskProgram& mask, const OutProgram& out_mod = {},
                const Prologue& prologue = {});
@@ -57,6 +59,7 @@ class ProgramAnalysis {
   const PositionTerms& terms() const { return terms_; }
   const std::optional<ScoreLine>& line() const { return line_; }
   bool mask_terms() const { return mask_terms_; }
+  const PairSigmoid& pair_sigmoid() const { return pair_sigmoid_; }
   /// By pattern; at most one is AccumulationPattern::own, the last.
   const std::vector<ReadGrad>& read_grads() const { return read_grads_; }
   bool has_bias_tile_grad() const {
@@ -77,6 +80,7 @@ class ProgramAnalysis {
   OutTileRead out_tile_;
   PositionTerms terms_;
   std::optional<ScoreLine> line_;
+  PairSigmoid pair_sigmoid_;
   bool mask_terms_;
   std::vector<ReadGrad> read_grads_, out_read_grads_;
 };

@@ -103,6 +103,7 @@ struct ExampleProblem {
   static constexpr bool kHasMask = false;          // false: mask() is always true
   static constexpr bool kScoreGrad = false;        // false: score_grad() is 1
   static constexpr bool kScoreLine = false;        // the score is a line along kv, see score_offset()
+  static constexpr bool kPairSigmoid = false;      // a weight of one sigmoid: there is sigmoid_exponent()
   static constexpr bool kBiasTile = false;         // there are bias_tile() and scores of its elements
   static constexpr bool kNearMinScores = false;    // scores may be near the least float: exponent_factor()
   static constexpr bool kScoreRowTerm = false;     // there are score_row_term() and score_of_terms()
@@ -152,6 +153,9 @@ struct ExampleProblem {
   // a tile.
   // With kScoreLine the score is p.softmax_scale * dot + score_offset(p, head, q, kv), which grows by
   // score_slope(p, head) a key.
+  // With kPairSigmoid the score is score_of_sigmoid(p, head, dot, sigmoid, q, kv), and its derivative
+  // score_grad_of_sigmoid(), where the sigmoid is 1 / (1 + exp2(sigmoid_exponent(p, head, dot, q, kv))); both
+  // are finite where dot is.
   /// d score / d (p.softmax_scale * dot) of the same pair.
   static __device__ __forceinline__ float score_grad(const Params&, const Head&, float /*dot*/,
                                                      Position /*q*/, Position /*kv*/) {

@@ -37,14 +37,15 @@ struct Math {
     asm("div.full.ftz.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
     return y;
   }
+  static __device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
   static __device__ __forceinline__ float exp(float x) { return exp2(x * 1.4426950408889634f); }
   static __device__ __forceinline__ float log(float x) { return log2(x) * 0.6931471805599453f; }
   /// Not by tanh, whose absolute error is larger than small values.
-  static __device__ __forceinline__ float sigmoid(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + exp(-x)));
-    return y;
-  }
+  static __device__ __forceinline__ float sigmoid(float x) { return reciprocal(1.0f + exp(-x)); }
   static __device__ __forceinline__ float sin(float x) { return __sinf(within_a_turn(x)); }
   static __device__ __forceinline__ float cos(float x) { return __cosf(within_a_turn(x)); }
 

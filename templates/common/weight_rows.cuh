@@ -43,6 +43,15 @@ struct ProgramPairs {
   }
 };
 
+/// Of a program that is finite for finite scores, which those of rows that do not exist are.
+template <class P>
+struct FinitePairs {
+  static constexpr bool kMasksDp = true;
+
+  static __device__ __forceinline__ float weigh(const Params&, float s, float /*lse*/) { return s; }
+  static __device__ __forceinline__ float grad(float /*weight*/, float dp, float /*d*/) { return dp; }
+};
+
 template <class P>
 using RowStatsFinder = Conditional<P::kWeightMod, ProgramRowStats<P>, SoftmaxRowStats<P>>;
 

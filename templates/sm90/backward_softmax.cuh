@@ -27,7 +27,7 @@ __device__ __forceinline__ void weigh_pairs(const Params& p, const BackwardSmem<
     store(smem.ds(tile.i), step, ds[step]);
   };
   const bool any = !kMasked || kTestsMask<P> || P::mask(p, head, tile.q, tile.kv);
-  PairScore<P> program;
+  ProgramOfPairs<P, kMasked> program;
   constexpr bool kLate = Policy::kStoresDsLate && !(kMasked && kTestsMask<P>);
 #pragma unroll
   for (int n = 0; n < kCount; n += 4) {
@@ -40,8 +40,8 @@ __device__ __forceinline__ void weigh_pairs(const Params& p, const BackwardSmem<
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float dot = dots[e] = s[n + e];
-        program.find(p, head, tile, in, n, e);
-        ScoreSlope<P>::find(slope, program, p, head, dot, tile, n, e);
+        program.find(p, head, tile, in, n, e, s);
+        ScoreSlope<P, kMasked>::find(slope, program, p, head, dot, tile, n, e);
         s[n + e] = program.score(p, head, dot, tile.at_q(n + e), tile.at_kv(n + e));
       }
     }
@@ -60,7 +60,7 @@ __device__ __forceinline__ void weigh_pairs(const Params& p, const BackwardSmem<
       // dS = P (dP - D)
       dp[n + e] = PairWeights<P>::grad(pair_p, pair_dp, e % 2 ? d.y : d.x);
       PairGrads<P>::add(p, head, tile, n, e, dp[n + e], dots, sums);
-      ScoreSlope<P>::chain(dp[n + e], PairWeights<P>::kMasksDp ? dp[n + e] : pair_p, slope, e);
+      ScoreSlope<P, kMasked>::chain(dp[n + e], PairWeights<P>::kMasksDp ? dp[n + e] : pair_p, slope, e);
     }
 #pragma unroll
     for (int e = 0; e < 4; e += 2) {

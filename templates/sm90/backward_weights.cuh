@@ -26,6 +26,7 @@ struct ProgramPairsOfZeroRows : ProgramPairs<P> {
 };
 
 template <class P>
-using PairWeights = Conditional<P::kWeightMod, ProgramPairsOfZeroRows<P>, SoftmaxPairs<P>>;
+using PairWeights = Conditional<!P::kWeightMod, SoftmaxPairs<P>,
+                                Conditional<P::kPairSigmoid, FinitePairs<P>, ProgramPairsOfZeroRows<P>>>;
 
 }  // namespace flashjit::sm90

@@ -104,6 +104,7 @@ struct PlainConsumer {
     start_bias(p, maps, smem, wg, c);
     finish_bias(p, maps, smem, wg, c);
     end_qk(smem, c.s, c.n, wg, c.round, c.i == 0);
+    Weights::wait_before(c.o);
     weigh_first_tile(p, smem, wg, c);  // P = exp2(S - m)
     if (kIntraWarpgroupOverlap<P>) finish_before_wait(Weights::last_value(c.rows, c.s), smem.base);
     wgmma_wait<0>();  // O of the work tile before is there
@@ -138,6 +139,7 @@ struct PlainConsumer {
     draw_early(p, smem, c);
     finish_bias(p, maps, smem, wg, c);
     end_qk(smem, c.s, c.n, wg, c.round, c.i == 0);
+    Weights::wait_before(c.o);
     weigh(p, smem, c, false, c.s);  // P = exp2(S - m)
     if (kIntraWarpgroupOverlap<P>) finish_before_wait(Weights::last_value(c.rows, c.s), smem.base);
     wgmma_wait<0>();  // O is there

@@ -67,7 +67,7 @@ __device__ __forceinline__ void score_pairs(const RowState<P>& rows, int kv_begi
 /// S = score(S). ScoreStage<P> names one of four types. `bias`: this lane's address in the bias tile, in the
 /// first four 8 x 8 matrices. `column_terms`: from this thread's first key on.
 template <class P>
-struct NoScore {  // or a line, which the softmax adds
+struct NoScore {  // or a line, which the softmax adds, or the stage of weights finds it
   template <int kCount>
   static __device__ __forceinline__ void apply(const Params&, const RowState<P>&, int, unsigned, const float*,
                                                float (&)[kCount]) {}
@@ -115,7 +115,7 @@ struct ScoreOfBias {
 };
 template <class P>
 using ScoreStage = Conditional<
-    !P::kHasScore || kAddsScoreLine<P>, NoScore<P>,
+    !P::kHasScore || kAddsScoreLine<P> || P::kPairSigmoid, NoScore<P>,
     Conditional<P::kBiasTile, ScoreOfBias<P>,
                 Conditional<P::kScoreRowTerm || P::kScoreColumnTerm, ScoreOfTerms<P>, ScoreOfPairs<P>>>>;
 

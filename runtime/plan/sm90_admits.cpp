@@ -77,19 +77,30 @@ int launched_limit(const AnalysedSpec& spec, const TileConfig& c) {
   return 2 * (sm90::launch_registers(forward_groups(spec, c)) - kOthers);
 }
 
-/// Rows whose codes are operands of products as they are.
+/// Rows whose codes are operands of products as they are (templates/sm90/few_rows_pairs.cuh).
 bool has_code_operands(const KvFormat& format, int dim) {
   using enum KvFormat::Code;
-  if (!format.quantized() || dim != 128 || format.bits() != 4 || format.zero != KvFormat::Zero::none ||
-      format.packing != KvFormat::Packing::neighbors || format.keys > 0 || format.tail > 0 ||
-      format.row(dim).alignment % 4 != 0)
+  if (!format.quantized() || dim != 128 || format.zero != KvFormat::Zero::none || format.keys > 0 ||
+      format.tail > 0 || format.scales == KvFormat::Scales::argument)
     return false;
-  if (format.scales != KvFormat::Scales::behind_codes && format.scales != KvFormat::Scales::before_block)
-    return false;
-  if (format.block == 0 || format.block >= 32)
-    return format.code == int4 || format.code == int4_offset || format.code == e2m1;
-  return format.code == e2m1 && format.scale_type == KvFormat::Number::e4m3 &&
-         format.scales == KvFormat::Scales::behind_codes;
+  const int alignment = format.row(dim).alignment;
+  const bool halves = format.packing == KvFormat::Packing::halves;
+  if (format.block != 0 && format.block < 32)
+    return format.code == e2m1 && !halves && format.scale_type == KvFormat::Number::e4m3 &&
+           format.scales != KvFormat::Scales::before_block && alignment % 4 == 0;
+  switch (format.code) {
+    case e4m3:
+    case e5m2:
+    case int8:
+      return alignment % 2 == 0;
+    case int4:
+    case int4_offset:
+      return alignment % 2 == 0 && (!halves || format.block == 32);
+    case e2m1:
+      return alignment % 2 == 0 && !halves;
+    default:
+      return false;
+  }
 }
 
 Support check_few_rows(const AnalysedSpec& spec, const TileConfig& c) {
@@ -349,12 +360,14 @@ Support supports_few_rows(const AnalysedSpec& spec) {
                      !spec.kv.shared_prefix && is_stream_k(spec, few_rows_config());
   const bool whole_codes = spec.has_scales() && !spec.has_key_scales() && !spec.prologue.q_codes &&
                            spec.head_dim == 128 && spec.v_dim() == 128;
-  const bool operands = spec.decodes_kv() && has_code_operands(spec.kv.k_format, spec.head_dim) &&
+  const bool operands = spec.decodes_kv() && !spec.kv.key_scales &&
+                        has_code_operands(spec.kv.k_format, spec.head_dim) &&
                         has_code_operands(spec.kv.v_format, spec.v_dim());
   if (plain && (whole_codes || operands)) return Support::yes();
   return Support::no(
-      "Br 8 is for a cache of 4 bits in rows with their scales, or of 8 bits with scales of heads, head "
-      "dimension 128, without masks and programs");
+      "Br 8 is for a cache of 4 or 8 bits with scales of blocks of 32 and more, of 16 for nvfp4, or of "
+      "heads, "
+      "head dimension 128, without masks and programs");
 }
 
 bool may_gather(const AnalysedSpec& spec, const TileConfig& c) {

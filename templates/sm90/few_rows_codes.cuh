@@ -1,129 +1,53 @@
 // Codes of K and V as operands of mma.sync, for forward_few_rows.cuh. A lane reads words of two keys, lane /
-// 4 and eight more; its codes become pairs for the left operand, in an order of columns that Q's follow. For
-// V words are transposed first, so that a pair has two keys of a column. Scales of blocks of 32 columns and
-// more multiply sums over a block, and P; smaller blocks' multiply elements.
+// 4 and eight more; its codes become pairs for the left operand (few_rows_pairs.cuh), in an order of columns
+// that Q's follow. For V words are transposed first, so that a pair has two keys of a column. Scales of
+// blocks of 32 columns and more multiply sums over a block, and P; smaller blocks' multiply elements.
 #pragma once
 
+#include "flashjit/sm90/few_rows_pairs.cuh"
 #include "flashjit/sm90/forward_rings.cuh"
 #include "flashjit/sm90/forward_rows.cuh"
-#include "flashjit/sm90/kv_row_copies.cuh"
+#include "flashjit/sm90/kv_scale_rows.cuh"
 
 namespace flashjit::sm90 {
 
-// --- Instructions -----------------------------------------------------------------------------------------
-
-/// An 8 x 8 matrix of 16-bit elements in mma's register layout, transposed.
-__device__ __forceinline__ unsigned transposed_matrix(unsigned word) {
-  unsigned y;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(word));
-  return y;
-}
-/// x & mask ^ flipped, as one instruction: of two constants ptxas makes two.
-__device__ __forceinline__ unsigned masked_and_flipped(unsigned x, unsigned mask, unsigned flipped) {
-  unsigned y;
-  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(y) : "r"(x), "r"(mask), "r"(flipped));
-  return y;
-}
-
-// --- Pairs of codes ---------------------------------------------------------------------------------------
-
-/// How a word's codes become pairs: pair i of 4 bits has codes i and i + 4. `Element`: what they are
-/// multiplied as; kOffset: what these are too large by; kUnit: what products of K lack; kScalesSums: a scale
-/// is of a whole group of 32 columns.
-template <class P, class Format, bool kOfK, bool kFloats = kHasSmallFloats<Format>>
-struct CodeOperands {  // integers
-  using Element = typename P::Element;
-  static constexpr float kUnit = 1.0f;
-  static constexpr bool kSigned = Format::kCode == KvCode::int4, kScalesSums = true;
-  static constexpr float kOffset = (kIsFp16<Element> ? 1024.0f : 128.0f) + 8.0f;
-
-  static __device__ __forceinline__ void pairs(unsigned word, unsigned (&to)[4]) {
-    constexpr unsigned kFlipped = CodeBits<Element>::kOffset ^ (kSigned ? 0x00080008u : 0u);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to[i] = masked_and_flipped(word >> 4 * i, 0x000f000fu, kFlipped);
-  }
-};
-/// Signs and magnitudes: as bits they are far below what they mean, which sums over K are multiplied with.
-/// Beside scales of e4m3 fp16 has all products; P times other scales it may not have.
-template <class P, class Format, bool kOfK>
-struct CodeOperands<P, Format, kOfK, true> {
-  static constexpr bool kScalesSums = Format::kBlock >= 32;
-  using Element = Conditional<kScalesSums && !kOfK, typename P::Element, fp16>;
-  using Bits = CodeBits<Element>;
-  static constexpr float kOffset = 0.0f, kUnit = kScalesSums && kOfK ? 0x1p14f : 1.0f;
-
-  static __device__ __forceinline__ void pairs(unsigned word, unsigned (&to)[4]) {
-    if (kOfK)
-      bits(word, to);
-    else
-      pairs(word, Bits::kE2m1Factor, to);
-  }
-  static __device__ __forceinline__ void pairs(unsigned word, unsigned scale, unsigned (&to)[4]) {
-    bits(word, to);
-#pragma unroll
-    for (unsigned& pair : to) pair = fma_pair<Element>(pair, scale, kNoAddend);
-  }
-  /// Two scales of e4m3 as factors of bits.
-  static __device__ __forceinline__ unsigned factors(unsigned two) {
-    constexpr unsigned kSmallFactor = 0x54005400u;
-    static_assert(CodeBits<fp16>::kSmallFactor == 0x1p6f);
-    return fma_pair<fp16>(fp16_of_codes<e4m3>(two), kSmallFactor, kNoAddend);
-  }
-
- private:
-  static __device__ __forceinline__ unsigned shifted(unsigned word, int left) {
-    return left >= 0 ? word << left : word >> -left;
-  }
-  static __device__ __forceinline__ void bits(unsigned word, unsigned (&to)[4]) {
-    if (kIsFp16<Element>) {  // in upper bytes
-      const unsigned even = (word << 4 & 0x80808080u) | (word << 1 & 0x0e0e0e0eu),
-                     odd = (word & 0x80808080u) | (word >> 3 & 0x0e0e0e0eu);
-      to[0] = select_bytes(even, 0u, 0x2404), to[2] = even & 0xff00ff00u;
-      to[1] = select_bytes(odd, 0u, 0x2404), to[3] = odd & 0xff00ff00u;
-      return;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      to[i] = (shifted(word, 12 - 4 * i) & 0x80008000u) |
-              (shifted(word, 12 - 4 * i - Bits::kE2m1Shift) & Bits::kE2m1Mask);
-  }
-};
-/// Codes of 8 bits: pairs are neighbours.
-template <class P>
-struct WholeCodes {
-  using Element = ProductElement<P>;
-  static constexpr float kOffset = 0.0f, kUnit = 1.0f;
-
-  static __device__ __forceinline__ unsigned lower(unsigned word) {
-    return pair_of_fp16<Element>(fp16_of_codes<typename P::KvElement>(word));
-  }
-  static __device__ __forceinline__ unsigned upper(unsigned word) {
-    return pair_of_fp16<Element>(fp16_of_upper_codes<typename P::KvElement>(word));
-  }
-};
-template <class P, bool kDecodes = kDecodesKv<P>>
-struct FewRowsCodes {
-  using K = WholeCodes<P>;
-  using V = WholeCodes<P>;
-};
-template <class P>
-struct FewRowsCodes<P, true> {
-  using K = CodeOperands<P, OfHead<typename P::KFormat>, true>;
-  using V = CodeOperands<P, OfHead<typename P::VFormat>, false>;
-};
-
 // --- Rows in slots ----------------------------------------------------------------------------------------
 
-/// Where the lane's two keys of a slot's rows are.
-template <class P>
+/// Where the lane's two keys of a slot's rows are, and the rows that have their scales.
+template <class P, class Format>
 struct TwoRows {
-  const unsigned char* of[2];
+  const unsigned char *of[2], *scales[2];
 
   __device__ __forceinline__ TwoRows(const RowSlot<P>& from, int first) {
     const int row = first + static_cast<int>(threadIdx.x) % 32 / 4;
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int i = 0; i < 2; ++i) {
       of[i] = reinterpret_cast<const unsigned char*>(from.rows) + from.begins[row + i * 8];
+      scales[i] = Format::kApart ? TileScales<P, Format>::of_row(from, row + i * 8) : of[i];
+    }
+  }
+};
+/// Words of a row that begins at a multiple of four bytes; or of two, where words around it are read.
+template <bool kAligned>
+struct RowWords {
+  const unsigned char* row;
+
+  __device__ __forceinline__ unsigned at(int offset) const {
+    return *reinterpret_cast<const unsigned*>(row + offset);
+  }
+};
+template <>
+struct RowWords<false> {
+  const unsigned char* row;  ///< at a multiple of four
+  unsigned selected;
+
+  __device__ __forceinline__ RowWords(const unsigned char* begin) {
+    const unsigned ahead = static_cast<unsigned>(reinterpret_cast<unsigned long long>(begin)) & 2u;
+    row = begin - ahead, selected = 0x3210u + ahead * 0x1111u;
+  }
+  __device__ __forceinline__ unsigned at(int offset) const {
+    const auto* words = reinterpret_cast<const unsigned*>(row + (offset & ~3));
+    return select_bytes(words[0], words[1], selected + offset % 4 * 0x1111u);
   }
 };
 /// Power of two `i` of a word, as number_of_bits() has it: the least is no zero, and the largest NaN.
@@ -157,38 +81,42 @@ struct GroupScales {
   }
 };
 /// Words of the four groups of 32 columns of a row: the lane's eight columns of each.
-template <class Format>
-__device__ __forceinline__ void load_words(const unsigned char* row, unsigned (&to)[4]) {
+template <class Format, int kWords>
+__device__ __forceinline__ void load_words(const unsigned char* row, unsigned (&to)[4][kWords]) {
   const int own = static_cast<int>(threadIdx.x) % 4;
-  const unsigned char* of_lane =
-      row + (Format::kBlock >= 32 ? own * 4 : own / 2 * Format::kBlockStep + own % 2 * 4);
+  const RowWords<Format::kAlignment % 4 == 0> of_lane{
+      row + (Format::kBlock >= 32 ? own * 4 : own / 2 * Format::kBlockStep + own % 2 * 4)};
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    to[i] = *reinterpret_cast<const unsigned*>(of_lane + Format::kCodes +
-                                               i * 32 / Format::kBlock * Format::kBlockStep +
-                                               i * 32 % Format::kBlock / 2);
+#pragma unroll
+    for (int half = 0; half < kWords; ++half)
+      to[i][half] = of_lane.at(Format::kCodes + i * 32 / Format::kBlock * Format::kBlockStep +
+                               i * 32 % Format::kBlock * Format::kBits / 8 + half * 16);
 }
 /// The lane's words of two keys of K, with scales of groups or the lane's own as factors.
 template <class P, class Codes, class Format, bool kScalesSums = Codes::kScalesSums>
 struct HeldKeys {
-  unsigned words[2][4];
+  unsigned words[2][4][Codes::kWords];
   GroupScales<Format> scales[2];
 
-  __device__ __forceinline__ void load(const TwoRows<P>& rows) {
+  __device__ __forceinline__ void load(const TwoRows<P, Format>& rows) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) load_words<Format>(rows.of[i], words[i]), scales[i].load(rows.of[i]);
+    for (int i = 0; i < 2; ++i) load_words<Format>(rows.of[i], words[i]), scales[i].load(rows.scales[i]);
   }
 };
 template <class P, class Codes, class Format>
 struct HeldKeys<P, Codes, Format, false> {
-  unsigned words[2][4], scales[2];
+  unsigned words[2][4][1], scales[2];
 
-  __device__ __forceinline__ void load(const TwoRows<P>& rows) {
+  __device__ __forceinline__ void load(const TwoRows<P, Format>& rows) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       load_words<Format>(rows.of[i], words[i]);
       unsigned all[2];
-      load_bytes<8, Format::kScaleAlignment>(rows.of[i] + Format::kScales, all);
+      if (Format::kScaleAlignment < 4)
+        load_shifted(rows.scales[i] + Format::kScales, all);
+      else
+        load_bytes<8, Format::kScaleAlignment>(rows.scales[i] + Format::kScales, all);
       scales[i] = select_bytes(all[0], all[1], threadIdx.x % 4 < 2 ? 0x6420 : 0x7531);
     }
   }
@@ -196,27 +124,30 @@ struct HeldKeys<P, Codes, Format, false> {
 /// Those of V: a pair of codes of two keys, which transposing brings together.
 template <class P, class Codes, class Format, bool kScalesSums = Codes::kScalesSums>
 struct HeldValues : HeldKeys<P, Codes, Format> {
-  __device__ __forceinline__ void load(const TwoRows<P>& rows) {
+  __device__ __forceinline__ void load(const TwoRows<P, Format>& rows) {
     HeldKeys<P, Codes, Format>::load(rows);
 #pragma unroll
     for (auto& row : this->words)
 #pragma unroll
-      for (unsigned& word : row) word = transposed_matrix(word);
+      for (auto& group : row)
+#pragma unroll
+        for (unsigned& word : group) word = transposed_matrix(word);
   }
 };
 template <class P, class Codes, class Format>
 struct HeldValues<P, Codes, Format, false> {
-  unsigned words[2][4], factors[2];  ///< factors of two keys' block lane / 4
+  unsigned words[2][4][1], factors[2];  ///< factors of two keys' block lane / 4
 
-  __device__ __forceinline__ void load(const TwoRows<P>& rows) {
+  __device__ __forceinline__ void load(const TwoRows<P, Format>& rows) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       load_words<Format>(rows.of[i], words[i]);
       const int own = static_cast<int>(threadIdx.x) % 4 * 2;
-      factors[i] = transposed_matrix(
-          Codes::factors(*reinterpret_cast<const unsigned short*>(rows.of[i] + Format::kScales + own)));
+      unsigned two[1];
+      load_bytes<2, Format::kScaleAlignment>(rows.scales[i] + Format::kScales + own, two);
+      factors[i] = transposed_matrix(Codes::factors(two[0]));
 #pragma unroll
-      for (unsigned& word : words[i]) word = transposed_matrix(word);
+      for (auto& group : words[i]) group[0] = transposed_matrix(group[0]);
     }
   }
 };
@@ -260,13 +191,13 @@ struct HeldV : HeldChunks<P::kHeadDimV> {
 template <class P>
 struct HeldK<P, true> : HeldKeys<P, typename FewRowsCodes<P>::K, OfHead<typename P::KFormat>> {
   __device__ __forceinline__ void read(const ForwardStorage<P>& smem, int n, int first) {
-    this->load(TwoRows<P>(RowSlot<P>(smem, smem.code_index_k(n)), first));
+    this->load(TwoRows<P, OfHead<typename P::KFormat>>(RowSlot<P>(smem, smem.code_index_k(n)), first));
   }
 };
 template <class P>
 struct HeldV<P, true> : HeldValues<P, typename FewRowsCodes<P>::V, OfHead<typename P::VFormat>> {
   __device__ __forceinline__ void read(const ForwardStorage<P>& smem, int n, int first, int) {
-    this->load(TwoRows<P>(RowSlot<P>(smem, smem.code_index_v(n)), first));
+    this->load(TwoRows<P, OfHead<typename P::VFormat>>(RowSlot<P>(smem, smem.code_index_v(n)), first));
   }
 };
 
@@ -287,13 +218,10 @@ struct FewRowsOfQ {
     const int lane = opaque(static_cast<int>(threadIdx.x) % 32);
 #pragma unroll
     for (int group = 0; group < 4; ++group) {
-      const int chunk = kDecodesKv<P> ? group * 4 + lane % 4 : group / 2 * 8 + lane % 4 * 2 + group % 2;
-      const uint4 eight = *reinterpret_cast<const uint4*>(tile + chunk_offset<kFewRows>(lane / 4, chunk));
-      const bool apart = kDecodesKv<P>;  // pairs are four columns apart
-      b[2 * group][0] = apart ? select_bytes(eight.x, eight.z, 0x5410) : eight.x;
-      b[2 * group][1] = apart ? select_bytes(eight.x, eight.z, 0x7632) : eight.y;
-      b[2 * group + 1][0] = apart ? select_bytes(eight.y, eight.w, 0x5410) : eight.z;
-      b[2 * group + 1][1] = apart ? select_bytes(eight.y, eight.w, 0x7632) : eight.w;
+      unsigned pairs[4];
+      Codes::Columns::read_q(tile, lane, group, pairs);
+      b[2 * group][0] = pairs[0], b[2 * group][1] = pairs[1];
+      b[2 * group + 1][0] = pairs[2], b[2 * group + 1][1] = pairs[3];
     }
     if (kConverts) convert();
     constexpr unsigned kOnes = CodeBits<Element>::kOne;
@@ -424,6 +352,18 @@ struct FewRowsOut {
     const unsigned ones[4] = {one, 0u, one, 0u};
     mma_16x8x16<Element>(offsets, ones, b[0], b[1]);
   }
+  /// Adds of(row of the thread's two, column), which are two columns'.
+  template <class Of>
+  __device__ __forceinline__ void add(const Of& of) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int tile = 0; tile < 8; ++tile)
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const float2 two = of(row, Codes::Columns::of_tile(lane, tile));
+        tiles[tile][row] += two.x, tiles[tile][row + 2] += two.y;
+      }
+  }
   /// Calls use(row of the thread's two, column, O, O of the next column).
   template <class Use>
   __device__ __forceinline__ void for_each_pair(const Use& use) const {
@@ -435,9 +375,7 @@ struct FewRowsOut {
         const float less = Codes::kOffset == 0.0f ? 0.0f
                                                   : Codes::kOffset * __shfl_sync(kWholeWarp, offsets[row],
                                                                                  tile / 2 * 4 + lane % 4);
-        const int column = kDecodesKv<P> ? tile / 2 * 32 + lane / 4 * 4 + tile % 2 * 2
-                                         : tile / 4 * 64 + lane / 8 * 16 + tile % 4 * 4 + lane / 4 % 2 * 2;
-        use(row, column, tiles[tile][row] - less, tiles[tile][row + 2] - less);
+        use(row, Codes::Columns::of_tile(lane, tile), tiles[tile][row] - less, tiles[tile][row + 2] - less);
       }
   }
 };

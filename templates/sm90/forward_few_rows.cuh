@@ -48,12 +48,36 @@ struct FewRowsState {
 
 // --- The end of a work tile -------------------------------------------------------------------------------
 
+/// How many warps leave what they have of their rows at a time; with fewer than all, the last ones' is added
+/// to the others'.
+template <class P>
+constexpr int kFewRowsParts = few_rows_parts(kForwardLayout<P>.code_slot_bytes());
+
 /// What a warp leaves of its rows for the others.
 template <class P>
 struct FewRowsPart {
   float o[kFewRows][few_rows_pitch(P::kHeadDimV)];
   float max[kFewRows], sum[kFewRows];
 
+  /// Adds what another warp has left to a warp's own.
+  __device__ __forceinline__ void add_to(FewRowsState<P>& rows) const {
+    const int lane = opaque(static_cast<int>(threadIdx.x) % 32), row = lane % 4 * 2;
+    float own[2], other[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float highest = fmaxf(rows.max[i], max[row + i]);
+      own[i] = highest == -infinity() ? 1.0f : exp2_approx(rows.max[i] - highest);
+      other[i] = highest == -infinity() ? 0.0f : exp2_approx(max[row + i] - highest);
+      rows.max[i] = highest;
+      rows.sum[i] = rows.sum[i] * own[i] + (lane < 4 ? sum[row + i] * other[i] : 0.0f);
+    }
+    rows.o.rescale(own);
+    rows.o.add([&](int of_thread, int column) {
+      const float2 two = *reinterpret_cast<const float2*>(&o[row + of_thread][column]);
+      return float2{two.x * other[of_thread], two.y * other[of_thread]};
+    });
+    __syncwarp();  // before put()
+  }
   __device__ __forceinline__ void put(FewRowsState<P>& rows) {
     const int lane = opaque(static_cast<int>(threadIdx.x) % 32), row = lane % 4 * 2;
 #pragma unroll
@@ -80,9 +104,9 @@ __device__ __forceinline__ void join_row(const Params& p, const WorkTile<P>& wor
   float max = -infinity(), sum = 0.0f;
   float2 o{0.0f, 0.0f};
 #pragma unroll
-  for (int part = 0; part < kFewRowsWarps; ++part) max = fmaxf(max, parts[part].max[row]);
+  for (int part = 0; part < kFewRowsParts<P>; ++part) max = fmaxf(max, parts[part].max[row]);
 #pragma unroll
-  for (int part = 0; part < kFewRowsWarps; ++part) {
+  for (int part = 0; part < kFewRowsParts<P>; ++part) {
     const float factor = parts[part].max[row] == -infinity() ? 0.0f : exp2_approx(parts[part].max[row] - max);
     const float2 own = *reinterpret_cast<const float2*>(&parts[part].o[row][column]);
     sum = fmaf(parts[part].sum[row], factor, sum);
@@ -110,6 +134,7 @@ __device__ __forceinline__ void join_row(const Params& p, const WorkTile<P>& wor
 template <class P>
 __device__ __forceinline__ void consume_few_rows(const Params& p, const ForwardStorage<P>& smem, int wg) {
   static_assert(P::kBc == kFewRowsKeys && kFewRowsKeys == kFewRowsWarps * 16);
+  static_assert(!kDecodesKv<P> || kForwardLayout<P>.code_slots() >= kFewestFewRowsSlots);
   const int warp = wg * 4 + __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32 % 4, 0);
   const int first = warp * 16;
   auto* parts = reinterpret_cast<FewRowsPart<P>*>(smem.parts());
@@ -149,7 +174,14 @@ __device__ __forceinline__ void consume_few_rows(const Params& p, const ForwardS
       add_values(v, s, rows.o);  // O^T += V^T P^T
       RawVRing<P>::release(smem, n);
     }
-    parts[warp].put(rows);
+    if (kFewRowsParts<P> < kFewRowsWarps) {
+      FewRowsPart<P>& part = parts[warp % kFewRowsParts<P>];
+      if (warp >= kFewRowsParts<P>) part.put(rows);
+      sync();
+      if (warp < kFewRowsParts<P>) part.add_to(rows), part.put(rows);
+    } else {
+      parts[warp].put(rows);
+    }
     sync();
     const float v_scale = scales.times_v_scale(1.0f);
 #pragma unroll 1

@@ -105,11 +105,13 @@ struct ForwardRoles {
   static constexpr int kConsumerGroups = kGroups.consumers;
   static constexpr WarpgroupRole kProducer{
       .first = 0,
-      .registers = kHasFewRows<P> ? few_rows_producer_registers(P::kMinBlocks) : producer_registers(kGroups),
+      .registers = kHasFewRows<P> ? few_rows_producer_registers(P::kMinBlocks, kScaleBytes<P> > 0)
+                                  : producer_registers(kGroups),
       .gives = true};
   static constexpr WarpgroupRole kConsumers{
       .first = 1,
-      .registers = kHasFewRows<P> ? few_rows_registers(P::kMinBlocks) : consumer_registers(kGroups),
+      .registers = kHasFewRows<P> ? few_rows_registers(P::kMinBlocks, kScaleBytes<P> > 0)
+                                  : consumer_registers(kGroups),
       .gives = false};
   static constexpr WarpgroupRole kConverters{
       .first = 1 + kConsumerGroups + (kHasFewRows<P> ? 1 : 0),  // who would convert is a consumer

@@ -66,11 +66,11 @@ constexpr int consumer_registers(const ForwardGroups& g) {
   return all / g.consumers < 240 ? all / g.consumers / 8 * 8 : 240;
 }
 
-/// Over few rows two warpgroups compute, beside a producer that copies rows.
-constexpr int few_rows_producer_registers(int ctas) { return ctas > 1 ? 32 : 80; }
-constexpr int few_rows_registers(int ctas) {
+/// Over few rows two warpgroups compute, beside a producer that copies rows, and scales that lie apart.
+constexpr int few_rows_producer_registers(int ctas, bool apart) { return ctas == 1 ? 80 : apart ? 48 : 32; }
+constexpr int few_rows_registers(int ctas, bool apart) {
   const int each = (launch_registers({.consumers = 1, .ctas = ctas, .converters = 1}) * 3 -
-                    few_rows_producer_registers(ctas)) /
+                    few_rows_producer_registers(ctas, apart)) /
                    16 * 8;
   return each < 240 ? each : 240;
 }
@@ -139,14 +139,20 @@ constexpr int kPresentKeysBytes = 32;  ///< a bit for each key of a tile, of one
 
 /// The most rows of a tile of few rows, whose products are of codes as operands: see forward_few_rows.cuh.
 constexpr int kFewRows = 8;
-constexpr int kFewRowsKeys = 128;  ///< of a KV tile, sixteen for each warp
-constexpr int kFewRowsWarps = 8;   ///< that compute them, of two warpgroups
-constexpr int kFewRowsSlots = 16;  ///< the most slots for tiles of codes
+constexpr int kFewRowsKeys = 128;       ///< of a KV tile, sixteen for each warp
+constexpr int kFewRowsWarps = 8;        ///< that compute them, of two warpgroups
+constexpr int kFewRowsSlots = 16;       ///< the most slots for tiles of codes
+constexpr int kFewestFewRowsSlots = 4;  ///< of rows: K of a tile is released when V has come
 constexpr bool has_few_rows(int br) { return br == kFewRows; }
 /// Each warp leaves O, m and l for the others at a work tile's end. The pitch is the floats from one row of O
 /// to the next.
 constexpr int few_rows_pitch(int head_dim_v) { return head_dim_v + 4; }
 constexpr int few_rows_part_bytes(int head_dim_v) { return kFewRows * (few_rows_pitch(head_dim_v) + 2) * 4; }
+/// Warps that leave theirs at a time: half of them where the slots of two CTAs need the room.
+constexpr int few_rows_parts(int slot_bytes) {
+  constexpr int kMostSlotBytes = 19 * 1024 + 512;
+  return slot_bytes > kMostSlotBytes ? kFewRowsWarps / 2 : kFewRowsWarps;
+}
 
 constexpr int kWorkTileBytes = 64;  ///< of a WorkTile
 /// Work tiles that are kept. Five would do: one ends, two more have begun or are loaded, a third waits for a
@@ -273,7 +279,7 @@ struct ForwardLayout {
     return warpgroups() * tile_bytes(warpgroup_rows(br), tile_columns(head_dim, code_products));
   }
   constexpr int parts_bytes() const {
-    const int bytes = few_rows() ? kFewRowsWarps * few_rows_part_bytes(head_dim_v) : 0;
+    const int bytes = few_rows() ? few_rows_parts(code_slot_bytes()) * few_rows_part_bytes(head_dim_v) : 0;
     return (bytes + kCodeAlignment - 1) / kCodeAlignment * kCodeAlignment;
   }
   constexpr int p_bytes() const { return d_split > 1 ? tile_bytes(kWarpgroupRows, bc) : 0; }

@@ -41,7 +41,12 @@ TEST_P(EmulatedFewRows, HaveEveryCode) {
 INSTANTIATE_TEST_SUITE_P(All, EmulatedFewRows,
                          testing::Values("kv{int4:g32:fp16}", "kv{nvfp4}", "kv{mxfp4}",
                                          "k{int4:g64:fp32:before}:v{int4_offset:row:fp32}",
-                                         "k{e2m1:g128:fp32}:v{nvfp4}", "kve4m3", "kve5m2", "kvint8"),
+                                         "k{e2m1:g128:fp32}:v{nvfp4}", "kve4m3", "kve5m2", "kvint8",
+                                         "kv{q8_0}", "kv{mxfp8}", "kv{e4m3:g128:fp32}",
+                                         "k{int8:g64:fp16}:v{e5m2:row:bf16:before}",
+                                         "k{e4m3:g32:fp16:apart}:v{int8:g32:fp32:apart:scaled}", "kv{q4_0}",
+                                         "k{int4:g32:fp16:halves}:v{int4:g64:fp16:apart}",
+                                         "kv{e2m1:g16:e4m3:apart:scaled}"),
                          [](const auto& info) {
                            return name_of({info.param, {}, Family::sm90});
                          });

@@ -80,24 +80,29 @@ int launched_limit(const AnalysedSpec& spec, const TileConfig& c) {
 /// Rows whose codes are operands of products as they are (templates/sm90/few_rows_pairs.cuh).
 bool has_code_operands(const KvFormat& format, int dim) {
   using enum KvFormat::Code;
-  if (!format.quantized() || dim != 128 || format.zero != KvFormat::Zero::none || format.keys > 0 ||
-      format.tail > 0 || format.scales == KvFormat::Scales::argument)
+  if (!format.quantized() || dim != 128 || format.keys > 0 || format.tail > 0 ||
+      format.scales == KvFormat::Scales::argument)
+    return false;
+  const bool has_zero = format.zero != KvFormat::Zero::none;
+  if (has_zero &&
+      !(format.zero_bits == 0 || (format.zero_bits == 4 && format.scales != KvFormat::Scales::before_block)))
     return false;
   const int alignment = format.row(dim).alignment;
   const bool halves = format.packing == KvFormat::Packing::halves;
   if (format.block != 0 && format.block < 32)
-    return format.code == e2m1 && !halves && format.scale_type == KvFormat::Number::e4m3 &&
+    return format.code == e2m1 && !halves && !has_zero && format.scale_type == KvFormat::Number::e4m3 &&
            format.scales != KvFormat::Scales::before_block && alignment % 4 == 0;
   switch (format.code) {
     case e4m3:
     case e5m2:
     case int8:
-      return alignment % 2 == 0;
+      return alignment % 2 == 0 && !has_zero;
     case int4:
     case int4_offset:
+    case uint4:
       return alignment % 2 == 0 && (!halves || format.block == 32);
     case e2m1:
-      return alignment % 2 == 0 && !halves;
+      return alignment % 2 == 0 && !halves && !has_zero;
     default:
       return false;
   }

@@ -4,7 +4,7 @@
 // blocks of 32 columns and more multiply sums over a block, and P; smaller blocks' multiply elements.
 #pragma once
 
-#include "flashjit/sm90/few_rows_pairs.cuh"
+#include "flashjit/sm90/few_rows_zeros.cuh"
 #include "flashjit/sm90/forward_rings.cuh"
 #include "flashjit/sm90/forward_rows.cuh"
 #include "flashjit/sm90/kv_scale_rows.cuh"
@@ -50,36 +50,6 @@ struct RowWords<false> {
     return select_bytes(words[0], words[1], selected + offset % 4 * 0x1111u);
   }
 };
-/// Power of two `i` of a word, as number_of_bits() has it: the least is no zero, and the largest NaN.
-__device__ __forceinline__ float power_of_word(unsigned word, int i) {
-  const float power = __uint_as_float((i < 3 ? word << (23 - 8 * i) : word >> 1) & 0x7f800000u);
-  return fmaf(power, 0.0f, fmaxf(power, 5.877471754e-39f));
-}
-/// Scales of the four groups of 32 columns of a row, as they are stored, in words.
-template <class Format>
-struct GroupScales {
-  static constexpr int kSize = size_of(Format::kScaleType),
-                       kCount = Format::kBlock <= 32 ? 4 : 128 / Format::kBlock;
-  unsigned words[(kCount * kSize + 3) / 4];
-
-  __device__ __forceinline__ void load(const unsigned char* row) {
-    if (Format::kScaleStep == kSize)
-      return load_bytes<kCount * kSize, Format::kScaleAlignment>(row + Format::kScales, words);
-#pragma unroll
-    for (unsigned& word : words) word = 0;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      unsigned bits[1];
-      load_bytes<kSize, Format::kScaleAlignment>(row + Format::kScales + i * Format::kScaleStep, bits);
-      words[i * kSize / 4] |= bits[0] << i * kSize % 4 * 8;
-    }
-  }
-  __device__ __forceinline__ float of_group(int group) const {
-    const int i = group * kCount / 4;
-    if (Format::kScaleType == KvNumber::e8m0) return power_of_word(words[0], i);
-    return number_of_words<Format::kScaleType>(words, i);
-  }
-};
 /// Words of the four groups of 32 columns of a row: the lane's eight columns of each.
 template <class Format, int kWords>
 __device__ __forceinline__ void load_words(const unsigned char* row, unsigned (&to)[4][kWords]) {
@@ -98,10 +68,15 @@ template <class P, class Codes, class Format, bool kScalesSums = Codes::kScalesS
 struct HeldKeys {
   unsigned words[2][4][Codes::kWords];
   GroupScales<Format> scales[2];
+  GroupZeros<Codes, Format> zeros;
 
   __device__ __forceinline__ void load(const TwoRows<P, Format>& rows) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) load_words<Format>(rows.of[i], words[i]), scales[i].load(rows.scales[i]);
+    for (int i = 0; i < 2; ++i) {
+      load_words<Format>(rows.of[i], words[i]);
+      scales[i].load(rows.scales[i]);
+      zeros.load(rows.scales[i], i);
+    }
   }
 };
 template <class P, class Codes, class Format>
@@ -132,6 +107,7 @@ struct HeldValues : HeldKeys<P, Codes, Format> {
       for (auto& group : row)
 #pragma unroll
         for (unsigned& word : group) word = transposed_matrix(word);
+    this->zeros.transpose();
   }
 };
 template <class P, class Codes, class Format>
@@ -233,7 +209,7 @@ struct FewRowsOfQ {
         mma_16x8x16<Element>(sums, ones, b[2 * group][0], b[2 * group][1]);
         mma_16x8x16<Element>(sums, ones, b[2 * group + 1][0], b[2 * group + 1][1]);
       }
-      begin[group][0] = -Codes::kOffset * sums[0], begin[group][1] = -Codes::kOffset * sums[1];
+      begin[group][0] = -Codes::kOfOnes * sums[0], begin[group][1] = -Codes::kOfOnes * sums[1];
     }
   }
 
@@ -277,12 +253,15 @@ __device__ __forceinline__ void multiply_keys(const HeldKeys<P, Codes, Format, t
     unsigned pairs[2][4];
     Codes::pairs(k.words[0][group], pairs[0]), Codes::pairs(k.words[1][group], pairs[1]);
     const float* begin = q.begin[group];
-    float sums[4] = {begin[0], begin[1], begin[0], begin[1]};
+    float sums[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] = k.zeros.begin(group, i / 2, begin[i % 2]);
     multiply_group<typename Codes::Element>(sums, pairs, q, group);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float scale = k.scales[i / 2].of_group(group);
       s[i] = group == 0 ? sums[i] * scale : fmaf(sums[i], scale, s[i]);
+      s[i] = k.zeros.added(group, i / 2, begin[i % 2], s[i]);
     }
   }
 }
@@ -352,6 +331,12 @@ struct FewRowsOut {
     const unsigned ones[4] = {one, 0u, one, 0u};
     mma_16x8x16<Element>(offsets, ones, b[0], b[1]);
   }
+  /// The same of pairs of these for the two halves of the keys.
+  __device__ __forceinline__ void add_offset(int group, const unsigned (&b)[2], unsigned low, unsigned high) {
+    const bool own = static_cast<int>(threadIdx.x) % 32 / 4 == group;
+    const unsigned a[4] = {own ? low : 0u, 0u, own ? high : 0u, 0u};
+    mma_16x8x16<Element>(offsets, a, b[0], b[1]);
+  }
   /// Adds of(row of the thread's two, column), which are two columns'.
   template <class Of>
   __device__ __forceinline__ void add(const Of& of) {
@@ -373,18 +358,12 @@ struct FewRowsOut {
 #pragma unroll
       for (int row = 0; row < 2; ++row) {
         const float less = Codes::kOffset == 0.0f ? 0.0f
-                                                  : Codes::kOffset * __shfl_sync(kWholeWarp, offsets[row],
+                                                  : Codes::kOfOnes * __shfl_sync(kWholeWarp, offsets[row],
                                                                                  tile / 2 * 4 + lane % 4);
         use(row, Codes::Columns::of_tile(lane, tile), tiles[tile][row] - less, tiles[tile][row + 2] - less);
       }
   }
 };
-
-/// P^T of two keys as a right operand.
-template <class Element>
-__device__ __forceinline__ unsigned weights_of_keys(float x, float y) {
-  return transposed_matrix(pack<Element>(x, y));
-}
 
 /// O^T += V^T P^T, with P times the scales of a group.
 template <class P, class Codes, class Format>
@@ -399,7 +378,7 @@ __device__ __forceinline__ void add_values(const HeldValues<P, Codes, Format, tr
     unsigned pairs[2][4];
     Codes::pairs(v.words[0][group], pairs[0]), Codes::pairs(v.words[1][group], pairs[1]);
     o.add_group(group, pairs, b);
-    o.add_offset(group, b);
+    v.zeros.add(group, p, low, high, b, o);
   }
 }
 /// The same with elements that are scaled: the scales of a lane's columns are other lanes'.

@@ -21,6 +21,12 @@ __device__ __forceinline__ unsigned masked_and_flipped(unsigned x, unsigned mask
   return y;
 }
 
+/// P^T of two keys as a right operand.
+template <class Element>
+__device__ __forceinline__ unsigned weights_of_keys(float x, float y) {
+  return transposed_matrix(pack<Element>(x, y));
+}
+
 // --- Columns ----------------------------------------------------------------------------------------------
 
 // Which columns of a group of 32 a lane has. read_q(): Q's in the order of K's pairs; of_tile(): the first of
@@ -70,7 +76,8 @@ struct SixteenOf64 {
 // --- Pairs of codes ---------------------------------------------------------------------------------------
 
 // How a lane's words of a group become pairs. `Element`: what these are multiplied as; kOffset: what they are
-// too large by; kUnit: what products of K lack; kScalesSums: a scale is of a whole group of 32 columns.
+// too large by; kOfOnes: how often sums of ones are taken off; kUnit: what products of K lack; kScalesSums: a
+// scale is of a whole group of 32 columns.
 
 /// Integers of 4 bits. In halves a byte has columns that are sixteen apart.
 template <class P, class Format, bool kOfK>
@@ -80,7 +87,10 @@ struct IntegerOperands {
   static constexpr int kWords = 1;
   static constexpr float kUnit = 1.0f;
   static constexpr bool kSigned = Format::kCode == KvCode::int4, kScalesSums = true;
-  static constexpr float kOffset = (kIsFp16<Element> ? 1024.0f : 128.0f) + 8.0f;
+  static constexpr unsigned kBias = Format::kCode == KvCode::uint4 ? 0u : 8u;
+  static constexpr unsigned kOffsetPair = CodeBits<Element>::kOffset | kBias * 0x10001u;
+  static constexpr float kOffset = (kIsFp16<Element> ? 1024.0f : 128.0f) + static_cast<float>(kBias);
+  static constexpr float kOfOnes = Format::kZero == KvZero::none ? kOffset : 1.0f;
 
   static __device__ __forceinline__ void pairs(const unsigned (&words)[1], unsigned (&to)[4]) {
     constexpr unsigned kFlipped = CodeBits<Element>::kOffset ^ (kSigned ? 0x00080008u : 0u);
@@ -100,7 +110,7 @@ struct SmallFloatOperands {
   static constexpr bool kScalesSums = Format::kBlock >= 32;
   using Element = Conditional<kScalesSums && !kOfK, typename P::Element, fp16>;
   using Bits = CodeBits<Element>;
-  static constexpr float kOffset = 0.0f, kUnit = kScalesSums && kOfK ? 0x1p14f : 1.0f;
+  static constexpr float kOffset = 0.0f, kOfOnes = 0.0f, kUnit = kScalesSums && kOfK ? 0x1p14f : 1.0f;
 
   static __device__ __forceinline__ void pairs(const unsigned (&words)[1], unsigned (&to)[4]) {
     if (kOfK)
@@ -155,7 +165,7 @@ struct ByteFloatOperands {
   using Columns = FourOfHalves<true>;
   using Code = typename CodeType<Format::kCode>::Type;
   static constexpr int kWords = 2;
-  static constexpr float kOffset = 0.0f, kUnit = 1.0f;
+  static constexpr float kOffset = 0.0f, kOfOnes = 0.0f, kUnit = 1.0f;
   static constexpr bool kScalesSums = true;
 
   static __device__ __forceinline__ void pairs(const unsigned (&words)[2], unsigned (&to)[4]) {
@@ -175,7 +185,7 @@ struct ByteOperands {
   using Columns = FourOfHalves<false>;
   using Bits = CodeBits<Element>;
   static constexpr int kWords = 2;
-  static constexpr float kOffset = kOfK ? 1024.0f + 128.0f : 0.0f, kUnit = 1.0f;
+  static constexpr float kOffset = kOfK ? 1024.0f + 128.0f : 0.0f, kOfOnes = kOffset, kUnit = 1.0f;
   static constexpr bool kScalesSums = true;
 
   static __device__ __forceinline__ void pairs(const unsigned (&words)[2], unsigned (&to)[4]) {
@@ -207,7 +217,7 @@ template <class P>
 struct WholeCodes {
   using Columns = SixteenOf64;
   using Element = ProductElement<P>;
-  static constexpr float kOffset = 0.0f, kUnit = 1.0f;
+  static constexpr float kOffset = 0.0f, kOfOnes = 0.0f, kUnit = 1.0f;
 
   static __device__ __forceinline__ unsigned lower(unsigned word) {
     return pair_of_fp16<Element>(fp16_of_codes<typename P::KvElement>(word));

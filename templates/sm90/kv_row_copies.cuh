@@ -91,7 +91,8 @@ __device__ __forceinline__ void copy_pieces(unsigned to, unsigned long long row,
   constexpr int kFew = kPieces == 2 ? 1 : 2;
   constexpr int kUnrolled = kConverters<P> == 2 && kPieces <= 6 ? kPieces : kFew;  // as registers allow
   int lane = static_cast<int>(threadIdx.x) % 32;
-  if (kHasFewRows<P> && Format::kAlignment < 4) lane = opaque(lane);  // else what depends on it is spilled
+  if (kHasFewRows<P> && (Format::kAlignment < 4 || Format::kZero != KvZero::none))
+    lane = opaque(lane);  // else what depends on it is spilled
 #pragma unroll kUnrolled
   for (int step = 0; step < kPieces; ++step) {
     const int index = step * 32 + lane, of_group = index / kPieces, piece = index % kPieces * 16;

@@ -577,7 +577,8 @@ TEST(KernelsOfDecodedRows, CompileWithoutSpillsForAQuery) {
   for (const char* formats :
        {"kv{int4:g32:fp16}", "kv{int4_offset:g64:fp16}", "kv{nvfp4}", "kv{mxfp4}", "kve4m3", "kv{q4_0}",
         "kv{q4_1}", "kv{q5_0}", "kv{iq4_nl}", "kv{q8_0}", "kv{mxfp8}", "kv{e4m3:g128:fp32}",
-        "kv{int8:g32:fp16}", "kv{e2m1:g16:e4m3:apart:scaled}"})
+        "kv{int8:g32:fp16}", "kv{int4:g32:fp16:zero}", "kv{uint4:g32:fp16:zero=uint4}",
+        "kv{e2m1:g16:e4m3:apart:scaled}"})
     for (const char* keys : {"cache", "pages64", "causal:varlen:pages64"}) {
       const KernelSpec spec = parse_spec(fmt::format("fwd:bf16:d128:{}:{}", formats, keys)).normalized();
       const TileConfig config = plan::sm90_traits().heuristic(spec, {64, 32, 8, 1, 4096}, device);

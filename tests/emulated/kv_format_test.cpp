@@ -38,18 +38,20 @@ TEST_P(EmulatedFewRows, HaveEveryCode) {
                           .heuristic(parse_spec(test.spec), {2, 1, 1, 1, 1}, DeviceInfo::parse("sm_90a"));
   check_every_code(runtime.get(), test, config);
 }
-INSTANTIATE_TEST_SUITE_P(All, EmulatedFewRows,
-                         testing::Values("kv{int4:g32:fp16}", "kv{nvfp4}", "kv{mxfp4}",
-                                         "k{int4:g64:fp32:before}:v{int4_offset:row:fp32}",
-                                         "k{e2m1:g128:fp32}:v{nvfp4}", "kve4m3", "kve5m2", "kvint8",
-                                         "kv{q8_0}", "kv{mxfp8}", "kv{e4m3:g128:fp32}",
-                                         "k{int8:g64:fp16}:v{e5m2:row:bf16:before}",
-                                         "k{e4m3:g32:fp16:apart}:v{int8:g32:fp32:apart:scaled}", "kv{q4_0}",
-                                         "k{int4:g32:fp16:halves}:v{int4:g64:fp16:apart}",
-                                         "kv{e2m1:g16:e4m3:apart:scaled}"),
-                         [](const auto& info) {
-                           return name_of({info.param, {}, Family::sm90});
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    All, EmulatedFewRows,
+    testing::Values("kv{int4:g32:fp16}", "kv{nvfp4}", "kv{mxfp4}",
+                    "k{int4:g64:fp32:before}:v{int4_offset:row:fp32}", "k{e2m1:g128:fp32}:v{nvfp4}", "kve4m3",
+                    "kve5m2", "kvint8", "kv{q8_0}", "kv{mxfp8}", "kv{e4m3:g128:fp32}",
+                    "k{int8:g64:fp16}:v{e5m2:row:bf16:before}",
+                    "k{e4m3:g32:fp16:apart}:v{int8:g32:fp32:apart:scaled}", "kv{q4_0}",
+                    "k{int4:g32:fp16:halves}:v{int4:g64:fp16:apart}", "kv{e2m1:g16:e4m3:apart:scaled}",
+                    "kv{uint4:g32:fp16:zero=uint4}", "kv{int4:g32:fp16:zero}",
+                    "k{q4_1}:v{int4:g32:fp16:apart:zero=uint4}", "k{uint4:g64:fp32:apart:zero=uint4}:v{q4_1}",
+                    "kv{uint4:g64:bf16:min}"),
+    [](const auto& info) {
+      return name_of({info.param, {}, Family::sm90});
+    });
 
 class EmulatedDrawnFormat : public GpuTestWith<KvFormatCase> {};
 

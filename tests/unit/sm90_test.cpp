@@ -434,13 +434,14 @@ TEST(Sm90, FewRowsOverCodesHaveATileOfTheirOwn) {
   const char *few = "b64:hq8:hkv8:sq8:skv4096", *many = "b64:hq8:hkv8:sq9:skv4096";
   for (const char* of :
        {"kv{nvfp4}:pages16", "kv{mxfp4}:cache", "kve4m3:pages16", "k{int4:g32:fp16}:v{nvfp4}:pages64",
-        "kv{q8_0}:pages16", "kv{mxfp8}:pages64", "kv{e4m3:g128:fp32}:cache", "kv{q4_0}:pages16",
+        "kv{q8_0}:pages16", "kv{mxfp8}:pages64", "kv{e4m3:g128:fp32}:cache",
+        "kv{uint4:g32:fp16:zero=uint4}:pages16", "kv{q4_1}:cache", "kv{q4_0}:pages16",
         "kv{e2m1:g16:e4m3:apart:scaled}:pages16", "k{int8:g32:fp32:apart}:v{int4:row:fp16:apart}:pages16"})
     EXPECT_EQ(chosen_for(of, few), "sm90:br8:bc128:w4:s2:min_blocks2:split") << of;
   EXPECT_EQ(chosen_for("kve4m3:pages16", many), "sm90:br64:bc128:w4:s2:split");
   // Others are decoded to tiles first.
   for (const char* of :
-       {"kv{int4}:cache", "kv{int4:g32:fp16:zero}:pages16", "kv{int4:g16:fp16}:cache",
+       {"kv{int4}:cache", "kv{int4:g16:fp16}:cache", "kv{int4:g64:bf16:before:zero=uint8}:pages16",
         "kv{e2m1:g16:e4m3:before}:pages16", "kv{int4:g64:fp16:halves}:pages16", "k{nvfp4}:pages16",
         "kv{nvfp4}:pages16:key_scales", "kv{nvfp4}:pages16:score{score + 1.0}",
         "kv{nvfp4}:pages16:mask{kv > 5}", "kv{nvfp4}:pages16:sinks"})

@@ -78,11 +78,15 @@ int launched_limit(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 /// Rows whose codes are operands of products as they are (templates/sm90/few_rows_pairs.cuh).
-bool has_code_operands(const KvFormat& format, int dim) {
+bool has_code_operands(const KvFormat& format, int dim, bool of_k) {
   using enum KvFormat::Code;
-  if (!format.quantized() || dim != 128 || format.keys > 0 || format.tail > 0 ||
-      format.scales == KvFormat::Scales::argument)
+  if (!format.quantized() || dim != 128 || format.tail > 0 || format.scales == KvFormat::Scales::argument)
     return false;
+  // Elements of keys that share scales are made as fp16.
+  if (format.keys > 0)
+    return of_k && (format.code == uint2 || format.code == uint4 || format.code == int4) &&
+           format.zero != KvFormat::Zero::subtracted && format.scale_type == KvFormat::Number::fp16 &&
+           format.zero_bits == 0 && format.packing == KvFormat::Packing::neighbors;
   const bool has_zero = format.zero != KvFormat::Zero::none;
   if (has_zero &&
       !(format.zero_bits == 0 || (format.zero_bits == 4 && format.scales != KvFormat::Scales::before_block)))
@@ -100,6 +104,7 @@ bool has_code_operands(const KvFormat& format, int dim) {
     case int4:
     case int4_offset:
     case uint4:
+    case uint2:
       return alignment % 2 == 0 && (!halves || format.block == 32);
     case e2m1:
       return alignment % 2 == 0 && !halves && !has_zero;
@@ -366,8 +371,8 @@ Support supports_few_rows(const AnalysedSpec& spec) {
   const bool whole_codes = spec.has_scales() && !spec.has_key_scales() && !spec.prologue.q_codes &&
                            spec.head_dim == 128 && spec.v_dim() == 128;
   const bool operands = spec.decodes_kv() && !spec.kv.key_scales &&
-                        has_code_operands(spec.kv.k_format, spec.head_dim) &&
-                        has_code_operands(spec.kv.v_format, spec.v_dim());
+                        has_code_operands(spec.kv.k_format, spec.head_dim, true) &&
+                        has_code_operands(spec.kv.v_format, spec.v_dim(), false);
   if (plain && (whole_codes || operands)) return Support::yes();
   return Support::no(
       "Br 8 is for a cache of 4 or 8 bits with scales of blocks of 32 and more, of 16 for nvfp4, or of "

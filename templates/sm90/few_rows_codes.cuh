@@ -50,10 +50,20 @@ struct RowWords<false> {
     return select_bytes(words[0], words[1], selected + offset % 4 * 0x1111u);
   }
 };
-/// Words of the four groups of 32 columns of a row: the lane's eight columns of each.
+/// Words of the four groups of 32 columns of a row: the lane's eight columns of each. Eight of 2 bits become
+/// a word of four and four.
 template <class Format, int kWords>
 __device__ __forceinline__ void load_words(const unsigned char* row, unsigned (&to)[4][kWords]) {
   const int own = static_cast<int>(threadIdx.x) % 4;
+  if constexpr (Format::kBits == 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = Format::kCodes + i * 32 / Format::kBlock * Format::kBlockStep +
+                     i * 32 % Format::kBlock / 4 + own * 2;
+      to[i][0] = select_bytes(*reinterpret_cast<const unsigned short*>(row + at), 0u, 0x4140);
+    }
+    return;
+  }
   const RowWords<Format::kAlignment % 4 == 0> of_lane{
       row + (Format::kBlock >= 32 ? own * 4 : own / 2 * Format::kBlockStep + own % 2 * 4)};
 #pragma unroll
@@ -94,6 +104,18 @@ struct HeldKeys<P, Codes, Format, false> {
         load_bytes<8, Format::kScaleAlignment>(rows.scales[i] + Format::kScales, all);
       scales[i] = select_bytes(all[0], all[1], threadIdx.x % 4 < 2 ? 0x6420 : 0x7531);
     }
+  }
+};
+/// Of keys that share scales, which are read as they are used.
+template <class P, class Codes, class Format>
+struct HeldChannelKeys {
+  unsigned words[2][4][1];
+  const unsigned char* scales;
+
+  __device__ __forceinline__ void load(const TwoRows<P, Format>& rows) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) load_words<Format>(rows.of[i], words[i]);
+    scales = rows.scales[0];
   }
 };
 /// Those of V: a pair of codes of two keys, which transposing brings together.
@@ -164,8 +186,11 @@ struct HeldV : HeldChunks<P::kHeadDimV> {
     this->load(smem.shared + (smem.raw_v(n) - smem.base), first, keys);
   }
 };
+template <class P, class Codes, class Format>
+using HeldKeysOf =
+    Conditional<(Format::kKeys > 0), HeldChannelKeys<P, Codes, Format>, HeldKeys<P, Codes, Format>>;
 template <class P>
-struct HeldK<P, true> : HeldKeys<P, typename FewRowsCodes<P>::K, OfHead<typename P::KFormat>> {
+struct HeldK<P, true> : HeldKeysOf<P, typename FewRowsCodes<P>::K, OfHead<typename P::KFormat>> {
   __device__ __forceinline__ void read(const ForwardStorage<P>& smem, int n, int first) {
     this->load(TwoRows<P, OfHead<typename P::KFormat>>(RowSlot<P>(smem, smem.code_index_k(n)), first));
   }
@@ -280,6 +305,37 @@ __device__ __forceinline__ void multiply_keys(const HeldKeys<P, Codes, Format, f
       Codes::pairs(k.words[i][group], select_bytes(two, 0u, group % 2 == 0 ? 0x1010 : 0x3232), pairs[i]);
     }
     multiply_group<typename Codes::Element>(s, pairs, q, group);
+  }
+}
+/// The same of elements that are scaled by columns, with what is added to these.
+template <class P, class Codes, class Format>
+__device__ __forceinline__ void multiply_keys(const HeldChannelKeys<P, Codes, Format>& k,
+                                              const FewRowsOfQ<P>& q, float (&s)[4]) {
+  using Element = typename Codes::Element;
+  const unsigned char* of_lane = k.scales + static_cast<int>(threadIdx.x) % 4 * 16;
+  const auto load_pairs = [&](int place, unsigned(&to)[4]) {  // of columns that are four apart
+    const uint4 eight = *reinterpret_cast<const uint4*>(of_lane + place);
+    to[0] = select_bytes(eight.x, eight.z, 0x5410), to[1] = select_bytes(eight.x, eight.z, 0x7632);
+    to[2] = select_bytes(eight.y, eight.w, 0x5410), to[3] = select_bytes(eight.y, eight.w, 0x7632);
+  };
+#pragma unroll
+  for (int i = 0; i < 4; ++i) s[i] = 0.0f;
+#pragma unroll
+  for (int group = 0; group < 4; ++group) {
+    unsigned scales[4], added[4] = {kNoAddend, kNoAddend, kNoAddend, kNoAddend}, pairs[2][4];
+    load_pairs(Format::kScales + group * 64, scales);
+    if (Format::kZero != KvZero::none) load_pairs(Format::kZeros + group * 64, added);
+#pragma unroll
+    for (int key = 0; key < 2; ++key) {
+      Codes::pairs(k.words[key][group], pairs[key]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const unsigned codes =
+            fma_pair<Element>(pairs[key][i], CodeBits<Element>::kOne, Codes::kOffsetPair ^ 0x80008000u);
+        pairs[key][i] = fma_pair<Element>(codes, scales[i], added[i]);
+      }
+    }
+    multiply_group<Element>(s, pairs, q, group);
   }
 }
 template <class P, int kColumns>

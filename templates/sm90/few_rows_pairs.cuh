@@ -79,15 +79,16 @@ struct SixteenOf64 {
 // too large by; kOfOnes: how often sums of ones are taken off; kUnit: what products of K lack; kScalesSums: a
 // scale is of a whole group of 32 columns.
 
-/// Integers of 4 bits. In halves a byte has columns that are sixteen apart.
+/// Integers of 4 bits, in halves with columns that are sixteen apart in a byte, or of 2 bits, four in each
+/// half of a word. fp16 where keys share scales, with which elements are made.
 template <class P, class Format, bool kOfK>
 struct IntegerOperands {
-  using Element = typename P::Element;
+  using Element = Conditional<(Format::kKeys > 0), fp16, typename P::Element>;
   using Columns = Conditional<Format::kHalves, FourOfHalves<false>, EightInTurn>;
   static constexpr int kWords = 1;
   static constexpr float kUnit = 1.0f;
   static constexpr bool kSigned = Format::kCode == KvCode::int4, kScalesSums = true;
-  static constexpr unsigned kBias = Format::kCode == KvCode::uint4 ? 0u : 8u;
+  static constexpr unsigned kBias = Format::kCode == KvCode::uint4 || Format::kBits == 2 ? 0u : 8u;
   static constexpr unsigned kOffsetPair = CodeBits<Element>::kOffset | kBias * 0x10001u;
   static constexpr float kOffset = (kIsFp16<Element> ? 1024.0f : 128.0f) + static_cast<float>(kBias);
   static constexpr float kOfOnes = Format::kZero == KvZero::none ? kOffset : 1.0f;
@@ -97,7 +98,8 @@ struct IntegerOperands {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int place = Format::kHalves ? i / 2 + i % 2 * 2 : i;
-      to[i] = masked_and_flipped(words[0] >> 4 * place, 0x000f000fu, kFlipped);
+      constexpr unsigned kMask = Format::kBits == 2 ? 0x00030003u : 0x000f000fu;
+      to[i] = masked_and_flipped(words[0] >> Format::kBits * place, kMask, kFlipped);
     }
   }
 };

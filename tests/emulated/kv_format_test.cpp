@@ -48,7 +48,9 @@ INSTANTIATE_TEST_SUITE_P(
                     "k{int4:g32:fp16:halves}:v{int4:g64:fp16:apart}", "kv{e2m1:g16:e4m3:apart:scaled}",
                     "kv{uint4:g32:fp16:zero=uint4}", "kv{int4:g32:fp16:zero}",
                     "k{q4_1}:v{int4:g32:fp16:apart:zero=uint4}", "k{uint4:g64:fp32:apart:zero=uint4}:v{q4_1}",
-                    "kv{uint4:g64:bf16:min}"),
+                    "kv{uint4:g64:bf16:min}", "kv{uint2:g32:fp16:min}",
+                    "k{uint2:keys16:fp16:min}:v{uint2:g32:fp16:min}", "k{uint4:keys16:fp16:min}:v{q4_0}",
+                    "k{int4:keys16:fp16}:v{uint2:g64:fp32:apart:zero}"),
     [](const auto& info) {
       return name_of({info.param, {}, Family::sm90});
     });

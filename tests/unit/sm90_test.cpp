@@ -435,7 +435,8 @@ TEST(Sm90, FewRowsOverCodesHaveATileOfTheirOwn) {
   for (const char* of :
        {"kv{nvfp4}:pages16", "kv{mxfp4}:cache", "kve4m3:pages16", "k{int4:g32:fp16}:v{nvfp4}:pages64",
         "kv{q8_0}:pages16", "kv{mxfp8}:pages64", "kv{e4m3:g128:fp32}:cache",
-        "kv{uint4:g32:fp16:zero=uint4}:pages16", "kv{q4_1}:cache", "kv{q4_0}:pages16",
+        "kv{uint4:g32:fp16:zero=uint4}:pages16", "kv{q4_1}:cache",
+        "k{uint2:keys32:fp16:min}:v{uint2:g32:fp16:min}:pages64", "kv{q4_0}:pages16",
         "kv{e2m1:g16:e4m3:apart:scaled}:pages16", "k{int8:g32:fp32:apart}:v{int4:row:fp16:apart}:pages16"})
     EXPECT_EQ(chosen_for(of, few), "sm90:br8:bc128:w4:s2:min_blocks2:split") << of;
   EXPECT_EQ(chosen_for("kve4m3:pages16", many), "sm90:br64:bc128:w4:s2:split");

@@ -1,5 +1,7 @@
 #include "expr/pair_sigmoid.hpp"
 
+#include <algorithm>
+
 #include "expr/derive.hpp"
 #include "expr/nodes.hpp"
 
@@ -122,7 +124,42 @@ class Rewriting {
   Graph& graph_;
 };
 
+bool is_finite_operation(Op op) {
+  switch (op) {
+    case Op::name:
+    case Op::negate:
+    case Op::add:
+    case Op::subtract:
+    case Op::multiply:
+    case Op::min:
+    case Op::max:
+    case Op::abs:
+    case Op::sigmoid:
+    case Op::tanh:
+    case Op::select:
+    case Op::to_float:
+    case Op::equal:
+    case Op::not_equal:
+    case Op::less:
+    case Op::less_equal:
+    case Op::greater:
+    case Op::greater_equal:
+      return true;
+    default:
+      return false;
+  }
+}
+
 }  // namespace
+
+bool is_finite(const Graph& graph, int place) {
+  if (graph.uniform(place) || is_literal(graph.node(place))) return true;
+  const std::vector<int>& args = graph[place].args;
+  if (graph.node(place).op == Op::divide)
+    return graph.node(place).type == Type::real && graph.uniform(args[1]) && is_finite(graph, args[0]);
+  return is_finite_operation(graph.node(place).op) &&
+         std::ranges::all_of(args, [&](int arg) { return is_finite(graph, arg); });
+}
 
 PairSigmoid pair_sigmoid_of(Graph& graph, int score) {
   Rewriting rewriting(graph);

@@ -1,4 +1,5 @@
-// Programs of weights with one sigmoid: kernels find it for several pairs by one reciprocal.
+// What kernels use of programs of weights: that they are finite; and of one sigmoid, which they find for several
+// pairs by one reciprocal.
 #pragma once
 
 #include "expr/graph.hpp"
@@ -14,5 +15,8 @@ struct PairSigmoid {
 };
 /// `graph` gets what the program needs.
 PairSigmoid pair_sigmoid_of(Graph& graph, int score);
+
+/// Whether the value is finite for finite scores, as far as its operations tell; it reads no tensor by positions.
+bool is_finite(const Graph& graph, int place);
 
 }  // namespace flashjit::expr

@@ -104,6 +104,7 @@ struct ExampleProblem {
   static constexpr bool kScoreGrad = false;        // false: score_grad() is 1
   static constexpr bool kScoreLine = false;        // the score is a line along kv, see score_offset()
   static constexpr bool kPairSigmoid = false;      // a weight of one sigmoid: there is sigmoid_exponent()
+  static constexpr bool kFiniteWeight = false;     // a weight and its derivative are finite where scores are
   static constexpr bool kBiasTile = false;         // there are bias_tile() and scores of its elements
   static constexpr bool kNearMinScores = false;    // scores may be near the least float: exponent_factor()
   static constexpr bool kScoreRowTerm = false;     // there are score_row_term() and score_of_terms()

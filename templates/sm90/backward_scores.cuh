@@ -151,7 +151,7 @@ struct ProgramSlope {
     ds = deciding == 0.0f ? 0.0f : ds * slope[e];
   }
 };
-/// It is finite.
+/// The slope is finite: 0 stays 0.
 template <class P>
 struct FiniteSlope : ProgramSlope<P> {
   static __device__ __forceinline__ void chain(float& ds, const float&, const float (&slope)[4], int e) {
@@ -161,7 +161,7 @@ struct FiniteSlope : ProgramSlope<P> {
 template <class P, bool kMasked>
 using ScoreSlope =
     Conditional<!P::kScoreGrad, UnitSlope<P>,
-                Conditional<P::kPairSigmoid && !kMasked, FiniteSlope<P>, ProgramSlope<P>>>;
+                Conditional<P::kFiniteWeight && !kMasked, FiniteSlope<P>, ProgramSlope<P>>>;
 
 /// What a thread's pairs add to those gradients of captures that the consumers add.
 template <class P>

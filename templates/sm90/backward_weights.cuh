@@ -27,6 +27,6 @@ struct ProgramPairsOfZeroRows : ProgramPairs<P> {
 
 template <class P>
 using PairWeights = Conditional<!P::kWeightMod, SoftmaxPairs<P>,
-                                Conditional<P::kPairSigmoid, FinitePairs<P>, ProgramPairsOfZeroRows<P>>>;
+                                Conditional<P::kFiniteWeight, FinitePairs<P>, ProgramPairsOfZeroRows<P>>>;
 
 }  // namespace flashjit::sm90

@@ -17,6 +17,7 @@ class KernelsOfWeights : public testing::TestWithParam<std::string_view> {};
 TEST_P(KernelsOfWeights, CompileWithoutSpills) {
   constexpr std::array kSpecs = {
       "bf16:d64:score{sigmoid(score - 4.0)}:causal:weight_mod",
+      "bf16:d64:score{longest: float; score * sigmoid(score) / longest}:weight_mod",
       "fp16:d64:score{max(score, 0.0) / to_float(seqlen_kv)}:varlen:weight_mod",
       "bf16:d128:score{sigmoid(score - 4.0)}:weight_mod",
       "bf16:d128:score{score * sigmoid(score) / to_float(seqlen_kv)}:mask{q >= kv && q - kv < 300}:kvlen:"

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import importlib
+import sys
 import types
 
 import pytest
@@ -114,3 +115,24 @@ def test_what_depends_on_places_is_refused(backend):
     impl = backend.FlashjitImpl(HEADS, DIM, 0.2, 2, attn_type="encoder_only", sliding_window=4)
     assert impl._across is None  # without a cache each rank has all keys
     assert backend.FlashjitImpl.supports_dcp
+
+
+@pytest.mark.parametrize("name, exchange", [("a2a", "dcp_a2a_lse_reduce"), ("ag_rs", "cp_lse_ag_out_rs")])
+@pytest.mark.parametrize("module", ["dcp", "dcp_alltoall and common"])
+def test_the_exchange_is_where_each_vllm_has_it(backend, monkeypatch, module, name, exchange):
+    import flashjit.vllm._shards as shards
+
+    folder = "vllm.v1.attention.ops"
+    if module == "dcp":
+        wanted = object()
+        monkeypatch.setattr(sys.modules[f"{folder}.dcp"], exchange, wanted, raising=False)
+    else:  # 0.26
+        monkeypatch.delitem(sys.modules, f"{folder}.dcp")
+        for of, only in (("dcp_alltoall", "dcp_a2a_lse_reduce"), ("common", "cp_lse_ag_out_rs")):
+            made = types.ModuleType(f"{folder}.{of}")
+            setattr(made, only, object())
+            monkeypatch.setitem(sys.modules, made.__name__, made)
+        of = "dcp_alltoall" if name == "a2a" else "common"
+        wanted = getattr(sys.modules[f"{folder}.{of}"], exchange)
+    config = types.SimpleNamespace(parallel_config=types.SimpleNamespace(dcp_comm_backend=name))
+    assert shards._combine(config) is wanted

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from typing import Any
 
 import torch
@@ -60,13 +62,12 @@ def refuse(window: Any, slopes: Any, heads_kv: int) -> None:
 
 def _combine(config: Any) -> Any:
     """vLLM's function that joins the ranks' parts and gives each its heads."""
-    try:
-        from vllm.v1.attention.ops import dcp as ops
-    except ImportError:
-        from vllm.v1.attention.ops import common as ops
-    parallel = getattr(config, "parallel_config", None)
-    by_all_to_all = getattr(parallel, "dcp_comm_backend", "") == "a2a"
-    return ops.dcp_a2a_lse_reduce if by_all_to_all else ops.cp_lse_ag_out_rs
+    by_all_to_all = getattr(getattr(config, "parallel_config", None), "dcp_comm_backend", "") == "a2a"
+    name = "dcp_a2a_lse_reduce" if by_all_to_all else "cp_lse_ag_out_rs"
+    for module in ("dcp", "dcp_alltoall", "common"):  # vLLM before 0.32 has no `dcp`
+        with contextlib.suppress(ImportError, AttributeError):
+            return getattr(importlib.import_module(f"vllm.v1.attention.ops.{module}"), name)
+    raise Unsupported(f"this vLLM has no {name}: choose another dcp_comm_backend.")
 
 
 class Across:

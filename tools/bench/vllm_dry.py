@@ -32,6 +32,7 @@ PLAIN = {
     "compilation_config": {"mode": 0, "custom_ops": ["none"]},
     "kernel_config": {"ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}},
 }
+COMMUNICATOR = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
 
 
 class Nothing:
@@ -63,7 +64,7 @@ def pretend_h200() -> None:
     cuda: Any = torch.cuda
     cuda.get_device_properties = lambda *_: properties
     cuda.get_device_capability = lambda *_: (9, 0)
-    cuda.device_count = lambda: 1
+    cuda.device_count = lambda: 8
     cuda.current_device = lambda: 0
     cuda.get_device_name = lambda *_: properties.name
     cuda.Event = cuda.Stream = torch.Event = torch.Stream = Nothing  # type: ignore[assignment, misc]
@@ -92,6 +93,8 @@ def choose_platform() -> None:
         get_device_total_memory = classmethod(lambda *_, **__: 150 << 30)
         get_device_name = classmethod(lambda *_, **__: "NVIDIA H200")
         num_compute_units = classmethod(lambda *_, **__: 132)
+        get_device_communicator_cls = classmethod(lambda *_: COMMUNICATOR)
+        use_custom_op_collectives = classmethod(lambda *_: False)
         opaque_attention_op = classmethod(lambda *_, **__: False)
         is_pin_memory_available = classmethod(lambda *_, **__: False)
         get_current_memory_usage = classmethod(lambda *_, **__: 0.0)
@@ -101,12 +104,14 @@ def choose_platform() -> None:
 
 def put_on_cpu(runner: int, cascade: bool) -> None:
     """The worker's tensors."""
+    import vllm.distributed.device_communicators.shm_broadcast as shm_broadcast
     import vllm.utils.cpu_triton_utils as kernels
     import vllm.v1.worker.gpu.buffer_utils as buffers
     from vllm.v1.worker import cpu_model_runner, gpu_worker
     from vllm.v1.worker.cpu import model_runner
     from vllm.v1.worker.workspace import init_workspace_manager
 
+    shm_broadcast.MessageQueue.create_from_process_group = lambda *_, **__: None  # each rank schedules
     buffers.is_uva_available = lambda: True
     buffers.get_accelerator_view_from_cpu_tensor = lambda tensor: tensor
     kernels.compute_slot_mapping_kernel = Slots()
@@ -143,14 +148,33 @@ class Slots:
         return self
 
     def __call__(
-        self, count: int, _: int, starts: Any, at: Any, table: Any, __: int, rows: int, out: Any, **___: Any
+        self,
+        count: int,
+        _: int,
+        starts: Any,
+        at: Any,
+        table: Any,
+        __: int,
+        rows: int,
+        out: Any,
+        KV_CACHE_BLOCK_SIZE: int,
+        BLOCKS_PER_KV_BLOCK: int,
+        TOTAL_CP_WORLD_SIZE: int,
+        TOTAL_CP_RANK: int,
+        CP_KV_CACHE_INTERLEAVE_SIZE: int,
+        **___: Any,
     ) -> None:
+        world, turn = TOTAL_CP_WORLD_SIZE, CP_KV_CACHE_INTERLEAVE_SIZE
         for i in range(len(starts) - 1):
             chosen = slice(int(starts[i]), int(starts[i + 1]))
             if chosen.stop > count:
                 break
-            places = at[chosen].long()
-            out[chosen] = table[i, places // rows].long() * rows + places % rows
+            block, place = at[chosen].long() // (KV_CACHE_BLOCK_SIZE * world), at[chosen].long()
+            place = place % (KV_CACHE_BLOCK_SIZE * world)
+            own = place // turn % world == TOTAL_CP_RANK
+            place = place // (world * turn) * turn + place % turn
+            slots = table[i, block * BLOCKS_PER_KV_BLOCK + place // rows].long() * rows + place % rows
+            out[chosen] = slots.where(own, -1)
         out[count:] = -1
 
 
@@ -188,6 +212,12 @@ def main() -> None:
     parser.add_argument(
         "--shared", action="store_true", help="prompts with a common prefix, and cascade attention"
     )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        help="for decode context parallelism, of a model with one head of K and V",
+    )
     parser.add_argument("--engine", default="{}", help="more arguments of vLLM's LLM, as JSON")
     parser.add_argument("--results", type=pathlib.Path, default=pathlib.Path("/tmp/vllm-dry"))
     args = parser.parse_args()
@@ -196,6 +226,15 @@ def main() -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(args.runner - 1)
     if args.runner == 2:
         os.environ["TRITON_INTERPRET"] = "1"
+    if args.ranks > 1:
+        os.environ.update(
+            TRITON_INTERPRET="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(29500 + os.getpid() % 500)
+        )
+        PLAIN.update(
+            tensor_parallel_size=args.ranks,
+            decode_context_parallel_size=args.ranks,
+            distributed_executor_backend="external_launcher",
+        )
     PLAIN.update(json.loads(args.engine))
     given = vllm_gpu.prompts()[: args.prompts]
     if args.shared:
@@ -210,8 +249,15 @@ def main() -> None:
     put_on_cpu(args.runner, args.shared)
     for name in args.models:  # in processes of their own, as torch's threads do not outlive a fork
         folder, answer = args.results / name, args.results / f"{name}.json"
+        answer.unlink(missing_ok=True)
         vllm_gpu.start(vllm_gpu.made, folder, name, args.results / f"{name}-made", {}).join()
-        vllm_gpu.start(vllm_gpu.tokens, folder, "CUSTOM", answer, PLAIN).join()
+        running = []
+        for rank in range(args.ranks):
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.ranks))
+            own = answer if rank == 0 else args.results / f"{name}-rank{rank}.json"
+            running.append(vllm_gpu.start(vllm_gpu.tokens, folder, "CUSTOM", own, PLAIN))
+        for process in running:
+            process.join()
         if not answer.exists():
             print(f"{name} failed: {vllm_gpu.last_of(answer)}")
             continue

@@ -89,6 +89,7 @@ def config_of(name: str) -> Any:
     usual, window = {**SIZES, **HEADS}, {"sliding_window": 64}
     made = {
         "llama": lambda: t.LlamaConfig(**usual),
+        "multiquery": lambda: t.LlamaConfig(**{**usual, "num_key_value_heads": 1}),
         "mistral": lambda: t.MistralConfig(**usual, **window),
         "gemma2": lambda: t.Gemma2Config(**usual, **window, query_pre_attn_scalar=128),
         "gpt_oss": lambda: t.GptOssConfig(**usual, **window, num_local_experts=4, num_experts_per_tok=2),

@@ -90,3 +90,9 @@ def test_what_no_kernel_serves_is_refused(sparse):
         impl.forward_mqa(torch.zeros(1), torch.zeros(1), None, None)
     impl.topk_indices_buffer = torch.zeros(1)
     assert impl.topk_indices_buffer is not None and sparse.FlashjitSparseLatentBackend.is_sparse()
+
+
+def test_vllm_0_26_asks_for_a_cache_s_size(sparse):
+    size = sparse.FlashjitSparseLatentBackend.get_kv_cache_shape
+    assert size(5, 64, 1, 576) == size(5, 64, 1, 576, "fp8") == (5, 64, 576)
+    assert size(5, 64, 1, 576, "fp8_ds_mla") == (5, 64, 656)

@@ -64,7 +64,7 @@ def _combine(config: Any) -> Any:
     """vLLM's function that joins the ranks' parts and gives each its heads."""
     by_all_to_all = getattr(getattr(config, "parallel_config", None), "dcp_comm_backend", "") == "a2a"
     name = "dcp_a2a_lse_reduce" if by_all_to_all else "cp_lse_ag_out_rs"
-    for module in ("dcp", "dcp_alltoall", "common"):  # vLLM before 0.32 has no `dcp`
+    for module in ("dcp", "dcp_alltoall", "common"):  # vLLM 0.26 has no `dcp`
         with contextlib.suppress(ImportError, AttributeError):
             return getattr(importlib.import_module(f"vllm.v1.attention.ops.{module}"), name)
     raise Unsupported(f"this vLLM has no {name}: choose another dcp_comm_backend.")

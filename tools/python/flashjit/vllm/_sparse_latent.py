@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import (
 
 from .._attention import attention
 from .._engines import SPARSE_FORMAT, bound, of_latents
+from .._formats import KvFormat
 from ..errors import InvalidArgument
 from ..flash_attn._attend import with_batch
 from ._backend import FlashjitBuilder, FlashjitMetadata
@@ -36,6 +37,14 @@ class FlashjitSparseLatentBackend(LatentRules, AttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[FlashjitSparseLatentBuilder]:
         return FlashjitSparseLatentBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """vLLM before 0.32 asks the backend."""
+        packed = cache_dtype_str == SPARSE_FORMAT
+        return (num_blocks, block_size, KvFormat(SPARSE_FORMAT).row_bytes(head_size) if packed else head_size)
 
     @classmethod
     def is_mla(cls) -> bool:

@@ -15,7 +15,7 @@
 #include "flashjit/flashjit.hpp"
 #include "flashjit/reference.hpp"
 #include "plan/spec_options.hpp"
-#include "support/kv_codec.hpp"
+#include "support/kv_names.hpp"
 #include "support/refuse.hpp"
 
 namespace flashjit::c_api {

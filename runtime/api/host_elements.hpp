@@ -7,11 +7,11 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "expr/kv_codec.hpp"
 #include "flashjit/error.hpp"
 #include "flashjit/kv_format.hpp"
 #include "flashjit/tensor.hpp"
 #include "support/dtypes.hpp"
-#include "support/kv_codec.hpp"
 #include "support/refuse.hpp"
 #include "support/small_float.hpp"
 

@@ -7,9 +7,9 @@
 #include "api/host_elements.hpp"
 #include "call/append_arguments.hpp"
 #include "call/tensor_checks.hpp"
+#include "expr/kv_codec.hpp"
 #include "flashjit/reference.hpp"
 #include "reference/reference.hpp"
-#include "support/kv_codec.hpp"
 #include "support/refuse.hpp"
 
 namespace flashjit {

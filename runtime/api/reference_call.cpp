@@ -17,9 +17,9 @@
 #include "call/jvp_arguments.hpp"
 #include "call/tensor_checks.hpp"
 #include "expr/declarations.hpp"
+#include "expr/kv_codec.hpp"
 #include "reference/reference.hpp"
 #include "support/dtypes.hpp"
-#include "support/kv_codec.hpp"
 #include "support/refuse.hpp"
 #include "support/swizzled_scales.hpp"
 

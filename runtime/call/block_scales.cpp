@@ -7,7 +7,7 @@
 
 #include "call/apart.hpp"
 #include "call/tensor_checks.hpp"
-#include "support/kv_codec.hpp"
+#include "support/kv_names.hpp"
 #include "support/refuse.hpp"
 
 namespace flashjit {

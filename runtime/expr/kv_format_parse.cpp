@@ -8,9 +8,9 @@
 #include <optional>
 
 #include "expr/evaluate.hpp"
+#include "expr/kv_codec.hpp"
 #include "expr/lexer.hpp"
 #include "flashjit/kv_format.hpp"
-#include "support/kv_codec.hpp"
 #include "support/refuse.hpp"
 #include "support/text.hpp"
 

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "plan/sm90.hpp"
-#include "support/kv_codec.hpp"
+#include "support/kv_names.hpp"
 #include "templates/common/params.cuh"
 
 namespace flashjit::plan::hopper {

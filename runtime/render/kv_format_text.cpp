@@ -5,8 +5,8 @@
 #include <array>
 #include <string_view>
 
+#include "expr/kv_codec.hpp"
 #include "support/dtypes.hpp"
-#include "support/kv_codec.hpp"
 
 namespace flashjit::render {
 namespace {

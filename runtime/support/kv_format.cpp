@@ -9,7 +9,7 @@
 #include <numeric>
 #include <utility>
 
-#include "support/kv_codec.hpp"
+#include "support/kv_names.hpp"
 #include "support/refuse.hpp"
 
 namespace flashjit {

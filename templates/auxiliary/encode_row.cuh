@@ -1,5 +1,5 @@
 // A row of floats in shared memory as the bytes of a KV format, by a warp: the inverse of decode16(), with
-// the same numbers as encode_row() of runtime/support/kv_codec.cpp.
+// the same numbers as encode_row() of runtime/expr/kv_codec.cpp.
 #pragma once
 
 #include "flashjit/common/kv_encode.cuh"

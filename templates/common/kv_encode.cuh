@@ -1,5 +1,5 @@
 // Scales and codes of a KV format from floats: the inverse of kv_format.cuh, with the same numbers as
-// runtime/support/kv_codec.cpp.
+// runtime/expr/kv_codec.cpp.
 #pragma once
 
 #include "flashjit/common/kv_format.cuh"

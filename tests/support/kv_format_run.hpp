@@ -13,9 +13,9 @@
 #include <string>
 #include <vector>
 
+#include "expr/kv_codec.hpp"
 #include "flashjit/reference.hpp"
 #include "plan/family.hpp"
-#include "support/kv_codec.hpp"
 #include "tests/support/attention_case.hpp"
 #include "tests/support/kv_formats.hpp"
 

@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "expr/kv_codec.hpp"
 #include "flashjit/reference.hpp"
-#include "support/kv_codec.hpp"
 #include "tests/support/attention_case.hpp"
 #include "tests/support/kv_format_run.hpp"
 

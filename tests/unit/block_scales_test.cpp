@@ -8,9 +8,9 @@
 
 #include "call/append_arguments.hpp"
 #include "call/arguments.hpp"
+#include "expr/kv_codec.hpp"
 #include "flashjit/flashjit.hpp"
 #include "flashjit/reference.hpp"
-#include "support/kv_codec.hpp"
 
 namespace flashjit {
 namespace {

@@ -6,11 +6,11 @@
 #include <string>
 #include <vector>
 
+#include "expr/kv_codec.hpp"
 #include "flashjit/error.hpp"
 #include "flashjit/flashjit.h"
 #include "flashjit/kv_format.hpp"
 #include "flashjit/spec.hpp"
-#include "support/kv_codec.hpp"
 
 namespace flashjit {
 namespace {

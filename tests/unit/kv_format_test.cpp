@@ -11,8 +11,8 @@
 #include <set>
 #include <vector>
 
+#include "expr/kv_codec.hpp"
 #include "flashjit/error.hpp"
-#include "support/kv_codec.hpp"
 #include "tests/support/kv_formats.hpp"
 
 namespace flashjit {

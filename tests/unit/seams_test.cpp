@@ -110,7 +110,7 @@ TEST(Seams, AnElementTypeIsNamedWhereFamiliesListItAndInTheTable) {
 /// What a new kind of code touches: besides its text and row in kv_format.cpp no more than decode and encode.
 TEST(Seams, ACodeOfAKvFormatIsNamedWhereItIsDescribedDecodedAndEncoded) {
   EXPECT_EQ(files_naming("Code::e2m1"),
-            (Names{"runtime/support/kv_codec.cpp", "runtime/support/kv_format.cpp",
+            (Names{"runtime/expr/kv_codec.cpp", "runtime/support/kv_format.cpp",
                    "templates/common/kv_encode.cuh", "templates/common/kv_format.cuh"}));
 }
 

@@ -1,6 +1,6 @@
 #include "out_codes.hpp"
 
-#include "support/kv_codec.hpp"
+#include "expr/kv_codec.hpp"
 #include "support/swizzled_scales.hpp"
 
 namespace flashjit::command {

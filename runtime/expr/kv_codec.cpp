@@ -1,4 +1,4 @@
-#include "support/kv_codec.hpp"
+#include "expr/kv_codec.hpp"
 
 #include <algorithm>
 #include <array>
@@ -255,8 +255,6 @@ float largest_with_argument(const KvFormat& format) {
   const float largest = std::fabs(largest_value(format));
   return format.second_scale && format.scale_type == Number::e4m3 ? largest * 448 : largest;
 }
-
-int size_of(Number type) { return type == Number::fp32 ? 4 : type <= Number::bf16 ? 2 : 1; }
 
 double decode_number(Number type, const std::uint8_t* from) {
   switch (type) {

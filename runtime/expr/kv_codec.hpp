@@ -1,25 +1,12 @@
 // Rows of K or V between elements and a KvFormat's bytes, on the host: what the kernels are checked against.
 #pragma once
 
-#include <array>
 #include <cstdint>
-#include <optional>
 #include <span>
-#include <string_view>
 
-#include "flashjit/kv_format.hpp"
+#include "support/kv_names.hpp"
 
 namespace flashjit {
-
-/// As in the text of a format; the kernels' enumerators have the same names. Both refuse what has no name.
-std::string_view name_of(KvFormat::Code code);
-std::string_view name_of(KvFormat::Number type);
-/// What has the name; none: nothing has.
-std::optional<KvFormat::Code> code_named(std::string_view name);
-std::optional<KvFormat::Number> number_named(std::string_view name);
-
-/// Bits that zero points may have as integers.
-inline constexpr std::array kZeroBits{2, 4, 8};
 
 /// The value of a code; `code` has format.bits() bits.
 double code_value(const KvFormat& format, unsigned code);
@@ -33,8 +20,6 @@ float largest_value(const KvFormat& format);
 /// The largest magnitude of a row where its scale at the call is 1; with scales of e4m3 in the row, too.
 float largest_with_argument(const KvFormat& format);
 
-/// Bytes of a scale, or of a zero point.
-int size_of(KvFormat::Number type);
 double decode_number(KvFormat::Number type, const std::uint8_t* from);
 /// The nearest of its type, of e8m0 the next larger; returns what it decodes to.
 float encode_number(KvFormat::Number type, float value, std::uint8_t* to);

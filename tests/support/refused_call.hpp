@@ -35,6 +35,14 @@ inline std::string refused_spec(const std::string& text) {
   return refusal_of([&] { parse_spec(text).validate(); });
 }
 
+/// The refusal of a KV format's text, or of its rows of `dim` columns.
+inline std::string refused_kv_format(const std::string& text) {
+  return refusal_of([&] { parse_kv_format(text); });
+}
+inline std::string refused_kv_format(const std::string& text, int dim) {
+  return refusal_of([&] { parse_kv_format(text).validate_row(dim); });
+}
+
 inline void expect_says(const std::string& said, std::initializer_list<const char*> parts) {
   for (const char* part : parts) EXPECT_NE(said.find(part), said.npos) << said;
 }

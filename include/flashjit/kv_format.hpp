@@ -39,7 +39,8 @@ struct KvRow {
 /// "int4:g32:fp16:zero", "nvfp4", "q8_0", "fp8_ds_mla", "int4:g32:fp16:apart". With "keys32" in the place of
 /// "g32" 32 keys share a scale for each column, apart: "uint2:keys32:fp16:min". Codes alone, "e4m3" or
 /// "int4", have the scales of the call's k_scale or v_scale. Codes of another meaning are an expression of
-/// code, scale and zero in the language of programs: "decode4((code - 8) * scale):g32:fp16".
+/// code, scale and zero in the language of programs: "decode4((code - 8) * scale):g32:fp16", and
+/// "decode4(select(code < 8, 1.0, -1.0) * (exp2((code & 7) * scale) - 1.0)):g32:fp16".
 struct KvFormat {
   enum class Code : std::uint8_t {
     element,      ///< not quantized
@@ -88,6 +89,9 @@ struct KvFormat {
   int block = 0;                    ///< columns of a row that share a scale: 16, 32, 64, 128; 0: all
   int tail = 0;                     ///< columns behind the scales that are elements, as DeepSeek's 64 of RoPE
   std::vector<float> book = {};     ///< 4, 8, 16, 32 or 256 values
+  /// An element by an expression of code, which is from 0 on, scale and zero, where it is no code times a
+  /// scale.
+  std::string decode = {};
   int keys =
       0;  ///< keys that share a scale of each column, 16, 32, 64 or 128; 0: blocks of a row have scales
 

@@ -287,8 +287,9 @@ AttentionShape shape_of(const AttentionSpec& /*spec*/, const QuantizeArgs& args)
 void check_arguments(const AttentionSpec& spec, const AppendArgs& args) {
   if (!spec.kv.is_cache())
     refuse("The spec has no cache to append to: set spec.kv to KvLayout::paged(page_size) or slots().");
-  if (std::max(spec.kv.k_format.keys, spec.kv.v_format.keys) > 0)
-    KernelSpec{spec, Pass::append}.validate();  // which says why keys that share scales are not appended
+  const KvFormat &of_k = spec.kv.k_format, &of_v = spec.kv.v_format;
+  if (std::max(of_k.keys, of_v.keys) > 0 || !of_k.decode.empty() || !of_v.decode.empty())
+    KernelSpec{spec, Pass::append}.validate();  // which says what is not appended, and why
   check_new_rows(spec, args);
   const int element_size = size_of(spec.dtype);
   const Size batch{args.k.size[0], "k"}, heads{args.k.size[1], "k"}, rows{args.k.size[2], "k"};
@@ -364,6 +365,7 @@ void check_arguments(const AttentionSpec& spec, const QuantizeArgs& args) {
   const Sizes sizes = {Size{batch, "x"}, Size{heads, "x"}, Size{rows, "x"}, Size{spec.head_dim, nullptr}};
   check_tensor("x", args.x, sizes, size_of(spec.dtype), Access::read);
   spec.kv.k_format.validate_row(spec.head_dim);
+  if (!spec.kv.k_format.decode.empty()) KernelSpec{spec, Pass::quantize}.validate();
   check_kv_tensor("codes", args.codes, sizes, spec.stored_k(), spec.kv.k_format, Access::write);
   check_rows("x", args.x.size);
   check_rope(spec, args.rope);

@@ -65,8 +65,11 @@ struct CallKeyView {
         static_cast<std::uint8_t>(f.tail_type),  static_cast<std::uint8_t>(f.block),
         static_cast<std::uint8_t>(f.tail),       static_cast<std::uint8_t>(f.tail >> 8),
         static_cast<std::uint8_t>(f.keys),       static_cast<std::uint8_t>(f.zero_bits)};
+    const bool has_text = !f.book.empty() || !f.decode.empty();
     return XXH3_64bits_withSeed(parts, sizeof parts,
-                                f.book.empty() ? 0 : XXH3_64bits(f.book.data(), f.book.size() * 4));
+                                !has_text          ? 0
+                                : f.decode.empty() ? XXH3_64bits(f.book.data(), f.book.size() * 4)
+                                                   : XXH3_64bits(f.decode.data(), f.decode.size()));
   }
   static constexpr bool means_nothing(std::size_t option, Pass pass) {
     return plan::kSpecOptions[option].text == "det" && !gives_gradients(pass);

@@ -8,6 +8,7 @@
 #include <limits>
 #include <span>
 
+#include "expr/kv_decode.hpp"
 #include "support/small_float.hpp"
 
 namespace flashjit {
@@ -92,9 +93,11 @@ bool has_fifth_bits(const KvFormat& format) {
   return format.packing == KvFormat::Packing::halves && format.bits() == 5;
 }
 
-/// How the elements of a block become codes: a factor and a summand.
+/// How the elements of a block become codes: a factor and a summand, or the code with the nearest of
+/// `values`.
 struct Quantizer {
   double scale = 1, zero = 0;
+  std::vector<float> values = {};
 };
 
 /// The smallest power of two with which no code is too large, or the one of OCP's MX formats.
@@ -299,6 +302,107 @@ float encode_scale(Number type, float value, std::uint8_t* to) {
 
 namespace {
 
+float number_of_bits(Number type, std::uint32_t bits) {
+  std::uint8_t bytes[4];
+  std::memcpy(bytes, &bits, sizeof bytes);
+  return static_cast<float>(decode_number(type, bytes));
+}
+
+/// The bits of the largest finite number.
+int most_bits(Number type) {
+  constexpr std::array kMost{0x7f7fffff, 0x7bff, 0x7f7f, 0x7e, 254};
+  return kMost.at(static_cast<std::size_t>(type));
+}
+
+/// The first of [first, last] that `is`, which all behind it are; else the last.
+template <class Is>
+int first_that(int first, int last, const Is& is) {
+  while (first < last) {
+    const int middle = (first & last) + ((first ^ last) >> 1);  // no sum that overflows
+    if (is(middle))
+      last = middle;
+    else
+      first = middle + 1;
+  }
+  return first;
+}
+
+/// Scales and zero points of formats whose elements are an expression, as they are stored: searched, since
+/// the expression has no inverse.
+class QuantizerSearch {
+ public:
+  QuantizerSearch(const KvFormat& format, std::span<const float> values)
+      : format_(format), decode_(decode_expression(format)), extremes_(decode_extremes(format)) {
+    for (const float value : values) {
+      is_finite_ = is_finite_ && std::isfinite(value);
+      low_ = std::min(low_, value), high_ = std::max(high_, value);
+    }
+  }
+
+  Quantizer store(std::uint8_t* scale, std::uint8_t* zero, int zero_shift) const {
+    const int least = format_.scale_type == Number::e8m0 ? 0 : 1, most = most_bits(format_.scale_type);
+    std::uint32_t bits = 0, zero_bits = 0;
+    if (format_.zero == Zero::none) {
+      bits = nearest_scale(least, most);
+    } else {
+      bits = static_cast<std::uint32_t>(first_that(least, most, [&](int of) { return covers(of); }));
+      zero_bits = zero_for(scale_of(bits));
+    }
+    Quantizer by{is_finite_ ? scale_of(bits) : kNaN, zero_of(zero_bits)};
+    encode_number(format_.scale_type, static_cast<float>(by.scale), scale);
+    if (format_.zero_bits > 0)
+      put_zero_bits(zero_bits, zero_shift, zero);
+    else if (format_.zero != Zero::none)
+      encode_number(format_.scale_type, static_cast<float>(by.zero), zero);
+    for (int code = 0; code < 1 << format_.bits(); ++code)
+      by.values.push_back(static_cast<float>(decode_.value(code, by.scale, by.zero)));
+    return by;
+  }
+
+ private:
+  float scale_of(std::uint32_t bits) const { return number_of_bits(format_.scale_type, bits); }
+  double zero_of(std::uint32_t bits) const {
+    return format_.zero == Zero::none ? 0
+           : format_.zero_bits > 0    ? static_cast<double>(bits)
+                                      : number_of_bits(format_.scale_type, bits);
+  }
+  /// The scale whose largest magnitude is the nearest to the block's.
+  std::uint32_t nearest_scale(int least, int most) const {
+    const float wanted = std::max(std::fabs(low_), std::fabs(high_));
+    const auto reached = [&](int bits) {
+      return std::fabs(static_cast<float>(
+          decode_.value(extremes_.largest, scale_of(static_cast<std::uint32_t>(bits)), 0)));
+    };
+    const int found = first_that(least, most, [&](int bits) { return !(reached(bits) < wanted); });
+    const bool below = found > least && wanted - reached(found - 1) < reached(found) - wanted;
+    return static_cast<std::uint32_t>(below ? found - 1 : found);
+  }
+  /// The bits of the zero point of the least highest value that is no less than the block's.
+  std::uint32_t zero_for(float scale) const {
+    const int most = format_.zero_bits > 0 ? (1 << format_.zero_bits) - 1 : most_bits(format_.scale_type);
+    const auto bits_of = [&](int of) {
+      const int place = extremes_.zero_raises ? of : -of;
+      const int sign = size_of(format_.scale_type) == 4 ? INT32_MIN : 0x8000;
+      return static_cast<std::uint32_t>(place < 0 ? sign | -place : place);
+    };
+    const int least = format_.zero_bits == 0 || !extremes_.zero_raises ? -most : 0;
+    const int last = format_.zero_bits == 0 || extremes_.zero_raises ? most : 0;
+    return bits_of(first_that(least, last, [&](int of) {
+      return !(static_cast<float>(decode_.value(extremes_.highest, scale, zero_of(bits_of(of)))) < high_);
+    }));
+  }
+  bool covers(int bits) const {
+    const float scale = scale_of(static_cast<std::uint32_t>(bits));
+    return !(static_cast<float>(decode_.value(extremes_.lowest, scale, zero_of(zero_for(scale)))) > low_);
+  }
+
+  const KvFormat& format_;
+  const DecodeExpression& decode_;
+  DecodeExtremes extremes_;
+  float low_ = std::numeric_limits<float>::infinity(), high_ = -low_;
+  bool is_finite_ = true;
+};
+
 /// A scale, and a zero point, of a row's block, or of a column of keys.
 Quantizer decoded_quantizer(const KvFormat& format, const KvRow& at, const std::uint8_t* scales, int index,
                             double argument) {
@@ -320,20 +424,26 @@ Quantizer found_quantizer(const KvFormat& format, const KvRow& at, std::span<con
   if (format.scales == KvFormat::Scales::argument) return {argument, 0};
   const std::ptrdiff_t step = std::ptrdiff_t{index} * at.scale_step;
   const std::ptrdiff_t bit = std::ptrdiff_t{index} * at.zero_step;
-  std::uint8_t* const scale = scales + at.scales + step;
+  std::uint8_t *const scale = scales + at.scales + step, *const zero = scales + at.zeros + bit / 8;
+  const int zero_shift = static_cast<int>(bit % 8);
+  if (!format.decode.empty()) return QuantizerSearch(format, values).store(scale, zero, zero_shift);
   if (format.zero == Zero::none) return symmetric(format, values, argument, scale);
-  return with_zero(format, values, argument, scale, scales + at.zeros + bit / 8, static_cast<int>(bit % 8));
+  return with_zero(format, values, argument, scale, zero, zero_shift);
 }
 
-/// Puts the code of a column's value into its block's bytes, which were cleared.
-void put_code(const KvFormat& format, const KvRow& at, std::uint8_t* block, int i, float x,
-              const Quantizer& by) {
+unsigned code_by(const KvFormat& format, const Quantizer& by, float x) {
+  if (!format.decode.empty()) return nearest(by.values, x);
   const auto scale = static_cast<float>(by.scale), zero = static_cast<float>(by.zero);
   // By a factor that is finite, as kernels': a block of the least numbers has zeros.
   const float largest = std::copysign(std::numeric_limits<float>::max(), scale);
   const auto quotient = [&](float y) { return std::isinf(1 / scale) ? y * largest : y / scale; };
   const float value = format.zero == Zero::added ? quotient(x - zero) : quotient(x) + zero;
-  const unsigned code = code_of(format, value);
+  return code_of(format, value);
+}
+/// Puts the code of a column's value into its block's bytes, which were cleared.
+void put_code(const KvFormat& format, const KvRow& at, std::uint8_t* block, int i, float x,
+              const Quantizer& by) {
+  const unsigned code = code_by(format, by, x);
   const auto [byte, shift, crosses] = place_of(format, at.block, i);
   if (has_fifth_bits(format)) {
     block[byte] |= static_cast<std::uint8_t>((code & 15u) << shift);
@@ -342,6 +452,12 @@ void put_code(const KvFormat& format, const KvRow& at, std::uint8_t* block, int 
   }
   block[byte] |= static_cast<std::uint8_t>(code << shift);
   if (crosses) block[byte + 1] |= static_cast<std::uint8_t>(code >> (8 - shift));
+}
+double value_by(const KvFormat& format, const Quantizer& by, unsigned code) {
+  if (!format.decode.empty())
+    return decode_expression(format).value(static_cast<int>(code), by.scale, by.zero);
+  const double value = code_value(format, code);
+  return format.zero == Zero::added ? value * by.scale + by.zero : (value - by.zero) * by.scale;
 }
 /// A column's code in its block's bytes.
 unsigned get_code(const KvFormat& format, const KvRow& at, const std::uint8_t* block, int i) {
@@ -366,9 +482,8 @@ void decode_row(const KvFormat& format, int dim, const std::uint8_t* row, double
     Quantizer by = decoded_quantizer(format, at, scales, block, argument);
     for (int i = 0; i < at.block; ++i) {
       if (format.keys > 0) by = decoded_quantizer(format, at, scales, i, argument);
-      const double value =
-          code_value(format, get_code(format, at, row + at.codes + std::ptrdiff_t{block} * at.block_step, i));
-      to[begin + i] = format.zero == Zero::added ? value * by.scale + by.zero : (value - by.zero) * by.scale;
+      const std::uint8_t* const codes = row + at.codes + std::ptrdiff_t{block} * at.block_step;
+      to[begin + i] = value_by(format, by, get_code(format, at, codes, i));
     }
   }
   for (std::ptrdiff_t i = 0; i < format.tail; ++i)

@@ -7,9 +7,8 @@
 #include <cmath>
 #include <optional>
 
-#include "expr/evaluate.hpp"
 #include "expr/kv_codec.hpp"
-#include "expr/lexer.hpp"
+#include "expr/kv_decode.hpp"
 #include "flashjit/kv_format.hpp"
 #include "support/refuse.hpp"
 #include "support/text.hpp"
@@ -41,53 +40,12 @@ std::string allowed() {
   refuse("the KV format {} {}; {}", quoted(text), why, allowed());
 }
 
-/// An expression of `code`, an int, and the floats `scale` and `zero`.
-class DecodeExpression {
- public:
-  explicit DecodeExpression(std::string_view text) {
-    const auto tokens = expr::tokens_of(text);
-    std::string program;
-    for (const std::string_view name : {"code", "scale", "zero"}) {
-      const bool is_read = std::ranges::any_of(tokens, [&](const auto& token) { return token.text == name; });
-      if (is_read) program += fmt::format("{}: {}; ", name, name == "code" ? "int" : "float");
-      reads_scale_ = reads_scale_ || (is_read && name == "scale");
-      reads_zero_ = reads_zero_ || (is_read && name == "zero");
-    }
-    const expr::Expr parsed = expr::parse(program.append(text));
-    if (parsed.type() == expr::Type::boolean) refuse("it is a condition; give a number");
-    is_real_ = parsed.type() == expr::Type::real;
-    expr::Graph graph;
-    graph.add(parsed.pointer());
-    for (int i = 0; i < graph.size(); ++i)
-      if (const expr::Op op = graph.node(i).op; op == expr::Op::name || op == expr::Op::element_at)
-        refuse("it reads what only programs of attention have; give an expression of code, scale and zero");
-    root_ = evaluation_.add(parsed.pointer());
-  }
-  DecodeExpression(const DecodeExpression&) = delete;  // its evaluation reads its own numbers
-  DecodeExpression& operator=(const DecodeExpression&) = delete;
-
-  bool reads_scale() const { return reads_scale_; }
-  bool reads_zero() const { return reads_zero_; }
-  double value(int code, double scale, double zero) const {
-    code_ = code, scale_ = scale, zero_ = zero;
-    const expr::Value value = evaluation_.run({})[static_cast<std::size_t>(root_)];
-    return is_real_ ? value.real : static_cast<double>(value.integer);
-  }
-
- private:
-  mutable double code_ = 0, scale_ = 0, zero_ = 0;
-  expr::Evaluation evaluation_{
-      {{"code", {}, {&code_, 1}}, {"scale", {}, {&scale_, 1}}, {"zero", {}, {&zero_, 1}}},
-      expr::Floats::exact};
-  int root_ = 0;
-  bool reads_scale_ = false, reads_zero_ = false, is_real_ = true;
-};
-
-/// Codes that an expression means, and its zero points.
+/// Codes that an expression means, and its zero points; `decode` has the expression where no table does.
 struct DecodedCode {
   Code code = Code::book;
   std::vector<float> book = {};
   Zero zero = Zero::none;
+  std::string decode = {};
 };
 
 /// Whether an expression is `wanted(value of the code alone, scale, zero)` for all codes; a scale that is not
@@ -108,19 +66,19 @@ bool is_everywhere(const DecodeExpression& expression, const std::vector<double>
   return true;
 }
 
-Zero zero_of(const DecodeExpression& expression, const std::vector<double>& values) {
+/// None: the value is not that of the code times the scale.
+std::optional<Zero> zero_of(const DecodeExpression& expression, const std::vector<double>& values) {
   const auto subtracted = [](double value, double scale, double zero) { return (value - zero) * scale; };
   const auto added = [](double value, double scale, double zero) { return value * scale + zero; };
   if (is_everywhere(expression, values, subtracted))
     return expression.reads_zero() ? Zero::subtracted : Zero::none;
   if (is_everywhere(expression, values, added)) return Zero::added;
-  refuse(
-      "its value is not that of the code times the scale; write f(code) * scale, or with a zero point "
-      "(code - zero) * scale or code * scale + zero");
+  return {};
 }
 
-/// The codes that have these values, without a book where there are such.
-DecodedCode code_of_values(const std::vector<double>& values, int bits, Zero zero) {
+/// The codes that have these values, without a book where there are such; none where zero points go with
+/// values that are no integers in a row.
+std::optional<DecodedCode> code_of_values(const std::vector<double>& values, int bits, Zero zero) {
   for (int i = static_cast<int>(Code::e4m3); i < static_cast<int>(Code::book); ++i) {
     const KvFormat known{.code = static_cast<Code>(i)};
     const auto is_same = [&](int code) {
@@ -128,14 +86,20 @@ DecodedCode code_of_values(const std::vector<double>& values, int bits, Zero zer
     };
     bool same = known.bits() == bits && (zero != Zero::none || !name_of(known.code).starts_with('u'));
     for (int code = 0; same && code < 1 << bits; ++code) same = is_same(code);
-    if (same) return {.code = known.code, .zero = zero};
+    if (same) return DecodedCode{.code = known.code, .zero = zero};
   }
-  if (zero != Zero::none)
-    refuse("it has a zero point, but its codes are no integers in a row; write it for code or code - {}",
-           1 << (bits - 1));
+  if (zero != Zero::none) return {};
   DecodedCode found;
   for (const double value : values) found.book.push_back(static_cast<float>(value));
   return found;
+}
+
+/// What is no table: an element by the expression itself.
+DecodedCode decoded_by(const DecodeExpression& expression, std::string_view text, int bits) {
+  constexpr std::array kCodes{Code::uint2, Code::uint3, Code::uint4, Code::uint5};
+  return {.code = bits == 8 ? Code::uint8 : kCodes.at(static_cast<std::size_t>(bits - 2)),
+          .zero = expression.reads_zero() ? Zero::subtracted : Zero::none,
+          .decode = expression.reads_scale() ? std::string(text) : fmt::format("({}) * scale", text)};
 }
 
 /// "decode4(<expression>)".
@@ -150,20 +114,28 @@ std::optional<DecodedCode> decoded_code(std::string_view text, std::string_view 
                 fmt::format("has codes of {} bits; these are 2, 3, 4, 5 or 8, as in decode4(<expression>)",
                             quoted(number)));
   try {
-    const DecodeExpression expression(word.substr(open + 1, word.size() - open - 2));
+    const std::string_view of_code = word.substr(open + 1, word.size() - open - 2);
+    const DecodeExpression expression(of_code, expr::Floats::exact);
     std::vector<double> values;
     for (int code = 0; code < 1 << bits; ++code) values.push_back(expression.value(code, 1, 0));
     if (!std::ranges::all_of(values, [](double value) { return std::isfinite(value); }))
       refuse("a code's value is not finite");
-    return code_of_values(values, bits, zero_of(expression, values));
+    const auto zero = zero_of(expression, values);
+    const auto table = zero ? code_of_values(values, bits, *zero) : std::nullopt;
+    return table ? table : decoded_by(expression, of_code, bits);
   } catch (const Error& error) {
     refuse("the KV format {} has an expression that cannot be its codes: {}", quoted(text), error.message());
   }
 }
 
-/// Whether an expression reads the zero points that the parts give.
-void check_zero(std::string_view text, Zero read, Zero given) {
+/// Whether an expression reads the zero points that the parts give; one that is the element itself, any.
+void check_zero(std::string_view text, const KvFormat& format, Zero read) {
+  const Zero given = format.zero;
   if (read == given) return;
+  if (!format.decode.empty())
+    refuse_text(text, read == Zero::none
+                          ? "has zero points, which its expression does not read: leave these out"
+                          : "has an expression that reads zero, but no zero points: add zero or zero=uint4");
   const auto named = [](Zero zero) {
     return zero == Zero::none    ? "no zero point"
            : zero == Zero::added ? "an added zero point"
@@ -194,7 +166,7 @@ Code parse_code(std::string_view text, std::string_view word, KvFormat& format, 
     return Code::book;
   }
   if (const auto decoded = decoded_code(text, word)) {
-    format.book = decoded->book;
+    format.book = decoded->book, format.decode = decoded->decode;
     zero = decoded->zero;
     return decoded->code;
   }
@@ -281,7 +253,9 @@ KvFormat parse_parts(std::string_view text) {
     if (next < words.size() && parse_tail(text, words[next], format)) ++next;
     format.second_scale = take("scaled");
   }
-  if (zero_read) check_zero(text, *zero_read, format.zero);
+  if (!format.decode.empty() && format.zero == Zero::added)
+    format.zero = Zero::subtracted;  // stored alike; the expression says what it does
+  if (zero_read) check_zero(text, format, *zero_read);
   if (next < words.size())
     refuse_text(text,
                 fmt::format("has {}, which is unknown, there twice or out of order", quoted(words[next])));

@@ -347,6 +347,10 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
   if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)
     return Support::no(
         fmt::format("min_blocks is 1 to {}, in the backward pass 1, not {}", kMostBlocks, c.min_blocks));
+  if (c.min_blocks > 1 && (!spec.kv.k_format.decode.empty() || !spec.kv.v_format.decode.empty()))
+    return Support::no(fmt::format(
+        "min_blocks is 1 where elements of K or V are an expression, which needs registers, not {}",
+        c.min_blocks));
   return Support::yes();
 }
 

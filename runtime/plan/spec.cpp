@@ -9,6 +9,7 @@
 
 #include "expr/declarations.hpp"
 #include "expr/float_scalars.hpp"
+#include "expr/kv_decode.hpp"
 #include "flashjit/error.hpp"
 #include "plan/analysed_spec.hpp"
 #include "plan/spec_options.hpp"
@@ -95,6 +96,12 @@ StoredKvRow stored_row(const AttentionSpec& spec, const KvFormat& format, int di
           : code == KvFormat::Code::e5m2 ? DType::e5m2
                                          : DType::int8,
           row.bytes, row.alignment};
+}
+
+/// Formats whose elements are an expression are encoded by search.
+void check_encodes(const AttentionSpec& spec) {
+  for (const KvFormat* format : {&spec.kv.k_format, &spec.kv.v_format})
+    if (!format->decode.empty()) decode_extremes(*format);
 }
 
 [[noreturn]] void refuse_beside_indices(const char* option) {
@@ -395,6 +402,7 @@ void KernelSpec::validate() const {
         "keep "
         "the newest keys in 16 bits, quantize() a group once it is whole, and merge() attention over both",
         format_text(*this), std::max(kv.k_format.keys, kv.v_format.keys));
+  if (pass == Pass::append || pass == Pass::quantize) check_encodes(*this);
   if (pass != Pass::forward && is_attention(pass) && epilogue.out_format.quantized())
     refuse(
         "the pass is {} and out_format is {}; codes of O are for inference and have no derivative, so leave "

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "expr/kv_codec.hpp"
+#include "expr/kv_decode.hpp"
 #include "support/dtypes.hpp"
 
 namespace flashjit::render {
@@ -20,6 +21,22 @@ std::string book_text(const KvFormat& format) {
     cases += fmt::format(" case {}: return {:.9e}f;", i, format.book[i]);
   return fmt::format(
       "    static __device__ float book(unsigned code) {{ switch (code) {{{} }} return 0.0f; }}\n", cases);
+}
+
+/// Of formats whose elements are an expression; what rows are encoded by where `encodes`.
+std::string decode_text(const KvFormat& format, bool encodes) {
+  if (format.decode.empty()) return {};
+  std::string text = fmt::format(
+      "    static __device__ __forceinline__ float decoded(int code, float scale, float zero) {{\n{}    }}\n",
+      decode_expression(format).cuda_lines());
+  if (!encodes) return text;
+  const DecodeExtremes extremes = decode_extremes(format);
+  for (const auto& [name, value] : {std::pair{"kLargestOf", extremes.largest},
+                                    {"kHighestOf", extremes.highest},
+                                    {"kLowestOf", extremes.lowest},
+                                    {"kZeroRaises", int{extremes.zero_raises}}})
+    text += fmt::format("    static constexpr int {} = {};\n", name, value);
+  return text;
 }
 
 /// Elements that are no codes are all tail.
@@ -70,7 +87,8 @@ std::string struct_text(const char* name, const KvFormat& format, int dim, const
   add("int", "kAlignment", row.alignment);
   add("int", "kScaleRowBytes", row.scale_columns * scale_size);
   add("int", "kScaleAlignment", format.has_block_scales() ? row.scale_alignment : row.alignment);
-  return text + book_text(format) + "  };\n";
+  const bool encodes = spec.pass == Pass::append || spec.pass == Pass::quantize;
+  return text + book_text(format) + decode_text(format, encodes) + "  };\n";
 }
 
 }  // namespace

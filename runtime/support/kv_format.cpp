@@ -57,6 +57,7 @@ bool is_unsigned(Code code) { return !info_of(code).is_float && name_of(code).st
 
 std::string parts_of(const KvFormat& format) {
   std::string out(name_of(format.code));
+  if (!format.decode.empty()) out = fmt::format("decode{}({})", format.bits(), format.decode);
   if (format.code == Code::book) {
     for (std::size_t i = 0; i < format.book.size(); ++i)
       out += fmt::format("{}{}", i == 0 ? "(" : ",", format.book[i]);
@@ -131,6 +132,21 @@ void validate_zero_bits(const KvFormat& format) {
         "points of "
         "as many bits or more",
         format.zero_bits, format.bits());
+}
+
+/// What an expression is of: codes from 0 on, and scales that it alone reads.
+void validate_decode(const KvFormat& format) {
+  if (format.decode.empty()) return;
+  if (!is_unsigned(format.code))
+    refuse("the KV format has an expression and codes {}; give it uint2, uint3, uint4, uint5 or uint8",
+           name_of(format.code));
+  if (format.scales == Scales::argument || format.second_scale)
+    refuse(
+        "the KV format has an expression, {}, whose value is not that of the code times the scale, and so no "
+        "scale of the call; give it scales of blocks alone, such as g32:fp16, without scaled",
+        format.decode);
+  if (format.zero == Zero::added)
+    refuse("the KV format has an expression, {}, and min; give it zero", format.decode);
 }
 
 void validate_block_scales(const KvFormat& format) {
@@ -242,11 +258,12 @@ void KvFormat::validate() const {
     refuse(
         "the KV format is not quantized, but has scales, blocks or a tail; name its codes or leave these "
         "out");
+  validate_decode(*this);
   if (scales == Scales::argument)
     validate_argument_scales(*this);
   else
     validate_block_scales(*this);
-  if (is_unsigned(code) && zero == Zero::none)
+  if (is_unsigned(code) && zero == Zero::none && decode.empty())
     refuse("the KV format has codes {}, which are not negative, without zero points; add zero or min",
            name_of(code));
 }

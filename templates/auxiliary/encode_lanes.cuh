@@ -15,8 +15,8 @@ constexpr int kLaneColumns = 8, kLaneRows = 4;
 template <class Format>
 constexpr bool kEncodesByLanes =
     (Format::kBits == 4 || Format::kBits == 8 || (Format::kBits == 5 && Format::kHalves)) &&
-    Format::kCode != KvCode::book&& Format::kColumns == Format::kDim&& Format::kKeys == 0 &&
-    Format::kZeroBits == 0 && Format::kBlock % (2 * kLaneColumns) == 0 &&
+    Format::kCode != KvCode::book && !DecodesByExpression<Format> && Format::kColumns == Format::kDim
+    && Format::kKeys == 0 && Format::kZeroBits == 0 && Format::kBlock % (2 * kLaneColumns) == 0 &&
     (Format::kBlock & (Format::kBlock - 1)) == 0 && Format::kBlock <= 256 && Format::kDim <= 256 &&
     (Format::kDim & (Format::kDim - 1)) == 0;
 /// Lanes of a block, and blocks whose scales a lane makes.

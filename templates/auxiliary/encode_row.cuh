@@ -2,12 +2,14 @@
 // the same numbers as encode_row() of runtime/expr/kv_codec.cpp.
 #pragma once
 
+#include "flashjit/auxiliary/encode_search.cuh"
 #include "flashjit/common/kv_encode.cuh"
 #include "flashjit/common/ptx.cuh"
 
 namespace flashjit::auxiliary {
 
-/// Codes are v * factor + zero, or (v - zero) * factor where zero points are added.
+/// Codes are v * factor + zero, or (v - zero) * factor where zero points are added; of an expression factor
+/// is the scale.
 struct KvQuantizer {
   float factor, zero;
 };
@@ -60,6 +62,16 @@ __device__ __forceinline__ BlockExtremes magnitude_of_block(const float* block, 
 }
 
 /// The scale and zero point of a block, or of a column of keys, which `writes` writes.
+template <DecodesByExpression Format>
+__device__ __forceinline__ KvQuantizer quantizer_for(const BlockExtremes& found, float, bool writes,
+                                                     unsigned char* scale_at, unsigned char* zero_at) {
+  const FoundNumbers numbers = search_numbers<Format>(found);
+  constexpr int kBytes = size_of(Format::kScaleType);
+  if (writes) store_bytes<kBytes, Format::kScaleAlignment>(scale_at, numbers.scale_bits);
+  if (writes && Format::kZero != KvZero::none && Format::kZeroBits == 0)
+    store_bytes<kBytes, Format::kScaleAlignment>(zero_at, numbers.zero_bits);
+  return {number_of_bits<Format::kScaleType>(numbers.scale_bits), zero_of_bits<Format>(numbers.zero_bits)};
+}
 template <class Format>
 __device__ __forceinline__ KvQuantizer quantizer_for(const BlockExtremes& found, float argument, bool writes,
                                                      unsigned char* scale_at, unsigned char* zero_at) {
@@ -113,6 +125,10 @@ __device__ __forceinline__ void store_zeros(const KvQuantizer* quantizers, int c
 }
 
 /// The code of an element, in its lowest bits.
+template <DecodesByExpression Format>
+__device__ __forceinline__ unsigned code_by(const KvQuantizer& by, float x) {
+  return nearest_code<Format>(by.factor, by.zero, x);
+}
 template <class Format>
 __device__ __forceinline__ unsigned code_by(const KvQuantizer& by, float x) {
   return code_of_value<Format>(Format::kZero == KvZero::added ? quotient<Format>(x - by.zero, by.factor)

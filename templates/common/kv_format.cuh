@@ -156,7 +156,16 @@ __device__ __forceinline__ float integer_zero(unsigned word, int shift) {
   return static_cast<float>(kLowestCode<Format> +
                             static_cast<int>(word >> shift & ((1u << Format::kZeroBits) - 1)));
 }
+/// Formats whose elements are an expression of code, scale and zero point: codes' values are the codes.
+template <class Format>
+concept DecodesByExpression = requires {
+  Format::decoded(0, 0.0f, 0.0f);
+};
 /// A value times its scale, with the zero point.
+template <DecodesByExpression Format>
+__device__ __forceinline__ float scaled(float value, float scale, float zero) {
+  return Format::decoded(static_cast<int>(value), scale, zero);
+}
 template <class Format>
 __device__ __forceinline__ float scaled(float value, float scale, float zero) {
   return Format::kZero == KvZero::added        ? value * scale + zero
@@ -442,8 +451,9 @@ constexpr bool kHoldsScales =
                            (!kIsFp16<Element> && Format::kScaleType == KvNumber::e8m0));
 /// Whether pairs of codes are multiplied as elements; else as fp32, which has what fp16 has no exponents for.
 template <class Format, class Element>
-constexpr bool kScalesPairs = kHasPairs<Format>&& Format::kBits != 8 && Format::kZero == KvZero::none &&
-                              (!kIsFp16<Element> || kHoldsScales<Format, Element>);
+constexpr bool kScalesPairs =
+    kHasPairs<Format>&& Format::kBits != 8 && Format::kZero == KvZero::none && !DecodesByExpression<Format> &&
+    (!kIsFp16<Element> || kHoldsScales<Format, Element>);
 
 /// Sixteen codes as elements, each rounded once, or of pairs with scales in two parts, nearly so.
 template <class Element, class Format>

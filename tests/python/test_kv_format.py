@@ -92,7 +92,21 @@ def decode_uint4_with_uint4(rows, scale):  # as AWQ: zero points of four bits, t
     return (codes - zeros.repeat(32, axis=1)) * scales.repeat(32, axis=1)
 
 
+#: No code times a scale: the scale is the step of a logarithm.
+LOGARITHMS = "decode4(select(code < 8, 1.0, -1.0) * (exp2((code & 7) * scale) - 1.0)):g32:fp16"
+
+
+def decode_logarithms(rows, scale):
+    count = rows.shape[1] * 16 // 18  # bytes of codes, two each; the others are scales
+    codes = (
+        numpy.stack([rows[:, :count] & 15, rows[:, :count] >> 4], axis=-1).reshape(len(rows), -1).astype(int)
+    )
+    steps = rows[:, count:].copy().view(numpy.float16).astype(numpy.float64).repeat(32, axis=1)
+    return numpy.where(codes < 8, 1, -1) * (numpy.exp2((codes & 7) * steps) - 1)
+
+
 DECODERS = {
+    LOGARITHMS: decode_logarithms,
     "uint4:g32:fp16:zero=uint4": decode_uint4_with_uint4,
     "q8_0": decode_q8_0,
     "q4_0": decode_q4_0,
@@ -104,6 +118,7 @@ DECODERS = {
 }
 #: The largest error of an element of a normal row.
 ERRORS = {
+    LOGARITHMS: 0.6,
     "uint4:g32:fp16:zero=uint4": 0.4,
     "q8_0": 0.02,
     "q4_0": 0.4,
@@ -189,11 +204,25 @@ def test_a_format_of_an_expression_of_codes():
     affine = flashjit.KvFormat("decode4((code - zero) * scale):g32:fp16:zero=uint4")
     codes = flashjit.quantize(x, format="uint4:g32:fp16:zero=uint4")[0]
     assert torch.equal(flashjit.quantize(x, format=affine)[0], codes)
-    for wrong, part in {"tanh(code * scale)": "the code times the scale", "code * slope": "slope"}.items():
+    for wrong, part in {"code * slope): g32": "slope", "tanh(code * scale))": "no scale of the call"}.items():
         with pytest.raises(flashjit.InvalidArgument, match=part):
-            flashjit.KvFormat(f"decode4({wrong}):g32:fp16")
+            flashjit.KvFormat(f"decode4({wrong}")
     with pytest.raises(flashjit.InvalidArgument, match="bits is 7"):
         flashjit.KvFormat.of_codes(text, 7, "g32:fp16")
+
+
+def test_elements_by_an_expression_need_values_that_grow_with_the_scale():
+    falls = "decode4((code + 1) / (1.0 + scale)):g32:fp16"
+    rows = flashjit.quantize(torch.randn(1, 1, 30, 64), format=LOGARITHMS)[0]
+    out = flashjit.attention(torch.randn(1, 2, 9, 64), rows, rows, k_format=falls, v_format=falls)
+    assert out.isfinite().all()
+    with pytest.raises(flashjit.InvalidArgument, match="does not grow with the scale"):
+        flashjit.quantize(torch.randn(1, 1, 30, 64), format=falls)
+    with pytest.raises(flashjit.InvalidArgument, match="does not grow with the scale"):
+        lengths = torch.tensor([30], dtype=torch.int32)
+        flashjit.append(
+            *torch.randn(2, 1, 1, 30, 64), rows, rows, kv_lengths=lengths, k_format=falls, v_format=falls
+        )
 
 
 @pytest.mark.parametrize("name", DECODERS)

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "expr/kv_codec.hpp"
+#include "expr/kv_decode.hpp"
 #include "flashjit/reference.hpp"
 #include "plan/family.hpp"
 #include "tests/support/attention_case.hpp"
@@ -350,7 +351,10 @@ inline void check_every_code(Runtime& runtime, const KvFormatCase& test,
       std::vector<double> row(static_cast<std::size_t>(columns));
       for (int i = 0; i < columns; ++i) {
         const unsigned code = static_cast<unsigned>((b * columns + i) % codes);
-        const double value = pool.format.quantized() ? code_value(pool.format, code) : code * 0.125 - 3;
+        const double value = !pool.format.quantized() ? code * 0.125 - 3
+                             : pool.format.decode.empty()
+                                 ? code_value(pool.format, code)
+                                 : decode_expression(pool.format).value(static_cast<int>(code), 1, 0);
         row[i] = std::isfinite(value) ? value * pool.argument(run.page_of(b, 0), 0, 0) : 0;
       }
       pool.put(run.spec().dtype, run.page_of(b, 0), 0, run.row_of(0), row);

@@ -19,6 +19,12 @@ inline const std::string kBookOf32 =
 inline const std::string kSignedPowers =
     "decode4(select(code < 8, 1.0, -1.0) * exp2(code % 8 / 2.0) * scale):g64:bf16";
 
+/// Elements that are no code times a scale.
+inline const std::string kLogarithms =
+    "decode4(select(code < 8, 1.0, -1.0) * (exp2((code & 7) * scale) - 1.0)):g32:fp16";
+inline const std::string kSquaresWithZero =
+    "decode8((code - 128) * abs(code - 128) * scale + zero):g64:fp32:zero";
+
 /// Formats with and without names, of which heads of 128 columns have rows.
 inline const std::vector<std::string>& kv_formats_of_128() {
   static const std::vector<std::string> kFormats{"nvfp4",
@@ -55,6 +61,8 @@ inline const std::vector<std::string>& kv_formats_of_128() {
                                                  "book(-7,-4.1,-2,-0.3,0.3,2,4.1,7):g128:fp16",
                                                  "book(-9,-5,-2,-1,1,2,5,9):row:bf16:scaled",
                                                  kSignedPowers,
+                                                 kLogarithms,
+                                                 kSquaresWithZero,
                                                  kBookOf32};
   return kFormats;
 }
@@ -62,16 +70,27 @@ inline const std::vector<std::string>& kv_formats_of_128() {
 /// Formats of 128 columns whose scales are in a tensor of their own.
 inline const std::vector<std::string>& kv_formats_apart() {
   static const std::vector<std::string> kFormats{
-      "int4:g32:fp16:apart:zero",        "e2m1:g16:e4m3:apart:scaled",        "e4m3:g64:fp32:apart:tail64",
-      "uint2:g32:bf16:apart:min",        "int4_offset:row:e8m0:apart:halves", "uint4:row:bf16:apart:zero",
-      "uint4:g32:fp16:apart:zero=uint4", "uint5:g64:e8m0:apart:zero=uint8"};
+      "int4:g32:fp16:apart:zero",
+      "e2m1:g16:e4m3:apart:scaled",
+      "e4m3:g64:fp32:apart:tail64",
+      "uint2:g32:bf16:apart:min",
+      "int4_offset:row:e8m0:apart:halves",
+      "uint4:row:bf16:apart:zero",
+      "uint4:g32:fp16:apart:zero=uint4",
+      "uint5:g64:e8m0:apart:zero=uint8",
+      "decode5(abs(code - zero) * (code - zero) * scale):g64:bf16:apart:zero=uint8"};
   return kFormats;
 }
 /// Formats whose keys share scales.
 inline const std::vector<std::string>& kv_formats_of_keys() {
   static const std::vector<std::string> kFormats{
-      "uint2:keys32:fp16:min",         "int4:keys16:bf16:zero",       "e4m3:keys64:fp32",
-      "uint2:keys16:fp16:zero:tail64", "int4:keys32:fp16:zero=uint4", "uint2:keys16:fp32:zero=uint2:tail16"};
+      "uint2:keys32:fp16:min",
+      "int4:keys16:bf16:zero",
+      "e4m3:keys64:fp32",
+      "uint2:keys16:fp16:zero:tail64",
+      "int4:keys32:fp16:zero=uint4",
+      "uint2:keys16:fp32:zero=uint2:tail16",
+      "decode3((code - zero) * abs(code - zero) * scale):keys16:fp32:zero"};
   return kFormats;
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, NamedTuple, Union
 
 import torch
@@ -154,14 +153,20 @@ def switches_of(options: str) -> list[str]:
 
 def names_with_grad(options: str) -> set[str]:
     """The captured tensors that a score program, or one of O, Q or K, declares with "grad"."""
-    programs = [options.partition(f":{name}{{")[2].partition("}")[0] for name in ("score", *ELEMENT_MODS)]
-    lines = ";".join(programs).split(";")
-    return {line.partition(":")[0].strip() for line in lines if line.rstrip().endswith(" grad")}
+    return {name for name, words in _declared(options).items() if words[-1:] == ["grad"]}
 
 
 def declares_tensor(options: str, name: str) -> bool:
     """Whether a program reads the name as a tensor. A differentiated tensor without dimensions reaches a call as a number."""
-    return re.search(rf"\b{name}\s*:\s*\w+\s+\dd\b", options) is not None
+    return len(_declared(options).get(name, ())) > 1
+
+
+def _declared(options: str) -> dict[str, list[str]]:
+    """What programs declare, by its name: its type, the dimensions of a tensor, and "grad"."""
+    names = ("score", "mask", *ELEMENT_MODS)
+    programs = [options.partition(f":{name}{{")[2].partition("}")[0] for name in names]
+    lines = (line.partition(":") for line in ";".join(programs).split(";"))
+    return {name.strip(): words.split() for name, _, words in lines}
 
 
 def has_out_mod(options: str) -> bool:

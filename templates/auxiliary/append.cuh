@@ -156,6 +156,14 @@ __device__ __forceinline__ void store_codes(Code* to, const float (&x)[kCount], 
     store_quotients(to, x, [&](float value) { return value / scale; });
 }
 
+/// What a key's row is divided by: the call's scale, or with scales of keys its own, which `writes` writes.
+template <class P, class Code>
+__device__ __forceinline__ float divisor_of_key(float* scale, float largest, bool writes) {
+  const float divisor = !P::kKeyScales ? *scale : largest == 0.0f ? 1.0f : largest / kLargestCode<Code>;
+  if (P::kKeyScales && writes) *scale = divisor;
+  return divisor;
+}
+
 /// What a thread has of a row of a head, of Q, or of new K or V.
 struct HeadPart {
   bool exists, is_k, is_v;
@@ -173,8 +181,7 @@ __device__ __forceinline__ void store_part_as_codes(const AppendParams& p, const
                                                     const float (&y)[kElements]) {
   using Stored = typename P::KvElement;
   float* scale = scale_at(part.is_k ? p.k_scale : p.v_scale, b, place, part.h);
-  const float divisor = !P::kKeyScales ? *scale : largest == 0.0f ? 1.0f : largest / kLargestCode<Stored>;
-  if (P::kKeyScales && first) *scale = divisor;
+  const float divisor = divisor_of_key<P, Stored>(scale, largest, first);
   Stored* to = row_of<Stored>(part.is_k ? p.k_cache : p.v_cache, place.page, part.h, place.row);
   if (part.has_first) store_codes(to + part.chunks.first * kElements, x, divisor);
   if (part.has_second) store_codes(to + part.chunks.second * kElements, y, divisor);

@@ -22,14 +22,8 @@ __device__ __forceinline__ void store_encoded(RowOfCodes<Code, kDim>&, const flo
                                               const ScaleParam& scales, int b, KeyPlace place, int h) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   float* scale = scale_at(scales, b, place, h);
-  float divisor;
-  if (P::kKeyScales) {
-    const float largest = magnitude_of_block<32>(row, kDim).extreme;
-    divisor = largest == 0.0f ? 1.0f : largest / kLargestCode<Code>;
-    if (lane == 0) *scale = divisor;
-  } else {
-    divisor = *scale;
-  }
+  const float largest = P::kKeyScales ? magnitude_of_block<32>(row, kDim).extreme : 0.0f;
+  const float divisor = divisor_of_key<P, Code>(scale, largest, lane == 0);
   Code* to = row_of<Code>(cache, place.page, h, place.row);
   for (int four = lane; four < kDim / 4; four += 32) {
     const float* x = row + four * 4;

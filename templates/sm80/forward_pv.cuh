@@ -51,19 +51,16 @@ struct TwoTermsPv : PlainPv<P> {
                                                   const ForwardSmem<P>&, unsigned, const Params& p,
                                                   const BatchHead& batch_head, int, const WarpRow&,
                                                   const AtQ& at_q, const AtKv& at_kv, const AddPv& add_pv) {
+    DropStage<P>::drop(s, p, batch_head, at_q, at_kv);
 #pragma unroll
-    for (int k = 0; k < ForwardPolicy<P>::kNt / 2; ++k)
+    for (int k = 0; k < ForwardPolicy<P>::kNt / 2; ++k) {
+      pack_p<P>(fragments[k], s, k);
+      add_pv(i, k, 0.0f);  // O += P V
 #pragma unroll
-      for (int term = 0; term < 2; ++term) {
-        if (term == 0)
-          pack_p<P>(fragments[k], s, k);
-        else
-#pragma unroll
-          for (int mt = 0; mt < ForwardPolicy<P>::kMt; ++mt)
-            rest_as_left_operand<typename P::Element, false>(fragments[k][mt], s[mt], k);
-        DropStage<P>::drop(fragments[k], p, batch_head, at_q, at_kv, k);
-        add_pv(i, k, 0.0f);  // O += P V
-      }
+      for (int mt = 0; mt < ForwardPolicy<P>::kMt; ++mt)
+        rest_as_left_operand<typename P::Element, false>(fragments[k][mt], s[mt], k);
+      add_pv(i, k, 0.0f);
+    }
   }
 };
 

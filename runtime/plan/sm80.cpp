@@ -167,18 +167,20 @@ std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const Devi
                             {config(64, 32, 4, 1)}});
 }
 
+/// Eight warps, of which two share rows.
+TileConfig pairs(int br, int bc, int stages) { return config(br, bc, 8, stages, false, 2); }
+
 /// The largest spill with gradients of captured tensors, which keep S and their addresses until dS is known,
 /// and slopes as many values again.
-std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec, const DeviceInfo& device) {
+std::vector<TileConfig> backward_preferences_of_one_term(const AnalysedSpec& spec, const DeviceInfo& device) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool capture_grads = spec.has_capture_grads;
   const bool and_slopes = capture_grads && spec.programs.has_slope;
   const bool plain = is_plain_on_hopper(spec, device);
-  const auto pairs = [](int br, int bc, int stages) { return config(br, bc, 8, stages, false, 2); };
   if (d <= 64) {
     const bool large = device.compute_capability < 100 && !capture_grads;
     return mma_sync::good_of({{config(64, 128, 8, 1), has_small_memory(device) && !capture_grads},
-                              {config(32, 128, 4, 2), large && (plain || !spec.partial.two_terms)},
+                              {config(32, 128, 4, 2), large},
                               {pairs(64, 64, 2), large},  // of few keys, for all multiprocessors
                               {config(64, 64, 4, 2), !and_slopes},
                               {config(32, 64, 4, 2)}});
@@ -197,16 +199,31 @@ std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec, const Dev
         {{config(32, 128, 8, 1), d > 96 && has_small_memory(device)},
          {pairs(64, 128, 2), d <= 96 ? is_lean_on_hopper(spec, device) : d == 128 && plain},
          {pairs(32, 128, 2), d > 112},
-         {config(64, 128, 8, 1), spec.score.empty() || !spec.partial.two_terms},
+         {config(64, 128, 8, 1)},
          {pairs(64, 64, 2)},
          {pairs(32, 64, 2)},
          {config(32, 64, 4, 1)}});
   }
   if (d > sm80::kMostNarrowColumns) return wide_backward_preferences(spec);
   return mma_sync::good_of({{pairs(64, 64, 2), d <= 192 || (d <= 240 && plain)},
-                            {pairs(32, 64, 2), !(spec.partial.two_terms && spec.has_block_map())},
+                            {pairs(32, 64, 2)},
                             {pairs(32, 64, 1), !and_slopes},
                             {pairs(16, 64, 1)}});
+}
+
+/// Tiles that have no registers for second terms.
+bool spills_second_terms(const AnalysedSpec& spec, const DeviceInfo& device, const TileConfig& c) {
+  const int d = std::max(spec.head_dim, spec.v_dim());
+  if (d <= 64) return c == config(32, 128, 4, 2) && !is_plain_on_hopper(spec, device);
+  if (d <= 128) return c == config(64, 128, 8, 1) && !spec.score.empty();
+  return c == pairs(32, 64, 2) && spec.has_block_map();
+}
+
+std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec, const DeviceInfo& device) {
+  std::vector<TileConfig> all = backward_preferences_of_one_term(spec, device);
+  if (spec.partial.two_terms)
+    std::erase_if(all, [&](const TileConfig& c) { return spills_second_terms(spec, device, c); });
+  return all;
 }
 
 std::vector<TileConfig> preferences(const AnalysedSpec& spec, const DeviceInfo& device) {

@@ -149,7 +149,7 @@ bool appends_by_lanes(const AnalysedSpec& spec) {
     const bool halves = format.packing == KvFormat::Packing::halves;
     return (format.bits() == 4 || format.bits() == 8 || (format.bits() == 5 && halves)) &&
            format.code != KvFormat::Code::book && format.decode.empty() && format.keys == 0 &&
-           format.zero_bits == 0 && format.tail == 0 && is_power_of_two(block) && block >= 16;
+           format.tail == 0 && is_power_of_two(block) && block >= 16;
   };
   return !spec.kv.hadamard && size_of(spec.dtype) == 2 && is_power_of_two(dim) && dim <= 256 &&
          spec.v_dim() == dim && !spec.kv.shared_kv && !spec.kv.key_scales &&

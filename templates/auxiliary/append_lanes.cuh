@@ -54,7 +54,8 @@ constexpr bool kSameFormat =
     A::kCode == B::kCode&& A::kZero == B::kZero&& A::kScaleType == B::kScaleType&& A::kHalves ==
     B::kHalves&& A::kApart == B::kApart&& A::kBlockScales == B::kBlockScales&& A::kArgument ==
     B::kArgument&& A::kBlock == B::kBlock&& A::kCodes == B::kCodes&& A::kBlockStep ==
-    B::kBlockStep&& A::kScales == B::kScales&& A::kZeros == B::kZeros&& A::kScaleStep == B::kScaleStep;
+    B::kBlockStep&& A::kScales == B::kScales&& A::kZeros == B::kZeros&& A::kScaleStep ==
+    B::kScaleStep&& A::kZeroBits == B::kZeroBits&& A::kZeroStep == B::kZeroStep;
 template <class P, bool kDecodes = kDecodesKv<P>>
 struct LaneFormats {
   using K = NoFormat<P>;

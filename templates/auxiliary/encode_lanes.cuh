@@ -16,7 +16,7 @@ template <class Format>
 constexpr bool kEncodesByLanes =
     (Format::kBits == 4 || Format::kBits == 8 || (Format::kBits == 5 && Format::kHalves)) &&
     Format::kCode != KvCode::book && !DecodesByExpression<Format> && Format::kColumns == Format::kDim
-    && Format::kKeys == 0 && Format::kZeroBits == 0 && Format::kBlock % (2 * kLaneColumns) == 0 &&
+    && Format::kKeys == 0 && Format::kBlock % (2 * kLaneColumns) == 0 &&
     (Format::kBlock & (Format::kBlock - 1)) == 0 && Format::kBlock <= 256 && Format::kDim <= 256 &&
     (Format::kDim & (Format::kDim - 1)) == 0;
 /// Lanes of a block, and blocks whose scales a lane makes.
@@ -273,6 +273,19 @@ __device__ __forceinline__ KvQuantizer quantizer_of_row(const KvQuantizer (&own)
   return {factor, Format::kZero == KvZero::none ? 0.0f : __shfl_sync(kWholeWarp, by.zero, from)};
 }
 
+/// Writes zero points that are integers, of a byte's blocks by the first one's lane; all lanes of a warp.
+template <class Format>
+__device__ __forceinline__ void store_lane_zeros(float zero, int block, bool writes, unsigned char* scales) {
+  constexpr int kBlocks = Format::kColumns / Format::kBlock,
+                kPerByte = min(Format::kZeroStep < 8 ? 8 / max(Format::kZeroBits, 1) : 1, kBlocks);
+  unsigned bits = static_cast<unsigned>(static_cast<int>(zero) - kLowestCode<Format>);
+#pragma unroll
+  for (int n = 1; n < kPerByte; n *= 2)  // the neighbouring blocks' lanes have the same rows
+    bits |= __shfl_xor_sync(kWholeWarp, bits, n * kBlockLanes<Format>) << n * Format::kZeroBits;
+  if (writes && block % kPerByte == 0)
+    scales[Format::kZeros + block * Format::kZeroStep / 8] = static_cast<unsigned char>(bits);
+}
+
 /// Where a lane's rows go: the first, and how far the next one is, in bytes.
 struct LaneRows {
   unsigned char *to, *scales;
@@ -309,6 +322,8 @@ __device__ __forceinline__ void encode_rows(const uint4 (&own)[kLaneRows], int c
       unsigned char* scale = rows.scales + row * rows.scale_step + block * Format::kScaleStep;
       quantizers[i] = quantizer_for<Format>(extremes, arguments[i], writes, scale + Format::kScales,
                                             scale + Format::kZeros);
+      if (Format::kZeroBits > 0)
+        store_lane_zeros<Format>(quantizers[i].zero, block, writes, rows.scales + row * rows.scale_step);
       in_range = in_range && fabsf(extremes.extreme * quantizers[i].factor) <= kLargestQuotient<Format>;
     }
     if (kKeepsRange<Format> && !kConverts<Format>) in_range = __all_sync(kWholeWarp, in_range) != 0;

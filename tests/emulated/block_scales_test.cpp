@@ -24,7 +24,7 @@ TEST_P(EmulatedCodesApart, AreTheirTablesValues) {
 TEST_P(EmulatedEncodingApart, IsTheReferences) {
   TemporaryRuntime runtime;
   check_quantized_rows(runtime.get(), GetParam());
-  check_appended_rows(runtime.get(), GetParam());
+  for (const bool rotates : {true, false}) check_appended_rows(runtime.get(), GetParam(), 128, rotates);
 }
 
 TEST_P(EmulatedEncodingOfKeys, IsTheReferences) {

@@ -17,7 +17,7 @@ TEST_P(BlockScales, AreReadInEveryLayout) {
 TEST_P(EncodingApart, IsTheReferences) {
   TemporaryRuntime runtime;
   check_quantized_rows(runtime.get(), GetParam());
-  check_appended_rows(runtime.get(), GetParam());
+  for (const bool rotates : {true, false}) check_appended_rows(runtime.get(), GetParam(), 128, rotates);
 }
 
 TEST_P(EncodingOfKeys, IsTheReferences) {

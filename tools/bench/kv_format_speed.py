@@ -38,6 +38,7 @@ FORMATS = (
     "q4_0",
     "q5_0",
     "kivi",
+    "decode4(select(code < 8, 1.0, -1.0) * (exp2((code & 7) * scale) - 1.0)):g32:fp16",
 )
 PREFILL_FORMATS = ("fp8_e4m3", "int4:g32:fp16", "nvfp4")
 #: Name -> sequences, keys of each, queries of each, rows of a page, formats.

@@ -24,6 +24,7 @@ from typing import Any
 
 import cache_rounding
 import vllm_gpu
+import vllm_latents_dry
 
 PLAIN = {
     "enforce_eager": True,
@@ -77,6 +78,8 @@ def pretend_h200() -> None:
 
 def without_pinning(function: Any) -> Any:
     def made(*args: Any, pin_memory: bool = False, **named: Any) -> Any:
+        if str(named.get("device")).startswith("cuda"):  # as models name their platform's
+            named["device"] = "cpu"
         return function(*args, **named)
 
     return made
@@ -188,12 +191,15 @@ def print_beside_transformers(folder: pathlib.Path, answer: pathlib.Path, cache_
         dtype=torch.float32,
         attn_implementation=cache_rounding.attention_over(cache_type) if rounds else "eager",
     )
+    if folder.name.startswith("deepseek") and cache_type.startswith("fp8"):
+        vllm_latents_dry.round_in_transformers(model, cache_type)
     same = total = 0
     farthest = 0.0
     for request in json.loads(answer.read_text()):
         ids = torch.tensor([request["prompt"] + request["tokens"]])
+        mask = vllm_latents_dry.mask_of(model, ids.shape[1])
         with torch.no_grad():
-            rows = model(ids).logits[0].log_softmax(-1)[len(request["prompt"]) - 1 : -1]
+            rows = model(ids, attention_mask=mask).logits[0].log_softmax(-1)[len(request["prompt"]) - 1 : -1]
         for row, token, top in zip(rows, request["tokens"], request["top"]):
             total, same = total + 1, same + (int(row.argmax()) == token)
             farthest = max(farthest, abs(float(row[token]) - top[str(token)]))
@@ -247,6 +253,7 @@ def main() -> None:
     choose_platform()
     vllm_gpu.prepare()
     put_on_cpu(args.runner, args.shared)
+    vllm_latents_dry.put_on_cpu(PLAIN.get("kv_cache_dtype", "auto"))
     for name in args.models:  # in processes of their own, as torch's threads do not outlive a fork
         folder, answer = args.results / name, args.results / f"{name}.json"
         answer.unlink(missing_ok=True)
@@ -255,7 +262,10 @@ def main() -> None:
         for rank in range(args.ranks):
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(args.ranks))
             own = answer if rank == 0 else args.results / f"{name}-rank{rank}.json"
-            running.append(vllm_gpu.start(vllm_gpu.tokens, folder, "CUSTOM", own, PLAIN))
+            backend = {"deepseek": "FLASHJIT_MLA", "deepseek_sparse": "FLASHJIT_MLA_SPARSE"}.get(
+                name, "CUSTOM"
+            )
+            running.append(vllm_gpu.start(vllm_gpu.tokens, folder, backend, own, PLAIN))
         for process in running:
             process.join()
         if not answer.exists():

@@ -74,6 +74,7 @@ UNUSED = (
 )
 UNUSED += ("tvm_ffi", "xgrammar", "zmq")
 OWN = {"deepseek": ["TRITON_MLA"], "gemma2": ["TRITON_ATTN"]}  # others: also FLASH_ATTN
+OURS = ("CUSTOM", "FLASHJIT_MLA", "FLASHJIT_MLA_SPARSE")
 #: Without graphs, vLLM's kernels and its newer runner.
 PLAIN = {"enforce_eager": True, "compilation_config": {"mode": 0, "custom_ops": ["none"]}}
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
@@ -94,6 +95,9 @@ def config_of(name: str) -> Any:
         "gemma2": lambda: t.Gemma2Config(**usual, **window, query_pre_attn_scalar=128),
         "gpt_oss": lambda: t.GptOssConfig(**usual, **window, num_local_experts=4, num_experts_per_tok=2),
         "deepseek": lambda: t.DeepseekV2Config(**SIZES, **LATENT),
+        "deepseek_sparse": lambda: t.DeepseekV3Config(
+            **{**SIZES, **LATENT, "q_lora_rank": 256, "index_topk": 24}
+        ),
     }
     return made[name]()
 
@@ -125,7 +129,7 @@ def prompts() -> list[dict[str, list[int]]]:
 def engine_of(folder: pathlib.Path, backend: str, more: dict[str, Any]) -> Any:
     from vllm import LLM
 
-    if backend in ("CUSTOM", "FLASHJIT_MLA"):
+    if backend in OURS:
         backend = register(backend)
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -153,33 +157,38 @@ def register(backend: str) -> str:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     ours.register()
-    if backend == "FLASHJIT_MLA" and "FLASHJIT_MLA" not in AttentionBackendEnum.__members__:
-        from flashjit.vllm import _latent
-
-        _latent.FlashjitLatentBackend.get_name = staticmethod(lambda: "CUSTOM")  # type: ignore[method-assign]
-        register_backend(AttentionBackendEnum.CUSTOM, ours.LATENT_BACKEND)
-        return "CUSTOM"
-    return backend
+    if backend in AttentionBackendEnum.__members__:
+        return backend
+    path = {"FLASHJIT_MLA": ours.LATENT_BACKEND, "FLASHJIT_MLA_SPARSE": ours.SPARSE_LATENT_BACKEND}[backend]
+    register_backend(AttentionBackendEnum.CUSTOM, path)
+    AttentionBackendEnum.CUSTOM.get_class().get_name = staticmethod(lambda: "CUSTOM")
+    return "CUSTOM"
 
 
 def count_calls() -> list[int]:
-    from flashjit.vllm import _latent
+    from flashjit.vllm import _latent, _sparse_latent
     from vllm_tokens import count_calls as of_layers
 
     calls, decode = of_layers(), _latent.decode
+    impl: Any = _sparse_latent.FlashjitSparseLatentImpl
+    sparse = impl.forward_mqa
 
     def counted(*args: Any) -> Any:
         calls.append(len(args[2].seq_lens))
         return decode(*args)
 
-    _latent.decode = counted
+    def counted_sparse(self: Any, *args: Any) -> Any:
+        calls.append(args[2].num_decode_tokens)
+        return sparse(self, *args)
+
+    _latent.decode, impl.forward_mqa = counted, counted_sparse
     return calls
 
 
 def tokens(folder: pathlib.Path, backend: str, answer: pathlib.Path, more: dict[str, Any]) -> None:
     from vllm import SamplingParams
 
-    ours = backend in ("CUSTOM", "FLASHJIT_MLA")
+    ours = backend in OURS
     calls = count_calls() if ours else []
     engine = engine_of(folder, backend, more)
     sampling = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, logprobs=5, detokenize=False)
@@ -250,7 +259,8 @@ def prepare() -> None:
     )
     absent_packages.stand_for(UNUSED)
     import flashjit.vllm._backend
-    import flashjit.vllm._latent  # noqa: F401
+    import flashjit.vllm._latent
+    import flashjit.vllm._sparse_latent  # noqa: F401
     import torch
     import vllm.entrypoints.llm
     import vllm.v1.engine.llm_engine

@@ -3,12 +3,15 @@
 
     mkdir stub && ln -s /usr/local/cuda/lib64/stubs/libcuda.so stub/libcuda.so.1
     LD_LIBRARY_PATH=stub tools/bench/vllm_dry.py --models llama mistral gemma2 [--runner 1 [--shared]] [--prompts 17]
-        [--engine '{"kv_cache_dtype": "int8_per_token_head"}']
+        [--engine '{"kv_cache_dtype": "int4_per_token_head"}']
+    ... --runner 1 --models deepseek deepseek_sparse [--engine '{"kv_cache_dtype": "fp8"}']
+    ... --runner 1 --models multiquery --ranks 2
 
 For machines without a GPU: shows what an engine imports, chooses and asks of the backend before anything is tried on one. vLLM's CUDA
 wheel, its engine, scheduler, prefix cache and model runner (1 or 2) run in fp32, without graphs and without vLLM's own kernels; the
 kernels of runner 2 are interpreted by Triton, which takes NumPy before 2.3. --shared is for cascade attention, which runner 1 has:
-all prompts share 300 tokens. Needs what vllm_gpu.py needs.
+all prompts share 300 tokens. --ranks is for decode context parallelism, each rank a process. Where a cache rounds, transformers rounds K
+and V alike. Needs what vllm_gpu.py needs.
 """
 
 from __future__ import annotations

@@ -71,6 +71,9 @@ run() {
   export FLASHJIT_FAKES=$build/tests FLASHJIT_SMALL_LLAMA=$build/tools/examples/small_llama
   # Threads beside the tests on the other cores: they spin while they wait for each other.
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+  # Compiled code of PyTorch's own is not vectorised, and not compiled by a pool: to find out which vectors there are takes 25 seconds
+  # of a CPU, and some of each process.
+  export TORCHINDUCTOR_VEC_ISA_OK=${TORCHINDUCTOR_VEC_ISA_OK:-0} TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-1}
   local files=("${names[@]/%/.py}")
   "$environment/bin/python" -m pytest -q -p no:cacheprovider -rs "${files[@]/#/$root/tests/python/test_}" || status=$?
   [ $status != 5 ] || skip "every test" # pytest's code where it collected none

@@ -74,8 +74,9 @@ class Hooks {
   std::string text() {
     const std::string functions =
         comment("score", analysis_.programs().score) + score() + bias_tile_functions() + value_functions() +
-        line_functions() + pair_sigmoid_functions() + score_grad() + add_capture_grads() + comment("mask", analysis_.programs().mask) +
-        mask() + tiles() + comment("out_mod", analysis_.programs().out_mod) + out_mod() +
+        line_functions() + pair_sigmoid_functions() + score_grad() + add_capture_grads() +
+        comment("mask", analysis_.programs().mask) + mask() + tiles() +
+        comment("out_mod", analysis_.programs().out_mod) + out_mod() +
         row_hooks(analysis_.programs(), head_) +
         (options_.gradient_tangents ? gradient_tangent_hooks(analysis_, head_) : std::string());
     return head() + functions;
@@ -172,9 +173,11 @@ class Hooks {
       Code code(head_, Style::fast, {});
       code.know(sigmoid.place, "sigmoid");
       const std::string result = code.value(place);
-      return function("float", name, fmt::format("float dot, float sigmoid, {}", kPair), result_of(code, result));
+      return function("float", name, fmt::format("float dot, float sigmoid, {}", kPair),
+                      result_of(code, result));
     };
-    return function("float", "sigmoid_exponent", fmt::format("float dot, {}", kPair), result_of(exponent, at_pair)) +
+    return function("float", "sigmoid_exponent", fmt::format("float dot, {}", kPair),
+                    result_of(exponent, at_pair)) +
            of_sigmoid("score_of_sigmoid", sigmoid.score) + of_sigmoid("score_grad_of_sigmoid", sigmoid.slope);
   }
   // The reads of the gradients are among the score's, which checks them.

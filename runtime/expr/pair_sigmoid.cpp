@@ -97,9 +97,7 @@ class Rewriting {
 
  private:
   bool uniform(const NodePtr& node) { return graph_.uniform(graph_.add(node)); }
-  static NodePtr real(Op op, const NodePtr& a, const NodePtr& b) {
-    return make_node(op, Type::real, {a, b});
-  }
+  static NodePtr real(Op op, const NodePtr& a, const NodePtr& b) { return make_node(op, Type::real, {a, b}); }
   static NodePtr negated(const NodePtr& a) {
     return is_literal(*a) ? make_real(-a->real) : make_node(Op::negate, Type::real, {a});
   }

@@ -10,7 +10,8 @@ namespace flashjit {
 template <class Element>
 struct FourSigmoids {
   static __device__ __forceinline__ void find(float (&x)[4]) {
-    constexpr float kOne = 2.168404344971009e-19f, kInverse = 1 / kOne;  // 2^-62, so that products are in range
+    constexpr float kOne = 2.168404344971009e-19f,
+                    kInverse = 1 / kOne;  // 2^-62, so that products are in range
     float a[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = __saturatef(__fmaf_rn(Math<Element>::exp2(x[i]), kOne, kOne));

@@ -108,8 +108,9 @@ struct PairSigmoids {
   float sigmoids[4], sigmoid;
 
   template <int kCount>
-  __device__ __forceinline__ void find(const Params& p, const typename P::Head& head, const ScoreTile<P>& tile,
-                                       PairInputs<P>&, int n, int e, const float (&s)[kCount]) {
+  __device__ __forceinline__ void find(const Params& p, const typename P::Head& head,
+                                       const ScoreTile<P>& tile, PairInputs<P>&, int n, int e,
+                                       const float (&s)[kCount]) {
     if (e == 0) {
 #pragma unroll
       for (int i = 0; i < 4; ++i)
@@ -159,9 +160,8 @@ struct FiniteSlope : ProgramSlope<P> {
   }
 };
 template <class P, bool kMasked>
-using ScoreSlope =
-    Conditional<!P::kScoreGrad, UnitSlope<P>,
-                Conditional<P::kFiniteWeight && !kMasked, FiniteSlope<P>, ProgramSlope<P>>>;
+using ScoreSlope = Conditional<!P::kScoreGrad, UnitSlope<P>,
+                               Conditional<P::kFiniteWeight && !kMasked, FiniteSlope<P>, ProgramSlope<P>>>;
 
 /// What a thread's pairs add to those gradients of captures that the consumers add.
 template <class P>

@@ -42,8 +42,8 @@ template <class P>
 struct ProgramWeights {
   static_assert(!P::kSplit && !P::kStreamK && !kLoadsCodes<P> && !P::kDropout);
 
-  /// Without overlap P V ends first, so that P is packed as it is made. ptxas moves the wait there by itself where
-  /// a softmax follows, but not over the branch of a mask.
+  /// Without overlap P V ends first, so that P is packed as it is made. ptxas moves the wait there by itself
+  /// where a softmax follows, but not over the branch of a mask.
   template <int kCount>
   static __device__ __forceinline__ void wait_before(float (&o)[kCount]) {
     if (kIntraWarpgroupOverlap<P>) return;
@@ -69,8 +69,8 @@ struct ProgramWeights {
   }
 };
 
-/// S is still products: four of a row share a reciprocal. Those that do not attend may be NaN, which would spread,
-/// so they are cleared before, too.
+/// S is still products: four of a row share a reciprocal. Those that do not attend may be NaN, which would
+/// spread, so they are cleared before, too.
 template <class P>
 struct SigmoidWeights : ProgramWeights<P> {
   template <int kCount>

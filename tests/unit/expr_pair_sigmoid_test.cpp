@@ -66,7 +66,8 @@ TEST(PairSigmoid, FactorsMoveToTheScore) {
   const std::string text = emit_hooks(weights_of("longest: float; score * sigmoid(score) / longest"));
   const auto says = [&](std::string_view what) { return text.find(what) != std::string::npos; };
   EXPECT_TRUE(says("    const float v0 = dot * head.s0;\n    return v0;\n")) << text;
-  EXPECT_TRUE(says("    const float v0 = dot * head.s1;\n    const float v1 = v0 * sigmoid;\n    return v1;\n"))
+  EXPECT_TRUE(
+      says("    const float v0 = dot * head.s1;\n    const float v1 = v0 * sigmoid;\n    return v1;\n"))
       << text;
 }
 

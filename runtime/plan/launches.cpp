@@ -102,16 +102,19 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
       return sets * tiles(q_tiles, 32);
     case Step::reset_work:
       return 1;
-    case Step::combine_parts:  // of one share
-      return tiles(rows_of_work_tile(kernel, shape), kAuxiliaryThreads / 32);
+    case Step::combine_parts: {  // of one share; four of them run on a multiprocessor at once
+      constexpr std::int64_t kMostBlocksOfShare = 4;
+      return std::min(tiles(rows_of_work_tile(kernel, shape), kAuxiliaryThreads / 32), kMostBlocksOfShare);
+    }
     case Step::main:
       return main_blocks(kernel, shape);
     case Step::main_of_dq:
       return heads * q_tiles;
     case Step::combine: {
-      constexpr std::int64_t kManyRows = 1 << 13;  // enough to fill a device
+      // Enough to fill a device; of fixed parts, of which each row has several, half as many.
+      const std::int64_t many_rows = kernel.schedule.fixed_parts ? 1 << 12 : 1 << 13;
       const std::int64_t rows = heads * shape.seqlen_q;
-      return rows >= kManyRows ? tiles(rows, combined_rows_of_cta(kernel.spec.v_dim())) : rows;
+      return rows >= many_rows ? tiles(rows, combined_rows_of_cta(kernel.spec.v_dim())) : rows;
     }
     case Step::combine_cascade:
       return tiles(heads * shape.seqlen_q, kAuxiliaryThreads / 32);

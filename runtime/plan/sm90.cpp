@@ -238,7 +238,8 @@ std::optional<TensorBoxes> tensor_boxes(const AnalysedSpec& spec, const TileConf
   TensorBoxes boxes;
   bool copies_bias = false;
   if (is_forward(spec)) {
-    boxes = {sm90::warpgroup_rows(c.br), gathers(spec) ? 0 : sm90::kv_box_rows(spec.kv.page_size, c.bc),
+    const int kv_rows = sm90::kv_box_rows(spec.kv.page_size, c.bc, most_box_rows(spec, c));
+    boxes = {sm90::warpgroup_rows(c.br), gathers(spec) ? 0 : kv_rows,
              tma_stores_o(spec, c) ? sm90::kWarpRows : 0, c.pack_gqa, c.pack_gqa ? most_queries(spec, c) : 0};
     copies_bias = has_bias_tile(spec);
   } else {
@@ -313,6 +314,7 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
   kernel.tensor_boxes = tensor_boxes(spec, c);
   kernel.constants.push_back({"kListedRows", listed_rows(spec, c)});
   if (is_forward(spec)) {
+    kernel.constants.push_back({"kMostBoxRows", most_box_rows(spec, c)});
     kernel.constants.push_back({"kQTilesPerCta", q_tiles_per_cta(spec, c)});
     kernel.constants.push_back({"kHoldsQ", holds_q(spec, c)});
     kernel.constants.push_back({"kTmaStoresO", tma_stores_o(spec, c)});

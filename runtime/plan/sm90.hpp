@@ -82,6 +82,9 @@ int consumer_warps(const AnalysedSpec& spec, const TileConfig& c);
 /// and two or three such tiles at a time are bound by shared memory.
 /// templates/sm90/NOTES.md#blocks-of-64-rows
 bool holds_q(const AnalysedSpec& spec, const TileConfig& c);
+/// The most rows of K and V that TMA copies at a time. Where memory bounds, all slices of a few rows are
+/// asked for one after the other: templates/sm90/NOTES.md#boxes-of-few-rows
+int most_box_rows(const AnalysedSpec& spec, const TileConfig& c);
 /// Whether O leaves through shared memory and TMA. Packed sequences have each other's rows behind
 /// their last; splits of the keys have O in fp32.
 bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c);

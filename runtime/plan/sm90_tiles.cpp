@@ -279,6 +279,12 @@ bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
          !spec.partial.fp32_out && !spec.epilogue.out_format.quantized();
 }
 
+int most_box_rows(const AnalysedSpec& spec, const TileConfig& c) {
+  const bool streams = is_stream_k(spec, c) || has_fixed_parts(spec, c);
+  return streams && !is_narrow(spec) && !spec.kv.shared_kv && !spec.has_scales() && !spec.decodes_kv() ? 16
+                                                                                                       : 256;
+}
+
 bool holds_q(const AnalysedSpec& spec, const TileConfig& c) {
   return is_forward(spec) && spec.has_block_map() && c.warps == kGroupWarps && c.bc == 64 &&
          c.min_blocks > 1 && !is_narrow(spec) && std::max(spec.head_dim, spec.v_dim()) <= 128 &&

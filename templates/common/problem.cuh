@@ -74,6 +74,7 @@ struct ExampleProblem {
       false;  // sm90 forward: kInvariant, and CTAs share the parts out: tma/fixed_parts.cuh
   static constexpr bool kClusterSplit =
       false;  // sm90 forward: with kSplit, within clusters: sm90/forward_cluster.cuh
+  static constexpr int kMostBoxRows = 256;  // sm90 forward: of K and V, in a copy by TMA: tma/kv_tile.cuh
   static constexpr bool kPackGqa = false;
   static constexpr bool kJoinsLists = false;  // lists of a tile's queries are joined: joined_list.cuh
   static constexpr bool kTma = false;         // sm80: TMA copies K and V: sm80/kv_loader_tma.cuh

@@ -62,7 +62,7 @@ struct RowTile {
 /// if copies of them are of whole pieces.
 template <class P, class Format>
 struct RowRuns {
-  static constexpr int kRows = kv_box_rows(P::kPageRows, 32), kBytes = kRows * Format::kBytes;
+  static constexpr int kRows = kv_box_rows(P::kPageRows, 32, 32), kBytes = kRows * Format::kBytes;
   static constexpr bool kMayBe = P::kPageRows > 0 && kRows >= 8 && kBytes % 16 == 0 && P::kBc % 32 == 0;
 
   /// Starts the copies of a group, a lane a run, and counts their bytes; false: its runs are none. `row` is

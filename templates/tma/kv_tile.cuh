@@ -13,7 +13,7 @@ namespace flashjit::tma {
 template <class P>
 constexpr bool kPaged = P::kPageRows > 0;
 template <class P>
-constexpr int kKvBoxRows = kv_box_rows(P::kPageRows, P::kBc);
+constexpr int kKvBoxRows = kv_box_rows(P::kPageRows, P::kBc, P::kMostBoxRows);
 
 /// Whether the thread is the one that copies tiles, or the first of the warp that does.
 template <class P>
@@ -91,7 +91,7 @@ constexpr int slices_of_half(TileHalf half, int columns) {
 }
 
 /// Starts the copy of a tile of K or V, or of a half of it, which completes on `full`; KvTileCopy<P> names
-/// one of three types. By one thread: a box a slice.
+/// one of four types. By one thread: a box a slice.
 template <class P>
 struct SliceCopy {
   template <int kColumns, TileHalf kHalf>
@@ -102,6 +102,21 @@ struct SliceCopy {
       if (is_in_half<P>(kHalf, slice))
         load_box(to + slice * P::kBc * kRowBytes, map, full, slice * kSliceColumns, at.row, at.head,
                  at.batch);
+  }
+};
+/// All slices of some rows, and then of the next: ../sm90/NOTES.md#boxes-of-few-rows. By one thread.
+template <class P>
+struct BoxesCopy {
+  template <int kColumns, TileHalf kHalf>
+  static __device__ __forceinline__ void start(unsigned to, const TensorMap& map, unsigned full,
+                                               const KvTileCoord<P>& at) {
+    barrier_expect(full, slices_of_half<P>(kHalf, kColumns) * P::kBc * kRowBytes);
+#pragma unroll 1
+    for (int first = 0; first < P::kBc; first += kKvBoxRows<P>)
+      for (int slice = 0; slice < slices(kColumns); ++slice)
+        if (is_in_half<P>(kHalf, slice))
+          load_box(to + (slice * P::kBc + first) * kRowBytes, map, full, slice * kSliceColumns,
+                   at.row + first, at.head, at.batch);
   }
 };
 /// By a warp: a box for each page's rows of a slice.
@@ -135,7 +150,9 @@ struct RowCopy {
   }
 };
 template <class P>
-using KvTileCopy = Conditional<kScaledKv<P> && !P::kQCodes, RowCopy<P>,
-                               Conditional<kPaged<P>, PagedSliceCopy<P>, SliceCopy<P>>>;
+using KvTileCopy =
+    Conditional<kScaledKv<P> && !P::kQCodes, RowCopy<P>,
+                Conditional<kPaged<P>, PagedSliceCopy<P>,
+                            Conditional<(kKvBoxRows<P> < P::kBc), BoxesCopy<P>, SliceCopy<P>>>>;
 
 }  // namespace flashjit::tma

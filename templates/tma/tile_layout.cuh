@@ -37,10 +37,11 @@ constexpr unsigned tail_splits(unsigned warpgroups, unsigned over, unsigned slot
   return splits;
 }
 
-/// Rows of K and V that TMA copies at a time: a KV tile's, or as many as divide both a tile and a page.
-constexpr int kv_box_rows(int page_rows, int bc) {
-  int rows = bc;
-  while (page_rows > 0 && (page_rows % rows != 0 || bc % rows != 0)) --rows;
+/// Rows of K and V that TMA copies at a time: a KV tile's, or as many up to `most` as divide both a tile and
+/// a page.
+constexpr int kv_box_rows(int page_rows, int bc, int most) {
+  int rows = most < bc ? most : bc;
+  while (bc % rows != 0 || page_rows % rows != 0) --rows;
   return rows;
 }
 

@@ -712,6 +712,23 @@ TEST(Plan, TilesWithTooFewWarpsAreRefusedWithAReason) {
   EXPECT_NE(reason("fwd:bf16:d128", "sm90:br32:bc176:w4").find("4 warps compute 64 rows"), std::string::npos);
 }
 
+TEST(Plan, DecodesCopyFewRowsAtATimeAndJoinCutTilesInOneWave) {
+  const auto planned = [](const char* spec) {
+    return make_plan(parse_spec(spec), parse_shape("b8:hq32:hkv8:sq16:skv8192"), DeviceInfo::parse("sm_90a"),
+                     {}, std::nullopt);
+  };
+  const ExecutionPlan plain = planned("fwd:bf16:d128:causal:cache");
+  ASSERT_TRUE(plain.schedule.stream_k && plain.tensor_boxes);
+  EXPECT_EQ(plain.tensor_boxes->kv_rows, 16);
+  EXPECT_EQ(plain.launches[1].blocks, 132 * 4);
+  EXPECT_EQ(planned("fwd:bf16:d128:causal:pages24").tensor_boxes->kv_rows, 8);
+  const ExecutionPlan fixed_parts = planned("fwd:bf16:d128:causal:cache:invariant");
+  EXPECT_EQ(fixed_parts.tensor_boxes->kv_rows, 16);
+  EXPECT_EQ(fixed_parts.launches[1].blocks, 8 * 32 * 16 / 16);  // 16 rows a block
+  // A row of 128 bytes is a slice.
+  EXPECT_EQ(planned("fwd:bf16:d64:causal:cache").tensor_boxes->kv_rows, 128);
+}
+
 TEST(Plan, FewQueriesOfGroupedHeadsAreOneTile) {
   const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
   const auto planned = [&](const char* spec, const char* shape, const char* config = "") {

@@ -159,6 +159,17 @@ bool is_finite(const Graph& graph, int place) {
          std::ranges::all_of(args, [&](int arg) { return is_finite(graph, arg); });
 }
 
+bool names_score_once(const NodePtr& program) {
+  if (is_name(*program, Name::score)) return true;
+  const auto names = [](const NodePtr& arg) {
+    Graph graph;
+    return (graph.uses(graph.add(arg)) & kUsesScore) != 0;
+  };
+  const auto first = std::ranges::find_if(program->args, names);
+  return first != program->args.end() && names_score_once(*first) &&
+         std::none_of(first + 1, program->args.end(), names);
+}
+
 PairSigmoid pair_sigmoid_of(Graph& graph, int score) {
   Rewriting rewriting(graph);
   const NodePtr program = graph[score].node;

@@ -19,5 +19,7 @@ PairSigmoid pair_sigmoid_of(Graph& graph, int score);
 /// Whether the value is finite for finite scores, as far as its operations tell; it reads no tensor by
 /// positions.
 bool is_finite(const Graph& graph, int place);
+/// Whether the program names the score once.
+bool names_score_once(const NodePtr& program);
 
 }  // namespace flashjit::expr

@@ -1,7 +1,6 @@
 // The score program in the backward pass: S becomes score(S), and its derivative, `slope`, is kept for dS.
 #pragma once
 
-#include "flashjit/common/sigmoids.cuh"
 #include "flashjit/sm90/backward_score_tile.cuh"
 
 namespace flashjit::sm90 {
@@ -28,7 +27,7 @@ struct PairPositions {
                                                  const typename P::Head&, const ScoreTile<P>&,
                                                  PairInputs<P>&) {}
   __device__ __forceinline__ void find(const Params&, const typename P::Head&, const ScoreTile<P>&,
-                                       PairInputs<P>&, int, int, const auto&) {}
+                                       PairInputs<P>&, int, int) {}
   __device__ __forceinline__ float slope(const Params& p, const typename P::Head& head, float dot, Position q,
                                          Position kv) const {
     return P::score_grad(p, head, dot, q, kv);
@@ -51,7 +50,7 @@ struct PairBias {
   }
 
   __device__ __forceinline__ void find(const Params&, const typename P::Head&, const ScoreTile<P>&,
-                                       PairInputs<P>& in, int n, int e, const auto&) {
+                                       PairInputs<P>& in, int n, int e) {
     if (n % 8 + e == 0) load_matrix_x4_transposed(words, in.bias_tile + n / 8 * 16 * kRowBytes);
     element = static_cast<unsigned short>(words[(n + e) % 8 / 2] >> e % 2 * 16);
   }
@@ -79,8 +78,7 @@ struct PairTerms {
   }
 
   __device__ __forceinline__ void find(const Params& p, const typename P::Head& head,
-                                       const ScoreTile<P>& tile, PairInputs<P>& in, int n, int e,
-                                       const auto&) {
+                                       const ScoreTile<P>& tile, PairInputs<P>& in, int n, int e) {
     if (P::kScoreRowTerm && e == 0) of_rows = tile.of_queries(tile.row_terms, n);
     row = e % 2 ? of_rows.y : of_rows.x;
     if constexpr (P::kScoreColumnTerm && !BackwardPolicy<P>::kFindsColumnTermsEarly)
@@ -97,40 +95,32 @@ struct PairTerms {
   }
 };
 
+/// Nothing but the sigmoid, each with a reciprocal of its own: exponentials and reciprocals bound the forward
+/// pass, not this one. NOTES.md#weights-of-sigmoids
 template <class P>
-using PairScore =
-    Conditional<BackwardPolicy<P>::kHasBiasTile, PairBias<P>,
-                Conditional<P::kScoreRowTerm || P::kScoreColumnTerm, PairTerms<P>, PairPositions<P>>>;
-
-/// Nothing but a sigmoid, which four pairs find together; where all attend, as one that does not may be NaN.
-template <class P>
-struct PairSigmoids {
-  float sigmoids[4], sigmoid;
-
-  template <int kCount>
-  __device__ __forceinline__ void find(const Params& p, const typename P::Head& head,
-                                       const ScoreTile<P>& tile, PairInputs<P>&, int n, int e,
-                                       const float (&s)[kCount]) {
-    if (e == 0) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        sigmoids[i] = P::sigmoid_exponent(p, head, s[n + i], tile.at_q(n + i), tile.at_kv(n + i));
-      FourSigmoids<typename P::Element>::find(sigmoids);
-    }
-    sigmoid = sigmoids[e];
-  }
+struct PairSigmoids : PairPositions<P> {
   __device__ __forceinline__ float slope(const Params& p, const typename P::Head& head, float dot, Position q,
                                          Position kv) const {
-    return P::score_grad_of_sigmoid(p, head, dot, sigmoid, q, kv);
+    return P::score_grad_of_sigmoid(p, head, dot, sigmoid(p, head, dot, q, kv), q, kv);
   }
   __device__ __forceinline__ float score(const Params& p, const typename P::Head& head, float dot, Position q,
                                          Position kv) const {
-    return P::score_of_sigmoid(p, head, dot, sigmoid, q, kv);
+    return P::score_of_sigmoid(p, head, dot, sigmoid(p, head, dot, q, kv), q, kv);
+  }
+
+ private:
+  static __device__ __forceinline__ float sigmoid(const Params& p, const typename P::Head& head, float dot,
+                                                  Position q, Position kv) {
+    using Math = flashjit::Math<typename P::Element>;
+    return Math::reciprocal(1.0f + Math::exp2(P::sigmoid_exponent(p, head, dot, q, kv)));
   }
 };
-template <class P, bool kMasked>
-using ProgramOfPairs =
-    Conditional<P::kPairSigmoid && P::kCaptureGrads == 0 && !kMasked, PairSigmoids<P>, PairScore<P>>;
+
+template <class P>
+using PairScore = Conditional<
+    BackwardPolicy<P>::kHasBiasTile, PairBias<P>,
+    Conditional<P::kScoreRowTerm || P::kScoreColumnTerm, PairTerms<P>,
+                Conditional<P::kPairSigmoid && P::kCaptureGrads == 0, PairSigmoids<P>, PairPositions<P>>>>;
 
 /// The program's derivative, `slope`, which dS is multiplied with: 1, or a value.
 template <class P>
@@ -141,7 +131,7 @@ struct UnitSlope {
 };
 template <class P>
 struct ProgramSlope {
-  static __device__ __forceinline__ void find(float (&slope)[4], const auto& program, const Params& p,
+  static __device__ __forceinline__ void find(float (&slope)[4], const PairScore<P>& program, const Params& p,
                                               const typename P::Head& head, const float& dot,
                                               const ScoreTile<P>& tile, int n, int e) {
     slope[e] = program.slope(p, head, dot, tile.at_q(n + e), tile.at_kv(n + e));

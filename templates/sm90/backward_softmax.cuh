@@ -27,7 +27,7 @@ __device__ __forceinline__ void weigh_pairs(const Params& p, const BackwardSmem<
     store(smem.ds(tile.i), step, ds[step]);
   };
   const bool any = !kMasked || kTestsMask<P> || P::mask(p, head, tile.q, tile.kv);
-  ProgramOfPairs<P, kMasked> program;
+  PairScore<P> program;
   constexpr bool kLate = Policy::kStoresDsLate && !(kMasked && kTestsMask<P>);
 #pragma unroll
   for (int n = 0; n < kCount; n += 4) {
@@ -40,7 +40,7 @@ __device__ __forceinline__ void weigh_pairs(const Params& p, const BackwardSmem<
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float dot = dots[e] = s[n + e];
-        program.find(p, head, tile, in, n, e, s);
+        program.find(p, head, tile, in, n, e);
         ScoreSlope<P, kMasked>::find(slope, program, p, head, dot, tile, n, e);
         s[n + e] = program.score(p, head, dot, tile.at_q(n + e), tile.at_kv(n + e));
       }

@@ -62,6 +62,13 @@ TEST(PairSigmoid, FiniteWeightsAreKnown) {
             std::string::npos);
 }
 
+TEST(PairSigmoid, ScoresAreCounted) {
+  for (const char* program : {"sigmoid(score - 4.0)", "max(score, 0.0) / to_float(seqlen_kv)"})
+    EXPECT_TRUE(names_score_once(ScoreProgram(program).tree())) << program;
+  for (const char* program : {"score * sigmoid(score)", "to_float(q)", "select(score > 0.0, score, 0.0)"})
+    EXPECT_FALSE(names_score_once(ScoreProgram(program).tree())) << program;
+}
+
 TEST(PairSigmoid, FactorsMoveToTheScore) {
   const std::string text = emit_hooks(weights_of("longest: float; score * sigmoid(score) / longest"));
   const auto says = [&](std::string_view what) { return text.find(what) != std::string::npos; };

@@ -118,7 +118,7 @@ class BackwardJvpRun {
 };
 
 inline void expect_gradient_tangents(Runtime& runtime, const JvpCase& test, unsigned seed = 0) {
-  expect_in_families<BackwardJvpRun>(runtime, test, Pass::backward_jvp, seed, 1);
+  expect_in_families<BackwardJvpRun>(runtime, test, Pass::backward_jvp, seed, 2);
 }
 
 }  // namespace flashjit::test

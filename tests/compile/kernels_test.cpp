@@ -561,8 +561,9 @@ TEST(KernelsOfKvFormats, CompileWithoutSpillsOnHopper) {
        {"kv{nvfp4}", "kv{mxfp8}", "kv{q8_0}", "kv{q4_1}", "k{q5_0}:v{uint3:g32:fp16:min}",
         "kv{book(-7,-4.1,-2,-1,1,2,4.1,7):g128:fp16}", "kv{int4:g32:fp16:zero}", "kv{e4m3:g128:fp32}",
         "kv{e2m1:g16:e4m3:apart:scaled}", "kv{int4:g32:fp16:apart:zero}", "kv{uint4:g32:fp16:zero=uint4}",
-        "k{uint2:keys32:fp16:min}:v{uint2:g32:fp16:min}", "k{uint2:keys16:fp16:min}:v{nvfp4}",
-        "k{int4:keys16:fp16:zero=uint4}:v{nvfp4}"})
+"k{uint2:keys32:fp16:min}:v{uint2:g32:fp16:min}", "k{uint2:keys16:fp16:min}:v{nvfp4}",
+         "k{int4:keys16:fp16:zero=uint4}:v{nvfp4}",
+         "k{decode4(exp2(code * scale) - 1.0):g32:fp16}:v{decode8(code * code * scale + zero):g64:fp32:zero}"})
     for (const AttentionShape& shape :
          turns.of<AttentionShape>({64, 32, 8, 1, 4096}, {4, 8, 8, 1024, 4096})) {
       const KernelSpec spec =
@@ -667,7 +668,7 @@ TEST(KernelsThatEncode, StoreNoByteOfARegisterOfAHalf) {
   EXPECT_EQ(bytes_of_halves("cvt.rn.f16.f32 %rs1, %f1;\nst.global.u8 [%rd1+-1], %rs1;\n").size(), 1u);
   for (const std::string format :
        {"e2m1:g16:e4m3:tail32xfp16:scaled", "q8_0", "q4_1", "uint2:g32:fp16:min", "int4:g32:fp16:apart:zero",
-        "uint2:keys32:fp16:min", "uint4:g32:fp16:zero=uint4"}) {
+        "uint2:keys32:fp16:min", "uint4:g32:fp16:zero=uint4", "decode4(exp2(code * scale) - 1.0):g32:fp16"}) {
     for (const char* call : {"quantize:bf16:d128:kv{{{}}}", "append:fp16:d128:kv{{{}}}:pages16"}) {
       const bool appends = std::string_view(call).starts_with("append");
       if (appends && parse_kv_format(format).keys > 0) continue;

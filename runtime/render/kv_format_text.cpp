@@ -15,7 +15,17 @@ namespace {
 /// The enumerators of KvZero, in the order of KvFormat::Zero.
 constexpr std::array<std::string_view, 3> kZeros{"none", "subtracted", "added"};
 
+/// A switch, which selects from registers, or a table in memory, as ptxas takes minutes over 256 cases.
 std::string book_text(const KvFormat& format) {
+  if (format.book.size() == 256) {
+    std::string values;
+    for (const float value : format.book) values += fmt::format("{:.9e}f, ", value);
+    return fmt::format(
+        "    static __device__ float book(unsigned code) {{ static constexpr float kValues[] = {{{}}}; "
+        "return "
+        "kValues[code]; }}\n",
+        values);
+  }
   std::string cases;
   for (std::size_t i = 0; i < format.book.size(); ++i)
     cases += fmt::format(" case {}: return {:.9e}f;", i, format.book[i]);

@@ -19,6 +19,9 @@ inline const std::string kBookOf32 =
 inline const std::string kSignedPowers =
     "decode4(select(code < 8, 1.0, -1.0) * exp2(code % 8 / 2.0) * scale):g64:bf16";
 
+/// A table of 256 values.
+inline const std::string kBookOf256 = "decode8((code - 128) * abs(code - 128) * scale):g64:fp32";
+
 /// Elements that are no code times a scale.
 inline const std::string kLogarithms =
     "decode4(select(code < 8, 1.0, -1.0) * (exp2((code & 7) * scale) - 1.0)):g32:fp16";
@@ -63,7 +66,8 @@ inline const std::vector<std::string>& kv_formats_of_128() {
                                                  kSignedPowers,
                                                  kLogarithms,
                                                  kSquaresWithZero,
-                                                 kBookOf32};
+                                                 kBookOf32,
+                                                 kBookOf256};
   return kFormats;
 }
 

@@ -80,7 +80,8 @@ int launched_limit(const AnalysedSpec& spec, const TileConfig& c) {
 /// Rows whose codes are operands of products as they are (templates/sm90/few_rows_pairs.cuh).
 bool has_code_operands(const KvFormat& format, int dim, bool of_k) {
   using enum KvFormat::Code;
-  if (!format.quantized() || dim != 128 || format.tail > 0 || format.scales == KvFormat::Scales::argument)
+  if (!format.quantized() || !format.decode.empty() || dim != 128 || format.tail > 0 ||
+      format.scales == KvFormat::Scales::argument)
     return false;
   // Elements of keys that share scales are made as fp16.
   if (format.keys > 0)

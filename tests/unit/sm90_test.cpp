@@ -443,9 +443,10 @@ TEST(Sm90, FewRowsOverCodesHaveATileOfTheirOwn) {
   // Others are decoded to tiles first.
   for (const char* of :
        {"kv{int4}:cache", "kv{int4:g16:fp16}:cache", "kv{int4:g64:bf16:before:zero=uint8}:pages16",
-        "kv{e2m1:g16:e4m3:before}:pages16", "kv{int4:g64:fp16:halves}:pages16", "k{nvfp4}:pages16",
-        "kv{nvfp4}:pages16:key_scales", "kv{nvfp4}:pages16:score{score + 1.0}",
-        "kv{nvfp4}:pages16:mask{kv > 5}", "kv{nvfp4}:pages16:sinks"})
+        "kv{e2m1:g16:e4m3:before}:pages16",
+        "kv{decode4(select(code < 8, 1.0, -1.0) * (exp2((code & 7) * scale) - 1.0)):g32:fp16}:pages16",
+        "kv{int4:g64:fp16:halves}:pages16", "k{nvfp4}:pages16", "kv{nvfp4}:pages16:key_scales",
+        "kv{nvfp4}:pages16:score{score + 1.0}", "kv{nvfp4}:pages16:mask{kv > 5}", "kv{nvfp4}:pages16:sinks"})
     EXPECT_EQ(chosen_for(of, few).find("br8"), std::string::npos) << of;
   const KernelPlan kernel = family().kernel(parse_spec("fwd:bf16:d128:kv{nvfp4}:pages16"),
                                             parse_config(chosen_for("kv{nvfp4}:pages16", few)));

@@ -13,17 +13,39 @@ namespace flashjit::sm90 {
 
 // --- Rows in slots ----------------------------------------------------------------------------------------
 
+/// From a lane's key to the next lane's: neighbours, but where rows of an odd number of words, or of twice
+/// one, would then share banks. Keys that share scales are a warp's own.
+template <class Format>
+constexpr int kKeyStepOf = Format::kAlignment >= 8    ? 1
+                           : Format::kBytes % 8 == 4  ? 4
+                           : Format::kBytes % 16 == 8 ? 2
+                                                      : 1;
+template <class P, bool kDecodes = kDecodesKv<P>>
+constexpr int kKeyStep = 1;
+template <class P>
+constexpr int kKeyStep<P, true> = P::KFormat::kKeys > 0
+                                      ? 1
+                                      : max(kKeyStepOf<typename P::KFormat>, kKeyStepOf<typename P::VFormat>);
+/// The lane's key i of two of a tile's; `first` is the warp's times sixteen.
+template <class P>
+__device__ __forceinline__ int key_of_lane(int first, int i) {
+  const int own = static_cast<int>(threadIdx.x) % 32 / 4;
+  if (kKeyStep<P> == 2) return first + own * 2 + i;
+  if (kKeyStep<P> == 4) return first / 64 * 64 + first / 16 % 4 + own * 4 + i * 32;
+  return first + own + i * 8;
+}
+
 /// Where the lane's two keys of a slot's rows are, and the rows that have their scales.
 template <class P, class Format>
 struct TwoRows {
   const unsigned char *of[2], *scales[2];
 
   __device__ __forceinline__ TwoRows(const RowSlot<P>& from, int first) {
-    const int row = first + static_cast<int>(threadIdx.x) % 32 / 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      of[i] = reinterpret_cast<const unsigned char*>(from.rows) + from.begins[row + i * 8];
-      scales[i] = Format::kApart ? TileScales<P, Format>::of_row(from, row + i * 8) : of[i];
+      const int row = key_of_lane<P>(first, i);
+      of[i] = reinterpret_cast<const unsigned char*>(from.rows) + from.begins[row];
+      scales[i] = Format::kApart ? TileScales<P, Format>::of_row(from, row) : of[i];
     }
   }
 };
@@ -55,7 +77,7 @@ struct RowWords<false> {
 template <class Format, int kWords>
 __device__ __forceinline__ void load_words(const unsigned char* row, unsigned (&to)[4][kWords]) {
   const int own = static_cast<int>(threadIdx.x) % 4;
-  if constexpr (Format::kBits == 2) {
+  if (Format::kBits == 2) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = Format::kCodes + i * 32 / Format::kBlock * Format::kBlockStep +

@@ -165,9 +165,8 @@ __device__ __forceinline__ void consume_few_rows(const Params& p, const ForwardS
       RawVRing<P>::wait_full(smem, n);
       v.read(smem, n, first, left);
       if (left < P::kBc) {
-        const int own = first + static_cast<int>(threadIdx.x) % 32 / 4;
-        if (own >= left) s[0] = s[1] = -infinity();
-        if (own + 8 >= left) s[2] = s[3] = -infinity();
+        if (key_of_lane<P>(first, 0) >= left) s[0] = s[1] = -infinity();
+        if (key_of_lane<P>(first, 1) >= left) s[2] = s[3] = -infinity();
       }
       rows.weigh(factor, s);  // P = exp2(S - m)
       RawKRing<P>::release(smem, n);

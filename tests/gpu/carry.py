@@ -303,7 +303,11 @@ def main(arguments: list[str]) -> int:
     packing.add_argument("--peers-from", type=Path, default=ROOT / "build" / "peers", metavar="FOLDER")
     packing.add_argument("--peers-only", action="store_true", help="leave the build out: it was sent before")
     packing.add_argument(
-        "--extra", type=Path, nargs="*", default=[], help="scripts of your own: NAME.sh becomes the job extra:NAME"
+        "--extra",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="scripts of your own: NAME.sh becomes the job extra:NAME",
     )
     packing.add_argument("--results", type=Path, help="an earlier results.tar.xz, or its folder")
     packing.add_argument(

@@ -12,6 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = "build/tests/flashjit_gpu_tests"
+#: Tests that compile for the emulator itself, which does not travel, are left out.
+EMULATED = "-*EmulatedRanks*:*Command*:EmulatedQ.OfManyTiles*:*EmulatedProblemsOf*"
 ALONE = "Lifetime*:CheckWaits*"  # tests that need the device for themselves
 
 
@@ -142,12 +144,7 @@ def all_jobs(first: str) -> list[Job]:
     return [
         queue("first", first),
         queue("tests", f"-{ALONE}"),
-        queue(
-            "emulated",
-            "-*EmulatedRanks*",
-            "build/tests/flashjit_emulated_tests",
-            "FLASHJIT_LIBCUDA=libcuda.so.1",
-        ),
+        queue("emulated", EMULATED, "build/tests/flashjit_emulated_tests", "FLASHJIT_LIBCUDA=libcuda.so.1"),
         Job(
             "tangents:tests",
             f"python3 tests/gpu/run_tests.py {TESTS} --filter='*Tangents*' --workers 6 --folder $RESULTS",

@@ -132,9 +132,9 @@ SCHEMES = "--schemes ring,all_gather,ulysses"
 
 
 def extra_jobs() -> list[Job]:
-    """What `pack --extra` took along. bash runs them with peers FlashInfer and FlashAttention-3 on the path."""
+    """What `pack --extra` took along. bash runs them with these peers on the path."""
     return [
-        Job(f"extra:{path.stem}", f"bash {path}", 300, alone=True, peers=("fa3", "flashinfer"))
+        Job(f"extra:{path.stem}", f"bash {path}", 300, alone=True, peers=("fa3", "flashinfer", "vllm"))
         for path in sorted((ROOT / ".carry").glob("*.sh"))
     ]
 

@@ -561,7 +561,7 @@ TEST(KernelsOfKvFormats, CompileWithoutSpillsOnHopper) {
        {"kv{nvfp4}", "kv{mxfp8}", "kv{q8_0}", "kv{q4_1}", "k{q5_0}:v{uint3:g32:fp16:min}",
         "kv{book(-7,-4.1,-2,-1,1,2,4.1,7):g128:fp16}", "kv{int4:g32:fp16:zero}", "kv{e4m3:g128:fp32}",
         "kv{e2m1:g16:e4m3:apart:scaled}", "kv{int4:g32:fp16:apart:zero}", "kv{uint4:g32:fp16:zero=uint4}",
-        "k{uint2:keys32:fp16:min}:v{uint2:g32:fp16:min}", "k{uint2:keys16:fp16:min}:v{nvfp4}",
+        "k{uint2:keys16:fp16:min}:v{uint2:g32:fp16:min}", "k{uint2:keys16:fp16:min}:v{nvfp4}",
         "k{int4:keys16:fp16:zero=uint4}:v{nvfp4}",
         "k{decode4(exp2(code * scale) - 1.0):g32:fp16}:v{decode8(code * code * scale + zero):g64:fp32:zero}"})
     for (const AttentionShape& shape :

@@ -284,6 +284,7 @@ bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
          !spec.partial.fp32_out && !spec.epilogue.out_format.quantized();
 }
 
+// What else was tried: templates/sm90/NOTES.md#decoding-beside-fa3-and-cudnn
 int most_box_rows(const AnalysedSpec& spec, const TileConfig& c) {
   const bool streams = is_stream_k(spec, c) || has_fixed_parts(spec, c);
   return streams && !is_narrow(spec) && !spec.kv.shared_kv && !spec.has_scales() && !spec.decodes_kv() ? 16

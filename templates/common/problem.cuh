@@ -74,7 +74,6 @@ struct ExampleProblem {
       false;  // sm90 forward: kInvariant, and CTAs share the parts out: tma/fixed_parts.cuh
   static constexpr bool kClusterSplit =
       false;  // sm90 forward: with kSplit, within clusters: sm90/forward_cluster.cuh
-  static constexpr int kMostBoxRows = 256;  // sm90 forward: of K and V, in a copy by TMA: tma/kv_tile.cuh
   static constexpr bool kPackGqa = false;
   static constexpr bool kJoinsLists = false;  // lists of a tile's queries are joined: joined_list.cuh
   static constexpr bool kTma = false;         // sm80: TMA copies K and V: sm80/kv_loader_tma.cuh
@@ -88,6 +87,7 @@ struct ExampleProblem {
   //   Mma, Copies     sm75, sm80: types of its instructions (sm80/instructions.cuh)
   //   kSharedBytes    sm75 to sm90: dynamic shared memory of the main loop
   //   kExchanged      sm75, sm80 backward: values of a pair that one warp of two hands to the other
+  //   kMostBoxRows    sm90 forward: rows of K and V that TMA copies at a time, at most: tma/kv_tile.cuh
   //   kQTilesPerCta   sm90 forward: Q tiles that a CTA computes at a time
   //   kHoldsQ         sm90 forward: Q is multiplied from registers
   //   kTmaStoresO     sm90 forward: O leaves through shared memory and TMA

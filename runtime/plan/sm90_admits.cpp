@@ -381,8 +381,7 @@ Support supports_few_rows(const AnalysedSpec& spec) {
   if (plain && (whole_codes || operands)) return Support::yes();
   return Support::no(
       "Br 8 is for a cache of 4 or 8 bits with scales of blocks of 32 and more, of 16 for nvfp4, or of "
-      "heads, "
-      "head dimension 128, without masks and programs");
+      "heads, head dimension 128, without masks and programs");
 }
 
 bool may_gather(const AnalysedSpec& spec, const TileConfig& c) {

@@ -64,6 +64,7 @@ def _sources():
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: a case takes seconds of a CPU")
+    config.addinivalue_line("markers", "every_case: cases are cheap or hold files that the draw does not see: all run")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -79,6 +80,8 @@ def pytest_collection_modifyitems(config, items):
     for of_test in cases.values():
         for i, item in enumerate(of_test):
             slow = item.get_closest_marker("slow") is not None
+            if item.get_closest_marker("every_case"):
+                continue
             if (i >= 1 or slow) and not is_drawn(item.nodeid.rpartition("/")[2], 8 if slow else 4):
                 left.add(item)
     if left:

@@ -1,5 +1,5 @@
-"""Python on the front page and in the pages of tools/docs: the front page's lines print what they say; the others parse, and call
-what is there with arguments that it has."""
+"""Python on the front page and in the pages of tools/docs: the front page's lines print what they say; the others call
+what is there with arguments that it has, and run in order on the CPU, except what LEFT_OUT names."""
 
 import ast
 import inspect
@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import textwrap
 
 import child
 import flashjit
@@ -17,7 +18,9 @@ PAGES = [ROOT / "README.md", ROOT / "tools/python/README.md", *sorted((ROOT / "t
 
 
 def blocks(page):
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    """Snippets, also those of a list, which are indented."""
+    found = re.findall(r"^ *```python\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(code) for code in found]
 
 
 def faults(code):
@@ -46,18 +49,67 @@ def test_pages_call_what_is_there():
     assert found == [] and sum(len(blocks(page)) for page in PAGES) > 15
 
 
-def whole(code):
-    """Whether a snippet imports what it uses and runs without a GPU."""
-    return "import torch" in code and not re.search("cuda|process_group", ast.dump(ast.parse(code)))
+PAGED = """
+import torch, flashjit
+batch, heads, heads_kv, dim, page = 2, 8, 2, 64, 16
+k_pages, v_pages = torch.randn(2, 16, heads_kv, page, dim)
+table = torch.arange(16, dtype=torch.int32).view(batch, -1)
+lengths = torch.tensor([100, 37], dtype=torch.int32)
+q = torch.randn(batch, heads, 1, dim)
+"""
+LATENTS = """
+scale, latents = 0.1, torch.randn(16, 1, 16, 576)
+q, q_nope, q_rope = (torch.randn(batch, 16, 1, columns) for columns in (576, 512, 64))
+indices = torch.arange(8, dtype=torch.int32).expand(batch, 1, 1, 8).contiguous()
+"""
+# What a page's words give to a snippet: the tensors that it reads. Snippets also have the names of those before them.
+GIVEN = {
+    ("README", 1): "q, k, v, gates = *torch.randn(3, 1, 4, 64, 32), torch.randn(4, 32)\n"
+    "slopes, document = torch.ones(4), torch.zeros(64, dtype=torch.int32)",
+    ("cache-formats", 4): PAGED + "pages, dim, scale = 16, 128, torch.ones(())\n"
+    "q, new_k, new_v = torch.randn(2, 8, 1, 128), *torch.randn(2, 2, 2, 1, 128)",
+    ("engines", 2): PAGED + "q2, k2_pages, v2_pages, table2, lengths2 = q, k_pages, v_pages, table, lengths\n"
+    "mine = torch.empty_like(q)",
+    ("programs", 2): "document, (q, k, v) = torch.zeros(64, dtype=torch.int32), torch.randn(3, 1, 2, 64, 32)",
+    ("serving", 2): "q = torch.randn(batch, heads, 3, dim)\n"
+    "parents = torch.tensor([[-1, 0, 0], [-1, 0, 1]], dtype=torch.int32)",
+    ("serving", 3): PAGED + LATENTS,
+    ("serving", 7): PAGED + "offsets = torch.tensor([0, 5, 6], dtype=torch.int32)\n"
+    "new_k, new_v, q = *torch.randn(2, 1, heads_kv, 6, dim), torch.randn(1, heads, 6, dim)\n"
+    "prefix, own = torch.randn(2, 2, 1, heads_kv, 20, dim)",
+    ("serving", 8): PAGED + "k_pages, v_pages = torch.randn(2, 80, heads_kv, page, dim)\n"
+    "table = torch.arange(70, dtype=torch.int32).expand(2, -1).contiguous()\n"
+    "lengths, offsets = torch.full_like(lengths, 1100), torch.arange(3, dtype=torch.int32)\n"
+    "q = torch.randn(1, heads, 2, dim)",
+}
+# Pages whose snippets do not run here, and why.
+LEFT_OUT = {
+    "diffusers": "weights from the hub",
+    "distributed": "two processes: the test below",
+    "jax": "JAX: test_jax_examples.py",
+    "skip-softmax": "64k tokens: a GPU",
+    "transformers": "weights from the hub",
+    "python": "4k tokens: a GPU",
+}
+PREPARES = ("engines", 1)  # compiles for a GPU, for minutes
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES[1:] if any(map(whole, blocks(page)))], ids=lambda page: page.stem
-)
-def test_whole_snippets_run(page):
+def name_of(page):
+    return page.parent.name if page.parent.name == "python" else page.stem
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name_of)
+def test_snippets_run_in_order(page):
+    """All snippets of a page in one namespace, on the CPU."""
     pytest.importorskip("torch")
-    for code in filter(whole, blocks(page)):
-        exec(code, {})
+    if name_of(page) in LEFT_OUT:
+        pytest.skip(LEFT_OUT[name_of(page)])
+    names = {}
+    for at, code in enumerate(blocks(page)):
+        exec(GIVEN.get((name_of(page), at), ""), names)
+        if (name_of(page), at) != PREPARES:
+            exec(code.replace('"cuda"', '"cpu"'), names)
 
 
 @pytest.mark.slow

@@ -64,7 +64,9 @@ def _sources():
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: a case takes seconds of a CPU")
-    config.addinivalue_line("markers", "every_case: cases are cheap or hold files that the draw does not see: all run")
+    config.addinivalue_line(
+        "markers", "every_case: cases are cheap or hold files that the draw does not see: all run"
+    )
 
 
 def pytest_collection_modifyitems(config, items):

@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import re
 
 import pytest
 
@@ -39,3 +40,11 @@ def test_libraries_are_measured_by_the_same_results(tmp_path):
     for library in ("flashjit", "xla"):
         assert sum(row["library"] == library for row in rows) == 10
     assert all(float(row["seconds"]) > 0 for row in rows)
+
+
+def test_snippets_of_the_page_run_in_order():
+    page = (child.ROOT / "tools/docs/jax.md").read_text(encoding="utf-8")
+    names = {}
+    for code in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        exec(code.replace("(2, 1024, 16, 128)", "(2, 128, 16, 128)"), names)  # the page's length for the CPU
+    assert "k_scales" in names

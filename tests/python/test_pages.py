@@ -19,7 +19,9 @@ PAGES = [ROOT / "README.md", ROOT / "tools/python/README.md", *sorted((ROOT / "t
 
 def blocks(page):
     """Snippets, also those of a list, which are indented."""
-    found = re.findall(r"^ *```python\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    found = re.findall(
+        r"^ *```python\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    )
     return [textwrap.dedent(code) for code in found]
 
 

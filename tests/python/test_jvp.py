@@ -154,6 +154,26 @@ def test_a_learned_scale_is_differentiated(kind, shape):
     torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_the_result_beside_a_tangent_has_gradients_of_captured_tensors():
+    """A loss of jvp's first result, as MeanFlow's, reaches a bias that has a tangent: jvp's wrapper says that it needs no gradient."""
+    (q, k, v), _ = inputs(SIZES["square"])
+    bias = torch.randn(2, 16)
+
+    def gradient(attend, q, k, v, bias):
+        def loss(q, bias):
+            (out, lse), (tangent, _) = torch.func.jvp(
+                lambda q, bias: attend(q, k, v, bias), (q, bias), (q.detach(), bias.detach())
+            )
+            return (out - tangent.detach()).square().sum() + lse.sin().sum()
+
+        return torch.func.grad(loss, (0, 1))(q, bias)
+
+    score = lambda bias: lambda s, b, h, q, kv: s + bias[h, kv]
+    ours = lambda q, k, v, bias: flashjit.attention(q, k, v, score_mod=score(bias), return_lse=True)
+    plain = lambda q, k, v, bias: math(q, k, v, score=score(bias))
+    check(gradient(ours, q, k, v, bias), gradient(plain, *wide((q, k, v, bias))), 2e-4)
+
+
 def test_packed_sequences():
     (q, k, v), (dq, dk, dv) = inputs((1, 4, 2, 12, 14))
     cu_q, cu_kv = (

@@ -95,6 +95,30 @@ def test_programs_that_tell_entries_apart(mapped, stage, kind):
     check(derivatives(attend, 4)[kind], w * torch.randn(COUNT, 1, device=DEVICE), *inputs())
 
 
+@pytest.mark.parametrize("stage", ["score_mod", *MODS])
+def test_a_gradient_outside_of_vmap(stage):
+    """As of an ensemble's parameters. vmap's wrappers of what programs read say that they need no gradient."""
+    mods = {"score_mod": lambda w: lambda s, b, h, i, j: torch.tanh(s * w[h]), **MODS}
+    attend = lambda w, q, k, v: flashjit.attention(q, k, v, **{stage: mods[stage](w)})
+    tensors = [torch.randn(COUNT, 2, device=DEVICE), *inputs()]
+    mapped = lambda *x: torch.func.vmap(attend)(*x).sin().sum()
+    each = lambda *x: sum(attend(*parts).sin().sum() for parts in zip(*x))
+    for got, wanted in zip(*[torch.func.grad(loss, (0, 1, 2, 3))(*tensors) for loss in (mapped, each)]):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_number_for_each_is_differentiated_outside_of_vmap():
+    tensors = [torch.randn(COUNT, device=DEVICE), *inputs()]
+
+    def attend(s, q, k, v):
+        return flashjit.attention(q, k, v, score_mod=lambda score, b, h, i, j: torch.sin(score * s))
+
+    derivative = lambda over: torch.func.grad(lambda *x: over(*x).sin().sum())(*tensors)
+    each = lambda *x: torch.stack([attend(*parts) for parts in zip(*x)])
+    got, wanted = derivative(torch.func.vmap(attend)), derivative(each)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("stage", MODS)
 def test_what_has_no_tangent_is_refused_with_the_reason(stage):
     attend = lambda q, k, v: flashjit.attention(q, k, v, **{stage: MODS[stage](torch.ones(2, device=DEVICE))})

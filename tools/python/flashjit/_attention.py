@@ -28,7 +28,7 @@ from ._problem import autocast, check_types, read_problem, usual_call, with_elem
 from ._q_rope import read_q_rope
 from ._results import Results, read_threshold
 from ._scales import has_codes, is_fp32_out, with_scales
-from ._tensors import PLAIN, describe, readable
+from ._tensors import PLAIN, describe, is_differentiated, readable
 from ._tracing import ELEMENT_MODS, torch_mode
 from ._transforms import have_tangents
 from .errors import InvalidArgument, Unsupported, WrongType
@@ -521,13 +521,7 @@ def _refuse_two_meanings(causal: Any, window: Any, q: Tensor, k: Tensor, padded:
 
 
 def _refuse_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Any]) -> None:
-    if (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (sinks is not None and sinks.requires_grad)
-        or any_grad(values)
-    ):
+    if any(isinstance(x, Tensor) and is_differentiated(x) for x in (q, k, v, sinks, *values)):
         raise Unsupported(
             "a cache, and K and V of 8 bits, have no backward pass: call attention() under torch.no_grad(), or with K "
             "and V as tensors of the type of Q, without page_table and cache."

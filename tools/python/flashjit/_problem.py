@@ -16,7 +16,7 @@ from ._checks import check_mapping, check_number
 from ._library import options_of, spec_options
 from ._named import CAUSAL
 from ._plans import KEEP_PLANS
-from ._tensors import ELEMENTS, SPEC_TYPES, describe, refuse_nested
+from ._tensors import ELEMENTS, SPEC_TYPES, describe, is_differentiated, refuse_nested
 from ._tracing import is_real
 from .errors import InvalidArgument, WrongType
 from .programs import EMPTY, Program, program_of, trace_unlocked
@@ -415,7 +415,7 @@ def _kinds(program: Program, wants_grad: bool) -> tuple[Any, ...]:
         # What a mask alone reads has no gradient. Under no_grad() too where nothing speaks against it, so that kernels and
         # lists of training serve there.
         grad = (
-            tensor.requires_grad
+            is_differentiated(tensor)
             and program.form.has_gradient(name)
             and (wants_grad or name not in program.form.known)
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._call_types import Fixed, Problem
-from ._tensors import KV_TYPES, SPEC_TYPES, describe, how_to_give_bytes
+from ._tensors import KV_TYPES, SPEC_TYPES, describe, how_to_give_bytes, is_differentiated
 from .errors import InvalidArgument, Unsupported, WrongType
 
 
@@ -107,7 +107,7 @@ def in_four_dims(name: str, scale: Any, cached: bool) -> Tensor | None:
             f"{name} is {describe(scale)}: it must be float32: one number, [heads_kv], [sequences, heads_kv], "
             "[pages, heads_kv, rows], or [sequences, pages, heads_kv, rows], with 1 where all have one."
         )
-    if scale.requires_grad:
+    if is_differentiated(scale):
         raise Unsupported(
             f"{name} requires a gradient, which K and V of 8 bits do not have: give its detach()."
         )

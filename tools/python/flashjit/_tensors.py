@@ -35,6 +35,16 @@ def describe(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
 
 
+def is_differentiated(tensor: Tensor) -> bool:
+    """Whether autograd or a transform of torch.func asks for its gradient, also where an inner jvp or vmap wraps it and says that it
+    needs none."""
+    while not tensor.requires_grad:
+        if torch.compiler.is_compiling() or not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return True
+
+
 def how_to_give_bytes(name: str) -> str:
     """What to do with a K or V of uint8 that came without its format."""
     return (

@@ -464,7 +464,16 @@ def is_scalar(value: Any) -> bool:
         and value.dim() == 0
         and value.device.type == "cpu"
         and not value.requires_grad
-        and (is_compiling() or loaded_torch().autograd.forward_ad.unpack_dual(value).tangent is None)
+        and (is_compiling() or _is_plain(value))
+    )
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether it has no tangent, and no transform of torch.func wraps it, which may hide a tangent, a gradient or a batch."""
+    torch = loaded_torch()
+    return (
+        not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and torch.autograd.forward_ad.unpack_dual(tensor).tangent is None
     )
 
 

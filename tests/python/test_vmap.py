@@ -107,13 +107,22 @@ def test_a_gradient_outside_of_vmap(stage):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-def test_a_number_for_each_is_differentiated_outside_of_vmap():
+@pytest.mark.parametrize("mode", ["grad", "jvp", "dual numbers"])
+def test_a_number_for_each_is_differentiated_outside_of_vmap(mode):
     tensors = [torch.randn(COUNT, device=DEVICE), *inputs()]
 
     def attend(s, q, k, v):
         return flashjit.attention(q, k, v, score_mod=lambda score, b, h, i, j: torch.sin(score * s))
 
-    derivative = lambda over: torch.func.grad(lambda *x: over(*x).sin().sum())(*tensors)
+    def derivative(over):
+        if mode == "grad":
+            return torch.func.grad(lambda *x: over(*x).sin().sum())(*tensors)
+        if mode == "jvp":
+            return torch.func.jvp(over, (*tensors,), (*tensors,))[1]
+        with torch.autograd.forward_ad.dual_level():
+            made = over(*[torch.autograd.forward_ad.make_dual(x, x) for x in tensors])
+            return torch.autograd.forward_ad.unpack_dual(made).tangent
+
     each = lambda *x: torch.stack([attend(*parts) for parts in zip(*x)])
     got, wanted = derivative(torch.func.vmap(attend)), derivative(each)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)

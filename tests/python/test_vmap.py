@@ -179,3 +179,15 @@ def test_dropout_has_no_mask_for_each(kind):
     attend = lambda *x: flashjit.attention(*x, dropout_p=0.5)
     with pytest.raises(RuntimeError, match="randomness"):
         torch.func.vmap(derivatives(attend)[kind])(*inputs())
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_a_batch_of_vectors_is_refused_with_the_reason(second):
+    """By PyTorch's former vmap, after a call of the same sizes."""
+    q, k, v = (x[0].requires_grad_() for x in inputs())
+    made = flashjit.attention(q, k, v)
+    if second:
+        made = torch.autograd.grad(made.square().sum(), q, create_graph=True)[0]
+    torch.autograd.grad(made, q, torch.ones_like(made), retain_graph=True)
+    with pytest.raises(flashjit.Unsupported, match="is_grads_batched=True .*: use torch.func.vmap"):
+        torch.autograd.grad(made, q, torch.ones(COUNT, *made.shape, device=DEVICE), is_grads_batched=True)

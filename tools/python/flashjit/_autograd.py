@@ -14,6 +14,7 @@ from ._front import FIXED, RECORDED, Calls, Recorder
 from ._lists import TileLists
 from ._plans import Plan
 from ._tensors import Layout
+from ._transforms import refuse_vectors
 
 
 class Call:
@@ -76,6 +77,7 @@ class Call:
 
     def backward(self, found: Any, dout: Tensor | None, dlse: Tensor | None, *saved: Any) -> Any:
         """The gradients of what _Attention.forward() is given after ctx."""
+        refuse_vectors(dout, dlse)
         if dout is not None and dout.is_neg():
             dout = dout.resolve_neg()
         if dlse is not None and dlse.is_neg():

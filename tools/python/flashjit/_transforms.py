@@ -130,6 +130,15 @@ def refuse_batched(function: str, *tensors: Any) -> None:
         )
 
 
+def refuse_vectors(*given: Any) -> None:
+    """Refuses gradients of PyTorch's former vmap, whose tensors have no memory and which asks for no rules."""
+    if any(isinstance(x, Tensor) and torch._C._functorch.is_legacy_batchedtensor(x) for x in given):
+        raise Unsupported(
+            "flashjit has no gradients for a batch of vectors at once, as is_grads_batched=True and vectorize=True ask for: "
+            "use torch.func.vmap, jacrev, jacfwd or hessian."
+        )
+
+
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
@@ -320,6 +329,7 @@ def gradient_of_backward(call: _Call, tangents: Sequence[Any], tensors: Sequence
     """The gradient of attention_backward(), whose results' gradients act as tangents: O's and LSE's tangents are the gradients of
     dO and dLSE, and the backward pass's tangents are the gradients of Q, K, V and the others. O and LSE have none: their parts
     are in these."""
+    refuse_vectors(*tangents)
     dout, dlse, q, k, v, _out, lse, *others = tensors
     optional, captures = others[:_OPTIONAL], others[_OPTIONAL:]
     if all(x is None for x in tangents):

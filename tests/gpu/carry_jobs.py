@@ -197,6 +197,12 @@ def all_jobs(first: str) -> list[Job]:
         race(
             "flashinfer", 330, ("flashinfer",), ("^decode, 64 x 4k$", "e4m3", "d64", "^4 queries", "^2 x 2k")
         ),
+        race(
+            "weights",
+            120,
+            ("flashinfer",),
+            ("sigmoid, d128", "sigmoid, d64", "softmax, d128", "softmax, d64"),
+        ),
         race("programs", 150, ("cute",), ("fwd, .*d64", "fwd, .*d128", "bwd, .*d64", "bwd, .*d128")),
         Job(
             "suites:flashinfer",

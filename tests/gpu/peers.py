@@ -36,13 +36,15 @@ PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (17, 24, 27, 28, 31, 34, 35)] + 
 class Peer:
     """wheels: of PyPI, with their versions. keep: the files to keep, a regular expression; all by default. kernels: of compiled
     libraries, by file: a regular expression of names; kernels of attention that do not match are blanked. files: written as
-    they stand here. made_by: a script of tools/bench that fetches sources by git."""
+    they stand here. made_by: a script of tools/bench that fetches sources by git. compiled_by: a script of this folder that compiles into
+    the folder, where there is nvcc."""
 
     wheels: tuple[str, ...] = ()
     keep: str = ""
     kernels: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     made_by: tuple[str, ...] = ()
+    compiled_by: str = ""
 
 
 TVM_FFI = "apache-tvm-ffi==0.1.15.post2"
@@ -75,6 +77,7 @@ PEERS = {
     "flashinfer": Peer(
         ("flashinfer-python==0.7.4", TVM_FFI),
         keep=r"flashinfer/.*\.py$|flashinfer/data/(cccl|cutlass|include|spdlog)/|flashinfer/data/csrc/(?!alphamoe|cake)[^/]+$|tvm_ffi/",
+        compiled_by="flashinfer_modules.py",
     ),
     "wide": Peer(("ffpa-attn==0.2.4",)),
     "cute": Peer(
@@ -186,6 +189,9 @@ def make(name: str, folder: Path, part: float) -> None:
     for path, text in peer.files.items():
         (into / path).parent.mkdir(parents=True, exist_ok=True)
         (into / path).write_text(text)
+    if peer.compiled_by and shutil.which("nvcc"):
+        command = [sys.executable, ROOT / "tests/gpu" / peer.compiled_by, "--peers", into]
+        subprocess.run([*command, "--work", folder / "modules"], check=True)
     archive = folder / f"peers-{name}.tar.xz"
     for old in folder.glob(f"peers-{name}.tar.xz*"):
         old.unlink()

@@ -138,6 +138,39 @@ def test_all_calls_of_flashinfers_race_are_one_attention(
     assert heat.read_bytes == 2 * 64 * 8 * sum(lengths) * (1 if e4m3 else 2)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("weights", ["sigmoid", "softmax"])
+def test_all_calls_of_the_race_of_weights_are_one_attention(bench, racing, monkeypatch, weights, causal):
+    race = bench("race_weights")
+
+    def prefill(module, q, k, v, slope, shift, factor, mask_mode):
+        assert module == ("module", q.shape[2]) and factor == 1.0
+        z = torch.einsum("qhd,khd->hqk", q.float(), k.float())
+        p = 1 / (1 + torch.exp2(z * slope + shift))
+        return torch.einsum("hqk,khd->qhd", p.tril() if mask_mode == 1 else p, v.float()).to(q.dtype)
+
+    fake = types.SimpleNamespace(
+        prefill=types.SimpleNamespace(single_prefill_with_kv_cache_with_jit_module=prefill)
+    )
+    monkeypatch.setitem(sys.modules, "flashinfer", fake)
+    monkeypatch.setattr(race, "module", lambda backend, dim: ("module", dim))
+    monkeypatch.setattr(race, "HIDDEN", 128)
+    heat = race.heat(race.Problem(weights, 64, causal, 80), "cpu")
+    report = Report()
+    errors, refused = racing.checked(report, heat)
+    assert not refused and not report.failures and len(errors) == (3 if weights == "sigmoid" else 1)
+    assert heat.operations == 4 * 128 * racing.pairs([80], [80], causal)
+
+
+def test_flashinfers_module_of_weights_has_the_transform_in_each_backends_words(bench):
+    race = bench("race_weights")
+    for backend, left_out in (("fa3", "DefaultUpdater"), ("fa2", "use_softmax = false")):
+        backend_given, uri, *_, names, types_of, variant, text = race.jit_arguments(backend, 64)
+        assert backend_given == backend and uri == f"weights_sigmoid_{backend}_d64"
+        assert len(names) == len(types_of) and f"struct {variant} " in text
+        assert left_out in text and race.SIGMOID in text
+
+
 @pytest.fixture
 def fake_flash_mla(monkeypatch):
     """FlashMLA's calls as its interface describes them."""

@@ -31,6 +31,10 @@ flashinfer() { # all that `import flashinfer` reads; its kernels are compiled at
   install flashinfer-python
 }
 
+weights() {
+  flashinfer
+}
+
 programs() { # CuTe DSL 4.8 or newer, for cuDNN's flex attention
   "$python" -m pip install apache-tvm-ffi einops quack-kernels torch-c-dlpack-ext 'nvidia-cutlass-dsl[cu13]>=4.8'
   install flash-attn-4 nvidia-cudnn-frontend
@@ -79,7 +83,7 @@ wide() { # by Triton alone; for CuTe DSL's kernels add nvidia-cutlass-dsl[cu13] 
 [ $# -gt 0 ] || { sed -n '2,5s/^# //p' "$0" >&2; exit 2; }
 for race in "$@"; do
   case $race in
-    codes | flashinfer | latents | programs | tangents | wide) "$race" ;;
-    *) echo "peers.sh: no race is called $race: give codes, flashinfer, latents, programs, tangents or wide" >&2; exit 2 ;;
+    codes | flashinfer | latents | programs | tangents | weights | wide) "$race" ;;
+    *) echo "peers.sh: no race is called $race: give codes, flashinfer, latents, programs, tangents, weights or wide" >&2; exit 2 ;;
   esac
 done

@@ -11,6 +11,7 @@ TITLES = {
     "latents": "Over latents (576 columns, V of 512), next to FlashMLA and FlashInfer",
     "programs": "Masks and scores, next to FlexAttention on FlashAttention-4 and cuDNN's flex attention",
     "tangents": "O and its tangent, next to jvp_flash_attention",
+    "weights": "Sigmoid attention, next to FlashInfer with a transform of logits",
     "wide": "Heads of 512 columns, next to FFPA",
 }
 OURS = "flashjit"

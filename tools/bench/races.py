@@ -5,6 +5,7 @@
     latents      FlashMLA's dense and sparse decode and sparse prefill, and FlashInfer's decode over latents
     programs     FlexAttention on FlashAttention-4, and cuDNN's flex attention
     tangents     jvp_flash_attention: O and its tangent
+    weights      FlashInfer's sigmoid attention, a transform of logits in place of the softmax
     wide         FFPA's training with heads of 512 columns
 
 All calls of a race are checked against attention in fp32 before they are timed; what is wrong or does not run has no time, but its reason.
@@ -29,13 +30,22 @@ import race_flashinfer
 import race_latents
 import race_programs
 import race_tangents
+import race_weights
 import race_wide
 import racing
 from measuring import torch
 
 RACES = {
     module.RACE.name: module.RACE
-    for module in (race_codes, race_flashinfer, race_latents, race_programs, race_tangents, race_wide)
+    for module in (
+        race_codes,
+        race_flashinfer,
+        race_latents,
+        race_programs,
+        race_tangents,
+        race_weights,
+        race_wide,
+    )
 }
 
 

@@ -56,6 +56,20 @@ def test_trtllm_decode_takes_a_table_and_both_scales():
     assert runner() is out
 
 
+@pytest.mark.parametrize("given", ["bfloat16", "float8_e4m3fn"])
+def test_rows_of_another_type_than_the_cache_are_refused(given):
+    new = normal(1, HKV, DIM).to(getattr(torch, given))
+    cache = torch.zeros(1, 2, 4, HKV, DIM, device=DEVICE).to(torch.float8_e5m2)
+    where = (ints(0), ints(0))
+    pages = (ints(0), ints(0, 1), ints(1))
+    with pytest.raises(flashjit.InvalidArgument, match="the cache is torch.float8_e5m2"):
+        fi.append_paged_kv_cache(new, new, *where, cache, *pages)
+    with pytest.raises(flashjit.InvalidArgument, match="the cache is torch.float8_e5m2"):
+        fi.append_paged_mla_kv_cache(
+            new[:, 0], new[:, 0], *where, cache[:, 0, :, 0], cache[:, 1, :, 0], *pages
+        )
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", ["trtllm", "xqa_batch", "xqa"])
 def test_drafts_see_those_that_their_mask_names(name, packed):

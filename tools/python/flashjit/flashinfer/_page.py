@@ -10,6 +10,7 @@ from torch import Tensor
 from .._cache import append
 from .._pages import check_last_page
 from .._tensors import KV_TYPES
+from ..errors import InvalidArgument
 from ..flash_attn._attend import places, with_batch
 from ._rows import check_ints, check_layout, check_tensor, unpacked
 
@@ -67,7 +68,7 @@ def append_paged_kv_cache(
     check_tensor("append_key", append_key, "nnz, hkv, d")
     check_tensor("append_value", append_value, "nnz, hkv, d")
     slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, k_cache.shape[2])
-    if append_key.dtype in KV_TYPES:
+    if append_key.dtype in KV_TYPES or k_cache.dtype in KV_TYPES:
         _store(append_key, k_cache, slots)
         _store(append_value, v_cache, slots)
         return
@@ -95,6 +96,10 @@ def append_paged_mla_kv_cache(
 
 def _store(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
     """Rows [n, heads, d] as they are, bit by bit, into pages [pages, heads, rows of a page, d]."""
+    if rows.dtype != cache.dtype:
+        raise InvalidArgument(
+            f"New rows are {rows.dtype} and the cache is {cache.dtype}: they are stored as they are, so convert them to its type."
+        )
     if cache.dtype in KV_TYPES:
         rows, cache = rows.view(torch.uint8), cache.view(torch.uint8)
     cache.transpose(1, 2)[slots // cache.shape[2], slots % cache.shape[2]] = rows.detach()

@@ -70,6 +70,14 @@ def test_rows_of_another_type_than_the_cache_are_refused(given):
         )
 
 
+@pytest.mark.parametrize("name", ["custom_mask", "packed_custom_mask"])
+def test_a_mask_without_pairs_is_taken(name):
+    q, none = normal(2, HQ, DIM), torch.empty(0, HKV, DIM, device=DEVICE)
+    mask = torch.empty(0, dtype=torch.bool if name == "custom_mask" else torch.uint8, device=DEVICE)
+    out, lse = fi.single_prefill_with_kv_cache(q, none, none, return_lse=True, **{name: mask})
+    assert (out == 0).all() and (lse == -math.inf).all()
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", ["trtllm", "xqa_batch", "xqa"])
 def test_drafts_see_those_that_their_mask_names(name, packed):

@@ -314,6 +314,8 @@ def read_mask(
     if given.numel() < int(sizes.sum()):
         name = "custom_mask" if packed is None else "packed_custom_mask"
         raise InvalidArgument(f"{name} is {describe(given)}: it must have {int(sizes.sum())} elements.")
+    if given.numel() == 0:  # sequences without pairs: programs read at least one element
+        given = given.new_zeros(1)
     starts = (sizes.cumsum(0) - sizes).to(device=device, dtype=torch.int32)
     given = given.reshape(-1).to(device)
     return given if packed is not None or given.dtype == torch.bool else given != 0, starts

@@ -78,6 +78,19 @@ def test_a_mask_without_pairs_is_taken(name):
     assert (out == 0).all() and (lse == -math.inf).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_results_of_other_sizes_are_refused(dtype):
+    pool, q = Pool("HND"), normal(len(KEYS), HQ, DIM)
+    given = (q, pool.cache, workspace(), pool.table(), ints(*KEYS), max(KEYS), SCALE)
+    out = torch.empty(2, *q.shape, dtype=dtype, device=DEVICE)
+    with pytest.raises(flashjit.InvalidArgument, match="out is .*: it must be"):
+        fi.trtllm_batch_decode_with_kv_cache(*given, out=out)
+    lse = torch.empty(2, *q.shape[:2], device=DEVICE)
+    for wrong in (lse, lse[0].to(torch.float16)):
+        with pytest.raises(flashjit.InvalidArgument, match="lse is .*: it must be float32"):
+            fi.trtllm_batch_decode_with_kv_cache(*given, lse=wrong)
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", ["trtllm", "xqa_batch", "xqa"])
 def test_drafts_see_those_that_their_mask_names(name, packed):

@@ -154,6 +154,10 @@ def run(
                 "pos_encoding_mode is ROPE_LLAMA: K and V of 8 bits are converted to the type of q in each call."
             )
             k, v = k.to(q.dtype), v.to(q.dtype)  # which has all codes; a program of rows takes no codes
+        if out is not None and out.shape != (*q.shape[:2], v.shape[3]):
+            raise InvalidArgument(
+                f"out is {describe(out)}: it must be {[*q.shape[:2], v.shape[3]]}, the rows and heads of q and the columns of V."
+            )
         given = call(q4 := rows.of(q), k, v, scores, scales, out_dtype)
         direct = out is not None and out.dtype == _natural(q.dtype, given)
         found = attention(
@@ -193,6 +197,10 @@ def results(found: tuple[Tensor, Any], lse: Tensor | None, wants_lse: bool = Tru
     if natural is None:
         return o
     binary = (natural * LOG2E).transpose(0, 1)
+    if lse is not None and (lse.shape != binary.shape or lse.dtype != torch.float32):
+        raise InvalidArgument(
+            f"lse is {describe(lse)}: it must be float32 {list(binary.shape)}, [all rows, hq]."
+        )
     binary = binary.contiguous() if lse is None else lse.copy_(binary)
     return (o, binary) if wants_lse else o
 

@@ -56,6 +56,20 @@ def test_trtllm_decode_takes_a_table_and_both_scales():
     assert runner() is out
 
 
+def test_a_scale_has_one_element_or_one_for_each_head():
+    pool, q = Pool("HND"), normal(len(KEYS), HQ, DIM)
+    given = (q, pool.cache, workspace(), pool.table(), ints(*KEYS), max(KEYS))
+    factors = torch.rand(HKV, device=DEVICE) + 0.5
+    out = fi.trtllm_batch_decode_with_kv_cache(*given, SCALE, factors)
+    plain = fi.trtllm_batch_decode_with_kv_cache(*given, SCALE)
+    torch.testing.assert_close(out, plain * factors.repeat_interleave(HQ // HKV)[:, None])
+    for scales in ((SCALE, torch.ones(DIM)), (torch.ones(HKV + 1), 1.0)):
+        with pytest.raises(flashjit.InvalidArgument, match="give one element, or one for each of its"):
+            fi.trtllm_batch_decode_with_kv_cache(
+                *given, *(x.to(DEVICE) if torch.is_tensor(x) else x for x in scales)
+            )
+
+
 @pytest.mark.parametrize("given", ["bfloat16", "float8_e4m3fn"])
 def test_rows_of_another_type_than_the_cache_are_refused(given):
     new = normal(1, HKV, DIM).to(getattr(torch, given))

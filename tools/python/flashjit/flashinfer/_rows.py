@@ -11,7 +11,7 @@ from .._attention import attention
 from .._tensors import KV_TYPES, describe, say_once
 from ..errors import InvalidArgument, WrongType
 from ..flash_attn._attend import with_batch
-from ._scores import LOG2E, Scales, Scores, call
+from ._scores import LOG2E, Scales, Scores, call, of_heads
 
 
 class Rows(NamedTuple):
@@ -173,7 +173,11 @@ def run(
         o4, lse = found if wants_lse else (found, None)
         o = out if direct and out is not None else o4.transpose(1, 2).flatten(0, 1)
         if scales.v is not None and k.dtype not in KV_TYPES and not _is_one(scales.v):
-            o = o.mul_(scales.v)
+            factor = scales.v
+            if isinstance(factor, Tensor) and factor.numel() != 1:
+                heads = k.shape[-3]
+                factor = of_heads("v", factor, heads).repeat_interleave(q.shape[1] // heads)[:, None]
+            o = o.mul_(factor)
         if out is not None and not direct:
             o = out.copy_(o)
         elif o.dtype != out_dtype:

@@ -281,13 +281,22 @@ def _scaled(
                 more["k_scale"] = value.float().reshape(-1)
             else:
                 heads = q.shape[1] if name == "q" else k.shape[1]
-                captures[f"{name}_scales"] = value.float().reshape(-1).expand(heads)
+                captures[f"{name}_scales"] = of_heads(name, value, heads)
         elif value is not None:
             factor *= value
     if quantized and scales.v is not None:
         v = scales.v
         more["v_scale"] = v.float().reshape(-1) if isinstance(v, Tensor) else constant(float(v), k.device)
     return factor, more, captures
+
+
+def of_heads(name: str, scale: Tensor, heads: int) -> Tensor:
+    """float32 [heads] of a scale with one element or one for each head."""
+    if scale.numel() not in (1, heads):
+        raise InvalidArgument(
+            f"The scale of {name} is {describe(scale)}: give one element, or one for each of its {heads} heads."
+        )
+    return scale.float().reshape(-1).expand(heads)
 
 
 @functools.lru_cache(maxsize=256)

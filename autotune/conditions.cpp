@@ -41,12 +41,6 @@ void Conditions::add(const Conditions& later) {
   slowed_by |= later.slowed_by;
 }
 
-std::string range_text(const std::optional<Range>& range) {
-  if (!range) return "-";
-  if (range->least == range->most) return fmt::format("{}", range->least);
-  return fmt::format("{}..{}", range->least, range->most);
-}
-
 std::string slowed_text(std::uint64_t slowed_by) {
   std::string text;
   for (const auto& [bits, name] : kReasons)

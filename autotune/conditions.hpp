@@ -27,8 +27,6 @@ struct Conditions {
   friend bool operator==(const Conditions&, const Conditions&) = default;
 };
 
-/// "1755..1980", "1755" where it never moved, "-" where it is unknown.
-std::string range_text(const std::optional<Range>& range);
 /// "the power limit, heat": what held the clocks back, without what merely chose them; empty: nothing.
 std::string slowed_text(std::uint64_t slowed_by);
 /// "clock 1980 -> 1755 MHz, 35 -> 61 C, slowed by the power limit", from the first reading to the last; empty

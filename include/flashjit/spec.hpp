@@ -139,7 +139,7 @@ struct Epilogue {
   /// too large becomes the largest; NaN stays NaN, of NVFP4 in the scale. Head dimensions of V are then
   /// multiples of 16. Not with running_state and fp32_out.
   KvFormat out_format = {};
-  /// Of NVFP4: its scales as cuBLAS, tcgen05 and engines read them (128x4), of head dimensions of V that are
+  /// NVFP4 only: scales lie as cuBLAS, tcgen05 and engines read them (128x4). Head dimensions of V are then
   /// multiples of 64. See ForwardArgs::out_block_scale.
   bool swizzled_scales = false;
 

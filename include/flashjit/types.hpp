@@ -46,7 +46,7 @@ enum class DType : std::uint8_t {
 /// and floats as float.
 enum class ElementType : std::uint8_t { fp32, fp16, bf16, int32, int64, int16, int8, uint8, boolean };
 
-/// Of how many KV tiles the tensor cores may sum up P V, where Q, K and V are of 8 bits: see
+/// How many KV tiles of P V the tensor cores may sum up, where Q, K and V have 8 bits: see
 /// Epilogue::pv_sums.
 enum class PvSums : std::uint8_t { of_tile, of_four, of_all };
 

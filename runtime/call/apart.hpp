@@ -55,8 +55,8 @@ struct CallPlaces {
 };
 CallPlaces places_of(const AttentionSpec& spec, const AttentionShape& shape, const ForwardArgs& args);
 CallPlaces places_of(const AttentionSpec& spec, const AttentionShape& shape, const BackwardArgs& args);
-/// Of append(), besides q_out and q, and the caches: rows of K and V may come from the caches. `same_rows`:
-/// whether both caches get them.
+/// Checks append() in the same way. It leaves out two pairs: q_out may be q, and rows of K and V may come
+/// from the caches. `same_rows`: whether both caches get them.
 void check_apart(const AttentionSpec& spec, const AttentionShape& shape, const AppendArgs& args,
                  bool same_rows);
 

@@ -73,7 +73,7 @@ device::TensorMaps tensor_maps(const device::Driver& driver, const plan::Executi
     return maps_with(args.out, "out");
 }
 
-/// Those of a kernel of O's tangent.
+/// The tensor maps of a kernel of O's tangent.
 device::JvpTensorMaps tensor_maps(const device::Driver& driver, const plan::ExecutionPlan& plan,
                                   const JvpArgs& args, const Params&) {
   if (!plan.tensor_boxes) return {};
@@ -88,7 +88,7 @@ device::JvpTensorMaps tensor_maps(const device::Driver& driver, const plan::Exec
 
 using Bytes = std::span<const std::byte>;
 
-/// Where launches go, and whose tensor maps they have: to a stream.
+/// Sends launches to a stream.
 struct ToStream {
   const device::Driver& driver;
   Stream stream;
@@ -101,7 +101,7 @@ struct ToStream {
   }
 };
 
-/// Or to what is remembered of a call.
+/// Keeps launches, so that the same call can repeat them.
 struct ToRecord {
   const device::Driver& driver;
   std::vector<RecordedLaunch>& launches;
@@ -114,7 +114,7 @@ struct ToRecord {
   }
 };
 
-/// Launches those of an operation's steps that `wanted` says yes to, in order. `reserved_sms`:
+/// Launches in order the steps of an operation that `wanted` says yes to. `reserved_sms`:
 /// multiprocessors that persistent kernels leave to others.
 template <class Maps = device::TensorMaps, class To, class Steps, class Wanted>
 void launch_steps(const To& to, const Steps& steps, Bytes params, const Maps& maps, Wanted wanted,
@@ -123,7 +123,8 @@ void launch_steps(const To& to, const Steps& steps, Bytes params, const Maps& ma
     if (wanted(step)) to.add(step, step.blocks_without(static_cast<unsigned>(reserved_sms)), params, maps);
 }
 
-/// Of two entries that append, one is for rows as they come: calls without Q, rotation and norms.
+/// The entry that append() does not launch. One of the two is for rows as they come: calls without Q,
+/// rotation and norms.
 template <class Steps>
 plan::Step skipped_step(const Steps& steps, const AppendParams& p) {
   const bool as_they_come = p.heads_q == 0 && p.rope.pairs == 0 && p.k_norm.weight == nullptr;

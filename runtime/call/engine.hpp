@@ -169,8 +169,8 @@ class Engine {
   std::map<std::string, TileConfig> given_;  // "<spec> <shape>"
   std::map<std::string, TileConfig> tuned_;  // "<spec> <shape> <device>"
   std::set<std::string> wanted_;             // of tuned_: what was asked to be tuned
-  /// Of given_ and tuned_: what was planned before a change is not kept after it. Known calls read it without
-  /// the lock.
+  /// Counts changes of given_ and tuned_: a plan made before a change is not kept after it. Known calls read
+  /// it without the lock.
   std::atomic<std::uint64_t> generation_ = 0;
   /// A configuration whose kernel is in memory, and a shape that it was loaded for.
   struct Loaded {

@@ -11,7 +11,7 @@ namespace flashjit::expr {
 /// templates is qualified, so that a Problem may be in any namespace; it must have an Element.
 std::string emit_functions(const Trees& programs, const EmitOptions& options = {});
 
-/// Those behind the constants of the programs' facts: all that a kernel of nothing but programs needs.
+/// The constants of the programs' facts, then emit_functions(): all that a kernel of programs alone needs.
 std::string emit_hooks(const Trees& programs, const EmitOptions& options = {});
 
 }  // namespace flashjit::expr

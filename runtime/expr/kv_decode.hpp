@@ -31,7 +31,7 @@ class DecodeExpression {
   bool reads_scale_ = false, reads_zero_ = false, is_real_ = true;
 };
 
-/// Of format.decode, which a thread parses once.
+/// The expression in format.decode. A thread parses each text once.
 const DecodeExpression& decode_expression(const KvFormat& format);
 
 /// Codes whose values are a block's extremes, whatever its scale and zero point are, so that these can be

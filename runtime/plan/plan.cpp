@@ -109,8 +109,8 @@ std::int64_t kv_tiles_of_head(const ExecutionPlan& plan) {
   return tiles(plan.shape.seqlen_kv, plan.config.bc) * std::max<std::int64_t>(plan.needs.num_splits, 1);
 }
 
-/// Where a causal mask's KV tiles differ, those whose tiles are nearest to a round. Many rounds of short
-/// heads end well as they are, and read Q better.
+/// How many heads a causal mask's backward pass takes in LPT order: as many as have nearest to a round of KV
+/// tiles. Many rounds of short heads end well as they are, and read Q better.
 std::int64_t lpt_heads(const ExecutionPlan& plan, const DeviceInfo& device) {
   constexpr std::int64_t kTilesOfLongHead = 16, kFewRounds = 4;
   const std::int64_t heads = plan.shape.batch * plan.shape.heads_kv, of_head = kv_tiles_of_head(plan);
@@ -121,9 +121,9 @@ std::int64_t lpt_heads(const ExecutionPlan& plan, const DeviceInfo& device) {
   return std::min(heads, (slots + of_head / 2) / of_head);
 }
 
-/// Those that the first KV tiles of all blocks need, and one more; later ones are cleared as far ahead, by
-/// is_to_clear() in templates/sm90/convert_dq.cuh. All, where L2 could not keep so many zeros until they are
-/// added to: grouped heads, long sequences.
+/// How many heads of dQ are cleared first: as many as the first KV tiles of all blocks need, and one more.
+/// Later ones are cleared as far ahead, by is_to_clear() in templates/sm90/convert_dq.cuh. It is all heads
+/// where L2 could not keep so many zeros until they are added to: grouped heads, long sequences.
 std::int64_t heads_cleared(const ExecutionPlan& plan, const DeviceInfo& device) {
   const AttentionShape& shape = plan.shape;
   const std::int64_t heads = shape.batch * shape.heads_kv, of_head = kv_tiles_of_head(plan);

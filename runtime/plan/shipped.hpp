@@ -26,7 +26,7 @@ std::vector<TuningRecord> parse_shipped(std::string_view text);
 /// they are of several, or there are none.
 std::string shipped_text(const std::vector<TuningRecord>& records);
 
-/// Those that this library was built with.
+/// The records that this library was built with.
 const std::vector<TuningRecord>& shipped_records();
 
 }  // namespace flashjit::plan

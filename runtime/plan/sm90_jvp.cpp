@@ -23,7 +23,7 @@ int most_keys(const AnalysedSpec& spec) {
   return std::min((200 - spec.v_dim()) * 2 / 3 / 16 * 16, 80);
 }
 
-/// Those that do not spill. Blocks of a map are divided.
+/// The most keys of a tile that do not spill. They divide the blocks of a map.
 int preferred_keys(const AnalysedSpec& spec) {
   const bool reads =
       spec.programs.score_reads_pairs || spec.programs.column_term || spec.programs.mask_reads_tensors;

@@ -104,7 +104,7 @@ TileConfig tile_of_split_columns(const AnalysedSpec& spec) {
 /// The backward pass's; where there are two, the last is for splits.
 std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
-  // A KV tile of 128 is of two blocks, as are its keys: those of smaller blocks of a map waste one's.
+  // A KV tile of 128 keys is shared by two thread blocks. Smaller blocks of a map leave one of them idle.
   const bool wastes_long_tiles = spec.has_block_map() && spec.block_map.kv < 128;
   if (exceeds_cta(spec)) {
     const TileConfig split_columns = tile_of_split_columns(spec);
@@ -116,8 +116,8 @@ std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec) {
   // by pair, or for gradients besides what is read by position.
   const bool reads = spec.programs.mask_reads_pairs || spec.programs.score_reads_pairs ||
                      (spec.has_capture_grads && (spec.programs.mask_reads_tensors || spec.programs.row_term));
-  // Of two blocks of 64 keys with lists of their own half of each product would be in vain; the last is for
-  // splits, of which there are none with tiles of their own.
+  // Two blocks of 64 keys have lists of their own: a shared tile would compute half of each product in vain.
+  // The last configuration is for splits, which tiles of their own do not have.
   const TileConfig own = config(64, 64, kGroupWarps, 2);
   if (spec.has_block_map() && spec.block_map.kv % 64 == 0 && wastes_long_tiles && is_admitted(spec, own))
     return {own, config(64, 128, 8, 2)};

@@ -33,7 +33,7 @@ std::string book_text(const KvFormat& format) {
       "    static __device__ float book(unsigned code) {{ switch (code) {{{} }} return 0.0f; }}\n", cases);
 }
 
-/// Of formats whose elements are an expression; what rows are encoded by where `encodes`.
+/// Functions of a format that decodes by an expression. `encodes`: also the constants that encoding needs.
 std::string decode_text(const KvFormat& format, bool encodes) {
   if (format.decode.empty()) return {};
   std::string text = fmt::format(

@@ -7,7 +7,7 @@
 
 namespace flashjit::auxiliary {
 
-/// Of packed rows, by a warp.
+/// Finds a packed row's key. By a warp.
 __device__ __forceinline__ NewKey new_key_of_packed_row(const AppendParams& p, int row) {
   for (int first = 0; first < p.batch; first += 32) {
     const int b = first + static_cast<int>(threadIdx.x) % 32;

@@ -221,8 +221,8 @@ __device__ __forceinline__ void codes_of_lane(const uint4& own, const KvQuantize
   if (kHasSmallFloats<Format>) words[0] |= signs_of(x);
 }
 
-/// Of a block whose second half is in the upper bits of bytes: the lane's four bytes, of its own codes in one
-/// half and of the other half's lane's. Returns the first's place.
+/// Joins codes of a block whose second half is in the upper bits of bytes: each of the lane's four bytes gets
+/// one code of its own and one of the lane in the other half. Returns the first byte's place.
 template <class Format>
 __device__ __forceinline__ int join_halves(unsigned (&words)[2]) {
   constexpr int kLanes = kBlockLanes<Format>, kOther = kLanes / 2;

@@ -18,7 +18,7 @@ __device__ __forceinline__ float quotient(float x, float factor) {
   return kDivides<Format> ? x / factor : x * factor;
 }
 
-/// Of what each of kLanes lanes found.
+/// Joins the extremes that each of kLanes lanes found.
 template <int kLanes>
 __device__ __forceinline__ BlockExtremes of_all_lanes(BlockExtremes found) {
 #pragma unroll

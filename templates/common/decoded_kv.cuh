@@ -35,7 +35,7 @@ class KvScaleRows<P, Format, true> {
 template <class P, class Format>
 class DecodedKvSource : public KvSource<P, typename Format::Stored> {
  public:
-  /// Of 16 columns, as registers allow.
+  /// Pieces of 16 columns that are decoded together, as registers allow.
   static constexpr int kPiecesAtOnce = Format::kApart || Format::kBits == 2 ? 1 : 2;
   __device__ DecodedKvSource(const Params& p, const TensorParam& tensor, const TensorParam& block_scales,
                              const ScaleParam& scales, const Sequence<P>& sequence, int h_kv,

@@ -190,7 +190,7 @@ __device__ __forceinline__ unsigned code_of_float(float x, float largest) {
   const unsigned sign = __float_as_uint(x) >> 24 & 0x80u;
   if (x != x) return sign | 0x7fu;
   const float magnitude = fminf(fabsf(x), largest);
-  // Of the least exponent and below codes are equally far apart.
+  // Codes of the least exponent and below are equally far apart.
   const unsigned bits = __float_as_uint(magnitude), least = 127 + kLeastExponent;
   if (bits >> 23 < least)
     return sign | static_cast<unsigned>(

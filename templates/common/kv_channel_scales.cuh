@@ -19,7 +19,7 @@ struct ColumnScales8 {
   static constexpr int kZeroBytes = kZeroBits > 0 ? kZeroBits : 8 * kSize;
   unsigned factors[2 * kSize], zeros[(kZeroBytes + 3) / 4];
 
-  /// Of columns [column, column + 8); `scales` is the row of the keys' group.
+  /// Loads the scales of columns [column, column + 8); `scales` is the row of the keys' group.
   __device__ __forceinline__ void load(const unsigned char* scales, int column) {
     constexpr int kAlignment = min(8 * kSize, Format::kScaleAlignment);
     load_bytes<8 * kSize, kAlignment>(scales + Format::kScales + column * kSize, factors);
@@ -33,7 +33,7 @@ struct ColumnScales8 {
                                                        : 0.0f;
     return scaled<Format>(value, number_of_words<kType>(factors, i), zero);
   }
-  /// Of codes `first` to `first` + 7.
+  /// Decodes codes `first` to `first` + 7.
   template <class Element>
   __device__ __forceinline__ uint4 elements(const KvCodes16<Format>& codes, int first) const {
     unsigned pairs[4];

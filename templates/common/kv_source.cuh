@@ -205,12 +205,12 @@ class KvScales : public FirstKey<kLeavesPages<P>> {
       first_ += page_of_key<P>(p, b_, 0) * scales.stride_page;
   }
 
-  /// Of all keys.
+  /// The scale that all keys share.
   __device__ __forceinline__ float of_head() const {
     static_assert(!kOfKeys, "keys have their own");
     return *first_;
   }
-  /// Where that of key `kv` is, which must exist where there are pages.
+  /// Where the scale of key `kv` is. With pages the key must exist.
   __device__ __forceinline__ const float* of_key(int kv) const {
     if constexpr (!kOfKeys) return first_;
     return KeyRows<P>::row(first_, p_, b_, P::kPageRows > 0 ? kv : first_row_ + kv, scales_.stride_page,

@@ -17,7 +17,7 @@ __device__ __forceinline__ long long row_stats_count(const Params& p) {
 }
 /// [batch, heads_q, seqlen_q_padded], behind the other.
 __device__ __forceinline__ float* lse_log2(const Params& p) { return p.lse_padded + row_stats_count(p); }
-/// Of each kLseRows rows, whether any has a large LSE.
+/// Whether any of kLseRows rows has a large LSE, a byte for each such group.
 __device__ __forceinline__ unsigned char* large_lse(const Params& p, long long first_row) {
   return reinterpret_cast<unsigned char*>(lse_log2(p) + row_stats_count(p)) + first_row / kLseRows;
 }

@@ -8,7 +8,7 @@ namespace flashjit {
 
 template <class P>
 using OutElement = Conditional<P::kFp32Out, float, typename P::Element>;
-/// Of dQ, dK and dV.
+/// The element of dQ, dK and dV.
 template <class P>
 using GradElement = Conditional<P::kFp32Grads, float, typename P::Element>;
 

@@ -223,7 +223,7 @@ struct Params {
   FLASHJIT_IF_VARLEN const int* cu_seqlens_q;  ///< [batch + 1]
   FLASHJIT_IF_VARLEN const int* cu_seqlens_kv;
   FLASHJIT_IF_VARLEN int zero_unused_rows;  ///< whether rows that belong to no sequence become zeros
-  /// Of the packed tensors, or 2^31 - 1 where lists are built, which has none.
+  /// Rows of the packed tensors; 2^31 - 1 where lists are built, which has no tensors.
   FLASHJIT_IF_VARLEN int rows_q, rows_kv;
 
   FLASHJIT_IF_KV_LENGTHS const int* kv_lengths;  ///< [batch]

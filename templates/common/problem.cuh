@@ -124,8 +124,8 @@ struct ExampleProblem {
   static constexpr int kMaskRowTerms = 0;        // listed only: how many mask_row_term() there are
   static constexpr int kMaskColumnTerms = 0;     // and mask_column_term()
   static constexpr int kCaptureGrads = 0;        // additions of add_capture_grads()
-  // Of these, the last are those with AccumulationPattern::by_difference, except that the very last may be
-  // AccumulationPattern::own, for which there is bias_tile_grad().
+  // How many of them are AccumulationPattern::by_difference. They are the last, but AccumulationPattern::own,
+  // which has bias_tile_grad(), may stand behind them.
   static constexpr int kDifferenceGrads = 0;
   static constexpr bool kBiasTileGrad = false;
   static constexpr bool kOutMod = false;   // there are out_mod(), out_mod_grad() and add_out_mod_grads()

@@ -42,7 +42,7 @@ struct KRows {
   __device__ int heads() const { return p.heads_kv; }
   __device__ int longest() const { return p.seqlen_kv; }
   __device__ int length(const Sequence<P>& sequence) const { return sequence.seqlen_kv(p); }
-  /// Of the first query head that shares the head of K.
+  /// The first query head that shares the head of K.
   __device__ typename P::Head head(const Sequence<P>& sequence, int h) const {
     return sequence.head(p, h * p.qhead_per_kvhead());
   }

@@ -43,7 +43,7 @@ struct ProgramPairs {
   }
 };
 
-/// Of a program that is finite for finite scores, which those of rows that do not exist are.
+/// For a program that is finite for finite scores. Rows that do not exist have finite scores.
 template <class P>
 struct FinitePairs {
   static constexpr bool kMasksDp = true;

@@ -28,7 +28,7 @@ struct ForwardSmem : KvTileLoader<P>::Held, SkippedTiles<P::kSkipSoftmax> {
   __device__ __forceinline__ unsigned v(int i) const {
     return P::kSharedKv ? k(i) : v_stages + i % P::kStages * Policy::kVBytes;
   }
-  /// Of a tile's keys, with kKeyScales.
+  /// The scales of a tile's keys, with kKeyScales.
   __device__ __forceinline__ float* k_scales(int i) const { return scales(kLayout.k_scales(), i); }
   __device__ __forceinline__ float* v_scales(int i) const { return scales(kLayout.v_scales(), i); }
   __device__ __forceinline__ char* o() const { return shared + kLayout.q(); }

@@ -14,7 +14,7 @@ namespace flashjit::sm80 {
 struct ForwardWorkTile {
   int split, q_tile, h, b;
 };
-/// Of a head the last Q tile comes first: under a causal mask it has the most keys.
+/// A head's last Q tile comes first: under a causal mask it has the most keys.
 template <class P>
 __device__ __forceinline__ ForwardWorkTile work_tile_of_cta(const Params& p) {
   if constexpr (P::kIndices) {

@@ -10,7 +10,7 @@
 //
 // S and dP are computed transposed, so that P^T and dS^T are left operands of dV and dK.
 //
-// Of three warpgroups two are consumers, which compute. The warps of the first are:
+// Two of three warpgroups are consumers, which compute. The warps of the first warpgroup are:
 //
 //   0     the producer, which loads by TMA (backward_producer.cuh)
 //   1, 2  one for each consumer, adds its dQ to global memory (backward_dq.cuh), and gradients of captured

@@ -32,9 +32,9 @@ struct BackwardPolicy {
   static constexpr bool kSumsDq = kLayout.sums_dq();  ///< each CTA sums up some columns of all CTAs' dQ
   // Or each CTA has half of all columns. NOTES.md#columns-split-above-d256
   static constexpr bool kSplitsColumns = kLayout.splits_columns();
-  /// Of the KV tile, a CTA's first key.
+  /// A CTA's first key of the KV tile.
   static __device__ int first_key_of_cta(int rank) { return kSplitsColumns ? 0 : rank * kKeys; }
-  // Of a tensor's columns, a CTA's.
+  // A CTA's columns of a tensor.
   static __device__ int first_column(int columns) {
     return kSplitsColumns ? rank() * cta_columns(columns, true) : 0;
   }
@@ -54,14 +54,14 @@ struct BackwardPolicy {
   static constexpr int kFirstDim = first_wg_columns(kLayout.shared_dim()),
                        kFirstDimV = first_wg_columns(kLayout.shared_dim_v());
   static constexpr int kWgDim = kLayout.wg_dim(), kWgDimV = kLayout.wg_dim_v();
-  /// Of a warpgroup's columns of dK those of whole slices; the others are of the fifth.
+  /// A warpgroup's columns of dK in whole slices; its other columns are in the fifth.
   static constexpr int kWgSlices = kWgDim - kFifthSlice / 2;
   static_assert(kKeys == (kWide || kOwnTiles<P> ? 64 : 128) && (P::kBr == 64 || (P::kBr == 128 && !kWide)));
 
   /// A warpgroup's first row and column of a CTA's S^T and dP^T.
   static __device__ int first_row(int wg) { return kWide || kOwnTiles<P> ? 0 : wg * 64; }
   static __device__ int first_query(int wg) { return kWide ? wg * kWgQueries : 0; }
-  /// Of these queries, those whose P and dS a warpgroup computes: all, or half where CTAs split columns.
+  /// The queries whose P and dS a warpgroup computes: all of these, or half where CTAs split columns.
   static constexpr int kPairQueries = kSplitsColumns ? kWgQueries / 2 : kWgQueries;
   static __device__ int first_pair_query(int wg) {
     return kSplitsColumns ? wg * kWgQueries + rank() * kPairQueries : kWide ? wg * kWgQueries : 0;
@@ -87,7 +87,7 @@ struct BackwardPolicy {
   // dQ leaves through shared memory, eight columns a step: the first kDqStepsInDout steps lie over dO, the
   // next kDqStepsInQ over Q, the others in memory of their own.
   static constexpr int kDqSteps = kDqColumns / 8;
-  /// Columns that it hands on, but those of the fifth slice.
+  /// Columns that it hands on, without the fifth slice.
   static __device__ int own_dq_columns(int wg) {
     return kFifthSlice > 0 ? kDqSlices : wg == 0 ? kLayout.own_dq_columns(0) : kDqColumns;
   }
@@ -95,7 +95,7 @@ struct BackwardPolicy {
   static constexpr bool kAdderReleases = kWide && (!kSplitsColumns || kLayout.is_dq_over_stage());
   static constexpr int kDqStepsInDout = kLayout.dq_within_dout() / kDqStepBytes;
   static constexpr int kDqStepsInQ = kLayout.dq_within_q() / kDqStepBytes;
-  /// Of each warpgroup's steps, those that one CTA of the cluster sums up.
+  /// The steps of each warpgroup that one CTA of the cluster sums up.
   static constexpr int kSummedSteps = kDqSteps / kClusterSize;
 
   // --- Switches -------------------------------------------------------------------------------------------

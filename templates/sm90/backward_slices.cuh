@@ -60,7 +60,7 @@ struct WithFifthSlice {
   static __device__ __forceinline__ void multiply_dq(const Smem& smem, unsigned k, int wg, float (&dq)[kAll],
                                                      unsigned long long ds, unsigned long long k_columns,
                                                      bool add) {
-    // Of the other CTA's K half of the whole slices are not there.
+    // The other CTA's K lies there without half of its whole slices.
     const int fifth = Policy::fifth_dq_column(wg) - (k == smem.k() ? 0 : kMostCtaColumns / 2);
     P::multiply_dq(part_of<0, kDqSlices>(dq), ds, k_columns, add);
     P::multiply_fifth_dq(part_of<kDqSlices, kFifthOfDq>(dq), ds,

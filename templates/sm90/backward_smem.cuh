@@ -223,8 +223,8 @@ struct BackwardSmem {
     barrier_init_fence();
   }
 
-  /// Of P and dS of Q tile i all that this thread stores is stored. Where CTAs split columns, the other CTA
-  /// sends half of both.
+  /// Says that this thread has stored its part of P and dS of Q tile i. Where CTAs split columns, the other
+  /// CTA sends half of both.
   __device__ __forceinline__ void signal_ds(unsigned i) const {
     if (Policy::kSplitsColumns && threadIdx.x == 128)
       barrier_expect(ds_full(i), kDsBytes);

@@ -118,7 +118,7 @@ __device__ __forceinline__ void wait_operands_empty(const BackwardSmem<P>& smem,
   // code, NOTES.md#ptxas-orders-equal-sources-differently.)
   if constexpr (!Policy::kWide && !kOwnTiles<P>) barrier_wait<P>(smem.ds_full(i - 1), (i - 1) / 2 & 1);
   DsGrads<P>::acquire(smem, i);
-  // Of this CTA's threads all have read the tiles that P and dS overwrite.
+  // All threads of this CTA have read the tiles that P and dS overwrite.
   DsExchange<P>::wait_read(smem, i);
 }
 

@@ -39,8 +39,8 @@ class Meter {
   virtual Comparison compare(const Problem& problem, const TileConfig& reference,
                              std::span<const TileConfig> candidates, int rounds) = 0;
 
-  /// The GPU's clocks and temperature; call it right after a measurement, while they are those of the
-  /// measurement. Unknown, unless the meter has a GPU that reports it.
+  /// The GPU's clocks and temperature. Call it right after a measurement, before they change. Unknown, unless
+  /// the meter has a GPU that reports it.
   virtual device::GpuState state() { return {}; }
 };
 

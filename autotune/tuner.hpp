@@ -80,7 +80,7 @@ struct TuneResult {
 /// Tunes one problem: the heuristic's choice, the leads and what the model thinks fastest are measured, then
 /// what the model thinks best after that, until nothing promises an improvement or the share is spent. All
 /// are measured beside the heuristic's choice (where it can be had; else beside the first that can), and
-/// their times are the ratio to it by its own time, so that those of a cool GPU and of a hot one compare. The
+/// each time is the ratio to it by its own time, so that times of a cool GPU and of a hot one compare. The
 /// fastest few and the heuristic's choice are measured once more, together, and decide. `known` is an earlier
 /// record of the problem: while is_current() what it settled is not measured again (unless forced), so that
 /// an interrupted search goes on where it stopped; else its best is a lead. Throws Error(invalid_argument)

@@ -144,11 +144,11 @@ struct ForwardArgs {
   /// With spec.epilogue.skip_softmax: [2] on the device, ADDED to: tiles of the kernel's size that were
   /// visited and how many of these were skipped. Null: not wanted.
   std::int64_t* skip_softmax_counts = nullptr;
-  /// With spec.epilogue.out_format: one number on the device, positive; of e4m3 and NVFP4. O / out_scale is
-  /// found as O times its reciprocal, in fp32. Engines whose global scale multiplies give its reciprocal.
+  /// With spec.epilogue.out_format e4m3 or NVFP4: one positive number on the device. O / out_scale is found
+  /// as O times its reciprocal, in fp32. Engines whose global scale multiplies give its reciprocal.
   const float* out_scale = nullptr;
   /// Written: the scales of rows or of blocks, [b, hq, sq, scales of a row] of their type, with any strides.
-  /// Rows without keys have scales of 1, as those of zeros are. With spec.epilogue.swizzled_scales they are a
+  /// Rows without keys have scales of 1, as rows of zeros have. With spec.epilogue.swizzled_scales they are a
   /// matrix of a row for each token b * sq + q and a column for each block of each head, h * dv / 16 + block:
   /// [1, 1, b * sq rounded up to a multiple of 128, hq * dv / 16], contiguous, with element (r, c) at byte
   /// (r / 128 * columns + c / 4 * 4) * 128 + r % 32 * 16 + r % 128 / 32 * 4 + c % 4. Rows behind the last

@@ -135,9 +135,9 @@ struct Epilogue {
   ///                               ForwardArgs::out_block_scale
   ///   e2m1:g16:e4m3:apart:scaled  NVFP4: codes of 4 bits, with the scales of 16 columns there, which
   ///                               out_scale is multiplied with
-  /// A stored value is code * scale of the block * out_scale. Codes are the nearest, ties to even; what is
-  /// too large becomes the largest; NaN stays NaN, of NVFP4 in the scale. Head dimensions of V are then
-  /// multiples of 16. Not with running_state and fp32_out.
+  /// A stored value is code * scale of the block * out_scale. Codes are the nearest, ties to even; a value
+  /// that is too large becomes the largest; NaN stays NaN, with NVFP4 in the scale. Head dimensions of V are
+  /// then multiples of 16. Not with running_state and fp32_out.
   KvFormat out_format = {};
   /// NVFP4 only: scales lie as cuBLAS, tcgen05 and engines read them (128x4). Head dimensions of V are then
   /// multiples of 64. See ForwardArgs::out_block_scale.

@@ -159,7 +159,7 @@ bool add_others(CallWords& call, const flashjit_forward_args& c) {
 }
 bool add_others(CallWords&, const flashjit_backward_args&) { return true; }
 
-/// Words that are addresses on the host, behind which the call's words have what is there.
+/// Words that are addresses on the host. The call's words hold the values there, too.
 constexpr std::array kHostWordsOfForward = {word(offsetof(flashjit_forward_args, softmax_scale)),
                                             word(offsetof(flashjit_forward_args, captures)),
                                             word(offsetof(flashjit_forward_args, skip_softmax_threshold))};

@@ -40,7 +40,7 @@ std::span<const Capture> captures(const CArgs& c, Captures& room) {
   return {room.data(), c.capture_count};
 }
 
-/// What the arguments of all passes have alike, those of shared sequences too.
+/// Sets what the arguments of all passes share, with shared sequences, too.
 template <class Args, class CArgs>
 void set_alike(Args& args, const CArgs& c, Captures& room) {
   args.softmax_scale = optional(c.softmax_scale);

@@ -164,7 +164,7 @@ struct SharedAttention::Impl {
   std::size_t lse_bytes(std::int64_t rows) const { return s.batch * s.heads_q * rows * sizeof(float); }
   /// A segment's part of an LSE of all rows.
   float* lse_of(float* lse, const RowChunk& rows) const { return lse + s.batch * s.heads_q * rows.begin; }
-  /// Whose keys a step has: at first this rank's own, then those of the ranks before it.
+  /// The rank whose keys a step has: at first this one, then the ranks before it.
   int owner_at(int step) const { return (rows_comm.rank + rows_comm.ranks - step) % rows_comm.ranks; }
   /// Whether any segment has several calls.
   bool joins() const {

@@ -42,11 +42,10 @@ std::vector<RowChunk> chunks_of(const SharedSequence& sequence, int rank, int ra
 /// Rows of a document, or without any of the sequence.
 std::int64_t length_of(const SharedSequence& sequence, std::int64_t document, int ranks);
 
-/// A rank's rows: with documents those of each document in each chunk apart, as each has a state of its own.
+/// A rank's rows: with documents a segment for each document in each chunk, as each has a state of its own.
 std::vector<RowChunk> segments_of(const SharedSequence& sequence, int rank, int ranks);
 
-/// What a rank computes with the keys of `owner`: no pair is in two calls, and what is in none does not
-/// attend.
+/// What a rank computes with the keys of `owner`. A pair is in one call at most; in none, it does not attend.
 std::vector<SharedCall> calls_with(const SharedSequence& sequence, int rank, int owner, int ranks);
 
 }  // namespace flashjit

@@ -183,8 +183,10 @@ void check_dropout_place(const AttentionSpec& spec, const AttentionShape& shape,
   check("batch", place.batch, 1, shape.batch);
   const std::int64_t heads = place.heads ? place.heads : shape.heads_q;
   if (place.head < 0 || heads < 0 || heads > kMaxInt || place.head > heads - shape.heads_q)
-    refuse("dropout_place has head {} of {}, and the call {} heads: they are among those of the place.",
-           place.head, heads, shape.heads_q);
+    refuse(
+        "dropout_place has head {} of {}, and the call {} heads: head is at least 0, and with the call's "
+        "heads at most {}.",
+        place.head, heads, shape.heads_q, heads);
 }
 
 /// What both passes have besides their tensors.

@@ -23,8 +23,8 @@
 
 namespace flashjit {
 
-/// A call in words, which tell all that its checks and launches depend on but for addresses, of which they
-/// have whether they are null, and the last 8 bits.
+/// A call in words, which tell all that its checks and launches depend on. Of an address they tell whether it
+/// is null, and its last 8 bits.
 struct CallWords {
   static constexpr std::size_t kMostWords = 512, kMostAddresses = 80;
 

@@ -26,7 +26,7 @@ TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes
                             const ConstTensorView& q, const ConstTensorView& q_rope, const ConstTensorView& k,
                             const ConstTensorView& v, const ConstTensorView& o, const char* o_name,
                             std::span<const CaptureParam> captures);
-/// The tensors of O's tangent, of which tangents may be null.
+/// The tensors of O's tangent. Tangents may be null.
 struct JvpTensors {
   ConstTensorView q, k, v, q_tangent, k_tangent, v_tangent;
 };

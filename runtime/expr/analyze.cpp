@@ -178,7 +178,7 @@ void MaskAnalysis::find_comparisons() {
   }
 }
 
-/// Made of affine comparisons and of what is the same for all pairs.
+/// Whether it is made of affine comparisons and of values that all pairs share.
 bool MaskAnalysis::plain(int place) const {
   if (graph_.uniform(place) || comparison(place)) return true;
   return is_connective(graph_.node(place).op) &&

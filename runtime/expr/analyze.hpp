@@ -78,7 +78,7 @@ class MaskAnalysis {
 };
 
 /// A mask's tree as it is analysed and emitted: folded, and with bounds on both sides in place of bounds on
-/// the size of what is affine.
+/// the size of affine values.
 NodePtr prepared_mask(const NodePtr& mask);
 
 /// The size of blocks of positions, from each multiple of it on, in which something is the same: as `q / 128`

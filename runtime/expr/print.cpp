@@ -89,7 +89,7 @@ class Printer {
 
   void print_unary(const Node& node) {
     const Node& arg = *node.args[0];
-    // -1 is a literal: the negation of one is -(1), and that of another minus -(-x).
+    // -1 is a literal, so the negation of 1 is -(1), and the negation of -x is -(-x).
     const bool apart = node.op == Op::negate && (arg.op == Op::negate || is_number(arg));
     out_ += info(node.op).text;
     print_in(arg, apart || precedence(arg) < kUnaryPrecedence);

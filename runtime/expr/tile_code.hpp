@@ -8,7 +8,7 @@
 
 namespace flashjit::expr {
 
-/// Which bounds: those of keys or of queries, that some position of the other kind meets or that all do.
+/// Which bounds: of keys or of queries, and whether some position of the other kind meets them or all do.
 struct BoundsKind {
   bool of_keys, of_all = false;
 };

@@ -45,7 +45,7 @@ inline constexpr const char* kUnorderedGrads =
 /// Why they leave tangents of gradients to simt.
 inline constexpr const char* kNoSecondDerivative = "it has no kernel of gradients' tangents";
 
-/// Why they leave what is no attention to simt.
+/// Why they leave kernels that are not attention to simt.
 inline constexpr const char* kNoProducts = "has kernels of matrix products alone";
 
 /// Why some leave weight_mod to others.

@@ -35,7 +35,7 @@ enum class Step : std::uint8_t {
   join_lists,             ///< lists of keys of the queries of each Q tile
   decode_cache,           ///< elements of a quantized cache, for all entries that follow
   preprocess,             ///< D, LSE and row terms of a backward pass, zeros for what it adds to
-  out_grads,              ///< dO, and gradients of captured tensors, from those of what out_mod gave
+  out_grads,              ///< dO, and gradients of captured tensors, from gradients of out_mod's results
   row_mods,               ///< Q and K as q_mod and k_mod make them
   row_mod_grads,          ///< dQ and dK of Q and K before that, and gradients of captured tensors
   sink_grads,             ///< sink gradients

@@ -111,7 +111,7 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
     case Step::main_of_dq:
       return heads * q_tiles;
     case Step::combine: {
-      // Enough to fill a device; of fixed parts, of which each row has several, half as many.
+      // Enough to fill a device: half as many with fixed parts, as each row has several.
       const std::int64_t many_rows = kernel.schedule.fixed_parts ? 1 << 12 : 1 << 13;
       const std::int64_t rows = heads * shape.seqlen_q;
       return rows >= many_rows ? tiles(rows, combined_rows_of_cta(kernel.spec.v_dim())) : rows;

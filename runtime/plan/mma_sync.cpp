@@ -59,8 +59,8 @@ int accumulator_registers(const AnalysedSpec& spec, const TileConfig& c) {
   return c.d_split == 1 ? mt * (c.br + (d + dv) / 2) : mt * (c.br / 2 + std::max(d, dv) / 2);
 }
 
-/// Where a step may skip its tile, ptxas keeps more values over the vote; those of score programs and of
-/// codes that are converted, most.
+/// If a step may skip its tile, ptxas keeps more values over the vote, most with score programs and with
+/// codes that are converted.
 Support check_skip_softmax(const AnalysedSpec& spec, const TileConfig& c) {
   if (!spec.epilogue.skip_softmax) return Support::yes();
   constexpr int kMostValues = 170, kMostBesideOthers = 120, kMostKeysBesideOthers = 64;

@@ -167,7 +167,7 @@ std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const Devi
                             {config(64, 32, 4, 1)}});
 }
 
-/// Eight warps, of which two share rows.
+/// Eight warps. Each two of them share rows.
 TileConfig pairs(int br, int bc, int stages) { return config(br, bc, 8, stages, false, 2); }
 
 /// The largest spill with gradients of captured tensors, which keep S and their addresses until dS is known,

@@ -276,8 +276,8 @@ Support check_forward_tile(const AnalysedSpec& spec, const TileConfig& c) {
   return Support::yes();
 }
 
-/// KV tiles of the backward pass that are each one warpgroup's, which visits two listed Q tiles at a time:
-/// they are no neighbours, as packed rows, dropout and what is read by the query would have it.
+/// Whether each warpgroup of the backward pass may have a KV tile of its own. It visits two listed Q tiles at
+/// a time, which are not neighbours, as packed rows, dropout and reads by the query need them to be.
 Support check_own_tiles(const AnalysedSpec& spec, const TileConfig& c) {
   const bool plain = spec.has_tile_lists && !spec.varlen && !spec.dropout &&
                      !spec.reproducible.deterministic && !spec.has_capture_grads && !has_bias_tile(spec) &&

@@ -179,7 +179,7 @@ void check_swizzled_scales(const AttentionSpec& spec) {
     refuse("swizzled_scales is set and head_dim_v is {}; give a multiple of {}", spec.v_dim(), kColumns);
 }
 
-/// What codes of O are for, and what is done to O after the kernels that make them.
+/// Refuses an out_format that O is not stored in, and options with which the kernel's O is not complete.
 void check_out_format(const AttentionSpec& spec) {
   const KvFormat& format = spec.epilogue.out_format;
   if (spec.epilogue.swizzled_scales) check_swizzled_scales(spec);
@@ -374,9 +374,8 @@ void AttentionSpec::validate() const {
     refuse("dropout_place is set without dropout, whose mask it is about; set dropout, or leave it out");
   if (kv.shared_kv && v_dim() > head_dim)
     refuse(
-        "shared_kv is set, head_dim is {} and head_dim_v is {}; V is then K's first columns, of which there "
-        "are "
-        "at most head_dim",
+        "shared_kv is set, head_dim is {} and head_dim_v is {}; V is then K's first columns, so "
+        "head_dim_v is at most head_dim",
         head_dim, v_dim());
   if (kv.shared_kv && kv.v_format.quantized() && kv.v_format != kv.k_format)
     refuse("shared_kv is set, and V is {} and K is {}; V is then K's memory, so leave kv.v_format out",

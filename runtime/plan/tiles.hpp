@@ -26,7 +26,7 @@ int most_queries(const KernelSpec& spec, const TileConfig& config);
 PackedHeadsParam packed_heads(const AttentionShape& shape, int most_queries);
 
 /// Q tiles of the forward pass: so many queries each, of so many sets of heads of a batch entry. A set is one
-/// head, or where heads are packed, or queries have lists of keys, those of a tile.
+/// head, or all heads of a tile where heads are packed or queries have lists of keys.
 struct ForwardTiles {
   std::int64_t queries, heads;
 };

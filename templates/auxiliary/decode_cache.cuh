@@ -47,7 +47,7 @@ __device__ __forceinline__ void decode_keys(const Source& from, Range keys, int 
   }
 }
 
-/// With the scales of the call, or without those of heads where results are multiplied with them.
+/// The format of elements. It leaves out the scales of heads where results are multiplied with them.
 template <class P, class Format>
 using ElementFormat = Conditional<kScaledElements<P>, OfHead<Format>, Format>;
 
@@ -83,8 +83,8 @@ struct StoredRows<P, false> {
 };
 
 /// Grid: batch * tiles of kDecodedKeys keys * heads_kv. Keys that a sequence does not have are not read, and
-/// what is in their place does not matter. In a tile that a window begins in, zeros are in front of it, as
-/// zero times what the workspace had is not zero.
+/// their place may hold anything. In a tile that a window begins in, keys before the window become zeros: the
+/// workspace may hold NaN there, and zero times NaN is NaN.
 template <class P>
 __device__ void decode_cache(const DecodeCacheParams& params) {
   const Params& p = params.call;

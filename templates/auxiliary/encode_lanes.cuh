@@ -10,8 +10,8 @@ namespace flashjit::auxiliary {
 
 constexpr int kLaneColumns = 8, kLaneRows = 4;
 
-/// Formats whose blocks are of a power of two of lanes, and of which a lane's codes are whole bytes of one
-/// row.
+/// Whether a warp's lanes encode a format together: a block has a power of two of lanes, and a lane's codes
+/// are whole bytes of one row.
 template <class Format>
 constexpr bool kEncodesByLanes =
     (Format::kBits == 4 || Format::kBits == 8 || (Format::kBits == 5 && Format::kHalves)) &&

@@ -380,7 +380,7 @@ __device__ __forceinline__ unsigned pair_of_book(const KvCodes16<Format>& codes,
                       i % 2 == 0 ? 0x5140 : 0x7362);
 }
 /// Values of codes 2i and 2i + 1 of a book of 4 or 8: their bytes are selected from the bytes of the book's
-/// floats, of which those that are all zero need no instruction.
+/// floats. Bytes that are zero in all floats need no instruction.
 template <class Format>
 __device__ __forceinline__ void values_of_small_book(const KvCodes16<Format>& codes, int i, float& low,
                                                      float& high) {

@@ -168,7 +168,7 @@ __device__ __forceinline__ void store_codes(const CodedRow& row, const float (&o
   }
 }
 
-/// Stores a row of which each of kLanes neighbouring lanes has four columns from (lane + kLanes * i) * 4 on,
+/// Stores a row. Each of kLanes neighbouring lanes has four of its columns from (lane + kLanes * i) * 4 on,
 /// in x[i]. By whole warps.
 template <class P, int kLanes, int kCount>
 __device__ __forceinline__ void store_codes_of_lanes(const CodedRow& row, const float4 (&x)[kCount]) {

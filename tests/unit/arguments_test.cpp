@@ -316,7 +316,7 @@ TEST(Arguments, Dropout) {
   EXPECT_SAYS(placed({.q = -1}), "dropout_place has q -1", "at least 0");
   EXPECT_SAYS(placed({.kv_step = 0}), "dropout_place has kv 0 and a step of 0", "at least 1");
   EXPECT_SAYS(placed({.kv = 2147483647}), "dropout_place has kv 2147483647", "at most 2^31 - 1");
-  EXPECT_SAYS(placed({.head = 1}), "dropout_place has head 1", "among those");
+  EXPECT_SAYS(placed({.head = 1}), "dropout_place has head 1", "with the call's heads at most");
 }
 
 TEST(Arguments, KvLengths) {

@@ -46,7 +46,7 @@ ATTENTION = {
 
 
 def sentences():
-    """The known ones, those of the shipped text, and the whole of it."""
+    """The known sentences, each sentence of the shipped text, and the whole text."""
     text = (ROOT / "tests" / "data" / "text.txt").read_text()
     return [*KNOWN, *(part.strip() + "." for part in text.split(".") if part.strip()), text]
 

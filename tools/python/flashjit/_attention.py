@@ -197,7 +197,7 @@ def attention(
     out_dtype: torch.float32, or None for the type of q. With q of 8 bits: torch.bfloat16 (None is the same), torch.float16 or
         torch.float32. The backward pass reads O as it is returned, without rounding. Or codes, with the scales below and without
         gradients: torch.float8_e4m3fn or torch.float4_e2m1fn_x2 (NVFP4), of head_dim_v in multiples of 16; the nearest, ties to even;
-        what is too large becomes the largest, and NaN stays NaN, of NVFP4 in the scale. Not with state and bind(), nor in
+        a value that is too large becomes the largest, and NaN stays NaN, with NVFP4 in the scale. Not with state and bind(), nor in
         compiled code.
     out_scale: float32, one number on q's device, with codes as out_dtype: O is code * out_scale, with NVFP4 code * block's scale *
         out_scale. Without it, O of float8_e4m3fn has a scale for each row of a head, its largest magnitude / 448.

@@ -78,7 +78,7 @@ class Problem(NamedTuple):
     max_seqlen_kv: int
     names: tuple[str, ...]  # of the captures' values
     cached: bool = False  # K and V are a cache's pages or slots
-    out_type: str = ""  # the spec's type where Q is of 8 bits: that of O, unless that is fp32
+    out_type: str = ""  # where Q has 8 bits: O's type, which the spec gets, unless it is fp32
     reserved_sms: int = 0  # multiprocessors left to others
     stored: Stored | None = None  # K or V are bytes of rows in a KV format
     skip_softmax_threshold: float | None = None  # None: no tile is skipped

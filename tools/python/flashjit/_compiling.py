@@ -9,8 +9,8 @@ from typing import Any
 
 
 def without_side_effects(function: Any, *arguments: Any) -> Any:
-    """A call that leaves what is outside of it as it was. Within a checkpoint torch.compile refuses those that set anything
-    even so, as a tracer and a mode of torch do while they are at work."""
+    """Calls a function that changes nothing outside of it. Within a checkpoint torch.compile refuses calls that set anything,
+    even for a while, as a tracer and a mode of torch do."""
     import torch
 
     unchecked = getattr(torch._dynamo.utils, "_disable_side_effect_safety_checks_for_current_subtracer", None)

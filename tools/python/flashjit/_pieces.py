@@ -58,7 +58,7 @@ class Rule(NamedTuple):
         )
 
     def pieces(self, mine: Sequence[Chunk], theirs: Sequence[Chunk], device: torch.device) -> list[Piece]:
-        """No row and key are in two of them, and what is in none does not attend."""
+        """The calls of these chunks. A pair of a row and a key is in one piece at most; in none, it does not attend."""
         if self.causal and self.is_simple and mine == theirs:
             whole = Chunk(0, mine[-1].end, 0)  # positions ascend within a shard
             return [Piece(whole, whole, {"scale": self.scale, "causal": True})]

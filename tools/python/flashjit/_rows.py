@@ -97,7 +97,7 @@ class PartialRead:
 
 
 class Row:
-    """Stand-ins in a row: what is done to it is done to each, and a sum, any() or all() makes a value of it."""
+    """Stand-ins in a row: an operation applies to each, and a sum, any() or all() makes one value of them."""
 
     __array_ufunc__ = None
 

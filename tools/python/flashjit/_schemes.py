@@ -316,7 +316,7 @@ class Ring(torch.autograd.Function):
 
 
 def _weight(logit: Tensor, lse: Tensor) -> Tensor:
-    """0 of what is -inf, also where all is."""
+    """exp(logit - lse), and 0 where logit is -inf, even if lse is -inf, too."""
     return torch.where(logit.isneginf(), 0.0, (logit - lse).exp())
 
 

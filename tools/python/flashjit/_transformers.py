@@ -125,7 +125,7 @@ def attention_forward(
     seqlen_kv, head_dim]. Returns [batch, seqlen_q, heads_q, head_dim], and no weights.
 
     softcap: softcap * tanh(score / softcap). s_aux: sinks, [heads_q]. position_bias: added to the scores. cu_seq_lens_q, and others
-    like it in `more`: sequences are packed, and a mask or a bias, which is that of all rows, applies within each. In continuous
+    like it in `more`: sequences are packed, and a mask or a bias, which covers all rows, applies within each. In continuous
     batching keys may be in pages.
     """
     if output_attentions or getattr(getattr(module, "config", None), "output_attentions", False):

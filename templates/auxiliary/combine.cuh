@@ -1,5 +1,5 @@
 // After a forward pass whose CTAs shared the keys of each Q tile: O = sum of exp(LSE_i - LSE) O_i over the
-// splits i of the keys, where LSE is that of all of them.
+// splits i of the keys, where LSE is of all splits.
 #pragma once
 
 #include "flashjit/common/out_codes.cuh"
@@ -12,7 +12,7 @@
 
 namespace flashjit::auxiliary {
 
-/// The largest score of a row, of which each split has its own.
+/// The largest score of a row, from each split's largest.
 template <class P>
 __device__ __forceinline__ float row_max_of_splits(const Params& p, int count, long long row) {
   float largest = -infinity();

@@ -49,7 +49,7 @@ struct JoinedKeys {
   unsigned char* queries;
   int room, count = 0;
 
-  /// Adds the keys of a window in order, each warp those of a share. By all threads.
+  /// Adds the keys of a window in order, each warp its share. By all threads.
   __device__ __forceinline__ void add(KeyWindow& window, int first_key, int size) {
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
     const int share = (size + kJoiningThreads - 1) / kJoiningThreads * 32, begin = warp * share,

@@ -38,7 +38,7 @@ __device__ __forceinline__ void rotate_by_position(const QuantizeParams& p, cons
   if (positions.have_angles(rope)) rotate_row<typename P::Element>(rope, positions, row, lane);
 }
 
-/// Fills a warp's row with what is quantized.
+/// Fills a warp's row with the elements to quantize.
 template <class P>
 __device__ __forceinline__ void load_row(const QuantizeParams& p, const QuantizedRow& at, float* row) {
   using Element = typename P::Element;

@@ -97,7 +97,7 @@ __device__ __forceinline__ void zero_unused_rows_of_given(const Params& p) {
     zero_rows<Grad, P::kHeadDim>(p.given.dk, p.heads_kv, {max(p.cu_seqlens_kv[p.batch], 0), p.rows_kv});
 }
 
-/// CTAs as those of row_mods.
+/// CTAs as in row_mods.
 template <class P>
 __device__ void row_mod_grads(const Params& p) {
   __shared__ float memory[4][P::kHeadDim];

@@ -225,7 +225,7 @@ __device__ __forceinline__ unsigned pair_of_codes(unsigned codes, Scales... scal
   return pair_of_fp16<Element>(fp16_of_codes<Code>(codes), scales...);
 }
 
-/// The nearest code, ties to even; what is too large becomes the largest.
+/// The nearest code, ties to even; a value that is too large becomes the largest.
 template <>
 __device__ __forceinline__ e4m3 from_float<e4m3>(float x) {
   return {static_cast<unsigned char>(code_of_float<3>(x, 448.0f))};

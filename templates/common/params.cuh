@@ -104,8 +104,8 @@ struct CaptureParam {
 /// The heads of Q that share one of K and V, where a forward kernel packs them: row r of a warpgroup is of
 /// query r / heads and of head r % heads of a set.
 struct PackedHeadsParam {
-  int heads;    ///< of a set: all that share one of K and V, or as many as make equal sets, the last of which
-                ///< may lack some
+  int heads;    ///< of a set: all that share one of K and V, or as many as make equal sets; the last set may
+                ///< lack some
   int sets;     ///< for each head of K and V
   int queries;  ///< of a warpgroup
   unsigned inverse;  ///< 2^16 / heads, rounded up: row * inverse / 2^16 is row / heads
@@ -114,7 +114,7 @@ struct PackedHeadsParam {
 
 /// Where a cache has the keys of its sequences. A slot is one page that holds all of a sequence's keys.
 struct PageTableParam {
-  const int* pages;   ///< [batch, columns]: a page's batch index in K and V; null: that of the sequence
+  const int* pages;   ///< [batch, columns]: a page's batch index in K and V; null: the sequence's
   int stride;         ///< from one sequence to the next
   int count;          ///< pages of K and V
   const int* starts;  ///< where each sequence's entries begin in `pages`, which is one row; null: it has rows

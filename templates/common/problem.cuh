@@ -22,7 +22,7 @@ struct ExampleProblem {
   static constexpr int kHeadDim = 128;
   static constexpr int kHeadDimV = 128;
   static constexpr bool kDropout = false;
-  static constexpr bool kDropoutPlace = false;  // its mask is that of a larger problem
+  static constexpr bool kDropoutPlace = false;  // its mask is a larger problem's
   static constexpr bool kKvLengths = false;
   static constexpr bool kVarlen = false;
   static constexpr bool kCache = false;         // K and V are a cache's; with kVarlen only Q is packed
@@ -45,7 +45,7 @@ struct ExampleProblem {
       false;                                 // forward: O and LSE of other keys are joined: running_state.cuh
   static constexpr bool kWeightMod = false;  // score() is P: there is no softmax, LSE or D
   static constexpr bool kFp32Grads = false;  // backward: so are dQ, dK and dV
-  static constexpr bool kAddGrads = false;   // backward: they are added to what is there, in fp32
+  static constexpr bool kAddGrads = false;   // backward: they are added to values in memory, in fp32
   static constexpr bool kInvariant =
       false;  // forward: with kSplit, the splits of a row depend on its keys alone
   static constexpr bool kBlockMap = false;

@@ -231,14 +231,14 @@ __device__ __forceinline__ void prefetch_to_l2(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 }
 
-/// Two floats as codes of e4m3, the first in the lower byte; what is too large becomes the largest. From
+/// Two floats as codes of e4m3, the first in the lower byte; too large values become the largest. From
 /// sm_89 on.
 __device__ __forceinline__ unsigned pair_of_e4m3(float x, float y) {
   unsigned short codes;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(y), "f"(x));
   return codes;
 }
-/// Four floats as codes of e4m3, the first in the lowest byte; what is too large becomes the largest.
+/// Four floats as codes of e4m3, the first in the lowest byte; too large values become the largest.
 __device__ __forceinline__ unsigned pack_e4m3(float x0, float x1, float x2, float x3) {
   unsigned short low, high;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(x1), "f"(x0));

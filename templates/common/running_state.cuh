@@ -1,6 +1,6 @@
 // A running state: O and LSE, in fp32, of the same queries over other keys. The epilogue joins the call's
 // keys with it: LSE = log(exp(LSE_state) + exp(LSE_keys)), O = exp(LSE_state - LSE) O_state + exp(LSE_keys -
-// LSE) O_keys. Its memory may be that of O and LSE: each element of O is read by the thread that writes it.
+// LSE) O_keys. Its memory may be O's and LSE's: each element of O is read by the thread that writes it.
 #pragma once
 
 #include "flashjit/common/out_element.cuh"

@@ -36,7 +36,7 @@ template <class P>
 __device__ __forceinline__ float* lse_of(const Params& p, int split) {
   return P::kSplit ? p.lse_splits + first_row_of_split(p, split) : p.lse.data;
 }
-/// The same of the rows' largest scores, with kRowMax; those of splits stand behind their LSE.
+/// The same for the rows' largest scores, with kRowMax; the splits' largest scores stand behind their LSE.
 template <class P>
 __device__ __forceinline__ float* row_max_of(const Params& p, int split) {
   return P::kSplit ? p.lse_splits + first_row_of_split(p, p.num_splits + split) : p.row_max;

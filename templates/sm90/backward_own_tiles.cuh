@@ -1,4 +1,4 @@
-// KV tiles of 64 keys of which each consumer warpgroup has one of its own, for block maps whose blocks of 64
+// Each consumer warpgroup has a KV tile of 64 keys of its own, for block maps whose blocks of 64
 // keys have lists of their own. It visits two Q tiles of 64 rows at a time, which are no neighbours but the
 // next two of the list. The warpgroups share nothing but the multiprocessor, so one's products run under the
 // other's softmax. dQ is added to global memory from registers, as shared memory has no room for it.

@@ -134,7 +134,7 @@ struct BackwardPolicy {
   /// S starts before it is known whether there is a Q tile. Where S is read while dP is computed, ptxas
   /// serialises all products then.
   static constexpr bool kStartsSEarly = !kOutOfRangeKeys<P> && !kSplitsColumns;
-  /// dS of sixteen queries is stored when that of the next ones is computed. Scores of programs leave no
+  /// dS of sixteen queries is stored when the next queries' is computed. Scores of programs leave no
   /// registers for it.
   static constexpr bool kStoresDsLate = !P::kHasScore && !P::kDropout && !P::kMaskTerms;
   /// The loops that clear rows are unrolled. Elsewhere the values that live across the copies spill (24 to 32

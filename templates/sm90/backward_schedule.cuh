@@ -15,7 +15,7 @@ __device__ __forceinline__ bool finds_row_stats(const Params& p) {
   return P::kFindsRowStats && p.semaphores == nullptr;
 }
 
-// With kClaimsTiles a CTA's first KV tile is that of its own number, which it loads before the grid before
+// With kClaimsTiles a CTA's first KV tile has the CTA's own number. The CTA loads it before the grid before
 // has ended, and claims afterwards. If it came so late that another CTA had claimed it, it computes nothing:
 // CTAs that find no other KV tiles take those that are not claimed, as they would else wait for CTAs that
 // found no room on the device.
@@ -76,7 +76,7 @@ __device__ __forceinline__ void send_tile_index(const Params& p, const BackwardS
 /// keeps whether it `claims` a tile: an object with that changes the machine code.
 template <class P>
 struct KvTileScheduler {
-  /// Whether the first tile is that of the CTA's own number, and must be claimed.
+  /// Whether the first tile has the CTA's own number, and must be claimed.
   static __device__ __forceinline__ bool first(const Params& p) {
     const bool claims = P::kClaimsTiles && blockIdx.x < claimable_tiles<P>(p);
     if (P::kClaimsTiles && !claims) wait_for_prior_grid<P>();

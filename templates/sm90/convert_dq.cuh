@@ -10,7 +10,7 @@
 
 namespace flashjit::sm90 {
 
-constexpr int kDqWarpRows = 16;  ///< of the accumulator's 64, those of a warp's fragments
+constexpr int kDqWarpRows = 16;  ///< rows of a warp's fragments, of the accumulator's 64
 
 /// Columns that are converted at a time, as the producer's warpgroup has few registers; in a loop, as it
 /// compiles sooner.

@@ -195,7 +195,7 @@ struct HeldChunks {
   }
 };
 
-/// What a lane holds of K and of V of a tile's sixteen keys, from `first` on, of which `keys` exist.
+/// A lane's values of K and of V of a tile's sixteen keys, from `first` on; `keys` of them exist.
 template <class P, bool kDecodes = kDecodesKv<P>>
 struct HeldK : HeldChunks<P::kHeadDim> {
   __device__ __forceinline__ void read(const ForwardStorage<P>& smem, int n, int first) {

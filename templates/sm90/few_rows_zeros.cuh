@@ -76,7 +76,7 @@ struct IntegerZeros {
     load_bytes<(kCount * 4 + 7) / 8, kAlignment>(row + Format::kZeros, word);
     words[key] = word[0];
   }
-  /// Then lanes 4 i to 4 i + 3 have those of group i.
+  /// Then lanes 4 i to 4 i + 3 have group i's.
   __device__ __forceinline__ void transpose() {
     const int own = static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll

@@ -14,7 +14,7 @@ struct NoState {
   template <int kCount>
   __device__ __forceinline__ void add_to(const Params&, const WorkTile<P>&, int, float (&)[kCount]) const {}
 };
-/// O and LSE of other keys join those of the call's.
+/// O and LSE of other keys join the call's.
 template <class P>
 struct JoinedState {
   float factor[2] = {};  ///< of the state's O, for a thread's two rows

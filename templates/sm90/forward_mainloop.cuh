@@ -174,7 +174,7 @@ __device__ __forceinline__ void end_qk(const ForwardStorage<P>& smem, SAccumulat
 // --- Q ----------------------------------------------------------------------------------------------------
 
 /// Converts a warpgroup's rows of Q in shared memory to fp16, each times the power of two that brings its
-/// largest element next to fp16's largest: what is 2^39 times smaller is lost. Each four lanes convert the
+/// largest element next to fp16's largest: values 2^39 times smaller are lost. Each four lanes convert the
 /// two rows that they have in accumulators; `undo` is what makes scores of these.
 template <class P>
 __device__ __forceinline__ void convert_q(const ForwardStorage<P>& smem, int wg, int round,
@@ -268,7 +268,7 @@ __device__ __forceinline__ void skip_tiles(const ForwardStorage<P>& smem, int n,
     release_terms(smem, n);
   }
 }
-/// The tail-wave split: keeps the pipeline going for KV tiles i to 0 of a work tile of which only other
+/// The tail-wave split: keeps the pipeline going for KV tiles i to 0 of a work tile in which only other
 /// warpgroups have rows.
 template <class P>
 __device__ __forceinline__ void skip_work_tile(const ForwardStorage<P>& smem, int n, int wg, int round,

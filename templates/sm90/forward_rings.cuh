@@ -41,7 +41,7 @@ template <class P>
 using KRing = Ring<P, StagesOf<P, &ForwardStorage<P>::k_full, &ForwardStorage<P>::k_empty>>;
 template <class P>
 using VRing = Ring<P, StagesOf<P, &ForwardStorage<P>::v_full, &ForwardStorage<P>::v_empty>>;
-/// What is loaded of K: its own stages, or those of codes.
+/// Where K is loaded to: its own stages, or the stages of codes.
 template <class P>
 using RawKRing = Ring<P, StagesOf<P, &ForwardStorage<P>::raw_k_full, &ForwardStorage<P>::raw_k_empty,
                                   &ForwardStorage<P>::raw_k_phase>>;

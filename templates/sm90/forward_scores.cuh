@@ -41,7 +41,7 @@ __device__ __forceinline__ void scale_products(const KeyFactors<false>&, const R
     for (int n = 0; n < kCount; ++n) s[n] = rows.times_k_scale(s[n], n / 2 % 2);
   }
 }
-/// S += log of V's scales: so P has them before it is rounded, and the row maximum is that of what P will be.
+/// S += log of V's scales: so P has them before it is rounded, and the row maximum counts them.
 template <class P, int kCount>
 __device__ __forceinline__ void add_log_of_v_scales(const KeyFactors<true>& keys, float (&s)[kCount]) {
   apply_to_keys(

@@ -1,5 +1,5 @@
 // Skip-softmax in the forward pass: a warpgroup decides for its own 64 rows whether a KV tile's exponentials
-// and P V are left out. The consumers' loop is that of forward.cuh, where the P V that a step starts may be
+// and P V are left out. The consumers' loop is the one of forward.cuh, but the P V that a step starts may be
 // missing. V of a skipped tile arrives and is released all the same.
 #pragma once
 

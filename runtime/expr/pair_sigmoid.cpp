@@ -176,7 +176,9 @@ PairSigmoid pair_sigmoid_of(Graph& graph, int score) {
   NodePtr sigmoid;
   if (!rewriting.is_smooth(program, sigmoid) || !sigmoid) return {};
   const NodePtr scaled = rewriting.with_scaled_scores(program);
-  const NodePtr slope = rewriting.with_shared_products(derivative(scaled, make_name(Name::score)));
+  // Scaled again, so that its products are the weight's own: x s of SiLU is found once.
+  const NodePtr slope = rewriting.with_scaled_scores(
+      rewriting.with_shared_products(derivative(scaled, make_name(Name::score))));
   return {.place = graph.add(sigmoid),
           .exponent = graph.add(rewriting.scaled(sigmoid->args[0], make_real(-kLog2E))),
           .score = graph.add(scaled),

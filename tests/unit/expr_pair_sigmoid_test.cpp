@@ -76,6 +76,11 @@ TEST(PairSigmoid, FactorsMoveToTheScore) {
   EXPECT_TRUE(
       says("    const float v0 = dot * head.s1;\n    const float v1 = v0 * sigmoid;\n    return v1;\n"))
       << text;
+  // The derivative's x s is the weight's.
+  EXPECT_TRUE(
+      says("    const float v1 = dot * head.s1;\n    const float v2 = v1 * sigmoid;\n"
+           "    const float v3 = v2 * sigmoid;\n    const float v4 = v2 - v3;\n"))
+      << text;
 }
 
 TEST(PairSigmoid, ValuesAndDerivativesStay) {

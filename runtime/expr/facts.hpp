@@ -58,6 +58,7 @@ struct ProgramFacts {
   bool score_is_line = false;         ///< see ScoreLine
   bool pair_sigmoid = false;          ///< see PairSigmoid
   bool finite_weight = false;         ///< a weight and its derivative are finite for finite scores
+  bool silu = false;                  ///< see PairSigmoid::silu
   bool names_score_once = false;      ///< the score program does
   bool joins_scores = false;          ///< see joins_scores()
   bool near_min_scores = false;       ///< scores may lie next to the least float, see may_be_near_min()

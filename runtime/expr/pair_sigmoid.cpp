@@ -95,6 +95,17 @@ class Rewriting {
     return make_node(node->op, node->type, std::move(args));
   }
 
+  /// Whether the tree is SiLU of the score, or that times a factor that all pairs share.
+  bool is_silu(const NodePtr& node) {
+    if (node->op != Op::multiply) return false;
+    const auto is_score = [](const NodePtr& x) { return is_name(*x, Name::score); };
+    const auto of_both = [&](const NodePtr& x, const NodePtr& s) {
+      const bool has_factor = x->op == Op::multiply && is_score(x->args[0]) && uniform(x->args[1]);
+      return (is_score(x) || has_factor) && s->op == Op::sigmoid && is_score(s->args[0]);
+    };
+    return of_both(node->args[0], node->args[1]) || of_both(node->args[1], node->args[0]);
+  }
+
  private:
   bool uniform(const NodePtr& node) { return graph_.uniform(graph_.add(node)); }
   static NodePtr real(Op op, const NodePtr& a, const NodePtr& b) { return make_node(op, Type::real, {a, b}); }
@@ -182,7 +193,8 @@ PairSigmoid pair_sigmoid_of(Graph& graph, int score) {
   return {.place = graph.add(sigmoid),
           .exponent = graph.add(rewriting.scaled(sigmoid->args[0], make_real(-kLog2E))),
           .score = graph.add(scaled),
-          .slope = graph.add(slope)};
+          .slope = graph.add(slope),
+          .silu = rewriting.is_silu(scaled)};
 }
 
 }  // namespace flashjit::expr

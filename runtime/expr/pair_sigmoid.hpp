@@ -12,6 +12,7 @@ struct PairSigmoid {
   int place = -1;              ///< of the sigmoid; -1: the program is another
   int exponent = -1;           ///< the sigmoid is 1 / (1 + exp2(exponent))
   int score = -1, slope = -1;  ///< the program and its derivative: as the given ones but for rounding
+  bool silu = false;           ///< it is SiLU of the score, or that times a factor
 };
 /// `graph` gets what the program needs.
 PairSigmoid pair_sigmoid_of(Graph& graph, int score);

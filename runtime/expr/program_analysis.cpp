@@ -116,6 +116,7 @@ ProgramFacts ProgramAnalysis::facts() const {
           .score_is_line = line_.has_value(),
           .pair_sigmoid = pair_sigmoid_.place >= 0,
           .finite_weight = programs_.weighs && is_finite(graph_, score_) && is_finite(graph_, score_grad_),
+          .silu = pair_sigmoid_.silu,
           .names_score_once = names_score_once(graph_[score_].node),
           .joins_scores = joins_scores(graph_, score_),
           .near_min_scores = may_be_near_min(graph_, score_),

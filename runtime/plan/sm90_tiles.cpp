@@ -121,11 +121,15 @@ std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec) {
   const TileConfig own = config(64, 64, kGroupWarps, 2);
   if (spec.has_block_map() && spec.block_map.kv % 64 == 0 && wastes_long_tiles && is_admitted(spec, own))
     return {own, config(64, 128, 8, 2)};
-  // Weights keep more of a pair than a softmax, which finds dS from P; least where they are a sigmoid's.
+  // Weights keep more of a pair than a softmax, which finds dS from P; least a sigmoid's, and SiLU's, whose
+  // derivative shares a product with it.
   const bool weighs = spec.score.is_weight();
-  const bool keeps_little = !weighs || (spec.programs.pair_sigmoid && spec.programs.names_score_once &&
-                                        !spec.has_capture_grads && (spec.mask.empty() || spec.is_causal));
-  if (weighs && (d > 64 ? spec.programs.joins_scores : spec.programs.bias_tile_grad))
+  const expr::ProgramFacts& programs = spec.programs;
+  const bool silu = programs.silu && !spec.has_capture_grads;
+  const bool of_sigmoid =
+      silu || (programs.pair_sigmoid && programs.names_score_once && !spec.has_capture_grads);
+  const bool keeps_little = !weighs || (of_sigmoid && (spec.mask.empty() || spec.is_causal));
+  if (weighs && (d > 64 ? programs.joins_scores && !silu : programs.bias_tile_grad))
     return {config(64, 64, 8, 2)};
   return {config(d <= 64 && spec.block_map.q % 128 == 0 && !reads && keeps_little ? 128 : 64, 128, 8, 2)};
 }

@@ -69,6 +69,21 @@ TEST(PairSigmoid, ScoresAreCounted) {
     EXPECT_FALSE(names_score_once(ScoreProgram(program).tree())) << program;
 }
 
+TEST(PairSigmoid, SiluIsKnown) {
+  const auto silu = [](std::string_view program) {
+    Graph graph;
+    return pair_sigmoid_of(graph, graph.add(weights_of(program).score)).silu;
+  };
+  for (const char* program :
+       {"score * sigmoid(score)", "sigmoid(score) * score / 4096.0",
+        "longest: float; score * sigmoid(score) / longest", "score * sigmoid(score) / to_float(seqlen_kv)"})
+    EXPECT_TRUE(silu(program)) << program;
+  for (const char* program :
+       {"sigmoid(score)", "score * sigmoid(score * 1.702)", "score * sigmoid(score + 1.0)",
+        "(score + 1.0) * sigmoid(score)", "score * sigmoid(score) + score"})
+    EXPECT_FALSE(silu(program)) << program;
+}
+
 TEST(PairSigmoid, FactorsMoveToTheScore) {
   const std::string text = emit_hooks(weights_of("longest: float; score * sigmoid(score) / longest"));
   const auto says = [&](std::string_view what) { return text.find(what) != std::string::npos; };

@@ -288,6 +288,19 @@ TEST(Sm90, TheHeuristicCountsRounds) {
   EXPECT_EQ(chosen("fwd:bf16:d64:causal", "b1:hq16:hkv16:sq2048:skv2048"), two_groups);
 }
 
+TEST(Sm90, WeightsThatKeepLittleHaveASoftmaxsTiles) {
+  const auto chosen = [](const std::string& dim, const std::string& program) {
+    const std::string spec = "bwd:bf16:d" + dim + ":score{" + program + "}:weight_mod";
+    return to_string(family().heuristic(parse_spec(spec), kLarge, kH100));
+  };
+  for (const char* program : {"sigmoid(score - 4.0)", "score * sigmoid(score) / to_float(seqlen_kv)"}) {
+    EXPECT_EQ(chosen("64", program), "sm90:br128:bc128:w8:s2") << program;
+    EXPECT_EQ(chosen("128", program), "sm90:br64:bc128:w8:s2") << program;
+  }
+  EXPECT_EQ(chosen("64", "score * sigmoid(score * 1.702)"), "sm90:br64:bc128:w8:s2");
+  EXPECT_EQ(chosen("128", "score * sigmoid(score * 1.702)"), "sm90:br64:bc64:w8:s2");
+}
+
 TEST(Sm90, MasksHaveTilesOfTheirOwn) {
   const auto chosen = [](const std::string& mask) {
     return to_string(family().heuristic(parse_spec("fwd:bf16:d64:" + mask), kLarge, kH100));

@@ -134,6 +134,12 @@ std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec) {
   return {config(d <= 64 && spec.block_map.q % 128 == 0 && !reads && keeps_little ? 128 : 64, 128, 8, 2)};
 }
 
+/// Whether a tile's rows reach over blocks of queries in which a mask is the same, as `q / 128` is.
+bool crosses_blocks(const AnalysedSpec& spec, const TileConfig& c) {
+  const int block = spec.programs.mask_block_q;
+  return block > 0 && c.br % block != 0 && block % c.br != 0;
+}
+
 /// The forward pass's, up to 128 columns.
 std::vector<TileConfig> preferences_to_128(const AnalysedSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
@@ -144,7 +150,8 @@ std::vector<TileConfig> preferences_to_128(const AnalysedSpec& spec) {
   // With dropout there are no registers for masks, scores or more columns.
   const expr::MaskTraits& mask = spec.programs.mask;
   const bool by_key = mask.kv_reads > 0 && mask.q_reads == 0;
-  const bool in_blocks = spec.has_block_map() || mask.q_reads > 0;
+  const bool in_blocks =
+      spec.has_block_map() || mask.q_reads > 0 || crosses_blocks(spec, forward_config(12, 80, 2));
   const bool simple = spec.mask.empty() || spec.is_causal || by_key;
   const bool fits = spec.dropout ? d <= 64 && spec.mask.empty() && spec.score.empty() : d <= 64 || simple;
   if (!in_blocks && !bias_tile && fits)

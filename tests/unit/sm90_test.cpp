@@ -312,6 +312,10 @@ TEST(Sm90, MasksHaveTilesOfTheirOwn) {
   EXPECT_EQ(chosen("mask{valid: bool 2d; q >= kv && valid[b, kv]}"), "sm90:br192:bc128:w12:s3");
   EXPECT_EQ(chosen("mask{valid: bool 2d; valid[b, kv]}:map128x128"), "sm90:br64:bc64:w4:s2:min_blocks3");
   EXPECT_EQ(chosen("mask{q / 128 % 2 == kv / 128 % 2}"), kTwoListedTiles);
+  // Tiles of 192 rows reach over blocks of 128; not over blocks of 8 or 64.
+  EXPECT_EQ(chosen("mask{((q / 128 ^ kv / 128) & (q / 128 ^ kv / 128) - 1) == 0}"), kTwoListedTiles);
+  EXPECT_EQ(chosen("mask{kv / 8 <= q / 8}"), "sm90:br192:bc128:w12:s3");
+  EXPECT_EQ(chosen("mask{q / 64 == kv / 64}"), "sm90:br192:bc128:w12:s3");
   EXPECT_EQ(chosen("map128x128"), kTwoListedTiles);
   EXPECT_EQ(chosen("map64x128"), "sm90:br192:bc128:w12:s4");
   EXPECT_EQ(chosen("map128x64"), kTwoListedTiles);

@@ -28,7 +28,7 @@ def tables(tmp_path):
     folder = tmp_path / "tables"
     folder.mkdir()
     for name in ("dense", "dense_few", "dense_other", "serving", "variants"):
-        shutil.copy(RESULTS / f"h100_{name}.csv", folder / f"{name}.csv")
+        shutil.copy(RESULTS / f"h200_{name}.csv", folder / f"{name}.csv")
     return folder
 
 
@@ -81,7 +81,7 @@ def test_a_slower_first_call_fails(tables, tmp_path):
 
 def test_many_small_steps_are_seen(nightly, tables):
     """No night is 3% below the last ones, but in the end below the page's."""
-    published = nightly.ratios(RESULTS, "h100_")
+    published = nightly.ratios(RESULTS, "h200_")
     history, failed = [], []
     for _ in range(8):
         slower(tables / "serving.csv", "contiguous_us", 1.01)

@@ -3,7 +3,7 @@
     python3 tools/bench/accuracy.py --lib build/libflashjit.so --csv   # measures, and writes the file and the page
     python3 tools/bench/accuracy.py --tables                           # writes the page again, without a GPU
 
-The file is tools/bench/results/h100_accuracy.csv, the page the table of tools/docs/accuracy.md: the relative RMS error and the
+The file is tools/bench/results/h200_accuracy.csv, the page the table of tools/docs/accuracy.md: the relative RMS error and the
 largest error of O, dQ, dK and dV, over several draws of the inputs, and their ratios to the better peer's.
 Exit code: 0, 1 where a ratio is beyond limits(), 3 where there is no GPU or PyTorch.
 """
@@ -30,7 +30,7 @@ TENSORS = ("O", "dQ", "dK", "dV")
 PEERS = {"FlashAttention-2": "FLASH_ATTENTION", "cuDNN": "CUDNN_ATTENTION"}
 RMS_AIM, LARGEST_AIM = 1.02, 1.2  # of the better peer's error
 DRAWS = 6
-FILE, PAGE = os.path.join(RESULTS, "h100_accuracy.csv"), os.path.join(ROOT, "tools", "docs", "accuracy.md")
+FILE, PAGE = os.path.join(RESULTS, "h200_accuracy.csv"), os.path.join(ROOT, "tools", "docs", "accuracy.md")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,6 +273,7 @@ def page_table(rows):
         for inputs, dim, dtype in order
     ]
     origin = ", ".join(listed(values(rows, name)) for name in ("device", "date"))
+    origin += f", commit {listed(values(rows, 'commit'))}"
     return (
         f"{markdown(['inputs', *TENSORS], lines)}\n\n{over} of {count} ratios are beyond the aim. {origin}, PyTorch "
         f"{listed(values(rows, 'torch'))}."

@@ -5,10 +5,10 @@
     python3 tools/bench/eight_bits.py --lib build/libflashjit.so --csv --speed   # measures speeds, and writes file and page
     python3 tools/bench/eight_bits.py --tables                           # writes picture and pages again, without a GPU
 
-The file is tools/bench/results/h100_eight_bits.csv: of each method the relative RMS error against the inputs before they were
+The file is tools/bench/results/h200_eight_bits.csv: of each method the relative RMS error against the inputs before they were
 rounded (rel) and against what their codes mean (kernel), the RMS and the largest error. The page is the section of
 tools/docs/accuracy.md; the picture needs matplotlib. Codes are e4m3, with a scale for each sequence and KV head. Speeds are
-those of 16k tokens of hidden size 2048 in [batch, length, heads, d], and of flashjit in bf16: h100_eight_bits_speed.csv, and a
+those of 16k tokens of hidden size 2048 in [batch, length, heads, d], and of flashjit in bf16: h200_eight_bits_speed.csv, and a
 section of tools/docs/eight-bits-results.md.
 Exit code: 0, 1 where an error is beyond its limit, 3 where there is no GPU or PyTorch.
 """
@@ -29,8 +29,8 @@ try:
 except ImportError:
     torch = None
 
-FILE, PICTURE = (os.path.join(RESULTS, f"h100_eight_bits.{kind}") for kind in ("csv", "png"))
-SPEED_FILE = os.path.join(RESULTS, "h100_eight_bits_speed.csv")
+FILE, PICTURE = (os.path.join(RESULTS, f"h200_eight_bits.{kind}") for kind in ("csv", "png"))
+SPEED_FILE = os.path.join(RESULTS, "h200_eight_bits_speed.csv")
 PAGE, SPEED_PAGE = (
     os.path.join(ROOT, "tools", "docs", name) for name in ("accuracy.md", "eight-bits-results.md")
 )

@@ -6,7 +6,7 @@ flashjit's reference computes each picture from the very text in its title; matp
 tools/bench/variants.py, picture and section show them next to FlexAttention's:
 
     FLASHJIT_CACHE_DIR=$(mktemp -d) python3 tools/bench/variants.py --lib build/libflashjit.so \\
-        --csv tools/bench/results/h100_variants.csv
+        --csv tools/bench/results/h200_variants.csv
     python3 tools/bench/gallery.py
 """
 
@@ -398,7 +398,7 @@ def main():
     )
     parser.add_argument(
         "--csv",
-        default=os.path.join(RESULTS, "h100_variants.csv"),
+        default=os.path.join(RESULTS, "h200_variants.csv"),
         help="the table of variants.py; without this file no figures are shown (default %(default)s)",
     )
     parser.add_argument("--tables", action="store_true", help="write the table only, and leave the picture")

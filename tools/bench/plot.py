@@ -3,7 +3,7 @@
     python3 tools/bench/plot.py            # pictures (these need matplotlib) and tables
     python3 tools/bench/plot.py --tables   # tables only
 
-Where tables of several GPUs have a name, such as h100_serving.csv and h200_serving.csv, the newer GPU's is shown. The sections between
+Where tables of several GPUs have a name, such as h100_dense.csv and h200_dense.csv, the newer GPU's is shown. The sections between
 the markers <!-- name --> and <!-- /name --> are replaced:
 
     README.md                  speed    five ratios, and where other libraries win the most

@@ -38,12 +38,12 @@ def times(rows):
 
 
 def largest_lead(rows):
-    """(how many times as fast a peer is, the peer, the problem) where that is most; None where none is ahead."""
+    """(how many times as fast a peer is, the peer, its race and problem) where that is most; None where none is ahead."""
     found = []
-    for problem in in_order(rows, "problem"):
-        beside = beside_ours(times(row for row in rows if row["problem"] == problem))
+    for race, problem in dict.fromkeys((row["race"], row["problem"]) for row in rows):
+        beside = beside_ours(times(row for row in rows if (row["race"], row["problem"]) == (race, problem)))
         if beside and beside[0] < 1:
-            found.append((1 / beside[0], beside[1], problem))
+            found.append((1 / beside[0], beside[1], f"{race}: {problem}"))
     return max(found, default=None)
 
 

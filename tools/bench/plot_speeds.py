@@ -280,7 +280,7 @@ def speed_section(dense, few, serving, latent, codes, variants, races):
     )
     if lead := largest_lead(races):
         ahead, who, problem = lead
-        others += f"; {who} {ahead:.2f} (latents: {problem}; on an H200)"
+        others += f"; {who} {ahead:.2f} ({problem})"
     about = (
         f"Above 1, flashjit is faster: geometric means on {of_gpus(dense, serving, variants)}; the linked pages name commits and shapes. "
         f"Largest leads of others: {others}."

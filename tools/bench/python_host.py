@@ -1,7 +1,7 @@
 """What a Python call costs on the CPU in steady state, flashjit's next to PyTorch's own, and what the import costs.
 
     build/tools/flashjit_host_bench --benchmark_out=host_costs.csv --benchmark_out_format=csv
-    python3 tools/bench/python_host.py --cpp host_costs.csv --csv tools/bench/results/h100_host.csv
+    python3 tools/bench/python_host.py --cpp host_costs.csv --csv tools/bench/results/h200_host.csv
 
 Small problems, so that the GPU never delays the host, and a short queue. Rows are interleaved, ten calls each, because a loop
 repeats a call; medians count. Two rows are parts of flashjit.attention(): its one

@@ -4,7 +4,7 @@ Beside flashjit's own contiguous cache, FlashAttention-3's (`pip install fa3-fwd
 are alike. Pages lie in a random order. Each call is captured in a CUDA graph, several times over as many copies of the cache as
 L2 cannot hold; graphs take turns, and medians count. Outputs are checked beside each other before they are timed.
 
-    python3 tools/bench/serving.py --lib build/libflashjit.so --csv tools/bench/results/h100_serving.csv
+    python3 tools/bench/serving.py --lib build/libflashjit.so --csv tools/bench/results/h200_serving.csv
 
 Exit code: 0 if everything ran and was right, 1 if not, 3 without GPU or PyTorch.
 """

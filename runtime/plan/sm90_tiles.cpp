@@ -150,12 +150,11 @@ std::vector<TileConfig> preferences_to_128(const AnalysedSpec& spec) {
   // With dropout there are no registers for masks, scores or more columns.
   const expr::MaskTraits& mask = spec.programs.mask;
   const bool by_key = mask.kv_reads > 0 && mask.q_reads == 0;
-  const bool in_blocks =
-      spec.has_block_map() || mask.q_reads > 0 || crosses_blocks(spec, forward_config(12, 80, 2));
+  const TileConfig three_groups = forward_config(12, d <= 64 ? 128 : d <= 96 ? 96 : 80, d <= 64 ? 3 : 2);
+  const bool in_blocks = spec.has_block_map() || mask.q_reads > 0 || crosses_blocks(spec, three_groups);
   const bool simple = spec.mask.empty() || spec.is_causal || by_key;
   const bool fits = spec.dropout ? d <= 64 && spec.mask.empty() && spec.score.empty() : d <= 64 || simple;
-  if (!in_blocks && !bias_tile && fits)
-    choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : d <= 96 ? 96 : 80, d <= 64 ? 3 : 2));
+  if (!in_blocks && !bias_tile && fits) choices.insert(choices.begin(), three_groups);
   // Small tiles hide each other's waits for list entries and for what a mask reads. Those of 64 keys reach
   // across no block of 64, whose pairs with other queries would be computed in vain.
   const bool small_blocks = spec.has_block_map() && spec.block_map.kv % 128 != 0;

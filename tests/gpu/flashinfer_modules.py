@@ -69,7 +69,7 @@ MODULES = {
 
 
 def without_small_tiles(source: Path) -> None:
-    """Of POD's source, the kernels for prefills of few rows: they triple its time, and the race's tiles have 128."""
+    """Drops the kernels for prefills of few rows from POD's source: they triple its time, and the race's tiles have 128."""
     text = source.read_text()
     kernels = re.findall(r"\ntemplate cudaError_t.*?;\n", text, re.DOTALL)
     for kernel in kernels:

@@ -9,12 +9,12 @@ import racing
 from measuring import torch
 
 HIDDEN, LENGTHS = 2048, (2048, 4096, 8192, 16384)
-#: Of the weight of a product z of Q and K, 1 / (1 + exp2(slope * z + shift)). factor is 1: a sigmoid has none.
+#: A product z of Q and K weighs 1 / (1 + exp2(slope * z + shift)). factor is 1: a sigmoid has none.
 SCALARS = "slope", "shift", "factor"
 SIGMOID = """REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
     return math::ptx_rcp(1.f + math::ptx_exp2(float(logits) * slope + shift));
   })"""
-#: Of the backend's interface: what reads the scalars, and what leaves out the softmax.
+#: Each back end's interface reads the scalars and leaves out the softmax in its own way.
 VARIANTS = {
     "fa3": """struct Weights : AttentionVariantBase {
   float slope, shift;
@@ -72,7 +72,7 @@ def problems():
 
 
 def jit_arguments(backend, dim):
-    """Of flashinfer.jit.gen_customize_single_prefill_module."""
+    """The arguments of flashinfer.jit.gen_customize_single_prefill_module."""
     types = [torch.bfloat16] * 3
     scalars = list(SCALARS), ["double"] * len(SCALARS)
     uri = f"weights_sigmoid_{backend}_d{dim}"
@@ -87,17 +87,11 @@ def module(backend, dim):
 
 
 def expected(problem, q, k, v):
-    """O in fp32, a head at a time: q, k, v [tokens, heads, dim]."""
-    found = torch.empty(q.shape, device=q.device)
-    for head in range(q.shape[1]):
-        scores = q[:, head].float() @ k[:, head].float().T * problem.dim**-0.5
-        if problem.causal:
-            later = torch.ones(scores.shape, dtype=torch.bool, device=q.device).triu(1)
-            scores.masked_fill_(later, -torch.inf)
-        softmax = problem.weights == "softmax"
-        weights = scores.softmax(-1) if softmax else torch.sigmoid(scores - math.log(problem.length))
-        found[:, head] = weights @ v[:, head].float()
-    return found
+    """O in fp32: q, k, v [tokens, heads, dim]."""
+    if problem.weights == "softmax":
+        return racing.attention_in_fp32(q, k, v, problem.causal)
+    sigmoid = lambda scores: torch.sigmoid(scores - math.log(problem.length))
+    return racing.attention_in_fp32(q, k, v, problem.causal, weigh=sigmoid)
 
 
 def ours(flashjit, problem, q, k, v):

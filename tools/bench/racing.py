@@ -143,8 +143,9 @@ def pairs(queries, lengths, causal=True):
     return sum(n * m - (n * (n - 1) // 2 if causal else 0) for n, m in zip(queries, lengths))
 
 
-def attention_in_fp32(q, k, v, causal=True, scale=None):
-    """O, fp32 [queries, heads, dim], of one sequence. q: [queries, heads, dim]; k, v: [keys, heads_kv, dim]."""
+def attention_in_fp32(q, k, v, causal=True, scale=None, weigh=lambda scores: scores.softmax(-1)):
+    """O, fp32 [queries, heads, dim], of one sequence. q: [queries, heads, dim]; k, v: [keys, heads_kv, dim]. weigh: P of scores, which are
+    -inf where the mask is."""
     group, keys = q.shape[1] // k.shape[1], k.shape[0]
     out = torch.empty(*q.shape[:2], v.shape[2], device=q.device)
     for head in range(k.shape[1]):
@@ -157,7 +158,7 @@ def attention_in_fp32(q, k, v, causal=True, scale=None):
                 keys - q.shape[0] + 1
             )
             scores.masked_fill_(later, -torch.inf)
-        out[:, of] = torch.einsum("gqk,kd->qgd", scores.softmax(-1), v[:, head].float())
+        out[:, of] = torch.einsum("gqk,kd->qgd", weigh(scores), v[:, head].float())
     return out
 
 

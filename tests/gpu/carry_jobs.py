@@ -248,7 +248,7 @@ def all_jobs(first: str) -> list[Job]:
         bench("races:sparse", "compare.py", 150, "--only sparse"),
         bench("races:latent", "latent.py", 120, peers=("fa3", "vllm")),
         bench("races:other", "compare.py", 200, "--only other", peers=("fa3",)),
-        bench("races:variants", "variants.py", 240),
+        bench("races:variants", "variants.py", 400),
         *extra_jobs(),
         errors("accuracy", "--commit $COMMIT"),
         errors("eight_bits"),

@@ -396,7 +396,7 @@ def test_the_pages_show_the_committed_results(
         assert script.main() == 0
     of_plot = [
         name
-        for name in ("h100_paper.csv", "h100_distributed.csv", "h100_scaling.csv")
+        for name in ("h100_paper.csv", "h200_distributed.csv", "h200_scaling.csv")
         if (BENCH / "results" / name).exists()
     ]
     assert len(shown) == 14 + len(of_plot) + len(of_eight_bits) + (jax_figures in later)

@@ -5,9 +5,9 @@ of ring, all_gather, ulysses, and from four GPUs on two_level with pairs of GPUs
 what simulator.py predicts of them. The time of a call is the slowest rank's, from one barrier to all ranks' ends; of calls under
 1.25 s it is the mean of four in a row. Medians count. Results are checked against one GPU's first.
 
-    python3 tools/bench/distributed.py --lib build/libflashjit.so --csv tools/bench/results/h100_distributed.csv
+    python3 tools/bench/distributed.py --lib build/libflashjit.so --csv tools/bench/results/h200_distributed.csv
     python3 tools/bench/distributed.py --lib build/libflashjit.so --gpus 2,4,8 --tokens 65536,262144,1048576 \
-        --csv tools/bench/results/h100_scaling.csv     # the scaling run
+        --csv tools/bench/results/h200_scaling.csv     # the scaling run
     python3 tools/bench/distributed.py --lib build/libflashjit.so --cpu --gpus 2,4,8 --tokens 256   # the same without GPUs
     python3 tools/bench/distributed.py --lib build/libflashjit.so --schemes ulysses,pytorch_ring,pytorch_all_gather   # beside PyTorch's
 

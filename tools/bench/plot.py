@@ -13,13 +13,13 @@ the markers <!-- name --> and <!-- /name --> are replaced:
     tools/docs/benchmarks-results.md
                                figures  all points, and *_other.csv, *_few.csv, *_sparse.csv
                                races    races.csv of races.py, where that was run
-                               scaling  h100_scaling.csv of distributed.py on up to eight GPUs, where that was run
+                               scaling  h200_scaling.csv of distributed.py on up to eight GPUs, where that was run
     tools/docs/tuning.md       tuner    h100_tuner.csv of tuner_study.py
     tools/docs/serving-results.md
                                figures  serving.csv of serving.py
     tools/docs/distributed-results.md
                                plans    plans.csv of `simulator.py --tokens 131072,1048576,4194304 --csv`
-                               figures  h100_distributed.csv of distributed.py
+                               figures  h200_distributed.csv of distributed.py
     tools/docs/paper.md        figures  h100_paper.csv and h100_paper_figure.csv of paper.py
 """
 
@@ -93,12 +93,12 @@ def main():
     picture = measured("dense.csv").removesuffix("csv") + "png"
     paper = [result(f"h100_paper{name}.csv") for name in ("", "_figure")]
     paper = [read(path) for path in paper] if all(map(os.path.exists, paper)) else None
-    scaling = read(result("h100_scaling.csv")) if os.path.exists(result("h100_scaling.csv")) else None
+    scaling = read(result("h200_scaling.csv")) if os.path.exists(result("h200_scaling.csv")) else None
     if not arguments.tables:
         draw(dense, picture)
         draw_plans(read(result("plans.csv")), result("plans.png"))
         if scaling:
-            draw_scaling(scaling, result("h100_scaling.png"))
+            draw_scaling(scaling, result("h200_scaling.png"))
         if paper:
             draw_paper(*paper, result("h100_paper.png"))
     serving, latent, codes, variants = (
@@ -113,13 +113,13 @@ def main():
     replace(SERVING, "figures", serving_section(serving))
     replace(TUNING, "tuner", tuner_section(read(result("h100_tuner.csv"))))
     replace(DISTRIBUTED, "plans", plans_section(read(result("plans.csv")), result("plans.png")))
-    if os.path.exists(result("h100_distributed.csv")):
-        replace(DISTRIBUTED, "figures", shared_section(read(result("h100_distributed.csv"))))
+    if os.path.exists(result("h200_distributed.csv")):
+        replace(DISTRIBUTED, "figures", shared_section(read(result("h200_distributed.csv"))))
     if races:
         replace(POINTS, "races", races_section(races))
         replace(BENCHMARKS, "races", races_summary(races))
     if scaling:
-        replace(POINTS, "scaling", scaling_section(scaling, result("h100_scaling.png")))
+        replace(POINTS, "scaling", scaling_section(scaling, result("h200_scaling.png")))
     if paper:
         replace(PAPER, "figures", paper_section(*paper))
     return 0

@@ -322,7 +322,8 @@ def leads_of(dense, few, serving, latent, codes):
         kinds["from a cache"] = ahead(
             serving, "us", "contiguous", lambda row: f"{row['problem']}, {queries_of(row)}"
         )
-        kinds["with latents"] = ahead(
+        of_gpu = f" on an {gpus(latent)}" if gpus(latent) != gpus(dense) else ""
+        kinds[f"with latents{of_gpu}"] = ahead(
             latent,
             "us",
             "ours",

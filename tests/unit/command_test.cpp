@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -136,18 +137,15 @@ TEST_F(Command, WithoutADriverTheGpuCommandsExitWith3) {
 }
 
 TEST_F(Command, DoctorSaysThatNothingCanRunAndWhatToDo) {
-  const CommandResult result = run("doctor --json", "FLASHJIT_CACHEDIR=typo");
+  const CommandResult result = run("doctor --json", "FLASHJIT_CACHEDIR=typo FLASHJIT_LIBRARY=/a/library.so");
   EXPECT_EQ(result.code, 3);
   const nlohmann::json report = result.json();
   EXPECT_FALSE(report["kernels_can_run"].get<bool>());
   EXPECT_FALSE(report["reason"].get<std::string>().empty());
-  bool typo_seen = false;
-  for (const auto& finding : report["findings"])
-    if (finding["subject"] == "FLASHJIT_CACHEDIR") {
-      typo_seen = true;
-      EXPECT_TRUE(contains(finding["text"].get<std::string>(), "no such variable"));
-    }
-  EXPECT_TRUE(typo_seen);
+  std::map<std::string, std::string> found;
+  for (const auto& finding : report["findings"]) found[finding["subject"]] = finding["text"];
+  EXPECT_TRUE(contains(found["FLASHJIT_CACHEDIR"], "no such variable"));
+  EXPECT_EQ(found["FLASHJIT_LIBRARY"], "'/a/library.so', for the Python package");
 }
 
 /// By the CPU, until the time is over.

@@ -5,8 +5,10 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <array>
 #include <memory>
 #include <set>
+#include <string_view>
 
 #include "build.hpp"
 #include "cache/folders.hpp"
@@ -165,13 +167,19 @@ void examine_folders(Examination& found) {
   }
 }
 
+/// Variables that the Python package alone reads, which starts this command.
+constexpr std::array<std::string_view, 3> kReadByPython = {"FLASHJIT_COMMAND", "FLASHJIT_FRONT",
+                                                           "FLASHJIT_LIBRARY"};
+
 void examine_variables(Examination& found) {
   const auto known = environment_variables();
   for (const auto& [name, value] : variables_with_prefix("FLASHJIT_")) {
-    const bool read = std::ranges::find(known, name, &EnvironmentVariable::name) != known.end();
-    found.add(
-        name, Verdict::note,
-        read ? flashjit::quoted(value) : flashjit::quoted(value) + ", but flashjit reads no such variable");
+    std::string text = flashjit::quoted(value);
+    if (std::ranges::find(kReadByPython, name) != kReadByPython.end())
+      text += ", for the Python package";
+    else if (std::ranges::find(known, name, &EnvironmentVariable::name) == known.end())
+      text += ", but flashjit reads no such variable";
+    found.add(name, Verdict::note, text);
   }
 }
 

@@ -234,7 +234,7 @@ def other_points():
 
 
 def lengths_of(text):
-    """Lengths of sequences, separated by commas, each of which fits into the tokens of a point."""
+    """Lengths of sequences, separated by commas; each fits into the tokens of a point."""
     lengths = tuple(int(word) for word in text.split(","))
     if not all(1 <= length <= TOKENS for length in lengths):
         raise argparse.ArgumentTypeError(f"{text!r} has a length that is not within 1 to {TOKENS}")

@@ -8,7 +8,7 @@
 The file is tools/bench/results/h200_eight_bits.csv: of each method the relative RMS error against the inputs before they were
 rounded (rel) and against what their codes mean (kernel), the RMS and the largest error. The page is the section of
 tools/docs/accuracy.md; the picture needs matplotlib. Codes are e4m3, with a scale for each sequence and KV head. Speeds are
-those of 16k tokens of hidden size 2048 in [batch, length, heads, d], and of flashjit in bf16: h200_eight_bits_speed.csv, and a
+for 16k tokens of hidden size 2048 in [batch, length, heads, d], with flashjit's in bf16: h200_eight_bits_speed.csv, and a
 section of tools/docs/eight-bits-results.md.
 Exit code: 0, 1 where an error is beyond its limit, 3 where there is no GPU or PyTorch.
 """
@@ -41,7 +41,7 @@ SPEED_LENGTHS, TOKENS, HIDDEN = (1024, 4096, 16384), 16384, 2048
 INPUTS, DIMS, MASKS = ("normal", "outliers", "mean"), (64, 128, 256), (0, 1)
 HEADS, ROWS = 4, 256  # of which errors are found
 LARGEST_CODE = 448.0
-#: Of rounding to e4m3: 2^-3 / sqrt(12) of a binade's beginning, over floats whose logarithms are spread evenly in it.
+#: The error of rounding to e4m3: 2^-3 / sqrt(12) of a binade's beginning, over floats whose logarithms are spread evenly in it.
 ROUNDING = 2**-3 / math.sqrt(12) * math.sqrt(3 / (8 * math.log(2)))
 #: Against what the codes mean: P's rounding, and a tenth for luck.
 KERNEL_LIMIT = 1.1 * ROUNDING
@@ -457,7 +457,7 @@ def draw(rows, path):
 
 
 def write_pages():
-    """Those whose files there are."""
+    """Writes the pages whose files are there."""
     if os.path.exists(FILE):
         rows = read(FILE)
         draw(rows, PICTURE)

@@ -1,6 +1,6 @@
 """Measure flashjit.jax on one GPU, next to jax.nn.dot_product_attention by cuDNN and by XLA, and Pallas' attention for Hopper.
 
-Each measurement runs one compiled loop of calls, each of which reads the last one's result, so that host and launch costs are hidden as
+Each measurement runs one compiled loop of calls; each reads the last one's result, so that host and launch costs are hidden as
 in a model. Libraries take turns, and medians count. Outputs are compared before they are timed; "-" where a library refuses the
 call, or has no such gradient. Pallas (Mosaic GPU) counts by the best of two tile sizes, computes in fp16, the one type that it has
 in JAX 0.11, and knows no scale: Q is scaled before its loop, not in it.

@@ -158,7 +158,7 @@ def tables(path):
 
 
 def run(doc, columns, measure, warm, tables, shown):
-    """The command of a benchmark of formats: its exit code. measure(options, device): rows of `columns`, of which shown(row) is
+    """The command of a benchmark of formats: its exit code. measure(options, device): rows of `columns`; shown(row) is
     printed; warm(options, device): compiles one format's kernels; tables(path)."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lib", help="libflashjit.so, as FLASHJIT_LIBRARY")

@@ -185,7 +185,7 @@ def attempt(options, backend, dim, before, end):
         }
     except Exception as error:  # noqa: BLE001  (whatever a backend does is a row of the table)
         result = {"status": "failed", "note": one_line(error)}
-    # Here, where the exception no longer holds the tensors.
+    # Here the exception does not hold the tensors.
     return result if gpu_goes_on(options.device) else {**result, "status": LOST}
 
 

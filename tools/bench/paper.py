@@ -45,7 +45,7 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }  # math last: it leaves little memory
 NAMES = ("flashjit", *BACKENDS)
-SLOW_MS = 100  # of such a call one launch is enough
+SLOW_MS = 100  # one launch of such a call is enough
 LONGEST_MS = 4000  # a call that is expected to take longer is not made
 ROUNDS_MS = 150  # for all rounds of a measurement
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum", "lts__t_bytes.sum")

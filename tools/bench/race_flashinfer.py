@@ -39,7 +39,7 @@ class Batch(typing.NamedTuple):
 
 
 def batches():
-    """Decode, prefill, and mixes, of which prefills come first."""
+    """Decode, prefill, and mixes, whose prefills come first."""
     for name, lengths in (
         ("64 x 4k", [4096] * 64),
         ("256 x 1k", [1024] * 256),

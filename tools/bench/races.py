@@ -61,7 +61,7 @@ def able(names):
 
 
 def join(into, paths):
-    """The table with the rows of these files, each in place of the one of its race, problem and call; those of missing peers are left out."""
+    """The table with the rows of these files, each in place of the one of its race, problem and call; rows of missing peers are left out."""
     rows = {}
     for path in [into, *paths] if os.path.exists(into) else paths:
         with open(path, newline="", encoding="utf-8") as file:

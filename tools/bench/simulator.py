@@ -84,7 +84,7 @@ class Event(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What simulate() finds. With both passes, times are those of both."""
+    """What simulate() finds. With both passes, times are of both."""
 
     scheme: str
     layout: str

@@ -5,7 +5,7 @@
 
 bf16, causal, 16k tokens of 2048 columns in all. "gate" is a sigmoid of a tensor like O, by out_mod; "rope" turns halves of Q's and K's rows
 by tables, "norm" is their RMS norm with weights, by q_mod and k_mod. "fp8", "rows" and "nvfp4" store O as codes: FP8 with one scale or a scale for
-each row, and NVFP4. The kernels of their own are those of torch.compile. Passes: "forward", and but for codes "both" with all gradients. Outputs are checked beside each other before they are timed, calls take turns, and medians count.
+each row, and NVFP4. torch.compile makes the kernels of their own. Passes: "forward", and but for codes "both" with all gradients. Outputs are checked beside each other before they are timed, calls take turns, and medians count.
 Exit code: 0 if everything ran and was right, 1 if not, 3 without GPU or PyTorch.
 """
 

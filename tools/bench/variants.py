@@ -36,7 +36,7 @@ WINDOW_TILES = {
     (64, "bwd"): (128, 128, "w8:s2"),
     (128, "bwd"): (64, 128, "w8:s2"),
 }
-#: Beside which cases' tiles those of a case are put.
+#: Beside which cases' tiles a case's are put.
 PLAIN = {"alibi": ("causal", "full"), "window_tiles": ("short",)}
 COLUMNS = [
     "pass",
@@ -202,7 +202,7 @@ def more_cases(batch, heads, length, device="cuda"):
 
 
 def counts(mask_mod, length, device="cuda", br=TILE, bc=TILE):
-    """Pairs that attend, tiles in which one does, and those of them in which not all do."""
+    """Pairs that attend, tiles in which one does, and tiles in which some do and some do not."""
     if mask_mod is None:
         return length * length, -(-length // br) * -(-length // bc), 0
     keys, pairs, kept, partial = torch.arange(length, device=device), 0, 0, 0

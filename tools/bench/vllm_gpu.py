@@ -7,7 +7,7 @@
 tokens: bfloat16, heads of 128, CUDA graphs of whole steps, prefix caching, chunks of 256 tokens; Llama also with drafts by
 n-grams, FP8 caches, without graphs, and compiled. In bfloat16 two backends may round to another token: after it a sequence is not
 compared, and the gap of the two tokens' log probabilities is printed. Each backend's log probabilities are also compared with
-those of transformers in float32 for the same tokens.
+transformers' in float32 for the same tokens.
 speeds: a Llama of 8 layers with the sizes of 8B; the engines are made at the same time, and measured in turns.
 
 All engines are forks of one process, which has imported vLLM, --processes at a time; what each model gave is printed when its last

@@ -3,7 +3,7 @@
 
     tools/bench/vllm_tokens.py --models llama qwen3 gemma2 mistral gpt_oss [--own CPU_ATTN]
 
-Each model runs twice, in processes of its own: prompts of which two share a prefix, with prefix caching and chunked prefill,
+Each model runs twice, in processes of its own: prompts, two with a common prefix, with prefix caching and chunked prefill,
 greedily. It prints how many tokens agree and the largest difference of a log probability. Needs vLLM and transformers; without
 a GPU vLLM's CPU wheel, whose platform knows no other backend than CPU_ATTN, by whose name flashjit then runs.
 """

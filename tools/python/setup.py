@@ -1,5 +1,5 @@
 """Puts libflashjit.so and the flashjit command into the wheel: from FLASHJIT_NATIVE, a folder that holds both, or built
-by CMake from this repository, of which a source distribution has what that takes; and where the folder has them, or the environment
+by CMake from this repository or a source distribution; and where the folder has them, or the environment
 has what they are built with, libflashjit_jax.so (JAX) and libflashjit_torch.so (Python's headers). The wheel is for every Python, and for the oldest Linux that has the symbols which its files
 need, but none older than FLASHJIT_GLIBC says: 28 for glibc 2.28, the oldest that a release is tried with."""
 

@@ -67,7 +67,7 @@ class Call:
         )
         if recorder is not None:
             recorder.made = out, lse
-        self.row_max = None  # which nothing needs any more
+        self.row_max = None  # nothing needs it now
         ctx.save_for_backward(q, k, v, out if before_mod is None else before_mod, lse, *rest)
         ctx.set_materialize_grads(False)
         ctx.call = self
@@ -127,7 +127,7 @@ def _gradients(
     lse: Tensor,
     *rest: Any,
 ) -> Any:
-    """Those of what _Attention.forward() is given, in its order."""
+    """The gradients of what _Attention.forward() is given, in its order."""
     recorder, lists = None, call.built[1]
     if found is None and call.calls is not None:
         recorder = Recorder(call.calls, (dout, q, k, v, out, lse, *(rest or NOTHING)[: len(FIXED)], lists))

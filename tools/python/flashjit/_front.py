@@ -164,7 +164,7 @@ class Calls:
 
     @staticmethod
     def of_front(front: Any, members: Sequence[str]) -> Calls:
-        """Of a front that of_bound() made, and that holds no Calls: both would live until the garbage is collected."""
+        """The Calls of a front that of_bound() made, and that holds no Calls: both would live until the garbage is collected."""
         calls = Calls.__new__(Calls)
         calls._front, calls._members, calls._pass, calls.find = front, members, "forward", front.call
         return calls

@@ -214,7 +214,7 @@ class Runtime:
         self._handle = Handle("flashjit_runtime_create", "flashjit_runtime_destroy", ctypes.byref(options))
         self.address = self._handle.address
         self.generation = 0  # counts what may change the workspace that calls need
-        # At exit too, when the driver and NVRTC must not be in use any more.
+        # At exit too: then the driver and NVRTC must not be in use.
         weakref.finalize(self, _stop_tuning, self._handle, os.getpid())
 
     def stop_tuning(self) -> None:

@@ -134,7 +134,7 @@ def _with_swizzled_scales(codes: OutCodes | None, out_dtype: Any, columns: int) 
 
 
 def columns_of_out(options: str, columns: int) -> int:
-    """Of O's rows in memory."""
+    """Columns of O's rows in memory."""
     return columns // 2 if ":out{e2m1" in options else columns
 
 

@@ -1,4 +1,4 @@
-"""Captured tensors of which a program gives some of the indices, and rows of stand-ins that it sums or indexes."""
+"""Captured tensors whose indices a program gives in part, and rows of stand-ins that it sums or indexes."""
 
 from __future__ import annotations
 

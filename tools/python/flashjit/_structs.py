@@ -1,4 +1,4 @@
-"""Structs of the C interface that a plan fills: where their members are, in words, and those of tensors."""
+"""Structs of the C interface that a plan fills: where their members are, in words, and the members of tensors."""
 
 from __future__ import annotations
 

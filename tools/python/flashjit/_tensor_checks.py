@@ -215,7 +215,7 @@ def check_memory(name: str, tensor: Tensor) -> None:
 
 
 def spec_of(text: str, q: Tensor, v: Tensor, dims: tuple[int, int] | None) -> Handle:
-    """The spec of a text. dims: those of Q and V, whose tensors can be padded with zeros; None: they have codes."""
+    """The spec of a text. dims: head dimensions of Q and V, whose tensors can be padded with zeros; None: they have codes."""
     if dims and (wrong := wrong_head_dim(*dims)):
         _, most, most_v = head_dims()
         raise InvalidArgument(

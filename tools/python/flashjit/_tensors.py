@@ -14,7 +14,7 @@ from . import _values
 from .errors import InvalidArgument, WrongType
 
 SPEC_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-#: Of K and V that have scales.
+#: Types of K and V that have scales.
 KV_TYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 ELEMENTS = {getattr(torch, name): text for name, text in _values.ELEMENTS.items()}
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -54,7 +54,7 @@ def how_to_give_bytes(name: str) -> str:
 
 
 def dense_strides(size: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor whose dimensions lie in memory as those of `like` do; the last one innermost."""
+    """Strides of a dense tensor whose dimensions lie in memory as `like`'s do; the last one innermost."""
     strides = [0, 0, 0, 1]
     step = size[3]
     for i in sorted((2, 1, 0), key=lambda i: like[i]):

@@ -131,8 +131,8 @@ def flash_attn_varlen_func(
     """Attention of sequences packed one after another: q [all rows, hq, d], k and v [all rows, hkv, d],
     where sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1], int32 [sequences + 1]; so K and V.
 
-    block_table: int32 [sequences, pages of the longest]: k and v are pages [pages, rows of a page, hkv, d],
-        of which the sequences have as many rows as seqused_k or cu_seqlens_k says. Without gradients: tensors
+    block_table: int32 [sequences, pages of the longest]: k and v are pages [pages, rows of a page, hkv, d].
+        seqused_k or cu_seqlens_k says how many rows a sequence has. Without gradients: tensors
         that require them are refused.
     return_attn_probs: also LSE [hq, all rows], and None.
 

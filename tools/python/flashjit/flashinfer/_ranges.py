@@ -19,7 +19,7 @@ _OWN = "kv >= ranges[first[b] + q, 0] && kv <= ranges[first[b] + q, 1]"
 
 
 class BatchPrefillWithCausalBidirectionalRangesWrapper(BatchPrefillWithPagedKVCacheWrapper):
-    """A query sees the keys up to its own, and besides those of its range."""
+    """A query sees the keys up to its own, and also the keys of its range."""
 
     def __init__(
         self,

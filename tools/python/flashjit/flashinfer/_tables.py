@@ -178,7 +178,7 @@ def _refuse_two_tables(shared: bool) -> None:
 
 
 def of_drafts(mask: Tensor, rows: Rows) -> Seen:
-    """Of bits, a row of bytes for each query: which of the queries of its sequence it sees, all of which are keys, the last ones."""
+    """Bits, a row of bytes for each query: which queries of its sequence it sees. All of these are keys, the last ones."""
     if not isinstance(mask, Tensor) or mask.dim() < 2 or mask.stride(-1) != 1:
         raise WrongType(f"mask is {describe(mask)}: give bits of each draft, uint16 [.., words of a row].")
     bits = mask.view(torch.uint8).flatten(0, -2)

@@ -21,7 +21,7 @@ from ._second_derivatives import tangents_given
 
 
 def attend(problem: Problem, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """Problem.results(): O, and LSE with a last dimension of 1; arrays are those of operand_names()."""
+    """Problem.results(): O, and LSE with a last dimension of 1; arrays: by operand_names()."""
     return tuple(forward_p.bind(*alike(arrays), problem=problem))
 
 

@@ -57,7 +57,7 @@ class Formats(NamedTuple):
 
 
 def read_formats(k: Any, v: Any, k_format: Any, v_format: Any) -> Formats:
-    """Those given, or those that types of 8 bits are beside them."""
+    """The given formats, or the formats of types of 8 bits without them."""
     if k_format is None and v_format is None:
         return Formats(None, None)
     given = (("k_format", k_format, k), ("v_format", v_format, v))

@@ -17,7 +17,7 @@ from .. import _installed, _library
 from .._can import can
 from ..errors import CudaError, NoDriver, Unsupported
 
-#: By function. A target's handlers are those of its execution and, on a GPU, of what comes before.
+#: By function. A target has handlers for its execution and, on a GPU, for what comes before.
 TARGETS = {
     name: f"flashjit_{name}" for name in ("forward", "backward", "tangent", "backward_tangent", "append")
 }

@@ -17,10 +17,10 @@ from ._programs import Program
 FIXED = tuple(
     "kv_lengths page_table cu_seqlens_q cu_seqlens_kv sinks rng q_scale k_scale v_scale k_block_scale v_block_scale out_scale".split()
 )
-#: Of arrays that have scales.
+#: Types of arrays that have scales.
 CODES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "int8"}
 Q_CODES = ":q_codes"
-#: Of O as codes, in specs.
+#: Formats of O as codes, in specs.
 FP8, FP8_ROWS, NVFP4 = "e4m3", "e4m3:row:fp32:apart", "e2m1:g16:e4m3:apart:scaled"
 SWIZZLED = ":swizzled_scales"
 TYPES_OF_OUT_CODES = {
@@ -66,7 +66,7 @@ class Problem:
 
     @property
     def out_format(self) -> str:
-        """Of O as codes; "" where it has elements."""
+        """The format of O as codes; "" where it has elements."""
         found = _OUT_FORMAT.search(self.codes)
         return found[1] if found else ""
 
@@ -193,7 +193,7 @@ def kind_of(derivative: Derivative) -> str:
 
 
 def gradients_of(derivative: Derivative) -> Gradients | None:
-    """Those that are made, or that have tangents made."""
+    """The gradients that are made, or that have tangents made."""
     if isinstance(derivative, GradientTangents):
         return derivative.gradients
     return derivative if isinstance(derivative, Gradients) else None

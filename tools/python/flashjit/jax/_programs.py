@@ -60,7 +60,7 @@ class Program:
     captures: tuple[Capture, ...] = ()
 
     def texts(self) -> dict[str, str]:
-        """Those that there are, by what a spec calls them."""
+        """The programs that there are, by their names in a spec."""
         fields = {name: getattr(self, name) for name in ("score", "mask", "q_mod", "k_mod", "out_mod")}
         return {name: text for name, text in fields.items() if text}
 

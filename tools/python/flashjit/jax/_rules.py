@@ -1,4 +1,4 @@
-"""What each operation of a jaxpr is in flashjit's language: rules that make elements of a result from those of operands."""
+"""What each operation of a jaxpr is in flashjit's language: rules that make elements of a result from elements of operands."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _convert(equation: Any, x: Elements) -> Elements:
 
 
 def _mapped(indices: Callable[..., tuple[Value, ...]]) -> Callable[..., Elements]:
-    """A rule whose elements are those of the operand at other indices."""
+    """A rule whose elements are the operand's at other indices."""
 
     def rule(equation: Any, x: Elements) -> Elements:
         aval = equation.outvars[0].aval

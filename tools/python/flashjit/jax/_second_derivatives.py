@@ -1,6 +1,6 @@
-"""Second derivatives: tangents of gradients, and the gradients of those and of tangents.
+"""Second derivatives: tangents of gradients, and the gradients of these and of tangents.
 
-The tangents of gradients are a primitive that is linear in the tangents that it is given, as those of O are. Second derivatives are
+The tangents of gradients are a primitive that is linear in the tangents that it is given, as O's tangents are. Second derivatives are
 symmetric, so that its transpose is itself for the arrays of the call, and the tangents of O and LSE for their gradients. A tangent's
 own tangent has no kernel, and is refused when it is computed, but its transpose has one: the tangents of gradients. A third derivative is
 refused when it is computed or transposed, not when it is traced: what stop_gradient is applied to is a constant.

@@ -75,7 +75,7 @@ def partitioned(shard: Any, problem: Problem, derivative: Derivative) -> Callabl
 
 @dataclasses.dataclass(frozen=True)
 class _Axes:
-    """The mesh axes by which a call is divided. kv_heads: those of heads, or none where K has one head for all."""
+    """The mesh axes by which a call is divided. kv_heads: the axes of heads, or none where K has one head for all."""
 
     batch: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
@@ -126,7 +126,7 @@ class _Rule:
         return (first, *(rows if self.heads == 1 else reversed(rows)), last)
 
     def axes(self, mesh: Any, arguments: Sequence[Any]) -> _Axes:
-        """Those of Q, as far as the call can be divided by them."""
+        """The axes of Q, as far as the call can be divided by them."""
         q, k = arguments[0], arguments[1]
         spec = [_names(entry) for entry in (*q.sharding.spec, *[None] * 4)]
         heads = spec[self.heads] if self.by_heads else ()

@@ -30,7 +30,7 @@ struct StoredKernel {
 /// Throws Error(invalid_argument) when there is none or more than one.
 StoredKernel find_stored(const std::vector<std::filesystem::path>& folders, const std::string& key);
 
-/// The tuning records that a runtime would choose from: those of the packs, then the cache's.
+/// The tuning records that a runtime would choose from: the packs', then the cache's.
 plan::TuningRecords chosen_records();
 
 /// The shape of a spec when none is given: 4096 tokens, 16 heads.

@@ -156,7 +156,7 @@ int verify(const CacheOptions& options, bool json) {
     if (cache::link_on_the_way(manifest.parent_path(), cache::kManifestFile).empty() &&
         std::filesystem::remove(manifest, problem))
       warn(
-          "the manifest was removed: this is no longer the pack that it names; `flashjit pack` writes it "
+          "the manifest was removed: the pack differs from it; `flashjit pack` writes it "
           "anew");
   } else if (!differences.empty()) {
     return kCheckFailed;

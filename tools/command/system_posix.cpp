@@ -15,7 +15,7 @@ namespace flashjit::command {
 
 std::vector<std::string> program_arguments(int argc, char** argv) { return {argv, argv + argc}; }
 
-// Opened the wrong way round: to use such a stream fails as before.
+// Opened the wrong way round: using such a stream still fails.
 void prepare_streams() {
   for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
     if (::fcntl(stream, F_GETFD) == -1) ::open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY);

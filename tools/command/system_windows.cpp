@@ -22,7 +22,7 @@ std::wstring quoted_argument(const std::wstring& argument) {
   std::wstring out = L"\"";
   std::size_t backslashes = 0;
   for (const wchar_t c : argument) {
-    // Those before a quote count twice.
+    // Backslashes before a quote count twice.
     if (c == L'"') out.append(backslashes + 1, L'\\');
     backslashes = c == L'\\' ? backslashes + 1 : 0;
     out += c;

@@ -34,7 +34,7 @@ flashjit::AppendArgs append_args(const Memory& m, bool packed) {
   return args;
 }
 
-/// Those of forward(), which sees what append() has stored.
+/// The arguments of forward(), which sees what append() has stored.
 flashjit::ForwardArgs forward_args(const Memory& m, bool packed, flashjit::Workspace workspace) {
   const flashjit::AppendArgs append = append_args(m, packed);
   flashjit::ForwardArgs args{.q = append.q_out,
@@ -49,7 +49,7 @@ flashjit::ForwardArgs forward_args(const Memory& m, bool packed, flashjit::Works
   return args;
 }
 
-/// Whether results are those of the reference.
+/// Whether results equal the reference's.
 bool is_right(Engine& engine, const flashjit::AttentionSpec& spec, const std::vector<Bf16>& got) {
   flashjit::reference_append(spec, append_args(engine.memory(), spec.varlen));
   flashjit::reference_forward(spec, forward_args(engine.memory(), spec.varlen, {}));

@@ -1,4 +1,4 @@
-// The names are those of FIPS 180-4. Written out because it is short: a library for it is one more thing to
+// The names come from FIPS 180-4. Written out because it is short: a library for it is one more thing to
 // install and to link into the wheel's command.
 #include "tools/parts/sha256.hpp"
 

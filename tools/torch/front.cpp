@@ -21,7 +21,7 @@ namespace {
 
 constexpr long kInterface = 6;  // of both files: this one and flashjit/_front.py
 
-/// Of Python's vectorcall protocol, which is the same in all versions, and in the limited API from 3.12 on.
+/// Python's vectorcall protocol, which is the same in all versions, and in the limited API from 3.12 on.
 using Vectorcall = PyObject* (*)(PyObject* self, PyObject* const* args, size_t count, PyObject* names);
 constexpr unsigned long kHasVectorcall = 1ul << 11;
 constexpr size_t kCountOfVectorcall = ~(size_t{1} << (8 * sizeof(size_t) - 1));

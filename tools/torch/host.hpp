@@ -59,7 +59,7 @@ class Host {
   bool read(PyObject* tensor, Tensor& out) const;
   bool is_negated(PyObject* tensor) const;
   bool requires_grad(PyObject* tensor) const;
-  /// Of a device that tensors are on.
+  /// Whether a device that tensors are on is the current one.
   bool is_current(int device_index) const;
   /// false: a Python exception is set.
   bool stream(int device_index, void*& out) const;

@@ -474,7 +474,7 @@ struct DeviceMeter::Impl {
     for (std::size_t i = 0; i < kLaunchesInQueue; ++i) events.emplace_back(c.driver());
   }
 
-  /// The candidate's Runtime, made when it is not there. Those of another spec go: a suite may be long.
+  /// The candidate's Runtime, made when it is not there. Runtimes of another spec go: a suite may be long.
   std::shared_ptr<Runtime> runtime(const Problem& problem, const TileConfig& config) {
     const std::lock_guard lock(mutex);
     if (spec != problem.spec) {
@@ -516,8 +516,8 @@ struct DeviceMeter::Impl {
     return ms;
   }
 
-  /// Runs the reference until its time no longer changes, or has come back to what it was when it last did
-  /// not. A GPU that was idle runs a long problem faster than it can go on: its power limit lowers the clock.
+  /// Runs the reference until its time stays the same, or is again the time at which it last stayed.
+  /// A GPU that was idle runs a long problem faster than it can go on: its power limit lowers the clock.
   void warm_up(Inputs& input, const TileConfig& config, Runtime& reference) {
     const auto mean = [](auto from, auto to) {
       return std::accumulate(from, to, 0.0) / static_cast<double>(to - from);
@@ -582,7 +582,7 @@ Comparison DeviceMeter::compare(const Problem& problem, const TileConfig& refere
   try {
     return impl_->compare(problem, reference, candidates, rounds);
   } catch (const Error& error) {
-    // A refused launch is the candidate's fault; a context that no longer answers is everyone's.
+    // A refused launch is the candidate's fault; a context that does not answer is everyone's.
     const bool sound = impl_->driver.stream_synchronize(impl_->stream.get()) == CUDA_SUCCESS;
     if (error.code() != ErrorCode::cuda || !sound) throw;
     throw Error(ErrorCode::unsupported, error.message(), error.detail());

@@ -10,7 +10,7 @@
 
 namespace flashjit::autotune {
 
-/// What a GPU does at best. Clocks and memory are those of one common product of each architecture.
+/// What a GPU does at best. One common product of each architecture gives clocks and memory.
 struct Rates {
   double clocks_per_ms;
   double group_macs, tensor_macs;  ///< 16-bit multiply-adds a clock and multiprocessor: wgmma, mma.sync

@@ -9,8 +9,8 @@
 namespace flashjit::autotune {
 
 /// The logarithm of (time / prediction) is taken as a Gaussian process over the configurations: near ones err
-/// alike, those of one family err somewhat alike. A candidate is worth what it is expected to improve the
-/// best time by. A pure function of its arguments; of equal candidates the first wins.
+/// alike, configurations of one family somewhat alike. A candidate is worth what it is expected to improve
+/// the best time by. A pure function of its arguments; of equal candidates the first wins.
 class Strategy {
  public:
   /// Each candidate has a configuration and a predicted time, which is above 0.

@@ -76,7 +76,7 @@ struct KvLayout {
 /// queries, or some queries of its keys.
 struct Partial {
   /// O is fp32, whatever the type of Q, K and V. The backward pass, which is then given O in fp32, finds D =
-  /// rowsum(dO * O) from it as it was before rounding: accurate gradients of rows with one strong key. With
+  /// rowsum(dO * O) from O before rounding: accurate gradients of rows with one strong key. With
   /// out_mod the backward pass is given O before that, of Q's type.
   bool fp32_out = false;
   /// P and dS enter their products as the sum of two elements each, in place of one: O, dQ, dK and dV then

@@ -235,7 +235,7 @@ struct SharedAttention::Impl {
     if (s.spec.sinks && call.first) args.sinks = given.sinks + first_head();
     if (is_ring() && travelling) args.partial.reserved_sms = s.reserved_sms;
   }
-  /// The caller's arguments as those of one call. They are checked before anything is sent.
+  /// The caller's arguments, as arguments of one call. They are checked before anything is sent.
   template <class Args, class Given>
   Args as_one_call(const Given& given) const {
     const auto view = [&](const void* data, std::int64_t heads, int dim) {
@@ -478,7 +478,7 @@ struct SharedAttention::Impl {
     const KvBlock mine = given_block(args.k, args.v);
     int steps = 0;
     const auto step = [&](int owner, const KvBlock& block) {
-      // The sums of a block follow it: those of the ranks before have come when this one adds its own.
+      // The sums of a block follow it: earlier ranks' sums have come when this one adds its own.
       const KvBlock sums = gathers() ? p.all_sums.of(owner) : p.sums[steps % 2];
       if (is_ring() && steps > 0) sums_ready.make_wait(stream);
       for (const SharedCall& call : calls[owner]) add_gradients(args, p, call, block, sums, stream);

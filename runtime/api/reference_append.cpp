@@ -15,7 +15,7 @@
 namespace flashjit {
 namespace {
 
-/// The first of a row's elements, all of which are contiguous.
+/// The first of a row's elements, which are contiguous.
 template <class Void>
 std::int64_t offset_of(const BasicTensorView<Void>& tensor, std::int64_t b, std::int64_t h, std::int64_t s) {
   return b * tensor.stride[0] + h * tensor.stride[1] + s * tensor.stride[2];

@@ -159,7 +159,7 @@ AttentionShape used_shape(const AttentionSpec& spec, const ForwardArgs& args) {
   return shape;
 }
 
-/// Which packed sequence has a row; the last has those that belong to none.
+/// Which packed sequence has a row; the last one has rows that belong to none.
 std::int64_t sequence_of_row(const std::int32_t* cu_seqlens, std::int64_t sequences, std::int64_t row) {
   std::int64_t b = 0;
   while (b + 1 < sequences && cu_seqlens[b + 1] <= row) ++b;

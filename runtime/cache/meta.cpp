@@ -104,7 +104,7 @@ std::map<std::string, std::string> header_digests(const KernelSource& source) {
   return digests;
 }
 
-/// Without the lines that tell how long ptxas took, and no longer than a meta.json may be.
+/// Without the lines that tell how long ptxas took, at most as long as a meta.json may be.
 std::string log_to_keep(const std::string& log) {
   constexpr std::size_t kLongest = 256 << 10;
   std::string kept;

@@ -42,8 +42,8 @@ Placed placed_rows(const char* name, const float* data, const RowStrides& stride
 /// Two tensors with gaps that begin at one place do, and views of one buffer may.
 bool certainly_share(const Placed& a, const Placed& b);
 
-/// Refuses written memory that certainly is another tensor's, too, written or read. Rows of one may lie
-/// between those of another.
+/// Refuses written memory that certainly is another tensor's, too, written or read. Rows of two tensors may
+/// alternate.
 void check_apart(std::span<const Placed> written, std::span<const Placed> read);
 
 /// The same of all that both passes write, and read besides tangents.

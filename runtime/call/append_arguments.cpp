@@ -448,7 +448,7 @@ MergeParams make_params(const AttentionSpec& spec, const MergeArgs& args) {
 QuantizeParams make_params(const AttentionSpec& spec, const QuantizeArgs& args) {
   const AttentionShape shape = shape_of(spec, args);
   ScaleParam scale = scale_param(args.scale);
-  scale.stride_b += scale.stride_page;  // one of which is 0
+  scale.stride_b += scale.stride_page;  // one of them is 0
   return {.x = tensor_param(args.x),
           .codes = tensor_param(args.codes),
           .scale = scale,

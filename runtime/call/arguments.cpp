@@ -290,7 +290,7 @@ void check_lent(const char* subject, const char* name, const char* ask, const Wo
   check_pointer(name, memory.data, kWorkspaceAlignment);
 }
 
-/// The pointers of both passes and those of one, without nulls.
+/// The pointers of both passes and the pointers of one, without nulls.
 template <class Args>
 std::vector<NamedPointer> pointers_with(const Args& args, std::initializer_list<NamedPointer> more) {
   std::vector<NamedPointer> pointers{{"q", memory_of(args.q)},

@@ -11,7 +11,7 @@
 
 namespace flashjit {
 
-/// The sizes that q and k tell, with spec.varlen those of the batch and its longest sequences;
+/// The sizes that q and k tell, with spec.varlen the sizes of the batch and its longest sequences;
 /// check_arguments() says whether the others agree.
 AttentionShape shape_of(const AttentionSpec& spec, const ForwardArgs& args);
 AttentionShape shape_of(const AttentionSpec& spec, const BackwardArgs& args);

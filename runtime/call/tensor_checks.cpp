@@ -227,7 +227,7 @@ void check_offsets(const char* name, const AttentionSpec& spec, const AttentionS
 void check_heads(const AttentionShape& shape) {
   const bool divides = shape.heads_kv == 0 ? shape.heads_q == 0 : shape.heads_q % shape.heads_kv == 0;
   if (!divides)
-    refuse("q has {} heads and k has {}: the heads of q must be a multiple of those of k.", shape.heads_q,
+    refuse("q has {} heads and k has {}: the heads of q must be a multiple of k's heads.", shape.heads_q,
            shape.heads_kv);
 }
 

@@ -253,7 +253,7 @@ struct Compiler::Impl {
     return options;
   }
 
-  /// The source with all its entries, or with those of one of its programs. Throws with the log.
+  /// The source with all its entries, or with the entries of one of its programs. Throws with the log.
   std::unique_ptr<Program> compile(const KernelSource& source, int number = 0,
                                    const std::vector<std::string>& more_options = {}) const {
     auto program = std::make_unique<Program>(api, source.text, source.headers);

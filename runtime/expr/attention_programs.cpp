@@ -22,7 +22,7 @@ void require(std::string_view what, std::int32_t value, std::int32_t min) {
 /// The position of the query among the keys.
 Expr position() { return q + seqlen_kv - seqlen_q; }
 
-/// The smallest distance of each bucket behind those of single distances, with T5's own fp32 arithmetic.
+/// The smallest distance of each bucket after the buckets of single distances, with T5's own fp32 arithmetic.
 std::vector<std::int32_t> bucket_begins(int buckets, int single, int max_distance) {
   const auto scale = static_cast<float>(std::log(static_cast<double>(max_distance) / single));
   const auto bucket = [&](int distance) {

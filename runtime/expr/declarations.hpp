@@ -15,7 +15,7 @@ std::string to_string(const Declaration& declaration);
 
 constexpr int kMaxDeclaredTensors = 16, kMaxDeclaredScalars = 8;
 
-/// The score's declarations, then those of the other programs that are new, the mask's last; a tensor's place
+/// The score's declarations, then new ones of the other programs, the mask's last; a tensor's place
 /// among the tensors is its place in Params::captures, a scalar's among the scalars that in Params::scalars.
 /// Throws Error(invalid_argument) when two declare one name as different things, or all too much.
 std::vector<Declaration> declarations(const ScoreProgram& score, const MaskProgram& mask,

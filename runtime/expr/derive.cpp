@@ -273,7 +273,7 @@ NodePtr derivative(const NodePtr& root, const NodePtr& variable) { return Deriva
 
 namespace {
 
-/// Each node of a program once, of those that `wanted` says yes to.
+/// Each node of a program that `wanted` accepts, once.
 template <class Wanted>
 std::vector<NodePtr> nodes_of(const NodePtr& root, const Wanted& wanted) {
   Graph graph;

@@ -14,7 +14,7 @@ class KeyBounds {
   KeyBounds(const KeyBounds&) = delete;
   KeyBounds& operator=(const KeyBounds&) = delete;
 
-  /// The keys that some of `queries`, which are not none, may attend to. All but those that affine
+  /// The keys that some of `queries` (non-empty) may attend to: all but the keys that affine
   /// comparisons of positions, lengths and constants rule out.
   Range of(Range queries, int seqlen_q, int seqlen_kv) const;
 

@@ -77,7 +77,7 @@ unsigned integer_code(const KvFormat& format, float value) {
 
 bool is_float(Code code) { return code == Code::e4m3 || code == Code::e5m2 || code == Code::e2m1; }
 
-/// Where a column's code is in its block: its bits, of which the next byte may have some, or in halves the
+/// Where a column's code is in its block: its bits, some of which may be in the next byte, or in halves the
 /// lowest four.
 struct CodePlace {
   int byte, shift;

@@ -28,8 +28,8 @@ LaunchedWhen launched_when(Step step, const KernelPlan& kernel) {
   }
 }
 
-/// Whether what a step does follows another launch, for which it waits by itself where kernels can. The first
-/// of the backward pass follows whatever the stream has before it.
+/// Whether a step's launch follows another launch, for which it waits by itself where kernels can. The first
+/// launch of the backward pass follows whatever the stream has before it.
 bool follows_another(Step step, const KernelPlan& kernel) {
   const AnalysedSpec& spec = kernel.spec;
   switch (step) {

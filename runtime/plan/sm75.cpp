@@ -1,5 +1,5 @@
-// Family sm75: mma.sync of 8 columns and ldmatrix, without cp.async, within 64 KB of shared memory. Its
-// kernels are those of templates/sm80 with the instructions of templates/sm75.
+// Family sm75: mma.sync of 8 columns and ldmatrix, without cp.async, within 64 KB of shared memory. It
+// has the kernels of templates/sm80 with the instructions of templates/sm75.
 #include <fmt/format.h>
 
 #include <algorithm>

@@ -100,9 +100,9 @@ bool has_fixed_parts(const AnalysedSpec& spec, const TileConfig& c);
 /// two Q tiles, which then read its latents at a time.
 bool counts_q_tiles_as_heads(const AnalysedSpec& spec, const TileConfig& c);
 
-/// Whether the prefix that all sequences share is read once. Its queries are those of all sequences, which
-/// have scales of their own where Q is of 8 bits, and positions that programs would have to see. Where two
-/// warpgroups share rows, ptxas serialised their products.
+/// Whether the prefix that all sequences share is read once. Its queries are the queries of all sequences,
+/// which have scales of their own where Q is of 8 bits, and positions that programs would have to see. Where
+/// two warpgroups share rows, ptxas serialised their products.
 bool is_cascade(const AnalysedSpec& spec, const TileConfig& c);
 
 /// The forward pass shares its Q tiles out beforehand, but for lists: where lengths differ that only the

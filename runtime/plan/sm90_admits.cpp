@@ -270,7 +270,7 @@ Support check_forward_tile(const AnalysedSpec& spec, const TileConfig& c) {
   for (const int keys : {spec.kv.k_format.keys, spec.kv.v_format.keys})
     if (keys > 0 && c.bc % keys != 0 && keys % c.bc != 0)
       return Support::no(
-          fmt::format("{} keys share a scale, of which Bc is a multiple or a divisor, not {}", keys, c.bc));
+          fmt::format("{} keys share a scale: Bc is a multiple or a divisor of that, not {}", keys, c.bc));
   if (spec.prologue.q_codes && c.bc % 32 != 0)
     return Support::no(fmt::format("with Q of 8 bits Bc is a multiple of 32, not {}", c.bc));
   return Support::yes();

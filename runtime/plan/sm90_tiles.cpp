@@ -155,7 +155,7 @@ std::vector<TileConfig> preferences_to_128(const AnalysedSpec& spec) {
   const bool simple = spec.mask.empty() || spec.is_causal || by_key;
   const bool fits = spec.dropout ? d <= 64 && spec.mask.empty() && spec.score.empty() : d <= 64 || simple;
   if (!in_blocks && !bias_tile && fits) choices.insert(choices.begin(), three_groups);
-  // Small tiles hide each other's waits for list entries and for what a mask reads. Those of 64 keys reach
+  // Small tiles hide each other's waits for list entries and for what a mask reads. Tiles of 64 keys reach
   // across no block of 64, whose pairs with other queries would be computed in vain.
   const bool small_blocks = spec.has_block_map() && spec.block_map.kv % 128 != 0;
   if (d <= 64 && in_blocks && !bias_tile)

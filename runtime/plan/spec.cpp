@@ -84,7 +84,7 @@ void check_formats(const AttentionSpec& spec) {
         "too, or leave it out",
         format_text(spec));
   if (spec.kv_type() == DType::int8)
-    refuse("q_codes is set and K and V are int8; products of 8 bits are those of e4m3 and e5m2");
+    refuse("q_codes is set and K and V are int8; products of 8 bits take e4m3 and e5m2");
 }
 
 StoredKvRow stored_row(const AttentionSpec& spec, const KvFormat& format, int dim) {

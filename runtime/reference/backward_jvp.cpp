@@ -4,8 +4,8 @@
 //   P' = P (S' - LSE'),   dP' = dO' V^T + dO V'^T,   D' = rowsum(P' dP + P dP') - dLSE'
 //   dS' = P' (dP - D) + P (dP' - D')
 //
-// and the tangents of dQ, dK and dV are those of the products, where dropout multiplies P and dP, and a sink
-// is one more score without a value.
+// and the tangents of dQ, dK and dV are the tangents of the products, where dropout multiplies P and dP, and
+// a sink is one more score without a value.
 #include <cmath>
 #include <mutex>
 

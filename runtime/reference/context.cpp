@@ -191,7 +191,7 @@ void check_prefix(const Problem& problem) {
     const std::int64_t most = std::max<std::int64_t>(keys - queries, 0);
     if (most < prefix)
       refuse(
-          "prefix_length is {}, but sequence {} has {} keys besides those of its queries; it must be at most "
+          "prefix_length is {}, but sequence {} has {} keys before its queries' keys; it must be at most "
           "that",
           prefix, b, most);
     const std::int64_t alike = std::min(first_unlike(problem.k, problem.shape, b, prefix),

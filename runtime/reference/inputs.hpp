@@ -19,8 +19,9 @@ std::vector<std::byte> encode(ElementType type, const std::vector<double>& value
 
 /// A value for each name that the spec's programs declare, drawn from `seed`: floats are normal, scalars
 /// small and positive; integer vectors, and integers in rows that are read by q or kv alone, are numbers of
-/// documents, conditions in such rows say where padding begins. A tensor's sizes are those of the positions
-/// that the programs read it at, where they say so plainly; large ones are made for one batch entry and head.
+/// documents, conditions in such rows say where padding begins. A tensor's sizes cover the positions
+/// at which the programs read it, where they say so plainly; large ones are made for one batch entry and
+/// head.
 std::vector<Captured> plausible_captures(const AttentionSpec& spec, const AttentionShape& shape,
                                          std::uint64_t seed);
 
@@ -35,7 +36,7 @@ std::vector<std::int32_t> shuffled_pages(std::int64_t count, std::uint64_t seed)
 /// How many first keys the sequences of a cache share by default: at most all but a sequence's queries.
 std::int32_t plausible_prefix(const AttentionShape& shape);
 /// Gives all sequences the first `keys` of the first one, in K or V [batch, heads_kv, seqlen_kv, dim], and at
-/// least so many besides those of their queries.
+/// least so many keys before the keys of their queries.
 void share_prefix(const AttentionShape& shape, std::int32_t keys, std::int64_t dim,
                   std::vector<double>& values, std::vector<std::int32_t>& lengths);
 
@@ -47,7 +48,7 @@ std::vector<double> first_columns(const std::vector<double>& values, std::int64_
 std::vector<double> quantize(DType type, bool by_row, std::int64_t heads, std::int64_t rows, std::int64_t dim,
                              std::vector<double>& values);
 
-/// Lists of `top_k` of `keys` keys each, some of which are named twice, or are -1 or no key.
+/// Lists of `top_k` of `keys` keys each; some entries are named twice, or are -1 or no key.
 std::vector<std::int32_t> random_indices(std::int64_t lists, std::int64_t top_k, std::int64_t keys,
                                          std::uint64_t seed);
 /// Lists of `top_k` of `keys` keys each, no key twice in a list, as indexers give them to neighbouring

@@ -20,7 +20,7 @@ struct Captured {
   std::vector<std::int64_t> exact = {};  ///< of int64s, which a double may not hold; may be empty
 };
 
-/// A pair as programs see it: q, kv and the lengths are those of its own sequence.
+/// A pair as programs see it: q, kv and the lengths belong to its own sequence.
 struct Point {
   std::int64_t b, h, h_kv, q, kv, seqlen_q, seqlen_kv;
 };

@@ -16,7 +16,7 @@
 namespace flashjit::reference {
 namespace {
 
-/// Joins O and LSE with those of other keys, where the problem has them.
+/// Joins O and LSE with O and LSE of other keys, where the problem has them.
 void join_state(const Context& context, const Arithmetic& arithmetic, std::int64_t task, HeadForward& fwd) {
   const Problem& problem = context.problem;
   if (!context.spec.partial.running_state) return;

@@ -13,8 +13,8 @@
 namespace flashjit::reference {
 
 /// Inputs in fp64, contiguous [batch, heads, length, dim]; values already rounded to the spec's element type.
-/// With spec.varlen the tensors are packed, [heads, rows, dim]: see ForwardArgs. Of a cache Q alone is; its K
-/// and V are those of slots in order, with the shape's seqlen_kv as their capacity.
+/// With spec.varlen the tensors are packed, [heads, rows, dim]: see ForwardArgs. With a cache Q alone is; its
+/// K and V are the slots in order, with the shape's seqlen_kv as their capacity.
 struct Problem {
   KernelSpec spec;
   AttentionShape shape;

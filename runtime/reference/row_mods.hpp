@@ -11,7 +11,7 @@ namespace flashjit::reference {
 /// The problem with Q and K as its programs make them; nothing where it has none of these.
 std::optional<Problem> with_modified_rows(const Problem& given, const Arithmetic& arithmetic);
 
-/// Makes of dQ and dK, which are those of modified rows, the given rows', and adds what captures get. `given`
+/// Makes the given rows' dQ and dK of the modified rows', and adds what captures get. `given`
 /// is of the problem before with_modified_rows().
 void through_row_mods(const Context& given, const Arithmetic& arithmetic, Backward& result);
 

@@ -73,7 +73,7 @@ std::string read_file(const std::filesystem::path& path, std::uintmax_t limit) {
   if (!file || ::fstat(file.get(), &status) != 0) fail_to("read", path, last_error());
   if (!S_ISREG(status.st_mode)) fail_to("read", path, "it is not a regular file");
   if (const auto size = static_cast<std::uintmax_t>(status.st_size); size > limit)
-    fail_to("read", path, fmt::format("it has {} bytes, of which {} at most can be right", size, limit));
+    fail_to("read", path, fmt::format("it has {} bytes, but may have at most {}", size, limit));
 
   std::string bytes(static_cast<std::size_t>(status.st_size), '\0');
   std::size_t filled = 0;

@@ -101,8 +101,7 @@ std::string read_file(const fs::path& path, std::uintmax_t limit) {
   if (!::GetFileSizeEx(file.get(), &size)) fail_to("read", path, last_windows_error());
   const auto bytes_there = static_cast<std::uintmax_t>(size.QuadPart);
   if (bytes_there > limit)
-    fail_to("read", path,
-            fmt::format("it has {} bytes, of which {} at most can be right", bytes_there, limit));
+    fail_to("read", path, fmt::format("it has {} bytes, but may have at most {}", bytes_there, limit));
 
   std::string bytes(static_cast<std::size_t>(bytes_there), '\0');
   std::size_t filled = 0;

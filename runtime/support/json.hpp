@@ -35,7 +35,7 @@ inline int json_depth(std::string_view text) {
 /// Without the parser's callback, which makes it look through an array at the end of each of its objects.
 inline nlohmann::json parse_json(const std::string& text) {
   if (text.size() > kMaxJsonBytes)
-    damaged("the JSON has {} bytes, of which {} at most can be right", text.size(), kMaxJsonBytes);
+    damaged("the JSON has {} bytes, but may have at most {}", text.size(), kMaxJsonBytes);
   if (json_depth(text) > kMaxJsonDepth) damaged("the JSON is nested deeper than any flashjit writes");
   return nlohmann::json::parse(text);
 }

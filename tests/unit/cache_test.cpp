@@ -367,9 +367,9 @@ TEST(Cache, TheReferenceSaysWhatSequencesDoNotShare) {
   EXPECT_EQ(with(0, {1, 0, 0}, unlike), "accepted");
   expect_says(with(-1, {6, 0, 7}, shared), {"prefix_length is -1", "0 or more"});
   expect_says(with(5, {6, 0, 7}, shared),
-              {"prefix_length is 5, but sequence 0 has 4 keys besides", "at most"});
+              {"prefix_length is 5, but sequence 0 has 4 keys before its queries'", "at most"});
   expect_says(with(2'000'000'000, {8, 0, 8}, shared), {"sequence 0 has 6 keys"});
-  expect_says(with(4, {6, 0, 4}, shared), {"sequence 2 has 3 keys besides"});
+  expect_says(with(4, {6, 0, 4}, shared), {"sequence 2 has 3 keys before its queries'"});
   expect_says(with(5, {8, 0, 8}, shared), {"key 4 of sequence 2 is not that of sequence 0", "share"});
   expect_says(with(4, {6, 0, 7}, unlike), {"key 0 of sequence 2"});
   v[0] = 1, v[kRows * kDim] = 2;  // of pages 0 and 1

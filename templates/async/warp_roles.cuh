@@ -35,7 +35,7 @@ template <int kRegisters>
 __device__ __forceinline__ void raise_register_limit() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-/// Gives registers of this warpgroup back, or takes some, so that it has those of its role.
+/// Gives registers of this warpgroup back, or takes some, so that it has its role's number.
 template <WarpgroupRole kRole>
 __device__ __forceinline__ void set_register_limit() {
   if constexpr (kRole.gives)

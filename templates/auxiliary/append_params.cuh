@@ -25,7 +25,7 @@ struct RopeParam {
   int interleaved_sections;      ///< pairs take turns
   int position_count;            ///< of an array of positions
   double turns;                  ///< of pair 0 for each position
-  double factors[kRopeFactors];  ///< turns of pair i + 2^n over those of pair i
+  double factors[kRopeFactors];  ///< turns of pair i + 2^n over pair i's
 };
 
 /// RMS norm of a head's rows; null: none.

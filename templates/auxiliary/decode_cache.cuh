@@ -12,7 +12,7 @@ namespace flashjit::auxiliary {
 constexpr int kDecodingThreads = 128;
 
 /// The first key that a query attends to, of the heads that share `h_kv`. An engine may have freed the pages
-/// of those before.
+/// of earlier keys.
 template <class P>
 __device__ __forceinline__ int first_attended_key(const Params& p, const Sequence<P>& sequence, int h_kv) {
   if (!P::kMaskBoundsFirstKey) return 0;

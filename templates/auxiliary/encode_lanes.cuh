@@ -294,7 +294,7 @@ struct LaneRows {
 };
 
 /// Encodes columns from `column` on. `arguments` are the call's scales of the lane's own rows. refill(r): row
-/// `r` is no longer needed. All lanes of a warp.
+/// `r` is free. All lanes of a warp.
 template <class Element, class Format, class Refill>
 __device__ __forceinline__ void encode_rows(const uint4 (&own)[kLaneRows], int column,
                                             const float (&arguments)[2], const LaneRows& rows,

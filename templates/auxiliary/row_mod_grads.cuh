@@ -1,5 +1,5 @@
-// After the backward pass of a spec with q_mod or k_mod: dQ and dK of Q and K as they are given, from those
-// of what the programs made of them, and the gradients of the captured tensors that they read.
+// After the backward pass of a spec with q_mod or k_mod: dQ and dK of Q and K as they are given, from dQ
+// and dK of the rows that the programs made, and the gradients of the captured tensors that they read.
 #pragma once
 
 #include "flashjit/auxiliary/element_grad_sums.cuh"

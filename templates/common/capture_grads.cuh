@@ -55,7 +55,7 @@ __device__ __forceinline__ void add_by_runs(float* at, float value) {
 }
 
 /// What a thread's pairs of a tile add. Successive additions to one element are summed first, and in the end
-/// those of a warp's lanes, too: atomics on one line are done one after the other, 0.9 ns each on an H100.
+/// the sums of a warp's lanes, too: atomics on one line are done one after the other, 0.9 ns each on an H100.
 /// Each of a thread's keys has its own sum, because its pairs with the queries may share an element
 /// (gate[h, kv]).
 template <int kCount, int kKeys>

@@ -1,4 +1,4 @@
-// K and V whose rows are decoded: where the rows of keys are, those of their scales, and what is read of
+// K and V whose rows are decoded: where the rows of keys and of their scales are, and what kernels read of
 // them.
 #pragma once
 

@@ -148,7 +148,7 @@ __device__ __forceinline__ unsigned fp16_of_upper_codes(unsigned codes) {
 #if __CUDA_ARCH__ >= 890
 template <>
 __device__ __forceinline__ unsigned fp16_of_upper_codes<e4m3>(unsigned codes) {
-  unsigned y;  // by halves in PTX, of which ptxas makes no shift
+  unsigned y;  // by halves in PTX: ptxas makes no shift of these
   asm("{\n"
       ".reg .b16 lower, upper;\n"
       "mov.b32 {lower, upper}, %1;\n"

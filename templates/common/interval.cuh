@@ -93,7 +93,7 @@ constexpr long long all_ones(long long value) {
   while (ones < value) ones = ones * 2 + 1;
   return ones;
 }
-/// Bit operations leave the bits above those of both operands equal to the sign. So the result is any number
+/// Bit operations leave the bits above both operands' equal to the sign. So the result is any number
 /// with as many bits, and not negative where neither operand can be.
 constexpr Interval same_bits(Interval a, Interval b) {
   const Interval both = join(a, b);

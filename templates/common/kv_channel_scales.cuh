@@ -1,5 +1,5 @@
 // Rows of K in formats whose keys share scales, one for each column (KIVI's K): codes are a row's, scales and
-// zero points those of its group of keys, a row of their own tensor with a number for each column.
+// zero points its group's of keys, a row of their own tensor with a number for each column.
 #pragma once
 
 #include "flashjit/common/kv_format.cuh"

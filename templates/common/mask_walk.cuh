@@ -8,7 +8,7 @@
 namespace flashjit {
 
 /// What the mask reads by the query alone, over some queries: of few the bounds, of more anything. By whole
-/// warps, each lane of which reads a query's: a work tile's first scores wait for it.
+/// warps, whose lanes read a query's each: a work tile's first scores wait for it.
 template <class P>
 struct RowTerms {
   static constexpr int kMostQueries = 16;

@@ -56,7 +56,7 @@ struct AnyBlockScale {
   }
   static __device__ __forceinline__ float factor(float scale) { return factor_of_scale<Format>(scale); }
 };
-/// The same numbers for scales of e4m3, of which a thread finds one for four elements: by a conversion, and
+/// The same numbers for scales of e4m3; a thread finds one for four elements: by a conversion, and
 /// by products in place of quotients.
 template <class P>
 struct ShortBlockScale {

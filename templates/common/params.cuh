@@ -148,7 +148,7 @@ struct DropoutPlaceParam {
   unsigned first_head;  ///< among [batch, heads]
   int heads;            ///< of a batch entry there
   int q, q_step, kv, kv_step;
-  int whole_cells;  ///< whether the pairs of a Philox call are those of another there, see dropout_words()
+  int whole_cells;  ///< whether a Philox call's pairs are one call's there, too: see dropout_words()
 };
 
 /// Rows of Q or K that a CTA of the row_mods and row_mod_grads entries has.
@@ -160,7 +160,7 @@ struct GivenRowsParam {
   TensorParam q, k, dq, dk;
 };
 
-/// Scales of K or V, whose strides are 0 where they are shared; those of pages and rows are read with
+/// Scales of K or V, whose strides are 0 where they are shared; strides of pages and rows are read with
 /// Problem::kKeyScales only.
 struct ScaleParam {
   float* data;

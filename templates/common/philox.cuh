@@ -47,7 +47,7 @@ FLASHJIT_HOST_DEVICE Philox4 dropout_words(unsigned seed_lo, unsigned seed_hi, u
 }
 
 /// Which of the four words of dropout_words() has the bits of the pair (q, kv): in its lower half where kv is
-/// even, with those of kv ^ 1 in the other.
+/// even, with the bits of kv ^ 1 in the other.
 FLASHJIT_HOST_DEVICE int dropout_word_index(int q, int kv) { return ((kv >> 3) & 1) * 2 + ((q >> 3) & 1); }
 
 /// Draws for the two pairs of a word: the highest bit of a half says that dropout drops its pair. `share` has

@@ -51,7 +51,7 @@ __device__ __forceinline__ float near_min_lse(float highest, float sum) {
   const int log = min(static_cast<int>(log2f(sum) * 128.0f + 0.5f), 0xfff);
   return __int_as_float((__float_as_int(highest) & ~0xfff) | log);
 }
-/// The highest score. Its last 12 bits are those of the least float, or zeros, as bf16's are.
+/// The highest score. Its last 12 bits are the least float's, or zeros, as bf16's are.
 __device__ __forceinline__ float far_highest(float lse) {
   const int bits = __float_as_int(lse) & ~0xfff;
   return __int_as_float(bits == static_cast<int>(0xff7ff000u) ? bits | 0xfff : bits);

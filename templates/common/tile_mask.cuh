@@ -15,7 +15,7 @@ class TileMask {
   static constexpr int kOfRow = P::kBackward ? P::kMaskColumnTerms : P::kMaskRowTerms,
                        kOfColumn = P::kBackward ? P::kMaskRowTerms : P::kMaskColumnTerms;
   int rows_[kRows][kOfRow + 1];
-  int columns_[(kColumns + 31) / 32][kOfColumn + 1];  // lane n has those of column n of each 32
+  int columns_[(kColumns + 31) / 32][kOfColumn + 1];  // lane n has the terms of column n of each 32
 
  public:
   /// The terms of the two columns that a thread has of eight.

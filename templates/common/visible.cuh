@@ -21,8 +21,8 @@ __device__ __noinline__ void check_length(const Params& p, int b) {
     const int prefix = p.prefix_length[0], queries = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
     const int most = max(clamped(length, 0, p.seqlen_kv) - queries, 0);
     if (prefix < 0 || (queries > 0 && prefix > most))
-      printf("flashjit: prefix_length is %d, but sequence %d has %d keys besides those of its queries\n",
-             prefix, b, most);
+      printf("flashjit: prefix_length is %d, but sequence %d has %d keys before its queries' keys\n", prefix,
+             b, most);
   }
 }
 

@@ -1,6 +1,6 @@
 // Gradients of captured tensors with the same bits on every run, instead of the atomic additions of
 // backward_dq. Each CTA sums what a tile of pairs adds to each element, and adds the sums to memory after
-// those of the tiles before: one tile after the other, which is slow.
+// the tiles before it: one tile after the other, which is slow.
 #pragma once
 
 #include "flashjit/common/wait.cuh"

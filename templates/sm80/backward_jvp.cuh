@@ -33,7 +33,7 @@ struct TangentOperands {
         has_x_tangent(x_tangent.data != nullptr),
         has_y_tangent(y_tangent.data != nullptr) {}
 
-  /// Starts copying; `pointer(tensor)` is a tensor's first row, of which `valid` exist.
+  /// Starts copying; `pointer(tensor)` is a tensor's first row; `valid` rows exist.
   template <class Pointer>
   __device__ __forceinline__ void load(const TensorParam& x_from, const TensorParam& x_tangent,
                                        const TensorParam& y_from, const TensorParam& y_tangent, int valid,
@@ -137,7 +137,7 @@ __device__ __forceinline__ TileOfPairs tile_of_pairs(const Params& p, const type
   return {q, kv, kind != TileClass::empty, kind == TileClass::full && !ragged};
 }
 
-/// The row, or the column, of a lane's value `e` of n8 tile `nt`, among those of its warp.
+/// The row, or the column, of a lane's value `e` of n8 tile `nt`, counted within its warp.
 __device__ __forceinline__ int row_of_value(int e) { return lane_index() / 4 + e / 2 * 8; }
 __device__ __forceinline__ int column_of_value(int nt, int e) {
   return nt * 8 + lane_index() % 4 * 2 + e % 2;

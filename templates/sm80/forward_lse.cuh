@@ -8,7 +8,7 @@
 
 namespace flashjit::sm80 {
 
-/// A row's sum from those of a quad's lanes.
+/// A row's sum from the sums of a quad's lanes.
 __device__ __forceinline__ float quad_sum(float sum) {
   sum += __shfl_xor_sync(kWholeWarp, sum, 1);
   sum += __shfl_xor_sync(kWholeWarp, sum, 2);

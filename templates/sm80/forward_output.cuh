@@ -1,5 +1,5 @@
 // Where an m16 tile of O goes at the end of the forward pass; StoredOutput<P> names one of these types. A
-// warp has all columns, or those of its column_part(), and `row` is its first row within the Q tile.
+// warp has all columns, or its column_part() of them, and `row` is its first row within the Q tile.
 #pragma once
 
 #include "flashjit/common/out_element.cuh"

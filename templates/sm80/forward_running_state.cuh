@@ -1,4 +1,4 @@
-// The epilogue of the forward pass joins the call's keys with those of a running state, if there is one.
+// The epilogue of the forward pass joins the call's keys with a running state, if there is one.
 // Where O goes after that is an Output of forward_output.cuh.
 #pragma once
 
@@ -16,7 +16,7 @@ struct NoState {
                                                 float (&)[2]) {}
 };
 
-/// O and LSE of other keys join those of the call's.
+/// O and LSE of other keys join the call's.
 template <class P>
 struct JoinedState {
   float factor[2];  ///< of the state's O, for a lane's two rows

@@ -308,9 +308,9 @@ __device__ __forceinline__ void multiply_qk(ForwardScores<P>& s,
                            [&](unsigned(&a)[4], int mt, int k) { QFragments<P>::get(a, q, load_q, mt, k); });
 }
 
-/// O += P V for 16 of the keys. `scales` are where those of the tile's keys are, with kKeyScales. `after` is
-/// not negative, nor is a NaN that ex2.approx makes: its sign in the address makes the products wait for it;
-/// otherwise ptxas starts them all at once and no exponential runs beside them.
+/// O += P V for 16 of the keys. `scales`: where the scales of the tile's keys are, with kKeyScales. `after`
+/// is not negative, nor is a NaN that ex2.approx makes: its sign in the address makes the products wait for
+/// it; otherwise ptxas starts them all at once and no exponential runs beside them.
 template <class P, int kMt, int kOt>
 __device__ __forceinline__ void multiply_pv(float (&o)[kMt][kOt][4], const unsigned (&p_fragments)[kMt][4],
                                             unsigned v_tile, const float* scales, int k, float after) {

@@ -27,7 +27,7 @@ struct SoftmaxRows : RowMax<P> {
   }
 };
 
-/// S is P already: rows have no maximum and no sum, and their LSE, of which there is no memory, stays -inf.
+/// S is P already: rows have no maximum and no sum, and their LSE, which has no memory, stays -inf.
 template <class P>
 struct ProgramRows {
   static_assert(P::kHasScore && !P::kSplit && !ForwardPolicy<P>::kCodeProducts);

@@ -21,8 +21,8 @@ constexpr int score_parts(int columns, int warps) {
 /// n16 units of `columns` columns that one of `warps` warps has; the last may have fewer.
 constexpr int units_of(int columns, int warps) { return (round_up(columns, 16) / 16 + warps - 1) / warps; }
 
-/// Whether the products of Q and K and of P and V are those of codes of 8 bits, on GPUs of `capability`,
-/// which Hopper has for wgmma alone. Elsewhere, and where keys have their own scales, codes become 16 bits.
+/// Whether the products of Q and K and of P and V multiply codes of 8 bits, on GPUs of `capability`, which
+/// Hopper does with wgmma alone. Elsewhere, and where keys have their own scales, codes become 16 bits.
 constexpr bool multiplies_codes(bool q_codes, bool key_scales, int capability) {
   return q_codes && !key_scales && (capability == 89 || capability >= 100);
 }

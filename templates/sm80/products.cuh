@@ -86,8 +86,8 @@ __device__ __forceinline__ void multiply_transposed_codes(float (&c)[kMt][kNt][4
   }
 }
 
-/// multiply_step() with codes in B, for all of C. Of 16 columns the even ones are those of one n8 tile and
-/// the odd ones those of the next: see in_order(). `pair_of(codes, i)` makes elements of two codes of a
+/// multiply_step() with codes in B, for all of C. Of 16 columns the even ones are one n8 tile's and the
+/// odd ones the next one's: see in_order(). `pair_of(codes, i)` makes elements of two codes of a
 /// column, in rows 2c and 2c + 1 of the first (i = 0) or second eight.
 template <class Mma, class Element, int kMt, int kNt, class PairOf>
 __device__ __forceinline__ void multiply_step_codes(float (&c)[kMt][kNt][4], const unsigned (&a)[kMt][4],
@@ -111,7 +111,7 @@ __device__ __forceinline__ void multiply_step_codes(float (&c)[kMt][kNt][4], con
 }
 
 /// C = rescale C + A B of codes, where A are e4m3 in registers, of 32 rows of B each. B's columns are in the
-/// order of multiply_step_codes(), and of 32 rows those of two eights come in turns of two, as an accumulator
+/// order of multiply_step_codes(), and of 32 rows two eights come in turns of two, as an accumulator
 /// has them. Tensor cores sum up the rows of one tile alone: some of them keep fewer bits than fp32. `zero`
 /// is 0, which the compiler does not know: in an address it makes products wait for sums before, or ptxas
 /// starts them all at once and spills.

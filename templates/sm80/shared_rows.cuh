@@ -17,7 +17,7 @@ __device__ __forceinline__ void sync_rows() {
   named_barrier_sync(1 + row_warp<P>(warp_index()), P::kDSplit * 32);
 }
 
-/// `combine`s a value of each row with those of the warps that have the other keys. Two exchanges need a
+/// `combine`s a value of each row with the values of the warps that have the other keys. Two exchanges need a
 /// sync_rows() between them.
 template <class P, class WarpRow, class Combine>
 __device__ __forceinline__ void exchange_rows(RowValues<P>& values, const ForwardSmem<P>& smem,
@@ -83,7 +83,7 @@ template <class P>
 using RowMax = Conditional<ForwardPolicy<P>::kSharesRows, SharedRowMax<P>,
                            Conditional<P::kSkipSoftmax, MaxOfTile<P>, OwnRowMax<P>>>;
 
-/// The rows' sums from those of all keys' lanes.
+/// The rows' sums from the sums of all keys' lanes.
 template <class P, class WarpRow>
 __device__ __forceinline__ void share_sum(RowValues<P>& sum, const ForwardSmem<P>& smem,
                                           const WarpRow& warp_row) {

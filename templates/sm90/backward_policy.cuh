@@ -26,7 +26,7 @@ struct BackwardPolicy {
   // NOTES.md#clusters-that-hold-all-keys-of-a-row
   static constexpr int kClusterSize = kLayout.cluster(), kKeys = kLayout.keys();
   static constexpr bool kExchangesDs = kLayout.exchanges_ds();  ///< each CTA computes some columns of dQ
-  // Then with a fifth slice of columns, of which each warpgroup has a part, the other CTA's dS comes over P.
+  // Then with a fifth slice of columns, which warpgroups share, the other CTA's dS comes over P.
   static constexpr int kFifthSlice = kLayout.fifth_slice();
   static constexpr bool kOtherDsOverP = kLayout.other_ds_over_p();
   static constexpr bool kSumsDq = kLayout.sums_dq();  ///< each CTA sums up some columns of all CTAs' dQ
@@ -111,8 +111,8 @@ struct BackwardPolicy {
 
   /// The scores read a bias tile in shared memory.
   static constexpr bool kHasBiasTile = kLayout.has_bias_tile();
-  // The warps that add dQ also add gradients of captures from dS in shared memory: those of key - query, and
-  // the bias tile's. Up to 64 columns the consumers have registers to add the latter themselves: 2876 us, by
+  // The warps that add dQ also add gradients of captures from dS in shared memory: of key - query, and of
+  // the bias tile. Up to 64 columns the consumers have registers to add the latter themselves: 2876 us, by
   // those warps 3152; above, d128 4014 -> 3586. NOTES.md#gradients-of-captures
   static constexpr bool kAddsBiasGrad = P::kBiasTileGrad && P::kHeadDim > 64;
   static constexpr int kGradsFromDs = P::kDifferenceGrads + kAddsBiasGrad;

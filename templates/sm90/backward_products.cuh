@@ -149,8 +149,8 @@ __device__ __forceinline__ void start_dv_dk(const BackwardSmem<P>& smem, unsigne
   wgmma_commit();
 }
 
-/// dQ = dS K: a warpgroup's part, of Q tile i and this KV tile. Where CTAs exchange dS, the columns are
-/// those of all of the cluster's keys, which may be multiplied in two calls.
+/// dQ = dS K: a warpgroup's part, of Q tile i and this KV tile. Where CTAs exchange dS, it has
+/// columns for all of the cluster's keys, which may be multiplied in two calls.
 template <class P, bool kOwnKeys = true, bool kOtherKeys = BackwardPolicy<P>::kExchangesDs>
 __device__ __forceinline__ void start_dq(const BackwardSmem<P>& smem, unsigned i, int wg,
                                          typename BackwardFragments<P>::Dq& dq) {

@@ -109,7 +109,7 @@ struct BackwardSmem {
       return q(stage) + wg * (Policy::kDqStepsInQ * kDqStepBytes) + step * kDqStepBytes;
     return base + kLayout.dq() + wg * kLayout.dq_bytes(0) + (step - Policy::kDqStepsInQ) * kDqStepBytes;
   }
-  /// Where CTAs sum up dQ: CTA `from`'s partial dQ of Q tile i, in those of a warpgroup's columns that this
+  /// Where CTAs sum up dQ: CTA `from`'s partial dQ of Q tile i, in the columns of a warpgroup that this
   /// CTA sums up.
   __device__ unsigned dq_from(int from, int wg, unsigned i) const {
     return base + kLayout.dq() +
@@ -150,7 +150,7 @@ struct BackwardSmem {
   __device__ unsigned dout_empty(int stage) const { return q_full(stage) + 24; }
   /// Both warpgroups are done with the KV tile.
   __device__ unsigned kv_empty() const { return barrier(kLayout.kv_barrier()); }
-  /// Both warpgroups have written dS of Q tile i, and P, and have read those of the tile before.
+  /// Both warpgroups have written dS and P of Q tile i, and have read dS and P of the tile before.
   __device__ unsigned ds_full(unsigned i) const { return barrier(kLayout.ds_barriers()) + i % 2 * 8; }
   /// What dS of Q tile i gives to gradients of captures is added.
   __device__ unsigned ds_added(unsigned i) const { return kv_empty() + (1 + i % 2) * 8; }

@@ -141,7 +141,7 @@ struct GradsOfDs {
   static __device__ __forceinline__ void acquire(const Smem& smem, unsigned i) {
     DsRing<P>::acquire(smem, i);
   }
-  /// There is no Q tile i any more.
+  /// There is no Q tile i.
   static __device__ __forceinline__ void end(const Smem& smem, unsigned i) {
     DsRing<P>::commit_thread(smem, i);
   }

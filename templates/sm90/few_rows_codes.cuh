@@ -128,7 +128,7 @@ struct HeldKeys<P, Codes, Format, false> {
     }
   }
 };
-/// Of keys that share scales, which are read as they are used.
+/// Words of keys that share scales, which are read as they are used.
 template <class P, class Codes, class Format>
 struct HeldChannelKeys {
   unsigned words[2][4][1];
@@ -140,7 +140,7 @@ struct HeldChannelKeys {
     scales = rows.scales[0];
   }
 };
-/// Those of V: a pair of codes of two keys, which transposing brings together.
+/// Words of V: a pair of codes of two keys, which transposing brings together.
 template <class P, class Codes, class Format, bool kScalesSums = Codes::kScalesSums>
 struct HeldValues : HeldKeys<P, Codes, Format> {
   __device__ __forceinline__ void load(const TwoRows<P, Format>& rows) {
@@ -171,8 +171,8 @@ struct HeldValues<P, Codes, Format, false> {
     }
   }
 };
-/// The lane's 32 columns of two keys of a tile of codes of 8 bits: 16 of each 64. Zeros for those that are no
-/// keys, as they may be NaN.
+/// The lane's 32 columns of two keys of a tile of codes of 8 bits: 16 of each 64. Zeros where there is no
+/// key, as memory may hold NaN.
 template <int kColumns>
 struct HeldChunks {
   uint4 chunks[2][2];

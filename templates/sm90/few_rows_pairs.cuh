@@ -197,7 +197,7 @@ struct ByteOperands {
   }
 
  private:
-  /// Of the lower bytes of halves.
+  /// Elements of the codes in the lower bytes of halves.
   static __device__ __forceinline__ unsigned pair(unsigned word) {
     if (!kIsFp16<Element>) {
       const unsigned above = masked_and_flipped(word, 0x007f007fu, 0x43004300u),

@@ -45,9 +45,9 @@ using GroupScales = GroupNumbers<Format, Format::kScales, Format::kScaleStep>;
 
 // --- Zero points ------------------------------------------------------------------------------------------
 
-// Of a lane's two keys. begin() and added(): what a sum over a group of K begins with, and what is added to
-// it times its scale; `of_q` is less Codes::kOfOnes times the sum of Q. add(): what O has too much; `b` is P
-// times the scales.
+// Zero points of a lane's two keys. begin() and added(): what a sum over a group of K begins with, and what
+// is added to it times its scale; `of_q` is less Codes::kOfOnes times the sum of Q. add(): what O has too
+// much; `b` is P times the scales.
 
 template <class Codes, class Format>
 struct NoZeros {

@@ -123,7 +123,7 @@ struct ForwardStorage {
     return k_full(0) + P::kStages * 32 + round % kKeptWorkTiles * 8;
   }
   __device__ int work_phase(Count round) const { return round / kKeptWorkTiles & 1; }
-  /// Of the bias tile or the column terms of tile n.
+  /// The barrier of the bias tile or the column terms of tile n.
   __device__ unsigned terms_full(Count n) const {
     return work_full(0) + kKeptWorkTiles * 8 + n % P::kStages * 16;
   }
@@ -193,7 +193,7 @@ struct ForwardStorage {
       constexpr int kListArrivals = P::kIndices && !kConvertsKv<P> ? kGatherWarps : 0;
       barrier_init(k_full(stage), kLoads + kListArrivals + (kKeyFactors<P> ? 32 : 0));
       if (kHasVBarriers) barrier_init(v_full(stage), kCodeProducts<P> ? kTransposers<P> * 32 : kLoads);
-      // Of warpgroups that share rows only the first reads K, and only the second the right half.
+      // Where warpgroups share rows, only the first reads K, and only the second the right half.
       barrier_init(k_empty(stage), kRowGroups * (kThreadsReleaseK<P> ? 128 : 4));
       if (kHasVBarriers) barrier_init(v_empty(stage), (kTileInHalves<P> ? 1 : kWarpgroups) * 4);
       if (P::kBiasTile) {

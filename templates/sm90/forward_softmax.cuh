@@ -1,6 +1,6 @@
 // The online softmax (FlashAttention-2, algorithm 1) of a warpgroup's rows, in registers: S becomes P in its
 // place, while each row's maximum m and sum l are carried on from KV tile to KV tile. A thread has two rows,
-// of which three other lanes have the other columns.
+// whose other columns three other lanes have.
 #pragma once
 
 #include "flashjit/common/sink.cuh"

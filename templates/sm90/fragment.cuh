@@ -19,7 +19,7 @@ __device__ __forceinline__ int thread_now() {
   return thread;
 }
 
-/// Of a warpgroup's 64 rows of an accumulator, this thread's first; the other is eight on.
+/// This thread's first row of a warpgroup's 64 rows of an accumulator; the other is eight on.
 __device__ __forceinline__ int own_row(int thread = static_cast<int>(threadIdx.x)) {
   return thread / 32 % 4 * 16 + thread % 32 / 4;
 }

@@ -27,7 +27,7 @@ __device__ __forceinline__ void visit_kv_tiles(const ForwardStorage<P>& smem, co
   if (n > 0) visit_v(before, n - 1);
 }
 
-/// The keys of a KV tile, of which `valid` exist; the work tile reads those from `first_key` on.
+/// The keys of a KV tile: `valid` of them exist; the work tile reads keys from `first_key` on.
 template <class P>
 struct TileKeys {
   Sequence<P> sequence;
@@ -90,7 +90,7 @@ __device__ __forceinline__ uint4 elements_of_codes(uint2 codes, Scale... scale) 
           pair(fp16_of_codes<Code>(codes.y)), pair(fp16_of_upper_codes<Code>(codes.y))};
 }
 
-/// Zeros for those that are NaN.
+/// Zeros for NaN.
 template <class P>
 __device__ __forceinline__ uint2 without_special_codes(uint2 codes) {
   unsigned words[2] = {codes.x, codes.y};

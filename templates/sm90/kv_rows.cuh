@@ -119,7 +119,7 @@ __device__ __forceinline__ void decode_tile(char* tile, const RowSlot<P>& from, 
 }
 
 /// Eight columns of all rows where keys share scales, which a lane keeps for the rows that share them.
-/// `column` and `to` are those of 16 and of the first row.
+/// `column` is the column of 16, `to` the first row's.
 template <class P, class Format, int kHalf>
 __device__ __forceinline__ void decode_columns8(char* to, const RowSlot<P>& from, Range groups, int own_row,
                                                 int column) {

@@ -105,7 +105,7 @@ constexpr int pv_parts(int columns, bool codes, bool code_products, int ctas = 1
 /// registers suffice.
 constexpr int pv_parts_at_a_time(int parts, int consumers) { return parts > 1 && consumers < 3 ? 2 : 1; }
 
-constexpr int kSwizzledRows = 8;  ///< of which a box has a multiple
+constexpr int kSwizzledRows = 8;  ///< a box has a multiple of these
 
 /// Whether producer warps copy K and V row by row: boxes of TMA are of whole periods of the swizzle, and of
 /// keys in order.
@@ -123,7 +123,7 @@ constexpr int row_pitch(int bytes, int alignment) {
 }
 constexpr int kRowInfoBytes = 8;  ///< of each of these: where it begins, and its scale
 /// What a slot has behind them of a tensor of scales: a row for each key, copied like theirs, with a word
-/// that says where it begins; or one for `keys` that share it, of which a tile has a multiple or a divisor.
+/// that says where it begins; or one for `keys` that share it: a tile has a multiple or a divisor of these.
 constexpr int scale_rows_bytes(int bc, int keys, int bytes, int alignment) {
   if (bytes == 0) return 0;
   if (keys > 0) return (bc > keys ? bc / keys : 1) * bytes;
@@ -201,7 +201,7 @@ struct ForwardLayout {
 
   constexpr int warpgroups() const { return row_warpgroups(br); }  ///< with rows of their own
   constexpr bool few_rows() const { return has_few_rows(br); }
-  /// Of a tile of V, also those behind the last that a warpgroup reads.
+  /// Columns of a tile of V, with columns after the last that a warpgroup reads.
   constexpr int columns_v() const { return d_split * tma::own_columns(head_dim_v, d_split); }
   constexpr int k_bytes() const {
     if (few_rows()) return 0;
@@ -214,7 +214,7 @@ struct ForwardLayout {
     return shared_kv ? 0 : tile_bytes(bc, columns_v());
   }
   /// Two where they fit: then the next Q tile is loaded before it is needed. One where codes are converted,
-  /// of which then more tiles are on their way.
+  /// so that more tiles of codes are on their way.
   constexpr int q_stages() const { return !(codes && !code_products) && bytes_of(2) <= limit() ? 2 : 1; }
   constexpr int q() const { return 0; }
   constexpr int k() const { return q_stages() * q_bytes(); }
@@ -273,7 +273,7 @@ struct ForwardLayout {
     return kSharedLimit / q_tiles_per_cta / kAlignment * kAlignment;
   }
   constexpr int list_entries_bytes() const { return lists ? (stages + 1) / 2 * 8 : 0; }
-  /// Of twice as many tiles as there are stages: a consumer reads them when it has released K.
+  /// For twice as many tiles as there are stages: a consumer reads them when it has released K.
   constexpr int present_keys_bytes() const { return indices ? 2 * stages * present_keys_of_tile() : 0; }
   constexpr int q_bytes() const {
     return warpgroups() * tile_bytes(warpgroup_rows(br), tile_columns(head_dim, code_products));
@@ -303,8 +303,8 @@ struct ForwardLayout {
   constexpr int bytes_with_o() const {
     return bytes_of(q_stages()) + (has_o_tile() + has_out_tile()) * o_bytes();
   }
-  /// Of a slot without O, with the fewest slots for codes. Barriers: two for each warpgroup's Q, four for
-  /// each stage of K and V and those of the score, one for each work tile, and those of codes.
+  /// Bytes without O, with the fewest slots for codes. Barriers: two for each warpgroup's Q, four for each
+  /// stage of K and V and the score's, one for each work tile, and the codes'.
   constexpr int bytes_of(int q_count) const {
     return q_count * q_bytes() + p_bytes() + parts_bytes() + handoff_bytes() + joined_parts_bytes() +
            stages * (k_bytes() + v_bytes() + bias_tile_bytes() + column_terms_bytes() + key_scales_bytes()) +
@@ -334,7 +334,7 @@ constexpr int kKeptTileIndices = 8;
 constexpr int kZerosBytes = 16;  ///< a row of eight zeros, read where a tile has no row
 
 /// Columns that the backward pass computes with: whole slices, and an even number of them where two
-/// warpgroups share them; or five, the last of which they share by columns.
+/// warpgroups share them; or five, and they share the last by columns.
 constexpr int backward_columns(int columns) {
   const int count = slices(columns);
   return (count == 3 ? 4 : count) * kSliceColumns;
@@ -360,11 +360,11 @@ constexpr bool splits_columns(int bc, int head_dim, int head_dim_v) {
 constexpr bool fits_long_tile(int head_dim, int head_dim_v) {
   return head_dim <= kMostCtaColumns + kSliceColumns && head_dim_v <= kMostCtaColumns;
 }
-/// Of so many columns the first CTA's, in whole steps of a product; the second may have fewer.
+/// The first CTA's share of so many columns, in whole steps of a product; the second may have fewer.
 constexpr int cta_columns(int columns, bool split) { return split ? (columns + 31) / 32 * 16 : columns; }
 
-/// Where two warpgroups share a CTA's columns, those of the first, as a product begins at a whole slice if
-/// there are several; and how many each computes.
+/// The first warpgroup's columns where two share a CTA's, as a product begins at a whole slice if there are
+/// several; and how many each computes.
 constexpr int first_wg_columns(int columns) {
   return columns <= kSliceColumns ? kSliceColumns / 2 : columns <= 3 * kSliceColumns ? 64 : 128;
 }
@@ -423,22 +423,22 @@ struct BackwardLayout {
   constexpr bool sums_dq() const { return cluster() > 1 && !wide(); }
   /// Or each has half of the columns, and they add up their S and dP.
   constexpr bool splits_columns() const { return sm90::splits_columns(bc, head_dim, head_dim_v); }
-  /// Of K and Q, the columns of a fifth slice, if there is one. Each warpgroup has a part of it, beside whole
+  /// Columns of a fifth slice of K and Q, if there is one. Each warpgroup has a part of it, next to whole
   /// slices of its own.
   constexpr int fifth_slice() const {
     return exchanges_ds() && columns() > kMostCtaColumns ? kSliceColumns : 0;
   }
   constexpr int keys() const { return splits_columns() ? bc : bc / cluster(); }
   constexpr int dout_stages() const { return exchanges_ds() ? 1 : stages; }
-  // Of Q and K, and of dO and V, the columns that a CTA has, and those of its tiles.
+  // The columns of Q and K, and of dO and V, that a CTA has, and the columns of its tiles.
   constexpr int cta_dim() const { return cta_columns(head_dim, splits_columns()); }
   constexpr int cta_dim_v() const { return cta_columns(head_dim_v, splits_columns()); }
   constexpr int columns() const { return smem_columns(cta_dim()); }
   constexpr int columns_v() const { return smem_columns(cta_dim_v()); }
-  // Where warpgroups share columns, those that they share.
+  // The columns that warpgroups share, where they share any.
   constexpr int shared_dim() const { return splits_columns() ? cta_dim() : columns(); }
   constexpr int shared_dim_v() const { return splits_columns() ? cta_dim_v() : columns_v(); }
-  // Those of dK and dV that a warpgroup computes.
+  // Columns of dK and dV that a warpgroup computes.
   constexpr int wg_dim() const {
     return wide() ? wg_columns(shared_dim() - fifth_slice()) + fifth_slice() / 2 : columns();
   }
@@ -460,7 +460,7 @@ struct BackwardLayout {
     return other_ds() + (exchanges_ds() && !other_ds_over_p() ? ds_buffers() * tile_bytes(keys(), br) : 0);
   }
   constexpr int partial_sums() const { return p() + (wide() ? ds_buffers() * tile_bytes(keys(), br) : 0); }
-  /// Of a warpgroup.
+  /// Bytes of a warpgroup's.
   constexpr int partial_sums_bytes() const { return splits_columns() ? 2 * (keys() * br / 4) * 4 : 0; }
   constexpr int bias_tile() const { return partial_sums() + 2 * partial_sums_bytes(); }
   /// Above 128 columns there is no room: there the score is read element by element.
@@ -474,7 +474,7 @@ struct BackwardLayout {
     if (own_tiles) return columns();
     return br == 128 ? columns() : columns() / (exchanges_ds() ? 4 : 2);
   }
-  /// Those that it hands on: of columns that both compute, the second's.
+  /// Columns that it hands on: the second's, where both compute some.
   constexpr int own_dq_columns(int wg) const {
     return splits_columns() && wg == 0 ? first_wg_columns(cta_dim()) : dq_columns();
   }

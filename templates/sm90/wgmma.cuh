@@ -25,7 +25,7 @@ template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
-/// ptxas hoists a wait for products above arithmetic that is independent of them, which then no longer runs
+/// ptxas hoists a wait for products above arithmetic that is independent of them, which then does not run
 /// beside them. This keeps the wait below the computation of `value`: a store to `address` that never
 /// happens, as `value` is never negative.
 __device__ __forceinline__ void finish_before_wait(float value, unsigned address) {

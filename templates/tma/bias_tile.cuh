@@ -48,7 +48,7 @@ struct BiasTileRows {
     return bias.stride_kv == 1 && first() >= 0 && first() <= bias.size_kv - kKeys &&
            (address | bias.stride_q * 2) % 4 == 0;
   }
-  /// Of this lane's words of each row and its rows of each kDown.
+  /// This lane's word of each row, and its row of each kDown.
   __device__ __forceinline__ int own_word() const { return static_cast<int>(threadIdx.x) % kAcross; }
   __device__ __forceinline__ int own_row(int n) const {
     return row + n + static_cast<int>(threadIdx.x) % 32 / kAcross;

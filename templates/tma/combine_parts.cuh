@@ -1,5 +1,5 @@
 // After the forward pass by stream-K: O and LSE of the work tiles that segments cut, each from its parts, by
-// the formula of combine.cuh; after a cascade those of all rows.
+// the formula of combine.cuh; after a cascade O and LSE of all rows.
 #pragma once
 
 #include "flashjit/tma/stream_k.cuh"

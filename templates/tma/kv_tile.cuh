@@ -21,7 +21,7 @@ __device__ __forceinline__ bool leads_kv_copies() {
   return !kPaged<P> || threadIdx.x % 32 == 0;
 }
 
-/// The coordinates of a KV tile, which KvTileCoord<P> names: those of all its boxes.
+/// The coordinates of a KV tile, which KvTileCoord<P> names, and so of all its boxes.
 template <class P>
 struct DenseKvTile {
   int row = 0, head = 0, batch = 0;
@@ -38,7 +38,7 @@ struct DenseKvTile {
     return P::kCache ? page_of_key<P>(p, sequence.b, 0) : sequence.batch();
   }
 };
-/// Or those of the lane's box.
+/// Or the coordinates of the lane's box.
 template <class P>
 struct PagedKvTile {
   int row = 0, head = 0, batch = 0;

@@ -23,9 +23,9 @@ template <class P>
 __device__ __forceinline__ int rows_of_sequence(const Params& p) {
   return P::kQTilesAsHeads ? 1 : static_cast<int>(q_tiles_per_head<P>(p));
 }
-/// Rows of the sequences; with a cascade the prefix is one row more. Its heads are those of all its Q tiles,
-/// of one head after the other, so that the Q tiles that need a KV tile are in groups: at the time when L2
-/// has it.
+/// Rows of the sequences; with a cascade the prefix is one row more. Its heads are the heads of all its Q
+/// tiles, one head after the other, so that the Q tiles that need a KV tile are in groups: at the time when
+/// L2 has it.
 template <class P>
 __device__ __forceinline__ int own_rows(const Params& p) {
   return p.batch * rows_of_sequence<P>(p);
@@ -113,7 +113,7 @@ __device__ __forceinline__ int count_of_segments(const Params& p, long long tile
 /// A group's segments of its KV tiles, which differ by a tile at most.
 struct Segments {
   long long each = 0;  ///< tiles of a segment, rounded down
-  int rest = 0;        ///< and those that are left
+  int rest = 0;        ///< and tiles that are left
   int count = 1;
 
   Segments() = default;
@@ -149,7 +149,7 @@ struct SegmentScratch {
   SegmentStart start;
 };
 
-/// By all threads of the CTA, each of which counts the work of some rows. `scratch` is free again when it
+/// By all threads of the CTA: each counts the work of some rows. `scratch` is free again when it
 /// returns.
 template <class P>
 __device__ SegmentStart find_segment(const Params& p, int segment, SegmentScratch& scratch) {

@@ -62,8 +62,7 @@ constexpr bool kSharesWork = P::kStreamK || P::kFixedParts;
 
 /// Stream-K, fixed parts and PackGQA: in the place of a split, the whole work tile.
 constexpr int kWhole = -1;
-/// Rows of a work tile are no rows of O one behind the other: each has its own place, and so have those of
-/// parts.
+/// Rows of a work tile do not follow each other in O: each has its own place, and so do rows of parts.
 template <class P>
 constexpr bool kScattersRows = P::kStreamK || (P::kPackGqa && !P::kSplit);
 
@@ -72,9 +71,9 @@ template <class P>
 __device__ __forceinline__ int prefix_tiles(const Params& p) {
   return clamped(p.prefix_length[0], 0, p.seqlen_kv) / P::kBc;
 }
-/// A sequence; with a cascade the one behind the last is the prefix. Its queries are those of all sequences,
-/// and as many keys follow its own, so that a causal mask lets each query see all of these. Its pages are
-/// those of the first sequence.
+/// A sequence; with a cascade the one behind the last is the prefix. Its queries are the queries of all
+/// sequences, and as many keys follow its own, so that a causal mask lets each query see all of these. Its
+/// pages are the first sequence's.
 template <class P>
 __device__ __forceinline__ Sequence<P> sequence_at(const Params& p, int b) {
   if constexpr (P::kCascade) {

@@ -61,7 +61,9 @@ int Graph::add(const NodePtr& node) {
           args};
   const auto [place, is_new] = places_.try_emplace(std::move(key), size());
   if (is_new) {
-    unsigned uses = name ? uses_of(node->name) : node->op == Op::element_at ? kUsesScore : 0;
+    unsigned uses = 0;
+    if (name) uses = uses_of(node->name);
+    if (node->op == Op::element_at) uses = kUsesScore;
     for (const int arg : args) uses |= items_[arg].uses;
     items_.push_back({node, std::move(args), uses});
   }

@@ -623,7 +623,9 @@ TEST(KernelsOfDecodedLatents, CompileWithoutSpillsOnHopper) {
     const TileConfig config = plan::sm90_traits().heuristic(spec, {64, 128, 1, 1, 4096}, device);
     EXPECT_EQ(compile_and_check(spec, config, device), "");
     const TileConfig of_many = plan::sm90_traits().heuristic(spec, {1, 16, 1, 512, 4096}, device);
-    if (of_many.join_lists) EXPECT_EQ(compile_and_check(spec, of_many, device), "");
+    if (of_many.join_lists) {
+      EXPECT_EQ(compile_and_check(spec, of_many, device), "");
+    }
   }
 }
 

@@ -202,7 +202,13 @@ def test_trtllm_context_over_pages(causal):
     given = (q, pool.cache, workspace(), pool.table(), ints(*KEYS), 5, 9, SCALE, 1.0, 3)
     given += (indptr(QUERIES), indptr(KEYS))
     found = fi.trtllm_batch_context_with_kv_cache(
-        *given, kv_layout="NHD", causal=causal, sinks=[sinks], window_left=2, window_right=1, return_lse=True
+        *given,
+        kv_layout="NHD",
+        causal=causal,
+        sinks=[sinks],
+        window_left=2,
+        window_right=0 if causal else 1,
+        return_lse=True,
     )
 
     def seen(i):

@@ -26,6 +26,7 @@ from ._rows import (
     sizes,
     unpacked,
 )
+from ._said import check_pages, check_room, check_values, lengths_of
 from ._scores import (
     NO_ROPE,
     Items,
@@ -156,7 +157,12 @@ class _Paged(_Wrapper):
     _packed: Packed | None = None
 
     def _keep_pages(
-        self, indptr: Tensor, indices: Tensor, lengths: Tensor, indices_buffer: Tensor | None
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        lengths: Tensor,
+        indices_buffer: Tensor | None,
+        block_tables: Tensor | None = None,
     ) -> None:
         indptr = check_ints("paged_kv_indptr", indptr, lengths.numel() + 1)
         check_ints("paged_kv_indices", indices)
@@ -165,6 +171,7 @@ class _Paged(_Wrapper):
         if self._use_cuda_graph and indices_buffer is not None:
             width = indices_buffer.numel()  # the most that any sequence may have
         pages = pages_of(indptr, indices, lengths, width, self.device)
+        check_pages("block_tables", block_tables, pages.table, lengths_of(indptr), "indptr and indices")
         self._pages = Pages(self._keep("page_table", pages.table), self._keep("kv_lengths", pages.lengths))
         self._packed = None if self._scores.rope is None else self._keep_packed()
 
@@ -260,8 +267,11 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
         window_right: int = 0,
         global_override_indptr_cpu: Tensor | None = None,
     ) -> None:
-        """Keeps the arguments, which are FlashInfer's. fixed_split_size and disable_split_kv make results the same
+        """Keeps the arguments, which are FlashInfer's. seq_lens and block_tables say what the first three do, and are compared on the
+        CPU alone. fixed_split_size and disable_split_kv make results the same
         whatever else is in the batch (batch_invariant of flashjit.attention)."""
+        if window_right != 0:
+            raise Unsupported(f"window_right is {window_right}: give 0, as no keys follow the last query's.")
         self._sizes = sizes(num_qo_heads, num_kv_heads, head_dim, None, page_size)
         self._keep_types(q_data_type or data_type or "float16", kv_data_type or data_type, o_data_type)
         self._scores = read_scores(
@@ -274,8 +284,9 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
             rope=(rope_scale, rope_theta),
         )
         lengths = get_seq_lens(indptr, last_page_len, page_size)
+        check_values("seq_lens", seq_lens, "last_page_len", lengths)
         self._rows = Rows(None, q_len_per_req, lengths.numel() * q_len_per_req)
-        self._keep_pages(indptr, indices, lengths, self._indices_buffer)
+        self._keep_pages(indptr, indices, lengths, self._indices_buffer, block_tables)
 
     begin_forward = plan
 
@@ -403,10 +414,13 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
     ) -> None:
-        """Keeps the arguments, which are FlashInfer's. The last query is at the last key."""
+        """Keeps the arguments, which are FlashInfer's. The last query is at the last key. seq_lens, seq_lens_q and block_tables say
+        what the first four do, and are compared on the CPU alone."""
         self._sizes = sizes(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size)
         self._keep_types(q_data_type, kv_data_type, o_data_type)
         lengths = get_seq_lens(paged_kv_indptr, paged_kv_last_page_len, page_size)
+        check_values("seq_lens", seq_lens, "paged_kv_last_page_len", lengths)
+        check_values("seq_lens_q", seq_lens_q, "qo_indptr", lengths_of(qo_indptr))
         self._keep_scores(
             qo_indptr,
             lengths,
@@ -426,7 +440,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
             prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, lengths.cpu(), self.device
         )
         self._scores = self._scores._replace(items=self._kept_items(items))
-        self._keep_pages(paged_kv_indptr, paged_kv_indices, lengths, self._indices_buffer)
+        self._keep_pages(paged_kv_indptr, paged_kv_indices, lengths, self._indices_buffer, block_tables)
 
     begin_forward = plan
 
@@ -534,7 +548,9 @@ class BatchAttention(_Paged):
         self._sizes = sizes(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size)
         self._keep_types(q_data_type, kv_data_type, None)
         self._scores = read_scores("NONE", logits_soft_cap, causal, -1, sm_scale)
-        self._keep_pages(kv_indptr, kv_indices, check_ints("kv_len_arr", kv_len_arr), None)
+        lengths = check_ints("kv_len_arr", kv_len_arr)
+        check_room("kv_len_arr", lengths, kv_indptr, page_size)
+        self._keep_pages(kv_indptr, kv_indices, lengths, None)
         self._keep_queries(qo_indptr)
 
     def run(

@@ -13,7 +13,8 @@ from .._tensors import SPEC_TYPES, describe, say_once
 from ..errors import InvalidArgument, Unsupported
 from ..flash_attn._attend import with_batch
 from ._batch import _Paged
-from ._rows import check_ints, check_tensor, sizes
+from ._rows import check_ints, check_lse, check_tensor, sizes
+from ._said import check_pages, check_room, check_values
 from ._scores import LOG2E, constant, read_scores, refuse
 
 _SCALED = 128  # columns that share a scale of ckv_scale_arr
@@ -63,7 +64,9 @@ class BatchMLAPagedAttentionWrapper(_Paged):
                 "kv_data_type alike or float8_e4m3fn or float8_e5m2."
             )
         self._scores = read_scores("NONE", None, causal, -1, sm_scale)
-        self._keep_pages(kv_indptr, kv_indices, check_ints("kv_len_arr", kv_len_arr), self._indices_buffer)
+        lengths = check_ints("kv_len_arr", kv_len_arr)
+        check_room("kv_len_arr", lengths, kv_indptr, page_size)
+        self._keep_pages(kv_indptr, kv_indices, lengths, self._indices_buffer)
         self._keep_queries(qo_indptr)
 
     def run(
@@ -91,7 +94,8 @@ class BatchMLAPagedAttentionWrapper(_Paged):
         The two caches are best views of one tensor [pages, rows of a page, 576]; else they are copied in each call.
         ckv_scale, kpe_scale: numbers, of caches of 8 bits alone; where they differ, q_pe is multiplied in a launch of its own.
         ckv_scale_arr, in place of ckv_scale: float32 [pages, rows of a page, 4], of 128 columns each. Where there is a rotated part
-        each call makes a tensor of its scale and these."""
+        each call makes a tensor of its scale and these. kv_len and page_table say what plan() was given, and are compared on the CPU
+        alone."""
         refuse(o_scale=o_scale)
         self._check_types(q_nope=q_nope, q_pe=q_pe, ckv_cache=ckv_cache, kpe_cache=kpe_cache)
         check_tensor("q_pe", q_pe, "all rows, h, 64")
@@ -103,6 +107,11 @@ class BatchMLAPagedAttentionWrapper(_Paged):
                 f"q_pe is {describe(q_pe)}: it must be [{q_nope.shape[0]}, {q_nope.shape[1]}, {kpe_cache.shape[2]}], with the "
                 "rows and heads of q_nope and the columns of kpe_cache."
             )
+        table, lengths = self._pages
+        check_values("kv_len", kv_len, "kv_len_arr of plan()", lengths)
+        pages = None if page_table is None else -(-lengths // ckv_cache.shape[1])
+        check_pages("page_table", page_table, table, pages, "kv_indptr and kv_indices of plan()")
+        check_lse(lse, q_nope.shape[:2], "all rows, h")
         with torch.no_grad():
             latents, of_codes, ratio = _read_latents(
                 joined_columns(ckv_cache, kpe_cache)[:, None], ckv_cache, ckv_scale, ckv_scale_arr, kpe_scale

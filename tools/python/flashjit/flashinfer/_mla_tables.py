@@ -10,7 +10,8 @@ from torch import Tensor
 from .._attention import attention
 from .._tensors import describe
 from ..errors import InvalidArgument, Unsupported
-from ._rows import Rows, check_ints, check_tensor
+from ._rows import Rows, check_ints, check_tensor, flattened
+from ._said import check_number
 from ._scores import LOG2E, constant, refuse
 from ._tables import rows_of, signed
 
@@ -127,6 +128,17 @@ def trtllm_batch_decode_with_kv_cache_mla(
     )
     if not uses_shared_paged_kv_idx:
         raise Unsupported("uses_shared_paged_kv_idx is False: latents are in one cache here.")
+    if (cp_world, cp_rank) != (1, 0):
+        raise Unsupported(
+            f"cp_world is {cp_world} and cp_rank {cp_rank}: flashjit.flashinfer has no ranks' parts of latents; leave them out."
+        )
+    if return_lse_base not in (None, "base2", "basee"):
+        raise InvalidArgument(f"return_lse_base is {return_lse_base!r}: give base2 or basee.")
+    if kv_lora_rank + qk_rope_head_dim != query.shape[-1]:
+        raise InvalidArgument(
+            f"kv_lora_rank is {kv_lora_rank} and qk_rope_head_dim {qk_rope_head_dim}, but query is {describe(query)}: their sum must be "
+            f"its columns, {query.shape[-1]}."
+        )
     if isinstance(sinks, (list, tuple)):
         sinks = sinks[0]
     latents = kv_cache.squeeze(1) if kv_cache.dim() == 4 else kv_cache
@@ -135,7 +147,17 @@ def trtllm_batch_decode_with_kv_cache_mla(
     each = query.shape[1] if query.dim() == 4 else 1
     if sparse_mla_top_k > 0:
         lens = sparse_mla_top_k_lens if sparse_mla_top_k_lens is not None else seq_lens
+        check_number(
+            "sparse_mla_top_k",
+            sparse_mla_top_k,
+            block_tables.shape[-1],
+            f"block_tables is {describe(block_tables)}",
+        )
         rows, latents, more = _of_lists(latents, block_tables, lens, q.shape[0])
+    elif sparse_mla_top_k_lens is not None:
+        raise InvalidArgument(
+            "sparse_mla_top_k_lens is given, but sparse_mla_top_k is 0: give the length of lists, or leave it out."
+        )
     else:
         lengths = check_ints("seq_lens", signed(seq_lens))
         rows = rows_of(q, lengths.numel(), each, cum_seq_lens_q, max_q_len)
@@ -151,7 +173,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     scales = _number("bmm1_scale", bmm1_scale), _number("bmm2_scale", bmm2_scale)
     wants_lse = return_lse or lse is not None
     with torch.no_grad():
-        written = None if out is None else out.reshape(-1, *out.shape[-2:])
+        written = _memory_of(out, lse, (*q.shape[:2], kv_lora_rank))
         o, natural = _attend(q, latents, kv_lora_rank, rows, scales, written, wants_lse, more)
         o = o.reshape(*query.shape[:-1], kv_lora_rank) if out is None else out
         if natural is None:
@@ -161,10 +183,28 @@ def trtllm_batch_decode_with_kv_cache_mla(
         return (o, found) if return_lse else o
 
 
+def _memory_of(out: Any, lse: Any, size: tuple[int, ...]) -> Tensor | None:
+    """O [all rows, h, rank] to write to, if any, where O and LSE have that size."""
+    if lse is not None and (
+        lse.dtype != torch.float32 or lse.shape[-1] != size[1] or lse.numel() != size[0] * size[1]
+    ):
+        raise InvalidArgument(f"lse is {describe(lse)}: it must be float32 {list(size[:2])}, [all rows, h].")
+    if out is None:
+        return None
+    written = flattened("out", out)
+    if tuple(written.shape) != size:
+        raise InvalidArgument(f"out is {describe(out)}: it must be {list(size)}, [all rows, h, rank].")
+    return written
+
+
 def _of_lists(
     latents: Tensor, lists: Tensor, counts: Tensor | None, rows: int
 ) -> tuple[Rows, Tensor, dict[str, Any]]:
     """All rows of the cache as one sequence, whose queries are all rows."""
+    if lists[..., 0].numel() != rows:
+        raise InvalidArgument(
+            f"block_tables is {describe(lists)}: it must be of query's {rows} rows, a list for each."
+        )
     lists = signed(lists).reshape(rows, -1)
     given: Any = lists[None, :, None]
     if counts is not None:
@@ -245,9 +285,27 @@ def xqa_mla(
             "v_cache has other memory than k_cache: V is the first columns of K here; give k_cache twice."
         )
     scale = _number("q_scale", q_scale) * _number("kv_scale", kv_scale)
+    if k_cache.dim() == 3:
+        check_number("page_size", page_size, k_cache.shape[1], f"k_cache is {describe(k_cache)}")
+    elif k_cache.shape[0] % page_size:
+        raise InvalidArgument(
+            f"page_size is {page_size}, but k_cache is {describe(k_cache)}: give whole pages."
+        )
     pages = k_cache.reshape(-1, page_size, k_cache.shape[-1])
     room = page_table.shape[1] * page_size
     lengths, rank = signed(seq_lens).reshape(-1), output.shape[-1]
     trtllm_batch_decode_with_kv_cache_mla(
-        q, pages, workspace_buffer, 0, rank, 0, page_table, lengths, room, 0, output, scale, float(kv_scale)
+        q,
+        pages,
+        workspace_buffer,
+        0,
+        rank,
+        q.shape[-1] - rank,
+        page_table,
+        lengths,
+        room,
+        0,
+        output,
+        scale,
+        float(kv_scale),
     )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._cache import append
 from .._pages import check_last_page
-from .._tensors import KV_TYPES
+from .._tensors import KV_TYPES, describe
 from ..errors import InvalidArgument
 from ..flash_attn._attend import places, with_batch
 from ._rows import check_ints, check_layout, check_tensor, unpacked
@@ -48,8 +48,32 @@ def slots_of(
     check_ints("kv_indices", kv_indices)
     check_ints("kv_indptr", kv_indptr)
     position = check_ints("positions", positions).long()
+    if batch_indices.shape != position.shape:
+        raise InvalidArgument(
+            f"batch_indices has {batch_indices.numel()} numbers and positions {position.numel()}: give both for each new row."
+        )
+    if batch_indices.is_cpu and position.is_cpu and kv_indptr.is_cpu:
+        _check_positions(batch_indices, position, kv_indptr.diff(), page_size)
     entry = kv_indptr[batch_indices.long()] + position // page_size
     return kv_indices[entry.long()].long() * page_size + position % page_size
+
+
+def _check_positions(sequences: Tensor, positions: Tensor, pages: Tensor, page_size: int) -> None:
+    """That each new row has a page of its own sequence."""
+    for sequence, position in zip(sequences.tolist(), positions.tolist()):
+        own = int(pages[sequence]) if 0 <= sequence < len(pages) else 0
+        if not 0 <= position < own * page_size:
+            raise InvalidArgument(
+                f"a new row has the position {position} of sequence {sequence}, which has {own} pages of {page_size}: give it pages, "
+                "or another position."
+            )
+
+
+def _check_rows(name: str, rows: Tensor, positions: Tensor) -> None:
+    if rows.shape[0] != positions.numel():
+        raise InvalidArgument(
+            f"{name} has {rows.shape[0]} rows, but positions {positions.numel()} numbers: give one for each new row."
+        )
 
 
 def append_paged_kv_cache(
@@ -67,6 +91,12 @@ def append_paged_kv_cache(
     k_cache, v_cache = unpacked(paged_kv_cache, check_layout(kv_layout))
     check_tensor("append_key", append_key, "nnz, hkv, d")
     check_tensor("append_value", append_value, "nnz, hkv, d")
+    for name, rows, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):
+        _check_rows(name, rows, positions)
+        if rows.shape[1:] != (cache.shape[1], cache.shape[3]):
+            raise InvalidArgument(
+                f"{name} is {describe(rows)}: it must be [nnz, {cache.shape[1]}, {cache.shape[3]}], as the cache is."
+            )
     slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, k_cache.shape[2])
     if append_key.dtype in KV_TYPES or k_cache.dtype in KV_TYPES:
         _store(append_key, k_cache, slots)
@@ -88,8 +118,15 @@ def append_paged_mla_kv_cache(
     kv_last_page_len: Tensor,
 ) -> None:
     """Stores append_ckv [nnz, 512] and append_kpe [nnz, 64] into pages [pages, rows of a page, columns]. None: not."""
-    for rows, cache in ((append_ckv, ckv_cache), (append_kpe, kpe_cache)):
+    given = (("append_ckv", append_ckv, ckv_cache), ("append_kpe", append_kpe, kpe_cache))
+    for name, rows, cache in given:
         if cache is not None:
+            check_tensor(name, rows, "nnz, columns")
+            _check_rows(name, rows, positions)
+            if rows.shape[1] != cache.shape[2]:
+                raise InvalidArgument(
+                    f"{name} is {describe(rows)}: it must be [nnz, {cache.shape[2]}], as the cache is."
+                )
             slots = slots_of(batch_indices, positions, kv_indices, kv_indptr, cache.shape[1])
             _store(rows[:, None], cache[:, None], slots)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..errors import InvalidArgument
 from ._batch import _Wrapper
 from ._rows import check_ints, check_tensor, heads_first, results, run, sizes
+from ._said import check_values
 from ._scores import Scales, is_invariant, read_items, read_mask, read_scores, refuse
 
 
@@ -67,7 +68,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         v_indptr: Tensor | None = None,
         o_indptr: Tensor | None = None,
     ) -> None:
-        """Keeps the arguments, which are FlashInfer's. The last query is at the last key."""
+        """Keeps the arguments, which are FlashInfer's. The last query is at the last key. seq_lens and seq_lens_q say what the
+        others do, and are compared on the CPU alone."""
         refuse(v_indptr=v_indptr, o_indptr=o_indptr)
         self._sizes = sizes(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
         self._keep_types(q_data_type, kv_data_type, o_data_type)
@@ -76,6 +78,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
             raise InvalidArgument(
                 f"qo_indptr is of {queries.numel()} sequences and kv_indptr of {keys.numel()}: they must be of the same ones."
             )
+        check_values("seq_lens", seq_lens, "kv_indptr", keys)
+        check_values("seq_lens_q", seq_lens_q, "qo_indptr", queries)
         mask, start = read_mask(custom_mask, packed_custom_mask, queries.long() * keys.long(), self.device)
         invariant = is_invariant(fixed_split_size, disable_split_kv)
         first = self._keep("rope_start", (keys - queries).to(device=self.device, dtype=torch.int32))

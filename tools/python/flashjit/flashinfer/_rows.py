@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -100,6 +101,14 @@ def check_ints(name: str, given: Any, least: int = 0) -> Tensor:
             f"{name} has {given.numel()} elements: it needs {least}, one more than sequences."
         )
     return given
+
+
+def flattened(name: str, memory: Tensor) -> Tensor:
+    """[all rows, heads, d] of memory that is written to."""
+    rows = memory.reshape(-1, *memory.shape[-2:])
+    if rows.data_ptr() != memory.data_ptr():
+        raise InvalidArgument(f"{name} has the strides {list(memory.stride())}: give rows one after another.")
+    return rows
 
 
 def heads_first(x: Tensor, kv_layout: str) -> Tensor:
@@ -201,12 +210,15 @@ def results(found: tuple[Tensor, Any], lse: Tensor | None, wants_lse: bool = Tru
     if natural is None:
         return o
     binary = (natural * LOG2E).transpose(0, 1)
-    if lse is not None and (lse.shape != binary.shape or lse.dtype != torch.float32):
-        raise InvalidArgument(
-            f"lse is {describe(lse)}: it must be float32 {list(binary.shape)}, [all rows, hq]."
-        )
+    check_lse(lse, binary.shape, "all rows, hq")
     binary = binary.contiguous() if lse is None else lse.copy_(binary)
     return (o, binary) if wants_lse else o
+
+
+def check_lse(lse: Tensor | None, size: Sequence[int], dims: str) -> None:
+    """Of the caller's memory."""
+    if lse is not None and (tuple(lse.shape) != tuple(size) or lse.dtype != torch.float32):
+        raise InvalidArgument(f"lse is {describe(lse)}: it must be float32 {list(size)}, [{dims}].")
 
 
 class Pages(NamedTuple):

@@ -100,6 +100,10 @@ def read_items(
 ) -> Items | None:
     """FlashInfer's prefix_len_ptr, token_pos_in_items_ptr, of `longest` numbers a sequence, and keys of each sequence, on the host."""
     if prefix is None:
+        if places is not None:
+            raise InvalidArgument(
+                "token_pos_in_items_ptr is given without prefix_len_ptr: give both, or neither."
+            )
         return None
     if places is None or prefix.numel() != keys.numel():
         raise InvalidArgument(
@@ -323,6 +327,10 @@ def read_mask(
     if given.numel() < int(sizes.sum()):
         name = "custom_mask" if packed is None else "packed_custom_mask"
         raise InvalidArgument(f"{name} is {describe(given)}: it must have {int(sizes.sum())} elements.")
+    if packed is None and given.dim() > 1 and given.numel() != int(sizes.sum()):  # rows of another length
+        raise InvalidArgument(
+            f"custom_mask is {describe(given)}: give {int(sizes.sum())} elements, a row of its keys for each query."
+        )
     if given.numel() == 0:  # sequences without pairs: programs read at least one element
         given = given.new_zeros(1)
     starts = (sizes.cumsum(0) - sizes).to(device=device, dtype=torch.int32)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._tensors import describe
+from ..errors import InvalidArgument
 from ._rows import Rows, check_layout, check_tensor, heads_first, results, run
 from ._scores import Scales, check_dtypes, dtype_of, read_mask, read_scores, refuse, type_of_out
 
@@ -73,6 +75,10 @@ def single_prefill_with_kv_cache(
     k, v = _one_sequence(k, v, kv_layout)
     out_dtype = dtype_of(o_dtype, type_of_out(q.dtype))
     check_dtypes(q.dtype, k.dtype, out_dtype)
+    if custom_mask is not None and custom_mask.dim() == 2 and custom_mask.shape != (q.shape[0], k.shape[2]):
+        raise InvalidArgument(
+            f"custom_mask is {describe(custom_mask)}: give {[q.shape[0], k.shape[2]]}, queries and keys."
+        )
     pairs = torch.tensor([q.shape[0] * k.shape[2]])
     mask, start = read_mask(custom_mask, packed_custom_mask, pairs, q.device)
     rope = {"rope": (rope_scale, rope_theta), "rope_start": k.shape[2] - q.shape[0]}

@@ -7,7 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import InvalidArgument
 from ._batch import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
+from ._scores import Scores
+
+
+def _compare(scores: Scores, window_left: int, pos_encoding_mode: str = "NONE") -> None:
+    """plan()'s options with the constructor's, where that was given some: there, too, both need them."""
+    planned = "ALIBI" if scores.alibi else "ROPE_LLAMA" if scores.rope is not None else "NONE"
+    for name, given, made, default in (
+        ("window_left", scores.window_left, window_left, -1),
+        ("pos_encoding_mode", planned, pos_encoding_mode, "NONE"),
+    ):
+        if made not in (default, given):
+            raise InvalidArgument(
+                f"{name} is {given} in plan() and {made} in the constructor: give both the same."
+            )
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
@@ -37,6 +52,14 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             float_workspace_buffer, kv_layout, use_cuda_graph, paged_kv_indices_buf=paged_kv_indices_buf
         )
         self._takes_sinks = True  # as positional arguments of run(), or by name
+        self._made = (window_left, pos_encoding_mode)
+
+    def plan(self, *args: Any, **named: Any) -> None:
+        """BatchPrefillWithPagedKVCacheWrapper's. What the constructor was given of window_left and pos_encoding_mode is given here, too."""
+        super().plan(*args, **named)
+        _compare(self._scores, *self._made)
+
+    begin_forward = plan
 
 
 class BatchDecodeWithAttentionSinkWrapper(BatchDecodeWithPagedKVCacheWrapper):
@@ -56,3 +79,11 @@ class BatchDecodeWithAttentionSinkWrapper(BatchDecodeWithPagedKVCacheWrapper):
     ) -> None:
         super().__init__(float_workspace_buffer, kv_layout, **kwargs)
         self._takes_sinks = True
+        self._made_for = window_left
+
+    def plan(self, *args: Any, **named: Any) -> None:
+        """BatchDecodeWithPagedKVCacheWrapper's. A window_left that the constructor was given is given here, too."""
+        super().plan(*args, **named)
+        _compare(self._scores, self._made_for)
+
+    begin_forward = plan

@@ -12,7 +12,8 @@ from .._engines import FIRST_NEW
 from .._named import AT_LAST, window_text
 from .._tensors import describe
 from ..errors import InvalidArgument, Unsupported, WrongType
-from ._rows import Rows, check_ints, check_layout, check_tensor, results, run, unpacked
+from ._rows import Rows, check_ints, check_layout, check_tensor, flattened, results, run, unpacked
+from ._said import check_number, check_offsets, check_sequences, check_values, lengths_of
 from ._scores import Scales, Scores, Seen, check_dtypes, dtype_of, refuse, type_of_out
 
 _DRAFT = f"kv - ({FIRST_NEW})"
@@ -155,21 +156,39 @@ def trtllm_batch_decode_with_kv_cache(
     seq_lens = check_ints("seq_lens", signed(seq_lens))
     rows = rows_of(query, seq_lens.numel(), q_len_per_req, cum_seq_lens_q, max_q_len)
     scores, scales = scaled(bmm1_scale, bmm2_scale, rows.longest > 1, window_left)
-    if causal_seqlens_kv_global is not None:
+    if causal_seqlens_kv_global is not None or (cp_world, cp_rank) != (1, 0):
         if window_left >= 0:
             raise Unsupported(
                 f"window_left is {window_left} with causal_seqlens_kv_global: a window's keys would be of several ranks; leave it out."
             )
-        given = {"cp_world": int(cp_world), "cp_rank": int(cp_rank), "cp_before": causal_seqlens_kv_global}
-        scores = scores._replace(
-            causal=False, seen=Seen("kv * cp_world + cp_rank <= cp_before[b] + q", given)
-        )
+        if mask is not None:
+            raise Unsupported(
+                "mask is given with causal_seqlens_kv_global: flashjit.flashinfer has one of them; leave one out."
+            )
+        seen = of_rank(cp_world, cp_rank, causal_seqlens_kv_global, seq_lens)
+        scores = scores._replace(causal=False, seen=seen)
     elif mask is not None and rows.longest > 1:
         scores = scores._replace(causal=False, seen=of_drafts(mask, rows))
     results = (out, out_dtype, lse, return_lse, sinks)
     return over_table(
         query, kv_cache, kv_layout, block_tables, seq_lens, max_seq_len, rows, scores, scales, *results
     )
+
+
+def of_rank(world: Any, rank: Any, before: Any, seq_lens: Tensor) -> Seen:
+    """The keys of a rank that a query sees. before: how many keys of all ranks are before each sequence's query 0."""
+    if before is None:
+        raise InvalidArgument(
+            f"cp_world is {world} and cp_rank {rank}, but causal_seqlens_kv_global is None: give it, or leave both out."
+        )
+    if not isinstance(before, Tensor) or before.dtype != torch.int32 or before.shape != seq_lens.shape:
+        raise InvalidArgument(
+            f"causal_seqlens_kv_global is {describe(before)}: it must be int32 {list(seq_lens.shape)}, a number for each sequence."
+        )
+    if not 0 <= rank < world:
+        raise InvalidArgument(f"cp_rank is {rank} of cp_world {world}: give 0 to {world - 1}.")
+    captures = {"cp_world": int(world), "cp_rank": int(rank), "cp_before": before}
+    return Seen("kv * cp_world + cp_rank <= cp_before[b] + q", captures)
 
 
 def _refuse_two_tables(shared: bool) -> None:
@@ -231,8 +250,8 @@ def trtllm_batch_context_with_kv_cache(
 
     bmm1_scale, bmm2_scale: as of trtllm_batch_decode_with_kv_cache(). The last query is at the last key. window_right: keys after
     its own that a query sees where it is not causal. variable_window_token_starts, variable_window_token_ends: int32 [all rows]: the
-    first and the last key that each query sees, in place of all other masks. With return_lse also LSE [all rows, hq], of base 2.
-    """
+    first and the last key that each query sees, in place of causal. cum_seq_lens_kv says what seq_lens does, and is compared on the
+    CPU alone. With return_lse also LSE [all rows, hq], of base 2."""
     refuse(
         o_sf_scale=o_sf_scale,
         o_sf_vec_size=o_sf_vec_size,
@@ -244,13 +263,20 @@ def trtllm_batch_context_with_kv_cache(
     _refuse_two_tables(uses_shared_paged_kv_idx)
     check_tensor("query", query, "all rows, hq, d")
     seq_lens = check_ints("seq_lens", signed(seq_lens))
+    check_sequences(batch_size, "seq_lens", seq_lens.numel())
+    check_values("cum_seq_lens_kv", lengths_of(signed(cum_seq_lens_kv)), "seq_lens", seq_lens)
     rows = rows_of(query, seq_lens.numel(), None, cum_seq_lens_q, max_q_len)
     scores, scales = scaled(bmm1_scale, bmm2_scale, causal, window_left)
-    if variable_window_token_starts is not None and variable_window_token_ends is not None:
-        row, captures = of_row(rows, "window_rows")
-        captures.update(window_starts=variable_window_token_starts, window_ends=variable_window_token_ends)
-        seen = Seen(f"kv >= window_starts[{row}] && kv <= window_ends[{row}]", captures)
-        scores = scores._replace(causal=False, window_left=-1, seen=seen)
+    if variable_window_token_starts is not None or variable_window_token_ends is not None:
+        seen = _of_windows(query, rows, variable_window_token_starts, variable_window_token_ends)
+        for name, side in (("window_left", window_left), ("window_right", window_right)):
+            if side >= 0:
+                raise InvalidArgument(f"{name} is {side} with a window for each query: leave it out.")
+        scores = scores._replace(causal=False, seen=seen)
+    elif causal and window_right > 0:
+        raise InvalidArgument(
+            f"window_right is {window_right}, but causal is True: give 0 or -1, or causal=False."
+        )
     elif window_right >= 0 and not causal:
         (text,) = window_text(AT_LAST, None, "window_right")
         scores = scores._replace(seen=Seen(text, {"window_right": int(window_right)}))
@@ -258,6 +284,22 @@ def trtllm_batch_context_with_kv_cache(
     return over_table(
         query, kv_cache, kv_layout, block_tables, seq_lens, max_kv_len, rows, scores, scales, *results
     )
+
+
+def _of_windows(query: Tensor, rows: Rows, starts: Any, ends: Any) -> Seen:
+    """The first and the last key that each query sees, int32 [all rows] each."""
+    if starts is None or ends is None:
+        raise InvalidArgument(
+            "variable_window_token_starts and variable_window_token_ends come together: give both, or neither."
+        )
+    for name, given in (("starts", starts), ("ends", ends)):
+        if not isinstance(given, Tensor) or given.dtype != torch.int32 or given.shape != query.shape[:1]:
+            raise InvalidArgument(
+                f"variable_window_token_{name} is {describe(given)}: it must be int32 [{query.shape[0]}], a key for each row of query."
+            )
+    row, captures = of_row(rows, "window_rows")
+    captures.update(window_starts=starts, window_ends=ends)
+    return Seen(f"kv >= window_starts[{row}] && kv <= window_ends[{row}]", captures)
 
 
 def prepare_balanced_batch_decode_with_kv_cache(
@@ -369,9 +411,11 @@ def xqa(
         v_sf_cache=v_sf_cache,
         rcp_out_scale=None if rcp_out_scale == 1 else rcp_out_scale,
     )
-    query, written = (x.reshape(-1, *x.shape[-2:]) for x in (q, output))
-    if written.data_ptr() != output.data_ptr():
-        raise InvalidArgument(f"output has the strides {list(output.stride())}: give rows one after another.")
+    cache = f"k_cache is {describe(k_cache)}, by kv_layout {kv_layout}"
+    k, _ = unpacked((k_cache, v_cache), check_layout(kv_layout))
+    check_number("num_kv_heads", num_kv_heads, k.shape[1], cache)
+    check_number("page_size", page_size, k.shape[2], cache)
+    query, written = q.reshape(-1, *q.shape[-2:]), flattened("output", output)
     lengths = check_ints("seq_lens", signed(seq_lens).reshape(-1))
     rows = rows_of(query, lengths.numel(), q_seq_len, q_cu_seq_lens, q_seq_len)
     scores = Scores(
@@ -421,7 +465,7 @@ def cudnn_batch_decode_with_kv_cache(
     [sequences, pages of the longest]; with return_lse also LSE [all rows, hq], of base 2.
 
     actual_seq_lens_kv: int32, of as many elements as sequences. Several queries of a sequence, q_len_per_req, are causal, the last
-    one at the last key. batch_offsets_q and batch_offsets_o say what the shapes say, as there."""
+    one at the last key. batch_offsets_q and batch_offsets_o say what the shapes say, as there, and are compared on the CPU alone."""
     refuse(batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
     if block_tables is None or actual_seq_lens_kv is None:
         raise InvalidArgument(
@@ -430,6 +474,11 @@ def cudnn_batch_decode_with_kv_cache(
     check_tensor("q", q, "all rows, hq, d")
     lengths = check_ints("actual_seq_lens_kv", actual_seq_lens_kv.reshape(-1).to(q.device))
     rows = rows_of(q, lengths.numel(), q_len_per_req, None, None)
+    if batch_offsets_q is not None or batch_offsets_o is not None:
+        starts = torch.arange(lengths.numel() + 1) * rows.longest
+        check_offsets("batch_offsets_q", batch_offsets_q, starts, q.stride(0))
+        row_of_out = q.shape[1] * v_cache.shape[-1] if out is None else out.stride(0)
+        check_offsets("batch_offsets_o", batch_offsets_o, starts, row_of_out)
     scores, scales = scaled(float(scale), None, rows.longest > 1, window_left)
     cache, results = (k_cache, v_cache), (out, None, lse, return_lse, sinks)
     return over_table(q, cache, "HND", block_tables, lengths, max_sequence_kv, rows, scores, scales, *results)

@@ -14,7 +14,7 @@ from .._tensors import describe
 from ..errors import InvalidArgument
 from ..programs import repeated
 from ._batch import _Wrapper
-from ._rows import check_tensor, sizes
+from ._rows import check_lse, check_tensor, sizes
 from ._scores import LOG2E, read_scores, refuse
 
 _MASK = "blocks[h_kv, row_block[h_kv, q], column_block[h_kv, kv]]"
@@ -117,6 +117,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
             wanted = (heads, captures[rows[name]].shape[1], self._sizes.head_dim)
             if tuple(x.shape) != wanted:
                 raise InvalidArgument(f"{name} is {describe(x)}: plan() was given {list(wanted)}.")
+        check_lse(lse, q.shape[:2], "hq, M")
         wants = return_lse or lse is not None
         with torch.no_grad():
             found = attention(

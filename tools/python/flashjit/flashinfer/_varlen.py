@@ -12,6 +12,7 @@ from .._named import AT_LAST
 from .._tensors import describe
 from ..errors import InvalidArgument, Unsupported, WrongType
 from ._rows import Rows, check_ints, check_tensor, heads_first, results, run
+from ._said import check_offsets, check_sequences, check_values, lengths_of
 from ._scores import Scales, Scores, Seen, check_dtypes, dtype_of, refuse, type_of_out
 from ._tables import over_table, scaled, signed
 
@@ -118,13 +119,15 @@ def trtllm_ragged_attention_deepseek(
     """O [all rows, hq, d_v] of packed query, key and value [all rows, heads, d]; with return_lse also LSE [all rows, hq], of base 2.
 
     bmm1_scale, bmm2_scale: as of trtllm_batch_decode_with_kv_cache(). Sequences may have no queries or no keys: O is then 0 and
-    LSE -inf. o_sf_scale is not read: O is not quantized."""
+    LSE -inf. o_sf_scale is not read: O is not quantized. seq_lens says what cum_seq_lens_kv does, and is compared on the CPU alone."""
     refuse(
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         sage_attn_sfs=None if all(x is None for x in sage_attn_sfs) else sage_attn_sfs,
         use_fp16_softmax=use_fp16_softmax,
         uses_spcompress=uses_spcompress,
     )
+    check_sequences(batch_size, "cum_seq_lens_q", cum_seq_lens_q.numel() - 1)
+    check_values("seq_lens", signed(seq_lens), "cum_seq_lens_kv", lengths_of(cum_seq_lens_kv))
     scores, scales = scaled(bmm1_scale, bmm2_scale, is_causal, window_left)
     rows, keys = Rows(cum_seq_lens_q, max_q_len), (cum_seq_lens_kv, max_kv_len)
     where = (out, None, lse, return_lse, attention_sinks)
@@ -179,8 +182,8 @@ def cudnn_batch_prefill_with_kv_cache(
     rows of a page, d] by block_tables, int32 [sequences, pages of the longest], or over packed rows [all rows, hkv, d].
 
     actual_seq_lens_q, actual_seq_lens_kv: int32, of as many elements as sequences; where one is left out, batch_offsets_q or
-    batch_offsets_k says it, in elements of the tensor or in rows ("tokens"). Sequences are packed without gaps, so other offsets
-    are not read. The last query is at the last key. lse_base: "log2" or "ln"."""
+    batch_offsets_k says it, in elements of the tensor or in rows ("tokens"). Sequences are packed without gaps, and so other offsets
+    are compared with these on the CPU, and not read on a GPU. The last query is at the last key. lse_base: "log2" or "ln"."""
     if batch_offsets_units not in ("elements", "tokens") or lse_base not in ("log2", "ln"):
         raise InvalidArgument(
             f"batch_offsets_units is {batch_offsets_units!r} and lse_base {lse_base!r}: give elements or tokens, and log2 or ln."
@@ -190,16 +193,27 @@ def cudnn_batch_prefill_with_kv_cache(
     tokens = batch_offsets_units == "tokens"
     starts = _offsets(actual_seq_lens_q, batch_offsets_q, 1 if tokens else q.stride(0), q.device)
     rows = Rows(starts, max_token_per_sequence)
+    row_of_out = q.shape[1] * v_cache.shape[-1] if out is None else out.stride(0)
+    of_queries = (
+        ("q", batch_offsets_q, q.stride(0)),
+        ("o", batch_offsets_o, row_of_out),
+        ("stats", batch_offsets_stats, q.shape[1]),
+    )
+    for name, given, row in of_queries:
+        check_offsets(f"batch_offsets_{name}", given, starts, 1 if tokens else row)
     scores = Scores(float(scale), causal, -1 if window_left is None else window_left)
     scales = Scales(q_scale, k_scale, v_scale)
     wants_lse = return_lse or lse is not None
     where = (out, o_data_type, lse, wants_lse, sinks)
     if block_tables is None:
         keys = _offsets(actual_seq_lens_kv, batch_offsets_k, 1 if tokens else k_cache.stride(0), q.device)
+        for name, given, x in (("k", batch_offsets_k, k_cache), ("v", batch_offsets_v, v_cache)):
+            check_offsets(f"batch_offsets_{name}", given, keys, 1 if tokens else x.stride(0))
         found = _over_packed(q, k_cache, v_cache, rows, (keys, max_sequence_kv), scores, scales, *where)
     elif actual_seq_lens_kv is None:
         raise InvalidArgument("actual_seq_lens_kv is None: with block_tables give each sequence's keys.")
     else:
+        refuse(batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
         lengths = actual_seq_lens_kv.reshape(-1).to(q.device)
         cache = (k_cache, v_cache)
         found = over_table(
@@ -253,6 +267,19 @@ def trtllm_fmha_v2_prefill(
             f"mask_mode is {mask_mode!r} and pos_encoding_mode {pos_encoding_mode!r}: give causal, sliding_window, chunked or "
             "padding, and None or alibi."
         )
+    for name, size, own in (
+        ("window_left", window_left + 1, "sliding_window"),
+        ("chunked_attention_size", chunked_attention_size, "chunked"),
+    ):
+        if size > 0 and mode != own:
+            raise InvalidArgument(
+                f'{name} is {size - (own != "chunked")}, but mask_mode is {mode!r}: give mask_mode="{own}", or leave {name} out.'
+            )
+    if mode == "chunked" and not chunked_attention_size:
+        raise InvalidArgument(
+            "mask_mode is 'chunked', but chunked_attention_size is 0: give the keys of a chunk, or mask_mode=\"causal\"."
+        )
+    check_sequences(batch_size, "cum_seq_lens_q", cum_seq_lens_q.numel() - 1)
     scores, scales = scaled(bmm1_scale, bmm2_scale, mode != "padding", window_left)
     scores = scores._replace(logits_soft_cap=logits_soft_cap_scale, alibi=encoding == "alibi")
     if chunked_attention_size:

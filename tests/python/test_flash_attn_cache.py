@@ -362,3 +362,31 @@ def test_descales_of_fp8_and_what_engines_give():
             q, *exact(scales), k_descale=k_descale, **given
         )  # which has none of FP8
         torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("name", ["block_table", "page_table"])
+@pytest.mark.parametrize("module", ["flash_attn", "fa3"])
+def test_errors_have_the_caller_s_name_of_the_table(name, module):
+    functions = fa if module == "flash_attn" else fa3
+    q, pages = torch.randn(2, 1, 4, 32, device=DEVICE), torch.randn(8, 4, 2, 32, device=DEVICE)
+    table = torch.arange(4, dtype=torch.int32, device=DEVICE).view(2, 2)
+    lengths, offsets = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ((4, 4), (0, 1, 2)))
+
+    def cache(table, lengths=lengths):
+        return functions.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=lengths, **{name: table})
+
+    def packed(table, lengths=lengths):
+        given = {"cu_seqlens_k": None} if module == "fa3" else {}
+        given |= {"cu_seqlens_q": offsets, "max_seqlen_q": 1, "max_seqlen_k": 8, "seqused_k": lengths}
+        return functions.flash_attn_varlen_func(q[:, 0], pages, pages, **given, **{name: table})
+
+    for call, of_lengths in ((cache, "cache_seqlens"), (packed, "seqused_k")):
+        call(table)
+        for wrong in (table.long(), table[:1], table[0]):
+            with pytest.raises(flashjit.InvalidArgument, match=f"^{name} is .*: it must be int32"):
+                call(wrong)
+        if DEVICE == "cpu":
+            with pytest.raises(flashjit.InvalidArgument, match=f"^{name} names page 90"):
+                call(table + 90)
+            with pytest.raises(flashjit.InvalidArgument, match=f"^{of_lengths} has 900 for sequence 0"):
+                call(table, lengths + 896)

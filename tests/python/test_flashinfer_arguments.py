@@ -427,3 +427,73 @@ def test_rows_are_as_many_as_their_places(dtype):
     if DEVICE == "cpu":
         says = "position 4 of sequence 0, which has 1 pages of 4"
         refused(says, fi.append_paged_kv_cache, new, new, ints(0, 0), ints(3, 4), cache, *pages)
+
+
+def test_errors_have_the_caller_s_words():
+    pool, q = Pool("HND", together=False), normal(len(KEYS), HQ, DIM)
+    table, lengths = pool.table(), ints(*KEYS)
+    cache = (q, pool.cache, workspace())
+
+    def trtllm(table=table, lengths=lengths, most=9, **more):
+        fi.trtllm_batch_decode_with_kv_cache(*cache, table, lengths, most, SCALE, **more)
+
+    def context(table=table, lengths=lengths, most=9):
+        offsets = (indptr((1, 1, 1)), None)
+        fi.trtllm_batch_context_with_kv_cache(*cache, table, lengths, 1, most, SCALE, 1.0, 3, *offsets)
+
+    def cudnn(table=table, lengths=lengths, most=9):
+        named = {"actual_seq_lens_kv": lengths, "block_tables": table, "max_sequence_kv": most}
+        fi.cudnn_batch_decode_with_kv_cache(q, *pool.cache, SCALE, workspace(), **named)
+
+    def cudnn_prefill(table=table, lengths=lengths, most=9):
+        named = {"actual_seq_lens_kv": lengths, "block_tables": table, "actual_seq_lens_q": ints(1, 1, 1)}
+        sizes = {"max_token_per_sequence": 1, "max_sequence_kv": most, "causal": True, "return_lse": False}
+        fi.cudnn_batch_prefill_with_kv_cache(q, *pool.cache, SCALE, workspace(), **named, **sizes)
+
+    def xqa(table=table, lengths=lengths, most=9):
+        out = torch.empty_like(q)[:, None]
+        given = (q[:, None], *pool.cache, table, lengths, out, workspace(), workspace(), HKV, PAGE)
+        fi.xqa(*given, kv_layout="HND")
+
+    for call, name, of_lengths in (
+        (trtllm, "block_tables", "seq_lens"),
+        (context, "block_tables", "seq_lens"),
+        (cudnn, "block_tables", "actual_seq_lens_kv"),
+        (cudnn_prefill, "block_tables", "actual_seq_lens_kv"),
+        (xqa, "page_table", "seq_lens"),
+    ):
+        call()
+        for wrong in (table.long(), table[:2], table[0]):
+            refused(rf"^{name} is .*: it must be int32 \[3, pages of the longest\]", call, wrong)
+        if DEVICE == "cpu":
+            refused(f"^{name} names page 10", call, table.clamp(min=0) + 1000)
+            refused(f"^{of_lengths} has 900 for sequence 0", call, table, ints(900, 1, 1))
+            if call is not xqa:
+                refused(f"^{of_lengths} has 9 for sequence 0: give 0 to 4", call, table, lengths, 4)
+    refused(r"^cum_seq_lens_q is int64", trtllm, cum_seq_lens_q=indptr((1, 1, 1)).long(), max_q_len=1)
+    lists = torch.zeros(2, 2, 6, dtype=torch.int64, device=DEVICE)
+    refused(
+        "^block_tables is int64 .*: it must be int32",
+        latents,
+        block_tables=lists,
+        sparse_mla_top_k=6,
+        seq_lens=None,
+    )
+    refused(r"^block_tables is int64 .*: it must be int32 \[2, pages", latents, block_tables=lists[:, 0])
+    k = normal(8, PAGE, RANK + ROPE)
+    places = (
+        lists[:, 0],
+        ints(9, 16)[:, None],
+        torch.zeros(2, 1, HQ, RANK, device=DEVICE),
+        workspace(),
+        workspace(),
+    )
+    refused("^page_table is int64", fi.xqa_mla, normal(2, 1, HQ, RANK + ROPE), k, k, *places, PAGE)
+
+
+@ON_CPU
+def test_errors_of_a_plan_have_its_words():
+    pool, wrapper = Pool(), fi.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    wrong = (pool.indptr, pool.indices + 1000, pool.last)
+    planned(wrapper, wrong, HQ, HKV, DIM, PAGE)
+    refused(r"^plan\(\)'s list of pages names page 10", wrapper.run, normal(len(KEYS), HQ, DIM), pool.cache)

@@ -13,7 +13,8 @@ from ._attention import attention
 from ._cache import append
 from ._sdpa import mask_programs, supported
 from ._tensors import say_once
-from .errors import InvalidArgument, Unsupported
+from ._words import renamed
+from .errors import Error, InvalidArgument, Unsupported
 
 
 def register(name: str) -> str:
@@ -245,8 +246,11 @@ def _packed_forward(
     lengths = cu_seq_lens_k[: sequences + 1].diff().int()
     k_pages, v_pages = k_cache.transpose(1, 2), v_cache.transpose(1, 2)  # type: ignore[union-attr]
     q, k, v = (x.transpose(0, 2) for x in (query, key, value))  # a batch of sequences
-    append(k, v, k_pages, v_pages, kv_lengths=lengths, page_table=block_table)
-    out = attention(q, k_pages, v_pages, kv_lengths=lengths, page_table=block_table, **named)
+    try:
+        append(k, v, k_pages, v_pages, kv_lengths=lengths, page_table=block_table)
+        out = attention(q, k_pages, v_pages, kv_lengths=lengths, page_table=block_table, **named)
+    except Error as error:
+        raise renamed(error, {"page_table": "block_table", "kv_lengths": "cu_seq_lens_k"}) from None
     return out[..., :dim_v].transpose(0, 2)
 
 

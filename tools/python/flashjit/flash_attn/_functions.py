@@ -181,7 +181,11 @@ def flash_attn_varlen_func(
             v,
             None,
             lengths,
-            Place(table),
+            Place(
+                table,
+                name="block_table" if page_table is None else "page_table",
+                name_of_lengths="cu_seqlens_k" if seqused_k is None else "seqused_k",
+            ),
             options,
             return_lse,
             cu_seqlens_q,
@@ -326,7 +330,8 @@ def flash_attn_with_kvcache(
     missing(qv=qv)
     if cu_seqlens_q is not None and max_seqlen_q is None:
         raise InvalidArgument("cu_seqlens_q is given without max_seqlen_q: packed queries need it.")
-    place = Place(either(block_table, page_table, "block_table and page_table"), cache_batch_idx)
+    table = either(block_table, page_table, "block_table and page_table")
+    place = Place(table, cache_batch_idx, "block_table" if page_table is None else "page_table")
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     lengths = place.lengths(k_cache, cache_seqlens, batch, k is not None)
     if k is None and rotary_cos is not None:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .._cache import append
 from .._tensors import KV_TYPES, describe
-from ..errors import InvalidArgument, Unsupported
+from .._words import renamed
+from ..errors import Error, InvalidArgument, Unsupported
 from ._attend import Options, attend, places, with_batch
 from .rotary import angles_at, turned
 
@@ -32,16 +33,22 @@ class Place(NamedTuple):
 
     table: Tensor | None
     slots: Tensor | None = None
+    name: str = "block_table"  # the caller's, of the table
+    name_of_lengths: str = "cache_seqlens"
+
+    def words(self) -> dict[str, str]:
+        """The caller's, by attention()'s."""
+        name = self.name if self.slots is None else "cache_batch_idx"
+        return {"page_table": name, "kv_lengths": self.name_of_lengths}
 
     def named(self) -> dict[str, Any]:
         """As attention() has it."""
         if self.table is not None and self.slots is not None:
             raise InvalidArgument(
-                "block_table and cache_batch_idx are both given: a block_table's rows are "
-                "in the order of q already; select them, as in "
-                "block_table[cache_batch_idx]."
+                f"{self.name} and cache_batch_idx are both given: a {self.name}'s rows are in the order of q already; select "
+                f"them, as in {self.name}[cache_batch_idx]."
             )
-        for name, table, dims in (("block_table", self.table, 2), ("cache_batch_idx", self.slots, 1)):
+        for name, table, dims in ((self.name, self.table, 2), ("cache_batch_idx", self.slots, 1)):
             if table is not None and (table.dim() != dims or table.dtype != torch.int32):
                 raise InvalidArgument(
                     f"{name} is {describe(table)}: it must be int32 "
@@ -85,6 +92,27 @@ def attend_cache(
     **more: Any,
 ) -> tuple[Tensor, Any]:
     """O and LSE, or None, of q [b, s, h, d], or with cu_seqlens_q [all rows, h, d], in the layout of q. out: where O goes."""
+    given = (q, k_cache, v_cache, new, lengths, place, options, wants_lse, cu_seqlens_q, max_seqlen_q, out)
+    try:
+        return _attend_cache(*given, **more)
+    except Error as error:
+        raise renamed(error, place.words()) from None
+
+
+def _attend_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    new: New | None,
+    lengths: Tensor,
+    place: Place,
+    options: Options,
+    wants_lse: bool,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int | None,
+    out: Tensor | None,
+    **more: Any,
+) -> tuple[Tensor, Any]:
     where = place.named()
     k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     q = q.transpose(1, 2) if cu_seqlens_q is None else with_batch(q)

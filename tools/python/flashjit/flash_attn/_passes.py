@@ -181,13 +181,9 @@ def _flash_attn_varlen_forward(
     )._replace(leftpad=leftpad_k)
     if block_table is not None:
         lengths = cu_seqlens_k.diff() if seqused_k is None else seqused_k
-        return (
-            *attend_cache(
-                q, k, v, None, lengths, Place(block_table), options, True, cu_seqlens_q, max_seqlen_q
-            ),
-            None,
-            None,
-        )
+        place = Place(block_table, name_of_lengths="cu_seqlens_k" if seqused_k is None else "seqused_k")
+        found = attend_cache(q, k, v, None, lengths, place, options, True, cu_seqlens_q, max_seqlen_q)
+        return *found, None, None
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     out, lse, rng = forward(q, k, v, options._replace(used_k=seqused_k), dropout_p, packing)
     return out, lse, None, rng

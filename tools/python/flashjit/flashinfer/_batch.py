@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .._engines import bound
 from .._tensors import KV_TYPES, describe
-from ..errors import InvalidArgument, Unsupported, WrongType
+from .._words import renamed
+from ..errors import Error, InvalidArgument, Unsupported, WrongType
 from ._packed import Packed, packed_of
 from ._page import get_seq_lens
 from ._rows import (
@@ -42,6 +43,13 @@ from ._scores import (
     type_of_out,
 )
 from ._variants import has_sinks, of_arguments, sinks_of
+
+#: What plan() calls attention()'s arguments.
+_OF_PLANS = {
+    "page_table": "plan()'s list of pages",
+    "kv_lengths": "plan()'s number of keys",
+    "cu_seqlens_q": "qo_indptr",
+}
 
 
 class _Wrapper:
@@ -210,7 +218,10 @@ class _Paged(_Wrapper):
         scores = scores or self._scores
         if scores.rope is not None and self._packed is not None:
             k, v, named = self._packed.of(k, v)
-        return run(q, k, v, rows, scores, scales, self._out_dtype, out, wants_lse, sinks=sinks, **named)
+        try:
+            return run(q, k, v, rows, scores, scales, self._out_dtype, out, wants_lse, sinks=sinks, **named)
+        except Error as error:
+            raise renamed(error, _OF_PLANS) from None
 
 
 def _with_window(scores: Scores, window_left: int | None) -> Scores:

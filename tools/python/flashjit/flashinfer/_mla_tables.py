@@ -9,11 +9,12 @@ from torch import Tensor
 
 from .._attention import attention
 from .._tensors import describe
-from ..errors import InvalidArgument, Unsupported
-from ._rows import Rows, check_ints, check_tensor, flattened
+from .._words import in_words, renamed
+from ..errors import Error, InvalidArgument, Unsupported
+from ._rows import Rows, check_ints, check_table, check_tensor, flattened
 from ._said import check_number
 from ._scores import LOG2E, constant, refuse
-from ._tables import rows_of, signed
+from ._tables import WORDS, rows_of, signed
 
 _FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _PACKED = {656: "fp8_ds_mla", 528: "fp8_ds_mla_nope"}  # formats by the bytes of a row
@@ -161,7 +162,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     else:
         lengths = check_ints("seq_lens", signed(seq_lens))
         rows = rows_of(q, lengths.numel(), each, cum_seq_lens_q, max_q_len)
-        table = check_tensor("block_tables", signed(block_tables), "sequences, pages of the longest")
+        table = check_table("block_tables", signed(block_tables), lengths.numel())
         more = {
             **rows.named(),
             "page_table": table,
@@ -174,7 +175,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
     wants_lse = return_lse or lse is not None
     with torch.no_grad():
         written = _memory_of(out, lse, (*q.shape[:2], kv_lora_rank))
-        o, natural = _attend(q, latents, kv_lora_rank, rows, scales, written, wants_lse, more)
+        try:
+            o, natural = _attend(q, latents, kv_lora_rank, rows, scales, written, wants_lse, more)
+        except Error as error:
+            raise renamed(error, {**WORDS, "indices": "block_tables"}) from None
         o = o.reshape(*query.shape[:-1], kv_lora_rank) if out is None else out
         if natural is None:
             return o
@@ -201,11 +205,12 @@ def _of_lists(
     latents: Tensor, lists: Tensor, counts: Tensor | None, rows: int
 ) -> tuple[Rows, Tensor, dict[str, Any]]:
     """All rows of the cache as one sequence, whose queries are all rows."""
-    if lists[..., 0].numel() != rows:
+    lists = signed(lists)
+    if lists.dtype != torch.int32 or lists[..., 0].numel() != rows:
         raise InvalidArgument(
-            f"block_tables is {describe(lists)}: it must be of query's {rows} rows, a list for each."
+            f"block_tables is {describe(lists)}: it must be int32, of query's {rows} rows, a list for each."
         )
-    lists = signed(lists).reshape(rows, -1)
+    lists = lists.reshape(rows, -1)
     given: Any = lists[None, :, None]
     if counts is not None:
         counts = check_ints("seq_lens", signed(counts).reshape(-1))
@@ -262,6 +267,7 @@ def xqa_batch_decode_with_kv_cache_mla(
     )
 
 
+@in_words(block_tables="page_table")
 def xqa_mla(
     q: Tensor,
     k_cache: Tensor,

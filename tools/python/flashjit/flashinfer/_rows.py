@@ -103,6 +103,20 @@ def check_ints(name: str, given: Any, least: int = 0) -> Tensor:
     return given
 
 
+def check_table(name: str, given: Any, sequences: int) -> Tensor:
+    """Pages of each sequence."""
+    if (
+        not isinstance(given, Tensor)
+        or given.dtype != torch.int32
+        or given.dim() != 2
+        or given.shape[0] != sequences
+    ):
+        raise (InvalidArgument if isinstance(given, Tensor) else WrongType)(
+            f"{name} is {describe(given)}: it must be int32 [{sequences}, pages of the longest], a row for each sequence."
+        )
+    return given
+
+
 def flattened(name: str, memory: Tensor) -> Tensor:
     """[all rows, heads, d] of memory that is written to."""
     rows = memory.reshape(-1, *memory.shape[-2:])

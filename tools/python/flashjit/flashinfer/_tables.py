@@ -11,12 +11,31 @@ from torch import Tensor
 from .._engines import FIRST_NEW
 from .._named import AT_LAST, window_text
 from .._tensors import describe
-from ..errors import InvalidArgument, Unsupported, WrongType
-from ._rows import Rows, check_ints, check_layout, check_tensor, flattened, results, run, unpacked
+from .._words import in_words, renamed
+from ..errors import Error, InvalidArgument, Unsupported, WrongType
+from ._rows import (
+    Rows,
+    check_ints,
+    check_layout,
+    check_table,
+    check_tensor,
+    flattened,
+    results,
+    run,
+    unpacked,
+)
 from ._said import check_number, check_offsets, check_sequences, check_values, lengths_of
 from ._scores import Scales, Scores, Seen, check_dtypes, dtype_of, refuse, type_of_out
 
 _DRAFT = f"kv - ({FIRST_NEW})"
+#: What most of these functions call attention()'s arguments.
+WORDS = {
+    "page_table": "block_tables",
+    "kv_lengths": "seq_lens",
+    "max_seqlen_kv": "max_seq_len",
+    "cu_seqlens_q": "cum_seq_lens_q",
+    "max_seqlen_q": "max_q_len",
+}
 
 
 def signed(x: Any) -> Any:
@@ -69,28 +88,31 @@ def over_table(
 ) -> Any:
     """One call of attention(): O [all rows, hq, d], with return_lse also LSE [all rows, hq], of base 2. most: keys; None: as many as
     the table has room for."""
-    table = check_tensor("block_tables", signed(block_tables), "sequences, pages of the longest")
+    table = check_table("block_tables", signed(block_tables), seq_lens.numel())
     k, v = unpacked(kv_cache, check_layout(kv_layout))
     room = table.shape[1] * k.shape[2]
     chosen = dtype_of(out_dtype, type_of_out(query.dtype) if out is None else out.dtype)
     check_dtypes(query.dtype, k.dtype, chosen)
     if isinstance(sinks, (list, tuple)):
         sinks = sinks[0]
-    found = run(
-        query,
-        k,
-        v,
-        rows,
-        scores,
-        scales,
-        chosen,
-        out,
-        return_lse or lse is not None,
-        sinks=None if sinks is None else sinks.reshape(-1),
-        page_table=table,
-        kv_lengths=signed(seq_lens).int(),
-        max_seqlen_kv=room if most is None else min(most, room),
-    )
+    try:
+        found = run(
+            query,
+            k,
+            v,
+            rows,
+            scores,
+            scales,
+            chosen,
+            out,
+            return_lse or lse is not None,
+            sinks=None if sinks is None else sinks.reshape(-1),
+            page_table=table,
+            kv_lengths=signed(seq_lens).int(),
+            max_seqlen_kv=room if most is None else min(most, room),
+        )
+    except Error as error:
+        raise renamed(error, WORDS) from None
     return results(found, lse, return_lse)
 
 
@@ -211,6 +233,7 @@ def of_drafts(mask: Tensor, rows: Rows) -> Seen:
     return Seen(text, {**captures, "draft_mask": bits})
 
 
+@in_words(max_seq_len="max_kv_len")
 def trtllm_batch_context_with_kv_cache(
     query: Tensor,
     kv_cache: Any,
@@ -332,6 +355,7 @@ def prepare_balanced_batch_decode_with_kv_cache(
     )
 
 
+@in_words(cum_seq_lens_q="q_cu_seq_lens", max_q_len="q_len_per_req")
 def xqa_batch_decode_with_kv_cache(
     query: Tensor,
     kv_cache: Any,
@@ -375,6 +399,12 @@ def xqa_batch_decode_with_kv_cache(
     )
 
 
+@in_words(
+    block_tables="page_table",
+    cum_seq_lens_q="q_cu_seq_lens",
+    max_q_len="q_seq_len",
+    q_len_per_req="q_seq_len",
+)
 def xqa(
     q: Tensor,
     k_cache: Tensor,
@@ -439,6 +469,7 @@ def xqa(
     )
 
 
+@in_words(seq_lens="actual_seq_lens_kv", max_seq_len="max_sequence_kv")
 def cudnn_batch_decode_with_kv_cache(
     q: Tensor,
     k_cache: Tensor,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._named import AT_LAST
 from .._tensors import describe
+from .._words import in_words
 from ..errors import InvalidArgument, Unsupported, WrongType
 from ._rows import Rows, check_ints, check_tensor, heads_first, results, run
 from ._said import check_offsets, check_sequences, check_values, lengths_of
@@ -57,6 +58,7 @@ def _over_packed(
     return results(found, lse, return_lse)
 
 
+@in_words(cu_seqlens_q="qo_segment_offsets", max_seqlen_q="max_qo_len", cu_seqlens_kv="kv_segment_offsets")
 def fmha_varlen(
     q: Tensor,
     k: Tensor,
@@ -85,6 +87,15 @@ def fmha_varlen(
     return found if wants_lse else (found, None)
 
 
+_OF_PACKED = {
+    "cu_seqlens_q": "cum_seq_lens_q",
+    "max_seqlen_q": "max_q_len",
+    "cu_seqlens_kv": "cum_seq_lens_kv",
+    "max_seqlen_kv": "max_kv_len",
+}
+
+
+@in_words(**_OF_PACKED)
 def trtllm_ragged_attention_deepseek(
     query: Tensor,
     key: Tensor,
@@ -146,6 +157,16 @@ def _offsets(lengths: Tensor | None, offsets: Tensor | None, each: int, device: 
     return (check_ints("batch_offsets", offsets.to(device), 2) // each).int()
 
 
+@in_words(
+    seq_lens="actual_seq_lens_kv",
+    cum_seq_lens_q="actual_seq_lens_q",
+    cu_seqlens_q="actual_seq_lens_q",
+    cu_seqlens_kv="actual_seq_lens_kv",
+    max_q_len="max_token_per_sequence",
+    max_seqlen_q="max_token_per_sequence",
+    max_seq_len="max_sequence_kv",
+    max_seqlen_kv="max_sequence_kv",
+)
 def cudnn_batch_prefill_with_kv_cache(
     q: Tensor,
     k_cache: Tensor,
@@ -227,6 +248,7 @@ def cudnn_batch_prefill_with_kv_cache(
 _CHUNK = f"kv >= ({AT_LAST}) / chunk * chunk"  # keys of a query's own chunk
 
 
+@in_words(max_seq_len="max_kv_len", **_OF_PACKED)
 def trtllm_fmha_v2_prefill(
     qkv: Any,
     input_layout: str,

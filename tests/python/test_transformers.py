@@ -399,3 +399,6 @@ def test_pages_are_attended_to_through_a_window():
     )
     assert got.shape == want.shape == (1, 2, 4, 16)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    with pytest.raises(flashjit.InvalidArgument, match=r"^block_table is int64 \[2, 3\].*: it must be int32"):
+        given = {**rest, "block_table": table.long(), "k_cache": k_pages, "v_cache": v_pages}
+        _transformers.attention_forward(module, q, k, v, None, **given)

@@ -85,13 +85,16 @@ def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
 def _torch_view(tensor: Any, name: str) -> View:
     import torch
 
+    from ._tensors import is_differentiated
     from ._tracing import element_type
+    from ._transforms import refuse_wrapped
 
-    if tensor.requires_grad and torch.is_grad_enabled():
+    if is_differentiated(tensor) and torch.is_grad_enabled():
         raise InvalidArgument(
             f"{name} requires gradients, which flashjit.forward() and backward() do not record: call "
             "flashjit.attention(), or give its detach(), or call these under torch.no_grad()."
         )
+    refuse_wrapped("flashjit.forward()", tensor)
     if tensor.is_neg():
         raise InvalidArgument(
             f"{name} is a view whose memory holds the negated numbers: give its resolve_neg()."

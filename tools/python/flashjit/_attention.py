@@ -387,13 +387,7 @@ def _launch(
     row_max = plan.new_rows() if results.row_max else None
     if state is not None:
         state = _read_state(state, plan, (q, k, v, *values) if torch.is_grad_enabled() else ())
-    if torch.is_grad_enabled() and (
-        q.requires_grad
-        or k.requires_grad
-        or v.requires_grad
-        or (fixed.sinks is not None and fixed.sinks.requires_grad)
-        or any_grad(values)
-    ):
+    if torch.is_grad_enabled() and is_differentiated(q, k, v, fixed.sinks, *values):
         results.refuse_gradients()
         if problem.skip_softmax_threshold is not None:
             raise Unsupported(
@@ -471,7 +465,7 @@ def _read_state(state: Any, plan: Plan, differentiable: Sequence[Any]) -> tuple[
         or not all(isinstance(x, Tensor) for x in state)
     ):
         raise WrongType(f"state is a {type(state).__name__}: give O and LSE of other keys, (out, lse).")
-    if differentiable and any(isinstance(x, Tensor) and x.requires_grad for x in (*differentiable, *state)):
+    if differentiable and is_differentiated(*differentiable, *state):
         raise Unsupported(
             "state has no gradients: call under torch.no_grad(), or join the parts by merge(), which has them."
         )
@@ -521,7 +515,7 @@ def _refuse_two_meanings(causal: Any, window: Any, q: Tensor, k: Tensor, padded:
 
 
 def _refuse_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, values: Sequence[Any]) -> None:
-    if any(isinstance(x, Tensor) and is_differentiated(x) for x in (q, k, v, sinks, *values)):
+    if is_differentiated(q, k, v, sinks, *values):
         raise Unsupported(
             "a cache, and K and V of 8 bits, have no backward pass: call attention() under torch.no_grad(), or with K "
             "and V as tensors of the type of Q, without page_table and cache."
@@ -535,10 +529,6 @@ def _is_negated(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: Sequence[
     if fixed is not NOTHING:  # all others are whole numbers
         values = (fixed.sinks, fixed.k_scale, fixed.v_scale, fixed.q_scale, *values)
     return any(isinstance(value, Tensor) and value.is_neg() for value in values) if values else False
-
-
-def any_grad(values: Sequence[Any]) -> bool:
-    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
 def draw_rng(q: Tensor) -> tuple[int, int] | Tensor:

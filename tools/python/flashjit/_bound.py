@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._attention import any_grad, attention, draw_rng
+from ._attention import attention, draw_rng
 from ._call_types import NO_RNG, Fixed, Problem
 from ._formats import BLOCK_SCALES
 from ._front import MEMORY, CallableFront, Calls, Recorder
@@ -19,8 +19,8 @@ from ._lists import TileLists
 from ._pages import read_csr
 from ._results import Results
 from ._tensor_checks import check_memory
-from ._tensors import PLAIN, Layout, describe, is_laid_out, layout_of
-from ._transforms import have_tangents
+from ._tensors import PLAIN, Layout, describe, is_differentiated, is_laid_out, layout_of
+from ._transforms import have_tangents, refuse_wrapped
 from .errors import InvalidArgument, Unsupported, WrongType
 
 #: What a bound call may be given besides Q, K and V, where bind() was given it.
@@ -82,7 +82,7 @@ class BoundCall(CallableFront):  # type: ignore[misc]
         )
         self: BoundCall = calls.front or cls.__new__(cls)
         self._plan, self._members = plan, calls.members
-        self._has_grad = any_grad((*fixed, *values))
+        self._has_grad = is_differentiated(*fixed, *values)
         self._v_columns = v.shape[3] if v_columns else 0  # in bytes where K has a format
         self._fixed, self._values, self._lists, self._results = fixed, values, lists, results
         self._places = places
@@ -120,6 +120,7 @@ class BoundCall(CallableFront):  # type: ignore[misc]
         recorder: Recorder | None = None,
     ) -> Any:
         plan = self._plan
+        refuse_wrapped("a bound call", q, k, v, out, lse, workspace, *others.values())
         if v is None and self._v_columns and isinstance(k, Tensor):
             v = k[..., : self._v_columns]
         elif v is None or self._v_columns:
@@ -139,13 +140,11 @@ class BoundCall(CallableFront):  # type: ignore[misc]
             or v.is_neg()
         ):
             _refuse_others((q, k, v), plan.forms)
-        if torch.is_grad_enabled() and (
-            self._has_grad or q.requires_grad or k.requires_grad or v.requires_grad
-        ):
-            _refuse_derivatives()
-        if forward_ad._current_level >= 0 and have_tangents(q, k, v, *self._fixed, *self._values):
+        if torch.is_grad_enabled() and (self._has_grad or is_differentiated(q, k, v, *others.values())):
             _refuse_derivatives()
         fixed = self._with(others) if others else self._fixed
+        if forward_ad._current_level >= 0 and have_tangents(q, k, v, *fixed, *self._values):
+            _refuse_derivatives()
         given = self._results
         if out is lse is workspace is None:
             out, lse, workspace = given.out, given.lse, given.workspace

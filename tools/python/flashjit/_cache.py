@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _library
 from ._checks import check_number, check_whole
@@ -31,12 +32,13 @@ from ._tensors import (
     dense_strides,
     describe,
     has_rows,
+    is_differentiated,
     readable,
     refuse_negated,
     say_once,
     signature,
 )
-from ._transforms import refuse_batched
+from ._transforms import have_tangents, refuse_batched
 from .errors import InvalidArgument, Unsupported, WrongType
 
 
@@ -173,10 +175,12 @@ def append(
     for name, value in (("rope_dims", rope_dims), ("max_seqlen_kv", max_seqlen_kv)):
         if value is not None:
             check_whole(name, value)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.values()):
+    if torch.is_grad_enabled() and is_differentiated(*tensors.values()):
         raise Unsupported(
             "append() has no gradients: call it under torch.no_grad(), or give tensors that require none."
         )
+    if forward_ad._current_level >= 0 and have_tangents(*tensors.values(), *given):
+        raise Unsupported("append() has no tangents: give tensors that have none.")
     refuse_batched("append()", *tensors.values(), *given)
     if q is not None:
         check_four_dims("q", q)

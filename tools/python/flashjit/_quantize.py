@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _library
 from ._checks import check_number, check_text, check_whole
@@ -18,8 +19,8 @@ from ._plans import KEEP_PLANS
 from ._rope import check_angles, check_both_tables, readable_angles, rope_struct
 from ._structs import tensor_struct
 from ._tensor_checks import check_alike, check_device
-from ._tensors import KV_TYPES, SPEC_TYPES, dense_strides, describe, readable, signature
-from ._transforms import refuse_batched
+from ._tensors import KV_TYPES, SPEC_TYPES, dense_strides, describe, is_differentiated, readable, signature
+from ._transforms import have_tangents, refuse_batched, refuse_wrapped
 from .errors import InvalidArgument, Unsupported, WrongType
 
 #: What shares a scale, and the scales' sizes: of x [batch, heads, rows, head_dim], and of as many heads as have one.
@@ -86,11 +87,14 @@ def quantize(
     if scales not in _SIZES:
         raise InvalidArgument(f"scales is {scales!r}: give {', '.join(map(repr, _SIZES))}.")
     refuse_batched("quantize()", x, cos, sin, positions)
-    check_alike({"x": x})
-    if torch.is_grad_enabled() and x.requires_grad:
+    if torch.is_grad_enabled() and is_differentiated(x):
         raise Unsupported(
             "quantize() has no gradients: call it under torch.no_grad(), or give a tensor that requires none."
         )
+    if forward_ad._current_level >= 0 and have_tangents(x):
+        raise Unsupported("quantize() has no tangents: give a tensor that has none.")
+    refuse_wrapped("quantize()", x, block_scale, cos, sin, positions)
+    check_alike({"x": x})
     if heads is None:
         heads = x.shape[1]
     check_whole("heads", heads)

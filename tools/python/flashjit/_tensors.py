@@ -35,14 +35,23 @@ def describe(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
 
 
-def is_differentiated(tensor: Tensor) -> bool:
-    """Whether autograd or a transform of torch.func asks for its gradient, also where an inner jvp or vmap wraps it and says that it
-    needs none."""
-    while not tensor.requires_grad:
-        if torch.compiler.is_compiling() or not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-            return False
+def is_differentiated(*values: Any) -> bool:
+    """Whether autograd or a transform of torch.func asks for the gradient of a tensor among these, also where an inner jvp or vmap
+    wraps it and says that it needs none."""
+    for value in values:
+        if isinstance(value, Tensor) and value.requires_grad:
+            return True
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    return any([isinstance(value, Tensor) and _wraps_differentiated(value) for value in values])
+
+
+def _wraps_differentiated(tensor: Tensor) -> bool:
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    return True
+        if tensor.requires_grad:
+            return True
+    return False
 
 
 def how_to_give_bytes(name: str) -> str:

@@ -119,6 +119,21 @@ def _joined(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
 
+def are_wrapped(*values: Any) -> bool:
+    """Whether a transform of torch.func wraps a tensor among these, whose memory cannot be had then."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        return False
+    return any([isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in values])
+
+
+def refuse_wrapped(function: str, *values: Any) -> None:
+    if are_wrapped(*values):
+        raise Unsupported(
+            f"{function} reads memory, and a transform of torch.func (grad, vmap, jvp, ..) wraps a tensor that it is given: call it "
+            "outside, or with tensors that the transform does not see."
+        )
+
+
 def refuse_batched(function: str, *tensors: Any) -> None:
     """Refuses torch.vmap where a function has no rule for it."""
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:

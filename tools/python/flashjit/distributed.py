@@ -26,7 +26,7 @@ from ._schemes import AllGather, Job, Ring, ring_of_heads, ulysses
 from ._shards import check_layout, in_order
 from ._shards import positions as _positions
 from ._tensor_checks import check_four_dims
-from ._tensors import describe
+from ._tensors import describe, is_differentiated
 from .errors import InvalidArgument, Unsupported, WrongType
 from .programs import program_of
 
@@ -330,7 +330,7 @@ def _check_captures(score_mod: Any, mask_mod: Any) -> None:
     if score_mod is None and mask_mod is None or not torch.is_grad_enabled():
         return
     program = program_of(score_mod, mask_mod, None)
-    if any(x.requires_grad for x in program.tensors):
+    if is_differentiated(*program.tensors):
         raise Unsupported(
             "a tensor that score_mod captures requires a gradient, which ranks would have to add up: give its detach()."
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .._front import kept
+from .._tensors import is_differentiated
 from ..errors import InvalidArgument, Unsupported
 from ._attend import EVERYTHING, Options, Window, attend, check_out, either, missing, scales, with_batch
 from ._kvcache import New, Place, attend_cache
@@ -223,7 +224,7 @@ def _lengths_of_pages(
     """How many keys each sequence has in the pages of a block_table."""
     if dropout_p:
         raise Unsupported("dropout_p is given with block_table: a cache is for generation; leave it out.")
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if torch.is_grad_enabled() and is_differentiated(q, k, v):
         raise Unsupported(
             "block_table is given with tensors that require gradients, which a cache does not "
             "have: call under torch.no_grad(), or give k and v packed."

@@ -496,22 +496,17 @@ def test_merges_that_make_no_sense_are_refused():
     refused(bad, "out_type is fp16", dtype=torch.float16, given=parts_of(1, torch.bfloat16))
 
 
-@pytest.mark.parametrize("function", ["append", "merge", "quantize"])
+@pytest.mark.parametrize("function", ["append", "quantize"])
 def test_vmap_is_refused_with_what_to_do(function):
-    x, lse, lengths = (
-        torch.randn(3, 2, 4, 8, 16),
-        torch.randn(3, 2, 4, 8),
-        torch.full((3, 2), 8, dtype=torch.int32),
-    )
+    x, lengths = torch.randn(3, 2, 4, 8, 16), torch.full((3, 2), 8, dtype=torch.int32)
     call = {
-        "append": lambda x, lse, lengths: flashjit.append(x, x, x.clone(), x.clone(), kv_lengths=lengths),
-        "merge": lambda x, lse, lengths: flashjit.merge([(x, lse), (x, lse)]),
-        "quantize": lambda x, lse, lengths: flashjit.quantize(x),
+        "append": lambda x, lengths: flashjit.append(x, x, x.clone(), x.clone(), kv_lengths=lengths),
+        "quantize": lambda x, lengths: flashjit.quantize(x),
     }[function]
     with pytest.raises(
         flashjit.Unsupported, match=f"{function}.. does not work under torch.vmap: call it outside"
     ):
-        torch.vmap(call)(x, lse, lengths)
+        torch.vmap(call)(x, lengths)
 
 
 def ints(*values):

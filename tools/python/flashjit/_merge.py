@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _library
 from ._fakes import register_fake
@@ -21,12 +23,13 @@ from ._tensors import (
     SPEC_TYPES,
     dense_strides,
     describe,
+    is_differentiated,
     readable,
     refuse_expanded,
     refuse_negated,
     strides_are_read,
 )
-from ._transforms import refuse_batched
+from ._transforms import are_wrapped, have_tangents
 from .errors import InvalidArgument, Unsupported, WrongType
 
 
@@ -37,7 +40,8 @@ def merge(
     out: Tensor | None = None,
     lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(O, LSE) over all keys, from what attention(..., return_lse=True) gave over disjoint parts of them. With gradients.
+    """(O, LSE) over all keys, from what attention(..., return_lse=True) gave over disjoint parts of them. With derivatives of every
+    order, in forward mode and torch.func (grad, vmap, jvp, ..) by PyTorch's operators.
 
     states: 1 to 8 pairs (O, LSE) of the same queries: O [batch, heads, rows, dim], LSE float32 [batch, heads, rows], with
         any strides; packed queries are one batch entry. One with an LSE of -inf gives nothing, whatever its O.
@@ -55,7 +59,6 @@ def merge(
             f"dtype is {dtype}: give torch.float16, torch.bfloat16 or torch.float32, or None for that of the states."
         )
     outs, lses = [x for x, _ in pairs], [y for _, y in pairs]
-    refuse_batched("merge()", *outs, *lses)
     _check_memory_of(out, lse, outs[0], dtype)
     dim = outs[0].shape[3]
     if dim % 8:
@@ -68,8 +71,9 @@ def merge(
         torch.compiler.is_compiling()
         or is_watched()
         or torch.is_grad_enabled()
-        and any(x.requires_grad for x in (*outs, *lses))
+        and is_differentiated(*outs, *lses)
         or any(x.is_neg() for x in (*outs, *lses))
+        or _is_transformed(outs, lses)
     ):
         if out is not None or lse is not None:
             name = "out" if out is not None else "lse"
@@ -77,8 +81,37 @@ def merge(
                 f"{name} is given with gradients, or in compiled code or under modes and transforms of torch: leave it out, or "
                 "call merge() under torch.no_grad()."
             )
+        if _is_transformed(outs, lses):
+            return _merge_by_torch(outs, lses, dtype)
         return torch.ops.flashjit.merge(outs, lses, dtype)  # type: ignore[no-any-return]
     return _merge_into(outs, lses, dtype, out, lse)
+
+
+def _is_transformed(outs: list[Tensor], lses: list[Tensor]) -> bool:
+    """Whether torch.func or forward mode asks for what the operator has no rules for."""
+    if torch.compiler.is_compiling():
+        return False
+    return are_wrapped(*outs, *lses) or forward_ad._current_level >= 0 and have_tangents(*outs, *lses)
+
+
+def _merge_by_torch(
+    outs: list[Tensor], lses: list[Tensor], dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """By PyTorch's operators, which have derivatives of every order and mode. What has no keys is left out before it is read."""
+    empty = [lse.isneginf() for lse in lses]
+    given = [lse.masked_fill(no_keys, 0) for lse, no_keys in zip(lses, empty)]
+    most = torch.stack([lse.detach() for lse in lses]).amax(0)
+    most = most.masked_fill(most.isneginf(), 0)
+    weights = [(lse - most).exp().masked_fill(no_keys, 0) for lse, no_keys in zip(given, empty)]
+    total = torch.stack(weights).sum(0)
+    none = total == 0
+    total = total.masked_fill(none, 1)
+    parts = [
+        (weight / total)[..., None] * out.float().masked_fill(no_keys[..., None], 0)
+        for weight, out, no_keys in zip(weights, outs, empty)
+    ]
+    lse = (most + total.log()).masked_fill(none, -math.inf)
+    return torch.stack(parts).sum(0).to(dtype or outs[0].dtype), lse
 
 
 torch.library.define(

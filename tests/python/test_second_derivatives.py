@@ -182,6 +182,11 @@ def test_third_derivatives_and_tangents_of_tangents_are_refused():
     product = lambda q: torch.func.jvp(torch.func.grad(loss), (q,), (t,))[1].sum()
     with pytest.raises(flashjit.Unsupported, match="no third derivative"):
         torch.func.grad(product)(q)
+    says = "no third derivative, which torch.autograd.functional.hvp asks for.*: .* torch.autograd.functional.vhp, or torch.func.jvp"
+    with pytest.raises(flashjit.Unsupported, match=says):
+        torch.autograd.functional.hvp(loss, q, t)
+    wanted = torch.func.jvp(torch.func.grad(loss), (q,), (t,))[1]
+    torch.testing.assert_close(torch.autograd.functional.vhp(loss, q, t)[1], wanted)
     tangent = lambda q: torch.func.jvp(loss, (q,), (t,))[1]
     with pytest.raises(flashjit.Unsupported, match="no tangent of a tangent"):
         torch.func.jvp(tangent, (q,), (t,))

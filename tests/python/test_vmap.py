@@ -191,3 +191,14 @@ def test_a_batch_of_vectors_is_refused_with_the_reason(second):
     torch.autograd.grad(made, q, torch.ones_like(made), retain_graph=True)
     with pytest.raises(flashjit.Unsupported, match="is_grads_batched=True .*: use torch.func.vmap"):
         torch.autograd.grad(made, q, torch.ones(COUNT, *made.shape, device=DEVICE), is_grads_batched=True)
+
+
+def test_a_batch_of_tangents_is_refused_with_the_reason():
+    """By the same vmap, which jacobian(strategy="forward-mode") calls."""
+    q, k, v = (x[0] for x in inputs())
+    with pytest.raises(
+        flashjit.Unsupported, match="no derivatives for a batch of vectors at once.*: use torch.func.vmap"
+    ):
+        torch.autograd.functional.jacobian(
+            lambda q: flashjit.attention(q, k, v), q, vectorize=True, strategy="forward-mode"
+        )

@@ -146,10 +146,10 @@ def refuse_batched(function: str, *tensors: Any) -> None:
 
 
 def refuse_vectors(*given: Any) -> None:
-    """Refuses gradients of PyTorch's former vmap, whose tensors have no memory and which asks for no rules."""
+    """Refuses gradients and tangents of PyTorch's former vmap, whose tensors have no memory and which asks for no rules."""
     if any(isinstance(x, Tensor) and torch._C._functorch.is_legacy_batchedtensor(x) for x in given):
         raise Unsupported(
-            "flashjit has no gradients for a batch of vectors at once, as is_grads_batched=True and vectorize=True ask for: "
+            "flashjit has no derivatives for a batch of vectors at once, as is_grads_batched=True and vectorize=True ask for: "
             "use torch.func.vmap, jacrev, jacfwd or hessian."
         )
 
@@ -182,6 +182,7 @@ class _Forward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: Any, dq: Any, dk: Any, dv: Any, *rest: Any) -> Any:
+        refuse_vectors(dq, dk, dv, *rest)
         q, k, v, *others = ctx.saved_tensors
         ctx.call.refuse_without_tangent("jvp:", q, v, FORWARD_MODE)
         dsinks, dcaptures = rest[4], rest[_OPTIONAL:]
@@ -372,8 +373,9 @@ def gradient_of_operator(ctx: Any, tangents: Any) -> tuple[Any, ...]:
 
 def refuse_third(*_: Any) -> Any:
     raise Unsupported(
-        "flashjit has no third derivative: compute with torch.nn.functional.scaled_dot_product_attention "
-        "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) where one is needed."
+        "flashjit has no third derivative, which torch.autograd.functional.hvp asks for, too: a Hessian-vector product is "
+        "torch.autograd.functional.vhp, or torch.func.jvp of torch.func.grad. Where a third one is needed, compute with "
+        "torch.nn.functional.scaled_dot_product_attention under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
     )
 
 

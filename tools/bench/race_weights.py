@@ -9,7 +9,7 @@ import racing
 from measuring import torch
 
 HIDDEN, LENGTHS = 2048, (2048, 4096, 8192, 16384)
-#: A product z of Q and K weighs 1 / (1 + exp2(slope * z + shift)). factor is 1: a sigmoid has none.
+#: A product z of Q and K weighs 1 / (1 + exp2(slope * z + shift)). factor is 1: a sigmoid has none, but modules that are compiled take it.
 SCALARS = "slope", "shift", "factor"
 SIGMOID = """REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
     return math::ptx_rcp(1.f + math::ptx_exp2(float(logits) * slope + shift));

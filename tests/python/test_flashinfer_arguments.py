@@ -497,3 +497,77 @@ def test_errors_of_a_plan_have_its_words():
     wrong = (pool.indptr, pool.indices + 1000, pool.last)
     planned(wrapper, wrong, HQ, HKV, DIM, PAGE)
     refused(r"^plan\(\)'s list of pages names page 10", wrapper.run, normal(len(KEYS), HQ, DIM), pool.cache)
+
+
+@pytest.mark.parametrize("made", ["decode", "prefill", "attention", "latents"])
+def test_lists_of_pages_that_fall_or_end_too_late_are_refused(made):
+    pool, sizes = Pool(), (HQ, HKV, DIM, PAGE)
+
+    def plan(ends, indices=pool.indices):
+        if made == "decode":
+            wrapper = fi.BatchDecodeWithPagedKVCacheWrapper(workspace())
+            return planned(wrapper, (ends, indices, ints(1, 1, 1)), *sizes)
+        if made == "prefill":
+            wrapper = fi.BatchPrefillWithPagedKVCacheWrapper(workspace())
+            return planned(wrapper, (indptr(QUERIES), ends, indices, ints(1, 1, 1)), *sizes)
+        given = (indptr(QUERIES), ends, indices, ints(1, 0, 1))
+        if made == "attention":
+            return fi.BatchAttention(device=DEVICE).plan(*given, HQ, HKV, DIM, DIM, PAGE)
+        wrapper = fi.BatchMLAPagedAttentionWrapper(workspace())
+        return wrapper.plan(*given, HQ, RANK, ROPE, PAGE, True, SCALE, "float32", "float32")
+
+    plan(pool.indptr)
+    refused(r"indptr is \[0, 3, 2, 6\]: give where each|which has -1 pages", plan, ints(0, 3, 2, 6))
+    refused(r"indptr is \[-1, 3, 4, 6\]: give where each", plan, ints(-1, 3, 4, 6))
+    refused("indptr ends at 6, but indices has 3 pages", plan, pool.indptr, pool.indices[:3])
+
+
+def test_no_rows_and_no_sequences():
+    k, none, table = (
+        normal(5, HKV, DIM),
+        normal(0, HQ, DIM),
+        torch.zeros(0, 4, dtype=torch.int32, device=DEVICE),
+    )
+    out, lse = fi.single_prefill_with_kv_cache(none, k, k, return_lse=True)
+    assert out.shape == (0, HQ, DIM) and lse.shape == (0, HQ)
+    out, lse = fi.single_decode_with_kv_cache(normal(HQ, DIM), k[:0], k[:0], return_lse=True)
+    assert not out.any() and lse.isneginf().all()
+    cache = normal(3, 2, HKV, PAGE, DIM)
+    given = (none, cache, workspace(), table, ints(), 9, SCALE)
+    assert fi.trtllm_batch_decode_with_kv_cache(*given).shape == none.shape
+    pool = normal(3, PAGE, RANK + ROPE)
+    for lists in ({"block_tables": table}, {"block_tables": table[:, None], "sparse_mla_top_k": 4}):
+        out = fi.trtllm_batch_decode_with_kv_cache_mla(
+            normal(0, 1, HQ, RANK + ROPE),
+            pool,
+            workspace(),
+            16,
+            RANK,
+            ROPE,
+            seq_lens=ints(),
+            max_seq_len=9,
+            **lists,
+        )
+        assert out.shape == (0, 1, HQ, RANK)
+
+
+def test_rows_of_another_number_are_refused():
+    v, s = normal(3, HQ, DIM), normal(3, HQ)
+    for mask in (torch.tensor([True]), torch.ones(3, 1, dtype=torch.bool)):
+        refused(r"mask is .*: it must be \[3\]", fi.merge_state_in_place, v, s, v, s, mask=mask.to(DEVICE))
+    refused(
+        "seq_lens is of 1 sequences and append_indptr of 2",
+        fi.get_batch_indices_positions,
+        ints(0, 2, 5),
+        ints(4),
+        5,
+    )
+    if DEVICE == "cpu":
+        for nnz in (4, 7):
+            refused(
+                f"nnz is {nnz}, but append_indptr ends at 5: give nnz=5",
+                fi.get_batch_indices_positions,
+                ints(0, 2, 5),
+                ints(4, 9),
+                nnz,
+            )

@@ -27,7 +27,7 @@ from ._rows import (
     sizes,
     unpacked,
 )
-from ._said import check_pages, check_room, check_values, lengths_of
+from ._said import check_pages, check_room, check_values, lengths_of, longest_list
 from ._scores import (
     NO_ROPE,
     Items,
@@ -175,7 +175,7 @@ class _Paged(_Wrapper):
         indptr = check_ints("paged_kv_indptr", indptr, lengths.numel() + 1)
         check_ints("paged_kv_indices", indices)
         indptr = indptr[: lengths.numel() + 1]  # which some callers give more of
-        width = bound(int(indptr.diff().max())) if indptr.numel() > 1 else 0
+        width = bound(longest_list(indptr, indices))
         if self._use_cuda_graph and indices_buffer is not None:
             width = indices_buffer.numel()  # the most that any sequence may have
         pages = pages_of(indptr, indices, lengths, width, self.device)

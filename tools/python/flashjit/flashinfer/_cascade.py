@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._merge import merge
+from .._tensors import describe
 from ..errors import InvalidArgument, Unsupported
 from ..flash_attn._attend import with_batch
 from ._batch import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
@@ -46,6 +47,10 @@ def merge_state_in_place(
     """merge_state() into v and s; with a mask, bool [rows], for the rows where it is nonzero."""
     o, lse = merge_state(v, s, v_other, s_other)
     if mask is not None:
+        if mask.shape != s.shape[:1]:
+            raise InvalidArgument(
+                f"mask is {describe(mask)}: it must be [{s.shape[0]}], one element for each row."
+            )
         kept = mask.bool()[:, None]
         o, lse = torch.where(kept[..., None], o, v), torch.where(kept, lse, s)
     v.copy_(o)

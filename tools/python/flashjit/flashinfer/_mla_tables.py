@@ -210,16 +210,16 @@ def _of_lists(
         raise InvalidArgument(
             f"block_tables is {describe(lists)}: it must be int32, of query's {rows} rows, a list for each."
         )
-    lists = lists.reshape(rows, -1)
+    lists = lists.reshape(rows, lists.shape[-1])
     given: Any = lists[None, :, None]
     if counts is not None:
         counts = check_ints("seq_lens", signed(counts).reshape(-1))
-        if rows % counts.numel():
+        each = rows // max(counts.numel(), 1)
+        if each * counts.numel() != rows:
             raise InvalidArgument(
                 f"seq_lens is of {counts.numel()} sequences, and query has {rows} rows: give one number for each row, or for each of "
                 "sequences with equally many."
             )
-        each = rows // counts.numel()
         back = torch.arange(each - 1, -1, -1, device=counts.device)
         counts = (counts[:, None] - back).reshape(-1) if each > 1 else counts
         given = (given, counts.clamp(0, lists.shape[1]).int()[None])

@@ -33,6 +33,14 @@ def get_batch_indices_positions(
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The sequence of each new row and its position there, int32 [nnz]: the last ones of seq_lens, which count them."""
+    if append_indptr.is_cpu and int(append_indptr[-1]) != nnz:
+        raise InvalidArgument(
+            f"nnz is {nnz}, but append_indptr ends at {int(append_indptr[-1])}: give nnz={int(append_indptr[-1])}."
+        )
+    if seq_lens.numel() != append_indptr.numel() - 1:
+        raise InvalidArgument(
+            f"seq_lens is of {seq_lens.numel()} sequences and append_indptr of {append_indptr.numel() - 1}: they must be of the same ones."
+        )
     sequence, place = places(append_indptr, nnz)
     found = seq_lens[sequence] - append_indptr.diff()[sequence] + place
     results = (sequence.int(), found.int())

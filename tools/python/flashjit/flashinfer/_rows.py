@@ -26,6 +26,8 @@ class Rows(NamedTuple):
         """[1, hq, all rows, d], or [sequences, hq, rows, d], of [all rows, hq, d]."""
         if self.cu_seqlens is not None:
             return with_batch(q)
+        if not self.longest:  # one sequence, without rows
+            return q[None].transpose(1, 2)
         return q.unflatten(0, (-1, self.longest)).transpose(1, 2)
 
     def named(self) -> dict[str, Any]:

@@ -53,6 +53,25 @@ def check_offsets(name: str, given: Any, starts: Tensor, each: int) -> None:
             )
 
 
+def longest_list(indptr: Tensor, indices: Tensor) -> int:
+    """How many pages the sequence with most of them has. Reads indptr on the host."""
+    ends = indptr.tolist()
+    counts = [after - before for before, after in zip(ends, ends[1:])]
+    if any(count < 0 for count in counts) or ends[0] < 0:
+        raise InvalidArgument(
+            f"indptr is {_shown(ends)}: give where each sequence's pages begin in indices, in order, and the end."
+        )
+    if ends[-1] > indices.numel():
+        raise InvalidArgument(
+            f"indptr ends at {ends[-1]}, but indices has {indices.numel()} pages: give as many."
+        )
+    return max(counts, default=0)
+
+
+def _shown(values: list[int]) -> str:
+    return f"{values[:8]}{'' if len(values) <= 8 else ', ..'}"
+
+
 def check_pages(name: str, given: Any, table: Tensor, counts: Tensor | None, of: str) -> None:
     """Compares the first pages of each sequence, as many as counts says, on the CPU alone."""
     if counts is None or not _are_read(given, table, counts):

@@ -533,3 +533,74 @@ def test_registering_adds_the_name():
     server = Server(1)
     with pytest.raises(flashjit.Unsupported, match="score_mod: flashjit.sglang does not have it"):
         server.backend().forward_decode(None, None, None, layer(), None, score_mod=print)
+
+
+def without_requests(mode):
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    return types.SimpleNamespace(
+        forward_mode=mode,
+        batch_size=0,
+        seq_lens=none,
+        seq_lens_cpu=none.cpu(),
+        req_pool_indices=none,
+        extend_seq_lens=none,
+        extend_seq_lens_cpu=[],
+        extend_prefix_lens_cpu=[],
+        positions=none,
+        spec_info=None,
+        out_cache_loc=none,
+    )
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_a_step_without_requests(page, latent, mode):
+    server = Server(page, latent=latent, speculative_num_draft_tokens=3)
+    backend, step = server.backend(), without_requests(mode)
+    backend.init_forward_metadata(step)
+    if latent:
+        given = layer(tp_k_head_num=1, tp_v_head_num=1, qk_head_dim=80, v_head_dim=64)
+        rows = (normal(0, 1, 64), normal(0, 1, 64), given, step, True, normal(0, HQ, 16), normal(0, 1, 16))
+    else:
+        given = layer()
+        rows = (normal(0, HKV * DIM), normal(0, HKV * DIM), given, step)
+    out, lse = backend.forward_extend(normal(0, HQ * given.v_head_dim), *rows, return_lse=True)
+    assert out.shape == (0, HQ * given.v_head_dim) and lse.shape == (0, HQ)
+
+
+@pytest.mark.parametrize("page", [1, 16])
+@pytest.mark.parametrize(
+    "old, new",
+    [((20, 0, 3), (5, 0, 4)), ((20, 4, 3), (0, 0, 4)), ((20, 0, 3), (1, 0, 1)), ((0, 0, 0), (0, 0, 0))],
+)
+@pytest.mark.parametrize("how", ["plain", "strided", "transposed"])
+def test_requests_without_new_tokens_and_any_strides(page, old, new, how):
+    server, sequences, given = Server(page), Sequences(), layer()
+    backend = server.backend()
+    if any(old):
+        step = server.step(ForwardMode.EXTEND, [0] * len(old), old)
+        backend._store(given, step, *sequences.rows([0] * len(old), old), None)
+    step = server.step(ForwardMode.EXTEND, old, new)
+    backend.init_forward_metadata(step)
+    rows = sum(new)
+    q = {
+        "plain": lambda: normal(rows, HQ * DIM),
+        "strided": lambda: normal(rows, 3 * HQ * DIM)[:, HQ * DIM : 2 * HQ * DIM],
+        "transposed": lambda: normal(HQ * DIM, rows).t(),
+    }[how]()
+    out = backend.forward_extend(q, *sequences.rows(old, new), given, step)
+    assert out.shape == q.shape
+    sequences.check(out, q.contiguous(), old, new, causal=True)
+
+
+@pytest.mark.parametrize("width", [HQ * DIM // 2, 2 * HQ * DIM, HQ * DIM + 1])
+def test_queries_of_another_width_are_refused(width):
+    server, sequences = Server(1), Sequences()
+    backend, step = server.backend(), server.step(ForwardMode.EXTEND, (0, 0, 0), NEW)
+    backend.init_forward_metadata(step)
+    rows = sequences.rows((0, 0, 0), NEW)
+    with pytest.raises(
+        flashjit.InvalidArgument, match=r"q is .*: it must be \[rows, 128\] or \[rows, 4, 32\]"
+    ):
+        backend.forward_extend(normal(sum(NEW), width), *rows, layer(), step)

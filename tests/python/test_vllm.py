@@ -497,3 +497,44 @@ def test_registering_names_classes_that_exist(monkeypatch):
         assert hasattr(importlib.import_module(module), name)
     names = {vllm_standin.AttentionBackendEnum.CUSTOM, "FLASHJIT_MLA", "FLASHJIT_MLA_SPARSE"}
     assert set(vllm_standin.registered) == names
+
+
+@pytest.mark.parametrize("slopes", [[0.5], [0.5] * 3, [0.5] * (HQ + 1)])
+def test_slopes_of_another_number_of_heads_are_refused(backend, slopes):
+    says = f"alibi_slopes has {len(slopes)} numbers: give {HQ}, one for each of the layer's heads"
+    with pytest.raises(flashjit.InvalidArgument, match=says):
+        backend.FlashjitImpl(HQ, DIM, 0.2, HKV, alibi_slopes=slopes)
+
+
+@pytest.mark.parametrize("shape", [(1,), (2,), (3, 1)])
+def test_causal_of_other_requests_is_refused(backend, shape):
+    step = Step(causal=torch.ones(shape, dtype=torch.bool, device=DEVICE))
+    with pytest.raises(flashjit.InvalidArgument, match=r"causal is bool .*: it must be .*\[3\]"):
+        backend.FlashjitBuilder(None, ["layer"], CONFIG, DEVICE).build(0, step.common)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [((5, 0, 3), (1, 0, 1)), ((0, 7, 0), (0, 2, 0)), ((9, 3, 0), (1, 1, 0)), ((9, 0, 3), (0, 0, 0))],
+)
+@pytest.mark.parametrize("how", ["plain", "strided", "transposed"])
+def test_requests_without_new_tokens_and_any_strides(backend, old, new, how):
+    table = torch.arange(12, dtype=torch.int32, device=DEVICE).view(4, 3).t()  # of any strides, too
+    common, starts = vllm_standin.described(old, new, table)
+    rows = sum(new) + 2
+    q = {
+        "plain": lambda: normal(rows, HQ, DIM),
+        "strided": lambda: normal(rows, 3 * HQ, DIM)[:, HQ : 2 * HQ],
+        "transposed": lambda: normal(DIM, rows, HQ).permute(1, 2, 0),
+    }[how]()
+    cache, kv = normal(12, HKV, BLOCK, 2 * DIM), normal(rows, HKV, DIM)
+    out = torch.full((rows, 2 * HQ, DIM), 7.0, device=DEVICE)[:, :HQ]
+    impl, layer = backend.FlashjitImpl(HQ, DIM, 0.2, HKV), types.SimpleNamespace()
+    metadata = backend.FlashjitBuilder(None, ["layer"], CONFIG, DEVICE).build(0, common)
+    impl.forward(layer, q, kv, kv, cache, metadata, out)
+    assert (out[sum(new) :] == 7).all()
+    for i, (n, m) in enumerate(zip(old, new)):
+        keys = cache[table[i].long()].transpose(1, 2).reshape(-1, HKV, 2 * DIM)[: n + m]
+        own = slice(int(starts[i]), int(starts[i + 1]))
+        wanted, _ = exact_attention.exact(q[own], keys[..., :DIM], keys[..., DIM:], scale=0.2, causal=True)
+        torch.testing.assert_close(out[own].double().cpu(), wanted, rtol=1e-5, atol=1e-5)

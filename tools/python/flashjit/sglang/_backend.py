@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from .._engines import Batch, Layer, Tree, bound, of_latents, why_not, why_not_latent
-from .._tensors import KV_TYPES
+from .._tensors import KV_TYPES, describe
 from ..errors import InvalidArgument, Unsupported
 from . import _trees
 
@@ -256,7 +256,7 @@ class FlashjitBackend(AttentionBackend):
             batch = batch._replace(causal=False)
         if layer.sliding_window_size > -1 and self.window_table is not None:
             batch = batch._replace(table=self.window_table)
-        q = q.reshape(-1, layer.tp_q_head_num, layer.v_head_dim if q_rope is not None else layer.qk_head_dim)
+        q = _by_head(q, layer.tp_q_head_num, layer.v_head_dim if q_rope is not None else layer.qk_head_dim)
         more: dict[str, Any] = {"sinks": sinks}
         if not self.latent:
             keys, values = self._pages(layer, more)
@@ -264,14 +264,14 @@ class FlashjitBackend(AttentionBackend):
             keys, values, batch = self._packed(k, v, layer, forward_batch, batch)
         else:
             if q_rope is not None:
-                more["q_rope"] = q_rope.reshape(*q.shape[:2], -1)
+                more["q_rope"] = q_rope.reshape(*q.shape[:2], layer.qk_head_dim - layer.v_head_dim)
             pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
             pool, of_codes = of_latents(pool, self._one)  # SGLang's pool converts to FP8 without a scale
             more.update(of_codes)
             keys, values = pool.view(-1, self.page_size, *pool.shape[1:]).transpose(1, 2), None
             more["v_columns"] = layer.v_head_dim
         out, lse = described.attend(q, keys, values, batch, wants_lse=return_lse, **more)
-        result = out.reshape(q.shape[0], -1)
+        result = out.flatten(1)
         return result if lse is None else (result, lse.transpose(0, 1).contiguous())
 
     def _store(
@@ -333,3 +333,12 @@ class FlashjitBackend(AttentionBackend):
         k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
         v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
         return k, v, batch._replace(table=None, most_kv=batch.most_q)
+
+
+def _by_head(q: Tensor, heads: int, columns: int) -> Tensor:
+    """[rows, heads, columns]."""
+    if q.numel() != q.shape[0] * heads * columns:
+        raise InvalidArgument(
+            f"q is {describe(q)}: it must be [rows, {heads * columns}] or [rows, {heads}, {columns}], of the layer's heads."
+        )
+    return q.reshape(-1, heads, columns)

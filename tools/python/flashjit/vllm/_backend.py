@@ -19,8 +19,8 @@ from vllm.v1.attention.backend import (
 )
 
 from .._engines import CACHE_FORMATS, CACHE_TYPES, Batch, Layer, has_key_scales, store, why_not
-from .._tensors import KV_TYPES, SPEC_TYPES
-from ..errors import Unsupported
+from .._tensors import KV_TYPES, SPEC_TYPES, describe
+from ..errors import InvalidArgument, Unsupported
 from . import _key_scales, _shards
 
 _ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
@@ -153,6 +153,11 @@ class FlashjitBuilder(AttentionMetadataBuilder[FlashjitMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashjitMetadata:
         given = common_attn_metadata
+        sequences = given.seq_lens.shape[0]
+        if isinstance(given.causal, Tensor) and (given.causal.dim() != 1 or len(given.causal) < sequences):
+            raise InvalidArgument(
+                f"causal is {describe(given.causal)}: it must be True, False or bool [{sequences}], one for each request."
+            )
         batch = Batch(
             given.query_start_loc,
             given.seq_lens,
@@ -254,6 +259,10 @@ class FlashjitImpl(AttentionImpl[FlashjitMetadata]):
             raise Unsupported(f"flashjit.vllm does not have {', '.join(given)}: choose another backend.")
         stored = CACHE_TYPES.get(kv_cache_dtype)
         dtype = stored if stored in SPEC_TYPES else torch.bfloat16  # the model's is not told
+        if alibi_slopes is not None and len(alibi_slopes) != num_heads:
+            raise InvalidArgument(
+                f"alibi_slopes has {len(alibi_slopes)} numbers: give {num_heads}, one for each of the layer's heads."
+            )
         reason = why_not(head_size, dtype, kv_cache_dtype, sinks=sinks is not None)
         if reason is not None:
             raise Unsupported(f"{reason}: choose another backend.")

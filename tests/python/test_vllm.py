@@ -538,3 +538,22 @@ def test_requests_without_new_tokens_and_any_strides(backend, old, new, how):
         own = slice(int(starts[i]), int(starts[i + 1]))
         wanted, _ = exact_attention.exact(q[own], keys[..., :DIM], keys[..., DIM:], scale=0.2, causal=True)
         torch.testing.assert_close(out[own].double().cpu(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"])
+def test_caches_of_other_rows_are_refused(backend, name):
+    from flashjit.vllm import _key_scales
+
+    impl, size = (
+        backend.FlashjitImpl(HQ, DIM, 0.2, HKV, kv_cache_dtype=name),
+        _key_scales.row_bytes(DIM, name),
+    )
+    rows, slots = normal(3, HKV, DIM), torch.tensor([0, 17, 2], device=DEVICE)
+    for wrong in (size - 16, size + 16, 2 * DIM):
+        cache = torch.zeros(4, HKV, BLOCK, wrong, dtype=torch.uint8, device=DEVICE)
+        with pytest.raises(
+            flashjit.InvalidArgument, match=f"kv_cache is .*{name} and heads of 32 .*, {size}"
+        ):
+            impl.do_kv_cache_update(None, rows, rows, cache, slots)
+    with pytest.raises(flashjit.InvalidArgument, match="kv_cache is float32 .* it must be bytes"):
+        impl.do_kv_cache_update(None, rows, rows, torch.zeros(4, HKV, BLOCK, size, device=DEVICE), slots)

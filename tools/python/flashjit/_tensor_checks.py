@@ -139,7 +139,8 @@ def _check_fixed(q: Tensor, k: Tensor, fixed: Fixed, problem: Problem) -> None:
             or list(indices.shape[:3]) not in (lists, [1, *lists[1:]])
         ):
             raise InvalidArgument(
-                f"indices is {describe(indices)}: it must be int32 [{lists[0]} or 1, {lists[1]}, {lists[2]}, top-k], "
+                f"indices is {describe(indices)}: it must be int32 [{'1' if lists[0] == 1 else f'{lists[0]} or 1'}, {lists[1]}, "
+                f"{lists[2]}, top-k], "
                 "a list of keys for each query and head of k."
             )
         check_memory("indices", indices)

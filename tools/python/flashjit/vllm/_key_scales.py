@@ -42,6 +42,11 @@ def split(kv_cache: Tensor, head_size: int, cache_type: str) -> tuple[Tensor, Te
     [blocks, heads, rows of a block, row_bytes()], in which the parts of a head or of a block are without gaps."""
     blocks, heads, rows, content = kv_cache.shape
     block, head, row, _ = kv_cache.stride()
+    if kv_cache.element_size() != 1 or content != row_bytes(head_size, cache_type):
+        raise InvalidArgument(
+            f"kv_cache is {describe(kv_cache)}: with {cache_type} and heads of {head_size} it must be bytes [blocks, heads, rows of a "
+            f"block, {row_bytes(head_size, cache_type)}]."
+        )
     if row == heads * content and head == content:  # rows before heads: a block's bytes are shared out anew
         head = rows * content
     elif row != content:

@@ -79,3 +79,13 @@ def test_merge_pads_columns_under_transforms():
     torch.testing.assert_close(grad(lambda x: joined(x).sum())(out), wanted)
     torch.testing.assert_close(jvp(lambda x: joined(x).sum(), (out,), (out,))[1], (wanted * out).sum())
     torch.testing.assert_close(vmap(joined)(out[None])[0], joined(out))
+
+
+@pytest.mark.parametrize("name", ["grad", "jvp", "vmap", "jvp of grad"])
+def test_several_caches_have_the_derivatives_of_one(name):
+    q, k, v = tensors()
+    weights = normal(*q.shape)
+    caches = [{"k": k[:, :, part], "v": v[:, :, part]} for part in (slice(3), slice(3, None))]
+    found = TRANSFORMS[name][0](lambda q: (flashjit.attention_over(q, caches) * weights).sum(), q)
+    wanted = TRANSFORMS[name][0](lambda q: (flashjit.attention(q, k, v) * weights).sum(), q)
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)

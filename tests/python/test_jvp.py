@@ -335,3 +335,33 @@ def test_mean_flow_trains_as_the_math_path_does():
     torch.testing.assert_close(
         torch.tensor(ours), torch.tensor(wanted), rtol=1e-4, atol=1e-5, check_dtype=False
     )
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("function", ["attention", "merge"])
+def test_compiled_functions_keep_tangents(backend, function):
+    """The graph breaks at the call, whose tangents PyTorch computes outside of it; before, they were lost in silence."""
+    q, k, v = (torch.randn(1, 2, 5, 16) for _ in range(3))
+    lses = torch.randn(2, 1, 2, 5)
+
+    def attend(q):
+        if function == "attention":
+            return flashjit.attention(q, k, v).sin().sum()
+        return flashjit.merge([(q, lses[0]), (v, lses[1])])[0].sin().sum()
+
+    wanted = torch.func.jvp(attend, (q,), (k,))[1]
+    assert wanted != 0
+    torch._dynamo.reset()
+    with forward_ad.dual_level():
+        out = torch.compile(attend, backend=backend)(forward_ad.make_dual(q, k))
+        torch.testing.assert_close(forward_ad.unpack_dual(out).tangent, wanted)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: torch.func.jvp(attend, (q,), (k,))[1], backend=backend)
+    torch.testing.assert_close(compiled(q), wanted)
+    torch._dynamo.reset()
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(Exception, match="flashjit has no forward-mode derivative|Observed exception"),
+    ):
+        torch.compile(attend, backend=backend, fullgraph=True)(forward_ad.make_dual(q, k))
+    torch._dynamo.reset()

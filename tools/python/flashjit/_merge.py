@@ -89,8 +89,6 @@ def merge(
 
 def _is_transformed(outs: list[Tensor], lses: list[Tensor]) -> bool:
     """Whether torch.func or forward mode asks for what the operator has no rules for."""
-    if torch.compiler.is_compiling():
-        return False
     return are_wrapped(*outs, *lses) or forward_ad._current_level >= 0 and have_tangents(*outs, *lses)
 
 

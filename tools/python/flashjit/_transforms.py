@@ -81,13 +81,13 @@ def have_tangents(*tensors: Any) -> bool:
             "flashjit has no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad) under "
             "torch.compile: call it outside of what is compiled."
         )
-    return any(isinstance(x, Tensor) and _has_tangent(x) for x in tensors)
-
-
-def _has_tangent(tensor: Tensor) -> bool:
-    while torch._C._functorch.is_batchedtensor(tensor):  # PyTorch cannot unpack what vmap wraps
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return forward_ad.unpack_dual(tensor).tangent is not None
+    for x in tensors:  # in this frame: torch.compile would take another one, and see no tangents there
+        if isinstance(x, Tensor):
+            while torch._C._functorch.is_batchedtensor(x):  # PyTorch cannot unpack what vmap wraps
+                x = torch._C._functorch.get_unwrapped(x)
+            if forward_ad.unpack_dual(x).tangent is not None:
+                return True
+    return False
 
 
 def _over_batch(

@@ -182,3 +182,42 @@ def test_functions_of_any_arrays_name_attention(name):
     q, k, v = tensors()
     with pytest.raises(flashjit.Error, match="call flashjit.attention|transform of torch.func"):
         TRANSFORMS[name][0](lambda x: flashjit.forward(x, k, v)[0].sum(), q)
+
+
+def of_flashinfer(q, k, v):
+    """Functions of a tensor, and the tensor."""
+    from flashjit import flashinfer as fi
+
+    rows, keys = q[0].transpose(0, 1), (k[0].transpose(0, 1), v[0].transpose(0, 1))
+    yield lambda x: fi.single_prefill_with_kv_cache(x, *keys), rows
+    yield lambda x: fi.single_prefill_with_kv_cache(rows, keys[0], x), keys[1]
+    lse = normal(len(rows), 4)
+    yield lambda x: fi.merge_state(x, lse, rows, lse)[0], rows
+    pages, table = normal(2, 4, 24), torch.zeros(5, 1, dtype=torch.int32, device=DEVICE)
+    given = (16, 16, 8, table, torch.full((5,), 3, dtype=torch.int32, device=DEVICE), 4)
+    workspace = torch.empty(8, device=DEVICE)
+    latents = normal(5, 1, 4, 24)
+    yield lambda x: fi.trtllm_batch_decode_with_kv_cache_mla(x, pages, workspace, *given), latents
+
+
+@pytest.mark.parametrize("name", ["grad", "grad of vmap", "vmap of grad", "jvp of grad", "grad of jvp"])
+def test_functions_without_gradients_say_so_where_zeros_would_come(name):
+    from flashjit import flash_attn
+
+    q, k, v = tensors()
+    cache, lengths = normal(2, 8, 2, 16), torch.tensor([3, 4], dtype=torch.int32, device=DEVICE)
+    calls = [*of_flashinfer(q, k, v)]
+    of_cache = lambda x: flash_attn.flash_attn_with_kvcache(x, cache, cache, cache_seqlens=lengths)
+    calls.append((of_cache, q.transpose(1, 2)))
+    for call, x in calls:
+        says = "has no gradients, and torch.func asks for them|no forward-mode|no second|has no tangents"
+        with pytest.raises(flashjit.Unsupported, match=says):
+            TRANSFORMS[name][0](lambda x: call(x).sum(), x)
+        wanted = call(x)
+        assert torch.equal(call(x.clone().requires_grad_()), wanted)  # as models call it
+
+        def under_no_grad(x):
+            with torch.no_grad():
+                return x.sum() + call(x).sum()
+
+        torch.testing.assert_close(grad(under_no_grad)(x), torch.zeros_like(x))

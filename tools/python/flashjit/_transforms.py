@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from ._call_types import NOTHING, grads_of_fixed, names_with_grad
 from ._tangents import declared_with_grad
-from ._tensors import SPEC_TYPES
+from ._tensors import SPEC_TYPES, is_differentiated
 from ._without_tangent import FORWARD_MODE, SECOND, refuse_without_tangent
 from .errors import InvalidArgument, Unsupported
 
@@ -131,6 +131,15 @@ def refuse_wrapped(function: str, *values: Any) -> None:
         raise Unsupported(
             f"{function} reads memory, and a transform of torch.func (grad, vmap, jvp, ..) wraps a tensor that it is given: call it "
             "outside, or with tensors that the transform does not see."
+        )
+
+
+def refuse_lost_gradients(function: str, *values: Any) -> None:
+    """For functions without gradients that models call outside of no_grad(): what autograd says at backward(), torch.func would
+    leave unsaid, and give zeros."""
+    if torch.is_grad_enabled() and are_wrapped(*values) and is_differentiated(*values):
+        raise Unsupported(
+            f"{function} has no gradients, and torch.func asks for them: call it under torch.no_grad(), or call flashjit.attention()."
         )
 
 

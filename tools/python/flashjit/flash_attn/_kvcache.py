@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._cache import append
 from .._tensors import KV_TYPES, describe
+from .._transforms import refuse_lost_gradients
 from .._words import renamed
 from ..errors import Error, InvalidArgument, Unsupported
 from ._attend import Options, attend, places, with_batch
@@ -114,6 +115,7 @@ def _attend_cache(
     **more: Any,
 ) -> tuple[Tensor, Any]:
     where = place.named()
+    refuse_lost_gradients("a cache", q, k_cache, v_cache, *(() if new is None else new[:2]))
     k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     q = q.transpose(1, 2) if cu_seqlens_q is None else with_batch(q)
     if cu_seqlens_q is not None:

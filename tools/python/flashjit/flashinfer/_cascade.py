@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._merge import merge
 from .._tensors import describe
+from .._transforms import refuse_lost_gradients
 from ..errors import InvalidArgument, Unsupported
 from ..flash_attn._attend import with_batch
 from ._batch import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper
@@ -23,6 +24,7 @@ MOST = 8  # states that one call of merge() takes
 
 def joined(states: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """O [rows, h, d] and natural LSE [h, rows] of any number of those."""
+    refuse_lost_gradients("flashjit.flashinfer", *[x for state in states for x in state])
     with torch.no_grad():
         pairs = [(with_batch(o), lse[None]) for o, lse in states]
         while len(pairs) > 1:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._attention import attention
 from .._tensors import SPEC_TYPES, describe, say_once
+from .._transforms import refuse_lost_gradients
 from ..errors import InvalidArgument, Unsupported
 from ..flash_attn._attend import with_batch
 from ._batch import _Paged
@@ -112,6 +113,7 @@ class BatchMLAPagedAttentionWrapper(_Paged):
         pages = None if page_table is None else -(-lengths // ckv_cache.shape[1])
         check_pages("page_table", page_table, table, pages, "kv_indptr and kv_indices of plan()")
         check_lse(lse, q_nope.shape[:2], "all rows, h")
+        refuse_lost_gradients("flashjit.flashinfer", q_nope, q_pe, ckv_cache, kpe_cache)
         with torch.no_grad():
             latents, of_codes, ratio = _read_latents(
                 joined_columns(ckv_cache, kpe_cache)[:, None], ckv_cache, ckv_scale, ckv_scale_arr, kpe_scale

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._attention import attention
 from .._tensors import describe
+from .._transforms import refuse_lost_gradients
 from .._words import in_words, renamed
 from ..errors import Error, InvalidArgument, Unsupported
 from ._rows import Rows, check_ints, check_table, check_tensor, flattened
@@ -173,6 +174,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     more["sinks"] = sinks
     scales = _number("bmm1_scale", bmm1_scale), _number("bmm2_scale", bmm2_scale)
     wants_lse = return_lse or lse is not None
+    refuse_lost_gradients("flashjit.flashinfer", query, kv_cache)
     with torch.no_grad():
         written = _memory_of(out, lse, (*q.shape[:2], kv_lora_rank))
         try:

@@ -10,6 +10,7 @@ from torch import Tensor
 from .._cache import append
 from .._pages import check_last_page
 from .._tensors import KV_TYPES, describe
+from .._transforms import refuse_lost_gradients
 from ..errors import InvalidArgument
 from ..flash_attn._attend import places, with_batch
 from ._rows import check_ints, check_layout, check_tensor, unpacked
@@ -110,6 +111,7 @@ def append_paged_kv_cache(
         _store(append_key, k_cache, slots)
         _store(append_value, v_cache, slots)
         return
+    refuse_lost_gradients("append_paged_kv_cache()", append_key, append_value)
     with torch.no_grad():
         append(with_batch(append_key), with_batch(append_value), k_cache, v_cache, slots=slots)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .._attention import attention
 from .._tensors import KV_TYPES, describe, say_once
+from .._transforms import refuse_lost_gradients
 from ..errors import InvalidArgument, WrongType
 from ..flash_attn._attend import with_batch
 from ._scores import LOG2E, Scales, Scores, call, of_heads
@@ -173,6 +174,7 @@ def run(
     **more: Any,
 ) -> tuple[Tensor, Any]:
     """O [all rows, hq, d], and LSE [hq, all rows], natural, or None. k, v: [.., hkv, rows, d]. more: attention()'s."""
+    refuse_lost_gradients("flashjit.flashinfer", q, k, v)
     with torch.no_grad():
         if scores.rope is not None and k.dtype in KV_TYPES and q.dtype not in KV_TYPES:
             say_once(

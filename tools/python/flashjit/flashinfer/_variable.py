@@ -11,6 +11,7 @@ from torch import Tensor
 from .._attention import attention
 from .._named import SOFTCAP
 from .._tensors import describe
+from .._transforms import refuse_lost_gradients
 from ..errors import InvalidArgument
 from ..programs import repeated
 from ._batch import _Wrapper
@@ -119,6 +120,7 @@ class VariableBlockSparseAttentionWrapper(_Wrapper):
                 raise InvalidArgument(f"{name} is {describe(x)}: plan() was given {list(wanted)}.")
         check_lse(lse, q.shape[:2], "hq, M")
         wants = return_lse or lse is not None
+        refuse_lost_gradients("flashjit.flashinfer", q, k, v)
         with torch.no_grad():
             found = attention(
                 q[None],

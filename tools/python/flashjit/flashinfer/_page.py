@@ -69,8 +69,9 @@ def slots_of(
 
 def _check_positions(sequences: Tensor, positions: Tensor, pages: Tensor, page_size: int) -> None:
     """That each new row has a page of its own sequence."""
+    counts = pages.tolist()
     for sequence, position in zip(sequences.tolist(), positions.tolist()):
-        own = int(pages[sequence]) if 0 <= sequence < len(pages) else 0
+        own = counts[sequence] if 0 <= sequence < len(counts) else 0
         if not 0 <= position < own * page_size:
             raise InvalidArgument(
                 f"a new row has the position {position} of sequence {sequence}, which has {own} pages of {page_size}: give it pages, "

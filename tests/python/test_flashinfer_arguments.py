@@ -571,3 +571,34 @@ def test_rows_of_another_number_are_refused():
                 ints(4, 9),
                 nnz,
             )
+
+
+def test_a_type_of_o_and_sinks_that_would_not_be_read_are_refused():
+    pool, q = Pool("HND"), normal(sum(QUERIES), HQ, DIM)
+    given, call = context(pool, q), fi.trtllm_batch_context_with_kv_cache
+    half = torch.empty_like(q, dtype=torch.float16)
+    assert call(*given, out=half) is half and call(*given, out=half, out_dtype="float16") is half
+    refused(
+        "out_dtype is torch.float32, but out is float16 .*: leave out_dtype out",
+        call,
+        *given,
+        out=half,
+        out_dtype=torch.float32,
+    )
+    k, v = torch.cat(pool.k), torch.cat(pool.v)
+    packed = ((q, k, v), "SEPARATE_Q_K_V", workspace(), ints(*KEYS), 5, 9, SCALE, 1.0, 3, *given[-2:])
+    refused(
+        "out_dtype is torch.float32, but out is",
+        fi.trtllm_fmha_v2_prefill,
+        *packed,
+        out=half,
+        out_dtype="float32",
+    )
+    for sinks in ([], [normal(HQ), normal(HQ)]):
+        says = f"sinks is a list of {len(sinks)}: give one tensor"
+        refused(says, call, *given, sinks=sinks)
+        refused(says, fi.trtllm_fmha_v2_prefill, *packed, sinks=sinks)
+        refused(says, latents, sinks=sinks)
+    if DEVICE == "cpu":
+        says = "seq_lens says 5 for sequence 1, but cum_seq_lens_kv 4"
+        refused(says, fi.trtllm_fmha_v2_prefill, *packed[:3], ints(9, 5, 4), *packed[4:])

@@ -14,7 +14,7 @@ from .._words import in_words, renamed
 from ..errors import Error, InvalidArgument, Unsupported
 from ._rows import Rows, check_ints, check_table, check_tensor, flattened
 from ._said import check_number
-from ._scores import LOG2E, constant, refuse
+from ._scores import LOG2E, constant, one_of, refuse
 from ._tables import WORDS, rows_of, signed
 
 _FORMATS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -141,8 +141,6 @@ def trtllm_batch_decode_with_kv_cache_mla(
             f"kv_lora_rank is {kv_lora_rank} and qk_rope_head_dim {qk_rope_head_dim}, but query is {describe(query)}: their sum must be "
             f"its columns, {query.shape[-1]}."
         )
-    if isinstance(sinks, (list, tuple)):
-        sinks = sinks[0]
     latents = kv_cache.squeeze(1) if kv_cache.dim() == 4 else kv_cache
     check_tensor("kv_cache", latents, "pages, rows of a page, columns")
     q = query.reshape(-1, *query.shape[-2:])
@@ -171,7 +169,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
             "max_seqlen_kv": min(max_seq_len, table.shape[1] * latents.shape[1]),
             "causal": rows.longest > 1,
         }
-    more["sinks"] = sinks
+    more["sinks"] = one_of(sinks)
     scales = _number("bmm1_scale", bmm1_scale), _number("bmm2_scale", bmm2_scale)
     wants_lse = return_lse or lse is not None
     refuse_lost_gradients("flashjit.flashinfer", query, kv_cache)

@@ -134,6 +134,25 @@ def dtype_of(given: Any, default: Any = None) -> torch.dtype:
     return found
 
 
+def type_of_result(out_dtype: Any, out: Tensor | None, q: torch.dtype) -> torch.dtype:
+    """O's type where a function takes both it and memory for O."""
+    chosen = dtype_of(out_dtype, type_of_out(q) if out is None else out.dtype)
+    if out is not None and chosen != out.dtype:
+        raise InvalidArgument(
+            f"out_dtype is {chosen}, but out is {describe(out)}: leave out_dtype out, or give out of this type."
+        )
+    return chosen
+
+
+def one_of(sinks: Any) -> Any:
+    """The tensor of a list, as FlashInfer takes sinks."""
+    if not isinstance(sinks, (list, tuple)):
+        return sinks
+    if len(sinks) != 1:
+        raise InvalidArgument(f"sinks is a list of {len(sinks)}: give one tensor, float32 [hq].")
+    return sinks[0]
+
+
 def type_of_out(q: torch.dtype) -> torch.dtype:
     """O's type where none is given."""
     return torch.bfloat16 if q.itemsize == 1 else q

@@ -25,7 +25,7 @@ from ._rows import (
     unpacked,
 )
 from ._said import check_number, check_offsets, check_sequences, check_values, lengths_of
-from ._scores import Scales, Scores, Seen, check_dtypes, dtype_of, refuse, type_of_out
+from ._scores import Scales, Scores, Seen, check_dtypes, one_of, refuse, type_of_result
 
 _DRAFT = f"kv - ({FIRST_NEW})"
 #: What most of these functions call attention()'s arguments.
@@ -91,10 +91,9 @@ def over_table(
     table = check_table("block_tables", signed(block_tables), seq_lens.numel())
     k, v = unpacked(kv_cache, check_layout(kv_layout))
     room = table.shape[1] * k.shape[2]
-    chosen = dtype_of(out_dtype, type_of_out(query.dtype) if out is None else out.dtype)
+    chosen = type_of_result(out_dtype, out, query.dtype)
     check_dtypes(query.dtype, k.dtype, chosen)
-    if isinstance(sinks, (list, tuple)):
-        sinks = sinks[0]
+    sinks = one_of(sinks)
     try:
         found = run(
             query,

@@ -14,7 +14,7 @@ from .._words import in_words
 from ..errors import InvalidArgument, Unsupported, WrongType
 from ._rows import Rows, check_ints, check_tensor, heads_first, results, run
 from ._said import check_offsets, check_sequences, check_values, lengths_of
-from ._scores import Scales, Scores, Seen, check_dtypes, dtype_of, refuse, type_of_out
+from ._scores import Scales, Scores, Seen, check_dtypes, one_of, refuse, type_of_result
 from ._tables import over_table, scaled, signed
 
 _LN2 = math.log(2)
@@ -37,10 +37,9 @@ def _over_packed(
     """O [all rows, hq, d_v] of q, k, v [all rows, heads, d]. keys: where each sequence's begin, and how many the longest has."""
     check_tensor("q", q, "all rows, hq, d")
     k, v = (heads_first(check_tensor(n, x, "all rows, hkv, d"), "NHD")[None] for n, x in (("k", k), ("v", v)))
-    chosen = dtype_of(out_dtype, type_of_out(q.dtype) if out is None else out.dtype)
+    chosen = type_of_result(out_dtype, out, q.dtype)
     check_dtypes(q.dtype, k.dtype, chosen)
-    if isinstance(sinks, (list, tuple)):
-        sinks = sinks[0]
+    sinks = one_of(sinks)
     found = run(
         q,
         k,
@@ -315,6 +314,7 @@ def trtllm_fmha_v2_prefill(
         return over_table(  # type: ignore[no-any-return]
             q, kv, layout, block_tables, lengths, max_kv_len, rows, scores, scales, *where
         )
+    check_values("seq_lens", signed(seq_lens), "cum_seq_lens_kv", lengths_of(signed(cum_seq_lens_kv)))
     keys = (signed(cum_seq_lens_kv), max_kv_len)
     return _over_packed(q, kv, v[0], rows, keys, scores, scales, *where)  # type: ignore[no-any-return]
 

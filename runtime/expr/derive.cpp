@@ -38,7 +38,6 @@ NodePtr negated(const NodePtr& a) {
   return make_node(Op::negate, Type::real, {a});
 }
 NodePtr difference(const NodePtr& a, const NodePtr& b) {
-  if (is_zero(a)) return negated(b);
   if (is_zero(b)) return a;
   if (is_literal(*a) && is_literal(*b)) return make_real(a->real - b->real);
   return make_node(Op::subtract, Type::real, {a, b});

@@ -145,11 +145,12 @@ TEST(Derive, TrivialTermsVanish) {
   EXPECT_EQ(derived("to_float(to_int(score))"), "0.0");
 }
 
-double slope(std::string_view text, double score) {
+double slope_at(std::string_view text, const Point& point) {
   Evaluation evaluation({}, Floats::exact);
   const int place = evaluation.add(derivative(parse(text).pointer(), make_name(Name::score)));
-  return evaluation.run({.score = score})[place].real;
+  return evaluation.run(point)[place].real;
 }
+double slope(std::string_view text, double score) { return slope_at(text, {.score = score}); }
 
 TEST(Derive, KinksAreAsDocumented) {
   EXPECT_EQ(slope("abs(score)", 0), 0);
@@ -174,6 +175,45 @@ TEST(Derive, ABranchThatIsNotTakenHandsNothingOnHoweverSteepTheFunctionAroundIt)
   EXPECT_DOUBLE_EQ(slope("sqrt(max(score, 0.0))", 4), 0.25);
   EXPECT_DOUBLE_EQ(slope("pow(max(score, 0.0), 0.5)", 4), 0.25);
   EXPECT_EQ(slope("sqrt(max(0.0, score))", 0), 0);
+}
+
+TEST(Derive, ABranchInAFactorGivesZeroBesideAnInfiniteSlope) {
+  EXPECT_EQ(slope("sqrt(score * (score > 0.0 ? score : 0.0))", -1), 0);
+  EXPECT_DOUBLE_EQ(slope("sqrt(score * (score > 0.0 ? score : 0.0))", 4), 1);
+}
+
+/// What several branches hand on is zero if each of them is closed, whatever linear operations come before
+/// the steep function.
+TEST(Derive, ASumOfClosedBranchesIsZeroBesideANaNSlope) {
+  const auto guarded = [](const std::string& x) { return "max(0.0, " + x + ") + max(0.0, " + x + " - 1.0)"; };
+  const std::string root = "sqrt(score)", first = "(q < kv ? " + root + " : 3.0)",
+                    second = "(q < kv ? 3.0 : " + root + ")";
+  EXPECT_EQ(slope(guarded(root), -1), 0);
+  EXPECT_EQ(slope(guarded("0.5 * " + root), -1), 0);
+  EXPECT_EQ(slope(guarded("-" + root), -1), 0);
+  EXPECT_EQ(slope(guarded("-" + root) + " + " + guarded(root), -1), 0);
+  EXPECT_EQ(slope_at(guarded(first) + " + exp(" + second + ")", {.q = 0, .kv = 1, .score = -1}), 0);
+  EXPECT_EQ(slope_at(guarded(second) + " + exp(" + first + ")", {.q = 1, .kv = 0, .score = -1}), 0);
+  EXPECT_DOUBLE_EQ(slope(guarded("0.5 * " + root), 16), 0.125);
+}
+
+TEST(Derive, ZeroBasesAndExponentsOfPowersHaveNoSlope) {
+  EXPECT_EQ(slope("pow(0.0, score)", 2), 0);
+  EXPECT_EQ(slope("pow(score - 1.0, score)", 1), 1);
+  EXPECT_EQ(slope_at("pow(score, to_float(q))", {.q = 0, .score = 0}), 0);
+  EXPECT_EQ(slope_at("pow(score, to_float(q))", {.q = 2, .score = 3}), 6);
+}
+
+TEST(Derive, ADivisorOfARemainderHasTheSlopeOfTheTruncatedQuotient) {
+  EXPECT_EQ(slope("7.0 % score", 2), -3);
+  EXPECT_EQ(slope("-7.0 % score", 2), 3);
+  EXPECT_EQ(slope("-7.0 % score", -2), -3);
+  EXPECT_EQ(slope("score % (0.25 * score - 1.0)", 7), 1 - 9 * 0.25);
+}
+
+TEST(Derive, ProductsOfLiteralsBeyondFp32AreNotFolded) {
+  EXPECT_DOUBLE_EQ(slope("1.0e30 * (1.0e30 * score)", 1), double{1e30f} * double{1e30f});
+  EXPECT_DOUBLE_EQ(slope("score / 1.0e-40", 1), 1 / double{1e-40f});
 }
 
 TEST(Derive, FollowsTheValueWhereOneOfTwoIsNaN) {

@@ -439,6 +439,31 @@ def test_slices_of_a_block_mask():
         )
 
 
+@pytest.mark.parametrize("size", [16, 24])
+@pytest.mark.parametrize("inner", [causal, None])
+def test_tables_that_list_fewer_blocks_than_there_are(inner, size):
+    """As vLLM and sparse models make them: unsorted, an entry twice, empty rows, full and partial tables of other widths."""
+    rows = -(-S // size)
+    q, k, v = tensors()
+    partial = torch.tensor([[2, 0], [1, 1], [-1, 7]][:rows], dtype=torch.int32, device=DEVICE)
+    full = torch.tensor([[rows - 1], [0], [0]][:rows], dtype=torch.int32, device=DEVICE)
+    counts = [torch.tensor(x[:rows], dtype=torch.int32, device=DEVICE) for x in ([2, 2, 0], [0, 1, 0])]
+    mask = BlockMask.from_kv_blocks(
+        *(x.expand(1, 1, *x.shape) for x in (counts[0], partial, counts[1], full)),
+        BLOCK_SIZE=size,
+        mask_mod=inner,
+        seq_lengths=(S, S),
+        compute_q_blocks=False,
+    )
+    place = torch.arange(S, device=DEVICE)
+    pair = place[:, None] // size, place // size
+    some, all_of = torch.zeros(2, 3, 3, dtype=torch.bool, device=DEVICE)
+    some[0, 2], some[0, 0], some[1, 1], all_of[1, 0] = (True,) * 4
+    seen = some[pair] if inner is None else some[pair] & (place[:, None] >= place)
+    want = written_out(q, k, v, keep=seen | all_of[pair])[0]
+    close(flex_attention(q, k, v, block_mask=mask), want.nan_to_num(0))
+
+
 def test_kernel_options_change_nothing():
     q, k, v = tensors()
     options = {"BLOCK_M": 64, "num_warps": 8, "BACKEND": "TRITON", "FORCE_USE_FLEX_ATTENTION": True}

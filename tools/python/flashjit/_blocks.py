@@ -86,7 +86,7 @@ def _read_once(block_mask: Any, queries: int, keys: int) -> tuple[BlockMap, Mask
 def _read(block_mask: Any, queries: int, keys: int) -> tuple[BlockMap, Mask | None]:
     """A block map whose blocks cover those that attend, and what tells the pairs in them apart; None: nothing has to."""
     size = _sizes(block_mask)
-    kinds = _kinds(block_mask)
+    kinds = _kinds(block_mask, -(-keys // size[1]))
     steps = _map_step(size[0]), _map_step(size[1])
     covered = _covered(_covered(kinds, 3, size[1], steps[1], keys), 2, size[0], steps[0], queries)
     blocks = BlockMap(covered, steps)
@@ -113,18 +113,20 @@ def _read(block_mask: Any, queries: int, keys: int) -> tuple[BlockMap, Mask | No
     return blocks, mask
 
 
-def _kinds(block_mask: Any) -> Tensor:
-    """uint8 [batch or 1, heads or 1, block rows, block columns]: 0, _PARTIAL or _FULL."""
-    indices = block_mask.kv_indices[(None,) * (4 - block_mask.kv_indices.dim())]
-    columns = indices.shape[3]
-    place = torch.arange(columns, device=indices.device)
-    kinds = torch.zeros((*indices.shape[:3], columns + 1), dtype=torch.uint8, device=indices.device)
+def _kinds(block_mask: Any, columns: int) -> Tensor:
+    """uint8 [batch or 1, heads or 1, block rows, `columns` or more]: 0, _PARTIAL or _FULL. Rows may list fewer blocks than there are;
+    what names none of them counts as none, as nothing waits for the device to tell."""
+    first = block_mask.kv_indices[(None,) * (4 - block_mask.kv_indices.dim())]
+    columns = max(columns, first.shape[3])
+    kinds = torch.zeros((*first.shape[:3], columns + 1), dtype=torch.uint8, device=first.device)
     for kind, counts, listed in (
         (_PARTIAL, block_mask.kv_num_blocks, block_mask.kv_indices),
         (_FULL, block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
     ):
         if counts is not None:
-            index = torch.where(place < counts[..., None], listed, columns).to(torch.int64)
+            place = torch.arange(listed.shape[-1], device=first.device)
+            named = (place < counts[..., None]) & (listed >= 0) & (listed < columns)
+            index = torch.where(named, listed, columns).to(torch.int64)
             kinds.scatter_(3, index[(None,) * (4 - index.dim())], kind)
     return kinds[..., :columns]
 

@@ -1,4 +1,5 @@
-"""Blocks of any sizes, as FlashInfer's VariableBlockSparseAttentionWrapper has them, against a softmax in fp64."""
+"""Blocks of any sizes, as FlashInfer's VariableBlockSparseAttentionWrapper has them, against a softmax in fp64; and what its
+BlockSparseAttentionWrapper makes of BSR matrices that are unusual."""
 
 import math
 
@@ -64,3 +65,31 @@ def test_blocks_that_do_not_fit_are_refused():
         wrapper.run(q, k[:, :39], k)
     with pytest.raises(flashjit.InvalidArgument, match="before plan"):
         fi.VariableBlockSparseAttentionWrapper(q).run(q, k, k)
+
+
+def run_bsr(indptr, indices, **more):
+    torch.manual_seed(0)
+    wrapper = fi.BlockSparseAttentionWrapper(torch.empty(16, dtype=torch.uint8, device=DEVICE))
+    given = [torch.tensor(x, device=DEVICE) for x in (indptr, indices)]
+    wrapper.plan(*given, 64, 96, 16, 32, HQ, HKV, DIM, q_data_type="float32", **more)
+    return wrapper.run(*(torch.randn(n, h, DIM, device=DEVICE) for n, h in ((64, HQ), (96, HKV), (96, HKV))))
+
+
+def test_a_bsr_matrix_may_name_blocks_unsorted_and_twice():
+    wanted = run_bsr([0, 2, 2, 3, 4], [0, 2, 1, 0])
+    assert torch.equal(run_bsr([0, 3, 3, 4, 5], [2, 0, 2, 1, 0]), wanted)
+    masks = torch.ones(4, 16, 32, dtype=torch.int32)
+    torch.testing.assert_close(run_bsr([0, 2, 2, 3, 4], [2, 0, 1, 0], mask=masks), wanted)
+
+
+@pytest.mark.parametrize(
+    "indptr, indices, says",
+    [
+        ([0, 2, 1, 3, 4], [2, 0, 1, 0], "steps down to -1: it begins with 0 and does not fall"),
+        ([1, 2, 2, 3, 4], [2, 0, 1, 0], "begins with 1"),
+        ([0, 2, 2, 3, 4], [2, 2, 1, 0], "name a block twice"),
+    ],
+)
+def test_bsr_matrices_that_contradict_themselves_are_refused(indptr, indices, says):
+    with pytest.raises(flashjit.InvalidArgument, match=says):
+        run_bsr(indptr, indices, mask=torch.ones(4, 16, 32))

@@ -72,8 +72,10 @@ class BlockSparseAttentionWrapper(_Wrapper):
                     raise InvalidArgument(
                         f"mask is {describe(mask)}: it must be {wanted}, the pairs of each block."
                     )
+                if int(blocks.sum()) != len(places[0]):
+                    raise InvalidArgument("indices name a block twice, and mask has two for it: join them.")
                 pairs = torch.zeros_like(pairs, dtype=torch.bool)
-                pairs[places] = mask.to(self.device)
+                pairs[places] = mask.to(self.device).bool()
             pairs = pairs.transpose(1, 2).reshape(M, N)
         if pairs is not None and causal:
             pairs = pairs & torch.ones_like(pairs).tril(N - M)
@@ -105,6 +107,10 @@ class BlockSparseAttentionWrapper(_Wrapper):
         if ends.numel() != rows + 1:
             raise InvalidArgument(
                 f"indptr is {describe(indptr)}: it must have {rows + 1} numbers, one more than M / R."
+            )
+        if ends[0] != 0 or (ends.diff() < 0).any():
+            raise InvalidArgument(
+                f"indptr begins with {int(ends[0])} and has steps down to {int(ends.diff().min())}: it begins with 0 and does not fall."
             )
         if int(ends[-1]) != listed.numel():
             raise InvalidArgument(

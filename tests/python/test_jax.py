@@ -112,7 +112,10 @@ def test_without_a_batch():
 
 OPTIONS = {
     "top left": (dict(causal="top_left"), dict(mask_mod=lambda b, h, i, j: j <= i)),
-    "window": (dict(window=(2, 1)), dict(mask_mod=lambda b, h, i, j: (j >= i + 2 - 2) & (j <= i + 2 + 1))),
+    "window": (
+        dict(window=(np.int64(2), 1)),
+        dict(mask_mod=lambda b, h, i, j: (j >= i + 2 - 2) & (j <= i + 2 + 1)),
+    ),
     "causal window": (
         dict(window=1, causal="top_left"),
         dict(mask_mod=lambda b, h, i, j: (j >= i - 1) & (j <= i)),
@@ -521,6 +524,9 @@ WRONG = {
     "head_dim is 12; it must be a multiple of 8": lambda q, k, v: fj.attention(q[..., :12], k[..., :12], v),
     "scale is -1": lambda q, k, v: fj.attention(q, k, v, scale=-1),
     "softcap is 0": lambda q, k, v: fj.attention(q, k, v, softcap=0),
+    "scale is 1e-300.*float32 holds": lambda q, k, v: fj.attention(q, k, v, scale=1e-300),
+    "softcap is inf": lambda q, k, v: fj.attention(q, k, v, softcap=float("inf")),
+    "window is .1, True.: give": lambda q, k, v: fj.attention(q, k, v, window=(1, True)),
     "causal is 3": lambda q, k, v: fj.attention(q, k, v, causal=3),
     "window is -1: give": lambda q, k, v: fj.attention(q, k, v, window=-1),
     r"bias is float32 \[4, 5, 7\]": lambda q, k, v: fj.attention(q, k, v, bias=jnp.ones((4, 5, 7))),

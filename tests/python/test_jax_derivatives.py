@@ -249,3 +249,22 @@ def test_accurate_gradients_have_the_types_of_their_arrays():
     )
     wide = [x.astype("float32") for x in arrays]
     assert fj.attention(*wide, accurate=True).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("layout", ["BTNH", "BHSD"])
+def test_vmap_of_no_entries(layout):
+    """As a loop that runs zero times: results, gradients and tangents have no entries, of the right sizes."""
+    q, k, v = problem(heads=2, heads_kv=2, seqlen_q=2, seqlen_kv=2)
+    slopes, none = jnp.ones(2), jnp.zeros((0, *q.shape))
+    attend = lambda q, slopes: fj.attention(
+        q, k, v, score_mod=lambda s, b, h, i, j: s + slopes[h] * j, layout=layout
+    )
+    loss = lambda q, slopes: (attend(q, slopes) ** 2).sum()
+    grads = jax.grad(loss, (0, 1))
+    once = lambda function: jax.vmap(function, (0, None))(none, slopes)
+    assert once(attend).shape == none.shape
+    assert [x.shape for x in once(grads)] == [none.shape, (0, 2)]
+    assert once(lambda q, slopes: jax.jvp(grads, (q, slopes), (q, slopes))[1][0]).shape == none.shape
+    twice = jax.vmap(jax.vmap(attend, (0, None)), (0, None))
+    assert twice(jnp.zeros((0, 3, *q.shape)), slopes).shape == (0, 3, *q.shape)
+    assert twice(jnp.zeros((3, 0, *q.shape)), slopes).shape == (3, 0, *q.shape)

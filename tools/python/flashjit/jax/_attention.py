@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -291,12 +292,18 @@ def _described(x: Any) -> str:
 def _scale(scale: float | None, head_dim: int) -> float:
     if scale is None:
         return 1 / math.sqrt(head_dim) if head_dim else 1.0
-    if isinstance(scale, jax.core.Tracer) or not math.isfinite(scale) or scale <= 0:
+    if isinstance(scale, jax.core.Tracer) or not _is_positive(scale):
         raise InvalidArgument(
-            f"scale is {scale}: give a Python number above 0, which is part of the compiled call; to learn it, multiply "
-            "the score by a captured array in score_mod."
+            f"scale is {scale}: give a Python number above 0 that float32 holds, which is part of the compiled call; to learn "
+            "it, multiply the score by a captured array in score_mod."
         )
     return float(scale)
+
+
+def _is_positive(number: float) -> bool:
+    """Whether float32 holds the number, or one close to it, above 0."""
+    smallest, largest = 1e-45, float(jnp.finfo("float32").max)
+    return smallest <= number <= largest
 
 
 def checked(name: str, array: Any, dtype: str, shape: tuple[int, ...]) -> Any:
@@ -333,8 +340,10 @@ def _score(
     score = "score"
     conditions: list[str] = []
     if softcap is not None:
-        if isinstance(softcap, jax.core.Tracer) or not softcap > 0:
-            raise InvalidArgument(f"softcap is {softcap}: give a Python number above 0, or None.")
+        if isinstance(softcap, jax.core.Tracer) or not _is_positive(softcap):
+            raise InvalidArgument(
+                f"softcap is {softcap}: give a Python number above 0 that float32 holds, or None for no cap."
+            )
         score = f"({float(softcap)!r} * tanh(score / {float(softcap)!r}))"
     if bias is not None:
         bias = _check_pairs("bias", jnp.asarray(bias), tracer, "f")
@@ -382,17 +391,17 @@ def _masks(tracer: Tracer, causal: Any, window: Any, segment_ids: Any, mask_mod:
 
 
 def _window(window: Any) -> tuple[int, int]:
-    pair = (window, window) if isinstance(window, int) else window
-    if (
-        not isinstance(pair, (tuple, list))
-        or len(pair) != 2
-        or any(not isinstance(n, int) or n < 0 for n in pair)
-    ):
+    pair = window if isinstance(window, (tuple, list)) else (window, window)
+    try:
+        left, right = (-1 if isinstance(side, bool) else operator.index(side) for side in pair)
+    except (TypeError, ValueError):  # also of a traced number, and of other than two
+        left = right = -1
+    if left < 0 or right < 0:
         raise InvalidArgument(
             f"window is {window!r}: give (left, right) or one number, how many keys a query sees before and after its "
             "own position."
         )
-    return min(pair[0], 2**30), min(pair[1], 2**30)
+    return min(left, 2**30), min(right, 2**30)
 
 
 def _segments(tracer: Tracer, segment_ids: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -120,10 +121,9 @@ def fold_over(
     """A batching rule of a primitive whose results are like O and LSE. names: of its arrays; grads: the captures that have tangents."""
     if _must_repeat(problem, names, axes):
         return one_after_another(primitive, arrays, axes, problem=problem, **params)
-    size = _axis_size(arrays, axes)
-    problem, folded = _fold(problem, names, arrays, axes, size, grads)
+    problem, folded = _fold(problem, names, arrays, axes, _axis_size(arrays, axes), grads)
     results = primitive.bind(*folded, problem=problem, **params)
-    return [_unfolded(x, size) for x in results], [0] * len(results)
+    return [_unfolded(x, problem) for x in results], [0] * len(results)
 
 
 def _batch_backward(arrays: Any, axes: Any, *, problem: Problem, derivative: Gradients) -> Any:
@@ -138,9 +138,9 @@ def _batch_backward(arrays: Any, axes: Any, *, problem: Problem, derivative: Gra
         zip(result_names(problem, made), backward_p.bind(*folded, problem=problem, derivative=made))
     )
     for name in ("dq", "dk", "dv"):
-        results[name] = _unfolded(results[name], size)
+        results[name] = _unfolded(results[name], problem)
     if derivative.sinks:
-        results["dsinks"] = _sink_gradients(dict(zip(names, folded)), problem, size)
+        results["dsinks"] = _sink_gradients(dict(zip(names, folded)), problem)
     return list(results.values()), [0] * len(results)
 
 
@@ -156,7 +156,7 @@ def _batch_backward_tangent(arrays: Any, axes: Any, *, problem: Problem, derivat
             backward_tangent_p.bind(*folded, problem=problem, derivative=derivative),
         )
     )
-    results.update({name: _unfolded(results[name], size) for name in ("dq", "dk", "dv")})
+    results.update({name: _unfolded(results[name], problem) for name in ("dq", "dk", "dv")})
     return list(results.values()), [0] * len(results)
 
 
@@ -226,11 +226,13 @@ def _fold(
     return dataclasses.replace(problem, program=program, folds=(*problem.folds, size)), alike(folded)
 
 
-def _unfolded(array: Any, size: int) -> Any:
-    return array.reshape(size, array.shape[0] // size, *array.shape[1:])
+def _unfolded(array: Any, problem: Problem) -> Any:
+    """With the axis that was folded last in front again."""
+    *others, size = problem.folds
+    return array.reshape(size, math.prod(others) * problem.batch, *array.shape[1:])
 
 
-def _sink_gradients(arrays: dict[str, Any], problem: Problem, size: int) -> Any:
+def _sink_gradients(arrays: dict[str, Any], problem: Problem) -> Any:
     """[size, heads], of each entry of the mapped axis."""
     product = arrays["out"].astype(jnp.float32) * arrays["dout"].astype(jnp.float32)
     delta = product.sum(-1, keepdims=True)  # like LSE
@@ -239,7 +241,7 @@ def _sink_gradients(arrays: dict[str, Any], problem: Problem, size: int) -> Any:
     heads, length = (2, 1) if problem.layout == "BTNH" else (1, 2)
     sinks = jnp.expand_dims(arrays["sinks"], [d for d in range(4) if d != heads])
     weight = jnp.exp(sinks - arrays["lse"])
-    return _unfolded(-weight * delta, size).sum((1, length + 1, 4))
+    return _unfolded(-weight * delta, problem).sum((1, length + 1, 4))
 
 
 batching.primitive_batchers[forward_p] = _batch_forward

@@ -27,7 +27,10 @@ TEST_F(EmulatedBackwardJvp, HasTangentsOfCaptures) {
   TemporaryRuntime runtime;
   for (const char* spec :
        {"bf16:d32:score{slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)}:causal",
-        "fp32:d32:score{gate: fp32 2d grad; score * exp(0.2 * gate[h, kv]) - 0.1 * score * score}:sinks"})
+        "fp32:d32:score{gate: fp32 2d grad; score * exp(0.2 * gate[h, kv]) - 0.1 * score * score}:sinks",
+        // NaN and infinity of pairs that do not attend reach nothing.
+        "bf16:d32:score{g: fp32 1d grad; score * sqrt(to_float(q - kv)) + g[kv] * log(to_float(q - kv))}"
+        ":mask{kv < q}"})
     expect_gradient_tangents(runtime.get(), {spec, {1, 4, 2, 40, 50}});
 }
 

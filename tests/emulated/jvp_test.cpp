@@ -52,7 +52,10 @@ TEST_F(EmulatedJvp, HasTangentsOfCaptures) {
         ":mask{doc: int32 1d; doc[q] == doc[kv]}",
         // A large dS that all keys of a row have in common leaves O as it is.
         "bf16:d64:score{common: fp32 1d grad; score + 1000.0 * common[h]}:causal",
-        "fp16:d64:score{common: fp32 1d grad; score + 1000.0 * common[h]}:sinks"})
+        "fp16:d64:score{common: fp32 1d grad; score + 1000.0 * common[h]}:sinks",
+        // NaN and infinity of pairs that do not attend reach nothing.
+        "bf16:d64:score{g: fp32 1d grad; score * sqrt(to_float(q - kv)) + g[kv] * log(to_float(q - kv))}"
+        ":mask{kv < q}"})
     expect_tangents(runtime.get(), {spec, {1, 4, 2, 70, 90}});
 }
 

@@ -45,7 +45,8 @@ TEST(ExprFold, ComparisonsOfInt64SumsKeepTheirValues) {
   for (const char* op : {"<", "<=", ">", ">=", "==", "!="})
     for (const char* sides :
          {"to_int64(kv) {} to_int64(q) + l[b]", "l[b] + to_int64(q) {} to_int64(kv)", "q + l[b] {} kv + l[h]",
-          "to_int64(kv) {} to_int64(q) - l[b]", "kv + l[b] {} q + 3", "to_int64(kv - q) {} l[b] + l[h]"}) {
+          "to_int64(kv) {} to_int64(q) - l[b]", "kv + l[b] {} q + 3", "to_int64(kv - q) {} l[b] + l[h]",
+          "l[b] {} 2147483647", "l[b] {} -2147483647 - 1"}) {
       std::string text = std::string("l: int64 1d; ") + sides;
       text.replace(text.find("{}"), 2, op);
       const NodePtr mask = parse(text).pointer();

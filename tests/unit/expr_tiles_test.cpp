@@ -462,7 +462,8 @@ TEST(Tiles, PlanningKnowsBoundsOfLengthsAndConstants) {
   for (const char* mask : {"kv <= q + seqlen_kv - seqlen_q", "q >= kv && q - kv < 20", "abs(q - kv) < 7",
                            "kv > 3 && kv < 50", "q == kv", "q < 40 && kv <= q"})
     expect_key_bounds(mask, true);
-  for (const char* mask : {"q / 8 == kv / 8", "q >= kv || kv < 9", "(q ^ kv) < 30"})
+  for (const char* mask :
+       {"q / 8 == kv / 8", "q >= kv || kv < 9", "(q ^ kv) < 30", "kv <= q - h", "kv + b < 90"})
     expect_key_bounds(mask, false);
   const KeyBounds none{MaskProgram()}, unknown{MaskProgram("w: int; q >= kv && q - kv < w")};
   EXPECT_EQ(none.of({0, 12}, 12, 34).end, 34);

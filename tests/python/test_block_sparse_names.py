@@ -48,6 +48,12 @@ class TestBlockSparseAttention:
             *packed, cu_q, cu_kv, ints(*kinds), info, base, max(self.QUERIES), max(self.KEYS), 0.0, **more
         )
 
+    def call_with(self, packed, name, value):
+        given = {"cu_seqlens_q": ints(0, 200, 500), "cu_seqlens_k": ints(0, 330, 630), "p_dropout": 0.0}
+        given |= {"head_mask_type": ints(*(0,) * HQ), "streaming_info": None, "base_blockmask": None}
+        given |= {"max_seqlen_q_": 300, "max_seqlen_k_": 330, name: value}
+        return block_sparse_attn.block_sparse_attn_func(*packed, **given)
+
     def check(self, out, packed, seen_of, causal):
         """seen_of(sequence): bool [h, queries, keys]."""
         parts = [
@@ -109,6 +115,16 @@ class TestBlockSparseAttention:
             self.call(packed, (1,) * HQ, None, base[..., :2])
         with pytest.raises(flashjit.InvalidArgument, match="4 ints"):
             self.call(packed, (1,), None, base)
+        for name, value in (
+            ("cu_seqlens_q", [0, 200, 500]),
+            ("cu_seqlens_k", None),
+            ("base_blockmask", [[1]]),
+        ):
+            with pytest.raises(flashjit.WrongType, match=f"{name} is .*give a tensor"):
+                self.call_with(packed, name, value)
+        for name in ("max_seqlen_q_", "max_seqlen_k_"):
+            with pytest.raises(flashjit.WrongType, match=f"{name} is None: give an int"):
+                self.call_with(packed, name, None)
         if DEVICE == "cpu":
             with pytest.raises(flashjit.InvalidArgument, match=r"head_mask_type is \[0, 2, 0, 0\]: give 0"):
                 self.call(packed, (0, 2, 0, 0), None, base)

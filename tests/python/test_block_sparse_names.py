@@ -125,6 +125,8 @@ class TestBlockSparseAttention:
         for name in ("max_seqlen_q_", "max_seqlen_k_"):
             with pytest.raises(flashjit.WrongType, match=f"{name} is None: give an int"):
                 self.call_with(packed, name, None)
+        for most in (torch.tensor(330).numpy()[()], torch.tensor(330)):  # as cu_seqlens.diff().max() is
+            self.call_with(packed, "max_seqlen_k_", most)
         if DEVICE == "cpu":
             with pytest.raises(flashjit.InvalidArgument, match=r"head_mask_type is \[0, 2, 0, 0\]: give 0"):
                 self.call(packed, (0, 2, 0, 0), None, base)

@@ -11,6 +11,7 @@ keys). Forward and backward; head dimensions, types and grouped heads as in flas
 
 from __future__ import annotations
 
+import operator
 import sys
 from typing import Any
 
@@ -73,7 +74,11 @@ def block_sparse_attn_func(
             raise WrongType(
                 f"{name} is {describe(x)}: give a tensor [rows of all sequences, heads, head_dim]."
             )
-    _check_types(cu_seqlens_q, cu_seqlens_k, base_blockmask, max_seqlen_q_, max_seqlen_k_)
+    _check_types(cu_seqlens_q, cu_seqlens_k, base_blockmask)
+    max_seqlen_q_, max_seqlen_k_ = (
+        _longest("max_seqlen_q_", max_seqlen_q_),
+        _longest("max_seqlen_k_", max_seqlen_k_),
+    )
     heads, sequences = q.shape[1], cu_seqlens_q.numel() - 1
     blocks = torch.ones(
         sequences,
@@ -159,14 +164,22 @@ def install() -> None:
         )
 
 
-def _check_types(starts_q: Any, starts_kv: Any, base: Any, most_q: Any, most_kv: Any) -> None:
+def _check_types(starts_q: Any, starts_kv: Any, base: Any) -> None:
     tensors = {"cu_seqlens_q": starts_q, "cu_seqlens_k": starts_kv, "base_blockmask": base}
     for name, x in tensors.items():
         if not isinstance(x, Tensor) and (x is not None or name != "base_blockmask"):
             raise WrongType(f"{name} is {describe(x)}: give a tensor.")
-    for name, most in (("max_seqlen_q_", most_q), ("max_seqlen_k_", most_kv)):
-        if not isinstance(most, (int, torch.SymInt)) or most < 0:
-            raise WrongType(f"{name} is {most!r}: give an int, at least the length of the longest sequence.")
+
+
+def _longest(name: str, given: Any) -> Any:
+    """A length in any form of an int: NumPy's and tensors of one element, too, as there."""
+    try:
+        most = given if isinstance(given, torch.SymInt) else operator.index(given)
+    except (TypeError, ValueError):
+        most = -1
+    if most < 0:
+        raise WrongType(f"{name} is {given!r}: give an int, at least the length of the longest sequence.")
+    return most
 
 
 def _has_heads_on_cpu(kinds: Tensor, kind: int) -> bool:

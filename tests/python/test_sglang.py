@@ -594,6 +594,15 @@ def test_requests_without_new_tokens_and_any_strides(page, old, new, how):
     sequences.check(out, q.contiguous(), old, new, causal=True)
 
 
+def test_queries_with_a_dimension_for_the_batch():
+    server, sequences = Server(1), Sequences()
+    backend, step = server.backend(), server.step(ForwardMode.EXTEND, (0, 0, 0), NEW)
+    backend.init_forward_metadata(step)
+    rows, q = sequences.rows((0, 0, 0), NEW), normal(1, sum(NEW), HQ * DIM)
+    out = backend.forward_extend(q, *rows, layer(), step)
+    sequences.check(out, q[0], (0, 0, 0), NEW, causal=True)
+
+
 @pytest.mark.parametrize("width", [HQ * DIM // 2, 2 * HQ * DIM, HQ * DIM + 1])
 def test_queries_of_another_width_are_refused(width):
     server, sequences = Server(1), Sequences()

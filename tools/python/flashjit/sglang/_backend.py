@@ -336,8 +336,8 @@ class FlashjitBackend(AttentionBackend):
 
 
 def _by_head(q: Tensor, heads: int, columns: int) -> Tensor:
-    """[rows, heads, columns]."""
-    if q.numel() != q.shape[0] * heads * columns:
+    """[rows, heads, columns], of any dimensions before the last one or two."""
+    if q.shape[-1] != heads * columns and tuple(q.shape[-2:]) != (heads, columns):
         raise InvalidArgument(
             f"q is {describe(q)}: it must be [rows, {heads * columns}] or [rows, {heads}, {columns}], of the layer's heads."
         )

@@ -140,7 +140,14 @@ class BoundCall(CallableFront):  # type: ignore[misc]
             or v.is_neg()
         ):
             _refuse_others((q, k, v), plan.forms)
-        if torch.is_grad_enabled() and (self._has_grad or is_differentiated(q, k, v, *others.values())):
+        if torch.is_grad_enabled() and (
+            self._has_grad  # no transform wraps these tensors
+            or q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or others
+            and is_differentiated(*others.values())
+        ):
             _refuse_derivatives()
         fixed = self._with(others) if others else self._fixed
         if forward_ad._current_level >= 0 and have_tangents(q, k, v, *fixed, *self._values):

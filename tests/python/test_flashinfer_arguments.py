@@ -204,6 +204,8 @@ def test_fmha_v2_refuses_sizes_of_another_mode():
     refused(
         "mask_mode is 'chunked', but chunked_attention_size is 0: give", call, *given, mask_mode="chunked"
     )
+    without = call(*given, window_left=None, chunked_attention_size=None)
+    torch.testing.assert_close(without, call(*given), rtol=0, atol=0)
 
 
 @ON_CPU

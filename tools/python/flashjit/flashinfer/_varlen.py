@@ -267,8 +267,8 @@ def trtllm_fmha_v2_prefill(
     pos_encoding_mode: str | None = None,
     logits_soft_cap_scale: float | None = None,
     mask_mode: str = "causal",
-    window_left: int = -1,
-    chunked_attention_size: int = 0,
+    window_left: int | None = -1,
+    chunked_attention_size: int | None = 0,
     save_softmax_stats: bool = False,
     skip_softmax_threshold_scale_factor: float = 0,
 ) -> Tensor:
@@ -288,6 +288,7 @@ def trtllm_fmha_v2_prefill(
             f"mask_mode is {mask_mode!r} and pos_encoding_mode {pos_encoding_mode!r}: give causal, sliding_window, chunked or "
             "padding, and None or alibi."
         )
+    window_left, chunked_attention_size = -1 if window_left is None else window_left, chunked_attention_size or 0
     for name, size, own in (
         ("window_left", window_left + 1, "sliding_window"),
         ("chunked_attention_size", chunked_attention_size, "chunked"),

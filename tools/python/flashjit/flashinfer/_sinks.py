@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -12,17 +13,20 @@ from ._batch import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVC
 from ._scores import Scores
 
 
-def _compare(scores: Scores, window_left: int, pos_encoding_mode: str = "NONE") -> None:
-    """plan()'s options with the constructor's, where that was given some: there, too, both need them."""
+def _check_window(window_left: int, plan: Any, args: Any, named: Any) -> None:
+    """plan()'s window counts, of any size; the constructor's says there that kernels have one, and alone it would go unread."""
+    if window_left >= 0 and "window_left" not in inspect.signature(plan).bind(*args, **named).arguments:
+        raise InvalidArgument(
+            f"window_left is {window_left} in the constructor and not given to plan(), which needs it, too: give it there, -1 for none."
+        )
+
+
+def _check_positions(scores: Scores, pos_encoding_mode: str) -> None:
     planned = "ALIBI" if scores.alibi else "ROPE_LLAMA" if scores.rope is not None else "NONE"
-    for name, given, made, default in (
-        ("window_left", scores.window_left, window_left, -1),
-        ("pos_encoding_mode", planned, pos_encoding_mode, "NONE"),
-    ):
-        if made not in (default, given):
-            raise InvalidArgument(
-                f"{name} is {given} in plan() and {made} in the constructor: give both the same."
-            )
+    if pos_encoding_mode not in ("NONE", planned):
+        raise InvalidArgument(
+            f"pos_encoding_mode is {planned} in plan() and {pos_encoding_mode} in the constructor: give both the same."
+        )
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
@@ -56,8 +60,10 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
     def plan(self, *args: Any, **named: Any) -> None:
         """BatchPrefillWithPagedKVCacheWrapper's. What the constructor was given of window_left and pos_encoding_mode is given here, too."""
+        window_left, pos_encoding_mode = self._made
+        _check_window(window_left, super().plan, args, named)
         super().plan(*args, **named)
-        _compare(self._scores, *self._made)
+        _check_positions(self._scores, pos_encoding_mode)
 
     begin_forward = plan
 
@@ -83,7 +89,7 @@ class BatchDecodeWithAttentionSinkWrapper(BatchDecodeWithPagedKVCacheWrapper):
 
     def plan(self, *args: Any, **named: Any) -> None:
         """BatchDecodeWithPagedKVCacheWrapper's. A window_left that the constructor was given is given here, too."""
+        _check_window(self._made_for, super().plan, args, named)
         super().plan(*args, **named)
-        _compare(self._scores, self._made_for)
 
     begin_forward = plan

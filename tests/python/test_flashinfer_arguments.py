@@ -566,14 +566,13 @@ def test_rows_of_another_number_are_refused():
         5,
     )
     if DEVICE == "cpu":
-        for nnz in (4, 7):
-            refused(
-                f"nnz is {nnz}, but append_indptr ends at 5: give nnz=5",
-                fi.get_batch_indices_positions,
-                ints(0, 2, 5),
-                ints(4, 9),
-                nnz,
-            )
+        says = "nnz is 4, but append_indptr ends at 5: give nnz=5, or more"
+        refused(says, fi.get_batch_indices_positions, ints(0, 2, 5), ints(4, 9), 4)
+
+
+def test_rows_past_the_last_sequence_are_of_none():  # as FlashInfer pads the batches of a CUDA graph
+    found = fi.get_batch_indices_positions(ints(0, 2, 5), ints(4, 9), 7)
+    assert [x.tolist() for x in found] == [[0, 0, 1, 1, 1, -1, -1], [2, 3, 6, 7, 8, 0, 0]]
 
 
 def test_a_type_of_o_and_sinks_that_would_not_be_read_are_refused():

@@ -33,10 +33,11 @@ def get_batch_indices_positions(
     batch_indices: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The sequence of each new row and its position there, int32 [nnz]: the last ones of seq_lens, which count them."""
-    if append_indptr.is_cpu and int(append_indptr[-1]) != nnz:
+    """The sequence of each new row and its position there, int32 [nnz]: the last ones of seq_lens, which count them. Rows past
+    append_indptr's end, as a CUDA graph has them for other batches, have the sequence -1 and the position 0."""
+    if append_indptr.is_cpu and int(append_indptr[-1]) > nnz:
         raise InvalidArgument(
-            f"nnz is {nnz}, but append_indptr ends at {int(append_indptr[-1])}: give nnz={int(append_indptr[-1])}."
+            f"nnz is {nnz}, but append_indptr ends at {int(append_indptr[-1])}: give nnz={int(append_indptr[-1])}, or more."
         )
     if seq_lens.numel() != append_indptr.numel() - 1:
         raise InvalidArgument(
@@ -44,7 +45,8 @@ def get_batch_indices_positions(
         )
     sequence, place = places(append_indptr, nnz)
     found = seq_lens[sequence] - append_indptr.diff()[sequence] + place
-    results = (sequence.int(), found.int())
+    past = torch.arange(nnz, device=found.device) >= append_indptr[-1]
+    results = (sequence.int().masked_fill_(past, -1), found.int().masked_fill_(past, 0))
     given = (batch_indices, positions)
     return tuple(x if y is None else y.copy_(x) for x, y in zip(results, given))  # type: ignore[return-value]
 

@@ -117,13 +117,18 @@ def test_the_number_of_sequences_is_compared():
 @ON_CPU
 def test_lengths_that_are_said_twice_are_compared():
     pool, q = Pool("HND"), normal(sum(QUERIES), HQ, DIM)
-    given, call = context(pool, q), fi.trtllm_batch_context_with_kv_cache
-    says = r"cum_seq_lens_kv says 5 for sequence 1, but seq_lens 4: give the same"
-    refused(says, call, *given[:-1], indptr((9, 5, 4)))
+    given = context(pool, q)
     k, v = torch.cat(pool.k), torch.cat(pool.v)
     rest = (5, 9, SCALE, 1.0, 1.0, 3, -1, *given[-2:], None, True, False)
     says = r"seq_lens says 5 for sequence 1, but cum_seq_lens_kv 4: give the same"
     refused(says, fi.trtllm_ragged_attention_deepseek, q, k, v, workspace(), ints(9, 5, 4), *rest)
+
+
+def test_context_takes_where_lists_of_pages_begin():  # as FlashInfer's tests and vLLM give it for cum_seq_lens_kv
+    pool, q = Pool("HND"), normal(sum(QUERIES), HQ, DIM)
+    *given, of_keys = context(pool, q)
+    call = fi.trtllm_batch_context_with_kv_cache
+    torch.testing.assert_close(call(*given, pool.plan()[0]), call(*given, of_keys), rtol=0, atol=0)
 
 
 @ON_CPU

@@ -24,7 +24,7 @@ from ._rows import (
     run,
     unpacked,
 )
-from ._said import check_number, check_offsets, check_sequences, check_values, lengths_of
+from ._said import check_number, check_offsets, check_sequences
 from ._scores import Scales, Scores, Seen, check_dtypes, one_of, refuse, type_of_result
 
 _DRAFT = f"kv - ({FIRST_NEW})"
@@ -272,8 +272,8 @@ def trtllm_batch_context_with_kv_cache(
 
     bmm1_scale, bmm2_scale: as of trtllm_batch_decode_with_kv_cache(). The last query is at the last key. window_right: keys after
     its own that a query sees where it is not causal. variable_window_token_starts, variable_window_token_ends: int32 [all rows]: the
-    first and the last key that each query sees, in place of causal. cum_seq_lens_kv says what seq_lens does, and is compared on the
-    CPU alone. With return_lse also LSE [all rows, hq], of base 2."""
+    first and the last key that each query sees, in place of causal. cum_seq_lens_kv is not read: some callers, FlashInfer's tests among
+    them, give where lists of pages begin. With return_lse also LSE [all rows, hq], of base 2."""
     refuse(
         o_sf_scale=o_sf_scale,
         o_sf_vec_size=o_sf_vec_size,
@@ -286,7 +286,6 @@ def trtllm_batch_context_with_kv_cache(
     check_tensor("query", query, "all rows, hq, d")
     seq_lens = check_ints("seq_lens", signed(seq_lens))
     check_sequences(batch_size, "seq_lens", seq_lens.numel())
-    check_values("cum_seq_lens_kv", lengths_of(signed(cum_seq_lens_kv)), "seq_lens", seq_lens)
     rows = rows_of(query, seq_lens.numel(), None, cum_seq_lens_q, max_q_len)
     scores, scales = scaled(bmm1_scale, bmm2_scale, causal, window_left)
     if variable_window_token_starts is not None or variable_window_token_ends is not None:

@@ -131,6 +131,23 @@ def test_context_takes_where_lists_of_pages_begin():  # as FlashInfer's tests an
     torch.testing.assert_close(call(*given, pool.plan()[0]), call(*given, of_keys), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("last", [0, 1, PAGE])
+def test_sequences_without_pages_have_no_keys(last):
+    """Whatever their last page is said to have, as wrappers pad it."""
+    pool = Pool()
+    ends, pages, lasts = pool.plan()
+    given = (torch.cat((ends, ends[-1:])), pages, torch.cat((lasts, ints(last))))
+    said = {"seq_lens": ints(*KEYS, 0)}
+    of_decode = fi.BatchDecodeWithPagedKVCacheWrapper(workspace())
+    planned(of_decode, given, HQ, HKV, DIM, PAGE, **said)
+    q = normal(len(KEYS) + 1, HQ, DIM)
+    o, lse = of_decode.run(q, pool.cache, return_lse=True)
+    assert (o[-1] == 0).all() and lse[-1].isneginf().all() and not lse[:-1].isneginf().any()
+    of_prefill = fi.BatchPrefillWithPagedKVCacheWrapper(workspace())
+    planned(of_prefill, (indptr((1,) * len(q)), *given), HQ, HKV, DIM, PAGE, **said)
+    torch.testing.assert_close(of_prefill.run(q, pool.cache), o)
+
+
 @ON_CPU
 def test_plans_compare_what_is_said_twice():
     pool = Pool()

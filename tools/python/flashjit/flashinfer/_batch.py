@@ -13,7 +13,7 @@ from .._tensors import KV_TYPES, describe
 from .._words import renamed
 from ..errors import Error, InvalidArgument, Unsupported, WrongType
 from ._packed import Packed, packed_of
-from ._page import get_seq_lens
+from ._page import planned_lengths
 from ._rows import (
     Pages,
     Rows,
@@ -294,7 +294,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Paged):
             batch_invariant=is_invariant(fixed_split_size, disable_split_kv),
             rope=(rope_scale, rope_theta),
         )
-        lengths = get_seq_lens(indptr, last_page_len, page_size)
+        lengths = planned_lengths(indptr, last_page_len, page_size)
         check_values("seq_lens", seq_lens, "last_page_len", lengths)
         self._rows = Rows(None, q_len_per_req, lengths.numel() * q_len_per_req)
         self._keep_pages(indptr, indices, lengths, self._indices_buffer, block_tables)
@@ -429,7 +429,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Paged):
         what the first four do, and are compared on the CPU alone."""
         self._sizes = sizes(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size)
         self._keep_types(q_data_type, kv_data_type, o_data_type)
-        lengths = get_seq_lens(paged_kv_indptr, paged_kv_last_page_len, page_size)
+        lengths = planned_lengths(paged_kv_indptr, paged_kv_last_page_len, page_size)
         check_values("seq_lens", seq_lens, "paged_kv_last_page_len", lengths)
         check_values("seq_lens_q", seq_lens_q, "qo_indptr", lengths_of(qo_indptr))
         self._keep_scores(

@@ -26,6 +26,12 @@ def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) ->
     return (kv_indptr.diff() - 1).clamp_(min=0) * page_size + kv_last_page_len.to(kv_indptr.device)
 
 
+def planned_lengths(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
+    """get_seq_lens(), and 0 for sequences without pages, whatever kv_last_page_len says of these."""
+    lengths = get_seq_lens(kv_indptr, kv_last_page_len, page_size)
+    return lengths.masked_fill_(kv_indptr[: lengths.numel() + 1].diff() == 0, 0)
+
+
 def get_batch_indices_positions(
     append_indptr: Tensor,
     seq_lens: Tensor,

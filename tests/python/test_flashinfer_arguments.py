@@ -331,12 +331,16 @@ def test_latents_write_where_they_are_told():
 
 
 def test_xqa_s_latents_are_pages_of_the_size_that_is_said():
-    k = normal(8, PAGE, RANK + ROPE)
+    k = normal(9, PAGE, RANK + ROPE)
     q, out = normal(2, 1, HQ, RANK + ROPE), torch.zeros(2, 1, HQ, RANK, device=DEVICE)
     table = torch.arange(8, dtype=torch.int32, device=DEVICE).view(2, 4)
     places = (table, ints(9, 16)[:, None], out, workspace(), workspace())
-    for given in (k, k.flatten(0, 1)):
+    wanted = None
+    for given in (k, k.flatten(0, 1), k[:, :, None], k[:, None]):  # the third: FlashInfer's test has a dimension for the head
         fi.xqa_mla(q, given, given, *places, PAGE)
+        wanted = out.clone() if wanted is None else wanted
+        assert torch.equal(out, wanted) and out.any()
+        out.zero_()
     refused("page_size is 8, but k_cache is .*: give page_size=4", fi.xqa_mla, q, k, k, *places, 8)
     rows = k.flatten(0, 1)[:30]
     refused("page_size is 4, but k_cache is .*: give whole pages", fi.xqa_mla, q, rows, rows, *places, PAGE)
@@ -505,7 +509,7 @@ def test_errors_have_the_caller_s_words():
         seq_lens=None,
     )
     refused(r"^block_tables is int64 .*: it must be int32 \[2, pages", latents, block_tables=lists[:, 0])
-    k = normal(8, PAGE, RANK + ROPE)
+    k = normal(9, PAGE, RANK + ROPE)
     places = (
         lists[:, 0],
         ints(9, 16)[:, None],

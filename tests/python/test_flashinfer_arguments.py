@@ -194,7 +194,11 @@ def test_wrappers_with_sinks_compare_the_constructor_s_options():
         wrapper = made(workspace(), window_left=3)
         says = "window_left is 3 in the constructor and not given to plan.*: give it there, -1 for none"
         refused(says, planned, wrapper, given, HQ, HKV, DIM, PAGE)
-        for window in (3, 2, -1):  # there, too, plan()'s counts: layers with a window and others share a wrapper
+        for window in (
+            3,
+            2,
+            -1,
+        ):  # there, too, plan()'s counts: layers with a window and others share a wrapper
             planned(wrapper, given, HQ, HKV, DIM, PAGE, window_left=window)
     wrapper = fi.BatchAttentionWithAttentionSinkWrapper(workspace(), pos_encoding_mode="ALIBI")
     says = "pos_encoding_mode is NONE in plan.. and ALIBI in the constructor: give both the same"
@@ -336,7 +340,12 @@ def test_xqa_s_latents_are_pages_of_the_size_that_is_said():
     table = torch.arange(8, dtype=torch.int32, device=DEVICE).view(2, 4)
     places = (table, ints(9, 16)[:, None], out, workspace(), workspace())
     wanted = None
-    for given in (k, k.flatten(0, 1), k[:, :, None], k[:, None]):  # the third: FlashInfer's test has a dimension for the head
+    for given in (
+        k,
+        k.flatten(0, 1),
+        k[:, :, None],
+        k[:, None],
+    ):  # the third: FlashInfer's test has a dimension for the head
         fi.xqa_mla(q, given, given, *places, PAGE)
         wanted = out.clone() if wanted is None else wanted
         assert torch.equal(out, wanted) and out.any()

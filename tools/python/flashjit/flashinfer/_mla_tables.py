@@ -292,7 +292,9 @@ def xqa_mla(
             "v_cache has other memory than k_cache: V is the first columns of K here; give k_cache twice."
         )
     scale = _number("q_scale", q_scale) * _number("kv_scale", kv_scale)
-    if k_cache.dim() > 2:  # [pages, rows of a page, columns], or with a dimension for the one head before or after the rows
+    if (
+        k_cache.dim() > 2
+    ):  # [pages, rows of a page, columns], or with a dimension for the one head before or after the rows
         rows = math.prod(k_cache.shape[1:-1])
         check_number("page_size", page_size, rows, f"k_cache is {describe(k_cache)}")
     elif k_cache.shape[0] % page_size:

@@ -288,7 +288,10 @@ def trtllm_fmha_v2_prefill(
             f"mask_mode is {mask_mode!r} and pos_encoding_mode {pos_encoding_mode!r}: give causal, sliding_window, chunked or "
             "padding, and None or alibi."
         )
-    window_left, chunked_attention_size = -1 if window_left is None else window_left, chunked_attention_size or 0
+    window_left, chunked_attention_size = (
+        -1 if window_left is None else window_left,
+        chunked_attention_size or 0,
+    )
     for name, size, own in (
         ("window_left", window_left + 1, "sliding_window"),
         ("chunked_attention_size", chunked_attention_size, "chunked"),

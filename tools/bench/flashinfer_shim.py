@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import importlib.abc
 import importlib.machinery
 import json
@@ -303,10 +305,18 @@ def pytest_runtest_makereport(item: Any, call: Any) -> Any:
             line = {"name": item.nodeid, "outcome": outcome, "why": why, "checked": _checked}
             file.write(json.dumps(line) + "\n")
         pathlib.Path(_LOG).with_suffix(".begun").write_text("")
+        _give_memory_back()
         if (
             outcome == "error" and "capture" in why
         ):  # which leaves PyTorch's generator behind, for all that follows
             os._exit(1)
+
+
+def _give_memory_back() -> None:
+    """The processes of other cases share the GPU, and PyTorch keeps what a case has freed."""
+    gc.collect()
+    with contextlib.suppress(RuntimeError):  # an error of a case that stays
+        torch.cuda.empty_cache()
 
 
 def _judge(report: Any, excinfo: Any) -> tuple[str, str]:

@@ -340,7 +340,7 @@ def test_mean_flow_trains_as_the_math_path_does():
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("function", ["attention", "merge"])
 def test_compiled_functions_keep_tangents(backend, function):
-    """The graph breaks at the call, whose tangents PyTorch computes outside of it; before, they were lost in silence."""
+    """The graph breaks at the call, whose tangents PyTorch computes outside of it."""
     q, k, v = (torch.randn(1, 2, 5, 16) for _ in range(3))
     lses = torch.randn(2, 1, 2, 5)
 
@@ -361,7 +361,7 @@ def test_compiled_functions_keep_tangents(backend, function):
     torch._dynamo.reset()
     with (
         forward_ad.dual_level(),
-        pytest.raises(Exception, match="flashjit has no forward-mode derivative|Observed exception"),
+        pytest.raises(Exception, match="forward-mode|Observed exception"),  # or PyTorch says so itself
     ):
         torch.compile(attend, backend=backend, fullgraph=True)(forward_ad.make_dual(q, k))
     torch._dynamo.reset()

@@ -30,7 +30,7 @@ from ._kept_plans import plan_of
 from ._lists import built_at
 from ._plans import Plan
 from ._tangents import launch_backward_jvp, launch_jvp
-from ._tensors import aligned, dense_strides, describe, laid_out, readable
+from ._tensors import aligned, dense_strides, describe, laid_out, readable, under_transform
 from ._transforms import gradient_of_operator, through_transforms
 from .errors import InvalidArgument
 
@@ -91,9 +91,7 @@ def through_operator(
     tensors = [value for value in values if isinstance(value, Tensor)]
     rng = _draw_once(q, (q, k, v, fixed.sinks, *tensors)) if problem.dropout_p else None
     arguments = operator_arguments(fixed, values, problem, rng, lists)
-    if has_tangents or (
-        not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
-    ):
+    if has_tangents or under_transform():
         if problem.stored is not None:
             refuse_formats_in_transforms()
         return through_transforms(q, k, v, arguments)

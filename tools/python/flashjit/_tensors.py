@@ -35,15 +35,18 @@ def describe(value: Any) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
 
 
+def under_transform() -> bool:
+    """Whether a transform of torch.func runs; what is compiled has none."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def is_differentiated(*values: Any) -> bool:
     """Whether autograd or a transform of torch.func asks for the gradient of a tensor among these, also where an inner jvp or vmap
     wraps it and says that it needs none."""
     for value in values:
         if isinstance(value, Tensor) and value.requires_grad:
             return True
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
-        return False
-    return any([isinstance(value, Tensor) and _wraps_differentiated(value) for value in values])
+    return under_transform() and any([isinstance(x, Tensor) and _wraps_differentiated(x) for x in values])
 
 
 def _wraps_differentiated(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from ._call_types import NOTHING, grads_of_fixed, names_with_grad
 from ._tangents import declared_with_grad
-from ._tensors import SPEC_TYPES, is_differentiated
+from ._tensors import SPEC_TYPES, is_differentiated, under_transform
 from ._without_tangent import FORWARD_MODE, SECOND, refuse_without_tangent
 from .errors import InvalidArgument, Unsupported
 
@@ -121,9 +121,9 @@ def _joined(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 
 def are_wrapped(*values: Any) -> bool:
     """Whether a transform of torch.func wraps a tensor among these, whose memory cannot be had then."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
-        return False
-    return any([isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in values])
+    return under_transform() and any(
+        [isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in values]
+    )
 
 
 def refuse_wrapped(function: str, *values: Any) -> None:
@@ -145,9 +145,9 @@ def refuse_lost_gradients(function: str, *values: Any) -> None:
 
 def refuse_batched(function: str, *tensors: Any) -> None:
     """Refuses torch.vmap where a function has no rule for it."""
-    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
-        return
-    if any(isinstance(x, Tensor) and torch._C._functorch.is_batchedtensor(x) for x in tensors):
+    if under_transform() and any(
+        isinstance(x, Tensor) and torch._C._functorch.is_batchedtensor(x) for x in tensors
+    ):
         raise Unsupported(
             f"{function} does not work under torch.vmap: call it outside, with what vmap maps over as a part of the "
             "batch."

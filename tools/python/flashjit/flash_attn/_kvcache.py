@@ -93,27 +93,6 @@ def attend_cache(
     **more: Any,
 ) -> tuple[Tensor, Any]:
     """O and LSE, or None, of q [b, s, h, d], or with cu_seqlens_q [all rows, h, d], in the layout of q. out: where O goes."""
-    given = (q, k_cache, v_cache, new, lengths, place, options, wants_lse, cu_seqlens_q, max_seqlen_q, out)
-    try:
-        return _attend_cache(*given, **more)
-    except Error as error:
-        raise renamed(error, place.words()) from None
-
-
-def _attend_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    new: New | None,
-    lengths: Tensor,
-    place: Place,
-    options: Options,
-    wants_lse: bool,
-    cu_seqlens_q: Tensor | None,
-    max_seqlen_q: int | None,
-    out: Tensor | None,
-    **more: Any,
-) -> tuple[Tensor, Any]:
     where = place.named()
     refuse_lost_gradients("a cache", q, k_cache, v_cache, *(() if new is None else new[:2]))
     k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
@@ -123,12 +102,14 @@ def _attend_cache(
     if out is not None:
         more["out"] = out.transpose(1, 2) if cu_seqlens_q is None else with_batch(out)
     with torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
-        if new is not None:
-            moving = options.causal or options.has_window()
-            q, lengths = _append(
-                q, k_cache, v_cache, new, lengths, where.get("page_table"), moving, cu_seqlens_q
-            )
-        o, lse = attend(q, k_cache, v_cache, options, wants_lse, kv_lengths=lengths, **where, **more)
+        try:
+            if new is not None:
+                moving = options.causal or options.has_window()
+                table = where.get("page_table")
+                q, lengths = _append(q, k_cache, v_cache, new, lengths, table, moving, cu_seqlens_q)
+            o, lse = attend(q, k_cache, v_cache, options, wants_lse, kv_lengths=lengths, **where, **more)
+        except Error as error:
+            raise renamed(error, place.words()) from None
         if out is not None:
             o = out
         else:

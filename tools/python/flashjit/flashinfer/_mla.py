@@ -110,7 +110,7 @@ class BatchMLAPagedAttentionWrapper(_Paged):
             )
         table, lengths = self._pages
         check_values("kv_len", kv_len, "kv_len_arr of plan()", lengths)
-        pages = None if page_table is None else -(-lengths // ckv_cache.shape[1])
+        pages = -(-lengths // ckv_cache.shape[1]) if lengths.is_cpu else None
         check_pages("page_table", page_table, table, pages, "kv_indptr and kv_indices of plan()")
         check_lse(lse, q_nope.shape[:2], "all rows, h")
         refuse_lost_gradients("flashjit.flashinfer", q_nope, q_pe, ckv_cache, kpe_cache)

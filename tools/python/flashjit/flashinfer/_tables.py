@@ -70,6 +70,29 @@ def of_row(rows: Rows, first: str) -> tuple[str, dict[str, Tensor]]:
     return f"{first}[b] + q", {first: rows.cu_seqlens}
 
 
+def over_keys(
+    query: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Rows,
+    scores: Scores,
+    scales: Scales,
+    out: Tensor | None,
+    out_dtype: Any,
+    lse: Tensor | None,
+    return_lse: bool,
+    sinks: Any,
+    **more: Any,
+) -> Any:
+    """One call of attention(): O [all rows, hq, d_v], with return_lse also LSE [all rows, hq], of base 2. k, v: [.., hkv, rows, d].
+    more: where the keys of each sequence are, as attention() has it."""
+    chosen = type_of_result(out_dtype, out, query.dtype)
+    check_dtypes(query.dtype, k.dtype, chosen)
+    wants_lse = return_lse or lse is not None
+    found = run(query, k, v, rows, scores, scales, chosen, out, wants_lse, sinks=sinks, **more)
+    return results(found, lse, return_lse)
+
+
 def over_table(
     query: Tensor,
     kv_cache: Any,
@@ -86,25 +109,23 @@ def over_table(
     return_lse: bool = False,
     sinks: Any = None,
 ) -> Any:
-    """One call of attention(): O [all rows, hq, d], with return_lse also LSE [all rows, hq], of base 2. most: keys; None: as many as
-    the table has room for."""
+    """over_keys() in pages. most: keys; None: as many as the table has room for."""
     table = check_table("block_tables", signed(block_tables), seq_lens.numel())
     k, v = unpacked(kv_cache, check_layout(kv_layout))
     room = table.shape[1] * k.shape[2]
-    chosen = type_of_result(out_dtype, out, query.dtype)
-    check_dtypes(query.dtype, k.dtype, chosen)
     sinks = one_of(sinks)
     try:
-        found = run(
+        return over_keys(
             query,
             k,
             v,
             rows,
             scores,
             scales,
-            chosen,
             out,
-            return_lse or lse is not None,
+            out_dtype,
+            lse,
+            return_lse,
             sinks=None if sinks is None else sinks.reshape(-1),
             page_table=table,
             kv_lengths=signed(seq_lens).int(),
@@ -112,7 +133,6 @@ def over_table(
         )
     except Error as error:
         raise renamed(error, WORDS) from None
-    return results(found, lse, return_lse)
 
 
 def trtllm_batch_decode_with_kv_cache(

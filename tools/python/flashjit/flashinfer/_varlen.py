@@ -12,10 +12,10 @@ from .._named import AT_LAST
 from .._tensors import describe
 from .._words import in_words
 from ..errors import InvalidArgument, Unsupported, WrongType
-from ._rows import Rows, check_ints, check_tensor, heads_first, results, run
+from ._rows import Rows, check_ints, check_tensor, heads_first
 from ._said import check_offsets, check_sequences, check_values, lengths_of
-from ._scores import Scales, Scores, Seen, check_dtypes, one_of, refuse, type_of_result
-from ._tables import over_table, scaled, signed
+from ._scores import Scales, Scores, Seen, one_of, refuse
+from ._tables import over_keys, over_table, scaled, signed
 
 _LN2 = math.log(2)
 
@@ -34,27 +34,11 @@ def _over_packed(
     return_lse: bool = False,
     sinks: Any = None,
 ) -> Any:
-    """O [all rows, hq, d_v] of q, k, v [all rows, heads, d]. keys: where each sequence's begin, and how many the longest has."""
+    """over_keys() of q, k, v [all rows, heads, d]. keys: where each sequence's begin, and how many the longest has."""
     check_tensor("q", q, "all rows, hq, d")
     k, v = (heads_first(check_tensor(n, x, "all rows, hkv, d"), "NHD")[None] for n, x in (("k", k), ("v", v)))
-    chosen = type_of_result(out_dtype, out, q.dtype)
-    check_dtypes(q.dtype, k.dtype, chosen)
-    sinks = one_of(sinks)
-    found = run(
-        q,
-        k,
-        v,
-        rows,
-        scores,
-        scales,
-        chosen,
-        out,
-        return_lse or lse is not None,
-        sinks=sinks,
-        cu_seqlens_kv=keys[0],
-        max_seqlen_kv=keys[1],
-    )
-    return results(found, lse, return_lse)
+    where = {"cu_seqlens_kv": keys[0], "max_seqlen_kv": keys[1]}
+    return over_keys(q, k, v, rows, scores, scales, out, out_dtype, lse, return_lse, one_of(sinks), **where)
 
 
 @in_words(cu_seqlens_q="qo_segment_offsets", max_seqlen_q="max_qo_len", cu_seqlens_kv="kv_segment_offsets")

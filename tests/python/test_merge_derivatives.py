@@ -1,4 +1,4 @@
-"""merge() has derivatives of every order and mode: those of attention() over all keys."""
+"""merge() has derivatives of every order and mode: attention()'s over all keys."""
 
 import pytest
 

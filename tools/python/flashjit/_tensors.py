@@ -36,7 +36,7 @@ def describe(value: Any) -> str:
 
 
 def under_transform() -> bool:
-    """Whether a transform of torch.func runs; what is compiled has none."""
+    """Whether a transform of torch.func runs; compiled code has none."""
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -15,7 +15,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def renamed(error: Error, words: Mapping[str, str]) -> Error:
-    """words: the caller's, by those of the message. In compiled code the error itself."""
+    """words: the caller's, by the message's. In compiled code the error itself."""
     if torch.compiler.is_compiling():
         return error
     text = re.sub(rf"\b({'|'.join(words)})\b", lambda found: words[found[0]], str(error))

@@ -234,7 +234,7 @@ def results(found: tuple[Tensor, Any], lse: Tensor | None, wants_lse: bool = Tru
 
 
 def check_lse(lse: Tensor | None, size: Sequence[int], dims: str) -> None:
-    """Of the caller's memory."""
+    """The caller's memory for LSE."""
     if lse is not None and (tuple(lse.shape) != tuple(size) or lse.dtype != torch.float32):
         raise InvalidArgument(f"lse is {describe(lse)}: it must be float32 {list(size)}, [{dims}].")
 

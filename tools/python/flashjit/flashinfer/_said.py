@@ -20,7 +20,7 @@ def check_sequences(batch_size: Any, name: str, found: int) -> None:
 
 
 def lengths_of(offsets: Any) -> Tensor | None:
-    """Of sequences, on the CPU alone: a GPU would launch a kernel for what is not read."""
+    """How long sequences are, on the CPU alone: a GPU would launch a kernel for numbers that nothing reads."""
     return offsets.diff() if _are_read(offsets) else None
 
 

@@ -97,7 +97,8 @@ def test_workers_take_the_gpus_in_turn(run, tmp_path):
 
 
 def test_each_worker_gets_some_of_few_tests(run, tmp_path):
-    code, said, begun = run("", "--workers=6", "--chunk=12", gpus="0,1,2,3,4,5")
+    # Slow ones, so that the last worker has started before the first one is through with its tests.
+    code, said, begun = run("Slow", "--workers=6", "--chunk=12", gpus="0,1,2,3,4,5")
     assert code == 0 and len(set((tmp_path / "devices").read_text().split())) == 6, said
 
 
